@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from p2pdiloco.diloco import DiLoCo, DiLoCoError
-    from p2pdiloco.training.exported import load_into, load_model
+    from p2pdiloco.training.export import load_into, load_model
 
 __all__ = ["DiLoCo", "DiLoCoError", "load_into", "load_model"]
 
@@ -15,9 +15,9 @@ __all__ = ["DiLoCo", "DiLoCoError", "load_into", "load_model"]
 def __getattr__(name: str) -> Any:
     """Import torch and all that only when it is asked for: most commands need none of it."""
     if name in ("load_into", "load_model"):
-        from p2pdiloco.training import exported
+        from p2pdiloco.training import export
 
-        return getattr(exported, name)
+        return getattr(export, name)
     if name in __all__:
         from p2pdiloco import diloco
 

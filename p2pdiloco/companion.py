@@ -29,7 +29,7 @@ import psutil
 from p2pdiloco.access.invite_code import PREFIX, clean_invite, decode_invite, is_invite
 from p2pdiloco.protocol.ids import RunId, digest_of
 from p2pdiloco.protocol.manifest import Manifest
-from p2pdiloco.training.reunion import Found, Reunion
+from p2pdiloco.training.node_reconnect import Found, Reunion
 from p2pdiloco.util.files import LockedError, lock, rotate
 from p2pdiloco.util.logs import printable
 from p2pdiloco.util.output_markers import INVITED, LOOK_AT
@@ -120,7 +120,7 @@ class Companion:
                 "stop it, or give this script a folder of its own (state=...)"
             ) from error
         self.meeting_place = f"p2pdiloco-script-{os.getuid()}-{digest_of(str(folder.resolve()).encode())}"
-        """Where the node looks for the script (``training/reunion.py``)."""
+        """Where the node looks for the script (``training/node_reconnect.py``)."""
         self.log_path = folder / NODE_LOG
         self._wish = wish
         if wish.foundation is not None and not wish.foundation.exists() and self._kept_run() is not None:

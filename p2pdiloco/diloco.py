@@ -11,7 +11,7 @@
 
 The script is the learner; a node runs beside it as a process of its own (``companion.py``), so the loop never waits for
 the network. Without ``run`` nothing happens, and the script trains alone. Under ``torchrun`` all ranks are one peer
-(``training/island.py``), each of them with the same lines.
+(``training/multi_rank.py``), each of them with the same lines.
 
 Rules of this file:
 1. Only trainable parameters travel, in the model's own order; frozen ones, buffers, the inner optimizer's state stay.
@@ -42,18 +42,16 @@ from p2pdiloco import participation
 from p2pdiloco.access.invite_code import InviteError
 from p2pdiloco.companion import JOIN_S, NODE_LOG, Companion, CompanionError, Return, Wish, leaving_s
 from p2pdiloco.protocol.manifest import Layout, Manifest, RunConfig
-from p2pdiloco.training import foundation
-from p2pdiloco.training.outer_link import Meeting, OuterLink, Visit
-from p2pdiloco.training.parameters import FlatParameters
-from p2pdiloco.training.script_trainer import ScriptTrainer
+from p2pdiloco.training import founding_file
+from p2pdiloco.training.node_link import Meeting, OuterLink, ScriptTrainer, Visit
+from p2pdiloco.training.parameters import FlatParameters, embedding_names, trainable
 from p2pdiloco.training.step_check import StepCheck
+from p2pdiloco.training.step_counter import Tally
 from p2pdiloco.training.swarm_view import SwarmView
-from p2pdiloco.training.tally import Tally
-from p2pdiloco.training.trainable import embedding_names, trainable
 from p2pdiloco.util.files import state_home
 
 if TYPE_CHECKING:  # it imports torch.distributed.tensor: a second and 40 MB, which only several ranks need
-    from p2pdiloco.training.island import Island, IslandParameters
+    from p2pdiloco.training.multi_rank import Island, IslandParameters
 
 log = logging.getLogger("p2pdiloco")
 
@@ -133,7 +131,7 @@ class DiLoCo(SwarmView):
         self._state = Path(state) if state is not None else state_home() / (run or "")
         if run is not None:
             try:
-                self._wish = Wish.of(run, initial_peers, found, self._state / foundation.NAME, node_options, stay_s)
+                self._wish = Wish.of(run, initial_peers, found, self._state / founding_file.NAME, node_options, stay_s)
             except InviteError as error:
                 raise DiLoCoError(f"initial_peers: {error}") from error
         self._wait_for_peers = wait_for_peers
@@ -156,8 +154,8 @@ class DiLoCo(SwarmView):
                 "codec": codec,
             }
             try:
-                self._config = foundation.settings(given, tensors=len(self._named))
-            except foundation.FoundationError as error:
+                self._config = founding_file.settings(given, tensors=len(self._named))
+            except founding_file.FoundationError as error:
                 raise DiLoCoError(str(error)) from error
         self._tally = Tally(optimizer, grad_scaler, tokens_per_step)
         self._check: StepCheck | None = None
@@ -216,7 +214,9 @@ class DiLoCo(SwarmView):
         def meet() -> bytes:
             self._companion = companion = Companion(self._state, wish)
             if companion.founds and wish.foundation is not None and self._config is not None:
-                foundation.write_once(wish.foundation, self._config, initial, frozenset(embedding_names(self._model)))
+                founding_file.write_once(
+                    wish.foundation, self._config, initial, frozenset(embedding_names(self._model))
+                )
             found = companion.meet()
             visits.append(found)
             return found.manifest
@@ -224,7 +224,7 @@ class DiLoCo(SwarmView):
         try:
             data = meet() if self._island is None else self._island.lead(meet, DiLoCoError)
             manifest = msgspec.msgpack.decode(data, type=Manifest)
-        except (CompanionError, foundation.FoundationError, OSError) as error:
+        except (CompanionError, founding_file.FoundationError, OSError) as error:
             remedy = ": the state folder cannot be used, name another (state=)" if isinstance(error, OSError) else ""
             raise DiLoCoError(f"{error}{remedy}") from error
         except ValueError as error:
@@ -451,6 +451,6 @@ def _island(group: dist.ProcessGroup | None, leave_s: float) -> Island | None:
     """The island that this process is a rank of; None if it is alone."""
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size(group) <= 1:
         return None
-    from p2pdiloco.training.island import Island
+    from p2pdiloco.training.multi_rank import Island
 
     return Island(group, JOIN_S + leave_s)

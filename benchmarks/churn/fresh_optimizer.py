@@ -30,11 +30,10 @@ from benchmarks.plots import figure
 from p2pdiloco.node.foundation import SHIPPED
 from p2pdiloco.protocol.manifest import DataConfig, RunConfig
 from p2pdiloco.training.corpus import Batches, load_corpus
-from p2pdiloco.training.corpus_files import Corpus
+from p2pdiloco.training.dataset_files import Corpus
 from p2pdiloco.training.evaluation import held_out_loss
-from p2pdiloco.training.optimizers import inner_optimizers
-from p2pdiloco.training.schedule import learning_rate
-from p2pdiloco.training.transformer import build_model, loss
+from p2pdiloco.training.models import build_model, loss
+from p2pdiloco.training.optimizers import inner_optimizers, learning_rate
 
 AT = (1, 5, 10, 20, 50, 100, 200)
 """Steps after coming back."""

@@ -22,7 +22,7 @@ from torch import Tensor
 import p2pdiloco
 from benchmarks.memory import residence
 from p2pdiloco.protocol.manifest import ModelConfig
-from p2pdiloco.training.transformer import build_model, loss
+from p2pdiloco.training.models import build_model, loss
 
 HEAD = 64
 LARGE = 1e8

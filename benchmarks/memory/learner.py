@@ -30,11 +30,11 @@ from p2pdiloco.protocol.manifest import (
     RunConfig,
     ScheduleConfig,
 )
-from p2pdiloco.training.corpus_files import Corpus
-from p2pdiloco.training.inner_state import Keeper
-from p2pdiloco.training.learner import Learner
+from p2pdiloco.training.builtin_learner import Learner
+from p2pdiloco.training.dataset_files import Corpus
+from p2pdiloco.training.models import build_model, named_tensors
+from p2pdiloco.training.optimizer_state import Keeper
 from p2pdiloco.training.shared_memory import SharedVectors
-from p2pdiloco.training.transformer import build_model, named_tensors
 from p2pdiloco.wire import learner_ipc
 
 DEPTH = 6

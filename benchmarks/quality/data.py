@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from p2pdiloco.protocol.ids import digest_of
 from p2pdiloco.protocol.manifest import DataConfig
 from p2pdiloco.training.corpus import held_out_batches, load_corpus
-from p2pdiloco.training.corpus_files import Corpus
-from p2pdiloco.training.transformer import loss
+from p2pdiloco.training.dataset_files import Corpus
+from p2pdiloco.training.models import loss
 
 
 @functools.cache

@@ -38,10 +38,10 @@ from p2pdiloco.codec.merge import token_weight
 from p2pdiloco.protocol.aggregation import QuorumView, decide, grace_window_s
 from p2pdiloco.protocol.ids import ShardId
 from p2pdiloco.protocol.manifest import Layout, make_layout
-from p2pdiloco.training.corpus_files import Corpus
+from p2pdiloco.training.dataset_files import Corpus
+from p2pdiloco.training.models import build_model, named_tensors
+from p2pdiloco.training.optimizers import learning_rate
 from p2pdiloco.training.parameters import FlatParameters
-from p2pdiloco.training.schedule import learning_rate
-from p2pdiloco.training.transformer import build_model, named_tensors
 
 JITTER = 0.1
 """Learners of different speeds: a step takes this share more or less, at random."""

@@ -18,10 +18,9 @@ from torch import Tensor, nn
 
 from benchmarks.quality.settings import Setting
 from p2pdiloco.protocol.manifest import Layout, ModelConfig, TensorSpec
-from p2pdiloco.training.muon import MOMENTUM, Muon
+from p2pdiloco.training.models import Transformer
+from p2pdiloco.training.optimizers import MOMENTUM, Muon, learning_rate
 from p2pdiloco.training.parameters import FlatParameters
-from p2pdiloco.training.schedule import learning_rate
-from p2pdiloco.training.transformer import Transformer
 
 Losses = Callable[[Mapping[str, Tensor], Tensor], Tensor]
 

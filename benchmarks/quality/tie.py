@@ -33,8 +33,8 @@ from p2pdiloco.demo.local_swarm import Member, Swarm, SwarmError, marked
 from p2pdiloco.peer.checkpoint import load
 from p2pdiloco.protocol.manifest import Layout
 from p2pdiloco.training import NAME
+from p2pdiloco.training.models import build_model
 from p2pdiloco.training.parameters import FlatParameters
-from p2pdiloco.training.transformer import build_model
 
 SETTING = Setting(learners=2, batch=64, steps=960, warmup=96, fragments=6, overlap=4)
 POLL_S = 0.2

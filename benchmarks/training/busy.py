@@ -4,7 +4,7 @@
 
 The built-in transformer of `stdlib-tiny` is trained in a process that is as nice as a learner is, beside ``--loops``
 processes that only compute: as torch comes, with threads that sleep while they wait (what a node starts its learner
-with), and with that and as many threads as measured steps say (``training/threads.py``).
+with), and with that and as many threads as measured steps say (``training/thread_tuning.py``).
 
 Rules of this file:
 1. Steps of the first second do not count; those in which threads are tried do.
@@ -32,8 +32,8 @@ from torch import Tensor
 from benchmarks.record import append, row
 from p2pdiloco.protocol.manifest import ModelConfig
 from p2pdiloco.training import PASSIVE
-from p2pdiloco.training.threads import ThreadChoice
-from p2pdiloco.training.transformer import build_model, loss
+from p2pdiloco.training.models import build_model, loss
+from p2pdiloco.training.thread_tuning import ThreadChoice
 
 BATCH = 8
 NICENESS = 5

@@ -32,10 +32,9 @@ from benchmarks.plots import bars, figure
 from p2pdiloco.codec.fragments import tensor_specs
 from p2pdiloco.protocol.ids import FragmentId
 from p2pdiloco.protocol.manifest import ModelConfig, make_layout
-from p2pdiloco.training.parameters import FlatParameters
+from p2pdiloco.training.models import build_model, loss
+from p2pdiloco.training.parameters import FlatParameters, trainable
 from p2pdiloco.training.shared_memory import SharedVectors
-from p2pdiloco.training.trainable import trainable
-from p2pdiloco.training.transformer import build_model, loss
 
 MODEL = ModelConfig(width=384, depth=6, heads=6, context=256)
 """10.8 million parameters: that of stdlib-10m.toml."""

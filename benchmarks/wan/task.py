@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from benchmarks.wan.pace import Pace
 from p2pdiloco.protocol.manifest import DataConfig, ModelConfig
 from p2pdiloco.training.corpus import Batches, load_corpus
-from p2pdiloco.training.corpus_files import Corpus
+from p2pdiloco.training.dataset_files import Corpus
 from p2pdiloco.training.evaluation import held_out_loss
-from p2pdiloco.training.transformer import build_model, loss
+from p2pdiloco.training.models import build_model, loss
 
 MODEL = ModelConfig(width=256, depth=4, heads=4, context=64)
 PARAMETERS = 3_344_640

@@ -34,7 +34,7 @@ from p2pdiloco.codec.formats import FORMATS, HEADER
 from p2pdiloco.codec.quantization import CHUNK, LARGEST_BODY, Recipe, chunk_count, decode_chunks, encode_vector, recipe
 from p2pdiloco.protocol.manifest import DataConfig, ModelConfig
 from p2pdiloco.training.corpus import Batches, load_corpus
-from p2pdiloco.training.transformer import build_model, loss
+from p2pdiloco.training.models import build_model, loss
 
 RECIPES = (
     recipe("bf16"),

@@ -17,7 +17,7 @@ from p2pdiloco.protocol.manifest import RunConfig, make_layout
 from p2pdiloco.protocol.manifest_defaults import heartbeat_s
 from p2pdiloco.training.huggingface import ArchitectureError
 from p2pdiloco.training.models import outline
-from p2pdiloco.training.trainable import embedding_names, trainable
+from p2pdiloco.training.parameters import embedding_names, trainable
 
 OTHERS = {"e3m0": 0.44}
 """Bytes a parameter of codecs that are on no ladder (docs/wire.md)."""

@@ -16,8 +16,8 @@ from p2pdiloco.protocol.ids import LearnerId, peer_of
 from p2pdiloco.protocol.manifest import Layout, RunConfig
 from p2pdiloco.training.corpus import load_corpus
 from p2pdiloco.training.evaluation import held_out_loss
+from p2pdiloco.training.models import build_model, generate
 from p2pdiloco.training.parameters import FlatParameters
-from p2pdiloco.training.transformer import build_model, generate
 from p2pdiloco.util.logs import printable
 
 PROMPT = b"def "

@@ -61,7 +61,7 @@ def bear() -> None:
     global _waiting
     if not IS_POSSIBLE:
         return
-    from p2pdiloco.training import program  # now, in the node, that it is there
+    from p2pdiloco.training import learner_main  # now, in the node, that it is there
 
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with warnings.catch_warnings():
@@ -76,7 +76,7 @@ def bear() -> None:
     try:
         os.setsid()  # Ctrl+C is for the node
         arguments = _told(theirs)
-        status = 0 if arguments is None else program.main(arguments)
+        status = 0 if arguments is None else learner_main.main(arguments)
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else 1
     except BaseException:  # noqa: BLE001 (it must not become a second node)

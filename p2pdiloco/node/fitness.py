@@ -1,8 +1,8 @@
 """What this machine would give to a run, and whether it has what that takes: ``doctor``'s answer before joining.
 
 Rules of this file:
-1. The speed is measured with the run's model, data and steps, in a process of its own (``training/trial.py``); the
-   rest is arithmetic with the sizes that docs/operating.md tells.
+1. The speed is measured with the run's model, data and steps, in a process of its own (``training/speed_trial.py``);
+   the rest is arithmetic with the sizes that docs/operating.md tells.
 2. What others tell of their speed is believed for a percentage, and for nothing else.
 """
 
@@ -22,10 +22,10 @@ from p2pdiloco.node.checkup import Finding, disk, memory_bytes
 from p2pdiloco.peer.options import LearnerOptions
 from p2pdiloco.protocol.manifest import Layout, Manifest
 from p2pdiloco.training import PASSIVE
-from p2pdiloco.training.trial import Trial
+from p2pdiloco.training.speed_trial import Trial
 from p2pdiloco.wire.control_messages import PeerStatus
 
-COMMAND = (sys.executable, "-P", "-m", "p2pdiloco.training.trial")
+COMMAND = (sys.executable, "-P", "-m", "p2pdiloco.training.speed_trial")
 NODE_BYTES_A_PARAMETER, NODE_BYTES = 9, 45 << 20
 PROCESS_BYTES = 250 << 20
 """Python and torch of a node."""

@@ -30,16 +30,16 @@ from p2pdiloco.protocol.manifest import (
 )
 from p2pdiloco.protocol.manifest_defaults import completed, in_turns, with_usual_rate, without_left_out
 from p2pdiloco.protocol.manifest_validation import config_problems, manifest_problems, without_places
-from p2pdiloco.training import foundation
+from p2pdiloco.training import founding_file
+from p2pdiloco.training.config_errors import in_words
 from p2pdiloco.training.corpus import cut_into_blocks, load_corpus
-from p2pdiloco.training.corpus_files import CorpusError
+from p2pdiloco.training.data_sources import check_extras
+from p2pdiloco.training.dataset_files import CorpusError
 from p2pdiloco.training.evaluation import shared_samples
 from p2pdiloco.training.huggingface import ArchitectureError, read_folder
-from p2pdiloco.training.misprints import in_words
 from p2pdiloco.training.models import build
-from p2pdiloco.training.sources import check_extras
-from p2pdiloco.training.tokens import with_tokenizer
-from p2pdiloco.training.trainable import embedding_names, trainable
+from p2pdiloco.training.parameters import embedding_names, trainable
+from p2pdiloco.training.tokenized_dataset import with_tokenizer
 from p2pdiloco.wire.control_messages import StateProof
 
 SHIPPED = Path(__file__).parents[1] / "runs"
@@ -151,14 +151,14 @@ def found(config: RunConfig, founder: PeerId, options: PeerOptions) -> tuple[Man
 
 
 def found_from_script(path: Path, founder: PeerId) -> tuple[Manifest, InitialState]:
-    """Manifest and version 0 of the run that a training script founds (``training/foundation.py``); always the same.
+    """Manifest and version 0 of the run that a training script founds (``training/founding_file.py``); always the same.
 
     Raises:
         ConfigError: the file cannot be used.
     """
     try:
-        given = foundation.read(path)
-    except foundation.FoundationError as error:
+        given = founding_file.read(path)
+    except founding_file.FoundationError as error:
         raise ConfigError(str(error)) from error
     named = [(name, shape, name in given.embeddings) for name, shape in given.shapes]
     manifest, theta, momentum = make_manifest(given.config, founder, named, given.parameters())

@@ -1,7 +1,7 @@
 """The learner as a child process: started, spoken to over a Unix socket, and never left behind.
 
 Rules of this file:
-1. The learner program is its own process (``training/program.py``): its crash does not take the node along.
+1. The learner program is its own process (``training/learner_main.py``): its crash does not take the node along.
 2. Messages are queued in order and written as the socket takes them; the node never waits for its learner.
 3. Whatever way the node leaves this block, the child is reaped. A node that is killed does not leave it: its next life
    takes the learner over.
@@ -21,7 +21,7 @@ from typing import Self
 
 from p2pdiloco.node import firstborn
 from p2pdiloco.training import PASSIVE, PROGRAM
-from p2pdiloco.training.reunion import find_learner, peer_credentials
+from p2pdiloco.training.node_reconnect import find_learner, peer_credentials
 from p2pdiloco.util import logs
 from p2pdiloco.util.files import rotate
 from p2pdiloco.util.process import ProcessHandle

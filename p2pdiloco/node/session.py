@@ -65,8 +65,8 @@ from p2pdiloco.peer.peer import InitialState
 from p2pdiloco.protocol.ids import RunId
 from p2pdiloco.protocol.manifest import Layout, Manifest, RunConfig
 from p2pdiloco.protocol.manifest_defaults import few_turns
-from p2pdiloco.training.program import device_of
-from p2pdiloco.training.sources import tell_sources
+from p2pdiloco.training.data_sources import tell_sources
+from p2pdiloco.training.learner_main import device_of
 from p2pdiloco.transport.identity import Identity
 from p2pdiloco.util import logs
 from p2pdiloco.watch.account import closing

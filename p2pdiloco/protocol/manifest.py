@@ -117,8 +117,9 @@ class InnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """The inner optimizer; clipping, warm-up, and a rate that falls in a line over the *global* step."""
 
     optimizer: Literal["adamw", "muon"] | UnsetType = UNSET
-    """``muon``: for the matrices between embedding and output head (training/muon.py), AdamW for the rest. Several
-    learners with small batches lose less by it (docs/quality.md). Left out: ``muon``, for adapters ``adamw``."""
+    """``muon``: for the matrices between embedding and output head (training/optimizers.py), AdamW for the rest.
+    Several learners with small batches lose less by it (docs/quality.md). Left out: ``muon``, for adapters
+    ``adamw``."""
     steps: Positive = 1000
     """Global step at which the run is complete. With ``tokens`` only a bound, and filled in: twice as many as one
     learner alone would make."""

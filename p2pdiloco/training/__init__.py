@@ -1,6 +1,6 @@
 """The learner: torch, its loops, data, and the link to its node. Importing this much is cheap."""
 
-PROGRAM = "p2pdiloco.training.program"
+PROGRAM = "p2pdiloco.training.learner_main"
 """The module that a node starts as its learner."""
 PASSIVE = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
 """Threads that wait for each other sleep, unless the user says otherwise: they would spin, on cores that others want,

@@ -20,8 +20,8 @@ from torch import Tensor
 from p2pdiloco.protocol.data_blocks import MAX_BLOCKS, Block
 from p2pdiloco.protocol.ids import Digest, RunId, digest_of
 from p2pdiloco.protocol.manifest import BlockSpec, DataConfig
-from p2pdiloco.training.corpus_files import PATTERNS, Corpus, CorpusError, find_files, is_held_out
-from p2pdiloco.training.tokens import load_tokens
+from p2pdiloco.training.dataset_files import PATTERNS, Corpus, CorpusError, find_files, is_held_out
+from p2pdiloco.training.tokenized_dataset import load_tokens
 
 DEFAULT_MAX_BYTES = 1 << 32
 STDLIB_MAX_BYTES = 32 << 20

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from p2pdiloco.protocol.manifest import MAX_HELD_OUT, HeldOut, Manifest, RunConfig
 from p2pdiloco.training.corpus import held_out_batches
-from p2pdiloco.training.corpus_files import Corpus
-from p2pdiloco.training.transformer import loss
+from p2pdiloco.training.dataset_files import Corpus
+from p2pdiloco.training.models import loss
 
 BATCH = 16
 

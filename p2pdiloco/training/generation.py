@@ -11,10 +11,9 @@ import torch
 from torch import nn
 
 from p2pdiloco.protocol.manifest import Manifest
-from p2pdiloco.training.export import ABOUT, About, ExportError, built
-from p2pdiloco.training.exported import load_model
+from p2pdiloco.training.export import ABOUT, About, ExportError, built, load_model
 from p2pdiloco.training.huggingface import import_transformers
-from p2pdiloco.training.transformer import generate
+from p2pdiloco.training.models import generate
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):

@@ -26,8 +26,7 @@ from torch import nn
 from p2pdiloco.protocol.ids import Digest, digest_of
 from p2pdiloco.protocol.manifest import LoraConfig, ModelConfig, TensorSpec
 from p2pdiloco.protocol.manifest_validation import architecture_problems
-from p2pdiloco.training.parameters import check_tensors
-from p2pdiloco.training.trainable import trainable
+from p2pdiloco.training.parameters import check_tensors, trainable
 
 EXTRA = "install the extra: pip install 'p2pdiloco[hf]' (in a checkout: pip install -c constraints.txt '.[hf]')"
 MAX_BUFFERS = 1 << 28

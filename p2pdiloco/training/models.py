@@ -2,14 +2,202 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from p2pdiloco.protocol.manifest import ModelConfig, TensorSpec
 from p2pdiloco.training.huggingface import build_huggingface
-from p2pdiloco.training.transformer import Transformer, build_model
+from p2pdiloco.training.parameters import check_tensors
+
+# -- The built-in model: a byte-level decoder-only transformer (RMSNorm, rotary positions, SwiGLU, no biases) ----------
+# Rules of this file:
+# 1. Embedding and output head are two tensors. Only the embedding counts as one (``is_embedding``): its rows of rare
+#    tokens hardly move, so radial-directional averaging is for the rest (arXiv 2604.21428).
+# 2. ``build_model`` draws from its own generator: it neither reads nor moves torch's global random state.
+#
+# The default configuration (width 128, depth 4, 4 heads) has 869,504 parameters in 27 tensors.
+
+
+ROTARY_BASE = 10_000.0
+NORM_EPS = 1e-6
+_INIT_STD = 0.02
+
+
+class Attention(nn.Module):
+    """Causal self-attention with rotary positions."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
+
+    def forward(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+        """[batch, time, width] to the same."""
+        batch, time, width = x.shape
+        qkv = self.qkv(x).view(batch, time, 3, self.heads, width // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each [batch, heads, time, side]
+        q, k = _rotate(q, cosine, sine), _rotate(k, cosine, sine)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        merged: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, time, width))
+        return merged
+
+
+class Feed(nn.Module):
+    """SwiGLU; its hidden side (``feed_width``) is 8/3 of the width, rounded up to a multiple of 32."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        hidden = feed_width(width)
+        self.gate_up = nn.Linear(width, 2 * hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, time, width] to the same."""
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        down: Tensor = self.down(F.silu(gate) * up)
+        return down
+
+
+class Block(nn.Module):
+    """One pre-normed residual block."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(width, eps=NORM_EPS)
+        self.attention = Attention(width, heads)
+        self.feed_norm = nn.RMSNorm(width, eps=NORM_EPS)
+        self.feed = Feed(width)
+
+    def forward(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+        """[batch, time, width] to the same."""
+        x = x + self.attention(self.attention_norm(x), cosine, sine)
+        fed: Tensor = x + self.feed(self.feed_norm(x))
+        return fed
+
+
+class Transformer(nn.Module):
+    """Tokens int64 [batch, time] to logits [batch, time, vocabulary]; time is at most the configured context."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.context = config.context
+        # Nothing is drawn here: without memory, drawing an embedding loads torch's compiler (a second, 40 MB).
+        nothing = torch.empty(config.vocabulary, config.width)
+        self.embedding = nn.Embedding.from_pretrained(nothing, freeze=False)  # type: ignore[no-untyped-call]
+        self.blocks = nn.ModuleList(Block(config.width, config.heads) for _ in range(config.depth))
+        self.norm = nn.RMSNorm(config.width, eps=NORM_EPS)
+        self.head = nn.Linear(config.width, config.vocabulary, bias=False)
+        cosine, sine = _rotary_tables(config.context, config.width // config.heads)
+        self.register_buffer("cosine", cosine, persistent=False)
+        self.register_buffer("sine", sine, persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """See the class."""
+        time = tokens.shape[1]
+        cosine, sine = self.get_buffer("cosine")[:time], self.get_buffer("sine")[:time]
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x, cosine, sine)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+def build_model(config: ModelConfig, seed: int, tensors: Sequence[TensorSpec] | None = None) -> nn.Module:
+    """A float32 model on the CPU with weights drawn from ``seed``: normal with deviation 0.02, and that divided by
+    sqrt(2 depth) for the projections back into the residual stream (GPT-2). With ``tensors``, those of the manifest,
+    nothing is allocated if they are not the model's.
+
+    Raises:
+        ValueError: they are not.
+    """
+    if tensors is not None and config.depth > len(tensors):
+        raise ValueError(f"model.depth = {config.depth}, and the manifest has {len(tensors)} tensors in all")
+    with torch.device("meta"):
+        shell = Transformer(config)
+    if tensors is not None:
+        check_tensors(list(shell.named_parameters()), tensors)
+    for module in shell.modules():  # not to_empty, which loads sympy (a quarter of a second)
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            setattr(module, name, nn.Parameter(torch.empty(parameter.shape)))
+    shell.cosine, shell.sine = _rotary_tables(config.context, config.width // config.heads)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in shell.named_parameters():
+            if parameter.dim() == 1:
+                parameter.fill_(1.0)
+            else:
+                is_projection = name.endswith(("attention.out.weight", "feed.down.weight"))
+                std = _INIT_STD / (2 * config.depth) ** 0.5 if is_projection else _INIT_STD
+                parameter.normal_(0.0, std, generator=generator)
+    return shell
+
+
+def feed_width(width: int) -> int:
+    """The hidden side of a block's SwiGLU."""
+    return -(-8 * width // (3 * 32)) * 32
+
+
+def is_embedding(name: str) -> bool:
+    """Whether the tensor is the token embedding (the output head is not one)."""
+    return name == "embedding.weight"
+
+
+def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Size, bool]]:
+    """Name, shape and ``is_embedding`` of every trainable tensor: what ``tensors.fragments.tensor_specs`` asks for."""
+    for name, parameter in model.named_parameters():
+        yield name, parameter.shape, is_embedding(name)
+
+
+def loss(model: nn.Module, batch: Tensor) -> Tensor:
+    """Mean next-token cross-entropy in nats (a scalar) over ``batch``, int64 [samples, context + 1]. The model gives
+    logits, or what holds them as ``logits`` (transformers)."""
+    given = model(batch[:, :-1])
+    logits: Tensor = given if isinstance(given, Tensor) else given.logits
+    return F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
+
+
+@torch.no_grad()
+def generate(model: nn.Module, prompt: bytes, tokens: int, temperature: float, seed: int) -> bytes:
+    """``prompt`` continued by ``tokens`` sampled bytes; with ``temperature`` 0 the likeliest one each time.
+
+    The model sees the last ``context`` bytes. An empty prompt stands for a line's end. Symbols beyond the bytes (a
+    vocabulary above 256) are never drawn.
+    """
+    device = next(model.parameters()).device
+    context = int(getattr(model, "context", 1024))
+    generator = torch.Generator().manual_seed(seed)
+    text = torch.tensor([list(prompt or b"\n")], dtype=torch.int64)
+    for _ in range(tokens):
+        logits = model(text[:, -context:].to(device))[0, -1, :256].float().cpu()
+        if temperature > 0.0:
+            chances = torch.softmax(logits / temperature, dim=0)
+            drawn = torch.multinomial(chances, 1, generator=generator)
+        else:
+            drawn = logits.argmax().view(1)
+        text = torch.cat((text, drawn.view(1, 1)), dim=1)
+    out = bytes(text[0].tolist())
+    return out if prompt else out[1:]
+
+
+def _rotary_tables(context: int, side: int) -> tuple[Tensor, Tensor]:
+    """Cosine and sine, each [context, side / 2] (RoFormer, arXiv 2104.09864)."""
+    frequencies = ROTARY_BASE ** (-torch.arange(0, side, 2, dtype=torch.float32, device="cpu") / side)
+    angles = torch.arange(context, dtype=torch.float32, device="cpu").unsqueeze(1) * frequencies
+    return angles.cos(), angles.sin()
+
+
+def _rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """Rotate each pair (i, i + side / 2) of x, [batch, heads, time, side], by its position's angle."""
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cosine - b * sine, b * cosine + a * sine), dim=-1).type_as(x)
+
+
+# -- The models that a run's TOML can name -----------------------------------------------------------------------------
+
 
 NO_BASE = "--model is for runs that train adapters (LoRA); this run's model travels: leave it out"
 

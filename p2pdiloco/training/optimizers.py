@@ -8,14 +8,72 @@ Rules of this file:
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from typing import Any
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, overload
 
 import torch
-from torch import nn
+from msgspec import UNSET
+from torch import Tensor, nn
 
 from p2pdiloco.protocol.manifest import InnerConfig
-from p2pdiloco.training.muon import Muon
+
+# -- Muon: momentum, orthogonalized by five Newton-Schulz steps (Jordan et al., 2024), scaled to AdamW's update --------
+# (arXiv 2502.16982), so that AdamW's learning rate and weight decay serve. As inner optimizer: MuLoCo (arXiv
+# 2505.23725).
+#
+# ``torch.optim.Muon`` is the same for one matrix, but iterates in bfloat16 everywhere: on a CPU without bfloat16 units
+# a step of ours took 27 s at width 256. This one takes the parameters' own type on the CPU, and stacks of matrices.
+
+
+_A, _B, _C = 3.4445, -4.7750, 2.0315
+_ROUNDS = 5
+MOMENTUM = 0.95
+
+
+class Muon(torch.optim.Optimizer):
+    """Parameters are matrices [..., rows, columns], each of the last two dimensions one matrix."""
+
+    def __init__(
+        self, parameters: Iterable[Tensor], *, lr: float = 0.0, weight_decay: float = 0.1, momentum: float = MOMENTUM
+    ) -> None:
+        super().__init__(parameters, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """One step; ``closure`` is not used."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                if "momentum" not in self.state[p]:
+                    self.state[p]["momentum"] = torch.zeros_like(p)
+                buffer = self.state[p]["momentum"]
+                buffer.lerp_(p.grad, 1.0 - group["momentum"])
+                update = orthogonalized(p.grad.lerp(buffer, group["momentum"]))
+                p.mul_(1.0 - group["lr"] * group["weight_decay"])
+                p.add_(update, alpha=-0.2 * group["lr"] * float(max(p.shape[-2:])) ** 0.5)
+        return None
+
+
+def orthogonalized(x: Tensor) -> Tensor:
+    """Matrices [..., rows, columns] with their singular values near 1."""
+    dtype, is_tall = x.dtype, x.shape[-2] > x.shape[-1]
+    x = x.mT if is_tall else x
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    x = x.bfloat16() if x.is_cuda else x
+    for _ in range(_ROUNDS):
+        square = x @ x.mT
+        x = _A * x + (_B * square + _C * square @ square) @ x
+    return (x.mT if is_tall else x).to(dtype)
+
+
+# -- The inner optimizers of the built-in learner, by name -------------------------------------------------------------
+
 
 _HEAD = "head.weight"
 """How the name of an output head ends: ours, and the ``lm_head`` of Hugging Face."""
@@ -59,3 +117,33 @@ def _hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
     tokens = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     tokens |= {id(p) for name, p in model.named_parameters() if name.endswith(_HEAD)}
     return [p for p in model.parameters() if p.requires_grad and p.dim() == 2 and id(p) not in tokens]
+
+
+# -- The inner learning rate -------------------------------------------------------------------------------------------
+# Rules of this file:
+# 1. Warm-up and decay follow the *global* step, so that learners of any speed decay together. The decay is a line, in
+#    runs of earlier releases, whose manifests do not say which share of them it is, a cosine.
+# 2. With a budget of tokens (warm-up, stable, decay) the rate falls with what the swarm has merged: neither the fastest
+#    learner nor the number of learners makes it fall sooner.
+# 3. A learner that joins late has a fresh AdamW, whose first steps are the least reliable: it warms up over its own
+#    first steps as well, but briefly.
+
+
+_OWN_WARMUP = 20
+"""Longest warm-up of a learner's own, in its own steps."""
+
+
+def learning_rate(config: InnerConfig, global_step: int, own_steps: int, merged_tokens: int = 0) -> float:
+    """The rate of the step from ``global_step`` to the next, for an inner optimizer that has made ``own_steps``, where
+    the swarm has merged so many tokens of its budget, if it has one."""
+    ramp = 1.0
+    if config.warmup:
+        own_warmup = min(config.warmup, _OWN_WARMUP)
+        ramp = min(1.0, (global_step + 1) / config.warmup, (own_steps + 1) / own_warmup)
+    if config.tokens is not UNSET or config.decay_share is not UNSET:
+        passed = global_step / config.steps if config.tokens is UNSET else merged_tokens / config.tokens
+        left = (1.0 - passed) / (config.decay_share or 1.0)
+        return config.learning_rate * ramp * max(config.final_share, min(1.0, left))
+    done = (global_step - config.warmup) / max(1, config.steps - config.warmup)
+    cosine = 0.5 * (1.0 + math.cos(math.pi * min(1.0, max(0.0, done))))
+    return config.learning_rate * ramp * (config.final_share + (1.0 - config.final_share) * cosine)

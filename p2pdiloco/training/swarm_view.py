@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, Subset
 
-from p2pdiloco.training.outer_link import OuterLink
-from p2pdiloco.training.samples import FirstBatches, OwnSamples, share_loader
+from p2pdiloco.training.node_link import OuterLink
+from p2pdiloco.training.sampler import FirstBatches, OwnSamples, share_loader
 
 log = logging.getLogger("p2pdiloco")
 

@@ -44,7 +44,7 @@ from p2pdiloco.protocol.manifest import (
     ScheduleConfig,
     TensorSpec,
 )
-from p2pdiloco.training import sources
+from p2pdiloco.training import data_sources
 from p2pdiloco.transport.identity import Identity
 from p2pdiloco.util.files import lock
 from p2pdiloco.watch import exporter
@@ -325,7 +325,7 @@ def test_what_the_machine_is_like(user: User, monkeypatch: pytest.MonkeyPatch, t
     MemberFiles(folder).keep_chain(founder.extended(me.peer_id, Role.LEARNER))
     told("this peer is a ROLE of run NAME, and only admins invite", f"invite --state mine --address {DEAD}")
     told("the invite is for the peer ..., and this one is ...", f"join {invite_of(founder, peer=NOBODY)}")
-    monkeypatch.setattr(sources, "find_spec", lambda _: None)
+    monkeypatch.setattr(data_sources, "find_spec", lambda _: None)
     told("run NAME needs transformers", "start llama.toml")
     monkeypatch.setattr(top, "find_spec", lambda _: None)
     told("top draws with textual, which is not installed here", "top")

@@ -10,11 +10,11 @@ import torch
 from documents import VOCABULARY, make_texts, write_documents, write_tokenizer
 
 from p2pdiloco.protocol.manifest import DataConfig, RunConfig
-from p2pdiloco.training import tokens
+from p2pdiloco.training import tokenized_dataset
 from p2pdiloco.training.corpus import data_digest, load_corpus
-from p2pdiloco.training.corpus_files import Corpus, CorpusError
-from p2pdiloco.training.sources import tell_sources
-from p2pdiloco.training.tokens import with_tokenizer
+from p2pdiloco.training.data_sources import tell_sources
+from p2pdiloco.training.dataset_files import Corpus, CorpusError
+from p2pdiloco.training.tokenized_dataset import with_tokenizer
 
 pytest.importorskip("tokenizers", reason="needs the extra hf: pip install '.[hf]'")
 pytest.importorskip("pyarrow", reason="needs the extra hf: pip install '.[hf]'")
@@ -53,14 +53,14 @@ def test_documents_become_tokens_once(tmp_path: Path, kind: str, cache: Path, mo
     def fail(*_: object) -> None:
         raise AssertionError("it was tokenized before")
 
-    monkeypatch.setattr(tokens, "_write", fail)
+    monkeypatch.setattr(tokenized_dataset, "_write", fail)
     assert data_digest(load(tmp_path, settings, context=16)) == digest
 
 
 def test_a_long_text_is_one_document_though_it_is_read_in_pieces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tokens, "TEXT_BYTES", 1000)
+    monkeypatch.setattr(tokenized_dataset, "TEXT_BYTES", 1000)
     write_tokenizer(tmp_path / "tok")
     for name in ("a", "b", "c", "d"):  # "b" is held out
         (tmp_path / "text").mkdir(exist_ok=True)

@@ -17,7 +17,11 @@ PACKAGES = {
     "node": ("p2pdiloco/node/*.py",),
     "peer": ("p2pdiloco/peer/*.py",),
     "tensors": ("p2pdiloco/tensors/*.py",),
-    "link": ("p2pdiloco/training/outer_link.py", "p2pdiloco/training/reunion.py", "p2pdiloco/training/channel.py"),
+    "link": (
+        "p2pdiloco/training/node_link.py",
+        "p2pdiloco/training/node_reconnect.py",
+        "p2pdiloco/training/ipc_channel.py",
+    ),
 }
 CACHE = ROOT / "out" / "mutation"
 TESTS_MOST = 150

@@ -14,9 +14,9 @@ from p2pdiloco.peer.supervision import RESTARTS
 from p2pdiloco.protocol.data_blocks import Block
 from p2pdiloco.protocol.ids import LearnerId, PeerId, ShardId
 from p2pdiloco.protocol.manifest import Layout, Manifest
-from p2pdiloco.training.outer_link import OuterLink
+from p2pdiloco.training.cuda_copies import Finished
+from p2pdiloco.training.node_link import OuterLink
 from p2pdiloco.training.parameters import FlatParameters
-from p2pdiloco.training.side_stream import Finished
 from p2pdiloco.wire import learner_ipc
 from tests.peer_sim.tuning import CHUNK
 

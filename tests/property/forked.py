@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing.reduction import DupFd
 from typing import IO, Any
 
-PROGRAM = "p2pdiloco.training.program"
+PROGRAM = "p2pdiloco.training.learner_main"
 NICE = 10
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload([PROGRAM, "p2pdiloco.cli.start", "p2pdiloco.node.session", "uvloop"])
@@ -121,7 +121,7 @@ def _taken(duplicate: Any) -> int:
 
 
 def _learn(arguments: list[str], descriptors: dict[str, int]) -> None:
-    from p2pdiloco.training.program import main
+    from p2pdiloco.training.learner_main import main
 
     given = [word for name, fd in descriptors.items() for word in (f"--{name.replace('_', '-')}", str(fd))]
     sys.exit(main([*given, *arguments]))
@@ -141,12 +141,12 @@ def _command_in(
 def _command(arguments: list[str], out: int, told: int, environment: dict[str, str]) -> None:
     from p2pdiloco.cli.main import main
     from p2pdiloco.node import learner_process
-    from p2pdiloco.training import program
+    from p2pdiloco.training import learner_main
     from p2pdiloco.util.process import die_with_parent
 
     learner_process.COMMAND = ("nice", *learner_process.COMMAND)  # type: ignore[attr-defined]
-    learn = program.main
-    program.main = lambda words: (os.nice(NICE), learn(words))[1]  # its first learner is a fork of it
+    learn = learner_main.main
+    learner_main.main = lambda words: (os.nice(NICE), learn(words))[1]  # its first learner is a fork of it
     die_with_parent(signal.SIGTERM)
     os.setsid()
     os.environ.clear()

@@ -31,8 +31,8 @@ from p2pdiloco.protocol.data_blocks import Block
 from p2pdiloco.protocol.ids import FragmentId, LearnerId, PeerId, ShardId, digest_of
 from p2pdiloco.protocol.manifest import CodecConfig, OuterConfig, TensorSpec, make_layout
 from p2pdiloco.protocol.messages import CommitHeader, Contributor
-from p2pdiloco.training.channel import Channel
-from p2pdiloco.training.outer_link import OuterLink
+from p2pdiloco.training.ipc_channel import Channel
+from p2pdiloco.training.node_link import OuterLink
 from p2pdiloco.training.parameters import FlatParameters
 from p2pdiloco.training.shared_memory import SharedVectors
 from p2pdiloco.wire import learner_ipc

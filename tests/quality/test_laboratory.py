@@ -24,12 +24,11 @@ from p2pdiloco.peer.shift_queue import Moves
 from p2pdiloco.protocol.ids import FragmentId, LearnerId, PeerId, ShardId, digest_of
 from p2pdiloco.protocol.manifest import CodecConfig, OuterConfig, TensorSpec, make_layout
 from p2pdiloco.protocol.messages import CommitHeader, Contributor
-from p2pdiloco.training.corpus_files import Corpus
-from p2pdiloco.training.optimizers import inner_optimizers
+from p2pdiloco.training.dataset_files import Corpus
+from p2pdiloco.training.models import build_model, loss
+from p2pdiloco.training.optimizers import inner_optimizers, learning_rate
 from p2pdiloco.training.parameters import FlatParameters
-from p2pdiloco.training.schedule import learning_rate
 from p2pdiloco.training.shared_memory import SharedVectors
-from p2pdiloco.training.transformer import build_model, loss
 
 SMALL = Setting(
     width=16,

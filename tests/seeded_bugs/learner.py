@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from tests.seeded_bugs.inject import Bug
 
-_LINK = "p2pdiloco.training.outer_link"
+_LINK = "p2pdiloco.training.node_link"
 _COMPANION = "p2pdiloco.companion"
 _PARTICIPATION = "p2pdiloco.participation"
 
-_SIDE = "p2pdiloco.training.side_stream"
+_SIDE = "p2pdiloco.training.cuda_copies"
 _SIDE_TESTS = "tests/unit/test_training_side_stream.py"
 _LINK_TESTS = "tests/unit/test_training_outer_link.py"
 _PARTICIPATION_TESTS = "tests/unit/test_participation.py"
@@ -91,7 +91,7 @@ BUGS = (
     ),
     Bug(
         name="parameters may move",
-        module="p2pdiloco.training.tally",
+        module="p2pdiloco.training.step_counter",
         old="if any(p.data_ptr() != place for p, place in self._places):",
         new="if False:",
         harm="a model is put into another type in mid-run: its peer gives zeros for all its tokens, and nobody is told",
@@ -101,7 +101,7 @@ BUGS = (
     ),
     Bug(
         name="another optimizer takes ours' place in silence",
-        module="p2pdiloco.training.tally",
+        module="p2pdiloco.training.step_counter",
         old="            self._other_steps += 1\n",
         new="            pass\n",
         harm="an optimizer is made anew in mid-run: nothing is merged from there on, and the run is never complete",
@@ -173,7 +173,7 @@ BUGS = (
     ),
     Bug(
         name="a learner's socket has a small number",
-        module="p2pdiloco.training.channel",
+        module="p2pdiloco.training.ipc_channel",
         old="self._poll(reading | (select.POLLOUT if self._outgoing else 0))",
         new="select.select([self._socket], [], [])",
         harm="the learner of a node with a thousand connections ends before it has begun, without a word",
@@ -181,7 +181,7 @@ BUGS = (
     ),
     Bug(
         name="a run of steps has its decay by what is merged",
-        module="p2pdiloco.training.schedule",
+        module="p2pdiloco.training.optimizers",
         old="global_step / config.steps if config.tokens is UNSET else merged_tokens / config.tokens",
         new="merged_tokens / (config.tokens or config.steps)",
         harm="the rate of a run that has no budget of tokens is at its end after its first turn",
@@ -274,7 +274,7 @@ BUGS = (
     ),
     Bug(
         name="what the socket did not take is dropped",
-        module="p2pdiloco.training.channel",
+        module="p2pdiloco.training.ipc_channel",
         old="del self._outgoing[:sent]",
         new="self._outgoing.clear()",
         harm="a busy node gets half a message, and loses its learner",
@@ -299,7 +299,7 @@ BUGS = (
     ),
     Bug(
         name="one sound fragment outweighs a spoilt one",
-        module="p2pdiloco.training.health",
+        module="p2pdiloco.training.node_link",
         old="        if not self._spoilt:",
         new="        if None not in self._spoilt:",
         harm="trouble comes and goes with the fragments",
@@ -307,7 +307,7 @@ BUGS = (
     ),
     Bug(
         name="large parameters taken for infinite ones",
-        module="p2pdiloco.training.health",
+        module="p2pdiloco.training.node_link",
         old="return math.isfinite(float(vector.sum())) or bool(vector.isfinite().all())",
         new="return math.isfinite(float(vector.sum()))",
         harm="a sound peer is told that it is in trouble",
@@ -315,7 +315,7 @@ BUGS = (
     ),
     Bug(
         name="what a second node had given is forgotten when it dies, too",
-        module="p2pdiloco.training.outer_link",
+        module="p2pdiloco.training.node_link",
         old="            anchor[piece.start : piece.stop].copy_(shift[piece.start : piece.stop])\n",
         new="            pass\n",
         harm="the third node's parameters come on top of the second's",
@@ -352,7 +352,7 @@ BUGS = (
     ),
     Bug(
         name="more is read than the welcome",
-        module="p2pdiloco.training.reunion",
+        module="p2pdiloco.training.node_reconnect",
         old="self._welcome.take(visitor.recv(missing))",
         new="self._welcome.take(visitor.recv(missing + 4096))",
         harm="the first commands are taken for a piece of the manifest",

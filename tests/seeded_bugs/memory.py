@@ -385,7 +385,7 @@ BUGS = (
     ),
     Bug(
         name="the inner optimizer's state is written whole",
-        module="p2pdiloco.training.inner_state",
+        module="p2pdiloco.training.optimizer_state",
         old="for start in range(0, flat.numel(), PIECE):\n            piece = flat[start : start + PIECE]",
         new="for start in range(0, 1 if flat.numel() else 0):\n            piece = flat[start:]",
         harm="a learner holds its largest tensor twice while it saves, on a GPU in the machine's memory",

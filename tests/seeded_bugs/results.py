@@ -7,7 +7,7 @@ from tests.seeded_bugs.inject import Bug
 
 _EXPORT = "p2pdiloco.training.export"
 _SCRIPT_MODELS = "p2pdiloco.training.script_models"
-_SAMPLES = "p2pdiloco.training.samples"
+_SAMPLES = "p2pdiloco.training.sampler"
 _NOTICES = "p2pdiloco.node.notices"
 
 _EXPORT_TESTS = "tests/unit/test_training_export.py"
@@ -25,7 +25,7 @@ _AVERAGE_TESTS = "tests/unit/test_peer_average.py"
 BUGS = (
     Bug(
         name="a script's founding is written in its place",
-        module="p2pdiloco.training.foundation",
+        module="p2pdiloco.training.founding_file",
         old='    stream_atomically(path, chain((len(text).to_bytes(8, "little") + text,), _pieces(named)))\n',
         new='    path.open("wb").writelines(chain((len(text).to_bytes(8, "little") + text,), _pieces(named)))\n',
         harm="a script that was killed meanwhile cannot found its run any more",
@@ -35,7 +35,7 @@ BUGS = (
     ),
     Bug(
         name="of every piece the first is written",
-        module="p2pdiloco.training.foundation",
+        module="p2pdiloco.training.founding_file",
         old="flat[start : start + PIECE].to(",
         new="flat[:PIECE].to(",
         harm="the run begins with another model than its script's",
@@ -209,7 +209,7 @@ BUGS = (
     ),
     Bug(
         name="threads are never measured again",
-        module="p2pdiloco.training.threads",
+        module="p2pdiloco.training.thread_tuning",
         old="if self._usual_s / CHANGED <= now_s <= self._usual_s * CHANGED:",
         new="if True:",
         harm="a learner that began beside other work stays slow",
@@ -276,7 +276,7 @@ BUGS = (
     # -- what is measured ----------------------------------------------------------------------------------------------
     Bug(
         name="each learner measures on its own data",
-        module="p2pdiloco.training.learner",
+        module="p2pdiloco.training.builtin_learner",
         old="config.evaluation.samples, self._device, self._given",
         new="config.evaluation.samples, self._device",
         harm="the curve jumps with who measures, where data differ",

@@ -29,8 +29,8 @@ from p2pdiloco.protocol.manifest import (
     ScheduleConfig,
     TensorSpec,
 )
-from p2pdiloco.training.channel import Channel
-from p2pdiloco.training.outer_link import OuterLink
+from p2pdiloco.training.ipc_channel import Channel
+from p2pdiloco.training.node_link import OuterLink
 from p2pdiloco.training.parameters import FlatParameters
 from p2pdiloco.transport.identity import Identity
 from p2pdiloco.wire import learner_ipc

@@ -22,8 +22,8 @@ from p2pdiloco.peer.checkpoint import save
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.protocol.manifest import Layout, Manifest, ModelConfig, RunConfig, ScheduleConfig
 from p2pdiloco.training.export import ABOUT
-from p2pdiloco.training.trainable import embedding_names, trainable
-from p2pdiloco.training.transformer import build_model
+from p2pdiloco.training.models import build_model
+from p2pdiloco.training.parameters import embedding_names, trainable
 from p2pdiloco.transport.identity import KEY_FILE
 from p2pdiloco.util.files import LOCAL
 from p2pdiloco.wire.control_messages import PeerStatus

@@ -26,7 +26,7 @@ from p2pdiloco.companion import LEAVE_S, RESTARTS, STABLE_S, Companion, Companio
 from p2pdiloco.node.credentials import Credentials, make_invite
 from p2pdiloco.node.kept_runs import folder_of
 from p2pdiloco.protocol.ids import RunId
-from p2pdiloco.training.reunion import Found, Reunion, find_learner
+from p2pdiloco.training.node_reconnect import Found, Reunion, find_learner
 from p2pdiloco.transport.identity import Identity
 from p2pdiloco.util.files import state_home
 from p2pdiloco.wire import learner_ipc

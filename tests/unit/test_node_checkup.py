@@ -19,7 +19,7 @@ from p2pdiloco.node import checkup, fitness
 from p2pdiloco.node.checkup import Finding
 from p2pdiloco.peer.options import LearnerOptions
 from p2pdiloco.protocol.manifest import Layout, Manifest
-from p2pdiloco.training.trial import Trial
+from p2pdiloco.training.speed_trial import Trial
 from p2pdiloco.transport.identity import Identity
 from p2pdiloco.util.files import lock
 from p2pdiloco.wire.control_messages import PeerStatus
@@ -207,7 +207,7 @@ def test_the_speed_is_measured_with_the_run_s_own_steps(manifest: Manifest, tmp_
 def test_what_a_learner_could_not_use_is_named(
     manifest: Manifest, options: LearnerOptions, sentence: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    from p2pdiloco.training.trial import main
+    from p2pdiloco.training.speed_trial import main
 
     (tmp_path / "manifest").write_bytes(manifest.encode())
     words = ["--manifest", str(tmp_path / "manifest"), "--device", options.device, "--seconds", "0"]

@@ -16,7 +16,7 @@ from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.protocol.manifest import DataConfig, EvaluationConfig, HeldOut, ModelConfig, RunConfig, ScheduleConfig
 from p2pdiloco.protocol.manifest_validation import decode_manifest
 from p2pdiloco.training.corpus import held_out_batches, load_corpus
-from p2pdiloco.training.corpus_files import Corpus
+from p2pdiloco.training.dataset_files import Corpus
 from p2pdiloco.training.evaluation import given_samples, shared_samples
 
 

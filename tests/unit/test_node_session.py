@@ -21,7 +21,7 @@ from p2pdiloco.peer.end import Ending
 from p2pdiloco.peer.options import LearnerOptions, PeerOptions
 from p2pdiloco.peer.peer import InitialState
 from p2pdiloco.protocol.manifest import Manifest, ModelConfig, RunConfig, ScheduleConfig
-from p2pdiloco.training import foundation
+from p2pdiloco.training import founding_file
 from p2pdiloco.transport.identity import Identity
 
 CONFIG = RunConfig(name="story", model=ModelConfig(kind="external"), schedule=ScheduleConfig(fragments=1, sync_every=4))
@@ -58,8 +58,8 @@ def test_a_scripts_node_goes_on_from_its_checkpoint_or_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     brought, identity = Brought(), Identity.ephemeral()
-    path = tmp_path / foundation.NAME
-    foundation.write(path, CONFIG, [("w", WEIGHTS)], frozenset())
+    path = tmp_path / founding_file.NAME
+    founding_file.write(path, CONFIG, [("w", WEIGHTS)], frozenset())
     manifest, initial = found_from_script(path, identity.peer_id)
     folder = folder_of(tmp_path, manifest.run) / "checkpoint"
     taken: list[InitialState] = []
@@ -109,8 +109,8 @@ def test_who_has_no_script_is_refused_by_a_run_of_scripts_before_anything_is_fet
         raise Begun
 
     monkeypatch.setattr(session, "refuse_to_be_one", begin)
-    path, identity = tmp_path / foundation.NAME, Identity.ephemeral()
-    foundation.write(path, replace(CONFIG, access="open"), [("w", WEIGHTS)], frozenset())
+    path, identity = tmp_path / founding_file.NAME, Identity.ephemeral()
+    founding_file.write(path, replace(CONFIG, access="open"), [("w", WEIGHTS)], frozenset())
     manifest, _ = found_from_script(path, identity.peer_id)
     own = PeerOptions(folder=tmp_path / "run", **options)
     with pytest.raises(Begun if options else ConfigError) as error:

@@ -36,7 +36,7 @@ from p2pdiloco.protocol.manifest_defaults import (
     without_left_out,
 )
 from p2pdiloco.protocol.manifest_validation import config_problems, decode_manifest
-from p2pdiloco.training.transformer import build_model, named_tensors
+from p2pdiloco.training.models import build_model, named_tensors
 
 LARGE = ModelConfig(width=512, depth=8)
 

@@ -38,7 +38,7 @@ import sys
 import torch
 from p2pdiloco.protocol.manifest import InnerConfig, ModelConfig
 from p2pdiloco.training.optimizers import inner_optimizers
-from p2pdiloco.training.transformer import build_model, loss
+from p2pdiloco.training.models import build_model, loss
 model = build_model(ModelConfig(width=16, depth=1, heads=2, context=8), 1)
 optimizers = inner_optimizers(model, InnerConfig(optimizer="muon"))
 loss(model, torch.zeros(2, 9, dtype=torch.long)).backward()

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from p2pdiloco.training.channel import Channel
+from p2pdiloco.training.ipc_channel import Channel
 from p2pdiloco.training.shared_memory import SharedVectors
 from p2pdiloco.wire import learner_ipc
 

@@ -20,13 +20,13 @@ from p2pdiloco.protocol.manifest import (
     make_layout,
 )
 from p2pdiloco.training.corpus import Batches, Blocks, cut_into_blocks, data_digest, held_out_batches, load_corpus
-from p2pdiloco.training.corpus_files import Corpus, CorpusError, is_held_out
+from p2pdiloco.training.data_sources import tell_sources
+from p2pdiloco.training.dataset_files import Corpus, CorpusError, is_held_out
 from p2pdiloco.training.evaluation import held_out_loss
+from p2pdiloco.training.models import build_model, generate, is_embedding, loss, named_tensors
+from p2pdiloco.training.optimizers import learning_rate
 from p2pdiloco.training.parameters import FlatParameters, check_tensors
-from p2pdiloco.training.schedule import learning_rate
 from p2pdiloco.training.shared_memory import SharedVectors
-from p2pdiloco.training.sources import tell_sources
-from p2pdiloco.training.transformer import build_model, generate, is_embedding, loss, named_tensors
 
 TINY = ModelConfig(width=16, depth=1, heads=2, context=8)
 

@@ -7,9 +7,9 @@ import time
 import torch
 
 from p2pdiloco.protocol.manifest import ModelConfig
-from p2pdiloco.training.corpus_files import Corpus
-from p2pdiloco.training.excerpt import GIVEN, PIECE, WRITTEN, excerpt
-from p2pdiloco.training.transformer import build_model
+from p2pdiloco.training.builtin_learner import GIVEN, PIECE, WRITTEN, excerpt
+from p2pdiloco.training.dataset_files import Corpus
+from p2pdiloco.training.models import build_model
 
 MODEL = ModelConfig(width=16, depth=1, heads=2, context=8)
 

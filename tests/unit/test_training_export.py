@@ -22,8 +22,8 @@ from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.protocol.manifest import LoraConfig, Manifest, ModelConfig, RunConfig, ScheduleConfig
 from p2pdiloco.training.export import ABOUT, About, ExportError, Format, byte_tokenizer, export
 from p2pdiloco.training.generation import Sampling, continue_with, continue_with_export
-from p2pdiloco.training.trainable import embedding_names, trainable
-from p2pdiloco.training.transformer import build_model
+from p2pdiloco.training.models import build_model
+from p2pdiloco.training.parameters import embedding_names, trainable
 
 HF = pytest.mark.skipif(
     not all(map(find_spec, ("transformers", "tokenizers", "peft"))),

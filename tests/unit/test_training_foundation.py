@@ -18,20 +18,20 @@ from p2pdiloco.node.foundation import found_from_script
 from p2pdiloco.node.kept_runs import ConfigError
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.protocol.manifest import Layout, ModelConfig, RunConfig, ScheduleConfig
-from p2pdiloco.training import foundation
+from p2pdiloco.training import founding_file
 
 CONFIG = RunConfig(name="story", model=ModelConfig(kind="external"), schedule=ScheduleConfig(fragments=1, sync_every=4))
 NAMED = [("z", torch.arange(6.0).view(2, 3)), ("a", torch.full((4,), 0.5, dtype=torch.bfloat16)), ("m", torch.ones(1))]
 
 
 def write(folder: Path) -> Path:
-    path = folder / foundation.NAME
-    foundation.write(path, CONFIG, NAMED, frozenset({"a"}))
+    path = folder / founding_file.NAME
+    founding_file.write(path, CONFIG, NAMED, frozenset({"a"}))
     return path
 
 
 def test_it_comes_back_in_the_models_order_as_float32(tmp_path: Path) -> None:
-    read = foundation.read(write(tmp_path))
+    read = founding_file.read(write(tmp_path))
     assert read.config == CONFIG
     assert read.embeddings == {"a"}
     assert read.shapes == (("z", (2, 3)), ("a", (4,)), ("m", (1,)))
@@ -43,7 +43,7 @@ def test_it_comes_back_in_the_models_order_as_float32(tmp_path: Path) -> None:
 
 def test_what_is_written_in_pieces_is_version_zero_to_the_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces end where they like; parameters may be of any type, and lie in memory as they like."""
-    monkeypatch.setattr(foundation, "PIECE", 5)
+    monkeypatch.setattr(founding_file, "PIECE", 5)
     random = torch.Generator().manual_seed(1)
     wide = torch.randn(7, 3, generator=random).t()
     named = [
@@ -51,8 +51,8 @@ def test_what_is_written_in_pieces_is_version_zero_to_the_bit(tmp_path: Path, mo
         ("a", wide),
         ("c", torch.randn(5, 5, generator=random)),
     ]
-    path = tmp_path / foundation.NAME
-    foundation.write(path, CONFIG, named, frozenset())
+    path = tmp_path / founding_file.NAME
+    founding_file.write(path, CONFIG, named, frozenset())
     manifest, initial = found_from_script(path, PeerId("ann"))
     layout, (theta, momentum) = Layout.of(manifest), initial.take()
     for index, start in zip(layout.order, layout.starts, strict=True):
@@ -72,11 +72,11 @@ class Deadly(torch.Tensor):
 
 
 def test_a_script_that_is_killed_while_it_founds_leaves_nothing_that_is_taken_for_whole(tmp_path: Path) -> None:
-    path = tmp_path / foundation.NAME
+    path = tmp_path / founding_file.NAME
     child = os.fork()
     if not child:
         with contextlib.suppress(BaseException):
-            foundation.write(path, CONFIG, [*NAMED, ("n", torch.ones(3).as_subclass(Deadly))], frozenset())
+            founding_file.write(path, CONFIG, [*NAMED, ("n", torch.ones(3).as_subclass(Deadly))], frozenset())
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     assert [half.name.endswith(".part") for half in tmp_path.iterdir()] == [True], "it had begun"
@@ -124,12 +124,12 @@ GIVEN: dict[str, Any] = {
 def test_a_run_that_was_founded_otherwise_goes_on_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = torch.nn.Linear(2, 1)
     for steps in (GIVEN["total_steps"], 900):
-        config = foundation.settings({**GIVEN, "total_steps": steps, "outer_lr": GIVEN["outer_lr"]}, tensors=2)
-        foundation.write_once(tmp_path / "f", config, list(model.named_parameters()), frozenset())
+        config = founding_file.settings({**GIVEN, "total_steps": steps, "outer_lr": GIVEN["outer_lr"]}, tensors=2)
+        founding_file.write_once(tmp_path / "f", config, list(model.named_parameters()), frozenset())
         if steps != 900:
             assert not caplog.records
     assert f"run {GIVEN['run']} was founded with total_steps={GIVEN['total_steps']}, and goes on so" in caplog.text
-    assert foundation.read(tmp_path / "f").config.inner.steps == GIVEN["total_steps"]
+    assert founding_file.read(tmp_path / "f").config.inner.steps == GIVEN["total_steps"]
 
 
 @pytest.mark.parametrize(
@@ -157,8 +157,8 @@ def test_a_run_that_was_founded_otherwise_goes_on_and_says_so(tmp_path: Path, ca
 def test_what_a_script_cannot_have_is_said_with_its_argument_before_anything_is_written(
     tmp_path: Path, argument: str, value: object, said: str
 ) -> None:
-    with pytest.raises(foundation.FoundationError) as error:
-        foundation.settings({**GIVEN, argument: value}, tensors=2)
+    with pytest.raises(founding_file.FoundationError) as error:
+        founding_file.settings({**GIVEN, argument: value}, tensors=2)
     assert said in str(error.value)
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters())
@@ -169,22 +169,22 @@ def test_what_a_script_cannot_have_is_said_with_its_argument_before_anything_is_
 
 
 def test_what_a_script_may_have_is_what_its_node_reads(tmp_path: Path) -> None:
-    config = foundation.settings(GIVEN, tensors=3)
+    config = founding_file.settings(GIVEN, tensors=3)
     assert (config.name, config.inner.steps, config.inner.warmup, config.codec.down) == ("story", 100, 0, "int4")
     assert (config.model.kind, config.evaluation.every, config.outer.learning_rate) == ("external", 0, 0.4)
-    path = tmp_path / foundation.NAME
-    foundation.write(path, config, NAMED, frozenset())
-    assert foundation.read(path).config == config
+    path = tmp_path / founding_file.NAME
+    founding_file.write(path, config, NAMED, frozenset())
+    assert founding_file.read(path).config == config
 
 
 def test_it_is_written_once_and_not_taken_for_another_runs(tmp_path: Path) -> None:
-    path = tmp_path / foundation.NAME
-    foundation.write_once(path, CONFIG, NAMED, frozenset())
+    path = tmp_path / founding_file.NAME
+    founding_file.write_once(path, CONFIG, NAMED, frozenset())
     first = path.read_bytes()
-    foundation.write_once(path, CONFIG, [("z", torch.ones(2, 3))], frozenset())
+    founding_file.write_once(path, CONFIG, [("z", torch.ones(2, 3))], frozenset())
     assert path.read_bytes() == first, "the run that was founded goes on"
     with pytest.raises(
-        foundation.FoundationError, match=r"is run story's.*give run other a folder of its own \(state="
+        founding_file.FoundationError, match=r"is run story's.*give run other a folder of its own \(state="
     ):
-        foundation.write_once(path, msgspec.structs.replace(CONFIG, name="other"), NAMED, frozenset())
+        founding_file.write_once(path, msgspec.structs.replace(CONFIG, name="other"), NAMED, frozenset())
     assert path.read_bytes() == first

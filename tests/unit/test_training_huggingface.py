@@ -17,9 +17,8 @@ from p2pdiloco.node.kept_runs import ConfigError
 from p2pdiloco.protocol.manifest import LoraConfig, ModelConfig
 from p2pdiloco.protocol.manifest_validation import architecture_problems
 from p2pdiloco.training.huggingface import ArchitectureError, build_huggingface, read_folder
-from p2pdiloco.training.models import build, vocabulary
-from p2pdiloco.training.trainable import embedding_names, trainable
-from p2pdiloco.training.transformer import loss
+from p2pdiloco.training.models import build, loss, vocabulary
+from p2pdiloco.training.parameters import embedding_names, trainable
 
 CONFIGS = Path(__file__).parents[2] / "p2pdiloco" / "runs"
 LLAMA: dict[str, Any] = {

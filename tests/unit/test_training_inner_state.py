@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from p2pdiloco.protocol.manifest import InnerConfig
 from p2pdiloco.training.corpus import Batches
-from p2pdiloco.training.corpus_files import Corpus
-from p2pdiloco.training.inner_state import PIECE, InnerStateError, Keeper, parts, put, take
+from p2pdiloco.training.dataset_files import Corpus
+from p2pdiloco.training.optimizer_state import PIECE, InnerStateError, Keeper, parts, put, take
 from p2pdiloco.training.optimizers import inner_optimizers
 
 Optimizers = list[torch.optim.Optimizer]

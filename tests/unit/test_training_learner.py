@@ -28,13 +28,13 @@ from p2pdiloco.protocol.manifest import (
     RunConfig,
     ScheduleConfig,
 )
-from p2pdiloco.training.channel import Channel
+from p2pdiloco.training.builtin_learner import Learner
 from p2pdiloco.training.corpus import load_corpus
-from p2pdiloco.training.learner import Learner
+from p2pdiloco.training.ipc_channel import Channel
+from p2pdiloco.training.models import build_model, loss, named_tensors
+from p2pdiloco.training.node_reconnect import find_learner
 from p2pdiloco.training.parameters import FlatParameters
-from p2pdiloco.training.reunion import find_learner
 from p2pdiloco.training.shared_memory import SharedVectors
-from p2pdiloco.training.transformer import build_model, loss, named_tensors
 from p2pdiloco.wire import learner_ipc
 
 pytestmark = pytest.mark.heavy

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from p2pdiloco.protocol.manifest import RunConfig
-from p2pdiloco.training.misprints import in_words
+from p2pdiloco.training.config_errors import in_words
 
 
 @pytest.mark.parametrize(

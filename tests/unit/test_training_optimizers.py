@@ -7,9 +7,8 @@ import torch
 from torch import nn
 
 from p2pdiloco.protocol.manifest import InnerConfig, ModelConfig
-from p2pdiloco.training.muon import Muon, orthogonalized
-from p2pdiloco.training.optimizers import inner_optimizers
-from p2pdiloco.training.transformer import build_model, loss
+from p2pdiloco.training.models import build_model, loss
+from p2pdiloco.training.optimizers import Muon, inner_optimizers, orthogonalized
 
 MODEL = ModelConfig(width=16, depth=1, heads=2, context=16)
 

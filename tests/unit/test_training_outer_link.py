@@ -15,10 +15,10 @@ from p2pdiloco.codec.fragments import tensor_specs
 from p2pdiloco.protocol.data_blocks import Block
 from p2pdiloco.protocol.ids import FragmentId, ShardId
 from p2pdiloco.protocol.manifest import make_layout
-from p2pdiloco.training.channel import Channel
-from p2pdiloco.training.outer_link import OuterLink
+from p2pdiloco.training.ipc_channel import Channel
+from p2pdiloco.training.node_link import OuterLink
+from p2pdiloco.training.node_reconnect import IS_POSSIBLE, Reunion, find_learner
 from p2pdiloco.training.parameters import FlatParameters
-from p2pdiloco.training.reunion import IS_POSSIBLE, Reunion, find_learner
 from p2pdiloco.training.shared_memory import SharedVectors
 from p2pdiloco.wire import learner_ipc
 

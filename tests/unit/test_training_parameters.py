@@ -8,8 +8,7 @@ from torch import nn
 
 from p2pdiloco.codec.fragments import tensor_specs
 from p2pdiloco.protocol.manifest import make_layout
-from p2pdiloco.training.parameters import FlatParameters
-from p2pdiloco.training.trainable import trainable
+from p2pdiloco.training.parameters import FlatParameters, trainable
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

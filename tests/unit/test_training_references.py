@@ -10,7 +10,7 @@ from p2pdiloco.node.foundation import SHIPPED, find_run, read_config
 from p2pdiloco.node.kept_runs import ConfigError
 from p2pdiloco.protocol.manifest import RunConfig
 from p2pdiloco.protocol.manifest_validation import config_problems
-from p2pdiloco.training.transformer import build_model, named_tensors
+from p2pdiloco.training.models import build_model, named_tensors
 
 PARAMETERS = {"stdlib-tiny": 869_504, "stdlib-10m": 10_818_432, "text-files": 4_951_296}
 FILES = sorted(path for path in SHIPPED.glob("*.toml") if path.stem in PARAMETERS)

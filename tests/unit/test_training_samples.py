@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset
 
 from p2pdiloco.diloco import DiLoCo
-from p2pdiloco.training.samples import DIGESTS, FirstBatches, OwnSamples, share_loader
+from p2pdiloco.training.sampler import DIGESTS, FirstBatches, OwnSamples, share_loader
 from p2pdiloco.training.swarm_view import SwarmView
 from p2pdiloco.wire.learner_ipc import Swarm
 

@@ -26,8 +26,8 @@ from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.protocol.manifest import LoraConfig, Manifest, ModelConfig, RunConfig, ScheduleConfig
 from p2pdiloco.training.export import ABOUT, About, ExportError, Format, export
 from p2pdiloco.training.huggingface import read_folder
+from p2pdiloco.training.parameters import embedding_names, trainable
 from p2pdiloco.training.script_models import find_folder
-from p2pdiloco.training.trainable import embedding_names, trainable
 
 pytestmark = pytest.mark.skipif(
     not all(map(find_spec, ("transformers", "tokenizers", "peft"))),

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from p2pdiloco.training import side_stream
-from p2pdiloco.training.side_stream import SideStream
+from p2pdiloco.training import cuda_copies
+from p2pdiloco.training.cuda_copies import SideStream
 
 REFUSED = 712
 
@@ -137,8 +137,8 @@ def test_a_whole_model_takes_only_so_much_of_the_device(
     cuda: Runtime, monkeypatch: pytest.MonkeyPatch, is_to_host: bool
 ) -> None:
     """What is more waits; a fragment never does."""
-    monkeypatch.setattr(side_stream, "STAGED_BYTES", 4 * 1000)
-    monkeypatch.setattr(side_stream, "BATCH_BYTES", 4 * 100)
+    monkeypatch.setattr(cuda_copies, "STAGED_BYTES", 4 * 1000)
+    monkeypatch.setattr(cuda_copies, "BATCH_BYTES", 4 * 100)
     side, view, host = SideStream(torch.device("cpu")), torch.zeros(50), torch.zeros(50)
     most = 0
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn, optim
 
-from p2pdiloco.training.muon import Muon
+from p2pdiloco.training.optimizers import Muon
 from p2pdiloco.training.step_check import COVERED_STEPS, IDLE_STEPS, PERIOD, WINDOW, StepCheck
 
 TURN = 24

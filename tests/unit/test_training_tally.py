@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from p2pdiloco.training.tally import LOOK_STEPS, OTHER_STEPS, Tally
+from p2pdiloco.training.step_counter import LOOK_STEPS, OTHER_STEPS, Tally
 
 
 class Loop:
@@ -100,7 +100,7 @@ def test_the_loss_is_the_latest_that_is_known() -> None:
 
 def test_a_loss_on_a_device_is_read_once_a_second_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr("p2pdiloco.training.tally.time.monotonic", lambda: now)
+    monkeypatch.setattr("p2pdiloco.training.step_counter.time.monotonic", lambda: now)
     loop = Loop()
     for at, value in ((100.0, 4.0), (100.9, 3.0), (101.1, 2.0)):
         now = at

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from p2pdiloco.training.threads import CHANGED, REST, TRIED, WARM, WATCHED, ThreadChoice
+from p2pdiloco.training.thread_tuning import CHANGED, REST, TRIED, WARM, WATCHED, ThreadChoice
 
 ROUND = 3 * (WARM + TRIED)
 

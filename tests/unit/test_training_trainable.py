@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import p2pdiloco
-from p2pdiloco.training.trainable import embedding_names, trainable
+from p2pdiloco.training.parameters import embedding_names, trainable
 
 
 def make_model() -> nn.Sequential:

@@ -24,8 +24,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from p2pdiloco.protocol.ids import FragmentId, ShardId
 from p2pdiloco.protocol.manifest import Layout, TensorSpec
-from p2pdiloco.training.channel import Channel
-from p2pdiloco.training.outer_link import Meeting, Visit
+from p2pdiloco.training.ipc_channel import Channel
+from p2pdiloco.training.node_link import Meeting, Visit
 from p2pdiloco.training.parameters import check_tensors
 from p2pdiloco.training.shared_memory import NoVectors, Vectors
 from p2pdiloco.wire import learner_ipc

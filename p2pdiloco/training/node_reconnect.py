@@ -18,7 +18,7 @@ import struct
 import sys
 import time
 
-from p2pdiloco.training.channel import Channel
+from p2pdiloco.training.ipc_channel import Channel
 from p2pdiloco.training.shared_memory import SharedVectors
 from p2pdiloco.wire.learner_ipc import Welcome
 

@@ -1,6 +1,6 @@
 """The learner's program. A node starts it, or forks, with a socket and the shared memory; nobody starts it by hand::
 
-    python -m p2pdiloco.training.program --socket-fd N --memory-fd N --manifest PATH --incarnation TEXT
+    python -m p2pdiloco.training.learner_main --socket-fd N --memory-fd N --manifest PATH --incarnation TEXT
                             [--inner-state PATH] [--reunion NAME --reattach-s S] [--device cpu] [--data PATH]
                             [--tokenizer PATH] [--model PATH] [--threads N]
 
@@ -28,13 +28,13 @@ import torch
 
 from p2pdiloco.protocol.manifest import Layout, Manifest
 from p2pdiloco.training import NAME
-from p2pdiloco.training.channel import Channel
+from p2pdiloco.training.builtin_learner import Learner
 from p2pdiloco.training.corpus import load_corpus
-from p2pdiloco.training.inner_state import Keeper
-from p2pdiloco.training.learner import Learner
-from p2pdiloco.training.reunion import Reunion
+from p2pdiloco.training.ipc_channel import Channel
+from p2pdiloco.training.node_reconnect import Reunion
+from p2pdiloco.training.optimizer_state import Keeper
 from p2pdiloco.training.shared_memory import SharedVectors
-from p2pdiloco.training.threads import ThreadChoice
+from p2pdiloco.training.thread_tuning import ThreadChoice
 from p2pdiloco.util.process import be_called, die_with_parent
 from p2pdiloco.wire.learner_ipc import Failed
 
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = parser_of_a_learner("python -m p2pdiloco.training.program", "A peer's learner; its node starts it.")
+    parser = parser_of_a_learner("python -m p2pdiloco.training.learner_main", "A peer's learner; its node starts it.")
     parser.add_argument("--socket-fd", type=int, required=True, help="connected Unix stream socket to the node")
     parser.add_argument("--memory-fd", type=int, required=True, help="the shared vectors")
     parser.add_argument("--incarnation", required=True, help="names this life; seeds the order of the data")

@@ -10,7 +10,7 @@ from torch import Tensor
 from p2pdiloco.protocol.data_blocks import Block
 from p2pdiloco.protocol.manifest import Manifest
 from p2pdiloco.training.corpus import Batches, Blocks, data_digest
-from p2pdiloco.training.corpus_files import Corpus
+from p2pdiloco.training.dataset_files import Corpus
 
 
 class Supply:

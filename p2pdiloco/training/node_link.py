@@ -28,11 +28,10 @@ from torch import Tensor
 
 from p2pdiloco.protocol.data_blocks import Block
 from p2pdiloco.protocol.ids import FragmentId, ShardId
-from p2pdiloco.training.channel import Channel
-from p2pdiloco.training.health import Health, is_finite
+from p2pdiloco.training.cuda_copies import Finished
+from p2pdiloco.training.ipc_channel import Channel
 from p2pdiloco.training.parameters import FlatParameters
 from p2pdiloco.training.shared_memory import Vectors
-from p2pdiloco.training.side_stream import Finished
 from p2pdiloco.wire.learner_ipc import (
     AdoptStep,
     Batches,
@@ -61,8 +60,74 @@ from p2pdiloco.wire.learner_ipc import (
     Unable,
 )
 
-if TYPE_CHECKING:  # it imports torch.distributed.tensor, which costs a second
-    from p2pdiloco.training.island import IslandChannel, IslandParameters
+if TYPE_CHECKING:
+    from p2pdiloco.training.multi_rank import IslandChannel, IslandParameters
+
+
+# -- Whether what a learner trains may be merged: its losses and the copies of its fragments are finite, and its -------
+# loop has no doubt of its steps (``step_check.py``).
+
+
+ADVICE = (
+    ": nothing that is trained here is merged until it is finite again. Stop this learner and start it again, with a "
+    "lower learning rate: it then goes on from the swarm's parameters"
+)
+
+
+class Health:
+    """Of one learner."""
+
+    def __init__(self) -> None:
+        self._spoilt: set[FragmentId | None] = set()
+        """Fragments whose last snapshot was not finite; None: nor was the last loss that was told."""
+        self._doubt = ""
+        self.problem = ""
+        """What was told last; empty: all is well."""
+
+    def lost(self, loss: float, step: int) -> str | None:
+        """The loss of a step is this. What is to be told, if that is news."""
+        self._spoilt.discard(None)
+        if math.isfinite(loss):
+            return None  # whether the parameters are, a snapshot shows
+        self._spoilt.add(None)
+        return self._judge(f"the loss is {loss} at step {step}{ADVICE}")
+
+    def copied(self, fragment: FragmentId, is_sound: bool, step: int) -> str | None:
+        """A snapshot of ``fragment`` is finite, or not. What is to be told, if that is news; "": all is well again."""
+        if not is_sound:
+            self._spoilt.add(fragment)
+            return self._judge(f"parameters are not finite at step {step}{ADVICE}")
+        self._spoilt.discard(fragment)
+        if not self._spoilt:
+            return self._judge(self._doubt)
+        return None
+
+    def doubted(self, problem: str) -> str | None:
+        """What is trained must not be merged for this reason, however finite it is; empty: it may. What is to be told,
+        if that is news; "": all is well again."""
+        self._doubt = problem
+        return None if self._spoilt else self._judge(problem)
+
+    @property
+    def is_doubted(self) -> bool:
+        """Whether it must not."""
+        return bool(self._doubt)
+
+    def _judge(self, problem: str) -> str | None:
+        if bool(problem) == bool(self.problem):
+            return None
+        self.problem = problem
+        return problem
+
+
+def is_finite(vector: Tensor) -> bool:
+    """Whether all of ``vector``, float32 [n], is finite. One pass over it: a sum shows what it is made of, unless it
+    overflows."""
+    return math.isfinite(float(vector.sum())) or bool(vector.isfinite().all())
+
+
+# -- A learner's side of its node, whatever the training loop: what is done at each step's boundary --------------------
+
 
 log = logging.getLogger("p2pdiloco")
 
@@ -410,3 +475,29 @@ class OuterLink:
             reunion.close()
             return False
         return True
+
+
+# -- What a node may ask of a training loop, where that is the user's own script: nothing ------------------------------
+
+
+class ScriptTrainer:
+    """An ``outer_link.Trainer``."""
+
+    def evaluate(self, theta: Tensor) -> float:
+        """Runs of scripts (``evaluation.every`` is 0) are evaluated by the scripts."""
+        raise AssertionError("no node asks for this")
+
+    def train(self, block: Block) -> None:
+        """The script has data of its own."""
+
+    def save(self) -> None:
+        """The script saves its own optimizer."""
+
+    def merged(self, tokens: int) -> None:
+        """A script's rate is its own affair."""
+
+    def begin_again(self) -> None:
+        """Nothing was given."""
+
+    def end(self) -> None:
+        """Nothing to finish."""

@@ -7,9 +7,9 @@ from importlib.util import find_spec
 
 from p2pdiloco.protocol.manifest import RunConfig
 from p2pdiloco.training.corpus import STDLIB_MAX_BYTES
-from p2pdiloco.training.corpus_files import PATTERNS, find_files, pattern_of
+from p2pdiloco.training.dataset_files import PATTERNS, find_files, pattern_of
 from p2pdiloco.training.huggingface import EXTRA, ArchitectureError
-from p2pdiloco.training.tokens import read_tokenizer
+from p2pdiloco.training.tokenized_dataset import read_tokenizer
 
 
 def tell_sources(config: RunConfig, data: str | None, tokenizer: str | None, model: str | None) -> list[str]:

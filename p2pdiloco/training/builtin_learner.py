@@ -11,30 +11,98 @@ peer's disk (``inner_state``); without one it warms up briefly.
 
 from __future__ import annotations
 
+import math
 import socket
 import time
+from collections.abc import Sequence
+from contextlib import suppress
+from itertools import chain
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from p2pdiloco.protocol.data_blocks import Block
-from p2pdiloco.protocol.manifest import Layout, Manifest
-from p2pdiloco.training.channel import Channel
-from p2pdiloco.training.corpus_files import Corpus
+from p2pdiloco.protocol.manifest import InnerConfig, Layout, Manifest
+from p2pdiloco.training.data_supply import Supply
+from p2pdiloco.training.dataset_files import Corpus
 from p2pdiloco.training.evaluation import given_samples, held_out_loss
-from p2pdiloco.training.excerpt import excerpt
-from p2pdiloco.training.inner_state import InnerStateError, Keeper, put, take
-from p2pdiloco.training.inner_step import inner_step
-from p2pdiloco.training.models import build, vocabulary
-from p2pdiloco.training.optimizers import inner_optimizers
-from p2pdiloco.training.outer_link import OuterLink
-from p2pdiloco.training.parameters import FlatParameters
-from p2pdiloco.training.reunion import Reunion
+from p2pdiloco.training.ipc_channel import Channel
+from p2pdiloco.training.models import build, generate, loss, vocabulary
+from p2pdiloco.training.node_link import OuterLink
+from p2pdiloco.training.node_reconnect import Reunion
+from p2pdiloco.training.optimizer_state import InnerStateError, Keeper, put, take
+from p2pdiloco.training.optimizers import inner_optimizers, learning_rate
+from p2pdiloco.training.parameters import FlatParameters, trainable
 from p2pdiloco.training.shared_memory import SharedVectors
-from p2pdiloco.training.supply import Supply
-from p2pdiloco.training.threads import ThreadChoice
-from p2pdiloco.training.trainable import trainable
+from p2pdiloco.training.thread_tuning import ThreadChoice
 from p2pdiloco.wire.learner_ipc import Trouble, Written
+
+# -- One step of the inner optimizer, as the built-in learner makes it and ``doctor`` measures it ----------------------
+
+
+def inner_step(
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    inner: InnerConfig,
+    batch: Tensor,
+    step: int,
+    inner_steps: int,
+    merged_tokens: int = 0,
+) -> float:
+    """Train ``batch`` (samples, context + 1), which is on the model's device; its loss in nats a token. ``step``: the
+    run's, ``inner_steps``: this optimizer's, ``merged_tokens``: of the run's budget, if it has one.
+
+    Raises:
+        RuntimeError: the loss is not finite, or the device has too little memory. The parameters are as they were.
+    """
+    with torch.autocast("cuda", torch.bfloat16, enabled=batch.device.type == "cuda"):
+        value = loss(model, batch)
+    value.backward()  # type: ignore[no-untyped-call]
+    if inner.clip:
+        nn.utils.clip_grad_norm_(model.parameters(), inner.clip)
+    rate = learning_rate(inner, step, inner_steps, merged_tokens)
+    for group in chain.from_iterable(optimizer.param_groups for optimizer in optimizers):
+        group["lr"] = rate
+    measured = float(value.detach())
+    if not math.isfinite(measured):
+        raise RuntimeError(f"the loss is {measured} at step {step}: lower inner.learning_rate")
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    return measured
+
+
+# -- A short text by the global model, for people who watch a run become better at it ----------------------------------
+
+
+GIVEN, WRITTEN = 48, 160
+"""Bytes of held-out text, and at most so many of the model's."""
+PIECE = 8
+TEMPERATURE = 0.7
+LONGEST_S = 1.0
+
+
+def excerpt(model: nn.Module, corpus: Corpus, began: float) -> str:
+    """What the model makes of the held-out text's beginning; empty for a model that does not write bytes. ``began``:
+    when its loss was begun to be measured (``time.perf_counter``): this takes no longer than that did, and a second at
+    most, but for the first few letters."""
+    if corpus.held_out.dtype is not torch.uint8:
+        return ""
+    now = time.perf_counter()
+    until = now + min(now - began, LONGEST_S)
+    given = bytes(corpus.held_out[:GIVEN].tolist())
+    text, was_training = given, model.training
+    model.eval()
+    with suppress(RuntimeError):  # chances that are no numbers: the loss tells of them
+        for piece in range(WRITTEN // PIECE):
+            text = generate(model, text, PIECE, TEMPERATURE, seed=piece)
+            if time.perf_counter() >= until:
+                break
+    model.train(was_training)
+    return f"{given.decode('utf-8', 'replace')}│{text[len(given) :].decode('utf-8', 'replace')}"
+
+
+# -- The built-in learner: a language model's inner steps; between them ``outer_link`` does what the node asks ---------
 
 
 class Learner:

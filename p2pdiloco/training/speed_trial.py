@@ -1,7 +1,7 @@
 """What this machine's learner would do, measured with the run's model for some seconds (``p2pdiloco doctor``)::
 
-    python -m p2pdiloco.training.trial --manifest PATH [--seconds 8] [--device cpu] [--data PATH] [--tokenizer PATH]
-                            [--model PATH] [--threads N]
+    python -m p2pdiloco.training.speed_trial --manifest PATH [--seconds 8] [--device cpu] [--data PATH] [--tokenizer
+                            PATH] [--model PATH] [--threads N]
 
 Rules of this file:
 1. Its steps are the learner's (``inner_step``), with its data, its threads and its niceness. Nothing is kept.
@@ -22,13 +22,13 @@ import msgspec
 import torch
 from msgspec import Meta
 
-from p2pdiloco.training import program
+from p2pdiloco.training import learner_main
+from p2pdiloco.training.builtin_learner import inner_step
 from p2pdiloco.training.corpus import load_corpus
-from p2pdiloco.training.inner_step import inner_step
+from p2pdiloco.training.data_supply import Supply
 from p2pdiloco.training.models import build
 from p2pdiloco.training.optimizers import inner_optimizers
-from p2pdiloco.training.supply import Supply
-from p2pdiloco.training.threads import ThreadChoice
+from p2pdiloco.training.thread_tuning import ThreadChoice
 
 LEAST_STEPS = 3
 LAST = 20
@@ -53,7 +53,9 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print."""
-    parser = program.parser_of_a_learner("python -m p2pdiloco.training.trial", "What a learner would do; doctor asks.")
+    parser = learner_main.parser_of_a_learner(
+        "python -m p2pdiloco.training.speed_trial", "What a learner would do; doctor asks."
+    )
     parser.add_argument("--seconds", type=float, default=8.0, help="steps are made for so long")
     options = parser.parse_args(argv)
     try:
@@ -70,14 +72,14 @@ def measured(options: argparse.Namespace) -> Trial:
     Raises:
         OSError, ValueError, RuntimeError: as a learner would fail.
     """
-    device, manifest = program.setting(options)
+    device, manifest = learner_main.setting(options)
     config = manifest.config
     corpus = load_corpus(config.data, options.data, options.tokenizer, context=config.model.context)
     supply = Supply(manifest, corpus, "trial")
     model = build(config.model, config.seed, manifest.tensors, options.model).to(device)
     optimizers = inner_optimizers(model, config.inner)
     choice = ThreadChoice(torch.get_num_threads()) if device.type == "cpu" and not options.threads else None
-    program.be_nice()
+    learner_main.be_nice()
     times: list[float] = []
     deadline = time.perf_counter() + options.seconds
     while len(times) < LEAST_STEPS or time.perf_counter() < deadline:

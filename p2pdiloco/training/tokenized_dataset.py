@@ -27,7 +27,7 @@ import torch
 
 from p2pdiloco.protocol.ids import digest_of
 from p2pdiloco.protocol.manifest import DataConfig
-from p2pdiloco.training.corpus_files import PATTERNS, Corpus, CorpusError, find_files, is_held_out
+from p2pdiloco.training.dataset_files import PATTERNS, Corpus, CorpusError, find_files, is_held_out
 from p2pdiloco.training.huggingface import EXTRA
 
 MAX_TOKENIZER_BYTES = 1 << 26

@@ -28,7 +28,7 @@ from torch import Tensor
 from p2pdiloco.codec.digests import as_bytes
 from p2pdiloco.protocol.manifest import RunConfig
 from p2pdiloco.protocol.manifest_validation import config_problems
-from p2pdiloco.training.misprints import in_words
+from p2pdiloco.training.config_errors import in_words
 from p2pdiloco.util.files import stream_atomically
 
 NAME = "foundation.safetensors"
