@@ -22,7 +22,7 @@ import psutil
 
 from benchmarks import bench
 from p2pdiloco.demo.local_swarm import Member, Swarm
-from p2pdiloco.peer.write_budget import WriteBudget
+from p2pdiloco.peer.disk_budget import WriteBudget
 
 WARM_S = 60.0
 DAY_S = 86400.0

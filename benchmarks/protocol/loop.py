@@ -16,7 +16,7 @@ from itertools import pairwise
 
 import msgspec
 
-from p2pdiloco.peer.cargo import SWEEP_S, SWEPT_AT_ONCE, Cargo, Shelf
+from p2pdiloco.peer.payload_cache import SWEEP_S, SWEPT_AT_ONCE, Cargo, Shelf
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol.ids import Digest, FragmentId, PeerId, RunId, ShardId

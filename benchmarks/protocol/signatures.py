@@ -10,8 +10,8 @@ import time
 
 import msgspec
 
-from p2pdiloco.peer.proofs import check_lineage
 from p2pdiloco.peer.signatures import check_commit, check_contributor, signed
+from p2pdiloco.peer.state_proof import check_lineage
 from p2pdiloco.protocol import messages
 from p2pdiloco.protocol.ids import Digest, PeerId, RunId, ShardId, digest_of, learner_id
 from p2pdiloco.protocol.messages import CommitHeader, Contributor, commit_id

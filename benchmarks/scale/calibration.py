@@ -36,8 +36,7 @@ from benchmarks.scale.sightings import Sightings, figures, gather
 from benchmarks.wan import sites
 from benchmarks.wire import line
 from benchmarks.wire.exchange_peer import run_of
-from p2pdiloco.peer.options import PeerOptions
-from p2pdiloco.peer.settings import protocol_config
+from p2pdiloco.peer.options import PeerOptions, protocol_config
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol.ids import PeerId

@@ -20,8 +20,8 @@ from typing import NamedTuple, get_args
 import torch
 
 from benchmarks import bench
-from p2pdiloco.peer.global_state import GlobalState
-from p2pdiloco.peer.shift_queue import Moves, Payload
+from p2pdiloco.peer.learner_updates import Moves, Payload
+from p2pdiloco.peer.model_state import GlobalState
 from p2pdiloco.protocol.ids import Digest, FragmentId, LearnerId, PeerId, ShardId, digest_of
 from p2pdiloco.protocol.manifest import CodecChoice, CodecConfig, OuterConfig, TensorSpec, make_layout
 from p2pdiloco.protocol.messages import CommitHeader, Contributor

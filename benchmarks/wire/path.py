@@ -40,8 +40,8 @@ from benchmarks.wire.transport import Quiet
 from p2pdiloco.codec.bitrate_ladder import FAST_BYTES_PER_S
 from p2pdiloco.codec.compression import index_bytes, split
 from p2pdiloco.codec.quantization import CHUNK, LARGEST_BODY, Recipe, chunk_count, decode_chunk, encode_vector, recipe
-from p2pdiloco.peer.global_state import payload_of
-from p2pdiloco.peer.shift_queue import Payload
+from p2pdiloco.peer.learner_updates import Payload
+from p2pdiloco.peer.model_state import payload_of
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.protocol.manifest import Codec
 from p2pdiloco.transport.identity import Identity

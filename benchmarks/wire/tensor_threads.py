@@ -17,8 +17,8 @@ from functools import partial
 import torch
 
 from benchmarks import bench
-from p2pdiloco.peer.global_state import GlobalState, MergeResult
-from p2pdiloco.peer.shift_queue import Moves
+from p2pdiloco.peer.learner_updates import Moves
+from p2pdiloco.peer.model_state import GlobalState, MergeResult
 from p2pdiloco.protocol.ids import FragmentId, LearnerId, PeerId, ShardId, digest_of
 from p2pdiloco.protocol.manifest import CodecConfig, OuterConfig, TensorSpec, make_layout
 from p2pdiloco.protocol.messages import CommitHeader, Contributor

@@ -9,8 +9,8 @@ import asyncio
 from p2pdiloco.cli import peer
 from p2pdiloco.cli.complaints import complaining
 from p2pdiloco.node.results import average_of, find_result
-from p2pdiloco.peer.average import span
 from p2pdiloco.peer.checkpoint import CheckpointError
+from p2pdiloco.peer.ema import span
 from p2pdiloco.training.corpus import load_corpus
 from p2pdiloco.training.evaluation import given_samples, held_out_loss
 from p2pdiloco.training.export import built

@@ -21,7 +21,7 @@ from p2pdiloco.peer.options import MachineOptions
 from p2pdiloco.util import logs
 
 if TYPE_CHECKING:
-    from p2pdiloco.peer.supervision import Supervision
+    from p2pdiloco.peer.learner_supervisor import Supervision
 
 log = logs.get("node")
 

@@ -33,11 +33,10 @@ from p2pdiloco.node.results import farewell
 from p2pdiloco.node.roster import Roster
 from p2pdiloco.node.twins import Twins
 from p2pdiloco.node.whereabouts import Whereabouts
-from p2pdiloco.peer.end import APART, Ending
 from p2pdiloco.peer.event_journal import Journal
 from p2pdiloco.peer.metrics import Metrics, progress_fields
 from p2pdiloco.peer.options import PeerOptions
-from p2pdiloco.peer.peer import InitialState, Peer
+from p2pdiloco.peer.peer import APART, Ending, InitialState, Peer
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol.ids import PeerId

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from p2pdiloco.node.foundation import is_founded_from
 from p2pdiloco.node.kept_runs import folder_of
-from p2pdiloco.peer import kept_shards, known_good
+from p2pdiloco.peer import checkpoint, state_client
 from p2pdiloco.peer.checkpoint import (
     CheckpointError,
     Index,
@@ -33,7 +33,7 @@ from p2pdiloco.peer.checkpoint import (
     stem,
 )
 from p2pdiloco.peer.checkpoint import sweep_halves as sweep_checkpoints
-from p2pdiloco.peer.disk import sweep
+from p2pdiloco.peer.host import sweep
 from p2pdiloco.peer.peer import InitialState
 from p2pdiloco.protocol.ids import RunId, digest_of
 from p2pdiloco.protocol.manifest import MANIFEST, Manifest, RunConfig
@@ -173,10 +173,10 @@ def own_state(folders: Sequence[Path], manifest: Manifest) -> InitialState | Non
     mine = folder_of(folders[0], manifest.run)
     if manifest.run in standings(folders):
         best = best_of(load_all(folders, manifest.run))
-        kept_shards.clear(mine / kept_shards.INCOMING)  # of a join before that: nobody would look at it again
+        state_client.clear_kept(mine / state_client.INCOMING)  # of a join before that: nobody would look at it again
         return InitialState(best.shards, best.theta, best.momentum)
     load(mine / CHECKPOINT, run=manifest.run)  # which complains if what lies there cannot be read
-    kept = kept_shards.load(mine / kept_shards.INCOMING, manifest)
+    kept = state_client.load(mine / state_client.INCOMING, manifest)
     return None if kept is None else InitialState(kept.shards, kept.theta, kept.momentum)
 
 
@@ -200,7 +200,7 @@ def go_back(folders: Sequence[Path]) -> str:
                 f"the folder {place.parent} is in use by process {error}: stop that one (kill {error})"
             ) from error
         try:
-            found.append(f"{place}/{stem(known_good.go_back(place, LOCAL) or 0)}")
+            found.append(f"{place}/{stem(checkpoint.go_back(place, LOCAL) or 0)}")
         finally:
             os.close(descriptor)
     if not found:
@@ -208,7 +208,7 @@ def go_back(folders: Sequence[Path]) -> str:
             f"no checkpoint in {', '.join(map(str, folders))} is known to be good, as one is from which "
             "training has gone on as before until the next was written. Without --known-good the newest are used"
         )
-    return f"going back to {', '.join(found)}; what is newer is kept beside it as {known_good.ASIDE}*"
+    return f"going back to {', '.join(found)}; what is newer is kept beside it as {checkpoint.ASIDE}*"
 
 
 def has_finished(manifest: Manifest, shards: Iterable[StateProof]) -> bool:

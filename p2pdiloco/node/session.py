@@ -59,9 +59,8 @@ from p2pdiloco.node.run_folder import (
 )
 from p2pdiloco.node.twins import refuse_to_be_one
 from p2pdiloco.peer.checkpoint import CheckpointError
-from p2pdiloco.peer.end import Ending
 from p2pdiloco.peer.options import PeerOptions
-from p2pdiloco.peer.peer import InitialState
+from p2pdiloco.peer.peer import Ending, InitialState
 from p2pdiloco.protocol.ids import RunId
 from p2pdiloco.protocol.manifest import Layout, Manifest, RunConfig
 from p2pdiloco.protocol.manifest_defaults import few_turns

@@ -17,7 +17,10 @@ Rules of this file:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import count
 from pathlib import Path
 
 import msgspec
@@ -25,9 +28,10 @@ import torch
 from torch import Tensor
 
 from p2pdiloco.codec.digests import StateForm, packed
-from p2pdiloco.peer import segments
-from p2pdiloco.peer.disk import PART, Disk, replace
-from p2pdiloco.peer.proofs import SavedState, proven_digest
+from p2pdiloco.peer import commit_wal
+from p2pdiloco.peer.commit_wal import numbers, path_of
+from p2pdiloco.peer.host import PART, Disk, replace
+from p2pdiloco.peer.state_proof import SavedState, proven_digest
 from p2pdiloco.protocol.chain import is_heavier
 from p2pdiloco.protocol.ids import RunId, digest_of
 from p2pdiloco.protocol.manifest import MANIFEST, Layout, Manifest
@@ -149,7 +153,7 @@ class Draft:
             if old != good:
                 disk.remove(_index(folder, old))
                 disk.remove(_tensors(folder, old))
-        segments.remove(folder, disk, before=min(there[:keep]))
+        commit_wal.remove(folder, disk, before=min(there[:keep]))
 
     def discard(self) -> None:
         """Nothing of it stays, as far as the disk can do that."""
@@ -293,7 +297,7 @@ def best_of(checkpoints: Iterable[Checkpoint]) -> Checkpoint:
 
 def next_number(folder: Path, disk: Disk) -> int:
     """Which no checkpoint and no segment in ``folder`` has."""
-    return max([0, *_numbers(disk, folder), *segments.numbers(folder, disk)]) + 1
+    return max([0, *_numbers(disk, folder), *commit_wal.numbers(folder, disk)]) + 1
 
 
 def stem(number: int) -> str:
@@ -378,7 +382,7 @@ def _read(disk: Disk, folder: Path, number: int) -> Checkpoint:
             raise ValueError(f"shard {piece.shard} does not have the digest that its owner signed")
         if not (theta[span].isfinite().all() and momentum[span].isfinite().all()):
             raise ValueError(f"shard {piece.shard} is not finite")
-    shards = segments.replay(folder, number, manifest, index.shards, theta, momentum, disk)
+    shards = commit_wal.replay(folder, number, manifest, index.shards, theta, momentum, disk)
     return Checkpoint(manifest=manifest, shards=shards, theta=theta, momentum=momentum)
 
 
@@ -397,3 +401,78 @@ def _header(layout: Layout, form: StateForm) -> bytes:
     text = msgspec.json.encode(entries)
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
+
+
+# -- Checkpoints that are known to be good, kept apart from the newest: training went on from them as it went ----------
+# Rules of this file:
+# 1. A checkpoint is judged when the next one is written, by the training loss of this peer's learner since: finite, and
+#    no higher above the median of the losses that were found good than ``ROOM``. Who does not train judges nothing.
+# 2. The newest that is good stays, however many are written after it. Nothing is copied: a file beside it says so.
+# 3. Who goes back to it puts aside what is newer, commits since it and the learner's inner state, too, and removes
+#    nothing.
+
+
+MEMORY = 32
+"""Losses."""
+ROOM = 0.5
+"""Nats a token, or as large a share of the median if that is more."""
+ASIDE = "aside-"
+
+
+class KnownGood:
+    """Of one folder, in one life of its peer."""
+
+    def __init__(self, folder: Path, disk: Disk) -> None:
+        self._folder = folder
+        self._disk = disk
+        self._losses: deque[float] = deque(maxlen=MEMORY)
+        self._waiting: int | None = None
+        """The checkpoint that was written last."""
+
+    def written(self, number: int, loss: float | None) -> bool:
+        """A checkpoint is there, and this peer's learner has had ``loss`` since the last one: whether that one is good.
+        Blocks.
+
+        Raises:
+            OSError: it cannot be marked.
+        """
+        before, self._waiting = self._waiting, number
+        if loss is None or not self._is_usual(loss):
+            return False
+        self._losses.append(loss)
+        if before is not None:
+            mark_good(self._folder, before, self._disk)
+        return before is not None
+
+    def _is_usual(self, loss: float) -> bool:
+        if not math.isfinite(loss) or not self._losses:
+            return math.isfinite(loss)
+        usual = sorted(self._losses)[len(self._losses) // 2]
+        return loss <= usual + max(ROOM, ROOM * abs(usual))
+
+
+def _asides() -> Iterator[str]:
+    """Of the first time, the second, and so on: none writes over another's."""
+    yield ASIDE
+    yield from (f"{ASIDE}{time}-" for time in count(2))
+
+
+def go_back(folder: Path, disk: Disk) -> int | None:
+    """Put aside what is newer than the checkpoint in ``folder`` that is known to be good; its number, or None if there
+    is none. Only where nobody writes. Blocks.
+
+    Raises:
+        OSError: files cannot be renamed.
+    """
+    good = good_number(folder, disk)
+    if good is None:
+        return None
+    newer = [number for number, _ in indices(folder, disk) if number > good]
+    names = {f"{stem(number)}{suffix}" for number in newer for suffix in (".json", ".safetensors")} | {LEARNER}
+    names |= {path_of(folder, number).name for number in numbers(folder, disk) if number >= good}
+    there = disk.names(folder)
+    aside = next(aside for aside in _asides() if not any(name.startswith(aside) for name in there))
+    for name in sorted(names.intersection(there)):
+        disk.rename(folder / name, folder / f"{aside}{name}")
+    disk.sync_folder(folder)
+    return good

@@ -16,10 +16,14 @@ from typing import Protocol, TypeVar, assert_never
 
 import msgspec
 
-from p2pdiloco.peer.average import RunningAverage
-from p2pdiloco.peer.cargo import Cargo
-from p2pdiloco.peer.codec_choice import CodecChoice
-from p2pdiloco.peer.global_state import (
+from p2pdiloco.peer.codec_selection import CodecChoice
+from p2pdiloco.peer.durable_commits import OwnCommits
+from p2pdiloco.peer.ema import RunningAverage
+from p2pdiloco.peer.host import Handle, Host
+from p2pdiloco.peer.integrity import SpoiltStateError
+from p2pdiloco.peer.learner_updates import Payload, Shifts
+from p2pdiloco.peer.metrics import PayloadTraffic
+from p2pdiloco.peer.model_state import (
     ContributionError,
     DigestMismatchError,
     GlobalState,
@@ -27,14 +31,9 @@ from p2pdiloco.peer.global_state import (
     StaleBaseError,
     UnfitCommitError,
 )
-from p2pdiloco.peer.host import Handle, Host
-from p2pdiloco.peer.integrity import SpoiltStateError
-from p2pdiloco.peer.own_commits import OwnCommits
+from p2pdiloco.peer.payload_cache import Cargo
 from p2pdiloco.peer.payload_store import PayloadStore
-from p2pdiloco.peer.shift_queue import Payload, Shifts
-from p2pdiloco.peer.signatures import OPEN, check_equivocation
-from p2pdiloco.peer.standing import Standing
-from p2pdiloco.peer.traffic import PayloadTraffic
+from p2pdiloco.peer.signatures import OPEN, Standing, check_equivocation
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg

@@ -8,6 +8,12 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from p2pdiloco.protocol.config import BATCH_ROOM, STEP_TOKENS, Sizes
+from p2pdiloco.protocol.ids import PeerId
+from p2pdiloco.protocol.manifest import Layout, Manifest, RunConfig
+from p2pdiloco.protocol.manifest_defaults import budget, heartbeat_s, logged
+from p2pdiloco.protocol.state import ProtocolConfig
+
 
 class MachineOptions(msgspec.Struct, frozen=True, kw_only=True):
     """What the machine asks of a peer that is a guest on it (``node/guest.py``), and has room for."""
@@ -21,7 +27,7 @@ class MachineOptions(msgspec.Struct, frozen=True, kw_only=True):
     is_battery_used: bool = False
     """Train also on battery."""
     keeps_average: bool = False
-    """Keep a running average of the global parameters, too (``peer/average.py``): 4 bytes a parameter."""
+    """Keep a running average of the global parameters, too (``peer/ema.py``): 4 bytes a parameter."""
     tensor_threads: Annotated[int, Meta(ge=0)] = 0
     """Of the node, which work on shards side by side; 0: by the machine's cores (``node/local_host.py``)."""
     price_per_hour: Annotated[float, Meta(ge=0.0)] | None = None
@@ -109,3 +115,50 @@ class PeerOptions(msgspec.Struct, frozen=True, kw_only=True):
     watch: WatchOptions = WatchOptions()
     has_journal: bool = False
     """Record every event for ``python -m tests.machine_sim.replay``."""
+
+
+# -- What the machine must know of a run and of this peer, from the manifest and the command line ----------------------
+
+
+EARLY_BYTES = 256 << 20
+EARLY_BYTES_PER_PARAMETER = 2
+"""The larger of the two may wait for heads that are not reached yet: four or five of each shard in int4."""
+
+
+def protocol_config(manifest: Manifest, options: PeerOptions, peer: PeerId) -> ProtocolConfig:
+    """The machine's configuration for this peer of this run."""
+    config, layout = manifest.config, Layout.of(manifest)
+    return ProtocolConfig(
+        run=manifest.run,
+        peer=peer,
+        founder=manifest.founder,
+        fragments=layout.fragments,
+        sync_every=config.schedule.sync_every,
+        overlap=config.schedule.overlap,
+        min_quorum=config.schedule.min_quorum,
+        grace_share=config.schedule.grace_share,
+        total_steps=config.inner.steps,
+        expects_learner=not options.is_follower,
+        blocks=manifest.blocks.number,
+        sizes=Sizes(
+            step_tokens=most_step_tokens(config),
+            block_tokens=max(1, manifest.blocks.samples * config.model.context),
+            elements=tuple(shard.elements for shard in layout.shards),
+            budget=budget(config.inner),
+        ),
+        early_bytes=max(EARLY_BYTES, EARLY_BYTES_PER_PARAMETER * layout.elements),
+        is_overwrite=config.outer.adopt == "overwrite",
+        evaluation_every=config.evaluation.every,
+        log_length=logged(config.schedule),
+        needs_majority=config.schedule.needs_majority is True,
+        heartbeat_s=heartbeat_s(config.schedule),
+        weight=options.link.weight,
+        leave_s=options.leave_s,
+    )
+
+
+def most_step_tokens(config: RunConfig) -> int:
+    """Of an inner step: the run's own batch with room for larger ones; what a script counts is its own affair."""
+    if config.model.kind == "external":
+        return STEP_TOKENS
+    return max(1, BATCH_ROOM * config.inner.batch * config.model.context)

@@ -19,6 +19,8 @@ from p2pdiloco.protocol import messages
 from p2pdiloco.protocol.ids import Digest, PeerId, RunId, ShardId, peer_of
 from p2pdiloco.protocol.messages import CommitHeader, Contributor, Equivocation, commit_id
 from p2pdiloco.transport.identity import Identity, verify
+from p2pdiloco.wire.control_messages import GetStatements, TellStatements
+from p2pdiloco.wire.request_reply import Answer, RequestRefused
 
 
 class Register(Protocol):
@@ -115,3 +117,68 @@ def check_equivocation(proof: Equivocation, register: Register = OPEN) -> None:
     for header, signature in ((proof.first, proof.first_signature), (proof.second, proof.second_signature)):
         if not verify(proof.owner, messages.commit(commit_id(header)), signature):
             raise ValueError(f"{proof.owner} has not signed one of these commits")
+
+
+# -- What a connected peer may do, as a peer asks whoever knows the members of its run ---------------------------------
+
+
+class Standing(Protocol):
+    """Of other peers."""
+
+    def is_member(self, peer: PeerId) -> bool:
+        """It is in good standing now."""
+
+    def was_member(self, peer: PeerId) -> bool:
+        """It is a member, or was one."""
+
+    def observes(self, peer: PeerId) -> bool:
+        """It may only ask."""
+
+    def may_contribute(self, peer: PeerId) -> bool:
+        """What it trained may be merged."""
+
+    def most_weight(self, peer: PeerId) -> float:
+        """Of ownership."""
+
+    def connected(self, peer: PeerId) -> None:
+        """It takes part."""
+
+    async def ask(self, peer: PeerId) -> None:
+        """Hear from ``peer`` of the members that it knows."""
+
+    async def answer(self, peer: PeerId, request: GetStatements | TellStatements) -> Answer:
+        """A request about members."""
+
+
+class Everybody:
+    """Where nobody is asked who it is: in simulated worlds."""
+
+    def is_member(self, peer: PeerId) -> bool:
+        """As of ``Standing``."""
+        return True
+
+    def was_member(self, peer: PeerId) -> bool:
+        """As of ``Standing``."""
+        return True
+
+    def observes(self, peer: PeerId) -> bool:
+        """As of ``Standing``."""
+        return False
+
+    def may_contribute(self, peer: PeerId) -> bool:
+        """As of ``Standing``."""
+        return True
+
+    def most_weight(self, peer: PeerId) -> float:
+        """As of ``Standing``."""
+        return float("inf")
+
+    def connected(self, peer: PeerId) -> None:
+        """As of ``Standing``."""
+
+    async def ask(self, peer: PeerId) -> None:
+        """As of ``Standing``."""
+
+    async def answer(self, peer: PeerId, request: GetStatements | TellStatements) -> Answer:
+        """As of ``Standing``."""
+        raise RequestRefused("nothing is known of members here")

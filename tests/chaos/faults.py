@@ -22,7 +22,7 @@ from pathlib import Path
 import psutil
 
 from p2pdiloco.demo.local_swarm import Member
-from p2pdiloco.peer.disk import PART
+from p2pdiloco.peer.host import PART
 from p2pdiloco.training import NAME
 from tests.chaos.fault_proxy import Network, slow_down
 from tests.chaos.schedule import Fault, Plan

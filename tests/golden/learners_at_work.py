@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from tests.peer_sim.worker import outcomes, prepare
 
 if TYPE_CHECKING:
-    from p2pdiloco.peer.supervision import Ward
+    from p2pdiloco.peer.learner_supervisor import Ward
 
 SEEDS = (0, 1, 15)
 
@@ -25,7 +25,7 @@ def main() -> None:
     prepare(None)
     from watch import attributes_of
 
-    from p2pdiloco.peer.supervision import Ward
+    from p2pdiloco.peer.learner_supervisor import Ward
 
     with attributes_of(Ward, state) as picture:
         list(outcomes(SEEDS))

@@ -35,7 +35,7 @@ sys.exit(main())
 FAILING_SUPERVISION = """
 import sys
 from p2pdiloco.cli.main import main
-from p2pdiloco.peer.supervision import Supervision
+from p2pdiloco.peer.learner_supervisor import Supervision
 def fail(self, name):
     raise KeyError("a defect")
 Supervision.ward_of = fail

@@ -21,7 +21,7 @@ from p2pdiloco.codec.formats import CHUNK
 from p2pdiloco.discovery.directory import Directory
 from p2pdiloco.node.foundation import version_zero
 from p2pdiloco.node.node import Node
-from p2pdiloco.peer import arrivals, kept_shards, respondent
+from p2pdiloco.peer import state_client, state_server
 from p2pdiloco.peer.options import LinkOptions, PeerOptions
 from p2pdiloco.peer.peer import InitialState
 from p2pdiloco.protocol.chain import genesis_head
@@ -194,19 +194,21 @@ def test_a_donor_that_dies_in_the_middle_costs_what_it_was_sending(tmp_path: Pat
 
 
 def test_a_newcomer_that_is_cut_off_goes_on_with_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arrivals, "KEEP_FROM_S", 0.0)
+    monkeypatch.setattr(state_client, "KEEP_FROM_S", 0.0)
     folder = tmp_path / "new"
 
     async def scenario(donors: list[Node], stack: AsyncExitStack) -> None:
         async with peer(folder, None) as newcomer:
             await meet(newcomer, donors)
-            await until(lambda: len(list((folder / kept_shards.INCOMING).glob(f"*{kept_shards.SUFFIX}"))) >= 3, WAIT_S)
+            await until(
+                lambda: len(list((folder / state_client.INCOMING).glob(f"*{state_client.SUFFIX}"))) >= 3, WAIT_S
+            )
             assert not newcomer.peer.machine.core.is_current
-        files = sorted((folder / kept_shards.INCOMING).glob(f"*{kept_shards.SUFFIX}"))
+        files = sorted((folder / state_client.INCOMING).glob(f"*{state_client.SUFFIX}"))
         spoilt = bytearray(files[0].read_bytes())
         spoilt[-1] ^= 1
         files[0].write_bytes(spoilt)
-        kept = kept_shards.load(folder / kept_shards.INCOMING, MANIFEST)
+        kept = state_client.load(folder / state_client.INCOMING, MANIFEST)
         assert kept is not None
         assert len(kept.shards) == len(files) - 1
         before = len(events(folder, "fetched"))
@@ -215,7 +217,7 @@ def test_a_newcomer_that_is_cut_off_goes_on_with_what_it_has(tmp_path: Path, mon
         await is_current(again)
         assert has_all(again)
         assert len(events(folder, "fetched")) - before == SHARDS - len(kept.shards)
-        await until(lambda: not (folder / kept_shards.INCOMING).exists(), WAIT_S)
+        await until(lambda: not (folder / state_client.INCOMING).exists(), WAIT_S)
         assert list((folder / "checkpoint").glob("state-*.json"))
 
     with_donors(tmp_path, 2, scenario)
@@ -227,16 +229,16 @@ def test_what_is_no_downloaded_shard_is_removed(tmp_path: Path, body: bytes) -> 
     path.write_bytes(body)
     (tmp_path / "shard-x.state").write_bytes(body)
     (tmp_path / "shard-00000099.state").write_bytes(body)
-    assert kept_shards.load(tmp_path, MANIFEST) is None
+    assert state_client.load(tmp_path, MANIFEST) is None
     assert not list(tmp_path.iterdir())
 
 
 def test_chunks_wait_for_what_the_donor_itself_has_to_send(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(respondent, "YIELD_MOST_S", WAIT_S)
+    monkeypatch.setattr(state_server, "YIELD_MOST_S", WAIT_S)
     question = encode(GetChunk(ShardId(0), HEAD.id, 0))
 
     async def scenario(donors: list[Node], stack: AsyncExitStack) -> None:
-        waiting, looks = [10 * respondent.LITTLE_BYTES], 0
+        waiting, looks = [10 * state_server.LITTLE_BYTES], 0
 
         def queued_bytes(peer: PeerId) -> int:
             nonlocal looks

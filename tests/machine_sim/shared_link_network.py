@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 STATE_URGENCY, CLOSE_URGENCY = 10.0, 100.0
-"""States go after payloads, as in ``peer/respondent.py``; the end after all."""
+"""States go after payloads, as in ``peer/state_server.py``; the end after all."""
 
 
 def share_lines(world: World, bandwidths: Mapping[PeerId, Bandwidth]) -> None:

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from p2pdiloco.codec import compression, quantization
 from p2pdiloco.codec.digests import StateForm, state_digest
-from p2pdiloco.peer.end import APART, Ending
+from p2pdiloco.peer.peer import APART, Ending
 from p2pdiloco.peer.signatures import check_commit
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages
@@ -34,9 +34,9 @@ from tests.peer_sim import reference_math
 from tests.peer_sim.tuning import CHUNK
 
 if TYPE_CHECKING:
+    from p2pdiloco.peer.learner_updates import Payload
     from p2pdiloco.peer.payload_store import Held
     from p2pdiloco.peer.peer import Peer
-    from p2pdiloco.peer.shift_queue import Payload
     from tests.peer_sim.learner import SimulatedLearner
     from tests.peer_sim.world import World
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from random import Random
 
-from p2pdiloco.peer.disk import Buffer
+from p2pdiloco.peer.host import Buffer
 
 MEMORY_BYTES = 1 << 30
 """Of a process; a read takes its memory first."""

@@ -22,8 +22,7 @@ import numpy as np
 
 from p2pdiloco.peer import checkpoint
 from p2pdiloco.peer.checkpoint import Checkpoint, CheckpointError
-from p2pdiloco.peer.payload_store import Held
-from p2pdiloco.peer.places import place_bytes
+from p2pdiloco.peer.payload_store import Held, place_bytes
 from p2pdiloco.protocol import messages
 from p2pdiloco.protocol.ids import Digest, PeerId, ShardId, peer_of
 from p2pdiloco.protocol.manifest import MANIFEST

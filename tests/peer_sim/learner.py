@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from p2pdiloco.peer.supervision import RESTARTS
+from p2pdiloco.peer.learner_supervisor import RESTARTS
 from p2pdiloco.protocol.data_blocks import Block
 from p2pdiloco.protocol.ids import LearnerId, PeerId, ShardId
 from p2pdiloco.protocol.manifest import Layout, Manifest

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from p2pdiloco.peer.host import Links
-from p2pdiloco.peer.standing import Everybody
+from p2pdiloco.peer.signatures import Everybody
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.wire.control_messages import GetStatements, TellStatements, encode
 from p2pdiloco.wire.request_reply import Answer, RequestError

@@ -13,7 +13,7 @@ from typing import Literal
 
 import msgspec
 
-from p2pdiloco.peer.supervision import MISUSED, RESTARTS
+from p2pdiloco.peer.learner_supervisor import MISUSED, RESTARTS
 from tests.peer_sim import disk_faults
 from tests.peer_sim.faults import Fault, Kind, again
 from tests.peer_sim.host import WORK_S

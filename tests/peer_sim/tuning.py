@@ -23,6 +23,6 @@ def install() -> None:
     from p2pdiloco.codec import formats
 
     setattr(formats, "CHUNK", CHUNK)  # noqa: B010 (it is Final for everybody else)
-    from p2pdiloco.peer import commit_log
+    from p2pdiloco.peer import checkpoint_writer
 
-    commit_log.EVERY_S = COMMITS_S
+    checkpoint_writer.EVERY_S = COMMITS_S

@@ -16,12 +16,12 @@ import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from p2pdiloco.codec.digests import StateForm, state_digest
-from p2pdiloco.peer import checkpoint, kept_shards
+from p2pdiloco.peer import checkpoint, state_client
 from p2pdiloco.peer.checkpoint import CheckpointError
+from p2pdiloco.peer.disk_budget import DAY_S, LOGGED_SHARE, UNLOGGED_SHARE
 from p2pdiloco.peer.metrics import Metrics
 from p2pdiloco.peer.options import LearnerOptions, PeerOptions
 from p2pdiloco.peer.peer import InitialState, Peer
-from p2pdiloco.peer.write_budget import DAY_S, LOGGED_SHARE, UNLOGGED_SHARE
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol.chain import genesis_head
 from p2pdiloco.protocol.events import ShardState
@@ -284,7 +284,7 @@ class World:
             self.durability.resumed(host.name, found, earlier)
         if earlier is not None:
             return InitialState(earlier.shards, earlier.theta, earlier.momentum)
-        kept = kept_shards.load(FOLDER / kept_shards.INCOMING, self.manifest, host.disk)
+        kept = state_client.load(FOLDER / state_client.INCOMING, self.manifest, host.disk)
         return None if kept is None else InitialState(kept.shards, kept.theta, kept.momentum)
 
     def _version_zero(self) -> InitialState:

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 
 from p2pdiloco.codec import compression, digests, quantization
 from p2pdiloco.codec.digests import packed
-from p2pdiloco.peer import shift_queue
-from p2pdiloco.peer.global_state import GlobalState, StaleBaseError
-from p2pdiloco.peer.shift_queue import Moves, Shifts
+from p2pdiloco.peer import learner_updates
+from p2pdiloco.peer.learner_updates import Moves, Shifts
+from p2pdiloco.peer.model_state import GlobalState, StaleBaseError
 from p2pdiloco.protocol.data_blocks import Block
 from p2pdiloco.protocol.ids import FragmentId, LearnerId, PeerId, ShardId, digest_of
 from p2pdiloco.protocol.manifest import CodecConfig, OuterConfig, TensorSpec, make_layout
@@ -404,7 +404,7 @@ WEIGHTS = {"step": 3, "boundary": 3, "hear": 4, "ask": 2, "encode": 3, "give": 4
 @pytest.mark.parametrize("first", range(0, STORIES, 50))
 def test_every_token_trained_stands_in_the_parameters_once(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of a learner that is given one shard after the other, while others' commits come."""
-    monkeypatch.setattr(shift_queue, "PIECE", 1)
+    monkeypatch.setattr(learner_updates, "PIECE", 1)
     torch.set_num_threads(1)
     for seed in range(first, first + 50):
         tell_story(seed)

@@ -7,7 +7,7 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2pdiloco.peer.places import Place, Places, place_bytes
+from p2pdiloco.peer.payload_store import Place, Places, place_bytes
 from p2pdiloco.util.files import SECTOR_BYTES
 
 

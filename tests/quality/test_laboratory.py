@@ -19,8 +19,8 @@ from benchmarks.quality.moments import Moments
 from benchmarks.quality.settings import Setting, from_row, to_row
 from benchmarks.quality.stacked import Stack
 from p2pdiloco.codec.merge import token_weight
-from p2pdiloco.peer.global_state import GlobalState
-from p2pdiloco.peer.shift_queue import Moves
+from p2pdiloco.peer.learner_updates import Moves
+from p2pdiloco.peer.model_state import GlobalState
 from p2pdiloco.protocol.ids import FragmentId, LearnerId, PeerId, ShardId, digest_of
 from p2pdiloco.protocol.manifest import CodecConfig, OuterConfig, TensorSpec, make_layout
 from p2pdiloco.protocol.messages import CommitHeader, Contributor

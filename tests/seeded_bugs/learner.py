@@ -402,7 +402,7 @@ BUGS = (
     ),
     Bug(
         name="threads share their scratch",
-        module="p2pdiloco.peer.global_state",
+        module="p2pdiloco.peer.model_state",
         old="class _Scratch(threading.local):",
         new="class _Scratch:",
         harm="a merge has another shard's values",

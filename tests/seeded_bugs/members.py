@@ -38,7 +38,7 @@ BUGS = (
     ),
     Bug(
         name="a restart forgets who may own nothing",
-        module="p2pdiloco.peer.own_commits",
+        module="p2pdiloco.peer.durable_commits",
         old="        if known == self._convictions:\n            return\n",
         new="        return\n",
         harm="who is killed and comes back gives to an owner that all have barred, alone if it is alone",
@@ -90,7 +90,7 @@ BUGS = (
     ),
     Bug(
         name="who is not known is not asked for",
-        module="p2pdiloco.peer.inspection",
+        module="p2pdiloco.peer.message_verifier",
         old="if isinstance(error, UnknownMemberError) and not was_asked:",
         new="if False:",
         harm="the first commits with a newcomer are dropped by all who have not met it",
@@ -106,7 +106,7 @@ BUGS = (
     ),
     Bug(
         name="makers of a state need not be members",
-        module="p2pdiloco.peer.downloads",
+        module="p2pdiloco.peer.state_client",
         old="checked_offer(self._manifest, self._layout, shard, body, self._inspection.standing)",
         new="checked_offer(self._manifest, self._layout, shard, body)",
         harm="a newcomer takes a chain of keys that nobody let in",

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from tests.seeded_bugs.inject import Bug
 
-_SHIFTS = "p2pdiloco.peer.shift_queue"
-_VECTORS = "p2pdiloco.peer.vector_memory"
-_SNAPSHOTS = "p2pdiloco.peer.snapshots"
+_SHIFTS = "p2pdiloco.peer.learner_updates"
+_VECTORS = "p2pdiloco.peer.learner_updates"
+_SNAPSHOTS = "p2pdiloco.peer.learner_supervisor"
 _SNAPSHOT_TESTS = "tests/unit/test_peer_snapshots.py"
 _STORE = "p2pdiloco.peer.payload_store"
 _QUEUE_TESTS = "tests/unit/test_peer_shift_queue.py"
-_LOG = "p2pdiloco.peer.commit_log"
-_SAVER = "p2pdiloco.peer.saver"
-_SEGMENTS = "p2pdiloco.peer.segments"
+_LOG = "p2pdiloco.peer.checkpoint_writer"
+_SAVER = "p2pdiloco.peer.checkpoint_writer"
+_SEGMENTS = "p2pdiloco.peer.commit_wal"
 _SAVER_TESTS = "tests/unit/test_peer_saver.py"
 _STORE_TESTS = "tests/unit/test_peer_payload_store.py"
 
 _OUTER_TESTS = "tests/unit/test_tensors_outer.py"
 _FORM_TESTS = "tests/unit/test_tensors_states.py"
 _DEFAULT_TESTS = "tests/unit/test_protocol_defaults.py"
-_GOOD = "p2pdiloco.peer.known_good"
+_GOOD = "p2pdiloco.peer.checkpoint"
 _GOOD_TESTS = "tests/unit/test_peer_known_good.py"
 
 BUGS = (
@@ -180,7 +180,7 @@ BUGS = (
     ),
     Bug(
         name="questions of a learner that is gone are waited for",
-        module="p2pdiloco.peer.supervision",
+        module="p2pdiloco.peer.learner_supervisor",
         old="name), Snapshots(self._driver, self._ask))",
         new="name), self.ward.snapshots if self.ward else Snapshots(self._driver, self._ask))",
         harm="the next learner is never asked for that fragment",
@@ -205,7 +205,7 @@ BUGS = (
     ),
     Bug(
         name="an own contribution that the disk has lost is ignored",
-        module="p2pdiloco.peer.cargo",
+        module="p2pdiloco.peer.payload_cache",
         old="reason=str(error))\n                return Moves(effect.learner, (), (), is_reset=True)",
         new="reason=str(error))\n                return Moves(effect.learner, (), (), is_reset=False)",
         harm="what was merged stays in the learner's delta and is merged again",
@@ -237,7 +237,7 @@ BUGS = (
     ),
     Bug(
         name="what is still to be merged lies on the disk",
-        module="p2pdiloco.peer.cargo",
+        module="p2pdiloco.peer.payload_cache",
         old=", machine.at_work(shard)):",
         new="):",
         harm="a disk that loses it holds up a turn, and at the run's end costs tokens",
@@ -269,7 +269,7 @@ BUGS = (
     ),
     Bug(
         name="copies for newcomers stay for ever",
-        module="p2pdiloco.peer.donor",
+        module="p2pdiloco.peer.state_server",
         old="        self._look_later()\n        return copy",
         new="        return copy",
         harm="whoever has helped one newcomer holds 128 MiB more than it needs, for the rest of the run",
@@ -366,7 +366,7 @@ BUGS = (
     ),
     Bug(
         name="payloads take what checkpoints need",
-        module="p2pdiloco.peer.write_budget",
+        module="p2pdiloco.peer.disk_budget",
         old="            spare -= self._width",
         new="            spare -= 0 * self._width",
         harm="twice what the user allows is written",

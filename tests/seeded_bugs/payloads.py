@@ -23,7 +23,7 @@ BUGS = (
     ),
     Bug(
         name="a place that is given back does not join the gap before it",
-        module="p2pdiloco.peer.places",
+        module="p2pdiloco.peer.payload_store",
         old="if index and self._gaps[index - 1].end == place.at:",
         new="if False:",
         harm="the disk fills with gaps that are too small",
@@ -31,7 +31,7 @@ BUGS = (
     ),
     Bug(
         name="each piece has a place of its own size",
-        module="p2pdiloco.peer.places",
+        module="p2pdiloco.peer.payload_store",
         old="STEPS = 32",
         new="STEPS = 1 << 30",
         harm="the event loop looks through thousands of slivers",

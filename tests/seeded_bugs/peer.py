@@ -20,12 +20,12 @@ from tests.seeded_bugs.strangers import BUGS as STRANGERS_BUGS
 from tests.seeded_bugs.values import BUGS as VALUES_BUGS
 from tests.seeded_bugs.watch import BUGS as WATCH_BUGS
 
-_CARGO = "p2pdiloco.peer.cargo"
+_CARGO = "p2pdiloco.peer.payload_cache"
 _DRIVER = "p2pdiloco.peer.driver"
 _CHECKPOINT = "p2pdiloco.peer.checkpoint"
-_SAVER = "p2pdiloco.peer.saver"
-_DOWNLOADS = "p2pdiloco.peer.downloads"
-_SUPERVISION = "p2pdiloco.peer.supervision"
+_SAVER = "p2pdiloco.peer.checkpoint_writer"
+_DOWNLOADS = "p2pdiloco.peer.state_client"
+_SUPERVISION = "p2pdiloco.peer.learner_supervisor"
 
 _SIGNATURES = "p2pdiloco.peer.signatures"
 _DRIVER_TESTS = "tests/unit/test_peer_driver.py"
@@ -55,7 +55,7 @@ BUGS = (
     ),
     Bug(
         name="all contributions taken for a peer's own",
-        module="p2pdiloco.peer.codec_choice",
+        module="p2pdiloco.peer.codec_selection",
         old='if direction == "up" and self._view.next_owner(shard) == self._view.me:',
         new='if direction == "up":',
         harm="a fifth more bytes on a slow line",
@@ -79,7 +79,7 @@ BUGS = (
     ),
     Bug(
         name="tokens of a lineage not added up",
-        module="p2pdiloco.peer.proofs",
+        module="p2pdiloco.peer.state_proof",
         old="if header.tokens != parent.tokens + tokens or header.usual != usual:",
         new="if False:",
         harm="an owner makes its own chain the heaviest with a number",
@@ -87,7 +87,7 @@ BUGS = (
     ),
     Bug(
         name="marks of a state not compared with its commit",
-        module="p2pdiloco.peer.proofs",
+        module="p2pdiloco.peer.state_proof",
         old="if header.record != record_of(dict(state.marks), state.trained, state.stride):",
         new="if False:",
         harm="a newcomer believes what its donor says of tokens and blocks",
@@ -277,7 +277,7 @@ BUGS = (
     ),
     Bug(
         name="a donor is a witness against itself",
-        module="p2pdiloco.peer.distrust",
+        module="p2pdiloco.peer.state_client",
         old="            if key[1] != peer:\n",
         new="            if True:\n",
         harm="a newcomer whose only donor's answer was spoilt on the way joins for ever",
@@ -295,7 +295,7 @@ BUGS = (
     ),
     Bug(
         name="a dropped donor stays in the plan",
-        module="p2pdiloco.peer.chunk_plan",
+        module="p2pdiloco.peer.chunk_scheduler",
         old="donor = self._donors.pop(peer, None)",
         new="donor = self._donors.get(peer)",
         harm="a shard that nobody has is waited for",
@@ -303,7 +303,7 @@ BUGS = (
     ),
     Bug(
         name="a chunk is asked of a third donor",
-        module="p2pdiloco.peer.chunk_plan",
+        module="p2pdiloco.peer.chunk_scheduler",
         old="if len(asked[piece]) == 1 and self._is_late(",
         new="if len(asked[piece]) <= 2 and self._is_late(",
         harm="a slow end of a join costs every donor its bandwidth",
@@ -328,7 +328,7 @@ BUGS = (
     ),
     Bug(
         name="snapshots are never brought up to date",
-        module="p2pdiloco.peer.snapshots",
+        module="p2pdiloco.peer.learner_supervisor",
         old="self._driver.job(lambda: shifts.snapshot_taken(event.fragment), ",
         new="self._driver.job(lambda: None, ",
         harm="nothing that a learner trains is ever contributed",

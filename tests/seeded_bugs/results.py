@@ -125,7 +125,7 @@ BUGS = (
     ),
     Bug(
         name="what is put aside a second time takes the first one's place",
-        module="p2pdiloco.peer.known_good",
+        module="p2pdiloco.peer.checkpoint",
         old="aside = next(aside for aside in _asides() if not any(name.startswith(aside) for name in there))",
         new="aside = ASIDE",
         harm="who goes back twice has lost what was newer the first time, and was told that it is kept",
@@ -217,7 +217,7 @@ BUGS = (
     ),
     Bug(
         name="checkpoints without a budget",
-        module="p2pdiloco.peer.saver",
+        module="p2pdiloco.peer.checkpoint_writer",
         old="max(LOOK_S, least_s, min(rest_s, every_s))",
         new="max(LOOK_S, min(rest_s, every_s))",
         harm="a small peer writes hundreds of gigabytes a day",
@@ -226,7 +226,7 @@ BUGS = (
     # -- the running average -------------------------------------------------------------------------------------------
     Bug(
         name="an average of all versions since the beginning",
-        module="p2pdiloco.peer.average",
+        module="p2pdiloco.peer.ema",
         old="return (POWER + 1) / (look + POWER)",
         new="return 1.0 / look",
         harm="the untrained model stays in it to the end",
@@ -234,7 +234,7 @@ BUGS = (
     ),
     Bug(
         name="a spoilt average is read",
-        module="p2pdiloco.peer.average",
+        module="p2pdiloco.peer.ema",
         old="if digest_of(data) != digest:",
         new="if False:",
         harm="a flipped bit of the disk stays in it for a long time",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tests.seeded_bugs.inject import Bug
 
-_STATE = "p2pdiloco.peer.global_state"
-_SHIFTS = "p2pdiloco.peer.shift_queue"
+_STATE = "p2pdiloco.peer.model_state"
+_SHIFTS = "p2pdiloco.peer.learner_updates"
 _STATE_TESTS = "tests/unit/test_peer_global_state.py"
 _CONSERVATION = "tests/property/test_conservation.py::test_every_token_trained_stands_in_the_parameters_once"
 _SHIFT_TESTS = "tests/unit/test_peer_shift_queue.py"
@@ -14,7 +14,7 @@ _OWN_TESTS = "tests/unit/test_peer_own_commits.py"
 BUGS = (
     Bug(
         name="a proof is told before the commit in it",
-        module="p2pdiloco.peer.inspection",
+        module="p2pdiloco.peer.message_verifier",
         old="""            self._driver.feed(ev.Received(peer, message))  # first: else what was kept may be swept
             self.tell_contradictions()
 """,
@@ -34,7 +34,7 @@ BUGS = (
     ),
     Bug(
         name="own commits are removed with the first checkpoint",
-        module="p2pdiloco.peer.saver",
+        module="p2pdiloco.peer.checkpoint_writer",
         old="if len(self._heads) == self._keep:",
         new="if self._heads:",
         harm="with the newest checkpoint torn a peer makes other commits in their place",
@@ -42,7 +42,7 @@ BUGS = (
     ),
     Bug(
         name="signed commits are not compared",
-        module="p2pdiloco.peer.cargo",
+        module="p2pdiloco.peer.payload_cache",
         old="self.contradictions += [proof] if proof.is_one else []",
         new="pass",
         harm="an owner splits the swarm as often as it likes",
@@ -50,7 +50,7 @@ BUGS = (
     ),
     Bug(
         name="a proof's signatures are not verified",
-        module="p2pdiloco.peer.cargo",
+        module="p2pdiloco.peer.payload_cache",
         old="check_equivocation(proof, self._register)",
         new="pass",
         harm="anybody convicts anybody",
@@ -86,7 +86,7 @@ BUGS = (
     ),
     Bug(
         name="prepared merge reused for another payload",
-        module="p2pdiloco.peer.own_merges",
+        module="p2pdiloco.peer.model_state",
         old="if ready is None or ready.base != parent or ready.payload != payload:",
         new="if ready is None or ready.base != parent:",
         harm="an owner that was forestalled takes its own gradient for the other's: a fork under one head",
@@ -307,7 +307,7 @@ BUGS = (
     ),
     Bug(
         name="an own commit is whatever its file says",
-        module="p2pdiloco.peer.own_commits",
+        module="p2pdiloco.peer.durable_commits",
         old="if not isinstance(message, Commit) or self._path(message.header).name != name:",
         new="if not isinstance(message, Commit):",
         harm="a flipped bit in an old commit ends the peer at its next checkpoint",
@@ -315,7 +315,7 @@ BUGS = (
     ),
     Bug(
         name="an altered state is gone on with as soon as nobody is here",
-        module="p2pdiloco.peer.fallback",
+        module="p2pdiloco.peer.scrubber",
         old="elif view.live or not view.missing or now -",
         new="elif True or now -",
         harm="a bit that flips while a line is away is in what is signed, and the others take the fault for their own",
@@ -326,7 +326,7 @@ BUGS = (
     ),
     Bug(
         name="what coarse rounding takes off is lost",
-        module="p2pdiloco.peer.own_merges",
+        module="p2pdiloco.peer.model_state",
         old="            merged += owed\n",
         new="            pass\n",
         harm="small values that are rounded to 0 each time never move",
@@ -334,7 +334,7 @@ BUGS = (
     ),
     Bug(
         name="what is owed outlives another owner's commit",
-        module="p2pdiloco.peer.own_merges",
+        module="p2pdiloco.peer.model_state",
         old="        self._owed.pop(shard, None)\n        if ready is None",
         new="        if ready is None",
         harm="what learners have made up for since is added once more",
@@ -342,7 +342,7 @@ BUGS = (
     ),
     Bug(
         name="a line of which nothing is known is fast",
-        module="p2pdiloco.peer.codec_choice",
+        module="p2pdiloco.peer.codec_selection",
         old="return line is None or line / others < FAST_BYTES_PER_S",
         new="return line is not None and line / others < FAST_BYTES_PER_S",
         harm="a fifth more bytes leave a home",
@@ -353,7 +353,7 @@ BUGS = (
     # -- own contributions while the disk takes no more ----------------------------------------------------------------
     Bug(
         name="own contributions pile up while the disk takes no more",
-        module="p2pdiloco.peer.cargo",
+        module="p2pdiloco.peer.payload_cache",
         old="own_bytes = OWN_WINDOWS * most_bytes",
         new="own_bytes = OWN_WINDOWS * 1e12",
         harm="a run of a billion parameters takes half a gigabyte more with every turn",
@@ -361,7 +361,7 @@ BUGS = (
     ),
     Bug(
         name="an own contribution that had no room is ignored",
-        module="p2pdiloco.peer.cargo",
+        module="p2pdiloco.peer.payload_cache",
         old="if effect.is_reset or not is_whole:",
         new="if effect.is_reset:",
         harm="what was merged stays in the learner's delta and is merged again",

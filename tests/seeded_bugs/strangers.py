@@ -172,7 +172,7 @@ BUGS = (
     ),
     Bug(
         name="states are offered without end",
-        module="p2pdiloco.peer.respondent",
+        module="p2pdiloco.peer.state_server",
         old="if not self._offers.take(peer, self._driver.host.now()):",
         new="if False:",
         harm="whoever is connected fills the line with what overtakes contributions and counts in no budget",
@@ -196,7 +196,7 @@ BUGS = (
     ),
     Bug(
         name="a manifest is given without end",
-        module="p2pdiloco.peer.respondent",
+        module="p2pdiloco.peer.state_server",
         old="if not self._manifests.take(peer, self._driver.host.now()):",
         new="if False:",
         harm="a dozen bytes are answered with up to 4 MiB, as often as anybody asks",

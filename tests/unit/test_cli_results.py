@@ -17,8 +17,8 @@ from p2pdiloco.cli.main import main
 from p2pdiloco.node.foundation import make_manifest, version_zero
 from p2pdiloco.node.kept_runs import folder_of
 from p2pdiloco.node.results import farewell, finished
-from p2pdiloco.peer.average import RunningAverage, weight
 from p2pdiloco.peer.checkpoint import save
+from p2pdiloco.peer.ema import RunningAverage, weight
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.protocol.manifest import Layout, Manifest, ModelConfig, RunConfig, ScheduleConfig
 from p2pdiloco.training.export import ABOUT

@@ -13,7 +13,7 @@ from p2pdiloco.node import node as nodes
 from p2pdiloco.node import session
 from p2pdiloco.node.node import Node
 from p2pdiloco.node.notifier import Notifier
-from p2pdiloco.peer.end import APART, Ending
+from p2pdiloco.peer.peer import APART, Ending
 from p2pdiloco.watch.alerts import Alert
 from p2pdiloco.watch.picture import Bill
 

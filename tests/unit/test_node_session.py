@@ -17,9 +17,8 @@ from p2pdiloco.node.foundation import found_from_script
 from p2pdiloco.node.kept_runs import ConfigError, folder_of
 from p2pdiloco.node.lookup import DirectoryOptions
 from p2pdiloco.peer import checkpoint
-from p2pdiloco.peer.end import Ending
 from p2pdiloco.peer.options import LearnerOptions, PeerOptions
-from p2pdiloco.peer.peer import InitialState
+from p2pdiloco.peer.peer import Ending, InitialState
 from p2pdiloco.protocol.manifest import Manifest, ModelConfig, RunConfig, ScheduleConfig
 from p2pdiloco.training import founding_file
 from p2pdiloco.transport.identity import Identity

@@ -13,8 +13,8 @@ from troupe import Member, Stage, act
 
 from p2pdiloco.cli.main import _parse
 from p2pdiloco.cli.peer import peer_options
-from p2pdiloco.peer.average import POWER, RunningAverage, span, weight
 from p2pdiloco.peer.checkpoint import AVERAGE, load
+from p2pdiloco.peer.ema import POWER, RunningAverage, span, weight
 from p2pdiloco.peer.options import MachineOptions
 from p2pdiloco.peer.peer import InitialState
 from p2pdiloco.protocol.ids import RunId, ShardId

@@ -14,7 +14,7 @@ import torch
 from p2pdiloco.codec.digests import StateForm, state_digest
 from p2pdiloco.peer import checkpoint
 from p2pdiloco.peer.checkpoint import CheckpointError, best_of, load, load_all, save
-from p2pdiloco.peer.disk import Buffer
+from p2pdiloco.peer.host import Buffer
 from p2pdiloco.peer.signatures import signed
 from p2pdiloco.protocol import messages
 from p2pdiloco.protocol.chain import genesis_head, record_of

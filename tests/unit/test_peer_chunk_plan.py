@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from p2pdiloco.peer.chunk_plan import AHEAD_LEAST_CHUNKS, OVERDUE_LEAST_S, Ask, ChunkPlan, Piece
+from p2pdiloco.peer.chunk_scheduler import AHEAD_LEAST_CHUNKS, OVERDUE_LEAST_S, Ask, ChunkPlan, Piece
 from p2pdiloco.protocol.ids import PeerId, ShardId
 
 MB = 1_000_000

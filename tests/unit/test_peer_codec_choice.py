@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 
 from p2pdiloco.codec.bitrate_ladder import FAST_BYTES_PER_S
-from p2pdiloco.peer.codec_choice import CodecChoice, Direction
+from p2pdiloco.peer.codec_selection import CodecChoice, Direction
 from p2pdiloco.peer.metrics import Metrics
 from p2pdiloco.protocol.ids import FragmentId, ShardId
 from p2pdiloco.protocol.manifest import CodecConfig, RunConfig, ScheduleConfig, TensorSpec, make_layout

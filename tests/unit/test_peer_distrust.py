@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from p2pdiloco.peer.distrust import FIRST_S, REMEMBERED, Distrust
+from p2pdiloco.peer.state_client import FIRST_S, REMEMBERED, Distrust
 from p2pdiloco.protocol.ids import Digest, PeerId
 
 A, B = PeerId("a"), PeerId("b")

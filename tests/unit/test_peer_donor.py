@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from troupe import Member, Stage, act
 
-from p2pdiloco.peer import donor, shard_copy
+from p2pdiloco.peer import checkpoint_writer, state_server
 from p2pdiloco.protocol.ids import PeerId, ShardId
 from p2pdiloco.wire.control_messages import GetChunk, GetState, StateOffer, decode_as, encode
 from p2pdiloco.wire.request_reply import Answer, RequestRefused
@@ -94,8 +94,8 @@ def test_what_is_offered_is_of_one_head_while_versions_come(tmp_path: Path) -> N
 
 
 def test_copies_are_bounded_and_the_longest_unused_goes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(donor, "COPIES_LEAST_BYTES", 0)
-    monkeypatch.setattr(donor, "COPIES_LEAST", 2)
+    monkeypatch.setattr(state_server, "COPIES_LEAST_BYTES", 0)
+    monkeypatch.setattr(state_server, "COPIES_LEAST", 2)
 
     async def story() -> None:
         async with Stage(tmp_path, fragments=3) as stage:
@@ -122,10 +122,10 @@ def test_a_copy_that_nobody_uses_is_dropped(tmp_path: Path) -> None:
             made = copies_of(ann)
             await offer_of(ann, 0)
             for _ in range(3):
-                await stage.wait(donor.KEEP_S * 0.9)
+                await stage.wait(state_server.KEEP_S * 0.9)
                 await offer_of(ann, 0)
             assert made == [0]
-            await stage.wait(donor.KEEP_S * 1.1)
+            await stage.wait(state_server.KEEP_S * 1.1)
             await offer_of(ann, 0)
             assert made == [0, 0]
 
@@ -141,11 +141,11 @@ def test_copies_that_nobody_asks_for_any_more_leave_no_memory(tmp_path: Path) ->
             donor_of = ann.peer._respondent._donor
             await offer_of(ann, 0)
             room = weakref.ref(donor_of._blocks)
-            await stage.wait(donor.KEEP_S * 0.9)
+            await stage.wait(state_server.KEEP_S * 0.9)
             await offer_of(ann, 0)
-            await stage.wait(donor.KEEP_S * 0.9)
+            await stage.wait(state_server.KEEP_S * 0.9)
             assert donor_of._copies
-            await stage.wait(donor.KEEP_S * 2.1)
+            await stage.wait(state_server.KEEP_S * 2.1)
             assert not donor_of._copies
             assert room() is None
 
@@ -158,7 +158,7 @@ def test_a_copy_that_is_held_up_is_refused(tmp_path: Path) -> None:
             ann = await stage.found()
             ann.held["tensors"] = []
             asked = ask(ann, GetState(ShardId(0)))
-            await stage.wait(shard_copy.COPY_S + 1.0)
+            await stage.wait(checkpoint_writer.COPY_S + 1.0)
             with pytest.raises(RequestRefused, match="busy"):
                 await asked
 

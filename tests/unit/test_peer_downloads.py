@@ -15,10 +15,10 @@ from troupe import Member, Stage, StageHost, act
 from p2pdiloco.codec.digests import digest_list
 from p2pdiloco.codec.formats import CHUNK
 from p2pdiloco.peer.checkpoint import load
-from p2pdiloco.peer.kept_shards import INCOMING
-from p2pdiloco.peer.kept_shards import load as load_kept
 from p2pdiloco.peer.peer import InitialState
 from p2pdiloco.peer.signatures import signed
+from p2pdiloco.peer.state_client import INCOMING
+from p2pdiloco.peer.state_client import load as load_kept
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages
 from p2pdiloco.protocol.chain import record_of

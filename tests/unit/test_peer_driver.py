@@ -15,9 +15,9 @@ from troupe import Member, Stage, act
 
 from p2pdiloco.codec import compression
 from p2pdiloco.codec.digests import list_bytes
-from p2pdiloco.peer.cargo import SWEEP_S, SWEPT_AT_ONCE, Cargo
 from p2pdiloco.peer.checkpoint import load
-from p2pdiloco.peer.own_commits import FOLDER as OWN
+from p2pdiloco.peer.durable_commits import FOLDER as OWN
+from p2pdiloco.peer.payload_cache import SWEEP_S, SWEPT_AT_ONCE, Cargo
 from p2pdiloco.peer.peer import InitialState
 from p2pdiloco.peer.signatures import signed
 from p2pdiloco.protocol import effects as ef

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from p2pdiloco.peer.fallback import ALONE_S
+from p2pdiloco.peer.scrubber import ALONE_S
 from p2pdiloco.protocol.ids import ShardId
 from tests.unit.troupe import Member, Stage, act
 

@@ -9,15 +9,9 @@ from torch import Tensor
 from p2pdiloco.codec import compression, digests, quantization
 from p2pdiloco.codec.digests import packed
 from p2pdiloco.codec.outer_optimizer import outer_step_by_torch
-from p2pdiloco.peer.global_state import (
-    ContributionError,
-    DigestMismatchError,
-    GlobalState,
-    MergeResult,
-    StaleBaseError,
-)
 from p2pdiloco.peer.integrity import SpoiltStateError
-from p2pdiloco.peer.shift_queue import Moves, Shifts
+from p2pdiloco.peer.learner_updates import Moves, Shifts
+from p2pdiloco.peer.model_state import ContributionError, DigestMismatchError, GlobalState, MergeResult, StaleBaseError
 from p2pdiloco.protocol.ids import Digest, FragmentId, LearnerId, PeerId, ShardId, digest_of
 from p2pdiloco.protocol.manifest import CodecConfig, MergeRule, OuterConfig, TensorSpec, make_layout
 from p2pdiloco.protocol.messages import CommitHeader, Contributor

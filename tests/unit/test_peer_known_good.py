@@ -11,9 +11,8 @@ from test_peer_checkpoint import make_manifest, proof_of, versions_of, write
 
 from p2pdiloco.codec.digests import state_digest
 from p2pdiloco.node.run_folder import LOCK, FolderInUseError, folder_of, go_back, own_state
-from p2pdiloco.peer.checkpoint import CheckpointError, good_number, load, save
-from p2pdiloco.peer.known_good import ASIDE, MEMORY, KnownGood
-from p2pdiloco.peer.segments import path_of
+from p2pdiloco.peer.checkpoint import ASIDE, MEMORY, CheckpointError, KnownGood, good_number, load, save
+from p2pdiloco.peer.commit_wal import path_of
 from p2pdiloco.protocol.manifest import Layout
 from p2pdiloco.util.files import LOCAL, lock
 

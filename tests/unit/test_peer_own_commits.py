@@ -11,7 +11,7 @@ from actors import FOUNDER, genesis
 from troupe import Member, Stage, act
 
 from p2pdiloco.codec.digests import list_bytes
-from p2pdiloco.peer.own_commits import BARRED, FOLDER, OwnCommits
+from p2pdiloco.peer.durable_commits import BARRED, FOLDER, OwnCommits
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages
 from p2pdiloco.protocol import messages as msg

@@ -11,8 +11,8 @@ import torch
 from troupe import Member, Stage, act
 
 from p2pdiloco.peer import payload_store
-from p2pdiloco.peer.cargo import OWN_WINDOWS, SWEEP_S
-from p2pdiloco.peer.disk import Buffer
+from p2pdiloco.peer.host import Buffer
+from p2pdiloco.peer.payload_cache import OWN_WINDOWS, SWEEP_S
 from p2pdiloco.peer.payload_store import AGAIN_S, READ_BYTES, Held
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev

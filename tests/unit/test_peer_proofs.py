@@ -11,10 +11,9 @@ from actors import FOUNDER, make_manifest
 
 from p2pdiloco.codec.digests import StateForm, digest_list, packed
 from p2pdiloco.codec.formats import CHUNK
-from p2pdiloco.peer import kept_shards
-from p2pdiloco.peer.offers import checked_offer
-from p2pdiloco.peer.proofs import proven_digest
+from p2pdiloco.peer import state_client
 from p2pdiloco.peer.signatures import signed
+from p2pdiloco.peer.state_proof import checked_offer, proven_digest
 from p2pdiloco.protocol import messages
 from p2pdiloco.protocol.chain import genesis_head, record_of
 from p2pdiloco.protocol.data_blocks import Block, Trained
@@ -139,14 +138,14 @@ def keep(folder: Path) -> Path:
     for size in StateForm.of(MANIFEST.config.outer).chunk_sizes(ELEMENTS):
         chunks.append(data[at : at + size])
         at += size
-    kept_shards.keep(folder, StateOffer(proof_of(), LISTED), chunks)
+    state_client.keep(folder, StateOffer(proof_of(), LISTED), chunks)
     (path,) = folder.iterdir()
     return path
 
 
 def test_what_was_kept_is_read_back_in_its_place(tmp_path: Path) -> None:
     keep(tmp_path)
-    found = kept_shards.load(tmp_path, MANIFEST)
+    found = state_client.load(tmp_path, MANIFEST)
     assert found is not None
     assert found.shards == (proof_of(),)
     piece = LAYOUT.shards[SHARD]
@@ -154,8 +153,8 @@ def test_what_was_kept_is_read_back_in_its_place(tmp_path: Path) -> None:
     assert torch.equal(found.momentum[piece.start : piece.stop], MOMENTUM)
     assert not found.theta[: piece.start].any()
     assert not found.momentum[: piece.start].any()
-    kept_shards.clear(tmp_path)
-    assert kept_shards.load(tmp_path, MANIFEST) is None
+    state_client.clear_kept(tmp_path)
+    assert state_client.load(tmp_path, MANIFEST) is None
 
 
 @pytest.mark.parametrize("damage", ["first bit", "last bit", "cut", "empty", "length", "other shard", "no such shard"])
@@ -178,7 +177,7 @@ def test_what_was_spoilt_on_the_disk_is_removed_and_not_used(tmp_path: Path, dam
         case "no such shard":
             path = path.rename(path.with_name(path.name.replace("1", "2")))
     path.write_bytes(data)
-    assert kept_shards.load(tmp_path, MANIFEST) is None
+    assert state_client.load(tmp_path, MANIFEST) is None
     assert list(tmp_path.iterdir()) == []
 
 
@@ -186,5 +185,5 @@ def test_what_a_crash_left_half_written_is_swept_and_the_rest_is_used(tmp_path: 
     path = keep(tmp_path)
     (tmp_path / ".shard-00000000.state.part").write_bytes(b"half")
     (tmp_path / "shard-x.state").write_bytes(b"")
-    assert kept_shards.load(tmp_path, MANIFEST) is not None
+    assert state_client.load(tmp_path, MANIFEST) is not None
     assert list(tmp_path.iterdir()) == [path]

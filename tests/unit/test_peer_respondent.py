@@ -9,7 +9,7 @@ import pytest
 from actors import genesis
 from troupe import Member, Stage, act
 
-from p2pdiloco.peer.respondent import (
+from p2pdiloco.peer.state_server import (
     LITTLE_BYTES,
     MANIFESTS,
     MANIFESTS_PER_S,

@@ -16,11 +16,11 @@ from troupe import Member, Stage, act
 
 from p2pdiloco.cli.main import _parse
 from p2pdiloco.cli.peer import peer_options
-from p2pdiloco.peer import segments
+from p2pdiloco.peer import commit_wal
 from p2pdiloco.peer.checkpoint import indices, load
-from p2pdiloco.peer.disk import Buffer
+from p2pdiloco.peer.disk_budget import WriteBudget
+from p2pdiloco.peer.host import Buffer
 from p2pdiloco.peer.peer import InitialState
-from p2pdiloco.peer.write_budget import WriteBudget
 from p2pdiloco.protocol.ids import ShardId
 from p2pdiloco.protocol.manifest import Layout
 from p2pdiloco.util.files import LocalDisk
@@ -318,7 +318,7 @@ def test_no_flipped_bit_of_what_was_committed_keeps_a_peer_from_its_checkpoint(t
             good = segment.read_bytes()
             seed = Random().randrange(1 << 32)
             drawn = [divmod(bit, 8) for bit in Random(seed).sample(range(8 * len(good)), 40)]
-            for at, bit in [*(divmod(bit, 8) for bit in range(8 * 2 * segments.LENGTH_BYTES)), *drawn]:
+            for at, bit in [*(divmod(bit, 8) for bit in range(8 * 2 * commit_wal.LENGTH_BYTES)), *drawn]:
                 bad = bytearray(good)
                 bad[at] ^= 1 << bit
                 segment.write_bytes(bad)
@@ -343,9 +343,9 @@ def test_a_commit_that_does_not_fit_its_chain_is_not_taken_again(
             (segment,) = (tmp_path / "ann" / "checkpoint").glob("since-*")
             stage.kill(ann)
             disk, altered = LocalDisk(), b""
-            for header, start, size in segments.records(segment, disk, 1 << 20):
+            for header, start, size in commit_wal.records(segment, disk, 1 << 20):
                 more = msgspec.structs.replace(header, tokens=header.tokens + 1)
-                altered += segments.packed(more, [disk.read(segment, start, size)])
+                altered += commit_wal.packed(more, [disk.read(segment, start, size)])
             segment.write_bytes(altered)
             assert versions_in(tmp_path / "ann") == [0, 0]
             reasons = [record.fields["reason"] for record in caplog.records if "of no use" in record.message]  # type: ignore[attr-defined]

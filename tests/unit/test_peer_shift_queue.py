@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from p2pdiloco.peer import shift_queue, vector_memory
-from p2pdiloco.peer.shift_queue import Moves, ShiftQueue, Shifts
+from p2pdiloco.peer import learner_updates
+from p2pdiloco.peer.learner_updates import Moves, ShiftQueue, Shifts
 from p2pdiloco.protocol.ids import FragmentId, LearnerId, ShardId
 from p2pdiloco.protocol.manifest import TensorSpec, make_layout
 from p2pdiloco.training.shared_memory import SharedVectors
@@ -71,7 +71,7 @@ def test_what_is_used_between_two_rests_stays(stand: Stand) -> None:
 
 def test_of_what_is_not_in_use_little_is_kept(stand: Stand, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is in use; and what was used last is kept."""
-    monkeypatch.setattr(vector_memory, "KEPT", SIZE)
+    monkeypatch.setattr(learner_updates, "KEPT", SIZE)
     queue, vectors = stand
     for last in (1, 0, 1, 1):
         for shard in SHARDS:
@@ -159,7 +159,7 @@ def test_nothing_is_given_back_under_a_device_that_has_locked_it(stand: Stand) -
 
 def test_a_new_learner_is_given_the_parameters_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each when it has taken the one before, whose memory has gone by then; what changes meanwhile comes once."""
-    monkeypatch.setattr(shift_queue, "PIECE", SIZE)
+    monkeypatch.setattr(learner_updates, "PIECE", SIZE)
     specs = tuple(TensorSpec(name=f"w{i}", shape=(SIZE,), merge="direct", fragment=FragmentId(i)) for i in range(3))
     first, second, third = (ShardId(i) for i in range(3))
     with SharedVectors.create(3 * SIZE) as vectors:
@@ -192,7 +192,7 @@ def test_a_new_learner_is_given_the_parameters_piece_by_piece(monkeypatch: pytes
 def test_a_learner_that_dies_before_it_has_everything_leaves_nothing_to_the_next(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(shift_queue, "PIECE", 1)
+    monkeypatch.setattr(learner_updates, "PIECE", 1)
     specs = tuple(TensorSpec(name=f"w{i}", shape=(SIZE,), merge="direct", fragment=FragmentId(i)) for i in range(2))
     with SharedVectors.create(2 * SIZE) as vectors:
         queue = ShiftQueue(make_layout(specs, 2, SIZE, "direct"), vectors)

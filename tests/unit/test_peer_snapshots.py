@@ -9,7 +9,7 @@ import pytest
 import torch
 from troupe import Member, Stage, act
 
-from p2pdiloco.peer import snapshots, vector_memory
+from p2pdiloco.peer import learner_supervisor, learner_updates
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 
@@ -21,8 +21,8 @@ PAGE = 1024
 @pytest.fixture(autouse=True)
 def large(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the model had billions."""
-    monkeypatch.setattr(snapshots, "KEPT", 0)
-    monkeypatch.setattr(vector_memory, "KEPT", 0)
+    monkeypatch.setattr(learner_supervisor, "KEPT", 0)
+    monkeypatch.setattr(learner_updates, "KEPT", 0)
 
 
 def fragments_held(member: Member) -> int:

@@ -8,7 +8,7 @@ import pytest
 from actors import genesis
 from troupe import Stage, act
 
-from p2pdiloco.peer.standing import Everybody
+from p2pdiloco.peer.signatures import Everybody
 from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.wire.control_messages import encode

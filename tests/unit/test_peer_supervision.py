@@ -9,7 +9,7 @@ import torch
 from actors import genesis
 from troupe import Stage, act
 
-from p2pdiloco.peer.supervision import MISUSED, RESTARTS
+from p2pdiloco.peer.learner_supervisor import MISUSED, RESTARTS
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.util.logs import short
 from p2pdiloco.wire import learner_ipc

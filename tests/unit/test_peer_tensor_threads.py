@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from p2pdiloco.codec import quantization
-from p2pdiloco.peer import vector_memory
-from p2pdiloco.peer.global_state import GlobalState, MergeResult
-from p2pdiloco.peer.shift_queue import Moves
+from p2pdiloco.peer import learner_updates
+from p2pdiloco.peer.learner_updates import Moves
+from p2pdiloco.peer.model_state import GlobalState, MergeResult
 from p2pdiloco.protocol.ids import FragmentId, LearnerId, PeerId, ShardId, digest_of
 from p2pdiloco.protocol.manifest import CodecConfig, OuterConfig, TensorSpec, make_layout
 from p2pdiloco.protocol.messages import CommitHeader, Contributor
@@ -72,10 +72,10 @@ class Node:
         self.queue.do(partial(self.state.apply, header, head, merged.payload, merged.digests, moves), shard)
 
 
-@pytest.mark.parametrize("kept", [0, vector_memory.KEPT])
+@pytest.mark.parametrize("kept", [0, learner_updates.KEPT])
 def test_several_threads_make_the_bits_of_one(kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also while memory of one shard is given back beside work on another."""
-    monkeypatch.setattr(vector_memory, "KEPT", kept)
+    monkeypatch.setattr(learner_updates, "KEPT", kept)
 
     async def story() -> None:
         one, several = Node(1), Node(4)

@@ -1,6 +1,6 @@
 """What payloads cost on the wire, told by the parameter."""
 
-from p2pdiloco.peer.traffic import FRAMING_BYTES, PayloadTraffic
+from p2pdiloco.peer.metrics import FRAMING_BYTES, PayloadTraffic
 
 
 def test_bytes_are_told_by_the_parameter_and_the_receiver() -> None:

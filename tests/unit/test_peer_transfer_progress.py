@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from p2pdiloco.peer.transfer_progress import WINDOW_S, TransferProgress, clock
+from p2pdiloco.peer.state_client import WINDOW_S, TransferProgress, clock
 
 MB = 1_000_000
 

@@ -11,8 +11,7 @@ import msgspec
 import pytest
 from msgspec import UNSET
 
-from p2pdiloco.peer.options import PeerOptions
-from p2pdiloco.peer.settings import protocol_config
+from p2pdiloco.peer.options import PeerOptions, protocol_config
 from p2pdiloco.protocol.ids import Digest, FragmentId, PeerId, RunId, digest_of
 from p2pdiloco.protocol.manifest import (
     InnerConfig,

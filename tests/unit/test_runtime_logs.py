@@ -16,9 +16,9 @@ from typing import cast
 
 import pytest
 
-from p2pdiloco.peer.arrivals import Arrivals
 from p2pdiloco.peer.host import Host
 from p2pdiloco.peer.metrics import Metrics
+from p2pdiloco.peer.state_client import Arrivals
 from p2pdiloco.protocol.manifest import Layout
 from p2pdiloco.util import logs
 from p2pdiloco.util.logs import BottomLine

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 from stage import SHARD, A, B, C, D, Stage, commit_on, digest, head_of, notes, only, sent, tokens
 
-from p2pdiloco.peer.proofs import check_lineage
 from p2pdiloco.peer.signatures import signed
+from p2pdiloco.peer.state_proof import check_lineage
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages

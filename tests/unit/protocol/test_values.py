@@ -13,10 +13,9 @@ from stage import SHARD, A, B, C, D, Stage, commit_on, digest, head_of, life, no
 from p2pdiloco.codec import compression, digests, quantization
 from p2pdiloco.codec.digests import StateForm, packed
 from p2pdiloco.codec.formats import recipe
-from p2pdiloco.peer.global_state import ContributionError, GlobalState, MergeResult, UnfitCommitError, payload_of
-from p2pdiloco.peer.offers import is_listed
-from p2pdiloco.peer.shift_queue import Moves
-from p2pdiloco.peer.staged import Staged
+from p2pdiloco.peer.learner_updates import Moves
+from p2pdiloco.peer.model_state import ContributionError, GlobalState, MergeResult, Staged, UnfitCommitError, payload_of
+from p2pdiloco.peer.state_proof import is_listed
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg

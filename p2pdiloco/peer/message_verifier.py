@@ -11,10 +11,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from p2pdiloco.peer.cargo import Keep
 from p2pdiloco.peer.driver import Driver
-from p2pdiloco.peer.signatures import UnknownMemberError
-from p2pdiloco.peer.standing import Standing
+from p2pdiloco.peer.payload_cache import Keep
+from p2pdiloco.peer.signatures import Standing, UnknownMemberError
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol.ids import PeerId

@@ -19,21 +19,343 @@ Rules of this file:
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import shutil
+import sys
+from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import NamedTuple, TextIO
 
-from p2pdiloco.peer.arrivals import Arrivals
-from p2pdiloco.peer.chunk_plan import Ask, ChunkPlan
-from p2pdiloco.peer.distrust import Distrust
+import torch
+from torch import Tensor
+
+from p2pdiloco.codec.digests import StateForm
+from p2pdiloco.peer.chunk_scheduler import Ask, ChunkPlan
 from p2pdiloco.peer.driver import Driver
-from p2pdiloco.peer.inspection import Inspection
-from p2pdiloco.peer.offers import ancestors, checked_offer, is_listed, owner_of
+from p2pdiloco.peer.host import Disk, Host, replace, sweep
+from p2pdiloco.peer.message_verifier import Inspection
+from p2pdiloco.peer.metrics import Metrics
 from p2pdiloco.peer.signatures import UnknownMemberError
+from p2pdiloco.peer.state_proof import ancestors, checked_offer, is_listed, owner_of
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol.ids import Digest, PeerId, ShardId, digest_of
 from p2pdiloco.protocol.manifest import Layout, Manifest
 from p2pdiloco.protocol.messages import commit_id
-from p2pdiloco.wire.control_messages import GetChunk, GetState, StateOffer, encode
+from p2pdiloco.util import logs
+from p2pdiloco.util.files import LOCAL
+from p2pdiloco.util.logs import bottom_line
+from p2pdiloco.wire.control_messages import GetChunk, GetState, StateOffer, StateProof, encode
 from p2pdiloco.wire.request_reply import RequestError, RequestRefused
+
+# -- Shards that came while a peer was joining, on its disk until its first checkpoint: a join that is cut off ---------
+# A file is one shard: its offer's length (4 bytes, big-endian), the offer (proof and digests, MessagePack), and the
+# chunks as they travelled.
+#
+# Rules of this file:
+# 1. A file appears whole or not at all, by rename. It is not forced to the disk: after a crash of the machine it may be
+#    torn, and what is read back is checked against the owner's signature, chunk by chunk.
+# 2. Keeping is a convenience: a full or slow disk costs files, never the join. What waits to be written is bounded.
+# 3. What cannot be used is removed.
+
+
+log = logs.get("node")
+
+INCOMING = "incoming"
+"""The folder in a run's folder."""
+LENGTH_BYTES = 4
+SUFFIX = ".state"
+
+
+class Kept(NamedTuple):
+    """Shards that were read back, and all vectors with them in their place."""
+
+    shards: tuple[StateProof, ...]
+    theta: Tensor
+    momentum: Tensor
+
+
+def keep(folder: Path, offer: StateOffer, chunks: Sequence[memoryview], disk: Disk = LOCAL) -> None:
+    """Write one shard; chunks as they travel.
+
+    Raises:
+        OSError: the disk is full; nothing is left behind.
+    """
+    path, head = folder / f"shard-{offer.proof.state.head.shard:08d}{SUFFIX}", encode(offer)
+    parts = (len(head).to_bytes(LENGTH_BYTES, "big"), head)
+    replace(disk, path, chain(parts, chunks), is_durable=False)
+
+
+def clear_kept(folder: Path, disk: Disk = LOCAL) -> None:
+    """A checkpoint has it all."""
+    disk.remove_folder(folder)
+
+
+def load(folder: Path, manifest: Manifest, disk: Disk = LOCAL) -> Kept | None:
+    """What can be used of the files in ``folder``; None if nothing can."""
+    layout, proofs = Layout.of(manifest), []
+    sweep(disk, folder)
+    names = [name for name in disk.names(folder) if name.startswith("shard-") and name.endswith(SUFFIX)]
+    if not names:
+        return None
+    theta = torch.zeros(layout.elements)
+    momentum = StateForm.of(manifest.config.outer).still(layout.elements)
+    for name in names:
+        try:
+            proofs.append(_read(name, disk.read(folder / name), manifest, layout, theta, momentum))
+        except (OSError, ValueError) as error:
+            log.warning("downloaded shard cannot be used", path=folder / name, reason=str(error))
+            with contextlib.suppress(OSError):
+                disk.remove(folder / name)
+    return Kept(tuple(proofs), theta, momentum) if proofs else None
+
+
+def _read(name: str, data: bytes, manifest: Manifest, layout: Layout, theta: Tensor, momentum: Tensor) -> StateProof:
+    """One file's proof, its state put into ``theta`` and ``momentum``.
+
+    Raises:
+        ValueError: it is torn or altered, or not of this run.
+    """
+    shard = ShardId(int(name.removeprefix("shard-").removesuffix(SUFFIX)))
+    if not 0 <= shard < len(layout.shards):
+        raise ValueError(f"there is no shard {shard}")
+    piece, view = layout.shards[shard], memoryview(data)
+    at = LENGTH_BYTES + int.from_bytes(view[:LENGTH_BYTES], "big")
+    offer = checked_offer(manifest, layout, shard, bytes(view[LENGTH_BYTES:at]))
+    span = slice(piece.start, piece.stop)
+    form = StateForm.of(manifest.config.outer)
+    if form.unpacked(view[at:], theta[span], momentum[span]) != offer.digests:
+        raise ValueError("it is not what its owner signed")
+    return offer.proof
+
+
+# -- How far a download is: bytes, rate, and the time that is left -----------------------------------------------------
+# Rules of this file:
+# 1. Pure: time is a number. The rate is that of the last WINDOW_S, so that it follows a donor that died.
+# 2. The line for a terminal fits in its width, and is ASCII.
+
+
+WINDOW_S = 5.0
+BAR_MOST = 30
+FIXED = 44
+"""Characters of a line beside its bar, at most."""
+
+
+class TransferProgress:
+    """Of ``total_bytes``."""
+
+    def __init__(self, total_bytes: int, now: float) -> None:
+        self.total_bytes = total_bytes
+        self.done_bytes = 0
+        self.began_at = now
+        self._points: deque[tuple[float, int]] = deque([(now, 0)])
+        """Time and bytes until then: one before the window, the others in it."""
+
+    def add(self, count: int, now: float) -> None:
+        """So many more bytes are here."""
+        self.done_bytes += count
+        self._points.append((now, self.done_bytes))
+        while len(self._points) > 2 and self._points[1][0] <= now - WINDOW_S:
+            self._points.popleft()
+
+    @property
+    def share(self) -> float:
+        """Of the bytes that are here."""
+        return min(1.0, self.done_bytes / self.total_bytes) if self.total_bytes else 1.0
+
+    def bytes_per_s(self, now: float) -> float:
+        """Of late."""
+        began, before = self._points[0]
+        return (self.done_bytes - before) / max(now - began, 1e-3)
+
+    def left_s(self, now: float) -> float | None:
+        """Until the rest is here at this rate; None: nothing comes."""
+        left = max(0, self.total_bytes - self.done_bytes)
+        rate = self.bytes_per_s(now)
+        return 0.0 if not left else left / rate if rate > 0 else None
+
+    def line(self, now: float, width: int) -> str:
+        """``[=====     ]  48 % of 800.0 MB, 114.2 MB/s, 0:04 left``, in at most ``width`` characters."""
+        left_s = self.left_s(now)
+        text = (
+            f" {self.share:4.0%} of {self.total_bytes / 1e6:.1f} MB, {self.bytes_per_s(now) / 1e6:.1f} MB/s, "
+            f"{'stalled' if left_s is None else clock(left_s) + ' left'}"
+        )
+        room = min(BAR_MOST, width - max(FIXED, len(text)) - 2)
+        if room < 5:
+            return text.strip()[: max(0, width)]
+        filled = round(self.share * room)
+        return f"[{'=' * filled}{' ' * (room - filled)}]{text}"
+
+    def fields(self, now: float) -> dict[str, object]:
+        """For the log and for the event log."""
+        left_s = self.left_s(now)
+        return {
+            "done_mb": round(self.done_bytes / 1e6, 1),
+            "of_mb": round(self.total_bytes / 1e6, 1),
+            "mb_per_s": round(self.bytes_per_s(now) / 1e6, 2),
+            "left_s": None if left_s is None else round(left_s, 1),
+        }
+
+
+def clock(seconds: float) -> str:
+    """``0:07``, ``1:02:09``."""
+    minutes, rest = divmod(round(min(seconds, 359_999.0)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+# -- What is told, and kept, of the states that a node downloads -------------------------------------------------------
+# Rules of this file:
+# 1. While a peer joins, a terminal shows one line that is written over, below all others; without one the log gets a
+#    line every ``LOG_S`` seconds. The event log gets both ends and the same lines.
+# 2. Shards that came while joining are kept on the disk until a checkpoint has them (``kept_shards``), if the download
+#    looks like lasting ``KEEP_FROM_S`` or more: a shorter one is sooner repeated than written. At most ``WAITING_MOST``
+#    wait to be written; more are not kept.
+
+
+LOG_S = 5.0
+DRAW_S = 0.2
+WAITING_MOST = 8
+KEEP_FROM_S = 20.0
+
+
+class Arrivals:
+    """See the module's rules. ``width``: bytes of a parameter's state; ``folder``: where shards are kept."""
+
+    def __init__(
+        self, layout: Layout, width: int, folder: Path, metrics: Metrics, host: Host, *, stream: TextIO | None = None
+    ) -> None:
+        self._layout = layout
+        self._width = width
+        self._folder = folder
+        self._metrics = metrics
+        self._host = host
+        self._stream = stream or sys.stderr
+        self._progress: TransferProgress | None = None
+        """While the peer joins."""
+        self._told_at = float("-inf")
+        self._waiting = 0
+        self._writing = asyncio.Lock()
+
+    def begin(self, missing: Sequence[int]) -> None:
+        """The peer joins, and has all shards but those with so many parameters each."""
+        now = self._host.now()
+        self._progress = TransferProgress(self._width * sum(missing), now)
+        self._told_at = now
+        self._metrics.write("joining", shards=len(missing), of=len(self._layout.shards), **self._progress.fields(now))
+        log.info("downloading the run's state", shards=len(missing), of=len(self._layout.shards))
+
+    def chunk(self, size: int) -> None:
+        """One chunk of ``size`` bytes came, and is right."""
+        if self._progress is None:
+            return
+        now, is_terminal = self._host.now(), self._stream.isatty()
+        self._progress.add(size, now)
+        if now - self._told_at < (DRAW_S if is_terminal else LOG_S):
+            return
+        self._told_at = now
+        if is_terminal:
+            self._draw(now)
+        else:
+            log.info("downloading", **self._progress.fields(now))
+        self._metrics.write("transfer", **self._progress.fields(now))
+
+    def shard(self, offer: StateOffer, chunks: Sequence[memoryview]) -> None:
+        """All chunks of one shard are here."""
+        head, size = offer.proof.state.head, sum(map(len, chunks))
+        self._metrics.write("fetched", shard=head.shard, version=head.version, head=head.id, bytes=size)
+        if self._progress is not None and self._waiting < WAITING_MOST and self._is_long(self._progress):
+            self._waiting += 1
+            self._host.spawn(self._keep(offer, chunks), name=f"keep shard {head.shard}")
+
+    def _is_long(self, progress: TransferProgress) -> bool:
+        now = self._host.now()
+        left_s = progress.left_s(now)
+        return left_s is None or now - progress.began_at + left_s >= KEEP_FROM_S
+
+    def end(self) -> bool:
+        """Every shard has a state; whether files were kept, which a checkpoint replaces."""
+        if self._progress is None:
+            return False
+        now = self._host.now()
+        seconds, size = now - self._progress.began_at, self._progress.done_bytes
+        if self._stream.isatty():
+            self._draw(now)
+            bottom_line.leave()
+        self._metrics.write("downloaded", bytes=size, seconds=round(seconds, 3))
+        log.info("the run's state is here", mb=round(size / 1e6, 1), seconds=round(seconds, 1))
+        self._progress = None
+        return True
+
+    async def clear(self) -> None:
+        """A checkpoint has all that was kept."""
+        async with self._writing:
+            await self._host.work("disk", lambda: clear_kept(self._folder, self._host.disk))
+
+    async def _keep(self, offer: StateOffer, chunks: Sequence[memoryview]) -> None:
+        try:
+            async with self._writing:
+                if self._progress is not None:
+                    await self._host.work("disk", lambda: keep(self._folder, offer, chunks, self._host.disk))
+        except OSError as error:
+            log.warning("downloaded shard not kept", folder=self._folder, reason=os.strerror(error.errno or 0))
+        finally:
+            self._waiting -= 1
+
+    def _draw(self, now: float) -> None:
+        assert self._progress is not None
+        bottom_line.draw(self._progress.line(now, shutil.get_terminal_size().columns - 1), self._stream)
+
+
+# -- Whom a node asks for no state, and for how long -------------------------------------------------------------------
+# A wrong chunk is a lie or a flipped bit, and one cannot tell which. So whoever sends one is left alone for a while,
+# which doubles each time; only when somebody else has sent that very chunk as its owner signed it, for good.
+
+
+Chunk = tuple[Digest, int]
+"""A head, and the number of a chunk of its state."""
+FIRST_S = 10.0
+"""The first time."""
+REMEMBERED = 1024
+"""Wrong chunks that wait for a witness; older ones are forgotten."""
+
+
+class Distrust:
+    """``now``: seconds, never going back."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self._until: dict[PeerId, float] = {}
+        self._times: dict[PeerId, int] = {}
+        self._wrong: dict[tuple[Chunk, PeerId], None] = {}
+
+    def of(self, peer: PeerId) -> bool:
+        """Whether it is not to be asked now."""
+        return self._now() < self._until.get(peer, float("-inf"))
+
+    def wrong(self, peer: PeerId, chunk: Chunk | None = None) -> None:
+        """It has sent something wrong: this chunk, or an offer that does not prove itself."""
+        times = self._times[peer] = self._times.get(peer, 0) + 1
+        self._until[peer] = max(self._until.get(peer, 0.0), self._now() + FIRST_S * 2.0 ** min(times - 1, 16))
+        if chunk is not None:
+            self._wrong[chunk, peer] = None
+            while len(self._wrong) > REMEMBERED:
+                del self._wrong[next(iter(self._wrong))]
+
+    def right(self, peer: PeerId, chunk: Chunk) -> None:
+        """``peer`` has sent this chunk as it was signed: who else sent another one had it wrong. (Nobody is a witness
+        against itself: what it sent wrong before was spoilt on the way, or has been mended.)"""
+        for key in [key for key in self._wrong if key[0] == chunk]:
+            del self._wrong[key]
+            if key[1] != peer:
+                self._until[key[1]] = float("inf")
+
+
+# -- Downloading shards' states from several peers at once, every chunk checked before the machine hears of it ---------
+
 
 SLOWEST_BYTES_PER_S = 50_000
 """A transfer slower than this is given up."""

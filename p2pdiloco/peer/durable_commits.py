@@ -15,8 +15,7 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from p2pdiloco.peer.disk import Disk, replace, sweep
-from p2pdiloco.peer.host import Host
+from p2pdiloco.peer.host import Disk, Host, replace, sweep
 from p2pdiloco.protocol.aggregation import is_left
 from p2pdiloco.protocol.events import Convictions
 from p2pdiloco.protocol.ids import Digest

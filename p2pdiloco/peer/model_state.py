@@ -18,7 +18,7 @@ import math
 import threading
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,13 +28,124 @@ from p2pdiloco.codec.compression import Body
 from p2pdiloco.codec.digests import StateForm, as_bytes
 from p2pdiloco.codec.shard_codec import Bodies
 from p2pdiloco.peer.integrity import Integrity
-from p2pdiloco.peer.own_merges import OwnMerges
-from p2pdiloco.peer.shift_queue import Handover, Moves, Payload, ShiftQueue, Shifts
-from p2pdiloco.peer.staged import Staged
+from p2pdiloco.peer.learner_updates import Handover, Moves, Payload, ShiftQueue, Shifts
 from p2pdiloco.protocol.ids import Digest, LearnerId, ShardId, digest_of
 from p2pdiloco.protocol.manifest import CodecConfig, Layout, OuterConfig, Shard
 from p2pdiloco.protocol.messages import CommitHeader, Contributor
 from p2pdiloco.training.shared_memory import SharedVectors
+
+# -- Merged steps that this peer made as an owner: those ready to be committed, and what coarse rounding took off ------
+# Rules of this file:
+# 1. What a coarse codec takes off a shard's merged step is added to the shard's next one, if this peer makes that, too:
+#    small values that are rounded to 0 each time would never move otherwise. Whoever makes the next one instead knows
+#    nothing of it, and it is lost, as it is at a restart. No other peer has to know: a commit is what its payload says.
+# 2. It counts at the head that the step led to and nowhere else, however often that head's successor is made: a commit
+#    of somebody else's, or another state, ends it.
+
+
+COARSE: Final = 1.0
+"""Step from which on rounding's error is kept: a quarter of the merged step and more. Finer ones lose an eighth, which
+is not worth two bytes a parameter."""
+
+
+class _Ready(NamedTuple):
+    """A merged step: that it gives the digests it promises is known."""
+
+    base: Digest
+    payload: Digest
+    bodies: Sequence[Body]
+    remainder: Tensor | None
+
+
+class OwnMerges:
+    """By shard."""
+
+    def __init__(self) -> None:
+        self._ready: dict[ShardId, _Ready] = {}
+        self._owed: dict[ShardId, Tensor] = {}
+        """To be added to the step that follows the shard's head; bfloat16 [elements]."""
+
+    def add_owed(self, shard: ShardId, merged: Tensor) -> None:
+        """To ``merged``, float32 [elements], what is owed to the step that follows the shard's head."""
+        owed = self._owed.get(shard)
+        if owed is not None and bool(owed.isfinite().all()):  # memory is altered at times, and nothing else checks it
+            merged += owed
+
+    def put(
+        self,
+        shard: ShardId,
+        base: Digest,
+        payload: Digest,
+        bodies: Sequence[Body],
+        how: quantization.Recipe,
+        merged: Tensor,
+    ) -> None:
+        """``merged`` was encoded as ``bodies``."""
+        remainder = None
+        if how.step >= COARSE:
+            remainder = torch.empty(merged.shape, dtype=torch.bfloat16)
+            torch.sub(merged, quantization.decode_chunks(bodies, torch.empty_like(merged)), out=remainder)
+        self._ready[shard] = _Ready(base, payload, bodies, remainder)
+
+    def taken(self, shard: ShardId, parent: Digest, payload: Digest) -> Sequence[Body] | None:
+        """The bodies of the commit after ``parent`` that the shard takes now, if it was made here."""
+        ready = self._ready.pop(shard, None)
+        self._owed.pop(shard, None)
+        if ready is None or ready.base != parent or ready.payload != payload:
+            return None
+        if ready.remainder is not None:
+            self._owed[shard] = ready.remainder
+        return ready.bodies
+
+    def forget(self, shard: ShardId) -> None:
+        """The shard's state is another."""
+        self._ready.pop(shard, None)
+        self._owed.pop(shard, None)
+
+
+# -- A fetched state on its way into the global one --------------------------------------------------------------------
+
+
+MENDED_SHARE = 16
+MENDED_LEAST = 1024
+"""Of a chunk, the share of elements that memory may have altered; or so many."""
+ORDINARY = 16.0
+"""Values there have together at most so many times the length of all the others."""
+
+
+class Staged(NamedTuple):
+    """Checked against its digests."""
+
+    head: Digest
+    chunks: Sequence[memoryview]
+    """As they travel."""
+    digests: bytes
+
+    def distance(self, form: StateForm, theta: Tensor, momentum: Tensor) -> float:
+        """Of its parameters from ``theta``, and of its momentum from ``momentum``, both [all n]; the larger.
+
+        Memory that is not what it was may be anything at a few places: of each chunk those that differ most are left
+        out (a sixteenth, or 1,024), and what stands there must not be far beyond the rest of what is here."""
+        squares, start, beyond = [0.0, 0.0], 0, 0.0
+        for chunk in self.chunks:
+            both = form.vectors(chunk)
+            span = slice(start, start + both[0].numel())
+            start = span.stop
+            for i, vector in enumerate((theta, momentum)):
+                theirs, mine = both[i].float(), vector[span].float()
+                change = (theirs - mine).abs().nan_to_num(math.inf, math.inf)
+                most = min(len(change) // 2, max(MENDED_LEAST, len(change) // MENDED_SHARE))
+                bound = change.kthvalue(len(change) - most).values
+                if not bound.isfinite():
+                    continue  # what is here is no measure
+                is_near = change <= bound
+                squares[i] += merge.norm(change[is_near]) ** 2
+                beyond = max(beyond, merge.norm(theirs[~is_near]) - ORDINARY * merge.norm(mine[is_near]))
+        return max(math.sqrt(max(squares)), beyond)
+
+
+# -- The global parameters and momentum of all shards, and what each commit does to them and to the learner's ----------
+
 
 ROUNDED_LENGTH = 1 + 1e-6
 """A sum's order may differ from machine to machine."""

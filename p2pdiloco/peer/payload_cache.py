@@ -17,9 +17,9 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Sequence
 
 from p2pdiloco.codec.digests import list_bytes
-from p2pdiloco.peer.disk import Disk
+from p2pdiloco.peer.host import Disk
+from p2pdiloco.peer.learner_updates import Moves, Payload
 from p2pdiloco.peer.payload_store import Held, PayloadStore
-from p2pdiloco.peer.shift_queue import Moves, Payload
 from p2pdiloco.peer.signatures import OPEN, Register, check_commit, check_contributor, check_equivocation, signed
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import messages

@@ -20,11 +20,9 @@ import torch
 from torch import Tensor
 
 from p2pdiloco.codec import compression, digests, outer_optimizer, quantization
-from p2pdiloco.peer.disk import Disk
-from p2pdiloco.peer.offers import ancestors, lineage_of
-from p2pdiloco.peer.options import PeerOptions
-from p2pdiloco.peer.proofs import SavedState, proven_digest
-from p2pdiloco.peer.settings import protocol_config
+from p2pdiloco.peer.host import Disk
+from p2pdiloco.peer.options import PeerOptions, protocol_config
+from p2pdiloco.peer.state_proof import SavedState, ancestors, lineage_of, proven_digest
 from p2pdiloco.protocol.chain import Chain
 from p2pdiloco.protocol.ids import digest_of
 from p2pdiloco.protocol.manifest import Layout, Manifest

@@ -25,14 +25,14 @@ from torch import Tensor
 
 from p2pdiloco.codec.digests import as_bytes
 from p2pdiloco.peer.checkpoint import AVERAGE
-from p2pdiloco.peer.disk import PART, Disk
+from p2pdiloco.peer.host import PART, Disk
 from p2pdiloco.protocol.ids import Digest, RunId, ShardId, digest_of
 from p2pdiloco.protocol.manifest import Layout
 from p2pdiloco.util import logs
 
 if TYPE_CHECKING:
-    from p2pdiloco.peer.global_state import GlobalState
     from p2pdiloco.peer.host import Host
+    from p2pdiloco.peer.model_state import GlobalState
 
 log = logs.get("node")
 
