@@ -27,7 +27,7 @@ from torch import nn
 
 from benchmarks import bench
 from benchmarks.plots import figure
-from p2pdiloco.node.foundation import SHIPPED
+from p2pdiloco.node.run_creation import SHIPPED
 from p2pdiloco.protocol.manifest import DataConfig, RunConfig
 from p2pdiloco.training.corpus import Batches, load_corpus
 from p2pdiloco.training.dataset_files import Corpus

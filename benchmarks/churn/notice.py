@@ -10,7 +10,8 @@ Rules of this file:
 1. Nothing else goes wrong: what faults do beside it is a matter of ``python -m tests.machine_sim`` and ``chaos``.
 2. What is lost is not asked of the leaver alone. In a world it is what the marks of those who stay on lack of what the
    learner has trained; of real peers, what the commits that another one has heard lack of what the leaver reports.
-3. A peer has ``--leave-s`` to go (20 s), and is asked at the latest 5 s after a cloud's notice (``node/notices.py``).
+3. A peer has ``--leave-s`` to go (20 s), and is asked at the latest 5 s after a cloud's notice
+   (``node/shutdown_signals.py``).
 """
 
 from __future__ import annotations

@@ -30,7 +30,9 @@ import uvloop
 from benchmarks import bench
 from benchmarks.churn.processes import toml
 from p2pdiloco.demo.local_swarm import Member, Swarm
-from p2pdiloco.node.lookup import (
+from p2pdiloco.node.node import Node
+from p2pdiloco.peer.options import LinkOptions, PeerOptions
+from p2pdiloco.swarm.run_lookup import (
     DirectoryOptions,
     dial_any,
     fetch_manifest,
@@ -38,8 +40,6 @@ from p2pdiloco.node.lookup import (
     observer_transport,
     open_directory,
 )
-from p2pdiloco.node.node import Node
-from p2pdiloco.peer.options import LinkOptions, PeerOptions
 from p2pdiloco.transport.identity import Identity
 
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"

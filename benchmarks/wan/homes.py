@@ -29,7 +29,7 @@ from benchmarks.netbed.namespaces import kill_inside
 from benchmarks.netbed.testbed import Testbed
 from benchmarks.netbed.topology import address, address6, find_topology
 from benchmarks.wan.sites import network, on_sigterm
-from p2pdiloco.node.guest import pause
+from p2pdiloco.node.resource_guard import pause
 from p2pdiloco.protocol.ids import LearnerId, peer_of
 
 START_S = 90.0

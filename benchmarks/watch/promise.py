@@ -20,7 +20,7 @@ from pathlib import Path
 
 from benchmarks import bench
 from p2pdiloco.demo.local_swarm import Swarm
-from p2pdiloco.node.foundation import find_run
+from p2pdiloco.node.run_creation import find_run
 
 LIMIT_S = 120.0
 FIRST = 20

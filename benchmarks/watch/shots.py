@@ -16,7 +16,7 @@ from pathlib import Path
 
 from benchmarks.watch.browser import browser
 from p2pdiloco.demo.local_swarm import Swarm
-from p2pdiloco.node.foundation import find_run
+from p2pdiloco.node.run_creation import find_run
 from p2pdiloco.util.output_markers import LOOK_AT
 from p2pdiloco.watch.playback import Recording, player
 from p2pdiloco.watch.server import PageServer

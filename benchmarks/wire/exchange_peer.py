@@ -28,8 +28,8 @@ from benchmarks.wire import line
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    from p2pdiloco.node.foundation import version_zero
     from p2pdiloco.node.node import Node
+    from p2pdiloco.node.run_creation import version_zero
     from p2pdiloco.peer.options import LinkOptions, PeerOptions
     from p2pdiloco.peer.peer import InitialState
 from p2pdiloco.codec import merge, outer_optimizer

@@ -15,8 +15,8 @@ import uvloop
 from benchmarks.wire import line
 from benchmarks.wire.exchange_peer import incoming_lines
 from p2pdiloco.discovery.directory import Directory, DirectoryError
-from p2pdiloco.node.foundation import make_manifest, version_zero
 from p2pdiloco.node.node import Node
+from p2pdiloco.node.run_creation import make_manifest, version_zero
 from p2pdiloco.peer.options import LinkOptions, PeerOptions
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.protocol.manifest import RunConfig, ScheduleConfig

@@ -9,8 +9,8 @@ from p2pdiloco.access.certificates import NEVER, NO_CAP, Grant, Role
 from p2pdiloco.access.invite_code import decode_invite, encode_invite
 from p2pdiloco.access.members import Members
 from p2pdiloco.access.membership_log import ban
-from p2pdiloco.node.credentials import Credentials, accepted, make_invite
 from p2pdiloco.protocol.ids import RunId
+from p2pdiloco.swarm.credentials import Credentials, accepted, make_invite
 from p2pdiloco.transport.identity import Identity, verify
 
 RUN = RunId("ab" * 20)

@@ -14,10 +14,10 @@ from p2pdiloco.access.members import Members
 from p2pdiloco.access.membership_log import ban, closing
 from p2pdiloco.cli import peer
 from p2pdiloco.cli.complaints import REPAIR, Complaint, complaining
-from p2pdiloco.node.credentials import Credentials, MemberFiles, invite_key, members_of
-from p2pdiloco.node.invites import credentials_of, grant_here
-from p2pdiloco.node.kept_runs import ConfigError, kept_run
 from p2pdiloco.protocol.ids import PeerId
+from p2pdiloco.swarm.credentials import Credentials, MemberFiles, invite_key, members_of
+from p2pdiloco.swarm.invitations import credentials_of, grant_here
+from p2pdiloco.swarm.run_index import ConfigError, kept_run
 from p2pdiloco.transport.identity import IdentityError
 from p2pdiloco.wire.peer_ids import key_of
 

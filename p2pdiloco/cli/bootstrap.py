@@ -17,7 +17,7 @@ from p2pdiloco.discovery.directory import Directory, DirectoryError
 from p2pdiloco.nat.rendezvous_server import MeetingPoint
 from p2pdiloco.nat.request_router import IntroductionHandler
 from p2pdiloco.net.handshake import WIRE_VERSION
-from p2pdiloco.node.lookup import check_directory_addresses
+from p2pdiloco.swarm.run_lookup import check_directory_addresses
 from p2pdiloco.transport import addresses, sockets
 from p2pdiloco.transport.identity import Identity, IdentityError
 from p2pdiloco.transport.sockets import everywhere

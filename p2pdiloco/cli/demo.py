@@ -15,9 +15,9 @@ from p2pdiloco.cli.complaints import FAILED, INTERRUPTED, REPAIR, Complaint, com
 from p2pdiloco.demo.local_swarm import Swarm, SwarmError
 from p2pdiloco.demo.report import judge, make_report, print_report
 from p2pdiloco.demo.stage import play
-from p2pdiloco.node.foundation import decode_config, find_run, read_config
-from p2pdiloco.node.kept_runs import ConfigError
+from p2pdiloco.node.run_creation import decode_config, find_run, read_config
 from p2pdiloco.protocol.manifest import RunConfig
+from p2pdiloco.swarm.run_index import ConfigError
 
 RUN = "run.toml"
 WRITTEN = {RUN, "bootstrap", "report.json", "loss.png"}

@@ -12,14 +12,12 @@ import msgspec
 from p2pdiloco.cli import peer
 from p2pdiloco.discovery.dht import CLOCK
 from p2pdiloco.discovery.directory import Directory, DirectoryError
-from p2pdiloco.node import checkup, fitness
-from p2pdiloco.node.checkup import Finding
-from p2pdiloco.node.credentials import CredentialsError
-from p2pdiloco.node.fitness import Gift
-from p2pdiloco.node.inquiry import RunAnswer, inquire
-from p2pdiloco.node.lookup import DirectoryOptions, LookupFailedError, open_directory
-from p2pdiloco.node.whereabouts import looked_up
+from p2pdiloco.node import diagnostics
+from p2pdiloco.node.diagnostics import Finding, Gift
 from p2pdiloco.peer.options import LearnerOptions
+from p2pdiloco.swarm.credentials import CredentialsError
+from p2pdiloco.swarm.reachability import looked_up
+from p2pdiloco.swarm.run_lookup import DirectoryOptions, LookupFailedError, RunAnswer, inquire, open_directory
 from p2pdiloco.transport import addresses
 from p2pdiloco.transport.identity import Identity
 from p2pdiloco.transport.sockets import everywhere
@@ -31,7 +29,7 @@ FAILED = 1
 
 async def run(arguments: argparse.Namespace) -> int:
     """Print the findings."""
-    findings = checkup.checked_here(arguments.state, arguments.device)
+    findings = diagnostics.checked_here(arguments.state, arguments.device)
     around, runs = await _directory(arguments)
     findings += around
     gifts: dict[str, Gift] = {}
@@ -71,7 +69,7 @@ async def _directory(arguments: argparse.Namespace) -> tuple[list[Finding], list
             ]
             if not first:
                 return findings, []
-            findings += [Finding("ok", "directory", "answers"), checkup.clock(CLOCK)]
+            findings += [Finding("ok", "directory", "answers"), diagnostics.clock(CLOCK)]
             findings.append(_packets(first))
             findings.append(await _reach(directory, tuple(arguments.listen or everywhere())))
             try:
@@ -92,7 +90,7 @@ async def _directory(arguments: argparse.Namespace) -> tuple[list[Finding], list
 
 def _packets(first: tuple[str, ...]) -> Finding:
     where = addresses.parse(first[0])
-    return checkup.path_mtu(where.host, where.port)
+    return diagnostics.path_mtu(where.host, where.port)
 
 
 async def _reach(directory: Directory, listen: tuple[str, ...]) -> Finding:
@@ -127,6 +125,6 @@ async def _run(answers: RunAnswer, arguments: argparse.Namespace) -> tuple[list[
         model=arguments.model,
         threads=arguments.threads,
     )
-    trial = await fitness.tried(manifest, learner, arguments.seconds) if arguments.seconds else None
-    told, gift = fitness.judged(manifest, trial, peers, arguments.state)
+    trial = await diagnostics.tried(manifest, learner, arguments.seconds) if arguments.seconds else None
+    told, gift = diagnostics.judged(manifest, trial, peers, arguments.state)
     return findings + told, gift

@@ -11,10 +11,10 @@ from p2pdiloco.cli import peer
 from p2pdiloco.cli.complaints import REPAIR, Complaint, complaining
 from p2pdiloco.cli.join import choose
 from p2pdiloco.discovery.directory import DirectoryError
-from p2pdiloco.node.kept_runs import ConfigError
-from p2pdiloco.node.lookup import LookupFailedError
+from p2pdiloco.node.launcher import join
 from p2pdiloco.node.run_folder import FolderInUseError
-from p2pdiloco.node.session import join
+from p2pdiloco.swarm.run_index import ConfigError
+from p2pdiloco.swarm.run_lookup import LookupFailedError
 from p2pdiloco.transport.identity import IdentityError
 
 

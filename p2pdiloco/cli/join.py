@@ -8,12 +8,12 @@ import argparse
 from p2pdiloco.cli import peer
 from p2pdiloco.cli.complaints import complaining
 from p2pdiloco.discovery.directory import DirectoryError
-from p2pdiloco.node import firstborn
-from p2pdiloco.node.kept_runs import ConfigError
-from p2pdiloco.node.lookup import LookupFailedError
+from p2pdiloco.node import learner_process
+from p2pdiloco.node.launcher import join
 from p2pdiloco.node.run_folder import FolderInUseError
-from p2pdiloco.node.session import join
 from p2pdiloco.protocol.ids import RunId
+from p2pdiloco.swarm.run_index import ConfigError
+from p2pdiloco.swarm.run_lookup import LookupFailedError
 from p2pdiloco.transport.identity import IdentityError
 from p2pdiloco.wire.directory_records import RunRecord
 
@@ -21,7 +21,7 @@ from p2pdiloco.wire.directory_records import RunRecord
 def prepare(arguments: argparse.Namespace) -> None:
     """Before there is an event loop."""
     if peer.has_learner(arguments):
-        firstborn.bear()
+        learner_process.bear()
 
 
 async def run(arguments: argparse.Namespace) -> int:

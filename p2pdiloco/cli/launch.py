@@ -26,7 +26,7 @@ ended=$?
 test $ended -eq 124 && ended=0  # its hours are over
 exit $ended
 """
-"""SIGUSR1 is leaving in order (``node/notices.py``)."""
+"""SIGUSR1 is leaving in order (``node/shutdown_signals.py``)."""
 
 
 async def run(arguments: argparse.Namespace) -> int:

@@ -15,9 +15,9 @@ from p2pdiloco.access.certificates import NEVER, Grant
 from p2pdiloco.access.members import Members
 from p2pdiloco.cli import peer
 from p2pdiloco.cli.complaints import complaining
-from p2pdiloco.node.credentials import MemberFiles, members_of
-from p2pdiloco.node.kept_runs import ConfigError, KeptRun, kept_run, kept_runs
 from p2pdiloco.protocol.ids import PeerId
+from p2pdiloco.swarm.credentials import MemberFiles, members_of
+from p2pdiloco.swarm.run_index import ConfigError, KeptRun, kept_run, kept_runs
 from p2pdiloco.transport.identity import IdentityError
 
 NOBODY = "has no id yet: it gets one when it first takes part, or now by p2pdiloco members --id"

@@ -8,7 +8,7 @@ import asyncio
 
 from p2pdiloco.cli import peer
 from p2pdiloco.cli.complaints import complaining
-from p2pdiloco.node.page import split_place
+from p2pdiloco.node.dashboard import split_place
 from p2pdiloco.util.output_markers import sight
 from p2pdiloco.watch.playback import Recording, player
 from p2pdiloco.watch.server import PageServer, is_loopback, new_token

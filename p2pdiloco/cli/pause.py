@@ -7,8 +7,8 @@ import argparse
 
 from p2pdiloco.cli import peer
 from p2pdiloco.cli.complaints import complaining
-from p2pdiloco.node import guest
-from p2pdiloco.node.kept_runs import ConfigError, kept_run, kept_runs
+from p2pdiloco.node import resource_guard
+from p2pdiloco.swarm.run_index import ConfigError, kept_run, kept_runs
 
 
 async def run(arguments: argparse.Namespace) -> int:
@@ -16,7 +16,7 @@ async def run(arguments: argparse.Namespace) -> int:
     with complaining(repair=(ConfigError, ValueError), nobody=()):
         several = [] if arguments.run else kept_runs(arguments.state)
         for kept in several or [kept_run(arguments.state, arguments.run)]:
-            guest.pause(kept.folder, is_paused=not arguments.end)
+            resource_guard.pause(kept.folder, is_paused=not arguments.end)
             what = "goes on" if arguments.end else "rests until p2pdiloco pause --end"
             peer.say(f"run {kept.manifest.config.name} ({kept.folder}): its peer here {what}")
     return 0

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from p2pdiloco.access.invite_code import PREFIX, Invite, InviteError, decode_invite
-from p2pdiloco.node.lookup import DirectoryOptions, check_directory_addresses
 from p2pdiloco.peer.options import LearnerOptions, LinkOptions, MachineOptions, PeerOptions, WatchOptions
+from p2pdiloco.swarm.run_lookup import DirectoryOptions, check_directory_addresses
 from p2pdiloco.transport import addresses
 from p2pdiloco.transport.identity import KEY_FILE, Identity
 from p2pdiloco.transport.sockets import check_numeric, everywhere

@@ -9,18 +9,18 @@ import argparse
 from p2pdiloco.cli import peer
 from p2pdiloco.cli.complaints import complaining
 from p2pdiloco.discovery.directory import DirectoryError
-from p2pdiloco.node import firstborn
-from p2pdiloco.node.kept_runs import ConfigError
+from p2pdiloco.node import learner_process
+from p2pdiloco.node.launcher import resume
 from p2pdiloco.node.run_folder import FolderInUseError, go_back
-from p2pdiloco.node.session import resume
 from p2pdiloco.peer.checkpoint import CheckpointError
+from p2pdiloco.swarm.run_index import ConfigError
 from p2pdiloco.transport.identity import IdentityError
 
 
 def prepare(arguments: argparse.Namespace) -> None:
     """Before there is an event loop."""
     if peer.has_learner(arguments):
-        firstborn.bear()
+        learner_process.bear()
 
 
 async def run(arguments: argparse.Namespace) -> int:

@@ -13,12 +13,11 @@ from p2pdiloco.cli import peer
 from p2pdiloco.cli.complaints import NOBODY_THERE, complaining
 from p2pdiloco.cli.peer import with_invite
 from p2pdiloco.discovery.directory import DirectoryError
-from p2pdiloco.node.credentials import Credentials
-from p2pdiloco.node.inquiry import RunAnswer, inquire
-from p2pdiloco.node.invites import credentials_of, kept_addresses
-from p2pdiloco.node.kept_runs import ConfigError, kept_run
-from p2pdiloco.node.lookup import DirectoryOptions, LookupFailedError, open_directory
 from p2pdiloco.protocol.ids import RunId
+from p2pdiloco.swarm.credentials import Credentials
+from p2pdiloco.swarm.invitations import credentials_of, kept_addresses
+from p2pdiloco.swarm.run_index import ConfigError, kept_run
+from p2pdiloco.swarm.run_lookup import DirectoryOptions, LookupFailedError, RunAnswer, inquire, open_directory
 from p2pdiloco.transport.identity import Identity
 from p2pdiloco.util.logs import printable, short
 from p2pdiloco.wire.control_messages import PeerStatus

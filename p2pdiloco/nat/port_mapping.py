@@ -4,7 +4,7 @@ Rules of this file:
 1. PCP first, then NAT-PMP, then UPnP (where miniupnpc is installed), each time anew: the network may be another one.
 2. A lease is short and renewed at its half, so that a process that is killed leaves nothing for long.
 3. Whoever holds one gives it back at the end, within GIVE_BACK_S.
-4. Nothing that a router says is more than a hint: whether others get in, others tell (node/whereabouts.py).
+4. Nothing that a router says is more than a hint: whether others get in, others tell (swarm/reachability.py).
 """
 
 from __future__ import annotations

@@ -20,19 +20,12 @@ import msgspec
 from p2pdiloco.discovery.directory import Directory
 from p2pdiloco.nat.request_router import IntroductionHandler
 from p2pdiloco.net.handshake import WIRE_VERSION
-from p2pdiloco.node.announcement import Announcement
-from p2pdiloco.node.credentials import Credentials, MemberFiles, members_of
-from p2pdiloco.node.fellowship import Fellowship
-from p2pdiloco.node.figures import Figures
-from p2pdiloco.node.guest import Guest, toggle
+from p2pdiloco.node.eta import Outlook, duration, presented
 from p2pdiloco.node.local_host import LocalHost
-from p2pdiloco.node.lookout import Lookout
-from p2pdiloco.node.lookup import ask_status
-from p2pdiloco.node.outlook import Outlook, duration, presented
+from p2pdiloco.node.resource_guard import Guest, toggle
 from p2pdiloco.node.results import farewell
-from p2pdiloco.node.roster import Roster
-from p2pdiloco.node.twins import Twins
-from p2pdiloco.node.whereabouts import Whereabouts
+from p2pdiloco.node.swarm_status import Figures
+from p2pdiloco.node.telemetry import Lookout
 from p2pdiloco.peer.event_journal import Journal
 from p2pdiloco.peer.metrics import Metrics, progress_fields
 from p2pdiloco.peer.options import PeerOptions
@@ -41,6 +34,13 @@ from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.protocol.manifest import Layout, Manifest
+from p2pdiloco.swarm.credentials import Credentials, MemberFiles, members_of
+from p2pdiloco.swarm.duplicate_identity import Twins
+from p2pdiloco.swarm.membership_sync import Fellowship
+from p2pdiloco.swarm.peer_manager import Roster
+from p2pdiloco.swarm.reachability import Whereabouts
+from p2pdiloco.swarm.run_announcer import Announcement
+from p2pdiloco.swarm.run_lookup import ask_status
 from p2pdiloco.training.shared_memory import SharedVectors
 from p2pdiloco.transport import port_memory
 from p2pdiloco.transport.identity import Identity

@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from p2pdiloco.node.kept_runs import peers_below
 from p2pdiloco.node.run_folder import chosen_run, has_run
 from p2pdiloco.peer.checkpoint import Checkpoint, CheckpointError, best_of, load_all, places
 from p2pdiloco.peer.ema import RunningAverage, span
 from p2pdiloco.protocol.manifest import Layout, Manifest
+from p2pdiloco.swarm.run_index import peers_below
 from p2pdiloco.training.export import About, Format
 from p2pdiloco.util import logs
 from p2pdiloco.util.files import LOCAL

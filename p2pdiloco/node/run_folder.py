@@ -17,8 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from p2pdiloco.node.foundation import is_founded_from
-from p2pdiloco.node.kept_runs import folder_of
+from p2pdiloco.node.run_creation import is_founded_from
 from p2pdiloco.peer import checkpoint, state_client
 from p2pdiloco.peer.checkpoint import (
     CheckpointError,
@@ -37,6 +36,7 @@ from p2pdiloco.peer.host import sweep
 from p2pdiloco.peer.peer import InitialState
 from p2pdiloco.protocol.ids import RunId, digest_of
 from p2pdiloco.protocol.manifest import MANIFEST, Manifest, RunConfig
+from p2pdiloco.swarm.run_index import folder_of
 from p2pdiloco.util import logs
 from p2pdiloco.util.files import LOCAL, LockedError, lock, write_atomically
 from p2pdiloco.wire.control_messages import StateProof

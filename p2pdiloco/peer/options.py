@@ -16,10 +16,10 @@ from p2pdiloco.protocol.state import ProtocolConfig
 
 
 class MachineOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What the machine asks of a peer that is a guest on it (``node/guest.py``), and has room for."""
+    """What the machine asks of a peer that is a guest on it (``node/resource_guard.py``), and has room for."""
 
     spot: str | None = None
-    """Cloud whose notices are heeded (``node/notices.py``)."""
+    """Cloud whose notices are heeded (``node/shutdown_signals.py``)."""
     most_memory_bytes: float | None = None
     """Of node and learner together; a peer that has more leaves."""
     only_when_idle: bool = False

@@ -96,7 +96,7 @@ class Swarm(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     peers: tuple[str, ...]
     """Those that train, this one included, in order."""
     figures: dict[str, float]
-    """By name (``node/figures.py``)."""
+    """By name (``node/swarm_status.py``)."""
     same_batches: str = ""
     """A peer that trains the same batches; empty: none is known."""
 

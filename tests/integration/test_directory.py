@@ -364,7 +364,7 @@ import asyncio, sys, time
 wall, shift = time.time, float(sys.argv[1])
 time.time = lambda: wall() + shift
 import uvloop
-from p2pdiloco.node.checkup import clock as _clock
+from p2pdiloco.node.diagnostics import clock as _clock
 from p2pdiloco.runtime import logs
 from p2pdiloco.discovery.dht import CLOCK
 from p2pdiloco.discovery.directory import Directory

@@ -27,12 +27,12 @@ from p2pdiloco.codec.compression import compress
 from p2pdiloco.demo.local_swarm import Member
 from p2pdiloco.discovery.directory import Directory
 from p2pdiloco.net.handshake import WIRE_VERSION
-from p2pdiloco.node.lookup import list_runs
 from p2pdiloco.peer.signatures import signed
 from p2pdiloco.protocol import messages
 from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol.ids import DIGEST_BYTES, Digest, PeerId, RunId, ShardId, digest_of, learner_id
 from p2pdiloco.protocol.messages import SIGNATURE_BYTES
+from p2pdiloco.swarm.run_lookup import list_runs
 from p2pdiloco.transport.identity import Identity
 from p2pdiloco.transport.transport import Observer, Transport
 from p2pdiloco.wire.control_messages import CommitParts, decode_message, encode, join_commit

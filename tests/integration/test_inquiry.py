@@ -10,10 +10,9 @@ import pytest
 from p2pdiloco.cli import doctor, status
 from p2pdiloco.cli.peer import say
 from p2pdiloco.net.handshake import WIRE_VERSION
-from p2pdiloco.node.checkup import Finding
-from p2pdiloco.node.inquiry import RunAnswer
-from p2pdiloco.node.lookup import ask_status, observer_transport
+from p2pdiloco.node.diagnostics import Finding
 from p2pdiloco.protocol.ids import PeerId, RunId
+from p2pdiloco.swarm.run_lookup import RunAnswer, ask_status, observer_transport
 from p2pdiloco.transport.identity import Identity
 from p2pdiloco.transport.transport import Answer, Observer, Transport
 from p2pdiloco.wire.control_messages import PeerStatus, encode

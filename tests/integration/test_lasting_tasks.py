@@ -20,7 +20,7 @@ from p2pdiloco.demo.local_swarm import Member
 FAILING_ROSTER = """
 import sys
 from p2pdiloco.cli.main import main
-from p2pdiloco.node.roster import Roster
+from p2pdiloco.swarm.peer_manager import Roster
 from p2pdiloco.runtime import tasks
 tasks.SOUND_S = 20.0
 look, left = Roster._look, [2]

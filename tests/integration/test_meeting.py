@@ -20,8 +20,8 @@ from p2pdiloco.nat.request_router import IntroductionHandler
 from p2pdiloco.net import abuse_limits
 from p2pdiloco.net.handshake import WIRE_VERSION, Role
 from p2pdiloco.net.path_monitor import LaneKeeper
-from p2pdiloco.node import twins
 from p2pdiloco.protocol.ids import PeerId
+from p2pdiloco.swarm import duplicate_identity
 from p2pdiloco.transport.dialer import Dialler
 from p2pdiloco.transport.identity import Identity
 from p2pdiloco.transport.transport import DialError, Observer, RequestRefused, Transport, TransportLimits
@@ -115,9 +115,9 @@ def test_a_twin_that_nobody_can_dial_is_found_at_its_meeting_point() -> None:
         async with meeting(version=WIRE_VERSION) as (ann, bob, _, address):
             life = ann.transport.life
             record = PeerRecord((), points=(address,), life=life)
-            assert await twins.reach(record, ann.id, None) == f"the meeting point {address}"
-            assert await twins.reach(msgspec.structs.replace(record, life="another"), ann.id, None) is None
-            assert await twins.reach(msgspec.structs.replace(record, life=""), bob.id, None) is not None
+            assert await duplicate_identity.reach(record, ann.id, None) == f"the meeting point {address}"
+            assert await duplicate_identity.reach(msgspec.structs.replace(record, life="another"), ann.id, None) is None
+            assert await duplicate_identity.reach(msgspec.structs.replace(record, life=""), bob.id, None) is not None
 
     run(work)
 

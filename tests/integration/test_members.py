@@ -19,8 +19,8 @@ from p2pdiloco.access.membership_log import INTRODUCTION, join_statements
 from p2pdiloco.demo.local_swarm import Member
 from p2pdiloco.net.authorization import JoinersDoor
 from p2pdiloco.net.handshake import WIRE_VERSION
-from p2pdiloco.node.credentials import Credentials, accepted, invite_key, make_invite
-from p2pdiloco.node.lookup import observer_transport
+from p2pdiloco.swarm.credentials import Credentials, accepted, invite_key, make_invite
+from p2pdiloco.swarm.run_lookup import observer_transport
 from p2pdiloco.transport.identity import Identity
 from p2pdiloco.transport.transport import DialError, Observer, PeerRefused, Transport
 from p2pdiloco.util.output_markers import INVITED

@@ -31,9 +31,7 @@ from p2pdiloco.discovery import directory
 from p2pdiloco.discovery.clock_sync import SharedClock
 from p2pdiloco.net.authorization import MembersDoor
 from p2pdiloco.net.handshake import WIRE_VERSION
-from p2pdiloco.node import checkup, fitness, inquiry, lookup
-from p2pdiloco.node.credentials import Credentials, MemberFiles, invite_key, make_invite, members_of
-from p2pdiloco.node.kept_runs import folder_of
+from p2pdiloco.node import diagnostics
 from p2pdiloco.protocol.ids import Digest, FragmentId, PeerId, RunId
 from p2pdiloco.protocol.manifest import (
     MANIFEST,
@@ -44,6 +42,9 @@ from p2pdiloco.protocol.manifest import (
     ScheduleConfig,
     TensorSpec,
 )
+from p2pdiloco.swarm import run_lookup
+from p2pdiloco.swarm.credentials import Credentials, MemberFiles, invite_key, make_invite, members_of
+from p2pdiloco.swarm.run_index import folder_of
 from p2pdiloco.training import data_sources
 from p2pdiloco.transport.identity import Identity
 from p2pdiloco.util.files import lock
@@ -418,7 +419,7 @@ def test_what_other_peers_say(
     key = Path("banned.key")
     key.write_bytes(BANNED.to_file_bytes())
     told("... is banned (by ...)", [*join, invite_of(founder, address), "--identity_path", str(key)])
-    monkeypatch.setattr(inquiry, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(run_lookup, "PATIENCE_S", 0.1)
     with directory_with() as empty:
         told("the directory knows no run that is open to all", ["status", empty])
 
@@ -466,9 +467,9 @@ def test_what_doctor_finds_here(user: User, monkeypatch: pytest.MonkeyPatch, tmp
     (state / "identity.key").chmod(0o644)
     (state / "0123456789ab").mkdir()
     held = lock(state / "0123456789ab/lock")
-    monkeypatch.setattr(checkup.os, "getloadavg", lambda: (99.0, 0.0, 0.0))
-    monkeypatch.setattr(checkup.resource, "getrlimit", lambda _: (256, 4096))
-    monkeypatch.setattr(checkup.shutil, "disk_usage", lambda _: SimpleNamespace(free=10**6))
+    monkeypatch.setattr(diagnostics.os, "getloadavg", lambda: (99.0, 0.0, 0.0))
+    monkeypatch.setattr(diagnostics.resource, "getrlimit", lambda _: (256, 4096))
+    monkeypatch.setattr(diagnostics.shutil, "disk_usage", lambda _: SimpleNamespace(free=10**6))
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
 
     class Refusing(socket.socket):
@@ -476,12 +477,12 @@ def test_what_doctor_finds_here(user: User, monkeypatch: pytest.MonkeyPatch, tmp
             raise PermissionError
 
     whole = socket.socket
-    monkeypatch.setattr(checkup.socket, "socket", Refusing)
+    monkeypatch.setattr(diagnostics.socket, "socket", Refusing)
     try:
-        local = checkup.checked_here(state, "cuda")
+        local = diagnostics.checked_here(state, "cuda")
     finally:
-        monkeypatch.setattr(checkup.socket, "socket", whole)
-        checkup.os.close(held)
+        monkeypatch.setattr(diagnostics.socket, "socket", whole)
+        diagnostics.os.close(held)
     findings = Findings(msgspec.json.encode({"findings": local}).decode())
     for says, verdict in (
         ("... processes want the cores already", "warning"),
@@ -502,8 +503,8 @@ def test_what_doctor_finds_of_a_run(
     wrong = SharedClock()
     wrong.join([3600.0] * 3)
     monkeypatch.setattr(doctor, "CLOCK", wrong)
-    monkeypatch.setattr(doctor.checkup, "path_mtu", lambda host, _: checkup.judged_mtu(1000, host))
-    monkeypatch.setattr(fitness, "memory_bytes", lambda: 10**6)
+    monkeypatch.setattr(doctor.checkup, "path_mtu", lambda host, _: diagnostics.judged_mtu(1000, host))
+    monkeypatch.setattr(diagnostics, "memory_bytes", lambda: 10**6)
     words = ["doctor", address, "--run", "small", "--data", "/nowhere", "--listen", "/ip4/203.0.113.7/tcp/4000"]
     status, _, told = user.types([*words, "--seconds", "0.1", "--json"])
     assert status == FAILED
@@ -513,7 +514,7 @@ def test_what_doctor_finds_of_a_run(
     findings.name("cannot listen at ...", "failure")
     findings.name("a learner cannot train here", "failure")
     findings.name("... GB needed (...), ... free", "failure")
-    monkeypatch.setattr(lookup, "STRAGGLERS_S", 0.1)
+    monkeypatch.setattr(run_lookup, "STRAGGLERS_S", 0.1)
     expired = invite_of(founder, address, not_after=int(time.time()) - 5)
     status, _, told = user.types(["doctor", expired, "--json"])
     assert status == FAILED

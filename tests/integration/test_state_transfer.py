@@ -19,8 +19,8 @@ from waiting import until
 from p2pdiloco.codec.digests import state_digest
 from p2pdiloco.codec.formats import CHUNK
 from p2pdiloco.discovery.directory import Directory
-from p2pdiloco.node.foundation import version_zero
 from p2pdiloco.node.node import Node
+from p2pdiloco.node.run_creation import version_zero
 from p2pdiloco.peer import state_client, state_server
 from p2pdiloco.peer.options import LinkOptions, PeerOptions
 from p2pdiloco.peer.peer import InitialState

@@ -20,13 +20,13 @@ from p2pdiloco.nat.rendezvous_server import MeetingPoint
 from p2pdiloco.nat.request_router import IntroductionHandler
 from p2pdiloco.net.authorization import OpenDoor
 from p2pdiloco.net.handshake import WIRE_VERSION
-from p2pdiloco.node import lookup, roster, whereabouts
-from p2pdiloco.node.fellowship import Fellowship
-from p2pdiloco.node.ladder import DIAL_S
-from p2pdiloco.node.lookup import dial_any, observer_transport
-from p2pdiloco.node.roster import Roster
-from p2pdiloco.node.whereabouts import Whereabouts
 from p2pdiloco.protocol.ids import PeerId, RunId
+from p2pdiloco.swarm import peer_manager, reachability, run_lookup
+from p2pdiloco.swarm.connect import DIAL_S
+from p2pdiloco.swarm.membership_sync import Fellowship
+from p2pdiloco.swarm.peer_manager import Roster
+from p2pdiloco.swarm.reachability import Whereabouts
+from p2pdiloco.swarm.run_lookup import dial_any, observer_transport
 from p2pdiloco.transport.identity import Identity
 from p2pdiloco.transport.transport import Observer, Transport
 from p2pdiloco.wire.control_messages import encode
@@ -125,8 +125,8 @@ def test_a_relayed_pair_meets_at_a_member_when_the_bootstrap_dies_though_the_dir
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hole_punching, "PUNCHES", 0)
-    monkeypatch.setattr(roster, "ROUND_S", 0.1)
-    monkeypatch.setattr(whereabouts, "LOOK_S", 0.1)
+    monkeypatch.setattr(peer_manager, "ROUND_S", 0.1)
+    monkeypatch.setattr(reachability, "LOOK_S", 0.1)
 
     async def work() -> None:
         board = Board()
@@ -162,7 +162,7 @@ def test_a_relayed_pair_meets_at_a_member_when_the_bootstrap_dies_though_the_dir
 
 def test_who_asks_around_does_not_wait_for_those_who_are_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Here one who takes connections and says nothing."""
-    monkeypatch.setattr(lookup, "STRAGGLERS_S", 0.1)
+    monkeypatch.setattr(run_lookup, "STRAGGLERS_S", 0.1)
 
     async def work() -> None:
         board = Board()

@@ -22,7 +22,7 @@ from typing import IO, Any
 PROGRAM = "p2pdiloco.training.learner_main"
 NICE = 10
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload([PROGRAM, "p2pdiloco.cli.start", "p2pdiloco.node.session", "uvloop"])
+CONTEXT.set_forkserver_preload([PROGRAM, "p2pdiloco.cli.start", "p2pdiloco.node.launcher", "uvloop"])
 
 
 class Process:

@@ -225,7 +225,7 @@ BUGS = (
     ),
     Bug(
         name="who becomes no learner waits for ever",
-        module="p2pdiloco.node.firstborn",
+        module="p2pdiloco.node.learner_process",
         old="        self._ours.close()",
         new="        pass",
         harm="a node that goes on with its last life's learner keeps another process",

@@ -12,7 +12,7 @@ _ANNOUNCEMENT = "tests/unit/test_node_announcement.py"
 _CLOCK = "tests/unit/test_runtime_shared_clock.py"
 _ROSTER = "tests/unit/test_node_roster.py"
 
-_CURIOSITY = "p2pdiloco.node.curiosity"
+_CURIOSITY = "p2pdiloco.swarm.lookup_policy"
 _LOOKS = "tests/unit/test_node_curiosity.py"
 
 BUGS = (
@@ -74,7 +74,7 @@ BUGS = (
     ),
     Bug(
         name="peers of a large run announce themselves as often as those of a small one",
-        module="p2pdiloco.node.roster",
+        module="p2pdiloco.swarm.peer_manager",
         old=", ANNOUNCE_MOST_S) * self._curiosity.seldom",
         new=", ANNOUNCE_MOST_S)",
         harm="what an idle peer says grows with the swarm: its record's place is told with all other records",
@@ -82,7 +82,7 @@ BUGS = (
     ),
     Bug(
         name="an open run is announced by each of many peers as often as by one",
-        module="p2pdiloco.node.announcement",
+        module="p2pdiloco.swarm.run_announcer",
         old="PAUSE_S * max(1.0, (1 + self._others()) / FEW)",
         new="PAUSE_S",
         harm="what an idle peer says grows with the swarm, and so does what a search for runs gives",
@@ -90,7 +90,7 @@ BUGS = (
     ),
     Bug(
         name="an open run's announcements live no longer where they are seldom",
-        module="p2pdiloco.node.announcement",
+        module="p2pdiloco.swarm.run_announcer",
         old="self._record, LIVES * pause_s)",
         new="self._record, LIVES * PAUSE_S)",
         harm="nobody finds a large run",
@@ -98,7 +98,7 @@ BUGS = (
     ),
     Bug(
         name="who goes announces its run again",
-        module="p2pdiloco.node.announcement",
+        module="p2pdiloco.swarm.run_announcer",
         old="        self._is_open = False\n",
         new="",
         harm="a run that is over is found for minutes, and joined in vain",
@@ -180,7 +180,7 @@ BUGS = (
     ),
     Bug(
         name="how we can be reached is told once",
-        module="p2pdiloco.node.roster",
+        module="p2pdiloco.swarm.peer_manager",
         old="if peer in self._known and self._told.get(peer) != (lives[peer], record)]",
         new="if peer in self._known and peer not in self._told]",
         harm="a relayed pair whose bootstrap dies waits for the directory to learn where it can meet",
@@ -192,7 +192,7 @@ BUGS = (
     ),
     Bug(
         name="the directory knows better than the peer itself",
-        module="p2pdiloco.node.roster",
+        module="p2pdiloco.swarm.peer_manager",
         old="            if not (peer in self._known and self._known[peer].is_first_hand):\n",
         new="            if True:\n",
         harm="what a peer has said of itself is replaced by an older record of it, until the next look",
@@ -208,7 +208,7 @@ BUGS = (
     ),
     Bug(
         name="whose record names no meeting point is not met",
-        module="p2pdiloco.node.ladder",
+        module="p2pdiloco.swarm.connect",
         old="        if record.points or self._rendezvous.attended:\n",
         new="        if record.points:\n",
         harm="two homes that come at once meet for minutes nobody",
@@ -226,7 +226,7 @@ BUGS = (
     ),
     Bug(
         name="who asks around waits for all whom the directory names",
-        module="p2pdiloco.node.lookup",
+        module="p2pdiloco.swarm.run_lookup",
         old="            await asyncio.wait(waiting, timeout=STRAGGLERS_S)\n",
         new="            await asyncio.wait(waiting)\n",
         harm="a newcomer waits for those who have gone, whose records stay for eight minutes",
@@ -304,7 +304,7 @@ BUGS = (
     ),
     Bug(
         name="a private address of another home is dialled",
-        module="p2pdiloco.node.ladder",
+        module="p2pdiloco.swarm.connect",
         old="    return 1 if ours.intersection(theirs) else None\n",
         new="    return 1\n",
         harm="who is in 192.168.1.0/24 dials machines of its own home for those of others",
@@ -314,7 +314,7 @@ BUGS = (
     ),
     Bug(
         name="a meeting waits for every dial to fail",
-        module="p2pdiloco.node.ladder",
+        module="p2pdiloco.swarm.connect",
         old="delay_s = len(where) * STAGGER_S + later_s if where else 0.0",
         new="delay_s = len(where) * DIAL_S if where else 0.0",
         harm="a home is met 8 s after each address that says nothing",
@@ -357,7 +357,7 @@ BUGS = (
     ),
     Bug(
         name="what the directory did not take counts as told",
-        module="p2pdiloco.node.roster",
+        module="p2pdiloco.swarm.peer_manager",
         old="            await self._directory.publish_peer(",
         new='            self._announced = msgspec.structs.replace(told, chain=b"")\n'
         "            await self._directory.publish_peer(",
@@ -366,7 +366,7 @@ BUGS = (
     ),
     Bug(
         name="a record that is not ours stays in our place",
-        module="p2pdiloco.node.roster",
+        module="p2pdiloco.swarm.peer_manager",
         old='                self._announced_at = float("-inf")\n',
         new="",
         harm="of two processes that start at once the later one always overwrites what it should see, and stays",

@@ -8,7 +8,7 @@ from tests.seeded_bugs.inject import Bug
 _EXPORT = "p2pdiloco.training.export"
 _SCRIPT_MODELS = "p2pdiloco.training.script_models"
 _SAMPLES = "p2pdiloco.training.sampler"
-_NOTICES = "p2pdiloco.node.notices"
+_NOTICES = "p2pdiloco.node.shutdown_signals"
 
 _EXPORT_TESTS = "tests/unit/test_training_export.py"
 _SCRIPT_MODELS_TESTS = "tests/unit/test_training_script_models.py"
@@ -167,7 +167,7 @@ BUGS = (
     ),
     Bug(
         name="the same batches elsewhere are not seen",
-        module="p2pdiloco.node.figures",
+        module="p2pdiloco.node.swarm_status",
         old="if mine.intersection(one.first_batches)",
         new="if mine == set(one.first_batches)",
         harm="two scripts train the same, and nobody says so unless all their batches are",
@@ -191,7 +191,7 @@ BUGS = (
     ),
     Bug(
         name="a moment's work stops a peer",
-        module="p2pdiloco.node.guest",
+        module="p2pdiloco.node.resource_guard",
         old="if self._looks >= (BUSY_LOOKS if is_busy else IDLE_LOOKS):",
         new="if self._looks >= 1:",
         harm="a peer that trains only when idle never does",
@@ -201,7 +201,7 @@ BUGS = (
     ),
     Bug(
         name="a pause that does not end",
-        module="p2pdiloco.node.guest",
+        module="p2pdiloco.node.resource_guard",
         old="(folder / PAUSED).unlink(missing_ok=True)",
         new="pass",
         harm="a machine that was paused once never helps again",

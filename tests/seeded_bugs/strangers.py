@@ -34,7 +34,7 @@ BUGS = (
     ),
     Bug(
         name="a directory's node forgets where it was",
-        module="p2pdiloco.node.lookup",
+        module="p2pdiloco.swarm.run_lookup",
         old="await asyncio.to_thread(last_ports.again, options.listen, ports)",
         new="options.listen",
         harm="two that restart at once without a bootstrap never meet again",
@@ -204,7 +204,7 @@ BUGS = (
     ),
     Bug(
         name="members are told of members without end",
-        module="p2pdiloco.node.fellowship",
+        module="p2pdiloco.swarm.membership_sync",
         old="if not self._answers.take(peer, self._now_s()):",
         new="if False:",
         harm="a dozen bytes are answered with 128 KiB, as often as a member asks",
@@ -212,7 +212,7 @@ BUGS = (
     ),
     Bug(
         name="signatures are looked at that bring nobody",
-        module="p2pdiloco.node.fellowship",
+        module="p2pdiloco.swarm.membership_sync",
         old="return self._vain.take(came_with, self._now_s())",
         new="return True",
         harm="one member with a thin line takes everybody's processor with chains of its own",
@@ -228,7 +228,7 @@ BUGS = (
     ),
     Bug(
         name="a table that is full stays full",
-        module="p2pdiloco.node.roster",
+        module="p2pdiloco.swarm.peer_manager",
         old="        self._make_room(ROOM)\n",
         new="",
         harm="who has published a thousand records once keeps each newcomer of an open run from being dialled",
@@ -236,7 +236,7 @@ BUGS = (
     ),
     Bug(
         name="who is connected finds no place among the known",
-        module="p2pdiloco.node.roster",
+        module="p2pdiloco.swarm.peer_manager",
         old="                self._make_room(1)\n",
         new="                pass\n",
         harm="who came while forged records filled the table is not dialled again when its connection is lost",
@@ -244,7 +244,7 @@ BUGS = (
     ),
     Bug(
         name="twins are looked for at their addresses alone",
-        module="p2pdiloco.node.twins",
+        module="p2pdiloco.swarm.duplicate_identity",
         old="        if record.points:\n",
         new="        if False:\n",
         harm="a copy of a state folder behind another router takes its original's place, and both own nothing",
@@ -252,7 +252,7 @@ BUGS = (
     ),
     Bug(
         name="invites name an address that nobody can dial",
-        module="p2pdiloco.node.invites",
+        module="p2pdiloco.swarm.invitations",
         old="not is_own or places == first or is_dialable() is not False",
         new="True",
         harm="who is invited after the bootstrap has gone finds nobody, and nobody is told why",
@@ -260,7 +260,7 @@ BUGS = (
     ),
     Bug(
         name="who made an invite is certified by it once more",
-        module="p2pdiloco.node.invites",
+        module="p2pdiloco.swarm.invitations",
         old=" and invite.hint != hint_of(identity.peer_id)",
         new="",
         harm="the founder joins again with the invite that it gave to all, and is refused for good",
@@ -268,7 +268,7 @@ BUGS = (
     ),
     Bug(
         name="who resumes another peer's run is sent for an invite",
-        module="p2pdiloco.node.invites",
+        module="p2pdiloco.swarm.invitations",
         old="if (place := next(here, None)) is None:",
         new="if (place := None) is None:",
         harm="all peers of a private run died, and who resumes what is left is sent for an invite that nobody gives",
@@ -276,7 +276,7 @@ BUGS = (
     ),
     Bug(
         name="where newcomers are sent is looked at when the places change, not when we are found",
-        module="p2pdiloco.node.invites",
+        module="p2pdiloco.swarm.invitations",
         old="        if found == told:\n",
         new="        if places == told[0]:\n",
         harm="the founder is told that nobody new comes, and not that somebody can since the router has a port for it",
@@ -284,7 +284,7 @@ BUGS = (
     ),
     Bug(
         name="the first place is right whatever it was",
-        module="p2pdiloco.node.invites",
+        module="p2pdiloco.swarm.invitations",
         old="            first = places  # initial peers, which did not answer at the start\n",
         new="            pass\n",
         harm="the bootstrap was slow at the start: when it goes, the founder is told that the first invite is good",
@@ -292,7 +292,7 @@ BUGS = (
     ),
     Bug(
         name="initial peers that answer are of use where we can be dialled",
-        module="p2pdiloco.node.invites",
+        module="p2pdiloco.swarm.invitations",
         old="not is_own or places == first or",
         new="places == first or",
         harm="one of two bootstraps goes, and a founder at home is told that nobody new comes",
@@ -300,7 +300,7 @@ BUGS = (
     ),
     Bug(
         name="a full disk ends the look for meeting places",
-        module="p2pdiloco.node.invites",
+        module="p2pdiloco.swarm.invitations",
         old="            except OSError as error:\n",
         new="            except TimeoutError as error:\n",
         harm="invites name a bootstrap that has gone for the rest of this life",
@@ -308,7 +308,7 @@ BUGS = (
     ),
     Bug(
         name="one meeting point's word is enough",
-        module="p2pdiloco.node.whereabouts",
+        module="p2pdiloco.swarm.reachability",
         old="return 2 * sum(answers) >= len(answers) if answers else None",
         new="return any(answers) if answers else None",
         harm="a stranger's meeting point says that a home can be dialled, and invites name it",
@@ -316,7 +316,7 @@ BUGS = (
     ),
     Bug(
         name="who most can dial is met nowhere",
-        module="p2pdiloco.node.whereabouts",
+        module="p2pdiloco.swarm.reachability",
         old="if self.is_dialable and all(self._answers(0)):",
         new="if self.is_dialable:",
         harm="two meeting points lie, and a home behind a router meets nobody",
@@ -340,7 +340,7 @@ BUGS = (
     ),
     Bug(
         name="a bootstrap that does not answer once has gone",
-        module="p2pdiloco.node.invites",
+        module="p2pdiloco.swarm.invitations",
         old="LOOKS = 6",
         new="LOOKS = 1",
         harm="a founder's terminal fills with new invites while a bootstrap stands still now and then",
@@ -356,7 +356,7 @@ BUGS = (
     ),
     Bug(
         name="who has said goodbye is dialled as soon as another",
-        module="p2pdiloco.node.roster",
+        module="p2pdiloco.swarm.peer_manager",
         old="known.next_dial_at = now + LEFT_S",
         new="pass",
         harm="minutes of lines about peers that have left in order",

@@ -323,7 +323,7 @@ BUGS = (
     ),
     Bug(
         name="a large swarm looks into the directory as often as a small one",
-        module="p2pdiloco.node.curiosity",
+        module="p2pdiloco.swarm.lookup_policy",
         old="min(SELDOM, max(1.0, len(self._connected) / FEW))",
         new="1.0",
         harm="what idle peers say grows with the swarm",
@@ -331,7 +331,7 @@ BUGS = (
     ),
     Bug(
         name="strangers who connect keep a peer from looking",
-        module="p2pdiloco.node.curiosity",
+        module="p2pdiloco.swarm.lookup_policy",
         old="min(SELDOM, max(1.0, len(self._connected) / FEW))",
         new="max(1.0, len(self._connected) / FEW)",
         harm="in an open run five hundred identities of one stranger keep two halves of a swarm apart for hours",

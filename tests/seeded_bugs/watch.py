@@ -55,7 +55,7 @@ BUGS = (
     ),
     Bug(
         name="a program that does not read is told for ever",
-        module="p2pdiloco.node.forwarder",
+        module="p2pdiloco.node.metrics_export",
         old="            if not pipe.is_closing() and pipe.get_write_buffer_size() < MOST_WAITING:",
         new="            if not pipe.is_closing():",
         harm="an experiment's server that is slow fills the node's memory",
@@ -63,7 +63,7 @@ BUGS = (
     ),
     Bug(
         name="a membership that ends is not told",
-        module="p2pdiloco.node.fellowship",
+        module="p2pdiloco.swarm.membership_sync",
         old="        return None if grant.not_after == NEVER else grant.not_after - self._now_s()",
         new="        return None",
         harm="a peer is expelled in the night, and nobody was told to ask for a new invite",
@@ -71,7 +71,7 @@ BUGS = (
     ),
     Bug(
         name="a number that is none is forwarded",
-        module="p2pdiloco.node.forwarder",
+        module="p2pdiloco.node.metrics_export",
         old=" if value is not None and math.isfinite(value)",
         new=" if value is not None",
         harm="one loss that is NaN ends the logging of all numbers",
@@ -79,7 +79,7 @@ BUGS = (
     ),
     Bug(
         name="a container's limit is not looked at",
-        module="p2pdiloco.node.checkup",
+        module="p2pdiloco.node.diagnostics",
         old="            free = min(free, int(Path(limit).read_text()) - int(Path(used).read_text()))",
         new="            pass",
         harm="doctor promises memory for which the kernel kills the learner",
@@ -87,7 +87,7 @@ BUGS = (
     ),
     Bug(
         name="a share by what is no number",
-        module="p2pdiloco.node.fitness",
+        module="p2pdiloco.node.diagnostics",
         old="others = sum(one.tokens_per_second for one in peers if 0.0 < one.tokens_per_second < math.inf)",
         new="others = sum(one.tokens_per_second for one in peers)",
         harm="one peer that tells nan takes everybody's answer away",
@@ -233,7 +233,7 @@ BUGS = (
     ),
     Bug(
         name="a stranger's status is shown as it is",
-        module="p2pdiloco.node.lookup",
+        module="p2pdiloco.swarm.run_lookup",
         old="trouble=logs.printable(told.trouble)",
         new="trouble=told.trouble",
         harm="whoever announces a run steers the terminals of those who look at it",
@@ -249,7 +249,7 @@ BUGS = (
     ),
     Bug(
         name="a status is believed whoever tells it",
-        module="p2pdiloco.node.lookup",
+        module="p2pdiloco.swarm.run_lookup",
         old="    if told.peer != peer:",
         new="    if False:",
         harm="a peer says of another that it is in trouble",

@@ -12,11 +12,11 @@ from p2pdiloco.access.certificates import Grant, Role
 from p2pdiloco.access.invite_code import decode_invite
 from p2pdiloco.cli.complaints import REPAIR
 from p2pdiloco.cli.main import main
-from p2pdiloco.node.credentials import Credentials, MemberFiles, accepted, invite_key, members_of
-from p2pdiloco.node.invites import invite_text
-from p2pdiloco.node.kept_runs import folder_of
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.protocol.manifest import MANIFEST, Access, Manifest
+from p2pdiloco.swarm.credentials import Credentials, MemberFiles, accepted, invite_key, members_of
+from p2pdiloco.swarm.invitations import invite_text
+from p2pdiloco.swarm.run_index import folder_of
 from p2pdiloco.transport.identity import KEY_FILE, Identity
 
 pytestmark = pytest.mark.usefixtures("own_logging")

@@ -14,13 +14,13 @@ import torch
 
 import p2pdiloco
 from p2pdiloco.cli.main import main
-from p2pdiloco.node.foundation import make_manifest, version_zero
-from p2pdiloco.node.kept_runs import folder_of
 from p2pdiloco.node.results import farewell, finished
+from p2pdiloco.node.run_creation import make_manifest, version_zero
 from p2pdiloco.peer.checkpoint import save
 from p2pdiloco.peer.ema import RunningAverage, weight
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.protocol.manifest import Layout, Manifest, ModelConfig, RunConfig, ScheduleConfig
+from p2pdiloco.swarm.run_index import folder_of
 from p2pdiloco.training.export import ABOUT
 from p2pdiloco.training.models import build_model
 from p2pdiloco.training.parameters import embedding_names, trainable

@@ -14,10 +14,10 @@ import pytest
 
 from p2pdiloco.cli import main as cli
 from p2pdiloco.cli import start
-from p2pdiloco.node.kept_runs import ConfigError
 from p2pdiloco.node.run_folder import NameTakenError
 from p2pdiloco.protocol.ids import RunId
 from p2pdiloco.protocol.manifest import RunConfig
+from p2pdiloco.swarm.run_index import ConfigError
 from p2pdiloco.wire.directory_records import RunRecord
 
 RUN = RunId("a" * 40)

@@ -23,9 +23,9 @@ from p2pdiloco.access.certificates import NEVER, NO_CAP, Role
 from p2pdiloco.access.invite_code import Invite, encode_invite
 from p2pdiloco.cli.main import _parse, main
 from p2pdiloco.companion import LEAVE_S, RESTARTS, STABLE_S, Companion, CompanionError, Wish, leaving_s
-from p2pdiloco.node.credentials import Credentials, make_invite
-from p2pdiloco.node.kept_runs import folder_of
 from p2pdiloco.protocol.ids import RunId
+from p2pdiloco.swarm.credentials import Credentials, make_invite
+from p2pdiloco.swarm.run_index import folder_of
 from p2pdiloco.training.node_reconnect import Found, Reunion, find_learner
 from p2pdiloco.transport.identity import Identity
 from p2pdiloco.util.files import state_home

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from p2pdiloco.node.firstborn import Firstborn
+from p2pdiloco.node.learner_process import Firstborn
 from tests.property import forked
 
 pytestmark = [
@@ -21,7 +21,7 @@ pytestmark = [
 
 def node(output: Path, use: str) -> None:
     """A node's process: its status is that of its first learner, which tells what it was given."""
-    from p2pdiloco.node import firstborn
+    from p2pdiloco.node import learner_process
     from p2pdiloco.training import learner_main
 
     def learn(words: list[str]) -> int:
@@ -30,10 +30,10 @@ def node(output: Path, use: str) -> None:
         return 7
 
     learner_main.main = learn  # type: ignore[assignment]
-    firstborn.bear()
-    first = firstborn.take()
+    learner_process.bear()
+    first = learner_process.take()
     assert first is not None
-    assert firstborn.take() is None, "there is one"
+    assert learner_process.take() is None, "there is one"
     if use == "become":
         with open(output, "ab") as told, open(__file__, "rb") as link, open(os.__file__, "rb") as memory:
             process = first.become(["--name", "x"], link.fileno(), memory.fileno(), told.fileno())

@@ -11,8 +11,8 @@ import pytest
 from actors import make_manifest
 
 from p2pdiloco.discovery.directory import Directory, DirectoryError
-from p2pdiloco.node.announcement import FEW, PAUSE_MOST_S, PAUSE_S, Announcement
 from p2pdiloco.protocol.ids import RunId
+from p2pdiloco.swarm.run_announcer import FEW, PAUSE_MOST_S, PAUSE_S, Announcement
 from p2pdiloco.wire.directory_records import RunRecord
 from tests.peer_sim.loop import VirtualLoop
 

@@ -15,8 +15,8 @@ import pytest
 from test_training_learner import make_manifest
 
 from p2pdiloco.discovery.clock_sync import SharedClock
-from p2pdiloco.node import checkup, fitness
-from p2pdiloco.node.checkup import Finding
+from p2pdiloco.node import diagnostics
+from p2pdiloco.node.diagnostics import Finding
 from p2pdiloco.peer.options import LearnerOptions
 from p2pdiloco.protocol.manifest import Layout, Manifest
 from p2pdiloco.training.speed_trial import Trial
@@ -34,36 +34,36 @@ def is_found(finding: Finding, verdict: str, detail: str, remedy: str = "") -> N
 
 
 def test_a_state_folder_that_cannot_be_used_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    is_found(checkup.disk(tmp_path / "new" / "er"), "ok", "free")
+    is_found(diagnostics.disk(tmp_path / "new" / "er"), "ok", "free")
     (tmp_path / "file").write_text("")
-    is_found(checkup.disk(tmp_path / "file" / "state"), "failure", "is a file", "--state")
-    is_found(checkup.disk(tmp_path, 1 << 60), "failure", "needed at most", "--keep-checkpoints")
-    free = 10 * checkup.shutil.disk_usage(tmp_path).free // 9
-    is_found(checkup.disk(tmp_path, free), "warning", "needed at most", "make room")
-    monkeypatch.setattr(checkup.os, "access", lambda *_: False)
-    is_found(checkup.disk(tmp_path), "failure", "is not writable", "--state")
+    is_found(diagnostics.disk(tmp_path / "file" / "state"), "failure", "is a file", "--state")
+    is_found(diagnostics.disk(tmp_path, 1 << 60), "failure", "needed at most", "--keep-checkpoints")
+    free = 10 * diagnostics.shutil.disk_usage(tmp_path).free // 9
+    is_found(diagnostics.disk(tmp_path, free), "warning", "needed at most", "make room")
+    monkeypatch.setattr(diagnostics.os, "access", lambda *_: False)
+    is_found(diagnostics.disk(tmp_path), "failure", "is not writable", "--state")
 
 
 def test_a_folder_that_a_peer_has_is_named(tmp_path: Path) -> None:
-    is_found(checkup.folder(tmp_path), "ok", "none runs")
+    is_found(diagnostics.folder(tmp_path), "ok", "none runs")
     (tmp_path / "run").mkdir()
     held = lock(tmp_path / "run" / "lock")
     try:
-        is_found(checkup.folder(tmp_path), "note", "running: run (process", "another --state")
+        is_found(diagnostics.folder(tmp_path), "note", "running: run (process", "another --state")
     finally:
-        checkup.os.close(held)
-    is_found(checkup.folder(tmp_path), "ok", "none runs")
+        diagnostics.os.close(held)
+    is_found(diagnostics.folder(tmp_path), "ok", "none runs")
 
 
 def test_a_key_that_is_spoilt_or_open_to_all_is_named(tmp_path: Path) -> None:
-    is_found(checkup.identity(tmp_path), "ok", "none yet")
+    is_found(diagnostics.identity(tmp_path), "ok", "none yet")
     path = tmp_path / "identity.key"
     Identity.load_or_create(path)
-    is_found(checkup.identity(tmp_path), "ok", str(path))
+    is_found(diagnostics.identity(tmp_path), "ok", str(path))
     path.chmod(0o644)
-    is_found(checkup.identity(tmp_path), "warning", "others on this machine may read", "chmod 600")
+    is_found(diagnostics.identity(tmp_path), "warning", "others on this machine may read", "chmod 600")
     path.write_bytes(b"no key")
-    is_found(checkup.identity(tmp_path), "failure", str(path), "move it away")
+    is_found(diagnostics.identity(tmp_path), "failure", str(path), "move it away")
 
 
 def test_a_device_that_torch_does_not_see_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,69 +71,69 @@ def test_a_device_that_torch_does_not_see_is_named(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for device in ("cuda", "cuda:1", "mps"):
-        is_found(checkup.accelerator(device), "failure", f"--device {device}", "--device cpu")
-    is_found(checkup.accelerator("cpu"), "note", "on the CPU")
+        is_found(diagnostics.accelerator(device), "failure", f"--device {device}", "--device cpu")
+    is_found(diagnostics.accelerator("cpu"), "note", "on the CPU")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    is_found(checkup.accelerator("cpu"), "note", "training would not use it", "--device cuda")
+    is_found(diagnostics.accelerator("cpu"), "note", "training would not use it", "--device cuda")
 
 
 def test_a_busy_machine_and_a_container_s_limit_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkup.os, "getloadavg", lambda: (0.1, 0.0, 0.0))
-    is_found(checkup.machine(), "ok", "cores")
-    monkeypatch.setattr(checkup.os, "getloadavg", lambda: (99.0, 0.0, 0.0))
-    is_found(checkup.machine(), "warning", "99.0 processes want the cores", "--only-when-idle")
+    monkeypatch.setattr(diagnostics.os, "getloadavg", lambda: (0.1, 0.0, 0.0))
+    is_found(diagnostics.machine(), "ok", "cores")
+    monkeypatch.setattr(diagnostics.os, "getloadavg", lambda: (99.0, 0.0, 0.0))
+    is_found(diagnostics.machine(), "warning", "99.0 processes want the cores", "--only-when-idle")
     (tmp_path / "limit").write_text("1000000\n")
     (tmp_path / "used").write_text("400000\n")
-    monkeypatch.setattr(checkup, "CGROUP_LIMITS", (str(tmp_path / "limit"), "/nowhere"))
-    monkeypatch.setattr(checkup, "CGROUP_USES", (str(tmp_path / "used"), "/nowhere"))
-    assert checkup.memory_bytes() == 600_000
+    monkeypatch.setattr(diagnostics, "CGROUP_LIMITS", (str(tmp_path / "limit"), "/nowhere"))
+    monkeypatch.setattr(diagnostics, "CGROUP_USES", (str(tmp_path / "used"), "/nowhere"))
+    assert diagnostics.memory_bytes() == 600_000
     (tmp_path / "limit").write_text("max\n")
-    assert checkup.memory_bytes() > 600_000 or psutil.virtual_memory().available <= 600_000
+    assert diagnostics.memory_bytes() > 600_000 or psutil.virtual_memory().available <= 600_000
 
 
 def test_few_open_files_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkup.resource, "getrlimit", lambda _: (256, 4096))
-    is_found(checkup.open_files(), "warning", "256 at once", "ulimit -n 4096")
-    monkeypatch.setattr(checkup.resource, "getrlimit", lambda _: (256, 256))
-    is_found(checkup.open_files(), "warning", "256 at once", "limits.conf")
-    monkeypatch.setattr(checkup.resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    is_found(checkup.open_files(), "ok", "any number")
+    monkeypatch.setattr(diagnostics.resource, "getrlimit", lambda _: (256, 4096))
+    is_found(diagnostics.open_files(), "warning", "256 at once", "ulimit -n 4096")
+    monkeypatch.setattr(diagnostics.resource, "getrlimit", lambda _: (256, 256))
+    is_found(diagnostics.open_files(), "warning", "256 at once", "limits.conf")
+    monkeypatch.setattr(diagnostics.resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    is_found(diagnostics.open_files(), "ok", "any number")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux's names")
 def test_what_slows_connections_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "small").write_text("4096 16384 212992\n")
-    is_found(checkup.send_buffers(tmp_path / "small"), "note", "up to 0 MiB", "tcp_wmem")
+    is_found(diagnostics.send_buffers(tmp_path / "small"), "note", "up to 0 MiB", "tcp_wmem")
     (tmp_path / "large").write_text("4096 65536 67108864\n")
-    is_found(checkup.send_buffers(tmp_path / "large"), "ok", "up to 64 MiB")
-    is_found(checkup.send_buffers(tmp_path / "nowhere"), "note", "the system's own")
+    is_found(diagnostics.send_buffers(tmp_path / "large"), "ok", "up to 64 MiB")
+    is_found(diagnostics.send_buffers(tmp_path / "nowhere"), "note", "the system's own")
 
     class Refusing(socket.socket):
         def setsockopt(self, *_: Any) -> None:
             raise PermissionError
 
-    monkeypatch.setattr(checkup.socket, "socket", Refusing)
-    is_found(checkup.congestion_control(), "note", "BBR is refused", "modprobe tcp_bbr")
+    monkeypatch.setattr(diagnostics.socket, "socket", Refusing)
+    is_found(diagnostics.congestion_control(), "note", "BBR is refused", "modprobe tcp_bbr")
 
 
 def test_small_packets_are_named() -> None:
-    is_found(checkup.judged_mtu(1500, "host"), "ok", "1,500")
-    is_found(checkup.judged_mtu(1420, "host"), "note", "a tunnel or a VPN")
-    is_found(checkup.judged_mtu(1000, "host"), "warning", "1,000 bytes alone", "raise the MTU")
+    is_found(diagnostics.judged_mtu(1500, "host"), "ok", "1,500")
+    is_found(diagnostics.judged_mtu(1420, "host"), "note", "a tunnel or a VPN")
+    is_found(diagnostics.judged_mtu(1000, "host"), "warning", "1,000 bytes alone", "raise the MTU")
     if sys.platform == "linux":
-        is_found(checkup.path_mtu("127.0.0.1", 9), "ok", "to 127.0.0.1")
-    is_found(checkup.path_mtu("256.1.1.1", 9), "note", "does not tell")
+        is_found(diagnostics.path_mtu("127.0.0.1", 9), "ok", "to 127.0.0.1")
+    is_found(diagnostics.path_mtu("256.1.1.1", 9), "note", "does not tell")
 
 
 def test_a_wrong_clock_is_named() -> None:
     now = 1_700_000_000.0
     told = SharedClock(wall=lambda: now, steady=lambda: 5.0)
-    is_found(checkup.clock(told), "note", "no node")
+    is_found(diagnostics.clock(told), "note", "no node")
     told.join([-0.2, 0.1, 0.0])
-    is_found(checkup.clock(told), "ok", "3 nodes")
+    is_found(diagnostics.clock(told), "ok", "3 nodes")
     wrong = SharedClock(wall=lambda: now, steady=lambda: 5.0)
     wrong.join([-3600.0] * 3)
-    is_found(checkup.clock(wrong), "warning", "3,600 s", " ")
+    is_found(diagnostics.clock(wrong), "warning", "3,600 s", " ")
 
 
 # -- a run -------------------------------------------------------------------------------------------------------------
@@ -157,7 +157,7 @@ TRIAL = Trial(tokens_per_s=1000.0, step_s=0.5, steps=12, threads=2, bytes=400_00
 
 def test_what_a_machine_would_give_is_told(manifest: Manifest, tmp_path: Path) -> None:
     others = [status(tokens_per_second=2000.0), status(tokens_per_second=float("nan")), status(tokens_per_second=1e3)]
-    findings, gift = fitness.judged(manifest, TRIAL, others, tmp_path, free_memory=4_000_000_000)
+    findings, gift = diagnostics.judged(manifest, TRIAL, others, tmp_path, free_memory=4_000_000_000)
     assert [finding.verdict for finding in findings] == ["ok"] * 5, findings
     is_found(findings[1], "ok", "1,000 tokens/s, 0.500 s a step (12 steps, 2 threads): 25.0% of what all would train")
     assert gift.share == 0.25
@@ -169,7 +169,7 @@ def test_what_a_machine_would_give_is_told(manifest: Manifest, tmp_path: Path) -
 
 def test_what_a_machine_lacks_is_told(manifest: Manifest, tmp_path: Path) -> None:
     def judged(trial: Trial | None, *peers: PeerStatus, free: int = 4_000_000_000) -> dict[str, Finding]:
-        findings, _ = fitness.judged(manifest, trial, peers, tmp_path, free_memory=free)
+        findings, _ = diagnostics.judged(manifest, trial, peers, tmp_path, free_memory=free)
         return {finding.subject: finding for finding in findings}
 
     is_found(judged(TRIAL, free=800_000_000)["memory"], "warning", "0.80 free", "--follow")
@@ -188,7 +188,7 @@ def test_what_a_machine_lacks_is_told(manifest: Manifest, tmp_path: Path) -> Non
 def test_the_speed_is_measured_with_the_run_s_own_steps(manifest: Manifest, tmp_path: Path) -> None:
     for number in range(20):
         (tmp_path / f"{number}.txt").write_text(f"a text of some length {number}\n" * 9)
-    found = asyncio.run(fitness.tried(manifest, LearnerOptions(threads=1, data=str(tmp_path)), 0.1))
+    found = asyncio.run(diagnostics.tried(manifest, LearnerOptions(threads=1, data=str(tmp_path)), 0.1))
     assert (found.trouble, found.threads) == ("", 1)
     assert found.tokens_per_s == pytest.approx(2 * 8 / found.step_s)
     assert found.steps >= 3

@@ -9,8 +9,8 @@ from typing import Any, cast
 
 import pytest
 
+from p2pdiloco.node import launcher
 from p2pdiloco.node import node as nodes
-from p2pdiloco.node import session
 from p2pdiloco.node.node import Node
 from p2pdiloco.node.notifier import Notifier
 from p2pdiloco.peer.peer import APART, Ending
@@ -34,7 +34,7 @@ class Ended(Node):
 
     async def end(self, ending: Ending) -> None:
         notifier = cast(Notifier, SimpleNamespace(tell=self._alerted))
-        await self._wind_up(ending, self.told.append, lambda e: session._tell_end(self, notifier, self.told.append, e))
+        await self._wind_up(ending, self.told.append, lambda e: launcher._tell_end(self, notifier, self.told.append, e))
 
     def status(self) -> Any:
         return None

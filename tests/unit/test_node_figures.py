@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from test_node_outlook import STATUS
 
-from p2pdiloco.node.figures import ASKED, MOST_PEERS, Figures, figures
+from p2pdiloco.node.swarm_status import ASKED, MOST_PEERS, Figures, figures
 from p2pdiloco.wire.control_messages import PeerStatus
 
 

@@ -15,8 +15,8 @@ import pytest
 from aiohttp import web
 from test_watch_chronicle import ANN, chronicle, commit, progress
 
-from p2pdiloco.node import forwarder
-from p2pdiloco.node.forwarder import Forwarder, line_of
+from p2pdiloco.node import metrics_export
+from p2pdiloco.node.metrics_export import Forwarder, line_of
 from p2pdiloco.watch import exporter
 from p2pdiloco.watch.exporter import Numbers, TargetError, otlp_body, split
 from p2pdiloco.watch.exposition import NAMES
@@ -89,7 +89,7 @@ def test_nobody_waits_for_one_that_is_gone_or_does_not_read(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def whole(code: str, is_over: Callable[[asyncio.subprocess.Process], bool]) -> None:
-        monkeypatch.setattr(forwarder, "COMMAND", (sys.executable, "-c", code))
+        monkeypatch.setattr(metrics_export, "COMMAND", (sys.executable, "-c", code))
         async with asyncio.timeout(60), Forwarder(["wandb:x"], picture, every_s=0.001) as told:
             (process,) = told._processes
             while not is_over(process):  # noqa: ASYNC110
@@ -103,8 +103,8 @@ def test_nobody_waits_for_one_that_is_gone_or_does_not_read(
         assert process.stdin is not None
         return process.stdin.transport.get_write_buffer_size() >= 10_000
 
-    monkeypatch.setattr(forwarder, "END_S", 0.2)
-    monkeypatch.setattr(forwarder, "MOST_WAITING", 10_000)
+    monkeypatch.setattr(metrics_export, "END_S", 0.2)
+    monkeypatch.setattr(metrics_export, "MOST_WAITING", 10_000)
     asyncio.run(whole("import time; time.sleep(3600)", is_full))
     with caplog.at_level("WARNING", logger="p2pdiloco"):
         asyncio.run(whole("import sys; sys.exit('the disk is full')", lambda process: process.returncode is not None))
@@ -148,7 +148,7 @@ def test_wandb_keeps_a_run_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
-    monkeypatch.setattr(forwarder, "END_S", 60.0)
+    monkeypatch.setattr(metrics_export, "END_S", 60.0)
     asyncio.run(told_until(["wandb:p2pdiloco"], lambda: any(tmp_path.glob("wandb/offline-run-*/*.wandb"))))
     (path,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
     assert b"merged_tokens_total" in path.read_bytes()
@@ -158,7 +158,7 @@ def test_trackio_keeps_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     pytest.importorskip("trackio")
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr(forwarder, "END_S", 60.0)
+    monkeypatch.setattr(metrics_export, "END_S", 60.0)
     asyncio.run(told_until(["trackio:p2pdiloco"], lambda: any(tmp_path.glob("*.db"))))
     (path,) = tmp_path.glob("*.db")
     with sqlite3.connect(path) as base:

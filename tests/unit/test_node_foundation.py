@@ -9,12 +9,12 @@ import pytest
 import torch
 from msgspec import UNSET
 
-from p2pdiloco.node.foundation import found, is_founded_from, with_own_places
-from p2pdiloco.node.kept_runs import ConfigError
+from p2pdiloco.node.run_creation import found, is_founded_from, with_own_places
 from p2pdiloco.peer.options import LearnerOptions, PeerOptions
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.protocol.manifest import DataConfig, EvaluationConfig, HeldOut, ModelConfig, RunConfig, ScheduleConfig
 from p2pdiloco.protocol.manifest_validation import decode_manifest
+from p2pdiloco.swarm.run_index import ConfigError
 from p2pdiloco.training.corpus import held_out_batches, load_corpus
 from p2pdiloco.training.dataset_files import Corpus
 from p2pdiloco.training.evaluation import given_samples, shared_samples

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from p2pdiloco.cli.main import main
-from p2pdiloco.node import guest
-from p2pdiloco.node.guest import BUSY_LOOKS, IDLE_LOOKS, Guest, Others, Used, pause, toggle
-from p2pdiloco.node.kept_runs import folder_of
+from p2pdiloco.node import resource_guard
+from p2pdiloco.node.resource_guard import BUSY_LOOKS, IDLE_LOOKS, Guest, Others, Used, pause, toggle
 from p2pdiloco.peer.options import MachineOptions
 from p2pdiloco.protocol.ids import RunId
+from p2pdiloco.swarm.run_index import folder_of
 
 
 def looks(others: Others, *theirs: float) -> list[bool]:
@@ -54,7 +54,7 @@ class Learner:
 def watched(folder: Path, acts: list[Callable[[], object]], monkeypatch: pytest.MonkeyPatch, **options: Any) -> Any:
     """A guest that has looked after each of ``acts``: what its learner was told, and why it left."""
     learner, left = Learner(), []
-    monkeypatch.setattr(guest, "LOOK_S", 0.02)
+    monkeypatch.setattr(resource_guard, "LOOK_S", 0.02)
     one = Guest(folder, MachineOptions(**options), learner, left.append)  # type: ignore[arg-type]
 
     async def live() -> None:
@@ -81,12 +81,12 @@ def test_paused_by_its_user_until_told_otherwise(tmp_path: Path, monkeypatch: py
 
 def test_on_battery_it_rests_unless_its_user_wants_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     battery = SimpleNamespace(percent=80, power_plugged=False)
-    monkeypatch.setattr(guest.psutil, "sensors_battery", lambda: battery, raising=False)
+    monkeypatch.setattr(resource_guard.psutil, "sensors_battery", lambda: battery, raising=False)
     told, _ = watched(tmp_path, [lambda: setattr(battery, "power_plugged", True)], monkeypatch)
     assert ["--on-battery" in reason for reason in told] == [True, False]
     battery.power_plugged = False
     assert watched(tmp_path, [], monkeypatch, is_battery_used=True) == ([], [])
-    monkeypatch.setattr(guest.psutil, "sensors_battery", lambda: None)
+    monkeypatch.setattr(resource_guard.psutil, "sensors_battery", lambda: None)
     assert watched(tmp_path, [], monkeypatch) == ([], []), "most machines have none"
 
 
@@ -98,7 +98,7 @@ def test_a_peer_that_takes_more_memory_than_allowed_leaves(tmp_path: Path, monke
 
 def test_only_when_idle_asks_for_what_others_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spent = iter(range(1_000_000))
-    monkeypatch.setattr(guest, "_used", lambda family: Used(float(next(spent)), 0.0, 0.0))
+    monkeypatch.setattr(resource_guard, "_used", lambda family: Used(float(next(spent)), 0.0, 0.0))
     told, _ = watched(tmp_path, [], monkeypatch, only_when_idle=True)
     assert ["--only-when-idle" in reason for reason in told] == [True]
     assert watched(tmp_path, [], monkeypatch) == ([], [])
@@ -108,13 +108,13 @@ def test_the_command_leaves_a_note_that_peers_find(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = SimpleNamespace(run=RunId("ab" * 20), config=SimpleNamespace(name="story"))
-    monkeypatch.setattr("p2pdiloco.node.kept_runs.manifests_here", lambda state: [run])
+    monkeypatch.setattr("p2pdiloco.swarm.run_index.manifests_here", lambda state: [run])
     folder = folder_of(tmp_path, run.run)
     folder.mkdir()
     assert main(["pause", "--state", str(tmp_path)]) == 0
-    assert (folder / guest.PAUSED).exists()
+    assert (folder / resource_guard.PAUSED).exists()
     assert "story" in capsys.readouterr().out
     assert main(["pause", "--end", "--state", str(tmp_path)]) == 0
-    assert not (folder / guest.PAUSED).exists()
+    assert not (folder / resource_guard.PAUSED).exists()
     monkeypatch.undo()
     assert main(["pause", "--state", str(tmp_path / "none")]) == 2

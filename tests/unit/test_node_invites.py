@@ -17,9 +17,10 @@ from troupe import options_of
 
 from p2pdiloco.access.certificates import NEVER, Role
 from p2pdiloco.access.invite_code import decode_invite
-from p2pdiloco.node import invites
-from p2pdiloco.node.credentials import Credentials, CredentialsError, MemberFiles, accepted
-from p2pdiloco.node.invites import (
+from p2pdiloco.protocol.manifest import Manifest, ModelConfig
+from p2pdiloco.swarm import invitations
+from p2pdiloco.swarm.credentials import Credentials, CredentialsError, MemberFiles, accepted
+from p2pdiloco.swarm.invitations import (
     as_granted,
     credentials_by,
     credentials_of,
@@ -32,8 +33,7 @@ from p2pdiloco.node.invites import (
     refuse_a_stranger,
     shown_invite,
 )
-from p2pdiloco.node.kept_runs import MANIFEST, folder_of
-from p2pdiloco.protocol.manifest import Manifest, ModelConfig
+from p2pdiloco.swarm.run_index import MANIFEST, folder_of
 from p2pdiloco.transport.identity import Identity
 from p2pdiloco.util.output_markers import INVITED, invited_with
 
@@ -174,7 +174,7 @@ def test_where_newcomers_find_the_directory_follows_who_answers(
 ) -> None:
     """A bootstrap has gone: an invite that is made now, here or by ``p2pdiloco invite``, names who is there, unless
     nobody can dial that; and comes back."""
-    monkeypatch.setattr(invites, "LOOK_S", 0.001)
+    monkeypatch.setattr(invitations, "LOOK_S", 0.001)
     manifest, mine = run_with("invite")
     said: list[str] = []
 
@@ -202,16 +202,16 @@ def test_where_newcomers_find_the_directory_follows_who_answers(
         keeping.cancel()
 
     asyncio.run(story())
-    assert said.pop() == invites.AGAIN
+    assert said.pop() == invitations.AGAIN
     if is_dialable is False:
-        assert said == [invites.NOBODY_COMES]
+        assert said == [invitations.NOBODY_COMES]
     else:
-        assert said[0] == invites.MOVED
+        assert said[0] == invitations.MOVED
         assert decode_invite(said[1].split()[-1]).initial_peers() == (OTHER,)
 
 
 HERE, THERE = (OTHER,), (ADDRESS,)
-MOVED, AGAIN, NOBODY_COMES = (invites.MOVED, INVITED), (invites.AGAIN,), (invites.NOBODY_COMES,)
+MOVED, AGAIN, NOBODY_COMES = (invitations.MOVED, INVITED), (invitations.AGAIN,), (invitations.NOBODY_COMES,)
 
 
 @pytest.mark.parametrize(
@@ -247,7 +247,7 @@ def test_where_newcomers_are_sent_is_told_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, story: list[tuple[Any, ...]]
 ) -> None:
     """Places that answer, whether others could dial ours, what is kept for invites then, how what is said begins."""
-    monkeypatch.setattr(invites, "LOOK_S", 0.001)
+    monkeypatch.setattr(invitations, "LOOK_S", 0.001)
     manifest, mine = run_with("invite")
     said: list[str] = []
 
@@ -270,7 +270,7 @@ def test_where_newcomers_are_sent_is_told_as_it_is(
 
 
 def test_a_full_disk_takes_no_addresses_and_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(invites, "LOOK_S", 0.001)
+    monkeypatch.setattr(invitations, "LOOK_S", 0.001)
     manifest, mine = run_with("invite")
 
     async def tell() -> None:

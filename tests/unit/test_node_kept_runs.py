@@ -12,10 +12,10 @@ from actors import FOUNDER, make_manifest
 
 from p2pdiloco.access.invite_code import decode_invite
 from p2pdiloco.cli.main import main
-from p2pdiloco.node.credentials import accepted
-from p2pdiloco.node.invites import keep_addresses
-from p2pdiloco.node.kept_runs import ConfigError, folder_of, kept_run, kept_runs
 from p2pdiloco.protocol.manifest import MANIFEST, Manifest
+from p2pdiloco.swarm.credentials import accepted
+from p2pdiloco.swarm.invitations import keep_addresses
+from p2pdiloco.swarm.run_index import ConfigError, folder_of, kept_run, kept_runs
 from p2pdiloco.transport.identity import KEY_FILE, Identity
 
 pytestmark = pytest.mark.usefixtures("own_logging")

@@ -10,8 +10,8 @@ import pytest
 
 from p2pdiloco.nat.rendezvous_client import Rendezvous
 from p2pdiloco.net.abuse_limits import A_MINUTE
-from p2pdiloco.node.ladder import ADDRESSES, Ladder, dialable
 from p2pdiloco.protocol.ids import PeerId
+from p2pdiloco.swarm.connect import ADDRESSES, Ladder, dialable
 from p2pdiloco.transport.dialer import Dialler
 from p2pdiloco.transport.identity import Identity
 from p2pdiloco.transport.transport import DialError, PeerRefused, Transport

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from p2pdiloco.node import learner_process
-from p2pdiloco.node.foundation import read_config
-from p2pdiloco.node.kept_runs import ConfigError
 from p2pdiloco.node.learner_process import LearnerProcess
+from p2pdiloco.node.run_creation import read_config
+from p2pdiloco.swarm.run_index import ConfigError
 from p2pdiloco.util.process import ProcessHandle
 from p2pdiloco.wire import learner_ipc
 

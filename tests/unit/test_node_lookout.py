@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from actors import FOUNDER, make_manifest
 
-from p2pdiloco.node.lookout import Lookout
+from p2pdiloco.node.telemetry import Lookout
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol.ids import PeerId

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from p2pdiloco.node import notices
-from p2pdiloco.node.notices import CLOUDS, is_taken_back, leave_when_asked
+from p2pdiloco.node import shutdown_signals
+from p2pdiloco.node.shutdown_signals import CLOUDS, is_taken_back, leave_when_asked
 from p2pdiloco.util.tasks import Tasks
 
 EVENT = b'{"Events": [{"EventType": "%s", "NotBefore": "soon"}]}'
@@ -95,7 +95,7 @@ def test_a_notice_is_told_from_none(cloud: str, address: str) -> None:
 
 @pytest.mark.parametrize("cloud", sorted(CLOUDS))
 def test_a_notice_is_leaving_in_order(cloud: str, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(notices, "LOOK_S", 0.01)
+    monkeypatch.setattr(shutdown_signals, "LOOK_S", 0.01)
 
     async def live() -> list[str]:
         node = Node()
@@ -110,7 +110,7 @@ def test_a_notice_is_leaving_in_order(cloud: str, address: str, monkeypatch: pyt
 
 
 def test_where_no_cloud_answers_the_peer_goes_on(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
-    monkeypatch.setattr(notices, "LOOK_S", 0.01)
+    monkeypatch.setattr(shutdown_signals, "LOOK_S", 0.01)
 
     async def live(place: str) -> list[str]:
         node = Node()

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from p2pdiloco.cli import status as status_command
-from p2pdiloco.node.outlook import Outlook, duration, presented
+from p2pdiloco.node.eta import Outlook, duration, presented
 from p2pdiloco.protocol.ids import RunId
 from p2pdiloco.wire.control_messages import PeerStatus
 from p2pdiloco.wire.directory_records import RunRecord

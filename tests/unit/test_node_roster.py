@@ -14,12 +14,12 @@ from p2pdiloco.discovery.directory import Directory, DirectoryError
 from p2pdiloco.nat.messages import Reachable, decode_introduction
 from p2pdiloco.net.authorization import OpenDoor
 from p2pdiloco.net.endpoint import LEAVING
-from p2pdiloco.node import roster
-from p2pdiloco.node.curiosity import FEW
-from p2pdiloco.node.fellowship import Fellowship
-from p2pdiloco.node.ladder import Ladder
-from p2pdiloco.node.roster import LEFT_S, RECORD_LIFE_S, Roster
 from p2pdiloco.protocol.ids import PeerId, RunId
+from p2pdiloco.swarm import peer_manager
+from p2pdiloco.swarm.connect import Ladder
+from p2pdiloco.swarm.lookup_policy import FEW
+from p2pdiloco.swarm.membership_sync import Fellowship
+from p2pdiloco.swarm.peer_manager import LEFT_S, RECORD_LIFE_S, Roster
 from p2pdiloco.transport.transport import DialError, RequestError, RequestRefused, Transport
 from p2pdiloco.wire.control_messages import encode
 from p2pdiloco.wire.directory_records import PeerRecord
@@ -367,8 +367,8 @@ def test_who_is_banned_is_not_dialled_and_dials_nobody(tmp_path: Path, banned: P
 
 def test_records_of_nobody_keep_no_newcomer_from_being_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In an open run anybody publishes as many as he likes; what is known is kept over restarts, too."""
-    monkeypatch.setattr(roster, "MAX_KNOWN", 8)
-    monkeypatch.setattr(roster, "ROOM", 2)
+    monkeypatch.setattr(peer_manager, "MAX_KNOWN", 8)
+    monkeypatch.setattr(peer_manager, "ROOM", 2)
 
     async def main() -> None:
         board = Board()

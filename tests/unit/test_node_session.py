@@ -12,14 +12,14 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from p2pdiloco.node import session
-from p2pdiloco.node.foundation import found_from_script
-from p2pdiloco.node.kept_runs import ConfigError, folder_of
-from p2pdiloco.node.lookup import DirectoryOptions
+from p2pdiloco.node import launcher
+from p2pdiloco.node.run_creation import found_from_script
 from p2pdiloco.peer import checkpoint
 from p2pdiloco.peer.options import LearnerOptions, PeerOptions
 from p2pdiloco.peer.peer import Ending, InitialState
 from p2pdiloco.protocol.manifest import Manifest, ModelConfig, RunConfig, ScheduleConfig
+from p2pdiloco.swarm.run_index import ConfigError, folder_of
+from p2pdiloco.swarm.run_lookup import DirectoryOptions
 from p2pdiloco.training import founding_file
 from p2pdiloco.transport.identity import Identity
 
@@ -77,7 +77,7 @@ def test_a_scripts_node_goes_on_from_its_checkpoint_or_begins(
         taken.append(self)
         return take(self)
 
-    read = session.own_state
+    read = launcher.own_state
     for name, value in (
         ("own_state", own_state),
         ("open_directory", nobody),
@@ -85,13 +85,13 @@ def test_a_scripts_node_goes_on_from_its_checkpoint_or_begins(
         ("take_part", brought.take_part),
         ("has_finished", lambda *_: "the end" in what),
     ):
-        monkeypatch.setattr(session, name, value)
+        monkeypatch.setattr(launcher, name, value)
     monkeypatch.setattr(InitialState, "take", noted)
     options = PeerOptions(
         folder=tmp_path, learner=LearnerOptions(script="there"), stay_s=9.0 if "served" in what else None
     )
     directory = DirectoryOptions(listen=())
-    asyncio.run(session.start_from_script(path, options, directory, identity, lambda _: None))
+    asyncio.run(launcher.start_from_script(path, options, directory, identity, lambda _: None))
     assert brought.theta is not None
     assert torch.equal(brought.theta, WEIGHTS.view(-1))
     assert brought.shows_how_to_join is (what != "the end"), "who would join a run that is over, and goes at once?"
@@ -107,13 +107,13 @@ def test_who_has_no_script_is_refused_by_a_run_of_scripts_before_anything_is_fet
     async def begin(*_: Any) -> None:
         raise Begun
 
-    monkeypatch.setattr(session, "refuse_to_be_one", begin)
+    monkeypatch.setattr(launcher, "refuse_to_be_one", begin)
     path, identity = tmp_path / founding_file.NAME, Identity.ephemeral()
     founding_file.write(path, replace(CONFIG, access="open"), [("w", WEIGHTS)], frozenset())
     manifest, _ = found_from_script(path, identity.peer_id)
     own = PeerOptions(folder=tmp_path / "run", **options)
     with pytest.raises(Begun if options else ConfigError) as error:
-        asyncio.run(session.take_part(manifest, own, identity, None, None, None, lambda _: None))  # type: ignore[arg-type]
+        asyncio.run(launcher.take_part(manifest, own, identity, None, None, None, lambda _: None))  # type: ignore[arg-type]
     if not options:
         for word in ("run='story', initial_peers=[ADDR]", "p2pdiloco join ADDR --follow", "p2pdiloco fetch ADDR"):
             assert word in str(error.value)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from p2pdiloco.discovery.directory import Directory
-from p2pdiloco.node.lookup import DirectoryOptions, open_directory
 from p2pdiloco.protocol.ids import RunId
+from p2pdiloco.swarm.run_lookup import DirectoryOptions, open_directory
 from p2pdiloco.transport import port_memory
 from p2pdiloco.transport.identity import Identity
 from p2pdiloco.transport.sockets import Listeners

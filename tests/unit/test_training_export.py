@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import p2pdiloco
-from p2pdiloco.node.foundation import make_manifest
+from p2pdiloco.node.run_creation import make_manifest
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.protocol.manifest import LoraConfig, Manifest, ModelConfig, RunConfig, ScheduleConfig
 from p2pdiloco.training.export import ABOUT, About, ExportError, Format, byte_tokenizer, export

@@ -14,10 +14,10 @@ import safetensors.torch
 import torch
 
 import p2pdiloco
-from p2pdiloco.node.foundation import found_from_script
-from p2pdiloco.node.kept_runs import ConfigError
+from p2pdiloco.node.run_creation import found_from_script
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.protocol.manifest import Layout, ModelConfig, RunConfig, ScheduleConfig
+from p2pdiloco.swarm.run_index import ConfigError
 from p2pdiloco.training import founding_file
 
 CONFIG = RunConfig(name="story", model=ModelConfig(kind="external"), schedule=ScheduleConfig(fragments=1, sync_every=4))

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from p2pdiloco.codec.fragments import tensor_specs
-from p2pdiloco.node.foundation import is_founded_from, read_config
-from p2pdiloco.node.kept_runs import ConfigError
+from p2pdiloco.node.run_creation import is_founded_from, read_config
 from p2pdiloco.protocol.manifest import LoraConfig, ModelConfig
 from p2pdiloco.protocol.manifest_validation import architecture_problems
+from p2pdiloco.swarm.run_index import ConfigError
 from p2pdiloco.training.huggingface import ArchitectureError, build_huggingface, read_folder
 from p2pdiloco.training.models import build, loss, vocabulary
 from p2pdiloco.training.parameters import embedding_names, trainable

@@ -6,10 +6,10 @@ import msgspec
 import pytest
 
 from p2pdiloco.codec.fragments import tensor_specs
-from p2pdiloco.node.foundation import SHIPPED, find_run, read_config
-from p2pdiloco.node.kept_runs import ConfigError
+from p2pdiloco.node.run_creation import SHIPPED, find_run, read_config
 from p2pdiloco.protocol.manifest import RunConfig
 from p2pdiloco.protocol.manifest_validation import config_problems
+from p2pdiloco.swarm.run_index import ConfigError
 from p2pdiloco.training.models import build_model, named_tensors
 
 PARAMETERS = {"stdlib-tiny": 869_504, "stdlib-10m": 10_818_432, "text-files": 4_951_296}

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from p2pdiloco.cli.main import main
-from p2pdiloco.node.foundation import make_manifest, version_zero
-from p2pdiloco.node.kept_runs import folder_of
+from p2pdiloco.node.run_creation import make_manifest, version_zero
 from p2pdiloco.peer.checkpoint import save
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.protocol.manifest import LoraConfig, Manifest, ModelConfig, RunConfig, ScheduleConfig
+from p2pdiloco.swarm.run_index import folder_of
 from p2pdiloco.training.export import ABOUT, About, ExportError, Format, export
 from p2pdiloco.training.huggingface import read_folder
 from p2pdiloco.training.parameters import embedding_names, trainable

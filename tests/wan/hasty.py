@@ -11,7 +11,7 @@ import pytest
 from forked import begin_in
 
 from benchmarks.wan.homes import CONFIG, Gathering, Home, wait_for
-from p2pdiloco.node import guest
+from p2pdiloco.node import resource_guard
 from p2pdiloco.peer import peer
 from p2pdiloco.protocol.ids import LearnerId, peer_of
 from p2pdiloco.transport import sockets
@@ -31,7 +31,7 @@ def hasten() -> None:
     config = peer.protocol_config
     peer.protocol_config = lambda *given: msgspec.structs.replace(config(*given), finish_s=FINISH_S)
     sockets.DEAD_AFTER_S = DEAD_AFTER_S
-    guest.LOOK_S = LOOK_S
+    resource_guard.LOOK_S = LOOK_S
 
 
 def begin(monkeypatch: pytest.MonkeyPatch) -> None:

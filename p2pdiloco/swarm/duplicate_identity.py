@@ -18,10 +18,10 @@ from collections.abc import Awaitable, Callable
 import msgspec
 
 from p2pdiloco.discovery.directory import Directory
-from p2pdiloco.node.credentials import Credentials
-from p2pdiloco.node.lookup import ladder_of, observer_transport
 from p2pdiloco.peer.host import Host
 from p2pdiloco.protocol.ids import PeerId, RunId
+from p2pdiloco.swarm.credentials import Credentials
+from p2pdiloco.swarm.run_lookup import ladder_of, observer_transport
 from p2pdiloco.transport.identity import Identity, IdentityError
 from p2pdiloco.transport.transport import DialError
 from p2pdiloco.util import logs

@@ -23,8 +23,8 @@ from p2pdiloco.access.members import Members, NotAMemberError
 from p2pdiloco.access.membership_log import join_statements, split_statements
 from p2pdiloco.net.abuse_limits import Allowance
 from p2pdiloco.net.authorization import MembersDoor
-from p2pdiloco.node.credentials import Credentials, MemberFiles
 from p2pdiloco.protocol.ids import PeerId
+from p2pdiloco.swarm.credentials import Credentials, MemberFiles
 from p2pdiloco.util import logs
 from p2pdiloco.wire.control_messages import MARKS_LIMIT, GetStatements, TellStatements, encode
 from p2pdiloco.wire.request_reply import Answer, RequestError, RequestRefused, Response

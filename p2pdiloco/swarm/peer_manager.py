@@ -29,10 +29,10 @@ import msgspec
 from p2pdiloco.discovery.directory import Directory, DirectoryError
 from p2pdiloco.nat.messages import Reachable
 from p2pdiloco.net.endpoint import LEAVING
-from p2pdiloco.node.curiosity import Curiosity
-from p2pdiloco.node.fellowship import Fellowship
-from p2pdiloco.node.ladder import Ladder
 from p2pdiloco.protocol.ids import PeerId, RunId
+from p2pdiloco.swarm.connect import Ladder
+from p2pdiloco.swarm.lookup_policy import Curiosity
+from p2pdiloco.swarm.membership_sync import Fellowship
 from p2pdiloco.transport.transport import DialError, Impostor, PeerRefused, Transport
 from p2pdiloco.util import logs
 from p2pdiloco.util.files import write_atomically

@@ -22,7 +22,7 @@ from p2pdiloco.watch.picture import History, Picture
 from p2pdiloco.watch.playback import LOG, lines
 
 if TYPE_CHECKING:
-    from p2pdiloco.node.lookout import Lookout
+    from p2pdiloco.node.telemetry import Lookout
 
 log = logs.get("page")
 

@@ -13,7 +13,6 @@ from torch import nn
 
 from p2pdiloco.codec.digests import StateForm, state_digest
 from p2pdiloco.codec.fragments import tensor_specs
-from p2pdiloco.node.kept_runs import ConfigError
 from p2pdiloco.peer.options import PeerOptions
 from p2pdiloco.peer.peer import InitialState
 from p2pdiloco.protocol.chain import genesis_head
@@ -30,6 +29,7 @@ from p2pdiloco.protocol.manifest import (
 )
 from p2pdiloco.protocol.manifest_defaults import completed, in_turns, with_usual_rate, without_left_out
 from p2pdiloco.protocol.manifest_validation import config_problems, manifest_problems, without_places
+from p2pdiloco.swarm.run_index import ConfigError
 from p2pdiloco.training import founding_file
 from p2pdiloco.training.config_errors import in_words
 from p2pdiloco.training.corpus import cut_into_blocks, load_corpus

@@ -20,8 +20,8 @@ from contextlib import suppress
 import msgspec
 
 from p2pdiloco.net.handshake import Role
-from p2pdiloco.node.figures import ASK_S, Figures
-from p2pdiloco.node.outlook import Outlook
+from p2pdiloco.node.eta import Outlook
+from p2pdiloco.node.swarm_status import ASK_S, Figures
 from p2pdiloco.peer.event_journal import Journal
 from p2pdiloco.peer.peer import Peer
 from p2pdiloco.protocol import effects as ef

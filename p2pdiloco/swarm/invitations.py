@@ -16,11 +16,11 @@ from p2pdiloco.access.certificates import CAP_UNIT, NEVER, NO_CAP, Grant, Role, 
 from p2pdiloco.access.invite_code import SECRET_BYTES, Invite, InviteError, clean_invite, decode_invite, encode_invite
 from p2pdiloco.access.members import NotAMemberError, UnknownInviterError
 from p2pdiloco.discovery.directory import Directory
-from p2pdiloco.node.credentials import Credentials, CredentialsError, MemberFiles, accepted, make_invite, members_of
-from p2pdiloco.node.kept_runs import folder_of, manifests_here
 from p2pdiloco.peer.options import PeerOptions
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.protocol.manifest import Manifest
+from p2pdiloco.swarm.credentials import Credentials, CredentialsError, MemberFiles, accepted, make_invite, members_of
+from p2pdiloco.swarm.run_index import folder_of, manifests_here
 from p2pdiloco.transport.identity import KEY_FILE, Identity
 from p2pdiloco.util import logs
 from p2pdiloco.util.files import write_atomically

@@ -12,10 +12,32 @@ import psutil
 
 from p2pdiloco.access.invite_code import Invite
 from p2pdiloco.discovery.directory import Directory
-from p2pdiloco.node.credentials import Credentials
-from p2pdiloco.node.forwarder import Forwarder
-from p2pdiloco.node.foundation import found, found_from_script, with_own_places
-from p2pdiloco.node.invites import (
+from p2pdiloco.node.dashboard import served
+from p2pdiloco.node.metrics_export import Forwarder
+from p2pdiloco.node.node import Node
+from p2pdiloco.node.notifier import Notifier
+from p2pdiloco.node.results import finished
+from p2pdiloco.node.run_creation import found, found_from_script, with_own_places
+from p2pdiloco.node.run_folder import (
+    CHECKPOINT,
+    chosen_run,
+    founded_earlier,
+    has_finished,
+    hold,
+    own_state,
+    standings,
+    told,
+)
+from p2pdiloco.node.shutdown_signals import leave_when_asked
+from p2pdiloco.peer.checkpoint import CheckpointError
+from p2pdiloco.peer.options import PeerOptions
+from p2pdiloco.peer.peer import Ending, InitialState
+from p2pdiloco.protocol.ids import RunId
+from p2pdiloco.protocol.manifest import Layout, Manifest, RunConfig
+from p2pdiloco.protocol.manifest_defaults import few_turns
+from p2pdiloco.swarm.credentials import Credentials
+from p2pdiloco.swarm.duplicate_identity import refuse_to_be_one
+from p2pdiloco.swarm.invitations import (
     as_granted,
     credentials_by,
     credentials_of,
@@ -25,8 +47,8 @@ from p2pdiloco.node.invites import (
     kept_credentials,
     refuse_a_stranger,
 )
-from p2pdiloco.node.kept_runs import ConfigError, folder_of
-from p2pdiloco.node.lookup import (
+from p2pdiloco.swarm.run_index import ConfigError, folder_of
+from p2pdiloco.swarm.run_lookup import (
     FIND_S,
     AllRefuseError,
     DirectoryOptions,
@@ -42,28 +64,6 @@ from p2pdiloco.node.lookup import (
     open_directory,
     pick_runs,
 )
-from p2pdiloco.node.node import Node
-from p2pdiloco.node.notices import leave_when_asked
-from p2pdiloco.node.notifier import Notifier
-from p2pdiloco.node.page import served
-from p2pdiloco.node.results import finished
-from p2pdiloco.node.run_folder import (
-    CHECKPOINT,
-    chosen_run,
-    founded_earlier,
-    has_finished,
-    hold,
-    own_state,
-    standings,
-    told,
-)
-from p2pdiloco.node.twins import refuse_to_be_one
-from p2pdiloco.peer.checkpoint import CheckpointError
-from p2pdiloco.peer.options import PeerOptions
-from p2pdiloco.peer.peer import Ending, InitialState
-from p2pdiloco.protocol.ids import RunId
-from p2pdiloco.protocol.manifest import Layout, Manifest, RunConfig
-from p2pdiloco.protocol.manifest_defaults import few_turns
 from p2pdiloco.training.data_sources import tell_sources
 from p2pdiloco.training.learner_main import device_of
 from p2pdiloco.transport.identity import Identity

@@ -27,9 +27,9 @@ from p2pdiloco.nat.rendezvous_client import POINTS, Rendezvous
 from p2pdiloco.nat.rendezvous_server import MeetingPoint
 from p2pdiloco.nat.request_router import IntroductionHandler
 from p2pdiloco.net.handshake import WIRE_VERSION
-from p2pdiloco.node.curiosity import KnownPoints
-from p2pdiloco.node.ladder import Ladder
 from p2pdiloco.protocol.ids import PeerId
+from p2pdiloco.swarm.connect import Ladder
+from p2pdiloco.swarm.lookup_policy import KnownPoints
 from p2pdiloco.transport import addresses, sockets
 from p2pdiloco.transport.dialer import Dialler
 from p2pdiloco.transport.identity import Identity
