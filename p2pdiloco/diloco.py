@@ -9,8 +9,8 @@
             if outer.is_complete:
                 break
 
-The script is the learner; a node runs beside it as a process of its own (``companion.py``), so the loop never waits for
-the network. Without ``run`` nothing happens, and the script trains alone. Under ``torchrun`` all ranks are one peer
+The script is the learner; a node runs beside it as a process of its own (``script_node.py``), so the loop never waits
+for the network. Without ``run`` nothing happens, and the script trains alone. Under ``torchrun`` all ranks are one peer
 (``training/multi_rank.py``), each of them with the same lines.
 
 Rules of this file:
@@ -38,10 +38,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from p2pdiloco import participation
+from p2pdiloco import script_lifecycle
 from p2pdiloco.access.invite_code import InviteError
-from p2pdiloco.companion import JOIN_S, NODE_LOG, Companion, CompanionError, Return, Wish, leaving_s
 from p2pdiloco.protocol.manifest import Layout, Manifest, RunConfig
+from p2pdiloco.script_node import JOIN_S, NODE_LOG, Companion, CompanionError, Return, Wish, leaving_s
 from p2pdiloco.training import founding_file
 from p2pdiloco.training.node_link import Meeting, OuterLink, ScriptTrainer, Visit
 from p2pdiloco.training.parameters import FlatParameters, embedding_names, trainable
@@ -163,7 +163,7 @@ class DiLoCo(SwarmView):
         self._companion: Companion | None = None
         self._hooks: list[Any] = []
         if run is not None:
-            self._hooks.append(optimizer.register_step_post_hook(participation.alone(self)))
+            self._hooks.append(optimizer.register_step_post_hook(script_lifecycle.alone(self)))
         self._begun_in = 0  # the process that takes part; a forked one does not
         self._stepped_at = 0.0
 
@@ -186,7 +186,7 @@ class DiLoCo(SwarmView):
             )
         _require_training(self._named, self._optimizer)
         self._island = _island(self._process_group, self._leave_s)
-        participation.begin(self._state, self._leave_at_once, heeds_sigterm=self._island is None)
+        script_lifecycle.begin(self._state, self._leave_at_once, heeds_sigterm=self._island is None)
         self._begun_in = os.getpid()
         self._unhook()
         try:
@@ -194,7 +194,7 @@ class DiLoCo(SwarmView):
         except BaseException:
             self._begun_in, self._link, self._is_linked = 0, None, False
             self._end_node(signal.SIGKILL)
-            participation.end(self._state)
+            script_lifecycle.end(self._state)
             raise
         self._stepped_at = time.perf_counter()
         self._hook_steps()
@@ -297,7 +297,7 @@ class DiLoCo(SwarmView):
                 if not isinstance(sys.exc_info()[1] or error, Exception):
                     self._companion.send(signal.SIGTERM)
                 self._companion.leave_alone()
-            participation.end(self._state)
+            script_lifecycle.end(self._state)
 
     def close(self) -> None:
         """Contribute what is unmerged, and leave: of a run that is complete when the others are, too."""
@@ -383,7 +383,7 @@ class DiLoCo(SwarmView):
             if self._check is not None:
                 self._check.moved()
         elif self._wish is not None:
-            raise DiLoCoError(participation.NOT_BEGUN)
+            raise DiLoCoError(script_lifecycle.NOT_BEGUN)
 
     @contextlib.contextmanager
     def global_parameters(self) -> Iterator[None]:

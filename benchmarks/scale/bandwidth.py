@@ -1,4 +1,4 @@
-"""Compute utilisation by line, by the public model (``p2pdiloco/forecast/bandwidth.py``): the published cells beside
+"""Compute utilisation by line, by the public model (``p2pdiloco/planner.py``): the published cells beside
 ours, and what each system needs, 2B to 100B parameters, 2 to 64 peers, 10 Mbit/s to 100 Gbit/s, each codec. Arithmetic;
 beside it stands what ``benchmarks.wan.bandwidth`` measured over throttled lines.
 
@@ -13,7 +13,7 @@ import msgspec
 
 from benchmarks import bench
 from benchmarks.scale import plots
-from p2pdiloco.forecast.bandwidth import SYSTEMS, Training, least_rate, sustained
+from p2pdiloco.planner import SYSTEMS, Training, least_rate, sustained
 
 CODECS = {"bf16": 1.348, "int8": 0.954, "int4": 0.428, "int4-coarse": 0.271, "int2": 0.208}
 """Bytes a parameter, measured (docs/wire.md); the paper's int4 is 0.5 without scales and zstd."""

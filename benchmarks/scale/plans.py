@@ -15,7 +15,7 @@ from typing import NamedTuple
 from benchmarks import bench
 from benchmarks.wan import task
 from p2pdiloco.cli.plan import wanted_of
-from p2pdiloco.forecast.plan import PeerLines, make_plan
+from p2pdiloco.planner import PeerLines, make_plan
 from p2pdiloco.protocol.manifest import RunConfig
 
 ALLOWED = 0.15

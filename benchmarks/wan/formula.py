@@ -1,5 +1,5 @@
 """What a link must carry for a given compute utilisation: arithmetic, no measurement. Beside the public model
-(``p2pdiloco.forecast.bandwidth``) it has what a real link costs: headers, round trips, loss, control.
+(``p2pdiloco.planner``) it has what a real link costs: headers, round trips, loss, control.
 
 Rules of this file:
 1. Pure numbers: bits, seconds, bits per second on the wire.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from p2pdiloco.forecast import bandwidth
+from p2pdiloco import planner
 
 PAYLOAD_SHARE = 1448 / 1514
 """TCP payload in a full packet, as tc counts it."""
@@ -97,4 +97,4 @@ def least_rate(run: Run, wanted: float, *, system: str, round_trip_s: float = 0.
             return utilisation(synchronous_diloco_s(run, link), run)
         return sustained_share(run, link) if is_on_time(run, link) else 0.0
 
-    return bandwidth.least_rate(share, run, wanted)
+    return planner.least_rate(share, run, wanted)

@@ -17,13 +17,12 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.watch.shots import crowd
+from p2pdiloco.observability.alerts import Alerts
+from p2pdiloco.observability.history import Chronicle, account
+from p2pdiloco.observability.log_reader import Recording
+from p2pdiloco.observability.prometheus import exposition
+from p2pdiloco.observability.snapshot import Picture
 from p2pdiloco.peer.metrics import Metrics
-from p2pdiloco.watch.account import account
-from p2pdiloco.watch.alerts import Alerts
-from p2pdiloco.watch.chronicle import Chronicle
-from p2pdiloco.watch.exposition import exposition
-from p2pdiloco.watch.picture import Picture
-from p2pdiloco.watch.playback import Recording
 
 WARM_S, TOLD_S = 60, 60
 """Seconds of the run that are told before, and in which it is timed."""

@@ -17,11 +17,11 @@ from pathlib import Path
 from benchmarks.watch.browser import browser
 from p2pdiloco.demo.local_swarm import Swarm
 from p2pdiloco.node.run_creation import find_run
+from p2pdiloco.observability.log_reader import Recording, player
+from p2pdiloco.observability.tui import Top
+from p2pdiloco.observability.view_sources import Tape
+from p2pdiloco.observability.web_server import PageServer
 from p2pdiloco.util.output_markers import LOOK_AT
-from p2pdiloco.watch.playback import Recording, player
-from p2pdiloco.watch.server import PageServer
-from p2pdiloco.watch.sources import Tape
-from p2pdiloco.watch.terminal import Top
 
 LIMIT_S = 420.0
 LOADED = "typeof picture !== 'undefined' && picture !== null && history !== null"

@@ -22,10 +22,10 @@ from pathlib import Path
 from benchmarks import bench
 from benchmarks.watch.browser import browser
 from benchmarks.watch.shots import LOADED, crowd
-from p2pdiloco.watch.playback import Recording, player
-from p2pdiloco.watch.server import PageServer
-from p2pdiloco.watch.sources import Tape
-from p2pdiloco.watch.terminal import Top
+from p2pdiloco.observability.log_reader import Recording, player
+from p2pdiloco.observability.tui import Top
+from p2pdiloco.observability.view_sources import Tape
+from p2pdiloco.observability.web_server import PageServer
 
 SPEED = 60.0
 """At which a picture has changed everywhere after a second."""

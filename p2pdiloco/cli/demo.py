@@ -14,7 +14,7 @@ from pathlib import Path
 from p2pdiloco.cli.complaints import FAILED, INTERRUPTED, REPAIR, Complaint, complaining
 from p2pdiloco.demo.local_swarm import Swarm, SwarmError
 from p2pdiloco.demo.report import judge, make_report, print_report
-from p2pdiloco.demo.stage import play
+from p2pdiloco.demo.scenario import play
 from p2pdiloco.node.run_creation import decode_config, find_run, read_config
 from p2pdiloco.protocol.manifest import RunConfig
 from p2pdiloco.swarm.run_index import ConfigError

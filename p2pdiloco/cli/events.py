@@ -12,10 +12,9 @@ import msgspec
 
 from p2pdiloco.cli.complaints import complaining
 from p2pdiloco.cli.parser import meant
+from p2pdiloco.observability.event_schema import BY_NAME
+from p2pdiloco.observability.log_reader import Choice, LoggedEvent, Tails, told
 from p2pdiloco.util.logs import escaped
-from p2pdiloco.watch.playback import LoggedEvent
-from p2pdiloco.watch.reader import Choice, Tails, told
-from p2pdiloco.watch.schema import BY_NAME
 
 LOOK_S = 0.5
 

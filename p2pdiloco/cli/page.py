@@ -9,9 +9,9 @@ import asyncio
 from p2pdiloco.cli import peer
 from p2pdiloco.cli.complaints import complaining
 from p2pdiloco.node.dashboard import split_place
+from p2pdiloco.observability.log_reader import Recording, player
+from p2pdiloco.observability.web_server import PageServer, is_loopback, new_token
 from p2pdiloco.util.output_markers import sight
-from p2pdiloco.watch.playback import Recording, player
-from p2pdiloco.watch.server import PageServer, is_loopback, new_token
 
 
 async def run(arguments: argparse.Namespace) -> int:

@@ -10,8 +10,8 @@ import msgspec
 from p2pdiloco.cli.complaints import REPAIR, Complaint, complaining
 from p2pdiloco.codec.bitrate_ladder import LADDER
 from p2pdiloco.codec.fragments import tensor_specs
-from p2pdiloco.forecast.plan import Advice, Forecast, PeerLines, Wanted, advise, make_plan
 from p2pdiloco.node.run_creation import find_run, read_config
+from p2pdiloco.planner import Advice, Forecast, PeerLines, Wanted, advise, make_plan
 from p2pdiloco.protocol.manifest import RunConfig, make_layout
 from p2pdiloco.protocol.manifest_defaults import heartbeat_s
 from p2pdiloco.swarm.run_index import ConfigError

@@ -85,7 +85,7 @@ def notified(text: str) -> str:
 
 def logged(text: str) -> str:
     """A program that draws experiments, and where; its library is there."""
-    from p2pdiloco.watch.exporter import split
+    from p2pdiloco.observability.exporters import split
 
     try:
         split(text)

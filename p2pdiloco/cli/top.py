@@ -9,7 +9,7 @@ import sys
 from importlib.util import find_spec
 
 from p2pdiloco.cli.complaints import REPAIR, Complaint, complaining
-from p2pdiloco.watch import sources
+from p2pdiloco.observability import view_sources
 
 
 async def run(arguments: argparse.Namespace) -> int:
@@ -21,10 +21,10 @@ async def run(arguments: argparse.Namespace) -> int:
             REPAIR,
         )
     with complaining(repair=(ValueError,), nobody=()):
-        source = await sources.found(arguments.what or str(arguments.state), arguments.speed)
+        source = await view_sources.found(arguments.what or str(arguments.state), arguments.speed)
         if not sys.stdout.isatty():
             raise ValueError("top draws in a terminal, and this output is none: p2pdiloco status --json, or events")
-        from p2pdiloco.watch.terminal import Top
+        from p2pdiloco.observability.tui import Top
 
         await Top(source).run_async()
         return 0

@@ -26,7 +26,7 @@ from typing import Any
 from torch import Tensor
 
 from p2pdiloco.diloco import DiLoCo
-from p2pdiloco.integrations.schedules import Schedules
+from p2pdiloco.integrations.lr_schedules import Schedules
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from p2pdiloco.diloco import DiLoCo
-from p2pdiloco.integrations.schedules import Schedules
+from p2pdiloco.integrations.lr_schedules import Schedules
 from p2pdiloco.training.swarm_view import of
 
 try:

@@ -15,11 +15,11 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from p2pdiloco.observability.history import Chronicle
+from p2pdiloco.observability.log_reader import LOG, lines
+from p2pdiloco.observability.snapshot import History, Picture
 from p2pdiloco.util import logs
 from p2pdiloco.util.output_markers import sight
-from p2pdiloco.watch.chronicle import Chronicle
-from p2pdiloco.watch.picture import History, Picture
-from p2pdiloco.watch.playback import LOG, lines
 
 if TYPE_CHECKING:
     from p2pdiloco.node.telemetry import Lookout
@@ -80,7 +80,11 @@ async def served(lookout: Lookout, folder: Path, place: str, say: Callable[[str]
     if place == OFF:
         yield
         return
-    from p2pdiloco.watch.server import PageServer, is_loopback, kept_token  # aiohttp, which not every node needs
+    from p2pdiloco.observability.web_server import (  # aiohttp, which not every node needs
+        PageServer,
+        is_loopback,
+        kept_token,
+    )
 
     await remember(lookout.chronicle, folder)
     host, port = split_place(place)

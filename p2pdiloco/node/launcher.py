@@ -29,6 +29,8 @@ from p2pdiloco.node.run_folder import (
     told,
 )
 from p2pdiloco.node.shutdown_signals import leave_when_asked
+from p2pdiloco.observability.alerts import Alert
+from p2pdiloco.observability.history import closing
 from p2pdiloco.peer.checkpoint import CheckpointError
 from p2pdiloco.peer.options import PeerOptions
 from p2pdiloco.peer.peer import Ending, InitialState
@@ -68,8 +70,6 @@ from p2pdiloco.training.data_sources import tell_sources
 from p2pdiloco.training.learner_main import device_of
 from p2pdiloco.transport.identity import Identity
 from p2pdiloco.util import logs
-from p2pdiloco.watch.account import closing
-from p2pdiloco.watch.alerts import Alert
 from p2pdiloco.wire.directory_records import RunRecord
 
 log = logs.get("session")

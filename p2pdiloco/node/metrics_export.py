@@ -19,15 +19,15 @@ from typing import Self
 
 import msgspec
 
+from p2pdiloco.observability.exporters import COMPLAINT, Numbers
+from p2pdiloco.observability.prometheus import NAMES, single
+from p2pdiloco.observability.snapshot import Picture
 from p2pdiloco.util import logs
 from p2pdiloco.util.tasks import Tasks
-from p2pdiloco.watch.exporter import COMPLAINT, Numbers
-from p2pdiloco.watch.exposition import NAMES, single
-from p2pdiloco.watch.picture import Picture
 
 log = logs.get("log-to")
 
-COMMAND = (sys.executable, "-P", "-m", "p2pdiloco.watch.exporter")
+COMMAND = (sys.executable, "-P", "-m", "p2pdiloco.observability.exporters")
 EVERY_S = 10.0
 MOST_WAITING = 256 << 10
 """Bytes that a process has not read: what comes then is left out."""

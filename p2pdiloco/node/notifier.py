@@ -17,8 +17,8 @@ from typing import Self
 
 import msgspec
 
+from p2pdiloco.observability.alerts import Alert
 from p2pdiloco.util import logs
-from p2pdiloco.watch.alerts import Alert
 
 log = logs.get("alert")
 

@@ -22,19 +22,9 @@ import msgspec
 from p2pdiloco.net.handshake import Role
 from p2pdiloco.node.eta import Outlook
 from p2pdiloco.node.swarm_status import ASK_S, Figures
-from p2pdiloco.peer.event_journal import Journal
-from p2pdiloco.peer.peer import Peer
-from p2pdiloco.protocol import effects as ef
-from p2pdiloco.protocol import events as ev
-from p2pdiloco.protocol import messages as msg
-from p2pdiloco.protocol.ids import PeerId
-from p2pdiloco.transport.tls_connection import Channel
-from p2pdiloco.transport.transport import Transport
-from p2pdiloco.util import logs
-from p2pdiloco.watch.account import account
-from p2pdiloco.watch.alerts import Alert, Alerts
-from p2pdiloco.watch.chronicle import Chronicle, finite
-from p2pdiloco.watch.picture import (
+from p2pdiloco.observability.alerts import Alert, Alerts
+from p2pdiloco.observability.history import Chronicle, account, finite
+from p2pdiloco.observability.snapshot import (
     Costs,
     Course,
     Headcount,
@@ -46,6 +36,15 @@ from p2pdiloco.watch.picture import (
     ShardRow,
     Title,
 )
+from p2pdiloco.peer.event_journal import Journal
+from p2pdiloco.peer.peer import Peer
+from p2pdiloco.protocol import effects as ef
+from p2pdiloco.protocol import events as ev
+from p2pdiloco.protocol import messages as msg
+from p2pdiloco.protocol.ids import PeerId
+from p2pdiloco.transport.tls_connection import Channel
+from p2pdiloco.transport.transport import Transport
+from p2pdiloco.util import logs
 from p2pdiloco.wire.control_messages import PeerStatus
 
 log = logs.get("node")

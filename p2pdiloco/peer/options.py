@@ -31,7 +31,7 @@ class MachineOptions(msgspec.Struct, frozen=True, kw_only=True):
     tensor_threads: Annotated[int, Meta(ge=0)] = 0
     """Of the node, which work on shards side by side; 0: by the machine's cores (``node/local_host.py``)."""
     price_per_hour: Annotated[float, Meta(ge=0.0)] | None = None
-    """For its account (``watch/account.py``)."""
+    """For its account (``observability/history.py``)."""
 
 
 class LinkOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,7 +81,7 @@ class WatchOptions(msgspec.Struct, frozen=True, kw_only=True):
     notify: str = ""
     """Command or address that is told of alerts (``node/notifier.py``)."""
     log_to: tuple[str, ...] = ()
-    """Programs that draw experiments, as KIND:PLACE (``watch/exporter.py``)."""
+    """Programs that draw experiments, as KIND:PLACE (``observability/exporters.py``)."""
 
 
 class PeerOptions(msgspec.Struct, frozen=True, kw_only=True):

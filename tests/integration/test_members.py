@@ -19,13 +19,13 @@ from p2pdiloco.access.membership_log import INTRODUCTION, join_statements
 from p2pdiloco.demo.local_swarm import Member
 from p2pdiloco.net.authorization import JoinersDoor
 from p2pdiloco.net.handshake import WIRE_VERSION
+from p2pdiloco.observability.event_schema import faults_of
+from p2pdiloco.observability.log_reader import lines
 from p2pdiloco.swarm.credentials import Credentials, accepted, invite_key, make_invite
 from p2pdiloco.swarm.run_lookup import observer_transport
 from p2pdiloco.transport.identity import Identity
 from p2pdiloco.transport.transport import DialError, Observer, PeerRefused, Transport
 from p2pdiloco.util.output_markers import INVITED
-from p2pdiloco.watch.playback import lines
-from p2pdiloco.watch.schema import faults_of
 from p2pdiloco.wire.control_messages import TellStatements, encode
 
 

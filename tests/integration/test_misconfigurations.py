@@ -32,6 +32,9 @@ from p2pdiloco.discovery.clock_sync import SharedClock
 from p2pdiloco.net.authorization import MembersDoor
 from p2pdiloco.net.handshake import WIRE_VERSION
 from p2pdiloco.node import diagnostics
+from p2pdiloco.observability import exporters
+from p2pdiloco.observability.view_sources import Page, UnseenError
+from p2pdiloco.observability.web_server import PageServer
 from p2pdiloco.protocol.ids import Digest, FragmentId, PeerId, RunId
 from p2pdiloco.protocol.manifest import (
     MANIFEST,
@@ -48,9 +51,6 @@ from p2pdiloco.swarm.run_index import folder_of
 from p2pdiloco.training import data_sources
 from p2pdiloco.transport.identity import Identity
 from p2pdiloco.util.files import lock
-from p2pdiloco.watch import exporter
-from p2pdiloco.watch.server import PageServer
-from p2pdiloco.watch.sources import Page, UnseenError
 
 pytestmark = [pytest.mark.usefixtures("own_logging"), pytest.mark.heavy]
 FAILED, REPAIR, NOBODY_THERE = 1, 2, 3
@@ -277,7 +277,7 @@ def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
 
 @pytest.mark.parametrize("mistake", TYPED, ids=lambda mistake: mistake.words[:60])
 def test_what_is_typed_wrongly(user: User, mistake: Mistake, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exporter, "find_spec", lambda _: None)  # whatever is installed here
+    monkeypatch.setattr(exporters, "find_spec", lambda _: None)  # whatever is installed here
     user.is_told(mistake.says, mistake.fix, mistake.words, mistake.status)
 
 

@@ -12,10 +12,10 @@ import pytest
 from benchmarks.watch import browser as browsers
 from benchmarks.watch.browser import Tab, browser
 from benchmarks.watch.shots import crowd
-from p2pdiloco.watch.chronicle import Chronicle
-from p2pdiloco.watch.picture import Headline, History, OwnWords, PeerRow, Picture, Sample, Title
-from p2pdiloco.watch.playback import Recording, player
-from p2pdiloco.watch.server import PageServer
+from p2pdiloco.observability.history import Chronicle
+from p2pdiloco.observability.log_reader import Recording, player
+from p2pdiloco.observability.snapshot import Headline, History, OwnWords, PeerRow, Picture, Sample, Title
+from p2pdiloco.observability.web_server import PageServer
 
 pytestmark = [
     pytest.mark.heavy,

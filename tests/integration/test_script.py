@@ -28,7 +28,7 @@ from scripts import (
 from swarm import PEER, swarm_in
 from waiting import wait_until
 
-from p2pdiloco import participation
+from p2pdiloco import script_lifecycle
 from p2pdiloco.access.invite_code import is_invite
 from p2pdiloco.demo.local_swarm import Member
 from p2pdiloco.util.output_markers import INVITED, invited_with
@@ -36,7 +36,7 @@ from p2pdiloco.util.output_markers import INVITED, invited_with
 SCRIPT = Path(__file__).parents[2] / "peers" / "own_script.py"
 
 
-ALONE = f"{participation.NOT_BEGUN}; this trains alone"
+ALONE = f"{script_lifecycle.NOT_BEGUN}; this trains alone"
 NOTEBOOK = """
 import copy, sys, time, torch, p2pdiloco
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from tests.seeded_bugs.inject import Bug
 
 _LINK = "p2pdiloco.training.node_link"
-_COMPANION = "p2pdiloco.companion"
-_PARTICIPATION = "p2pdiloco.participation"
+_COMPANION = "p2pdiloco.script_node"
+_PARTICIPATION = "p2pdiloco.script_lifecycle"
 
 _SIDE = "p2pdiloco.training.cuda_copies"
 _SIDE_TESTS = "tests/unit/test_training_side_stream.py"
@@ -109,7 +109,7 @@ BUGS = (
     ),
     Bug(
         name="a schedule that is over before the run follows it",
-        module="p2pdiloco.integrations.schedules",
+        module="p2pdiloco.integrations.lr_schedules",
         old="self._is_as_long = steps == outer.total_steps",
         new="self._is_as_long = True",
         harm="a peer trains at rate 0, or at one that rises again, and its tokens count all the same",
@@ -125,7 +125,7 @@ BUGS = (
     ),
     Bug(
         name="a script that has begun nothing changes the optimizer's hooks in its step",
-        module="p2pdiloco.participation",
+        module="p2pdiloco.script_lifecycle",
         old="not is_told and not _here and living() is not None",
         new="not is_told and living() is not None",
         harm="a notebook's second DiLoCo, which was not begun, says that the first one trains alone",
@@ -133,7 +133,7 @@ BUGS = (
     ),
     Bug(
         name="a schedule begins anew wherever the run is",
-        module="p2pdiloco.integrations.schedules",
+        module="p2pdiloco.integrations.lr_schedules",
         old="        for _ in range(at, step):",
         new="        for _ in range(0):",
         harm="who joins late, or comes back, trains at the peak's rate until the run's end",
@@ -326,7 +326,7 @@ BUGS = (
     # -- a script's node -----------------------------------------------------------------------------------------------
     Bug(
         name="a large model's node has no more time to end than a small one's",
-        module="p2pdiloco.companion",
+        module="p2pdiloco.script_node",
         old="    return LEAVE_S + parameters * WRITTEN_BYTES / WRITTEN_BYTES_PER_S",
         new="    return LEAVE_S",
         harm="what was trained last is killed while it is merged and written",

@@ -20,7 +20,7 @@ _FORWARDER_TESTS = "tests/unit/test_node_forwarder.py"
 BUGS = (
     Bug(
         name="a number that is too large ends what reads the log",
-        module="p2pdiloco.watch.reader",
+        module="p2pdiloco.observability.log_reader",
         old="AttributeError, ArithmeticError):",
         new="AttributeError):",
         harm="one damaged line, and `events` ends in a traceback",
@@ -36,7 +36,7 @@ BUGS = (
     ),
     Bug(
         name="what is no news is shown as it is logged",
-        module="p2pdiloco.watch.reader",
+        module="p2pdiloco.observability.log_reader",
         old="        text = detail(event.line) if news is None else news.text",
         new="        text = None if news is None else news.text",
         harm="nine lines of ten that `events` prints are field=value",
@@ -95,7 +95,7 @@ BUGS = (
     ),
     Bug(
         name="another run's page is shown for a folder's",
-        module="p2pdiloco.watch.sources",
+        module="p2pdiloco.observability.view_sources",
         old="            if _is_of(seen.picture, folder):",
         new="            if True:",
         harm="`top STATE` shows a run that has the port by now, and nobody sees that",
@@ -103,7 +103,7 @@ BUGS = (
     ),
     Bug(
         name="a page answers without end",
-        module="p2pdiloco.watch.sources",
+        module="p2pdiloco.observability.view_sources",
         old="                    if len(body) > MOST_BYTES:",
         new="                    if False:",
         harm="what listens at a port fills the memory of who looks",
@@ -111,7 +111,7 @@ BUGS = (
     ),
     Bug(
         name="others' letters reach the terminal",
-        module="p2pdiloco.watch.sentences",
+        module="p2pdiloco.observability.event_schema",
         old="    return printable(named)[:LONGEST]",
         new="    return named[:LONGEST]",
         harm="a peer's words clear the screen, or type into the shell of who reads them",
@@ -119,7 +119,7 @@ BUGS = (
     ),
     Bug(
         name="the end of a log that is moved aside is not read",
-        module="p2pdiloco.watch.reader",
+        module="p2pdiloco.observability.log_reader",
         old="""        found = self._read()
         if self._is_moved_aside():
             self.close()
@@ -137,7 +137,7 @@ BUGS = (
     ),
     Bug(
         name="a page answers to any name",
-        module="p2pdiloco.watch.server",
+        module="p2pdiloco.observability.web_server",
         old="        if not is_this_machine(request.host, self._host):",
         new="        if False:",
         harm="a web site that has its name point here reads what a peer shows (DNS rebinding)",
@@ -145,7 +145,7 @@ BUGS = (
     ),
     Bug(
         name="an exposed page forgets its token",
-        module="p2pdiloco.watch.server",
+        module="p2pdiloco.observability.web_server",
         old="        if self._token and not self._knows_token(request):",
         new="        if request.path == '/' and self._token and not self._knows_token(request):",
         harm="the page is closed, and the stream behind it open to all",
@@ -153,7 +153,7 @@ BUGS = (
     ),
     Bug(
         name="lookers without a bound",
-        module="p2pdiloco.watch.server",
+        module="p2pdiloco.observability.web_server",
         old="        if self._streams >= MOST_STREAMS:",
         new="        if False:",
         harm="whoever opens connections has the peer write pictures instead of merging",
@@ -161,7 +161,7 @@ BUGS = (
     ),
     Bug(
         name="connections to the page without a bound",
-        module="p2pdiloco.watch.connections",
+        module="p2pdiloco.observability.connection_limits",
         old="            out.abort()",
         new="            pass",
         harm="1,300 half-sent requests take all of a peer's descriptors",
@@ -169,7 +169,7 @@ BUGS = (
     ),
     Bug(
         name="a request to the page may take for ever",
-        module="p2pdiloco.watch.connections",
+        module="p2pdiloco.observability.connection_limits",
         old="call_later(self._stage_s, self.abort)",
         new="call_later(self._stage_s, self._stage_s.hex)",
         harm="half-sent requests and unread answers hold descriptors for an hour",
@@ -180,7 +180,7 @@ BUGS = (
     ),
     Bug(
         name="a commit counts for each that tells of it",
-        module="p2pdiloco.watch.chronicle",
+        module="p2pdiloco.observability.history",
         old="version <= self._shards.get(shard, (0, 0.0, 0))[0]",
         new="version < self._shards.get(shard, (0, 0.0, 0))[0]",
         harm="shares in a recorded swarm add up to several times the truth",
@@ -188,7 +188,7 @@ BUGS = (
     ),
     Bug(
         name="an alert is told at every look",
-        module="p2pdiloco.watch.alerts",
+        module="p2pdiloco.observability.alerts",
         old="is_news = kind not in self.present and (",
         new="is_news = (",
         harm="a phone that rings every five seconds is switched off",
@@ -196,7 +196,7 @@ BUGS = (
     ),
     Bug(
         name="the best loss counts for good",
-        module="p2pdiloco.watch.alerts",
+        module="p2pdiloco.observability.alerts",
         old="deque(maxlen=RECENT_LOSSES)",
         new="deque()",
         harm="one figure that was much too low alarms everybody until the run's end",
@@ -204,7 +204,7 @@ BUGS = (
     ),
     Bug(
         name="each look at the loss takes a place",
-        module="p2pdiloco.watch.alerts",
+        module="p2pdiloco.observability.alerts",
         old="if picture.course.held_out_step > self._loss_step:",
         new="if True:",
         harm="what the loss was is forgotten between two evaluations, and nobody is told of a model that diverges",
@@ -257,7 +257,7 @@ BUGS = (
     ),
     Bug(
         name="a token must be letters",
-        module="p2pdiloco.watch.server",
+        module="p2pdiloco.observability.web_server",
         old='word.encode(errors="backslashreplace"), mine',
         new="word.encode(), mine",
         harm="whoever reaches an exposed page fills its user's terminal with tracebacks",

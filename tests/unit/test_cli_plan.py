@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.scale import plans
 from p2pdiloco.cli.main import main
-from p2pdiloco.forecast.plan import CODECS, PeerLines, Wanted, advise, exchange_s, make_plan
+from p2pdiloco.planner import CODECS, PeerLines, Wanted, advise, exchange_s, make_plan
 
 SMALL = Wanted(
     fragments=((500_000, 500_000),) * 24,

@@ -18,12 +18,12 @@ import torch
 from actors import make_manifest
 
 import p2pdiloco
-from p2pdiloco import companion
+from p2pdiloco import script_node
 from p2pdiloco.access.certificates import NEVER, NO_CAP, Role
 from p2pdiloco.access.invite_code import Invite, encode_invite
 from p2pdiloco.cli.main import _parse, main
-from p2pdiloco.companion import LEAVE_S, RESTARTS, STABLE_S, Companion, CompanionError, Wish, leaving_s
 from p2pdiloco.protocol.ids import RunId
+from p2pdiloco.script_node import LEAVE_S, RESTARTS, STABLE_S, Companion, CompanionError, Wish, leaving_s
 from p2pdiloco.swarm.credentials import Credentials, make_invite
 from p2pdiloco.swarm.run_index import folder_of
 from p2pdiloco.training.node_reconnect import Found, Reunion, find_learner
@@ -60,14 +60,14 @@ class Dying(Companion):
         self.started.append(list(arguments))
         self._process = psutil.Popen(["sh", "-c", f"exit {self.status}"])
         self._process.wait()
-        self._is_child, self._began = True, companion.time.monotonic()
+        self._is_child, self._began = True, script_node.time.monotonic()
         self.log_path.touch()
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(companion, "time", clock)
+    monkeypatch.setattr(script_node, "time", clock)
     return clock
 
 
@@ -107,7 +107,7 @@ def test_after_a_long_life_earlier_deaths_are_forgotten(tmp_path: Path, clock: C
 def test_one_that_is_told_to_end_is_not_started_again(tmp_path: Path, clock: Clock) -> None:
     node = Dying(tmp_path)
     node._start([])
-    node.end(companion.signal.SIGTERM)
+    node.end(script_node.signal.SIGTERM)
     assert starts(node, clock, 100.0) == []
     node.leave_alone()
 
@@ -124,7 +124,7 @@ def test_a_founders_node_founds_again_and_a_joiners_joins_the_same_run(tmp_path:
 
 def test_who_finds_nobody_and_has_no_state_is_told_so(tmp_path: Path, clock: Clock) -> None:
     node = Dying(tmp_path, ["ADDR"])
-    node.status = companion.NOBODY_THERE
+    node.status = script_node.NOBODY_THERE
     with pytest.raises(CompanionError, match="the node ended with status 3"):
         node.meet()
     assert node.started == [["join", "ADDR", "--run", "story"]]
@@ -150,7 +150,7 @@ def test_who_has_the_runs_state_goes_on_though_nobody_answers(tmp_path: Path, cl
     """Before, the bootstrap that had gone was asked for again, and the script ended."""
     run = has_run(tmp_path)
     node = Dying(tmp_path, ["ADDR"])
-    node.status = companion.NOBODY_THERE
+    node.status = script_node.NOBODY_THERE
     with pytest.raises(CompanionError, match="the node ended with status 3"):
         node.meet()
     resumed = ["resume", str(tmp_path), "--run", run]
@@ -196,7 +196,7 @@ def test_of_several_runs_of_one_name_the_invites_goes_on(tmp_path: Path, clock: 
     invites = [encode_invite(made_invite(run)) for run in (*runs, RunId("f" * 40))]
     for number, invite in enumerate(invites):
         node = Dying(tmp_path, [invite])
-        node.status = companion.NOBODY_THERE
+        node.status = script_node.NOBODY_THERE
         with pytest.raises(CompanionError, match="the node ended with status 3"):
             node.meet()
         resumed = [["resume", str(tmp_path), "--run", runs[number]]] if number < len(runs) else []
@@ -206,7 +206,7 @@ def test_of_several_runs_of_one_name_the_invites_goes_on(tmp_path: Path, clock: 
         with pytest.raises(CompanionError, match="has several runs called story"):
             Dying(tmp_path)
     node = Dying(tmp_path, ["ADDR"])
-    node.status = companion.NOBODY_THERE
+    node.status = script_node.NOBODY_THERE
     with pytest.raises(CompanionError, match="has several runs called story"):
         node.meet()
     assert len(node.started) == 1

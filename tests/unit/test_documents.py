@@ -18,7 +18,7 @@ import pytest
 from p2pdiloco.cli import quantities
 from p2pdiloco.cli.arguments import COMMANDS
 from p2pdiloco.cli.main import _parse, main
-from p2pdiloco.watch import exporter
+from p2pdiloco.observability import exporters
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [
@@ -73,7 +73,7 @@ def test_a_command_is_one_that_can_be_typed(
     mention: Mention, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(quantities.shutil, "which", lambda name: name)  # programs and extras of the reader's machine
-    monkeypatch.setattr(exporter, "find_spec", lambda name: name)
+    monkeypatch.setattr(exporters, "find_spec", lambda name: name)
     words = words_of(mention.text.partition(" && ")[0])[1:]
     with suppress(SystemExit):
         _parse(words)

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.scale import bandwidth
 from benchmarks.wan import task
-from p2pdiloco.forecast.bandwidth import SYSTEMS, Training, least_rate, p2pdiloco, streaming, sustained
+from p2pdiloco.planner import SYSTEMS, Training, least_rate, p2pdiloco, streaming, sustained
 
 
 @pytest.mark.parametrize(("name", "theirs", "ours"), bandwidth.published(), ids=lambda x: str(x)[:20])

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from p2pdiloco.integrations.schedules import follow
+from p2pdiloco.integrations.lr_schedules import follow
 from p2pdiloco.training.swarm_view import of
 
 

@@ -13,9 +13,9 @@ from p2pdiloco.node import launcher
 from p2pdiloco.node import node as nodes
 from p2pdiloco.node.node import Node
 from p2pdiloco.node.notifier import Notifier
+from p2pdiloco.observability.alerts import Alert
+from p2pdiloco.observability.snapshot import Bill
 from p2pdiloco.peer.peer import APART, Ending
-from p2pdiloco.watch.alerts import Alert
-from p2pdiloco.watch.picture import Bill
 
 BILL = Bill(share=0.5, commits=1, lasts_s=10.0, tokens=1000, up_bytes=1, down_bytes=1)
 

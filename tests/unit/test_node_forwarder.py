@@ -17,10 +17,10 @@ from test_watch_chronicle import ANN, chronicle, commit, progress
 
 from p2pdiloco.node import metrics_export
 from p2pdiloco.node.metrics_export import Forwarder, line_of
-from p2pdiloco.watch import exporter
-from p2pdiloco.watch.exporter import Numbers, TargetError, otlp_body, split
-from p2pdiloco.watch.exposition import NAMES
-from p2pdiloco.watch.picture import Picture
+from p2pdiloco.observability import exporters
+from p2pdiloco.observability.exporters import Numbers, TargetError, otlp_body, split
+from p2pdiloco.observability.prometheus import NAMES
+from p2pdiloco.observability.snapshot import Picture
 
 pytestmark = pytest.mark.heavy
 
@@ -126,7 +126,7 @@ def test_nobody_waits_for_one_that_is_gone_or_does_not_read(
 def test_what_cannot_be_used_is_said_before_a_peer_runs(
     target: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exporter, "find_spec", lambda _: None)
+    monkeypatch.setattr(exporters, "find_spec", lambda _: None)
     with pytest.raises(TargetError, match=said.replace("[", r"\[")):
         split(target)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from p2pdiloco import participation
+from p2pdiloco import script_lifecycle
 
 SCRIPT = """
 import os, signal, sys, time
@@ -58,20 +58,20 @@ def test_who_takes_part_again_leaves_first(tmp_path: Path, caplog: pytest.LogCap
 
     def leave() -> None:
         left.append("first")
-        participation.end(tmp_path)
+        script_lifecycle.end(tmp_path)
 
-    participation.begin(tmp_path, leave)
-    participation.begin(tmp_path / "other", lambda: left.append("other"))
-    participation.begin(tmp_path / ".." / tmp_path.name, lambda: left.append("second"))
+    script_lifecycle.begin(tmp_path, leave)
+    script_lifecycle.begin(tmp_path / "other", lambda: left.append("other"))
+    script_lifecycle.begin(tmp_path / ".." / tmp_path.name, lambda: left.append("second"))
     assert left == ["first"]
     assert "takes part with" in caplog.text
-    participation.end(tmp_path)
+    script_lifecycle.end(tmp_path)
     caplog.clear()
-    participation.begin(tmp_path, lambda: left.append("third"))
+    script_lifecycle.begin(tmp_path, lambda: left.append("third"))
     assert left == ["first"]
     for place in (tmp_path, tmp_path / "other"):
-        participation.end(place)
-        participation.end(place)
+        script_lifecycle.end(place)
+        script_lifecycle.end(place)
     assert not caplog.records
 
 
@@ -93,12 +93,12 @@ def test_what_still_takes_part_at_the_end_leaves_and_a_forked_process_does_not(
 
 def test_what_another_process_began_is_nobodys_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     left: list[str] = []
-    participation.begin(tmp_path, lambda: left.append("parent's"))
+    script_lifecycle.begin(tmp_path, lambda: left.append("parent's"))
     monkeypatch.setattr(os, "getpid", lambda: 1)
-    participation.begin(tmp_path, lambda: left.append("child's"))
+    script_lifecycle.begin(tmp_path, lambda: left.append("child's"))
     logging.getLogger("p2pdiloco").debug("nothing was left")
     assert left == []
-    participation.end(tmp_path)
+    script_lifecycle.end(tmp_path)
 
 
 def test_what_was_not_begun_is_told_once_at_a_step_and_changes_nothing(
@@ -111,16 +111,16 @@ def test_what_was_not_begun_is_told_once_at_a_step_and_changes_nothing(
     steps: list[int] = []
     owners = [torch.nn.Linear(1, 1) for _ in range(2)]
     for owner in owners:
-        optimizer.register_step_post_hook(participation.alone(owner))
+        optimizer.register_step_post_hook(script_lifecycle.alone(owner))
         optimizer.register_step_post_hook(lambda *_: steps.append(1))
-    participation.begin(tmp_path, lambda: None)
+    script_lifecycle.begin(tmp_path, lambda: None)
     optimizer.step()
     assert not caplog.records, "something else of this process takes part"
-    participation.end(tmp_path)
+    script_lifecycle.end(tmp_path)
     del owner, owners[0]
     for _ in range(2):
         optimizer.step()
-    assert [record.getMessage() for record in caplog.records] == [f"{participation.NOT_BEGUN}; this trains alone"]
+    assert [record.getMessage() for record in caplog.records] == [f"{script_lifecycle.NOT_BEGUN}; this trains alone"]
     assert (len(steps), float(parameter)) == (6, -3.0)
 
 
@@ -133,9 +133,9 @@ def test_a_rank_of_several_keeps_sigterm_and_so_does_who_has_a_handler(tmp_path:
             (signal.SIG_DFL, True, True),
         ):
             signal.signal(signal.SIGTERM, handler)  # type: ignore[arg-type]
-            participation.begin(tmp_path, lambda: None, heeds_sigterm=heeds)
+            script_lifecycle.begin(tmp_path, lambda: None, heeds_sigterm=heeds)
             assert (signal.getsignal(signal.SIGTERM) is not handler) is heard
-            participation.end(tmp_path)
+            script_lifecycle.end(tmp_path)
             assert signal.getsignal(signal.SIGTERM) is handler
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -9,11 +9,11 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 
-from p2pdiloco.companion import LOG_BYTES as NODE_LOG
 from p2pdiloco.node.learner_process import LOG_BYTES as LEARNER_LOG
 from p2pdiloco.peer import metrics as metrics_module
 from p2pdiloco.peer.metrics import Metrics, progress_fields
 from p2pdiloco.protocol.ids import RunId
+from p2pdiloco.script_node import LOG_BYTES as NODE_LOG
 from p2pdiloco.util.files import older
 from p2pdiloco.wire.control_messages import PeerStatus
 from p2pdiloco.wire.learner_ipc import Progress

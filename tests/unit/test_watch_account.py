@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 from test_watch_chronicle import ANN, BOB, chronicle, commit, progress
 
-from p2pdiloco.watch.account import account, closing
-from p2pdiloco.watch.exposition import exposition
-from p2pdiloco.watch.picture import LinkUse, Picture
+from p2pdiloco.observability.history import account, closing
+from p2pdiloco.observability.prometheus import exposition
+from p2pdiloco.observability.snapshot import LinkUse, Picture
 
 
 def picture() -> Picture:

@@ -13,8 +13,8 @@ from aiohttp import web
 from test_watch_chronicle import ANN, chronicle
 
 from p2pdiloco.node.notifier import Notifier
-from p2pdiloco.watch.alerts import PATIENCE_S, RECENT_LOSSES, Alert, Alerts
-from p2pdiloco.watch.picture import Headcount, Picture, ShardRow
+from p2pdiloco.observability.alerts import PATIENCE_S, RECENT_LOSSES, Alert, Alerts
+from p2pdiloco.observability.snapshot import Headcount, Picture, ShardRow
 
 EVERY_S = 5.0
 BASE = chronicle(1).picture(0.0)

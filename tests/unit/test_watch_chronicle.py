@@ -8,10 +8,17 @@ from typing import Any
 import msgspec
 import pytest
 
-from p2pdiloco.watch.chronicle import KEPT_HEADLINES, QUIET_S, Chronicle
-from p2pdiloco.watch.curves import MOST_COLUMNS, MOST_LANES, Curve, LaneBook
-from p2pdiloco.watch.picture import Picture, Title
-from p2pdiloco.watch.sentences import LONGEST, sentence
+from p2pdiloco.observability.event_schema import LONGEST, sentence
+from p2pdiloco.observability.history import (
+    KEPT_HEADLINES,
+    MOST_COLUMNS,
+    MOST_LANES,
+    QUIET_S,
+    Chronicle,
+    Curve,
+    LaneBook,
+)
+from p2pdiloco.observability.snapshot import Picture, Title
 
 ANN, BOB, CID = (f"12D3KooW{letter * 44}" for letter in "ABC")
 

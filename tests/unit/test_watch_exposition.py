@@ -9,8 +9,8 @@ from pathlib import Path
 import msgspec
 from test_watch_chronicle import ANN, BOB, chronicle, commit, progress
 
-from p2pdiloco.watch.exposition import NAMES, PREFIX, exposition
-from p2pdiloco.watch.picture import Picture
+from p2pdiloco.observability.prometheus import NAMES, PREFIX, exposition
+from p2pdiloco.observability.snapshot import Picture
 
 ROOT = Path(__file__).parents[2]
 KNOWN = {PREFIX + metric.name for metric in NAMES}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from test_watch_chronicle import ANN, BOB, commit, progress
 
-from p2pdiloco.watch.playback import Player, Recording, RecordingError, lines, player
+from p2pdiloco.observability.log_reader import Player, Recording, RecordingError, lines, player
 
 RUN = "r" * 40
 

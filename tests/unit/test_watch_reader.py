@@ -14,10 +14,9 @@ from test_watch_chronicle import ANN, BOB, commit, progress
 from test_watch_playback import started, write
 
 from p2pdiloco.cli.main import main
+from p2pdiloco.observability.event_schema import BY_NAME, EVENTS, described, faults_of
+from p2pdiloco.observability.log_reader import Choice, LoggedEvent, RecordingError, Tail, Tails, told
 from p2pdiloco.util.files import rotate
-from p2pdiloco.watch.playback import LoggedEvent, RecordingError
-from p2pdiloco.watch.reader import Choice, Tail, Tails, told
-from p2pdiloco.watch.schema import BY_NAME, EVENTS, described, faults_of
 
 ROOT = Path(__file__).parents[2]
 FIELDS_ELSEWHERE = {"joining", "transfer", "evaluation"}
@@ -58,7 +57,7 @@ def test_a_log_that_is_moved_aside_is_read_to_its_end_first(tmp_path: Path) -> N
 
 
 def test_a_line_that_never_ends_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("p2pdiloco.watch.reader.LONGEST_LINE", 100)
+    monkeypatch.setattr("p2pdiloco.observability.log_reader.LONGEST_LINE", 100)
     log = write(tmp_path / "metrics.jsonl", started(1.0, ANN))
     tail = Tail(log)
     with open(log, "ab") as file:

@@ -19,11 +19,11 @@ import psutil
 import pytest
 from test_watch_chronicle import ANN, BOB, chronicle, commit, progress
 
-from p2pdiloco.watch import server as server_module
-from p2pdiloco.watch.chronicle import Chronicle
-from p2pdiloco.watch.connections import PageLimits
-from p2pdiloco.watch.picture import History, Picture
-from p2pdiloco.watch.server import PageServer, is_this_machine, kept_token
+from p2pdiloco.observability import web_server as server_module
+from p2pdiloco.observability.connection_limits import PageLimits
+from p2pdiloco.observability.history import Chronicle
+from p2pdiloco.observability.snapshot import History, Picture
+from p2pdiloco.observability.web_server import PageServer, is_this_machine, kept_token
 
 HOSTILE = "</script><script>alert(1)</script>"
 
@@ -260,7 +260,7 @@ import asyncio, os, resource, sys
 import uvloop
 sys.path.insert(0, sys.argv[1])
 from test_watch_server import Shown
-from p2pdiloco.watch.server import PageServer
+from p2pdiloco.observability.web_server import PageServer
 
 class Busy(Shown):
     def picture(self):

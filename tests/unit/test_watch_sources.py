@@ -12,10 +12,10 @@ from test_watch_chronicle import ANN, BOB, commit
 from test_watch_playback import started, write
 from test_watch_server import Shown
 
-from p2pdiloco.watch import sources
-from p2pdiloco.watch.playback import RecordingError
-from p2pdiloco.watch.server import PageServer
-from p2pdiloco.watch.sources import Page, Tape, UnseenError, found
+from p2pdiloco.observability import view_sources
+from p2pdiloco.observability.log_reader import RecordingError
+from p2pdiloco.observability.view_sources import Page, Tape, UnseenError, found
+from p2pdiloco.observability.web_server import PageServer
 
 RUN = "r" * 40
 
@@ -78,7 +78,7 @@ def test_the_token_is_taken_from_the_address_or_from_the_folder(tmp_path: Path) 
 
 
 def test_what_is_no_page_is_refused_and_what_is_endless_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "MOST_BYTES", 1000)
+    monkeypatch.setattr(view_sources, "MOST_BYTES", 1000)
     answers: list[Callable[[web.Request], Awaitable[web.StreamResponse]]] = []
 
     def answer(text: str, status: int = 200, **headers: str) -> None:

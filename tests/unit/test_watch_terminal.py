@@ -10,11 +10,11 @@ import pytest
 from test_watch_chronicle import ANN, BOB, chronicle, commit, progress
 from test_watch_playback import started, write
 
-from p2pdiloco.watch import words
-from p2pdiloco.watch.drawings import BRAILLE, EMPTY, bar, curve, lane, thinned
-from p2pdiloco.watch.picture import Headline, History, OwnWords, PeerRow, Sample
-from p2pdiloco.watch.playback import Recording
-from p2pdiloco.watch.sources import Sighting, Tape, UnseenError
+from p2pdiloco.observability import formatting
+from p2pdiloco.observability.log_reader import Recording
+from p2pdiloco.observability.snapshot import Headline, History, OwnWords, PeerRow, Sample
+from p2pdiloco.observability.tui_layout import BRAILLE, EMPTY, bar, curve, lane, thinned
+from p2pdiloco.observability.view_sources import Sighting, Tape, UnseenError
 
 HOSTILE = "\x1b]0;evil\x07\x1b[2J\u202e[bold]x[/]\n\r" + "w" * 500
 
@@ -31,15 +31,15 @@ def told() -> History:
 
 
 def test_numbers_are_written_as_on_the_page() -> None:
-    assert [words.amount(v) for v in (None, 0, 999, 1240, 12_400, 999_999, 3.2e9)] == [
+    assert [formatting.amount(v) for v in (None, 0, 999, 1240, 12_400, 999_999, 3.2e9)] == [
         "-", "0", "999", "1.24 k", "12.4 k", "1,000 k", "3.20 G",
     ]  # fmt: skip
-    assert [words.volume(v) for v in (0, 999, 12_500, 123e6)] == ["0 B", "999 B", "12.5 kB", "123 MB"]
-    assert [words.duration(v) for v in (-1, 59, 61, 3660, 90_000, float("inf"))][:5] == [
+    assert [formatting.volume(v) for v in (0, 999, 12_500, 123e6)] == ["0 B", "999 B", "12.5 kB", "123 MB"]
+    assert [formatting.duration(v) for v in (-1, 59, 61, 3660, 90_000, float("inf"))][:5] == [
         "0 s", "59 s", "1 min 01 s", "1 h 01 min", "1 d 1 h",
     ]  # fmt: skip
-    assert words.percent(0.0321) == "3.2 %"
-    assert words.clock(1e300) == "-"
+    assert formatting.percent(0.0321) == "3.2 %"
+    assert formatting.clock(1e300) == "-"
 
 
 @pytest.mark.parametrize("over_time", [False, True])
@@ -122,7 +122,7 @@ class Stage:
 
 @pytest.mark.heavy
 def test_it_shows_hostile_words_as_words_and_says_when_nobody_answers() -> None:
-    from p2pdiloco.watch.terminal import LIGHT, Top
+    from p2pdiloco.observability.tui import LIGHT, Top
 
     async def whole() -> None:
         stage = Stage()
@@ -154,8 +154,8 @@ def test_it_shows_hostile_words_as_words_and_says_when_nobody_answers() -> None:
 @pytest.mark.heavy
 @pytest.mark.parametrize("width", [80, 109, 110, 120, 149, 150, 200])
 def test_no_number_on_a_card_is_cut(width: int) -> None:
-    from p2pdiloco.watch import panels
-    from p2pdiloco.watch.terminal import Top
+    from p2pdiloco.observability import tui_layout
+    from p2pdiloco.observability.tui import Top
 
     async def whole() -> None:
         stage = Stage()
@@ -175,7 +175,7 @@ def test_no_number_on_a_card_is_cut(width: int) -> None:
             await app.look()
             await pilot.pause()
             text = letters(app)
-            for line in (line for card in panels.cards(stage.sighting.picture) for line in card):
+            for line in (line for card in tui_layout.cards(stage.sighting.picture) for line in card):
                 assert line in text
 
     asyncio.run(whole())
@@ -183,7 +183,7 @@ def test_no_number_on_a_card_is_cut(width: int) -> None:
 
 @pytest.mark.heavy
 def test_a_recording_is_played_paused_and_leapt_through(tmp_path: Path) -> None:
-    from p2pdiloco.watch.terminal import Top
+    from p2pdiloco.observability.tui import Top
 
     commits = [commit(100.0 + version, version, BOB, ann=5) for version in range(1, 101)]
     write(tmp_path / "metrics.jsonl", started(100.0, ANN), *commits)

@@ -11,8 +11,8 @@ import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from p2pdiloco.observability.snapshot import Picture
 from p2pdiloco.util.logs import printable, short
-from p2pdiloco.watch.picture import Picture
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 PREFIX = "p2pdiloco_"

@@ -16,9 +16,29 @@ import time
 from collections.abc import Callable, Sequence
 
 from p2pdiloco.demo.local_swarm import Member, Swarm, SwarmError
-from p2pdiloco.demo.story import Story
 from p2pdiloco.protocol.manifest import RunConfig
 from p2pdiloco.util.output_markers import LOOK_AT
+
+# -- What the demo's plot made happen ----------------------------------------------------------------------------------
+
+
+class Story:
+    """What happened, and when."""
+
+    def __init__(self, began_unix: float) -> None:
+        self.began_unix = began_unix
+        self.killed: Member | None = None
+        self.killed_unix = 0.0
+        self.version_at_kill = 0
+        self.late: Member | None = None
+        self.bootstrap_killed_unix = 0.0
+        """0: it was not."""
+        self.members: list[Member] = []
+        self.leftovers: list[str] = []
+
+
+# -- The demo's plot: a swarm on this machine, with a kill, a late joiner and a dead bootstrap node --------------------
+
 
 KILL_AT = 0.35
 """Share of the run's steps after which one peer is killed."""

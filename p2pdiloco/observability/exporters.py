@@ -1,6 +1,6 @@
 """Hands a node's numbers to a program that draws experiments, in a process of its own::
 
-    python -m p2pdiloco.watch.exporter tensorboard:DIR | wandb:PROJECT | trackio:PROJECT | otlp:URL
+    python -m p2pdiloco.observability.exporters tensorboard:DIR | wandb:PROJECT | trackio:PROJECT | otlp:URL
 
 Rules of this file:
 1. The node writes one JSON object a line to standard input, and nothing of what happens here touches it: libraries,

@@ -20,8 +20,8 @@ from urllib.parse import parse_qs, urlsplit
 import aiohttp
 import msgspec
 
-from p2pdiloco.watch.picture import History, Picture
-from p2pdiloco.watch.playback import DEPTHS, Player, Recording
+from p2pdiloco.observability.log_reader import DEPTHS, Player, Recording
+from p2pdiloco.observability.snapshot import History, Picture
 
 PAGE_PORT, PAGE_TOKEN = "page.port", "page.token"
 PATIENCE_S = 5.0

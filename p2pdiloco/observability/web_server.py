@@ -7,7 +7,7 @@ Rules of this file:
 3. The Host header must name this machine by an address, or by ``localhost`` or its own name: a foreign name that was
    made to point here (DNS rebinding) is refused. No other origin may read, frame or embed anything.
 4. At most ``MOST_STREAMS`` streams are open, and a looker that does not read is let go. All other connections are few,
-   and each has little time (``watch/connections.py``).
+   and each has little time (``observability/connection_limits.py``).
 5. Without a looker nothing is made. What does not change is not sent again.
 """
 
@@ -29,10 +29,10 @@ from typing import Protocol, Self
 import msgspec
 from aiohttp import web
 
+from p2pdiloco.observability.connection_limits import PageConnections, PageLimits
+from p2pdiloco.observability.prometheus import CONTENT_TYPE, exposition, is_healthy, is_ready
+from p2pdiloco.observability.snapshot import History, Picture
 from p2pdiloco.util import logs
-from p2pdiloco.watch.connections import PageConnections, PageLimits
-from p2pdiloco.watch.exposition import CONTENT_TYPE, exposition, is_healthy, is_ready
-from p2pdiloco.watch.picture import History, Picture
 
 log = logs.get("page")
 

@@ -15,9 +15,9 @@ from textual.content import Content
 from textual.theme import Theme
 from textual.widgets import Footer, Static
 
-from p2pdiloco.watch import panels
-from p2pdiloco.watch.sentences import plain
-from p2pdiloco.watch.sources import Sighting, Source, Tape, UnseenError
+from p2pdiloco.observability import tui_layout
+from p2pdiloco.observability.event_schema import plain
+from p2pdiloco.observability.view_sources import Sighting, Source, Tape, UnseenError
 
 EVERY_S = 1.0
 DARK, LIGHT = "p2pdiloco-dark", "p2pdiloco-light"
@@ -160,25 +160,25 @@ class Top(App[None]):
             return
         picture, history = self.seen
         width = self.size.width
-        self._panel("head").update(panels.heading(picture, self._pulse(), bool(self.lost), width))
-        self._panel("course").update(panels.progress(picture, width))
+        self._panel("head").update(tui_layout.heading(picture, self._pulse(), bool(self.lost), width))
+        self._panel("course").update(tui_layout.progress(picture, width))
         troubles = self._panel("troubles")
         told = [*picture.troubles, *([self.lost] if self.lost else [])]
         troubles.update(Content("\n".join(plain(one) for one in told)))
         troubles.display = bool(told)
-        for number, card in enumerate(panels.cards(picture)):
-            self._panel(f"card-{number}").update(panels.card(card))
+        for number, card in enumerate(tui_layout.cards(picture)):
+            self._panel(f"card-{number}").update(tui_layout.card(card))
         curve, news, counted = self._panel("curve"), self._panel("news"), self._panel("counted")
         curve.border_title = "Loss over time" if self.is_over_time else "Loss over tokens"
         room = curve.content_size
-        curve.update(panels.losses(history, room.width, room.height, over_time=self.is_over_time))
-        news.update(panels.headlines(picture, *news.content_size))
+        curve.update(tui_layout.losses(history, room.width, room.height, over_time=self.is_over_time))
+        news.update(tui_layout.headlines(picture, *news.content_size))
         peers = self._panel("peers")
         live = sum(row.is_live for row in picture.peers)
         peers.border_title = f"Peers: {live} live, {len(picture.peers) - live} gone"
-        peers.update(panels.peers(picture, history, peers.content_size.width))
-        self._panel("merges").update(panels.merges(picture))
-        counted.update(panels.counted(picture, counted.content_size.width))
+        peers.update(tui_layout.peers(picture, history, peers.content_size.width))
+        self._panel("merges").update(tui_layout.merges(picture))
+        counted.update(tui_layout.counted(picture, counted.content_size.width))
 
     def _panel(self, name: str) -> Static:
         return self.query_one(f"#{name}", Static)

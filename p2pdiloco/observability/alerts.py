@@ -14,7 +14,7 @@ from typing import Literal
 
 import msgspec
 
-from p2pdiloco.watch.picture import Picture
+from p2pdiloco.observability.snapshot import Picture
 
 Kind = Literal["stuck", "alone", "diverging", "disk", "membership", "trouble", "done"]
 PATIENCE_S = 10.0

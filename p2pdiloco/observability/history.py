@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from p2pdiloco.protocol.ids import LearnerId, peer_of
-from p2pdiloco.watch.curves import Curve, LaneBook
-from p2pdiloco.watch.picture import (
+from p2pdiloco.observability.event_schema import Line, sentence
+from p2pdiloco.observability.formatting import duration, percent, volume
+from p2pdiloco.observability.snapshot import (
+    Bill,
     Costs,
     Course,
     Headcount,
@@ -33,7 +34,94 @@ from p2pdiloco.watch.picture import (
     ShardRow,
     Title,
 )
-from p2pdiloco.watch.sentences import Line, sentence
+from p2pdiloco.protocol.ids import LearnerId, peer_of
+
+# -- Bounded memories of an unbounded run: curves that thin out, lanes whose columns widen -----------------------------
+# Rule of this file: however long a run is, what is kept covers all of it, in at most so many points or columns.
+
+
+MOST_POINTS = 400
+MOST_COLUMNS = 160
+FIRST_COLUMN_S = 1.0
+MOST_LANES = 256
+"""Peers of a run; of more those that came first are shown."""
+
+Point = tuple[float, float, float]
+
+
+class Curve:
+    """Points in the order of their time; when there are too many, each second one goes, and from then on each second
+    one that comes, and so on."""
+
+    def __init__(self, most: int = MOST_POINTS) -> None:
+        self._points: list[Point] = []
+        self._last: Point | None = None
+        self._most = most
+        self._stride = 1
+        self._seen = 0
+
+    def add(self, tokens: float, at: float, value: float) -> None:
+        """One more. What is not finite is no point."""
+        if not (math.isfinite(tokens) and math.isfinite(at) and math.isfinite(value)):
+            return
+        self._last = (tokens, at, value)
+        if self._seen % self._stride == 0:
+            self._points.append(self._last)
+        self._seen += 1
+        if len(self._points) >= self._most:
+            self._points = self._points[::2]
+            self._stride *= 2
+
+    def __iter__(self) -> Iterator[Point]:
+        yield from self._points
+        if self._last is not None and self._points[-1] is not self._last:
+            yield self._last
+
+    def __len__(self) -> int:
+        return len(self._points)
+
+
+class LaneBook:
+    """Of each peer what it gave and what it merged, in columns of equal time. When the columns do not reach any more,
+    two become one."""
+
+    def __init__(self) -> None:
+        self.began = 0.0
+        self.column_s = FIRST_COLUMN_S
+        self.lanes: dict[str, tuple[list[int], list[int]]] = {}
+
+    def column(self, at: float) -> int:
+        """Of a time; the columns are made to reach it."""
+        if not self.began:
+            self.began = at
+        while at - self.began >= self.column_s * MOST_COLUMNS:
+            self.column_s *= 2
+            for lanes in self.lanes.values():
+                for lane in lanes:
+                    lane[:] = [sum(lane[i : i + 2]) for i in range(0, len(lane), 2)]
+        return max(0, int((at - self.began) / self.column_s))
+
+    def gave(self, peer: str, at: float, tokens: int) -> None:
+        """Tokens of a peer were merged."""
+        self._add(peer, 0, at, tokens)
+
+    def merged(self, peer: str, at: float) -> None:
+        """A peer has merged a version."""
+        self._add(peer, 1, at, 1)
+
+    def _add(self, peer: str, which: int, at: float, amount: int) -> None:
+        column = self.column(at)
+        if peer not in self.lanes:
+            if len(self.lanes) >= MOST_LANES:
+                return
+            self.lanes[peer] = ([], [])
+        lane = self.lanes[peer][which]
+        lane.extend([0] * (column + 1 - len(lane)))
+        lane[column] += amount
+
+
+# -- What a peer's events add up to: a picture and its history, the same for a peer that lives and for a ---------------
+
 
 KEPT_HEADLINES = 60
 KEPT_MERGES = 24
@@ -298,3 +386,41 @@ class _Past:
 def finite(value: float | None) -> float | None:
     """What another peer tells may be no number."""
     return value if value is not None and math.isfinite(value) else None
+
+
+# -- What a peer gave and what that cost its user. Pure ----------------------------------------------------------------
+
+
+HOUR_S = 3600.0
+
+
+def account(picture: Picture, lasts_s: float, price_per_hour: float | None) -> Bill:
+    """Of the peer whose picture that is, after ``lasts_s`` of its node's life."""
+    mine = next((row for row in picture.peers if row.is_me), None)
+    tokens = picture.course.tokens_trained
+    cost = None if price_per_hour is None else price_per_hour * lasts_s / HOUR_S
+    return Bill(
+        share=0.0 if mine is None else mine.share,
+        commits=0 if mine is None else mine.commits,
+        lasts_s=lasts_s,
+        tokens=tokens,
+        up_bytes=picture.link.up_bytes,
+        down_bytes=picture.link.down_bytes,
+        price_per_hour=price_per_hour,
+        cost=cost,
+        cost_per_million=cost / tokens * 1e6 if cost is not None and tokens else None,
+    )
+
+
+def closing(told: Bill | None) -> str:
+    """For the user, at the end; empty for who has trained nothing."""
+    if told is None or not told.tokens:
+        return ""
+    text = (
+        f"this machine gave {told.tokens:,} tokens in {duration(told.lasts_s)}: {told.commits:,} versions merged, "
+        f"{volume(told.up_bytes)} sent, {volume(told.down_bytes)} received; of what was merged since it first took "
+        f"part {percent(told.share)} is its own"
+    )
+    if told.cost is not None and told.cost_per_million is not None:
+        text += f"; it cost {told.cost:.2f}, {told.cost_per_million:.2f} for a million tokens"
+    return text

@@ -1,0 +1,303 @@
+"""What happened, in a sentence that needs no knowledge of the code. Pure.
+
+Rule of this file: a sentence is one line of at most ``LONGEST`` characters, whatever others have put into it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, NamedTuple
+
+from p2pdiloco.observability import formatting
+from p2pdiloco.protocol.ids import LearnerId, peer_of
+from p2pdiloco.util.logs import printable, short
+
+LONGEST = 300
+_ID = re.compile(r"\b(?:12D3KooW|Qm)[1-9A-HJ-NP-Za-km-z]{36,}\b")
+
+Line = dict[str, Any]
+"""One of the event log."""
+
+
+class Sentence(NamedTuple):
+    """``level`` as in ``picture.Headline``."""
+
+    level: str
+    text: str
+
+
+def plain(text: object) -> str:
+    """One line, printable, bounded, with short names of peers."""
+    named = _ID.sub(lambda found: short(found[0]), str(text)[: 4 * LONGEST])
+    return printable(named)[:LONGEST]
+
+
+def sentence(line: Line) -> Sentence | None:
+    """Of an event; None: it is no news for people.
+
+    Raises:
+        KeyError: the event lacks what belongs to it.
+    """
+    write = _WRITERS.get(line["event"])
+    found = None if write is None else write(line)
+    return None if found is None else Sentence(found.level, plain(found.text))
+
+
+def detail(line: Line) -> str | None:
+    """Of an event that is no news, but stands in the log; None: of a kind that is not known.
+
+    Raises:
+        KeyError: the event lacks what belongs to it.
+    """
+    write = _DETAILS.get(line["event"])
+    return None if write is None else plain(write(line))
+
+
+def _note(line: Line) -> Sentence:
+    topic = line["topic"]
+    level = "warning" if line["level"] == "warning" else _GOOD.get(topic, "info")
+    return Sentence(level, f"{_TOPICS.get(topic, topic)}: {line['text']}")
+
+
+def _live(line: Line) -> str:
+    return "1 peer is live" if line["live"] == 1 else f"{line['live']} peers are live"
+
+
+def _ended(line: Line) -> Sentence:
+    return Sentence("error" if line["status"] else "good", f"this peer ended: {line['reason']}")
+
+
+def _transfer(line: Line) -> str:
+    left = "" if line["left_s"] is None else f", {formatting.duration(line['left_s'])} left"
+    return f"{line['done_mb']:,.1f} of {line['of_mb']:,.1f} MB of state, {line['mb_per_s']:.1f} MB/s{left}"
+
+
+def _commit(line: Line) -> str:
+    tokens = {short(peer_of(LearnerId(learner))): n for learner, n in line["contributors"].items()}
+    given = " and ".join(f"{peer} ({formatting.amount(n)})" for peer, n in tokens.items())
+    where = f"shard {line['shard']} is at version {line['version']}, step {line['step']:,}"
+    return f"{where}, merged by {short(line['owner'])}; tokens of {given or 'nobody'}"
+
+
+def _merge(line: Line) -> str:
+    cosine = "" if line["cosine"] is None else f", their mean cosine {line['cosine']:.2f}"
+    given = "1 contribution" if line["contributors"] == 1 else f"{line['contributors']} contributions"
+    return f"this peer merged version {line['version']} of shard {line['shard']} from {given}{cosine}"
+
+
+def _progress(line: Line) -> str:
+    loss = "" if line["loss"] is None else f", loss {formatting.loss(line['loss'])}"
+    steps = "1 step" if line["steps"] == 1 else f"{line['steps']:,} steps"
+    took = f"{line['step_time_s']:.2f} s a step, sent {formatting.volume(line['sent_bytes'])}"
+    return f"step {line['step']:,}{loss}; {steps} and {formatting.amount(line['tokens'])} tokens in this life, {took}"
+
+
+def _codec(line: Line) -> str:
+    what = f"{line['direction']} of shard {line['shard']} in {line['codec']}"
+    return f"{what}: {formatting.volume(line['bytes'])}, relative error {line['error']:.3f}"
+
+
+def _fetched(line: Line) -> str:
+    return f"shard {line['shard']} came, of version {line['version']}: {formatting.volume(line['bytes'])}"
+
+
+_GOOD = {"join": "good", "finish": "good"}
+_TOPICS = {
+    "peers": "peers",
+    "fork": "a fork healed",
+    "repair": "the state here was altered, and is fetched again",
+    "join": "the whole state is here",
+    "stall": "a standstill",
+    "takeover": "an owner is gone, another one takes its place",
+    "commit": "a commit was not taken",
+    "alone": "this peer merges alone",
+    "stuck": "no new versions",
+    "poisoned": "the learner gives nothing that can be used",
+    "silent": "the learner does not answer",
+    "finish": "the run is complete",
+    "leave": "leaving",
+    "merge": "a merge failed",
+    "learner": "the learner",
+    "fetch": "a state is fetched",
+}
+_WRITERS: dict[str, Callable[[Line], Sentence | None]] = {
+    "started": lambda line: Sentence("info", "this peer starts" + (" anew" if line["is_new"] else " with its state")),
+    "current": lambda line: Sentence("good", f"it has the whole model, at step {line['step']:,}"),
+    "downloaded": lambda line: Sentence(
+        "info", f"it downloaded {line['bytes'] / 1e6:,.1f} MB of state in {line['seconds']:.1f} s"
+    ),
+    "learner-ready": lambda line: Sentence("info", f"the learner is ready, on {line['device']}"),
+    "learner-adopted": lambda line: Sentence("good", "the learner of this peer's last life goes on"),
+    "learner-lost": lambda line: Sentence("error", f"the learner ended: {line['reason']}"),
+    "learner-not-started": lambda line: Sentence("error", f"the learner cannot be started: {line['reason']}"),
+    "learner-trouble": lambda line: Sentence("warning", f"the learner is in trouble, it goes on: {line['reason']}"),
+    "learner-unable": lambda line: Sentence("error", f"nothing of the learner can be merged: {line['reason']}"),
+    "learner-able": lambda line: Sentence("good", "what the learner trains can be merged again"),
+    "checkpoint-failed": lambda line: Sentence("error", f"the checkpoint could not be written: {line['reason']}"),
+    "checkpoint-good": lambda line: Sentence("info", "training goes on as before: the checkpoint before this is good"),
+    "fault": lambda line: Sentence("warning", f"{short(line['peer'])} sent a {line['what']} against the rules"),
+    "came": lambda line: Sentence("good", f"{short(line['peer'])} has come; {_live(line)}"),
+    "went": lambda line: Sentence("warning", f"{short(line['peer'])} has gone; {_live(line)}"),
+    "alert": lambda line: Sentence("good" if line["is_over"] else "error", line["text"]),
+    "note": _note,
+    "ended": _ended,
+}
+_DETAILS: dict[str, Callable[[Line], str]] = {
+    "joining": lambda line: f"{line['shards']} of {line['of']} shards are to be downloaded: {_transfer(line)}",
+    "transfer": _transfer,
+    "fetched": _fetched,
+    "peers": _live,
+    "commit": _commit,
+    "merge": _merge,
+    "evaluation": lambda line: f"held-out loss {formatting.loss(line['loss'])}, step {line['step']:,}",
+    "progress": _progress,
+    "codec": _codec,
+    "checkpoint": lambda line: (
+        "the last checkpoint is on the disk" if line["is_last"] else "a checkpoint is on the disk"
+    ),
+    "sample": lambda line: f"step {line['step']:,}, the model writes: {line['text']}",
+}
+
+
+# -- What stands in ``metrics.jsonl``: one JSON object a line, of these kinds, with these fields -----------------------
+# Rules of this file:
+# 1. Kinds and fields are only added. A reader leaves out what it does not know.
+# 2. Each line has ``time`` (Unix time in seconds) and ``event`` (its kind).
+
+
+Form = Literal["text", "whole", "number", "yes or no", "tokens by learner"]
+FORMS: dict[Form, tuple[type, ...]] = {
+    "text": (str,),
+    "whole": (int,),
+    "number": (int, float),
+    "yes or no": (bool,),
+    "tokens by learner": (dict,),
+}
+
+
+class Field(NamedTuple):
+    """Of an event."""
+
+    name: str
+    form: Form
+    or_null: bool = False
+
+
+class Event(NamedTuple):
+    """One kind."""
+
+    name: str
+    help: str
+    fields: tuple[Field, ...]
+
+
+def _fields(form: Form, names: str, *, or_null: bool = False) -> tuple[Field, ...]:
+    return tuple(Field(name, form, or_null) for name in names.split())
+
+
+_TRANSFER = (*_fields("number", "done_mb of_mb mb_per_s"), Field("left_s", "number", True))
+_REASON = _fields("text", "reason")
+EVENTS = (
+    Event("started", "a node's life begins", (*_fields("text", "peer run"), Field("is_new", "yes or no"))),
+    Event("ended", "and ends, with this exit status", (Field("status", "whole"), *_REASON)),
+    Event("current", "this peer holds the whole model", _fields("whole", "step")),
+    Event("joining", "a newcomer begins to download state", (*_fields("whole", "shards of"), *_TRANSFER)),
+    Event("transfer", "how far the download is", _TRANSFER),
+    Event("fetched", "a shard's state came", (*_fields("whole", "shard version bytes"), *_fields("text", "head"))),
+    Event("downloaded", "all of it came", (*_fields("whole", "bytes"), *_fields("number", "seconds"))),
+    Event("peers", "so many peers are live, this one included", _fields("whole", "live")),
+    Event("came", "a peer is live", (*_fields("text", "peer"), *_fields("whole", "live"))),
+    Event("went", "a peer is live no more", (*_fields("text", "peer"), *_fields("whole", "live"))),
+    Event(
+        "commit",
+        "a new version of a shard is applied here; ``tokens`` are the chain's",
+        (
+            *_fields("whole", "shard version step tokens"),
+            *_fields("text", "head owner"),
+            Field("contributors", "tokens by learner"),
+        ),
+    ),
+    Event(
+        "merge",
+        "this peer merged a version, so long; ``cosine`` is the contributions' mean, null of one",
+        (
+            *_fields("whole", "shard version contributors shortened"),
+            Field("length", "number"),
+            Field("cosine", "number", True),
+        ),
+    ),
+    Event(
+        "evaluation",
+        "held-out loss of the model, the median over members",
+        (*_fields("whole", "version tokens step"), Field("loss", "number")),
+    ),
+    Event(
+        "progress",
+        "this peer's learner, once a second at most; amounts are of this life of the node",
+        (
+            *_fields("whole", "step steps tokens sent_bytes"),
+            Field("loss", "number", True),
+            *_fields("number", "step_time_s compute_s blocked_s"),
+        ),
+    ),
+    Event(
+        "codec",
+        "a payload was encoded; ``error`` is relative",
+        (*_fields("text", "direction codec"), *_fields("whole", "shard bytes"), Field("error", "number")),
+    ),
+    Event("checkpoint", "a checkpoint is on the disk", (Field("is_last", "yes or no"),)),
+    Event("checkpoint-failed", "none could be written", _REASON),
+    Event("checkpoint-good", "the one before the newest is known to be good", (Field("loss", "number", True),)),
+    Event(
+        "learner-ready",
+        "a learner has loaded the model",
+        (*_fields("text", "learner device"), *_fields("whole", "parameters inner_steps")),
+    ),
+    Event("learner-adopted", "the learner of the node's last life goes on", _fields("whole", "pid")),
+    Event("learner-lost", "the learner ended", (*_REASON, *_fields("whole", "status"))),
+    Event(
+        "learner-not-started",
+        "no learner could be started; the next try is after a pause",
+        (*_REASON, *_fields("number", "pause_s")),
+    ),
+    Event("learner-trouble", "the learner is in trouble, it goes on", _REASON),
+    Event("learner-unable", "nothing of the learner can be merged", _REASON),
+    Event("learner-able", "it can again", ()),
+    Event("fault", "another peer broke the rules", _fields("text", "peer what")),
+    Event("note", "what the protocol says of itself", _fields("text", "level topic text")),
+    Event(
+        "alert",
+        "for a person (see above)",
+        (*_fields("text", "kind text"), Field("is_over", "yes or no")),
+    ),
+    Event("sample", "a text that the model wrote", (*_fields("whole", "step"), *_fields("text", "text"))),
+)
+BY_NAME = {event.name: event for event in EVENTS}
+
+
+def faults_of(line: dict[str, Any]) -> Iterable[str]:
+    """What in a line is not as it stands here."""
+    event = BY_NAME.get(line.get("event", ""))
+    if event is None:
+        yield f"unknown kind {line.get('event')!r}"
+        return
+    told = {name: value for name, value in line.items() if name not in ("time", "event")}
+    if not isinstance(line.get("time"), int | float):
+        yield f"{event.name}: no time"
+    yield from (f"{event.name}: unknown field {name}" for name in told.keys() - {field.name for field in event.fields})
+    for field in event.fields:
+        value = told.get(field.name, ...)
+        if value is ...:
+            yield f"{event.name}: no field {field.name}"
+        elif not (value is None and field.or_null) and not _has_form(value, field.form):
+            yield f"{event.name}: {field.name} is {type(value).__name__}, not {field.form}"
+
+
+def _has_form(value: object, form: Form) -> bool:
+    return isinstance(value, FORMS[form]) and (form == "yes or no" or not isinstance(value, bool))
+
+
+def described(field: Field) -> str:
+    """As the document names it."""
+    return f"`{field.name}` ({field.form}{', or null' if field.or_null else ''})"
