@@ -24,9 +24,9 @@ from benchmarks.netbed.namespaces import TestbedError, need_root
 from benchmarks.netbed.report import matrix
 from benchmarks.netbed.testbed import Testbed
 from benchmarks.netbed.topology import Change, Topology, TopologyError, address, find_topology, parse_topology
-from p2pdiloco.cli.complaints import FAILED, NOBODY_THERE, REPAIR, Complaint, complaining
+from p2pdiloco.cli.argument_types import file
+from p2pdiloco.cli.errors import FAILED, NOBODY_THERE, REPAIR, Complaint, complaining
 from p2pdiloco.cli.main import program
-from p2pdiloco.cli.quantities import file
 
 LEAVE_S = 10.0
 """What an interrupted command has to end."""

@@ -7,13 +7,207 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from p2pdiloco.cli import result_arguments as results
-from p2pdiloco.cli import tool_arguments as tools
-from p2pdiloco.cli import watch_arguments as watch
-from p2pdiloco.cli.network_options import add_network, add_relay
-from p2pdiloco.cli.quantities import at_least, between, cloud, logged, notified, page_place, size
-from p2pdiloco.cli.terms import lifetime
+from p2pdiloco.cli.argument_types import (
+    at_least,
+    between,
+    bytes_per_second,
+    cloud,
+    lifetime,
+    logged,
+    notified,
+    page_place,
+    size,
+    up_budget,
+)
 from p2pdiloco.util.files import state_home
+
+# -- Options of the commands that read what a run has come to ----------------------------------------------------------
+
+
+def export(sub: argparse.ArgumentParser) -> None:
+    _add_source(sub, model="folder with the weights (safetensors) that the run began with and did not train")
+    sub.add_argument(
+        "--format",
+        choices=["hf", "safetensors", "peft"],
+        help="default: hf; peft for adapters (LoRA), safetensors for runs of scripts",
+    )
+    sub.add_argument("--out", type=Path, metavar="DIR", help="folder to write (default: ./NAME)")
+    _add_average(sub)
+    sub.add_argument(
+        "--like",
+        metavar="DIR",
+        help="for a run of training scripts: folder with the config.json of the same model, or with the "
+        "adapter_config.json of its adapters (LoRA)",
+    )
+
+
+def generate(sub: argparse.ArgumentParser) -> None:
+    _add_source(sub)
+    _add_average(sub)
+    sub.add_argument("--prompt", default="", metavar="TEXT", help="what is continued (default: a line's end)")
+    sub.add_argument("--tokens", type=at_least(1), default=200, metavar="N", help="at most (default: %(default)s)")
+    sub.add_argument(
+        "--temperature", type=between(0, 100), default=0.7, metavar="T", help="0: the likeliest token (default: 0.7)"
+    )
+    sub.add_argument("--seed", type=at_least(0), default=0, metavar="S", help="of what is drawn (default: %(default)s)")
+
+
+def evaluate(sub: argparse.ArgumentParser) -> None:
+    _add_source(sub)
+    sub.add_argument(
+        "--data",
+        metavar="DIR",
+        help="folder (or file of documents) whose held-out part is read (default: the run's own samples, if any)",
+    )
+    sub.add_argument(
+        "--samples", type=at_least(1), metavar="N", help="windows of --data (default: as many as its peers measure)"
+    )
+
+
+def _add_source(
+    sub: argparse.ArgumentParser, model: str = "folder with the safetensors that the run's adapters are for"
+) -> None:
+    """A run's state on this machine."""
+    sub.add_argument(
+        "source", metavar="RUN", help="a peer's state folder, or the name (or beginning of the id) of a run in --state"
+    )
+    sub.add_argument("--run", metavar="NAME", help="name or beginning of the id, if the folder holds several runs")
+    sub.add_argument("--tokenizer", metavar="DIR", help="folder with the run's tokenizer.json")
+    sub.add_argument("--model", metavar="DIR", help=model)
+
+
+def _add_average(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument(
+        "--average",
+        action="store_true",
+        help="the running average of the model, where a follower (or a peer with --average) has kept one",
+    )
+
+
+# -- Options about connections, which several commands have ------------------------------------------------------------
+
+
+def add_network(sub: argparse.ArgumentParser) -> None:
+    """How a peer is reached, and what it may send."""
+    sub.add_argument(
+        "--listen",
+        action="append",
+        metavar="MULTIADDR",
+        help="data port, e.g. /ip4/0.0.0.0/tcp/4242; may be given several times (default: any, IPv4 and IPv6)",
+    )
+    sub.add_argument(
+        "--announce", action="append", default=[], metavar="MULTIADDR", help="data address to publish (port forwarding)"
+    )
+    sub.add_argument(
+        "--no-map", dest="map", action="store_false", help="do not ask the router for a port (PCP, NAT-PMP, UPnP)"
+    )
+    sub.add_argument(
+        "--host_maddrs",
+        "--directory-listen",
+        nargs="*",
+        metavar="MULTIADDR",
+        help="directory port (default: any, IPv4 and IPv6)",
+    )
+    sub.add_argument(
+        "--announce_maddrs", nargs="*", default=[], metavar="MULTIADDR", help="directory addresses to publish"
+    )
+    add_relay(sub)
+    sub.add_argument(
+        "--up",
+        type=up_budget,
+        default="auto",
+        metavar="RATE",
+        help="send at most this, e.g. 2.5gbit, 100mbit, none (default: auto, 90 %% of what the link is seen to carry)",
+    )
+    sub.add_argument("--down", type=bytes_per_second, metavar="RATE", help="let others send at most this")
+
+
+def add_relay(sub: argparse.ArgumentParser) -> None:
+    """What is carried for others."""
+    sub.add_argument(
+        "--relay",
+        type=bytes_per_second,
+        default="50mbit",
+        metavar="RATE",
+        help="carry at most this for pairs that have no way to each other (default: %(default)s; none: no limit)",
+    )
+    sub.add_argument("--no-relay", dest="relay", action="store_const", const=0.0, help="carry nothing for others")
+
+
+# -- What can be typed after the commands that look; see ``arguments``, which those of peers have ----------------------
+
+
+def page(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("folder", type=Path, metavar="FOLDER", help="where peers have logged what happened")
+    sub.add_argument("--port", type=page_place, default="auto", metavar="[HOST:]PORT", help="default: a free one")
+    sub.add_argument("--speed", type=between(0, 10_000, "times"), default=10.0, metavar="X", help="default: 10")
+
+
+def top(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("what", nargs="?", metavar="WHAT", help="a page's address, or a folder (default: --state)")
+    sub.add_argument(
+        "--speed",
+        type=between(0, 10_000, "times"),
+        default=10.0,
+        metavar="X",
+        help="of what is recorded; 0: stand at its end (default: 10)",
+    )
+
+
+def events(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("folder", nargs="?", type=Path, metavar="FOLDER", help="where they have logged (default: --state)")
+    sub.add_argument("--follow", action="store_true", help="go on with what is logged from now on, until interrupted")
+    sub.add_argument("--kind", metavar="KIND,...", help="only these, such as came,went,alert (docs/watching.md)")
+    sub.add_argument("--peer", default="", metavar="ID", help="only of the peer whose id ends so")
+    sub.add_argument("--since", type=lifetime, metavar="TIME", help="only the last 90m, 12h or 30d")
+    sub.add_argument(
+        "--speed",
+        type=between(0, 10_000, "times"),
+        default=0.0,
+        metavar="X",
+        help="replay: pause between them as they came, X times as fast (default: 0, all at once)",
+    )
+    sub.add_argument("--json", action="store_true", help="one JSON object a line, as logged, with who told it")
+
+
+# -- Arguments of ``demo`` and ``plan``; see ``arguments``, which those of peers have ----------------------------------
+
+
+MOST_STEPS, MOST_SEEDS, LARGEST_SEED, MOST_PROCESSES = 1_000_000, 1_000_000_000, 2**63 - 1, 1024
+"""Beyond any use, and no more than what is done with the numbers bears."""
+
+
+def demo(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--out", type=Path, default=Path("out/demo"), metavar="DIR", help="default: %(default)s")
+    sub.add_argument("--config", default="stdlib-tiny", metavar="CONFIG", help="TOML file, or a shipped one's name")
+    sub.add_argument(
+        "--steps", type=at_least(1, MOST_STEPS), metavar="N", help="global steps instead of the configuration's"
+    )
+    sub.add_argument(
+        "--time-limit",
+        type=between(1, 86400, "seconds"),
+        default=420.0,
+        metavar="SECONDS",
+        help="give up after this long (default: 420)",
+    )
+
+
+def plan(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("config", metavar="CONFIG", help="a run's TOML file, or the name of a shipped one")
+    sub.add_argument("--peers", type=at_least(2, 1_000_000), required=True, metavar="N", help="that train")
+    sub.add_argument(
+        "--link", type=bytes_per_second, required=True, metavar="RATE", help="each peer's line up, such as 20mbit"
+    )
+    sub.add_argument("--down", type=bytes_per_second, metavar="RATE", help="each peer's line down (default: as --link)")
+    sub.add_argument("--rtt", type=between(0, 10_000, "milliseconds"), default=50.0, metavar="MS", help="round trip")
+    sub.add_argument(
+        "--step-time", type=between(0.001, 3600, "seconds"), required=True, metavar="S", help="an inner step's"
+    )
+    sub.add_argument("--price", type=between(0, 1000), default=0.0, metavar="P", help="of a GB that leaves a peer")
+    sub.add_argument("--json", action="store_true", help="for programs")
+
+
+# -- What can be typed. Nothing here imports what commands need, so that help and complaints come at once --------------
 
 
 class Command(NamedTuple):
@@ -357,28 +551,26 @@ def add_common_arguments(sub: argparse.ArgumentParser, *, is_quiet: bool) -> Non
 
 
 COMMANDS = {
-    "demo": Command("see a swarm on this machine found, train, lose and gain peers", tools.demo, is_quiet=True),
+    "demo": Command("see a swarm on this machine found, train, lose and gain peers", demo, is_quiet=True),
     "bootstrap": Command("run a directory node that others use as their first address", _bootstrap),
     "start": Command("found a run and train it", _start),
     "join": Command("join a running run", _join),
     "resume": Command("go on with a run whose peers have all died", _resume),
     "fetch": Command("get what a run has come to, finished or not, without taking part", _fetch, is_quiet=True),
-    "export": Command("make files of a run's model that other programs load", results.export, is_quiet=True),
-    "generate": Command("have a run's model continue a text", results.generate, is_quiet=True),
-    "evaluate": Command(
-        "measure the held-out loss of a run's model, and of its average", results.evaluate, is_quiet=True
-    ),
+    "export": Command("make files of a run's model that other programs load", export, is_quiet=True),
+    "generate": Command("have a run's model continue a text", generate, is_quiet=True),
+    "evaluate": Command("measure the held-out loss of a run's model, and of its average", evaluate, is_quiet=True),
     "status": Command("show runs and their peers", _status, is_quiet=True),
-    "top": Command("show a run, live or recorded, in this terminal", watch.top, is_quiet=True),
-    "page": Command("play a recorded run on the page that a live peer serves", watch.page, is_quiet=True),
-    "events": Command("tell what peers have logged, and go on as they log", watch.events, is_quiet=True),
+    "top": Command("show a run, live or recorded, in this terminal", top, is_quiet=True),
+    "page": Command("play a recorded run on the page that a live peer serves", page, is_quiet=True),
+    "events": Command("tell what peers have logged, and go on as they log", events, is_quiet=True),
     "invite": Command("make an invite to a run of yours", _invite, is_quiet=True),
     "ban": Command("end a peer's membership, or an invite's and of all who came with it", _ban, is_quiet=True),
     "members": Command("show who is a member of this machine's runs, by whom, until when", _members, is_quiet=True),
     "pause": Command("let this machine's peers rest, until told otherwise", _pause, is_quiet=True),
     "launch": Command("rent machines that join a run, through SkyPilot, within a budget", _launch, is_quiet=True),
     "completion": Command("print what completes p2pdiloco's words in a shell", _completion, is_quiet=True),
-    "plan": Command("say what a run would ask of lines, memory and money", tools.plan, is_quiet=True),
+    "plan": Command("say what a run would ask of lines, memory and money", plan, is_quiet=True),
     "doctor": Command("check what this machine can do as a peer", _doctor, is_quiet=True),
 }
 """Each is a module of this package. Only the chosen one is imported: what needs no torch does not wait for it."""

@@ -12,8 +12,8 @@ from p2pdiloco.access.certificates import Grant, Kind, Role
 from p2pdiloco.access.invite_code import InviteError, decode_invite, is_invite
 from p2pdiloco.access.members import Members
 from p2pdiloco.access.membership_log import ban, closing
-from p2pdiloco.cli import peer
-from p2pdiloco.cli.complaints import REPAIR, Complaint, complaining
+from p2pdiloco.cli import peer_options
+from p2pdiloco.cli.errors import REPAIR, Complaint, complaining
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.swarm.credentials import Credentials, MemberFiles, invite_key, members_of
 from p2pdiloco.swarm.invitations import credentials_of, grant_here
@@ -37,7 +37,7 @@ async def run(arguments: argparse.Namespace) -> int:
         key_of(subject)
         kept = kept_run(arguments.state, wanted)
         manifest, folder = kept.manifest, kept.folder
-        mine = credentials_of(manifest, peer.open_identity(arguments, kept.state), folder)
+        mine = credentials_of(manifest, peer_options.open_identity(arguments, kept.state), folder)
         grant = grant_here(manifest, mine, folder, time.time())
         if grant.role is not Role.ADMIN:
             raise Complaint(

@@ -11,7 +11,7 @@ from functools import partial
 
 import msgspec
 
-from p2pdiloco.cli.complaints import complaining
+from p2pdiloco.cli.errors import complaining
 from p2pdiloco.discovery import port_multiplexer
 from p2pdiloco.discovery.directory import Directory, DirectoryError
 from p2pdiloco.nat.rendezvous_server import MeetingPoint

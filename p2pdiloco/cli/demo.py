@@ -11,7 +11,7 @@ import signal
 import sys
 from pathlib import Path
 
-from p2pdiloco.cli.complaints import FAILED, INTERRUPTED, REPAIR, Complaint, complaining
+from p2pdiloco.cli.errors import FAILED, INTERRUPTED, REPAIR, Complaint, complaining
 from p2pdiloco.demo.local_swarm import Swarm, SwarmError
 from p2pdiloco.demo.report import judge, make_report, print_report
 from p2pdiloco.demo.scenario import play

@@ -9,7 +9,7 @@ import argparse
 
 import msgspec
 
-from p2pdiloco.cli import peer
+from p2pdiloco.cli import peer_options
 from p2pdiloco.discovery.dht import CLOCK
 from p2pdiloco.discovery.directory import Directory, DirectoryError
 from p2pdiloco.node import diagnostics
@@ -61,7 +61,7 @@ def _print(findings: list[Finding]) -> None:
 async def _directory(arguments: argparse.Namespace) -> tuple[list[Finding], list[RunAnswer]]:
     """Start the libp2p daemon, join the directory, have somebody dial back, look for runs and ask their peers."""
     try:
-        invite, first = peer.with_invite(arguments.address)
+        invite, first = peer_options.with_invite(arguments.address)
         options = DirectoryOptions(listen=everywhere(), initial_peers=first)
         async with open_directory(Identity.ephemeral(), options, None) as directory:
             findings = [
@@ -74,7 +74,7 @@ async def _directory(arguments: argparse.Namespace) -> tuple[list[Finding], list
             findings.append(await _reach(directory, tuple(arguments.listen or everywhere())))
             try:
                 runs = await inquire(
-                    directory, invite, arguments.run, lambda: peer.open_identity(arguments), needs_manifest=True
+                    directory, invite, arguments.run, lambda: peer_options.open_identity(arguments), needs_manifest=True
                 )
             except LookupFailedError as error:
                 remedy = "start one: p2pdiloco start CONFIG.toml; or look at --run, or ask for a new invite"

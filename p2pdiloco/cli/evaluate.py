@@ -6,8 +6,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 
-from p2pdiloco.cli import peer
-from p2pdiloco.cli.complaints import complaining
+from p2pdiloco.cli import peer_options
+from p2pdiloco.cli.errors import complaining
 from p2pdiloco.node.results import average_of, find_result
 from p2pdiloco.peer.checkpoint import CheckpointError
 from p2pdiloco.peer.ema import span
@@ -42,15 +42,15 @@ def _evaluate(arguments: argparse.Namespace) -> None:
         if theta is not None:
             model = built(manifest, theta, arguments.model)
             found.append(held_out_loss(model, corpus, config.model.context, samples, "cpu", given))
-    peer.say(
+    peer_options.say(
         f"run {config.name} at step {result.step}, {result.tokens:,} tokens merged: held-out loss {found[0]:.4f} nats "
         f"a token ({samples} {'windows of these data' if given is None else 'windows of the run itself'})"
     )
     if average is None:
-        peer.say("  no running average lies here: followers keep one, and peers with --average")
+        peer_options.say("  no running average lies here: followers keep one, and peers with --average")
     else:
         change = 100.0 * (found[1] / found[0] - 1.0)
-        peer.say(
+        peer_options.say(
             f"  its average over about the last {span(min(average.looks))} versions: {found[1]:.4f} ({change:+.1f} %); "
             f"to write it: p2pdiloco export {arguments.source} --average"
         )

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from p2pdiloco.cli.complaints import complaining
+from p2pdiloco.cli.errors import complaining
 from p2pdiloco.cli.parser import meant
 from p2pdiloco.observability.event_schema import BY_NAME
 from p2pdiloco.observability.log_reader import Choice, LoggedEvent, Tails, told

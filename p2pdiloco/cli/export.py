@@ -10,8 +10,8 @@ from pathlib import Path
 
 import msgspec
 
-from p2pdiloco.cli import peer
-from p2pdiloco.cli.complaints import complaining
+from p2pdiloco.cli import peer_options
+from p2pdiloco.cli.errors import complaining
 from p2pdiloco.node.results import find_result, model_of
 from p2pdiloco.peer.checkpoint import CheckpointError
 from p2pdiloco.training.export import ABOUT, WEIGHTS, About, Format, export
@@ -43,25 +43,27 @@ def _export(arguments: argparse.Namespace) -> None:
         like=arguments.like,
     )
     kind = f", average of about {about.averaged} versions" if arguments.average else ""
-    peer.say(
+    peer_options.say(
         f"{folder}: run {config.name} at step {about.step}, {about.tokens:,} tokens merged{kind} ({', '.join(files)})"
     )
     if wanted == "hf":
-        peer.say(f"  to load it   transformers.{_loader(folder, config.model.kind)}.from_pretrained({str(folder)!r})")
+        peer_options.say(
+            f"  to load it   transformers.{_loader(folder, config.model.kind)}.from_pretrained({str(folder)!r})"
+        )
         if base := msgspec.json.decode((folder / ABOUT).read_bytes(), type=About).base:
-            peer.say(
+            peer_options.say(
                 f"  what the run did not train is from {base}: the scripts must have begun with the same weights, "
                 "which is not checked"
             )
         if config.model.kind == "huggingface" and "tokenizer.json" not in files:
-            peer.say("  its tokenizer is not there: give --tokenizer FOLDER, with the run's tokenizer.json")
+            peer_options.say("  its tokenizer is not there: give --tokenizer FOLDER, with the run's tokenizer.json")
     elif wanted == "peft":
-        peer.say(f"  to load it   peft.PeftModel.from_pretrained(base_model, {str(folder)!r})")
+        peer_options.say(f"  to load it   peft.PeftModel.from_pretrained(base_model, {str(folder)!r})")
     elif config.model.kind == "transformer":
-        peer.say(f"  to load it   p2pdiloco.load_model({str(folder)!r})")
+        peer_options.say(f"  to load it   p2pdiloco.load_model({str(folder)!r})")
     else:
         weights = str(folder / WEIGHTS)
-        peer.say(f"  to load it   p2pdiloco.load_into(model, {weights!r})")
+        peer_options.say(f"  to load it   p2pdiloco.load_into(model, {weights!r})")
 
 
 def _loader(folder: Path, kind: str) -> str:

@@ -7,8 +7,8 @@ import argparse
 from pathlib import Path
 
 from p2pdiloco.access.invite_code import is_invite
-from p2pdiloco.cli import peer
-from p2pdiloco.cli.complaints import REPAIR, Complaint, complaining
+from p2pdiloco.cli import peer_options
+from p2pdiloco.cli.errors import REPAIR, Complaint, complaining
 from p2pdiloco.cli.join import choose
 from p2pdiloco.discovery.directory import DirectoryError
 from p2pdiloco.node.launcher import join
@@ -24,12 +24,12 @@ async def run(arguments: argparse.Namespace) -> int:
     with complaining(
         repair=(ConfigError, FolderInUseError, IdentityError, ValueError), nobody=(DirectoryError, LookupFailedError)
     ):
-        options = peer.peer_options(arguments, arguments.state)
-        directory = peer.directory_options(arguments, addresses)
-        identity = peer.open_identity(arguments)
+        options = peer_options.peer_options(arguments, arguments.state)
+        directory = peer_options.directory_options(arguments, addresses)
+        identity = peer_options.open_identity(arguments)
         with identity.hold():
-            ending = await join(wanted, options, directory, identity, choose, peer.say)
-    return ending.status if not ending.status else peer.end(ending)
+            ending = await join(wanted, options, directory, identity, choose, peer_options.say)
+    return ending.status if not ending.status else peer_options.end(ending)
 
 
 def _asked(arguments: argparse.Namespace) -> tuple[list[str], str | None]:

@@ -7,8 +7,8 @@ import argparse
 import asyncio
 from pathlib import Path
 
-from p2pdiloco.cli import peer
-from p2pdiloco.cli.complaints import complaining
+from p2pdiloco.cli import peer_options
+from p2pdiloco.cli.errors import complaining
 from p2pdiloco.node.results import find_result, model_of
 from p2pdiloco.peer.checkpoint import CheckpointError
 from p2pdiloco.training.export import ABOUT
@@ -18,7 +18,7 @@ from p2pdiloco.training.generation import Sampling, continue_with, continue_with
 async def run(arguments: argparse.Namespace) -> int:
     """Write to standard output."""
     with complaining(repair=(CheckpointError, ValueError), nobody=()):
-        peer.say(await asyncio.to_thread(_generate, arguments))
+        peer_options.say(await asyncio.to_thread(_generate, arguments))
         return 0
 
 

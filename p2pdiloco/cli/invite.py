@@ -7,8 +7,8 @@ import argparse
 import time
 
 from p2pdiloco.access.certificates import NEVER, Role
-from p2pdiloco.cli import peer
-from p2pdiloco.cli.complaints import REPAIR, Complaint, complaining
+from p2pdiloco.cli import peer_options
+from p2pdiloco.cli.errors import REPAIR, Complaint, complaining
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.swarm.invitations import credentials_of, grant_here, invite_text, kept_addresses
 from p2pdiloco.swarm.run_index import ConfigError, kept_run
@@ -23,7 +23,7 @@ async def run(arguments: argparse.Namespace) -> int:
         manifest, folder = kept.manifest, kept.folder
         if arguments.peer is not None:
             key_of(PeerId(arguments.peer))
-        mine = credentials_of(manifest, peer.open_identity(arguments, kept.state), folder)
+        mine = credentials_of(manifest, peer_options.open_identity(arguments, kept.state), folder)
         now_s = time.time()
         addresses = tuple(arguments.address) or kept_addresses(folder)
         if not addresses:

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import argparse
 
-from p2pdiloco.cli import peer
-from p2pdiloco.cli.complaints import complaining
+from p2pdiloco.cli import peer_options
+from p2pdiloco.cli.errors import complaining
 from p2pdiloco.discovery.directory import DirectoryError
 from p2pdiloco.node import learner_process
 from p2pdiloco.node.launcher import join
@@ -20,7 +20,7 @@ from p2pdiloco.wire.directory_records import RunRecord
 
 def prepare(arguments: argparse.Namespace) -> None:
     """Before there is an event loop."""
-    if peer.has_learner(arguments):
+    if peer_options.has_learner(arguments):
         learner_process.bear()
 
 
@@ -29,11 +29,11 @@ async def run(arguments: argparse.Namespace) -> int:
     with complaining(
         repair=(ConfigError, FolderInUseError, IdentityError, ValueError), nobody=(DirectoryError, LookupFailedError)
     ):
-        options = peer.peer_options(arguments, arguments.state)
-        directory = peer.directory_options(arguments, arguments.address)
-        identity = peer.open_identity(arguments)
+        options = peer_options.peer_options(arguments, arguments.state)
+        directory = peer_options.directory_options(arguments, arguments.address)
+        identity = peer_options.open_identity(arguments)
         with identity.hold():
-            return peer.end(await join(arguments.run, options, directory, identity, choose, peer.say))
+            return peer_options.end(await join(arguments.run, options, directory, identity, choose, peer_options.say))
 
 
 def choose(runs: dict[RunId, RunRecord]) -> RunId:
@@ -50,7 +50,7 @@ def choose(runs: dict[RunId, RunRecord]) -> RunId:
         for i, (run, record) in enumerate(ordered)
     ]
     listing = "\n".join(lines)
-    while (answer := peer.ask(f"{listing}\nwhich run? [1-{len(ordered)}] ")) is not None:
+    while (answer := peer_options.ask(f"{listing}\nwhich run? [1-{len(ordered)}] ")) is not None:
         if answer.isdecimal() and 1 <= int(answer) <= len(ordered):
             return ordered[int(answer) - 1][0]
     raise LookupFailedError(f"there are several runs, name one with --run:\n{listing}")

@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 from p2pdiloco.access.invite_code import clean_invite
-from p2pdiloco.cli.complaints import FAILED, REPAIR, Complaint, complaining
+from p2pdiloco.cli.errors import FAILED, REPAIR, Complaint, complaining
 from p2pdiloco.version import VERSION
 
 SPARE_H = 0.5

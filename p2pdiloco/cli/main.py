@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from p2pdiloco.cli.arguments import COMMANDS, add_common_arguments
-from p2pdiloco.cli.complaints import FAILED, INTERRUPTED, Complaint
+from p2pdiloco.cli.errors import FAILED, INTERRUPTED, Complaint
 from p2pdiloco.cli.parser import Parser, meant
 from p2pdiloco.training import PASSIVE
 from p2pdiloco.version import VERSION

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 from p2pdiloco.access.certificates import NEVER, Grant
 from p2pdiloco.access.members import Members
-from p2pdiloco.cli import peer
-from p2pdiloco.cli.complaints import complaining
+from p2pdiloco.cli import peer_options
+from p2pdiloco.cli.errors import complaining
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.swarm.credentials import MemberFiles, members_of
 from p2pdiloco.swarm.run_index import ConfigError, KeptRun, kept_run, kept_runs
@@ -28,7 +28,7 @@ async def run(arguments: argparse.Namespace) -> int:
     with complaining(repair=(ConfigError, IdentityError, ValueError), nobody=()):
         if arguments.id:
             place = None if arguments.run is None else kept_run(arguments.state, arguments.run).state
-            print(peer.open_identity(arguments, place).peer_id)
+            print(peer_options.open_identity(arguments, place).peer_id)
             return 0
         first, *others = _peers(arguments)
         if arguments.json:
@@ -63,7 +63,7 @@ def _peers(arguments: argparse.Namespace) -> list[_Peer]:
     state, wanted = arguments.state, arguments.run
     found = kept_runs(state) if wanted is None else [kept_run(state, wanted)]
     places = dict.fromkeys([*([state] if wanted is None else []), *(kept.state for kept in found)])
-    keys = {place: peer.kept_identity(arguments, place) for place in places}
+    keys = {place: peer_options.kept_identity(arguments, place) for place in places}
     return [
         _Peer(place, None if key is None else key.peer_id, [kept for kept in found if kept.state == place])
         for place, key in keys.items()

@@ -6,8 +6,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 
-from p2pdiloco.cli import peer
-from p2pdiloco.cli.complaints import complaining
+from p2pdiloco.cli import peer_options
+from p2pdiloco.cli.errors import complaining
 from p2pdiloco.node.dashboard import split_place
 from p2pdiloco.observability.log_reader import Recording, player
 from p2pdiloco.observability.web_server import PageServer, is_loopback, new_token
@@ -22,6 +22,6 @@ async def run(arguments: argparse.Namespace) -> int:
         token = "" if is_loopback(host) else new_token()
         server = PageServer(lambda query: player(recording, query, arguments.speed), host, port or 0, token)
         async with server:
-            peer.say(sight(server.address))
+            peer_options.say(sight(server.address))
             await asyncio.Event().wait()
         return 0

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import argparse
 
-from p2pdiloco.cli import peer
-from p2pdiloco.cli.complaints import complaining
+from p2pdiloco.cli import peer_options
+from p2pdiloco.cli.errors import complaining
 from p2pdiloco.node import resource_guard
 from p2pdiloco.swarm.run_index import ConfigError, kept_run, kept_runs
 
@@ -18,5 +18,5 @@ async def run(arguments: argparse.Namespace) -> int:
         for kept in several or [kept_run(arguments.state, arguments.run)]:
             resource_guard.pause(kept.folder, is_paused=not arguments.end)
             what = "goes on" if arguments.end else "rests until p2pdiloco pause --end"
-            peer.say(f"run {kept.manifest.config.name} ({kept.folder}): its peer here {what}")
+            peer_options.say(f"run {kept.manifest.config.name} ({kept.folder}): its peer here {what}")
     return 0

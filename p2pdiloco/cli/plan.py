@@ -7,7 +7,7 @@ import argparse
 
 import msgspec
 
-from p2pdiloco.cli.complaints import REPAIR, Complaint, complaining
+from p2pdiloco.cli.errors import REPAIR, Complaint, complaining
 from p2pdiloco.codec.bitrate_ladder import LADDER
 from p2pdiloco.codec.fragments import tensor_specs
 from p2pdiloco.node.run_creation import find_run, read_config

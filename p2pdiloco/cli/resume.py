@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import argparse
 
-from p2pdiloco.cli import peer
-from p2pdiloco.cli.complaints import complaining
+from p2pdiloco.cli import peer_options
+from p2pdiloco.cli.errors import complaining
 from p2pdiloco.discovery.directory import DirectoryError
 from p2pdiloco.node import learner_process
 from p2pdiloco.node.launcher import resume
@@ -19,7 +19,7 @@ from p2pdiloco.transport.identity import IdentityError
 
 def prepare(arguments: argparse.Namespace) -> None:
     """Before there is an event loop."""
-    if peer.has_learner(arguments):
+    if peer_options.has_learner(arguments):
         learner_process.bear()
 
 
@@ -28,10 +28,12 @@ async def run(arguments: argparse.Namespace) -> int:
     with complaining(
         repair=(ConfigError, CheckpointError, FolderInUseError, IdentityError, ValueError), nobody=(DirectoryError,)
     ):
-        options = peer.peer_options(arguments, arguments.state)
-        directory = peer.directory_options(arguments, arguments.bootstrap)
-        identity = peer.open_identity(arguments)
+        options = peer_options.peer_options(arguments, arguments.state)
+        directory = peer_options.directory_options(arguments, arguments.bootstrap)
+        identity = peer_options.open_identity(arguments)
         with identity.hold():
             if arguments.known_good:
-                peer.say(go_back([*arguments.folders, arguments.state]))
-            return peer.end(await resume(arguments.folders, arguments.run, options, directory, identity, peer.say))
+                peer_options.say(go_back([*arguments.folders, arguments.state]))
+            return peer_options.end(
+                await resume(arguments.folders, arguments.run, options, directory, identity, peer_options.say)
+            )

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import msgspec
 
-from p2pdiloco.cli import peer
-from p2pdiloco.cli.complaints import complaining
+from p2pdiloco.cli import peer_options
+from p2pdiloco.cli.errors import complaining
 from p2pdiloco.discovery.directory import DirectoryError
 from p2pdiloco.node import learner_process
 from p2pdiloco.node.launcher import start, start_from_script
@@ -29,7 +29,7 @@ REPAIR = (ConfigError, CheckpointError, FolderInUseError, IdentityError, NameTak
 
 def prepare(arguments: argparse.Namespace) -> None:
     """Before there is an event loop."""
-    if peer.has_learner(arguments):
+    if peer_options.has_learner(arguments):
         learner_process.bear()
 
 
@@ -37,16 +37,16 @@ async def run(arguments: argparse.Namespace) -> int:
     """Found and train."""
     with complaining(repair=REPAIR, nobody=(DirectoryError, LookupFailedError)):
         config = None if arguments.learner else _config(arguments)
-        directory = peer.directory_options(arguments, arguments.bootstrap)
-        options = peer.peer_options(arguments, arguments.state)
-        identity = peer.open_identity(arguments)
+        directory = peer_options.directory_options(arguments, arguments.bootstrap)
+        options = peer_options.peer_options(arguments, arguments.state)
+        identity = peer_options.open_identity(arguments)
         with identity.hold():
             if config is None:  # p2pdiloco.DiLoCo's node: it is given a foundation
-                ending = await start_from_script(Path(arguments.config), options, directory, identity, peer.say)
+                ending = await start_from_script(Path(arguments.config), options, directory, identity, peer_options.say)
             else:
                 decide = _decider(arguments, config)
-                ending = await start(config, options, directory, identity, decide, peer.say)
-            return peer.end(ending)
+                ending = await start(config, options, directory, identity, decide, peer_options.say)
+            return peer_options.end(ending)
 
 
 def _config(arguments: argparse.Namespace) -> RunConfig:
@@ -72,7 +72,7 @@ def _decider(arguments: argparse.Namespace, config: RunConfig) -> Callable[[RunI
         another = f"{config.name[:60]}-2"
         told = f"a run called {record.name} ({run[:12]}, {record.parameters:,} parameters) is being trained already"
         question = f"{told}\njoin it, or found another one called {another}? [join/found] "
-        while (answer := peer.ask(question)) is not None:
+        while (answer := peer_options.ask(question)) is not None:
             if answer and "join".startswith(answer.lower()):
                 return ""
             if answer and "found".startswith(answer.lower()):

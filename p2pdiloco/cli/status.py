@@ -9,9 +9,9 @@ import sys
 
 import msgspec
 
-from p2pdiloco.cli import peer
-from p2pdiloco.cli.complaints import NOBODY_THERE, complaining
-from p2pdiloco.cli.peer import with_invite
+from p2pdiloco.cli import peer_options
+from p2pdiloco.cli.errors import NOBODY_THERE, complaining
+from p2pdiloco.cli.peer_options import with_invite
 from p2pdiloco.discovery.directory import DirectoryError
 from p2pdiloco.protocol.ids import RunId
 from p2pdiloco.swarm.credentials import Credentials
@@ -38,7 +38,7 @@ async def _show(arguments: argparse.Namespace) -> int:
         wanted, addresses, mine = _of_this_machine(arguments, names)
     options = DirectoryOptions(initial_peers=addresses)
     async with open_directory(Identity.ephemeral(), options, None) as directory:
-        found = await inquire(directory, invite, wanted, lambda: peer.open_identity(arguments), mine=mine)
+        found = await inquire(directory, invite, wanted, lambda: peer_options.open_identity(arguments), mine=mine)
     show(found, as_json=arguments.json)
     return 0 if any(one.peers for one in found) else NOBODY_THERE
 
@@ -66,7 +66,7 @@ def _of_this_machine(
     """
     kept = kept_run(arguments.state, names[0])
     is_open = kept.manifest.config.access == "open"
-    identity = peer.kept_identity(arguments, kept.state)
+    identity = peer_options.kept_identity(arguments, kept.state)
     mine = None if is_open or identity is None else credentials_of(kept.manifest, identity, kept.folder)
     if len(arguments.address) > 1 or arguments.run or not (addresses := kept_addresses(kept.folder)):
         raise ConfigError(f"{names[0]}: give an invite or an address instead (p2pdiloco status INVITE)")

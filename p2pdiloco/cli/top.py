@@ -8,7 +8,7 @@ import argparse
 import sys
 from importlib.util import find_spec
 
-from p2pdiloco.cli.complaints import REPAIR, Complaint, complaining
+from p2pdiloco.cli.errors import REPAIR, Complaint, complaining
 from p2pdiloco.observability import view_sources
 
 

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import msgspec
 
-from p2pdiloco.cli.complaints import FAILED, INTERRUPTED, REPAIR, Complaint, complaining
+from p2pdiloco.cli.argument_types import at_least, between, file
+from p2pdiloco.cli.errors import FAILED, INTERRUPTED, REPAIR, Complaint, complaining
 from p2pdiloco.cli.main import program
-from p2pdiloco.cli.quantities import at_least, between, file
 from p2pdiloco.demo.local_swarm import SwarmError
 from p2pdiloco.util.logs import printable
 from tests.chaos.checks import Verdict, goodput, judge

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from p2pdiloco.cli import doctor, status
-from p2pdiloco.cli.peer import say
+from p2pdiloco.cli.peer_options import say
 from p2pdiloco.net.handshake import WIRE_VERSION
 from p2pdiloco.node.diagnostics import Finding
 from p2pdiloco.protocol.ids import PeerId, RunId

@@ -11,7 +11,7 @@ import pytest
 from swarm import START_S, advance, children_of, contributes, ended, log_lines, swarm_in, until, wait_gone, write_config
 from waiting import wait_until
 
-from p2pdiloco.cli.complaints import INTERRUPTED, NOBODY_THERE
+from p2pdiloco.cli.errors import INTERRUPTED, NOBODY_THERE
 from p2pdiloco.demo.local_swarm import Member, Swarm
 from p2pdiloco.peer.checkpoint import best_of, load_all
 

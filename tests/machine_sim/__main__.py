@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
-from p2pdiloco.cli.complaints import FAILED
+from p2pdiloco.cli.errors import FAILED
 from p2pdiloco.cli.main import program
 from tests.machine_sim.arguments import add_seeds, seeds_of
 from tests.machine_sim.report import find_mutants, look_for_garbage_seldom, simulate

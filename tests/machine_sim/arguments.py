@@ -7,8 +7,8 @@ import os
 import re
 import sys
 
-from p2pdiloco.cli.complaints import REPAIR, Complaint
-from p2pdiloco.cli.quantities import at_least
+from p2pdiloco.cli.argument_types import at_least
+from p2pdiloco.cli.errors import REPAIR, Complaint
 
 MOST_SEEDS, MOST_PROCESSES = 1_000_000_000, 1024
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from p2pdiloco.cli.complaints import FAILED, Complaint, complaining
+from p2pdiloco.cli.errors import FAILED, Complaint, complaining
 from p2pdiloco.cli.main import program
 from p2pdiloco.peer.event_journal import Entry, JournalError, effects_crc, read_journal
 from p2pdiloco.protocol.effects import Effect

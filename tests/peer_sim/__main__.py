@@ -13,9 +13,9 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from p2pdiloco.cli.complaints import FAILED, REPAIR, Complaint
+from p2pdiloco.cli.argument_types import file
+from p2pdiloco.cli.errors import FAILED, REPAIR, Complaint
 from p2pdiloco.cli.main import program
-from p2pdiloco.cli.quantities import file
 from tests.machine_sim.arguments import add_seeds, seeds_of
 from tests.peer_sim import report
 from tests.seeded_bugs.peer import BUGS

@@ -358,7 +358,7 @@ BUGS = (
     ),
     Bug(
         name="who says how often checkpoints come has no budget",
-        module="p2pdiloco.cli.peer",
+        module="p2pdiloco.cli.peer_options",
         old="        write_bytes_per_day=1e9 * arguments.write_gb,",
         new="        write_bytes_per_day=1e9 * arguments.write_gb if arguments.checkpoint_s is None else None,",
         harm="commits that are kept beside such checkpoints fill the disk's day",

@@ -10,7 +10,7 @@ from actors import FOUNDER, make_manifest
 
 from p2pdiloco.access.certificates import Grant, Role
 from p2pdiloco.access.invite_code import decode_invite
-from p2pdiloco.cli.complaints import REPAIR
+from p2pdiloco.cli.errors import REPAIR
 from p2pdiloco.cli.main import main
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.protocol.manifest import MANIFEST, Access, Manifest

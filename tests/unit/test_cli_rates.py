@@ -4,7 +4,7 @@ import argparse
 
 import pytest
 
-from p2pdiloco.cli.rates import bytes_per_second, up_budget
+from p2pdiloco.cli.argument_types import bytes_per_second, up_budget
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import pytest
 
-from p2pdiloco.cli import quantities
+from p2pdiloco.cli import argument_types
 from p2pdiloco.cli.arguments import COMMANDS
 from p2pdiloco.cli.main import _parse, main
 from p2pdiloco.observability import exporters
@@ -72,7 +72,9 @@ def words_of(text: str) -> list[str]:
 def test_a_command_is_one_that_can_be_typed(
     mention: Mention, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(quantities.shutil, "which", lambda name: name)  # programs and extras of the reader's machine
+    monkeypatch.setattr(
+        argument_types.shutil, "which", lambda name: name
+    )  # programs and extras of the reader's machine
     monkeypatch.setattr(exporters, "find_spec", lambda name: name)
     words = words_of(mention.text.partition(" && ")[0])[1:]
     with suppress(SystemExit):

@@ -12,7 +12,7 @@ from torch import Tensor
 from troupe import Member, Stage, act
 
 from p2pdiloco.cli.main import _parse
-from p2pdiloco.cli.peer import peer_options
+from p2pdiloco.cli.peer_options import peer_options
 from p2pdiloco.peer.checkpoint import AVERAGE, load
 from p2pdiloco.peer.ema import POWER, RunningAverage, span, weight
 from p2pdiloco.peer.options import MachineOptions

@@ -15,7 +15,7 @@ from actors import FOUNDER
 from troupe import Member, Stage, act
 
 from p2pdiloco.cli.main import _parse
-from p2pdiloco.cli.peer import peer_options
+from p2pdiloco.cli.peer_options import peer_options
 from p2pdiloco.peer import commit_wal
 from p2pdiloco.peer.checkpoint import indices, load
 from p2pdiloco.peer.disk_budget import WriteBudget

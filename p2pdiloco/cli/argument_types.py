@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 
 def at_least(lowest: int, highest: int | None = None) -> Callable[[str], int]:
@@ -99,3 +101,50 @@ def cloud(text: str) -> str:
     if text.partition("=")[0] not in ("aws", "gcp", "azure"):
         raise argparse.ArgumentTypeError(f"{text!r} is not a cloud whose notices are known: aws, gcp, azure")
     return text
+
+
+# -- Link rates as people write them: ``2.5gbit``, ``100mbit``, ``800kbit``, ``none``; for what is sent also -----------
+
+
+RATE_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+
+
+def bytes_per_second(text: str) -> float | None:
+    """Bytes per second; None for ``none``. For argparse.
+
+    Raises:
+        argparse.ArgumentTypeError: not a rate.
+    """
+    if text.lower() == "none":
+        return None
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", text.lower())
+    if found is None or float(found[1]) == 0.0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a rate: write 2.5gbit, 100mbit, 800kbit or none")
+    return float(found[1]) * RATE_UNITS[found[2]] / 8
+
+
+def up_budget(text: str) -> float | Literal["auto"] | None:
+    """As ``bytes_per_second``, and ``auto``. For argparse.
+
+    Raises:
+        argparse.ArgumentTypeError: not a rate.
+    """
+    return "auto" if text.lower() == "auto" else bytes_per_second(text)
+
+
+# -- How long something lasts, as people write it: ``90m``, ``12h``, ``30d`` -------------------------------------------
+
+
+DURATION_UNITS = {"m": 60, "h": 3600, "d": 86400}
+
+
+def lifetime(text: str) -> int:
+    """Seconds. For argparse.
+
+    Raises:
+        argparse.ArgumentTypeError: not a time.
+    """
+    found = re.fullmatch(r"([1-9]\d{0,5})([mhd])", text.lower())
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time: write 90m, 12h or 30d")
+    return int(found[1]) * DURATION_UNITS[found[2]]
