@@ -17,7 +17,7 @@ from p2pdiloco.transport.sockets import check_numeric, everywhere
 from p2pdiloco.util.logs import bottom_line, printable
 
 if TYPE_CHECKING:
-    from p2pdiloco.peer.peer import Ending  # which loads torch, and who only looks does without
+    from p2pdiloco.peer.ending import Ending  # which loads torch, and who only looks does without
 
 
 def peer_options(arguments: argparse.Namespace, folder: Path) -> PeerOptions:

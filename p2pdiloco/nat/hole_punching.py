@@ -16,13 +16,13 @@ import ipaddress
 import socket
 from collections.abc import Callable, Container
 from contextlib import suppress
-from typing import NamedTuple
 
 from p2pdiloco.nat import messages as intro
 from p2pdiloco.net.frames import decode_text
 from p2pdiloco.net.handshake import Role
 from p2pdiloco.transport import addresses, sockets
 from p2pdiloco.transport.addresses import Address
+from p2pdiloco.transport.connection_setup import Met
 from p2pdiloco.transport.sockets import DialError
 
 OPEN_S = 5.0
@@ -39,14 +39,6 @@ RELAY_S = 6.0
 
 MayDial = Callable[[Address], bool]
 """Asked once, of the address where the meeting point says that the other is."""
-
-
-class Met(NamedTuple):
-    """A connected socket, and the address that it stands for."""
-
-    raw: socket.socket
-    address: Address
-    is_relayed: bool
 
 
 async def meet(

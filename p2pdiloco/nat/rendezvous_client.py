@@ -22,12 +22,12 @@ from msgspec import Struct
 
 from p2pdiloco.nat import hole_punching
 from p2pdiloco.nat import messages as intro
-from p2pdiloco.nat.hole_punching import Met
 from p2pdiloco.net.handshake import Dialled, HandshakeError, Role
 from p2pdiloco.net.limits import TransportLimits
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.transport import addresses, sockets
 from p2pdiloco.transport.addresses import Address
+from p2pdiloco.transport.connection_setup import Met
 from p2pdiloco.transport.dialer import Dialler, machines
 from p2pdiloco.transport.transport import DialError, Transport
 from p2pdiloco.util import logs

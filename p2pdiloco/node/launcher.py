@@ -32,8 +32,9 @@ from p2pdiloco.node.shutdown_signals import leave_when_asked
 from p2pdiloco.observability.alerts import Alert
 from p2pdiloco.observability.history import closing
 from p2pdiloco.peer.checkpoint import CheckpointError
+from p2pdiloco.peer.ending import Ending
 from p2pdiloco.peer.options import PeerOptions
-from p2pdiloco.peer.peer import Ending, InitialState
+from p2pdiloco.peer.peer import InitialState
 from p2pdiloco.protocol.ids import RunId
 from p2pdiloco.protocol.manifest import Layout, Manifest, RunConfig
 from p2pdiloco.protocol.manifest_defaults import few_turns

@@ -26,10 +26,11 @@ from p2pdiloco.node.resource_guard import Guest, toggle
 from p2pdiloco.node.results import farewell
 from p2pdiloco.node.swarm_status import Figures
 from p2pdiloco.node.telemetry import Lookout
+from p2pdiloco.peer.ending import APART, Ending
 from p2pdiloco.peer.event_journal import Journal
 from p2pdiloco.peer.metrics import Metrics, progress_fields
 from p2pdiloco.peer.options import PeerOptions
-from p2pdiloco.peer.peer import APART, Ending, InitialState, Peer
+from p2pdiloco.peer.peer import InitialState, Peer
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol.ids import PeerId

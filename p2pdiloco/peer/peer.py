@@ -2,7 +2,7 @@
 
 Rules of this file:
 1. It composes: what is decided stands in the modules below, what is done to the world goes through the host.
-2. It ends once, for one reason (``end.py``).
+2. It ends once, for one reason (``ending.py``).
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from p2pdiloco.peer.durable_commits import FOLDER as OWN_COMMITS
 from p2pdiloco.peer.durable_commits import OwnCommits
 from p2pdiloco.peer.ema import WIDTH as AVERAGE_BYTES
 from p2pdiloco.peer.ema import RunningAverage
+from p2pdiloco.peer.ending import APART, End, Ending, ordinary_ending
 from p2pdiloco.peer.host import Host
 from p2pdiloco.peer.learner_supervisor import Supervision
 from p2pdiloco.peer.learner_updates import Shifts
@@ -46,77 +47,11 @@ from p2pdiloco.protocol.ids import Digest, PeerId, ShardId, peer_of
 from p2pdiloco.protocol.machine import Machine
 from p2pdiloco.protocol.manifest import Layout, Manifest
 from p2pdiloco.protocol.messages import SIGNATURE_BYTES, commit_id
-from p2pdiloco.protocol.view import MachineView
 from p2pdiloco.training.shared_memory import SharedVectors, let_go
 from p2pdiloco.transport.identity import Identity
 from p2pdiloco.util import logs
 from p2pdiloco.wire.control_messages import TROUBLE_LIMIT, PeerStatus, StateProof, decode_message
 from p2pdiloco.wire.request_reply import Answer
-
-# -- Why a peer ends, and with which status its process does -----------------------------------------------------------
-# A peer ends for one of four reasons: the run is complete, it was asked to leave, its learner cannot go on, or a defect
-# of ours. Each has an exit status and a sentence.
-
-
-APART = 4
-"""The exit status of a peer that may have a model of its own."""
-
-
-class Ending(msgspec.Struct, frozen=True):
-    """Why the node stopped. Status 0: in order; 1: something failed; 2: the user must repair something; 4: it was apart
-    from as many as were with it, and did not meet them again."""
-
-    status: int
-    reason: str
-
-
-class End:
-    """Of one peer: whether it is reached, and by what."""
-
-    def __init__(self) -> None:
-        self._reason: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self.cause: Ending | None = None
-        """What makes it end otherwise than the machine would."""
-
-    @property
-    def is_reached(self) -> bool:
-        """It is ending."""
-        return self._reason.done()
-
-    def reach(self, reason: str) -> None:
-        """There is nothing left to do."""
-        if not self._reason.done():
-            self._reason.set_result(reason)
-
-    async def reason(self) -> str:
-        """Why, when it is reached."""
-        return await self._reason
-
-
-def ordinary_ending(
-    reason: str, view: MachineView, *, needs_majority: bool, trouble: str, learners: str, absence: str = ""
-) -> Ending:
-    """How a peer ends that nothing else has ended. ``trouble``: what a person should look at; ``learners``: as far as
-    it is the learner's; ``absence``: why there is no learner."""
-    unmerged = view.unmerged_tokens()
-    if unmerged:
-        is_alone = needs_majority and view.missing
-        alone = "the run merges nothing without a majority, and too many peers are missing" if is_alone else ""
-        why = trouble or alone or "--leave-s allows longer"
-        return Ending(1, f"{reason}; {unmerged:,} tokens were not merged in time and are lost ({why})")
-    if absence:
-        return Ending(1, f"{reason}; at the end this peer had no learner: {absence}")
-    if learners:
-        return Ending(1, f"{reason}; {learners}; `p2pdiloco resume --known-good` goes back")
-    if view.missing and view.has_finished:  # who is sent away may come back, and goes on then
-        return Ending(
-            APART,
-            f"{reason}, but {view.missing} of the peers that were here were lost at once and have not come back: they "
-            "may have gone on, and have a second model. To make one of both, let a peer of each side serve its own "
-            "(p2pdiloco resume FOLDER --stay-s 3600): where they meet, the model with more tokens wins",
-        )
-    return Ending(0, reason)
-
 
 # -- A peer, whatever world it lives in: machine, driver, global state, transfers, checkpoints, and its learner --------
 

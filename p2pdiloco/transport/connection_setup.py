@@ -22,10 +22,10 @@ import struct
 import sys
 from collections.abc import Awaitable, Callable, Container, Iterable, Sequence
 from contextlib import suppress
+from typing import NamedTuple
 
 import msgspec
 
-from p2pdiloco.nat.hole_punching import Met
 from p2pdiloco.net.abuse_limits import Exclusion, Reception, Room, machine_of
 from p2pdiloco.net.handshake import ANYBODY, Dialled, HandshakeError, MismatchError, Role
 from p2pdiloco.net.limits import TransportLimits
@@ -131,6 +131,14 @@ SIEVE_S = 0.1
 
 Taker = Callable[[socket.socket], Awaitable[bool]]
 """Takes, and closes, a socket on which somebody speaks another protocol; whether anything came of it."""
+
+
+class Met(NamedTuple):
+    """A connected socket, and the address that it stands for."""
+
+    raw: socket.socket
+    address: Address
+    is_relayed: bool
 
 
 class Visitor:

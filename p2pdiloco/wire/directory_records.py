@@ -17,7 +17,6 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
-from p2pdiloco.access.certificates import CHAIN_LIMIT
 from p2pdiloco.protocol.ids import PeerId, RunId, digest_of
 from p2pdiloco.protocol.manifest import Name
 
@@ -26,6 +25,8 @@ SIGNATURE_BYTES = 64
 RECORD_LIMIT = 16 << 10
 """Bytes of a stored value. All records under one key must stay below 1 MiB together (docs: measured)."""
 BODY_LIMIT = RECORD_LIMIT - 4096
+CHAIN_LIMIT = 746
+"""Bytes of a member's certificates (``access/certificates.py`` has the same number)."""
 TTL_LIMIT_S = 24 * 3600.0
 CLOCK_SKEW_S = 10.0
 

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from p2pdiloco.codec import compression, quantization
 from p2pdiloco.codec.digests import StateForm, state_digest
-from p2pdiloco.peer.peer import APART, Ending
+from p2pdiloco.peer.ending import APART, Ending
 from p2pdiloco.peer.signatures import check_commit
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages

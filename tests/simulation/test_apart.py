@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from p2pdiloco.peer.peer import APART
+from p2pdiloco.peer.ending import APART
 
 SCRIPT = Path(__file__).with_name("apart.py")
 

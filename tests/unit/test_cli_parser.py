@@ -12,7 +12,7 @@ from benchmarks.netbed import __main__ as netbed
 from p2pdiloco.cli.arguments import COMMANDS
 from p2pdiloco.cli.errors import FAILED, INTERRUPTED, NOBODY_THERE, REPAIR
 from p2pdiloco.cli.main import main
-from p2pdiloco.peer.peer import APART
+from p2pdiloco.peer.ending import APART
 from p2pdiloco.version import VERSION
 
 

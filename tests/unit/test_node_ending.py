@@ -15,7 +15,7 @@ from p2pdiloco.node.node import Node
 from p2pdiloco.node.notifier import Notifier
 from p2pdiloco.observability.alerts import Alert
 from p2pdiloco.observability.snapshot import Bill
-from p2pdiloco.peer.peer import APART, Ending
+from p2pdiloco.peer.ending import APART, Ending
 
 BILL = Bill(share=0.5, commits=1, lasts_s=10.0, tokens=1000, up_bytes=1, down_bytes=1)
 

@@ -15,8 +15,9 @@ from msgspec.structs import replace
 from p2pdiloco.node import launcher
 from p2pdiloco.node.run_creation import found_from_script
 from p2pdiloco.peer import checkpoint
+from p2pdiloco.peer.ending import Ending
 from p2pdiloco.peer.options import LearnerOptions, PeerOptions
-from p2pdiloco.peer.peer import Ending, InitialState
+from p2pdiloco.peer.peer import InitialState
 from p2pdiloco.protocol.manifest import Manifest, ModelConfig, RunConfig, ScheduleConfig
 from p2pdiloco.swarm.run_index import ConfigError, folder_of
 from p2pdiloco.swarm.run_lookup import DirectoryOptions

@@ -5,8 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from p2pdiloco.access import certificates
 from p2pdiloco.protocol.ids import PeerId, RunId
 from p2pdiloco.transport.identity import Identity, verify
+from p2pdiloco.wire import directory_records
 from p2pdiloco.wire.directory_records import Envelope, peers_topic, seal, subkey_of, unseal
 
 ANN = Identity.ephemeral()
@@ -51,3 +53,7 @@ def test_the_topic_does_not_tell_the_run() -> None:
     assert run not in peers_topic(run)
     assert peers_topic(run) != peers_topic(RunId("cd" * 20))
     assert len(peers_topic(run)) == len(peers_topic(RunId("cd" * 20))) < 128
+
+
+def test_a_record_has_room_for_any_chain_of_certificates() -> None:
+    assert directory_records.CHAIN_LIMIT == certificates.CHAIN_LIMIT

@@ -19,9 +19,10 @@ from typing import Any, NamedTuple, Self, TypeVar
 import torch
 from actors import FOUNDER, Learner, Recorded, genesis, make_manifest
 
+from p2pdiloco.peer.ending import Ending
 from p2pdiloco.peer.host import Queue
 from p2pdiloco.peer.options import LearnerOptions, LinkOptions, PeerOptions
-from p2pdiloco.peer.peer import Ending, InitialState, Peer
+from p2pdiloco.peer.peer import InitialState, Peer
 from p2pdiloco.peer.signatures import Standing
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.netbed.namespaces import TestbedError
 from benchmarks.wan.homes import gathered
 from benchmarks.wan.sites import network
-from p2pdiloco.peer.peer import APART
+from p2pdiloco.peer.ending import APART
 
 pytestmark = [pytest.mark.xdist_group("wan"), pytest.mark.heavy]  # namespaces are the machine's
 
