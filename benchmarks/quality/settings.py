@@ -65,7 +65,8 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     curve_samples: int = 0
     """Held-out windows that are measured on the way, spread over all; 0: all of them."""
     bounded: bool = False
-    """No contribution counts as more than twice as long as the median (shipped); see ``correction``."""
+    """No contribution weighs more than the median of the others, or counts as more than twice as long (shipped); see
+    ``correction``."""
     noise: float = 0.0
     """The last learner's contributions are noise, so many times as long as the others'; 0: it is honest."""
     correction: bool = False

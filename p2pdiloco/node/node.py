@@ -345,8 +345,9 @@ class Node:
                 log.info("progress", **progress_fields(status), **outlook.look(self.host.now(), status), **resting)
 
     def _tokens_merged(self) -> int:
-        """Cumulative tokens of the chains, averaged over the shards by their size."""
-        total = sum(h.tokens * self.peer.layout.shards[h.shard].elements for h in self.peer.machine.status().heads)
+        """What the chains have merged, as declared, averaged over the shards by their size."""
+        merged = self.peer.machine.view.merged_tokens()
+        total = sum(m * shard.elements for m, shard in zip(merged, self.peer.layout.shards, strict=True))
         return total // self.peer.layout.elements
 
     def _report(self, ending: Ending) -> None:

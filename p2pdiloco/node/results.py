@@ -146,7 +146,7 @@ def finished(manifest: Manifest, folder: Path) -> str:
 
 def _result(checkpoint: Checkpoint, folders: Sequence[Path]) -> Result:
     layout = Layout.of(checkpoint.manifest)
-    tokens = sum(p.state.head.tokens * layout.shards[p.state.head.shard].elements for p in checkpoint.shards)
+    tokens = sum(p.state.counts.merged * layout.shards[p.state.head.shard].elements for p in checkpoint.shards)
     step = min(max(p.state.step for p in checkpoint.shards), checkpoint.manifest.config.inner.steps)  # of the run
     return Result(checkpoint, step, tokens // layout.elements, tuple(folders))
 

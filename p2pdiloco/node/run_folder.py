@@ -222,7 +222,7 @@ def told(manifest: Manifest, state: InitialState) -> str:
     versions = f"{min(h.version for h in heads)} to {max(h.version for h in heads)}"
     return (
         f"going on with run {manifest.config.name} ({manifest.run[:12]}) from versions {versions} of its shards, "
-        f"{max(h.tokens for h in heads):,} tokens"
+        f"{max(proof.state.counts.merged for proof in state.shards):,} tokens"
     )
 
 

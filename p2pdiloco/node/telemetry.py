@@ -128,7 +128,7 @@ class Lookout:
                         version=header.version,
                         head=event.head,
                         step=header.step,
-                        tokens=header.tokens,
+                        tokens=header.counts.merged,
                         owner=header.owner,
                         contributors={c.learner: c.tokens for c in header.contributors},
                     )

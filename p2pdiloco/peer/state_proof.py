@@ -52,8 +52,8 @@ def proven_digest(manifest: Manifest, proof: StateProof, register: Register = OP
         raise ValueError(f"the state of shard {head.shard} is of another step than its commit")
     if header.version != head.version:
         raise ValueError(f"the head of shard {head.shard} has another version than its commit")
-    if header.usual != state.usual:
-        raise ValueError(f"the state of shard {head.shard} has other usual tokens than its commit")
+    if header.counts != state.counts:
+        raise ValueError(f"the state of shard {head.shard} counts other tokens than its commit")
     if header.record != record_of(dict(state.marks), state.trained, state.stride):
         raise ValueError(f"the state of shard {head.shard} counts other tokens or blocks than its commit")
     try:
@@ -85,8 +85,8 @@ def check_lineage(
 
 
 def _check_tokens(header: CommitHeader, parent: CommitHeader) -> None:
-    tokens, usual = parent.usual.count([c.tokens for c in header.contributors], first=1)
-    if header.tokens != parent.tokens + tokens or header.usual != usual:
+    tokens, counts = parent.counts.count([c.tokens for c in header.contributors], first=1)
+    if header.tokens != parent.tokens + tokens or header.counts != counts:
         raise ValueError(f"version {header.version} of shard {header.shard} counts tokens that nobody gave")
 
 

@@ -464,7 +464,7 @@ class Merges:
             return None
         self.sync_s += SMOOTHING * (core.now - job.began_at - self.sync_s)
         contributors = tuple(contribution.contributor for contribution in job.contributions)
-        tokens, usual = core.chains[event.shard].count(contributors)
+        tokens, counts = core.chains[event.shard].count(contributors)
         header = CommitHeader(
             shard=event.shard,
             version=head.version + 1,
@@ -477,7 +477,7 @@ class Merges:
             result=event.result,
             record=core.chains[event.shard].record_after(head.version + 1, contributors, event.length),
             length=event.length,
-            usual=usual,
+            counts=counts,
         )
         return self.made.once(header)
 

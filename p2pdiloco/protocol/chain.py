@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import msgspec
 
 from p2pdiloco.protocol.config import MAX_COUNT, Limits
-from p2pdiloco.protocol.counted_tokens import NOTHING_USUAL, UsualTokens
+from p2pdiloco.protocol.counted_tokens import NOTHING_COUNTED, TokenCounts
 from p2pdiloco.protocol.data_blocks import BlockLedger, Trained
 from p2pdiloco.protocol.events import Mark, ShardState
 from p2pdiloco.protocol.ids import Digest, LearnerId, PeerId, RunId, ShardId, digest_of, peer_of
@@ -65,6 +65,7 @@ class Chain:
         "_most_tokens",
         "_run_tokens",
         "ancestry",
+        "counts",
         "head",
         "ledger",
         "length",
@@ -75,7 +76,6 @@ class Chain:
         "shard",
         "step",
         "stride",
-        "usual",
     )
 
     def __init__(
@@ -93,7 +93,7 @@ class Chain:
         """Of shard 0: which blocks of data it has merged."""
         self.marks: dict[LearnerId, Mark] = {}
         self.stride = NO_STRIDE
-        self.usual = NOTHING_USUAL
+        self.counts = NOTHING_COUNTED
         self._first = FIRST_RMS * math.sqrt(elements) if elements else math.inf
         self.log: deque[CommitHeader] = deque(maxlen=length)
         self.log_ids: deque[Digest] = deque(maxlen=length)
@@ -143,9 +143,9 @@ class Chain:
             after.add(c.blocks)
         return record_of(marks, after.state(), stride)
 
-    def count(self, contributors: Sequence[Contributor]) -> tuple[int, UsualTokens]:
-        """The tokens for which the contributions of a next commit count, all together, and what is usual after it."""
-        return self.usual.count([c.tokens for c in contributors], self.limits.first_tokens)
+    def count(self, contributors: Sequence[Contributor]) -> tuple[int, TokenCounts]:
+        """The tokens for which the contributions of a next commit count, all together, and the counts after it."""
+        return self.counts.count([c.tokens for c in contributors], self.limits.first_tokens)
 
     def longest(self, contributors: Iterable[Contributor]) -> float:
         """How long a merged outer gradient of these may be."""
@@ -181,8 +181,8 @@ class Chain:
                 return f"of learner {c.learner}: {problem}"
         if not header.contributors:
             return "it has no contributors"
-        tokens, usual = self.count(header.contributors)
-        if header.tokens != self.head.tokens + tokens or header.usual != usual:
+        tokens, counts = self.count(header.contributors)
+        if header.tokens != self.head.tokens + tokens or header.counts != counts:
             return "its cumulative tokens are wrong"
         if header.step > self.latest_step():
             return f"its step {header.step} is too far from its parent's, {self.step}"
@@ -202,7 +202,7 @@ class Chain:
         self.head = Head(self.shard, header.version, new_id, header.tokens)
         self.step = header.step
         self.stride = self.stride.after(header.length, header.steps, self.limits.turn_steps)
-        self.usual = header.usual
+        self.counts = header.counts
         self.marks = self._marks_after(header.version, header.contributors)
         if self.ledger is not None:
             for c in header.contributors:
@@ -233,7 +233,7 @@ class Chain:
         self.step = state.step
         self.marks = dict(state.marks)
         self.stride = state.stride
-        self.usual = state.usual
+        self.counts = state.counts
         if self.ledger is not None:
             self.ledger.restore(state.trained)
 
@@ -267,4 +267,4 @@ class Chain:
         """What travels with a state transfer."""
         assert self.head is not None
         trained = Trained() if self.ledger is None else self.ledger.state()
-        return ShardState(self.head, self.step, tuple(sorted(self.marks.items())), trained, self.stride, self.usual)
+        return ShardState(self.head, self.step, tuple(sorted(self.marks.items())), trained, self.stride, self.counts)

@@ -19,6 +19,7 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta
 
+from p2pdiloco.protocol.config import MAX_COUNT
 from p2pdiloco.protocol.medians import lower_median, medians_of_others
 from p2pdiloco.protocol.norm_bound import MEMORY, OCTAVE, octaves, power, running_mean
 
@@ -27,19 +28,21 @@ _FEW: Final = 2
 """With fewer than two others there is no median that one peer cannot choose."""
 
 
-class UsualTokens(msgspec.Struct, frozen=True, array_like=True):
-    """What a contribution to one shard usually counts for: a running mean over its chain's versions."""
+class TokenCounts(msgspec.Struct, frozen=True, array_like=True):
+    """What one shard's chain knows of its contributions' tokens, besides the sum of what they count for."""
 
     versions: Annotated[int, Meta(ge=0, le=MEMORY)] = 0
     """Versions in the mean, at most ``MEMORY``; 0: nothing has been merged."""
     octaves: Annotated[int, Meta(ge=0, le=64 * OCTAVE)] = 0
-    """The mean of the logarithms to base 2, in 1,024ths (see ``stride``)."""
+    """The usual contribution: the mean of the logarithms to base 2, in 1,024ths (see ``stride``)."""
+    merged: Annotated[int, Meta(ge=0, le=MAX_COUNT)] = 0
+    """Tokens that all contributions have declared. People are shown these; nothing is decided by them."""
 
-    def count(self, tokens: Sequence[int], first: int) -> tuple[int, UsualTokens]:
-        """What contributions that declare ``tokens`` (each at least 1) count for, all together, and what is usual after
+    def count(self, tokens: Sequence[int], first: int) -> tuple[int, TokenCounts]:
+        """What contributions that declare ``tokens`` (each at least 1) count for, all together, and what is known after
         them; ``first`` as in ``counted``."""
         counted = self.counted(tokens, first)
-        return sum(counted), self.after(counted)
+        return sum(counted), self.after(counted, sum(tokens))
 
     def counted(self, tokens: Sequence[int], first: int) -> list[int]:
         """What each of them counts for. ``first``: the usual of a chain that has merged nothing yet, for a contribution
@@ -53,10 +56,11 @@ class UsualTokens(msgspec.Struct, frozen=True, array_like=True):
                 references = [max(reference, usual) for reference in references]
         return [min(t, MOST_TIMES * reference) for t, reference in zip(tokens, references, strict=True)]
 
-    def after(self, counted: Sequence[int]) -> UsualTokens:
-        """With one more version, whose contributions counted for so much. The lower median by head is what counts, and
-        at most a leap of it."""
-        return UsualTokens(*running_mean(self.versions, self.octaves, octaves(lower_median(counted))))
+    def after(self, counted: Sequence[int], merged: int) -> TokenCounts:
+        """With one more version, whose contributions counted for so much and declared ``merged`` together. The lower
+        median by head moves the mean, by at most a leap."""
+        usual = running_mean(self.versions, self.octaves, octaves(lower_median(counted)))
+        return TokenCounts(*usual, min(self.merged + merged, MAX_COUNT))
 
 
-NOTHING_USUAL = UsualTokens()
+NOTHING_COUNTED = TokenCounts()

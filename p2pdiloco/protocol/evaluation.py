@@ -52,7 +52,7 @@ class Evaluations:
                 "diverged, or this learner's data cannot be read",
             )
             return
-        tokens = max((c.head.tokens for c in core.chains if c.head is not None), default=0)
+        tokens = max((c.counts.merged for c in core.chains if c.head is not None), default=0)
         evaluation = Evaluation(event.version, tokens, core.step, event.loss)
         self._latest[core.config.peer] = evaluation
         self._show()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from p2pdiloco.protocol.counted_tokens import NOTHING_USUAL, UsualTokens
+from p2pdiloco.protocol.counted_tokens import NOTHING_COUNTED, TokenCounts
 from p2pdiloco.protocol.data_blocks import Block, Trained
 from p2pdiloco.protocol.ids import Digest, FragmentId, LearnerId, PeerId, ShardId
 from p2pdiloco.protocol.messages import CommitHeader, Contributor, Equivocation, Head, Message
@@ -30,8 +30,8 @@ class ShardState(msgspec.Struct, frozen=True, array_like=True):
     trained: Trained = Trained()
     """Shard 0: the blocks of data that its chain has merged."""
     stride: Stride = NO_STRIDE
-    usual: UsualTokens = NOTHING_USUAL
-    """What a contribution to the shard usually counts for."""
+    counts: TokenCounts = NOTHING_COUNTED
+    """What the chain knows of its contributions' tokens."""
 
 
 class Convictions(msgspec.Struct, frozen=True, array_like=True):

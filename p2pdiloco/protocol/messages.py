@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from p2pdiloco.protocol.counted_tokens import NOTHING_USUAL, UsualTokens
+from p2pdiloco.protocol.counted_tokens import NOTHING_COUNTED, TokenCounts
 from p2pdiloco.protocol.data_blocks import Block
 from p2pdiloco.protocol.ids import DIGEST_BYTES, Digest, FragmentId, LearnerId, PeerId, RunId, ShardId, digest_of
 
@@ -95,8 +95,8 @@ class CommitHeader(msgspec.Struct, frozen=True, array_like=True):
     """Digest of what the chain counts after this commit: marks, trained blocks, stride (``Chain.record_after``)."""
     length: Annotated[float, Meta(ge=0.0, le=1e38)] = 0.0
     """Of the merged outer gradient (Euclidean norm), or more."""
-    usual: UsualTokens = NOTHING_USUAL
-    """What a contribution to the shard usually counts for, after this commit."""
+    counts: TokenCounts = NOTHING_COUNTED
+    """What the shard's chain knows of its contributions' tokens, after this commit."""
 
     @property
     def steps(self) -> int:

@@ -72,6 +72,10 @@ class MachineView:
         """The run is complete here."""
         return self._core.departure == "finished"
 
+    def merged_tokens(self) -> list[int]:
+        """By shard, the tokens that its chain's contributions have declared."""
+        return [chain.counts.merged for chain in self._core.chains]
+
     def unmerged_tokens(self) -> int:
         """The learner's own tokens not merged yet, in the shard where that is most."""
         return self._core.unmerged_tokens()

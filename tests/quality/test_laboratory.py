@@ -216,7 +216,7 @@ def test_the_exchange_is_the_nodes(up: Any, down: Any, merge: Any, correction: b
     """Three peers' real nodes and the laboratory's exchange make three turns with the same learners: the same bits."""
     elements, shard = 3000, ShardId(0)
     setting = Setting(learners=2, up=up, down=down, outer_rate=0.7, outer_momentum=0.4, merge=merge)
-    setting = msgspec.structs.replace(setting, correction=correction)
+    setting = msgspec.structs.replace(setting, correction=correction, bounded=True)
     tensors = (TensorSpec(name="all", shape=(elements,), merge="rda", fragment=FragmentId(0)),)
     layout = make_layout(tensors, 1, 1 << 20, merge)
     random = torch.Generator().manual_seed(5)

@@ -80,7 +80,7 @@ BUGS = (
     Bug(
         name="tokens of a lineage not added up",
         module="p2pdiloco.peer.state_proof",
-        old="if header.tokens != parent.tokens + tokens or header.usual != usual:",
+        old="if header.tokens != parent.tokens + tokens or header.counts != counts:",
         new="if False:",
         harm="an owner makes its own chain the heaviest with a number",
         killed_by=("tests/unit/protocol/test_lineage.py::test_a_lineage_weighs_what_was_given",),

@@ -68,7 +68,8 @@ def test_cells_that_were_made_are_not_made_again(
 def test_a_simulated_calibration_says_what_its_lines_must_say() -> None:
     """Four peers, a turn every two seconds, and lines that carry it: all contribute, a commit needs its bytes' time."""
     found = calibration.simulated(calibration.options(["--peers", "4", "--seconds", "48"]), payload=45_000)
-    assert (found["violations"], found["versions"]) == (0, 24)
+    assert found["violations"] == 0
+    assert found["versions"] in (24, 25)
     assert found["contributors"] > 3.9
     alone_s = 45_000 * 8 / 4e6
     assert alone_s < found["made_s"] < 2.0

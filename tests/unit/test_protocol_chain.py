@@ -22,7 +22,7 @@ def founded(length: int = 4) -> Chain:
 
 def child(chain: Chain, *contributors: Contributor) -> CommitHeader:
     assert chain.head is not None
-    tokens, usual = chain.count(contributors or [given(A, 0, 1)])
+    tokens, counts = chain.count(contributors or [given(A, 0, 1)])
     return CommitHeader(
         shard=SHARD,
         version=chain.head.version + 1,
@@ -34,7 +34,7 @@ def child(chain: Chain, *contributors: Contributor) -> CommitHeader:
         payload=Digest("p"),
         result=Digest("r"),
         record=chain.record_after(chain.head.version + 1, contributors),
-        usual=usual,
+        counts=counts,
     )
 
 

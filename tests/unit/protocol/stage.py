@@ -15,7 +15,7 @@ from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol.chain import genesis_head, record_of
-from p2pdiloco.protocol.counted_tokens import NOTHING_USUAL, UsualTokens
+from p2pdiloco.protocol.counted_tokens import NOTHING_COUNTED, TokenCounts
 from p2pdiloco.protocol.data_blocks import Trained
 from p2pdiloco.protocol.ids import Digest, FragmentId, LearnerId, PeerId, RunId, ShardId, digest_of, learner_id
 from p2pdiloco.protocol.machine import Machine
@@ -107,7 +107,7 @@ def genesis(config: ProtocolConfig) -> tuple[ev.ShardState, ...]:
 
 def commit_on(parent: msg.Head, *contributors: msg.Contributor, **changes: Any) -> msg.CommitHeader:
     """A sound child of ``parent``, whose chain counts nobody else, but for ``changes``."""
-    tokens, usual = _usual.get(parent.id, NOTHING_USUAL).count([c.tokens for c in contributors] or [1], first=2**60)
+    tokens, counts = _usual.get(parent.id, NOTHING_COUNTED).count([c.tokens for c in contributors] or [1], first=2**60)
     marks = {c.learner: ev.Mark(c.tokens_to, c.steps_to, parent.version + 1) for c in contributors}
     header = msg.CommitHeader(
         shard=parent.shard,
@@ -120,18 +120,18 @@ def commit_on(parent: msg.Head, *contributors: msg.Contributor, **changes: Any) 
         payload=digest(f"payload on {parent.id} of {contributors}"),
         result=digest(f"result on {parent.id} of {contributors}"),
         record=record_of(marks, Trained()),
-        usual=usual,
+        counts=counts,
     )
     return remembered(msgspec.structs.replace(header, **changes))
 
 
-_usual: dict[Digest, UsualTokens] = {}
+_usual: dict[Digest, TokenCounts] = {}
 """By head, of all commits that a test has seen."""
 
 
 def remembered(header: msg.CommitHeader) -> msg.CommitHeader:
     """``header``, on which ``commit_on`` may build."""
-    _usual[msg.commit_id(header)] = header.usual
+    _usual[msg.commit_id(header)] = header.counts
     return header
 
 
@@ -295,7 +295,7 @@ class Stage:
         """A sound child of the head."""
         chain = self.machine.core.chains[SHARD]
         record = chain.record_after(self.head().version + 1, contributors)
-        _usual[self.head().id] = chain.usual
+        _usual[self.head().id] = chain.counts
         return commit_on(self.head(), *contributors, **{"record": record, **changes})
 
     def take(self, header: msg.CommitHeader, sender: PeerId = B) -> list[ef.Effect]:

@@ -29,7 +29,7 @@ from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol.config import Sizes
-from p2pdiloco.protocol.counted_tokens import NOTHING_USUAL
+from p2pdiloco.protocol.counted_tokens import NOTHING_COUNTED
 from p2pdiloco.protocol.data_blocks import Block
 from p2pdiloco.protocol.ids import FragmentId, PeerId, ShardId
 from p2pdiloco.protocol.messages import Contributor, Head
@@ -308,23 +308,23 @@ def test_a_contribution_that_is_merged_alone_counts_for_four_usual_ones_at_most(
     first = limits.first_tokens
     assert limits.turn_steps == 4
     assert first == 4 * limits.step_tokens // 16
-    assert NOTHING_USUAL.counted([first], first) == [first]
-    assert NOTHING_USUAL.counted([10 * first], first) == [4 * first]
+    assert NOTHING_COUNTED.counted([first], first) == [first]
+    assert NOTHING_COUNTED.counted([10 * first], first) == [4 * first]
 
 
 def test_what_is_usual_is_the_median_of_each_version_and_moves_slowly() -> None:
     """P3g: one of four that declares most, and one version in four that holds nothing else, move it little."""
-    usual = NOTHING_USUAL
+    counts = NOTHING_COUNTED
     for _ in range(40):
-        _, usual = usual.count([512, 512, 512, 3_145_728], first=1)
-        assert usual.counted([10**9], first=1) == [4 * 512]
+        _, counts = counts.count([512, 512, 512, 3_145_728], first=1)
+        assert counts.counted([10**9], first=1) == [4 * 512]
     for version in range(80):
         tokens = [3_145_728] if version % 4 == 3 else [512, 512, 512, 512]
-        _, usual = usual.count(tokens, first=1)
-        assert usual.counted([10**9], first=1)[0] < 4 * 2 * 512
+        _, counts = counts.count(tokens, first=1)
+        assert counts.counted([10**9], first=1)[0] < 4 * 2 * 512
     for _ in range(40):
-        _, usual = usual.count([64, 64, 64], first=1)
-    assert usual.counted([10**9], first=1) == [4 * 64], "it follows what all do"
+        _, counts = counts.count([64, 64, 64], first=1)
+    assert counts.counted([10**9], first=1) == [4 * 64], "it follows what all do"
 
 
 def test_a_commit_whose_usual_is_not_the_chains_is_not_taken() -> None:
@@ -335,7 +335,7 @@ def test_a_commit_whose_usual_is_not_the_chains_is_not_taken() -> None:
     assert sound.tokens == 80 + 40 + 160
     for wrong in (
         msgspec.structs.replace(sound, tokens=80 + 40 + 1000),
-        msgspec.structs.replace(sound, usual=NOTHING_USUAL.after([4000])),
+        msgspec.structs.replace(sound, counts=NOTHING_COUNTED.after([4000], 80)),
     ):
         effects = stage.take(wrong)
         assert "its cumulative tokens are wrong" in notes(effects, "commit")[0]
