@@ -59,7 +59,7 @@ def lineage(peers: list[Identity], versions: int) -> list[SignedCommit]:
             SHARD, version, parent, 24 * version, PeerId(owner.peer_id), contributors, tokens, digest, digest, digest
         )
         parent = commit_id(header)
-        found.append(SignedCommit(header, owner.sign(messages.commit(parent))))
+        found.append(SignedCommit(header, owner.sign(messages.signed_commit_bytes(parent))))
     return found
 
 

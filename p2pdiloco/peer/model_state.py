@@ -345,11 +345,8 @@ class GlobalState:
     def _checked(self, header: CommitHeader, head: Digest, payload: Payload, listed: bytes) -> Sequence[Body]:
         """The bodies of a commit's payload; all can be decoded, they are no longer than declared, and the sample of its
         version gives what is listed."""
-        shard, spans, factors = (
-            header.shard,
-            self._chunks(header.shard),
-            outer_optimizer.factors_of(self._outer, header.version),
-        )
+        shard, spans = header.shard, self._chunks(header.shard)
+        factors = outer_optimizer.factors_of(self._outer, header.version)
         elements = self.layout.shards[shard].elements
         try:
             bodies = self._bodies(shard, payload)

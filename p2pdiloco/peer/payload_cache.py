@@ -135,7 +135,7 @@ class Cargo:
         """Vouch for a commit of our own."""
         proofs = self.shelves[header.shard].proofs
         if header.owner == self._identity.peer_id and commit not in proofs:
-            proofs[commit] = (header, self._identity.sign(messages.commit(commit)))
+            proofs[commit] = (header, self._identity.sign(messages.signed_commit_bytes(commit)))
 
     def signed(self, effect: ef.Encode, payload: Digest) -> msg.Contributor:
         """What our learner gives, with our signature."""

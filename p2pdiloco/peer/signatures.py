@@ -57,7 +57,7 @@ def signed(
 ) -> Contributor:
     """``contributor`` with its payload's digest and its peer's signature: 88 bytes more."""
     whole = replace(contributor, payload=bytes.fromhex(payload))
-    return replace(whole, signature=identity.sign(messages.contribution(run, shard, base, whole)))
+    return replace(whole, signature=identity.sign(messages.signed_contribution_bytes(run, shard, base, whole)))
 
 
 def check_contributor(
@@ -74,7 +74,7 @@ def check_contributor(
         raise UnknownMemberError(f"{giver} is not known as a member of the run")
     if not register.may_contribute(giver):
         raise ValueError(f"{giver} is a member that only follows")
-    if not verify(giver, messages.contribution(run, shard, base, contributor), contributor.signature):
+    if not verify(giver, messages.signed_contribution_bytes(run, shard, base, contributor), contributor.signature):
         raise ValueError(
             f"what is said in the name of learner {contributor.learner} does not bear its peer's signature"
         )
@@ -96,7 +96,7 @@ def check_commit(
     """
     if not register.was_member(header.owner):
         raise UnknownMemberError(f"its owner {header.owner} is not known as a member of the run")
-    if not verify(header.owner, messages.commit(commit_id(header)), signature):
+    if not verify(header.owner, messages.signed_commit_bytes(commit_id(header)), signature):
         raise ValueError("it does not bear its owner's signature")
     for contributor in header.contributors:
         if (header.parent, contributor) != mine:
@@ -115,7 +115,7 @@ def check_equivocation(proof: Equivocation, register: Register = OPEN) -> None:
     if not register.was_member(proof.owner):
         raise UnknownMemberError(f"their owner {proof.owner} is not known as a member of the run")
     for header, signature in ((proof.first, proof.first_signature), (proof.second, proof.second_signature)):
-        if not verify(proof.owner, messages.commit(commit_id(header)), signature):
+        if not verify(proof.owner, messages.signed_commit_bytes(commit_id(header)), signature):
             raise ValueError(f"{proof.owner} has not signed one of these commits")
 
 

@@ -52,7 +52,8 @@ class Contributor(msgspec.Struct, frozen=True, array_like=True):
     payload: Annotated[bytes, Meta(max_length=DIGEST_BYTES)] = b""
     """The digest of the outer gradient, as bytes; empty: there is none, the learner has nothing to give."""
     signature: Annotated[bytes, Meta(max_length=SIGNATURE_BYTES)] = b""
-    """Of the learner's peer, over ``signatures.contribution``: all of this, the run, and the head it is relative to."""
+    """Of the learner's peer, over ``signed_contribution_bytes``: all of this, the run, and the head it is relative
+    to."""
 
     @property
     def tokens(self) -> int:
@@ -262,12 +263,12 @@ _CONTRIBUTION = "p2pdiloco contribution"
 _COMMIT = b"p2pdiloco commit\0"
 
 
-def contribution(run: RunId, shard: ShardId, base: Digest, c: Contributor) -> bytes:
+def signed_contribution_bytes(run: RunId, shard: ShardId, base: Digest, c: Contributor) -> bytes:
     """What a learner's peer signs: this range of tokens, steps and blocks, with this payload, on this head."""
     given = (c.learner, c.tokens_from, c.tokens_to, c.steps_from, c.steps_to, c.blocks, c.payload)
     return _encoder.encode((_CONTRIBUTION, run, shard, base, given))
 
 
-def commit(commit_id: Digest) -> bytes:
+def signed_commit_bytes(commit_id: Digest) -> bytes:
     """What an owner signs: its header's digest, which leads to the run by the parents."""
     return _COMMIT + commit_id.encode()

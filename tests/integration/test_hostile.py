@@ -123,7 +123,7 @@ class Hostile(Observer):
         theirs = msgspec.structs.replace(mine, learner=learner_id(peer, "stolen"), tokens_to=2**50)
         for named in ((mine,), header.contributors, (theirs,)):
             said = msgspec.structs.replace(ours, contributors=named)
-            signature = self.identity.sign(messages.commit(msg.commit_id(said)))
+            signature = self.identity.sign(messages.signed_commit_bytes(msg.commit_id(said)))
             self.transport.send(peer, encode(msg.Commit(said)), join_commit(nobody._replace(signature=signature)))
         head = msg.Head(header.shard, header.version + 9, digest_of(b"nothing"), header.tokens + HEAVY)
         self.transport.send(peer, encode(msg.Heads((head,), header.step)))

@@ -187,7 +187,7 @@ class Checks:
     def is_proved(self, peer: Peer, shard: ShardId, head: Digest) -> None:
         """What a peer shows of its head, to newcomers and in its checkpoints, bears the owner's signature."""
         header, signature = self.proof(peer, shard, head)
-        if header is None or not verify(header.owner, messages.commit(head), signature):
+        if header is None or not verify(header.owner, messages.signed_commit_bytes(head), signature):
             how = "cannot be shown" if header is None else "its owner has not signed"
             self.violated(1, f"{peer.config.peer[-6:]} is at {head[:8]}, which {how}")
 

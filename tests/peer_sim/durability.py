@@ -162,7 +162,7 @@ class Durability:
                 continue
             if header is None or commit_id(header) != head.id:
                 checks.violated(7, f"{where} without its commit")
-            elif not verify(header.owner, messages.commit(head.id), saved.signature):
+            elif not verify(header.owner, messages.signed_commit_bytes(head.id), saved.signature):
                 checks.violated(7, f"{where} without its owner's signature")
             elif name in checks.damaged:
                 continue  # what led to it bears signatures of its own, and is left out where it is altered

@@ -110,7 +110,7 @@ class Peer:
             record=record_of(dict(marks), Trained()),
         )
         head = Head(piece.shard, version, commit_id(header), header.tokens)
-        signature = OURS.sign(messages.commit(head.id))
+        signature = OURS.sign(messages.signed_commit_bytes(head.id))
         self.shards[shard] = StateProof(ShardState(head, header.step, marks), header, signature)
         self.world.signed.append((shard, version, head.id))
 

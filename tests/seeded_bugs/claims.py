@@ -18,7 +18,7 @@ def _bug(name: str, module: str, old: str, new: str, harm: str, killed_by: str) 
 BUGS = (
     _bug(
         "the founder's word does not decide",
-        "lineage",
+        "commit_validation",
         "is_backed = is_half or 2 * stand > len(donors)",
         "is_backed = 2 * stand > len(donors)",
         "one liar beside one honest donor keeps newcomers out",
@@ -26,7 +26,7 @@ BUGS = (
     ),
     _bug(
         "whoever came first is taken at its word",
-        "lineage",
+        "commit_validation",
         "if is_young and len(words) < 2 and not self._is_long(head.shard, requests):",
         "if False:",
         "in a young run newcomers that hear a liar alone have its model, and outnumber the founder at those who follow",
@@ -34,7 +34,7 @@ BUGS = (
     ),
     _bug(
         "the founder is expected for ever",
-        "lineage",
+        "commit_validation",
         "is_young = len(lineage) >= head.version and founder not in",
         "is_young = founder not in",
         "who joins a run that its founder has left long ago waits for it",
@@ -42,7 +42,7 @@ BUGS = (
     ),
     _bug(
         "a commit's maker vouches for it",
-        "lineage",
+        "commit_validation",
         '        if not words:\n            return "only its maker has it"\n',
         "",
         "a liar gives newcomers a commit that all others have refused",
@@ -50,7 +50,7 @@ BUGS = (
     ),
     _bug(
         "two vouch for each other beside the founder",
-        "lineage",
+        "commit_validation",
         "if not is_most and (founder in donors or owner in self.core.membership.owners.barred):",
         "if not is_most and owner in self.core.membership.owners.barred:",
         "two liars give newcomers a commit that the founder has refused",
@@ -58,7 +58,7 @@ BUGS = (
     ),
     _bug(
         "beside the founder two vouch for each other after a while",
-        "lineage",
+        "commit_validation",
         "if not is_most and (founder in donors or owner in",
         "if not is_most and (founder in donors and not self._is_long(head.shard, 1) or owner in",
         "two liars wait until a newcomer is tired of honest peers that go on too fast",
@@ -66,7 +66,7 @@ BUGS = (
     ),
     _bug(
         "beside the founder the makers of a divided run's heads are believed",
-        "lineage",
+        "commit_validation",
         "if not is_backed and founder not in donors:",
         "if not is_backed:",
         "two liars give newcomers a commit on the founder's head, while honest peers have told of many heads",
@@ -74,7 +74,7 @@ BUGS = (
     ),
     _bug(
         "those whom others hear are not waited for",
-        "lineage",
+        "commit_validation",
         "requests = FAR_REQUESTS if self.core.membership.connectedness.afar else 1",
         "requests = 1",
         "who meets two liars first has their model, while the founder's connection is on its way",
@@ -82,7 +82,7 @@ BUGS = (
     ),
     _bug(
         "one of many vouches for a head at once",
-        "lineage",
+        "commit_validation",
         "return few if is_beaten or not self._is_long(head.shard, requests=1) else None",
         "return few if is_beaten else None",
         "in a run whose founder is gone two liars give a newcomer their model before it has heard most others",
@@ -90,7 +90,7 @@ BUGS = (
     ),
     _bug(
         "more who have another head are not counted",
-        "lineage",
+        "commit_validation",
         "return few if is_beaten or not self._is_long(head.shard, requests=1) else None",
         "return few if not self._is_long(head.shard, requests=1) else None",
         "in a run whose founder is gone two liars wait until a newcomer is tired of the others",
@@ -98,7 +98,7 @@ BUGS = (
     ),
     _bug(
         "who goes on takes back its word",
-        "lineage",
+        "commit_validation",
         "words = [donor for donor in others if donor == peer or self._was_at(donor, head.shard, itself)]",
         "words = [donor for donor in others if donor == peer or self._is_at(donor, head.shard, itself)]",
         "in a fast run a newcomer never finds that most have a head",
@@ -106,7 +106,7 @@ BUGS = (
     ),
     _bug(
         "who is in doubt goes by what it was told before",
-        "lineage",
+        "commit_validation",
         "                self._ask(set(donors).difference((peer,)))\n",
         "",
         "a newcomer of a fast run compares heads of different times, and finds no majority for as long as it goes on",
@@ -114,7 +114,7 @@ BUGS = (
     ),
     _bug(
         "the makers of a divided run's heads are not believed",
-        "lineage",
+        "commit_validation",
         "is_backed = is_half or 2 * stand > len(donors)",
         "is_backed = True",
         "who comes where a run has fallen into peers that are alone never gets a state, and they never meet",
@@ -123,7 +123,7 @@ BUGS = (
     ),
     _bug(
         "the founder is asked in its turn",
-        "adoption",
+        "replication",
         "is_asked = founder in donors and self.lineage.is_doubted(shard)",
         "is_asked = False",
         "where a run has fallen apart a newcomer asks all parts in turns, and takes nobody's state for a minute",
@@ -131,7 +131,7 @@ BUGS = (
     ),
     _bug(
         "a run that has fallen apart waits for its founder's part for ever",
-        "lineage",
+        "commit_validation",
         "is_enough = is_founders or 0 < stand",
         "is_enough = not is_founders and 0 < stand",
         "who comes where a run has fallen into three, one of them its founder's, never gets a state",
@@ -139,7 +139,7 @@ BUGS = (
     ),
     _bug(
         "who begins from a disk commits at once",
-        "merges",
+        "aggregation",
         "if core.now < (until := self._unsure.get(shard, 0.0)):",
         "if (until := 0.0):",
         "an owner whose disk was put back to an older copy makes a commit again that others have, and is convicted",
@@ -147,7 +147,7 @@ BUGS = (
     ),
     _bug(
         "of a proved liar in a young run one's word is enough",
-        "lineage",
+        "commit_validation",
         "if is_young and len(words) < 2 and not self._is_long(head.shard, requests):",
         "if is_young and owner not in self.core.membership.owners.barred and len(words) < 2 "
         "and not self._is_long(head.shard, requests):",
@@ -156,7 +156,7 @@ BUGS = (
     ),
     _bug(
         "a proved liar is given time",
-        "lineage",
+        "commit_validation",
         "if not is_most and (founder in donors or owner in self.core.membership.owners.barred):",
         "if not is_most and founder in donors:",
         "two liars give newcomers what one of them made, though all know that it lies",
@@ -164,7 +164,7 @@ BUGS = (
     ),
     _bug(
         "an owner merges on a parent again and signs another commit",
-        "made",
+        "aggregation",
         "return self._made[header.shard].setdefault(header.parent, header)",
         "return header",
         "honest owners are convicted of what liars do",
@@ -188,7 +188,7 @@ BUGS = (
     ),
     _bug(
         "a proof is not told",
-        "equivocations",
+        "commit_validation",
         "core.send(tuple(peer for peer in core.membership.live if peer != sender), proof)",
         "pass",
         "a liar shows each half of the swarm another commit, and only one peer knows",
@@ -196,7 +196,7 @@ BUGS = (
     ),
     _bug(
         "who contradicts itself owns on",
-        "owners",
+        "ownership",
         "candidates = others or candidates",
         "pass",
         "an owner splits the swarm as often as it likes",
@@ -204,7 +204,7 @@ BUGS = (
     ),
     _bug(
         "a barred owner's commits are refused from everybody",
-        "adoption",
+        "replication",
         "if sender == header.owner and core.membership.owners.is_excluded(sender):",
         "if core.membership.owners.is_excluded(header.owner):",
         "who knew of the proof and who did not are split for good",
@@ -212,7 +212,7 @@ BUGS = (
     ),
     _bug(
         "a barred owner is barred for ever",
-        "equivocations",
+        "commit_validation",
         "return head is not None and head.version >= version + TERM",
         "return False",
         "a machine whose disk was put back never owns again",
@@ -220,7 +220,7 @@ BUGS = (
     ),
     _bug(
         "steps claimed are believed",
-        "core",
+        "state",
         "return step if step <= allowed else",
         "return step if True else",
         "one message ends a run",
@@ -228,7 +228,7 @@ BUGS = (
     ),
     _bug(
         "allowance for claims grows with patience",
-        "pace",
+        "state",
         "min(filled, self._burst)",
         "filled",
         "after a calm hour one message ends a run",
@@ -236,7 +236,7 @@ BUGS = (
     ),
     _bug(
         "claims do not use up the allowance",
-        "pace",
+        "state",
         "self._held = max(0.0, self._held - steps)",
         "self._held = max(0.0, self._held)",
         "claims that are repeated take the step anywhere",
@@ -260,7 +260,7 @@ BUGS = (
     ),
     _bug(
         "an owner names a step that nobody takes",
-        "merges",
+        "aggregation",
         "step=min(collection.step, core.chains[event.shard].latest_step())",
         "step=collection.step",
         "after a long standstill a shard never moves again",
@@ -268,7 +268,7 @@ BUGS = (
     ),
     _bug(
         "any number of tokens is merged",
-        "limits",
+        "config",
         "if tokens > self.most_tokens(steps):",
         "if False:",
         "one contribution outweighs all others and overflows the count",
@@ -276,7 +276,7 @@ BUGS = (
     ),
     _bug(
         "blocks are trained that were not",
-        "limits",
+        "config",
         "if blocks > self.most_blocks(tokens):",
         "if False:",
         "an epoch is over that nobody trained",
@@ -292,7 +292,7 @@ BUGS = (
     ),
     _bug(
         "a learner is spoken for",
-        "carry",
+        "contributions",
         "if to_tokens <= max(learner.marks[shard].tokens, self.contributions.ledgers[shard].last):",
         "if True:",
         "a forged state costs a learner its progress",
@@ -316,7 +316,7 @@ BUGS = (
     ),
     _bug(
         "a newcomer believes the first",
-        "lineage",
+        "commit_validation",
         "if not is_backed and not self._is_divided(shard, stand, theirs, donors):",
         "if not stand:",
         "whoever answers first gives a newcomer its model",
@@ -324,7 +324,7 @@ BUGS = (
     ),
     _bug(
         "a newcomer does not wait for others' words",
-        "lineage",
+        "commit_validation",
         "return 2 * sum(shard in self._told.get(peer, ()) for peer in donors) > len(donors)",
         "return True",
         "a newcomer asks for states that it may not take",
@@ -332,7 +332,7 @@ BUGS = (
     ),
     _bug(
         "the heaviest claim replaces the model",
-        "lineage",
+        "commit_validation",
         "if 2 * stand > len(donors) + 1:",
         "if False:",
         "one peer replaces everybody's model with a chain that it made up",
@@ -340,7 +340,7 @@ BUGS = (
     ),
     _bug(
         "silence stands by nothing",
-        "lineage",
+        "commit_validation",
         "if 2 * sum(self._is_fresh(donor, shard) for donor in donors) <= len(donors):",
         "if False:",
         "one peer replaces the models of those who have not heard of each other lately",
@@ -348,7 +348,7 @@ BUGS = (
     ),
     _bug(
         "forks within the log need a majority",
-        "lineage",
+        "commit_validation",
         "if chain.head.id not in theirs and theirs.isdisjoint(chain.ancestry):",
         "if True:",
         "a fork never heals while most are on its lighter side",
@@ -356,7 +356,7 @@ BUGS = (
     ),
     _bug(
         "a restart forgets what led to its states",
-        "lineage",
+        "commit_validation",
         "self._judged[head.shard] = Judged(head.id, tuple(lineage), None)",
         "pass",
         "a fork whose maker restarts is refused by the majority for good, and a quorum that needs all never comes",
@@ -364,7 +364,7 @@ BUGS = (
     ),
     _bug(
         "a statement without its base",
-        "signatures",
+        "messages",
         "return _encoder.encode((_CONTRIBUTION, run, shard, base, given))",
         "return _encoder.encode((_CONTRIBUTION, run, shard, given))",
         "what was given once is merged on any head, with values that belong to another",
@@ -372,7 +372,7 @@ BUGS = (
     ),
     _bug(
         "a statement without its tokens",
-        "signatures",
+        "messages",
         "given = (c.learner, c.tokens_from, c.tokens_to, c.steps_from",
         "given = (c.learner, c.tokens_from, c.steps_from",
         "an owner makes heavy what its friends gave",
@@ -380,7 +380,7 @@ BUGS = (
     ),
     _bug(
         "weights without a cap",
-        "owners",
+        "ownership",
         "return tuple((peer, min(weight, most)) for peer, weight in willing)",
         "return tuple(willing)",
         "who asks for all ownership gets it",

@@ -40,7 +40,7 @@ BUGS = (
     Bug(
         name="commit signature not verified",
         module=_SIGNATURES,
-        old="if not verify(header.owner, signatures.commit(commit_id(header)), signature):",
+        old="if not verify(header.owner, messages.signed_commit_bytes(commit_id(header)), signature):",
         new="if False:",
         harm="anybody commits in anybody's name",
         killed_by=(f"{_DRIVER_TESTS}::test_a_commit_that_its_owner_did_not_sign_is_dropped",),

@@ -30,7 +30,7 @@ BUGS = (
     ),
     _bug(
         "what nobody has merged is announced once",
-        "farewell",
+        "shutdown",
         "elif rest and is_again:",
         "elif False:",
         "who took the announcement for that of an older turn is waited for until the end",
@@ -38,7 +38,7 @@ BUGS = (
     ),
     _bug(
         "what is under way is not counted in a budget",
-        "budget",
+        "contributions",
         "return 0 < total <= self.merged + self._under_way // (2 * len(self._merged))",
         "return 0 < total <= self.merged",
         "a run with a budget goes on for half a turn more",
@@ -46,7 +46,7 @@ BUGS = (
     ),
     _bug(
         "a spent budget is forgotten with the learner",
-        "budget",
+        "contributions",
         "if self.is_spent:\n            self._paused",
         "if self.is_spent and self.told:\n            self._paused",
         "a learner that comes back at the end trains on, and the run goes beyond its budget",
@@ -54,7 +54,7 @@ BUGS = (
     ),
     _bug(
         "who rests is waited for",
-        "core",
+        "state",
         "return self.is_paused or self.is_resting",
         "return self.is_paused",
         "with K = 2 nothing is merged while one of two machines is wanted by its user",
@@ -94,7 +94,7 @@ BUGS = (
     ),
     _bug(
         "a connection that carries one way only stays",
-        "presence",
+        "heartbeat",
         "if deaf_s > 0.0 and deaf_s >= DEAF_BEATS * view.interval_s(core.membership.beat_s()):",
         "if False:",
         "two peers that are there lose each other for as long as TCP lives, and what each owns is merged twice",
@@ -110,7 +110,7 @@ BUGS = (
     ),
     _bug(
         "a sibling of the head is waited for",
-        "adoption",
+        "replication",
         """            if shard in self.wanted and header.version <= chain.head.version:
                 core.alarms.set(("want", shard), core.now)  # of a sibling fork: nothing that follows ours is on its way
 """,
@@ -120,7 +120,7 @@ BUGS = (
     ),
     _bug(
         "a later commit that waits is taken for the answer",
-        "adoption",
+        "replication",
         "not self.orphans.is_followed(head):",
         "not self.orphans.of(shard):",
         "who is more than 32 commits behind catches up so many in each deadline, and blames the donor",
@@ -128,7 +128,7 @@ BUGS = (
     ),
     _bug(
         "who is asked while it applies answers from before",
-        "log_requests",
+        "replication",
         "if request.shard in self._applying:",
         "if False:",
         "who asked is led nowhere, and waits for a deadline",
@@ -136,7 +136,7 @@ BUGS = (
     ),
     _bug(
         "who asked meanwhile is forgotten",
-        "adoption",
+        "replication",
         "        self.log_requests.answer(shard)\n        if (staged",
         "        if (staged",
         "it waits for a deadline",
@@ -144,7 +144,7 @@ BUGS = (
     ),
     _bug(
         "newcomers get commits",
-        "errands",
+        "forwarding",
         'and beat.phase == "joining"]',
         'and beat.phase == "nothing"]',
         "over a thin line commits without end hold up the states that newcomers wait for: nobody ever joins",
@@ -152,7 +152,7 @@ BUGS = (
     ),
     _bug(
         "what was committed during a join is not asked for",
-        "adoption",
+        "replication",
         "            self._want_what_was_offered()\n",
         "            self.offers.clear()\n",
         "a newcomer trains on an old version, whose fork gives way a deadline later",
@@ -160,7 +160,7 @@ BUGS = (
     ),
     _bug(
         "offers of who was silent outlive its connection",
-        "presence",
+        "heartbeat",
         "        self.adoption.peers_lost((peer,))  # who had been silent is not lost anew\n",
         "",
         "a newcomer stops with a KeyError when it has all states",
@@ -168,7 +168,7 @@ BUGS = (
     ),
     _bug(
         "a newcomer learns nothing from commits",
-        "adoption",
+        "replication",
         "                self.lineage.committed(sender, head, header.parent)\n",
         "",
         "among peers that were forks it waits long for a state by which they stand",
@@ -202,7 +202,7 @@ BUGS = (
     ),
     _bug(
         "a failed merge drops everybody",
-        "merges",
+        "aggregation",
         "if culprit is None or peer_of(x) == culprit]",
         "if True]",
         "one learner's bad values cost all others their turn",
@@ -210,7 +210,7 @@ BUGS = (
     ),
     _bug(
         "mark-life check removed",
-        "carry",
+        "contributions",
         "own if is_forgotten else NO_MARK",
         "NO_MARK",
         "what a chain forgot for its age is taken back and merged again",
@@ -218,7 +218,7 @@ BUGS = (
     ),
     _bug(
         "marks never forgotten",
-        "carry",
+        "contributions",
         "own if is_forgotten else NO_MARK",
         "own",
         "what only the losing side of a fork had merged is never given again",
@@ -226,7 +226,7 @@ BUGS = (
     ),
     _bug(
         "lighter of two waiting rivals kept",
-        "orphans",
+        "replication",
         "if other is None or (header.tokens, commit_id(header)) > (other.tokens, commit_id(other)):",
         "if other is None or (header.tokens, commit_id(header)) < (other.tokens, commit_id(other)):",
         "a detour over the lighter fork",
@@ -242,7 +242,7 @@ BUGS = (
     ),
     _bug(
         "who leaves merges beside the owners",
-        "owners",
+        "ownership",
         "return not self.is_leaving or any(peer == self._me for peer, _ in self.candidates)",
         "return True",
         "a fork with everybody who leaves, and its line is full when it is in haste",
@@ -282,7 +282,7 @@ BUGS = (
     ),
     _bug(
         "early contributions without a budget",
-        "merges",
+        "aggregation",
         "return waiting <= ",
         "return True or waiting <= ",
         "memory fills with what waits for heads that never come",
@@ -290,7 +290,7 @@ BUGS = (
     ),
     _bug(
         "waiting commits of all shards without a bound",
-        "orphans",
+        "replication",
         "elif sum(map(len, self.waiting.values())) >= self._config.waiting_most:",
         "elif False:",
         "memory fills with commits whose parents never come",
@@ -298,7 +298,7 @@ BUGS = (
     ),
     _bug(
         "who was asked in vain is asked again",
-        "adoption",
+        "replication",
         "if core.now < core.membership.peers[peer].vain_until:",
         "if False:",
         "heads that nobody delivers keep a peer from catching up",
@@ -322,7 +322,7 @@ BUGS = (
     ),
     _bug(
         "own stalls are measured",
-        "core",
+        "state",
         "self.stalled_s += seconds",
         "pass",
         "one stop poisons every deadline for a minute",
@@ -338,7 +338,7 @@ BUGS = (
     ),
     _bug(
         "a poisoned learner participates",
-        "trouble",
+        "health",
         "not (self.poisoned or self.silent)",
         "not self.silent",
         "one learner whose loss is NaN stops a swarm with K = 2",
@@ -346,7 +346,7 @@ BUGS = (
     ),
     _bug(
         "what can be encoded hides a shard that cannot",
-        "trouble",
+        "health",
         "self._failed_turns.pop(shard, None)",
         "self._failed_turns.clear()",
         "a shard waits for ever for a learner that is poisoned there alone, with K = 2",
@@ -354,7 +354,7 @@ BUGS = (
     ),
     _bug(
         "a recovered learner stays out",
-        "trouble",
+        "health",
         '            self.poisoned = ""\n            self._participate()\n',
         '            self.poisoned = ""\n',
         "one bad turn and a learner is never waited for again",
@@ -362,7 +362,7 @@ BUGS = (
     ),
     _bug(
         "a learner that hangs participates",
-        "trouble",
+        "health",
         "not (self.poisoned or self.silent)",
         "not self.poisoned",
         "one GPU that hangs stops a swarm with K = 2, and at a run's end costs others their progress",
@@ -370,7 +370,7 @@ BUGS = (
     ),
     _bug(
         "a learner that answers again stays out",
-        "trouble",
+        "health",
         '            self.silent = ""\n            self._participate()\n',
         '            self.silent = ""\n',
         "one long pause and a learner is never waited for again",
@@ -378,7 +378,7 @@ BUGS = (
     ),
     _bug(
         "stuck in silence",
-        "trouble",
+        "health",
         'core.note("warning", "stuck", self.stuck)',
         "pass",
         "nobody is told that nothing goes on",
@@ -394,7 +394,7 @@ BUGS = (
     ),
     _bug(
         "the newest evaluation is shown, whoever made it",
-        "evaluations",
+        "evaluation",
         "recent = [one for one in self._latest.values() if one.version >= oldest]",
         "recent = [max(self._latest.values(), key=lambda one: one.step)]",
         "one member's lie is the loss that all peers show",
@@ -402,7 +402,7 @@ BUGS = (
     ),
     _bug(
         "an evaluation counts for as long as its maker is connected",
-        "evaluations",
+        "evaluation",
         "if one.version >= oldest]",
         "]",
         "peers whose learners rest hold the loss at what it was when they trained",
@@ -410,7 +410,7 @@ BUGS = (
     ),
     _bug(
         "of two evaluations the other's is shown",
-        "evaluations",
+        "evaluation",
         "abs(high - near) < abs(low - near)",
         "abs(high - near) > abs(low - near)",
         "where two evaluate, one lie is the loss that the other shows",
@@ -418,7 +418,7 @@ BUGS = (
     ),
     _bug(
         "a loss that is no number is told",
-        "evaluations",
+        "evaluation",
         "return math.isfinite(value) and 0.0 <= value <= MOST_LOSS",
         "return True",
         "others take an honest peer whose model has diverged for one that sends nonsense",

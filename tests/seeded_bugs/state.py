@@ -191,9 +191,10 @@ BUGS = (
     Bug(
         name="momentum's age counted from where a state was fetched",
         module=_STATE,
-        old="self._chunks(header.shard), outer.factors_of(self._outer, header.version)",
+        old=("self._chunks(header.shard)\n        factors = outer_optimizer.factors_of(self._outer, header.version)"),
         new=(
-            "self._chunks(header.shard), outer.factors_of(self._outer, getattr(self, '_age', 1))\n"
+            "self._chunks(header.shard)\n"
+            "        factors = outer_optimizer.factors_of(self._outer, getattr(self, '_age', 1))\n"
             "        self._age = getattr(self, '_age', 1) + 1"
         ),
         harm="who has come late takes longer steps than the others, and refuses every commit",

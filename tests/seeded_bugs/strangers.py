@@ -27,7 +27,7 @@ BUGS = (
     Bug(
         name="a node forgets where it was",
         module="p2pdiloco.node.node",
-        old="listen=await asyncio.to_thread(last_ports.again, self.options.link.listen, ports),",
+        old="listen=await asyncio.to_thread(port_memory.again, self.options.link.listen, ports),",
         new="listen=self.options.link.listen,",
         harm="after a power cut nobody finds anybody where all remember the others' old ports",
         killed_by=("tests/integration/test_state_transfer.py::test_a_node_listens_where_its_last_life_did",),
@@ -35,7 +35,7 @@ BUGS = (
     Bug(
         name="a directory's node forgets where it was",
         module="p2pdiloco.swarm.run_lookup",
-        old="await asyncio.to_thread(last_ports.again, options.listen, ports)",
+        old="await asyncio.to_thread(port_memory.again, options.listen, ports)",
         new="options.listen",
         harm="two that restart at once without a bootstrap never meet again",
         killed_by=(f"{_PORTS}::test_two_whose_nodes_restart_at_once_find_each_other_without_a_bootstrap",),

@@ -17,7 +17,7 @@ def _bug(name: str, module: str, old: str, new: str, harm: str, *killed_by: str)
 BUGS = (
     _bug(
         "connectedness does not matter",
-        "owners",
+        "ownership",
         "late = dict(tiers)",
         "late: dict[PeerId, int] = {}",
         "behind routers each peer merges for itself, and most versions are forks",
@@ -25,7 +25,7 @@ BUGS = (
     ),
     _bug(
         "a peer's word for itself believed",
-        "connectedness",
+        "connectivity",
         "if y != x and ((others := here.get(y)) is None or x in others)}",
         "if y != x}",
         "who says that it hears all owns all",
@@ -33,7 +33,7 @@ BUGS = (
     ),
     _bug(
         "names that nobody bears counted",
-        "connectedness",
+        "connectivity",
         "afar if self.givers is None else afar & self.givers",
         "afar",
         "who says that it hears a thousand owns all",
@@ -41,7 +41,7 @@ BUGS = (
     ),
     _bug(
         "who gave once counts for ever",
-        "connectedness",
+        "connectivity",
         "if mark.version > version - LATELY)",
         "if mark.version)",
         "who says that it hears the dead owns all",
@@ -49,7 +49,7 @@ BUGS = (
     ),
     _bug(
         "those afar not looked at",
-        "connectedness",
+        "connectivity",
         "afar = frozenset().union(*lists) - here.keys()",
         "afar = frozenset[int]()",
         "behind a router the public peer is no better than this one",
@@ -57,7 +57,7 @@ BUGS = (
     ),
     _bug(
         "an old list against a live peer",
-        "connectedness",
+        "connectivity",
         "prints if prints is None or me in prints else prints | {me}",
         "prints",
         "after each cut two that hear each other again both take themselves for the best",
@@ -65,7 +65,7 @@ BUGS = (
     ),
     _bug(
         "owners that do not hear each other",
-        "connectedness",
+        "connectivity",
         "if best <= meets[x]:",
         "if True:",
         "each of two merges what the other does not hear of, and one of the versions is lost",
@@ -73,7 +73,7 @@ BUGS = (
     ),
     _bug(
         "only the very best own",
-        "connectedness",
+        "connectivity",
         "if len(met) >= most - most // TOLERANCE]",
         "if len(met) >= most]",
         "in a large swarm the few that hear a shy peer do all the work",
@@ -81,7 +81,7 @@ BUGS = (
     ),
     _bug(
         "ownership flaps",
-        "connectedness",
+        "connectivity",
         "if now > self._fit_until.get(peer, -1.0):",
         "if peer not in self._fit:",
         "whenever somebody comes or goes, peers disagree on all owners for a moment",
@@ -89,7 +89,7 @@ BUGS = (
     ),
     _bug(
         "who hears none of the best ranked like who does",
-        "connectedness",
+        "connectivity",
         "self.tiers[peer] = 1 if prints is None or prints & self.best else 2",
         "self.tiers[peer] = 1",
         "what a peer that hears no owner has goes to one that hears none either",
@@ -97,7 +97,7 @@ BUGS = (
     ),
     _bug(
         "lists told once",
-        "connectedness",
+        "connectivity",
         "self.told_from = sequence + 1",
         "self.told_from = 1",
         "others go by whom a peer heard when it came",
@@ -105,7 +105,7 @@ BUGS = (
     ),
     _bug(
         "lists told always",
-        "connectedness",
+        "connectivity",
         "return None if echoed >= self.told_from else self._own_list",
         "return self._own_list",
         "what heartbeats cost grows with the square of the swarm",
@@ -113,7 +113,7 @@ BUGS = (
     ),
     _bug(
         "all who hear both hand on",
-        "connectedness",
+        "connectivity",
         "if fingerprint(self.me) <= min(map(fingerprint, others), default=1 << 64):",
         "if True:",
         "each commit goes to a peer behind a router as often as there are peers between",
@@ -121,7 +121,7 @@ BUGS = (
     ),
     _bug(
         "newcomers handed everything",
-        "connectedness",
+        "connectivity",
         "if peer == speaker or self.hears(peer, speaker) or self._met_at[peer] > met_before:",
         "if peer == speaker or self.hears(peer, speaker):",
         "who joins is sent each commit by all",
@@ -129,7 +129,7 @@ BUGS = (
     ),
     _bug(
         "what newcomers say handed on",
-        "connectedness",
+        "connectivity",
         "if self._met_at.get(speaker, met_before) > met_before:",
         "if False:",
         "of who joins each commit is sent to all by all",
@@ -161,7 +161,7 @@ BUGS = (
     ),
     _bug(
         "contributions not handed on",
-        "errands",
+        "forwarding",
         "if owner not in (me, giver) and not membership.connectedness.hears(giver, owner):",
         "if False:",
         "who does not hear the owner is merged only when a takeover is due",
@@ -169,7 +169,7 @@ BUGS = (
     ),
     _bug(
         "contributions handed on for ever",
-        "errands",
+        "forwarding",
         "if giver == me or giver != sender or not contribution.payload:",
         "if giver == me or not contribution.payload:",
         "in a mesh with a circle a contribution goes round until the version is there",
@@ -177,7 +177,7 @@ BUGS = (
     ),
     _bug(
         "anybody brings anybody's contribution",
-        "errands",
+        "forwarding",
         "return bool(contribution.payload) and core.membership.connectedness.has_listed(sender, giver)",
         "return bool(contribution.payload)",
         "memory is taken for what comes from nowhere",
@@ -185,7 +185,7 @@ BUGS = (
     ),
     _bug(
         "an unsigned word handed on",
-        "errands",
+        "forwarding",
         "return bool(contribution.payload) and core.membership.connectedness.has_listed(sender, giver)",
         "return core.membership.connectedness.has_listed(sender, giver)",
         "a liar says for everybody that it has nothing to give",
@@ -193,7 +193,7 @@ BUGS = (
     ),
     Bug(
         "who was cut off believes that all is well",
-        f"{_P}.company",
+        f"{_P}.membership",
         "self.missing.update(one for one, at in self._lost.items() if now - at <= window_s)",
         "pass",
         "two peers that met through a third end with two models, and neither says so",
@@ -201,7 +201,7 @@ BUGS = (
     ),
     Bug(
         "each death taken for a cut",
-        f"{_P}.company",
+        f"{_P}.membership",
         "if len(self.missing) <= len(self._here):",
         "if not self.missing:",
         "one of many that dies makes all others wait at the end",
@@ -209,7 +209,7 @@ BUGS = (
     ),
     Bug(
         "deaths of days added up",
-        f"{_P}.company",
+        f"{_P}.membership",
         "self._lost.items() if now - at <= window_s)",
         "self._lost.items())",
         "a swarm whose machines come and go takes itself for cut off",
@@ -217,7 +217,7 @@ BUGS = (
     ),
     Bug(
         "who leaves taken for lost",
-        f"{_P}.company",
+        f"{_P}.membership",
         "if is_silent and not self.has_left:",
         "if not self.has_left:",
         "the last two of a run wait for those who have gone home",
@@ -233,7 +233,7 @@ BUGS = (
     ),
     Bug(
         "apart for ever",
-        f"{_P}.company",
+        f"{_P}.membership",
         "self.missing -= those",
         "pass",
         "a cut that is over is waited for at the end",
@@ -241,7 +241,7 @@ BUGS = (
     ),
     Bug(
         "who merged alone goes as soon as anybody is back",
-        f"{_P}.farewell",
+        f"{_P}.shutdown",
         "(not core.membership.live or self._is_solitary())",
         "not core.membership.live",
         "what it merged alone is lost where the others' fork wins (chaos half-hour, seed 20261124)",
@@ -251,7 +251,7 @@ BUGS = (
     ),
     Bug(
         "who stood still taken for cut off",
-        f"{_P}.presence",
+        f"{_P}.heartbeat",
         "company.parted(parted)",
         "pass",
         "at the end of a run on a busy machine peers wait a minute and tell of a second model",
@@ -259,7 +259,7 @@ BUGS = (
     ),
     Bug(
         "who is lost takes along who has left",
-        f"{_P}.connectedness",
+        f"{_P}.connectivity",
         "self.lists[other] = prints - gone",
         "pass",
         "one that stands still when others have left is taken for a cut",
@@ -267,7 +267,7 @@ BUGS = (
     ),
     Bug(
         "who has left takes itself for cut off",
-        f"{_P}.company",
+        f"{_P}.membership",
         "if not self.has_left:\n            self.missing",
         "if True:\n            self.missing",
         "who ends before others ends with status 4, if one had been lost",
@@ -275,7 +275,7 @@ BUGS = (
     ),
     Bug(
         "nobody waits at the end",
-        f"{_P}.farewell",
+        f"{_P}.shutdown",
         'if core.departure == "finished" and company.is_apart:',
         "if False:",
         "who was cut off is gone when the others come back",
@@ -283,7 +283,7 @@ BUGS = (
     ),
     Bug(
         "the fewer merge though a majority is needed",
-        f"{_P}.merges",
+        f"{_P}.aggregation",
         "return 2 * len(answered) > able",
         "return True",
         "a run that wanted one model has two",
@@ -291,7 +291,7 @@ BUGS = (
     ),
     Bug(
         "who has just been cut off takes over",
-        f"{_P}.merges",
+        f"{_P}.aggregation",
         "return 2 * len(answered) > able",
         "return not membership.company.is_apart",
         "until a cut is noticed both sides go on, and have two models for good",
@@ -299,7 +299,7 @@ BUGS = (
     ),
     Bug(
         "a divided run not joined",
-        f"{_P}.lineage",
+        f"{_P}.commit_validation",
         "is_enough = is_founders or 0 < stand >= self._rivals(shard, theirs, donors)",
         "is_enough = is_founders",
         "who comes where a run has fallen into three never gets a state, and the three never meet",
@@ -307,7 +307,7 @@ BUGS = (
     ),
     Bug(
         "a majority against what one says not looked at",
-        f"{_P}.lineage",
+        f"{_P}.commit_validation",
         "is_enough = is_founders or 0 < stand >= self._rivals(shard, theirs, donors)",
         "is_enough = True",
         "a liar waits until a newcomer is tired of honest peers that go on too fast",
@@ -315,7 +315,7 @@ BUGS = (
     ),
     _bug(
         "guests not waited for",
-        "merges",
+        "aggregation",
         "absent = membership.participating.union(guests) - collection.answered",
         "absent = membership.participating - collection.answered",
         "whose contribution takes one step more comes too late in each version",

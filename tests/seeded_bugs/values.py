@@ -38,7 +38,7 @@ BUGS = (
     ),
     _bug(
         "a payload is not measured",
-        "peer.global_state",
+        "peer.model_state",
         "if length > header.length * ROUNDED_LENGTH:",
         "if False:",
         "an owner declares a short step and sends values of 1e34",
@@ -46,7 +46,7 @@ BUGS = (
     ),
     _bug(
         "a leap counts in full",
-        "protocol.stride",
+        "protocol.norm_bound",
         "    if counted:\n        found = min",
         "    if False:\n        found = min",
         "a liar raises the mean, leap by leap, until anything fits",
@@ -62,7 +62,7 @@ BUGS = (
     ),
     _bug(
         "an owner does not shorten",
-        "tensors.merge",
+        "codec.merge",
         "if length <= longest:",
         "if True:",
         "an honest owner's long step is refused, and it with it",
@@ -70,7 +70,7 @@ BUGS = (
     ),
     _bug(
         "what was not taken is forgotten",
-        "protocol.refusals",
+        "protocol.commit_validation",
         "        self._ids[commit] = None",
         "        pass",
         "a refused commit comes back as a state",
@@ -78,7 +78,7 @@ BUGS = (
     ),
     _bug(
         "children of what was not taken are not known",
-        "protocol.refusals",
+        "protocol.commit_validation",
         "if commit not in self._ids and header.parent in self._ids:",
         "if False:",
         "a refused commit comes back far behind in a lineage",
@@ -86,7 +86,7 @@ BUGS = (
     ),
     _bug(
         "who made what was not taken owns on",
-        "protocol.refusals",
+        "protocol.commit_validation",
         "if header.owner != self.core.config.peer:",
         "if False:",
         "each version that a liar owns waits for the takeover time",
@@ -94,7 +94,7 @@ BUGS = (
     ),
     _bug(
         "what most go on from is refused for ever",
-        "protocol.lineage",
+        "protocol.commit_validation",
         "> len(donors) + 1\n\n    def _is_divided",
         "> 10**9\n\n    def _is_divided",
         "a peer with another arithmetic than the others is alone for good",
@@ -102,7 +102,7 @@ BUGS = (
     ),
     _bug(
         "half are most",
-        "protocol.lineage",
+        "protocol.commit_validation",
         "for one in told) > len(donors) + 1",
         "for one in told) > len(donors) - 1",
         "two liars of four have their values taken",
@@ -110,7 +110,7 @@ BUGS = (
     ),
     _bug(
         "a state's distance is not looked at",
-        "peer.global_state",
+        "peer.model_state",
         "if self.heads[shard] is not None and staged.distance(self.form, *here) > farthest * self._reach:",
         "if False:",
         "a refused commit's values come back as a state, to whoever did not see it made",
@@ -118,7 +118,7 @@ BUGS = (
     ),
     _bug(
         "a few places may be anything",
-        "peer.staged",
+        "peer.model_state",
         "beyond = max(beyond, merge.norm(",
         "beyond = min(0.0, merge.norm(",
         "an owner signs another result for chunks that nobody looks at, and the others fetch 1e34 from it as a repair",
@@ -126,7 +126,7 @@ BUGS = (
     ),
     _bug(
         "a head whose repair was refused is refused itself",
-        "protocol.adoption",
+        "protocol.replication",
         "elif shard not in self.repairing:",
         "else:",
         "a peer is alone with an honest head, since a liar offered it a spoilt copy",
@@ -134,7 +134,7 @@ BUGS = (
     ),
     _bug(
         "states may be infinite",
-        "peer.offers",
+        "peer.state_proof",
         "== listed and form.is_finite(memoryview(data))",
         "== listed",
         "a newcomer trains on what is no number",

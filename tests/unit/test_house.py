@@ -25,28 +25,10 @@ is real and one that is simulated."""
 TWO_MEANINGS = "Blocks Chain Decoder Links Part Piece Question Role Standing"
 """Classes of one name and two meanings, still."""
 CIRCLES = {
-    frozenset({"training.island", "training.outer_link"}),
-    frozenset(f"net.{name}" for name in ["agenda", "connection", "conversation", "events", "requests", "commons"]),
+    frozenset({"training.multi_rank", "training.node_link"}),
+    frozenset({"net.connection", "net.context", "net.events", "net.session"}),
 }
 """Modules that know each other's types, still."""
-SHELLS = {
-    "node/inquiry": "asks peers through a transport",
-    "node/local_host": "a peer's real world",
-    "node/page": "serves HTTP",
-    "runtime/channel": "an asyncio protocol",
-    "runtime/confinement": "rights of a process",
-    "runtime/daemon": "the libp2p daemon's process",
-    "runtime/dht": "hivemind",
-    "runtime/gateway": "a router's sockets",
-    "runtime/lines": "sockets to punch and relay with",
-    "runtime/meeting_point": "sockets that meet",
-    "runtime/anteroom": "sockets before their greeting",
-    "runtime/strangers": "sockets before their handshake",
-    "runtime/tls": "the TLS library's settings",
-}
-"""Modules of node/ and runtime/ that are driven with processes and sockets alone (tests/integration), and why."""
-NOT_DRIVEN = "node/whereabouts runtime/parent"
-"""No shells, and driven there alone, still."""
 PARTS = "core|adoption|merges|contributions|farewell|evaluations|presence|repair|workload"
 
 
@@ -162,15 +144,3 @@ def test_node_and_peer_read_the_machine_through_its_view() -> None:
     for folder in ("node", "peer"):
         for path in sorted((PACKAGE / folder).glob("*.py")):
             assert not re.findall(rf"machine\.(?:{PARTS})\b", path.read_text()), path.name
-
-
-def test_each_module_of_node_and_runtime_but_the_shells_is_driven_without_processes_and_sockets() -> None:
-    texts = [path.read_text() for kind in ("unit", "property") for path in (ROOT / "tests" / kind).rglob("test_*.py")]
-    driven = {
-        f"{folder}/{name}"
-        for text in texts
-        for folder, module, names in re.findall(r"p2pdiloco\.(node|runtime)(?:\.(\w+)| import ([\w, ]+))", text)
-        for name in re.split(r", *", module or names.strip())
-    }
-    names = {name for name in modules() if name.startswith(("node/", "runtime/")) and not name.endswith("__init__")}
-    assert names - driven == set(SHELLS) | set(NOT_DRIVEN.split()), "a shell has a reason, and no other is left out"

@@ -82,7 +82,7 @@ def proof_of(manifest: Manifest, shard: ShardId, version: int, result: Digest) -
         record=record_of(dict(marks), Trained()),
     )
     head = Head(shard, version, commit_id(header), header.tokens)
-    return StateProof(ShardState(head, header.step, marks), header, OWNER.sign(messages.commit(head.id)))
+    return StateProof(ShardState(head, header.step, marks), header, OWNER.sign(messages.signed_commit_bytes(head.id)))
 
 
 def versions_of(found: checkpoint.Checkpoint | None) -> list[int]:

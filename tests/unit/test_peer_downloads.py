@@ -398,7 +398,7 @@ def forge(eve: Member, key: Identity, shard: ShardId, run: RunId) -> Digest:
     assert chain.head is not None
     eve.machine.core.heads_mark ^= int(chain.head.id[:15], 16) ^ int(head.id[:15], 16)
     chain.replace(ev.ShardState(head, header.step, marks, trained))
-    eve.driver.cargo.shelves[shard].proofs[head.id] = (header, key.sign(messages.commit(head.id)))
+    eve.driver.cargo.shelves[shard].proofs[head.id] = (header, key.sign(messages.signed_commit_bytes(head.id)))
     eve.state.heads[shard] = head.id
     eve.state.integrity.begin(shard, listed)
     return head.id

@@ -109,7 +109,7 @@ def test_a_commit_that_its_owner_did_not_sign_is_dropped(tmp_path: Path) -> None
             renamed = msgspec.structs.replace(header, owner=stranger.peer_id)
             unsigned = (
                 (header, bytes(SIGNATURE_BYTES)),
-                (header, stranger.sign(messages.commit(msg.commit_id(header)))),
+                (header, stranger.sign(messages.signed_commit_bytes(msg.commit_id(header)))),
                 (header, stranger.sign(msg.commit_id(header).encode())),
                 (renamed, parts.signature),
             )
@@ -141,7 +141,7 @@ def test_a_commit_that_names_what_its_learners_did_not_give_is_dropped(tmp_path:
             )
             for number, lie in enumerate(lies, 1):
                 said = msgspec.structs.replace(header, contributors=(lie,), owner=stranger.peer_id)
-                signature = stranger.sign(messages.commit(msg.commit_id(said)))
+                signature = stranger.sign(messages.signed_commit_bytes(msg.commit_id(said)))
                 sent = join_commit(parts._replace(signature=signature))
                 await stage.deliver(bob, ann.id, msg.Commit(said), sent)
                 assert bob.faults() == {"payload": number}

@@ -177,7 +177,7 @@ def test_a_peer_that_makes_two_commits_of_a_version_owns_no_more(tmp_path: Path)
             header, parts = caught.message.header, split_commit(memoryview(caught.payload), list_bytes(64))
             second = msgspec.structs.replace(header, step=header.step + 1)
             for one in (header, second):
-                signature = FOUNDER.sign(messages.commit(msg.commit_id(one)))
+                signature = FOUNDER.sign(messages.signed_commit_bytes(msg.commit_id(one)))
                 sent = CommitParts(signature, parts.digests, parts.gradient)
                 await stage.deliver(bob, ann.id, msg.Commit(one), join_commit(sent))
             assert bob.faults() == {"equivocation": 1}
@@ -196,7 +196,7 @@ def test_a_restart_forgets_no_ban_that_is_running(tmp_path: Path) -> None:
             await stage.train(ann, 1.0, 1.0)
             header = bob.machine.core.chains[1].log[-1]
             second = msgspec.structs.replace(header, step=header.step + 1)
-            genuine = [FOUNDER.sign(messages.commit(msg.commit_id(one))) for one in (header, second)]
+            genuine = [FOUNDER.sign(messages.signed_commit_bytes(msg.commit_id(one))) for one in (header, second)]
             bob.driver.feed(ev.Contradicted(msg.Equivocation(header, second, genuine[0], genuine[1])))
             bob.machine.equivocations.bar(PeerId("eve"), ShardId(0), 1)
             await stage.wait(5.0)
@@ -230,7 +230,7 @@ def test_a_commit_that_proves_something_is_taken_before_anything_is_swept(tmp_pa
             too_far = msgspec.structs.replace(header, step=10**6)
             for one, version in ((too_far, 0), (header, 1)):
                 bob.driver.cargo._swept_at = bob.host.now() - 10.0 * version
-                signature = FOUNDER.sign(messages.commit(msg.commit_id(one)))
+                signature = FOUNDER.sign(messages.signed_commit_bytes(msg.commit_id(one)))
                 sent = CommitParts(signature, parts.digests, parts.gradient)
                 await stage.deliver(bob, ann.id, msg.Commit(one), join_commit(sent))
                 assert bob.versions == [0, version]
@@ -246,7 +246,7 @@ def test_a_proof_that_is_none_is_its_senders_fault(tmp_path: Path) -> None:
             ann, bob = await followed(stage)
             await stage.train(ann, 1.0, 1.0)
             header = bob.machine.core.chains[1].log[-1]
-            genuine = FOUNDER.sign(messages.commit(msg.commit_id(header)))
+            genuine = FOUNDER.sign(messages.signed_commit_bytes(msg.commit_id(header)))
             second = msgspec.structs.replace(header, step=header.step + 1)
             for number, signature in enumerate((bytes(64), genuine), 1):
                 await stage.deliver(bob, ann.id, msg.Equivocation(header, second, genuine, signature))

@@ -52,7 +52,7 @@ HEADER = CommitHeader(
 def proof_of(header: CommitHeader = HEADER, signer: Identity = OWNER, **head: object) -> StateProof:
     """A sound proof of ``header``, but for changes of its head."""
     named = Head(header.shard, header.version, commit_id(header), header.tokens)
-    signature = signer.sign(messages.commit(named.id))
+    signature = signer.sign(messages.signed_commit_bytes(named.id))
     return StateProof(ShardState(msgspec.structs.replace(named, **head), header.step, MARKS), header, signature)
 
 

@@ -122,7 +122,7 @@ def test_two_commits_of_one_owner_on_one_parent_are_a_proof() -> None:
     stage = Stage(B)
 
     def proof(first: msg.CommitHeader, second: msg.CommitHeader, *, by: Identity = ann) -> msg.Equivocation:
-        signed = [one.sign(messages.commit(msg.commit_id(h))) for one, h in ((ann, first), (by, second))]
+        signed = [one.sign(messages.signed_commit_bytes(msg.commit_id(h))) for one, h in ((ann, first), (by, second))]
         return msg.Equivocation(first, second, *signed)
 
     first = stage.commit(tokens(C, 0, 40), owner=ann.peer_id)

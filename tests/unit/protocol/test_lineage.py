@@ -36,7 +36,7 @@ def line(length: int, by: Identity = ANN) -> list[SignedCommit]:
         mine = Contributor(learner_id(ANN.peer_id, "1"), 40 * number, 40 * number + 40, 4 * number, 4 * number + 4)
         given = signed(by, RUN, SHARD, head.id, mine, digest("payload"))
         header = commit_on(head, given, owner=ANN.peer_id)
-        found.append(SignedCommit(header, ANN.sign(messages.commit(commit_id(header)))))
+        found.append(SignedCommit(header, ANN.sign(messages.signed_commit_bytes(commit_id(header)))))
         head = head_of(header)
     return found
 
@@ -44,7 +44,7 @@ def line(length: int, by: Identity = ANN) -> list[SignedCommit]:
 def ours(header: CommitHeader, **changes: Any) -> SignedCommit:
     """Another commit in its place, signed by its owner."""
     changed = msgspec.structs.replace(header, **changes)
-    return SignedCommit(changed, ANN.sign(messages.commit(commit_id(changed))))
+    return SignedCommit(changed, ANN.sign(messages.signed_commit_bytes(commit_id(changed))))
 
 
 def test_a_lineage_is_an_unbroken_line_of_signed_commits() -> None:

@@ -47,7 +47,7 @@ def given(by: Identity = ANN, *, signer: Identity | None = None, **says: Any) ->
 def committed(*contributors: Contributor, by: Identity = ANN) -> tuple[CommitHeader, bytes]:
     """A commit of these, and its owner's signature."""
     header = commit_on(BASE, *sorted(contributors, key=lambda c: c.learner), owner=by.peer_id)
-    return header, by.sign(messages.commit(commit_id(header)))
+    return header, by.sign(messages.signed_commit_bytes(commit_id(header)))
 
 
 def test_a_contribution_is_signed_for_its_run_its_shard_and_its_base() -> None:
@@ -114,10 +114,10 @@ def test_a_commit_is_its_owners_and_names_what_was_given_on_its_parent() -> None
     header, signature = committed(given(ANN), given(BOB))
     check_commit(RUN, header, signature)
     with pytest.raises(ValueError, match="its owner's signature"):
-        check_commit(RUN, header, BOB.sign(messages.commit(commit_id(header))))
+        check_commit(RUN, header, BOB.sign(messages.signed_commit_bytes(commit_id(header))))
     later = msgspec.structs.replace(header, parent=digest("another"))
     with pytest.raises(ValueError, match="in the name of"):
-        check_commit(RUN, later, ANN.sign(messages.commit(commit_id(later))))
+        check_commit(RUN, later, ANN.sign(messages.signed_commit_bytes(commit_id(later))))
 
 
 def test_owner_and_givers_are_members() -> None:
