@@ -1,13 +1,13 @@
 """How peers find each other: a hivemind DHT (``discovery/dht.py``).
 
 Rules of this file:
-1. The DHT node runs in our own event loop with libp2p's daemon (p2pd) as its child (``daemon.py``).
+1. The DHT node runs in our own event loop with libp2p's daemon (p2pd) as its child (``p2pd.py``).
 2. Records are hints: signed by their publisher (wire/directory_records.py), refused by every honest node if forged,
    bounded in size and number, gone when they expire. Nothing here decides who is alive.
 3. Every call has a deadline. A read that fails gives what was read before and has not expired; a write raises.
-4. Records expire by the clock that the nodes share (``shared_clock.py``), not by this machine's.
+4. Records expire by the clock that the nodes share (``clock_sync.py``), not by this machine's.
 5. A cut network heals by itself only if somebody calls: all peers ever met are connected to and pinged, every KEEP_S at
-   first (``pings.py``).
+   first (``directory.py``).
 6. Who has a state to go on from (``patience_s``) waits for the initial and the remembered peers, at its own old place,
    where they find it: after a power failure all of them come back, in any order, and the bootstrap may not.
 7. p2pd is supervised: if it dies or stops answering, it is started again with the same identity and port, and what we

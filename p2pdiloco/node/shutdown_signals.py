@@ -3,7 +3,8 @@
 Rules of this file:
 1. All of them are one thing, leaving in order: what is unmerged is contributed, the state saved, within ``--leave-s``.
 2. SIGINT and SIGTERM leave, and end the process at once when they come again. SIGUSR1 (SLURM: ``--signal=B:USR1@60``)
-   leaves, and may come again: whoever sends it means no harm. SIGUSR2 lets the peer rest, or go on (``guest.py``).
+   leaves, and may come again: whoever sends it means no harm. SIGUSR2 lets the peer rest, or go on
+   (``resource_guard.py``).
 3. A metadata address is asked only if the user says which cloud this is, and only at the address of that cloud (tests
    give another one). What it answers is bounded, and compared, never interpreted further.
 """

@@ -6,7 +6,7 @@ Rules of this file:
 1. The node writes one JSON object a line to standard input, and nothing of what happens here touches it: libraries,
    their threads and their networks live and die in this process.
 2. A library is imported when it is chosen. One that is missing is named with the extra that has it, before a peer runs.
-3. Names are those of ``/metrics`` (``exposition.py``), without their prefix but for OpenTelemetry; the step is the
+3. Names are those of ``/metrics`` (``prometheus.py``), without their prefix but for OpenTelemetry; the step is the
    run's global step.
 """
 

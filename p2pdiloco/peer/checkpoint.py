@@ -47,7 +47,7 @@ FORMAT = 4
 PREFIX = "state-"
 GOOD = ".good"
 AVERAGE = "average.bin"
-"""A running average of the parameters, where one is kept (``average.py``)."""
+"""A running average of the parameters, where one is kept (``ema.py``)."""
 LEARNER = "learner.safetensors"
 """Where the learner's inner state lies beside them."""
 PLACES = ("checkpoint", "*/checkpoint")

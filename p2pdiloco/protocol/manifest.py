@@ -3,7 +3,7 @@
 Rules of this file:
 1. Everything here is plain data: frozen structs that decode from TOML (a founder's configuration) and from MessagePack
    (a manifest fetched from another peer) with every field bounded. Unknown fields are errors. What several fields say
-   together is checked in ``soundness.py``.
+   together is checked in ``manifest_validation.py``.
 2. A run is named by its manifest's digest, so whatever two peers must agree on to merge bit for bit belongs here, and
    whatever a peer may choose alone (addresses, device, budgets) does not.
 3. The manifest holds the digests of version 0 of every shard. A chain that does not start there is not this run's, so a

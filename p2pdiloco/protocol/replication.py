@@ -142,7 +142,7 @@ class Adoption:
         self.log_requests = LogRequests(core, self.applying)
         self.orphans = Orphans(core.config)
         self.repairing: set[ShardId] = set()
-        """Shards whose state here is not what their head stands for (see ``repair.py``)."""
+        """Shards whose state here is not what their head stands for (see ``replication.py``)."""
         self.staged: dict[ShardId, ShardState] = {}
         """A fetched state that came while something else was being applied."""
         self.asked: dict[ShardId, PeerId] = {}

@@ -4,8 +4,8 @@ identity's file, and that of the run's folder, keep a second one out.)
 Rules of this file:
 1. Who starts looks whether a process that has its key answers at the addresses in its own record, or through the
    meeting points there, and does not begin.
-2. Two that started at once see each other's record in the place of their own (``roster.py``, rule 4); the one that
-   began later ends. Nobody's word is taken for it: whoever cannot prove to have the key is no twin.
+2. Two that started at once see each other's record in the place of their own (``peer_manager.py``, rule 4); the one
+   that began later ends. Nobody's word is taken for it: whoever cannot prove to have the key is no twin.
 3. Other peers keep to the life that they saw last, refuse one that had to give way before, and hear nothing from it
    (``net/endpoint.py``), so that nothing flaps meanwhile.
 """

@@ -4,7 +4,7 @@ Rules of this file:
 1. The directory gives addresses, nothing else. Who is live is the protocol's decision, from connections. Of a private
    run, only members' records are looked at.
 2. Of two peers the one with the smaller id dials first; the other dials only if nothing came for a while. Who has just
-   come dials all whom it finds: they may not look for long (``curiosity.py``).
+   come dials all whom it finds: they may not look for long (``lookup_policy.py``).
 3. Addresses are remembered on disk, so that a restarted peer finds the run again without any bootstrap node.
 4. It looks before it announces, and announces at once where another process's record stands in the place of its own:
    so of two with one identity (twins.py) each sees the other, in whatever order they look and announce.

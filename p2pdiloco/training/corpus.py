@@ -39,7 +39,7 @@ def load_corpus(
 ) -> Corpus:
     """Read the files of the folder ``data``, in the order of their paths, until ``max_bytes`` are read (32 MiB at most
     for the standard library). A file is trained on or held out as a whole; where that leaves a split without a sample,
-    as of a single book, the tail of each file is held out. Documents, and ``tokenizer``: see ``tokens.py``.
+    as of a single book, the tail of each file is held out. Documents, and ``tokenizer``: see ``tokenized_dataset.py``.
 
     Raises:
         CorpusError: no such folder, no file, one that cannot be read, or a split shorter than ``context`` + 1 bytes.

@@ -54,7 +54,7 @@ class SwarmView:
 
     def sampler(self, dataset: Any) -> OwnSamples:
         """For ``DataLoader(dataset, sampler=...)``: samples that no other peer takes in this epoch of the swarm,
-        following who comes and goes (``samples.py``). Its passes are as long as ``dataset``."""
+        following who comes and goes (``sampler.py``). Its passes are as long as ``dataset``."""
         return OwnSamples(len(dataset), self._known)
 
     def shard(self, dataset: Dataset[Any]) -> Dataset[Any]:

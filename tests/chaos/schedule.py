@@ -41,7 +41,7 @@ Kind = Literal[
     "break",
 ]
 LIES = frozenset({"values", "tokens", "others", "steps", "heads", "blocks", "weight", "tiny", "flip", "noise"})
-"""What a hostile peer may tell (``lies.py``)."""
+"""What a hostile peer may tell (``byzantine.py``)."""
 COUNTED = frozenset({"values", "others"})
 """Lies that honest peers write down as faults; the rest is within what they believe, or has no effect."""
 LINK_KINDS = frozenset({"cut", "mute", "one-way", "split", "slow", "corrupt", "break"})
@@ -114,8 +114,9 @@ class Oddities(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     clocks_off_s: Annotated[tuple[float, ...], Meta(max_length=26)] = ()
     """How far the peers' wall clocks are off, in their order, from the start on; 0 for those that are not named."""
     hostile: Annotated[tuple[str, ...], Meta(max_length=26)] = ()
-    """The lies (``lies.py``) that the peers tell, in their order, joined by "+"; none for those that are not named. The
-    first is honest, and fewer than half are hostile. Of these nothing is judged but what the others make of them."""
+    """The lies (``byzantine.py``) that the peers tell, in their order, joined by "+"; none for those that are not
+    named. The first is honest, and fewer than half are hostile. Of these nothing is judged but what the others make of
+    them."""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -9,13 +9,13 @@ _COMPANION = "p2pdiloco.script_node"
 _PARTICIPATION = "p2pdiloco.script_lifecycle"
 
 _SIDE = "p2pdiloco.training.cuda_copies"
-_SIDE_TESTS = "tests/unit/test_training_side_stream.py"
-_LINK_TESTS = "tests/unit/test_training_outer_link.py"
-_PARTICIPATION_TESTS = "tests/unit/test_participation.py"
-_COMPANION_TESTS = "tests/unit/test_companion.py"
+_SIDE_TESTS = "tests/unit/test_training_cuda_copies.py"
+_LINK_TESTS = "tests/unit/test_training_node_link.py"
+_PARTICIPATION_TESTS = "tests/unit/test_script_lifecycle.py"
+_COMPANION_TESTS = "tests/unit/test_script_node.py"
 _ADOPTED = "test_a_learner_that_is_adopted_keeps_its_progress_since_the_loss_and_counts_nothing_twice"
 _CONSERVATION = "tests/property/test_conservation.py::test_every_token_trained_stands_in_the_parameters_once"
-_QUEUE = "tests/unit/test_runtime_work_queue.py"
+_QUEUE = "tests/unit/test_util_executor.py"
 
 _CHECK = "p2pdiloco.training.step_check"
 _CHECK_TESTS = "tests/unit/test_training_step_check.py"
@@ -77,7 +77,7 @@ BUGS = (
         new="    if False:",
         harm="a run is founded from a copy that nobody trains",
         killed_by=(
-            "tests/unit/test_training_trainable.py::"
+            "tests/unit/test_training_parameters_trainable.py::"
             "test_an_optimizer_that_holds_none_of_the_model_is_refused_and_one_that_holds_a_part_is_not",
         ),
     ),
@@ -96,7 +96,7 @@ BUGS = (
         new="if False:",
         harm="a model is put into another type in mid-run: its peer gives zeros for all its tokens, and nobody is told",
         killed_by=(
-            "tests/unit/test_training_tally.py::test_parameters_that_were_given_other_memory_are_told_at_the_next_step",
+            "tests/unit/test_training_step_counter.py::test_parameters_that_were_given_other_memory_are_told_at_the_next_step",
         ),
     ),
     Bug(
@@ -105,7 +105,7 @@ BUGS = (
         old="            self._other_steps += 1\n",
         new="            pass\n",
         harm="an optimizer is made anew in mid-run: nothing is merged from there on, and the run is never complete",
-        killed_by=("tests/unit/test_training_tally.py::test_an_optimizer_that_takes_the_place_of_ours_is_told",),
+        killed_by=("tests/unit/test_training_step_counter.py::test_an_optimizer_that_takes_the_place_of_ours_is_told",),
     ),
     Bug(
         name="a schedule that is over before the run follows it",
@@ -177,7 +177,7 @@ BUGS = (
         old="self._poll(reading | (select.POLLOUT if self._outgoing else 0))",
         new="select.select([self._socket], [], [])",
         harm="the learner of a node with a thousand connections ends before it has begun, without a word",
-        killed_by=("tests/unit/test_training_channel.py::test_a_node_with_many_connections_has_a_learner",),
+        killed_by=("tests/unit/test_training_ipc_channel.py::test_a_node_with_many_connections_has_a_learner",),
     ),
     Bug(
         name="a run of steps has its decay by what is merged",
@@ -330,7 +330,7 @@ BUGS = (
         old="    return LEAVE_S + parameters * WRITTEN_BYTES / WRITTEN_BYTES_PER_S",
         new="    return LEAVE_S",
         harm="what was trained last is killed while it is merged and written",
-        killed_by=("tests/unit/test_companion.py::test_the_node_of_a_large_model_is_waited_for_longer",),
+        killed_by=("tests/unit/test_script_node.py::test_the_node_of_a_large_model_is_waited_for_longer",),
     ),
     Bug(
         name="a node that always dies is started for ever",

@@ -11,13 +11,13 @@ _INVITES = "p2pdiloco.access.invite_code"
 _HANDSHAKE = "p2pdiloco.net.handshake"
 _CONNECTION = "p2pdiloco.net.connection"
 
-_TESTS = "tests/unit/test_wire_members.py"
+_TESTS = "tests/unit/test_access_members.py"
 _PEER = "p2pdiloco.peer.peer"
-_STANDING_TESTS = "tests/unit/test_peer_standing.py"
+_STANDING_TESTS = "tests/unit/test_peer_signatures.py"
 _FELLOWSHIP = "p2pdiloco.swarm.membership_sync"
-_FELLOWSHIP_TESTS = "tests/unit/test_node_fellowship.py"
-_INVITE_TESTS = "tests/unit/test_wire_invites.py"
-_DOORS_TESTS = "tests/unit/test_net_doors.py"
+_FELLOWSHIP_TESTS = "tests/unit/test_swarm_membership_sync.py"
+_INVITE_TESTS = "tests/unit/test_access_invite_code.py"
+_DOORS_TESTS = "tests/unit/test_net_authorization.py"
 
 BUGS = (
     Bug(
@@ -42,7 +42,7 @@ BUGS = (
         old="        if known == self._convictions:\n            return\n",
         new="        return\n",
         harm="who is killed and comes back gives to an owner that all have barred, alone if it is alone",
-        killed_by=("tests/unit/test_peer_own_commits.py::test_a_restart_forgets_no_ban_that_is_running",),
+        killed_by=("tests/unit/test_peer_durable_commits.py::test_a_restart_forgets_no_ban_that_is_running",),
     ),
     Bug(
         name="proofs of earlier lives are believed as they lie there",
@@ -50,7 +50,7 @@ BUGS = (
         old="check_equivocation(proof, OPEN)",
         new="pass",
         harm="a spoilt file bars an honest owner",
-        killed_by=("tests/unit/test_peer_own_commits.py::test_a_restart_forgets_no_ban_that_is_running",),
+        killed_by=("tests/unit/test_peer_durable_commits.py::test_a_restart_forgets_no_ban_that_is_running",),
     ),
     Bug(
         name="malformed statements cost nothing",

@@ -7,20 +7,20 @@ from tests.seeded_bugs.inject import Bug
 _SHIFTS = "p2pdiloco.peer.learner_updates"
 _VECTORS = "p2pdiloco.peer.learner_updates"
 _SNAPSHOTS = "p2pdiloco.peer.learner_supervisor"
-_SNAPSHOT_TESTS = "tests/unit/test_peer_snapshots.py"
+_SNAPSHOT_TESTS = "tests/unit/test_peer_learner_supervisor_snapshots.py"
 _STORE = "p2pdiloco.peer.payload_store"
-_QUEUE_TESTS = "tests/unit/test_peer_shift_queue.py"
+_QUEUE_TESTS = "tests/unit/test_peer_learner_updates.py"
 _LOG = "p2pdiloco.peer.checkpoint_writer"
 _SAVER = "p2pdiloco.peer.checkpoint_writer"
 _SEGMENTS = "p2pdiloco.peer.commit_wal"
-_SAVER_TESTS = "tests/unit/test_peer_saver.py"
+_SAVER_TESTS = "tests/unit/test_peer_checkpoint_writer.py"
 _STORE_TESTS = "tests/unit/test_peer_payload_store.py"
 
-_OUTER_TESTS = "tests/unit/test_tensors_outer.py"
-_FORM_TESTS = "tests/unit/test_tensors_states.py"
-_DEFAULT_TESTS = "tests/unit/test_protocol_defaults.py"
+_OUTER_TESTS = "tests/unit/test_codec_outer_optimizer.py"
+_FORM_TESTS = "tests/unit/test_codec_digests_states.py"
+_DEFAULT_TESTS = "tests/unit/test_protocol_manifest_defaults.py"
 _GOOD = "p2pdiloco.peer.checkpoint"
-_GOOD_TESTS = "tests/unit/test_peer_known_good.py"
+_GOOD_TESTS = "tests/unit/test_peer_checkpoint_known_good.py"
 
 BUGS = (
     # -- momentum in two bytes -----------------------------------------------------------------------------------------
@@ -273,7 +273,9 @@ BUGS = (
         old="        self._look_later()\n        return copy",
         new="        return copy",
         harm="whoever has helped one newcomer holds 128 MiB more than it needs, for the rest of the run",
-        killed_by=("tests/unit/test_peer_donor.py::test_copies_that_nobody_asks_for_any_more_leave_no_memory",),
+        killed_by=(
+            "tests/unit/test_peer_state_server_donor.py::test_copies_that_nobody_asks_for_any_more_leave_no_memory",
+        ),
     ),
     # -- commits since a checkpoint ------------------------------------------------------------------------------------
     Bug(
@@ -389,6 +391,6 @@ BUGS = (
         old="for start in range(0, flat.numel(), PIECE):\n            piece = flat[start : start + PIECE]",
         new="for start in range(0, 1 if flat.numel() else 0):\n            piece = flat[start:]",
         harm="a learner holds its largest tensor twice while it saves, on a GPU in the machine's memory",
-        killed_by=("tests/unit/test_training_inner_state.py::test_what_is_written_needs_memory_for_a_piece",),
+        killed_by=("tests/unit/test_training_optimizer_state.py::test_what_is_written_needs_memory_for_a_piece",),
     ),
 )

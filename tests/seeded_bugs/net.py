@@ -6,14 +6,14 @@ from tests.seeded_bugs.inject import Bug
 
 _PEERS = "p2pdiloco.net.endpoint"
 _ENDPOINTS = "tests/property/test_net_endpoint.py"
-_POINTS = "tests/unit/test_net_introducer.py"
+_POINTS = "tests/unit/test_nat_introducer.py"
 _MEETING = "tests/integration/test_meeting.py"
-_ANNOUNCEMENT = "tests/unit/test_node_announcement.py"
-_CLOCK = "tests/unit/test_runtime_shared_clock.py"
-_ROSTER = "tests/unit/test_node_roster.py"
+_ANNOUNCEMENT = "tests/unit/test_swarm_run_announcer.py"
+_CLOCK = "tests/unit/test_discovery_clock_sync.py"
+_ROSTER = "tests/unit/test_swarm_peer_manager.py"
 
 _CURIOSITY = "p2pdiloco.swarm.lookup_policy"
-_LOOKS = "tests/unit/test_node_curiosity.py"
+_LOOKS = "tests/unit/test_swarm_lookup_policy.py"
 
 BUGS = (
     Bug(
@@ -126,7 +126,7 @@ BUGS = (
         old="if (told, protocol, inner) != (nonce, TCP, port):",
         new="if (protocol, inner) != (TCP, port):",
         harm="whoever is in the same network names the port that a peer publishes",
-        killed_by=("tests/unit/test_wire_mappings.py::test_an_answer_to_somebody_else_is_none",),
+        killed_by=("tests/unit/test_nat_port_mapping_codec.py::test_an_answer_to_somebody_else_is_none",),
     ),
     Bug(
         name="a relayed connection is as good as a direct one",
@@ -176,7 +176,9 @@ BUGS = (
         old="self._of_machine[machine] >= A_MINUTE or ",
         new="",
         harm="two hundred forged records have every peer of an open run flood a machine",
-        killed_by=("tests/unit/test_node_ladder.py::test_two_hundred_forged_records_have_a_machine_dialled_few_times",),
+        killed_by=(
+            "tests/unit/test_swarm_connect.py::test_two_hundred_forged_records_have_a_machine_dialled_few_times",
+        ),
     ),
     Bug(
         name="how we can be reached is told once",
@@ -213,7 +215,7 @@ BUGS = (
         new="        if record.points:\n",
         harm="two homes that come at once meet for minutes nobody",
         killed_by=(
-            "tests/unit/test_node_ladder.py::test_whose_meeting_points_are_not_known_is_asked_for_where_we_attend",
+            "tests/unit/test_swarm_connect.py::test_whose_meeting_points_are_not_known_is_asked_for_where_we_attend",
         ),
     ),
     Bug(
@@ -279,7 +281,7 @@ BUGS = (
         new="self._waiting.pop()",
         harm="of many pairs that have something two share the budget, and the others wait for ever",
         killed_by=(
-            "tests/unit/test_runtime_relay.py::test_of_many_each_gets_the_same_and_together_they_get_the_budget",
+            "tests/unit/test_nat_rendezvous_server.py::test_of_many_each_gets_the_same_and_together_they_get_the_budget",
         ),
     ),
     Bug(
@@ -289,7 +291,7 @@ BUGS = (
         new="        return True\n",
         harm="a pair that sends nothing but small pieces has more than the budget",
         killed_by=(
-            "tests/unit/test_runtime_relay.py::test_what_is_small_goes_ahead_and_is_paid_for_until_too_much_is_owed",
+            "tests/unit/test_nat_rendezvous_server.py::test_what_is_small_goes_ahead_and_is_paid_for_until_too_much_is_owed",
         ),
     ),
     Bug(
@@ -309,7 +311,7 @@ BUGS = (
         new="    return 1\n",
         harm="who is in 192.168.1.0/24 dials machines of its own home for those of others",
         killed_by=(
-            "tests/unit/test_node_ladder.py::test_a_private_address_is_dialled_by_who_may_share_its_network_and_loopback_last",
+            "tests/unit/test_swarm_connect.py::test_a_private_address_is_dialled_by_who_may_share_its_network_and_loopback_last",
         ),
     ),
     Bug(
@@ -319,7 +321,7 @@ BUGS = (
         new="delay_s = len(where) * DIAL_S if where else 0.0",
         harm="a home is met 8 s after each address that says nothing",
         killed_by=(
-            "tests/unit/test_node_ladder.py::"
+            "tests/unit/test_swarm_connect.py::"
             "test_where_no_address_answers_a_meeting_begins_soon_and_where_there_is_none_at_once",
         ),
     ),
@@ -362,7 +364,9 @@ BUGS = (
         new='            self._announced = msgspec.structs.replace(told, chain=b"")\n'
         "            await self._directory.publish_peer(",
         harm="two peers that come at once behind routers do not learn for minutes where the other can be met",
-        killed_by=("tests/unit/test_node_roster.py::test_news_that_the_directory_did_not_take_is_told_again_soon",),
+        killed_by=(
+            "tests/unit/test_swarm_peer_manager.py::test_news_that_the_directory_did_not_take_is_told_again_soon",
+        ),
     ),
     Bug(
         name="a record that is not ours stays in our place",
@@ -370,7 +374,7 @@ BUGS = (
         old='                self._announced_at = float("-inf")\n',
         new="",
         harm="of two processes that start at once the later one always overwrites what it should see, and stays",
-        killed_by=("tests/unit/test_node_roster.py::test_two_that_started_at_once_see_each_other",),
+        killed_by=("tests/unit/test_swarm_peer_manager.py::test_two_that_started_at_once_see_each_other",),
     ),
     Bug(
         name="one connection on this machine makes a line of any speed",
@@ -378,7 +382,7 @@ BUGS = (
         old="all(path.is_local for path in paths.values())",
         new="any(path.is_local for path in paths.values())",
         harm="two peers at home send all others a fifth more bytes",
-        killed_by=("tests/unit/test_net_capacity.py::test_a_gauge_sees_that_nothing_leaves_this_machine",),
+        killed_by=("tests/unit/test_net_bandwidth.py::test_a_gauge_sees_that_nothing_leaves_this_machine",),
     ),
     Bug(
         name="who is turned away is heard",

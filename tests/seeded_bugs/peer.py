@@ -30,10 +30,10 @@ _SUPERVISION = "p2pdiloco.peer.learner_supervisor"
 _SIGNATURES = "p2pdiloco.peer.signatures"
 _DRIVER_TESTS = "tests/unit/test_peer_driver.py"
 _SIGNATURES_TESTS = "tests/unit/protocol/test_signatures.py"
-_SAVER_TESTS = "tests/unit/test_peer_saver.py"
+_SAVER_TESTS = "tests/unit/test_peer_checkpoint_writer.py"
 _CHECKPOINT_TESTS = "tests/unit/test_peer_checkpoint.py"
-_DOWNLOADS_TESTS = "tests/unit/test_peer_downloads.py"
-_SUPERVISION_TESTS = "tests/unit/test_peer_supervision.py"
+_DOWNLOADS_TESTS = "tests/unit/test_peer_state_client.py"
+_SUPERVISION_TESTS = "tests/unit/test_peer_learner_supervisor.py"
 
 BUGS = (
     # -- the driver ----------------------------------------------------------------------------------------------------
@@ -59,7 +59,7 @@ BUGS = (
         old='if direction == "up" and self._view.next_owner(shard) == self._view.me:',
         new='if direction == "up":',
         harm="a fifth more bytes on a slow line",
-        killed_by=("tests/unit/test_peer_codec_choice.py::test_what_a_peer_gives_to_itself_is_not_huffman_coded",),
+        killed_by=("tests/unit/test_peer_codec_selection.py::test_what_a_peer_gives_to_itself_is_not_huffman_coded",),
     ),
     Bug(
         name="own contributions believed whatever a commit says of them",
@@ -91,7 +91,7 @@ BUGS = (
         old="if header.record != record_of(dict(state.marks), state.trained, state.stride):",
         new="if False:",
         harm="a newcomer believes what its donor says of tokens and blocks",
-        killed_by=("tests/unit/test_peer_proofs.py::test_what_does_not_prove_its_head_is_refused",),
+        killed_by=("tests/unit/test_peer_state_proof.py::test_what_does_not_prove_its_head_is_refused",),
     ),
     Bug(
         name="commit's gradient not compared with its digest",
@@ -282,7 +282,7 @@ BUGS = (
         new="            if True:\n",
         harm="a newcomer whose only donor's answer was spoilt on the way joins for ever",
         killed_by=(
-            "tests/unit/test_peer_distrust.py::test_who_sends_the_right_chunk_after_a_wrong_one_is_no_witness_against_itself",
+            "tests/unit/test_peer_state_client_distrust.py::test_who_sends_the_right_chunk_after_a_wrong_one_is_no_witness_against_itself",
         ),
     ),
     Bug(
@@ -299,7 +299,9 @@ BUGS = (
         old="donor = self._donors.pop(peer, None)",
         new="donor = self._donors.get(peer)",
         harm="a shard that nobody has is waited for",
-        killed_by=("tests/unit/test_peer_chunk_plan.py::test_a_donor_that_is_dropped_costs_what_was_asked_from_it",),
+        killed_by=(
+            "tests/unit/test_peer_chunk_scheduler.py::test_a_donor_that_is_dropped_costs_what_was_asked_from_it",
+        ),
     ),
     Bug(
         name="a chunk is asked of a third donor",
@@ -307,7 +309,7 @@ BUGS = (
         old="if len(asked[piece]) == 1 and self._is_late(",
         new="if len(asked[piece]) <= 2 and self._is_late(",
         harm="a slow end of a join costs every donor its bandwidth",
-        killed_by=("tests/unit/test_peer_chunk_plan.py::test_a_silent_donors_chunk_is_asked_of_one_other_donor",),
+        killed_by=("tests/unit/test_peer_chunk_scheduler.py::test_a_silent_donors_chunk_is_asked_of_one_other_donor",),
     ),
     # -- supervision ---------------------------------------------------------------------------------------------------
     Bug(

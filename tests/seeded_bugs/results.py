@@ -12,15 +12,15 @@ _NOTICES = "p2pdiloco.node.shutdown_signals"
 
 _EXPORT_TESTS = "tests/unit/test_training_export.py"
 _SCRIPT_MODELS_TESTS = "tests/unit/test_training_script_models.py"
-_SAMPLES_TESTS = "tests/unit/test_training_samples.py"
-_NOTICES_TESTS = "tests/unit/test_node_notices.py"
-_THREADS_TESTS = "tests/unit/test_training_threads.py"
-_FIGURES_TESTS = "tests/unit/test_node_figures.py"
+_SAMPLES_TESTS = "tests/unit/test_training_sampler.py"
+_NOTICES_TESTS = "tests/unit/test_node_shutdown_signals.py"
+_THREADS_TESTS = "tests/unit/test_training_thread_tuning.py"
+_FIGURES_TESTS = "tests/unit/test_node_swarm_status.py"
 
-_FOUNDING_TESTS = "tests/unit/test_training_foundation.py"
-_FOUNDATION_TESTS = "tests/unit/test_node_foundation.py"
-_FRAGMENTS_TESTS = "tests/unit/test_tensors_fragments.py"
-_AVERAGE_TESTS = "tests/unit/test_peer_average.py"
+_FOUNDING_TESTS = "tests/unit/test_training_founding_file.py"
+_FOUNDATION_TESTS = "tests/unit/test_node_run_creation.py"
+_FRAGMENTS_TESTS = "tests/unit/test_codec_fragments.py"
+_AVERAGE_TESTS = "tests/unit/test_peer_ema.py"
 
 BUGS = (
     Bug(
@@ -130,7 +130,7 @@ BUGS = (
         new="aside = ASIDE",
         harm="who goes back twice has lost what was newer the first time, and was told that it is kept",
         killed_by=(
-            "tests/unit/test_peer_known_good.py::test_the_last_from_which_training_went_on_stays_however_long_it_goes_wrong",
+            "tests/unit/test_peer_checkpoint_known_good.py::test_the_last_from_which_training_went_on_stays_however_long_it_goes_wrong",
         ),
     ),
     Bug(
@@ -196,7 +196,7 @@ BUGS = (
         new="if self._looks >= 1:",
         harm="a peer that trains only when idle never does",
         killed_by=(
-            "tests/unit/test_node_guest.py::test_others_are_busy_after_a_moment_and_not_any_more_after_a_while",
+            "tests/unit/test_node_resource_guard.py::test_others_are_busy_after_a_moment_and_not_any_more_after_a_while",
         ),
     ),
     Bug(
@@ -205,7 +205,7 @@ BUGS = (
         old="(folder / PAUSED).unlink(missing_ok=True)",
         new="pass",
         harm="a machine that was paused once never helps again",
-        killed_by=("tests/unit/test_node_guest.py::test_paused_by_its_user_until_told_otherwise",),
+        killed_by=("tests/unit/test_node_resource_guard.py::test_paused_by_its_user_until_told_otherwise",),
     ),
     Bug(
         name="threads are never measured again",
@@ -221,7 +221,7 @@ BUGS = (
         old="max(LOOK_S, least_s, min(rest_s, every_s))",
         new="max(LOOK_S, min(rest_s, every_s))",
         harm="a small peer writes hundreds of gigabytes a day",
-        killed_by=("tests/unit/test_peer_saver.py::test_what_is_written_a_day_is_budgeted",),
+        killed_by=("tests/unit/test_peer_checkpoint_writer.py::test_what_is_written_a_day_is_budgeted",),
     ),
     # -- the running average -------------------------------------------------------------------------------------------
     Bug(
@@ -271,7 +271,7 @@ BUGS = (
         old="cut += [last - first for _, first, last in tensor.parts()]",
         new="cut += [tensor.elements]",
         harm="a sound run is refused, and a manifest of millions of shards is taken",
-        killed_by=("tests/unit/test_protocol_soundness.py::test_a_run_whose_embedding_is_cut_is_taken",),
+        killed_by=("tests/unit/test_protocol_manifest_validation.py::test_a_run_whose_embedding_is_cut_is_taken",),
     ),
     # -- what is measured ----------------------------------------------------------------------------------------------
     Bug(
@@ -280,7 +280,9 @@ BUGS = (
         old="config.evaluation.samples, self._device, self._given",
         new="config.evaluation.samples, self._device",
         harm="the curve jumps with who measures, where data differ",
-        killed_by=("tests/unit/test_training_learner.py::test_all_measure_on_the_runs_samples_whatever_their_data",),
+        killed_by=(
+            "tests/unit/test_training_builtin_learner.py::test_all_measure_on_the_runs_samples_whatever_their_data",
+        ),
     ),
     Bug(
         name="a founder's held-out text travels unasked",

@@ -6,10 +6,10 @@ from tests.seeded_bugs.inject import Bug
 
 _STATE = "p2pdiloco.peer.model_state"
 _SHIFTS = "p2pdiloco.peer.learner_updates"
-_STATE_TESTS = "tests/unit/test_peer_global_state.py"
+_STATE_TESTS = "tests/unit/test_peer_model_state.py"
 _CONSERVATION = "tests/property/test_conservation.py::test_every_token_trained_stands_in_the_parameters_once"
-_SHIFT_TESTS = "tests/unit/test_peer_shift_queue.py"
-_OWN_TESTS = "tests/unit/test_peer_own_commits.py"
+_SHIFT_TESTS = "tests/unit/test_peer_learner_updates.py"
+_OWN_TESTS = "tests/unit/test_peer_durable_commits.py"
 
 BUGS = (
     Bug(
@@ -207,8 +207,8 @@ BUGS = (
         new="return list(norms)",
         harm="one of four that sends noise a hundred times as long makes the merged step 25 times as long",
         killed_by=(
-            "tests/unit/test_tensors_merge.py::test_one_of_four_that_sends_noise_does_not_lengthen_the_step",
-            "tests/unit/test_tensors_merge.py::test_a_contribution_counts_as_twice_the_others_median_at_most",
+            "tests/unit/test_codec_merge.py::test_one_of_four_that_sends_noise_does_not_lengthen_the_step",
+            "tests/unit/test_codec_merge.py::test_a_contribution_counts_as_twice_the_others_median_at_most",
         ),
     ),
     Bug(
@@ -217,7 +217,7 @@ BUGS = (
         old="(length * length - squares) / pairs",
         new="length * length / (pairs + squares)",
         harm="learners seem to agree, the fewer the more, and nobody sees that one pulls away",
-        killed_by=("tests/unit/test_tensors_merge.py::test_the_mean_cosine_of_contributions_is_told",),
+        killed_by=("tests/unit/test_codec_merge.py::test_the_mean_cosine_of_contributions_is_told",),
     ),
     Bug(
         name="declared steps lengthen a contribution without a bound",
@@ -225,7 +225,7 @@ BUGS = (
         old="pace * min(s, turn_steps) if s else 0.0",
         new="pace * s if s else 0.0",
         harm="whoever declares the steps of 64 turns goes 64 times as far as the others",
-        killed_by=("tests/unit/test_tensors_merge.py::test_declared_steps_lengthen_a_contribution_to_a_turns_at_most",),
+        killed_by=("tests/unit/test_codec_merge.py::test_declared_steps_lengthen_a_contribution_to_a_turns_at_most",),
     ),
     Bug(
         name="short contributions are a measure",
@@ -233,7 +233,7 @@ BUGS = (
         old="LONGEST * max(typical, reach)",
         new="LONGEST * typical",
         harm="beside a newcomer's first steps, or a machine that is much slower, the other's turn is cut short",
-        killed_by=("tests/unit/test_tensors_merge.py::test_declared_steps_lengthen_a_contribution_to_a_turns_at_most",),
+        killed_by=("tests/unit/test_codec_merge.py::test_declared_steps_lengthen_a_contribution_to_a_turns_at_most",),
     ),
     Bug(
         name="a declared weight is believed",
@@ -242,8 +242,8 @@ BUGS = (
         new="return list(weights)",
         harm="one member declares many tokens, and every merge is what it gave",
         killed_by=(
-            "tests/unit/test_tensors_merge.py::test_a_weight_counts_for_the_median_of_the_others_at_most",
-            "tests/unit/test_tensors_merge.py::"
+            "tests/unit/test_codec_merge.py::test_a_weight_counts_for_the_median_of_the_others_at_most",
+            "tests/unit/test_codec_merge.py::"
             "test_a_minority_that_declares_most_tokens_and_turns_round_does_not_turn_the_merge",
         ),
     ),
@@ -254,7 +254,7 @@ BUGS = (
         new="if max(wanted, sync_every) < USUAL_TURN:",
         harm="what a founder wrote of the outer optimizer is not what the run has",
         killed_by=(
-            "tests/unit/test_protocol_defaults.py::"
+            "tests/unit/test_protocol_manifest_defaults.py::"
             "test_a_short_run_whose_file_says_nothing_of_merging_takes_the_mean_often",
         ),
     ),
@@ -265,7 +265,7 @@ BUGS = (
         new="if inner.optimizer",
         harm="a founder's rate is another than the file says",
         killed_by=(
-            "tests/unit/test_protocol_defaults.py::"
+            "tests/unit/test_protocol_manifest_defaults.py::"
             "test_an_inner_rate_that_is_left_out_follows_the_width_of_a_small_model_with_muon",
         ),
     ),
@@ -276,7 +276,7 @@ BUGS = (
         new="return ",
         harm="long runs end a little further behind",
         killed_by=(
-            "tests/unit/test_protocol_defaults.py::"
+            "tests/unit/test_protocol_manifest_defaults.py::"
             "test_the_bias_of_momentum_is_corrected_in_short_runs_where_a_turn_does_not_go_too_far",
         ),
     ),
@@ -287,7 +287,7 @@ BUGS = (
         new="return learning_rate",
         harm="the first turns go less far than the later ones, and short runs end further behind",
         killed_by=(
-            "tests/unit/test_tensors_outer.py::test_a_corrected_rate_makes_up_for_what_momentum_does_not_hold_yet",
+            "tests/unit/test_codec_outer_optimizer.py::test_a_corrected_rate_makes_up_for_what_momentum_does_not_hold_yet",
         ),
     ),
     Bug(
@@ -321,7 +321,7 @@ BUGS = (
         new="elif True or now -",
         harm="a bit that flips while a line is away is in what is signed, and the others take the fault for their own",
         killed_by=(
-            "tests/unit/test_peer_fallback.py"
+            "tests/unit/test_peer_scrubber.py"
             "::test_who_has_just_lost_the_others_gets_its_state_from_them_when_they_are_back",
         ),
     ),
@@ -348,7 +348,7 @@ BUGS = (
         new="return line is not None and line / others < FAST_BYTES_PER_S",
         harm="a fifth more bytes leave a home",
         killed_by=(
-            "tests/unit/test_peer_codec_choice.py::test_huffman_codes_are_left_out_where_the_line_is_known_to_be_fast",
+            "tests/unit/test_peer_codec_selection.py::test_huffman_codes_are_left_out_where_the_line_is_known_to_be_fast",
         ),
     ),
     # -- own contributions while the disk takes no more ----------------------------------------------------------------

@@ -5,15 +5,15 @@ from __future__ import annotations
 
 from tests.seeded_bugs.inject import Bug
 
-_RECEPTION = "tests/unit/test_net_reception.py"
+_RECEPTION = "tests/unit/test_net_abuse_limits_reception.py"
 _ANTEROOM = "tests/integration/test_anteroom.py"
 _MEETING = "tests/integration/test_meeting.py"
-_RESPONDENT = "tests/unit/test_peer_respondent.py"
-_FELLOWSHIP = "tests/unit/test_node_fellowship.py"
+_RESPONDENT = "tests/unit/test_peer_state_server.py"
+_FELLOWSHIP = "tests/unit/test_swarm_membership_sync.py"
 _WHEREABOUTS = "tests/integration/test_whereabouts.py"
-_INVITES = "tests/unit/test_node_invites.py"
-_LISTENERS = "tests/unit/test_runtime_listeners.py"
-_PORTS = "tests/unit/test_runtime_last_ports.py"
+_INVITES = "tests/unit/test_swarm_invitations.py"
+_LISTENERS = "tests/unit/test_transport_sockets.py"
+_PORTS = "tests/unit/test_transport_port_memory.py"
 
 BUGS = (
     Bug(
@@ -86,7 +86,9 @@ BUGS = (
         old="return failures * math.exp2((at - now) / FORGOTTEN_S)",
         new="return failures",
         harm="who is looked after by a program that connects once a minute is shut out in two hours",
-        killed_by=("tests/unit/test_net_failures.py::test_failures_are_forgotten_in_time_and_are_no_growing_table",),
+        killed_by=(
+            "tests/unit/test_net_abuse_limits_failures.py::test_failures_are_forgotten_in_time_and_are_no_growing_table",
+        ),
     ),
     Bug(
         name="a line's second half is not looked at",
@@ -94,7 +96,7 @@ BUGS = (
         old="NETWORK_HEADER + IPV6_SENDER + 4),",
         new="NETWORK_HEADER + IPV6_SENDER),",
         harm="a flood over IPv6 is not shut out, or a neighbour is",
-        killed_by=("tests/unit/test_runtime_sieve.py::test_a_machine_is_an_address_or_a_line_of_them",),
+        killed_by=("tests/unit/test_transport_connection_setup.py::test_a_machine_is_an_address_or_a_line_of_them",),
     ),
     Bug(
         name="who says nothing keeps its place",
@@ -103,7 +105,7 @@ BUGS = (
         new="",
         harm="sockets that say nothing grow without a bound",
         killed_by=(
-            "tests/unit/test_net_admission.py::test_in_a_room_somebody_always_goes_and_first_of_the_machine_that_would_hold_most",
+            "tests/unit/test_net_abuse_limits.py::test_in_a_room_somebody_always_goes_and_first_of_the_machine_that_would_hold_most",
         ),
     ),
     Bug(
@@ -168,7 +170,7 @@ BUGS = (
         old="        for machine in await machines(place, timeout_s):",
         new="        for machine in (place,):",
         harm="records that name one machine in a thousand ways have everybody dial it a thousand times a minute",
-        killed_by=("tests/unit/test_node_ladder.py::test_however_many_names_a_machine_has_it_is_one",),
+        killed_by=("tests/unit/test_swarm_connect.py::test_however_many_names_a_machine_has_it_is_one",),
     ),
     Bug(
         name="states are offered without end",
@@ -184,7 +186,9 @@ BUGS = (
         old='[A-Za-z0-9._-]+\\Z")]\n"""It names folders',
         new='[A-Za-z0-9._-]+$")]\n"""It names folders',
         harm="two runs are shown with the same name, and a line of a log may be a stranger's",
-        killed_by=("tests/unit/test_protocol_soundness.py::test_what_is_impossible_or_too_much_is_refused_at_once",),
+        killed_by=(
+            "tests/unit/test_protocol_manifest_validation.py::test_what_is_impossible_or_too_much_is_refused_at_once",
+        ),
     ),
     Bug(
         name="a run may be called as the folder above is",
@@ -192,7 +196,9 @@ BUGS = (
         old="(?!\\.{1,2}\\Z)",
         new="",
         harm="a script's state, or an export by somebody else's manifest, lies in the folder above",
-        killed_by=("tests/unit/test_protocol_soundness.py::test_what_is_impossible_or_too_much_is_refused_at_once",),
+        killed_by=(
+            "tests/unit/test_protocol_manifest_validation.py::test_what_is_impossible_or_too_much_is_refused_at_once",
+        ),
     ),
     Bug(
         name="a manifest is given without end",
@@ -232,7 +238,7 @@ BUGS = (
         old="        self._make_room(ROOM)\n",
         new="",
         harm="who has published a thousand records once keeps each newcomer of an open run from being dialled",
-        killed_by=("tests/unit/test_node_roster.py::test_records_of_nobody_keep_no_newcomer_from_being_known",),
+        killed_by=("tests/unit/test_swarm_peer_manager.py::test_records_of_nobody_keep_no_newcomer_from_being_known",),
     ),
     Bug(
         name="who is connected finds no place among the known",
@@ -240,7 +246,7 @@ BUGS = (
         old="                self._make_room(1)\n",
         new="                pass\n",
         harm="who came while forged records filled the table is not dialled again when its connection is lost",
-        killed_by=("tests/unit/test_node_roster.py::test_records_of_nobody_keep_no_newcomer_from_being_known",),
+        killed_by=("tests/unit/test_swarm_peer_manager.py::test_records_of_nobody_keep_no_newcomer_from_being_known",),
     ),
     Bug(
         name="twins are looked for at their addresses alone",
@@ -361,7 +367,7 @@ BUGS = (
         new="pass",
         harm="minutes of lines about peers that have left in order",
         killed_by=(
-            "tests/unit/test_node_roster.py::test_who_said_goodbye_is_dialled_when_it_has_come_back_and_else_seldom",
+            "tests/unit/test_swarm_peer_manager.py::test_who_said_goodbye_is_dialled_when_it_has_come_back_and_else_seldom",
         ),
     ),
 )

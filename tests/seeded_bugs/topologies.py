@@ -327,7 +327,7 @@ BUGS = (
         old="min(SELDOM, max(1.0, len(self._connected) / FEW))",
         new="1.0",
         harm="what idle peers say grows with the swarm",
-        killed_by=("tests/unit/test_node_curiosity.py::test_what_looks_cost_does_not_grow_with_the_swarm",),
+        killed_by=("tests/unit/test_swarm_lookup_policy.py::test_what_looks_cost_does_not_grow_with_the_swarm",),
     ),
     Bug(
         name="strangers who connect keep a peer from looking",
@@ -335,6 +335,6 @@ BUGS = (
         old="min(SELDOM, max(1.0, len(self._connected) / FEW))",
         new="max(1.0, len(self._connected) / FEW)",
         harm="in an open run five hundred identities of one stranger keep two halves of a swarm apart for hours",
-        killed_by=("tests/unit/test_node_curiosity.py::test_what_looks_cost_does_not_grow_with_the_swarm",),
+        killed_by=("tests/unit/test_swarm_lookup_policy.py::test_what_looks_cost_does_not_grow_with_the_swarm",),
     ),
 )

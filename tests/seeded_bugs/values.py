@@ -168,7 +168,7 @@ BUGS = (
         old="MOST: Final = LARGEST / 2",
         new="MOST: Final = LARGEST",
         harm="ten liars give the longest vector that there is, and their sum is longer by its rounding",
-        killed_by=("tests/unit/test_tensors_merge.py::test_as_many_as_like_may_be_as_long_as_is_allowed",),
+        killed_by=("tests/unit/test_codec_merge.py::test_as_many_as_like_may_be_as_long_as_is_allowed",),
     ),
     Bug(
         name="a contribution may be of any length",
@@ -177,7 +177,7 @@ BUGS = (
         new="if False:",
         harm="a liar with half of the weight lets every merge of its shards fail, and nobody is named",
         killed_by=(
-            "tests/unit/test_peer_global_state.py::"
+            "tests/unit/test_peer_model_state.py::"
             "test_who_gives_what_no_merge_can_hold_is_named_and_the_others_are_merged",
         ),
     ),

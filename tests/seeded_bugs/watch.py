@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from tests.seeded_bugs.inject import Bug
 
-_ALERTS_TESTS = "tests/unit/test_watch_alerts.py"
-_CHRONICLE_TESTS = "tests/unit/test_watch_chronicle.py"
-_SERVER_TESTS = "tests/unit/test_watch_server.py"
+_ALERTS_TESTS = "tests/unit/test_observability_alerts.py"
+_CHRONICLE_TESTS = "tests/unit/test_observability_history.py"
+_SERVER_TESTS = "tests/unit/test_observability_web_server.py"
 
-_SOURCES_TESTS = "tests/unit/test_watch_sources.py"
-_READER_TESTS = "tests/unit/test_watch_reader.py"
+_SOURCES_TESTS = "tests/unit/test_observability_view_sources.py"
+_READER_TESTS = "tests/unit/test_observability_log_reader.py"
 
-_CHECKUP_TESTS = "tests/unit/test_node_checkup.py"
+_CHECKUP_TESTS = "tests/unit/test_node_diagnostics.py"
 
 _INQUIRY_TESTS = "tests/integration/test_inquiry.py"
 
-_FORWARDER_TESTS = "tests/unit/test_node_forwarder.py"
+_FORWARDER_TESTS = "tests/unit/test_node_metrics_export.py"
 
 BUGS = (
     Bug(
@@ -32,7 +32,7 @@ BUGS = (
         old="            except (OSError, ValueError):",
         new="            except ValueError:",
         harm="a connection by ssh is cut while a newcomer downloads, and its node ends at the next word",
-        killed_by=("tests/unit/test_runtime_logs.py::test_a_terminal_that_is_gone_has_no_bar_and_ends_nobody",),
+        killed_by=("tests/unit/test_util_logs.py::test_a_terminal_that_is_gone_has_no_bar_and_ends_nobody",),
     ),
     Bug(
         name="what is no news is shown as it is logged",
@@ -49,7 +49,7 @@ BUGS = (
         new="",
         harm="in a swarm of dozens a terminal shows asyncio's errors that nobody can do anything about",
         killed_by=(
-            "tests/unit/test_runtime_logs.py"
+            "tests/unit/test_util_logs.py"
             "::test_what_a_search_of_the_directory_leaves_behind_is_not_told_but_a_task_of_ours_is",
         ),
     ),
@@ -67,7 +67,7 @@ BUGS = (
         old="        return None if grant.not_after == NEVER else grant.not_after - self._now_s()",
         new="        return None",
         harm="a peer is expelled in the night, and nobody was told to ask for a new invite",
-        killed_by=("tests/unit/test_node_fellowship.py::test_each_knows_how_long_it_is_a_member",),
+        killed_by=("tests/unit/test_swarm_membership_sync.py::test_each_knows_how_long_it_is_a_member",),
     ),
     Bug(
         name="a number that is none is forwarded",
@@ -245,7 +245,9 @@ BUGS = (
         old="[printable(PEER_ID.sub(lambda found: short(found.group()), line)) for",
         new="[PEER_ID.sub(lambda found: short(found.group()), line) for",
         harm="whoever was connected steers the terminal of who replays a journal, and forges its lines",
-        killed_by=("tests/unit/test_cli_replay.py::test_other_peers_words_steer_no_terminal_and_forge_no_line",),
+        killed_by=(
+            "tests/unit/test_machine_sim_replay.py::test_other_peers_words_steer_no_terminal_and_forge_no_line",
+        ),
     ),
     Bug(
         name="a status is believed whoever tells it",

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_wire_invites import invite
+from test_access_invite_code import invite
 
 from p2pdiloco.access.invite_code import encode_invite
 from p2pdiloco.cli import launch

@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from test_wire_invites import invite
+from test_access_invite_code import invite
 
 from p2pdiloco.access.invite_code import encode_invite
 from p2pdiloco.cli.main import main

@@ -134,7 +134,7 @@ def test_owner_and_givers_are_members() -> None:
 
 
 def test_who_is_not_known_is_told_from_who_may_not() -> None:
-    """G2d: only of the former somebody else is asked (test_peer_standing.py, and whole peers in test_whole.py)."""
+    """G2d: only of the former somebody else is asked (test_peer_signatures.py, and whole peers in test_whole.py)."""
     header, signature = committed(given(BOB))
     with pytest.raises(UnknownMemberError):
         check_contributor(RUN, SHARD, BASE.id, given(BOB), Known(ANN))

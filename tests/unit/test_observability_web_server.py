@@ -17,7 +17,7 @@ import aiohttp
 import msgspec
 import psutil
 import pytest
-from test_watch_chronicle import ANN, BOB, chronicle, commit, progress
+from test_observability_history import ANN, BOB, chronicle, commit, progress
 
 from p2pdiloco.observability import web_server as server_module
 from p2pdiloco.observability.connection_limits import PageLimits
@@ -259,7 +259,7 @@ FEW_DESCRIPTORS = """
 import asyncio, os, resource, sys
 import uvloop
 sys.path.insert(0, sys.argv[1])
-from test_watch_server import Shown
+from test_observability_web_server import Shown
 from p2pdiloco.observability.web_server import PageServer
 
 class Busy(Shown):

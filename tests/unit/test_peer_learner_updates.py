@@ -1,5 +1,5 @@
 """Memory of shifts and snapshots is for what is in flight, and goes when it has rested. What shifts are is in
-test_peer_global_state.py."""
+test_peer_model_state.py."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_watch_chronicle import ANN, BOB, commit, progress
+from test_observability_history import ANN, BOB, commit, progress
 
 from p2pdiloco.observability.log_reader import Player, Recording, RecordingError, lines, player
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
-from test_watch_chronicle import ANN, BOB, commit
-from test_watch_playback import started, write
-from test_watch_server import Shown
+from test_observability_history import ANN, BOB, commit
+from test_observability_log_reader_playback import started, write
+from test_observability_web_server import Shown
 
 from p2pdiloco.observability import view_sources
 from p2pdiloco.observability.log_reader import RecordingError

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 from test_house import modules
-from test_watch_chronicle import ANN, BOB, commit, progress
-from test_watch_playback import started, write
+from test_observability_history import ANN, BOB, commit, progress
+from test_observability_log_reader_playback import started, write
 
 from p2pdiloco.cli.main import main
 from p2pdiloco.observability.event_schema import BY_NAME, EVENTS, described, faults_of

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 from aiohttp import web
-from test_watch_chronicle import ANN, chronicle
+from test_observability_history import ANN, chronicle
 
 from p2pdiloco.node.notifier import Notifier
 from p2pdiloco.observability.alerts import PATIENCE_S, RECENT_LOSSES, Alert, Alerts

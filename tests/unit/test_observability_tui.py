@@ -7,8 +7,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from test_watch_chronicle import ANN, BOB, chronicle, commit, progress
-from test_watch_playback import started, write
+from test_observability_history import ANN, BOB, chronicle, commit, progress
+from test_observability_log_reader_playback import started, write
 
 from p2pdiloco.observability import formatting
 from p2pdiloco.observability.log_reader import Recording

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from aiohttp import web
-from test_watch_chronicle import ANN, chronicle, commit, progress
+from test_observability_history import ANN, chronicle, commit, progress
 
 from p2pdiloco.node import metrics_export
 from p2pdiloco.node.metrics_export import Forwarder, line_of

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import msgspec
-from test_watch_chronicle import ANN, BOB, chronicle, commit, progress
+from test_observability_history import ANN, BOB, chronicle, commit, progress
 
 from p2pdiloco.observability.prometheus import NAMES, PREFIX, exposition
 from p2pdiloco.observability.snapshot import Picture

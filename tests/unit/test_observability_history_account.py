@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import msgspec
-from test_watch_chronicle import ANN, BOB, chronicle, commit, progress
+from test_observability_history import ANN, BOB, chronicle, commit, progress
 
 from p2pdiloco.observability.history import account, closing
 from p2pdiloco.observability.prometheus import exposition

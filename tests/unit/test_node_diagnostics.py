@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import psutil
 import pytest
-from test_training_learner import make_manifest
+from test_training_builtin_learner import make_manifest
 
 from p2pdiloco.discovery.clock_sync import SharedClock
 from p2pdiloco.node import diagnostics

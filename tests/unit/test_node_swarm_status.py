@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from test_node_outlook import STATUS
+from test_node_eta import STATUS
 
 from p2pdiloco.node.swarm_status import ASKED, MOST_PEERS, Figures, figures
 from p2pdiloco.wire.control_messages import PeerStatus
