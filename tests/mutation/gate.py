@@ -14,9 +14,9 @@ from tests.seeded_bugs.inject import change_on_import
 
 PACKAGES = {
     "protocol": ("p2pdiloco/protocol/*.py",),
-    "node": ("p2pdiloco/node/*.py",),
+    "node": ("p2pdiloco/node/*.py", "p2pdiloco/swarm/*.py"),
     "peer": ("p2pdiloco/peer/*.py",),
-    "tensors": ("p2pdiloco/tensors/*.py",),
+    "codec": ("p2pdiloco/codec/*.py",),
     "link": (
         "p2pdiloco/training/node_link.py",
         "p2pdiloco/training/node_reconnect.py",
