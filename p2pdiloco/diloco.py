@@ -41,17 +41,17 @@ from torch import Tensor, nn
 from p2pdiloco import script_lifecycle
 from p2pdiloco.access.invite_code import InviteError
 from p2pdiloco.protocol.manifest import Layout, Manifest, RunConfig
-from p2pdiloco.script_node import JOIN_S, NODE_LOG, Companion, CompanionError, Return, Wish, leaving_s
+from p2pdiloco.script_node import JOIN_S, NODE_LOG, Return, ScriptNode, ScriptNodeError, Wish, leaving_s
 from p2pdiloco.training import founding_file
-from p2pdiloco.training.node_link import Meeting, OuterLink, ScriptTrainer, Visit
+from p2pdiloco.training.node_link import Meeting, NodeLink, ScriptTrainer, Visit
 from p2pdiloco.training.parameters import FlatParameters, embedding_names, trainable
 from p2pdiloco.training.step_check import StepCheck
-from p2pdiloco.training.step_counter import Tally
+from p2pdiloco.training.step_counter import StepCounter
 from p2pdiloco.training.swarm_view import SwarmView
 from p2pdiloco.util.files import state_home
 
 if TYPE_CHECKING:  # it imports torch.distributed.tensor: a second and 40 MB, which only several ranks need
-    from p2pdiloco.training.multi_rank import Island, IslandParameters
+    from p2pdiloco.training.multi_rank import RankGroup, RankGroupParameters
 
 log = logging.getLogger("p2pdiloco")
 
@@ -157,10 +157,10 @@ class DiLoCo(SwarmView):
                 self._config = founding_file.settings(given, tensors=len(self._named))
             except founding_file.FoundationError as error:
                 raise DiLoCoError(str(error)) from error
-        self._tally = Tally(optimizer, grad_scaler, tokens_per_step)
+        self._tally = StepCounter(optimizer, grad_scaler, tokens_per_step)
         self._check: StepCheck | None = None
-        self._island: Island | None = None
-        self._companion: Companion | None = None
+        self._island: RankGroup | None = None
+        self._companion: ScriptNode | None = None
         self._hooks: list[Any] = []
         if run is not None:
             self._hooks.append(optimizer.register_step_post_hook(script_lifecycle.alone(self)))
@@ -212,7 +212,7 @@ class DiLoCo(SwarmView):
         visits: list[Visit] = []
 
         def meet() -> bytes:
-            self._companion = companion = Companion(self._state, wish)
+            self._companion = companion = ScriptNode(self._state, wish)
             if companion.founds and wish.foundation is not None and self._config is not None:
                 founding_file.write_once(
                     wish.foundation, self._config, initial, frozenset(embedding_names(self._model))
@@ -224,7 +224,7 @@ class DiLoCo(SwarmView):
         try:
             data = meet() if self._island is None else self._island.lead(meet, DiLoCoError)
             manifest = msgspec.msgpack.decode(data, type=Manifest)
-        except (CompanionError, founding_file.FoundationError, OSError) as error:
+        except (ScriptNodeError, founding_file.FoundationError, OSError) as error:
             remedy = ": the state folder cannot be used, name another (state=)" if isinstance(error, OSError) else ""
             raise DiLoCoError(f"{error}{remedy}") from error
         except ValueError as error:
@@ -239,7 +239,7 @@ class DiLoCo(SwarmView):
         """Build the link, and wait for the global parameters."""
         layout, island = Layout.of(manifest), self._island
         back: Meeting | None = None if self._companion is None else Return(self._companion, told)
-        flat: FlatParameters | IslandParameters
+        flat: FlatParameters | RankGroupParameters
         try:
             if island is None:
                 flat = FlatParameters(self._named, manifest.tensors, layout)
@@ -253,7 +253,7 @@ class DiLoCo(SwarmView):
         steps = manifest.config.inner.steps
         is_sharded = any(hasattr(p, "to_local") for _, p in self._named)  # a rank has pieces, and none of the whole
         self._check = check = StepCheck(self._model, self._optimizer, () if is_sharded else self._named)
-        self._link = OuterLink(
+        self._link = NodeLink(
             ScriptTrainer(), flat, vectors, channel, last_step=steps, reunion=back, doubt=check.problem
         )
         self._link.greet(device=str(self._named[0][1].device))
@@ -447,10 +447,10 @@ def _require_training(named: Sequence[tuple[str, Tensor]], optimizer: torch.opti
         )
 
 
-def _island(group: dist.ProcessGroup | None, leave_s: float) -> Island | None:
+def _island(group: dist.ProcessGroup | None, leave_s: float) -> RankGroup | None:
     """The island that this process is a rank of; None if it is alone."""
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size(group) <= 1:
         return None
-    from p2pdiloco.training.multi_rank import Island
+    from p2pdiloco.training.multi_rank import RankGroup
 
-    return Island(group, JOIN_S + leave_s)
+    return RankGroup(group, JOIN_S + leave_s)

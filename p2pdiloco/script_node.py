@@ -63,7 +63,7 @@ def leaving_s(parameters: int) -> float:
     return LEAVE_S + parameters * WRITTEN_BYTES / WRITTEN_BYTES_PER_S
 
 
-class CompanionError(Exception):
+class ScriptNodeError(Exception):
     """There is no node; the message says why and what to do."""
 
 
@@ -101,7 +101,7 @@ class Wish(NamedTuple):
         return cls(run, peers, foundation if is_founder else None, options, stay_s)
 
 
-class Companion:
+class ScriptNode:
     """The node that belongs to the training script of ``folder``, and takes part as the script wishes."""
 
     def __init__(self, folder: Path, wish: Wish) -> None:
@@ -115,7 +115,7 @@ class Companion:
         try:
             self._lock = lock(folder / "script.lock", is_inherited=False)
         except LockedError as error:
-            raise CompanionError(
+            raise ScriptNodeError(
                 f"the state folder {folder} is in use by another training script (process {error}): "
                 "stop it, or give this script a folder of its own (state=...)"
             ) from error
@@ -154,7 +154,7 @@ class Companion:
         """
         reunion = Reunion(self.meeting_place, JOIN_S, is_script=True)
         if not reunion.open():
-            raise CompanionError("training scripts need Linux (abstract Unix sockets)")
+            raise ScriptNodeError("training scripts need Linux (abstract Unix sockets)")
         try:
             is_new = not self._find()
             if is_new:
@@ -166,9 +166,9 @@ class Companion:
                     )
                     self._start(self._resume(kept))
                 elif ending := self.ending:
-                    raise CompanionError(ending)
+                    raise ScriptNodeError(ending)
                 if reunion.is_over:
-                    raise CompanionError(f"the node did not come up within {JOIN_S:.0f} s; its log is {self.log_path}")
+                    raise ScriptNodeError(f"the node did not come up within {JOIN_S:.0f} s; its log is {self.log_path}")
                 time.sleep(_LOOK_S)
         finally:
             reunion.close()
@@ -208,7 +208,7 @@ class Companion:
         if not wish.peers and (kept := self._kept_run()) is not None:
             return self._resume(kept)
         if not wish.peers:
-            raise CompanionError(
+            raise ScriptNodeError(
                 f"found=False, and nobody to join: give initial_peers, an invite to run {wish.name} or an address"
             )
         return ["join", *wish.peers, "--run", wish.name]
@@ -231,7 +231,7 @@ class Companion:
         found = [run for run in self._runs_here() if not invites or run in invites]
         if len(found) > 1:
             self.leave_alone()
-            raise CompanionError(
+            raise ScriptNodeError(
                 f"{self._folder} has several runs called {self._wish.name} ({', '.join(run[:12] for run in found)}): "
                 "give the invite to one of them (initial_peers=), or this script a folder of its own (state=)"
             )
@@ -349,7 +349,7 @@ class Companion:
 class Return:
     """Where the script looks out for its node when that is lost: it is started again, for the same run."""
 
-    def __init__(self, companion: Companion, manifest: bytes) -> None:
+    def __init__(self, companion: ScriptNode, manifest: bytes) -> None:
         """``manifest``: as the node has told it."""
         self._companion = companion
         self._manifest = manifest

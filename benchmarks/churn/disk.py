@@ -22,7 +22,7 @@ import psutil
 
 from benchmarks import bench
 from p2pdiloco.demo.local_swarm import Member, Swarm
-from p2pdiloco.peer.disk_budget import WriteBudget
+from p2pdiloco.peer.disk_budget import DiskBudget
 
 WARM_S = 60.0
 DAY_S = 86400.0
@@ -88,7 +88,7 @@ def main() -> int:
         "logs_gb_a_day": logs * DAY_S / seconds / 1e9,
         "written_gb_a_day": grown * DAY_S / seconds / 1e9,
     }
-    every_s = WriteBudget(BUDGET, 10_000_000, 6).checkpoint_s()
+    every_s = DiskBudget(BUDGET, 10_000_000, 6).checkpoint_s()
     print(
         f"{seconds:.0f} s, to step {ann.view.step}: {grown / 1e6:.1f} MB written, {saved} checkpoints among it (one in "
         f"{every_s:.0f} s is allowed), logs grew by {logs / 1e6:.2f} MB, {figures['logs_gb_a_day']:.2f} GB a day; "

@@ -79,7 +79,7 @@ class MeasuredRounds(Rounds):
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
         found = residence.components()
-        shelves = peer.driver.cargo.shelves
+        shelves = peer.driver.payload_cache.shelves
         return {
             **{name: size - self._before_all[name] for name, size in found.items()},
             **residence.vectors(("theta", "shift", "snapshot")),

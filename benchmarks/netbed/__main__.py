@@ -25,7 +25,7 @@ from benchmarks.netbed.report import matrix
 from benchmarks.netbed.testbed import Testbed
 from benchmarks.netbed.topology import Change, Topology, TopologyError, address, find_topology, parse_topology
 from p2pdiloco.cli.argument_types import file
-from p2pdiloco.cli.errors import FAILED, NOBODY_THERE, REPAIR, Complaint, complaining
+from p2pdiloco.cli.errors import FAILED, NOBODY_THERE, REPAIR, CommandError, as_command_errors
 from p2pdiloco.cli.main import program
 
 LEAVE_S = 10.0
@@ -71,17 +71,17 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
 async def run(arguments: argparse.Namespace) -> int:
     """One action. All but ``relay`` have the main thread for themselves, so that signals interrupt them anywhere."""
     if arguments.action == "relay":
-        with complaining(repair=(TopologyError,), nobody=()):
+        with as_command_errors(repair=(TopologyError,), nobody=()):
             return await _relay(arguments)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
-    with complaining(repair=(TopologyError,), nobody=()):
+    with as_command_errors(repair=(TopologyError,), nobody=()):
         try:
             return WORK[arguments.action](arguments)
         except verification.LinkOffError as error:
-            raise Complaint(str(error), FAILED) from error
+            raise CommandError(str(error), FAILED) from error
         except TestbedError as error:
-            raise Complaint(str(error), REPAIR) from error
+            raise CommandError(str(error), REPAIR) from error
 
 
 def _up(arguments: argparse.Namespace) -> int:
@@ -124,7 +124,7 @@ def _exec(arguments: argparse.Namespace) -> int:
     words = arguments.words[1:] if arguments.words[:1] == ["--"] else arguments.words
     if not words or words[0].startswith("-"):
         text = "there is no command" if not words else f"{words[0]}: options go before TOPOLOGY"
-        raise Complaint(f"bench exec [OPTIONS] TOPOLOGY SITE -- COMMAND: {text}", REPAIR)
+        raise CommandError(f"bench exec [OPTIONS] TOPOLOGY SITE -- COMMAND: {text}", REPAIR)
     source = _source(arguments)
     site = parse_topology(source).index(arguments.site)
     made, is_ours = _standing_or_made(source, arguments.engine)
@@ -187,7 +187,7 @@ async def _relay(arguments: argparse.Namespace) -> int:
     checks = [check async for check in tcp_relays.verify_in_process(topology)]
     print(matrix(topology, checks))
     if wrong := [check for check in checks if not check.is_right]:
-        raise Complaint(str(verification.LinkOffError(wrong)), FAILED)
+        raise CommandError(str(verification.LinkOffError(wrong)), FAILED)
     async with tcp_relays.InProcess(topology, servers) as network:
         for (i, j), port in network.ports.items():
             print(f"from {topology.sites[i].name} to {topology.sites[j].name}: {tcp_relays.HOST}:{port}", flush=True)
@@ -251,7 +251,7 @@ def _must_stand(source: bytes) -> Testbed:
     name = parse_topology(source).name
     made = testbed.standing(name)
     if made is None:
-        raise Complaint(f"{name} is not up: python -m benchmarks.netbed up", NOBODY_THERE)
+        raise CommandError(f"{name} is not up: python -m benchmarks.netbed up", NOBODY_THERE)
     _must_be_of(made, source)
     return made
 

@@ -16,7 +16,7 @@ from itertools import pairwise
 
 import msgspec
 
-from p2pdiloco.peer.payload_cache import SWEEP_S, SWEPT_AT_ONCE, Cargo, Shelf
+from p2pdiloco.peer.payload_cache import SWEEP_S, SWEPT_AT_ONCE, PayloadCache, ShardPayloads
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol.ids import Digest, FragmentId, PeerId, RunId, ShardId
@@ -81,18 +81,18 @@ def sweeps_of(world: World, shards: int) -> list[float]:
     """Processor seconds of single sweeps, with the founder's machine as it is and every payload at hand."""
     process = next(iter(world.processes.values()))
     specs = (TensorSpec(name=f"w{s}", shape=(64,), merge="direct", fragment=FragmentId(s)) for s in range(shards))
-    cargo = Cargo(make_layout(tuple(specs), shards, 64, "direct"), Identity.ephemeral(), RunId("run"))
+    payload_cache = PayloadCache(make_layout(tuple(specs), shards, 64, "direct"), Identity.ephemeral(), RunId("run"))
     times = []
-    for shard, shelf in enumerate(cargo.shelves):
+    for shard, shelf in enumerate(payload_cache.shelves):
         fill(shelf, process.machine.payloads(ShardId(shard)))
     for call in range(1, 1 + -(-shards // SWEPT_AT_ONCE)):
         began = time.thread_time()
-        cargo.sweep(process.machine, SWEEP_S * call)
+        payload_cache.sweep(process.machine, SWEEP_S * call)
         times.append(time.thread_time() - began)
     return times
 
 
-def fill(shelf: Shelf, payloads: set[Digest]) -> None:
+def fill(shelf: ShardPayloads, payloads: set[Digest]) -> None:
     """What is wanted, and a little that is not."""
     for payload in (*payloads, Digest("one"), Digest("another")):
         shelf.put(payload, b"payload")

@@ -18,10 +18,10 @@ import msgspec
 
 from benchmarks.watch.shots import crowd
 from p2pdiloco.observability.alerts import Alerts
-from p2pdiloco.observability.history import Chronicle, account
+from p2pdiloco.observability.history import RunHistory, account
 from p2pdiloco.observability.log_reader import Recording
 from p2pdiloco.observability.prometheus import exposition
-from p2pdiloco.observability.snapshot import Picture
+from p2pdiloco.observability.snapshot import RunSnapshot
 from p2pdiloco.peer.metrics import Metrics
 
 WARM_S, TOLD_S = 60, 60
@@ -50,7 +50,7 @@ class Costs:
         self.times[what] += 1
 
 
-def measured(chronicle: Chronicle, folder: Path, versions: int, contributors: dict[str, int], owner: str) -> Costs:
+def measured(chronicle: RunHistory, folder: Path, versions: int, contributors: dict[str, int], owner: str) -> Costs:
     """A minute of the run."""
     costs, alerts = Costs(), Alerts()
     with Metrics(folder / "metrics.jsonl") as metrics:
@@ -95,7 +95,7 @@ def measured(chronicle: Chronicle, folder: Path, versions: int, contributors: di
     return costs
 
 
-def _of(chronicle: Chronicle, now: float) -> Picture:
+def _of(chronicle: RunHistory, now: float) -> RunSnapshot:
     return chronicle.picture(now)
 
 

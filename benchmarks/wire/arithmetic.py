@@ -21,7 +21,7 @@ import torch
 
 from benchmarks import bench
 from p2pdiloco.peer.learner_updates import Moves, Payload
-from p2pdiloco.peer.model_state import GlobalState
+from p2pdiloco.peer.model_state import ModelState
 from p2pdiloco.protocol.ids import Digest, FragmentId, LearnerId, PeerId, ShardId, digest_of
 from p2pdiloco.protocol.manifest import CodecChoice, CodecConfig, OuterConfig, TensorSpec, make_layout
 from p2pdiloco.protocol.messages import CommitHeader, Contributor
@@ -60,7 +60,7 @@ class Tensors:
         self.shards = [piece.shard for piece in layout.shards]
         self.own = {shard for shard in self.shards if shard % peers == number}
         self.vectors = SharedVectors.create(parameters)
-        self.state = GlobalState(layout, OuterConfig(), CodecConfig(up=codec, down=codec), self.vectors, turn_steps=24)
+        self.state = ModelState(layout, OuterConfig(), CodecConfig(up=codec, down=codec), self.vectors, turn_steps=24)
         drawn = torch.Generator().manual_seed(0)  # all begin with the same
         for piece in layout.shards:
             momentum = torch.zeros(piece.elements, dtype=self.state.form.momentum)

@@ -18,7 +18,7 @@ import torch
 
 from benchmarks import bench
 from p2pdiloco.peer.learner_updates import Moves
-from p2pdiloco.peer.model_state import GlobalState, MergeResult
+from p2pdiloco.peer.model_state import MergeResult, ModelState
 from p2pdiloco.protocol.ids import FragmentId, LearnerId, PeerId, ShardId, digest_of
 from p2pdiloco.protocol.manifest import CodecConfig, OuterConfig, TensorSpec, make_layout
 from p2pdiloco.protocol.messages import CommitHeader, Contributor
@@ -38,7 +38,7 @@ class Node:
         self.layout = make_layout(tensors, 1, 2 << 20, "rda")
         self.queue = WorkQueue("tensors", partial(torch.set_num_threads, 1), threads)
         self.vectors = SharedVectors.create(parameters)
-        self.state = GlobalState(
+        self.state = ModelState(
             self.layout, OuterConfig(learning_rate=0.7, momentum=0.9), CodecConfig(), self.vectors, turn_steps=24
         )
         for piece in self.layout.shards:

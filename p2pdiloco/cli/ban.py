@@ -13,7 +13,7 @@ from p2pdiloco.access.invite_code import InviteError, decode_invite, is_invite
 from p2pdiloco.access.members import Members
 from p2pdiloco.access.membership_log import ban, closing
 from p2pdiloco.cli import peer_options
-from p2pdiloco.cli.errors import REPAIR, Complaint, complaining
+from p2pdiloco.cli.errors import REPAIR, CommandError, as_command_errors
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.swarm.credentials import Credentials, MemberFiles, invite_key, members_of
 from p2pdiloco.swarm.invitations import credentials_of, grant_here
@@ -28,7 +28,7 @@ ANOTHER = "a new invite for others: p2pdiloco invite"
 
 async def run(arguments: argparse.Namespace) -> int:
     """Sign it and leave it for the node."""
-    with complaining(repair=(ConfigError, IdentityError, ValueError), nobody=()):
+    with as_command_errors(repair=(ConfigError, IdentityError, ValueError), nobody=()):
         wanted, subject = arguments.run, PeerId(arguments.who)
         if is_invite(arguments.who):
             invite = decode_invite(arguments.who)
@@ -40,18 +40,18 @@ async def run(arguments: argparse.Namespace) -> int:
         mine = credentials_of(manifest, peer_options.open_identity(arguments, kept.state), folder)
         grant = grant_here(manifest, mine, folder, time.time())
         if grant.role is not Role.ADMIN:
-            raise Complaint(
+            raise CommandError(
                 f"this peer is a {grant.role.name.lower()} of run {manifest.config.name}, and only admins ban: ask "
                 "one of them for it (p2pdiloco members tells who they are)",
                 REPAIR,
             )
         if subject == manifest.founder:
-            raise Complaint("that is the founder's key, which nobody bans", REPAIR)
+            raise CommandError("that is the founder's key, which nobody bans", REPAIR)
         files, members = MemberFiles(folder), members_of(manifest)
         files.load(members)
         target = members.grant_of(subject)
         if target is not None and not members.may_ban(grant, target):
-            raise Complaint(
+            raise CommandError(
                 f"{subject} is an admin who is as near to the founder as this peer, or nearer, so its ban would not "
                 "count: ask the founder, or an admin who is nearer",
                 REPAIR,

@@ -11,11 +11,11 @@ from functools import partial
 
 import msgspec
 
-from p2pdiloco.cli.errors import complaining
+from p2pdiloco.cli.errors import as_command_errors
 from p2pdiloco.discovery import port_multiplexer
 from p2pdiloco.discovery.directory import Directory, DirectoryError
-from p2pdiloco.nat.rendezvous_server import MeetingPoint
-from p2pdiloco.nat.request_router import IntroductionHandler
+from p2pdiloco.nat.rendezvous_server import RendezvousServer
+from p2pdiloco.nat.request_router import RequestRouter
 from p2pdiloco.net.handshake import WIRE_VERSION
 from p2pdiloco.swarm.run_lookup import check_directory_addresses
 from p2pdiloco.transport import addresses, sockets
@@ -34,7 +34,7 @@ POINT_LIFE_S = 60.0
 
 async def run(arguments: argparse.Namespace) -> int:
     """Serve until SIGINT or SIGTERM."""
-    with complaining(repair=(IdentityError, ValueError), nobody=(DirectoryError,)):
+    with as_command_errors(repair=(IdentityError, ValueError), nobody=(DirectoryError,)):
         return await _serve(arguments)
 
 
@@ -51,7 +51,7 @@ async def _serve(arguments: argparse.Namespace) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    handler = IntroductionHandler(Observer())
+    handler = RequestRouter(Observer())
     transport = Transport(
         identity,
         listen=_meeting_addresses(listen, meet),
@@ -59,7 +59,7 @@ async def _serve(arguments: argparse.Namespace) -> int:
         version=WIRE_VERSION,
         handler=handler,
     )
-    handler.point = MeetingPoint(transport, arguments.relay)
+    handler.point = RendezvousServer(transport, arguments.relay)
     inner, announced = listen, arguments.announce
     if meet and set(listen) <= set(meet):  # both at one port: the daemon listens behind it
         port = _free_port()

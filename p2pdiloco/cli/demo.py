@@ -11,7 +11,7 @@ import signal
 import sys
 from pathlib import Path
 
-from p2pdiloco.cli.errors import FAILED, INTERRUPTED, REPAIR, Complaint, complaining
+from p2pdiloco.cli.errors import FAILED, INTERRUPTED, REPAIR, CommandError, as_command_errors
 from p2pdiloco.demo.local_swarm import Swarm, SwarmError
 from p2pdiloco.demo.report import judge, make_report, print_report
 from p2pdiloco.demo.scenario import play
@@ -26,7 +26,7 @@ WRITTEN = {RUN, "bootstrap", "report.json", "loss.png"}
 
 async def run(arguments: argparse.Namespace) -> int:
     """Play, evaluate, judge; 0 if everything that it shows came true."""
-    with complaining(repair=(ConfigError,), nobody=()):
+    with as_command_errors(repair=(ConfigError,), nobody=()):
         _check_replaceable(arguments.out)
         data, config = _run_config(find_run(arguments.config), arguments.steps)
         out = _fresh_folder(arguments.out)
@@ -63,12 +63,12 @@ def _check_replaceable(out: Path) -> None:
         Complaint: it holds something that no demo has written.
     """
     if out.exists() and not out.is_dir():
-        raise Complaint(f"--out {out} is a file: name a folder", REPAIR)
+        raise CommandError(f"--out {out} is a file: name a folder", REPAIR)
     names = {path.name for path in out.iterdir()} if out.exists() else set()
     others = sorted(name for name in names - WRITTEN if not name.startswith("peer-"))
     if names and (others or RUN not in names):
         found = ", ".join(others[:3]) or "peers without their run's file"
-        raise Complaint(f"--out {out} holds something else than a demo ({found}): name another folder", REPAIR)
+        raise CommandError(f"--out {out} holds something else than a demo ({found}): name another folder", REPAIR)
 
 
 def _fresh_folder(out: Path) -> Path:
@@ -83,7 +83,7 @@ def _show(config: RunConfig, out: Path, limit_s: float, is_interrupted: asyncio.
         story = play(swarm, config, limit_s, is_interrupted.is_set)
     except SwarmError as error:
         swarm.stop()
-        raise Complaint(f"the demo failed: {error}", FAILED) from error
+        raise CommandError(f"the demo failed: {error}", FAILED) from error
     finally:
         swarm.kill_leftovers()
     if story is None:

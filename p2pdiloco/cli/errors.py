@@ -15,7 +15,7 @@ OWNER_ERRORS = (errno.EACCES, errno.EPERM, errno.EROFS)
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-class Complaint(Exception):  # noqa: N818
+class CommandError(Exception):
     """What happened, why, and what to do; and the exit status."""
 
     def __init__(self, text: str, status: int) -> None:
@@ -24,35 +24,37 @@ class Complaint(Exception):  # noqa: N818
 
 
 @contextmanager
-def complaining(*, repair: tuple[type[Exception], ...], nobody: tuple[type[Exception], ...]) -> Iterator[None]:
+def as_command_errors(*, repair: tuple[type[Exception], ...], nobody: tuple[type[Exception], ...]) -> Iterator[None]:
     """Turn the expected errors of a command into complaints; an unexpected one is a defect and keeps its traceback."""
     try:
         yield
     except repair as error:
-        raise Complaint(str(error), REPAIR) from error
+        raise CommandError(str(error), REPAIR) from error
     except nobody as error:
-        raise Complaint(str(error), NOBODY_THERE) from error
+        raise CommandError(str(error), NOBODY_THERE) from error
     except BrokenPipeError:
         raise  # whoever read our output has seen enough
     except OSError as error:
         raise _of_system(error) from error
 
 
-def _of_system(error: OSError) -> Complaint:
+def _of_system(error: OSError) -> CommandError:
     what = error.strerror or str(error)
     text = f"{error.filename}: {what}" if error.filename else what
     if error.errno == errno.EADDRNOTAVAIL:
-        return Complaint(
+        return CommandError(
             f"{text}; that is no address of this machine: listen on one that it has (0.0.0.0: all), and tell others "
             "the one that they dial with --announce",
             REPAIR,
         )
     if error.filename and error.errno in OWNER_ERRORS:
-        return Complaint(f"{text}; change whose it is (ls -ld tells), or name another place, as with --state", REPAIR)
+        return CommandError(
+            f"{text}; change whose it is (ls -ld tells), or name another place, as with --state", REPAIR
+        )
     if error.errno in PORT_ERRORS:
-        return Complaint(f"{text}; choose another port (0: any free one), or stop what listens there", REPAIR)
+        return CommandError(f"{text}; choose another port (0: any free one), or stop what listens there", REPAIR)
     if error.errno in DISK_ERRORS:
-        return Complaint(f"nothing can be written ({text}): make room, or name a folder on another disk", FAILED)
+        return CommandError(f"nothing can be written ({text}): make room, or name a folder on another disk", FAILED)
     if isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError):
-        return Complaint(f"{text}: mend the path", REPAIR)
-    return Complaint(text, FAILED)
+        return CommandError(f"{text}: mend the path", REPAIR)
+    return CommandError(text, FAILED)

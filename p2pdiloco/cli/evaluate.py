@@ -7,7 +7,7 @@ import argparse
 import asyncio
 
 from p2pdiloco.cli import peer_options
-from p2pdiloco.cli.errors import complaining
+from p2pdiloco.cli.errors import as_command_errors
 from p2pdiloco.node.results import average_of, find_result
 from p2pdiloco.peer.checkpoint import CheckpointError
 from p2pdiloco.peer.ema import span
@@ -19,7 +19,7 @@ from p2pdiloco.training.models import vocabulary
 
 async def run(arguments: argparse.Namespace) -> int:
     """Measure, and say what was found."""
-    with complaining(repair=(CheckpointError, ValueError), nobody=()):
+    with as_command_errors(repair=(CheckpointError, ValueError), nobody=()):
         await asyncio.to_thread(_evaluate, arguments)
         return 0
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from p2pdiloco.cli.errors import complaining
+from p2pdiloco.cli.errors import as_command_errors
 from p2pdiloco.cli.parser import meant
 from p2pdiloco.observability.event_schema import BY_NAME
 from p2pdiloco.observability.log_reader import Choice, LoggedEvent, Tails, told
@@ -21,7 +21,7 @@ LOOK_S = 0.5
 
 async def run(arguments: argparse.Namespace) -> int:
     """Print them."""
-    with complaining(repair=(ValueError,), nobody=()):
+    with as_command_errors(repair=(ValueError,), nobody=()):
         choice = _choice(arguments)
         folder: Path = arguments.folder or arguments.state
         tails = await asyncio.to_thread(Tails, folder)

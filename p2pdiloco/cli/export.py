@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from p2pdiloco.cli import peer_options
-from p2pdiloco.cli.errors import complaining
+from p2pdiloco.cli.errors import as_command_errors
 from p2pdiloco.node.results import find_result, model_of
 from p2pdiloco.peer.checkpoint import CheckpointError
 from p2pdiloco.training.export import ABOUT, WEIGHTS, About, Format, export
@@ -19,7 +19,7 @@ from p2pdiloco.training.export import ABOUT, WEIGHTS, About, Format, export
 
 async def run(arguments: argparse.Namespace) -> int:
     """Write, and say how to load it."""
-    with complaining(repair=(CheckpointError, ValueError), nobody=()):
+    with as_command_errors(repair=(CheckpointError, ValueError), nobody=()):
         await asyncio.to_thread(_export, arguments)
         return 0
 

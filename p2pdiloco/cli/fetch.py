@@ -8,7 +8,7 @@ from pathlib import Path
 
 from p2pdiloco.access.invite_code import is_invite
 from p2pdiloco.cli import peer_options
-from p2pdiloco.cli.errors import REPAIR, Complaint, complaining
+from p2pdiloco.cli.errors import REPAIR, CommandError, as_command_errors
 from p2pdiloco.cli.join import choose
 from p2pdiloco.discovery.directory import DirectoryError
 from p2pdiloco.node.launcher import join
@@ -21,7 +21,7 @@ from p2pdiloco.transport.identity import IdentityError
 async def run(arguments: argparse.Namespace) -> int:
     """Join as one who does not train, and leave with the state."""
     addresses, wanted = _asked(arguments)
-    with complaining(
+    with as_command_errors(
         repair=(ConfigError, FolderInUseError, IdentityError, ValueError), nobody=(DirectoryError, LookupFailedError)
     ):
         options = peer_options.peer_options(arguments, arguments.state)
@@ -37,10 +37,10 @@ def _asked(arguments: argparse.Namespace) -> tuple[list[str], str | None]:
     addresses = [word for word in arguments.address if word.startswith("/") or is_invite(word)]
     names = [word for word in arguments.address if word not in addresses] + ([arguments.run] if arguments.run else [])
     if len(names) > 1:
-        raise Complaint(f"one run at a time, not {' and '.join(names)}: fetch them one after the other", REPAIR)
+        raise CommandError(f"one run at a time, not {' and '.join(names)}: fetch them one after the other", REPAIR)
     known: Path = arguments.state / "directory.json"
     if not addresses and not known.is_file():
-        raise Complaint(
+        raise CommandError(
             f"{names[0]}: {arguments.state} has met no directory yet: give an invite or an address, as p2pdiloco start "
             "and bootstrap print it (p2pdiloco fetch ADDR --run NAME)",
             REPAIR,

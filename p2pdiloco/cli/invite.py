@@ -8,7 +8,7 @@ import time
 
 from p2pdiloco.access.certificates import NEVER, Role
 from p2pdiloco.cli import peer_options
-from p2pdiloco.cli.errors import REPAIR, Complaint, complaining
+from p2pdiloco.cli.errors import REPAIR, CommandError, as_command_errors
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.swarm.invitations import credentials_of, grant_here, invite_text, kept_addresses
 from p2pdiloco.swarm.run_index import ConfigError, kept_run
@@ -18,7 +18,7 @@ from p2pdiloco.wire.peer_ids import key_of
 
 async def run(arguments: argparse.Namespace) -> int:
     """Print it."""
-    with complaining(repair=(ConfigError, IdentityError, ValueError), nobody=()):
+    with as_command_errors(repair=(ConfigError, IdentityError, ValueError), nobody=()):
         kept = kept_run(arguments.state, arguments.run)
         manifest, folder = kept.manifest, kept.folder
         if arguments.peer is not None:
@@ -27,7 +27,7 @@ async def run(arguments: argparse.Namespace) -> int:
         now_s = time.time()
         addresses = tuple(arguments.address) or kept_addresses(folder)
         if not addresses:
-            raise Complaint("it is not known where newcomers find the run: name a directory node, --address", REPAIR)
+            raise CommandError("it is not known where newcomers find the run: name a directory node, --address", REPAIR)
         print(
             invite_text(
                 manifest,

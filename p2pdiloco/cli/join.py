@@ -6,7 +6,7 @@ from __future__ import annotations
 import argparse
 
 from p2pdiloco.cli import peer_options
-from p2pdiloco.cli.errors import complaining
+from p2pdiloco.cli.errors import as_command_errors
 from p2pdiloco.discovery.directory import DirectoryError
 from p2pdiloco.node import learner_process
 from p2pdiloco.node.launcher import join
@@ -26,7 +26,7 @@ def prepare(arguments: argparse.Namespace) -> None:
 
 async def run(arguments: argparse.Namespace) -> int:
     """Join and train."""
-    with complaining(
+    with as_command_errors(
         repair=(ConfigError, FolderInUseError, IdentityError, ValueError), nobody=(DirectoryError, LookupFailedError)
     ):
         options = peer_options.peer_options(arguments, arguments.state)

@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 from p2pdiloco.access.invite_code import clean_invite
-from p2pdiloco.cli.errors import FAILED, REPAIR, Complaint, complaining
+from p2pdiloco.cli.errors import FAILED, REPAIR, CommandError, as_command_errors
 from p2pdiloco.version import VERSION
 
 SPARE_H = 0.5
@@ -31,7 +31,7 @@ exit $ended
 
 async def run(arguments: argparse.Namespace) -> int:
     """Write the tasks, and hand them over to ``sky``."""
-    with complaining(repair=(ValueError,), nobody=()):
+    with as_command_errors(repair=(ValueError,), nobody=()):
         text = task(arguments)
         if arguments.out is not None:
             if str(arguments.out) == "-":
@@ -44,7 +44,7 @@ async def run(arguments: argparse.Namespace) -> int:
             return 0
         sky = shutil.which("sky")
         if sky is None:
-            raise Complaint(
+            raise CommandError(
                 "the program sky is not there: pip install 'p2pdiloco[sky]', then sky check, which asks for your "
                 "clouds' credentials. Or have the task written: --out task.yaml",
                 REPAIR,

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from p2pdiloco.cli.arguments import COMMANDS, add_common_arguments
-from p2pdiloco.cli.errors import FAILED, INTERRUPTED, Complaint
+from p2pdiloco.cli.errors import FAILED, INTERRUPTED, CommandError
 from p2pdiloco.cli.parser import Parser, meant
 from p2pdiloco.training import PASSIVE
 from p2pdiloco.version import VERSION
@@ -90,7 +90,7 @@ def execute(run: Callable[[argparse.Namespace], Coroutine[None, None, int]], arg
     try:
         status: int = uvloop.run(_until_terminated(run(arguments)))
         return status
-    except Complaint as error:
+    except CommandError as error:
         print("p2pdiloco:", logs.printable(str(error), keeps="\n"), file=sys.stderr)
         return error.status
     except BrokenPipeError:  # ``p2pdiloco events ... | head``

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from p2pdiloco.access.certificates import NEVER, Grant
 from p2pdiloco.access.members import Members
 from p2pdiloco.cli import peer_options
-from p2pdiloco.cli.errors import complaining
+from p2pdiloco.cli.errors import as_command_errors
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.swarm.credentials import MemberFiles, members_of
 from p2pdiloco.swarm.run_index import ConfigError, KeptRun, kept_run, kept_runs
@@ -25,7 +25,7 @@ NOBODY = "has no id yet: it gets one when it first takes part, or now by p2pdilo
 
 async def run(arguments: argparse.Namespace) -> int:
     """Print and go."""
-    with complaining(repair=(ConfigError, IdentityError, ValueError), nobody=()):
+    with as_command_errors(repair=(ConfigError, IdentityError, ValueError), nobody=()):
         if arguments.id:
             place = None if arguments.run is None else kept_run(arguments.state, arguments.run).state
             print(peer_options.open_identity(arguments, place).peer_id)

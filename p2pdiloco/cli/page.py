@@ -7,7 +7,7 @@ import argparse
 import asyncio
 
 from p2pdiloco.cli import peer_options
-from p2pdiloco.cli.errors import complaining
+from p2pdiloco.cli.errors import as_command_errors
 from p2pdiloco.node.dashboard import split_place
 from p2pdiloco.observability.log_reader import Recording, player
 from p2pdiloco.observability.web_server import PageServer, is_loopback, new_token
@@ -16,7 +16,7 @@ from p2pdiloco.util.output_markers import sight
 
 async def run(arguments: argparse.Namespace) -> int:
     """Serve until interrupted."""
-    with complaining(repair=(ValueError,), nobody=()):
+    with as_command_errors(repair=(ValueError,), nobody=()):
         recording = await asyncio.to_thread(Recording, arguments.folder)
         host, port = split_place(arguments.port)
         token = "" if is_loopback(host) else new_token()

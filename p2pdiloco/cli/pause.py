@@ -6,14 +6,14 @@ from __future__ import annotations
 import argparse
 
 from p2pdiloco.cli import peer_options
-from p2pdiloco.cli.errors import complaining
+from p2pdiloco.cli.errors import as_command_errors
 from p2pdiloco.node import resource_guard
 from p2pdiloco.swarm.run_index import ConfigError, kept_run, kept_runs
 
 
 async def run(arguments: argparse.Namespace) -> int:
     """Leave a note in the runs' folders, which their peers look at."""
-    with complaining(repair=(ConfigError, ValueError), nobody=()):
+    with as_command_errors(repair=(ConfigError, ValueError), nobody=()):
         several = [] if arguments.run else kept_runs(arguments.state)
         for kept in several or [kept_run(arguments.state, arguments.run)]:
             resource_guard.pause(kept.folder, is_paused=not arguments.end)

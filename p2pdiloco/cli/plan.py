@@ -7,7 +7,7 @@ import argparse
 
 import msgspec
 
-from p2pdiloco.cli.errors import REPAIR, Complaint, complaining
+from p2pdiloco.cli.errors import REPAIR, CommandError, as_command_errors
 from p2pdiloco.codec.bitrate_ladder import LADDER
 from p2pdiloco.codec.fragments import tensor_specs
 from p2pdiloco.node.run_creation import find_run, read_config
@@ -25,11 +25,11 @@ OTHERS = {"e3m0": 0.44}
 
 async def run(arguments: argparse.Namespace) -> int:
     """Print what is to be expected."""
-    with complaining(repair=(ConfigError, ArchitectureError, ValueError), nobody=()):
+    with as_command_errors(repair=(ConfigError, ArchitectureError, ValueError), nobody=()):
         config = read_config(find_run(arguments.config))
         wanted = wanted_of(config, arguments.peers, arguments.step_time)
     if arguments.link is None:
-        raise Complaint("--link none: a plan needs a rate, such as 20mbit", REPAIR)
+        raise CommandError("--link none: a plan needs a rate, such as 20mbit", REPAIR)
     down = arguments.down if arguments.down is not None else arguments.link
     lines = PeerLines(up_bits_per_s=8 * arguments.link, down_bits_per_s=8 * down, round_trip_s=arguments.rtt / 1000)
     plan = make_plan(wanted, lines, price_a_gb=arguments.price)
@@ -48,7 +48,7 @@ def wanted_of(config: RunConfig, peers: int, step_s: float) -> Wanted:
         Complaint: its model's sizes are not in the configuration.
     """
     if config.model.folder:
-        raise Complaint("model.folder: this model's sizes are in a folder; plan needs model.config instead", REPAIR)
+        raise CommandError("model.folder: this model's sizes are in a folder; plan needs model.config instead", REPAIR)
     model = outline(config.model)
     embeddings, schedule = embedding_names(model), config.schedule
     named = [(name, p.shape, name in embeddings) for name, p in trainable(model)]

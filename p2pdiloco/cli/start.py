@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from p2pdiloco.cli import peer_options
-from p2pdiloco.cli.errors import complaining
+from p2pdiloco.cli.errors import as_command_errors
 from p2pdiloco.discovery.directory import DirectoryError
 from p2pdiloco.node import learner_process
 from p2pdiloco.node.launcher import start, start_from_script
@@ -35,7 +35,7 @@ def prepare(arguments: argparse.Namespace) -> None:
 
 async def run(arguments: argparse.Namespace) -> int:
     """Found and train."""
-    with complaining(repair=REPAIR, nobody=(DirectoryError, LookupFailedError)):
+    with as_command_errors(repair=REPAIR, nobody=(DirectoryError, LookupFailedError)):
         config = None if arguments.learner else _config(arguments)
         directory = peer_options.directory_options(arguments, arguments.bootstrap)
         options = peer_options.peer_options(arguments, arguments.state)

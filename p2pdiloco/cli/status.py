@@ -10,7 +10,7 @@ import sys
 import msgspec
 
 from p2pdiloco.cli import peer_options
-from p2pdiloco.cli.errors import NOBODY_THERE, complaining
+from p2pdiloco.cli.errors import NOBODY_THERE, as_command_errors
 from p2pdiloco.cli.peer_options import with_invite
 from p2pdiloco.discovery.directory import DirectoryError
 from p2pdiloco.protocol.ids import RunId
@@ -26,7 +26,7 @@ from p2pdiloco.wire.directory_records import RunRecord
 
 async def run(arguments: argparse.Namespace) -> int:
     """Print and go."""
-    with complaining(repair=(ConfigError, ValueError), nobody=(DirectoryError, LookupFailedError)):
+    with as_command_errors(repair=(ConfigError, ValueError), nobody=(DirectoryError, LookupFailedError)):
         return await _show(arguments)
 
 

@@ -8,19 +8,19 @@ import argparse
 import sys
 from importlib.util import find_spec
 
-from p2pdiloco.cli.errors import REPAIR, Complaint, complaining
+from p2pdiloco.cli.errors import REPAIR, CommandError, as_command_errors
 from p2pdiloco.observability import view_sources
 
 
 async def run(arguments: argparse.Namespace) -> int:
     """Until it is quit."""
     if find_spec("textual") is None:
-        raise Complaint(
+        raise CommandError(
             "top draws with textual, which is not installed here: pip install 'p2pdiloco[top]'; the same as a page: "
             "the address that the peer prints, or p2pdiloco page FOLDER",
             REPAIR,
         )
-    with complaining(repair=(ValueError,), nobody=()):
+    with as_command_errors(repair=(ValueError,), nobody=()):
         source = await view_sources.found(arguments.what or str(arguments.state), arguments.speed)
         if not sys.stdout.isatty():
             raise ValueError("top draws in a terminal, and this output is none: p2pdiloco status --json, or events")

@@ -28,8 +28,8 @@ import msgspec
 from msgspec import Meta, Struct
 
 from p2pdiloco.discovery.dht import CLOCK, adopt_logging
-from p2pdiloco.discovery.p2pd import CALL_S, Daemon, DirectoryError, is_loopback
-from p2pdiloco.discovery.record_cache import RecordBook
+from p2pdiloco.discovery.p2pd import CALL_S, DirectoryError, P2pdProcess, is_loopback
+from p2pdiloco.discovery.record_cache import RecordCache
 from p2pdiloco.protocol.ids import PeerId, RunId
 from p2pdiloco.transport import addresses
 from p2pdiloco.transport.identity import Identity
@@ -135,7 +135,7 @@ class _Peer:
         self.pauses = {True: Backoff(shortest_s, CALM_S), False: Backoff(shortest_s, SILENT_S)}
 
 
-class Pings:
+class PingSchedule:
     """See the module; ``shortest_s`` between two of one peer."""
 
     def __init__(self, shortest_s: float) -> None:
@@ -266,7 +266,7 @@ class Directory:
         self._initial_peers = list(initial_peers)
         self._cache_path = cache_path
         self._startup_timeout_s = startup_timeout_s
-        self._daemon = Daemon(
+        self._daemon = P2pdProcess(
             identity,
             listen=listen,
             announce=announce,
@@ -276,12 +276,12 @@ class Directory:
         self._book = AddressBook()
         self._initial: dict[PeerId, list[str]] = {}
         self._tasks = Tasks()
-        self._records = RecordBook()
+        self._records = RecordCache()
         self._screens: dict[str, Callable[[PeerId, bytes], bool]] = {}
         """By topic."""
         self._writing = asyncio.Lock()
         self._next_kept = 0
-        self._pings = Pings(KEEP_S)
+        self._pings = PingSchedule(KEEP_S)
         self._silent_rounds = 0
         self._answered: asyncio.Future[PeerId] | None = None
         """Who answers first, while the others are waited for."""

@@ -53,7 +53,7 @@ class DirectoryError(Exception):
     """The directory cannot be reached or used; the text says what was tried and what to do."""
 
 
-class Daemon:
+class P2pdProcess:
     """See the module's rules. ``listen``, ``announce``: multiaddrs, as for ``Directory``."""
 
     def __init__(

@@ -17,7 +17,7 @@ Place = tuple[str, str]
 """Topic and subkey."""
 
 
-class RecordBook:
+class RecordCache:
     """See the module's rules. Times are seconds since 1970."""
 
     def __init__(self) -> None:

@@ -49,7 +49,7 @@ class Lease(NamedTuple):
     life_s: float
 
 
-class RouterPort:
+class PortMapping:
     """See the module's rules. ``port``: ours, TCP. ``find``: the router's address here; None: there is none."""
 
     def __init__(self, port: int, find: Callable[[], str | None] | None = None) -> None:

@@ -54,7 +54,7 @@ class Attendance(Struct, frozen=True):
     """Further addresses of its, for who cannot dial that one."""
 
 
-class Rendezvous:
+class RendezvousClient:
     """See the module's rules. ``transport``: what comes about belongs to it. ``is_member``: whether a meeting point is
     of the run."""
 

@@ -207,7 +207,7 @@ class _Line:
         """While it is relayed."""
 
 
-class MeetingPoint:
+class RendezvousServer:
     """See the module's rules. ``bytes_per_s``: what is relayed at most, of all pairs; None: no limit; 0: nothing."""
 
     def __init__(self, transport: Transport, bytes_per_s: float | None) -> None:

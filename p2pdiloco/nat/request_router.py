@@ -7,23 +7,23 @@ from collections.abc import Callable
 from typing import Any
 
 from p2pdiloco.nat.messages import Called, Reachable, decode_introduction, is_introduction
-from p2pdiloco.nat.rendezvous_client import Rendezvous
-from p2pdiloco.nat.rendezvous_server import MeetingPoint
+from p2pdiloco.nat.rendezvous_client import RendezvousClient
+from p2pdiloco.nat.rendezvous_server import RendezvousServer
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.transport.transport import TransportHandler
 from p2pdiloco.wire.directory_records import PeerRecord
 from p2pdiloco.wire.request_reply import Answer, RequestRefused
 
 
-class IntroductionHandler:
+class RequestRouter:
     """In front of ``inner``. ``point``: whether others meet here; ``rendezvous``: whether we are called; ``learn``: who
     takes what peers say of how they can be reached; ``parted``: who hears whose connection was lost, and why, too. They
     are set before the first connection."""
 
     def __init__(self, inner: TransportHandler) -> None:
         self._inner = inner
-        self.point: MeetingPoint | None = None
-        self.rendezvous: Rendezvous | None = None
+        self.point: RendezvousServer | None = None
+        self.rendezvous: RendezvousClient | None = None
         self.learn: Callable[[PeerId, PeerRecord], None] = lambda _peer, _record: None
         self.parted: Callable[[PeerId, str], None] = lambda _peer, _reason: None
 

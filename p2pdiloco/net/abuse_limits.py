@@ -93,7 +93,7 @@ SHUT_OUT = 256
 """Machines at once; one more, and the one that has been out longest is heard again."""
 
 
-class Failures:
+class FailureBlocklist:
     """Of machines (``net.admission.machine_of``)."""
 
     def __init__(self) -> None:
@@ -121,7 +121,7 @@ class Exclusion:
     def __init__(self, *, failures: int, time_s: float) -> None:
         self._most = failures
         self._time_s = time_s
-        self._failures = Failures()
+        self._failures = FailureBlocklist()
         self._until: dict[str, float] = {}
         """The one that is heard first again first."""
 
@@ -165,7 +165,7 @@ MINUTE_S = 60.0
 KNOWN_PLACES = 4096
 
 
-class Dials:
+class DialRateLimit:
     """See the module's rules. A place is a host and its port."""
 
     def __init__(self) -> None:
@@ -221,7 +221,7 @@ class Dials:
 Visitor = TypeVar("Visitor")
 
 
-class Reception(Generic[Visitor]):
+class HandshakeQueue(Generic[Visitor]):
     """See the module's rules."""
 
     def __init__(self, *, per_s: float, at_once: int, places: int) -> None:
@@ -232,7 +232,7 @@ class Reception(Generic[Visitor]):
         self._at_once = float(at_once)
         self._tokens = float(at_once)
         self._at = 0.0
-        self._failures = Failures()
+        self._failures = FailureBlocklist()
 
     def next(self, now: float) -> Visitor | None:
         """Who is answered now, and leaves the room; None: nobody waits, or has to."""
@@ -281,7 +281,7 @@ SHUT_OUT_S = 60.0
 REMEMBERED = 4096
 
 
-class Scores:
+class Reputation:
     """See the module's rules."""
 
     def __init__(self) -> None:
@@ -320,7 +320,7 @@ def _bound(remembered: dict[PeerId, tuple[float, float]] | dict[PeerId, float]) 
 # 2. Bounded: of REMEMBERED askers, those that took longest ago are forgotten first.
 
 
-class Allowance:
+class RequestRateLimit:
     """See the module's rules."""
 
     def __init__(self, *, at_once: float, per_s: float) -> None:

@@ -11,7 +11,7 @@ from p2pdiloco.protocol.ids import PeerId
 SHOWN_LIMIT = 512
 
 
-class Door(Protocol):
+class Authorizer(Protocol):
     """As of the module."""
 
     @property
@@ -30,17 +30,17 @@ class Door(Protocol):
         """
 
 
-class OpenDoor:
+class OpenAuthorizer:
     """Everybody is let in, and nothing shown: who takes part in no run, or an open one that knows of no bans."""
 
     is_private = False
     chain = b""
 
     def admit(self, peer: PeerId, chain: bytes) -> None:
-        """As of ``Door``."""
+        """As of ``Authorizer``."""
 
 
-class MembersDoor:
+class MemberAuthorizer:
     """A run's members are let in."""
 
     def __init__(self, members: Members, chain: bytes, now_s: Callable[[], float]) -> None:
@@ -51,15 +51,15 @@ class MembersDoor:
 
     @property
     def is_private(self) -> bool:
-        """As of ``Door``."""
+        """As of ``Authorizer``."""
         return self.members.is_private
 
     def admit(self, peer: PeerId, chain: bytes) -> None:
-        """As of ``Door``."""
+        """As of ``Authorizer``."""
         self.members.admit(peer, chain, self._now_s())
 
 
-class JoinersDoor:
+class JoinerAuthorizer:
     """Who joins by invite cannot judge anybody before it has the manifest. It goes by the tag, which only those make
     who know the run, and remembers what it was shown, to be judged then."""
 
@@ -70,7 +70,7 @@ class JoinersDoor:
         self.shown: dict[PeerId, bytes] = {}
 
     def admit(self, peer: PeerId, chain: bytes) -> None:
-        """As of ``Door``."""
+        """As of ``Authorizer``."""
         if len(self.shown) >= SHOWN_LIMIT:
             raise NotAMemberError("enough peers have answered")
         self.shown[peer] = chain

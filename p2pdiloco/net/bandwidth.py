@@ -42,7 +42,7 @@ MEMORY_WINDOWS = 100
 FLOOR_BYTES_PER_S = 125_000.0
 
 
-class Capacity:
+class BandwidthEstimator:
     """See the module's rules."""
 
     def __init__(self) -> None:
@@ -114,11 +114,11 @@ IDLE_LOOK_S = 0.25
 Name = TypeVar("Name", bound=Hashable)
 
 
-class Gauge(Generic[Name]):
+class DeliveryRateSampler(Generic[Name]):
     """See the module's rules."""
 
     def __init__(self) -> None:
-        self.capacity = Capacity()
+        self.capacity = BandwidthEstimator()
         self.look_s = IDLE_LOOK_S
         """When to look again."""
         self.is_local = False

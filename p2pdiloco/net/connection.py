@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Hashable
 
 from p2pdiloco.net.abuse_limits import FRAMES
-from p2pdiloco.net.context import Commons, Due
+from p2pdiloco.net.context import Due, EndpointContext
 from p2pdiloco.net.events import Closing, Ended, Failed, Proved
 from p2pdiloco.net.frames import (
     HANDSHAKE_KINDS,
@@ -32,14 +32,14 @@ from p2pdiloco.net.frames import (
 )
 from p2pdiloco.net.handshake import Dialled, Handshake, HandshakeError, Hello, MismatchError, Role
 from p2pdiloco.net.receive_buffer import Frame
-from p2pdiloco.net.session import Conversation
+from p2pdiloco.net.session import Session
 from p2pdiloco.protocol.ids import PeerId
 
 # -- How far a connection has come on its way to its end: it parts, it retires for another connection, it is over ------
 # Nothing is done here: connection.py asks, and does it.
 
 
-class Closure:
+class CloseState:
     """Of one connection."""
 
     __slots__ = ("_retired", "goodbye", "has_failed", "is_retiring", "over", "parting")
@@ -93,7 +93,7 @@ class Connection:
 
     def __init__(
         self,
-        commons: Commons,
+        commons: EndpointContext,
         *,
         role: Role,
         host: str,
@@ -110,7 +110,7 @@ class Connection:
         """What the other side said; set once proved."""
         self.primary = self
         """The one whose lane we are; ourselves if we are none."""
-        self.conversation = Conversation(self, commons)
+        self.conversation = Session(self, commons)
         self.is_paused = True
         """The channel is not up, or takes no more at present."""
         self._copied: deque[memoryview] = deque()
@@ -118,7 +118,7 @@ class Connection:
         self._commons = commons
         self._dialled = dialled
         self._handshake: Handshake | None = None
-        self._end = Closure()
+        self._end = CloseState()
         self._is_deaf = False
         """Set when the peer broke the rules: it is told so, and no longer listened to."""
         self._overdue_reason = "no channel came about in time"

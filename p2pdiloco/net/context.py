@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Self
 
 from msgspec import Struct
 
-from p2pdiloco.net.abuse_limits import Scores
+from p2pdiloco.net.abuse_limits import Reputation
 from p2pdiloco.net.flow_control import Granter, Grants
 from p2pdiloco.net.handshake import Greeter
 from p2pdiloco.net.limits import ConnectionLimits, TransportLimits
@@ -72,7 +72,7 @@ class Deadlines:
         return key
 
 
-class Agenda:
+class EventQueue:
     """See the module's docstring."""
 
     def __init__(self) -> None:
@@ -104,14 +104,14 @@ class Due(Enum):
     LOOK = "look"
 
 
-class Commons(Struct, frozen=True):
+class EndpointContext(Struct, frozen=True):
     limits: ConnectionLimits
-    agenda: Agenda
+    agenda: EventQueue
     blocks: Blocks
     shaper: Shaper[Connection]
     grants: Grants
     greeter: Greeter
-    scores: Scores
+    scores: Reputation
 
     @classmethod
     def of(cls, greeter: Greeter, limits: TransportLimits) -> Self:
@@ -123,10 +123,10 @@ class Commons(Struct, frozen=True):
         )
         return cls(
             limits=limits.connection,
-            agenda=Agenda(),
+            agenda=EventQueue(),
             blocks=Blocks(limit_bytes=limits.reused_bytes),
             shaper=Shaper(None if limits.up_bytes_per_s == "auto" else limits.up_bytes_per_s),
             grants=Grants(granter),
             greeter=greeter,
-            scores=Scores(),
+            scores=Reputation(),
         )

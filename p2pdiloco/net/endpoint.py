@@ -43,7 +43,7 @@ from msgspec import Struct
 from p2pdiloco.net.abuse_limits import BODY, Room, displaced, machine_of
 from p2pdiloco.net.bandwidth import Path, Traffic
 from p2pdiloco.net.connection import Connection
-from p2pdiloco.net.context import Commons, Due
+from p2pdiloco.net.context import Due, EndpointContext
 from p2pdiloco.net.events import (
     Asking,
     Connected,
@@ -62,7 +62,7 @@ from p2pdiloco.net.flow_control import Account
 from p2pdiloco.net.frames import Parting
 from p2pdiloco.net.handshake import ANYBODY, Dialled, Greeter, Role
 from p2pdiloco.net.limits import TransportLimits, UpBudget
-from p2pdiloco.net.path_monitor import Watch, bind
+from p2pdiloco.net.path_monitor import PathMonitor, bind
 from p2pdiloco.net.rate_limit import TURN_BYTES
 from p2pdiloco.net.send_queue import Slice
 from p2pdiloco.protocol.ids import PeerId
@@ -79,7 +79,7 @@ LIVES = 4
 """Of each peer; more are forgotten, the oldest first."""
 
 
-class PastLives:
+class PastIncarnations:
     """See above."""
 
     def __init__(self) -> None:
@@ -128,10 +128,10 @@ TWIN = "another process with this identity is connected: a copy of the state fol
 class Peers:
     """See the module's rules. ``places``: peers at once. ``connections``: all that there are, as they come and go."""
 
-    def __init__(self, commons: Commons, places: int, connections: Iterable[Connection]) -> None:
+    def __init__(self, commons: EndpointContext, places: int, connections: Iterable[Connection]) -> None:
         self.serving: dict[PeerId, Connection] = {}
         self.is_leaving = False
-        self._past = PastLives()
+        self._past = PastIncarnations()
         self._commons = commons
         self._places = places
         self._connections = connections
@@ -223,14 +223,14 @@ class Endpoint:
 
     def __init__(self, greeter: Greeter, limits: TransportLimits) -> None:
         self._limits = limits
-        self._commons = Commons.of(greeter, limits)
+        self._commons = EndpointContext.of(greeter, limits)
         self._agenda = self._commons.agenda
         self.connections: dict[Connection, None] = {}
         """Every one that has not ended, unproved and retiring ones included."""
         self._strangers: Room[Connection] = Room(limits.handshakes)
         """Accepted and not proved."""
         self._peers = Peers(self._commons, limits.connections, self.connections)
-        self._watch = Watch(self._commons, limits, self.connections)
+        self._watch = PathMonitor(self._commons, limits, self.connections)
         self._accounts: dict[Account, Connection] = {}
         self._past = Traffic()
         """Of connections that have ended."""
@@ -249,7 +249,7 @@ class Endpoint:
 
     @property
     def line_bytes_per_s(self) -> float | None:
-        """What the link carries upwards; see ``Watch``."""
+        """What the link carries upwards; see ``PathMonitor``."""
         return self._watch.line_bytes_per_s
 
     def traffic(self) -> Traffic:

@@ -14,7 +14,7 @@ from p2pdiloco.wire.request_reply import RequestError, Response
 
 if TYPE_CHECKING:
     from p2pdiloco.net.connection import Connection
-    from p2pdiloco.net.session import Conversation
+    from p2pdiloco.net.session import Session
 
 
 class Question(Struct, frozen=True):
@@ -68,7 +68,7 @@ class Offered(Struct, frozen=True):
     looked at; else it is refused, and the sender stops."""
 
     connection: Connection
-    receiver: Conversation
+    receiver: Session
     """Of the connection or of one of its lanes."""
     stream: int
     start: Start

@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 from p2pdiloco.net.frames import FIRST_CREDIT, FrameError
-from p2pdiloco.net.rate_limit import Meter
+from p2pdiloco.net.rate_limit import Pacer
 
 AHEAD_BYTES = 4 << 20
 """Granted beyond the demand if there is no budget, so that a payload need not wait for a round trip."""
@@ -70,7 +70,7 @@ class Granter:
         assert window_bytes >= FIRST_CREDIT
         self._window_bytes = window_bytes
         self._total_bytes = total_bytes
-        self._schedule = Meter(bytes_per_s)
+        self._schedule = Pacer(bytes_per_s)
         self._accounts: dict[Account, None] = {}
         """In the order of their turns within a peer."""
         self._served: dict[Hashable, int] = {}

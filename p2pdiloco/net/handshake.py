@@ -30,7 +30,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from p2pdiloco.access.members import NotAMemberError
-from p2pdiloco.net.authorization import Door, OpenDoor
+from p2pdiloco.net.authorization import Authorizer, OpenAuthorizer
 from p2pdiloco.net.frames import HANDSHAKE_LIMIT
 from p2pdiloco.protocol.ids import PeerId, RunId, digest_of
 
@@ -118,12 +118,12 @@ class Handshake:
         verify: Verify,
         expected: PeerId | None = None,
         run: str = "",
-        door: Door | None = None,
+        door: Authorizer | None = None,
     ) -> None:
         """``run``: ours, also if HELLO does not name it."""
         self._role = role
         self._run = run
-        self._door: Door = door or OpenDoor()
+        self._door: Authorizer = door or OpenAuthorizer()
         self.hello = hello
         """Ours."""
         self._expected = expected
@@ -219,7 +219,7 @@ class Greeter:
         sign: Sign,
         verify: Verify,
         nonce: Callable[[], bytes],
-        door: Door | None = None,
+        door: Authorizer | None = None,
         observes: bool = False,
     ) -> None:
         self.peer = peer
@@ -229,7 +229,7 @@ class Greeter:
         self._sign = sign
         self._verify = verify
         self._nonce = nonce
-        self._door: Door = door or OpenDoor()
+        self._door: Authorizer = door or OpenAuthorizer()
         self.observes = observes
         self._attempt = 0
 

@@ -23,7 +23,7 @@ from enum import Enum
 from typing import Generic, NamedTuple, TypeVar
 
 from p2pdiloco.net.frames import OPEN_STREAMS_LIMIT, FrameError, Part, Start, Use
-from p2pdiloco.net.send_queue import Outbox
+from p2pdiloco.net.send_queue import SendQueue
 
 PART_BYTES = 1 << 20
 REMEMBERED = 1024
@@ -81,7 +81,7 @@ class _Outgoing:
         return len(self.todo) * PART_BYTES < len(self.payload)
 
 
-class Spreader(Generic[LaneName]):
+class Splitter(Generic[LaneName]):
     """The sender's side. ``payload_limit`` bounds the bytes of payloads in progress."""
 
     def __init__(self, *, payload_limit: int) -> None:
@@ -228,7 +228,7 @@ class _Incoming:
         self.filled = 0
 
 
-class Assembler:
+class Reassembler:
     """The receiver's side. ``allocate`` gives the memory for a payload (net/blocks.py)."""
 
     def __init__(self, *, allocate: Callable[[int], memoryview]) -> None:
@@ -328,8 +328,8 @@ class Lanes(Generic[LaneName]):
 
     def __init__(self, primary: LaneName, *, payload_limit: int, allocate: Callable[[int], memoryview]) -> None:
         self.members: dict[LaneName, None] = {primary: None}
-        self.spreader: Spreader[LaneName] = Spreader(payload_limit=payload_limit)
-        self.assembler = Assembler(allocate=allocate)
+        self.spreader: Splitter[LaneName] = Splitter(payload_limit=payload_limit)
+        self.assembler = Reassembler(allocate=allocate)
 
     @property
     def is_idle(self) -> bool:
@@ -366,7 +366,7 @@ class Lanes(Generic[LaneName]):
         self.spreader.clear()
         self.assembler.clear()
 
-    def refill(self, lane: LaneName, outbox: Outbox, credit_bytes: int) -> None:
+    def refill(self, lane: LaneName, outbox: SendQueue, credit_bytes: int) -> None:
         """Give ``lane`` parts to send, if it has little left."""
         while (left := outbox.payload_bytes) < (PART_BYTES if credit_bytes > left else AHEAD_BYTES):
             piece = self.spreader.next(lane)

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from math import ceil
 from typing import Literal
 
-from p2pdiloco.net.bandwidth import Gauge, Path
+from p2pdiloco.net.bandwidth import DeliveryRateSampler, Path
 from p2pdiloco.net.connection import Connection
-from p2pdiloco.net.context import Commons, Due
+from p2pdiloco.net.context import Due, EndpointContext
 from p2pdiloco.net.events import LaneWanted, Learned, LookWanted
 from p2pdiloco.net.frames import Parting
 from p2pdiloco.net.handshake import Role
@@ -142,15 +142,17 @@ NEWS = 1.25
 """A change of the learned budget by this factor is told."""
 
 
-class Watch:
+class PathMonitor:
     """See the module's rules. ``connections``: all there are, as they come and go."""
 
-    def __init__(self, commons: Commons, limits: TransportLimits, connections: Mapping[Connection, object]) -> None:
+    def __init__(
+        self, commons: EndpointContext, limits: TransportLimits, connections: Mapping[Connection, object]
+    ) -> None:
         self._commons = commons
         self._limits = limits
         self._connections = connections
         self._up = limits.up_bytes_per_s
-        self._gauge: Gauge[Connection] = Gauge()
+        self._gauge: DeliveryRateSampler[Connection] = DeliveryRateSampler()
         self._gauged_at = float("-inf")
         self._keepers: dict[Connection, LaneKeeper] = {}
         self._kept_at: dict[Connection, float] = {}

@@ -41,7 +41,7 @@ SLICE_UNLIMITED = 256 << 10
 """Where there is no budget: one chunk, for a tenth less CPU."""
 
 
-class Meter:
+class Pacer:
     """See the module's rules."""
 
     def __init__(self, bytes_per_s: float | None = None, *, burst_s: float = BURST_S) -> None:
@@ -105,16 +105,16 @@ class _Peer(Generic[Member]):
 
     def __init__(self) -> None:
         self.served = 0.0
-        self.cap = Meter()
+        self.cap = Pacer()
         self.members: dict[Member, None] = {}
         """Those that can send now, the one whose turn it is first."""
 
 
-class Shares(Generic[Member]):
+class FairScheduler(Generic[Member]):
     """See the module's rules."""
 
     def __init__(self, bytes_per_s: float | None = None) -> None:
-        self._total = Meter(bytes_per_s)
+        self._total = Pacer(bytes_per_s)
         self._peers: dict[Hashable, _Peer[Member]] = {}
         self._ready: dict[Hashable, _Peer[Member]] = {}
         """Those with members that can send."""
@@ -233,7 +233,7 @@ class Shaper(Generic[Sender]):
     """See the module's rules. ``next`` says who sends, ``wrote`` or ``cannot`` what came of it."""
 
     def __init__(self, bytes_per_s: float | None = None) -> None:
-        self._shares: Shares[Sender] = Shares(bytes_per_s)
+        self._shares: FairScheduler[Sender] = FairScheduler(bytes_per_s)
         self._senders: dict[Sender, Hashable] = {}
         """Every connection, and whose it is."""
         self._paced: dict[Sender, float | None] = {}

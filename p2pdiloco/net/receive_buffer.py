@@ -79,7 +79,7 @@ class _Stream:
         self.filled = 0
 
 
-class Inbox:
+class ReceiveBuffer:
     """See the module's rules."""
 
     def __init__(self) -> None:

@@ -80,7 +80,7 @@ class _Stream:
 _urgency = attrgetter("urgency")
 
 
-class Outbox:
+class SendQueue:
     """See the module's rules. All sizes are in bytes."""
 
     def __init__(self, *, control_limit: int, payload_limit: int, chunk_bytes: int = CHUNK_LIMIT) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Hashable
 from typing import TYPE_CHECKING
 
 from p2pdiloco.net.bandwidth import Traffic
-from p2pdiloco.net.context import Agenda, Commons, Due
+from p2pdiloco.net.context import Due, EndpointContext, EventQueue
 from p2pdiloco.net.events import Answered, Asked, Asking, Message, Offered, Question, Unanswered, Withdrawn
 from p2pdiloco.net.flow_control import Account, Spending
 from p2pdiloco.net.frames import (
@@ -33,8 +33,8 @@ from p2pdiloco.net.frames import (
     encode_text,
 )
 from p2pdiloco.net.multipath import Known, Lanes
-from p2pdiloco.net.receive_buffer import Aborted, Begun, Completed, Event, Frame, Inbox
-from p2pdiloco.net.send_queue import Outbox, Slice
+from p2pdiloco.net.receive_buffer import Aborted, Begun, Completed, Event, Frame, ReceiveBuffer
+from p2pdiloco.net.send_queue import SendQueue, Slice
 from p2pdiloco.wire.request_reply import Answer, RequestError, RequestRefused, Response
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 class Questions:
     """Ours. ``connection`` is whose they are, for events and deadlines."""
 
-    def __init__(self, connection: Connection, agenda: Agenda, limit: int) -> None:
+    def __init__(self, connection: Connection, agenda: EventQueue, limit: int) -> None:
         self._connection = connection
         self._agenda = agenda
         self._limit = limit
@@ -105,7 +105,7 @@ class Questions:
 class Askings:
     """The peer's."""
 
-    def __init__(self, connection: Connection, agenda: Agenda, limit: int) -> None:
+    def __init__(self, connection: Connection, agenda: EventQueue, limit: int) -> None:
         self._connection = connection
         self._agenda = agenda
         self._limit = limit
@@ -149,10 +149,10 @@ class Askings:
 # -- What goes over one connection once both sides are proved: messages, requests and answers, parts, credit -----------
 
 
-class Conversation:
+class Session:
     """See the module's rules. ``connection`` is whose it is, for events and deadlines."""
 
-    def __init__(self, connection: Connection, commons: Commons) -> None:
+    def __init__(self, connection: Connection, commons: EndpointContext) -> None:
         limits = commons.limits
         self.connection = connection
         self.primary = self
@@ -163,8 +163,8 @@ class Conversation:
         """Ours, or the primary's."""
         self.takes_parts = True
         """Whether this connection carries further parts."""
-        self.inbox = Inbox()
-        self.outbox = Outbox(control_limit=limits.control_bytes, payload_limit=limits.outbox_bytes)
+        self.inbox = ReceiveBuffer()
+        self.outbox = SendQueue(control_limit=limits.control_bytes, payload_limit=limits.outbox_bytes)
         self.spending = Spending()
         self.account: Account | None = None
         self.questions = Questions(connection, commons.agenda, limits.requests)
@@ -182,7 +182,7 @@ class Conversation:
         self.inbox.open()
         self.account = Account(peer)
 
-    def become_lane_of(self, primary: Conversation) -> bool:
+    def become_lane_of(self, primary: Session) -> bool:
         """False: that has enough."""
         if not primary.lanes.join(self.connection):
             return False

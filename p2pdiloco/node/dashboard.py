@@ -15,14 +15,14 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from p2pdiloco.observability.history import Chronicle
+from p2pdiloco.observability.history import RunHistory
 from p2pdiloco.observability.log_reader import LOG, lines
-from p2pdiloco.observability.snapshot import History, Picture
+from p2pdiloco.observability.snapshot import History, RunSnapshot
 from p2pdiloco.util import logs
 from p2pdiloco.util.output_markers import sight
 
 if TYPE_CHECKING:
-    from p2pdiloco.node.telemetry import Lookout
+    from p2pdiloco.node.telemetry import Telemetry
 
 log = logs.get("page")
 
@@ -40,12 +40,12 @@ SLICE = 50
 class LiveView:
     """What all lookers of one node see."""
 
-    def __init__(self, lookout: Lookout, clock: Callable[[], float] = time.monotonic) -> None:
-        self._lookout = lookout
+    def __init__(self, telemetry: Telemetry, clock: Callable[[], float] = time.monotonic) -> None:
+        self._lookout = telemetry
         self._clock = clock
-        self._made: tuple[float, Picture] | None = None
+        self._made: tuple[float, RunSnapshot] | None = None
 
-    def picture(self) -> Picture:
+    def picture(self) -> RunSnapshot:
         """Made once a second, for all."""
         now = self._clock()
         if self._made is None or now - self._made[0] >= FRESH_S:
@@ -71,7 +71,7 @@ def split_place(place: str) -> tuple[str, int | None]:
 
 
 @asynccontextmanager
-async def served(lookout: Lookout, folder: Path, place: str, say: Callable[[str], None]) -> AsyncIterator[None]:
+async def served(telemetry: Telemetry, folder: Path, place: str, say: Callable[[str], None]) -> AsyncIterator[None]:
     """Serve a node's page and tell its address.
 
     Raises:
@@ -86,9 +86,9 @@ async def served(lookout: Lookout, folder: Path, place: str, say: Callable[[str]
         kept_token,
     )
 
-    await remember(lookout.chronicle, folder)
+    await remember(telemetry.chronicle, folder)
     host, port = split_place(place)
-    view = LiveView(lookout)
+    view = LiveView(telemetry)
     token = "" if is_loopback(host) else await asyncio.to_thread(kept_token, folder)
     server = PageServer(lambda _: view, host, port or 0, token)
     if port is None:
@@ -100,7 +100,7 @@ async def served(lookout: Lookout, folder: Path, place: str, say: Callable[[str]
         yield
 
 
-async def remember(chronicle: Chronicle, folder: Path) -> None:
+async def remember(chronicle: RunHistory, folder: Path) -> None:
     """What this peer's earlier lives have logged."""
     try:
         for number, line in enumerate(lines(folder / LOG, READ_BYTES)):

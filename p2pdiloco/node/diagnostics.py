@@ -32,7 +32,7 @@ from p2pdiloco.discovery.clock_sync import SharedClock
 from p2pdiloco.peer.options import LearnerOptions
 from p2pdiloco.protocol.manifest import PROTOCOL_VERSION, Layout, Manifest
 from p2pdiloco.training import PASSIVE
-from p2pdiloco.training.speed_trial import Trial
+from p2pdiloco.training.speed_trial import SpeedTrial
 from p2pdiloco.transport.identity import Identity, IdentityError
 from p2pdiloco.util.files import LockedError, lock
 from p2pdiloco.wire.control_messages import PeerStatus
@@ -311,7 +311,7 @@ class Gift(msgspec.Struct, frozen=True, kw_only=True):
     up_bytes_per_s: float | None = None
 
 
-async def tried(manifest: Manifest, options: LearnerOptions, seconds: float) -> Trial:
+async def tried(manifest: Manifest, options: LearnerOptions, seconds: float) -> SpeedTrial:
     """Make the learner's steps for so long."""
     with TemporaryDirectory(prefix="p2pdiloco-doctor-") as folder:
         path = Path(folder) / "manifest.msgpack"
@@ -331,23 +331,25 @@ async def tried(manifest: Manifest, options: LearnerOptions, seconds: float) -> 
         try:
             out, errors = await asyncio.wait_for(process.communicate(), seconds + LIMIT_S)
         except TimeoutError:
-            return Trial(trouble=f"no three steps within {seconds + LIMIT_S:.0f} s: this machine is too slow for it")
+            return SpeedTrial(
+                trouble=f"no three steps within {seconds + LIMIT_S:.0f} s: this machine is too slow for it"
+            )
         finally:
             if process.returncode is None:
                 process.kill()
                 await process.wait()
     try:
-        return msgspec.json.decode(out.splitlines()[-1] if out else b"", type=Trial)
+        return msgspec.json.decode(out.splitlines()[-1] if out else b"", type=SpeedTrial)
     except msgspec.DecodeError:
         status = process.returncode or 0
         why = f"by signal {-status}" if status < 0 else f"with {status}"
         last = errors.decode(errors="replace").strip().splitlines()[-1:]
-        return Trial(trouble=f"the learner's process ended {why} ({''.join(last)[:300]}): has it enough memory?")
+        return SpeedTrial(trouble=f"the learner's process ended {why} ({''.join(last)[:300]}): has it enough memory?")
 
 
 def judged(
     manifest: Manifest,
-    trial: Trial | None,
+    trial: SpeedTrial | None,
     peers: Sequence[PeerStatus],
     state: Path,
     free_memory: int | None = None,
@@ -374,7 +376,7 @@ def judged(
     return findings, gift
 
 
-def _speed(manifest: Manifest, trial: Trial | None, peers: Sequence[PeerStatus]) -> Finding:
+def _speed(manifest: Manifest, trial: SpeedTrial | None, peers: Sequence[PeerStatus]) -> Finding:
     if trial is None:
         return Finding("note", "speed", "not measured (--seconds 0)")
     if trial.trouble:
@@ -395,7 +397,7 @@ def _speed(manifest: Manifest, trial: Trial | None, peers: Sequence[PeerStatus])
     return Finding("ok", "speed", told)
 
 
-def _data(trial: Trial) -> Finding:
+def _data(trial: SpeedTrial) -> Finding:
     if trial.has_blocks:
         return Finding("ok", "data", "it is there, and the run's")
     return Finding(
@@ -433,6 +435,6 @@ def _share(tokens_per_s: float, peers: Sequence[PeerStatus]) -> float | None:
     return tokens_per_s / (tokens_per_s + others) if others else None
 
 
-def _left_s(manifest: Manifest, trial: Trial, peers: Sequence[PeerStatus]) -> float | None:
+def _left_s(manifest: Manifest, trial: SpeedTrial, peers: Sequence[PeerStatus]) -> float | None:
     step = max((one.step for one in peers), default=0)
     return (manifest.config.inner.steps - step) * trial.step_s if peers else None

@@ -34,7 +34,7 @@ class Prospect(NamedTuple):
     """Of what is merged."""
 
 
-class Outlook:
+class EtaEstimator:
     """Looks at one peer's status."""
 
     def __init__(self) -> None:

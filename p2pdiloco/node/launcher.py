@@ -13,7 +13,7 @@ import psutil
 from p2pdiloco.access.invite_code import Invite
 from p2pdiloco.discovery.directory import Directory
 from p2pdiloco.node.dashboard import served
-from p2pdiloco.node.metrics_export import Forwarder
+from p2pdiloco.node.metrics_export import MetricsExport
 from p2pdiloco.node.node import Node
 from p2pdiloco.node.notifier import Notifier
 from p2pdiloco.node.results import finished
@@ -398,23 +398,23 @@ async def take_part(
             mine,
             options.folder,
             directory,
-            lambda: node.whereabouts.is_directory_dialable,
+            lambda: node.reachability.is_directory_dialable,
             tell,
         )
         node.host.keep(keeping, name="meeting places")
         with leave_when_asked(node, options.machine.spot):
             async with (
-                served(node.lookout, options.folder, options.watch.page, say),
+                served(node.telemetry, options.folder, options.watch.page, say),
                 Notifier(options.watch.notify, identity.peer_id) as notifier,
-                Forwarder(options.watch.log_to, node.lookout.picture, troubles=node.host.troubles),
+                MetricsExport(options.watch.log_to, node.telemetry.picture, troubles=node.host.troubles),
             ):
-                node.lookout.tell = notifier.tell
+                node.telemetry.tell = notifier.tell
                 return await node.run(say, partial(_tell_end, node, notifier, say))
 
 
 def _tell_end(node: Node, notifier: Notifier, say: Callable[[str], None], ending: Ending) -> None:
     """Of this machine's part, before what has come out is served. Who leaves, or fails, is not done."""
-    if given := closing(node.lookout.picture().account):
+    if given := closing(node.telemetry.picture().account):
         say(given)
     if node.has_finished:
         notifier.tell(Alert(kind="done", text=ending.reason))

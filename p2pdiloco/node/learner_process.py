@@ -48,7 +48,7 @@ FDS = ("--socket-fd", "--memory-fd")
 """Of the learner; the third is where it writes."""
 
 
-class Firstborn:
+class PreforkedLearner:
     """As its node sees it."""
 
     def __init__(self, pid: int, ours: socket.socket) -> None:
@@ -71,7 +71,7 @@ class Firstborn:
         self._ours.close()
 
 
-_waiting: Firstborn | None = None
+_waiting: PreforkedLearner | None = None
 """This process's."""
 
 
@@ -88,7 +88,7 @@ def bear() -> None:
         pid = os.fork()
     if pid:
         theirs.close()
-        _waiting = Firstborn(pid, ours)
+        _waiting = PreforkedLearner(pid, ours)
         return
     ours.close()
     status = 1
@@ -106,7 +106,7 @@ def bear() -> None:
         os._exit(status)
 
 
-def take() -> Firstborn | None:
+def take() -> PreforkedLearner | None:
     """It, once."""
     global _waiting
     found, _waiting = _waiting, None
@@ -220,7 +220,7 @@ class LearnerProcess:
             self._is_adopted = True
         return ours
 
-    async def _start(self, first: Firstborn | None) -> socket.socket:
+    async def _start(self, first: PreforkedLearner | None) -> socket.socket:
         ours, theirs = socket.socketpair()
         try:
             if self._log_path.exists() and self._log_path.stat().st_size > LOG_BYTES:

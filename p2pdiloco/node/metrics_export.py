@@ -21,7 +21,7 @@ import msgspec
 
 from p2pdiloco.observability.exporters import COMPLAINT, Numbers
 from p2pdiloco.observability.prometheus import NAMES, single
-from p2pdiloco.observability.snapshot import Picture
+from p2pdiloco.observability.snapshot import RunSnapshot
 from p2pdiloco.util import logs
 from p2pdiloco.util.tasks import Tasks
 
@@ -36,13 +36,13 @@ END_S = 10.0
 COUNTERS = tuple(metric.name for metric in NAMES if metric.kind == "counter")
 
 
-class Forwarder:
-    """``async with Forwarder(targets, look)``: of pictures of ``look``, now and then, and of the last one."""
+class MetricsExport:
+    """``async with MetricsExport(targets, look)``: of pictures of ``look``, now and then, and of the last one."""
 
     def __init__(
         self,
         targets: Sequence[str],
-        look: Callable[[], Picture],
+        look: Callable[[], RunSnapshot],
         every_s: float = EVERY_S,
         troubles: dict[str, str] | None = None,
     ) -> None:
@@ -122,7 +122,7 @@ class Forwarder:
             log.warning(f"nothing is logged to {target} any more: {why}")
 
 
-def line_of(picture: Picture) -> Numbers:
+def line_of(picture: RunSnapshot) -> Numbers:
     """What is told of it."""
     values = {
         name: float(value) for name, value in single(picture).items() if value is not None and math.isfinite(value)

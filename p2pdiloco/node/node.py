@@ -18,14 +18,14 @@ from typing import Self
 import msgspec
 
 from p2pdiloco.discovery.directory import Directory
-from p2pdiloco.nat.request_router import IntroductionHandler
+from p2pdiloco.nat.request_router import RequestRouter
 from p2pdiloco.net.handshake import WIRE_VERSION
-from p2pdiloco.node.eta import Outlook, duration, presented
+from p2pdiloco.node.eta import EtaEstimator, duration, presented
 from p2pdiloco.node.local_host import LocalHost
-from p2pdiloco.node.resource_guard import Guest, toggle
+from p2pdiloco.node.resource_guard import ResourceGuard, toggle
 from p2pdiloco.node.results import farewell
-from p2pdiloco.node.swarm_status import Figures
-from p2pdiloco.node.telemetry import Lookout
+from p2pdiloco.node.swarm_status import SwarmStatus
+from p2pdiloco.node.telemetry import Telemetry
 from p2pdiloco.peer.ending import APART, Ending
 from p2pdiloco.peer.event_journal import Journal
 from p2pdiloco.peer.metrics import Metrics, progress_fields
@@ -36,11 +36,11 @@ from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.protocol.manifest import Layout, Manifest
 from p2pdiloco.swarm.credentials import Credentials, MemberFiles, members_of
-from p2pdiloco.swarm.duplicate_identity import Twins
-from p2pdiloco.swarm.membership_sync import Fellowship
-from p2pdiloco.swarm.peer_manager import Roster
-from p2pdiloco.swarm.reachability import Whereabouts
-from p2pdiloco.swarm.run_announcer import Announcement
+from p2pdiloco.swarm.duplicate_identity import DuplicateIdentity
+from p2pdiloco.swarm.membership_sync import MembershipSync
+from p2pdiloco.swarm.peer_manager import PeerManager
+from p2pdiloco.swarm.reachability import Reachability
+from p2pdiloco.swarm.run_announcer import RunAnnouncer
 from p2pdiloco.swarm.run_lookup import ask_status
 from p2pdiloco.training.shared_memory import SharedVectors
 from p2pdiloco.transport import port_memory
@@ -96,7 +96,7 @@ class Node:
             folder.mkdir(parents=True, exist_ok=True)
             metrics = stack.enter_context(Metrics(folder / "metrics.jsonl"))
             await asyncio.to_thread(write_atomically, folder / "manifest.msgpack", manifest.encode())
-            self.fellowship = Fellowship(
+            self.membership_sync = MembershipSync(
                 members_of(manifest),
                 self._mine,
                 MemberFiles(folder),
@@ -116,10 +116,10 @@ class Node:
                 sent_bytes=self._sent_bytes,
                 status=self.status,
                 observed=self._observed,
-                standing=self.fellowship,
+                standing=self.membership_sync,
             )
             stack.callback(self.peer.driver.close)
-            handler = IntroductionHandler(self.peer)
+            handler = RequestRouter(self.peer)
             journal: Journal | None = None
             if self.options.has_journal:
                 journal = stack.enter_context(Journal(folder / "journal.bin", self.peer.config))
@@ -136,10 +136,10 @@ class Node:
                     down_bytes_per_s=self.options.link.down_bytes_per_s,
                     reused_bytes=min(MOST_REUSED_BYTES, max(LEAST_REUSED_BYTES, layout.elements // 2)),
                 ),
-                door=self.fellowship.door,
+                door=self.membership_sync.door,
             )
-            self.fellowship.links = self.transport
-            self.whereabouts = Whereabouts(
+            self.membership_sync.links = self.transport
+            self.reachability = Reachability(
                 self._mine.identity,
                 self.directory,
                 self.transport,
@@ -147,29 +147,31 @@ class Node:
                 announced=self.options.link.announce,
                 relay_bytes_per_s=self.options.link.relay_bytes_per_s,
                 maps_port=self.options.link.maps_port,
-                members=lambda: self.roster.records(),
-                is_missing=lambda: self.roster.is_missing,
+                members=lambda: self.peer_manager.records(),
+                is_missing=lambda: self.peer_manager.is_missing,
                 troubles=self.host.troubles,
             )
-            credentials = self._mine if self.fellowship.members.is_private else None
-            self.twins = Twins(self.peer.config.peer, credentials, self.host, self._give_way)
-            self.roster = Roster(
+            credentials = self._mine if self.membership_sync.members.is_private else None
+            self.twins = DuplicateIdentity(self.peer.config.peer, credentials, self.host, self._give_way)
+            self.peer_manager = PeerManager(
                 manifest.run,
                 self.directory,
                 self.transport,
-                self.whereabouts.record,
+                self.reachability.record,
                 folder / "peers.json",
-                lambda record: self.twins.seen(record, self.roster.began_s, self.transport.life),
-                self.fellowship,
-                self.whereabouts.ladder,
+                lambda record: self.twins.seen(record, self.peer_manager.began_s, self.transport.life),
+                self.membership_sync,
+                self.reachability.ladder,
                 heard_of=lambda: self.peer.machine.view.heard_by_others,
             )
-            handler.learn, handler.parted = self.roster.told, self.roster.disconnected
-            figures = Figures(self.peer, self.status, self._ask_status)
-            self.lookout = Lookout(self.peer, self.transport, self.status, figures, journal, self.fellowship.left_s)
+            handler.learn, handler.parted = self.peer_manager.told, self.peer_manager.disconnected
+            figures = SwarmStatus(self.peer, self.status, self._ask_status)
+            self.telemetry = Telemetry(
+                self.peer, self.transport, self.status, figures, journal, self.membership_sync.left_s
+            )
             await stack.enter_async_context(self.transport)
             await asyncio.to_thread(port_memory.remember, self.transport.listen_addresses(), ports)
-            await stack.enter_async_context(self.whereabouts)
+            await stack.enter_async_context(self.reachability)
             self._stack = stack.pop_all()
         return self
 
@@ -198,24 +200,24 @@ class Node:
         """Take part until something ends it; ``say`` tells the user what came out. ``ended`` hears of the end before
         what came out is served."""
         self.begin()
-        self.host.keep(partial(self.whereabouts.keep, say), name="whereabouts")
-        self.host.keep(self.roster.keep, name="roster")
-        announcement = Announcement(self.manifest, self.directory, lambda: len(self.transport.peers()))
+        self.host.keep(partial(self.reachability.keep, say), name="whereabouts")
+        self.host.keep(self.peer_manager.keep, name="roster")
+        announcement = RunAnnouncer(self.manifest, self.directory, lambda: len(self.transport.peers()))
         self.host.keep(announcement.keep, name="announcement")
-        self.host.keep(self.fellowship.keep, name="members")
+        self.host.keep(self.membership_sync.keep, name="members")
         self.host.keep(self._tell_progress, name="progress")
-        guest = Guest(self.options.folder, self.options.machine, self.peer.supervision, self._end_early)
+        guest = ResourceGuard(self.options.folder, self.options.machine, self.peer.supervision, self._end_early)
         self.host.keep(guest.keep, name="guest")
         if self.options.learner.script:
-            self.host.keep(self.lookout.figures.keep, name="figures")
-        self.host.keep(self.lookout.keep, name="lookout")
+            self.host.keep(self.telemetry.figures.keep, name="figures")
+        self.host.keep(self.telemetry.keep, name="lookout")
         if self.options.is_fetching:
             self.host.keep(self._go_when_fetched, name="fetch")
         ending = await self.peer.live()
         self._report(ending)
         ending = await self._wind_up(ending, say, ended)
         if not self.twins.have_won:  # the records are the other one's
-            await asyncio.gather(self.roster.withdraw(), announcement.withdraw())
+            await asyncio.gather(self.peer_manager.withdraw(), announcement.withdraw())
         return ending
 
     @property
@@ -297,7 +299,7 @@ class Node:
     # -- looking back --------------------------------------------------------------------------------------------------
 
     def _observed(self, event: ev.Event, effects: list[ef.Effect], now: float) -> None:
-        self.lookout.observed(event, effects, now)
+        self.telemetry.observed(event, effects, now)
 
     def status(self) -> PeerStatus:
         """What this peer tells of itself."""
@@ -311,7 +313,7 @@ class Node:
             phase="resting" if self.peer.supervision.resting else status.phase,
             step=status.step,
             total_steps=self.peer.machine.view.last_step,
-            known=max(self.roster.known, len(status.live) + 1),
+            known=max(self.peer_manager.known, len(status.live) + 1),
             live=len(status.live) + 1,
             participating=len(status.participating),
             weight_averaged=status.weight_averaged,
@@ -336,7 +338,7 @@ class Node:
 
     async def _tell_progress(self) -> None:
         """For the person who watches."""
-        outlook = Outlook()
+        outlook = EtaEstimator()
         while True:
             await asyncio.sleep(PROGRESS_S)
             if self.peer.machine.view.is_current and not self.peer.is_over:

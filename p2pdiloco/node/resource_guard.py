@@ -21,7 +21,7 @@ from p2pdiloco.peer.options import MachineOptions
 from p2pdiloco.util import logs
 
 if TYPE_CHECKING:
-    from p2pdiloco.peer.learner_supervisor import Supervision
+    from p2pdiloco.peer.learner_supervisor import LearnerSupervisor
 
 log = logs.get("node")
 
@@ -64,11 +64,11 @@ class Others:
         return self.are_busy
 
 
-class Guest:
+class ResourceGuard:
     """One peer's. ``leave`` ends it in order, with a sentence."""
 
     def __init__(
-        self, folder: Path, options: MachineOptions, supervision: Supervision, leave: Callable[[str], None]
+        self, folder: Path, options: MachineOptions, supervision: LearnerSupervisor, leave: Callable[[str], None]
     ) -> None:
         self._folder = folder
         self._options = options

@@ -30,7 +30,7 @@ MOST_PEERS = 1024
 """That a script is told of."""
 
 
-class Figures:
+class SwarmStatus:
     """One node's."""
 
     def __init__(

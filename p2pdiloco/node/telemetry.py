@@ -20,10 +20,10 @@ from contextlib import suppress
 import msgspec
 
 from p2pdiloco.net.handshake import Role
-from p2pdiloco.node.eta import Outlook
-from p2pdiloco.node.swarm_status import ASK_S, Figures
+from p2pdiloco.node.eta import EtaEstimator
+from p2pdiloco.node.swarm_status import ASK_S, SwarmStatus
 from p2pdiloco.observability.alerts import Alert, Alerts
-from p2pdiloco.observability.history import Chronicle, account, finite
+from p2pdiloco.observability.history import RunHistory, account, finite
 from p2pdiloco.observability.snapshot import (
     Costs,
     Course,
@@ -31,8 +31,8 @@ from p2pdiloco.observability.snapshot import (
     LinkUse,
     OwnWords,
     PeerRow,
-    Picture,
     Reach,
+    RunSnapshot,
     ShardRow,
     Title,
 )
@@ -60,7 +60,7 @@ NOTES_AT_ONCE, NOTE_EVERY_S = 10, 6.0
 LONGEST_NOTE = 500
 
 
-class Lookout:
+class Telemetry:
     """One node's. ``status``: this peer's own; ``figures`` knows what others answer."""
 
     def __init__(
@@ -68,7 +68,7 @@ class Lookout:
         peer: Peer,
         links: Transport,
         status: Callable[[], PeerStatus],
-        figures: Figures,
+        figures: SwarmStatus,
         journal: Journal | None,
         membership_left_s: Callable[[], float | None],
     ) -> None:
@@ -78,7 +78,7 @@ class Lookout:
         self.figures = figures
         self._journal = journal
         config = peer.manifest.config
-        self.chronicle = Chronicle(
+        self.chronicle = RunHistory(
             Title(
                 run=peer.manifest.run,
                 name=config.name,
@@ -97,7 +97,7 @@ class Lookout:
         self._since: dict[str, tuple[object, float]] = {}
         """Of each peer its connection, and when that was seen first."""
         self._traffic: deque[tuple[float, int, int]] = deque(maxlen=RATE_LOOKS)
-        self._outlook = Outlook()
+        self._outlook = EtaEstimator()
         self._watched_at = -math.inf
         self._began = peer.host.now()
         self._notes: dict[str, tuple[float, float]] = {}
@@ -200,12 +200,12 @@ class Lookout:
         """Somebody looked a while ago."""
         return self._peer.host.now() - self._watched_at < WATCHED_S
 
-    def watched(self) -> Picture:
+    def watched(self) -> RunSnapshot:
         """The picture for somebody who goes on looking."""
         self._watched_at = self._peer.host.now()
         return self.picture()
 
-    def picture(self) -> Picture:
+    def picture(self) -> RunSnapshot:
         """Of this moment, with what lasts of alerts."""
         seen, lasts_s = self._seen(), self._peer.host.now() - self._began
         return msgspec.structs.replace(
@@ -214,7 +214,7 @@ class Lookout:
             account=account(seen, lasts_s, self._peer.options.machine.price_per_hour),
         )
 
-    def _seen(self) -> Picture:
+    def _seen(self) -> RunSnapshot:
         now, status = time.time(), self._status()
         base = self.chronicle.picture(now)
         peers = self._rows(now, status, base.peers)

@@ -14,7 +14,7 @@ from typing import Literal
 
 import msgspec
 
-from p2pdiloco.observability.snapshot import Picture
+from p2pdiloco.observability.snapshot import RunSnapshot
 
 Kind = Literal["stuck", "alone", "diverging", "disk", "membership", "trouble", "done"]
 PATIENCE_S = 10.0
@@ -58,7 +58,7 @@ class Alerts:
         self._pause_s = 0.0
         """Usual between two versions."""
 
-    def look(self, now: float, picture: Picture, room_bytes: float | None = None) -> list[Alert]:
+    def look(self, now: float, picture: RunSnapshot, room_bytes: float | None = None) -> list[Alert]:
         """What is to be told. ``now``: seconds that never go back; None: not known."""
         found = self._found(now, picture, room_bytes)
         told = []
@@ -75,7 +75,7 @@ class Alerts:
                 told.append(Alert(kind=kind, text=f"{kind}: over", is_over=True))
         return told
 
-    def _found(self, now: float, picture: Picture, room_bytes: float | None) -> dict[Kind, str]:
+    def _found(self, now: float, picture: RunSnapshot, room_bytes: float | None) -> dict[Kind, str]:
         found: dict[Kind, str] = {}
         trouble = "; ".join(picture.troubles)
         if trouble:
@@ -107,7 +107,7 @@ class Alerts:
             found["membership"] = f"the membership ends in {max(0.0, left_s) / 3600:.1f} hours: ask for a new invite"
         return found
 
-    def _stuck(self, now: float, picture: Picture) -> str:
+    def _stuck(self, now: float, picture: RunSnapshot) -> str:
         newest = max((row.at for row in picture.shards), default=0.0)
         goes_on = picture.course.phase in ("training", "following") and picture.headcount.participating > 0
         if newest != self._newest or self._moved_at is None or not goes_on:

@@ -29,7 +29,7 @@ from p2pdiloco.observability.snapshot import (
     MergeRow,
     OwnWords,
     PeerRow,
-    Picture,
+    RunSnapshot,
     Sample,
     ShardRow,
     Title,
@@ -145,7 +145,7 @@ class _Given:
         self.seen = 0.0
 
 
-class Chronicle:
+class RunHistory:
     """See the module. ``elements``: of each shard, in order; empty: all count alike."""
 
     def __init__(self, title: Title, elements: Sequence[int] = (), total_steps: int = 0) -> None:
@@ -302,12 +302,12 @@ class Chronicle:
 
     # -- what they add up to -------------------------------------------------------------------------------------------
 
-    def picture(self, now: float) -> Picture:
+    def picture(self, now: float) -> RunSnapshot:
         """Of a moment, by the events alone."""
         total = self._course.total_steps
         words = {peer: told for peer, (at, told) in self._words.items() if now - at < QUIET_S}
         rows = self.rows(now, words)
-        return Picture(
+        return RunSnapshot(
             at=now,
             title=self.title,
             course=msgspec.structs.replace(
@@ -394,7 +394,7 @@ def finite(value: float | None) -> float | None:
 HOUR_S = 3600.0
 
 
-def account(picture: Picture, lasts_s: float, price_per_hour: float | None) -> Bill:
+def account(picture: RunSnapshot, lasts_s: float, price_per_hour: float | None) -> Bill:
     """Of the peer whose picture that is, after ``lasts_s`` of its node's life."""
     mine = next((row for row in picture.peers if row.is_me), None)
     tokens = picture.course.tokens_trained

@@ -21,8 +21,8 @@ import msgspec
 
 from p2pdiloco.observability.event_schema import Line, detail, plain, sentence
 from p2pdiloco.observability.formatting import clock
-from p2pdiloco.observability.history import Chronicle
-from p2pdiloco.observability.snapshot import History, Picture, Playback, Title
+from p2pdiloco.observability.history import RunHistory
+from p2pdiloco.observability.snapshot import History, Playback, RunSnapshot, Title
 from p2pdiloco.protocol.ids import RunId, digest_of
 from p2pdiloco.protocol.manifest import MANIFEST, Layout, Manifest
 from p2pdiloco.protocol.manifest_validation import decode_manifest
@@ -116,11 +116,11 @@ class Recording:
         self._layout = None if manifest is None else Layout.of(manifest)
         self._total_steps = 0 if manifest is None else manifest.config.inner.steps
 
-    def chronicle(self) -> Chronicle:
+    def chronicle(self) -> RunHistory:
         """An empty one of this run."""
         layout = self._layout
         title = Title(run=self.run, name=self.name, me=self.me, parameters=0 if layout is None else layout.elements)
-        return Chronicle(title, [] if layout is None else [s.elements for s in layout.shards], self._total_steps)
+        return RunHistory(title, [] if layout is None else [s.elements for s in layout.shards], self._total_steps)
 
 
 class Player:
@@ -146,7 +146,7 @@ class Player:
             self._next += 1
         return moment
 
-    def picture(self) -> Picture:
+    def picture(self) -> RunSnapshot:
         """Of the moment that is played."""
         moment, recording = self._look(), self._recording
         playback = Playback(begins=recording.begins, ends=recording.ends, speed=self._speed)

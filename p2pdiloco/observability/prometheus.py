@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from p2pdiloco.observability.snapshot import Picture
+from p2pdiloco.observability.snapshot import RunSnapshot
 from p2pdiloco.util.logs import printable, short
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -63,7 +63,7 @@ NAMES = (
 )
 
 
-def exposition(picture: Picture) -> str:
+def exposition(picture: RunSnapshot) -> str:
     """All of it. What is not known is left out."""
     found = _samples(picture)
     lines = []
@@ -79,7 +79,7 @@ def exposition(picture: Picture) -> str:
 Samples = dict[str, list[tuple[Labels, float | None]]]
 
 
-def _samples(picture: Picture) -> Samples:
+def _samples(picture: RunSnapshot) -> Samples:
     title = picture.title
     versions = [row.version for row in picture.shards]
     present = picture.headcount
@@ -100,7 +100,7 @@ def _samples(picture: Picture) -> Samples:
     return alone | many
 
 
-def single(picture: Picture) -> dict[str, float | None]:
+def single(picture: RunSnapshot) -> dict[str, float | None]:
     """The numbers without labels, by their names without the prefix. None: not known."""
     course, link, costs = picture.course, picture.link, picture.costs
     return {
@@ -129,7 +129,7 @@ def single(picture: Picture) -> dict[str, float | None]:
     }
 
 
-def _of_peers(picture: Picture) -> Samples:
+def _of_peers(picture: RunSnapshot) -> Samples:
     live = [row for row in picture.peers if row.is_live][:MOST_PEERS]
     named = _named(row.peer for row in live)
     rate: list[tuple[Labels, float | None]] = []
@@ -167,12 +167,12 @@ def _number(value: float) -> str:
     return str(int(value)) if value == int(value) else f"{value:.9g}"
 
 
-def is_healthy(picture: Picture) -> str:
+def is_healthy(picture: RunSnapshot) -> str:
     """Empty, or what a person should look at."""
     return "; ".join(picture.troubles)
 
 
-def is_ready(picture: Picture) -> str:
+def is_ready(picture: RunSnapshot) -> str:
     """Empty, or why this peer takes no part yet."""
     if picture.course.phase in ("starting", "joining"):
         return f"{picture.course.phase}: the model is not whole here yet"

@@ -179,7 +179,7 @@ class Playback(msgspec.Struct, frozen=True, kw_only=True):
     speed: float
 
 
-class Picture(msgspec.Struct, frozen=True, kw_only=True):
+class RunSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """See the module."""
 
     at: float

@@ -17,7 +17,7 @@ from textual.content import Content
 
 from p2pdiloco.observability.event_schema import plain
 from p2pdiloco.observability.formatting import amount, clock, duration, loss, percent, volume
-from p2pdiloco.observability.snapshot import Headline, History, PeerRow, Picture, Point
+from p2pdiloco.observability.snapshot import Headline, History, PeerRow, Point, RunSnapshot
 from p2pdiloco.util.logs import short
 
 # -- Curves, bars and lanes in letters. Pure: numbers in, lines of text out; colours are the terminal's ----------------
@@ -202,7 +202,7 @@ Part = tuple[str, str]
 """Text and style."""
 
 
-def heading(picture: Picture, pulse: str, is_lost: bool, width: int) -> Content:
+def heading(picture: RunSnapshot, pulse: str, is_lost: bool, width: int) -> Content:
     """The run's name, what this peer does, and whether it answers."""
     title, phase = picture.title, plain(picture.course.phase)
     size = f"{amount(title.parameters)} parameters · " if title.parameters else ""
@@ -213,7 +213,7 @@ def heading(picture: Picture, pulse: str, is_lost: bool, width: int) -> Content:
     return _apart(left, right, width)
 
 
-def progress(picture: Picture, width: int) -> Content:
+def progress(picture: RunSnapshot, width: int) -> Content:
     """How far the run has come."""
     course = picture.course
     done, told = course.done, f"step {course.step:,}" + (f" of {course.total_steps:,}" if course.total_steps else "")
@@ -230,7 +230,7 @@ def progress(picture: Picture, width: int) -> Content:
     return Content.assemble(" ", (filled, f"{STYLES['main']} on $line"), (right, ""))
 
 
-def cards(picture: Picture) -> list[tuple[str, str, str]]:
+def cards(picture: RunSnapshot) -> list[tuple[str, str, str]]:
     """Of each card what it is, its number, and what stands below."""
     course, count, link, costs = picture.course, picture.headcount, picture.link, picture.costs
     mine = next((row for row in picture.peers if row.is_me), None)
@@ -279,7 +279,7 @@ def losses(history: History, width: int, height: int, *, over_time: bool) -> Con
     return Content.assemble(*parts)
 
 
-def headlines(picture: Picture, width: int, height: int) -> Content:
+def headlines(picture: RunSnapshot, width: int, height: int) -> Content:
     """What happened, the newest first."""
     parts: list[Part] = []
     for told in picture.headlines[:height]:
@@ -313,7 +313,7 @@ PEER_COLUMNS = (
 )
 
 
-def peers(picture: Picture, history: History, width: int) -> Content:
+def peers(picture: RunSnapshot, history: History, width: int) -> Content:
     """A row for each, with what it gave over time."""
     shown = [column for column in PEER_COLUMNS if column.least_room <= width]
     if not any(row.reach for row in picture.peers):  # a recording
@@ -368,7 +368,7 @@ def _peer_words(row: PeerRow, at: float, gave: str) -> dict[str, Part]:
     }
 
 
-def merges(picture: Picture) -> Content:
+def merges(picture: RunSnapshot) -> Content:
     """Who merged what, lately."""
     parts: list[Part] = [("when      shard  version  merged by  learners     tokens", STYLES["quiet"])]
     for row in picture.merges[:MERGES_SHOWN]:
@@ -378,7 +378,7 @@ def merges(picture: Picture) -> Content:
     return Content.assemble(*parts)
 
 
-def counted(picture: Picture, width: int) -> Content:
+def counted(picture: RunSnapshot, width: int) -> Content:
     """How often what happened, and the newest text of the model."""
     parts: list[Part] = []
     bill = picture.account

@@ -21,7 +21,7 @@ import aiohttp
 import msgspec
 
 from p2pdiloco.observability.log_reader import DEPTHS, Player, Recording
-from p2pdiloco.observability.snapshot import History, Picture
+from p2pdiloco.observability.snapshot import History, RunSnapshot
 
 PAGE_PORT, PAGE_TOKEN = "page.port", "page.token"
 PATIENCE_S = 5.0
@@ -29,7 +29,7 @@ HISTORY_S = 2.0
 """Between two histories."""
 MOST_BYTES = 16 << 20
 
-Told = TypeVar("Told", Picture, History)
+Told = TypeVar("Told", RunSnapshot, History)
 
 
 class UnseenError(ValueError):
@@ -39,7 +39,7 @@ class UnseenError(ValueError):
 class Sighting(NamedTuple):
     """What there is to draw."""
 
-    picture: Picture
+    picture: RunSnapshot
     history: History
 
 
@@ -91,7 +91,7 @@ class Page:
 
     async def look(self) -> Sighting:
         """See ``Source``."""
-        picture = self._decoded(await self._get("picture.json"), Picture)
+        picture = self._decoded(await self._get("picture.json"), RunSnapshot)
         now = time.monotonic()
         if self._history is None or now - self._history[0] >= HISTORY_S:
             self._history = (now, self._decoded(await self._get("history.json"), History))
@@ -184,7 +184,7 @@ def pages_in(folder: Path) -> list[str]:
     return [address for _, address in sorted(named, reverse=True)]
 
 
-def _is_of(picture: Picture, folder: Path) -> bool:
+def _is_of(picture: RunSnapshot, folder: Path) -> bool:
     """Whether that page is of a run whose folder is there: the port may be another peer's by now."""
     run = picture.title.run
     here = {path.parent.name for depth in DEPTHS for path in folder.glob(depth + PAGE_PORT)} | {folder.resolve().name}

@@ -31,7 +31,7 @@ from aiohttp import web
 
 from p2pdiloco.observability.connection_limits import PageConnections, PageLimits
 from p2pdiloco.observability.prometheus import CONTENT_TYPE, exposition, is_healthy, is_ready
-from p2pdiloco.observability.snapshot import History, Picture
+from p2pdiloco.observability.snapshot import History, RunSnapshot
 from p2pdiloco.util import logs
 
 log = logs.get("page")
@@ -63,7 +63,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class Sight(Protocol):
     """What a stream shows."""
 
-    def picture(self) -> Picture:
+    def picture(self) -> RunSnapshot:
         """Of this moment."""
 
     def history(self) -> History:
@@ -265,11 +265,11 @@ class PageServer:
         await asyncio.wait_for(response.write(data), SEND_S)
 
 
-def _json(value: Picture | History) -> web.Response:
+def _json(value: RunSnapshot | History) -> web.Response:
     return web.Response(body=msgspec.json.encode(value), content_type="application/json")
 
 
-def _event(name: str, value: Picture | History) -> bytes:
+def _event(name: str, value: RunSnapshot | History) -> bytes:
     return b"event: %s\ndata: %s\n\n" % (name.encode(), msgspec.json.encode(value))
 
 

@@ -20,7 +20,7 @@ from typing import NamedTuple, TypeVar
 
 from p2pdiloco.peer import commit_wal
 from p2pdiloco.peer.checkpoint import Draft, KnownGood
-from p2pdiloco.peer.disk_budget import DAY_S, HOUR_S, WriteBudget
+from p2pdiloco.peer.disk_budget import DAY_S, HOUR_S, DiskBudget
 from p2pdiloco.peer.driver import Driver
 from p2pdiloco.peer.host import within
 from p2pdiloco.peer.integrity import SpoiltStateError
@@ -62,7 +62,7 @@ class _Entry(NamedTuple):
 class CommitLog:
     """Of one life, in ``folder``."""
 
-    def __init__(self, folder: Path, driver: Driver, budget: WriteBudget) -> None:
+    def __init__(self, folder: Path, driver: Driver, budget: DiskBudget) -> None:
         self.every_s = EVERY_S
         self._folder = folder
         self._driver = driver
@@ -131,7 +131,7 @@ class CommitLog:
         commits = self._driver.machine.view.commits_after(shard, known)
         if commits is None:
             return None
-        parts = [self._driver.cargo.parts(header) for header in commits]
+        parts = [self._driver.payload_cache.parts(header) for header in commits]
         entries = [_Entry(header, *one) for header, one in zip(commits, parts, strict=True) if one is not None]
         return entries if len(entries) == len(commits) else None
 
@@ -216,7 +216,7 @@ COST_SHARE = 0.02
 """Of the time, that writing checkpoints may take, unless ``every_s`` demands more."""
 
 
-class Saver:
+class CheckpointWriter:
     """A node's checkpoints in ``folder``; the newest ``keep`` stay."""
 
     def __init__(
@@ -229,7 +229,7 @@ class Saver:
         *,
         keep: int,
         save_learner: Callable[[], None],
-        budget: WriteBudget,
+        budget: DiskBudget,
     ) -> None:
         self._folder = folder
         self._manifest = manifest
@@ -357,7 +357,7 @@ class Saver:
 
     def _saved(self, shard: ShardId) -> SavedState:
         """The machine's state of a shard, with its proof and what led to it."""
-        proof, proofs = self._proof(shard), self._driver.cargo.shelves[shard].proofs
+        proof, proofs = self._proof(shard), self._driver.payload_cache.shelves[shard].proofs
         ancestry = self._driver.machine.view.ancestry(shard)
         lineage = lineage_of(proofs.get(commit) for commit in reversed(ancestry))
         return SavedState(proof.state, proof.header, proof.signature, lineage)

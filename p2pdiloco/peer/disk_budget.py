@@ -24,7 +24,7 @@ UNLOGGED_SHARE = 0.5
 """And while they are not."""
 
 
-class WriteBudget:
+class DiskBudget:
     """Of a peer whose checkpoints have ``elements`` parameters of ``width`` bytes each. ``bytes_per_day`` None: no
     limit."""
 

@@ -4,7 +4,7 @@ Rules of this file:
 1. All events go through ``feed``, one at a time; effects run in the order in which the machine gave them.
 2. Tensor work goes to the host's ``tensors`` queue, in order (``global_state``); checking what others sent goes to
    another, so that a flood of payloads does not delay our own merges.
-3. What a peer sent is fed to the machine only when what came with it was found sound (``cargo``).
+3. What a peer sent is fed to the machine only when what came with it was found sound (``payload_cache``).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Protocol, TypeVar, assert_never
 import msgspec
 
 from p2pdiloco.peer.codec_selection import CodecChoice
-from p2pdiloco.peer.durable_commits import OwnCommits
+from p2pdiloco.peer.durable_commits import DurableCommits
 from p2pdiloco.peer.ema import RunningAverage
 from p2pdiloco.peer.host import Handle, Host
 from p2pdiloco.peer.integrity import SpoiltStateError
@@ -26,12 +26,12 @@ from p2pdiloco.peer.metrics import PayloadTraffic
 from p2pdiloco.peer.model_state import (
     ContributionError,
     DigestMismatchError,
-    GlobalState,
     MergeResult,
+    ModelState,
     StaleBaseError,
     UnfitCommitError,
 )
-from p2pdiloco.peer.payload_cache import Cargo
+from p2pdiloco.peer.payload_cache import PayloadCache
 from p2pdiloco.peer.payload_store import PayloadStore
 from p2pdiloco.peer.signatures import OPEN, Standing, check_equivocation
 from p2pdiloco.protocol import effects as ef
@@ -47,7 +47,7 @@ log = logs.get("protocol")
 T = TypeVar("T")
 
 
-class Surroundings(Protocol):
+class DriverCallbacks(Protocol):
     """What the driver asks of the node around it."""
 
     def fetch(self, shard: ShardId, peer: PeerId) -> None:
@@ -84,13 +84,13 @@ class Driver:
     def __init__(
         self,
         machine: Machine,
-        state: GlobalState,
+        state: ModelState,
         identity: Identity,
         host: Host,
-        around: Surroundings,
+        around: DriverCallbacks,
         codecs: CodecChoice,
         standing: Standing,
-        own: OwnCommits,
+        own: DurableCommits,
         store: PayloadStore,
         average: RunningAverage | None = None,
     ) -> None:
@@ -100,7 +100,7 @@ class Driver:
         self.host = host
         self.around = around
         self.codecs = codecs
-        self.cargo = Cargo(state.layout, identity, machine.view.run, standing, store)
+        self.payload_cache = PayloadCache(state.layout, identity, machine.view.run, standing, store)
         self.store = store
         self.average = average
         """If this peer keeps one."""
@@ -121,7 +121,7 @@ class Driver:
         found = []
         for header, data in self.own.load():
             try:
-                self.cargo.commit(memoryview(data), header, OPEN)()
+                self.payload_cache.commit(memoryview(data), header, OPEN)()
             except ValueError as error:
                 log.warning("a commit of an earlier life cannot be used", version=header.version, reason=str(error))
                 continue
@@ -158,7 +158,7 @@ class Driver:
             self.around.crashed(error)
             return
         self._set_timer()
-        if self.cargo.sweep(self.machine, now):
+        if self.payload_cache.sweep(self.machine, now):
             self.own.keep_convictions(self.machine.view.convictions())
             self.job(self.state.shifts.memory.rest, lambda _: None)
 
@@ -205,7 +205,7 @@ class Driver:
         message: msg.Message = effect.message
         match message:
             case msg.Contribution() if message.payload:
-                shard, held = message.shard, self.cargo.shelves[message.shard].payloads.get(message.payload)
+                shard, held = message.shard, self.payload_cache.shelves[message.shard].payloads.get(message.payload)
                 if held is None:
                     self.feed(ev.Failed("give", shard, None, "an own payload is gone"))
                     return
@@ -217,7 +217,7 @@ class Driver:
                 self.own.when_kept(commit, lambda: None if self.is_closed else self._send(effect))
             case msg.Commit(header=header):
                 advice = partial(self._advise_to_fetch, effect.peers, header.shard)
-                parts = self.cargo.parts(header)
+                parts = self.payload_cache.parts(header)
                 if parts is None:
                     advice()
                     return
@@ -302,12 +302,12 @@ class Driver:
 
         def work() -> tuple[Payload, Digest, msg.Contributor, float]:
             payload, digest = self.state.encode(effect.shard, effect.base.id, rung and rung.recipe, is_coded=is_coded)
-            given = self.cargo.signed(effect, digest)
+            given = self.payload_cache.signed(effect, digest)
             return payload, digest, given, self.state.encode_error(effect.shard, payload) if rung else 0.0
 
         def done(result: tuple[Payload, Digest, msg.Contributor, float]) -> None:
             payload, digest, given, error = result
-            self.cargo.shelves[effect.shard].put(digest, payload)
+            self.payload_cache.shelves[effect.shard].put(digest, payload)
             if rung is not None:
                 self.codecs.used("up", effect.shard, rung, len(payload), error)
             self.feed(ev.Encoded(effect.shard, effect.base.id, given, len(payload)))
@@ -315,7 +315,7 @@ class Driver:
         self.job(work, done, self._failed("encode", effect.shard), shard=effect.shard)
 
     def _merge(self, effect: ef.Merge) -> None:
-        payloads = self.cargo.shelves[effect.shard].payloads
+        payloads = self.payload_cache.shelves[effect.shard].payloads
         given = [(c.contributor, payloads[c.payload]) for c in effect.contributions if c.payload in payloads]
         if len(given) < len(effect.contributions):
             gone = next(c for c in effect.contributions if c.payload not in payloads)
@@ -345,22 +345,22 @@ class Driver:
         self.job(work, done, self._failed("merge", effect.shard), shard=effect.shard)
 
     def _merged(self, effect: ef.Merge, merged: MergeResult) -> None:
-        result, shelf = digest_of(merged.digests), self.cargo.shelves[effect.shard]
+        result, shelf = digest_of(merged.digests), self.payload_cache.shelves[effect.shard]
         shelf.put(merged.payload_digest, merged.payload)
         shelf.digests[result] = merged.digests
         self.feed(ev.Merged(effect.shard, effect.base.id, merged.payload_digest, result, merged.length))
 
     def _apply(self, effect: ef.Apply) -> None:
-        header, shelf = effect.header, self.cargo.shelves[effect.header.shard]
+        header, shelf = effect.header, self.payload_cache.shelves[effect.header.shard]
         payload, digests = shelf.payloads.get(header.payload), shelf.digests.get(header.result)
         if payload is None or digests is None:
             self.feed(ev.Failed("apply", header.shard, None, f"the payload of commit {effect.id[:8]} is gone"))
             return
-        self.cargo.sign(effect.id, header)
-        parts = self.cargo.parts(header) if header.owner == self.identity.peer_id else None
+        self.payload_cache.sign(effect.id, header)
+        parts = self.payload_cache.parts(header) if header.owner == self.identity.peer_id else None
         if parts is not None and payload.data is not None:  # else it was kept when it was made
             self.own.keep(header, parts[1](payload.data))
-        moves, disk = self.cargo.moves(header.shard, effect, self.host.disk), self.host.disk
+        moves, disk = self.payload_cache.moves(header.shard, effect, self.host.disk), self.host.disk
         self.job(
             lambda: self._looked(
                 header.shard, self.state.apply(header, effect.id, payload.read(disk), digests, moves())
@@ -372,7 +372,7 @@ class Driver:
 
     def _install(self, effect: ef.Install) -> None:
         head = effect.state.head
-        moves = self.cargo.moves(head.shard, effect, self.host.disk)
+        moves = self.payload_cache.moves(head.shard, effect, self.host.disk)
         self.job(
             lambda: self._looked(head.shard, self.state.install(head.shard, head.id, moves(), effect.farthest)),
             lambda shifts: self._applied(head.shard, head.id, shifts),

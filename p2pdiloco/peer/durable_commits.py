@@ -35,7 +35,7 @@ OWN_BYTES_PER_PARAMETER = 2
 """The larger of the two."""
 
 
-class OwnCommits:
+class DurableCommits:
     """In ``folder``."""
 
     def __init__(self, folder: Path, host: Host, elements: int) -> None:

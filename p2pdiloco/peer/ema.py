@@ -32,7 +32,7 @@ from p2pdiloco.util import logs
 
 if TYPE_CHECKING:
     from p2pdiloco.peer.host import Host
-    from p2pdiloco.peer.model_state import GlobalState
+    from p2pdiloco.peer.model_state import ModelState
 
 log = logs.get("node")
 
@@ -61,7 +61,7 @@ class RunningAverage:
         self.theta = torch.zeros(layout.elements)
         self.looks = [0] * len(layout.shards)
 
-    def begin(self, folder: Path, disk: Disk, state: GlobalState) -> None:
+    def begin(self, folder: Path, disk: Disk, state: ModelState) -> None:
         """As an earlier life has left it in ``folder``, or with the parameters that are here now. Blocks."""
         try:
             self.load(folder, disk)

@@ -117,7 +117,7 @@ MISUSED = 2
 """Exit status of a learner that the user must repair; another life would end the same way."""
 
 
-class Ward:
+class SupervisedLearner:
     """One life of the learner, as its node looks after it."""
 
     def __init__(self, learner: LearnerId, snapshots: Snapshots) -> None:
@@ -133,7 +133,7 @@ class Ward:
         self.has_blocks = False
 
 
-class Supervision:
+class LearnerSupervisor:
     """One peer's learner. ``gave_up`` gets an exit status and a sentence when no further life is tried; ``sent_bytes``
     tells what the peer has sent so far, for the metrics."""
 
@@ -153,7 +153,7 @@ class Supervision:
         self._host = driver.host
         self._gave_up = gave_up
         self._sent_bytes = sent_bytes
-        self.ward: Ward | None = None
+        self.ward: SupervisedLearner | None = None
         """The latest."""
         self._manifest = manifest if options.learner.script else None
         self._reunion = options.learner.script or f"p2pdiloco-{digest_of(str(options.folder.absolute()).encode())}"
@@ -177,9 +177,9 @@ class Supervision:
         """Of the latest life."""
         return None if self.ward is None else self.ward.learner
 
-    def ward_of(self, name: str) -> Ward:
+    def ward_of(self, name: str) -> SupervisedLearner:
         """A new life."""
-        return Ward(learner_id(self._driver.machine.view.me, name), Snapshots(self._driver, self._ask))
+        return SupervisedLearner(learner_id(self._driver.machine.view.me, name), Snapshots(self._driver, self._ask))
 
     async def live(self, lives: AsyncExitStack) -> None:
         """Start the learner; after a crash again. Whoever closes ``lives`` ends the learner in order."""
@@ -372,7 +372,7 @@ class Supervision:
             ward.is_given = True
             driver.job(lambda: driver.state.shifts.load(ward.learner), self._to(ward))
 
-    def _loaded(self, ward: Ward, process: LearnerLife) -> None:
+    def _loaded(self, ward: SupervisedLearner, process: LearnerLife) -> None:
         """It has been told of all global parameters."""
         ward.is_loaded = True
         process.send(learner_ipc.Begin(step=self._driver.machine.view.step))
@@ -392,7 +392,7 @@ class Supervision:
         process = None if self.ward is None else self.ward.process
         return None if process is None else process.pid
 
-    def _to(self, ward: Ward | None) -> Callable[[Shifts], None]:
+    def _to(self, ward: SupervisedLearner | None) -> Callable[[Shifts], None]:
         """Tells this learner, not the next one: jobs may wait for longer than a life."""
         return lambda shifts: self.shifts_ready(shifts) if self.ward is ward else None
 

@@ -176,7 +176,7 @@ class Handover(NamedTuple):
             self.snapshot[span].add_(change)
 
 
-class ShiftQueue:
+class LearnerUpdates:
     """Of one peer's learner, over all parameters in the layout's flat order."""
 
     def __init__(self, layout: Layout, vectors: SharedVectors) -> None:

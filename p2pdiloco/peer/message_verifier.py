@@ -19,7 +19,7 @@ from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol.ids import PeerId
 
 
-class Inspection:
+class MessageVerifier:
     """Of one peer."""
 
     def __init__(self, driver: Driver, standing: Standing) -> None:
@@ -37,21 +37,25 @@ class Inspection:
         match message:
             case msg.Contribution() if message.payload:
                 return self._inspect(
-                    peer, message, payload, lambda data: self._driver.cargo.contribution(data, message)
+                    peer, message, payload, lambda data: self._driver.payload_cache.contribution(data, message)
                 )
             case msg.Commit(header=header):
-                return self._inspect(peer, message, payload, lambda data: self._driver.cargo.commit(data, header))
+                return self._inspect(
+                    peer, message, payload, lambda data: self._driver.payload_cache.commit(data, header)
+                )
             case msg.Equivocation():
                 if any(message.owner == known.owner for known in self._driver.machine.view.convictions().proofs):
                     return None
-                return self._inspect(peer, message, memoryview(b""), lambda _: self._driver.cargo.equivocation(message))
+                return self._inspect(
+                    peer, message, memoryview(b""), lambda _: self._driver.payload_cache.equivocation(message)
+                )
             case _:
                 self._driver.feed(ev.Received(peer, message))
                 return None
 
     def tell_contradictions(self) -> None:
         """The machine hears of owners that contradict themselves in what is here."""
-        proofs, self._driver.cargo.contradictions = self._driver.cargo.contradictions, []
+        proofs, self._driver.payload_cache.contradictions = self._driver.payload_cache.contradictions, []
         for proof in proofs:
             if proof.owner not in self._driver.machine.view.barred:
                 self._driver.around.fault(proof.owner, "equivocation", f"two commits of version {proof.first.version}")

@@ -28,7 +28,7 @@ from p2pdiloco.codec.compression import Body
 from p2pdiloco.codec.digests import StateForm, as_bytes
 from p2pdiloco.codec.shard_codec import Bodies
 from p2pdiloco.peer.integrity import Integrity
-from p2pdiloco.peer.learner_updates import Handover, Moves, Payload, ShiftQueue, Shifts
+from p2pdiloco.peer.learner_updates import Handover, LearnerUpdates, Moves, Payload, Shifts
 from p2pdiloco.protocol.ids import Digest, LearnerId, ShardId, digest_of
 from p2pdiloco.protocol.manifest import CodecConfig, Layout, OuterConfig, Shard
 from p2pdiloco.protocol.messages import CommitHeader, Contributor
@@ -57,7 +57,7 @@ class _Ready(NamedTuple):
     remainder: Tensor | None
 
 
-class OwnMerges:
+class PendingMerges:
     """By shard."""
 
     def __init__(self) -> None:
@@ -200,7 +200,7 @@ def payload_of(bodies: Bodies, how: quantization.Recipe, is_coded: bool) -> Payl
     return compression.store(bodies.memory, [len(body) for body in bodies])
 
 
-class GlobalState:
+class ModelState:
     """Vectors over all parameters, in the layout's flat order: float32, momentum in the run's own type."""
 
     def __init__(
@@ -223,11 +223,11 @@ class GlobalState:
         self.theta = vectors.theta
         self.form = StateForm.of(outer_config)
         self.momentum = self.form.still(layout.elements)
-        self.shifts = ShiftQueue(layout, vectors)
+        self.shifts = LearnerUpdates(layout, vectors)
         self.heads: list[Digest | None] = [None] * len(layout.shards)
         self.integrity = Integrity([quantization.chunk_count(shard.elements) for shard in layout.shards])
         self._staged: dict[ShardId, Staged] = {}
-        self._made = OwnMerges()
+        self._made = PendingMerges()
         self._own: dict[ShardId, tuple[Payload, Bodies]] = {}
         """This learner's newest contribution and its bodies: half a byte a parameter, or decompressed twice."""
         self._scratch = _Scratch(max(shard.elements for shard in layout.shards), self.form.momentum)

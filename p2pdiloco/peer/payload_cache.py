@@ -48,7 +48,7 @@ Keep = Callable[[], None]
 """Puts what was checked among the rest."""
 
 
-class Shelf:
+class ShardPayloads:
     """One shard's."""
 
     __slots__ = ("digests", "payloads", "proofs")
@@ -102,7 +102,7 @@ class Shelf:
         return found
 
 
-class Cargo:
+class PayloadCache:
     """One peer's payloads and what proves them."""
 
     def __init__(
@@ -122,7 +122,7 @@ class Cargo:
         self._identity = identity
         self._run = run
         self._register = register
-        self.shelves = [Shelf() for _ in layout.shards]
+        self.shelves = [ShardPayloads() for _ in layout.shards]
         self.contradictions: list[msg.Equivocation] = []
         """Proofs that were found here."""
         self._given: dict[ShardId, tuple[Digest, msg.Contributor]] = {}
@@ -175,7 +175,7 @@ class Cargo:
 
     # -- what others sent ----------------------------------------------------------------------------------------------
 
-    def _shelf(self, shard: ShardId) -> Shelf:
+    def _shelf(self, shard: ShardId) -> ShardPayloads:
         if shard >= len(self.shelves):
             raise ValueError(f"there is no shard {shard}")
         return self.shelves[shard]

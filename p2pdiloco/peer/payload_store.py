@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from p2pdiloco.peer.disk_budget import HOUR_S, WriteBudget
+from p2pdiloco.peer.disk_budget import HOUR_S, DiskBudget
 from p2pdiloco.peer.host import Disk, Host
 from p2pdiloco.peer.learner_updates import Payload
 from p2pdiloco.peer.options import PeerOptions
@@ -61,7 +61,7 @@ class Place(NamedTuple):
         return self.at + self.size
 
 
-class Places:
+class FileAllocator:
     """Of one file, that is empty."""
 
     def __init__(self) -> None:
@@ -158,12 +158,12 @@ class Held:
 class PayloadStore:
     """The file of one life, of what the ``budget`` has to spare."""
 
-    def __init__(self, host: Host, options: PeerOptions, budget: WriteBudget) -> None:
+    def __init__(self, host: Host, options: PeerOptions, budget: DiskBudget) -> None:
         self._host = host
         self._budget = budget
         folder = options.folder / PAYLOADS
         self._path = folder / FILE
-        self.places = Places()
+        self.places = FileAllocator()
         self._least_bytes = options.payload_memory_bytes
         self._allowed = (budget.spare_bytes_per_s() or 0.0) * BURST_S
         self._counted_at = host.now()

@@ -18,28 +18,28 @@ import torch
 
 from p2pdiloco.codec.compression import payload_limit
 from p2pdiloco.codec.digests import list_bytes
-from p2pdiloco.peer.checkpoint_writer import Saver
+from p2pdiloco.peer.checkpoint_writer import CheckpointWriter
 from p2pdiloco.peer.codec_selection import CodecChoice
-from p2pdiloco.peer.disk_budget import WriteBudget
+from p2pdiloco.peer.disk_budget import DiskBudget
 from p2pdiloco.peer.driver import Driver
 from p2pdiloco.peer.durable_commits import FOLDER as OWN_COMMITS
-from p2pdiloco.peer.durable_commits import OwnCommits
+from p2pdiloco.peer.durable_commits import DurableCommits
 from p2pdiloco.peer.ema import WIDTH as AVERAGE_BYTES
 from p2pdiloco.peer.ema import RunningAverage
 from p2pdiloco.peer.ending import APART, End, Ending, ordinary_ending
 from p2pdiloco.peer.host import Host
-from p2pdiloco.peer.learner_supervisor import Supervision
+from p2pdiloco.peer.learner_supervisor import LearnerSupervisor
 from p2pdiloco.peer.learner_updates import Shifts
-from p2pdiloco.peer.message_verifier import Inspection
+from p2pdiloco.peer.message_verifier import MessageVerifier
 from p2pdiloco.peer.metrics import Metrics
-from p2pdiloco.peer.model_state import GlobalState, MergeResult
+from p2pdiloco.peer.model_state import MergeResult, ModelState
 from p2pdiloco.peer.options import PeerOptions, protocol_config
 from p2pdiloco.peer.payload_store import PayloadStore
-from p2pdiloco.peer.scrubber import Fallback, Scrub
+from p2pdiloco.peer.scrubber import CorruptShardPolicy, Scrubber
 from p2pdiloco.peer.signatures import Everybody, Standing
-from p2pdiloco.peer.state_client import INCOMING, Arrivals, Downloads
+from p2pdiloco.peer.state_client import INCOMING, PartialDownloads, StateClient
 from p2pdiloco.peer.state_proof import SavedState, ancestors, unbroken
-from p2pdiloco.peer.state_server import Respondent
+from p2pdiloco.peer.state_server import RequestHandlers
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
@@ -104,7 +104,7 @@ class Peer:
         self.observed = observed
         standing = standing or Everybody()
         self._end = End()
-        self.state = GlobalState(
+        self.state = ModelState(
             layout,
             manifest.config.outer,
             manifest.config.codec,
@@ -119,18 +119,18 @@ class Peer:
             rate=lambda: host.links.up_bytes_per_s,
             line=lambda: host.links.line_bytes_per_s,
         )
-        own = OwnCommits(options.folder / OWN_COMMITS, host, layout.elements)
+        own = DurableCommits(options.folder / OWN_COMMITS, host, layout.elements)
         average = RunningAverage(manifest.run, self.layout) if options.machine.keeps_average else None
         saved_width = self.state.form.width + (0 if average is None else AVERAGE_BYTES)
         a_day, are_timed = options.write_bytes_per_day, options.are_checkpoints_timed
-        budget = WriteBudget(a_day, layout.elements, saved_width, are_timed=are_timed)
+        budget = DiskBudget(a_day, layout.elements, saved_width, are_timed=are_timed)
         store = PayloadStore(host, options, budget)
         self.driver = Driver(self.machine, self.state, identity, host, self, codecs, standing, own, store, average)
-        self.inspection = Inspection(self.driver, standing)
-        arrivals = Arrivals(layout, self.state.form.width, options.folder / INCOMING, metrics, host)
-        self._downloads = Downloads(manifest, layout, self.driver, self.inspection, arrivals, self.fault)
-        self._respondent = Respondent(manifest, self.driver, status, standing)
-        self.supervision = Supervision(
+        self.inspection = MessageVerifier(self.driver, standing)
+        arrivals = PartialDownloads(layout, self.state.form.width, options.folder / INCOMING, metrics, host)
+        self._downloads = StateClient(manifest, layout, self.driver, self.inspection, arrivals, self.fault)
+        self._respondent = RequestHandlers(manifest, self.driver, status, standing)
+        self.supervision = LearnerSupervisor(
             self.driver,
             options,
             metrics,
@@ -138,7 +138,7 @@ class Peer:
             gave_up=self._learner_gave_up,
             sent_bytes=sent_bytes,
         )
-        self._saver = Saver(
+        self._saver = CheckpointWriter(
             options.folder / "checkpoint",
             manifest,
             self.driver,
@@ -163,7 +163,7 @@ class Peer:
                 span = slice(piece.start, piece.stop)
                 self.state.put(piece.shard, proof.state.head.id, theta[span], momentum[span])
                 let_go(theta[span])  # else there are two of the model for seconds
-                proofs = self.driver.cargo.shelves[piece.shard].proofs
+                proofs = self.driver.payload_cache.shelves[piece.shard].proofs
                 if proof.header is not None:
                     proofs[proof.state.head.id] = (proof.header, proof.signature)
                 lineage = unbroken(proof, proof.lineage) if isinstance(proof, SavedState) else ()
@@ -183,8 +183,8 @@ class Peer:
     async def live(self) -> Ending:
         """Take part, after ``begin``, until something ends it."""
         self.host.keep(partial(self._saver.keep_saving, self.options.checkpoint_s), name="checkpoints")
-        self.host.keep(Scrub(self.driver).keep, name="scrub")
-        self.host.keep(Fallback(self.driver).keep, name="fallback")
+        self.host.keep(Scrubber(self.driver).keep, name="scrub")
+        self.host.keep(CorruptShardPolicy(self.driver).keep, name="fallback")
         async with AsyncExitStack() as lives:
             if not self.options.is_follower:
                 self.host.spawn(self._look_after_learner(lives), name="learner")

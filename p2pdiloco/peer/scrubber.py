@@ -28,7 +28,7 @@ AGAIN_S = 600.0
 PATIENCE_S = 60.0
 
 
-class Scrub:
+class Scrubber:
     """Of one peer's global state."""
 
     def __init__(self, driver: Driver) -> None:
@@ -88,7 +88,7 @@ ALONE_S = 45.0
 """Longer than lines and connections mostly take to come back; at a run's end peers wait longer for each other."""
 
 
-class Fallback:
+class CorruptShardPolicy:
     """Of one peer."""
 
     def __init__(self, driver: Driver) -> None:

@@ -36,7 +36,7 @@ from p2pdiloco.codec.digests import StateForm
 from p2pdiloco.peer.chunk_scheduler import Ask, ChunkPlan
 from p2pdiloco.peer.driver import Driver
 from p2pdiloco.peer.host import Disk, Host, replace, sweep
-from p2pdiloco.peer.message_verifier import Inspection
+from p2pdiloco.peer.message_verifier import MessageVerifier
 from p2pdiloco.peer.metrics import Metrics
 from p2pdiloco.peer.signatures import UnknownMemberError
 from p2pdiloco.peer.state_proof import ancestors, checked_offer, is_listed, owner_of
@@ -222,7 +222,7 @@ WAITING_MOST = 8
 KEEP_FROM_S = 20.0
 
 
-class Arrivals:
+class PartialDownloads:
     """See the module's rules. ``width``: bytes of a parameter's state; ``folder``: where shards are kept."""
 
     def __init__(
@@ -323,7 +323,7 @@ REMEMBERED = 1024
 """Wrong chunks that wait for a witness; older ones are forgotten."""
 
 
-class Distrust:
+class DonorBlocklist:
     """``now``: seconds, never going back."""
 
     def __init__(self, now: Callable[[], float]) -> None:
@@ -388,7 +388,7 @@ class _Download:
         return self.offer.proof.state.head.id
 
 
-class Downloads:
+class StateClient:
     """State transfers to one node. ``arrivals`` hears of what came."""
 
     def __init__(
@@ -396,8 +396,8 @@ class Downloads:
         manifest: Manifest,
         layout: Layout,
         driver: Driver,
-        inspection: Inspection,
-        arrivals: Arrivals,
+        inspection: MessageVerifier,
+        arrivals: PartialDownloads,
         fault: Callable[[PeerId, str, str], None],
     ) -> None:
         self._manifest = manifest
@@ -413,7 +413,7 @@ class Downloads:
         """Begun before the machine asked."""
         self._asking: dict[Ask, asyncio.Task[None]] = {}
         self._looking: asyncio.Task[None] | None = None
-        self._distrust = Distrust(driver.host.now)
+        self._distrust = DonorBlocklist(driver.host.now)
         self._seen: set[PeerId] = set()
         """Who was live when it was looked last."""
 
@@ -431,7 +431,7 @@ class Downloads:
 
         def staged(_: None) -> None:
             if offer.proof.header is not None:
-                proofs = self._driver.cargo.shelves[shard].proofs
+                proofs = self._driver.payload_cache.shelves[shard].proofs
                 proofs[state.head.id] = (offer.proof.header, offer.proof.signature)
                 proofs.update(
                     (commit_id(earlier.header), (earlier.header, earlier.signature)) for earlier in offer.lineage
@@ -503,9 +503,9 @@ class Downloads:
             raise
         head = offer.proof.state.head
         for commit in offer.lineage:
-            self._driver.cargo.compare(commit.header, commit.signature)
+            self._driver.payload_cache.compare(commit.header, commit.signature)
         if offer.proof.header is not None:
-            self._driver.cargo.compare(offer.proof.header, offer.proof.signature)
+            self._driver.payload_cache.compare(offer.proof.header, offer.proof.signature)
         self._inspection.tell_contradictions()
         self._driver.feed(ev.StateOffered(peer, head, ancestors(offer.proof, offer.lineage), owner_of(offer.proof)))
         if problem := self._driver.machine.view.refusal(head):

@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
-from p2pdiloco.net.abuse_limits import Allowance
+from p2pdiloco.net.abuse_limits import RequestRateLimit
 from p2pdiloco.peer.checkpoint_writer import CopyError, copied
 from p2pdiloco.peer.driver import Driver
 from p2pdiloco.peer.signatures import Standing
@@ -55,7 +55,7 @@ class _Copy(NamedTuple):
     data: memoryview
 
 
-class Donor:
+class StateServer:
     """State transfers from one node. ``proof`` tells the machine's state of a shard with its proof."""
 
     def __init__(self, layout: Layout, driver: Driver, proof: Callable[[ShardId], StateProof]) -> None:
@@ -148,7 +148,10 @@ class Donor:
             proof = self._proof(shard)
             if proof.state.head.id != head:
                 return None
-            ancestry, proofs = self._driver.machine.view.ancestry(shard), self._driver.cargo.shelves[shard].proofs
+            ancestry, proofs = (
+                self._driver.machine.view.ancestry(shard),
+                self._driver.payload_cache.shelves[shard].proofs,
+            )
             return StateOffer(proof, listed, lineage_of(proofs.get(commit) for commit in reversed(ancestry)))
 
         offer = await self._copy(shard, data, None, prove)
@@ -206,7 +209,7 @@ QUEUED_MOST_BYTES = 64 << 20
 """Chunks that wait for one peer hold memory: a peer that asks and does not read gets no more."""
 
 
-class Respondent:
+class RequestHandlers:
     """Answers of one node."""
 
     def __init__(
@@ -217,12 +220,12 @@ class Respondent:
         self._status = status
         self._standing = standing
         self._turns = asyncio.Lock()
-        self._manifests = Allowance(at_once=MANIFESTS, per_s=MANIFESTS_PER_S)
+        self._manifests = RequestRateLimit(at_once=MANIFESTS, per_s=MANIFESTS_PER_S)
         shards = len(Layout.of(manifest).shards)
-        self._offers = Allowance(
+        self._offers = RequestRateLimit(
             at_once=OFFERS + OFFERS_OF_SHARD * shards, per_s=OFFERS_PER_S + OFFERS_OF_SHARD_PER_S * shards
         )
-        self._donor = Donor(Layout.of(manifest), driver, self.proof)
+        self._donor = StateServer(Layout.of(manifest), driver, self.proof)
 
     async def answer(self, peer: PeerId, body: bytes) -> Answer:
         """The answer to a request of ``peer``.
@@ -272,5 +275,5 @@ class Respondent:
     def proof(self, shard: ShardId) -> StateProof:
         """The machine's state of a shard, with the commit that its owner signed."""
         state = self._driver.machine.view.state(shard)
-        header, signature = self._driver.cargo.shelves[state.head.shard].proofs.get(state.head.id, (None, b""))
+        header, signature = self._driver.payload_cache.shelves[state.head.shard].proofs.get(state.head.id, (None, b""))
         return StateProof(state, header, signature)

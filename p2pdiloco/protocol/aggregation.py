@@ -35,7 +35,7 @@ def is_left(header: CommitHeader, head: Head) -> bool:
     return head.tokens >= header.tokens
 
 
-class Made:
+class OwnCommitLog:
     """By shard and parent; what a head has left behind is forgotten, since heads only become heavier."""
 
     def __init__(self, shards: int) -> None:
@@ -140,7 +140,7 @@ VARIATIONS = 2
 """Beyond the mean; few answers take longer than that."""
 
 
-class Answers:
+class ResponseTimes:
     """Of all peers to this owner, from the opening of a turn here."""
 
     def __init__(self, shards: int) -> None:
@@ -225,7 +225,7 @@ class Again(NamedTuple):
     """When it is tried again."""
 
 
-class Merges:
+class Aggregation:
     """What this peer collects, for all shards."""
 
     def __init__(self, core: Core) -> None:
@@ -235,14 +235,14 @@ class Merges:
         """Contributions to versions that this peer has not reached, one per peer."""
         self.guests: set[PeerId] = set()
         """Peers whose contributions others hand on."""
-        self.answers = Answers(len(core.chains))
+        self.answers = ResponseTimes(len(core.chains))
         self.turn_s = core.config.takeover_floor_s
         """Smoothed time from a turn to its commits."""
         self.sync_s = 0.0
         """Smoothed time from closing to the commit."""
         self.jobs: dict[ShardId, Job] = {}
         """Merges under way: one for a shard, so that it is clear which one has ended."""
-        self.made = Made(len(core.chains))
+        self.made = OwnCommitLog(len(core.chains))
         self._again: dict[ShardId, Again] = {}
         """Own commits that could not be applied."""
         self._unsure: dict[ShardId, float] = {}

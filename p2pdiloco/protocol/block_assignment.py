@@ -47,7 +47,7 @@ def duties(run: RunId, epoch: int, peers: tuple[PeerId, ...]) -> dict[PeerId, Du
     return {peer: Duty(own[peer], helped[peer], draws[peer][SLOTS] / 2**16) for peer in peers}
 
 
-class Workload:
+class BlockAssignment:
     """This peer's share of the data."""
 
     def __init__(self, core: Core) -> None:

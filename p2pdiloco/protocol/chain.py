@@ -23,7 +23,7 @@ from p2pdiloco.protocol.data_blocks import BlockLedger, Trained
 from p2pdiloco.protocol.events import Mark, ShardState
 from p2pdiloco.protocol.ids import Digest, LearnerId, PeerId, RunId, ShardId, digest_of, peer_of
 from p2pdiloco.protocol.messages import MAX_CONTRIBUTORS, CommitHeader, Contributor, Head
-from p2pdiloco.protocol.norm_bound import NO_STRIDE, Stride
+from p2pdiloco.protocol.norm_bound import NO_NORM, NormBound
 
 NO_MARK = Mark(0, 0, 0)
 SizeOf = Callable[[Digest], int]
@@ -49,7 +49,7 @@ def is_heavier(a: Head, b: Head) -> bool:
     return (a.tokens, a.id) > (b.tokens, b.id)
 
 
-def record_of(marks: Mapping[LearnerId, Mark], trained: Trained, stride: Stride = NO_STRIDE) -> Digest:
+def record_of(marks: Mapping[LearnerId, Mark], trained: Trained, stride: NormBound = NO_NORM) -> Digest:
     """The digest of all that a state holds besides its tensors, its head and its step."""
     return digest_of(_encoder.encode((sorted(marks.items()), trained, *((stride,) if stride.counted else ()))))
 
@@ -92,7 +92,7 @@ class Chain:
         self.ledger = BlockLedger(blocks) if blocks and shard == 0 else None
         """Of shard 0: which blocks of data it has merged."""
         self.marks: dict[LearnerId, Mark] = {}
-        self.stride = NO_STRIDE
+        self.stride = NO_NORM
         self.counts = NOTHING_COUNTED
         self._first = FIRST_RMS * math.sqrt(elements) if elements else math.inf
         self.log: deque[CommitHeader] = deque(maxlen=length)

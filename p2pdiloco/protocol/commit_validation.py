@@ -129,7 +129,7 @@ REFUSED_MOST = 4096
 """The latest, over all shards."""
 
 
-class Refusals:
+class RejectedCommits:
     """Of one peer."""
 
     def __init__(self, core: Core, equivocations: Equivocations) -> None:
@@ -201,10 +201,10 @@ class Judged(NamedTuple):
     problem: str | None
 
 
-class Lineage:
+class AncestryCheck:
     """What peers have told of their heads, and what follows for states."""
 
-    def __init__(self, core: Core, refusals: Refusals) -> None:
+    def __init__(self, core: Core, refusals: RejectedCommits) -> None:
         self.core = core
         self._refusals = refusals
         self._told: dict[PeerId, dict[ShardId, Told]] = {}

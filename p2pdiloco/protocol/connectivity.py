@@ -48,7 +48,7 @@ def prints_in(data: bytes) -> frozenset[int]:
     return frozenset(unpack(f">{whole}I", data[: whole * FINGERPRINT_BYTES]))
 
 
-class Connectedness:
+class Connectivity:
     """Of all peers, as this one knows it."""
 
     def __init__(self, me: PeerId) -> None:

@@ -14,8 +14,8 @@ from typing import Final, NamedTuple
 
 from msgspec.structs import replace
 
-from p2pdiloco.protocol.aggregation import Merges
-from p2pdiloco.protocol.block_assignment import Workload
+from p2pdiloco.protocol.aggregation import Aggregation
+from p2pdiloco.protocol.block_assignment import BlockAssignment
 from p2pdiloco.protocol.chain import MARK_LIFE_LOGS, NO_MARK, SizeOf, is_heavier
 from p2pdiloco.protocol.effects import AdoptStep, Encode, PauseLearner, Snapshot
 from p2pdiloco.protocol.events import Encoded, Mark, ShardState, Snapshotted
@@ -215,7 +215,7 @@ class Pending:
 class Contributions:
     """Turns of all fragments, and this learner's contributions."""
 
-    def __init__(self, core: Core, merges: Merges, workload: Workload) -> None:
+    def __init__(self, core: Core, merges: Aggregation, workload: BlockAssignment) -> None:
         self.core = core
         self.merges = merges
         self.workload = workload
@@ -497,7 +497,7 @@ class Contributions:
 # 2. Nobody can speak in a learner's name: a chain that holds tokens which it never gave is not taken.
 
 
-class Carry:
+class DeltaReconciliation:
     """Between chains and the learner."""
 
     def __init__(self, core: Core, contributions: Contributions) -> None:

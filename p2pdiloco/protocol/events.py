@@ -8,7 +8,7 @@ from p2pdiloco.protocol.counted_tokens import NOTHING_COUNTED, TokenCounts
 from p2pdiloco.protocol.data_blocks import Block, Trained
 from p2pdiloco.protocol.ids import Digest, FragmentId, LearnerId, PeerId, ShardId
 from p2pdiloco.protocol.messages import CommitHeader, Contributor, Equivocation, Head, Message
-from p2pdiloco.protocol.norm_bound import NO_STRIDE, Stride
+from p2pdiloco.protocol.norm_bound import NO_NORM, NormBound
 
 
 class Mark(msgspec.Struct, frozen=True, array_like=True):
@@ -29,7 +29,7 @@ class ShardState(msgspec.Struct, frozen=True, array_like=True):
     """Sorted by learner."""
     trained: Trained = Trained()
     """Shard 0: the blocks of data that its chain has merged."""
-    stride: Stride = NO_STRIDE
+    stride: NormBound = NO_NORM
     counts: TokenCounts = NOTHING_COUNTED
     """What the chain knows of its contributions' tokens."""
 
@@ -157,7 +157,7 @@ class Applied(msgspec.Struct, frozen=True, array_like=True, tag="applied"):
 
 class StateOffered(msgspec.Struct, frozen=True, array_like=True, tag="offered"):
     """``peer`` offers a state at ``head``, with the commits that led to it, oldest first; all its proofs were checked.
-    Whether it may be downloaded, the machine tells (``Lineage.refusal``)."""
+    Whether it may be downloaded, the machine tells (``AncestryCheck.refusal``)."""
 
     peer: PeerId
     head: Head

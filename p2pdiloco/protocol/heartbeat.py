@@ -11,14 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from p2pdiloco.protocol.aggregation import Merges
-from p2pdiloco.protocol.block_assignment import Workload
+from p2pdiloco.protocol.aggregation import Aggregation
+from p2pdiloco.protocol.block_assignment import BlockAssignment
 from p2pdiloco.protocol.contributions import Contributions
 from p2pdiloco.protocol.effects import HangUp, Send
 from p2pdiloco.protocol.ids import FragmentId, PeerId
-from p2pdiloco.protocol.membership import DEAF_BEATS, Company, PeerView
+from p2pdiloco.protocol.membership import DEAF_BEATS, PartitionDetector, PeerView
 from p2pdiloco.protocol.messages import Heartbeat
-from p2pdiloco.protocol.replication import Adoption
+from p2pdiloco.protocol.replication import Replication
 from p2pdiloco.protocol.state import Core, Key
 
 NEWS_SHARE = 1 / 16
@@ -28,11 +28,16 @@ NEWS: Key = ("news", 0)
 NOBODY = frozenset[int]()
 
 
-class Presence:
+class Heartbeats:
     """Of this peer and of all others."""
 
     def __init__(
-        self, core: Core, merges: Merges, contributions: Contributions, adoption: Adoption, workload: Workload
+        self,
+        core: Core,
+        merges: Aggregation,
+        contributions: Contributions,
+        adoption: Replication,
+        workload: BlockAssignment,
     ) -> None:
         self.core = core
         self.merges = merges
@@ -96,7 +101,7 @@ class Presence:
         self.contributions.candidates_changed()
         self.merges.consider_all()
 
-    def _told_apart(self, company: Company) -> None:
+    def _told_apart(self, company: PartitionDetector) -> None:
         if company.is_apart:
             told = f"lost {len(company.missing)} of them at once: they may go on with a model of their own"
             self.core.note("warning", "apart", told)

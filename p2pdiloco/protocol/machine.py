@@ -19,18 +19,18 @@ from typing import assert_never
 
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
-from p2pdiloco.protocol.aggregation import Merges
-from p2pdiloco.protocol.block_assignment import Workload
+from p2pdiloco.protocol.aggregation import Aggregation
+from p2pdiloco.protocol.block_assignment import BlockAssignment
 from p2pdiloco.protocol.chain import SizeOf, no_size
-from p2pdiloco.protocol.commit_validation import Equivocations, Refusals
+from p2pdiloco.protocol.commit_validation import Equivocations, RejectedCommits
 from p2pdiloco.protocol.contributions import Contributions
 from p2pdiloco.protocol.effects import Effect, Evaluate
 from p2pdiloco.protocol.evaluation import Evaluations
 from p2pdiloco.protocol.forwarding import hand_on_commit, send_commit
-from p2pdiloco.protocol.heartbeat import NEWS, Presence
+from p2pdiloco.protocol.heartbeat import NEWS, Heartbeats
 from p2pdiloco.protocol.ids import Digest, PeerId, ShardId
-from p2pdiloco.protocol.replication import Adoption, Repair
-from p2pdiloco.protocol.shutdown import Farewell
+from p2pdiloco.protocol.replication import Repair, Replication
+from p2pdiloco.protocol.shutdown import Shutdown
 from p2pdiloco.protocol.state import BEAT, Core, LearnerView, ProtocolConfig
 from p2pdiloco.protocol.view import MachineView, Status, status_of
 
@@ -55,7 +55,7 @@ def check_chains(core: Core) -> None:
         assert all(0 <= core.learner.unmerged(c.shard) <= core.learner.tokens for c in core.chains)
 
 
-def check_work(core: Core, merges: Merges, contributions: Contributions, adoption: Adoption) -> None:
+def check_work(core: Core, merges: Aggregation, contributions: Contributions, adoption: Replication) -> None:
     """Turns, what is on offer, what waits. Raises AssertionError."""
     for shard, pending in contributions.pending.items():
         assert pending.contribution.base.id == core.head(shard).id, "a pending contribution's base is the head"
@@ -80,16 +80,16 @@ class Machine:
 
     def __init__(self, config: ProtocolConfig) -> None:
         self.core = Core(config)
-        self.merges = Merges(self.core)
-        self.workload = Workload(self.core)
+        self.merges = Aggregation(self.core)
+        self.workload = BlockAssignment(self.core)
         self.contributions = Contributions(self.core, self.merges, self.workload)
         self.evaluations = Evaluations(self.core)
         self.equivocations = Equivocations(self.core)
-        refusals = Refusals(self.core, self.equivocations)
-        self.adoption = Adoption(self.core, self.merges, self.contributions, self.evaluations, refusals)
+        refusals = RejectedCommits(self.core, self.equivocations)
+        self.adoption = Replication(self.core, self.merges, self.contributions, self.evaluations, refusals)
         self.repair = Repair(self.core, self.adoption, self.merges)
-        self.presence = Presence(self.core, self.merges, self.contributions, self.adoption, self.workload)
-        self.farewell = Farewell(self.core, self.contributions)
+        self.presence = Heartbeats(self.core, self.merges, self.contributions, self.adoption, self.workload)
+        self.farewell = Shutdown(self.core, self.contributions)
         self.view = MachineView(self.core, self.adoption, self.evaluations, self.contributions.budget)
         self.weight_averaged = 0
         self.is_alone = False

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from p2pdiloco.protocol.connectivity import SETTLING_BEATS, Connectedness
+from p2pdiloco.protocol.connectivity import SETTLING_BEATS, Connectivity
 from p2pdiloco.protocol.data_blocks import Block
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.protocol.messages import Heartbeat
@@ -35,7 +35,7 @@ WINDOW_BEATS = 32
 """Own heartbeats within which the losses of one cut are noticed: paths time out one after the other."""
 
 
-class Company:
+class PartitionDetector:
     """All others, as fingerprints (``connectedness``)."""
 
     def __init__(self) -> None:
@@ -192,7 +192,7 @@ class Membership:
 
     def __init__(self, me: PeerId, interval_s: float) -> None:
         self.me = me
-        self.connectedness = Connectedness(me)
+        self.connectedness = Connectivity(me)
         self.interval_s = interval_s
         """Between two heartbeats in a small swarm."""
         self.peers: dict[PeerId, PeerView] = {}
@@ -200,7 +200,7 @@ class Membership:
         self.sent_at: deque[float] = deque(maxlen=SENT_KEPT)
         """When the last heartbeats were sent; the newest has number ``sequence``."""
         self.owners = Owners(me)
-        self.company = Company()
+        self.company = PartitionDetector()
         self.stall = (0.0, 0.0)
         """When this peer last went on after it had stood still, and for how long it had."""
         self.live: tuple[PeerId, ...] = ()

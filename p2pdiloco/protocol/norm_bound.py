@@ -27,7 +27,7 @@ MOST_OCTAVES = 128 * OCTAVE
 """Nothing in float32 is longer, or shorter, by an inner step."""
 
 
-class Stride(msgspec.Struct, frozen=True, array_like=True):
+class NormBound(msgspec.Struct, frozen=True, array_like=True):
     """The running mean of one shard's chain; travels with its state."""
 
     counted: int = 0
@@ -40,13 +40,13 @@ class Stride(msgspec.Struct, frozen=True, array_like=True):
         reach = _reach(steps, turn_steps)
         return power(self.octaves + LEAP + octaves(reach)) if self.counted else first * reach
 
-    def after(self, length: float, steps: int, turn_steps: int) -> Stride:
+    def after(self, length: float, steps: int, turn_steps: int) -> NormBound:
         """With one more, of ``length`` > 0; what has no length does not count."""
         if not length:
             return self
         found = octaves(length) - octaves(_reach(steps, turn_steps))
         counted, found = running_mean(self.counted, self.octaves, found)
-        return Stride(counted, min(max(found, -MOST_OCTAVES), MOST_OCTAVES))
+        return NormBound(counted, min(max(found, -MOST_OCTAVES), MOST_OCTAVES))
 
     @property
     def is_sound(self) -> bool:
@@ -54,7 +54,7 @@ class Stride(msgspec.Struct, frozen=True, array_like=True):
         return 0 <= self.counted <= MEMORY and abs(self.octaves) <= MOST_OCTAVES
 
 
-NO_STRIDE = Stride()
+NO_NORM = NormBound()
 
 
 def running_mean(counted: int, mean: int, found: int) -> tuple[int, int]:

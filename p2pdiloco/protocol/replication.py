@@ -12,10 +12,10 @@ from __future__ import annotations
 import math
 from collections.abc import Container
 
-from p2pdiloco.protocol.aggregation import Merges
+from p2pdiloco.protocol.aggregation import Aggregation
 from p2pdiloco.protocol.chain import is_heavier
-from p2pdiloco.protocol.commit_validation import Lineage, Refusals
-from p2pdiloco.protocol.contributions import Carry, Contributions
+from p2pdiloco.protocol.commit_validation import AncestryCheck, RejectedCommits
+from p2pdiloco.protocol.contributions import Contributions, DeltaReconciliation
 from p2pdiloco.protocol.effects import Apply, BecameCurrent, Fetch, Install
 from p2pdiloco.protocol.evaluation import Evaluations
 from p2pdiloco.protocol.events import Fetched, ShardState
@@ -119,24 +119,24 @@ MAX_FETCHES = 4
 """States fetched at once by a newcomer, over all shards."""
 
 
-class Adoption:
+class Replication:
     """Commits and states on their way into this peer's chains."""
 
     def __init__(
         self,
         core: Core,
-        merges: Merges,
+        merges: Aggregation,
         contributions: Contributions,
         evaluations: Evaluations,
-        refusals: Refusals,
+        refusals: RejectedCommits,
     ) -> None:
         self.core = core
         self.refusals = refusals
         self.evaluations = evaluations
         self.merges = merges
         self.contributions = contributions
-        self.carry = Carry(core, contributions)
-        self.lineage = Lineage(core, refusals)
+        self.carry = DeltaReconciliation(core, contributions)
+        self.lineage = AncestryCheck(core, refusals)
         self.applying: dict[ShardId, tuple[Digest, CommitHeader | ShardState]] = {}
         """What each shard's next state will be, once the work is done."""
         self.log_requests = LogRequests(core, self.applying)
@@ -493,7 +493,7 @@ TRIES = 8
 class Repair:
     """Of all shards."""
 
-    def __init__(self, core: Core, adoption: Adoption, merges: Merges) -> None:
+    def __init__(self, core: Core, adoption: Replication, merges: Aggregation) -> None:
         self.core = core
         self.adoption = adoption
         self.merges = merges

@@ -22,7 +22,7 @@ from p2pdiloco.protocol.messages import Leaving
 from p2pdiloco.protocol.state import Core
 
 
-class Farewell:
+class Shutdown:
     """On the way out."""
 
     def __init__(self, core: Core, contributions: Contributions) -> None:

@@ -22,7 +22,7 @@ Key = tuple[str, int]
 """What to look at when the time comes: a topic and, for most, a shard."""
 
 
-class Alarms:
+class Timers:
     """At most one deadline per key. Setting a key again moves it."""
 
     __slots__ = ("_at", "_heap")
@@ -90,7 +90,7 @@ USUAL_STEP_S = 1.0
 """Until somebody has said how long its steps take."""
 
 
-class Pace:
+class StepClaimLimit:
     """The allowance for claims, in steps."""
 
     __slots__ = ("_at", "_burst", "_held")
@@ -277,7 +277,7 @@ class Core:
         self.longest_s = STALL_BEATS * config.heartbeat_s
         """By which a deadline may be missed."""
         self.effects: list[Effect] = []
-        self.alarms = Alarms()
+        self.alarms = Timers()
         self.membership = Membership(config.peer, config.heartbeat_s)
         elements = config.sizes.elements or (0,) * config.shards
         self.chains = [
@@ -289,7 +289,7 @@ class Core:
         self.learner: LearnerView | None = None
         self.step = 0
         """Global step: as far as its own learner has come, and as others' claims are believed."""
-        self.pace = Pace(config.sync_every)
+        self.pace = StepClaimLimit(config.sync_every)
         self.is_current = False
         """Every shard has had a state."""
         self.heads_mark = 0

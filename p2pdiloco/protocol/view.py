@@ -16,14 +16,14 @@ from p2pdiloco.protocol.events import Convictions, ShardState
 from p2pdiloco.protocol.ids import Digest, PeerId, RunId, ShardId
 from p2pdiloco.protocol.messages import CommitHeader, Evaluation, Head
 from p2pdiloco.protocol.ownership import ranked_owners
-from p2pdiloco.protocol.replication import Adoption
+from p2pdiloco.protocol.replication import Replication
 from p2pdiloco.protocol.state import Core
 
 
 class MachineView:
     """Of one machine, as it is now."""
 
-    def __init__(self, core: Core, adoption: Adoption, evaluations: Evaluations, budget: TokenBudget) -> None:
+    def __init__(self, core: Core, adoption: Replication, evaluations: Evaluations, budget: TokenBudget) -> None:
         self._core = core
         self._budget = budget
         self._adoption = adoption

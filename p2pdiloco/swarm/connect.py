@@ -17,7 +17,7 @@ import ipaddress
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
-from p2pdiloco.nat.rendezvous_client import Rendezvous
+from p2pdiloco.nat.rendezvous_client import RendezvousClient
 from p2pdiloco.net.handshake import HandshakeError
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.transport import addresses
@@ -35,11 +35,11 @@ UNNAMED_S = 2.0
 DIAL_S = 8.0
 
 
-class Ladder:
+class ConnectFallback:
     """See the module's rules. ``seen``: the hosts as which others see us."""
 
     def __init__(
-        self, transport: Transport, dialler: Dialler, rendezvous: Rendezvous, seen: Callable[[], Iterable[str]]
+        self, transport: Transport, dialler: Dialler, rendezvous: RendezvousClient, seen: Callable[[], Iterable[str]]
     ) -> None:
         self._transport = transport
         self._dialler = dialler

@@ -38,7 +38,7 @@ LOOK_S = 5.0
 """Between two looks at one."""
 
 
-class Twins:
+class DuplicateIdentity:
     """Those of ``me``, who takes part; ``end`` is called with the reason when one of them has begun earlier."""
 
     def __init__(self, me: PeerId, credentials: Credentials | None, host: Host, end: Callable[[str], None]) -> None:

@@ -29,7 +29,7 @@ UNMET_MOST_S = 30.0
 """At most, between two looks for meeting points where none is attended and somebody is missed."""
 
 
-class Curiosity:
+class LookupPolicy:
     """Of peer ``me`` about the others of its run. ``heard_of``: fingerprints of all whom others hear."""
 
     def __init__(self, me: PeerId, heard_of: Callable[[], frozenset[int]]) -> None:

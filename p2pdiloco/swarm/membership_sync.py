@@ -21,8 +21,8 @@ from typing import Protocol
 from p2pdiloco.access.certificates import NEVER, Role
 from p2pdiloco.access.members import Members, NotAMemberError
 from p2pdiloco.access.membership_log import join_statements, split_statements
-from p2pdiloco.net.abuse_limits import Allowance
-from p2pdiloco.net.authorization import MembersDoor
+from p2pdiloco.net.abuse_limits import RequestRateLimit
+from p2pdiloco.net.authorization import MemberAuthorizer
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.swarm.credentials import Credentials, MemberFiles
 from p2pdiloco.util import logs
@@ -66,7 +66,7 @@ class Links(Protocol):
         """``peer`` sent what cannot be read: too much of that ends its connection."""
 
 
-class Fellowship:
+class MembershipSync:
     """See the module's rules. ``spawn`` runs a coroutine beside; ``expelled`` hears why this peer is no member any
     more."""
 
@@ -81,7 +81,7 @@ class Fellowship:
     ) -> None:
         self.members = members
         self.mine = mine
-        self.door = MembersDoor(members, mine.chain, now_s)
+        self.door = MemberAuthorizer(members, mine.chain, now_s)
         self.links: Links
         """Set before the first connection."""
         self._files = files
@@ -91,9 +91,9 @@ class Fellowship:
         self._is_changed = False
         self._refused: Counter[PeerId] = Counter()
         self._ignored: set[PeerId] = set()
-        self._introduced = Allowance(at_once=INTRODUCED, per_s=INTRODUCED_PER_S)
-        self._vain = Allowance(at_once=VAIN, per_s=VAIN_PER_S)
-        self._answers = Allowance(at_once=ANSWERS, per_s=ANSWERS_PER_S)
+        self._introduced = RequestRateLimit(at_once=INTRODUCED, per_s=INTRODUCED_PER_S)
+        self._vain = RequestRateLimit(at_once=VAIN, per_s=VAIN_PER_S)
+        self._answers = RequestRateLimit(at_once=ANSWERS, per_s=ANSWERS_PER_S)
         files.load(members)
 
     # -- who may what ------------------------------------------------------------------------------------------------

@@ -30,9 +30,9 @@ from p2pdiloco.discovery.directory import Directory, DirectoryError
 from p2pdiloco.nat.messages import Reachable
 from p2pdiloco.net.endpoint import LEAVING
 from p2pdiloco.protocol.ids import PeerId, RunId
-from p2pdiloco.swarm.connect import Ladder
-from p2pdiloco.swarm.lookup_policy import Curiosity
-from p2pdiloco.swarm.membership_sync import Fellowship
+from p2pdiloco.swarm.connect import ConnectFallback
+from p2pdiloco.swarm.lookup_policy import LookupPolicy
+from p2pdiloco.swarm.membership_sync import MembershipSync
 from p2pdiloco.transport.transport import DialError, Impostor, PeerRefused, Transport
 from p2pdiloco.util import logs
 from p2pdiloco.util.files import write_atomically
@@ -47,7 +47,7 @@ ROUND_S = 2.0
 """Between two looks at who is to be dialled."""
 ANNOUNCE_S, ANNOUNCE_MOST_S = 10.0, 120.0
 """Between two announcements: as seldom as looks, since who keeps our record may go when others do; and beyond FEW peers
-more seldom in proportion (``Curiosity.seldom``), since who looks for a record's place is told all that is there."""
+more seldom in proportion (``LookupPolicy.seldom``), since who looks for a record's place is told all that is there."""
 NEWS_S = 1.0
 """Where we can be reached in another way than the record says."""
 TELL_S = 8.0
@@ -103,7 +103,7 @@ class _Known:
         self.direct_tries = 0
 
 
-class Roster:
+class PeerManager:
     """The peers of one run that this peer has heard of."""
 
     def __init__(
@@ -114,12 +114,12 @@ class Roster:
         record: Callable[[], PeerRecord],
         cache: Path,
         twin_seen: Callable[[PeerRecord], None],
-        fellowship: Fellowship,
-        ladder: Ladder,
+        membership_sync: MembershipSync,
+        ladder: ConnectFallback,
         heard_of: Callable[[], frozenset[int]] = frozenset,
     ) -> None:
         """``record``: of this peer, as far as others know better. ``twin_seen`` gets one that another process has
-        published. ``heard_of``: see ``Curiosity``."""
+        published. ``heard_of``: see ``LookupPolicy``."""
         self._run = run
         self._directory = directory
         self._transport = transport
@@ -128,14 +128,14 @@ class Roster:
         self._cache = cache
         self._known: dict[PeerId, _Known] = {}
         self._twin_seen = twin_seen
-        self._fellowship = fellowship
+        self._fellowship = membership_sync
         self.began_s = directory.now_s()
         self._announced_at = float("-inf")
         self._announced = PeerRecord(())
         self._told: dict[PeerId, tuple[str | None, PeerRecord]] = {}
         """Which life of each connected peer knows what of us."""
         self._saved: dict[str, list[str]] = {}
-        self._curiosity = Curiosity(transport.peer_id, heard_of)
+        self._curiosity = LookupPolicy(transport.peer_id, heard_of)
 
     @property
     def known(self) -> int:

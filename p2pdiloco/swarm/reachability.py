@@ -22,13 +22,13 @@ from typing import Self
 import msgspec
 
 from p2pdiloco.discovery.directory import Directory
-from p2pdiloco.nat.port_mapping import Lease, RouterPort
-from p2pdiloco.nat.rendezvous_client import POINTS, Rendezvous
-from p2pdiloco.nat.rendezvous_server import MeetingPoint
-from p2pdiloco.nat.request_router import IntroductionHandler
+from p2pdiloco.nat.port_mapping import Lease, PortMapping
+from p2pdiloco.nat.rendezvous_client import POINTS, RendezvousClient
+from p2pdiloco.nat.rendezvous_server import RendezvousServer
+from p2pdiloco.nat.request_router import RequestRouter
 from p2pdiloco.net.handshake import WIRE_VERSION
 from p2pdiloco.protocol.ids import PeerId
-from p2pdiloco.swarm.connect import Ladder
+from p2pdiloco.swarm.connect import ConnectFallback
 from p2pdiloco.swarm.lookup_policy import KnownPoints
 from p2pdiloco.transport import addresses, sockets
 from p2pdiloco.transport.dialer import Dialler
@@ -55,7 +55,7 @@ PLACES = 4
 """At which a record says that we can be met."""
 
 
-class Whereabouts:
+class Reachability:
     """See the module's rules; ``async with`` it, within the transport. ``announced``: addresses that the user says are
     ours. ``members``: what is known of the others. ``is_missing``: whether somebody is not connected who should be."""
 
@@ -64,7 +64,7 @@ class Whereabouts:
         identity: Identity,
         directory: Directory,
         transport: Transport,
-        handler: IntroductionHandler,
+        handler: RequestRouter,
         *,
         announced: Sequence[str],
         relay_bytes_per_s: float | None,
@@ -80,18 +80,20 @@ class Whereabouts:
         self._announced = list(announced)
         self._members = members
         self._tasks = Tasks(troubles)
-        outside, dialler = IntroductionHandler(Observer()), Dialler()
+        outside, dialler = RequestRouter(Observer()), Dialler()
         self._outside = Transport(identity, listen="", run="", version=WIRE_VERSION, handler=outside, observes=True)
-        self._rendezvous = Rendezvous(transport, self._outside, dialler, self._tasks, lambda peer: peer in members())
+        self._rendezvous = RendezvousClient(
+            transport, self._outside, dialler, self._tasks, lambda peer: peer in members()
+        )
         self._rendezvous.points_of = lambda peer: members()[peer].points if peer in members() else ()
         handler.rendezvous = outside.rendezvous = self._rendezvous
-        self._point = handler.point = MeetingPoint(transport, relay_bytes_per_s)
-        self.ladder = Ladder(transport, dialler, self._rendezvous, lambda: self.seen)
+        self._point = handler.point = RendezvousServer(transport, relay_bytes_per_s)
+        self.ladder = ConnectFallback(transport, dialler, self._rendezvous, lambda: self.seen)
         self._asked_at: dict[PeerId, float] = {}
         self._said = ""
         self._is_directory_told = False
         self._maps_port = maps_port
-        self._router: RouterPort | None = None
+        self._router: PortMapping | None = None
 
     async def __aenter__(self) -> Self:
         await self._tasks.__aenter__()
@@ -183,7 +185,7 @@ class Whereabouts:
         """For a port, where there may be a router."""
         hosts = (ipaddress.ip_address(addresses.parse(text).host) for text in self._transport.listen_addresses())
         if self._maps_port and not self._announced and any(not ip.is_global and not ip.is_loopback for ip in hosts):
-            self._router = RouterPort(self.port)
+            self._router = PortMapping(self.port)
             self._tasks.keep(partial(self._router.keep, self._asked_at.clear), name="router")
 
     async def keep(self, say: Callable[[str], None]) -> None:
@@ -279,9 +281,9 @@ async def looked_up(directory: Directory, listen: Sequence[str], patience_s: flo
     Raises:
         OSError: the port is taken.
     """
-    identity, handler, said = Identity.ephemeral(), IntroductionHandler(Observer()), asyncio.Event()
+    identity, handler, said = Identity.ephemeral(), RequestRouter(Observer()), asyncio.Event()
     async with Transport(identity, listen=listen, run="", version=WIRE_VERSION, handler=handler) as transport:
-        whereabouts = Whereabouts(
+        reachability = Reachability(
             identity,
             directory,
             transport,
@@ -292,13 +294,13 @@ async def looked_up(directory: Directory, listen: Sequence[str], patience_s: flo
             members=dict,
             is_missing=lambda: True,
         )
-        async with whereabouts:
-            keeping = asyncio.create_task(whereabouts.keep(lambda _: said.set()), name="look around")
+        async with reachability:
+            keeping = asyncio.create_task(reachability.keep(lambda _: said.set()), name="look around")
             try:
                 await asyncio.wait_for(said.wait(), patience_s)
                 with suppress(TimeoutError):
                     async with asyncio.timeout(patience_s):
-                        await whereabouts.mapped()
+                        await reachability.mapped()
                         said.clear()
                         await said.wait()
             except TimeoutError:
@@ -306,4 +308,4 @@ async def looked_up(directory: Directory, listen: Sequence[str], patience_s: flo
             finally:
                 keeping.cancel()
                 await asyncio.gather(keeping, return_exceptions=True)
-            return whereabouts.is_dialable, whereabouts.sentence()
+            return reachability.is_dialable, reachability.sentence()

@@ -29,7 +29,7 @@ SHORTEST = 0.7
 """Of a pause; drawn, so that peers that began together do not go on together."""
 
 
-class Announcement:
+class RunAnnouncer:
     """Of ``manifest``'s run by this peer. ``others``: how many of its peers are connected here."""
 
     def __init__(self, manifest: Manifest, directory: Directory, others: Callable[[], int]) -> None:

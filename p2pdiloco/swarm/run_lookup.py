@@ -14,13 +14,13 @@ import msgspec
 from p2pdiloco.access.certificates import Role
 from p2pdiloco.access.invite_code import Invite
 from p2pdiloco.discovery.directory import AddressBook, Directory, DirectoryError
-from p2pdiloco.nat.rendezvous_client import Rendezvous
-from p2pdiloco.net.authorization import JoinersDoor
+from p2pdiloco.nat.rendezvous_client import RendezvousClient
+from p2pdiloco.net.authorization import JoinerAuthorizer
 from p2pdiloco.net.handshake import WIRE_VERSION
 from p2pdiloco.protocol.ids import PeerId, RunId
 from p2pdiloco.protocol.manifest import Layout, Manifest
 from p2pdiloco.protocol.manifest_validation import MAX_MANIFEST_BYTES, decode_manifest
-from p2pdiloco.swarm.connect import Ladder
+from p2pdiloco.swarm.connect import ConnectFallback
 from p2pdiloco.swarm.credentials import Credentials, accepted
 from p2pdiloco.transport import addresses, port_memory
 from p2pdiloco.transport.dialer import Dialler
@@ -116,7 +116,7 @@ def observer_transport(identity: Identity, credentials: Credentials | None = Non
     """A transport that does not listen, and only asks; in a private run, with a certificate by our ``credentials``."""
     if credentials is None:
         return Transport(identity, listen="", run="", version=WIRE_VERSION, handler=Observer())
-    door = JoinersDoor(credentials.extended(identity.peer_id, Role.OBSERVER))
+    door = JoinerAuthorizer(credentials.extended(identity.peer_id, Role.OBSERVER))
     return Transport(
         identity, listen="", run=credentials.run, version=WIRE_VERSION, handler=Observer(), door=door, observes=True
     )
@@ -162,12 +162,14 @@ def pick_runs(runs: dict[RunId, RunRecord], wanted: str | None) -> dict[RunId, R
 
 
 @contextlib.asynccontextmanager
-async def ladder_of(transport: Transport, is_known: Callable[[PeerId], bool]) -> AsyncIterator[Ladder]:
+async def ladder_of(transport: Transport, is_known: Callable[[PeerId], bool]) -> AsyncIterator[ConnectFallback]:
     """For a ``transport`` that only asks: peers by their addresses, or through meeting points. ``is_known``: whom it
     wants."""
     async with observer_transport(Identity.ephemeral()) as outside, Tasks() as tasks:
         dialler = Dialler()
-        yield Ladder(transport, dialler, Rendezvous(transport, outside, dialler, tasks, is_known), lambda: ())
+        yield ConnectFallback(
+            transport, dialler, RendezvousClient(transport, outside, dialler, tasks, is_known), lambda: ()
+        )
 
 
 async def dial_any(
@@ -226,7 +228,7 @@ async def _reached(
 
 
 async def _climb_to(
-    ladder: Ladder, peer: PeerId, record: bytes, reasons: dict[PeerId, str]
+    ladder: ConnectFallback, peer: PeerId, record: bytes, reasons: dict[PeerId, str]
 ) -> PeerId | PeerRefused | None:
     """The peer; or its refusal, which another try would not change; or None, and the reason in ``reasons``."""
     try:

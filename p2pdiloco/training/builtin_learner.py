@@ -23,12 +23,12 @@ from torch import Tensor, nn
 
 from p2pdiloco.protocol.data_blocks import Block
 from p2pdiloco.protocol.manifest import InnerConfig, Layout, Manifest
-from p2pdiloco.training.data_supply import Supply
+from p2pdiloco.training.data_supply import DataSupply
 from p2pdiloco.training.dataset_files import Corpus
 from p2pdiloco.training.evaluation import given_samples, held_out_loss
 from p2pdiloco.training.ipc_channel import Channel
 from p2pdiloco.training.models import build, generate, loss, vocabulary
-from p2pdiloco.training.node_link import OuterLink
+from p2pdiloco.training.node_link import NodeLink
 from p2pdiloco.training.node_reconnect import Reunion
 from p2pdiloco.training.optimizer_state import InnerStateError, Keeper, put, take
 from p2pdiloco.training.optimizers import inner_optimizers, learning_rate
@@ -140,10 +140,10 @@ class Learner:
         self._config = config
         self._device = torch.device(device)
         self._corpus = corpus
-        self._supply = Supply(manifest, corpus, incarnation)
+        self._supply = DataSupply(manifest, corpus, incarnation)
         self._model = build(config.model, config.seed, manifest.tensors, base).to(self._device)
         self._flat = FlatParameters(trainable(self._model), manifest.tensors, layout)
-        self._link = OuterLink(
+        self._link = NodeLink(
             self, self._flat, vectors, Channel(connection), last_step=config.inner.steps, reunion=reunion
         )
         self._optimizers = inner_optimizers(self._model, config.inner)

@@ -32,7 +32,7 @@ BATCH_BYTES = 32 << 20
 log = logging.getLogger("p2pdiloco")
 
 
-class SideStream:
+class CudaCopies:
     """One stream beside the training's, on ``device`` (CUDA)."""
 
     def __init__(self, device: torch.device) -> None:

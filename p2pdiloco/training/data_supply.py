@@ -13,7 +13,7 @@ from p2pdiloco.training.corpus import Batches, Blocks, data_digest
 from p2pdiloco.training.dataset_files import Corpus
 
 
-class Supply:
+class DataSupply:
     """Batches without end: training never waits for data. ``incarnation`` seeds the random ones."""
 
     def __init__(self, manifest: Manifest, corpus: Corpus, incarnation: str) -> None:

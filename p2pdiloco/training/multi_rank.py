@@ -31,7 +31,7 @@ from p2pdiloco.training.shared_memory import NoVectors, Vectors
 from p2pdiloco.wire import learner_ipc
 
 
-class Island:
+class RankGroup:
     """The ranks of ``group``. Every method but the properties is to be called by all of them."""
 
     def __init__(self, group: dist.ProcessGroup | None, patience_s: float) -> None:
@@ -44,19 +44,19 @@ class Island:
         )
         self.is_leader = dist.get_rank() == self._leader
 
-    def visit(self, own: Visit | None) -> IslandVisit:
+    def visit(self, own: Visit | None) -> RankGroupVisit:
         """All ranks' node; ``own`` is the leader's, the only one that meets it."""
-        return IslandVisit(self, own)
+        return RankGroupVisit(self, own)
 
-    def meeting(self, own: Meeting | None) -> IslandMeeting:
+    def meeting(self, own: Meeting | None) -> RankGroupMeeting:
         """Where all ranks look out for the next node; ``own`` is the leader's."""
-        return IslandMeeting(self, own)
+        return RankGroupMeeting(self, own)
 
     def parameters(
         self, named: Iterable[tuple[str, Tensor]], tensors: Sequence[TensorSpec], layout: Layout
-    ) -> IslandParameters:
+    ) -> RankGroupParameters:
         """All ranks' parameters as the flat vector. Raises ValueError: they are not the tensors of the manifest."""
-        return IslandParameters(named, tensors, layout, self)
+        return RankGroupParameters(named, tensors, layout, self)
 
     def gather(self, named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
         """The full parameters, float32, at the leader; nothing at the others."""
@@ -112,10 +112,10 @@ class Island:
         dist.broadcast(tensor, src=self._leader, group=group)
 
 
-class IslandChannel:
+class RankGroupChannel:
     """What ``Channel`` is to one process: the same commands for all ranks at the same step; the leader answers."""
 
-    def __init__(self, island: Island, channel: Channel | None) -> None:
+    def __init__(self, island: RankGroup, channel: Channel | None) -> None:
         """``channel``: the leader's; the other ranks have none."""
         self._island = island
         self._channel = channel
@@ -149,10 +149,10 @@ class IslandChannel:
         return self._channel is None or self._channel.flush(timeout_s)
 
 
-class IslandMeeting:
+class RankGroupMeeting:
     """Where an island looks out for its node: the leader does, and tells the others at each step."""
 
-    def __init__(self, island: Island, meeting: Meeting | None) -> None:
+    def __init__(self, island: RankGroup, meeting: Meeting | None) -> None:
         """``meeting``: the leader's."""
         self._island = island
         self._meeting = meeting
@@ -165,7 +165,7 @@ class IslandMeeting:
         self.is_over = False
         return self.is_open
 
-    def poll(self) -> IslandVisit | None:
+    def poll(self) -> RankGroupVisit | None:
         """Who came to the leader."""
         visit = None if self._meeting is None else self._meeting.poll()
         is_over = self._meeting is not None and self._meeting.is_over
@@ -174,7 +174,7 @@ class IslandMeeting:
         if not has_come:
             return None
         self.is_open = False
-        return IslandVisit(self._island, visit)
+        return RankGroupVisit(self._island, visit)
 
     def close(self) -> None:
         """Look out no more."""
@@ -183,21 +183,21 @@ class IslandMeeting:
             self._meeting.close()
 
 
-class IslandVisit:
+class RankGroupVisit:
     """The node's next life, which has come to the leader."""
 
-    def __init__(self, island: Island, visit: Visit | None) -> None:
+    def __init__(self, island: RankGroup, visit: Visit | None) -> None:
         """``visit``: the leader's."""
         self._island = island
         self._visit = visit
 
-    def attach(self, elements: int) -> tuple[Vectors, IslandChannel]:
+    def attach(self, elements: int) -> tuple[Vectors, RankGroupChannel]:
         """As ``Visit.attach``; the others have neither memory nor link."""
         if self._visit is None:
-            return NoVectors(), IslandChannel(self._island, None)
+            return NoVectors(), RankGroupChannel(self._island, None)
         vectors, channel = self._visit.attach(elements)
         assert isinstance(channel, Channel)
-        return vectors, IslandChannel(self._island, channel)
+        return vectors, RankGroupChannel(self._island, channel)
 
 
 class _Part:
@@ -207,11 +207,11 @@ class _Part:
         self.first, self.last, self.start, self.stop = first, last, start, stop
 
 
-class IslandParameters:
+class RankGroupParameters:
     """What ``FlatParameters`` is to one process. ``vector`` is the leader's; other ranks may give anything."""
 
     def __init__(
-        self, named: Iterable[tuple[str, Tensor]], tensors: Sequence[TensorSpec], layout: Layout, island: Island
+        self, named: Iterable[tuple[str, Tensor]], tensors: Sequence[TensorSpec], layout: Layout, island: RankGroup
     ) -> None:
         """Raises:
         ValueError: the parameters are not the tensors of the manifest.

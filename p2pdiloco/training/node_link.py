@@ -61,7 +61,7 @@ from p2pdiloco.wire.learner_ipc import (
 )
 
 if TYPE_CHECKING:
-    from p2pdiloco.training.multi_rank import IslandChannel, IslandParameters
+    from p2pdiloco.training.multi_rank import RankGroupChannel, RankGroupParameters
 
 
 # -- Whether what a learner trains may be merged: its losses and the copies of its fragments are finite, and its -------
@@ -163,7 +163,7 @@ class Trainer(Protocol):
 class Visit(Protocol):
     """The node's next life has come (``reunion.Found``)."""
 
-    def attach(self, elements: int) -> tuple[Vectors, Channel | IslandChannel]:
+    def attach(self, elements: int) -> tuple[Vectors, Channel | RankGroupChannel]:
         """Its memory and the link to it. Raises ValueError: the memory is that of another model."""
 
 
@@ -192,7 +192,7 @@ class NodeEnd(NamedTuple):
     """What is shared with one life of the node."""
 
     vectors: Vectors
-    channel: Channel | IslandChannel
+    channel: Channel | RankGroupChannel
 
 
 class Counts:
@@ -206,15 +206,15 @@ class Counts:
         """Copies since the last ``Progress``."""
 
 
-class OuterLink:
+class NodeLink:
     """The connection, the shared vectors and the model's parameters as the run's flat vector."""
 
     def __init__(
         self,
         trainer: Trainer,
-        flat: FlatParameters | IslandParameters,
+        flat: FlatParameters | RankGroupParameters,
         vectors: Vectors,
-        channel: Channel | IslandChannel,
+        channel: Channel | RankGroupChannel,
         *,
         last_step: int,
         reunion: Meeting | None = None,

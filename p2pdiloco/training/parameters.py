@@ -21,7 +21,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from p2pdiloco.protocol.ids import FragmentId, ShardId
 from p2pdiloco.protocol.manifest import Layout, TensorSpec
-from p2pdiloco.training.cuda_copies import Finished, SideStream
+from p2pdiloco.training.cuda_copies import CudaCopies, Finished
 
 MOST_TOLD = 3
 """Tensors that differ."""
@@ -57,10 +57,10 @@ class FlatParameters:
         self._placed = [(parameters[index], start) for index, start in zip(layout.order, layout.starts, strict=True)]
         self._shards = tuple(_pieces(placed, shard.start, shard.stop) for shard in layout.shards)
         self.layout = layout
-        self._side: SideStream | None = None
+        self._side: CudaCopies | None = None
         devices = {parameter.device for parameter in parameters}
         if len(devices) == 1 and (device := devices.pop()).type == "cuda":
-            self._side = SideStream(device)
+            self._side = CudaCopies(device)
         self.everything: tuple[ShardId, ...] = tuple(shard.shard for shard in layout.shards)
         """All shards, for ``copy_from`` and ``copy_to``."""
 

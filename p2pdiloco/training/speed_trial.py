@@ -25,7 +25,7 @@ from msgspec import Meta
 from p2pdiloco.training import learner_main
 from p2pdiloco.training.builtin_learner import inner_step
 from p2pdiloco.training.corpus import load_corpus
-from p2pdiloco.training.data_supply import Supply
+from p2pdiloco.training.data_supply import DataSupply
 from p2pdiloco.training.models import build
 from p2pdiloco.training.optimizers import inner_optimizers
 from p2pdiloco.training.thread_tuning import ThreadChoice
@@ -35,7 +35,7 @@ LAST = 20
 """Steps whose median counts."""
 
 
-class Trial(msgspec.Struct, frozen=True, kw_only=True):
+class SpeedTrial(msgspec.Struct, frozen=True, kw_only=True):
     """What was measured."""
 
     tokens_per_s: Annotated[float, Meta(ge=0.0)] = 0.0
@@ -61,12 +61,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         found = measured(options)
     except (OSError, ValueError, RuntimeError) as error:
-        found = Trial(trouble=str(error)[:2000] or type(error).__name__)
+        found = SpeedTrial(trouble=str(error)[:2000] or type(error).__name__)
     sys.stdout.write(msgspec.json.encode(found).decode() + "\n")
     return 2 if found.trouble else 0
 
 
-def measured(options: argparse.Namespace) -> Trial:
+def measured(options: argparse.Namespace) -> SpeedTrial:
     """Make steps for ``options.seconds``.
 
     Raises:
@@ -75,7 +75,7 @@ def measured(options: argparse.Namespace) -> Trial:
     device, manifest = learner_main.setting(options)
     config = manifest.config
     corpus = load_corpus(config.data, options.data, options.tokenizer, context=config.model.context)
-    supply = Supply(manifest, corpus, "trial")
+    supply = DataSupply(manifest, corpus, "trial")
     model = build(config.model, config.seed, manifest.tensors, options.model).to(device)
     optimizers = inner_optimizers(model, config.inner)
     choice = ThreadChoice(torch.get_num_threads()) if device.type == "cpu" and not options.threads else None
@@ -91,7 +91,7 @@ def measured(options: argparse.Namespace) -> Trial:
         if choice is not None and (number := choice.stepped(took_s)) is not None:
             torch.set_num_threads(number)
     step_s = statistics.median(times[1:][-LAST:])
-    return Trial(
+    return SpeedTrial(
         tokens_per_s=config.inner.batch * config.model.context / step_s,
         step_s=step_s,
         steps=len(times),

@@ -29,7 +29,7 @@ OTHER_STEPS = 50
 """Of another optimizer, without one of ours in between: they are no part of one step, as a GAN's two are."""
 
 
-class Tally:
+class StepCounter:
     """Counts for the steps of ``optimizer``; each is ``tokens_per_step`` if nothing else is counted."""
 
     def __init__(

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, Subset
 
-from p2pdiloco.training.node_link import OuterLink
+from p2pdiloco.training.node_link import NodeLink
 from p2pdiloco.training.sampler import FirstBatches, OwnSamples, share_loader
 
 log = logging.getLogger("p2pdiloco")
@@ -30,7 +30,7 @@ class SwarmView:
     def __init__(self, model: nn.Module, *, has_run: bool) -> None:
         self._model = model
         self._has_run = has_run
-        self._link: OuterLink | None = None
+        self._link: NodeLink | None = None
         self._is_linked = False
         """A node is there, or looked for."""
         self._batches = FirstBatches()
@@ -106,7 +106,7 @@ class SwarmView:
         swarm = None if self._link is None else self._link.swarm
         return ("", ()) if swarm is None else (swarm.me, swarm.peers)
 
-    def _look_at_batches(self, link: OuterLink) -> None:
+    def _look_at_batches(self, link: NodeLink) -> None:
         """Tell the first batches, and warn if somebody else trains them."""
         if news := self._batches.news():
             link.batches(news)

@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from p2pdiloco.net.abuse_limits import Exclusion, Reception, Room, machine_of
+from p2pdiloco.net.abuse_limits import Exclusion, HandshakeQueue, Room, machine_of
 from p2pdiloco.net.handshake import ANYBODY, Dialled, HandshakeError, MismatchError, Role
 from p2pdiloco.net.limits import TransportLimits
 from p2pdiloco.protocol.ids import PeerId
@@ -152,7 +152,7 @@ class Visitor:
         """Of which the kernel tells; 0: it is not asked."""
 
 
-class Anteroom:
+class HandshakePool:
     """See the module's rules. ``let_in``: proves who greets, closes the socket if nothing comes of it, and returns
     whether something has. ``turned_away``: is told of each that is closed here: its host and why. ``takers``: by the
     first byte of what is no connection."""
@@ -172,7 +172,7 @@ class Anteroom:
         self._wait_s = limits.connection.handshake_s
         self._tasks = tasks
         self._silent: Room[Visitor] = Room(limits.silent)
-        self._reception: Reception[Visitor] = Reception(
+        self._reception: HandshakeQueue[Visitor] = HandshakeQueue(
             per_s=limits.failures_per_s, at_once=limits.failures_at_once, places=limits.silent
         )
         self._exclusion = Exclusion(failures=limits.shut_out_after, time_s=limits.shut_out_s)
@@ -385,7 +385,7 @@ Again = Callable[[PeerId, Dialled], Awaitable[PeerId]]
 """Makes a further direct connection to a peer that was met at a meeting point."""
 
 
-class Strangers:
+class ConnectionSetup:
     """See the module's rules. ``others``: by the first byte of what is no connection (a meeting point's lines, the
     directory's daemon); ``again``: of whoever meets peers; none at first."""
 
@@ -404,7 +404,7 @@ class Strangers:
         self._congestion = limits.congestion
         self._close_s = limits.connection.part_s
         self.others: dict[bytes, Taker] = {}
-        self._anteroom = Anteroom(self._accept, self._tell, takers=self.others, limits=limits, tasks=tasks)
+        self._anteroom = HandshakePool(self._accept, self._tell, takers=self.others, limits=limits, tasks=tasks)
         self.again: Again | None = None
         self._minute = float("-inf")
         self._failures = 0

@@ -12,7 +12,7 @@ import asyncio
 import socket
 from collections.abc import Sequence
 
-from p2pdiloco.net.abuse_limits import Dials
+from p2pdiloco.net.abuse_limits import DialRateLimit
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.transport import addresses
 from p2pdiloco.transport.addresses import Address
@@ -26,7 +26,7 @@ class Dialler:
     """One a process: what is dialled for the run's peers and for meeting points counts together."""
 
     def __init__(self) -> None:
-        self._dials = Dials()
+        self._dials = DialRateLimit()
 
     def may_dial(self, peer: PeerId, address: Address) -> bool:
         """Whether ``peer`` may be dialled at that numeric address, on others' word; it counts as in vain until it has

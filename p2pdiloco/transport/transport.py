@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from p2pdiloco.net import events as ev
-from p2pdiloco.net.authorization import Door
+from p2pdiloco.net.authorization import Authorizer
 from p2pdiloco.net.bandwidth import Traffic
 from p2pdiloco.net.connection import Connection
 from p2pdiloco.net.endpoint import LEAVING, Endpoint
@@ -30,7 +30,7 @@ from p2pdiloco.net.send_queue import Slice
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.transport import addresses, sockets
 from p2pdiloco.transport.addresses import Address
-from p2pdiloco.transport.connection_setup import Strangers
+from p2pdiloco.transport.connection_setup import ConnectionSetup
 from p2pdiloco.transport.identity import Identity, verify
 from p2pdiloco.transport.sockets import DialError, Impostor, Listeners, PeerRefused
 from p2pdiloco.transport.tls import TlsContexts, remote_fingerprint
@@ -46,7 +46,7 @@ LEAST_WAIT_S = 0.001
 """Event loops count in milliseconds; what waits for less would spin."""
 
 
-class Pump:
+class EndpointDriver:
     """Call ``turn`` after everything that happens to ``endpoint``. ``start`` it within the event loop."""
 
     def __init__(
@@ -184,7 +184,7 @@ class Observer:
 class Requests:
     """Ours and the others'."""
 
-    def __init__(self, endpoint: Endpoint, pump: Pump, tasks: Tasks, handler: TransportHandler) -> None:
+    def __init__(self, endpoint: Endpoint, pump: EndpointDriver, tasks: Tasks, handler: TransportHandler) -> None:
         self._endpoint = endpoint
         self._pump = pump
         self._tasks = tasks
@@ -269,7 +269,7 @@ class Transport:
         version: int,
         handler: TransportHandler,
         limits: TransportLimits | None = None,
-        door: Door | None = None,
+        door: Authorizer | None = None,
         observes: bool = False,
     ) -> None:
         self._limits = limits or TransportLimits()
@@ -290,10 +290,12 @@ class Transport:
             observes=observes,
         )
         self._endpoint = Endpoint(self._greeter, self._limits)
-        self._pump = Pump(self._endpoint, self._tell, lambda connection, piece: self._channels[connection].write(piece))
+        self._pump = EndpointDriver(
+            self._endpoint, self._tell, lambda connection, piece: self._channels[connection].write(piece)
+        )
         self._tls = TlsContexts()
         self._tasks = Tasks()
-        self.strangers = Strangers(
+        self.strangers = ConnectionSetup(
             self._new_channel,
             self._give_up,
             tls=self._tls,

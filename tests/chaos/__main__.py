@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from p2pdiloco.cli.argument_types import at_least, between, file
-from p2pdiloco.cli.errors import FAILED, INTERRUPTED, REPAIR, Complaint, complaining
+from p2pdiloco.cli.errors import FAILED, INTERRUPTED, REPAIR, CommandError, as_command_errors
 from p2pdiloco.cli.main import program
 from p2pdiloco.demo.local_swarm import SwarmError
 from p2pdiloco.util.logs import printable
@@ -57,7 +57,7 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
 
 async def run(arguments: argparse.Namespace) -> int:
     """Schedule, run, judge, draw."""
-    with complaining(repair=(PlanError,), nobody=()):
+    with as_command_errors(repair=(PlanError,), nobody=()):
         plan = read_plan(find_plan(arguments.plan), peers=arguments.peers, seconds=arguments.seconds)
         out = _fresh_folder(arguments.out.resolve())
         schedule = draw_schedule(plan, arguments.seed)
@@ -74,7 +74,7 @@ async def run(arguments: argparse.Namespace) -> int:
             print(f"\ninterrupted; {len(runner.remaining())} processes left")
             return INTERRUPTED
         except SwarmError as error:
-            raise Complaint(str(error), FAILED) from error
+            raise CommandError(str(error), FAILED) from error
         return await asyncio.to_thread(_judge, out, arguments.json)
 
 
@@ -85,9 +85,9 @@ def _fresh_folder(out: Path) -> Path:
         Complaint: it holds something that is no chaos run.
     """
     if out.exists() and not out.is_dir():
-        raise Complaint(f"--out {out} is a file: name a folder", REPAIR)
+        raise CommandError(f"--out {out} is a file: name a folder", REPAIR)
     if out.exists() and any(out.iterdir()) and not (out / "schedule.json").exists():
-        raise Complaint(f"--out {out} holds something else than a chaos run: name another folder", REPAIR)
+        raise CommandError(f"--out {out} holds something else than a chaos run: name another folder", REPAIR)
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
     return out
@@ -98,7 +98,7 @@ def _judge(out: Path, json_path: Path | None) -> int:
     try:
         evidence = read_evidence(out)
     except EvidenceError as error:
-        raise Complaint(str(error), FAILED) from error
+        raise CommandError(str(error), FAILED) from error
     verdicts = judge(evidence)
     for verdict in verdicts:
         print(f"  {'kept  ' if verdict.is_kept else 'BROKEN'}  {verdict.name:<22} {printable(verdict.sentence)}")

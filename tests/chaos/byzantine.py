@@ -20,7 +20,7 @@ from p2pdiloco.codec.shard_codec import Bodies
 from p2pdiloco.protocol import aggregation, block_assignment, heartbeat
 from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol.config import BATCH_ROOM, RANGE_TURNS
-from p2pdiloco.protocol.contributions import Carry, Contributions
+from p2pdiloco.protocol.contributions import Contributions, DeltaReconciliation
 from p2pdiloco.protocol.ids import Digest
 from p2pdiloco.protocol.messages import MAX_CLAIMS, Head, Heads
 from p2pdiloco.transport.transport import Transport
@@ -97,16 +97,16 @@ def _is_many_tokens(message: msg.Message) -> bool:
 
 def _others() -> None:
     """Its commits name a learner of the first contributor's peer with 2^50 tokens."""
-    sound = aggregation.Merges.commit
+    sound = aggregation.Aggregation.commit
 
-    def commit(self: aggregation.Merges, event: Any) -> Any:
+    def commit(self: aggregation.Aggregation, event: Any) -> Any:
         header = sound(self, event)
         if header is None:
             return None
         first = header.contributors[0]
         return replace(header, contributors=(replace(first, tokens_to=first.tokens_from + MANY_TOKENS),))
 
-    _put(aggregation.Merges, "commit", commit)
+    _put(aggregation.Aggregation, "commit", commit)
 
 
 def _steps() -> None:
@@ -117,7 +117,7 @@ def _steps() -> None:
 def _heads() -> None:
     """With each heartbeat all are told of heads that are 1,000 versions ahead."""
 
-    def ahead(self: heartbeat.Presence) -> Heads:
+    def ahead(self: heartbeat.Heartbeats) -> Heads:
         known = (self.core.head(chain.shard) for chain in self.core.chains if chain.head is not None)
         heads = (Head(h.shard, h.version + FAR_VERSIONS, Digest(h.id[::-1]), h.tokens + HEAVIER) for h in known)
         return Heads(tuple(heads), self.core.step)
@@ -125,34 +125,34 @@ def _heads() -> None:
     _tell_all(ahead)
 
 
-def _tell_all(message: Callable[[heartbeat.Presence], msg.Message]) -> None:
-    sound = heartbeat.Presence.greet
+def _tell_all(message: Callable[[heartbeat.Heartbeats], msg.Message]) -> None:
+    sound = heartbeat.Heartbeats.greet
 
-    def greet(self: heartbeat.Presence, views: Any) -> None:
+    def greet(self: heartbeat.Heartbeats, views: Any) -> None:
         known = list(views)
         sound(self, known)
         self.core.send(tuple(view.peer for view in known), message(self))
 
-    _put(heartbeat.Presence, "greet", greet)
+    _put(heartbeat.Heartbeats, "greet", greet)
 
 
 def _blocks() -> None:
     """It claims as many blocks of data as a message holds."""
-    _put(block_assignment.Workload, "claims", lambda self: tuple(range(MAX_CLAIMS)))
+    _put(block_assignment.BlockAssignment, "claims", lambda self: tuple(range(MAX_CLAIMS)))
 
 
 def _weight() -> None:
     """It asks to own all that there is, and never merges."""
-    sound = heartbeat.Presence.greet
+    sound = heartbeat.Heartbeats.greet
 
-    def greet(self: heartbeat.Presence, views: Any) -> None:
+    def greet(self: heartbeat.Heartbeats, views: Any) -> None:
         honest = self.core.config
         self.core.config = replace(honest, weight=HEAVY)
         sound(self, views)
         self.core.config = honest
 
-    _put(heartbeat.Presence, "greet", greet)
-    _put(aggregation.Merges, "consider", lambda self, shard: None)
+    _put(heartbeat.Heartbeats, "greet", greet)
+    _put(aggregation.Aggregation, "consider", lambda self, shard: None)
 
 
 def _tiny() -> None:
@@ -184,7 +184,7 @@ def _noise() -> None:
 def _give(values: Callable[[torch.Tensor], torch.Tensor], how: quantization.Recipe | None = None) -> None:
     """Outer gradients are ``values`` of what the learner has found, float32 [elements]. It begins anew from each
     version, since what it gave is not what it has."""
-    sound, moves = quantization.encode_vector, Carry.moves
+    sound, moves = quantization.encode_vector, DeltaReconciliation.moves
 
     def encode_vector(
         honest: quantization.Recipe, x: torch.Tensor, less: torch.Tensor | None = None, room: int = 0
@@ -193,12 +193,12 @@ def _give(values: Callable[[torch.Tensor], torch.Tensor], how: quantization.Reci
             return sound(honest, x, room=room)
         return sound(how or honest, values(x - less), room=room)
 
-    def reset(self: Carry, *arguments: Any) -> Any:
+    def reset(self: DeltaReconciliation, *arguments: Any) -> Any:
         learner, *_ = moves(self, *arguments)
         return learner, (), (), True
 
     _put(quantization, "encode_vector", encode_vector)
-    _put(Carry, "moves", reset)
+    _put(DeltaReconciliation, "moves", reset)
 
 
 def _is_given(message: msg.Message) -> bool:

@@ -17,7 +17,7 @@ from p2pdiloco.codec import compression
 from p2pdiloco.nat import messages, port_mapping_codec
 from p2pdiloco.nat.introducer import Introducer
 from p2pdiloco.net import frames
-from p2pdiloco.net.authorization import OpenDoor
+from p2pdiloco.net.authorization import OpenAuthorizer
 from p2pdiloco.net.endpoint import Endpoint
 from p2pdiloco.net.handshake import Dialled, Greeter, Handshake, Hello, Role
 from p2pdiloco.net.limits import TransportLimits
@@ -96,7 +96,7 @@ def _greeter() -> Greeter:
         sign=FOUNDER.sign,
         verify=verify,
         nonce=lambda: os.urandom(32),
-        door=OpenDoor(),
+        door=OpenAuthorizer(),
     )
 
 

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 from tests.peer_sim.worker import outcomes, prepare
 
 if TYPE_CHECKING:
-    from p2pdiloco.peer.learner_supervisor import Ward
+    from p2pdiloco.peer.learner_supervisor import SupervisedLearner
 
 SEEDS = (0, 1, 15)
 
 
-def state(of: Ward) -> str | None:
+def state(of: SupervisedLearner) -> str | None:
     if "has_blocks" not in vars(of):
         return None
     if of.process is None:
@@ -25,9 +25,9 @@ def main() -> None:
     prepare(None)
     from watch import attributes_of
 
-    from p2pdiloco.peer.learner_supervisor import Ward
+    from p2pdiloco.peer.learner_supervisor import SupervisedLearner
 
-    with attributes_of(Ward, state) as picture:
+    with attributes_of(SupervisedLearner, state) as picture:
         list(outcomes(SEEDS))
     print(picture.mermaid(), end="")
 

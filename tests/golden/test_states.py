@@ -13,7 +13,7 @@ from test_net_endpoint import talk
 from two_endpoints import World, small_parts
 from watch import attributes_of, calls_of
 
-from p2pdiloco.net.connection import Closure, Connection
+from p2pdiloco.net.connection import CloseState, Connection
 from p2pdiloco.protocol.machine import Machine
 from tests.machine_sim.seeds import run_seed
 
@@ -34,7 +34,7 @@ def connection_state(of: Connection) -> str | None:
 
 def connections() -> str:
     """Two endpoints that both dial, whose connections are cut, and that part."""
-    with attributes_of(Connection, connection_state, Closure) as picture:
+    with attributes_of(Connection, connection_state, CloseState) as picture:
         for seed in range(12):
             with small_parts():
                 world = World(seed)

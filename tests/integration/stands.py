@@ -14,7 +14,7 @@ import uvloop
 from swarm import LOOPBACK
 
 from p2pdiloco.discovery.directory import Directory
-from p2pdiloco.net.authorization import Door
+from p2pdiloco.net.authorization import Authorizer
 from p2pdiloco.net.handshake import WIRE_VERSION
 from p2pdiloco.protocol.ids import PeerId, RunId
 from p2pdiloco.transport.identity import Identity
@@ -41,7 +41,7 @@ async def stand(
     name: str,
     version: int = WIRE_VERSION,
     manifest: bytes = b"\x80 not the manifest",
-    door: Door | None = None,
+    door: Authorizer | None = None,
 ) -> AsyncIterator[None]:
     """A peer that announces ``run`` in the directory; with a ``door`` that is private, itself alone."""
     handler = Liar(manifest)

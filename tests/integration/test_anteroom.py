@@ -14,7 +14,7 @@ import uvloop
 from p2pdiloco.net.limits import ConnectionLimits, TransportLimits
 from p2pdiloco.transport import connection_setup, sockets
 from p2pdiloco.transport.addresses import parse
-from p2pdiloco.transport.connection_setup import SIEVE_S, Anteroom
+from p2pdiloco.transport.connection_setup import SIEVE_S, HandshakePool
 from p2pdiloco.util.tasks import Tasks
 
 LIMITS = TransportLimits(
@@ -70,7 +70,7 @@ async def house(*, is_proved: bool = True) -> AsyncIterator[House]:
     found, listener = House(is_proved), sockets.listen(parse("/ip4/127.0.0.1/tcp/0"))
     found.port = listener.getsockname()[1]
     async with Tasks() as tasks:
-        anteroom = Anteroom(
+        anteroom = HandshakePool(
             found.let_in,
             lambda _, why: found.away.append(why),
             takers={b"T": found.take},

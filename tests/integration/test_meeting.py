@@ -14,9 +14,9 @@ import pytest
 
 from p2pdiloco.nat import hole_punching, rendezvous_client, rendezvous_server
 from p2pdiloco.nat import messages as intro
-from p2pdiloco.nat.rendezvous_client import Rendezvous
-from p2pdiloco.nat.rendezvous_server import MeetingPoint, Relay
-from p2pdiloco.nat.request_router import IntroductionHandler
+from p2pdiloco.nat.rendezvous_client import RendezvousClient
+from p2pdiloco.nat.rendezvous_server import Relay, RendezvousServer
+from p2pdiloco.nat.request_router import RequestRouter
 from p2pdiloco.net import abuse_limits
 from p2pdiloco.net.handshake import WIRE_VERSION, Role
 from p2pdiloco.net.path_monitor import LaneKeeper
@@ -52,7 +52,7 @@ class One:
 
     def __init__(self, tasks: Tasks, listen: str = "", version: int = 1) -> None:
         self.ear = Ear()
-        self.handler = IntroductionHandler(self.ear)
+        self.handler = RequestRouter(self.ear)
         self.transport = Transport(
             Identity.ephemeral(),
             listen=listen,
@@ -61,7 +61,7 @@ class One:
             handler=self.handler,
             limits=TransportLimits(lanes=LANES),
         )
-        self.handler.rendezvous = self.rendezvous = Rendezvous(self.transport, self.transport, Dialler(), tasks)
+        self.handler.rendezvous = self.rendezvous = RendezvousClient(self.transport, self.transport, Dialler(), tasks)
 
     @property
     def id(self) -> PeerId:
@@ -73,7 +73,7 @@ async def meeting(bytes_per_s: float | None = None, version: int = 1) -> AsyncIt
     """Ann and Bob, who listen nowhere, and a meeting point with its address."""
     async with Tasks() as tasks:
         ann, bob, hub = One(tasks, "", version), One(tasks, "", version), One(tasks, LISTEN, version)
-        hub.handler.point = MeetingPoint(hub.transport, bytes_per_s)
+        hub.handler.point = RendezvousServer(hub.transport, bytes_per_s)
         async with hub.transport, ann.transport, bob.transport:
             (address,) = hub.transport.listen_addresses()
             for one in (ann, bob):
@@ -325,7 +325,7 @@ def test_a_point_that_says_it_is_elsewhere_has_few_lines_opened_there(monkeypatc
     async def work() -> None:
         async with Tasks() as tasks, a_victim() as (port, came):
             ann, hub = One(tasks, LISTEN), One(tasks)
-            hub.handler.point = MeetingPoint(hub.transport, None)
+            hub.handler.point = RendezvousServer(hub.transport, None)
             async with hub.transport, ann.transport:
                 await hub.transport.dial(f"{ann.transport.listen_addresses()[0]}")
                 await ann.rendezvous.attend(f"/ip4/127.0.0.1/tcp/{port}/p2p/{hub.id}", (), b"")
@@ -373,7 +373,7 @@ def test_a_point_outside_the_run_that_a_record_names_costs_no_place() -> None:
     async def work() -> None:
         async with meeting() as (ann, bob, _, _), Tasks() as tasks:
             hub = One(tasks, LISTEN)
-            hub.handler.point = MeetingPoint(hub.transport, None)
+            hub.handler.point = RendezvousServer(hub.transport, None)
             async with hub.transport:
                 (address,) = hub.transport.listen_addresses()
                 await bob.rendezvous.attend(address, (), b"")
@@ -421,7 +421,7 @@ def test_who_attends_learns_whether_it_can_be_dialled() -> None:
     async def work() -> None:
         async with meeting() as (_, _, hub, address), Tasks() as tasks:
             kim = One(tasks, LISTEN)
-            kim.handler.point = MeetingPoint(kim.transport, 0.0)
+            kim.handler.point = RendezvousServer(kim.transport, 0.0)
             async with kim.transport:
                 port = int(kim.transport.listen_addresses()[0].split("/")[4])
                 token = kim.handler.point.token

@@ -17,7 +17,7 @@ from p2pdiloco.access.certificates import CERTIFICATE_BYTES, HINT_BYTES, NO_CAP,
 from p2pdiloco.access.invite_code import TEXT_LIMIT, Invite, decode_invite, encode_invite
 from p2pdiloco.access.membership_log import INTRODUCTION, join_statements
 from p2pdiloco.demo.local_swarm import Member
-from p2pdiloco.net.authorization import JoinersDoor
+from p2pdiloco.net.authorization import JoinerAuthorizer
 from p2pdiloco.net.handshake import WIRE_VERSION
 from p2pdiloco.observability.event_schema import faults_of
 from p2pdiloco.observability.log_reader import lines
@@ -76,7 +76,7 @@ def test_who_has_the_invite_takes_part_and_nobody_else_learns_of_the_run(tmp_pat
         assert "ask whoever founded it for an invite" in told
         me = Identity.ephemeral()
         knows = Transport(
-            me, listen="", run=invite.run, version=WIRE_VERSION, handler=Observer(), door=JoinersDoor(b"")
+            me, listen="", run=invite.run, version=WIRE_VERSION, handler=Observer(), door=JoinerAuthorizer(b"")
         )
         assert "shows no certificate" in uvloop.run(refused(knows, address))
 
@@ -193,7 +193,7 @@ async def introduce(number: int, invite: Invite, address: str) -> None:
     by_invite = Credentials(invite.run, mine.chain[: HINT_BYTES + CERTIFICATE_BYTES], invite_key(invite.secret))
     made_up = [by_invite.extended(Identity.ephemeral().peer_id, Role.LEARNER) for _ in range(number)]
     told = TellStatements(join_statements(INTRODUCTION + chain for chain in made_up))
-    door = JoinersDoor(mine.chain)
+    door = JoinerAuthorizer(mine.chain)
     member = Transport(mine.identity, listen="", run=invite.run, version=WIRE_VERSION, handler=Observer(), door=door)
     async with member:
         founder = await member.dial(address)

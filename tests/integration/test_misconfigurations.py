@@ -29,7 +29,7 @@ from p2pdiloco.cli import doctor, top
 from p2pdiloco.cli.main import main
 from p2pdiloco.discovery import directory
 from p2pdiloco.discovery.clock_sync import SharedClock
-from p2pdiloco.net.authorization import MembersDoor
+from p2pdiloco.net.authorization import MemberAuthorizer
 from p2pdiloco.net.handshake import WIRE_VERSION
 from p2pdiloco.node import diagnostics
 from p2pdiloco.observability import exporters
@@ -388,7 +388,7 @@ def found() -> Iterator[tuple[str, Manifest, Credentials]]:
         partial(stand, run=RunId("b" * 40), name="tomorrow", version=WIRE_VERSION + 1),
         partial(stand, run=heavy.run, name="heavy", manifest=heavy.encode()),
         partial(stand, run=small.run, name="small", manifest=small.encode()),
-        partial(stand, run=manifest.run, name="secret", door=MembersDoor(members, b"", time.time)),
+        partial(stand, run=manifest.run, name="secret", door=MemberAuthorizer(members, b"", time.time)),
     ) as address:
         yield address, manifest, founder
 

@@ -12,9 +12,9 @@ import pytest
 from benchmarks.watch import browser as browsers
 from benchmarks.watch.browser import Tab, browser
 from benchmarks.watch.shots import crowd
-from p2pdiloco.observability.history import Chronicle
+from p2pdiloco.observability.history import RunHistory
 from p2pdiloco.observability.log_reader import Recording, player
-from p2pdiloco.observability.snapshot import Headline, History, OwnWords, PeerRow, Picture, Sample, Title
+from p2pdiloco.observability.snapshot import Headline, History, OwnWords, PeerRow, RunSnapshot, Sample, Title
 from p2pdiloco.observability.web_server import PageServer
 
 pytestmark = [
@@ -32,7 +32,7 @@ class Live:
     """A peer whose events are the test's, and whose others say hostile words."""
 
     def __init__(self) -> None:
-        self.chronicle = Chronicle(Title(run="5" * 40, name="story", me=ME), [1], 100)
+        self.chronicle = RunHistory(Title(run="5" * 40, name="story", me=ME), [1], 100)
         self.step(1)
 
     def step(self, number: int) -> None:
@@ -43,7 +43,7 @@ class Live:
         )
         self.chronicle.take({**base, "event": "evaluation", "version": number, "loss": 5.0 / number})
 
-    def picture(self) -> Picture:
+    def picture(self) -> RunSnapshot:
         told = self.chronicle.picture(101.0)
         words = OwnWords(
             phase=HOSTILE,

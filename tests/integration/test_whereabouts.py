@@ -16,16 +16,18 @@ from p2pdiloco.discovery.directory import Directory
 from p2pdiloco.nat import hole_punching
 from p2pdiloco.nat import messages as intro
 from p2pdiloco.nat.rendezvous_client import Attendance
-from p2pdiloco.nat.rendezvous_server import MeetingPoint
-from p2pdiloco.nat.request_router import IntroductionHandler
-from p2pdiloco.net.authorization import OpenDoor
+from p2pdiloco.nat.rendezvous_server import RendezvousServer
+from p2pdiloco.nat.request_router import RequestRouter
+from p2pdiloco.net.authorization import OpenAuthorizer
 from p2pdiloco.net.handshake import WIRE_VERSION
 from p2pdiloco.protocol.ids import PeerId, RunId
-from p2pdiloco.swarm import peer_manager, reachability, run_lookup
+from p2pdiloco.swarm import peer_manager as peer_manager_module
+from p2pdiloco.swarm import reachability as reachability_module
+from p2pdiloco.swarm import run_lookup
 from p2pdiloco.swarm.connect import DIAL_S
-from p2pdiloco.swarm.membership_sync import Fellowship
-from p2pdiloco.swarm.peer_manager import Roster
-from p2pdiloco.swarm.reachability import Whereabouts
+from p2pdiloco.swarm.membership_sync import MembershipSync
+from p2pdiloco.swarm.peer_manager import PeerManager
+from p2pdiloco.swarm.reachability import Reachability
 from p2pdiloco.swarm.run_lookup import dial_any, observer_transport
 from p2pdiloco.transport.identity import Identity
 from p2pdiloco.transport.transport import Observer, Transport
@@ -78,7 +80,7 @@ class Place:
 class OpenRun:
     """A run in which everybody is a member."""
 
-    door = OpenDoor()
+    door = OpenAuthorizer()
 
     def observes(self, peer: PeerId) -> bool:
         return False
@@ -92,9 +94,9 @@ class Member(Observer):
 
     def __init__(self, board: Board, listen: str, folder: Path) -> None:
         identity = Identity.ephemeral()
-        self.id, self.handler, directory = identity.peer_id, IntroductionHandler(self), board.of(identity.peer_id)
+        self.id, self.handler, directory = identity.peer_id, RequestRouter(self), board.of(identity.peer_id)
         self.transport = Transport(identity, listen=listen, run=RUN, version=WIRE_VERSION, handler=self.handler)
-        self.whereabouts = Whereabouts(
+        self.reachability = Reachability(
             identity,
             directory,
             self.transport,
@@ -102,37 +104,37 @@ class Member(Observer):
             announced=(),
             relay_bytes_per_s=None,
             maps_port=False,
-            members=lambda: self.roster.records(),
-            is_missing=lambda: self.roster.is_missing,
+            members=lambda: self.peer_manager.records(),
+            is_missing=lambda: self.peer_manager.is_missing,
         )
-        self.roster = Roster(
+        self.peer_manager = PeerManager(
             RUN,
             directory,
             self.transport,
-            self.whereabouts.record,
+            self.reachability.record,
             folder / f"{self.id}.json",
             lambda _: None,
-            cast(Fellowship, OpenRun()),
-            self.whereabouts.ladder,
+            cast(MembershipSync, OpenRun()),
+            self.reachability.ladder,
         )
-        self.handler.learn = self.roster.told
+        self.handler.learn = self.peer_manager.told
 
     def disconnected(self, peer: PeerId, reason: str) -> None:
-        self.roster.disconnected(peer, reason)
+        self.peer_manager.disconnected(peer, reason)
 
 
 def test_a_relayed_pair_meets_at_a_member_when_the_bootstrap_dies_though_the_directory_says_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hole_punching, "PUNCHES", 0)
-    monkeypatch.setattr(peer_manager, "ROUND_S", 0.1)
-    monkeypatch.setattr(reachability, "LOOK_S", 0.1)
+    monkeypatch.setattr(peer_manager_module, "ROUND_S", 0.1)
+    monkeypatch.setattr(reachability_module, "LOOK_S", 0.1)
 
     async def work() -> None:
         board = Board()
-        handler = IntroductionHandler(Observer())
+        handler = RequestRouter(Observer())
         hub = Transport(Identity.ephemeral(), listen=LISTEN, run="", version=WIRE_VERSION, handler=handler)
-        handler.point = MeetingPoint(hub, None)
+        handler.point = RendezvousServer(hub, None)
         async with AsyncExitStack() as stack:
             dying = await stack.enter_async_context(AsyncExitStack())
             await dying.enter_async_context(hub)
@@ -140,8 +142,8 @@ def test_a_relayed_pair_meets_at_a_member_when_the_bootstrap_dies_though_the_dir
             ann, kim, pub = (Member(board, listen, tmp_path) for listen in ("", "", LISTEN))
             for one in (ann, kim, pub):
                 await stack.enter_async_context(one.transport)
-                await stack.enter_async_context(one.whereabouts)
-                for keeping in (one.roster.keep(), one.whereabouts.keep(lambda _: None)):
+                await stack.enter_async_context(one.reachability)
+                for keeping in (one.peer_manager.keep(), one.reachability.keep(lambda _: None)):
                     stack.callback(asyncio.ensure_future(keeping).cancel)
             point = pub.handler.point
             assert point is not None
@@ -151,7 +153,7 @@ def test_a_relayed_pair_meets_at_a_member_when_the_bootstrap_dies_though_the_dir
             await dying.aclose()
             await until(lambda: point.introducer.joined == 1)
             await until(lambda: {*ann.transport.peers()} == {kim.id, pub.id})
-            assert pub.whereabouts.record().is_point, "nobody is left who could say otherwise"
+            assert pub.reachability.record().is_point, "nobody is left who could say otherwise"
 
     async def bounded() -> None:
         async with asyncio.timeout(30.0):
@@ -199,8 +201,8 @@ def test_one_meeting_point_of_three_cannot_say_that_a_home_can_be_dialled(
         home = Member(Board(), "", tmp_path)
         for number, says in enumerate(told):
             found = intro.Attended("192.0.2.1", 4100, (says, says))
-            home.whereabouts._rendezvous.attended[PeerId(str(number))] = Attendance(f"/ip4/192.0.2.{number}", found)
-        assert home.whereabouts.is_dialable is home.whereabouts.is_directory_dialable is is_dialable
-        assert bool(home.whereabouts.points) is is_met
+            home.reachability._rendezvous.attended[PeerId(str(number))] = Attendance(f"/ip4/192.0.2.{number}", found)
+        assert home.reachability.is_dialable is home.reachability.is_directory_dialable is is_dialable
+        assert bool(home.reachability.points) is is_met
 
     asyncio.run(work())

@@ -8,7 +8,7 @@ import re
 import sys
 
 from p2pdiloco.cli.argument_types import at_least
-from p2pdiloco.cli.errors import REPAIR, Complaint
+from p2pdiloco.cli.errors import REPAIR, CommandError
 
 MOST_SEEDS, MOST_PROCESSES = 1_000_000_000, 1024
 
@@ -46,7 +46,7 @@ def parse_seeds(text: str) -> range:
     """
     found = re.fullmatch(r"([0-9]{1,18})(?:-([0-9]{1,18}))?", text)
     if found is None or (found[2] is not None and int(found[2]) < int(found[1])):
-        raise Complaint(f"--seeds {text}: give a range such as 0-999, or one number, of at most 18 digits", REPAIR)
+        raise CommandError(f"--seeds {text}: give a range such as 0-999, or one number, of at most 18 digits", REPAIR)
     return range(int(found[1]), int(found[2] or found[1]) + 1)
 
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from p2pdiloco.cli.errors import FAILED, Complaint, complaining
+from p2pdiloco.cli.errors import FAILED, CommandError, as_command_errors
 from p2pdiloco.cli.main import program
 from p2pdiloco.peer.event_journal import Entry, JournalError, effects_crc, read_journal
 from p2pdiloco.protocol.effects import Effect
@@ -37,7 +37,7 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
 
 async def run(arguments: argparse.Namespace) -> int:
     """Print or check the whole journal."""
-    with complaining(repair=(JournalError,), nobody=()):
+    with as_command_errors(repair=(JournalError,), nobody=()):
         config, entries = read_journal(arguments.journal)
         if arguments.check:
             print(_check(config, entries))
@@ -72,7 +72,7 @@ def _check(config: ProtocolConfig, entries: Iterator[Entry]) -> str:
         began, last = began or entry.now, entry.now
         if effects_crc(effects) != entry.effects_crc:
             told = "\n".join(_lines(entry.now - began, config, entry, effects, is_full=True))
-            raise Complaint(
+            raise CommandError(
                 f"event {number} has other effects than the peer recorded: was the journal written by another release? "
                 f"This release answers:\n{told}",
                 FAILED,

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from p2pdiloco.cli.argument_types import file
-from p2pdiloco.cli.errors import FAILED, REPAIR, Complaint
+from p2pdiloco.cli.errors import FAILED, REPAIR, CommandError
 from p2pdiloco.cli.main import program
 from tests.machine_sim.arguments import add_seeds, seeds_of
 from tests.peer_sim import report
@@ -103,7 +103,7 @@ def parse_pieces(text: str) -> tuple[int, int]:
     """
     found = re.fullmatch(r"(\d+)/(\d+)", text)
     if found is None or not 1 <= int(found[1]) <= int(found[2]):
-        raise Complaint(f"--piece {text}: give one of several, such as 1/4", REPAIR)
+        raise CommandError(f"--piece {text}: give one of several, such as 1/4", REPAIR)
     return int(found[1]), int(found[2])
 
 

@@ -1,4 +1,5 @@
-"""The directory of a simulated world, and who dials whom because of it (``node.roster`` and ``runtime.directory``).
+"""The directory of a simulated world, and who dials whom because of it (``node.peer_manager`` and
+``runtime.directory``).
 
 Rules of this file:
 1. Each life announces itself, looks now and then, and dials whom it does not know a connection to. What it has read it

@@ -200,7 +200,7 @@ class Durability:
         life = self._lives.get(peer.config.peer)
         if life is None or life.heads[shard] == head.id:
             return
-        for held in peer.driver.cargo.shelves[shard].payloads.values():
+        for held in peer.driver.payload_cache.shelves[shard].payloads.values():
             life.kept.setdefault(held, self._world.now)
         before, life.heads[shard] = life.heads[shard], head.id
         if before is None or before != parent:
@@ -302,7 +302,7 @@ class Durability:
         long_ago = self._world.now - UNNEEDED_S
         if name in checks.spoilt:
             return  # it may be on a fork of its own, where what comes waits for a head that it never reaches (M2b)
-        for merged, shelf in zip(self._merged, peer.driver.cargo.shelves, strict=True):
+        for merged, shelf in zip(self._merged, peer.driver.payload_cache.shelves, strict=True):
             for digest in sorted(shelf.payloads.keys() - self._commits):
                 givers, at = merged.get(digest, ({name}, 0.0))
                 here_since = life.kept.get(shelf.payloads[digest], self._world.now)  # the very same may come again
@@ -310,7 +310,10 @@ class Durability:
                     checks.violated(10, f"{name[-6:]} keeps what {min(givers)[-6:]} gave, merged at {at:.1f} s")
                     return
         held = [
-            held for shelf in peer.driver.cargo.shelves for held in shelf.payloads.values() if held.path is not None
+            held
+            for shelf in peer.driver.payload_cache.shelves
+            for held in shelf.payloads.values()
+            if held.path is not None
         ]
         left_over = peer.driver.store.places.taken_bytes() - sum(place_bytes(one.size) for one in held)
         if left_over > MOST_LEFT_OVER * place_bytes(1) and self._is_reliable(host):

@@ -1,4 +1,4 @@
-"""A simulated learner's process: the real ``OuterLink`` over parameters of which every step leaves a mark."""
+"""A simulated learner's process: the real ``NodeLink`` over parameters of which every step leaves a mark."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from p2pdiloco.protocol.data_blocks import Block
 from p2pdiloco.protocol.ids import LearnerId, PeerId, ShardId
 from p2pdiloco.protocol.manifest import Layout, Manifest
 from p2pdiloco.training.cuda_copies import Finished
-from p2pdiloco.training.node_link import OuterLink
+from p2pdiloco.training.node_link import NodeLink
 from p2pdiloco.training.parameters import FlatParameters
 from p2pdiloco.wire import learner_ipc
 from tests.peer_sim.tuning import CHUNK
@@ -182,7 +182,7 @@ class SimulatedLearner:
         self.model.flat.looks = lambda: world.random.randint(0, most) if (most := setting.copies) else 0
         self.reunion = SimulatedReunion(world, setting.reattach_s) if setting.reattach_s else None
         self.channel = channel
-        self.link = OuterLink(
+        self.link = NodeLink(
             self,
             self.model.flat,
             vectors,  # type: ignore[arg-type]

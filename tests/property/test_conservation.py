@@ -26,13 +26,13 @@ from p2pdiloco.codec import compression, digests, quantization
 from p2pdiloco.codec.digests import packed
 from p2pdiloco.peer import learner_updates
 from p2pdiloco.peer.learner_updates import Moves, Shifts
-from p2pdiloco.peer.model_state import GlobalState, StaleBaseError
+from p2pdiloco.peer.model_state import ModelState, StaleBaseError
 from p2pdiloco.protocol.data_blocks import Block
 from p2pdiloco.protocol.ids import FragmentId, LearnerId, PeerId, ShardId, digest_of
 from p2pdiloco.protocol.manifest import CodecConfig, OuterConfig, TensorSpec, make_layout
 from p2pdiloco.protocol.messages import CommitHeader, Contributor
 from p2pdiloco.training.ipc_channel import Channel
-from p2pdiloco.training.node_link import OuterLink
+from p2pdiloco.training.node_link import NodeLink
 from p2pdiloco.training.parameters import FlatParameters
 from p2pdiloco.training.shared_memory import SharedVectors
 from p2pdiloco.wire import learner_ipc
@@ -110,7 +110,7 @@ class Conservation:
         self.shards = [shard.shard for shard in self.layout.shards]
         self.vectors = SharedVectors.create(self.layout.elements)
         outer = OuterConfig(learning_rate=RATE, momentum=MOMENTUM)
-        self.state = GlobalState(self.layout, outer, CodecConfig(up="bf16", down="bf16"), self.vectors, turn_steps=24)
+        self.state = ModelState(self.layout, outer, CodecConfig(up="bf16", down="bf16"), self.vectors, turn_steps=24)
         self.names = (digest_of(f"head {n}".encode()) for n in itertools.count())
         self.lives = (LearnerId(f"me/{n}") for n in itertools.count())
         self.theta = np.zeros((len(self.shards), ELEMENTS))
@@ -132,7 +132,7 @@ class Conservation:
         self.close()
         self.node, theirs = socket.socketpair()
         self.node.setblocking(False)
-        self.link = OuterLink(Loop(), self.flat, self.vectors, Channel(theirs), last_step=1 << 40)
+        self.link = NodeLink(Loop(), self.flat, self.vectors, Channel(theirs), last_step=1 << 40)
         self.theirs = theirs
         self.decoder = learner_ipc.Decoder[learner_ipc.FromLearner](learner_ipc.FromLearner)
         self.unread: list[learner_ipc.FromLearner] = []

@@ -26,9 +26,9 @@ from p2pdiloco.net.frames import (
     parse_header,
 )
 from p2pdiloco.net.handshake import Role
-from p2pdiloco.net.multipath import Spreader
-from p2pdiloco.net.receive_buffer import Inbox
-from p2pdiloco.net.session import Conversation
+from p2pdiloco.net.multipath import Splitter
+from p2pdiloco.net.receive_buffer import ReceiveBuffer
+from p2pdiloco.net.session import Session
 from p2pdiloco.wire.request_reply import RequestError, RequestRefused, Response
 
 SEEDS = st.integers(0, 2**32)
@@ -437,12 +437,12 @@ def test_a_direct_connection_takes_the_place_of_a_relayed_one_whoever_dialled_it
 
 
 BUGS = {
-    "a lane that is lost takes its parts with it": (Spreader, "lose", lambda self, lane: None),
-    "acknowledgements are not counted": (Spreader, "acknowledge", lambda self, lane, stream: None),
-    "withdrawing tells nobody": (Conversation, "time_out", lambda self, number: None),
+    "a lane that is lost takes its parts with it": (Splitter, "lose", lambda self, lane: None),
+    "acknowledgements are not counted": (Splitter, "acknowledge", lambda self, lane, stream: None),
+    "withdrawing tells nobody": (Session, "time_out", lambda self, number: None),
     "duplicates stay": (Peers, "_rank", lambda self, connection: (connection.role is Role.DIALLER, 0)),
-    "what is offered is taken anyway": (Conversation, "settle_offer", lambda self: None),
-    "memory is not given back": (Inbox, "_forget", lambda self, number, stream: self._streams.pop(number)),
+    "what is offered is taken anyway": (Session, "settle_offer", lambda self: None),
+    "memory is not given back": (ReceiveBuffer, "_forget", lambda self, number, stream: self._streams.pop(number)),
 }
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from p2pdiloco.net import multipath
 from p2pdiloco.net.frames import OPEN_STREAMS_LIMIT, FrameError, Part, Start, Use
-from p2pdiloco.net.multipath import Assembler, Known, Piece, Spreader, Whole
+from p2pdiloco.net.multipath import Known, Piece, Reassembler, Splitter, Whole
 
 PART = 1000
 
@@ -25,11 +25,11 @@ def payload(size: int) -> bytes:
     return random.Random(size).randbytes(size)
 
 
-def assembler() -> Assembler:
-    return Assembler(allocate=lambda size: memoryview(bytearray(size)))
+def assembler() -> Reassembler:
+    return Reassembler(allocate=lambda size: memoryview(bytearray(size)))
 
 
-def deliver(receiver: Assembler, piece: Piece, *, admits: bool = True) -> Whole | None:
+def deliver(receiver: Reassembler, piece: Piece, *, admits: bool = True) -> Whole | None:
     """As a conversation does it."""
     start = piece.start
     known = receiver.look(start)
@@ -43,7 +43,7 @@ def deliver(receiver: Assembler, piece: Piece, *, admits: bool = True) -> Whole 
     return receiver.complete(start)
 
 
-def give(sender: Spreader[Any], lane: Any, stream: int) -> Piece | None:
+def give(sender: Splitter[Any], lane: Any, stream: int) -> Piece | None:
     """The next part, for this lane and stream."""
     piece = sender.next(lane)
     if piece is not None:
@@ -52,7 +52,7 @@ def give(sender: Spreader[Any], lane: Any, stream: int) -> Piece | None:
 
 
 def test_what_is_newer_takes_the_place_of_what_no_lane_has() -> None:
-    sender: Spreader[int] = Spreader(payload_limit=1 << 30)
+    sender: Splitter[int] = Splitter(payload_limit=1 << 30)
     for body in (b"begun", b"old", b"new"):
         assert sender.put(Use.MESSAGE, 0, body, memoryview(payload(2 * PART)), 0.0, topic="shard 1")
         if body == b"begun":
@@ -77,7 +77,7 @@ def test_every_payload_comes_whole_and_once(sizes: list[int], seed: int) -> None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(multipath, "PART_BYTES", PART)
         rng = random.Random(seed)
-        sender: Spreader[int] = Spreader(payload_limit=1 << 30)
+        sender: Splitter[int] = Splitter(payload_limit=1 << 30)
         receiver = assembler()
         for index, size in enumerate(sizes):
             assert sender.put(Use.MESSAGE, 0, b"%d" % index, memoryview(payload(size)), rng.random())
@@ -119,7 +119,7 @@ def test_every_payload_comes_whole_and_once(sizes: list[int], seed: int) -> None
 
 
 def test_urgent_first_then_in_order() -> None:
-    sender: Spreader[str] = Spreader(payload_limit=1 << 20)
+    sender: Splitter[str] = Splitter(payload_limit=1 << 20)
     for name, priority in ((b"late", 1.0), (b"first", 0.0), (b"later", 1.0)):
         sender.put(Use.MESSAGE, 0, name, memoryview(payload(2 * PART)), priority)
     order = [part.body for stream in range(6) if (part := give(sender, "lane", stream)) is not None]
@@ -128,7 +128,7 @@ def test_urgent_first_then_in_order() -> None:
 
 
 def test_the_sender_is_bounded_and_recovers() -> None:
-    sender: Spreader[str] = Spreader(payload_limit=3 * PART)
+    sender: Splitter[str] = Splitter(payload_limit=3 * PART)
     assert sender.put(Use.MESSAGE, 0, b"", memoryview(payload(2 * PART)), 0.0)
     assert not sender.put(Use.MESSAGE, 0, b"", memoryview(payload(2 * PART)), 0.0)
     for stream in (1, 2):
@@ -144,7 +144,7 @@ def test_the_sender_is_bounded_and_recovers() -> None:
 
 
 def test_what_is_refused_is_forgotten_on_all_lanes() -> None:
-    sender: Spreader[str] = Spreader(payload_limit=1 << 20)
+    sender: Splitter[str] = Splitter(payload_limit=1 << 20)
     sender.put(Use.ANSWER, 9, b"", memoryview(payload(5 * PART)), 0.0)
     give(sender, "a", 1)
     give(sender, "b", 2)

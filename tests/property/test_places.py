@@ -7,13 +7,13 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from p2pdiloco.peer.payload_store import Place, Places, place_bytes
+from p2pdiloco.peer.payload_store import FileAllocator, Place, place_bytes
 from p2pdiloco.util.files import SECTOR_BYTES
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 400_000)), max_size=60))
 def test_places_share_nothing_and_gaps_are_used(steps: list[tuple[bool, int]]) -> None:
-    places, taken = Places(), list[Place]()
+    places, taken = FileAllocator(), list[Place]()
     for is_taken, number in steps:
         if is_taken or not taken:
             before, gaps = places.end, set(range(0, places.end, SECTOR_BYTES))
@@ -35,7 +35,7 @@ def test_places_share_nothing_and_gaps_are_used(steps: list[tuple[bool, int]]) -
 
 @given(st.lists(st.integers(1, 40_000), min_size=1, max_size=20), st.randoms(use_true_random=False))
 def test_when_all_is_given_back_the_file_is_empty(sizes: list[int], random: object) -> None:
-    places = Places()
+    places = FileAllocator()
     taken = [places.take(size) for size in sizes]
     random.shuffle(taken)  # type: ignore[attr-defined]
     for one in taken:
@@ -52,7 +52,7 @@ def test_a_place_is_hardly_larger_than_its_piece(size: int) -> None:
 
 def test_pieces_of_nearly_one_size_leave_no_slivers() -> None:
     """int4's of a shard, Huffman-coded, some of which live for longer than others."""
-    places, random = Places(), Random(1)
+    places, random = FileAllocator(), Random(1)
     kept = {life: deque[Place]() for life in (5, 32)}
     for _ in range(60 * 20):
         for life, places_of in kept.items():

@@ -20,7 +20,7 @@ from benchmarks.quality.settings import Setting, from_row, to_row
 from benchmarks.quality.stacked import Stack
 from p2pdiloco.codec.merge import token_weight
 from p2pdiloco.peer.learner_updates import Moves
-from p2pdiloco.peer.model_state import GlobalState
+from p2pdiloco.peer.model_state import ModelState
 from p2pdiloco.protocol.ids import FragmentId, LearnerId, PeerId, ShardId, digest_of
 from p2pdiloco.protocol.manifest import CodecConfig, OuterConfig, TensorSpec, make_layout
 from p2pdiloco.protocol.messages import CommitHeader, Contributor
@@ -197,7 +197,7 @@ class Node:
     """One peer's global state, with a learner whose movements are ours."""
 
     learner: LearnerId
-    state: GlobalState
+    state: ModelState
     vectors: SharedVectors
 
     def encode(self, snapshot: Tensor) -> bytes:
@@ -228,7 +228,7 @@ def test_the_exchange_is_the_nodes(up: Any, down: Any, merge: Any, correction: b
         outer = OuterConfig(learning_rate=0.7, momentum=0.4, merge=merge, bias_correction=correction)
         node = Node(
             LearnerId(f"{name}/1"),
-            GlobalState(layout, outer, CodecConfig(up=up, down=down), vectors, turn_steps=24),
+            ModelState(layout, outer, CodecConfig(up=up, down=down), vectors, turn_steps=24),
             vectors,
         )
         node.state.put(shard, digest_of(b"version 0"), start, torch.zeros(elements))

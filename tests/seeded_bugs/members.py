@@ -99,8 +99,8 @@ BUGS = (
     Bug(
         name="a node's register is not asked",
         module="p2pdiloco.peer.driver",
-        old="Cargo(state.layout, identity, machine.view.run, standing, store)",
-        new="Cargo(state.layout, identity, machine.view.run, store=store)",
+        old="PayloadCache(state.layout, identity, machine.view.run, standing, store)",
+        new="PayloadCache(state.layout, identity, machine.view.run, store=store)",
         harm="an owner fills its commit with learners that it made up",
         killed_by=(f"{_STANDING_TESTS}::test_a_commit_of_who_is_no_member_is_dropped_by_a_peer",),
     ),

@@ -91,10 +91,10 @@ def _takeover_forgets() -> list[Patch]:
 
 
 def _carry_drops_progress() -> list[Patch]:
-    def walk(self: contributions.Carry, shard: ShardId, to_tokens: int) -> Walk | None:
+    def walk(self: contributions.DeltaReconciliation, shard: ShardId, to_tokens: int) -> Walk | None:
         return None
 
-    return [(contributions.Carry, "walk", walk)]
+    return [(contributions.DeltaReconciliation, "walk", walk)]
 
 
 def _unbounded_log() -> list[Patch]:
@@ -169,24 +169,24 @@ def _learner_waits() -> list[Patch]:
 
 
 def _joiner_gives_up() -> list[Patch]:
-    def seek(self: replication.Adoption) -> None:
+    def seek(self: replication.Replication) -> None:
         return None
 
-    return [(replication.Adoption, "seek", seek)]
+    return [(replication.Replication, "seek", seek)]
 
 
 def _leaves_at_once() -> list[Patch]:
-    def flush(self: shutdown.Farewell) -> None:
+    def flush(self: shutdown.Shutdown) -> None:
         self._go("info", "at once")
 
-    return [(shutdown.Farewell, "_flush", flush)]
+    return [(shutdown.Shutdown, "_flush", flush)]
 
 
 def _heads_never_compared() -> list[Patch]:
-    def saw(self: replication.Adoption, peer: str, theirs: Head) -> None:
+    def saw(self: replication.Replication, peer: str, theirs: Head) -> None:
         return None
 
-    return [(replication.Adoption, "saw", saw)]
+    return [(replication.Replication, "saw", saw)]
 
 
 def _turn_never_over() -> list[Patch]:

@@ -1,4 +1,4 @@
-"""Bugs of connections and of who is found: net/ and the directory's roster."""
+"""Bugs of connections and of who is found: net/ and the directory's peer_manager."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from p2pdiloco.protocol.manifest import (
     TensorSpec,
 )
 from p2pdiloco.training.ipc_channel import Channel
-from p2pdiloco.training.node_link import OuterLink
+from p2pdiloco.training.node_link import NodeLink
 from p2pdiloco.training.parameters import FlatParameters
 from p2pdiloco.transport.identity import Identity
 from p2pdiloco.wire import learner_ipc
@@ -114,7 +114,7 @@ class Learner:
         self._node, self._theirs = socket.socketpair()
         self._node.setblocking(False)
         flat = FlatParameters(named, tensors, layout)
-        self.link = OuterLink(self.loop, flat, member.vectors, Channel(self._theirs), last_step=1 << 40)
+        self.link = NodeLink(self.loop, flat, member.vectors, Channel(self._theirs), last_step=1 << 40)
         self._decoder = learner_ipc.Decoder[learner_ipc.FromLearner](learner_ipc.FromLearner)
         member.lives.append(self)
         self.link.greet(device="cpu")

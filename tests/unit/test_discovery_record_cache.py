@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from p2pdiloco.discovery.record_cache import RECORDS_LIMIT, TOPICS_LIMIT, RecordBook
+from p2pdiloco.discovery.record_cache import RECORDS_LIMIT, TOPICS_LIMIT, RecordCache
 from p2pdiloco.wire.directory_records import Envelope
 
 
@@ -14,12 +14,12 @@ def envelope(
     )
 
 
-def bodies(book: RecordBook, now_s: float = 0.0, topic: str = "t") -> list[bytes]:
+def bodies(book: RecordCache, now_s: float = 0.0, topic: str = "t") -> list[bytes]:
     return [entry.body for entry in book.current(topic, now_s)]
 
 
 def test_the_later_expiry_counts_in_any_order() -> None:
-    book = RecordBook()
+    book = RecordCache()
     assert book.see(envelope(b"new", expires_s=20.0))
     assert not book.see(envelope(b"old", expires_s=10.0))
     assert bodies(book) == [b"new"]
@@ -27,20 +27,20 @@ def test_the_later_expiry_counts_in_any_order() -> None:
 
 
 def test_a_withdrawn_record_is_not_shown_and_hides_the_older_one() -> None:
-    book = RecordBook()
+    book = RecordCache()
     book.see(envelope(expires_s=20.0, is_withdrawn=True))
     book.see(envelope(b"old", expires_s=10.0))
     assert bodies(book) == []
 
 
 def test_our_own_expiries_only_grow() -> None:
-    book = RecordBook()
+    book = RecordCache()
     assert book.next_expiry(("t", ""), 10.0) == 10.0
     assert book.next_expiry(("t", ""), 5.0) > 10.0
 
 
 def test_our_own_are_published_again_until_they_expire_or_are_withdrawn() -> None:
-    book = RecordBook()
+    book = RecordCache()
     book.publish(envelope(b"mine", expires_s=10.0))
     assert [entry.body for entry in book.own(5.0)] == [b"mine"]
     assert book.own(10.0) == []
@@ -51,7 +51,7 @@ def test_our_own_are_published_again_until_they_expire_or_are_withdrawn() -> Non
 
 
 def test_the_book_is_bounded() -> None:
-    book = RecordBook()
+    book = RecordCache()
     for index in range(RECORDS_LIMIT + 5):
         book.see(envelope(expires_s=10.0, peer=f"peer{index}"))
     assert len(bodies(book)) == RECORDS_LIMIT

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from p2pdiloco.node.learner_process import Firstborn
+from p2pdiloco.node.learner_process import PreforkedLearner
 from tests.property import forked
 
 pytestmark = [
@@ -58,7 +58,7 @@ def test_who_is_not_needed_ends(tmp_path: Path) -> None:
 def test_who_is_dismissed_is_told() -> None:
     ours, theirs = socket.socketpair()
     with theirs:
-        first = Firstborn(0, ours)
+        first = PreforkedLearner(0, ours)
         first.dismiss()
         theirs.settimeout(5)
         assert theirs.recv(1) == b"", "the firstborn's socket has ended, and so does it"

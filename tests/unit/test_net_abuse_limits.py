@@ -10,8 +10,8 @@ from p2pdiloco.net.abuse_limits import (
     REMEMBERED,
     SHUT_OUT_S,
     WEARS_OFF_PER_S,
+    Reputation,
     Room,
-    Scores,
     displaced,
     machine_of,
 )
@@ -146,7 +146,7 @@ def test_bodies_that_cannot_be_read_cost_the_connection_and_for_a_while_the_next
 
 
 def test_a_rare_defect_is_forgiven_and_what_is_remembered_is_bounded() -> None:
-    scores = Scores()
+    scores = Reputation()
     for number in range(1000):
         assert not scores.blame(PeerId("honest"), BODY, number * BODY / WEARS_OFF_PER_S)
     for number in range(2 * REMEMBERED):

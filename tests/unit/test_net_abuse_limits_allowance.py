@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from p2pdiloco.net.abuse_limits import REMEMBERED, Allowance
+from p2pdiloco.net.abuse_limits import REMEMBERED, RequestRateLimit
 
 
 def test_so_much_at_once_and_then_at_a_rate() -> None:
-    allowance = Allowance(at_once=3, per_s=0.5)
+    allowance = RequestRateLimit(at_once=3, per_s=0.5)
     assert [allowance.take("ann", 0.0) for _ in range(5)] == [True] * 3 + [False] * 2
     assert allowance.take("bob", 0.0), "each has its own"
     assert not allowance.take("ann", 1.9), "who asks in vain pays nothing for it, and gains nothing"
@@ -16,14 +16,14 @@ def test_so_much_at_once_and_then_at_a_rate() -> None:
 
 
 def test_a_clock_that_is_put_back_gives_nothing() -> None:
-    allowance = Allowance(at_once=1, per_s=1.0)
+    allowance = RequestRateLimit(at_once=1, per_s=1.0)
     assert allowance.take("ann", 100.0)
     assert not allowance.take("ann", 0.0)
     assert allowance.take("ann", 1.0)
 
 
 def test_askers_are_bounded() -> None:
-    allowance = Allowance(at_once=1, per_s=0.0)
+    allowance = RequestRateLimit(at_once=1, per_s=0.0)
     for number in range(2 * REMEMBERED):
         assert allowance.take(number, 0.0)
     assert len(allowance._taken) == REMEMBERED

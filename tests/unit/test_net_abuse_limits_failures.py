@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from p2pdiloco.net.abuse_limits import FORGOTTEN_S, MACHINES, SHUT_OUT, Exclusion, Failures
+from p2pdiloco.net.abuse_limits import FORGOTTEN_S, MACHINES, SHUT_OUT, Exclusion, FailureBlocklist
 
 
 def test_failures_are_forgotten_in_time_and_are_no_growing_table() -> None:
-    failures = Failures()
+    failures = FailureBlocklist()
     assert [failures.add("ann", 0.0) for _ in range(4)] == [1.0, 2.0, 3.0, 4.0]
     assert failures.of("ann", FORGOTTEN_S) == 2.0
     assert failures.add("ann", FORGOTTEN_S) == 3.0

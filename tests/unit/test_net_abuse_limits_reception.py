@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from p2pdiloco.net.abuse_limits import FORGOTTEN_S, Reception
+from p2pdiloco.net.abuse_limits import FORGOTTEN_S, HandshakeQueue
 
 
-def reception(at_once: int = 4, per_s: float = 2.0, places: int = 8) -> Reception[str]:
-    return Reception(per_s=per_s, at_once=at_once, places=places)
+def reception(at_once: int = 4, per_s: float = 2.0, places: int = 8) -> HandshakeQueue[str]:
+    return HandshakeQueue(per_s=per_s, at_once=at_once, places=places)
 
 
-def answered(room: Reception[str], now: float) -> list[str]:
+def answered(room: HandshakeQueue[str], now: float) -> list[str]:
     """All whose turn it is."""
     found = []
     while (visitor := room.next(now)) is not None:
@@ -17,7 +17,7 @@ def answered(room: Reception[str], now: float) -> list[str]:
     return found
 
 
-def fill(room: Reception[str], machine: str, number: int) -> None:
+def fill(room: HandshakeQueue[str], machine: str, number: int) -> None:
     for one in range(number):
         room.room.enter(f"{machine} {one}", machine)
 

@@ -10,7 +10,7 @@ from holders import NOW, RUN, Holder, members, the_founder
 
 from p2pdiloco.access.certificates import Role as MemberRole
 from p2pdiloco.access.members import Members
-from p2pdiloco.net.authorization import Door, JoinersDoor, MembersDoor, OpenDoor
+from p2pdiloco.net.authorization import Authorizer, JoinerAuthorizer, MemberAuthorizer, OpenAuthorizer
 from p2pdiloco.net.connection import Connection
 from p2pdiloco.net.endpoint import Endpoint
 from p2pdiloco.net.events import Connected, Failed, Message
@@ -31,7 +31,7 @@ class Party(NamedTuple):
     wrote: bytearray
 
 
-def party(identity: Identity, door: Door, run: str = RUN, *, claims: PeerId | None = None) -> Party:
+def party(identity: Identity, door: Authorizer, run: str = RUN, *, claims: PeerId | None = None) -> Party:
     greeter = Greeter(
         peer=claims or identity.peer_id,
         run=run,
@@ -46,11 +46,11 @@ def party(identity: Identity, door: Door, run: str = RUN, *, claims: PeerId | No
 
 
 def member(holder: Holder, known: Members | None = None, now_s: float = NOW) -> Party:
-    return party(holder.identity, MembersDoor(known or members(), holder.chain, lambda: now_s))
+    return party(holder.identity, MemberAuthorizer(known or members(), holder.chain, lambda: now_s))
 
 
 def stranger(run: str = "") -> Party:
-    return party(Identity.ephemeral(), OpenDoor(), run)
+    return party(Identity.ephemeral(), OpenAuthorizer(), run)
 
 
 class Meeting:
@@ -123,7 +123,7 @@ def test_who_dials_a_stranger_shows_it_nothing() -> None:
 
 
 def test_who_knows_the_run_and_has_no_certificate_is_refused() -> None:
-    other = party(Identity.ephemeral(), JoinersDoor(b""))
+    other = party(Identity.ephemeral(), JoinerAuthorizer(b""))
     met = Meeting(other, member(the_founder()))
     for end in (met.mine, met.theirs):
         assert "takes members only" in met.refusal(end)
@@ -133,7 +133,7 @@ def test_a_tag_that_was_seen_is_of_no_use() -> None:
     """To who replays a member's HELLO at another member, or sends it back."""
     ann, bob = member(the_founder().invites().certifies()), member(the_founder().invites().certifies())
     thief = Identity.ephemeral()
-    met = Meeting(ann, party(thief, OpenDoor(), ""), seen=(b"t" * 32, b"t" * 32))
+    met = Meeting(ann, party(thief, OpenAuthorizer(), ""), seen=(b"t" * 32, b"t" * 32))
     met.refusal(met.mine)
     for victim in (ann, bob):
         connection = victim.endpoint.begin(Role.LISTENER, 1.0, host="h")
@@ -156,7 +156,7 @@ def test_a_tag_that_was_seen_is_of_no_use() -> None:
     ids=["expired", "of another founder", "for another run"],
 )
 def test_a_certificate_that_does_not_hold_is_refused_at_both_ends(guest: Holder, now_s: float, sentence: str) -> None:
-    met = Meeting(party(guest.identity, JoinersDoor(guest.chain)), member(the_founder(), now_s=now_s))
+    met = Meeting(party(guest.identity, JoinerAuthorizer(guest.chain)), member(the_founder(), now_s=now_s))
     for end in (met.mine, met.theirs):
         assert sentence in met.refusal(end)
 
@@ -174,13 +174,13 @@ def test_the_revoked_and_the_banned_are_refused() -> None:
 
 def test_anothers_certificate_is_refused() -> None:
     victim = the_founder().invites().certifies()
-    met = Meeting(party(Identity.ephemeral(), JoinersDoor(victim.chain)), member(the_founder()))
+    met = Meeting(party(Identity.ephemeral(), JoinerAuthorizer(victim.chain)), member(the_founder()))
     assert "another key" in met.refusal(met.mine)
 
 
 def test_anothers_peer_id_is_refused_whatever_it_shows() -> None:
     victim = the_founder().invites().certifies()
-    thief = party(Identity.ephemeral(), JoinersDoor(victim.chain), claims=victim.peer)
+    thief = party(Identity.ephemeral(), JoinerAuthorizer(victim.chain), claims=victim.peer)
     met = Meeting(thief, member(the_founder()))
     assert "does not own that peer id" in met.refusal(met.theirs)
 
@@ -198,7 +198,7 @@ def test_a_man_in_the_middle_with_a_certificate_of_his_own_reads_nothing() -> No
     for end in (met.mine, met.theirs):
         assert ASK in met.refusal(end), "the tag is of another channel"
     known = members("open")
-    open_ends = [party(one.identity, MembersDoor(known, one.chain, lambda: NOW)) for one in (ann, bob)]
+    open_ends = [party(one.identity, MemberAuthorizer(known, one.chain, lambda: NOW)) for one in (ann, bob)]
     met = Meeting(*open_ends, seen=(b"m" * 32, b"b" * 32))
     for end in (met.mine, met.theirs):
         assert "somebody in between" in met.refusal(end)
@@ -206,7 +206,7 @@ def test_a_man_in_the_middle_with_a_certificate_of_his_own_reads_nothing() -> No
 
 def test_a_joiner_judges_whom_it_met_once_it_knows_the_founder() -> None:
     ann, guest = the_founder().invites().certifies(), the_founder().invites().certifies()
-    door = JoinersDoor(guest.chain)
+    door = JoinerAuthorizer(guest.chain)
     assert Meeting(party(guest.identity, door), member(ann)).stands
     assert members().admit(ann.peer, door.shown[ann.peer], NOW).role is MemberRole.LEARNER
 
@@ -214,7 +214,7 @@ def test_a_joiner_judges_whom_it_met_once_it_knows_the_founder() -> None:
 def test_an_open_run_refuses_whom_its_founder_has_banned() -> None:
     known, eve = members("open"), Identity.ephemeral()
     known.learn(the_founder().bans(Holder(eve)))
-    listener = party(the_founder().identity, MembersDoor(known, b"", lambda: NOW))
-    met = Meeting(party(eve, OpenDoor()), listener)
+    listener = party(the_founder().identity, MemberAuthorizer(known, b"", lambda: NOW))
+    met = Meeting(party(eve, OpenAuthorizer()), listener)
     assert "is banned" in met.refusal(met.mine)
-    assert Meeting(party(Identity.ephemeral(), OpenDoor()), listener).stands
+    assert Meeting(party(Identity.ephemeral(), OpenAuthorizer()), listener).stands

@@ -10,8 +10,8 @@ from p2pdiloco.net.bandwidth import (
     HEADROOM,
     MEMORY_WINDOWS,
     PATIENCE,
-    Capacity,
-    Gauge,
+    BandwidthEstimator,
+    DeliveryRateSampler,
     Path,
 )
 
@@ -19,7 +19,7 @@ MB = 1_000_000
 WINDOW_S = 0.1
 
 
-def send(capacity: Capacity, link: float, windows: int) -> list[float]:
+def send(capacity: BandwidthEstimator, link: float, windows: int) -> list[float]:
     """Windows in which bulk always waits; what was sent in each, as rates."""
     rates = []
     for _ in range(windows):
@@ -30,7 +30,7 @@ def send(capacity: Capacity, link: float, windows: int) -> list[float]:
 
 
 def test_there_is_no_limit_until_something_was_measured() -> None:
-    capacity = Capacity()
+    capacity = BandwidthEstimator()
     assert capacity.budget is None
     capacity.saw(0, WINDOW_S, is_busy=False)
     send(capacity, 10.0 * MB, 1)
@@ -39,7 +39,7 @@ def test_there_is_no_limit_until_something_was_measured() -> None:
 
 @pytest.mark.parametrize("link", [0.5 * MB, 12.5 * MB, 312.5 * MB])
 def test_the_link_less_the_headroom_is_kept_most_of_the_time(link: float) -> None:
-    capacity = Capacity()
+    capacity = BandwidthEstimator()
     send(capacity, link, 1 + PATIENCE)
     rates = send(capacity, link, 210)
     assert capacity.estimate == pytest.approx(link)
@@ -48,7 +48,7 @@ def test_the_link_less_the_headroom_is_kept_most_of_the_time(link: float) -> Non
 
 
 def test_one_bad_window_does_not_end_the_search() -> None:
-    capacity = Capacity()
+    capacity = BandwidthEstimator()
     for link in (1.0 * MB, 0.5 * MB, 100.0 * MB, 100.0 * MB, 0.1 * MB):
         send(capacity, link, 1)
     send(capacity, 100.0 * MB, 10)
@@ -56,14 +56,14 @@ def test_one_bad_window_does_not_end_the_search() -> None:
 
 
 def test_a_faster_link_is_found_by_doubling() -> None:
-    capacity = Capacity()
+    capacity = BandwidthEstimator()
     send(capacity, 1.0 * MB, 30)
     send(capacity, 100.0 * MB, CRUISE_WINDOWS + 12)
     assert capacity.estimate == 100.0 * MB
 
 
 def test_a_slower_link_is_believed_after_a_while() -> None:
-    capacity = Capacity()
+    capacity = BandwidthEstimator()
     send(capacity, 100.0 * MB, 30)
     send(capacity, 10.0 * MB, MEMORY_WINDOWS // 2)
     assert capacity.estimate == 100.0 * MB
@@ -72,7 +72,7 @@ def test_a_slower_link_is_believed_after_a_while() -> None:
 
 
 def test_what_did_not_fill_the_link_says_nothing_against_it() -> None:
-    capacity = Capacity()
+    capacity = BandwidthEstimator()
     send(capacity, 100.0 * MB, 30)
     for _ in range(10 * MEMORY_WINDOWS):
         capacity.saw(100, WINDOW_S, is_busy=False)
@@ -82,13 +82,13 @@ def test_what_did_not_fill_the_link_says_nothing_against_it() -> None:
 
 
 def test_a_path_that_carries_nothing_leaves_the_floor() -> None:
-    capacity = Capacity()
+    capacity = BandwidthEstimator()
     send(capacity, 0.0, 300)
     assert capacity.budget == FLOOR_BYTES_PER_S
 
 
 def test_a_gauge_sees_that_nothing_leaves_this_machine() -> None:
-    gauge: Gauge[str] = Gauge()
+    gauge: DeliveryRateSampler[str] = DeliveryRateSampler()
     here, away = (Path("cubic", 0.01, acked_bytes=0, is_local=is_local) for is_local in (True, False))
     for paths, is_local in (({}, False), ({"a": here}, True), ({"a": here, "b": away}, False), ({"b": here}, True)):
         gauge.look(paths, lambda _: False, 0.0)

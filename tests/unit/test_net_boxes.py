@@ -22,28 +22,28 @@ from p2pdiloco.net.frames import (
     encode_start,
     parse_header,
 )
-from p2pdiloco.net.receive_buffer import STAGING_BYTES, Aborted, Begun, Completed, Event, Frame, Inbox
-from p2pdiloco.net.send_queue import GROUP_BYTES, Outbox
+from p2pdiloco.net.receive_buffer import STAGING_BYTES, Aborted, Begun, Completed, Event, Frame, ReceiveBuffer
+from p2pdiloco.net.send_queue import GROUP_BYTES, SendQueue
 from p2pdiloco.wire.buffer_pool import Blocks, block_bytes
 
 CHUNK = 1000
 GENEROUS = 1 << 30
 
 
-def make_outbox(**limits: int) -> Outbox:
-    return Outbox(**{"control_limit": 1 << 20, "payload_limit": 1 << 20, "chunk_bytes": CHUNK, **limits})
+def make_outbox(**limits: int) -> SendQueue:
+    return SendQueue(**{"control_limit": 1 << 20, "payload_limit": 1 << 20, "chunk_bytes": CHUNK, **limits})
 
 
 def whole(size: int) -> Start:
     return Start(Use.MESSAGE, 0, size)
 
 
-def put(outbox: Outbox, body: bytes, data: memoryview, priority: float, topic: str | None = None) -> bool:
+def put(outbox: SendQueue, body: bytes, data: memoryview, priority: float, topic: str | None = None) -> bool:
     return outbox.put_payload(whole(len(data)), body, data, priority, topic) is not None
 
 
-def make_inbox(*, is_open: bool = True) -> Inbox:
-    inbox = Inbox()
+def make_inbox(*, is_open: bool = True) -> ReceiveBuffer:
+    inbox = ReceiveBuffer()
     if is_open:
         inbox.open()
         inbox.granted = GENEROUS
@@ -54,7 +54,7 @@ def payload(size: int, seed: int = 1) -> memoryview:
     return memoryview(random.Random(seed).randbytes(size))
 
 
-def drain(outbox: Outbox) -> bytes:
+def drain(outbox: SendQueue) -> bytes:
     out = bytearray()
     while (piece := outbox.next()) is not None:
         out += piece.head
@@ -71,7 +71,7 @@ def kinds_in(data: bytes) -> list[tuple[FrameKind, int]]:
     return found
 
 
-def feed(inbox: Inbox, data: bytes, cut: int | random.Random = 1 << 20, *, takes: bool = True) -> list[Event]:
+def feed(inbox: ReceiveBuffer, data: bytes, cut: int | random.Random = 1 << 20, *, takes: bool = True) -> list[Event]:
     """All events of ``data``; every stream that begins is taken, or none."""
     events: list[Event] = []
     position = 0

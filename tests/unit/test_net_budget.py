@@ -9,8 +9,8 @@ from p2pdiloco.net.rate_limit import (
     SLICE_LEAST,
     SLICE_MOST,
     SLICE_UNLIMITED,
-    Meter,
-    Shares,
+    FairScheduler,
+    Pacer,
     pacing_rates,
     slice_bytes,
 )
@@ -18,7 +18,7 @@ from p2pdiloco.net.rate_limit import (
 MB = 1_000_000
 
 
-def send_for(schedule: Meter, seconds: float, *, slice_size: int, lateness_s: float = 0.0) -> list[tuple[float, int]]:
+def send_for(schedule: Pacer, seconds: float, *, slice_size: int, lateness_s: float = 0.0) -> list[tuple[float, int]]:
     """Slices as a driver sends them that always wakes ``lateness_s`` late."""
     now, sent = 0.0, []
     while now < seconds:
@@ -33,14 +33,14 @@ def send_for(schedule: Meter, seconds: float, *, slice_size: int, lateness_s: fl
 @pytest.mark.parametrize("lateness_s", [0.0, 0.0004, 0.001, 0.005])
 def test_the_rate_is_kept_over_any_second_however_late_the_driver(mbit: int, lateness_s: float) -> None:
     rate = mbit * 1e6 / 8
-    sent = send_for(Meter(rate), 4.0, slice_size=slice_bytes(rate), lateness_s=lateness_s + 1e-9)
+    sent = send_for(Pacer(rate), 4.0, slice_size=slice_bytes(rate), lateness_s=lateness_s + 1e-9)
     for begin in (0.0, 0.1, 0.77, 1.5, 2.9):
         in_a_second = sum(count for at, count in sent if begin <= at < begin + 1.0)
         assert abs(in_a_second / rate - 1.0) < 0.03
 
 
 def test_what_is_late_is_made_up_for_only_within_the_burst() -> None:
-    schedule = Meter(1000.0, burst_s=0.1)
+    schedule = Pacer(1000.0, burst_s=0.1)
     schedule.charge(1, 0.0)
     sent = 0
     while schedule.is_ready(50.0):
@@ -50,7 +50,7 @@ def test_what_is_late_is_made_up_for_only_within_the_burst() -> None:
 
 
 def test_control_is_charged_and_its_debt_is_bounded() -> None:
-    schedule = Meter(1000.0)
+    schedule = Pacer(1000.0)
     schedule.charge_control(500, 0.0)
     assert schedule.ready_at() == pytest.approx(0.5, abs=0.02)
     schedule.charge_control(10**9, 0.0)
@@ -61,7 +61,7 @@ def test_control_is_charged_and_its_debt_is_bounded() -> None:
 
 
 def test_a_debt_stays_the_same_in_bytes_when_the_rate_changes() -> None:
-    schedule = Meter(1000.0, burst_s=0.0)
+    schedule = Pacer(1000.0, burst_s=0.0)
     schedule.charge(500, 0.0)
     schedule.set_rate(2000.0, 0.0)
     assert schedule.ready_at() == pytest.approx(0.25)
@@ -77,7 +77,7 @@ def test_slices_are_short_in_time_within_their_bounds() -> None:
     assert slice_bytes(50 * MB) == 100_000
 
 
-def serve(shares: Shares[str], owners: dict[str, str], seconds: float, start: float = 0.0) -> dict[str, int]:
+def serve(shares: FairScheduler[str], owners: dict[str, str], seconds: float, start: float = 0.0) -> dict[str, int]:
     """Everybody always has something; bytes sent by member."""
     now, sent = start, dict.fromkeys(owners, 0)
     while now < start + seconds:
@@ -92,7 +92,7 @@ def serve(shares: Shares[str], owners: dict[str, str], seconds: float, start: fl
 
 
 def test_peers_share_equally_and_their_connections_among_themselves() -> None:
-    shares: Shares[str] = Shares(10.0 * MB)
+    shares: FairScheduler[str] = FairScheduler(10.0 * MB)
     owners = {"a1": "a", "a2": "a", "a3": "a", "b1": "b"}
     for member, peer in owners.items():
         shares.add(peer, member)
@@ -103,7 +103,7 @@ def test_peers_share_equally_and_their_connections_among_themselves() -> None:
 
 
 def test_a_cap_leaves_the_rest_to_the_others() -> None:
-    shares: Shares[str] = Shares(10.0 * MB)
+    shares: FairScheduler[str] = FairScheduler(10.0 * MB)
     owners = {"a1": "a", "b1": "b", "c1": "c"}
     for member, peer in owners.items():
         shares.add(peer, member)
@@ -117,7 +117,7 @@ def test_a_cap_leaves_the_rest_to_the_others() -> None:
 
 
 def test_who_comes_back_from_a_pause_has_saved_nothing_up() -> None:
-    shares: Shares[str] = Shares(10.0 * MB)
+    shares: FairScheduler[str] = FairScheduler(10.0 * MB)
     shares.add("b", "b1")
     serve(shares, {"b1": "b"}, 5.0)
     shares.add("a", "a1")
@@ -126,7 +126,7 @@ def test_who_comes_back_from_a_pause_has_saved_nothing_up() -> None:
 
 
 def test_control_counts_so_that_bulk_yields() -> None:
-    shares: Shares[str] = Shares(1.0 * MB)
+    shares: FairScheduler[str] = FairScheduler(1.0 * MB)
     shares.add("a", "a1")
     for tenth in range(10):
         shares.charge("a", None, 50_000, tenth / 10)
@@ -136,7 +136,7 @@ def test_control_counts_so_that_bulk_yields() -> None:
 
 
 def test_without_a_budget_everybody_may_always_send() -> None:
-    shares: Shares[str] = Shares()
+    shares: FairScheduler[str] = FairScheduler()
     assert shares.next(0.0) is None
     shares.add("a", "a1")
     shares.add("b", "b1")

@@ -19,7 +19,7 @@ from p2pdiloco.node import diagnostics
 from p2pdiloco.node.diagnostics import Finding
 from p2pdiloco.peer.options import LearnerOptions
 from p2pdiloco.protocol.manifest import Layout, Manifest
-from p2pdiloco.training.speed_trial import Trial
+from p2pdiloco.training.speed_trial import SpeedTrial
 from p2pdiloco.transport.identity import Identity
 from p2pdiloco.util.files import lock
 from p2pdiloco.wire.control_messages import PeerStatus
@@ -152,7 +152,7 @@ def status(**fields: Any) -> PeerStatus:
     return PeerStatus(**{**base, **rest, "train_loss": None, "held_out_loss": None, "blocked_s": 0.0, **fields})
 
 
-TRIAL = Trial(tokens_per_s=1000.0, step_s=0.5, steps=12, threads=2, bytes=400_000_000)
+TRIAL = SpeedTrial(tokens_per_s=1000.0, step_s=0.5, steps=12, threads=2, bytes=400_000_000)
 
 
 def test_what_a_machine_would_give_is_told(manifest: Manifest, tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_what_a_machine_would_give_is_told(manifest: Manifest, tmp_path: Path) -
 
 
 def test_what_a_machine_lacks_is_told(manifest: Manifest, tmp_path: Path) -> None:
-    def judged(trial: Trial | None, *peers: PeerStatus, free: int = 4_000_000_000) -> dict[str, Finding]:
+    def judged(trial: SpeedTrial | None, *peers: PeerStatus, free: int = 4_000_000_000) -> dict[str, Finding]:
         findings, _ = diagnostics.judged(manifest, trial, peers, tmp_path, free_memory=free)
         return {finding.subject: finding for finding in findings}
 
@@ -176,7 +176,7 @@ def test_what_a_machine_lacks_is_told(manifest: Manifest, tmp_path: Path) -> Non
     is_found(judged(TRIAL, free=100_000_000)["memory"], "failure", "0.10 free", "--follow")
     is_found(judged(None)["memory"], "ok", "estimated")
     is_found(judged(None)["speed"], "note", "not measured")
-    broken = Trial(trouble="/nowhere is no folder: say --data FOLDER")
+    broken = SpeedTrial(trouble="/nowhere is no folder: say --data FOLDER")
     is_found(judged(broken)["speed"], "failure", "cannot train here", "--data FOLDER")
     is_found(judged(TRIAL, status(tokens_per_second=1e9))["speed"], "note", "others hardly feel it", "--device")
     is_found(judged(TRIAL, status(step=300, tokens_per_second=1.0))["speed"], "note", "the run ends in 30 s", "fetch")
@@ -212,4 +212,4 @@ def test_what_a_learner_could_not_use_is_named(
     (tmp_path / "manifest").write_bytes(manifest.encode())
     words = ["--manifest", str(tmp_path / "manifest"), "--device", options.device, "--seconds", "0"]
     assert main(words + (["--data", options.data] if options.data else [])) == 2
-    assert sentence in msgspec.json.decode(capsys.readouterr().out, type=Trial).trouble
+    assert sentence in msgspec.json.decode(capsys.readouterr().out, type=SpeedTrial).trouble

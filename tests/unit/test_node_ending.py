@@ -30,7 +30,7 @@ class Ended(Node):
         config = SimpleNamespace(model=SimpleNamespace(kind="transformer"))
         self.manifest = cast(Any, SimpleNamespace(config=config))
         self.options = cast(Any, SimpleNamespace(is_fetching=False, folder=Path("/state")))
-        self.lookout = cast(Any, SimpleNamespace(picture=lambda: SimpleNamespace(account=BILL)))
+        self.telemetry = cast(Any, SimpleNamespace(picture=lambda: SimpleNamespace(account=BILL)))
 
     async def end(self, ending: Ending) -> None:
         notifier = cast(Notifier, SimpleNamespace(tell=self._alerted))

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from p2pdiloco.cli import status as status_command
-from p2pdiloco.node.eta import Outlook, duration, presented
+from p2pdiloco.node.eta import EtaEstimator, duration, presented
 from p2pdiloco.protocol.ids import RunId
 from p2pdiloco.wire.control_messages import PeerStatus
 from p2pdiloco.wire.directory_records import RunRecord
@@ -42,29 +42,29 @@ def at(step: int, trained: int = 0, merged: int = 0, of: int = 1000) -> PeerStat
 
 
 def test_it_tells_percent_time_and_share() -> None:
-    outlook = Outlook()
+    outlook = EtaEstimator()
     assert outlook.look(0.0, at(100, 5000, 9000)) == {"done": "10.0%"}, "a joiner's swarm is ahead of it"
     assert outlook.look(5.0, at(110, 5500, 10_000)) == {"done": "11.0%"}, "two looks are too few"
     assert outlook.look(10.0, at(120, 6000, 11_000)) == {"done": "12.0%", "left": "7m20s", "my_share": "50%"}
 
 
 def test_it_forgets_how_fast_the_run_was_a_while_ago() -> None:
-    outlook = Outlook()
+    outlook = EtaEstimator()
     for look in range(40):
         told = outlook.look(5.0 * look, at(min(look, 20) * 10 + max(0, look - 20)))
     assert told["left"] == duration((1000 - 219) * 5.0)
 
 
 def test_what_is_not_known_is_not_told() -> None:
-    outlook = Outlook()
+    outlook = EtaEstimator()
     for look in range(3):
         told = outlook.look(5.0 * look, at(look, of=10**9))
     assert told == {}, "a script that has said nothing of its end"
-    outlook = Outlook()
+    outlook = EtaEstimator()
     for look in range(3):
         told = outlook.look(5.0 * look, at(7))
     assert told == {"done": "0.7%"}, "it stands still"
-    assert Outlook().look(0.0, at(1010))["done"] == "100.0%"
+    assert EtaEstimator().look(0.0, at(1010))["done"] == "100.0%"
 
 
 @pytest.mark.parametrize(

@@ -16,16 +16,16 @@ from aiohttp import web
 from test_observability_history import ANN, chronicle, commit, progress
 
 from p2pdiloco.node import metrics_export
-from p2pdiloco.node.metrics_export import Forwarder, line_of
+from p2pdiloco.node.metrics_export import MetricsExport, line_of
 from p2pdiloco.observability import exporters
 from p2pdiloco.observability.exporters import Numbers, TargetError, otlp_body, split
 from p2pdiloco.observability.prometheus import NAMES
-from p2pdiloco.observability.snapshot import Picture
+from p2pdiloco.observability.snapshot import RunSnapshot
 
 pytestmark = pytest.mark.heavy
 
 
-def picture() -> Picture:
+def picture() -> RunSnapshot:
     told = chronicle(1)
     told.take(commit(1.0, 1, ANN, ann=100, bob=300))
     told.take(progress(1.0, 500))
@@ -34,7 +34,7 @@ def picture() -> Picture:
 
 
 async def told_until(targets: list[str], is_enough: Callable[[], bool]) -> None:
-    async with Forwarder(targets, picture, every_s=0.02):
+    async with MetricsExport(targets, picture, every_s=0.02):
         async with asyncio.timeout(60):
             while not is_enough():  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
@@ -90,7 +90,7 @@ def test_nobody_waits_for_one_that_is_gone_or_does_not_read(
 ) -> None:
     async def whole(code: str, is_over: Callable[[asyncio.subprocess.Process], bool]) -> None:
         monkeypatch.setattr(metrics_export, "COMMAND", (sys.executable, "-c", code))
-        async with asyncio.timeout(60), Forwarder(["wandb:x"], picture, every_s=0.001) as told:
+        async with asyncio.timeout(60), MetricsExport(["wandb:x"], picture, every_s=0.001) as told:
             (process,) = told._processes
             while not is_over(process):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)

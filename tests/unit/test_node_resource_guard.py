@@ -13,7 +13,7 @@ import pytest
 
 from p2pdiloco.cli.main import main
 from p2pdiloco.node import resource_guard
-from p2pdiloco.node.resource_guard import BUSY_LOOKS, IDLE_LOOKS, Guest, Others, Used, pause, toggle
+from p2pdiloco.node.resource_guard import BUSY_LOOKS, IDLE_LOOKS, Others, ResourceGuard, Used, pause, toggle
 from p2pdiloco.peer.options import MachineOptions
 from p2pdiloco.protocol.ids import RunId
 from p2pdiloco.swarm.run_index import folder_of
@@ -55,7 +55,7 @@ def watched(folder: Path, acts: list[Callable[[], object]], monkeypatch: pytest.
     """A guest that has looked after each of ``acts``: what its learner was told, and why it left."""
     learner, left = Learner(), []
     monkeypatch.setattr(resource_guard, "LOOK_S", 0.02)
-    one = Guest(folder, MachineOptions(**options), learner, left.append)  # type: ignore[arg-type]
+    one = ResourceGuard(folder, MachineOptions(**options), learner, left.append)  # type: ignore[arg-type]
 
     async def live() -> None:
         looking = asyncio.create_task(one.keep())

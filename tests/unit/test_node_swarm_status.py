@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from test_node_eta import STATUS
 
-from p2pdiloco.node.swarm_status import ASKED, MOST_PEERS, Figures, figures
+from p2pdiloco.node.swarm_status import ASKED, MOST_PEERS, SwarmStatus, figures
 from p2pdiloco.wire.control_messages import PeerStatus
 
 
@@ -35,7 +35,7 @@ def test_what_is_not_known_is_left_out_and_nonsense_is_not_shown() -> None:
 
 def looking(
     live: tuple[str, ...], answers: dict[str, PeerStatus], mine: tuple[str, ...] = ()
-) -> tuple[Figures, list[str]]:
+) -> tuple[SwarmStatus, list[str]]:
     asked: list[str] = []
 
     async def ask(peer: str) -> PeerStatus | None:
@@ -44,7 +44,7 @@ def looking(
 
     view = SimpleNamespace(me="ann", live=live, participating=frozenset(live))
     peer: Any = SimpleNamespace(machine=SimpleNamespace(view=view), supervision=SimpleNamespace(first_batches=mine))
-    return Figures(peer, lambda: standing("ann", 10.0, 1.0), ask), asked  # type: ignore[arg-type]
+    return SwarmStatus(peer, lambda: standing("ann", 10.0, 1.0), ask), asked  # type: ignore[arg-type]
 
 
 def test_a_peer_with_the_same_first_batches_is_named() -> None:

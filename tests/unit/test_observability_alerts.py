@@ -14,7 +14,7 @@ from test_observability_history import ANN, chronicle
 
 from p2pdiloco.node.notifier import Notifier
 from p2pdiloco.observability.alerts import PATIENCE_S, RECENT_LOSSES, Alert, Alerts
-from p2pdiloco.observability.snapshot import Headcount, Picture, ShardRow
+from p2pdiloco.observability.snapshot import Headcount, RunSnapshot, ShardRow
 
 EVERY_S = 5.0
 BASE = chronicle(1).picture(0.0)
@@ -22,7 +22,7 @@ BASE = chronicle(1).picture(0.0)
 
 def shown(
     loss: float | None = 2.0, live: int = 3, moved: float = 1.0, phase: str = "training", step: int = 8
-) -> Picture:
+) -> RunSnapshot:
     return msgspec.structs.replace(
         BASE,
         course=msgspec.structs.replace(BASE.course, phase=phase, held_out_loss=loss, held_out_step=step),
@@ -31,7 +31,7 @@ def shown(
     )
 
 
-def noticed(alerts: Alerts, picture: Picture, **more: float) -> list[tuple[float, Alert]]:
+def noticed(alerts: Alerts, picture: RunSnapshot, **more: float) -> list[tuple[float, Alert]]:
     """Looking at the same for a minute: what is told, and when."""
     return [
         (EVERY_S * look, alert)

@@ -14,17 +14,17 @@ from p2pdiloco.observability.history import (
     MOST_COLUMNS,
     MOST_LANES,
     QUIET_S,
-    Chronicle,
     Curve,
     LaneBook,
+    RunHistory,
 )
-from p2pdiloco.observability.snapshot import Picture, Title
+from p2pdiloco.observability.snapshot import RunSnapshot, Title
 
 ANN, BOB, CID = (f"12D3KooW{letter * 44}" for letter in "ABC")
 
 
-def chronicle(*elements: int, total_steps: int = 100) -> Chronicle:
-    return Chronicle(Title(run="r" * 40, name="story", me=ANN), elements, total_steps)
+def chronicle(*elements: int, total_steps: int = 100) -> RunHistory:
+    return RunHistory(Title(run="r" * 40, name="story", me=ANN), elements, total_steps)
 
 
 def commit(at: float, version: int, owner: str, shard: int = 0, **given: int) -> dict[str, Any]:
@@ -179,7 +179,7 @@ def test_a_picture_is_json_and_back() -> None:
     told.take(commit(1.0, 1, ANN, ann=5, bob=6))
     told.take(progress(1.0, 500))
     picture = told.picture(2.0)
-    assert msgspec.json.decode(msgspec.json.encode(picture), type=Picture) == picture
+    assert msgspec.json.decode(msgspec.json.encode(picture), type=RunSnapshot) == picture
 
 
 def test_a_turn_beyond_the_last_step_is_no_step_of_the_run() -> None:

@@ -7,10 +7,10 @@ from test_observability_history import ANN, BOB, chronicle, commit, progress
 
 from p2pdiloco.observability.history import account, closing
 from p2pdiloco.observability.prometheus import exposition
-from p2pdiloco.observability.snapshot import LinkUse, Picture
+from p2pdiloco.observability.snapshot import LinkUse, RunSnapshot
 
 
-def picture() -> Picture:
+def picture() -> RunSnapshot:
     told = chronicle(1)
     told.take(commit(1.0, 1, ANN, ann=100, bob=300))
     told.take(commit(2.0, 2, BOB, ann=100, bob=300))

@@ -10,14 +10,14 @@ import msgspec
 from test_observability_history import ANN, BOB, chronicle, commit, progress
 
 from p2pdiloco.observability.prometheus import NAMES, PREFIX, exposition
-from p2pdiloco.observability.snapshot import Picture
+from p2pdiloco.observability.snapshot import RunSnapshot
 
 ROOT = Path(__file__).parents[2]
 KNOWN = {PREFIX + metric.name for metric in NAMES}
 LINE = re.compile(r'([a-z_0-9]+)(\{(?:[a-z]+="(?:[^"\\\n]|\\.)*",?)*\})? (-?[0-9.e+-]+|NaN)')
 
 
-def picture() -> Picture:
+def picture() -> RunSnapshot:
     told = chronicle(1)
     told.take(commit(1.0, 1, ANN, ann=100, bob=300))
     told.take(progress(1.0, 500))

@@ -21,8 +21,8 @@ from test_observability_history import ANN, BOB, chronicle, commit, progress
 
 from p2pdiloco.observability import web_server as server_module
 from p2pdiloco.observability.connection_limits import PageLimits
-from p2pdiloco.observability.history import Chronicle
-from p2pdiloco.observability.snapshot import History, Picture
+from p2pdiloco.observability.history import RunHistory
+from p2pdiloco.observability.snapshot import History, RunSnapshot
 from p2pdiloco.observability.web_server import PageServer, is_this_machine, kept_token
 
 HOSTILE = "</script><script>alert(1)</script>"
@@ -32,12 +32,12 @@ class Shown:
     """A view whose picture is the test's."""
 
     def __init__(self) -> None:
-        self.chronicle: Chronicle = chronicle(1)
+        self.chronicle: RunHistory = chronicle(1)
         self.chronicle.take(commit(1.0, 1, ANN, ann=5, bob=6))
         self.chronicle.take(progress(1.0, 500))
         self.asked = 0
 
-    def picture(self) -> Picture:
+    def picture(self) -> RunSnapshot:
         self.asked += 1
         return self.chronicle.picture(2.0)
 

@@ -18,7 +18,7 @@ from p2pdiloco.cli.main import _parse
 from p2pdiloco.cli.peer_options import peer_options
 from p2pdiloco.peer import commit_wal
 from p2pdiloco.peer.checkpoint import indices, load
-from p2pdiloco.peer.disk_budget import WriteBudget
+from p2pdiloco.peer.disk_budget import DiskBudget
 from p2pdiloco.peer.host import Buffer
 from p2pdiloco.peer.peer import InitialState
 from p2pdiloco.protocol.ids import ShardId
@@ -382,7 +382,7 @@ def test_after_a_fetched_state_the_next_checkpoint_comes_sooner(tmp_path: Path) 
             ann = await stage.found(write_bytes_per_day=budget_of(stage, 30000.0))
             await stage.wait(1.0)
             await stage.train(ann, *[1.0] * 4)
-            for shelf in ann.driver.cargo.shelves[:1]:
+            for shelf in ann.driver.payload_cache.shelves[:1]:
                 shelf.payloads.clear()
             await stage.wait(11.0)
             assert sorted(versions_in(tmp_path / "ann")) == [0, 1]
@@ -416,9 +416,9 @@ def test_more_commits_than_the_budget_has_are_not_written(tmp_path: Path) -> Non
 
 
 def test_checkpoints_by_the_users_clock_leave_the_rest_a_budget() -> None:
-    timed = WriteBudget(19e9, 100_000_000, 6, are_timed=True)
+    timed = DiskBudget(19e9, 100_000_000, 6, are_timed=True)
     assert timed.checkpoint_s() == timed.learner_s() == 0.0
-    assert timed.most_log_bytes_per_day == WriteBudget(19e9, 100_000_000, 6).most_log_bytes_per_day
+    assert timed.most_log_bytes_per_day == DiskBudget(19e9, 100_000_000, 6).most_log_bytes_per_day
     timed.log_bytes_per_day = 9e9
     assert timed.spare_bytes_per_s() == pytest.approx(10e9 / 86400.0)
     arguments = _parse(["join", "ADDR", "--checkpoint-s", "30", "--write-gb", "5"])
@@ -431,15 +431,15 @@ def test_the_budget_of_writes_is_kept_at_defaults_up_to_a_hundred_million_parame
     day_s, most = 86400.0, 20e9
     for elements in (1_000_000, 10_000_000, 100_000_000):
         for log_bytes in (0.0, 6e9, 9.5e9):
-            budget = WriteBudget(19e9, elements, 6)
+            budget = DiskBudget(19e9, elements, 6)
             budget.is_logged, budget.log_bytes_per_day = log_bytes > 0, log_bytes
             checkpoints = 6 * elements * day_s / budget.checkpoint_s()
             learner = 8 * elements * day_s / budget.learner_s()
             assert log_bytes <= budget.most_log_bytes_per_day
             assert checkpoints + learner + log_bytes + budget.spare_bytes_per_s() * day_s < most  # type: ignore[operator]
-    large = WriteBudget(19e9, 10_000_000_000, 6)
+    large = DiskBudget(19e9, 10_000_000_000, 6)
     assert large.checkpoint_s() == 3600.0, "no more than an hour is lost, whatever it writes"
-    assert WriteBudget(None, 10_000_000, 6).checkpoint_s() == 0.0
+    assert DiskBudget(None, 10_000_000, 6).checkpoint_s() == 0.0
 
 
 def test_a_copy_that_is_held_up_for_minutes_costs_one_checkpoint_and_not_all_that_follow(tmp_path: Path) -> None:
@@ -477,7 +477,7 @@ def test_who_comes_back_from_a_checkpoint_goes_on_with_the_same_bits(tmp_path: P
                 led = tuple(again.peer.machine.view.ancestry(shard))
                 assert led
                 assert led == tuple(bob.peer.machine.view.ancestry(shard))
-                assert set(led[1:]) <= set(again.peer.driver.cargo.shelves[shard].proofs)
+                assert set(led[1:]) <= set(again.peer.driver.payload_cache.shelves[shard].proofs)
             await stage.ready(again)
             await stage.wait(3.0)
             await stage.train(again, *[1.0] * 8)

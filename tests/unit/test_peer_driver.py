@@ -17,7 +17,7 @@ from p2pdiloco.codec import compression
 from p2pdiloco.codec.digests import list_bytes
 from p2pdiloco.peer.checkpoint import load
 from p2pdiloco.peer.durable_commits import FOLDER as OWN
-from p2pdiloco.peer.payload_cache import SWEEP_S, SWEPT_AT_ONCE, Cargo
+from p2pdiloco.peer.payload_cache import SWEEP_S, SWEPT_AT_ONCE, PayloadCache
 from p2pdiloco.peer.peer import InitialState
 from p2pdiloco.peer.signatures import signed
 from p2pdiloco.protocol import effects as ef
@@ -213,7 +213,7 @@ def test_a_learner_whose_merged_payload_is_gone_takes_the_global_parameters(tmp_
                 for effect in effects:
                     if isinstance(effect, ef.Apply) and effect.settled:
                         resets.append(effect.is_reset)
-                        del bob.driver.cargo.shelves[effect.header.shard].payloads[effect.settled[0]]
+                        del bob.driver.payload_cache.shelves[effect.header.shard].payloads[effect.settled[0]]
 
             bob.before = forget
             for _ in range(2):
@@ -240,7 +240,7 @@ def test_a_merge_whose_payload_is_gone_fails(tmp_path: Path) -> None:
             def forget(event: ev.Event, effects: list[ef.Effect]) -> None:
                 is_first = not any(isinstance(event, ev.Failed) for event in ann.events)
                 if is_first and any(isinstance(effect, ef.Merge) for effect in effects):
-                    for shelf in ann.driver.cargo.shelves:
+                    for shelf in ann.driver.payload_cache.shelves:
                         shelf.payloads.clear()
 
             ann.before = forget
@@ -288,7 +288,7 @@ def test_many_shards_are_swept_a_few_at_a_time() -> None:
         TensorSpec(name=f"w{number}", shape=(16,), merge="direct", fragment=FragmentId(number))
         for number in range(shards)
     )
-    cargo = Cargo(make_layout(specs, shards, 16, "direct"), Identity.ephemeral(), RunId("run"))
+    payload_cache = PayloadCache(make_layout(specs, shards, 16, "direct"), Identity.ephemeral(), RunId("run"))
     asked: list[int] = []
 
     class Needless:
@@ -299,12 +299,12 @@ def test_many_shards_are_swept_a_few_at_a_time() -> None:
         def commits(self, shard: ShardId) -> set[Digest]:
             return set()
 
-    for shelf in cargo.shelves:
+    for shelf in payload_cache.shelves:
         shelf.put(Digest("unknown"), b"left over")
     for call in range(1, 5):
-        cargo.sweep(Needless(), 100.0 * call)  # type: ignore[arg-type]
+        payload_cache.sweep(Needless(), 100.0 * call)  # type: ignore[arg-type]
         assert len(asked) <= SWEPT_AT_ONCE * call
-    assert not any(shelf.payloads for shelf in cargo.shelves)
+    assert not any(shelf.payloads for shelf in payload_cache.shelves)
 
 
 def test_payloads_that_nobody_needs_are_dropped(tmp_path: Path) -> None:
@@ -312,10 +312,10 @@ def test_payloads_that_nobody_needs_are_dropped(tmp_path: Path) -> None:
         async with Stage(tmp_path) as stage:
             ann = await stage.found()
             await stage.train(ann, *[1.0] * 8)
-            for shelf in ann.driver.cargo.shelves:
+            for shelf in ann.driver.payload_cache.shelves:
                 shelf.put(Digest("unknown"), b"left over")
             await stage.wait(2 * SWEEP_S)
-            for shard, shelf in enumerate(ann.driver.cargo.shelves):
+            for shard, shelf in enumerate(ann.driver.payload_cache.shelves):
                 log = ann.machine.core.chains[shard].log
                 assert len(log) == 2
                 assert set(shelf.payloads) == ann.machine.payloads(ShardId(shard))

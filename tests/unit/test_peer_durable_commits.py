@@ -11,7 +11,7 @@ from actors import FOUNDER, genesis
 from troupe import Member, Stage, act
 
 from p2pdiloco.codec.digests import list_bytes
-from p2pdiloco.peer.durable_commits import BARRED, FOLDER, OwnCommits
+from p2pdiloco.peer.durable_commits import BARRED, FOLDER, DurableCommits
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages
 from p2pdiloco.protocol import messages as msg
@@ -138,7 +138,7 @@ def test_what_cannot_be_read_is_left_alone(tmp_path: Path, spoilt: bytes) -> Non
             folder.mkdir(parents=True)
             (folder / "0-1-spoilt.commit").write_bytes(spoilt)
             (folder / ".0-2-torn.commit.part").write_bytes(spoilt)
-            assert OwnCommits(folder, ann.host, 128).load() == []
+            assert DurableCommits(folder, ann.host, 128).load() == []
             assert files(ann) == ["0-1-spoilt.commit"]
 
     act(story)
@@ -153,10 +153,10 @@ def test_a_commit_that_the_disk_has_altered_is_none(tmp_path: Path) -> None:
             await stage.train(ann, 1.0, 1.0)
             folder = ann.peer.options.folder / FOLDER
             (name,) = files(ann)
-            ((header, data),) = OwnCommits(folder, ann.host, 128).load()
+            ((header, data),) = DurableCommits(folder, ann.host, 128).load()
             body = encode(msg.Commit(msgspec.structs.replace(header, shard=ShardId(9))))
             (folder / name).write_bytes(len(body).to_bytes(4, "big") + body + data)
-            assert OwnCommits(folder, ann.host, 128).load() == []
+            assert DurableCommits(folder, ann.host, 128).load() == []
 
     act(story)
 
@@ -229,7 +229,7 @@ def test_a_commit_that_proves_something_is_taken_before_anything_is_swept(tmp_pa
             header, parts = caught.message.header, split_commit(memoryview(caught.payload), list_bytes(64))
             too_far = msgspec.structs.replace(header, step=10**6)
             for one, version in ((too_far, 0), (header, 1)):
-                bob.driver.cargo._swept_at = bob.host.now() - 10.0 * version
+                bob.driver.payload_cache._swept_at = bob.host.now() - 10.0 * version
                 signature = FOUNDER.sign(messages.signed_commit_bytes(msg.commit_id(one)))
                 sent = CommitParts(signature, parts.digests, parts.gradient)
                 await stage.deliver(bob, ann.id, msg.Commit(one), join_commit(sent))

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from p2pdiloco.peer import learner_updates
-from p2pdiloco.peer.learner_updates import Moves, ShiftQueue, Shifts
+from p2pdiloco.peer.learner_updates import LearnerUpdates, Moves, Shifts
 from p2pdiloco.protocol.ids import FragmentId, LearnerId, ShardId
 from p2pdiloco.protocol.manifest import TensorSpec, make_layout
 from p2pdiloco.training.shared_memory import SharedVectors
@@ -19,7 +19,7 @@ SIZE = 1 << 16
 LEARNER = LearnerId("peer/1")
 SHARDS = (ShardId(0), ShardId(1))
 NO_MOVES = Moves(LEARNER, (), (), is_reset=False)
-Stand = tuple[ShiftQueue, SharedVectors]
+Stand = tuple[LearnerUpdates, SharedVectors]
 
 
 def bytes_of(vectors: SharedVectors) -> int:
@@ -33,7 +33,7 @@ def stand() -> Iterator[Stand]:
     specs = tuple(TensorSpec(name=f"w{i}", shape=(SIZE,), merge="direct", fragment=FragmentId(i)) for i in range(2))
     layout = make_layout(specs, 2, SIZE, "direct")
     with SharedVectors.create(2 * SIZE) as vectors:
-        queue = ShiftQueue(layout, vectors)
+        queue = LearnerUpdates(layout, vectors)
         vectors.theta.fill_(1.0)
         queue.load(LEARNER)
         queue.shifted(SHARDS)
@@ -44,7 +44,7 @@ def stand() -> Iterator[Stand]:
         yield queue, vectors
 
 
-def shift(queue: ShiftQueue, shard: ShardId, value: float) -> None:
+def shift(queue: LearnerUpdates, shard: ShardId, value: float) -> None:
     handover = queue.begin(shard, NO_MOVES, lambda _: ())
     span = slice(shard * SIZE, (shard + 1) * SIZE)
     handover.take(0, span, torch.zeros(SIZE), torch.full((SIZE,), value))
@@ -163,7 +163,7 @@ def test_a_new_learner_is_given_the_parameters_piece_by_piece(monkeypatch: pytes
     specs = tuple(TensorSpec(name=f"w{i}", shape=(SIZE,), merge="direct", fragment=FragmentId(i)) for i in range(3))
     first, second, third = (ShardId(i) for i in range(3))
     with SharedVectors.create(3 * SIZE) as vectors:
-        queue = ShiftQueue(make_layout(specs, 3, SIZE, "direct"), vectors)
+        queue = LearnerUpdates(make_layout(specs, 3, SIZE, "direct"), vectors)
         vectors.theta.copy_(torch.arange(3.0 * SIZE))
 
         def held() -> int:
@@ -195,7 +195,7 @@ def test_a_learner_that_dies_before_it_has_everything_leaves_nothing_to_the_next
     monkeypatch.setattr(learner_updates, "PIECE", 1)
     specs = tuple(TensorSpec(name=f"w{i}", shape=(SIZE,), merge="direct", fragment=FragmentId(i)) for i in range(2))
     with SharedVectors.create(2 * SIZE) as vectors:
-        queue = ShiftQueue(make_layout(specs, 2, SIZE, "direct"), vectors)
+        queue = LearnerUpdates(make_layout(specs, 2, SIZE, "direct"), vectors)
         queue.load(LEARNER)
         queue.unload()
         assert queue.load(LearnerId("peer/2")) == Shifts((), (ShardId(0),))

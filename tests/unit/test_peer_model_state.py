@@ -11,7 +11,7 @@ from p2pdiloco.codec.digests import packed
 from p2pdiloco.codec.outer_optimizer import outer_step_by_torch
 from p2pdiloco.peer.integrity import SpoiltStateError
 from p2pdiloco.peer.learner_updates import Moves, Shifts
-from p2pdiloco.peer.model_state import ContributionError, DigestMismatchError, GlobalState, MergeResult, StaleBaseError
+from p2pdiloco.peer.model_state import ContributionError, DigestMismatchError, MergeResult, ModelState, StaleBaseError
 from p2pdiloco.protocol.ids import Digest, FragmentId, LearnerId, PeerId, ShardId, digest_of
 from p2pdiloco.protocol.manifest import CodecConfig, MergeRule, OuterConfig, TensorSpec, make_layout
 from p2pdiloco.protocol.messages import CommitHeader, Contributor
@@ -43,7 +43,7 @@ class Peer:
         layout = make_layout(tensors, 1, 1 << 20, rule)
         self.outer = outer
         self.vectors = SharedVectors.create(ELEMENTS)
-        self.state = GlobalState(layout, self.outer, codec or CodecConfig(), self.vectors, turn_steps=24)
+        self.state = ModelState(layout, self.outer, codec or CodecConfig(), self.vectors, turn_steps=24)
         self.state.put(SHARD, ZERO, bell(99, 0.02), bell(98).to(self.state.form.momentum))
         self.version = 0
 

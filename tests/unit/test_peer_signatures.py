@@ -85,7 +85,7 @@ def test_a_commit_waits_until_its_sender_was_asked_whom_it_names(tmp_path: Path,
         async with Stage(tmp_path) as stage:
             ann = await stage.found()
             bob = await stage.beside(has_learner=False)
-            bob.driver.cargo._register = bob.peer.inspection.standing = newcomer = Newcomer(told=is_told)
+            bob.driver.payload_cache._register = bob.peer.inspection.standing = newcomer = Newcomer(told=is_told)
             await stage.train(ann, 1.0, 1.0)
             assert newcomer.asked == [ann.id]
             assert bob.versions == ([0, 1] if is_told else [0, 0])

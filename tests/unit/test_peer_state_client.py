@@ -145,7 +145,7 @@ def test_an_offer_that_does_not_prove_itself_is_a_lie(tmp_path: Path) -> None:
     async def story() -> None:
         async with Stage(tmp_path, fragments=12) as stage:
             ann, bob = await two_donors(stage, steps=24)
-            for shelf in bob.driver.cargo.shelves:
+            for shelf in bob.driver.payload_cache.shelves:
                 shelf.proofs.clear()  # its offers have no signature any more
             cid = await stage.add("cid", has_learner=False)
             await stage.wait(20.0)
@@ -398,7 +398,7 @@ def forge(eve: Member, key: Identity, shard: ShardId, run: RunId) -> Digest:
     assert chain.head is not None
     eve.machine.core.heads_mark ^= int(chain.head.id[:15], 16) ^ int(head.id[:15], 16)
     chain.replace(ev.ShardState(head, header.step, marks, trained))
-    eve.driver.cargo.shelves[shard].proofs[head.id] = (header, key.sign(messages.signed_commit_bytes(head.id)))
+    eve.driver.payload_cache.shelves[shard].proofs[head.id] = (header, key.sign(messages.signed_commit_bytes(head.id)))
     eve.state.heads[shard] = head.id
     eve.state.integrity.begin(shard, listed)
     return head.id

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from p2pdiloco.peer.state_client import FIRST_S, REMEMBERED, Distrust
+from p2pdiloco.peer.state_client import FIRST_S, REMEMBERED, DonorBlocklist
 from p2pdiloco.protocol.ids import Digest, PeerId
 
 A, B = PeerId("a"), PeerId("b")
@@ -16,7 +16,7 @@ class Clock:
 
 def test_distrust_passes_and_doubles() -> None:
     clock = Clock()
-    distrust = Distrust(lambda: clock.now)
+    distrust = DonorBlocklist(lambda: clock.now)
     assert not distrust.of(A)
     for times in range(3):
         distrust.wrong(A, CHUNK)
@@ -29,7 +29,7 @@ def test_distrust_passes_and_doubles() -> None:
 
 def test_whom_another_donor_has_shown_to_be_wrong_is_not_asked_again() -> None:
     clock = Clock()
-    distrust = Distrust(lambda: clock.now)
+    distrust = DonorBlocklist(lambda: clock.now)
     distrust.wrong(A, CHUNK)
     distrust.right(B, (Digest("head"), 4))
     clock.now += 1e6
@@ -44,7 +44,7 @@ def test_whom_another_donor_has_shown_to_be_wrong_is_not_asked_again() -> None:
 def test_who_sends_the_right_chunk_after_a_wrong_one_is_no_witness_against_itself() -> None:
     """Else a newcomer never asks its only donor again, whose answer was spoilt once on the way (seed 70302)."""
     clock = Clock()
-    distrust = Distrust(lambda: clock.now)
+    distrust = DonorBlocklist(lambda: clock.now)
     distrust.wrong(A, CHUNK)
     clock.now += FIRST_S + 0.1
     distrust.right(A, CHUNK)
@@ -54,7 +54,7 @@ def test_who_sends_the_right_chunk_after_a_wrong_one_is_no_witness_against_itsel
 
 
 def test_what_waits_for_a_witness_is_bounded() -> None:
-    distrust = Distrust(lambda: 0.0)
+    distrust = DonorBlocklist(lambda: 0.0)
     for number in range(3 * REMEMBERED):
         distrust.wrong(PeerId(str(number)), (Digest("head"), number))
     assert len(distrust._wrong) == REMEMBERED

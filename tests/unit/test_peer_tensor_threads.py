@@ -11,7 +11,7 @@ import torch
 from p2pdiloco.codec import quantization
 from p2pdiloco.peer import learner_updates
 from p2pdiloco.peer.learner_updates import Moves
-from p2pdiloco.peer.model_state import GlobalState, MergeResult
+from p2pdiloco.peer.model_state import MergeResult, ModelState
 from p2pdiloco.protocol.ids import FragmentId, LearnerId, PeerId, ShardId, digest_of
 from p2pdiloco.protocol.manifest import CodecConfig, OuterConfig, TensorSpec, make_layout
 from p2pdiloco.protocol.messages import CommitHeader, Contributor
@@ -34,7 +34,7 @@ class Node:
         self.queue = WorkQueue("tensors", partial(torch.set_num_threads, 1), threads)
         self.vectors = SharedVectors.create(self.layout.elements)
         outer = OuterConfig(learning_rate=0.7, momentum=0.9)
-        self.state = GlobalState(self.layout, outer, CodecConfig(), self.vectors, turn_steps=24)
+        self.state = ModelState(self.layout, outer, CodecConfig(), self.vectors, turn_steps=24)
         random = torch.Generator().manual_seed(3)
         for piece in self.layout.shards:
             theta = torch.randn(piece.elements, generator=random)

@@ -11,7 +11,7 @@ from p2pdiloco.protocol.contributions import STAY, Ledger, Walk
 from p2pdiloco.protocol.ids import Digest, PeerId, RunId, ShardId
 from p2pdiloco.protocol.machine import Machine
 from p2pdiloco.protocol.ownership import ranked_owners
-from p2pdiloco.protocol.state import Alarms
+from p2pdiloco.protocol.state import Timers
 from tests.machine_sim.scenarios import base_config
 
 RUN = RunId("run")
@@ -111,7 +111,7 @@ def test_a_ledger_forgets_the_oldest() -> None:
 
 
 def test_alarms_ring_in_order_and_once() -> None:
-    alarms = Alarms()
+    alarms = Timers()
     alarms.set(("b", 0), 2.0)
     alarms.set(("a", 0), 1.0)
     alarms.set(("a", 0), 3.0)

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from p2pdiloco.nat.messages import TICKET_BYTES, Called
-from p2pdiloco.nat.request_router import IntroductionHandler
+from p2pdiloco.nat.request_router import RequestRouter
 from p2pdiloco.net import events as ev
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.transport import sockets
 from p2pdiloco.transport.identity import Identity
 from p2pdiloco.transport.sockets import Congestion
-from p2pdiloco.transport.transport import Pump, Requests
+from p2pdiloco.transport.transport import EndpointDriver, Requests
 from p2pdiloco.util.tasks import Tasks
 from p2pdiloco.wire.control_messages import encode
 from p2pdiloco.wire.request_reply import Answer, RequestError, RequestRefused, Response
@@ -140,7 +140,7 @@ def test_anothers_question_is_answered_refused_or_dropped_when_it_is_withdrawn()
 
 def test_introductions_go_to_who_introduces_and_all_else_to_the_peer() -> None:
     async def main() -> None:
-        handler = IntroductionHandler(Inner())  # type: ignore[arg-type]
+        handler = RequestRouter(Inner())  # type: ignore[arg-type]
         assert (await handler.answer(BOB, b"hello")).body == b"re: hello"
         call = encode(Called(Identity.ephemeral().peer_id, bytes(TICKET_BYTES), dials=True))
         with pytest.raises(RequestRefused, match="meets nobody"):
@@ -154,7 +154,7 @@ def test_introductions_go_to_who_introduces_and_all_else_to_the_peer() -> None:
 def test_a_pump_hands_out_writes_and_comes_back_at_the_deadline() -> None:
     async def main() -> None:
         endpoint, told, written = Endpoint(), list[object](), list[object]()
-        pump = Pump(endpoint, told.append, lambda *piece: written.append(piece))  # type: ignore[arg-type]
+        pump = EndpointDriver(endpoint, told.append, lambda *piece: written.append(piece))  # type: ignore[arg-type]
         pump.start()
         endpoint.happened, endpoint.has_control = ["first"], True
         endpoint.deadlines = [pump.now() + 0.002]

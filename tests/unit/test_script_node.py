@@ -23,7 +23,7 @@ from p2pdiloco.access.certificates import NEVER, NO_CAP, Role
 from p2pdiloco.access.invite_code import Invite, encode_invite
 from p2pdiloco.cli.main import _parse, main
 from p2pdiloco.protocol.ids import RunId
-from p2pdiloco.script_node import LEAVE_S, RESTARTS, STABLE_S, Companion, CompanionError, Wish, leaving_s
+from p2pdiloco.script_node import LEAVE_S, RESTARTS, STABLE_S, ScriptNode, ScriptNodeError, Wish, leaving_s
 from p2pdiloco.swarm.credentials import Credentials, make_invite
 from p2pdiloco.swarm.run_index import folder_of
 from p2pdiloco.training.node_reconnect import Found, Reunion, find_learner
@@ -48,7 +48,7 @@ class Clock:
         time.sleep(0.001)  # for the process
 
 
-class Dying(Companion):
+class Dying(ScriptNode):
     """Its nodes die at once."""
 
     def __init__(self, folder: Path, peers: Sequence[str] = ()) -> None:
@@ -125,7 +125,7 @@ def test_a_founders_node_founds_again_and_a_joiners_joins_the_same_run(tmp_path:
 def test_who_finds_nobody_and_has_no_state_is_told_so(tmp_path: Path, clock: Clock) -> None:
     node = Dying(tmp_path, ["ADDR"])
     node.status = script_node.NOBODY_THERE
-    with pytest.raises(CompanionError, match="the node ended with status 3"):
+    with pytest.raises(ScriptNodeError, match="the node ended with status 3"):
         node.meet()
     assert node.started == [["join", "ADDR", "--run", "story"]]
     node.leave_alone()
@@ -151,7 +151,7 @@ def test_who_has_the_runs_state_goes_on_though_nobody_answers(tmp_path: Path, cl
     run = has_run(tmp_path)
     node = Dying(tmp_path, ["ADDR"])
     node.status = script_node.NOBODY_THERE
-    with pytest.raises(CompanionError, match="the node ended with status 3"):
+    with pytest.raises(ScriptNodeError, match="the node ended with status 3"):
         node.meet()
     resumed = ["resume", str(tmp_path), "--run", run]
     assert node.started == [["join", "ADDR", "--run", "story"], resumed]
@@ -173,7 +173,7 @@ def test_a_folder_with_a_run_that_somebody_else_founded_is_not_founded_anew(
     """Of the same name: the script was given no initial_peers, since nobody of them was left."""
     run = has_run(tmp_path / "joined")
     node = Dying(tmp_path / "joined")
-    with pytest.raises(CompanionError, match="the node ended with status 1"):
+    with pytest.raises(ScriptNodeError, match="the node ended with status 1"):
         node.meet()
     assert node.started == [["resume", str(tmp_path / "joined"), "--run", run]]
     assert not node.founds
@@ -197,24 +197,24 @@ def test_of_several_runs_of_one_name_the_invites_goes_on(tmp_path: Path, clock: 
     for number, invite in enumerate(invites):
         node = Dying(tmp_path, [invite])
         node.status = script_node.NOBODY_THERE
-        with pytest.raises(CompanionError, match="the node ended with status 3"):
+        with pytest.raises(ScriptNodeError, match="the node ended with status 3"):
             node.meet()
         resumed = [["resume", str(tmp_path), "--run", runs[number]]] if number < len(runs) else []
         assert node.started == [["join", invite, "--run", "story"], *resumed]
         node.leave_alone()
     for _ in range(2):  # the folder is free again
-        with pytest.raises(CompanionError, match="has several runs called story"):
+        with pytest.raises(ScriptNodeError, match="has several runs called story"):
             Dying(tmp_path)
     node = Dying(tmp_path, ["ADDR"])
     node.status = script_node.NOBODY_THERE
-    with pytest.raises(CompanionError, match="has several runs called story"):
+    with pytest.raises(ScriptNodeError, match="has several runs called story"):
         node.meet()
     assert len(node.started) == 1
 
 
 def test_who_is_to_join_is_told_that_there_is_nobody(tmp_path: Path, clock: Clock) -> None:
-    node = Companion(tmp_path, Wish("story", (), None, ()))
-    with pytest.raises(CompanionError, match="found=False, and nobody to join: give initial_peers"):
+    node = ScriptNode(tmp_path, Wish("story", (), None, ()))
+    with pytest.raises(ScriptNodeError, match="found=False, and nobody to join: give initial_peers"):
         node.meet()
     node.leave_alone()
 
@@ -227,8 +227,8 @@ def test_a_second_script_is_refused_the_folder(tmp_path: Path) -> None:
         stdin=-1, stdout=-1,
     )  # fmt: skip
     assert first.stdout.readline() == b"held\n"
-    with pytest.raises(CompanionError, match="is in use by another training script"):
-        Companion(tmp_path, Wish("story", (), None, ()))
+    with pytest.raises(ScriptNodeError, match="is in use by another training script"):
+        ScriptNode(tmp_path, Wish("story", (), None, ()))
     first.stdin.close()
     first.wait()
 
@@ -299,7 +299,7 @@ def test_the_node_of_a_large_model_is_waited_for_longer() -> None:
 
 @pytest.mark.parametrize(("stay_s", "status"), [(30.0, 0), (0.0, -9)])
 def test_a_node_that_stays_after_the_end_is_waited_for(tmp_path: Path, stay_s: float, status: int) -> None:
-    node = Companion(tmp_path, Wish.of("story", "ADDR", None, tmp_path / "foundation", ("--up", "1mbit"), stay_s))
+    node = ScriptNode(tmp_path, Wish.of("story", "ADDR", None, tmp_path / "foundation", ("--up", "1mbit"), stay_s))
     assert node._wish.options == ("--up", "1mbit", *(("--stay-s", "30.0") if stay_s else ()))
     node._process = psutil.Popen(["sleep", "0.5"])
     assert node.wait(0.1) == status

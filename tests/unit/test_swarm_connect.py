@@ -8,10 +8,10 @@ from typing import cast
 
 import pytest
 
-from p2pdiloco.nat.rendezvous_client import Rendezvous
+from p2pdiloco.nat.rendezvous_client import RendezvousClient
 from p2pdiloco.net.abuse_limits import A_MINUTE
 from p2pdiloco.protocol.ids import PeerId
-from p2pdiloco.swarm.connect import ADDRESSES, Ladder, dialable
+from p2pdiloco.swarm.connect import ADDRESSES, ConnectFallback, dialable
 from p2pdiloco.transport.dialer import Dialler
 from p2pdiloco.transport.identity import Identity
 from p2pdiloco.transport.transport import DialError, PeerRefused, Transport
@@ -88,7 +88,7 @@ class Ways:
 
 def climbed(ways: Ways, record: PeerRecord) -> float:
     """How long it took."""
-    ladder = Ladder(cast(Transport, ways), Dialler(), cast(Rendezvous, ways), lambda: ())
+    ladder = ConnectFallback(cast(Transport, ways), Dialler(), cast(RendezvousClient, ways), lambda: ())
     loop = VirtualLoop()
     try:
         assert loop.run_until_complete(ladder.climb(BOB, record)) == BOB
@@ -167,7 +167,7 @@ class Victim:
 
 def test_two_hundred_forged_records_have_a_machine_dialled_few_times() -> None:
     victim, loop = Victim(), VirtualLoop()
-    ladder = Ladder(cast(Transport, victim), Dialler(), cast(Rendezvous, victim), lambda: ())
+    ladder = ConnectFallback(cast(Transport, victim), Dialler(), cast(RendezvousClient, victim), lambda: ())
 
     async def climb(number: int) -> None:
         ports = range(number * 16 + 1, number * 16 + 17)

@@ -11,7 +11,7 @@ import pytest
 
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.swarm import duplicate_identity
-from p2pdiloco.swarm.duplicate_identity import Twins, gives_way
+from p2pdiloco.swarm.duplicate_identity import DuplicateIdentity, gives_way
 from p2pdiloco.wire.directory_records import PeerRecord
 
 
@@ -38,7 +38,7 @@ def test_it_ends_once_if_a_process_that_began_earlier_answers(
     ended: list[str] = []
     clock = SimpleNamespace(at=0.0)
     monkeypatch.setattr(duplicate_identity, "reach", reach)
-    seen = Twins(PeerId("me"), None, SimpleNamespace(now=lambda: clock.at, spawn=spawn), ended.append)  # type: ignore[arg-type]
+    seen = DuplicateIdentity(PeerId("me"), None, SimpleNamespace(now=lambda: clock.at, spawn=spawn), ended.append)  # type: ignore[arg-type]
     for clock.at in (0.0, 1.0, duplicate_identity.LOOK_S + 1.0):
         seen.seen(PeerRecord((), "other", 100.0), began_s, "mine")
     assert (len(ended), seen.have_won) == (ends, bool(ends))

@@ -6,10 +6,10 @@ import asyncio
 from typing import cast
 
 from p2pdiloco.discovery import directory as pings_module
-from p2pdiloco.discovery.directory import CALM_S, PEERS_MOST, SILENT_S, Directory, DirectoryError, Pings
+from p2pdiloco.discovery.directory import CALM_S, PEERS_MOST, SILENT_S, Directory, DirectoryError, PingSchedule
 from p2pdiloco.protocol.connectivity import fingerprint
 from p2pdiloco.protocol.ids import PeerId
-from p2pdiloco.swarm.lookup_policy import FEW, LOOK_MOST_S, LOOK_S, UNMET_MOST_S, Curiosity, KnownPoints
+from p2pdiloco.swarm.lookup_policy import FEW, LOOK_MOST_S, LOOK_S, UNMET_MOST_S, KnownPoints, LookupPolicy
 from p2pdiloco.util.tasks import Backoff
 
 ANN, BOB, CID = (PeerId(name) for name in ("ann", "bob", "cid"))
@@ -20,7 +20,7 @@ class Round:
 
     def __init__(self) -> None:
         self.heard: frozenset[int] = frozenset()
-        self.curiosity = Curiosity(ANN, lambda: self.heard)
+        self.curiosity = LookupPolicy(ANN, lambda: self.heard)
         self.connected = [BOB]
         self.known = [BOB]
         self.now = 0.0
@@ -138,7 +138,7 @@ def test_meeting_points_are_looked_for_where_none_is_attended_or_one_is_lost() -
     asyncio.run(story())
 
 
-def pinged(pings: Pings, peer: PeerId, begin: float, seconds: float, *, is_answered: bool) -> list[float]:
+def pinged(pings: PingSchedule, peer: PeerId, begin: float, seconds: float, *, is_answered: bool) -> list[float]:
     """When, with a look each half second."""
     found = list[float]()
     for tick in range(int(2 * seconds)):
@@ -150,7 +150,7 @@ def pinged(pings: Pings, peer: PeerId, begin: float, seconds: float, *, is_answe
 
 
 def test_who_answers_is_pinged_ever_more_seldom_and_who_does_not_any_more_at_once() -> None:
-    pings = Pings(2.0)
+    pings = PingSchedule(2.0)
     assert pinged(pings, ANN, 0.0, 31.0, is_answered=True) == [0.0, 2.0, 6.0, 14.0, 30.0]
     assert len(pinged(pings, ANN, 31.0, 600.0, is_answered=True)) <= 600.0 / CALM_S + 1
     silent = pinged(pings, ANN, 700.0, 100.0, is_answered=False)
@@ -160,7 +160,7 @@ def test_who_answers_is_pinged_ever_more_seldom_and_who_does_not_any_more_at_onc
 
 
 def test_what_pings_cost_does_not_grow_with_the_swarm() -> None:
-    pings = Pings(2.0)
+    pings = PingSchedule(2.0)
     others = [PeerId(str(number)) for number in range(8 * pings_module.FEW)]
     count = 0
     for now in range(4000):
@@ -173,7 +173,7 @@ def test_what_pings_cost_does_not_grow_with_the_swarm() -> None:
 
 
 def test_pings_of_more_peers_than_have_room_are_forgotten() -> None:
-    pings = Pings(2.0)
+    pings = PingSchedule(2.0)
     for number in range(PEERS_MOST + 1):
         pings.ended(PeerId(str(number)), 1.0, is_answered=True)
     assert pings.due([PeerId("0"), PeerId("1")], 1.0) == [PeerId("0")]

@@ -18,9 +18,9 @@ from p2pdiloco.access.certificates import NEVER, NO_CAP, Role
 from p2pdiloco.access.invite_code import decode_invite, encode_invite
 from p2pdiloco.access.members import Members, NotAMemberError
 from p2pdiloco.protocol.ids import PeerId
-from p2pdiloco.swarm import membership_sync
+from p2pdiloco.swarm import membership_sync as membership_sync_module
 from p2pdiloco.swarm.credentials import Credentials, CredentialsError, MemberFiles, accepted, invite_key, make_invite
-from p2pdiloco.swarm.membership_sync import Fellowship
+from p2pdiloco.swarm.membership_sync import MembershipSync
 from p2pdiloco.transport.identity import Identity, verify
 from p2pdiloco.wire.control_messages import GetStatements, TellStatements, decode_request
 from p2pdiloco.wire.request_reply import RequestError, RequestRefused, Response
@@ -33,7 +33,7 @@ class Place:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.there: dict[PeerId, Fellowship] = {}
+        self.there: dict[PeerId, MembershipSync] = {}
         self.links: set[frozenset[PeerId]] = set()
         self.parted: list[tuple[PeerId, PeerId, str]] = []
         self.expelled: list[tuple[PeerId, str]] = []
@@ -41,10 +41,10 @@ class Place:
         self.now_s = 1_000_000.0
         self._work: list[asyncio.Task[None]] = []
 
-    def enter(self, holder: Holder) -> Fellowship:
+    def enter(self, holder: Holder) -> MembershipSync:
         files = MemberFiles(self.folder / holder.peer)
         mine = Credentials(RUN, holder.chain, holder.identity)
-        one = Fellowship(
+        one = MembershipSync(
             members(),
             mine,
             files,
@@ -372,7 +372,7 @@ def test_who_tells_what_brings_nobody_new_is_soon_not_looked_at(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its own chain in a thousand forms: each is signed, and costs everybody two signatures and a file."""
-    monkeypatch.setattr(membership_sync, "VAIN", 5)
+    monkeypatch.setattr(membership_sync_module, "VAIN", 5)
     invite = the_founder().invites()
     eve = invite.certifies(not_after=2_000_000_000)
     friend = invite.certifies()
@@ -396,7 +396,7 @@ def test_who_tells_what_brings_nobody_new_is_soon_not_looked_at(
         assert len(looked) == 5
         await hub.answer(friend.peer, told(before))
         assert len(looked) == 5, "all who came with one invite have one allowance"
-        place.now_s += 3 / membership_sync.VAIN_PER_S
+        place.now_s += 3 / membership_sync_module.VAIN_PER_S
         await hub.answer(friend.peer, told(before))
         assert len(looked) == 8
         until = hub.members.grant_of(eve.peer)
@@ -415,7 +415,7 @@ def test_made_up_introductions_are_bounded_and_keep_nobody_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """300 over one connection, of keys that nobody holds, by the invite with which others come, too."""
-    monkeypatch.setattr(membership_sync, "INTRODUCED", 280)
+    monkeypatch.setattr(membership_sync_module, "INTRODUCED", 280)
     invite = the_founder().invites()
     eve, bob, late = invite.certifies(), invite.certifies(), invite.certifies()
     made_up = [invite.certifies() for _ in range(300)]
@@ -442,7 +442,7 @@ def test_made_up_introductions_are_bounded_and_keep_nobody_out(
         place.connect(bob, late)
         await place.settle()
         assert [place.there[one].is_member(late.peer) for one in (FOUNDER.peer_id, bob.peer)] == [True, True]
-        place.now_s += 5 / membership_sync.INTRODUCED_PER_S
+        place.now_s += 5 / membership_sync_module.INTRODUCED_PER_S
         await hub.answer(eve.peer, told)
         assert len(looked) == 285
 
@@ -487,11 +487,11 @@ def test_who_asks_for_members_again_and_again_is_answered_seldom(tmp_path: Path)
     async def story(place: Place) -> None:
         hub = place.enter(the_founder())
         hub.door.admit(ann.peer, ann.chain)
-        for _ in range(membership_sync.ANSWERS):
+        for _ in range(membership_sync_module.ANSWERS):
             assert (await hub.answer(ann.peer, GetStatements(b""))).payload
         with pytest.raises(RequestRefused, match="ask again in some seconds"):
             await hub.answer(ann.peer, GetStatements(b""))
-        place.now_s += 1 / membership_sync.ANSWERS_PER_S
+        place.now_s += 1 / membership_sync_module.ANSWERS_PER_S
         assert (await hub.answer(ann.peer, GetStatements(b""))).payload
 
     played(tmp_path, story)

@@ -12,14 +12,14 @@ import pytest
 
 from p2pdiloco.discovery.directory import Directory, DirectoryError
 from p2pdiloco.nat.messages import Reachable, decode_introduction
-from p2pdiloco.net.authorization import OpenDoor
+from p2pdiloco.net.authorization import OpenAuthorizer
 from p2pdiloco.net.endpoint import LEAVING
 from p2pdiloco.protocol.ids import PeerId, RunId
-from p2pdiloco.swarm import peer_manager
-from p2pdiloco.swarm.connect import Ladder
+from p2pdiloco.swarm import peer_manager as peer_manager_module
+from p2pdiloco.swarm.connect import ConnectFallback
 from p2pdiloco.swarm.lookup_policy import FEW
-from p2pdiloco.swarm.membership_sync import Fellowship
-from p2pdiloco.swarm.peer_manager import LEFT_S, RECORD_LIFE_S, Roster
+from p2pdiloco.swarm.membership_sync import MembershipSync
+from p2pdiloco.swarm.peer_manager import LEFT_S, RECORD_LIFE_S, PeerManager
 from p2pdiloco.transport.transport import DialError, RequestError, RequestRefused, Transport
 from p2pdiloco.wire.control_messages import encode
 from p2pdiloco.wire.directory_records import PeerRecord
@@ -106,7 +106,7 @@ class NoWay:
 class OpenRun:
     """A run in which everybody is a member."""
 
-    door = OpenDoor()
+    door = OpenAuthorizer()
 
     def __init__(self) -> None:
         self.out: set[PeerId] = set()
@@ -130,15 +130,15 @@ class Process:
         self.lines = Lines(life)
         self.run = OpenRun()
         self.ladder = NoWay()
-        self.roster = Roster(
+        self.peer_manager = PeerManager(
             RUN,
             cast(Directory, board),
             cast(Transport, self.lines),
             lambda: self.record,
             folder / f"{life}.json",
             self._saw,
-            cast(Fellowship, self.run),
-            cast(Ladder, self.ladder),
+            cast(MembershipSync, self.run),
+            cast(ConnectFallback, self.ladder),
         )
 
     def _saw(self, record: PeerRecord) -> None:
@@ -156,7 +156,7 @@ def in_virtual_time(main: Callable[[], Awaitable[None]]) -> None:
 async def running(*processes: Process, apart_s: float, for_s: float) -> None:
     tasks = []
     for process in processes:
-        tasks.append(asyncio.ensure_future(process.roster.keep()))
+        tasks.append(asyncio.ensure_future(process.peer_manager.keep()))
         await asyncio.sleep(apart_s)
     await asyncio.sleep(for_s)
     for task in tasks:
@@ -215,7 +215,7 @@ def test_news_that_the_directory_did_not_take_is_told_again_soon(tmp_path: Path)
     async def main() -> None:
         board = Board()
         only = Process(board, "only", tmp_path)
-        telling = asyncio.ensure_future(only.roster.keep())
+        telling = asyncio.ensure_future(only.peer_manager.keep())
         await asyncio.sleep(RESOLVED_S)
         only.record = PeerRecord((), points=("/ip4/1.1.1.1/tcp/1/p2p/hub",))
         board.refused = 2
@@ -232,9 +232,9 @@ def test_who_is_connected_is_told_how_we_can_be_reached_and_again_when_that_chan
     async def main() -> None:
         one = Process(Board(), "one", tmp_path)
         told = one.lines.told
-        one.roster.told(BOB, PeerRecord((), points=(HUB,)))
+        one.peer_manager.told(BOB, PeerRecord((), points=(HUB,)))
         one.lines.lives = {BOB: "first", PeerId("only asks"): "1"}
-        telling = asyncio.ensure_future(one.roster.keep())
+        telling = asyncio.ensure_future(one.peer_manager.keep())
         await asyncio.sleep(RESOLVED_S)
         assert told == [(BOB, ())], "once"
         one.record = PeerRecord((), points=(HUB, PUB))
@@ -262,20 +262,20 @@ def test_what_a_connected_peer_says_of_itself_is_newer_than_the_directory(tmp_pa
         later = PeerRecord((), points=(PUB,))
         board.standing[BOB] = (Board.now_s() + RECORD_LIFE_S, encode(first))
         one.lines.lives = {BOB: "life"}
-        telling = asyncio.ensure_future(one.roster.keep())
+        telling = asyncio.ensure_future(one.peer_manager.keep())
         await asyncio.sleep(RESOLVED_S)
-        assert one.roster.records()[BOB] == first
-        one.roster.told(BOB, last)
-        one.roster.told(WATCHER, last)
+        assert one.peer_manager.records()[BOB] == first
+        one.peer_manager.told(BOB, last)
+        one.peer_manager.told(WATCHER, last)
         for _ in range(3):
             one.lines.lives = {BOB: "life", PeerId(str(Board.now_s())): "somebody comes: the directory is read"}
             await asyncio.sleep(RESOLVED_S)
-            assert one.roster.records() == {BOB: last}
+            assert one.peer_manager.records() == {BOB: last}
         one.lines.lives = {}
-        one.roster.disconnected(BOB, CUT)
+        one.peer_manager.disconnected(BOB, CUT)
         board.standing[BOB] = (Board.now_s() + RECORD_LIFE_S, encode(later))
         await asyncio.sleep(RESOLVED_S)
-        assert one.roster.records()[BOB] == later, "who is gone says nothing more"
+        assert one.peer_manager.records()[BOB] == later, "who is gone says nothing more"
         telling.cancel()
 
     in_virtual_time(main)
@@ -290,7 +290,7 @@ class Gone:
         self.one = Process(self.board, "one", folder)
         self.one.lines.lives = {BOB: "first"}
         self.announced(self.began_s)
-        self.one.roster.told(BOB, PeerRecord((), points=(HUB,)))
+        self.one.peer_manager.told(BOB, PeerRecord((), points=(HUB,)))
 
     def announced(self, began_s: float) -> None:
         record = PeerRecord((), points=(HUB,), life=str(began_s), began_s=began_s)
@@ -299,7 +299,7 @@ class Gone:
     def goes(self, reason: str) -> None:
         self.one.lines.lives = {}
         self.one.ladder.dialled.clear()
-        self.one.roster.disconnected(BOB, reason)
+        self.one.peer_manager.disconnected(BOB, reason)
 
     def dials(self) -> int:
         return len(self.one.ladder.dialled)
@@ -308,7 +308,7 @@ class Gone:
 def test_who_said_goodbye_is_dialled_when_it_has_come_back_and_else_seldom(tmp_path: Path) -> None:
     async def main() -> None:
         gone = Gone(tmp_path)
-        keeping = asyncio.ensure_future(gone.one.roster.keep())
+        keeping = asyncio.ensure_future(gone.one.peer_manager.keep())
         await asyncio.sleep(RESOLVED_S)
         gone.goes(CUT)
         await asyncio.sleep(5 * RESOLVED_S)
@@ -332,12 +332,12 @@ def test_who_said_goodbye_is_dialled_when_it_has_come_back_and_else_seldom(tmp_p
 def test_who_said_goodbye_and_is_connected_again_is_dialled_as_ever(tmp_path: Path) -> None:
     async def main() -> None:
         gone = Gone(tmp_path)
-        keeping = asyncio.ensure_future(gone.one.roster.keep())
+        keeping = asyncio.ensure_future(gone.one.peer_manager.keep())
         await asyncio.sleep(RESOLVED_S)
         gone.goes(LEAVING)
         await asyncio.sleep(RESOLVED_S)
         gone.one.lines.lives = {BOB: "second"}
-        gone.one.roster.told(BOB, PeerRecord((), points=(PUB,)))
+        gone.one.peer_manager.told(BOB, PeerRecord((), points=(PUB,)))
         await asyncio.sleep(RESOLVED_S)
         gone.goes(CUT)
         await asyncio.sleep(5 * RESOLVED_S)
@@ -351,7 +351,7 @@ def test_who_said_goodbye_and_is_connected_again_is_dialled_as_ever(tmp_path: Pa
 def test_who_is_banned_is_not_dialled_and_dials_nobody(tmp_path: Path, banned: PeerId) -> None:
     async def main() -> None:
         gone = Gone(tmp_path)
-        keeping = asyncio.ensure_future(gone.one.roster.keep())
+        keeping = asyncio.ensure_future(gone.one.peer_manager.keep())
         await asyncio.sleep(RESOLVED_S)
         gone.one.run.out.add(banned)
         gone.goes("who is banned is parted from")
@@ -367,8 +367,8 @@ def test_who_is_banned_is_not_dialled_and_dials_nobody(tmp_path: Path, banned: P
 
 def test_records_of_nobody_keep_no_newcomer_from_being_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In an open run anybody publishes as many as he likes; what is known is kept over restarts, too."""
-    monkeypatch.setattr(peer_manager, "MAX_KNOWN", 8)
-    monkeypatch.setattr(peer_manager, "ROOM", 2)
+    monkeypatch.setattr(peer_manager_module, "MAX_KNOWN", 8)
+    monkeypatch.setattr(peer_manager_module, "ROOM", 2)
 
     async def main() -> None:
         board = Board()
@@ -376,18 +376,18 @@ def test_records_of_nobody_keep_no_newcomer_from_being_known(tmp_path: Path, mon
         record = (Board.now_s() + 1e6, encode(PeerRecord((), points=(HUB,))))
         for number in range(12):
             board.standing[PeerId(f"forged {number}")] = record
-        keeping = asyncio.ensure_future(one.roster.keep())
+        keeping = asyncio.ensure_future(one.peer_manager.keep())
         await asyncio.sleep(RESOLVED_S)
         one.lines.lives = {BOB: "life"}
-        one.roster.told(BOB, PeerRecord((), points=(PUB,)))
-        assert BOB in one.roster.records(), "who is here is known, whoever else is not"
+        one.peer_manager.told(BOB, PeerRecord((), points=(PUB,)))
+        assert BOB in one.peer_manager.records(), "who is here is known, whoever else is not"
         newcomer = PeerId("newcomer")
         board.standing[newcomer] = record
         met = 0
         for _ in range(40):
             one.lines.lives = {BOB: "life", PeerId(str(Board.now_s())): "somebody comes: the directory is read"}
             await asyncio.sleep(RESOLVED_S)
-            known = one.roster.records()
+            known = one.peer_manager.records()
             met += newcomer in known
             assert BOB in known
             assert len(known) <= 8

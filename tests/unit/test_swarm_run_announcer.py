@@ -12,7 +12,7 @@ from actors import make_manifest
 
 from p2pdiloco.discovery.directory import Directory, DirectoryError
 from p2pdiloco.protocol.ids import RunId
-from p2pdiloco.swarm.run_announcer import FEW, PAUSE_MOST_S, PAUSE_S, Announcement
+from p2pdiloco.swarm.run_announcer import FEW, PAUSE_MOST_S, PAUSE_S, RunAnnouncer
 from p2pdiloco.wire.directory_records import RunRecord
 from tests.peer_sim.loop import VirtualLoop
 
@@ -54,9 +54,9 @@ def in_virtual_time(main: Callable[[], Awaitable[None]]) -> None:
         loop.close()
 
 
-def announcement(board: Board, others: Callable[[], int], access: str = "open") -> Announcement:
+def announcement(board: Board, others: Callable[[], int], access: str = "open") -> RunAnnouncer:
     manifest = msgspec.structs.replace(MANIFEST, config=msgspec.structs.replace(MANIFEST.config, access=access))
-    return Announcement(manifest, cast(Directory, board), others)
+    return RunAnnouncer(manifest, cast(Directory, board), others)
 
 
 @pytest.mark.parametrize("others", [0, FEW - 1, 15, 63, 500])

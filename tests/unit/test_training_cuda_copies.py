@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from p2pdiloco.training import cuda_copies
-from p2pdiloco.training.cuda_copies import SideStream
+from p2pdiloco.training.cuda_copies import CudaCopies
 
 REFUSED = 712
 
@@ -106,7 +106,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Runtime:
 
 def test_what_reaches_the_host_is_what_the_parameters_were(cuda: Runtime) -> None:
     """However long the copy takes, and in the run's type."""
-    side, host = SideStream(torch.device("cpu")), torch.zeros(6)
+    side, host = CudaCopies(torch.device("cpu")), torch.zeros(6)
     parameters = [torch.full((3,), 1.5, dtype=torch.bfloat16), torch.full((3,), 2.0)]
     finished = side.to_host(zip(parameters, (host[:3], host[3:]), strict=True))
     for parameter in parameters:
@@ -119,7 +119,7 @@ def test_what_reaches_the_host_is_what_the_parameters_were(cuda: Runtime) -> Non
 
 
 def test_what_reaches_the_device_is_taken_once_and_after_the_side_stream(cuda: Runtime) -> None:
-    side, shift = SideStream(torch.device("cpu")), torch.full((6,), 1.0)
+    side, shift = CudaCopies(torch.device("cpu")), torch.full((6,), 1.0)
     parameters, taken = [torch.zeros(3), torch.zeros(3)], []
 
     def take(view: Tensor, copy: Tensor) -> None:
@@ -139,7 +139,7 @@ def test_a_whole_model_takes_only_so_much_of_the_device(
     """What is more waits; a fragment never does."""
     monkeypatch.setattr(cuda_copies, "STAGED_BYTES", 4 * 1000)
     monkeypatch.setattr(cuda_copies, "BATCH_BYTES", 4 * 100)
-    side, view, host = SideStream(torch.device("cpu")), torch.zeros(50), torch.zeros(50)
+    side, view, host = CudaCopies(torch.device("cpu")), torch.zeros(50), torch.zeros(50)
     most = 0
 
     def staged() -> int:
@@ -170,7 +170,7 @@ def test_a_whole_model_takes_only_so_much_of_the_device(
 
 def test_memory_that_cuda_does_not_lock_costs_speed_alone(cuda: Runtime, caplog: pytest.LogCaptureFixture) -> None:
     """The error that CUDA keeps would be raised by the training's next kernel."""
-    side, vector = SideStream(torch.device("cpu")), torch.zeros(1000)
+    side, vector = CudaCopies(torch.device("cpu")), torch.zeros(1000)
     side.pin(vector)
     assert not caplog.records
     cuda.code = REFUSED

@@ -16,7 +16,7 @@ from p2pdiloco.protocol.data_blocks import Block
 from p2pdiloco.protocol.ids import FragmentId, ShardId
 from p2pdiloco.protocol.manifest import make_layout
 from p2pdiloco.training.ipc_channel import Channel
-from p2pdiloco.training.node_link import OuterLink
+from p2pdiloco.training.node_link import NodeLink
 from p2pdiloco.training.node_reconnect import IS_POSSIBLE, Reunion, find_learner
 from p2pdiloco.training.parameters import FlatParameters
 from p2pdiloco.training.shared_memory import SharedVectors
@@ -78,7 +78,7 @@ class Bench:
         self.parameters = [p for _, p in named]
         self.loop = Loop()
         self.doubt = ""
-        self.link = OuterLink(
+        self.link = NodeLink(
             self.loop,
             self.flat,
             self.vectors,

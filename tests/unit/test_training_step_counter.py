@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from p2pdiloco.training.step_counter import LOOK_STEPS, OTHER_STEPS, Tally
+from p2pdiloco.training.step_counter import LOOK_STEPS, OTHER_STEPS, StepCounter
 
 
 class Loop:
@@ -19,7 +19,7 @@ class Loop:
     def __init__(self, optimizer: type[torch.optim.Optimizer] = torch.optim.SGD, scaler: Any = None, **options: Any):
         self.model = nn.Linear(2, 1)
         self.optimizer = optimizer(self.model.parameters(), lr=0.1, **options)
-        self.tally = Tally(self.optimizer, scaler, 7)
+        self.tally = StepCounter(self.optimizer, scaler, 7)
         self.taken: list[tuple[int, float | None, bool]] = []
         self.optimizer.register_step_post_hook(lambda *_: self.taken.append(self.tally.take()))
         self.tally.begin()
@@ -119,7 +119,7 @@ def test_parameters_that_were_given_other_memory_are_told_at_the_next_step(
 ) -> None:
     """What is trained in it reaches nobody, and what comes from others changes what nobody uses."""
     model = nn.Linear(2, 1)
-    tally = Tally(torch.optim.SGD(model.parameters(), lr=0.1), None, 7)
+    tally = StepCounter(torch.optim.SGD(model.parameters(), lr=0.1), None, 7)
     tally.begin(list(model.parameters()))
     own = model.weight.data
     model.weight.data = torch.zeros(1, 2)  # as an average is put in for an evaluation
@@ -160,7 +160,7 @@ def test_other_parameters_than_in_the_beginning_are_told(how: str, caplog: pytes
     model, late = nn.Linear(2, 1), nn.Parameter(torch.zeros(1))
     model.bias.requires_grad_(how != "unfrozen")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    tally = Tally(optimizer, None, 7)
+    tally = StepCounter(optimizer, None, 7)
     tally.begin(list(model.parameters()))
     for _ in range(2 * LOOK_STEPS):
         tally.take()

@@ -18,7 +18,7 @@ import pytest
 
 from p2pdiloco.peer.host import Host
 from p2pdiloco.peer.metrics import Metrics
-from p2pdiloco.peer.state_client import Arrivals
+from p2pdiloco.peer.state_client import PartialDownloads
 from p2pdiloco.protocol.manifest import Layout
 from p2pdiloco.util import logs
 from p2pdiloco.util.logs import BottomLine
@@ -81,7 +81,7 @@ def test_a_downloads_bar_and_the_log_have_lines_of_their_own(told: io.StringIO, 
     layout, clock = cast(Layout, SimpleNamespace(shards=(0,))), iter(range(100))
     host = cast(Host, SimpleNamespace(now=lambda: float(next(clock))))
     metrics = Metrics(tmp_path / "metrics.jsonl")
-    bar = Arrivals(layout, 8, tmp_path, metrics, host, stream=told)
+    bar = PartialDownloads(layout, 8, tmp_path, metrics, host, stream=told)
     bar.begin([1000])
     log = logs.get("node")
     bar.chunk(4000)

@@ -4,7 +4,7 @@ import pytest
 from stage import SHARD, B, C, D, Stage, only
 
 from p2pdiloco.protocol import effects as ef
-from p2pdiloco.protocol.aggregation import Answers
+from p2pdiloco.protocol.aggregation import ResponseTimes
 from p2pdiloco.protocol.ids import Digest
 from p2pdiloco.protocol.membership import smoothed
 
@@ -21,7 +21,7 @@ def test_equal_samples_leave_no_variation() -> None:
 
 def test_who_usually_takes_longer_than_the_limit_is_not_waited_for() -> None:
     """W3b: nor who never answered."""
-    answers = Answers(1)
+    answers = ResponseTimes(1)
     for _ in range(40):
         answers.came(B, 2.0)
         answers.came(C, 9.0)
@@ -32,7 +32,7 @@ def test_who_usually_takes_longer_than_the_limit_is_not_waited_for() -> None:
 
 def test_late_answers_to_the_version_before_count_and_others_do_not() -> None:
     """W3b."""
-    answers = Answers(1)
+    answers = ResponseTimes(1)
     answers.came_late(B, SHARD, BASE, 3.0)
     assert answers.wait_s([B], 10.0) == 0.0
     answers.moved(SHARD, BASE, 1.0)

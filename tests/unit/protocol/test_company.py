@@ -9,7 +9,7 @@ from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol.connectivity import fingerprint, listed
 from p2pdiloco.protocol.ids import PeerId
-from p2pdiloco.protocol.membership import Company
+from p2pdiloco.protocol.membership import PartitionDetector
 
 E, F, G = PeerId("e"), PeerId("f"), PeerId("g")
 
@@ -126,14 +126,14 @@ def test_it_is_over_when_most_are_here_again() -> None:
 
 def test_a_cut_is_noticed_bit_by_bit() -> None:
     """C6a: within 32 heartbeats."""
-    company = Company()
+    company = PartitionDetector()
     company.look(0.0, frozenset(range(6)), 10.0, is_silent=False)
     for at, left in enumerate((5, 4, 3)):
         company.look(3.0 * at, frozenset(range(left)), 10.0, is_silent=True)
     assert not company.is_apart, "this peer and three others, and three are lost"
     company.look(9.0, frozenset(range(2)), 10.0, is_silent=True)
     assert company.missing == {2, 3, 4, 5}
-    slow = Company()
+    slow = PartitionDetector()
     slow.look(0.0, frozenset(range(6)), 10.0, is_silent=False)
     for at, left in enumerate((5, 4, 3, 2)):
         slow.look(9.0 * at, frozenset(range(left)), 10.0, is_silent=True)

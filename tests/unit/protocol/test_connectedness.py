@@ -10,7 +10,7 @@ from stage import A, B, C, D, Stage, digest, only, sent, tokens, with_payload
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
-from p2pdiloco.protocol.connectivity import LATELY, SETTLING_BEATS, TOLERANCE, Connectedness, fingerprint, listed
+from p2pdiloco.protocol.connectivity import LATELY, SETTLING_BEATS, TOLERANCE, Connectivity, fingerprint, listed
 from p2pdiloco.protocol.ids import PeerId, learner_id
 from p2pdiloco.protocol.ownership import ranked_owners
 
@@ -161,7 +161,7 @@ def test_in_a_large_swarm_a_sixteenth_fewer_are_as_good() -> None:
     """R3a: one member that only a few hear does not make these the only owners."""
     names = [PeerId(f"p{i:02}") for i in range(2 * TOLERANCE)]
     me, others, shy = names[0], names[1:-1], names[-1]
-    connectedness = Connectedness(me)
+    connectedness = Connectivity(me)
     for peer in others:
         friends = [shy] if peer == others[0] else []
         connectedness.told(peer, hearing(*(p for p in names[:-1] if p != peer), *friends), 0.0)
@@ -169,7 +169,7 @@ def test_in_a_large_swarm_a_sixteenth_fewer_are_as_good() -> None:
     connectedness.judge(0.0, tuple(others), tuple((peer, 1.0) for peer in (me, *others)), 1.0)
     assert connectedness.is_afar(shy)
     assert not connectedness.tiers
-    few = Connectedness(me)
+    few = Connectivity(me)
     for peer in others[:3]:
         friends = [shy] if peer == others[0] else []
         few.told(peer, hearing(*(p for p in (me, *others[:3]) if p != peer), *friends), 0.0)

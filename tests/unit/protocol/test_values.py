@@ -14,7 +14,7 @@ from p2pdiloco.codec import compression, digests, quantization
 from p2pdiloco.codec.digests import StateForm, packed
 from p2pdiloco.codec.formats import recipe
 from p2pdiloco.peer.learner_updates import Moves
-from p2pdiloco.peer.model_state import ContributionError, GlobalState, MergeResult, Staged, UnfitCommitError, payload_of
+from p2pdiloco.peer.model_state import ContributionError, MergeResult, ModelState, Staged, UnfitCommitError, payload_of
 from p2pdiloco.peer.state_proof import is_listed
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
@@ -24,7 +24,7 @@ from p2pdiloco.protocol.config import Sizes
 from p2pdiloco.protocol.data_blocks import Trained
 from p2pdiloco.protocol.ids import FragmentId, PeerId, digest_of
 from p2pdiloco.protocol.manifest import CodecConfig, OuterConfig, TensorSpec, make_layout
-from p2pdiloco.protocol.norm_bound import LEAP, MEMORY, NO_STRIDE, OCTAVE, Stride, octaves
+from p2pdiloco.protocol.norm_bound import LEAP, MEMORY, NO_NORM, OCTAVE, NormBound, octaves
 from p2pdiloco.training.shared_memory import SharedVectors
 from p2pdiloco.wire.control_messages import StateOffer, StateProof
 
@@ -92,34 +92,34 @@ def test_the_mean_of_lengths_is_the_same_everywhere() -> None:
     stage = Stage(B, C, has_learner=False)
     stage.take(counted(stage, 40, 8.0))
     state = stage.machine.core.chains[SHARD].state()
-    assert state.stride == Stride(1, OCTAVE), "8 long after 4 steps"
+    assert state.stride == NormBound(1, OCTAVE), "8 long after 4 steps"
     assert stage.machine.core.chains[SHARD].log[-1].record == record_of(dict(state.marks), Trained(), state.stride)
-    assert record_of(dict(state.marks), Trained(), Stride(1, 0)) != record_of(dict(state.marks), Trained())
+    assert record_of(dict(state.marks), Trained(), NormBound(1, 0)) != record_of(dict(state.marks), Trained())
     other = Stage(B, has_learner=False, is_founder=False)
     other.hear(B, msg.Heads((state.head,), 0))
     other.work(other.tell(ev.Fetched(B, state)))
     assert other.machine.core.chains[SHARD].stride == state.stride
     apart = Stage(B, has_learner=False, is_founder=False)
-    effects = apart.tell(ev.Fetched(B, msgspec.structs.replace(state, stride=Stride(MEMORY + 1, 0))))
+    effects = apart.tell(ev.Fetched(B, msgspec.structs.replace(state, stride=NormBound(MEMORY + 1, 0))))
     assert "its stride is none" in notes(effects, "fetch")[0]
 
 
 def test_an_owner_in_four_that_leaps_raises_the_mean_by_little() -> None:
     """V1c: nothing counts for more than a leap, up or down; what has no length counts for nothing."""
-    stride = NO_STRIDE
+    stride = NO_NORM
     for version in range(400):
         longest = stride.longest(TURN, TURN, 1.0)
         stride = stride.after(longest if version % 4 == 3 else float(TURN), TURN, TURN)
         assert stride.octaves < 2 * OCTAVE + LEAP // MEMORY
-    assert Stride(8, 0).after(1e-30, TURN, TURN).octaves == -LEAP // MEMORY
+    assert NormBound(8, 0).after(1e-30, TURN, TURN).octaves == -LEAP // MEMORY
     assert stride.after(0.0, TURN, TURN) is stride
 
 
 def test_learners_that_come_back_and_rates_that_are_warmed_up_fit() -> None:
     """V1b: 64 turns straight on in one step; twelvefold after a first contribution of one step."""
-    stride = NO_STRIDE.after(float(TURN), TURN, TURN)
+    stride = NO_NORM.after(float(TURN), TURN, TURN)
     assert stride.longest(64 * TURN, TURN, 1.0) >= 64 * TURN
-    stride = NO_STRIDE.after(1.0, 1, TURN)
+    stride = NO_NORM.after(1.0, 1, TURN)
     for turn in range(1, 40):  # 1,000 steps of warm-up
         length = TURN * (TURN * turn - TURN / 2)
         assert length <= stride.longest(TURN, TURN, 1.0)
@@ -134,7 +134,7 @@ class Owner:
 
     def __init__(self) -> None:
         tensors = (TensorSpec(name="all", shape=(ELEMENTS,), merge="rda", fragment=FragmentId(0)),)
-        self.state = GlobalState(
+        self.state = ModelState(
             make_layout(tensors, 1, 1 << 20, "rda"),
             OuterConfig(learning_rate=0.7, momentum=0.9),
             CodecConfig(),
