@@ -74,7 +74,7 @@ def test_who_interrupts_a_command_before_it_has_begun_sees_no_traceback(monkeypa
 ASKING = """
 import argparse, signal, sys
 signal.alarm(60)  # rather than wait for ever
-from p2pdiloco.cli import main, peer
+from p2pdiloco.cli import main, peer_options as peer
 async def run(arguments):
     return 7 if peer.ask("really? ") is None else 8
 sys.exit(main.execute(run, argparse.Namespace(log_level="info", log_format="text")))
