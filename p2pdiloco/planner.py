@@ -15,11 +15,8 @@ from typing import Final, TypeVar
 
 import msgspec
 
-# -- What a line must carry for a given compute utilisation, by the public model of the DiLoCo family ------------------
-# Source: the public simulator of that family (Streaming DiLoCo, arXiv 2501.18512; Decoupled DiLoCo, arXiv 2604.21428).
-# The forward pass takes a third of a step, the backward pass two thirds; gradients leave in 128 buckets while it goes
-# on; one line without latency, first in, first out; what is not there by its deadline stalls the learner; utilisation
-# is compute over compute and stalls.
+# -- Bandwidth model ---------------------------------------------------------------------------------------------------
+# What a line must carry for a given compute utilisation, by the public model of the DiLoCo family.
 #
 # Rules of this file:
 # 1. Pure numbers: bits, seconds, bits a second, without headers.

@@ -103,7 +103,8 @@ def cloud(text: str) -> str:
     return text
 
 
-# -- Link rates as people write them: ``2.5gbit``, ``100mbit``, ``800kbit``, ``none``; for what is sent also -----------
+# -- Rates -------------------------------------------------------------------------------------------------------------
+# Link rates as people write them: ``2.5gbit``, ``100mbit``, ``800kbit``, ``none``; for what is sent also ``auto``.
 
 
 RATE_UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
@@ -132,7 +133,8 @@ def up_budget(text: str) -> float | Literal["auto"] | None:
     return "auto" if text.lower() == "auto" else bytes_per_second(text)
 
 
-# -- How long something lasts, as people write it: ``90m``, ``12h``, ``30d`` -------------------------------------------
+# -- Durations ---------------------------------------------------------------------------------------------------------
+# How long something lasts, as people write it: ``90m``, ``12h``, ``30d``.
 
 
 DURATION_UNITS = {"m": 60, "h": 3600, "d": 86400}

@@ -21,7 +21,7 @@ from p2pdiloco.cli.argument_types import (
 )
 from p2pdiloco.util.files import state_home
 
-# -- Options of the commands that read what a run has come to ----------------------------------------------------------
+# -- Options of export, evaluate, generate and fetch -------------------------------------------------------------------
 
 
 def export(sub: argparse.ArgumentParser) -> None:
@@ -84,7 +84,8 @@ def _add_average(sub: argparse.ArgumentParser) -> None:
     )
 
 
-# -- Options about connections, which several commands have ------------------------------------------------------------
+# -- Network options ---------------------------------------------------------------------------------------------------
+# Options about connections, which several commands have.
 
 
 def add_network(sub: argparse.ArgumentParser) -> None:
@@ -134,7 +135,8 @@ def add_relay(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--no-relay", dest="relay", action="store_const", const=0.0, help="carry nothing for others")
 
 
-# -- What can be typed after the commands that look; see ``arguments``, which those of peers have ----------------------
+# -- Options of top, page and events -----------------------------------------------------------------------------------
+# What can be typed after the commands that look; see ``arguments``, which those of peers have.
 
 
 def page(sub: argparse.ArgumentParser) -> None:
@@ -170,7 +172,8 @@ def events(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--json", action="store_true", help="one JSON object a line, as logged, with who told it")
 
 
-# -- Arguments of ``demo`` and ``plan``; see ``arguments``, which those of peers have ----------------------------------
+# -- Options of demo and plan ------------------------------------------------------------------------------------------
+# Arguments of ``demo`` and ``plan``; see ``arguments``, which those of peers have.
 
 
 MOST_STEPS, MOST_SEEDS, LARGEST_SEED, MOST_PROCESSES = 1_000_000, 1_000_000_000, 2**63 - 1, 1024
@@ -207,7 +210,8 @@ def plan(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--json", action="store_true", help="for programs")
 
 
-# -- What can be typed. Nothing here imports what commands need, so that help and complaints come at once --------------
+# -- All commands ------------------------------------------------------------------------------------------------------
+# What can be typed. Nothing here imports what commands need, so that help and complaints come at once.
 
 
 class Command(NamedTuple):

@@ -40,7 +40,8 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 
-# -- The system's libzstd, where there is one: it decodes Huffman codes with assembly, which the ``zstandard`` ---------
+# -- The system's libzstd ----------------------------------------------------------------------------------------------
+# The system's libzstd, where there is one: it decodes Huffman codes with assembly, which the ``zstandard`` package is
 # built without. On x86-64 a chunk takes a fifth less time with it, and half of it when the core is shared.
 #
 # Rules of this file:
@@ -111,7 +112,9 @@ class Decoder:
             raise ValueError(f"the payload has {found} bytes where it stated {size}")
 
 
-# -- Entropy coding of payloads: zstd, of which we want the Huffman coder; where the line is fast bodies are -----------
+# -- Entropy coding ----------------------------------------------------------------------------------------------------
+# Entropy coding of payloads: zstd, of which we want the Huffman coder; where the line is fast bodies are stored as they
+# are.
 
 
 Body = bytes | memoryview

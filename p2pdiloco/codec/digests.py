@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-# -- How a shard's state lies in bytes, in memory, on the disk and as it travels: chunk by chunk (256 Ki ---------------
+# -- Layout of a shard's state -----------------------------------------------------------------------------------------
+# How a shard's state lies in bytes, in memory, on the disk and as it travels: chunk by chunk (256 Ki parameters), of
 # each its parameters, then its momentum, little-endian. Parameters are float32, momentum is what the run's manifest
 # says.
 
@@ -115,7 +116,8 @@ def as_bytes(vector: Tensor) -> NDArray[np.uint8]:
     return found
 
 
-# -- The digest of a shard's state, chunk by chunk ---------------------------------------------------------------------
+# -- Digests -----------------------------------------------------------------------------------------------------------
+# The digest of a shard's state, chunk by chunk.
 
 
 CYCLE: Final = 8

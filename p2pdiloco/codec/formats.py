@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 
-# -- What can be chosen about a payload: the codec, its step, its block ------------------------------------------------
+# -- Payload formats ---------------------------------------------------------------------------------------------------
+# What can be chosen about a payload: the codec, its step, its block.
 # Rules of this file:
 # 1. A recipe's ``step`` is a block's scale in units of its root mean square. A coarser one gives smaller symbols, which
 #    zstd turns into fewer bytes: the smooth way to trade bytes for error.
@@ -123,7 +124,8 @@ def _tail(largest: int, step: float, block: int) -> float:
     return math.inf
 
 
-# -- A thread's working memory for quantizing, cut to the size of a chunk ----------------------------------------------
+# -- Scratch memory ----------------------------------------------------------------------------------------------------
+# A thread's working memory for quantizing, cut to the size of a chunk.
 # Rules of this file:
 # 1. Each thread has its own, made at its first use (about 3.3 MiB) and kept: encoding and decoding allocate nothing
 #    that grows with a chunk.
@@ -219,7 +221,8 @@ class Scratch(threading.local):
 scratch: Final = Scratch()
 
 
-# -- Symbols of a few bits to bytes and back: pure layout, whole vectors at a time -------------------------------------
+# -- Bit packing -------------------------------------------------------------------------------------------------------
+# Symbols of a few bits to bytes and back: pure layout, whole vectors at a time.
 # Rules of this file:
 # 1. A byte holds one element of each half (4 bits) or quarter (2 bits) of the vector, never neighbours: so all work is
 #    on whole vectors, which is six times faster.
@@ -300,7 +303,8 @@ def from_exponents(codes: Tensor, narrow: Tensor) -> None:
     codes.copy_(powers.view(torch.int8).bitwise_xor_(codes).sub_(codes))
 
 
-# -- One chunk's body in bytes: what it holds, and what is checked before any of it is read ----------------------------
+# -- Body of a chunk ---------------------------------------------------------------------------------------------------
+# One chunk's body in bytes: what it holds, and what is checked before any of it is read.
 
 
 if sys.byteorder != "little":

@@ -316,7 +316,8 @@ def square_int4(packed: NDArray[np.int8], block: int, sums: NDArray[np.int32]) -
         sums[(blocks + h) // 2] += high_sum
 
 
-# -- The outer step in one pass over memory, with an int4 body decoded on the way; see ``outer`` for what it -----------
+# -- The outer step in one pass ----------------------------------------------------------------------------------------
+# The outer step in one pass over memory, with an int4 body decoded on the way; see ``outer`` for what it computes and
 # ``kernels`` for the rules.
 #
 # Momentum is float32, or bfloat16 as the int16 that have its bits (``narrow``); of two arguments for it one is empty.

@@ -19,7 +19,8 @@ from p2pdiloco.training.models import build_model, generate
 from p2pdiloco.training.parameters import FlatParameters
 from p2pdiloco.util.logs import printable
 
-# -- The demo as a picture: the loss, and below it a lane a peer -------------------------------------------------------
+# -- Plot --------------------------------------------------------------------------------------------------------------
+# The demo as a picture: the loss, and below it a lane a peer.
 
 
 TRAINS, STARTS, KILLED, MERGED, FAINT = "#2b6cb0", "#cbd5e0", "#c53030", "#f6e05e", "#718096"
@@ -111,7 +112,8 @@ def _legend(axis: Any) -> None:
     axis.legend(handles=handles, loc="upper center", bbox_to_anchor=(0.5, -0.42), ncols=4, frameon=False, fontsize=8.5)
 
 
-# -- What the demo showed: numbers, a plot, a sample of text, and whether each promise was kept ------------------------
+# -- Report ------------------------------------------------------------------------------------------------------------
+# What the demo showed: numbers, a plot, a sample of text, and whether each promise was kept.
 
 
 PROMPT = b"def "

@@ -19,7 +19,8 @@ from p2pdiloco.demo.local_swarm import Member, Swarm, SwarmError
 from p2pdiloco.protocol.manifest import RunConfig
 from p2pdiloco.util.output_markers import LOOK_AT
 
-# -- What the demo's plot made happen ----------------------------------------------------------------------------------
+# -- Result ------------------------------------------------------------------------------------------------------------
+# What the demo's plot made happen.
 
 
 class Story:
@@ -37,7 +38,8 @@ class Story:
         self.leftovers: list[str] = []
 
 
-# -- The demo's plot: a swarm on this machine, with a kill, a late joiner and a dead bootstrap node --------------------
+# -- Scenario ----------------------------------------------------------------------------------------------------------
+# The demo's plot: a swarm on this machine, with a kill, a late joiner and a dead bootstrap node.
 
 
 KILL_AT = 0.35

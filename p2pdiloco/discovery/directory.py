@@ -38,7 +38,8 @@ from p2pdiloco.util.files import write_atomically
 from p2pdiloco.util.tasks import Backoff, Tasks
 from p2pdiloco.wire.directory_records import POINTS_TOPIC, RUNS_TOPIC, TTL_LIMIT_S, Envelope, peers_topic, seal
 
-# -- The peers of the directory that we have ever met, and where: in memory and on disk --------------------------------
+# -- Address book ------------------------------------------------------------------------------------------------------
+# The peers of the directory that we have ever met, and where: in memory and on disk.
 # Rules of this file:
 # 1. At most ENTRY_LIMIT peers, the longest unseen forgotten first; at most ADDRESS_LIMIT addresses each.
 # 2. The file is a hint: damaged or missing, it is as if empty. It is written atomically.
@@ -116,7 +117,8 @@ def save(path: Path, content: bytes) -> None:
         log.warning("the address cache cannot be written", path=path, error=error)
 
 
-# -- When which peer of the directory is pinged: often at first and when one that answered does not any more, ----------
+# -- Ping schedule -----------------------------------------------------------------------------------------------------
+# When which peer of the directory is pinged: often at first and when one that answered does not any more, ever more
 # seldom while nothing changes, and more seldom the more they are: what pings cost a node does not grow with the swarm.
 # At most PEERS_MOST are remembered, the longest unpinged forgotten first.
 
@@ -163,7 +165,8 @@ class PingSchedule:
             del self._peers[next(iter(self._peers))]
 
 
-# -- Why no initial peer answered, in words: what libp2p's daemon says of a dial, and what to do about each kind -------
+# -- Errors of libp2p's daemon in words --------------------------------------------------------------------------------
+# Why no initial peer answered, in words: what libp2p's daemon says of a dial, and what to do about each kind.
 
 
 _CAUSES = (
@@ -212,8 +215,8 @@ def sentence(failures: Mapping[str, str]) -> str:
     )
 
 
-# -- How peers find each other: a hivemind DHT (``discovery/dht.py``)
-# ----------------------------------------------------
+# -- Directory ---------------------------------------------------------------------------------------------------------
+# How peers find each other: a hivemind DHT (``runtime/dht.py``).
 
 
 __all__ = ["Directory", "DirectoryError"]

@@ -29,7 +29,8 @@ from p2pdiloco.util import logs
 from p2pdiloco.wire.control_messages import encode
 from p2pdiloco.wire.request_reply import Answer, RequestError, RequestRefused
 
-# -- Carries bytes between two sockets, unread, within a budget that all pairs share -----------------------------------
+# -- Relay -------------------------------------------------------------------------------------------------------------
+# Carries bytes between two sockets, unread, within a budget that all pairs share.
 # Rules of this file:
 # 1. ``splice`` moves them inside the kernel: they never come into this process (measured: docs/connectivity.md).
 # 2. Whoever wants to send takes its turn, and turns come round: of n directions that have something, each gets an n-th
@@ -180,7 +181,8 @@ async def _ready(descriptor: int, *, writes: bool) -> None:
         remove(descriptor)
 
 
-# -- A meeting point at work: it tells peers how they are seen, dials them back, introduces them, and relays -----------
+# -- Rendezvous server -------------------------------------------------------------------------------------------------
+# A meeting point at work: it tells peers how they are seen, dials them back, introduces them, and relays.
 
 
 log = logs.get("meeting")

@@ -78,7 +78,8 @@ def displaced(places: Mapping[Holder, tuple[str, float]], newcomer: str) -> Hold
     return min(heard, key=lambda holder: heard[holder])
 
 
-# -- How often what came from a machine came to nothing lately, and whose connections are therefore not heard for ------
+# -- Blocklist by failures ---------------------------------------------------------------------------------------------
+# How often what came from a machine came to nothing lately, and whose connections are therefore not heard for a while.
 # Rules of this file:
 # 1. Pure: time is a number. What is remembered is bounded, whatever comes.
 # 2. A machine is shut out for what it did, not for what others do, and not for ever: when its time is over it has some
@@ -149,7 +150,8 @@ class Exclusion:
         return next(iter(self._until.values()), None)
 
 
-# -- Which dials may be made on others' word: whoever publishes an address has every reader dial it, so nobody's -------
+# -- Rate limit for dials on others' word ------------------------------------------------------------------------------
+# Which dials may be made on others' word: whoever publishes an address has every reader dial it, so nobody's records
 # may buy many.
 #
 # Rules of this file:
@@ -207,7 +209,8 @@ class DialRateLimit:
             del self._of_machine[machine]
 
 
-# -- Whose greeting is answered next. A handshake costs some twenty times what accepting does, so those that fail ------
+# -- Handshake queue ---------------------------------------------------------------------------------------------------
+# Whose greeting is answered next. A handshake costs some twenty times what accepting does, so those that fail have a
 # budget of their own (measured: benchmarks.hostile.arrivals).
 #
 # Rules of this file:
@@ -262,7 +265,8 @@ class HandshakeQueue(Generic[Visitor]):
         self._at = now
 
 
-# -- What peers sent that could not be read costs them points, and too many of those the connection, and for a ---------
+# -- Reputation --------------------------------------------------------------------------------------------------------
+# What peers sent that could not be read costs them points, and too many of those the connection, and for a while the
 # next one.
 #
 # Rules of this file:
@@ -314,7 +318,8 @@ def _bound(remembered: dict[PeerId, tuple[float, float]] | dict[PeerId, float]) 
         del remembered[next(iter(remembered))]
 
 
-# -- How much of what costs more to give than to ask for each asker gets -----------------------------------------------
+# -- Rate limit for expensive requests ---------------------------------------------------------------------------------
+# How much of what costs more to give than to ask for each asker gets.
 # Rules of this file:
 # 1. Pure: time is a number. So much at once, and then it comes back at a rate.
 # 2. Bounded: of REMEMBERED askers, those that took longest ago are forgotten first.

@@ -16,10 +16,8 @@ from typing import Generic, Literal, TypeVar
 
 from msgspec import Struct
 
-# -- What the link carries, learned from what it delivered, and the budget that follows: that less a headroom ----------
-# As in BBR (Cardwell et al., 2016) the estimate is the best rate of late, and now and then a little more is tried. A
-# window counts if bulk waited all through it, for only then the link was the limit; one that was not so busy counts
-# only if it was better than all.
+# -- Bandwidth estimator -----------------------------------------------------------------------------------------------
+# What the link carries, learned from what it delivered, and the budget that follows: that less a headroom.
 #
 #     no limit until the first busy window
 #     searching   SEARCH_GAIN x estimate, until it did not grow by GROWTH in PATIENCE windows
@@ -83,7 +81,8 @@ class BandwidthEstimator:
                 self._phase, self._cruised = "cruising", 0
 
 
-# -- What the kernel knows of the way to the other side ----------------------------------------------------------------
+# -- Path information --------------------------------------------------------------------------------------------------
+# What the kernel knows of the way to the other side.
 
 
 class Path(Struct, frozen=True):
@@ -101,8 +100,8 @@ class Path(Struct, frozen=True):
     """Both ends are on this machine."""
 
 
-# -- The learned up budget: windows of what the kernel says was delivered, for net/bandwidth.py
-# -------------------------
+# -- Delivery-rate sampler ---------------------------------------------------------------------------------------------
+# The learned up budget: windows of what the kernel says was delivered, for net/capacity.py.
 
 
 WINDOW_S, WINDOW_ROUND_TRIPS = 0.1, 4
@@ -162,7 +161,7 @@ class DeliveryRateSampler(Generic[Name]):
         self.look_s = max(WINDOW_S, WINDOW_ROUND_TRIPS * round_trip_s) / LOOKS
 
 
-# -- Counts of bytes ---------------------------------------------------------------------------------------------------
+# -- Byte counters -----------------------------------------------------------------------------------------------------
 
 
 class Traffic(Struct):

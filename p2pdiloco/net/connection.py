@@ -35,8 +35,8 @@ from p2pdiloco.net.receive_buffer import Frame
 from p2pdiloco.net.session import Session
 from p2pdiloco.protocol.ids import PeerId
 
-# -- How far a connection has come on its way to its end: it parts, it retires for another connection, it is over ------
-# Nothing is done here: connection.py asks, and does it.
+# -- Closing -----------------------------------------------------------------------------------------------------------
+# How far a connection has come on its way to its end: it parts, it retires for another connection, it is over.
 
 
 class CloseState:
@@ -85,7 +85,8 @@ class CloseState:
         return is_news
 
 
-# -- One connection to one peer, without I/O: its life, from the handshake to the goodbye ------------------------------
+# -- Connection --------------------------------------------------------------------------------------------------------
+# One connection to one peer, without I/O: its life, from the handshake to the goodbye.
 
 
 class Connection:

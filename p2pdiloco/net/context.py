@@ -92,7 +92,8 @@ class EventQueue:
         self.touched[connection] = None
 
 
-# -- What all connections of one endpoint share ------------------------------------------------------------------------
+# -- Endpoint context --------------------------------------------------------------------------------------------------
+# What all connections of one endpoint share.
 
 
 class Due(Enum):

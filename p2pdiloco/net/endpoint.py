@@ -68,7 +68,7 @@ from p2pdiloco.net.send_queue import Slice
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.wire.request_reply import Answer, RequestError
 
-# -- Which lives of a peer are over ------------------------------------------------------------------------------------
+# -- Incarnations of a peer --------------------------------------------------------------------------------------------
 # A peer that is started anew gets a new life (``Hello.life``), which takes the place of the one before. A life that
 # comes back after that means two processes with one identity: it is refused while the later one is connected, so that
 # the two do not take each other's place for ever.
@@ -109,7 +109,8 @@ class PastIncarnations:
         return is_news
 
 
-# -- Which connection serves which peer --------------------------------------------------------------------------------
+# -- Connections by peer -----------------------------------------------------------------------------------------------
+# Which connection serves which peer.
 # Rules of this file:
 # 1. One connection per pair of peers serves. A direct one takes the place of a relayed one; if both dial at once, the
 #    one dialled by the smaller peer id stays. The other finishes what it has begun. A peer that was started anew
@@ -208,7 +209,8 @@ def _life_of(connection: Connection) -> bytes:
     return connection.remote.life
 
 
-# -- All connections of one peer, without I/O: which serve, what they carry, who sends next, what is due when ----------
+# -- Endpoint ----------------------------------------------------------------------------------------------------------
+# All connections of one peer, without I/O: which serve, what they carry, who sends next, what is due when.
 
 
 class Hold(Struct, frozen=True):

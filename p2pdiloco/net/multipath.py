@@ -303,7 +303,7 @@ class Reassembler:
             del self._over[next(iter(self._over))]
 
 
-# -- Several TCP connections ("lanes") for one pair of peers -----------------------------------------------------------
+# -- Lanes: several TCP connections for one pair of peers --------------------------------------------------------------
 # One TCP connection does not fill a long fat path: its window is bounded by the kernel's buffers (docs: measured). On
 # long fat paths the side that dialled the primary connection dials lanes too: TLS connections with the same handshake,
 # whose HELLO names the lane's number and the primary's nonce. Payloads are then sent in parts over all of them

@@ -21,8 +21,8 @@ from p2pdiloco.net.handshake import Role
 from p2pdiloco.net.limits import TransportLimits, UpBudget
 from p2pdiloco.net.multipath import LANES_LIMIT
 
-# -- How many lanes a pair has: dialled while there is bulk on a long path, closed when there was none for a -----------
-# Only the side that dialled the primary connection dials lanes and closes them; it sees the bulk of both directions.
+# -- Number of lanes ---------------------------------------------------------------------------------------------------
+# How many lanes a pair has: dialled while there is bulk on a long path, closed when there was none for a while.
 #
 # Rules of this file:
 # 1. Pure: time is a number. ``lanes_for`` says how many a path wants; a pair without bulk for a while keeps its
@@ -135,7 +135,8 @@ def bind(lane: Connection, primaries: list[Connection]) -> None:
     lane.turn_away(Parting.LEAVING, "a lane of a connection that is not here")
 
 
-# -- What follows from what the kernel knows of the ways to other peers: lanes, round trips, the learned budget --------
+# -- Path monitor ------------------------------------------------------------------------------------------------------
+# What follows from what the kernel knows of the ways to other peers: lanes, round trips, the learned budget.
 
 
 NEWS = 1.25

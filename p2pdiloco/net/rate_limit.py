@@ -19,9 +19,8 @@ from collections.abc import Hashable, Mapping
 from math import ceil
 from typing import Generic, TypeVar
 
-# -- A rate kept by an absolute schedule: what is late is made up for, within a bounded burst --------------------------
-# Every byte has its place on the schedule, so an error of one wait does not add to the next: the rate is exact in the
-# long run, and over any stretch of T seconds at most ``rate * (T + burst_s)`` and one slice go out.
+# -- Pacer -------------------------------------------------------------------------------------------------------------
+# A rate kept by an absolute schedule: what is late is made up for, within a bounded burst.
 #
 # Rules of this file:
 # 1. Pure: time is a number (seconds on any clock that never goes back).
@@ -84,10 +83,8 @@ def slice_bytes(bytes_per_s: float | None) -> int:
     return min(SLICE_MOST, max(SLICE_LEAST, ceil(bytes_per_s * SLICE_S)))
 
 
-# -- Who sends the next slice: one budget over all peers, caps per peer, equal turns in bytes --------------------------
-# Every peer has a count of what it was served. Of the peers that have something to send and are within their caps, the
-# one with the smallest count goes next; one that had nothing to send, or was at its cap, goes on at the others' level:
-# nobody saves up turns. The connections of one peer take turns among themselves.
+# -- Fair scheduler ----------------------------------------------------------------------------------------------------
+# Who sends the next slice: one budget over all peers, caps per peer, equal turns in bytes.
 #
 # Rules of this file:
 # 1. Pure: time is a number; peers and members (connections) are any hashable names.
@@ -211,7 +208,8 @@ def pacing_rates(
     return {peer: min(rate, cap) if (cap := caps.get(peer)) is not None else rate for peer, rate in rates.items()}
 
 
-# -- The up budget: whose bulk is written next, and how fast the kernel may send it ------------------------------------
+# -- Traffic shaper ----------------------------------------------------------------------------------------------------
+# The up budget: whose bulk is written next, and how fast the kernel may send it.
 
 
 TURN_BYTES = 128 << 10

@@ -41,7 +41,8 @@ if TYPE_CHECKING:
     from p2pdiloco.net.connection import Connection
 
 
-# -- Requests over one connection: the questions that we asked, and those that we are asked ----------------------------
+# -- Requests ----------------------------------------------------------------------------------------------------------
+# Requests over one connection: the questions that we asked, and those that we are asked.
 # Rules of this file:
 # 1. Each half is bounded: so many questions of ours wait, so many of the peer's are being answered.
 # 2. Every question ends once: answered, refused, too large, timed out, withdrawn, or disconnected.
@@ -146,7 +147,8 @@ class Askings:
         return is_open
 
 
-# -- What goes over one connection once both sides are proved: messages, requests and answers, parts, credit -----------
+# -- Session -----------------------------------------------------------------------------------------------------------
+# What goes over one connection once both sides are proved: messages, requests and answers, parts, credit.
 
 
 class Session:

@@ -280,7 +280,8 @@ def judged_mtu(mtu: int, host: str) -> Finding:
     )
 
 
-# -- What this machine would give to a run, and whether it has what that takes: ``doctor``'s answer before -------------
+# -- Capacity of this machine ------------------------------------------------------------------------------------------
+# What this machine would give to a run, and whether it has what that takes: ``doctor``'s answer before joining.
 # Rules of this file:
 # 1. The speed is measured with the run's model, data and steps, in a process of its own (``training/speed_trial.py``);
 #    the rest is arithmetic with the sizes that docs/operating.md tells.

@@ -30,7 +30,8 @@ from p2pdiloco.util.files import rotate
 from p2pdiloco.util.process import ProcessHandle
 from p2pdiloco.wire import learner_ipc
 
-# -- The process that becomes a node's first learner: a fork of the node, made when it had loaded torch and begun ------
+# -- Pre-forked learner ------------------------------------------------------------------------------------------------
+# The process that becomes a node's first learner: a fork of the node, made when it had loaded torch and begun nothing,
 # so that torch is loaded once for both (a second of processor time, and memory that they share).
 #
 # Rules of this file:
@@ -130,7 +131,8 @@ def _told(theirs: socket.socket) -> list[str] | None:
     return [word for name, fd in zip(FDS, given, strict=True) for word in (name, str(fd))] + arguments
 
 
-# -- The learner as a child process: started, spoken to over a Unix socket, and never left behind ----------------------
+# -- Learner process ---------------------------------------------------------------------------------------------------
+# The learner as a child process: started, spoken to over a Unix socket, and never left behind.
 
 
 log = logs.get("learner")

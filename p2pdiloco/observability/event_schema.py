@@ -160,7 +160,8 @@ _DETAILS: dict[str, Callable[[Line], str]] = {
 }
 
 
-# -- What stands in ``metrics.jsonl``: one JSON object a line, of these kinds, with these fields -----------------------
+# -- Event schema ------------------------------------------------------------------------------------------------------
+# What stands in ``metrics.jsonl``: one JSON object a line, of these kinds, with these fields (docs/watching.md).
 # Rules of this file:
 # 1. Kinds and fields are only added. A reader leaves out what it does not know.
 # 2. Each line has ``time`` (Unix time in seconds) and ``event`` (its kind).

@@ -36,8 +36,8 @@ from p2pdiloco.observability.snapshot import (
 )
 from p2pdiloco.protocol.ids import LearnerId, peer_of
 
-# -- Bounded memories of an unbounded run: curves that thin out, lanes whose columns widen -----------------------------
-# Rule of this file: however long a run is, what is kept covers all of it, in at most so many points or columns.
+# -- Downsampled series ------------------------------------------------------------------------------------------------
+# Bounded memories of an unbounded run: curves that thin out, lanes whose columns widen.
 
 
 MOST_POINTS = 400
@@ -120,7 +120,8 @@ class LaneBook:
         lane[column] += amount
 
 
-# -- What a peer's events add up to: a picture and its history, the same for a peer that lives and for a ---------------
+# -- History of a run --------------------------------------------------------------------------------------------------
+# What a peer's events add up to: a picture and its history, the same for a peer that lives and for a recording.
 
 
 KEPT_HEADLINES = 60
@@ -388,7 +389,8 @@ def finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-# -- What a peer gave and what that cost its user. Pure ----------------------------------------------------------------
+# -- Cost summary ------------------------------------------------------------------------------------------------------
+# What a peer gave and what that cost its user. Pure.
 
 
 HOUR_S = 3600.0

@@ -20,8 +20,8 @@ from p2pdiloco.observability.formatting import amount, clock, duration, loss, pe
 from p2pdiloco.observability.snapshot import Headline, History, PeerRow, Point, RunSnapshot
 from p2pdiloco.util.logs import short
 
-# -- Curves, bars and lanes in letters. Pure: numbers in, lines of text out; colours are the terminal's ----------------
-# Rule of this file: whatever comes is drawn in exactly the room that is there.
+# -- Text charts -------------------------------------------------------------------------------------------------------
+# Curves, bars and lanes in letters. Pure: numbers in, lines of text out; colours are the terminal's.
 
 
 BRAILLE = 0x2800
@@ -178,7 +178,8 @@ def _ends(left: str, right: str, width: int) -> str:
     return left + right.rjust(max(0, width - len(left)))
 
 
-# -- What ``p2pdiloco top`` shows of a picture, panel by panel, as coloured text for textual. Pure ---------------------
+# -- Panels of the terminal view ---------------------------------------------------------------------------------------
+# What ``p2pdiloco top`` shows of a picture, panel by panel, as coloured text for textual. Pure.
 
 
 STYLES = {

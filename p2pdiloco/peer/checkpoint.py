@@ -403,7 +403,8 @@ def _header(layout: Layout, form: StateForm) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-# -- Checkpoints that are known to be good, kept apart from the newest: training went on from them as it went ----------
+# -- Known-good checkpoints --------------------------------------------------------------------------------------------
+# Checkpoints that are known to be good, kept apart from the newest: training went on from them as it went before.
 # Rules of this file:
 # 1. A checkpoint is judged when the next one is written, by the training loss of this peer's learner since: finite, and
 #    no higher above the median of the losses that were found good than ``ROOM``. Who does not train judges nothing.

@@ -34,7 +34,8 @@ from p2pdiloco.protocol.messages import CommitHeader, Head, commit_id
 from p2pdiloco.util import logs
 from p2pdiloco.wire.control_messages import CommitParts, StateProof
 
-# -- Commits since the last checkpoint, appended beside it while the peer goes on: a crash costs what was --------------
+# -- Write-ahead log ---------------------------------------------------------------------------------------------------
+# Commits since the last checkpoint, appended beside it while the peer goes on: a crash costs what was committed in the
 # last ``EVERY_S`` seconds, however seldom whole checkpoints are written.
 #
 # Rules of this file:
@@ -157,7 +158,8 @@ class CommitLog:
         self._budget.is_logged = self._path is not None and None not in self._heads
 
 
-# -- Copies of shards' states, made on the worker thread and paired with what the machine says of them -----------------
+# -- Shard copies ------------------------------------------------------------------------------------------------------
+# Copies of shards' states, made on the worker thread and paired with what the machine says of them.
 # Rules of this file:
 # 1. A copy and what is said of it are of one head: ``then`` runs in the turn of the loop in which the copy is there.
 
@@ -205,7 +207,9 @@ async def copied(
         raise CopyError("busy") from None
 
 
-# -- When and how a node writes its checkpoints: one shard after the other, copied between two jobs on the worker ------
+# -- Checkpoint writer -------------------------------------------------------------------------------------------------
+# When and how a node writes its checkpoints: one shard after the other, copied between two jobs on the worker thread
+# and written by the disk's.
 
 
 TRIES = 20

@@ -20,7 +20,8 @@ from p2pdiloco.protocol.ids import PeerId, ShardId
 from p2pdiloco.wire import learner_ipc
 from p2pdiloco.wire.request_reply import Response
 
-# -- What a peer does to its disk, in steps that each may fail or be the last, and how a file is replaced with ---------
+# -- Disk interface ----------------------------------------------------------------------------------------------------
+# What a peer does to its disk, in steps that each may fail or be the last, and how a file is replaced with them.
 # Rules of this file:
 # 1. A crash leaves the old file or the new one, never a mixture: bytes reach the disk before the name does, and the
 #    name before ``replace`` returns. The temporary file lies in the target's own folder.
@@ -96,7 +97,8 @@ def sweep(disk: Disk, folder: Path) -> list[str]:
     return found
 
 
-# -- What a peer needs of the world, in one place: time, long work, other peers, its learner, its disk -----------------
+# -- Host interface ----------------------------------------------------------------------------------------------------
+# What a peer needs of the world, in one place: time, long work, other peers, its learner, its disk.
 
 
 T = TypeVar("T")

@@ -37,7 +37,8 @@ from p2pdiloco.util.tasks import Backoff
 from p2pdiloco.wire import learner_ipc
 from p2pdiloco.wire.control_messages import TROUBLE_LIMIT
 
-# -- What the learner is asked to copy, and how much of it is in memory at once ----------------------------------------
+# -- Snapshots ---------------------------------------------------------------------------------------------------------
+# What the learner is asked to copy, and how much of it is in memory at once.
 # Rules of this file:
 # 1. A fragment's copy takes memory from the question for it until all that is given of it is encoded. Of twice as many
 #    fragments as are due at a step there are copies at once, of more only if they are small (``KEPT`` parameters). So
@@ -96,7 +97,8 @@ class Snapshots:
         self._driver.job(lambda: shifts.snapshot_asked(question.fragment), lambda _: self._ask(question))
 
 
-# -- The learner's lives: started, told what the machine wants, listened to, and started again when it crashes ---------
+# -- Learner supervisor ------------------------------------------------------------------------------------------------
+# The learner's lives: started, told what the machine wants, listened to, and started again when it crashes.
 
 
 log = logs.get("node")

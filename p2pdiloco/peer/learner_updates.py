@@ -29,7 +29,8 @@ from p2pdiloco.protocol.ids import FragmentId, LearnerId, ShardId
 from p2pdiloco.protocol.manifest import Layout
 from p2pdiloco.training.shared_memory import SharedVectors, SpareVector
 
-# -- The memory of shifts and snapshots: for what is in flight, and for a little more ----------------------------------
+# -- Memory of updates and snapshots -----------------------------------------------------------------------------------
+# The memory of shifts and snapshots: for what is in flight, and for a little more.
 # Rules of this file:
 # 1. What is in use keeps its memory. Of what is not, the parts that were used last keep theirs, ``KEPT`` parameters in
 #    all: fresh memory costs more than the arithmetic in it. What nobody has used from one ``rest`` to the next goes,
@@ -103,7 +104,8 @@ class VectorMemory:
             self._vectors.give_back(place, piece.start, piece.stop)
 
 
-# -- What the learner is still to be told: its parameters move by *shifts*, which it adds at a step boundary -----------
+# -- Updates for the learner -------------------------------------------------------------------------------------------
+# What the learner is still to be told: its parameters move by *shifts*, which it adds at a step boundary.
 
 
 Payload = bytes | memoryview

@@ -161,7 +161,8 @@ def progress_fields(status: PeerStatus) -> dict[str, object]:
     )
 
 
-# -- How many bytes payloads take on the wire, for each parameter that they carry --------------------------------------
+# -- Payload traffic ---------------------------------------------------------------------------------------------------
+# How many bytes payloads take on the wire, for each parameter that they carry.
 
 
 FRAMING_BYTES = 256

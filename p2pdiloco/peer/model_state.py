@@ -34,7 +34,8 @@ from p2pdiloco.protocol.manifest import CodecConfig, Layout, OuterConfig, Shard
 from p2pdiloco.protocol.messages import CommitHeader, Contributor
 from p2pdiloco.training.shared_memory import SharedVectors
 
-# -- Merged steps that this peer made as an owner: those ready to be committed, and what coarse rounding took off ------
+# -- Own merges --------------------------------------------------------------------------------------------------------
+# Merged steps that this peer made as an owner: those ready to be committed, and what coarse rounding took off them.
 # Rules of this file:
 # 1. What a coarse codec takes off a shard's merged step is added to the shard's next one, if this peer makes that, too:
 #    small values that are rounded to 0 each time would never move otherwise. Whoever makes the next one instead knows
@@ -103,7 +104,8 @@ class PendingMerges:
         self._owed.pop(shard, None)
 
 
-# -- A fetched state on its way into the global one --------------------------------------------------------------------
+# -- Staged states -----------------------------------------------------------------------------------------------------
+# A fetched state on its way into the global one.
 
 
 MENDED_SHARE = 16
@@ -144,7 +146,8 @@ class Staged(NamedTuple):
         return max(math.sqrt(max(squares)), beyond)
 
 
-# -- The global parameters and momentum of all shards, and what each commit does to them and to the learner's ----------
+# -- Model state -------------------------------------------------------------------------------------------------------
+# The global parameters and momentum of all shards, and what each commit does to them and to the learner's parameters.
 
 
 ROUNDED_LENGTH = 1 + 1e-6

@@ -117,7 +117,8 @@ class PeerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Record every event for ``python -m tests.machine_sim.replay``."""
 
 
-# -- What the machine must know of a run and of this peer, from the manifest and the command line ----------------------
+# -- Configuration of the state machine --------------------------------------------------------------------------------
+# What the machine must know of a run and of this peer, from the manifest and the command line.
 
 
 EARLY_BYTES = 256 << 20

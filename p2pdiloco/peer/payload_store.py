@@ -30,7 +30,8 @@ from p2pdiloco.protocol.ids import Digest, digest_of
 from p2pdiloco.util import logs
 from p2pdiloco.util.files import SECTOR_BYTES
 
-# -- Places in one file for pieces of any length, which come and go ----------------------------------------------------
+# -- File allocator ----------------------------------------------------------------------------------------------------
+# Places in one file for pieces of any length, which come and go.
 # Rules of this file:
 # 1. Pure. Two pieces never share a sector (``SECTOR_BYTES``): each can be written past the system's cache.
 # 2. The first gap that is large enough is taken; what is given back joins the gaps beside it, and the file's end.
@@ -98,7 +99,8 @@ class FileAllocator:
         return self.end - sum(gap.size for gap in self._gaps)
 
 
-# -- Where payloads are kept: the newest in memory, the others in a file of the run's folder ---------------------------
+# -- Payload store -----------------------------------------------------------------------------------------------------
+# Where payloads are kept: the newest in memory, the others in a file of the run's folder.
 
 
 log = logs.get("node")

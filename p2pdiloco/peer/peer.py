@@ -53,7 +53,8 @@ from p2pdiloco.util import logs
 from p2pdiloco.wire.control_messages import TROUBLE_LIMIT, PeerStatus, StateProof, decode_message
 from p2pdiloco.wire.request_reply import Answer
 
-# -- A peer, whatever world it lives in: machine, driver, global state, transfers, checkpoints, and its learner --------
+# -- Peer --------------------------------------------------------------------------------------------------------------
+# A peer, whatever world it lives in: machine, driver, global state, transfers, checkpoints, and its learner.
 
 
 log = logs.get("node")

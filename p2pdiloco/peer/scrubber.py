@@ -73,7 +73,8 @@ class Scrubber:
             return False
 
 
-# -- What becomes of a spoilt shard for which nobody is asked any more -------------------------------------------------
+# -- Corrupted shards that nobody can supply ---------------------------------------------------------------------------
+# What becomes of a spoilt shard for which nobody is asked any more.
 # Rules of this file:
 # 1. It is taken as it is, and the run goes on with it: what this peer signs next stands on it (rule A6c). That is for
 #    who has the only copy. A fault of this memory is then everybody's, and who finds that its own state is another

@@ -119,7 +119,8 @@ def check_equivocation(proof: Equivocation, register: Register = OPEN) -> None:
             raise ValueError(f"{proof.owner} has not signed one of these commits")
 
 
-# -- What a connected peer may do, as a peer asks whoever knows the members of its run ---------------------------------
+# -- Permissions -------------------------------------------------------------------------------------------------------
+# What a connected peer may do, as a peer asks whoever knows the members of its run.
 
 
 class Standing(Protocol):

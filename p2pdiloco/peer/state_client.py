@@ -50,9 +50,8 @@ from p2pdiloco.util.logs import bottom_line
 from p2pdiloco.wire.control_messages import GetChunk, GetState, StateOffer, StateProof, encode
 from p2pdiloco.wire.request_reply import RequestError, RequestRefused
 
-# -- Shards that came while a peer was joining, on its disk until its first checkpoint: a join that is cut off ---------
-# A file is one shard: its offer's length (4 bytes, big-endian), the offer (proof and digests, MessagePack), and the
-# chunks as they travelled.
+# -- Partial-download cache --------------------------------------------------------------------------------------------
+# Shards that came while a peer was joining, on its disk until its first checkpoint: a join that is cut off goes on.
 #
 # Rules of this file:
 # 1. A file appears whole or not at all, by rename. It is not forced to the disk: after a crash of the machine it may be
@@ -131,7 +130,8 @@ def _read(name: str, data: bytes, manifest: Manifest, layout: Layout, theta: Ten
     return offer.proof
 
 
-# -- How far a download is: bytes, rate, and the time that is left -----------------------------------------------------
+# -- Download progress -------------------------------------------------------------------------------------------------
+# How far a download is: bytes, rate, and the time that is left.
 # Rules of this file:
 # 1. Pure: time is a number. The rate is that of the last WINDOW_S, so that it follows a donor that died.
 # 2. The line for a terminal fits in its width, and is ASCII.
@@ -207,7 +207,8 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-# -- What is told, and kept, of the states that a node downloads -------------------------------------------------------
+# -- Partial downloads -------------------------------------------------------------------------------------------------
+# What is told, and kept, of the states that a node downloads.
 # Rules of this file:
 # 1. While a peer joins, a terminal shows one line that is written over, below all others; without one the log gets a
 #    line every ``LOG_S`` seconds. The event log gets both ends and the same lines.
@@ -310,9 +311,8 @@ class PartialDownloads:
         bottom_line.draw(self._progress.line(now, shutil.get_terminal_size().columns - 1), self._stream)
 
 
-# -- Whom a node asks for no state, and for how long -------------------------------------------------------------------
-# A wrong chunk is a lie or a flipped bit, and one cannot tell which. So whoever sends one is left alone for a while,
-# which doubles each time; only when somebody else has sent that very chunk as its owner signed it, for good.
+# -- Donor blocklist ---------------------------------------------------------------------------------------------------
+# Whom a node asks for no state, and for how long.
 
 
 Chunk = tuple[Digest, int]
@@ -354,7 +354,8 @@ class DonorBlocklist:
                 self._until[key[1]] = float("inf")
 
 
-# -- Downloading shards' states from several peers at once, every chunk checked before the machine hears of it ---------
+# -- State client ------------------------------------------------------------------------------------------------------
+# Downloading shards' states from several peers at once, every chunk checked before the machine hears of it.
 
 
 SLOWEST_BYTES_PER_S = 50_000

@@ -96,9 +96,8 @@ def _nothing(manifest: Manifest) -> Trained:
     return BlockLedger(blocks).state() if blocks else Trained()
 
 
-# -- What a donor offers of a shard, and how it is checked -------------------------------------------------------------
-# One signature proves the list of its chunks' digests, one digest proves each chunk. How it lies in bytes:
-# ``codec/digests.py``.
+# -- State offers ------------------------------------------------------------------------------------------------------
+# What a donor offers of a shard, and how it is checked.
 #
 # Everything here is pure; what it is given comes from other peers, or from a disk.
 

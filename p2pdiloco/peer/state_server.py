@@ -188,7 +188,8 @@ class StateServer:
             raise RequestRefused(str(error)) from None
 
 
-# -- What other peers may ask a node for: the manifest, a shard's state, its status ------------------------------------
+# -- Request handlers --------------------------------------------------------------------------------------------------
+# What other peers may ask a node for: the manifest, a shard's state, its status.
 
 
 STATE_PRIORITY = 10.0

@@ -21,7 +21,7 @@ from p2pdiloco.protocol.messages import MAX_TEXT, CommitHeader, Contribution, He
 from p2pdiloco.protocol.ownership import ranked_owners
 from p2pdiloco.protocol.state import Core
 
-# -- The commits that this peer has made as an owner: one of each parent, in all its lives -----------------------------
+# -- Own commits: one for each parent, in all lives of this peer -------------------------------------------------------
 # Rules of this file:
 # 1. An owner that comes to merge on a parent of which it has made a commit before makes the same commit again. Two
 #    would be a proof against it (``equivocations``).
@@ -74,7 +74,7 @@ class OwnCommitLog:
         return {commit_id(header) for header in self._made[shard].values()}
 
 
-# -- When an owner closes a version: quorum K, everyone in, the grace window, the turn of its rank. One p --------------
+# -- Quorum and grace window -------------------------------------------------------------------------------------------
 # Source: arXiv 2604.21428, "adaptive grace window"; gamma and the smoothing are unpublished, see docs/decisions.md.
 
 
@@ -127,7 +127,7 @@ def decide(view: QuorumView) -> Decision:
     return Decision(False, window_ends, f"grace window: {view.missing} may still answer")
 
 
-# -- How long participants take to answer a turn, so that an owner waits for those who are usually in time -------------
+# -- Response times of participants ------------------------------------------------------------------------------------
 # The paper's grace window is a share of tau steps. On a long or slow path answers take longer than that, turn after
 # turn: a version would hold one learner's progress, and what the others had sent would be refused and sent again.
 #
@@ -174,7 +174,7 @@ class ResponseTimes:
         self._delays.pop(peer, None)
 
 
-# -- The owner's side of a turn: collect contributions, close by quorum and grace window, merge, commit ----------------
+# -- Aggregation -------------------------------------------------------------------------------------------------------
 
 
 SMOOTHING = 0.2

@@ -28,7 +28,7 @@ from p2pdiloco.protocol.ids import Digest, PeerId, ShardId
 from p2pdiloco.protocol.messages import CommitHeader, Equivocation, Head, HeadsRequest
 from p2pdiloco.protocol.state import Core
 
-# -- Owners that signed two commits on one parent, and what follows for them -------------------------------------------
+# -- Equivocations: two commits of one owner on one parent -------------------------------------------------------------
 # Rules of this file:
 # 1. The two are a proof that nobody can forge and everybody can check. It is kept, and told to all who are connected
 #    and all who connect later.
@@ -114,7 +114,7 @@ class Equivocations:
         return head is not None and head.version >= version + TERM
 
 
-# -- Commits that this peer has judged and not taken, so that they do not come back as states --------------------------
+# -- Rejected commits --------------------------------------------------------------------------------------------------
 # Rules of this file:
 # 1. What makes a commit unfit (counts, record, length, values) follows from its parent's state alone, so everybody who
 #    has that state refuses it, and for good. It is remembered by its id, and so are its children: nothing that has one
@@ -175,7 +175,7 @@ class RejectedCommits:
         self._ids[commit] = None
 
 
-# -- Whose word a state needs before it is taken -----------------------------------------------------------------------
+# -- Ancestry check: whose word a state needs --------------------------------------------------------------------------
 
 
 DIVIDED_REQUESTS = 2

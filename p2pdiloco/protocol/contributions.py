@@ -26,7 +26,7 @@ from p2pdiloco.protocol.messages import CommitHeader, Contribution, Contributor,
 from p2pdiloco.protocol.ownership import ranked_owners
 from p2pdiloco.protocol.state import Core, LearnerView
 
-# -- A run's budget of tokens: how much of it the chains hold, and when it is spent ------------------------------------
+# -- Token budget ------------------------------------------------------------------------------------------------------
 # Rules of this file:
 # 1. What counts is what is merged, as the chains say: it does not depend on who is fastest, on how many came, or on
 #    steps that were lost. Shards are merged one after the other; of the run's progress their mean is taken.
@@ -102,7 +102,7 @@ class TokenBudget:
             core.effects.append(PauseLearner())
 
 
-# -- A learner's own contributions to one shard, and what adopting another head does to its delta ----------------------
+# -- Ledger of own contributions to one shard --------------------------------------------------------------------------
 # A chain merges a prefix of a learner's tokens, so where a chain stands with this learner is one number: the mark.
 # Every contribution that was sent is an edge from one mark to a later one. Moving to another head moves the mark,
 # forwards or (after a fork) backwards; the walk along edges says which contributions leave the learner's delta
@@ -173,7 +173,7 @@ class Ledger:
         return Walk(tuple(reversed(settled)), tuple(reversed(restored)))
 
 
-# -- The learner's side of a turn: snapshot, encode, offer to the owner, and to the next owner if that on --------------
+# -- Contributions -----------------------------------------------------------------------------------------------------
 
 
 class FragmentTurn:
@@ -491,7 +491,7 @@ class Contributions:
             )
 
 
-# -- What another head means for this peer's learner: which of its contributions leave its delta, and whi --------------
+# -- Reconciliation: which contributions leave the learner's delta, and which return to it -----------------------------
 # Rules of this file:
 # 1. The learner's own marks decide, by the edges of its ledger.
 # 2. Nobody can speak in a learner's name: a chain that holds tokens which it never gave is not taken.

@@ -34,8 +34,9 @@ from p2pdiloco.protocol.shutdown import Shutdown
 from p2pdiloco.protocol.state import BEAT, Core, LearnerView, ProtocolConfig
 from p2pdiloco.protocol.view import MachineView, Status, status_of
 
-# -- What must hold in one machine after every event, whatever other peers do. Invariants of the whole sw --------------
-# simulator's (``simulation.checkers``).
+# -- Invariants of one machine -----------------------------------------------------------------------------------------
+# What must hold after every event, whatever other peers do. The simulator checks the swarm's invariants
+# (``tests/machine_sim/checkers.py``).
 
 
 def check_chains(core: Core) -> None:
@@ -68,7 +69,7 @@ def check_work(core: Core, merges: Aggregation, contributions: Contributions, ad
         assert len(early) <= len(core.membership.peers) + 1
 
 
-# -- The merge protocol as one deterministic machine: Decoupled DiLoCo (arXiv 2604.21428) without its syn --------------
+# -- The state machine -------------------------------------------------------------------------------------------------
 
 
 ROUNDED_S = 1e-6

@@ -22,7 +22,7 @@ from p2pdiloco.protocol.ids import FragmentId, RunId, digest_of
 from p2pdiloco.protocol.manifest import PROTOCOL_VERSION, Manifest, RunConfig
 from p2pdiloco.protocol.manifest_defaults import logged, most_logged
 
-# -- What a manifest may say about a Hugging Face model: data that another peer wrote, which decides what --------------
+# -- Hugging Face model configurations ---------------------------------------------------------------------------------
 # Rules of this file:
 # 1. Plain values only, bounded in number, depth and size. Nothing here knows transformers; whether a key exists for a
 #    model type is checked where the model is built (``training/huggingface.py``).
@@ -119,7 +119,7 @@ def _value_problems(value: object, limit: int, depth: int) -> list[str]:
             return [f"is a {type(value).__name__}, no plain value"]
 
 
-# -- What a configuration or a manifest may say: whatever is impossible, or more than a peer can bear, is --------------
+# -- Configurations and manifests --------------------------------------------------------------------------------------
 
 
 MAX_MANIFEST_BYTES = 1 << 22

@@ -19,7 +19,7 @@ from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.protocol.messages import Heartbeat
 from p2pdiloco.protocol.ownership import Owners
 
-# -- Who else was here, and who of them is missing since the swarm fell apart ------------------------------------------
+# -- Partition detector ------------------------------------------------------------------------------------------------
 # A peer that dies and a cut that takes it away look the same. Rules of this file:
 # 1. Those who are lost one after the other while most stay are dead, or will find out themselves that they are the
 #    fewer. If within a while as many are lost as stay, this peer included, it may be this one that was cut off: those
@@ -87,7 +87,7 @@ class PartitionDetector:
             self.missing.clear()
 
 
-# -- Estimates of times from samples -----------------------------------------------------------------------------------
+# -- Estimates of times (RFC 6298) -------------------------------------------------------------------------------------
 
 
 def smoothed(mean_s: float, variation_s: float, sample_s: float) -> tuple[float, float]:
@@ -98,7 +98,7 @@ def smoothed(mean_s: float, variation_s: float, sample_s: float) -> tuple[float,
     return mean_s + 0.125 * (sample_s - mean_s), variation_s
 
 
-# -- Who is here, decided from direct connections only. The directory's hints never make a peer live -------------------
+# -- Membership --------------------------------------------------------------------------------------------------------
 
 
 SENT_KEPT = 64

@@ -251,8 +251,8 @@ Message = (
 )
 
 
-# -- What peers sign, as bytes. Who holds the keys signs and verifies (``peer/signatures.py``); in the ma --------------
-# a signature is a value that only its peer can make.
+# -- What peers sign, as bytes. Keys are in ``peer/signatures.py`` -----------------------------------------------------
+# Whoever holds the keys signs and verifies. In the machine a signature is a value that only its peer can make.
 #
 # Rules of this file:
 # 1. A statement begins with what kind it is and names the run: none can be taken for another's, or for another run's.

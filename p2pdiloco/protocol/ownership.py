@@ -35,7 +35,7 @@ def ranked_owners(run: RunId, shard: int, version: int, candidates: Candidates) 
     return tuple(peer for _, peer in scored)
 
 
-# -- Who may own, and in which order: of those who are here and willing, with the weights that they are b --------------
+# -- Candidates for ownership, and their order -------------------------------------------------------------------------
 # Rules of this file:
 # 1. Weights count for at most twice the median; who asks for none owns only if nobody else may.
 # 2. The best connected come first, then those who hear one of them; those that let the takeover time pass come after

@@ -32,7 +32,7 @@ from p2pdiloco.protocol.messages import (
 )
 from p2pdiloco.protocol.state import Core, ProtocolConfig, mark_bits
 
-# -- What a peer hands to those that are behind: commits of its log, or the advice to download the state ---------------
+# -- Catch-up server: commits of the log, or the advice to download the state ------------------------------------------
 # Rules of this file:
 # 1. A peer that is asked while it applies a commit answers when it has: its answer of before would lead nowhere, and
 #    who asked would wait for its deadline.
@@ -73,7 +73,7 @@ class LogRequests:
                 self.requested(peer, request)
 
 
-# -- Commits that came before their parent: a few a shard, the heaviest of each parent ---------------------------------
+# -- Out-of-order commits ----------------------------------------------------------------------------------------------
 
 
 class Orphans:
@@ -112,7 +112,7 @@ class Orphans:
         return child, [waiting.pop(parent) for parent in [p for p, h in waiting.items() if h.version <= head.version]]
 
 
-# -- How a peer takes commits and states: in order, heaviest chain first, from whoever has them ------------------------
+# -- Replication -------------------------------------------------------------------------------------------------------
 
 
 MAX_FETCHES = 4
@@ -481,7 +481,7 @@ class Replication:
         return found if commit is None else found | {commit}
 
 
-# -- A state that is not what its head stands for: this machine's memory has altered it. It is fetched anew
+# -- Repair of a corrupted shard ---------------------------------------------------------------------------------------
 # ------------- Whoever finds out says ``Failed("state")``. Until another has given the shard's state, nothing is merged
 # or given here.
 

@@ -15,7 +15,7 @@ from p2pdiloco.protocol.ids import Digest, FragmentId, LearnerId, PeerId, RunId,
 from p2pdiloco.protocol.membership import Membership
 from p2pdiloco.protocol.messages import Head, Message, Phase
 
-# -- Deadlines by key: the machine's only notion of time to come -------------------------------------------------------
+# -- Timers ------------------------------------------------------------------------------------------------------------
 
 
 Key = tuple[str, int]
@@ -72,7 +72,7 @@ class Timers:
         return len(self._at)
 
 
-# -- How fast others' claims may take the global step forward ----------------------------------------------------------
+# -- Rate limit for claimed steps --------------------------------------------------------------------------------------
 # The fastest learner is the first to say a new step, so one peer's claim must count; and nothing proves it. So a claim
 # counts for as much as a learner ``HASTE`` times as fast as the median could have done meanwhile, or for what more than
 # half of all live peers say of themselves.
@@ -119,7 +119,7 @@ class StepClaimLimit:
         self._held = max(0.0, self._held - steps)
 
 
-# -- What the parts of the machine share: configuration, time, chains, the learner's counters, and the li --------------
+# -- Shared state of the machine's parts -------------------------------------------------------------------------------
 
 
 BEAT: Key = ("beat", 0)

@@ -188,7 +188,7 @@ class MachineView:
         return self._core.fastest_step_time_s()
 
 
-# -- What a machine shows to people: the node's status, logs and reports -----------------------------------------------
+# -- Status for people -------------------------------------------------------------------------------------------------
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):

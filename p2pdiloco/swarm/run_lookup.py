@@ -306,7 +306,8 @@ async def is_live(directory: Directory, run: RunId, credentials: Credentials | N
             return False
 
 
-# -- What the peers of a run answer to somebody who is outside: for ``status`` and ``doctor`` --------------------------
+# -- Status queries from outside ---------------------------------------------------------------------------------------
+# What the peers of a run answer to somebody who is outside: for ``status`` and ``doctor``.
 
 
 PATIENCE_S = 5.0

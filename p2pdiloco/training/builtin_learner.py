@@ -37,7 +37,8 @@ from p2pdiloco.training.shared_memory import SharedVectors
 from p2pdiloco.training.thread_tuning import ThreadChoice
 from p2pdiloco.wire.learner_ipc import Trouble, Written
 
-# -- One step of the inner optimizer, as the built-in learner makes it and ``doctor`` measures it ----------------------
+# -- Inner step --------------------------------------------------------------------------------------------------------
+# One step of the inner optimizer, as the built-in learner makes it and ``doctor`` measures it.
 
 
 def inner_step(
@@ -72,7 +73,8 @@ def inner_step(
     return measured
 
 
-# -- A short text by the global model, for people who watch a run become better at it ----------------------------------
+# -- Text samples ------------------------------------------------------------------------------------------------------
+# A short text by the global model, for people who watch a run become better at it.
 
 
 GIVEN, WRITTEN = 48, 160
@@ -102,7 +104,8 @@ def excerpt(model: nn.Module, corpus: Corpus, began: float) -> str:
     return f"{given.decode('utf-8', 'replace')}│{text[len(given) :].decode('utf-8', 'replace')}"
 
 
-# -- The built-in learner: a language model's inner steps; between them ``outer_link`` does what the node asks ---------
+# -- Built-in learner --------------------------------------------------------------------------------------------------
+# The built-in learner: a language model's inner steps; between them ``outer_link`` does what the node asks for.
 
 
 class Learner:

@@ -405,7 +405,8 @@ def _copy_files(place: Path, folder: Path, names: Iterable[str]) -> None:
             shutil.copyfile(place / name, folder / name)
 
 
-# -- What ``p2pdiloco export --format safetensors`` has written, as a model again --------------------------------------
+# -- Loading an export -------------------------------------------------------------------------------------------------
+# What ``p2pdiloco export --format safetensors`` has written, as a model again.
 
 
 def load_model(folder: str | os.PathLike[str]) -> nn.Module:

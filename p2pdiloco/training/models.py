@@ -12,7 +12,8 @@ from p2pdiloco.protocol.manifest import ModelConfig, TensorSpec
 from p2pdiloco.training.huggingface import build_huggingface
 from p2pdiloco.training.parameters import check_tensors
 
-# -- The built-in model: a byte-level decoder-only transformer (RMSNorm, rotary positions, SwiGLU, no biases) ----------
+# -- Built-in transformer ----------------------------------------------------------------------------------------------
+# The built-in model: a byte-level decoder-only transformer (RMSNorm, rotary positions, SwiGLU, no biases).
 # Rules of this file:
 # 1. Embedding and output head are two tensors. Only the embedding counts as one (``is_embedding``): its rows of rare
 #    tokens hardly move, so radial-directional averaging is for the rest (arXiv 2604.21428).
@@ -196,7 +197,8 @@ def _rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     return torch.cat((a * cosine - b * sine, b * cosine + a * sine), dim=-1).type_as(x)
 
 
-# -- The models that a run's TOML can name -----------------------------------------------------------------------------
+# -- Models by name ----------------------------------------------------------------------------------------------------
+# The models that a run's TOML can name.
 
 
 NO_BASE = "--model is for runs that train adapters (LoRA); this run's model travels: leave it out"

@@ -64,7 +64,8 @@ if TYPE_CHECKING:
     from p2pdiloco.training.multi_rank import RankGroupChannel, RankGroupParameters
 
 
-# -- Whether what a learner trains may be merged: its losses and the copies of its fragments are finite, and its -------
+# -- Health of what is trained -----------------------------------------------------------------------------------------
+# Whether what a learner trains may be merged: its losses and the copies of its fragments are finite, and its training
 # loop has no doubt of its steps (``step_check.py``).
 
 
@@ -126,7 +127,8 @@ def is_finite(vector: Tensor) -> bool:
     return math.isfinite(float(vector.sum())) or bool(vector.isfinite().all())
 
 
-# -- A learner's side of its node, whatever the training loop: what is done at each step's boundary --------------------
+# -- Node link ---------------------------------------------------------------------------------------------------------
+# A learner's side of its node, whatever the training loop: what is done at each step's boundary.
 
 
 log = logging.getLogger("p2pdiloco")
@@ -477,7 +479,8 @@ class NodeLink:
         return True
 
 
-# -- What a node may ask of a training loop, where that is the user's own script: nothing ------------------------------
+# -- Trainer of a script -----------------------------------------------------------------------------------------------
+# What a node may ask of a training loop, where that is the user's own script: nothing.
 
 
 class ScriptTrainer:

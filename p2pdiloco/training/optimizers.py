@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from p2pdiloco.protocol.manifest import InnerConfig
 
-# -- Muon: momentum, orthogonalized by five Newton-Schulz steps (Jordan et al., 2024), scaled to AdamW's update --------
-# (arXiv 2502.16982), so that AdamW's learning rate and weight decay serve. As inner optimizer: MuLoCo (arXiv
-# 2505.23725).
+# -- Muon --------------------------------------------------------------------------------------------------------------
+# Muon: momentum, orthogonalized by five Newton-Schulz steps (Jordan et al., 2024), scaled to AdamW's update size (arXiv
+# 2502.16982), so that AdamW's learning rate and weight decay serve. As inner optimizer: MuLoCo (arXiv 2505.23725).
 #
 # ``torch.optim.Muon`` is the same for one matrix, but iterates in bfloat16 everywhere: on a CPU without bfloat16 units
 # a step of ours took 27 s at width 256. This one takes the parameters' own type on the CPU, and stacks of matrices.
@@ -72,7 +72,8 @@ def orthogonalized(x: Tensor) -> Tensor:
     return (x.mT if is_tall else x).to(dtype)
 
 
-# -- The inner optimizers of the built-in learner, by name -------------------------------------------------------------
+# -- Inner optimizers by name ------------------------------------------------------------------------------------------
+# The inner optimizers of the built-in learner, by name.
 
 
 _HEAD = "head.weight"
@@ -119,7 +120,7 @@ def _hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in model.parameters() if p.requires_grad and p.dim() == 2 and id(p) not in tokens]
 
 
-# -- The inner learning rate -------------------------------------------------------------------------------------------
+# -- Learning-rate schedule --------------------------------------------------------------------------------------------
 # Rules of this file:
 # 1. Warm-up and decay follow the *global* step, so that learners of any speed decay together. The decay is a line, in
 #    runs of earlier releases, whose manifests do not say which share of them it is, a cosine.

@@ -172,7 +172,8 @@ def _pieces(placed: Sequence[tuple[int, Tensor]], start: int, stop: int) -> tupl
     return tuple(pieces)
 
 
-# -- Which of a script's parameters travel, and under which names ------------------------------------------------------
+# -- Trainable parameters of a script ----------------------------------------------------------------------------------
+# Which of a script's parameters travel, and under which names.
 # Rules of this file:
 # 1. Those that require a gradient, in the model's own order; tied ones once.
 # 2. Names are the bare model's. DDP, ``torch.compile`` and activation checkpointing put words into them, which would

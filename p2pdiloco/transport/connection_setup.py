@@ -38,7 +38,8 @@ from p2pdiloco.transport.tls_connection import Channel
 from p2pdiloco.util import logs
 from p2pdiloco.util.tasks import Tasks
 
-# -- Machines that the kernel does not let through to a listening socket: what comes from them is dropped before -------
+# -- Kernel blocklist --------------------------------------------------------------------------------------------------
+# Machines that the kernel does not let through to a listening socket: what comes from them is dropped before it is a
 # connection, and costs this process nothing.
 #
 # Rules of this file:
@@ -113,7 +114,8 @@ def _words(machine: str) -> tuple[int, ...]:
     return struct.unpack(">I", ipaddress.IPv4Address(machine).packed)
 
 
-# -- Where sockets wait that were accepted: until they have said what they are, and until it is their turn -------------
+# -- Pre-handshake pool ------------------------------------------------------------------------------------------------
+# Where sockets wait that were accepted: until they have said what they are, and until it is their turn.
 
 
 log = logs.get("transport")
@@ -362,7 +364,8 @@ class HandshakePool:
                 visitor.raw.close()
 
 
-# -- Dialling and accepting: from a socket to a channel whose other side is proved -------------------------------------
+# -- Connection set-up -------------------------------------------------------------------------------------------------
+# Dialling and accepting: from a socket to a channel whose other side is proved.
 # Rules of this file:
 # 1. Who is accepted waits in an anteroom until it has greeted; how many may prove themselves at a time is the
 #    endpoint's business (net/endpoint.py). One log line for each that fails, of at most LINES_A_MINUTE; the next

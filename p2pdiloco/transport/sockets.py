@@ -242,7 +242,8 @@ def explain(error: BaseException, address: Address) -> str:
             return f"{type(error).__name__}: {error}"
 
 
-# -- All sockets at which one process accepts peers --------------------------------------------------------------------
+# -- Listeners ---------------------------------------------------------------------------------------------------------
+# All sockets at which one process accepts peers.
 # Rules of this file:
 # 1. Where any free port is asked for, one number is taken for all of them, if it can be had.
 # 2. IPv4 and IPv6 have a socket each.
@@ -291,7 +292,8 @@ class Listeners:
         self._sockets.clear()
 
 
-# -- Which congestion control connections got, where they asked for one ------------------------------------------------
+# -- Congestion control ------------------------------------------------------------------------------------------------
+# Which congestion control connections got, where they asked for one.
 
 
 log = logs.get("transport")

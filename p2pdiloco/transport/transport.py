@@ -39,7 +39,8 @@ from p2pdiloco.util import logs
 from p2pdiloco.util.tasks import Tasks
 from p2pdiloco.wire.request_reply import Answer, RequestError, RequestRefused, Response
 
-# -- The turns of an endpoint in an event loop: what happened is told, what it wants to send is written, a timer -------
+# -- Endpoint driver ---------------------------------------------------------------------------------------------------
+# The turns of an endpoint in an event loop: what happened is told, what it wants to send is written, a timer set.
 
 
 LEAST_WAIT_S = 0.001
@@ -126,7 +127,8 @@ class EndpointDriver:
         self.turn(TURN_BYTES)
 
 
-# -- What a transport tells and asks its user --------------------------------------------------------------------------
+# -- Transport callbacks -----------------------------------------------------------------------------------------------
+# What a transport tells and asks its user.
 
 
 class TransportHandler(Protocol):
@@ -177,8 +179,8 @@ class Observer:
         raise RequestRefused("this peer only observes")
 
 
-# -- Requests as whoever waits sees them: a question is a future, the answer to another's question is a task -----------
-# What goes over the wire, and what has become of it, the endpoint says (net/session.py).
+# -- Requests ----------------------------------------------------------------------------------------------------------
+# Requests as whoever waits sees them: a question is a future, the answer to another's question is a task.
 
 
 class Requests:
@@ -234,7 +236,8 @@ class Requests:
             self._pump.turn()
 
 
-# -- The transport: an endpoint (net/endpoint.py, where everything is decided) on asyncio's sockets --------------------
+# -- Transport ---------------------------------------------------------------------------------------------------------
+# The transport: an endpoint (net/endpoint.py, where everything is decided) on asyncio's sockets.
 
 
 __all__ = [

@@ -231,8 +231,8 @@ class LocalDisk:
 LOCAL = LocalDisk()
 
 
-# -- Files that would grow for ever, or be overwritten when they are needed most: the last few of each are kept --------
-# ``metrics.jsonl`` becomes ``metrics.1.jsonl``, that one ``metrics.2.jsonl``, and so on; the oldest goes.
+# -- Rotation ----------------------------------------------------------------------------------------------------------
+# Files that would grow for ever, or be overwritten when they are needed most: the last few of each are kept.
 
 
 def rotate(path: Path, *, keep: int, most_bytes: int) -> None:
@@ -271,7 +271,8 @@ def _number(path: Path, other: Path) -> int:
     return int(middle) if middle.isdecimal() else 0
 
 
-# -- Where peers keep what they are, unless they are told another place: the commands' default, and training -----------
+# -- Default state folder ----------------------------------------------------------------------------------------------
+# Where peers keep what they are, unless they are told another place: the commands' default, and training scripts'.
 
 
 def state_home() -> Path:

@@ -24,8 +24,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Literal, TextIO
 
-# -- A terminal's last line, which is written over (a download's bar), while what else is written goes above it --------
-# Rule of this file: one line in a process, on one stream. It knows nothing of what it shows.
+# -- Status line of a terminal -----------------------------------------------------------------------------------------
+# A terminal's last line, which is written over (a download's bar), while what else is written goes above it.
 
 
 CLEAR = "\r\x1b[K"
@@ -81,7 +81,8 @@ bottom_line = BottomLine()
 """This process's."""
 
 
-# -- Structured logs: one event, one line, in text for people or in JSON for machines ----------------------------------
+# -- Logs --------------------------------------------------------------------------------------------------------------
+# Structured logs: one event, one line, in text for people or in JSON for machines.
 
 
 LogFormat = Literal["text", "json"]

@@ -43,7 +43,8 @@ class ProcessHandle:
             os.close(self._fd)
 
 
-# -- A process that dies with its parent, even if that is killed, and what it is called. Linux alone knows how ---------
+# -- Dying with the parent ---------------------------------------------------------------------------------------------
+# A process that dies with its parent, even if that is killed, and what it is called. Linux alone knows how.
 
 
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15

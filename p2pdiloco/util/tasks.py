@@ -18,7 +18,8 @@ from typing import Any, Self
 
 from p2pdiloco.util import logs
 
-# -- Pauses between looks at something that seldom changes -------------------------------------------------------------
+# -- Backoff -----------------------------------------------------------------------------------------------------------
+# Pauses between looks at something that seldom changes.
 
 
 class Backoff:
@@ -40,7 +41,8 @@ class Backoff:
         self.pause_s = self._shortest_s
 
 
-# -- A nursery for background tasks: each is named and referenced, and none outlives its owner -------------------------
+# -- Background tasks --------------------------------------------------------------------------------------------------
+# A nursery for background tasks: each is named and referenced, and none outlives its owner.
 
 
 log = logs.get("tasks")
