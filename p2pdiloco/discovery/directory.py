@@ -216,7 +216,7 @@ def sentence(failures: Mapping[str, str]) -> str:
 
 
 # -- Directory ---------------------------------------------------------------------------------------------------------
-# How peers find each other: a hivemind DHT (``runtime/dht.py``).
+# How peers find each other: a hivemind DHT (``discovery/dht.py``).
 
 
 __all__ = ["Directory", "DirectoryError"]

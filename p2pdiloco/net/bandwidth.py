@@ -101,7 +101,7 @@ class Path(Struct, frozen=True):
 
 
 # -- Delivery-rate sampler ---------------------------------------------------------------------------------------------
-# The learned up budget: windows of what the kernel says was delivered, for net/capacity.py.
+# The learned up budget: windows of what the kernel says was delivered, for net/bandwidth.py.
 
 
 WINDOW_S, WINDOW_ROUND_TRIPS = 0.1, 4

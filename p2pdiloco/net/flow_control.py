@@ -174,7 +174,7 @@ class Spending:
 
 
 # -- Credit grants for the down budget ---------------------------------------------------------------------------------
-# The down budget: who is told how far its bulk may go (net/credit.py decides), and when to look again.
+# The down budget: who is told how far its bulk may go (net/flow_control.py decides), and when to look again.
 
 
 class Grants:
