@@ -208,10 +208,6 @@ def main() -> int:
             router.become(_read(path))
 
 
-if __name__ == "__main__":
-    sys.exit(main())
-
-
 # -- Packets as a TUN device with offloads hands them over: up to 64 KiB, still to be cut into segments ----------------
 # Rules of this file:
 # 1. Pure. A packet begins with its virtio header (10 bytes), whose fields are little-endian as x86 and arm64 are.
@@ -308,3 +304,7 @@ def _part(packet: bytes, data: memoryview, first: int, *, is_last: bool) -> byte
     is_many = len(data) > segment_bytes
     virtio = (1, kind, size, segment_bytes) if is_many else (1, GSO_NONE, size, 0)
     return _VIRTIO.pack(*virtio, checksum_start, checksum_offset) + header + data
+
+
+if __name__ == "__main__":
+    sys.exit(main())

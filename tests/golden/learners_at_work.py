@@ -23,9 +23,8 @@ def state(of: SupervisedLearner) -> str | None:
 
 def main() -> None:
     prepare(None)
-    from watch import attributes_of
-
     from p2pdiloco.peer.learner_supervisor import SupervisedLearner
+    from tests.golden.watch import attributes_of
 
     with attributes_of(SupervisedLearner, state) as picture:
         list(outcomes(SEEDS))

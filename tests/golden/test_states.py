@@ -58,7 +58,7 @@ def peers() -> str:
 
 def learners() -> str:
     """As their peers see them, in worlds of whole peers."""
-    command = [sys.executable, str(Path(__file__).with_name("learners_at_work.py"))]
+    command = [sys.executable, "-m", "tests.golden.learners_at_work"]
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
 
 

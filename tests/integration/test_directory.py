@@ -365,7 +365,7 @@ wall, shift = time.time, float(sys.argv[1])
 time.time = lambda: wall() + shift
 import uvloop
 from p2pdiloco.node.diagnostics import clock as _clock
-from p2pdiloco.runtime import logs
+from p2pdiloco.util import logs
 from p2pdiloco.discovery.dht import CLOCK
 from p2pdiloco.discovery.directory import Directory
 from p2pdiloco.transport.identity import Identity

@@ -20,25 +20,25 @@ from p2pdiloco.demo.local_swarm import Member
 FAILING_ROSTER = """
 import sys
 from p2pdiloco.cli.main import main
-from p2pdiloco.swarm.peer_manager import Roster
-from p2pdiloco.runtime import tasks
+from p2pdiloco.swarm.peer_manager import PeerManager
+from p2pdiloco.util import tasks
 tasks.SOUND_S = 20.0
-look, left = Roster._look, [2]
+look, left = PeerManager._look, [2]
 async def fail(self, now):
     if left[0]:
         left[0] -= 1
         raise KeyError("a defect")
     await look(self, now)
-Roster._look = fail
+PeerManager._look = fail
 sys.exit(main())
 """
 FAILING_SUPERVISION = """
 import sys
 from p2pdiloco.cli.main import main
-from p2pdiloco.peer.learner_supervisor import Supervision
+from p2pdiloco.peer.learner_supervisor import LearnerSupervisor
 def fail(self, name):
     raise KeyError("a defect")
-Supervision.ward_of = fail
+LearnerSupervisor.ward_of = fail
 sys.exit(main())
 """
 

@@ -26,7 +26,6 @@ from p2pdiloco.access.certificates import NEVER, NO_CAP, Role
 from p2pdiloco.access.invite_code import encode_invite
 from p2pdiloco.access.membership_log import ban, closing
 from p2pdiloco.cli import doctor, top
-from p2pdiloco.cli.main import main
 from p2pdiloco.discovery import directory
 from p2pdiloco.discovery.clock_sync import SharedClock
 from p2pdiloco.net.authorization import MemberAuthorizer
@@ -51,6 +50,7 @@ from p2pdiloco.swarm.run_index import folder_of
 from p2pdiloco.training import data_sources
 from p2pdiloco.transport.identity import Identity
 from p2pdiloco.util.files import lock
+from tests.typed import main
 
 pytestmark = [pytest.mark.usefixtures("own_logging"), pytest.mark.heavy]
 FAILED, REPAIR, NOBODY_THERE = 1, 2, 3
@@ -160,8 +160,8 @@ TYPED = [
     Mistake("no checkpoint in FOLDER can be used", "resume half", "Take another peer's folder"),
     Mistake("FOLDER has no run", "invite --state nothing", "is --state the folder of the peer"),
     Mistake("no peer has logged anything below FOLDER", "page nothing", "name a state folder"),
-    Mistake("FILE is not a journal", "replay notes.txt", "--journal"),
-    Mistake("FILE: No such file or directory", "replay nowhere.bin", "mend the path"),
+    Mistake("FILE is not a journal", "tests.machine_sim.replay notes.txt", "--journal"),
+    Mistake("FILE: No such file or directory", "tests.machine_sim.replay nowhere.bin", "mend the path"),
     Mistake("--out ... is a file", "demo --out notes.txt", "name a folder"),
     Mistake("RUN: FOLDER has met no directory yet", "fetch story", "p2pdiloco fetch ADDR"),
 ]
@@ -333,7 +333,7 @@ def test_what_the_machine_is_like(user: User, monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setenv("PATH", str(tmp_path))
     told("the program sky is not there", f"launch {invite} --dollars 5")
     monkeypatch.setattr(namespaces.os, "geteuid", lambda: 1000)
-    told("namespaces and tc need root", "bench up dsl")
+    told("namespaces and tc need root", "benchmarks.netbed up dsl")
 
 
 def _told(user: User, fixes: dict[str, str], says: str, words: str | list[str], status: int = REPAIR) -> None:
@@ -503,7 +503,7 @@ def test_what_doctor_finds_of_a_run(
     wrong = SharedClock()
     wrong.join([3600.0] * 3)
     monkeypatch.setattr(doctor, "CLOCK", wrong)
-    monkeypatch.setattr(doctor.checkup, "path_mtu", lambda host, _: diagnostics.judged_mtu(1000, host))
+    monkeypatch.setattr(doctor.diagnostics, "path_mtu", lambda host, _: diagnostics.judged_mtu(1000, host))
     monkeypatch.setattr(diagnostics, "memory_bytes", lambda: 10**6)
     words = ["doctor", address, "--run", "small", "--data", "/nowhere", "--listen", "/ip4/203.0.113.7/tcp/4000"]
     status, _, told = user.types([*words, "--seconds", "0.1", "--json"])

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 
 import msgspec
 
-DRIVEN = ("p2pdiloco.peer.", "p2pdiloco.training.node_link", "p2pdiloco.tensors.")
+DRIVEN = ("p2pdiloco.peer.", "p2pdiloco.training.node_link", "p2pdiloco.codec.")
 """Modules beside the protocol that run in simulated worlds as they are."""
 SEED_S = 120.0
 """A worker that needs longer for a seed hangs."""

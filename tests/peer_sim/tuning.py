@@ -16,9 +16,7 @@ COMMITS_S = 0.5
 
 def install() -> None:
     """To be called first of all in a process."""
-    taken = [
-        name for name in sys.modules if name.startswith("p2pdiloco.tensors.") and name != "p2pdiloco.codec.formats"
-    ]
+    taken = [name for name in sys.modules if name.startswith("p2pdiloco.codec.") and name != "p2pdiloco.codec.formats"]
     assert not taken, f"{taken} know another chunk already"
     from p2pdiloco.codec import formats
 

@@ -5,17 +5,22 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 from p2pdiloco.peer.ending import APART
 
-SCRIPT = Path(__file__).with_name("apart.py")
-
 
 def told(peers: int, dies_at: float = 0.0, back_at: float = 0.0, *, needs_majority: bool = False) -> dict[str, Any]:
     """What came of it."""
-    words = [sys.executable, str(SCRIPT), str(peers), str(dies_at), str(back_at), str(int(needs_majority))]
+    words = [
+        sys.executable,
+        "-m",
+        "tests.simulation.apart",
+        str(peers),
+        str(dies_at),
+        str(back_at),
+        str(int(needs_majority)),
+    ]
     done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=True)
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     assert found["violations"] == []
@@ -47,7 +52,11 @@ def test_who_comes_back_before_the_end_makes_one_model_of_both() -> None:
 def test_who_stands_still_at_the_end_is_not_taken_for_a_cut() -> None:
     """C6f: nobody says that there may be a second model, and nobody waits for those who have left."""
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), "stalls", "8"], capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-m", "tests.simulation.apart", "stalls", "8"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
     )
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(found) == 8

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.machine_sim.__main__ import fresh_seeds
+from tests.machine_sim.arguments import fresh_seeds
 from tests.machine_sim.report import SimulationReport, command_for, find_mutants, simulate
 from tests.machine_sim.seeds import run_seed
 from tests.seeded_bugs.mutants import MUTANTS, planted

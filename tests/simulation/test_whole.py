@@ -11,7 +11,7 @@ from typing import get_args
 
 import pytest
 
-from tests.machine_sim.__main__ import fresh_seeds
+from tests.machine_sim.arguments import fresh_seeds
 from tests.peer_sim import report
 from tests.peer_sim.faults import FirstKind, FurtherKind, LateKind, RoughKind
 from tests.peer_sim.report import PRIVATE, ROUGH, BugFound, Outcome

@@ -9,7 +9,7 @@ import pytest
 from test_access_invite_code import invite
 
 from p2pdiloco.access.invite_code import encode_invite
-from p2pdiloco.cli.main import main
+from tests.typed import main
 
 pytestmark = [pytest.mark.usefixtures("own_logging"), pytest.mark.heavy]
 REPAIR, NOBODY_THERE = 2, 3
@@ -78,7 +78,7 @@ MISUSES: list[tuple[str, int, list[str]]] = [
     ("generate x --temperature -1", REPAIR, ["--temperature", "from 0 to 100"]),
     ("generate x --seed many", REPAIR, ["--seed", "whole number"]),
     ("export x --format gguf", REPAIR, ["--format", "hf", "safetensors"]),
-    ("simulate --scenario doom", REPAIR, ["--scenario"]),
+    ("tests.machine_sim --scenario doom", REPAIR, ["--scenario"]),
     ("start stdlib-tiny --name two/words", REPAIR, ["--name two/words", "letters, digits"]),
     ("demo --steps 0", REPAIR, ["--steps", "'0' is not a whole number from 1 to 1000000"]),
     ("demo --steps -3", REPAIR, ["--steps", "'-3' is not a whole number from 1 to"]),
@@ -91,20 +91,20 @@ MISUSES: list[tuple[str, int, list[str]]] = [
     ("demo --time-limit nan", REPAIR, ["--time-limit", "seconds from 1 to 86400"]),
     ("demo --time-limit -1", REPAIR, ["--time-limit", "seconds from 1 to 86400"]),
     ("demo --config nothing.toml", REPAIR, ["nothing.toml: no such file"]),
-    ("chaos --peers 1", REPAIR, ["--peers", "whole number from 2 to 26"]),
-    ("chaos --peers -3", REPAIR, ["--peers", "whole number from 2 to 26"]),
-    ("chaos --seconds nan", REPAIR, ["--seconds", "seconds from 1 to 86400"]),
-    ("chaos --seconds -1", REPAIR, ["--seconds", "seconds from 1 to 86400"]),
-    ("chaos --seed 99999999999999999999", REPAIR, ["--seed", "whole number from 0 to"]),
-    ("chaos --json docs", REPAIR, ["--json", "'docs' is a folder: name a file"]),
-    ("chaos --json notes.txt/a.json", REPAIR, ["--json", "lies in a file, not in a folder"]),
-    ("simulate --jobs 0", REPAIR, ["--jobs", "whole number from 1 to 1024"]),
-    ("simulate --jobs -1", REPAIR, ["--jobs", "whole number from 1 to 1024"]),
-    ("simulate --fresh 0", REPAIR, ["--fresh", "whole number from 1 to"]),
-    ("simulate --fresh 99999999999999999999999", REPAIR, ["--fresh", "whole number from 1 to"]),
-    ("simulate --seeds 0-99999999999999999999999", REPAIR, ["--seeds", "at most 18 digits"]),
-    ("simulate --seeds -5", REPAIR, ["--seeds -5", "give a range such as 0-999"]),
-    ("simulate --whole --mutants --record docs", REPAIR, ["--record", "is a folder: name a file"]),
+    ("tests.chaos --peers 1", REPAIR, ["--peers", "whole number from 2 to 26"]),
+    ("tests.chaos --peers -3", REPAIR, ["--peers", "whole number from 2 to 26"]),
+    ("tests.chaos --seconds nan", REPAIR, ["--seconds", "seconds from 1 to 86400"]),
+    ("tests.chaos --seconds -1", REPAIR, ["--seconds", "seconds from 1 to 86400"]),
+    ("tests.chaos --seed 99999999999999999999", REPAIR, ["--seed", "whole number from 0 to"]),
+    ("tests.chaos --json docs", REPAIR, ["--json", "'docs' is a folder: name a file"]),
+    ("tests.chaos --json notes.txt/a.json", REPAIR, ["--json", "lies in a file, not in a folder"]),
+    ("tests.machine_sim --jobs 0", REPAIR, ["--jobs", "whole number from 1 to 1024"]),
+    ("tests.machine_sim --jobs -1", REPAIR, ["--jobs", "whole number from 1 to 1024"]),
+    ("tests.machine_sim --fresh 0", REPAIR, ["--fresh", "whole number from 1 to"]),
+    ("tests.machine_sim --fresh 99999999999999999999999", REPAIR, ["--fresh", "whole number from 1 to"]),
+    ("tests.machine_sim --seeds 0-99999999999999999999999", REPAIR, ["--seeds", "at most 18 digits"]),
+    ("tests.machine_sim --seeds -5", REPAIR, ["--seeds -5", "give a range such as 0-999"]),
+    ("tests.peer_sim --mutants --record docs", REPAIR, ["--record", "is a folder: name a file"]),
     ("invite --max-weight nan", REPAIR, ["--max-weight", "is not a number from 0 to"]),
     ("invite --max-weight inf", REPAIR, ["--max-weight", "is not a number from 0 to"]),
     ("bootstrap --meet 0.0.0.0:31337", REPAIR, ["write it as"]),
@@ -151,10 +151,10 @@ MISUSES: list[tuple[str, int, list[str]]] = [
     ("export nowhere", REPAIR, ["nowhere is no folder", "p2pdiloco fetch ADDR"]),
     ("export state-of-nothing", REPAIR, ["there is no checkpoint"]),
     ("generate half", REPAIR, ["state-00000001.json"]),
-    ("replay nowhere.bin", REPAIR, ["nowhere.bin: No such file", "mend the path"]),
-    ("replay notes.txt", REPAIR, ["notes.txt is not a journal", "--journal"]),
+    ("tests.machine_sim.replay nowhere.bin", REPAIR, ["nowhere.bin: No such file", "mend the path"]),
+    ("tests.machine_sim.replay notes.txt", REPAIR, ["notes.txt is not a journal", "--journal"]),
     (f"join {DEAD} --identity_path notes.txt", REPAIR, ["notes.txt"]),
-    ("chaos --plan nothing", REPAIR, ["nothing"]),
+    ("tests.chaos --plan nothing", REPAIR, ["nothing"]),
     ("demo --out notes.txt", REPAIR, ["--out notes.txt is a file", "name a folder"]),
     ("demo --out docs", REPAIR, ["holds something else than a demo"]),
 ]
@@ -185,7 +185,7 @@ def test_a_misuse_is_told_in_a_sentence(
         ended = int(str(error.code))
     errors = [line for line in capsys.readouterr().err.splitlines() if " info " not in line and " warning " not in line]
     assert (ended, "Traceback" in "".join(errors)) == (status, False), errors
-    said = [line for line in errors if line.startswith("p2pdiloco")]
+    said = [line for line in errors if line.startswith(("p2pdiloco", "python -m "))]
     assert len(said) == 1, errors
     for word in told:
         assert word in said[0]
@@ -224,10 +224,10 @@ def test_text_beside_an_invite_is_an_error_before_anything_is_made(
         "demo --out old --config broken.toml",
         "demo --out old --config nothing.toml",
         "demo --out mine",
-        "chaos --out old --seconds nan",
-        "chaos --out old --peers 0",
-        "chaos --out old --seed -1",
-        "chaos --out old --plan broken.toml",
+        "tests.chaos --out old --seconds nan",
+        "tests.chaos --out old --peers 0",
+        "tests.chaos --out old --seed -1",
+        "tests.chaos --out old --plan broken.toml",
         "bootstrap --state new --listen 0.0.0.0:1",
         "bootstrap --state new --initial-peers junk",
         "start stdlib-tiny --state new --listen 0.0.0.0:1",

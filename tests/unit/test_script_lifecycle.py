@@ -17,16 +17,16 @@ from p2pdiloco import script_lifecycle
 SCRIPT = """
 import os, signal, sys, time
 from pathlib import Path
-from p2pdiloco import participation
+from p2pdiloco import script_lifecycle
 
 def leave():
     print("left", flush=True)
     if odd := {"interrupted": KeyboardInterrupt, "told again": SystemExit, "broken": ValueError}.get(sys.argv[1]):
         raise odd
 
-participation.begin(Path("a"), leave)
-participation.begin(Path("b"), leave)
-participation.end(Path("b"))
+script_lifecycle.begin(Path("a"), leave)
+script_lifecycle.begin(Path("b"), leave)
+script_lifecycle.end(Path("b"))
 if os.fork() == 0:
     sys.exit()
 os.wait()
@@ -47,9 +47,9 @@ if sys.argv[1] == "terminated":
         time.sleep(60)
     finally:
         print("closed", flush=True)
-participation.end(Path("a"))
+script_lifecycle.end(Path("a"))
 assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-participation.begin(Path("a"), leave)
+script_lifecycle.begin(Path("a"), leave)
 """
 
 

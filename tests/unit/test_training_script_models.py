@@ -369,6 +369,7 @@ def test_a_name_of_the_hub_is_looked_for_in_the_cache_and_nowhere_else(
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)  # where ../../etc is nothing
     repository = tmp_path / "cache" / "models--someone--small"
     base = llama(repository / "snapshots" / "abc")
     (repository / "refs").mkdir()

@@ -25,11 +25,11 @@ SOURCE = f'name = "{NAME}"\n' + "".join(
 HUB, HOME = range(2)
 ASK = """
 import asyncio, socket, sys
-from p2pdiloco.nat.port_mapping import RouterPort
+from p2pdiloco.nat.port_mapping import PortMapping
 async def main():
     asked = asyncio.Event()
     listener = socket.create_server(("0.0.0.0", 7000))
-    router = RouterPort(7000)
+    router = PortMapping(7000)
     keeping = asyncio.create_task(router.keep(asked.set))
     await asyncio.wait_for(asked.wait(), 15.0)
     print(*router.lease[:3], flush=True)

@@ -116,7 +116,7 @@ def test_long_packets_vanish_and_nobody_is_told(made):
 SPEAK = """
 import asyncio, sys
 from p2pdiloco.transport.transport import Observer
-from p2pdiloco.runtime import sockets
+from p2pdiloco.transport import sockets
 from p2pdiloco.transport.identity import Identity
 from p2pdiloco.transport.transport import DialError, Transport
 sockets.DEAD_AFTER_S = 2
