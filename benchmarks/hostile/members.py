@@ -1,5 +1,5 @@
-"""What members that lie about what they have trained cost the others: real peers on this machine, some of them with
-changed code, beside the same run without these.
+"""Loss of honest peers beside members that lie about what they have trained: real peers on this machine, some of them
+with changed code, against the same run without these.
 
     python -m benchmarks.hostile.members                                  # one of four, every attack: ten minutes
     python -m benchmarks.hostile.members --peers 8 --liars 2 --attacks tokens+flip
@@ -26,7 +26,7 @@ from tests.chaos.changed_peers import SENT_LIES, launch
 
 ATTACKS = ("tokens+flip", "tokens+noise", "flip", "noise", "tokens")
 STEP_TOKENS = 8 * 64
-"""Of a learner's step: samples times context."""
+"""Tokens of a learner's step: samples times context."""
 CONFIG = """
 name = "members"
 seed = 1
@@ -52,17 +52,17 @@ class Look(NamedTuple):
     """One measurement of the held-out loss."""
 
     tokens: int
-    """Of honest peers, merged until then."""
+    """Tokens of honest peers that were merged until then."""
     loss: float
 
 
 class Outcome(NamedTuple):
-    """One run."""
+    """The result of one run."""
 
     looks: list[Look]
     """In the order of their versions."""
     honest_tokens: int
-    """Merged until the end."""
+    """Tokens of honest peers that were merged until the end."""
 
     def loss_at(self, tokens: int) -> float:
         """The held-out loss when so many honest tokens were merged, between two looks by a straight line."""
@@ -118,7 +118,7 @@ def run(out: Path, options: argparse.Namespace, honest: int, lies: Sequence[str]
 
 
 def outcome(founder: Member, honest: set[str]) -> Outcome:
-    """What the founder's event log tells."""
+    """Read a run's outcome from the founder's event log."""
     merged, by_version = 0, {0: 0}
     for commit in sorted(founder.view.commits, key=lambda line: line["version"]):
         merged += sum(n for learner, n in commit["contributors"].items() if learner.rpartition("/")[0] in honest)

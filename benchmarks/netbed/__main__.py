@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def add_arguments(sub: argparse.ArgumentParser) -> None:
-    """What can be typed."""
+    """Add the program's arguments."""
     actions = sub.add_subparsers(dest="action", required=True, metavar="ACTION")
 
     def action(name: str, help_text: str, *, file: bool = True) -> Any:

@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def add_arguments(sub: argparse.ArgumentParser) -> None:
-    """What can be typed."""
+    """Add the program's arguments."""
     sub.add_argument(
         "--plan", default="quick", metavar="PLAN", help="TOML file, or quick, half-hour, peer-hour (default: quick)"
     )

@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What can be typed."""
+    """Add the program's arguments."""
     add_seeds(parser)
     parser.add_argument("--scenario", choices=[MIXED, *SCENARIOS], default=MIXED, help="kinds of faults (default: all)")
     parser.add_argument("--story", choices=sorted(STORIES), help="tell one scripted situation instead of running seeds")

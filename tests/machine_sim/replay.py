@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def add_arguments(sub: argparse.ArgumentParser) -> None:
-    """What can be typed."""
+    """Add the program's arguments."""
     sub.add_argument("journal", type=Path, metavar="JOURNAL", help="STATE/RUN/journal.bin")
     sub.add_argument(
         "--check", action="store_true", help="print nothing but the first difference from what the peer decided then"

@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What can be typed."""
+    """Add the program's arguments."""
     add_seeds(parser)
     parser.add_argument(
         "--mutants", action="store_true", help="plant each known bug, and name the first seed that finds it"
