@@ -61,7 +61,7 @@ class Left(NamedTuple):
 
 
 def in_worlds(seeds: range) -> list[tuple[int, Left]]:
-    """What came of them, in a process whose vectors are small (``tests/peer_sim/tuning.py``)."""
+    """Run the worlds of ``seeds`` in a process with small vectors (``tests/peer_sim/tuning.py``), one outcome each."""
     command = [sys.executable, "-m", "benchmarks.churn.notice_world", *map(str, seeds)]
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True)
     rows = [json.loads(line) for line in done.stdout.splitlines()]

@@ -243,10 +243,10 @@ def destination(packet: bytes) -> bytes | None:
 
 
 def without(packet: bytes, lost: Sequence[int]) -> list[bytes]:
-    """What is left when the segments with these numbers (ascending) are lost.
+    """Split ``packet`` at its lost segments (numbers, ascending) into the packets that are left.
 
     Raises:
-        ValueError: none of them is.
+        ValueError: no segment was lost.
     """
     if not lost:
         raise ValueError("nothing is lost")
@@ -273,7 +273,7 @@ def checksum(data: bytes) -> int:
 
 
 def _header_bytes(packet: bytes) -> int:
-    """Of IP and TCP or UDP."""
+    """Length in bytes of the packet's IP header and its TCP or UDP header."""
     ip = IP6_HEADER if packet[_IP] >> 4 == 6 else (packet[_IP] & 15) * 4
     return ip + (UDP_HEADER if packet[1] == GSO_UDP else (packet[_IP + ip + 12] >> 4) * 4)
 

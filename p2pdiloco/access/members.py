@@ -102,9 +102,9 @@ class Members:
         """By whom they hit, then by signer and by whether they close an invite."""
         self._statements: dict[bytes, bytes] = {}
         self._invited: Counter[PeerId] = Counter()
-        """Of each invite, how many of its peers were seen."""
+        """Number of peers seen, by invite."""
         self._unseen: dict[PeerId, dict[PeerId, PeerId]] = {}
-        """Of each invite its unseen peers, the first told first, and who told of each."""
+        """Peers announced but not yet seen, by invite, oldest first; the value is the peer that announced it."""
         self._banned_by: Counter[PeerId] = Counter()
         self._observing: dict[PeerId, Grant] = {}
         """Those who were let in to ask, the latest."""
@@ -141,10 +141,10 @@ class Members:
         return known
 
     def examine(self, peer: PeerId, chain: bytes, now_s: float) -> Grant:
-        """What ``chain`` grants to ``peer`` now, which need not be here; nothing is remembered.
+        """Verify ``chain`` and return what it grants ``peer`` now. The peer need not be here; nothing is remembered.
 
         Raises:
-            NotAMemberError: nothing.
+            NotAMemberError: it grants nothing.
         """
         grant = self._granted(peer, chain)
         self._judge(grant, now_s)

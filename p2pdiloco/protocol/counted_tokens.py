@@ -8,7 +8,7 @@ Rules of this file:
    vote, whatever it declares: fewer than half of them cannot move the median beyond what honest peers declare.
 2. With one other contribution, or none, the chain's usual contribution counts as well: a newcomer's first contribution
    is a short one, and an owner may merge its own alone.
-3. Integers only, and no logarithm: all peers count alike, to the bit.
+3. Integers only: every peer computes the same counts, to the bit.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from p2pdiloco.protocol.norm_bound import MEMORY, OCTAVE, octaves, power, runnin
 
 MOST_TIMES: Final = 4
 _FEW: Final = 2
-"""With fewer than two others there is no median that one peer cannot choose."""
+"""In a merge of so few contributions, each has at most one other, which would choose the median alone."""
 
 
 class TokenCounts(msgspec.Struct, frozen=True, array_like=True):
@@ -34,19 +34,23 @@ class TokenCounts(msgspec.Struct, frozen=True, array_like=True):
     versions: Annotated[int, Meta(ge=0, le=MEMORY)] = 0
     """Versions in the mean, at most ``MEMORY``; 0: nothing has been merged."""
     octaves: Annotated[int, Meta(ge=0, le=64 * OCTAVE)] = 0
-    """The usual contribution: the mean of the logarithms to base 2, in 1,024ths (see ``stride``)."""
+    """The usual contribution: the mean of the logarithms to base 2, in 1,024ths (see ``norm_bound``)."""
     merged: Annotated[int, Meta(ge=0, le=MAX_COUNT)] = 0
     """Tokens that all contributions have declared. People are shown these; nothing is decided by them."""
 
     def count(self, tokens: Sequence[int], first: int) -> tuple[int, TokenCounts]:
-        """What contributions that declare ``tokens`` (each at least 1) count for, all together, and what is known after
-        them; ``first`` as in ``counted``."""
+        """Sum what contributions that declare ``tokens`` (each at least 1) count for, and add them to the record.
+
+        ``first``: as in ``counted``.
+        """
         counted = self.counted(tokens, first)
         return sum(counted), self.after(counted, sum(tokens))
 
     def counted(self, tokens: Sequence[int], first: int) -> list[int]:
-        """What each of them counts for. ``first``: the usual of a chain that has merged nothing yet, for a contribution
-        that is merged alone."""
+        """Limit each contribution's declared tokens to what it counts for.
+
+        ``first``: the usual contribution of a chain that has merged nothing yet, for one that is merged alone.
+        """
         usual = int(power(self.octaves)) if self.versions else 0
         if len(tokens) == 1:
             references = [usual or first]
@@ -57,8 +61,10 @@ class TokenCounts(msgspec.Struct, frozen=True, array_like=True):
         return [min(t, MOST_TIMES * reference) for t, reference in zip(tokens, references, strict=True)]
 
     def after(self, counted: Sequence[int], merged: int) -> TokenCounts:
-        """With one more version, whose contributions counted for so much and declared ``merged`` together. The lower
-        median by head moves the mean, by at most a leap."""
+        """Return the record after another version, whose contributions counted for ``counted`` and declared ``merged``.
+
+        The lower median of ``counted`` moves the mean, by a bounded step.
+        """
         usual = running_mean(self.versions, self.octaves, octaves(lower_median(counted)))
         return TokenCounts(*usual, min(self.merged + merged, MAX_COUNT))
 
