@@ -31,7 +31,7 @@ def machine_of(host: str) -> str:
 
 
 class Room(Generic[Holder]):
-    """So many places, and somebody always goes for who comes: of the machine that would hold most, the first comer."""
+    """A fixed number of places. When full, a newcomer displaces the first comer of the machine that would hold most."""
 
     def __init__(self, places: int) -> None:
         self._places = places
@@ -43,7 +43,7 @@ class Room(Generic[Holder]):
 
     @property
     def holders(self) -> Mapping[Holder, str]:
-        """And of which machine each is, the first comer first."""
+        """All holders, the first comer first, with each one's machine."""
         return self._holders
 
     def enter(self, newcomer: Holder, machine: str) -> Holder | None:
@@ -95,14 +95,14 @@ SHUT_OUT = 256
 
 
 class FailureBlocklist:
-    """Of machines (``net.admission.machine_of``)."""
+    """Recent failures of each machine (``net.admission.machine_of``), which fade with time."""
 
     def __init__(self) -> None:
         self._counts: dict[str, tuple[float, float]] = {}
         """Of a machine, and when it was that many; the one that failed longest ago first."""
 
     def of(self, machine: str, now: float) -> float:
-        """Those that are not forgotten."""
+        """Failures of ``machine`` that are not forgotten yet."""
         failures, at = self._counts.get(machine, (0.0, now))
         return failures * math.exp2((at - now) / FORGOTTEN_S)
 
@@ -190,7 +190,7 @@ class DialRateLimit:
         return True
 
     def proved(self, peer: PeerId, host: str, port: int) -> None:
-        """It is there: the dial was not in vain."""
+        """Note that ``peer`` answered at this address."""
         place = (peer, host, port)
         if place not in self._proved:
             machine = machine_of(host)
@@ -249,12 +249,12 @@ class HandshakeQueue(Generic[Visitor]):
         return first
 
     def due(self, now: float) -> float | None:
-        """In how many seconds somebody is; None: nobody waits."""
+        """Seconds until somebody who waits can be answered; None: nobody waits."""
         self._come(now)
         return max(0.0, (1.0 - self._tokens) / self._per_s) if self.room else None
 
     def ended(self, machine: str, now: float, *, is_proved: bool) -> None:
-        """Of a handshake."""
+        """Note that a handshake ended, and whether the peer proved itself."""
         if is_proved:
             self._tokens = min(self._at_once, self._tokens + 1.0)
         else:

@@ -86,7 +86,7 @@ class BandwidthEstimator:
 
 
 class Path(Struct, frozen=True):
-    """Of one connection."""
+    """What the kernel knows of one connection's path."""
 
     congestion: str
     """The congestion control that it uses."""

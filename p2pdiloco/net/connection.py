@@ -40,7 +40,7 @@ from p2pdiloco.protocol.ids import PeerId
 
 
 class CloseState:
-    """Of one connection."""
+    """How far one connection has come in closing."""
 
     __slots__ = ("_retired", "goodbye", "has_failed", "is_retiring", "over", "parting")
 
@@ -241,7 +241,7 @@ class Connection:
             self._commons.agenda.tell(Closing(self, is_flushed=False))
 
     def turn_away(self, parting: Parting, reason: str) -> None:
-        """It never served, and will not: say why, and listen no longer."""
+        """Refuse a connection that has not served anybody: say why, and listen no longer."""
         self._deafen()
         self.part(parting, reason)
 

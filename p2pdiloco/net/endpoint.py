@@ -386,7 +386,7 @@ class Endpoint:
         return hold
 
     def release(self, hold: Hold, now: float) -> None:
-        """It has."""
+        """The user has taken the payload of ``hold``: its bytes no longer count against the peer."""
         self._agenda.now = now
         for account in hold.accounts:
             account.untaken -= hold.bytes_each

@@ -298,7 +298,7 @@ class LearnerProcess:
 
     @property
     def pid(self) -> int:
-        """Of the child."""
+        """Process ID of the learner."""
         assert self._process is not None
         return self._process.pid
 

@@ -34,7 +34,7 @@ def plain(text: object) -> str:
 
 
 def sentence(line: Line) -> Sentence | None:
-    """Of an event; None: it is no news for people.
+    """Describe an event in a sentence; None: it is no news for people.
 
     Raises:
         KeyError: the event lacks what belongs to it.
@@ -45,7 +45,7 @@ def sentence(line: Line) -> Sentence | None:
 
 
 def detail(line: Line) -> str | None:
-    """Of an event that is no news, but stands in the log; None: of a kind that is not known.
+    """Describe an event that is no news but is in the log; None: its kind is not known.
 
     Raises:
         KeyError: the event lacks what belongs to it.
@@ -178,7 +178,7 @@ FORMS: dict[Form, tuple[type, ...]] = {
 
 
 class Field(NamedTuple):
-    """Of an event."""
+    """A field of an event: its name and form."""
 
     name: str
     form: Form

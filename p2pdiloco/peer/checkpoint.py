@@ -109,7 +109,7 @@ class Draft:
 
     @property
     def heads(self) -> list[Head]:
-        """Of its shards, in order."""
+        """Heads of its shards, in order."""
         return [saved.state.head for saved in self._shards]
 
     def begin(self) -> None:
@@ -421,7 +421,7 @@ ASIDE = "aside-"
 
 
 class KnownGood:
-    """Of one folder, in one life of its peer."""
+    """Which checkpoint of one folder is known to be good, during one life of its peer."""
 
     def __init__(self, folder: Path, disk: Disk) -> None:
         self._folder = folder

@@ -61,7 +61,7 @@ class _Entry(NamedTuple):
 
 
 class CommitLog:
-    """Of one life, in ``folder``."""
+    """The log of commits that one life of a peer keeps in ``folder``."""
 
     def __init__(self, folder: Path, driver: Driver, budget: DiskBudget) -> None:
         self.every_s = EVERY_S

@@ -66,7 +66,7 @@ class Disk(Protocol):
         """A file; nothing if it is not there."""
 
     def remove_folder(self, folder: Path) -> None:
-        """With all that is in it, as far as that can be done."""
+        """Remove ``folder`` and all that is in it, as far as possible."""
 
 
 def replace(disk: Disk, path: Path, parts: Iterable[Buffer], *, is_durable: bool = True) -> None:
@@ -124,7 +124,7 @@ class Links(Protocol):
         """Who can be sent to."""
 
     def queued_bytes(self, peer: PeerId) -> int:
-        """That wait to be sent to ``peer``."""
+        """Bytes that wait to be sent to ``peer``."""
 
     def send(
         self, peer: PeerId, body: bytes, payload: bytes | memoryview | None = None, *, topic: str | None = None
@@ -143,7 +143,7 @@ class Links(Protocol):
 
 
 class Handle(Protocol):
-    """Of a call that is due later."""
+    """A scheduled call, which can be cancelled."""
 
     def cancel(self) -> None: ...
 
@@ -157,7 +157,7 @@ class LearnerLife(Protocol):
 
     @property
     def pid(self) -> int:
-        """Of its process."""
+        """Process ID of the learner."""
 
     def send(self, message: learner_ipc.FromNode) -> None:
         """Queue a command. A learner that takes none for so long that the queue is full is stuck, and ends."""

@@ -27,7 +27,7 @@ class SpoiltStateError(Exception):
 
 
 class Integrity:
-    """Of all shards."""
+    """Which chunks of each shard have been verified."""
 
     def __init__(self, chunk_counts: Sequence[int]) -> None:
         self._chunk_counts = chunk_counts

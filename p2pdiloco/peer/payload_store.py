@@ -63,7 +63,7 @@ class Place(NamedTuple):
 
 
 class FileAllocator:
-    """Of one file, that is empty."""
+    """Allocates places in one file, which is empty at first."""
 
     def __init__(self) -> None:
         self.end = 0
@@ -82,7 +82,7 @@ class FileAllocator:
         return Place(self.end - size, size)
 
     def give(self, place: Place) -> None:
-        """It was taken, and is not needed any more."""
+        """Free ``place``, which was taken and is not needed any more."""
         index = bisect.bisect(self._gaps, place)
         if index < len(self._gaps) and self._gaps[index].at == place.end:
             place = Place(place.at, place.size + self._gaps.pop(index).size)

@@ -221,7 +221,7 @@ class Peer:
 
     @property
     def layout(self) -> Layout:
-        """Of the model."""
+        """Layout of the model."""
         return self.state.layout
 
     @property
@@ -233,7 +233,7 @@ class Peer:
 
     @property
     def is_over(self) -> bool:
-        """It is ending."""
+        """Whether the peer is ending."""
         return self._end.is_reached
 
     def request_leave(self, reason: str) -> None:

@@ -27,14 +27,14 @@ class Register(Protocol):
     """Who takes part in the run, or has."""
 
     def was_member(self, peer: PeerId) -> bool:
-        """It is a member, or was one. What it did then stays valid."""
+        """Whether ``peer`` is or was a member. What it did then stays valid."""
 
     def may_contribute(self, peer: PeerId) -> bool:
         """What it trained may be merged."""
 
 
 class OpenRegister:
-    """Of a run that is open to all."""
+    """The register of a run that is open to all."""
 
     def was_member(self, peer: PeerId) -> bool:
         """As of ``Register``."""
@@ -124,25 +124,25 @@ def check_equivocation(proof: Equivocation, register: Register = OPEN) -> None:
 
 
 class Standing(Protocol):
-    """Of other peers."""
+    """What other peers may do."""
 
     def is_member(self, peer: PeerId) -> bool:
-        """It is in good standing now."""
+        """Whether ``peer`` is in good standing now."""
 
     def was_member(self, peer: PeerId) -> bool:
-        """It is a member, or was one."""
+        """Whether ``peer`` is or was a member."""
 
     def observes(self, peer: PeerId) -> bool:
-        """It may only ask."""
+        """Whether ``peer`` may only ask."""
 
     def may_contribute(self, peer: PeerId) -> bool:
         """What it trained may be merged."""
 
     def most_weight(self, peer: PeerId) -> float:
-        """Of ownership."""
+        """Largest weight that ``peer`` may have in ownership."""
 
     def connected(self, peer: PeerId) -> None:
-        """It takes part."""
+        """Note that ``peer`` takes part."""
 
     async def ask(self, peer: PeerId) -> None:
         """Hear from ``peer`` of the members that it knows."""

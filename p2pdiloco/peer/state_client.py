@@ -144,7 +144,7 @@ FIXED = 44
 
 
 class TransferProgress:
-    """Of ``total_bytes``."""
+    """Progress of a transfer of ``total_bytes``."""
 
     def __init__(self, total_bytes: int, now: float) -> None:
         self.total_bytes = total_bytes
@@ -154,7 +154,7 @@ class TransferProgress:
         """Time and bytes until then: one before the window, the others in it."""
 
     def add(self, count: int, now: float) -> None:
-        """So many more bytes are here."""
+        """Note that ``count`` more bytes are here."""
         self.done_bytes += count
         self._points.append((now, self.done_bytes))
         while len(self._points) > 2 and self._points[1][0] <= now - WINDOW_S:
@@ -162,11 +162,11 @@ class TransferProgress:
 
     @property
     def share(self) -> float:
-        """Of the bytes that are here."""
+        """Share of the bytes that are here, 0 to 1."""
         return min(1.0, self.done_bytes / self.total_bytes) if self.total_bytes else 1.0
 
     def bytes_per_s(self, now: float) -> float:
-        """Of late."""
+        """Bytes per second of late."""
         began, before = self._points[0]
         return (self.done_bytes - before) / max(now - began, 1e-3)
 

@@ -39,7 +39,7 @@ TOLD: Final = 500
 
 
 class TokenBudget:
-    """Of one run; without a limit it only counts."""
+    """The token budget of one run; without a limit it only counts."""
 
     __slots__ = ("_core", "_merged", "_newest", "_paused", "_under_way", "told")
 

@@ -21,7 +21,7 @@ RECENT = 16
 
 
 class Evaluations:
-    """Of one run."""
+    """The evaluations of one run."""
 
     def __init__(self, core: Core) -> None:
         self.core = core

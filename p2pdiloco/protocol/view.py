@@ -98,11 +98,11 @@ class MachineView:
         return self._core.heads_mark
 
     def heads(self) -> list[Head | None]:
-        """Of all shards; None where there is no state."""
+        """Heads of all shards; None where there is no state."""
         return [chain.head for chain in self._core.chains]
 
     def head(self, shard: ShardId) -> Head | None:
-        """Of one shard; None: there is no state, or no such shard."""
+        """Head of one shard; None: there is no state, or no such shard."""
         return self._core.chains[shard].head if shard < len(self._core.chains) else None
 
     def state(self, shard: ShardId) -> ShardState:
@@ -154,7 +154,7 @@ class MachineView:
 
     @property
     def participating(self) -> frozenset[PeerId]:
-        """Of the live ones."""
+        """Live peers that participate."""
         return self._core.membership.participating
 
     @property

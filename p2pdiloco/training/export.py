@@ -50,7 +50,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
 class ExportError(ValueError):
-    """That cannot be written, or loaded; the message says why and what to do."""
+    """An export cannot be written or loaded; the message says why and what to do."""
 
 
 class About(msgspec.Struct, frozen=True, kw_only=True):

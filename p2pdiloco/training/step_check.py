@@ -79,8 +79,11 @@ UNTRAINED = (
 
 
 class StepCheck:
-    """Of one optimizer. ``before`` and ``after`` are called around its steps, ``rest`` when all that changes parameters
-    at a step's boundary is done."""
+    """Checks one optimizer.
+
+    ``before`` and ``after`` are called around its steps, ``rest`` when all that changes parameters between two steps is
+    done.
+    """
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, named: Sequence[tuple[str, nn.Parameter]]

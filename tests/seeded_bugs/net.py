@@ -387,8 +387,8 @@ BUGS = (
     Bug(
         name="who is turned away is heard",
         module="p2pdiloco.net.connection",
-        old='"""It never served, and will not: say why, and listen no longer."""\n        self._deafen()\n',
-        new="",
+        old='listen no longer."""\n        self._deafen()\n',
+        new='listen no longer."""\n',
         harm="heartbeats of a twin that is refused make the standing one look dead, every time it tries",
         killed_by=(f"{_ENDPOINTS}::test_what_comes_with_a_proof_that_is_turned_away_is_not_heard",),
     ),
