@@ -1,11 +1,11 @@
 """What taking part costs a learner on a GPU, in one command of a few minutes::
 
-    python -m benchmarks.gpu [--device cuda] [--parameters 1.1e9] [--steps 200] [--seconds 450] [--json out/gpu.json]
+    python -m benchmarks.gpu [--device cuda] [--parameters 1.1e9] [--steps 250] [--seconds 450] [--json out/gpu.json]
 
 Two models of TinyLlama's shape train on one device, in bfloat16, on noise: first by themselves, then as the scripts of
 two peers with a node each, which exchange all of it every ``--sync-every`` steps; then one of them as the only rank of
 an NCCL group. Each row: times of a step by the device's events, device and host memory, bytes over the bus. With
-``--device cpu --parameters 2e5 --steps 20 --sync-every 24`` it is a rehearsal.
+``--device cpu --parameters 2e5 --steps 20 --sync-every 24 --fragments 12`` it is a rehearsal.
 
 Rules of this file:
 1. Two that train apart on one device are the baseline of two that train together on it.
@@ -171,8 +171,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--parameters", type=float, default=1.1e9)
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--batch", type=int, default=4, help="samples a step")
-    parser.add_argument("--steps", type=int, default=200, help="that are timed")
-    parser.add_argument("--sync-every", type=int, default=240, help="H")
+    parser.add_argument("--steps", type=int, default=250, help="steps that are timed: two turns")
+    parser.add_argument("--sync-every", type=int, default=120, help="H")
     parser.add_argument("--fragments", type=int, default=24, help="P")
     parser.add_argument("--seconds", type=float, default=450.0, help="for everything")
     options = parser.parse_args(argv)

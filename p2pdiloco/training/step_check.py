@@ -50,7 +50,7 @@ WHOLE = 0.95
 TIMES = 2
 """So often something must be seen."""
 UNREAD = 8
-"""Results on a GPU that are read at once."""
+"""Steps on a GPU whose results are read together, since each reading waits for the device; a divisor of WINDOW."""
 IDLE_STEPS = 32
 """Steps in a row without a change, of an optimizer that made one before."""
 COVERED_STEPS = 32
@@ -100,7 +100,9 @@ class StepCheck:
         self._slices = _slices([p for _, p in named if id(p) in self._held])
         self._sizes: Tensor | None = None
         """Of the probe, by slices; None: no step has been seen."""
-        self._signs = torch.Generator().manual_seed(0)
+        device = torch.device("cpu") if self._slices is None else self._slices.device
+        self._is_on_cuda = device.type == "cuda"
+        self._signs = torch.Generator(device).manual_seed(0)
         self._steps = 0
         self._versions: list[int] = []
         """Of the parameters, at rest; empty: not looked at."""
@@ -121,6 +123,8 @@ class StepCheck:
         self._fewest: list[float] = []
         """What should have been kept, of each."""
         self._gaps: list[Tensor] = []
+        self._idle: list[bool | Tensor] = []
+        """For each step that has not been read: whether it left the parameters as they were."""
         self._lost: list[float] = []
         """Shares of a change that were gone, of the steps that showed it."""
 
@@ -157,6 +161,8 @@ class StepCheck:
             self._judge_step(now + probe - before, probe)
         self._look_at_versions(now)
         self._stepped = now
+        if not self._is_on_cuda or self._steps % UNREAD == 0:
+            self._read()  # waits for the device
 
     def rest(self) -> None:
         """What changes parameters between two steps has done so."""
@@ -220,7 +226,7 @@ class StepCheck:
         self._before = before = self._slices.read()
         self._probe = torch.zeros_like(before)
         if self._sizes is not None:
-            signs = torch.randint(0, 2, before.shape, generator=self._signs).mul_(2).sub_(1)
+            signs = torch.randint(0, 2, before.shape, generator=self._signs, device=before.device).mul_(2).sub_(1)
             self._slices.write(before + signs.to(before) * self._sizes)
             self._probe = self._slices.read() - before  # as the parameters' type has it
 
@@ -248,8 +254,6 @@ class StepCheck:
         sizes = SIZE * (change - mean * probe).square().mean(1, keepdim=True).sqrt()
         last = torch.zeros_like(sizes) if self._sizes is None else self._sizes
         self._sizes = torch.where((sizes > 0.0) & (sizes < LARGEST), sizes, last)  # and not if it is no number
-        if not change.is_cuda or len(self._shares) >= UNREAD:
-            self._read()
 
     @torch.no_grad()
     def _look_at_gap(self) -> None:
@@ -258,7 +262,7 @@ class StepCheck:
         if self._slices is None or rest is None or origin is None:
             return
         now = self._slices.read()
-        if not now.is_cuda and torch.equal(now, rest):
+        if not self._is_on_cuda and torch.equal(now, rest):
             return
         change = now - rest
         came = torch.zeros_like(rest) if self._came is None else self._came
@@ -267,11 +271,10 @@ class StepCheck:
             sums += [(change * way).sum(), way.square().sum()]
         self._gaps.append(torch.stack(sums))
         self._from = torch.where((change != 0).any(), now, origin)
-        if not now.is_cuda:
-            self._read()
 
     def _read(self) -> None:
         shares, fewest, gaps = self._shares, self._fewest, self._gaps
+        idle, self._idle = self._idle, []
         self._shares, self._fewest, self._gaps = [], [], []
         if shares:
             for (number, mean, squares), least in zip(torch.stack(shares).tolist(), fewest, strict=True):
@@ -285,6 +288,9 @@ class StepCheck:
                 lost = max(lost if lost < WHOLE else 0.0, lost_of_shift)
                 if number >= max(FEWEST, self._slices.elements / 2) and lost > 1.0 - KEPT:
                     self._lost.append(min(1.0, lost))
+        for is_idle in idle:
+            self._has_changed = self._has_changed or not is_idle
+            self._idle_steps = self._idle_steps + 1 if is_idle else 0
 
     # -- which parameters are trained at all ---------------------------------------------------------------------------
 
@@ -292,10 +298,10 @@ class StepCheck:
         if not self._versions:
             return
         is_written = any(p._version != old for (_, p), old in zip(self._named, self._versions, strict=True))
-        # fused optimizers, and those that write to p.data, change no version
-        is_idle = not is_written and (now is None or self._at_rest is None or torch.equal(now, self._at_rest))
-        self._has_changed = self._has_changed or not is_idle
-        self._idle_steps = self._idle_steps + 1 if is_idle else 0
+        if is_written or now is None or self._at_rest is None:
+            self._idle.append(not is_written)
+        else:  # fused optimizers, and those that write to p.data, change no version
+            self._idle.append((now == self._at_rest).all())
 
     def _see(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._held.update(id(p) for group in optimizer.param_groups for p in group["params"])
@@ -318,6 +324,7 @@ class _Slices:
 
     def __init__(self, views: Sequence[Tensor]) -> None:
         self._views = views
+        self.device = views[0].device
         self.elements = sum(view.numel() for view in views)
 
     def read(self) -> Tensor:
