@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from p2pdiloco.protocol.chain import HeadChange
 from p2pdiloco.protocol.effects import Merge
 from p2pdiloco.protocol.events import Merged
 from p2pdiloco.protocol.forwarding import hand_on_contribution, is_handed_on
@@ -59,10 +60,10 @@ class OwnCommitLog:
         """Nobody else has it, and it is of no use."""
         self._made[header.shard].pop(header.parent, None)
 
-    def moved(self, head: Head) -> None:
-        """The shard has another head."""
-        made = self._made[head.shard]
-        for parent in [parent for parent, header in made.items() if is_left(header, head)]:
+    def on_head_changed(self, change: HeadChange) -> None:
+        """Forget the commits that the head has left behind."""
+        made = self._made[change.shard]
+        for parent in [parent for parent, header in made.items() if is_left(header, change.head)]:
             del made[parent]
 
     def payloads(self, shard: ShardId) -> set[Digest]:
@@ -153,8 +154,8 @@ class ResponseTimes:
         """An answer, so long after the opening."""
         self._delays[peer] = smoothed(*self._delays.get(peer, (0.0, 0.0)), delay_s)
 
-    def moved(self, shard: ShardId, base: Digest, opened_at: float) -> None:
-        """The version after ``base`` is there."""
+    def end_turn(self, shard: ShardId, base: Digest, opened_at: float) -> None:
+        """Remember when the turn after ``base`` had opened, now that its version is here: later answers are late."""
         self._merged[shard] = base, opened_at
 
     def came_late(self, peer: PeerId, shard: ShardId, base: Digest, now: float) -> None:
@@ -520,16 +521,15 @@ class Aggregation:
         self.collections[shard].is_closed = shard in self.jobs
         self.consider(shard)
 
-    def moved(self, shard: ShardId, base: Digest | None) -> None:
-        """The shard has a new head, after ``base``: collect for the next version."""
-        core = self.core
+    def on_head_changed(self, change: HeadChange) -> None:
+        """Collect for the shard's next version, first what came early for it."""
+        core, shard = self.core, change.shard
         core.alarms.cancel(("close", shard))
         opened_at = self.collections[shard].opened_at
-        if base is not None and opened_at is not None:
-            self.answers.moved(shard, base, opened_at)
+        if change.previous is not None and opened_at is not None:
+            self.answers.end_turn(shard, change.previous.id, opened_at)
         self.collections[shard] = Collection()
         self.guests = set(filter(core.membership.connectedness.is_afar, self.guests))
-        self.made.moved(core.head(shard))
         self._again.pop(shard, None)
         early, self.early[shard] = self.early[shard], {}
         for sender in sorted(early):

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -268,3 +269,24 @@ class Chain:
         assert self.head is not None
         trained = Trained() if self.ledger is None else self.ledger.state()
         return ShardState(self.head, self.step, tuple(sorted(self.marks.items())), trained, self.stride, self.counts)
+
+
+# -- Head changes ------------------------------------------------------------------------------------------------------
+
+
+class HeadChange(NamedTuple):
+    """A shard has a new head."""
+
+    shard: ShardId
+    previous: Head | None
+    """None: the shard had no state."""
+    head: Head
+    taken: CommitHeader | ShardState
+    """The commit that was applied, or the state that was installed."""
+
+
+class HeadListener(Protocol):
+    """A component of the machine that keeps something by head. ``Machine`` holds all of them, in order."""
+
+    def on_head_changed(self, change: HeadChange) -> None:
+        """Follow a shard's new head. The chain is at that head already."""

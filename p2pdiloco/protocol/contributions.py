@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from p2pdiloco.protocol.aggregation import Aggregation
 from p2pdiloco.protocol.block_assignment import BlockAssignment
-from p2pdiloco.protocol.chain import MARK_LIFE_LOGS, NO_MARK, SizeOf, is_heavier
+from p2pdiloco.protocol.chain import MARK_LIFE_LOGS, NO_MARK, HeadChange, SizeOf, is_heavier
 from p2pdiloco.protocol.effects import AdoptStep, Encode, PauseLearner, Snapshot
 from p2pdiloco.protocol.events import Encoded, Mark, ShardState, Snapshotted
 from p2pdiloco.protocol.forwarding import hand_on_turn
@@ -77,9 +77,9 @@ class TokenBudget:
         rest = core.config.sizes.budget / max(1, self.merged)
         return min(core.config.total_steps, max(core.step + 1, round(core.step * rest)))
 
-    def moved(self, shard: ShardId) -> None:
-        """The shard has a new head."""
-        core, tokens = self._core, self._core.head(shard).tokens
+    def on_head_changed(self, change: HeadChange) -> None:
+        """Count the tokens of the shard's new head; tell the learner, and stop it when the budget is spent."""
+        core, shard, tokens = self._core, change.shard, change.head.tokens
         if not core.config.sizes.budget:
             return
         newest = max(0, tokens - self._merged[shard])
@@ -304,10 +304,9 @@ class Contributions:
         heads = tuple(self.core.head(shard) for shard in self.core.config.fragments[fragment])
         return Turn(fragment, self.turns[fragment].step, heads)
 
-    def moved(self, shard: ShardId) -> None:
-        """The shard has a new head: what was pending is merged or stale, and its turn is over."""
-        core = self.core
-        self.budget.moved(shard)
+    def on_head_changed(self, change: HeadChange) -> None:
+        """End the shard's turn: what was pending is merged or stale. Open the newest turn that was put off."""
+        core, shard = self.core, change.shard
         self.pending.pop(shard, None)
         core.alarms.cancel(("takeover", shard))
         fragment = core.fragment_of[shard]
@@ -546,14 +545,14 @@ class DeltaReconciliation:
             )
         return walk
 
-    def move_mark(self, shard: ShardId, target: CommitHeader | ShardState) -> None:
-        """The shard's chain has become ``target``'s: how far it has merged the learner."""
-        learner = self.core.learner
+    def on_head_changed(self, change: HeadChange) -> None:
+        """Set the learner's mark to how far the shard's chain has merged the learner."""
+        learner, shard = self.core.learner, change.shard
         if learner is None:
             return
         mark = self.core.chains[shard].marks.get(learner.id)
-        if isinstance(target, ShardState):
-            own = self.mark_in(learner, target)
+        if isinstance(change.taken, ShardState):
+            own = self.mark_in(learner, change.taken)
         else:
             own = learner.marks[shard] if mark is None else mark
         learner.marks[shard] = own

@@ -9,10 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from p2pdiloco.protocol.chain import HeadChange
 from p2pdiloco.protocol.effects import Evaluate
 from p2pdiloco.protocol.events import Evaluated
 from p2pdiloco.protocol.ids import PeerId
-from p2pdiloco.protocol.messages import MOST_LOSS, Evaluation
+from p2pdiloco.protocol.messages import MOST_LOSS, CommitHeader, Evaluation
 from p2pdiloco.protocol.ownership import EVALUATION_DUTY, ranked_owners
 from p2pdiloco.protocol.state import Core
 
@@ -30,9 +31,11 @@ class Evaluations:
         self._latest: dict[PeerId, Evaluation] = {}
         """Each member's, of those that are connected."""
 
-    def consider(self, version: int) -> None:
-        """Shard 0 is at ``version``: if one is due, one of those who can measures it."""
-        core = self.core
+    def on_head_changed(self, change: HeadChange) -> None:
+        """Have the learner measure shard 0's new version, if an evaluation is due and this peer is drawn for it."""
+        if change.shard != 0 or not isinstance(change.taken, CommitHeader):
+            return
+        core, version = self.core, change.head.version
         every = core.config.evaluation_every
         if not every or version % every or core.learner is None or core.learner.is_idle:
             return

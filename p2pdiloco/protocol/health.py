@@ -8,6 +8,7 @@ Rules of this file:
 
 from __future__ import annotations
 
+from p2pdiloco.protocol.chain import HeadChange
 from p2pdiloco.protocol.ids import ShardId
 from p2pdiloco.protocol.state import Core
 
@@ -95,9 +96,9 @@ class Trouble:
 
     # -- the swarm -----------------------------------------------------------------------------------------------------
 
-    def moved(self, shard: int) -> None:
-        """The shard has a new head."""
-        self._moved_at[shard] = self.core.now
+    def on_head_changed(self, change: HeadChange) -> None:
+        """Remember when the shard's last version came."""
+        self._moved_at[change.shard] = self.core.now
 
     def look(self) -> None:
         """Now and then: has every shard moved lately?"""

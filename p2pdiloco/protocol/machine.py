@@ -9,7 +9,7 @@ Rules of this file:
 
 One turn, top to bottom: ``Stepped`` -> ``contributions.open`` -> ``Snapshot`` / ``Snapshotted`` -> ``Encode`` /
 ``Encoded`` -> ``Contribution`` -> ``merges.collect`` -> ``quorum.decide`` -> ``Merge`` / ``Merged`` -> ``Commit`` ->
-``adoption.receive`` -> ``Apply`` / ``Applied`` -> ``moved``.
+``adoption.receive`` -> ``Apply`` / ``Applied`` -> ``on_head_changed``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from p2pdiloco.protocol.aggregation import Aggregation
 from p2pdiloco.protocol.block_assignment import BlockAssignment
 from p2pdiloco.protocol.chain import SizeOf, no_size
 from p2pdiloco.protocol.commit_validation import Equivocations, RejectedCommits
-from p2pdiloco.protocol.contributions import Contributions
+from p2pdiloco.protocol.contributions import Contributions, DeltaReconciliation
 from p2pdiloco.protocol.effects import Effect, Evaluate
 from p2pdiloco.protocol.evaluation import Evaluations
 from p2pdiloco.protocol.forwarding import hand_on_commit, send_commit
@@ -87,7 +87,21 @@ class Machine:
         self.evaluations = Evaluations(self.core)
         self.equivocations = Equivocations(self.core)
         refusals = RejectedCommits(self.core, self.equivocations)
-        self.adoption = Replication(self.core, self.merges, self.contributions, self.evaluations, refusals)
+        delta = DeltaReconciliation(self.core, self.contributions)
+        # All components that follow a shard's head. The order matters: the learner's marks come first, since they say
+        # whether this peer participates; a new collection is there before a turn that was put off opens in it; and a
+        # learner that has spent the budget is stopped before that turn asks it for a snapshot.
+        listeners = (
+            delta,
+            self.contributions.trouble,
+            self.merges.made,
+            self.merges,
+            self.contributions.budget,
+            self.contributions,
+            self.core.membership.owners,
+            self.evaluations,
+        )
+        self.adoption = Replication(self.core, self.merges, self.contributions, delta, refusals, listeners)
         self.repair = Repair(self.core, self.adoption, self.merges)
         self.presence = Heartbeats(self.core, self.merges, self.contributions, self.adoption, self.workload)
         self.farewell = Shutdown(self.core, self.contributions)

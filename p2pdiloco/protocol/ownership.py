@@ -11,7 +11,9 @@ from functools import lru_cache
 from hashlib import blake2b
 from math import log
 
+from p2pdiloco.protocol.chain import HeadChange
 from p2pdiloco.protocol.ids import PeerId, RunId
+from p2pdiloco.protocol.messages import CommitHeader
 
 Candidates = tuple[tuple[PeerId, float], ...]
 """Peers with their weights, sorted by peer."""
@@ -132,5 +134,10 @@ class Owners:
             self.rank(now, tiers)
 
     def forgive(self, peer: PeerId) -> None:
-        """A commit of ``peer`` came, or its connection is another one, or gone: what it missed counts no more."""
+        """Forget the takeover times that ``peer`` let pass: its connection is another one, or gone."""
         self._missed.pop(peer, None)
+
+    def on_head_changed(self, change: HeadChange) -> None:
+        """Forgive the owner whose commit was applied."""
+        if isinstance(change.taken, CommitHeader):
+            self.forgive(change.taken.owner)

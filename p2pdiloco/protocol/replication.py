@@ -10,14 +10,13 @@ Rules of this file:
 from __future__ import annotations
 
 import math
-from collections.abc import Container
+from collections.abc import Container, Sequence
 
 from p2pdiloco.protocol.aggregation import Aggregation
-from p2pdiloco.protocol.chain import is_heavier
+from p2pdiloco.protocol.chain import HeadChange, HeadListener, is_heavier
 from p2pdiloco.protocol.commit_validation import AncestryCheck, RejectedCommits
 from p2pdiloco.protocol.contributions import Contributions, DeltaReconciliation
 from p2pdiloco.protocol.effects import Apply, BecameCurrent, Fetch, Install
-from p2pdiloco.protocol.evaluation import Evaluations
 from p2pdiloco.protocol.events import Fetched, ShardState
 from p2pdiloco.protocol.ids import Digest, PeerId, ShardId
 from p2pdiloco.protocol.messages import (
@@ -127,15 +126,17 @@ class Replication:
         core: Core,
         merges: Aggregation,
         contributions: Contributions,
-        evaluations: Evaluations,
+        delta: DeltaReconciliation,
         refusals: RejectedCommits,
+        listeners: Sequence[HeadListener],
     ) -> None:
         self.core = core
         self.refusals = refusals
-        self.evaluations = evaluations
         self.merges = merges
         self.contributions = contributions
-        self.carry = DeltaReconciliation(core, contributions)
+        self.delta = delta
+        self.listeners = listeners
+        """Told of each new head, in this order."""
         self.lineage = AncestryCheck(core, refusals)
         self.applying: dict[ShardId, tuple[Digest, CommitHeader | ShardState]] = {}
         """What each shard's next state will be, once the work is done."""
@@ -192,7 +193,7 @@ class Replication:
     def _apply_if_sound(self, sender: PeerId | None, header: CommitHeader, new_id: Digest) -> None:
         if (problem := self.core.chains[header.shard].problem(header)) is not None:
             self.refusals.add(header, new_id, sender, problem)
-        elif (problem := self.carry.problem(header)) is not None:
+        elif (problem := self.delta.problem(header)) is not None:
             self.refusals.note(header, sender, problem)
         else:
             self.apply(header, new_id)
@@ -201,7 +202,7 @@ class Replication:
         """Take a sound commit on top of the head."""
         shard, learner = header.shard, self.core.learner
         mine = None if learner is None else next((c for c in header.contributors if c.learner == learner.id), None)
-        moves = self.carry.moves(shard, None if mine is None else mine.tokens_to)
+        moves = self.delta.moves(shard, None if mine is None else mine.tokens_to)
         self.applying[shard] = (new_id, header)
         self.merges.close(shard)
         self.core.effects.append(Apply(header, new_id, *moves))
@@ -228,17 +229,12 @@ class Replication:
             self.refusals.forget(head_id, chain.ancestry)
         head = core.head(shard)
         core.heads_mark ^= mark_bits(head.id) ^ (0 if old is None else mark_bits(old.id))
-        self.carry.move_mark(shard, target)
         self._forget_request(shard, head)
         if core.is_current:
             self.contributions.adopt_step(chain.step)
-        self.contributions.trouble.moved(shard)
-        self.merges.moved(shard, None if old is None else old.id)
-        self.contributions.moved(shard)
-        if isinstance(target, CommitHeader):
-            core.membership.owners.forgive(target.owner)
-            if shard == 0:
-                self.evaluations.consider(head.version)
+        change = HeadChange(shard, old, head, target)
+        for listener in self.listeners:
+            listener.on_head_changed(change)
         self._next(shard)
 
     def _next(self, shard: ShardId) -> None:
@@ -344,7 +340,7 @@ class Replication:
         """A state is here: install it if it is still the better one."""
         peer, state = event.peer, event.state
         shard = state.head.shard
-        problem = self.core.chains[shard].state_problem(state) or self.carry.problem(state)
+        problem = self.core.chains[shard].state_problem(state) or self.delta.problem(state)
         problem = problem or self.lineage.judge(peer, state.head, event.lineage, event.owner)
         if problem is not None:
             self.fetch_failed(shard, peer, problem)
@@ -365,7 +361,7 @@ class Replication:
             core.note("debug", "fetch", f"shard {shard}: fetched version {state.head.version} is not heavier, dropped")
             return
         learner = core.learner
-        moves = self.carry.moves(shard, None if learner is None else self.carry.mark_in(learner, state).tokens)
+        moves = self.delta.moves(shard, None if learner is None else self.delta.mark_in(learner, state).tokens)
         if head is not None and not is_repair:
             core.note("info", "fork", f"shard {shard}: {head.tokens} tokens give way to {state.head.tokens}")
         farthest = (

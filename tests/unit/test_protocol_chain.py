@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from pkgutil import iter_modules
+
 import msgspec
 import pytest
 
-from p2pdiloco.protocol.chain import MARK_LIFE_LOGS, Chain, genesis_head, is_heavier
+from p2pdiloco import protocol
+from p2pdiloco.protocol.chain import MARK_LIFE_LOGS, Chain, HeadListener, genesis_head, is_heavier
 from p2pdiloco.protocol.events import Mark, ShardState
 from p2pdiloco.protocol.ids import Digest, LearnerId, PeerId, RunId, ShardId
+from p2pdiloco.protocol.machine import Machine
 from p2pdiloco.protocol.messages import CommitHeader, Contributor, Head, commit_id
+from tests.machine_sim.scenarios import base_config
 
 SHARD = ShardId(0)
 A, B = LearnerId("a/1"), LearnerId("b/1")
@@ -119,3 +125,12 @@ def test_commits_after_a_head() -> None:
     assert chain.commits_after(commit_id(headers[1])) == headers[2:]
     assert chain.commits_after(commit_id(headers[2])) == []
     assert chain.commits_after(Digest("of another fork")) is None
+
+
+def test_each_component_that_follows_heads_is_told_of_them() -> None:
+    """One that is missing from the machine's list would keep what it knew of the last head."""
+    modules = [import_module(f"p2pdiloco.protocol.{found.name}") for found in iter_modules(protocol.__path__)]
+    classes = {item for module in modules for item in vars(module).values() if isinstance(item, type)}
+    following = {item for item in classes if "on_head_changed" in vars(item)} - {HeadListener}
+    assert len(following) > 5
+    assert {type(listener) for listener in Machine(base_config()).adoption.listeners} == following

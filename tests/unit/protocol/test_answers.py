@@ -35,7 +35,7 @@ def test_late_answers_to_the_version_before_count_and_others_do_not() -> None:
     answers = ResponseTimes(1)
     answers.came_late(B, SHARD, BASE, 3.0)
     assert answers.wait_s([B], 10.0) == 0.0
-    answers.moved(SHARD, BASE, 1.0)
+    answers.end_turn(SHARD, BASE, 1.0)
     answers.came_late(B, SHARD, Digest("older"), 3.0)
     assert answers.wait_s([B], 10.0) == 0.0
     answers.came_late(B, SHARD, BASE, 3.0)
