@@ -79,7 +79,7 @@ class MeasuredRounds(Rounds):
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
         found = residence.components()
-        shelves = peer.driver.payload_cache.shelves
+        shelves = peer.driver.payload_cache.shards
         return {
             **{name: size - self._before_all[name] for name, size in found.items()},
             **residence.vectors(("theta", "shift", "snapshot")),
@@ -93,7 +93,7 @@ class MeasuredRounds(Rounds):
         fields = ("RssAnon", "RssShmem")
         before, began = residence.resident(*fields), time.monotonic()
         with residence.Peak(*fields) as peak:
-            assert await self._peer.peer._saver.save(is_last=False), "no checkpoint was written"
+            assert await self._peer.peer.checkpoint_writer.save(is_last=False), "no checkpoint was written"
         return {"peak": peak.most - before, "seconds": time.monotonic() - began}
 
 

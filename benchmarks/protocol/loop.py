@@ -83,7 +83,7 @@ def sweeps_of(world: World, shards: int) -> list[float]:
     specs = (TensorSpec(name=f"w{s}", shape=(64,), merge="direct", fragment=FragmentId(s)) for s in range(shards))
     payload_cache = PayloadCache(make_layout(tuple(specs), shards, 64, "direct"), Identity.ephemeral(), RunId("run"))
     times = []
-    for shard, shelf in enumerate(payload_cache.shelves):
+    for shard, shelf in enumerate(payload_cache.shards):
         fill(shelf, process.machine.payloads(ShardId(shard)))
     for call in range(1, 1 + -(-shards // SWEPT_AT_ONCE)):
         began = time.thread_time()

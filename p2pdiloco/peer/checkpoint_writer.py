@@ -16,23 +16,27 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from p2pdiloco.peer import commit_wal
 from p2pdiloco.peer.checkpoint import Draft, KnownGood
 from p2pdiloco.peer.disk_budget import DAY_S, HOUR_S, DiskBudget
-from p2pdiloco.peer.driver import Driver
-from p2pdiloco.peer.host import within
-from p2pdiloco.peer.integrity import SpoiltStateError
+from p2pdiloco.peer.driver import CopyError, Driver
+from p2pdiloco.peer.durable_commits import DurableCommits
+from p2pdiloco.peer.ema import RunningAverage
+from p2pdiloco.peer.host import Host
 from p2pdiloco.peer.learner_updates import Payload
 from p2pdiloco.peer.metrics import Metrics
+from p2pdiloco.peer.model_state import ModelState
+from p2pdiloco.peer.payload_cache import PayloadCache
 from p2pdiloco.peer.payload_store import Held
-from p2pdiloco.peer.state_proof import SavedState, lineage_of
+from p2pdiloco.peer.state_proof import SavedState
 from p2pdiloco.protocol.ids import Digest, ShardId
 from p2pdiloco.protocol.manifest import Layout, Manifest
 from p2pdiloco.protocol.messages import CommitHeader, Head, commit_id
+from p2pdiloco.protocol.view import MachineView
 from p2pdiloco.util import logs
-from p2pdiloco.wire.control_messages import CommitParts, StateProof
+from p2pdiloco.wire.control_messages import CommitParts
 
 # -- Write-ahead log ---------------------------------------------------------------------------------------------------
 # Commits since the last checkpoint, appended beside it while the peer goes on: a crash costs what was committed in the
@@ -63,15 +67,18 @@ class _Entry(NamedTuple):
 class CommitLog:
     """The log of commits that one life of a peer keeps in ``folder``."""
 
-    def __init__(self, folder: Path, driver: Driver, budget: DiskBudget) -> None:
+    def __init__(
+        self, folder: Path, view: MachineView, payload_cache: PayloadCache, host: Host, budget: DiskBudget
+    ) -> None:
         self.every_s = EVERY_S
         self._folder = folder
-        self._driver = driver
-        self._host = driver.host
+        self._view = view
+        self._payload_cache = payload_cache
+        self._host = host
         self._budget = budget
         self._path: Path | None = None
         """The segment that is written; None: commits are only counted."""
-        self._heads: list[Digest | None] = [None] * len(driver.state.layout.shards)
+        self._heads: list[Digest | None] = [None] * len(view.heads())
         """By shard, where the segment has come to; None: nothing can follow."""
         self._counted = self._own = 0
         """Bytes of commits since then; of those, that were written as this peer's own (``own_commits``), too."""
@@ -92,7 +99,7 @@ class CommitLog:
         await self.follow()  # the checkpoint may be torn: then those before lead on
         fits = self._path is not None or self._rate() <= self._budget.most_log_bytes_per_day
         self._counted, self._own, self._since = 0, 0, self._host.now()
-        self._heads = [None if head is None else head.id for head in self._driver.machine.view.heads()]
+        self._heads = [None if head is None else head.id for head in self._view.heads()]
         self._path = None
         if fits:
             path = commit_wal.path_of(self._folder, number)
@@ -113,7 +120,7 @@ class CommitLog:
             found = None if known is None else self._after(ShardId(shard), known)
             heads[shard] = None if found is None else commit_id(found[-1].header) if found else known
             entries += found or []
-        mine = self._driver.identity.peer_id
+        mine = self._view.me
         self._own += sum(entry.held.size for entry in entries if entry.header.owner == mine)
         self._counted += sum(entry.held.size for entry in entries)
         path = self._path
@@ -129,10 +136,10 @@ class CommitLog:
 
     def _after(self, shard: ShardId, known: Digest) -> list[_Entry] | None:
         """A shard's commits after a head; None: they are not all here."""
-        commits = self._driver.machine.view.commits_after(shard, known)
+        commits = self._view.commits_after(shard, known)
         if commits is None:
             return None
-        parts = [self._driver.payload_cache.parts(header) for header in commits]
+        parts = [self._payload_cache.parts(header) for header in commits]
         entries = [_Entry(header, *one) for header, one in zip(commits, parts, strict=True) if one is not None]
         return entries if len(entries) == len(commits) else None
 
@@ -158,55 +165,6 @@ class CommitLog:
         self._budget.is_logged = self._path is not None and None not in self._heads
 
 
-# -- Shard copies ------------------------------------------------------------------------------------------------------
-# Copies of shards' states, made on the worker thread and paired with what the machine says of them.
-# Rules of this file:
-# 1. A copy and what is said of it are of one head: ``then`` runs in the turn of the loop in which the copy is there.
-
-
-T = TypeVar("T")
-
-COPY_S = 60.0
-
-
-class CopyError(Exception):
-    """There is none now; the message says why."""
-
-
-async def copied(
-    driver: Driver,
-    shard: ShardId,
-    data: memoryview,
-    then: Callable[[Digest, bytes], T],
-    *,
-    chunks: range | None = None,
-    is_checked: bool = True,
-) -> T:
-    """Fill ``data`` with the shard's state as it travels (only ``chunks``, by default all); what ``then`` makes of its
-    head and the digests of its chunks. ``is_checked``: chunks that nobody has looked at are compared with these.
-
-    Raises:
-        CopyError: the state is not here, or not as it should be, or the worker is busy for ``COPY_S``.
-    """
-    found: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-
-    def take(result: tuple[Digest, bytes]) -> None:
-        if not found.done():
-            found.set_result(then(*result))
-
-    def refuse(error: Exception) -> None:
-        if isinstance(error, SpoiltStateError):
-            driver.spoilt(error)
-        if not found.done():
-            found.set_exception(CopyError(str(error)))
-
-    driver.job(lambda: driver.state.copy(shard, data, chunks, is_checked=is_checked), take, refuse, shard=shard)
-    try:
-        return await within(driver.host, found, COPY_S)
-    except TimeoutError:
-        raise CopyError("busy") from None
-
-
 # -- Checkpoint writer -------------------------------------------------------------------------------------------------
 # When and how a node writes its checkpoints: one shard after the other, copied between two jobs on the worker thread
 # and written by the disk's.
@@ -228,7 +186,12 @@ class CheckpointWriter:
         folder: Path,
         manifest: Manifest,
         driver: Driver,
-        proof: Callable[[ShardId], StateProof],
+        view: MachineView,
+        state: ModelState,
+        payload_cache: PayloadCache,
+        own_commits: DurableCommits,
+        average: RunningAverage | None,
+        host: Host,
         metrics: Metrics,
         *,
         keep: int,
@@ -238,15 +201,19 @@ class CheckpointWriter:
         self._folder = folder
         self._manifest = manifest
         self._driver = driver
-        self._host = driver.host
-        self._proof = proof
+        self._view = view
+        self._state = state
+        self._payload_cache = payload_cache
+        self._own_commits = own_commits
+        self._average = average
+        self._host = host
         self._metrics = metrics
         self._keep = keep
         self._save_learner = save_learner
         self._layout = Layout.of(manifest)
         self._budget = budget
-        self._log = CommitLog(folder, driver, budget)
-        self._known_good = KnownGood(folder, driver.host.disk)
+        self._log = CommitLog(folder, view, payload_cache, host, budget)
+        self._known_good = KnownGood(folder, host.disk)
         self._one_at_a_time = asyncio.Lock()
         self._saved_mark: int | None = None
         """Of the heads in the last checkpoint."""
@@ -271,7 +238,7 @@ class CheckpointWriter:
             if now < due_at:
                 await self._follow()
                 continue
-            if self._driver.machine.view.is_current:
+            if self._view.is_current:
                 is_written = await self.save(is_last=False)
                 rest_s = (self._host.now() - now) / COST_SHARE if is_written else every_s
             waits_since = self._host.now()
@@ -288,7 +255,7 @@ class CheckpointWriter:
             return await self._save(is_last=is_last)
 
     async def _save(self, *, is_last: bool) -> bool:
-        view = self._driver.machine.view
+        view = self._view
         mark = view.heads_mark
         if self._driver.is_closed or not view.is_current or mark == self._saved_mark:
             return mark == self._saved_mark
@@ -301,12 +268,12 @@ class CheckpointWriter:
             reason = os.strerror(error.errno or 0)
         except ValueError as error:
             reason = str(error)
-            self._driver.job(self._driver.state.integrity.look_again, lambda _: None)  # it is found and mended
+            self._driver.submit(self._state.integrity.look_again, lambda _: None)  # it is found and mended
         else:
             self._saved_mark = mark
             self._heads.append(draft.heads)
             if len(self._heads) == self._keep:
-                self._driver.own.forget(self._heads[0])
+                self._own_commits.forget(self._heads[0])
             self._metrics.write("checkpoint", is_last=is_last)
             await self._judge(draft.number)
             return True
@@ -333,7 +300,7 @@ class CheckpointWriter:
         """
         await self._host.work("disk", draft.begin)
         await self._log.begin(draft.number)
-        width = self._driver.state.form.width
+        width = self._state.form.width
         room = memoryview(bytearray(width * max(piece.elements for piece in self._layout.shards)))
         for piece in self._layout.shards:
             data = room[: width * piece.elements]
@@ -342,26 +309,25 @@ class CheckpointWriter:
             if self._log.is_due:
                 await self._log.follow()
         await self._host.work("disk", partial(draft.finish, keep=self._keep))
-        if self._driver.average is not None:
-            await self._driver.average.save(self._folder, self._host)
+        if self._average is not None:
+            await self._average.save(self._folder, self._host)
 
     async def _copied(self, shard: ShardId, data: memoryview) -> SavedState:
         """A shard's state in ``data``, and what proves it."""
 
         def prove(head: Digest, _: bytes) -> SavedState | None:
             """None if it is between two heads."""
-            now = self._driver.machine.view.head(shard)
+            now = self._view.head(shard)
             return self._saved(shard) if now is not None and now.id == head else None
 
         for _ in range(TRIES):
-            saved = await copied(self._driver, shard, data, prove, is_checked=False)
+            saved = await self._driver.copy_shard(shard, data, prove, is_checked=False)
             if saved is not None:
                 return saved
         raise CopyError("it is always changing")
 
     def _saved(self, shard: ShardId) -> SavedState:
         """The machine's state of a shard, with its proof and what led to it."""
-        proof, proofs = self._proof(shard), self._driver.payload_cache.shelves[shard].proofs
-        ancestry = self._driver.machine.view.ancestry(shard)
-        lineage = lineage_of(proofs.get(commit) for commit in reversed(ancestry))
+        proof = self._payload_cache.proof_of(self._view.state(shard))
+        lineage = self._payload_cache.lineage(shard, self._view.ancestry(shard))
         return SavedState(proof.state, proof.header, proof.signature, lineage)

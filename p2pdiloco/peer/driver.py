@@ -12,17 +12,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Protocol, TypeVar, assert_never
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
 from p2pdiloco.peer.codec_selection import CodecChoice
 from p2pdiloco.peer.durable_commits import DurableCommits
 from p2pdiloco.peer.ema import RunningAverage
-from p2pdiloco.peer.host import Handle, Host
+from p2pdiloco.peer.host import Handle, Host, within
 from p2pdiloco.peer.integrity import SpoiltStateError
 from p2pdiloco.peer.learner_updates import Payload, Shifts
-from p2pdiloco.peer.metrics import PayloadTraffic
+from p2pdiloco.peer.metrics import Metrics, PayloadTraffic
 from p2pdiloco.peer.model_state import (
     ContributionError,
     DigestMismatchError,
@@ -33,13 +33,12 @@ from p2pdiloco.peer.model_state import (
 )
 from p2pdiloco.peer.payload_cache import PayloadCache
 from p2pdiloco.peer.payload_store import PayloadStore
-from p2pdiloco.peer.signatures import OPEN, Standing, check_equivocation
+from p2pdiloco.peer.signatures import OPEN, check_equivocation
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol.ids import Digest, PeerId, ShardId, digest_of, peer_of
 from p2pdiloco.protocol.machine import Machine
-from p2pdiloco.transport.identity import Identity
 from p2pdiloco.util import logs
 from p2pdiloco.wire.control_messages import encode, join_commit
 
@@ -47,67 +46,60 @@ log = logs.get("protocol")
 T = TypeVar("T")
 
 
-class DriverCallbacks(Protocol):
-    """What the driver asks of the node around it."""
+Observed = Callable[[ev.Event, list[ef.Effect], float], None]
+"""Sees each event with its effects and its time, before the effects are carried out."""
 
-    def fetch(self, shard: ShardId, peer: PeerId) -> None:
-        """Download a shard's state and feed ``Fetched`` or ``Failed``."""
 
-    def tell_learner(self, effect: ef.ForLearner) -> None:
-        """Pass a command on to the learner."""
+class Defect(NamedTuple):
+    """A defect of ours: the peer must stop."""
 
-    def shifts_ready(self, shifts: Shifts) -> None:
-        """The learner has shifts to take."""
+    error: BaseException
 
-    def became_current(self) -> None:
-        """Every shard has a state."""
 
-    def leave(self, reason: str) -> None:
-        """Nothing is left to do."""
+Output = ef.ForLearner | ef.Fetch | ef.BecameCurrent | ef.Leave | Shifts | Defect
+"""What the driver leaves to the peer that it belongs to: effects for the learner and for downloads, the machine's end,
+shifts that the learner is to take, and defects."""
 
-    def observed(self, event: ev.Event, effects: list[ef.Effect], now: float) -> None:
-        """For journal and metrics; called after each event."""
+COPY_S = 60.0
 
-    def merged(self, base: msg.Head, contributors: int, result: MergeResult) -> None:
-        """This peer made the version after ``base``."""
 
-    def fault(self, peer: PeerId, what: str, reason: str) -> None:
-        """A peer broke the rules; what it sent is dropped."""
-
-    def crashed(self, error: BaseException) -> None:
-        """A defect of ours: the node must stop."""
+class CopyError(Exception):
+    """A shard cannot be copied now; the message says why."""
 
 
 class Driver:
-    """One peer's machine, its global state, and the payloads between them."""
+    """One peer's machine, its global state, and the payloads between them. ``emit`` takes what is left to the peer."""
 
     def __init__(
         self,
         machine: Machine,
         state: ModelState,
-        identity: Identity,
-        host: Host,
-        around: DriverCallbacks,
-        codecs: CodecChoice,
-        standing: Standing,
-        own: DurableCommits,
+        payload_cache: PayloadCache,
         store: PayloadStore,
-        average: RunningAverage | None = None,
+        own_commits: DurableCommits,
+        codecs: CodecChoice,
+        host: Host,
+        metrics: Metrics,
+        *,
+        observed: Observed,
+        emit: Callable[[Output], None],
+        average: RunningAverage | None,
     ) -> None:
-        self.machine = machine
-        self.state = state
-        self.identity = identity
-        self.host = host
-        self.around = around
-        self.codecs = codecs
-        self.payload_cache = PayloadCache(state.layout, identity, machine.view.run, standing, store)
+        self.payload_cache = payload_cache
         self.store = store
-        self.average = average
-        """If this peer keeps one."""
-        self.own = own
+        self.own_commits = own_commits
         self.traffic = PayloadTraffic([s.elements for s in state.layout.shards])
-        self._timer: Handle | None = None
         self.is_closed = False
+        self._machine = machine
+        self._view = machine.view
+        self._state = state
+        self._codecs = codecs
+        self._host = host
+        self._metrics = metrics
+        self._observed = observed
+        self._emit = emit
+        self._average = average
+        self._timer: Handle | None = None
         self._has_left = False
 
     def close(self) -> None:
@@ -116,22 +108,22 @@ class Driver:
         if self._timer is not None:
             self._timer.cancel()
 
-    def made_earlier(self) -> list[msg.CommitHeader]:
-        """Commits of this peer's earlier lives, which it may have sent. Blocks."""
+    def load_own_commits(self) -> list[msg.CommitHeader]:
+        """Read the commits of this peer's earlier lives, which it may have sent. Blocks."""
         found = []
-        for header, data in self.own.load():
+        for header, data in self.own_commits.load():
             try:
                 self.payload_cache.commit(memoryview(data), header, OPEN)()
             except ValueError as error:
                 log.warning("a commit of an earlier life cannot be used", version=header.version, reason=str(error))
                 continue
-            if header.owner == self.identity.peer_id:
+            if header.owner == self._view.me:
                 found.append(header)
         return found
 
-    def convicted_earlier(self) -> ev.Convictions:
-        """Owners that may own nothing, by what this peer's earlier lives have seen. Blocks."""
-        found = self.own.load_convictions()
+    def load_convictions(self) -> ev.Convictions:
+        """Read which owners may own nothing, by what this peer's earlier lives have seen. Blocks."""
+        found = self.own_commits.load_convictions()
         proofs = []
         for proof in found.proofs:
             try:
@@ -148,27 +140,27 @@ class Driver:
         """Handle one event and run its effects."""
         if self.is_closed:
             return
-        now = self.host.now()
+        now = self._host.now()
         try:
-            effects = self.machine.handle(event, now)
-            self.around.observed(event, effects, now)
+            effects = self._machine.handle(event, now)
+            self._observed(event, effects, now)
             for effect in effects:
                 self._execute(effect)
         except AssertionError as error:
-            self.around.crashed(error)
+            self._emit(Defect(error))
             return
         self._set_timer()
-        if self.payload_cache.sweep(self.machine, now):
-            self.own.keep_convictions(self.machine.view.convictions())
-            self.job(self.state.shifts.memory.rest, lambda _: None)
+        if self.payload_cache.sweep(self._machine, now):
+            self.own_commits.keep_convictions(self._view.convictions())
+            self.submit(self._state.shifts.memory.rest, lambda _: None)
 
     def _set_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        deadline = self.machine.next_deadline()
+        deadline = self._machine.next_deadline()
         if deadline is not None and not self.is_closed:
-            self._timer = self.host.call_at(deadline, lambda: self.feed(ev.Woke()))
+            self._timer = self._host.call_at(deadline, lambda: self.feed(ev.Woke()))
 
     # -- effects -------------------------------------------------------------------------------------------------------
 
@@ -179,8 +171,6 @@ class Driver:
             case ef.Note():
                 # Who has said goodbye is told nothing more; that this looks like silence is no news for the user.
                 getattr(log, "debug" if self._has_left else effect.level)(effect.topic, reason=effect.reason)
-            case ef.Snapshot() | ef.AdoptStep() | ef.Train() | ef.PauseLearner() | ef.Evaluate():
-                self.around.tell_learner(effect)
             case ef.Encode():
                 self._encode(effect)
             case ef.Merge():
@@ -189,23 +179,19 @@ class Driver:
                 self._apply(effect)
             case ef.Install():
                 self._install(effect)
-            case ef.Fetch():
-                self.around.fetch(effect.shard, effect.peer)
-            case ef.BecameCurrent():
-                self.around.became_current()
             case ef.HangUp():
-                self.host.links.hang_up(effect.peer, effect.reason)
+                self._host.links.hang_up(effect.peer, effect.reason)
             case ef.Leave():
                 self._has_left = True
-                self.around.leave(effect.reason)
+                self._emit(effect)
             case _:
-                assert_never(effect)
+                self._emit(effect)
 
     def _send(self, effect: ef.Send) -> None:
         message: msg.Message = effect.message
         match message:
             case msg.Contribution() if message.payload:
-                shard, held = message.shard, self.payload_cache.shelves[message.shard].payloads.get(message.payload)
+                shard, held = message.shard, self.payload_cache.shards[message.shard].payloads.get(message.payload)
                 if held is None:
                     self.feed(ev.Failed("give", shard, None, "an own payload is gone"))
                     return
@@ -213,8 +199,8 @@ class Driver:
                 topic = f"contribution {shard}"  # A later one covers an earlier one's tokens (rule T5).
                 told = encode(message)
                 self.store.fetch(held, lambda data: self._deliver(effect.peers, told, data, topic), lambda: None)
-            case msg.Commit() if self.own.is_writing(commit := msg.commit_id(message.header)):
-                self.own.when_kept(commit, lambda: None if self.is_closed else self._send(effect))
+            case msg.Commit() if self.own_commits.is_writing(commit := msg.commit_id(message.header)):
+                self.own_commits.when_kept(commit, lambda: None if self.is_closed else self._send(effect))
             case msg.Commit(header=header):
                 advice = partial(self._advise_to_fetch, effect.peers, header.shard)
                 parts = self.payload_cache.parts(header)
@@ -233,18 +219,18 @@ class Driver:
         self, peers: Iterable[PeerId], body: bytes, payload: Payload | None = None, topic: str | None = None
     ) -> None:
         for peer in peers:
-            if not self.is_closed and not self.host.links.send(peer, body, payload, topic=topic):
+            if not self.is_closed and not self._host.links.send(peer, body, payload, topic=topic):
                 log.debug("message not sent: not connected, or too much waits", peer=peer)
 
     def _advise_to_fetch(self, peers: Iterable[PeerId], shard: ShardId) -> None:
         """Instead of commits that are not here."""
-        head = self.machine.view.head(shard)
+        head = self._view.head(shard)
         assert head is not None, "what is sent of a shard follows from its head"
         self._deliver(peers, encode(msg.FetchAdvised(shard, head)))
 
     # -- work ----------------------------------------------------------------------------------------------------------
 
-    def job(
+    def submit(
         self,
         work: Callable[[], T],
         then: Callable[[T], None],
@@ -270,127 +256,175 @@ class Driver:
             ):
                 fail(error)
             else:
-                self.around.crashed(error)
+                self._emit(Defect(error))
 
-        self.host.work("tensors", work, shard).add_done_callback(done)
+        self._host.work("tensors", work, shard).add_done_callback(done)
 
     def _failed(self, work: str, shard: ShardId, owner: PeerId | None = None) -> Callable[[Exception], None]:
         """Tell the machine. ``owner`` signed what was worked on, and answers for its digest."""
 
         def fail(error: Exception) -> None:
             if owner is not None and isinstance(error, DigestMismatchError):
-                self.around.fault(owner, "commit", str(error))
+                self._metrics.report_fault(owner, "commit", str(error))
             culprit = peer_of(error.learner) if isinstance(error, ContributionError) else None
             if culprit is not None:
-                self.around.fault(culprit, "contribution", str(error))
+                self._metrics.report_fault(culprit, "contribution", str(error))
             is_spoilt = isinstance(error, SpoiltStateError)
             if not (is_spoilt and work == "merge"):  # its contributions are as good as before
                 unfit = isinstance(error, UnfitCommitError)
                 self.feed(ev.Failed("values" if unfit else work, shard, culprit, str(error)))
             if isinstance(error, SpoiltStateError):
-                self.spoilt(error)
+                self.report_corruption(error)
 
         return fail
 
-    def spoilt(self, error: SpoiltStateError) -> None:
-        """Our own state is not what it should be: get it again, at the same head (else: ``fallback``)."""
-        self.around.fault(self.identity.peer_id, "memory", str(error))
+    def report_corruption(self, error: SpoiltStateError) -> None:
+        """Have a shard whose state here is not what its head stands for fetched again, at the same head."""
+        self._metrics.report_fault(self._view.me, "memory", str(error))
         self.feed(ev.Failed("state", error.shard, None, str(error)))
 
+    async def copy_shard(
+        self,
+        shard: ShardId,
+        data: memoryview,
+        then: Callable[[Digest, bytes], T],
+        *,
+        chunks: range | None = None,
+        is_checked: bool = True,
+    ) -> T:
+        """Fill ``data`` with the shard's state as it travels (only ``chunks``, by default all). Returns what ``then``
+        makes of its head and the digests of its chunks: it runs in the turn of the loop in which the copy is there, so
+        that what it reads of the machine is of one moment with the copy. ``is_checked``: chunks that nobody has looked
+        at are compared with these digests.
+
+        Raises:
+            CopyError: the state is not here, or not as it should be, or the worker is busy for ``COPY_S``.
+        """
+        found: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+
+        def take(result: tuple[Digest, bytes]) -> None:
+            if not found.done():
+                found.set_result(then(*result))
+
+        def refuse(error: Exception) -> None:
+            if isinstance(error, SpoiltStateError):
+                self.report_corruption(error)
+            if not found.done():
+                found.set_exception(CopyError(str(error)))
+
+        self.submit(lambda: self._state.copy(shard, data, chunks, is_checked=is_checked), take, refuse, shard=shard)
+        try:
+            return await within(self._host, found, COPY_S)
+        except TimeoutError:
+            raise CopyError("busy") from None
+
     def _encode(self, effect: ef.Encode) -> None:
-        rung, is_coded = self.codecs.choose("up", effect.shard), self.codecs.is_coded("up", effect.shard)
+        rung, is_coded = self._codecs.choose("up", effect.shard), self._codecs.is_coded("up", effect.shard)
 
         def work() -> tuple[Payload, Digest, msg.Contributor, float]:
-            payload, digest = self.state.encode(effect.shard, effect.base.id, rung and rung.recipe, is_coded=is_coded)
+            payload, digest = self._state.encode(effect.shard, effect.base.id, rung and rung.recipe, is_coded=is_coded)
             given = self.payload_cache.signed(effect, digest)
-            return payload, digest, given, self.state.encode_error(effect.shard, payload) if rung else 0.0
+            return payload, digest, given, self._state.encode_error(effect.shard, payload) if rung else 0.0
 
         def done(result: tuple[Payload, Digest, msg.Contributor, float]) -> None:
             payload, digest, given, error = result
-            self.payload_cache.shelves[effect.shard].put(digest, payload)
+            self.payload_cache.shards[effect.shard].put(digest, payload)
             if rung is not None:
-                self.codecs.used("up", effect.shard, rung, len(payload), error)
+                self._codecs.used("up", effect.shard, rung, len(payload), error)
             self.feed(ev.Encoded(effect.shard, effect.base.id, given, len(payload)))
 
-        self.job(work, done, self._failed("encode", effect.shard), shard=effect.shard)
+        self.submit(work, done, self._failed("encode", effect.shard), shard=effect.shard)
 
     def _merge(self, effect: ef.Merge) -> None:
-        payloads = self.payload_cache.shelves[effect.shard].payloads
+        payloads = self.payload_cache.shards[effect.shard].payloads
         given = [(c.contributor, payloads[c.payload]) for c in effect.contributions if c.payload in payloads]
         if len(given) < len(effect.contributions):
             gone = next(c for c in effect.contributions if c.payload not in payloads)
             giver = peer_of(gone.contributor.learner)
             self.feed(ev.Failed("merge", effect.shard, giver, "a contribution's payload is gone"))
-            if giver == self.identity.peer_id:
+            if giver == self._view.me:
                 self.feed(ev.Failed("give", effect.shard, None, "an own payload is gone"))
             return
-        rung, is_coded = self.codecs.choose("down", effect.shard), self.codecs.is_coded("down", effect.shard)
+        rung, is_coded = self._codecs.choose("down", effect.shard), self._codecs.is_coded("down", effect.shard)
 
         def work() -> tuple[MergeResult, float]:
-            read = [(contributor, held.read(self.host.disk)) for contributor, held in given]
+            read = [(contributor, held.read(self._host.disk)) for contributor, held in given]
             how = rung and rung.recipe
             version = effect.base.version + 1
-            merged = self.state.merge(
+            merged = self._state.merge(
                 effect.shard, effect.base.id, version, read, how, effect.longest, is_coded=is_coded
             )
-            return merged, self.state.merge_error(effect.shard, merged.payload) if rung else 0.0
+            return merged, self._state.merge_error(effect.shard, merged.payload) if rung else 0.0
 
         def done(result: tuple[MergeResult, float]) -> None:
             merged, error = result
             if rung is not None:
-                self.codecs.used("down", effect.shard, rung, len(merged.payload), error)
-            self.around.merged(effect.base, len(given), merged)
-            self._merged(effect, merged)
+                self._codecs.used("down", effect.shard, rung, len(merged.payload), error)
+            self._note_merge(effect.base, len(given), merged)
+            self._finish_merge(effect, merged)
 
-        self.job(work, done, self._failed("merge", effect.shard), shard=effect.shard)
+        self.submit(work, done, self._failed("merge", effect.shard), shard=effect.shard)
 
-    def _merged(self, effect: ef.Merge, merged: MergeResult) -> None:
-        result, shelf = digest_of(merged.digests), self.payload_cache.shelves[effect.shard]
-        shelf.put(merged.payload_digest, merged.payload)
-        shelf.digests[result] = merged.digests
+    def _note_merge(self, base: msg.Head, contributors: int, merged: MergeResult) -> None:
+        """Write down how much the learners of a merge have in common."""
+        cosine, shortened = merged.accord
+        self._metrics.write(
+            "merge",
+            shard=base.shard,
+            version=base.version + 1,
+            contributors=contributors,
+            shortened=shortened,
+            length=float(f"{merged.length:.4g}"),
+            cosine=None if cosine is None else round(cosine, 4),
+        )
+
+    def _finish_merge(self, effect: ef.Merge, merged: MergeResult) -> None:
+        result, cached = digest_of(merged.digests), self.payload_cache.shards[effect.shard]
+        cached.put(merged.payload_digest, merged.payload)
+        cached.digests[result] = merged.digests
         self.feed(ev.Merged(effect.shard, effect.base.id, merged.payload_digest, result, merged.length))
 
     def _apply(self, effect: ef.Apply) -> None:
-        header, shelf = effect.header, self.payload_cache.shelves[effect.header.shard]
-        payload, digests = shelf.payloads.get(header.payload), shelf.digests.get(header.result)
+        header, cached = effect.header, self.payload_cache.shards[effect.header.shard]
+        payload, digests = cached.payloads.get(header.payload), cached.digests.get(header.result)
         if payload is None or digests is None:
             self.feed(ev.Failed("apply", header.shard, None, f"the payload of commit {effect.id[:8]} is gone"))
             return
         self.payload_cache.sign(effect.id, header)
-        parts = self.payload_cache.parts(header) if header.owner == self.identity.peer_id else None
+        parts = self.payload_cache.parts(header) if header.owner == self._view.me else None
         if parts is not None and payload.data is not None:  # else it was kept when it was made
-            self.own.keep(header, parts[1](payload.data))
-        moves, disk = self.payload_cache.moves(header.shard, effect, self.host.disk), self.host.disk
-        self.job(
-            lambda: self._looked(
-                header.shard, self.state.apply(header, effect.id, payload.read(disk), digests, moves())
+            self.own_commits.keep(header, parts[1](payload.data))
+        moves, disk = self.payload_cache.moves(header.shard, effect, self._host.disk), self._host.disk
+        self.submit(
+            lambda: self._with_average(
+                header.shard, self._state.apply(header, effect.id, payload.read(disk), digests, moves())
             ),
-            lambda shifts: self._applied_when_kept(header.shard, effect.id, shifts),
+            lambda shifts: self._finish_apply(header.shard, effect.id, shifts),
             self._failed("apply", header.shard, header.owner),
             shard=header.shard,
         )
 
     def _install(self, effect: ef.Install) -> None:
         head = effect.state.head
-        moves = self.payload_cache.moves(head.shard, effect, self.host.disk)
-        self.job(
-            lambda: self._looked(head.shard, self.state.install(head.shard, head.id, moves(), effect.farthest)),
-            lambda shifts: self._applied(head.shard, head.id, shifts),
+        moves = self.payload_cache.moves(head.shard, effect, self._host.disk)
+        self.submit(
+            lambda: self._with_average(head.shard, self._state.install(head.shard, head.id, moves(), effect.farthest)),
+            lambda shifts: self._finish_install(head.shard, head.id, shifts),
             self._failed("install", head.shard),
             shard=head.shard,
         )
 
-    def _looked(self, shard: ShardId, shifts: Shifts) -> Shifts:
-        """On the shard's worker thread: the shard has another version."""
-        if self.average is not None:
-            piece = self.state.layout.shards[shard]
-            self.average.look(shard, self.state.theta[piece.start : piece.stop])
+    def _with_average(self, shard: ShardId, shifts: Shifts) -> Shifts:
+        """Count the shard's new version in the running average. Runs on the shard's worker thread."""
+        if self._average is not None:
+            piece = self._state.layout.shards[shard]
+            self._average.look(shard, self._state.theta[piece.start : piece.stop])
         return shifts
 
-    def _applied_when_kept(self, shard: ShardId, head: Digest, shifts: Shifts) -> None:
-        self.around.shifts_ready(shifts)
-        self.own.when_kept(head, lambda: self.feed(ev.Applied(shard, head)))
+    def _finish_apply(self, shard: ShardId, head: Digest, shifts: Shifts) -> None:
+        self._emit(shifts)
+        self.own_commits.when_kept(head, lambda: self.feed(ev.Applied(shard, head)))
 
-    def _applied(self, shard: ShardId, head: Digest, shifts: Shifts) -> None:
-        self.around.shifts_ready(shifts)
+    def _finish_install(self, shard: ShardId, head: Digest, shifts: Shifts) -> None:
+        self._emit(shifts)
         self.feed(ev.Applied(shard, head))

@@ -24,13 +24,15 @@ from contextlib import AsyncExitStack
 
 from p2pdiloco.peer.checkpoint import LEARNER
 from p2pdiloco.peer.driver import Driver
-from p2pdiloco.peer.host import LearnerLife, within
+from p2pdiloco.peer.host import Host, LearnerLife, within
 from p2pdiloco.peer.learner_updates import KEPT, Shifts
 from p2pdiloco.peer.metrics import Metrics
+from p2pdiloco.peer.model_state import ModelState
 from p2pdiloco.peer.options import PeerOptions
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol.ids import FragmentId, LearnerId, digest_of, learner_id, peer_of
+from p2pdiloco.protocol.view import MachineView
 from p2pdiloco.util import logs
 from p2pdiloco.util.logs import short
 from p2pdiloco.util.tasks import Backoff
@@ -50,10 +52,12 @@ from p2pdiloco.wire.control_messages import TROUBLE_LIMIT
 class Snapshots:
     """Of one life of a learner; ``ask`` tells it of a question."""
 
-    def __init__(self, driver: Driver, ask: Callable[[ef.Snapshot], None]) -> None:
+    def __init__(self, driver: Driver, state: ModelState, sync_every: int, ask: Callable[[ef.Snapshot], None]) -> None:
         self._driver = driver
+        self._layout = state.layout
+        self._shifts = state.shifts
         self._ask = ask
-        self._at_once = 2 * -(-len(driver.state.layout.fragments) // driver.machine.view.sync_every)
+        self._at_once = 2 * -(-len(state.layout.fragments) // sync_every)
         self._waiting: deque[ef.Snapshot] = deque()
         self._under_way: set[FragmentId] = set()
 
@@ -64,14 +68,12 @@ class Snapshots:
 
     def taken(self, event: ev.Snapshotted) -> None:
         """The learner has answered."""
-        shifts = self._driver.state.shifts
-        self._driver.job(lambda: shifts.snapshot_taken(event.fragment), lambda _: self._encode(event))
+        self._driver.submit(lambda: self._shifts.snapshot_taken(event.fragment), lambda _: self._encode(event))
 
     def _encode(self, event: ev.Snapshotted) -> None:
         """What is to be encoded is asked for now, and the next job comes after all of that."""
-        shifts = self._driver.state.shifts
         self._driver.feed(event)
-        self._driver.job(lambda: shifts.snapshot_over(event.fragment), lambda _: self._over(event.fragment))
+        self._driver.submit(lambda: self._shifts.snapshot_over(event.fragment), lambda _: self._over(event.fragment))
 
     def _over(self, fragment: FragmentId) -> None:
         self._under_way.discard(fragment)
@@ -84,17 +86,15 @@ class Snapshots:
             self._pass_on(question)
 
     def _has_room(self, fragment: FragmentId) -> bool:
-        layout, shifts = self._driver.state.layout, self._driver.state.shifts
-        if shifts.memory.is_pinned:
+        if self._shifts.memory.is_pinned:
             return True
         if fragment in self._under_way:
             return False
-        shards = (shard for one in (fragment, *self._under_way) for shard in layout.fragments[one])
-        return len(self._under_way) < self._at_once or sum(layout.shards[s].elements for s in shards) <= KEPT
+        shards = (shard for one in (fragment, *self._under_way) for shard in self._layout.fragments[one])
+        return len(self._under_way) < self._at_once or sum(self._layout.shards[s].elements for s in shards) <= KEPT
 
     def _pass_on(self, question: ef.Snapshot) -> None:
-        shifts = self._driver.state.shifts
-        self._driver.job(lambda: shifts.snapshot_asked(question.fragment), lambda _: self._ask(question))
+        self._driver.submit(lambda: self._shifts.snapshot_asked(question.fragment), lambda _: self._ask(question))
 
 
 # -- Learner supervisor ------------------------------------------------------------------------------------------------
@@ -142,6 +142,9 @@ class LearnerSupervisor:
     def __init__(
         self,
         driver: Driver,
+        view: MachineView,
+        state: ModelState,
+        host: Host,
         options: PeerOptions,
         metrics: Metrics,
         *,
@@ -150,9 +153,12 @@ class LearnerSupervisor:
         sent_bytes: Callable[[], int],
     ) -> None:
         self._driver = driver
+        self._view = view
+        self._state = state
+        self._shifts = state.shifts
+        self._host = host
         self._options = options
         self._metrics = metrics
-        self._host = driver.host
         self._gave_up = gave_up
         self._sent_bytes = sent_bytes
         self.ward: SupervisedLearner | None = None
@@ -181,7 +187,8 @@ class LearnerSupervisor:
 
     def ward_of(self, name: str) -> SupervisedLearner:
         """A new life."""
-        return SupervisedLearner(learner_id(self._driver.machine.view.me, name), Snapshots(self._driver, self._ask))
+        snapshots = Snapshots(self._driver, self._state, self._view.sync_every, self._ask)
+        return SupervisedLearner(learner_id(self._view.me, name), snapshots)
 
     async def live(self, lives: AsyncExitStack) -> None:
         """Start the learner; after a crash again. Whoever closes ``lives`` ends the learner in order."""
@@ -225,7 +232,7 @@ class LearnerSupervisor:
             if self.is_over:
                 return
             self._be_in_trouble("")
-            self._driver.job(self._driver.state.shifts.unload, lambda _: None)
+            self._driver.submit(self._shifts.unload, lambda _: None)
             self._metrics.write("learner-lost", reason=reason, status=status)
             if ward.is_loaded:
                 self._driver.feed(ev.LearnerStopped(reason))
@@ -294,15 +301,15 @@ class LearnerSupervisor:
     # -- what it says --------------------------------------------------------------------------------------------------
 
     def _heard(self, message: learner_ipc.FromLearner) -> None:
-        driver, state = self._driver, self._driver.state
+        driver = self._driver
         match message:
             case learner_ipc.Progress():
-                self._metrics.progress(message, step=driver.machine.view.step, sent_bytes=self._sent_bytes())
+                self._metrics.progress(message, step=self._view.step, sent_bytes=self._sent_bytes())
                 driver.feed(ev.Stepped(message.steps, message.tokens, message.step_time_s))
             case learner_ipc.BlockFinished():
                 driver.feed(ev.BlockFinished(message.block, message.tokens))
             case learner_ipc.Shifted():
-                driver.job(lambda: state.shifts.shifted(message.shards), self._to(self.ward))
+                driver.submit(lambda: self._shifts.shifted(message.shards), self._to(self.ward))
             case learner_ipc.Snapshotted():
                 assert self.ward is not None
                 event = ev.Snapshotted(message.fragment, message.step, message.steps, message.tokens)
@@ -312,7 +319,7 @@ class LearnerSupervisor:
             case learner_ipc.Evaluated():
                 driver.feed(ev.Evaluated(message.version, message.loss))
             case learner_ipc.Written():
-                self._metrics.write("sample", step=driver.machine.view.step, text=message.text[:MOST_TEXT])
+                self._metrics.write("sample", step=self._view.step, text=message.text[:MOST_TEXT])
             case learner_ipc.Rested():
                 driver.feed(ev.LearnerRested())
             case learner_ipc.Ready():
@@ -320,7 +327,7 @@ class LearnerSupervisor:
                 self.ward.is_ready = True
                 self.ward.has_blocks = message.has_blocks
                 is_pinned = message.device.startswith("cuda")
-                driver.job(lambda: setattr(state.shifts.memory, "is_pinned", is_pinned), lambda _: None)
+                driver.submit(lambda: setattr(self._shifts.memory, "is_pinned", is_pinned), lambda _: None)
                 self._metrics.write(
                     "learner-ready",
                     learner=self.learner,
@@ -355,7 +362,7 @@ class LearnerSupervisor:
 
     def _merged_last(self) -> str:
         """For who looks for a cause: the last merge that this peer took, by whom, and of whose progress."""
-        commits = self._driver.machine.view.newest_commits()
+        commits = self._view.newest_commits()
         header = max(commits, key=lambda header: (header.step, header.shard), default=None)
         if header is None or not header.contributors:
             return ""
@@ -369,15 +376,15 @@ class LearnerSupervisor:
 
     def load(self) -> None:
         """Give the learner the global parameters, once both are there."""
-        driver, ward = self._driver, self.ward
-        if ward is not None and ward.is_ready and not ward.is_given and driver.machine.view.is_current:
+        ward = self.ward
+        if ward is not None and ward.is_ready and not ward.is_given and self._view.is_current:
             ward.is_given = True
-            driver.job(lambda: driver.state.shifts.load(ward.learner), self._to(ward))
+            self._driver.submit(lambda: self._shifts.load(ward.learner), self._to(ward))
 
     def _loaded(self, ward: SupervisedLearner, process: LearnerLife) -> None:
         """It has been told of all global parameters."""
         ward.is_loaded = True
-        process.send(learner_ipc.Begin(step=self._driver.machine.view.step))
+        process.send(learner_ipc.Begin(step=self._view.step))
         self.wait_for_nobody()
         self._driver.feed(ev.LearnerStarted(ward.learner, ward.has_blocks))
         if self.resting:

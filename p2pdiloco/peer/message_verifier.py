@@ -12,70 +12,79 @@ import asyncio
 from collections.abc import Callable
 
 from p2pdiloco.peer.driver import Driver
-from p2pdiloco.peer.payload_cache import Keep
+from p2pdiloco.peer.host import Host
+from p2pdiloco.peer.metrics import Metrics
+from p2pdiloco.peer.payload_cache import Keep, PayloadCache
 from p2pdiloco.peer.signatures import Standing, UnknownMemberError
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol.ids import PeerId
+from p2pdiloco.protocol.view import MachineView
 
 
 class MessageVerifier:
-    """Of one peer."""
+    """Verifies what others send to one peer, then feeds it to the machine."""
 
-    def __init__(self, driver: Driver, standing: Standing) -> None:
+    def __init__(
+        self,
+        driver: Driver,
+        view: MachineView,
+        payload_cache: PayloadCache,
+        standing: Standing,
+        host: Host,
+        metrics: Metrics,
+    ) -> None:
         self._driver = driver
-        self._host = driver.host
+        self._view = view
+        self._payload_cache = payload_cache
         self.standing = standing
+        self._host = host
+        self._metrics = metrics
         self._asking: dict[PeerId, asyncio.Task[None]] = {}
         """Peers that named somebody unknown, and are asked for members."""
 
-    def received(self, peer: PeerId, message: msg.Message, payload: memoryview | None) -> asyncio.Future[Keep] | None:
-        """A decoded message; payloads are checked beside the loop before the machine hears of it. The future ends
-        when that is done: until then the peer gets no credit for as many bytes."""
+    def receive(self, peer: PeerId, message: msg.Message, payload: memoryview | None) -> asyncio.Future[Keep] | None:
+        """Feed a message to the machine. What comes with signatures or a payload is checked beside the loop first. The
+        future ends when that is done: until then the peer gets no credit for as many bytes."""
         if self._driver.is_closed:
             return None
         match message:
             case msg.Contribution() if message.payload:
-                return self._inspect(
-                    peer, message, payload, lambda data: self._driver.payload_cache.contribution(data, message)
+                return self._verify(
+                    peer, message, payload, lambda data: self._payload_cache.contribution(data, message)
                 )
             case msg.Commit(header=header):
-                return self._inspect(
-                    peer, message, payload, lambda data: self._driver.payload_cache.commit(data, header)
-                )
+                return self._verify(peer, message, payload, lambda data: self._payload_cache.commit(data, header))
             case msg.Equivocation():
-                if any(message.owner == known.owner for known in self._driver.machine.view.convictions().proofs):
+                if any(message.owner == known.owner for known in self._view.convictions().proofs):
                     return None
-                return self._inspect(
-                    peer, message, memoryview(b""), lambda _: self._driver.payload_cache.equivocation(message)
-                )
+                return self._verify(peer, message, memoryview(b""), lambda _: self._payload_cache.equivocation(message))
             case _:
                 self._driver.feed(ev.Received(peer, message))
                 return None
 
-    def tell_contradictions(self) -> None:
-        """The machine hears of owners that contradict themselves in what is here."""
-        proofs, self._driver.payload_cache.contradictions = self._driver.payload_cache.contradictions, []
-        for proof in proofs:
-            if proof.owner not in self._driver.machine.view.barred:
-                self._driver.around.fault(proof.owner, "equivocation", f"two commits of version {proof.first.version}")
+    def report_contradictions(self) -> None:
+        """Tell the machine of owners that were found to have signed two commits on one parent."""
+        for proof in self._payload_cache.take_contradictions():
+            if proof.owner not in self._view.barred:
+                self._metrics.report_fault(proof.owner, "equivocation", f"two commits of version {proof.first.version}")
             self._driver.feed(ev.Contradicted(proof))
 
-    def _inspect(
+    def _verify(
         self,
         peer: PeerId,
         message: msg.Contribution | msg.Commit | msg.Equivocation,
         data: memoryview | None,
         check: Callable[[memoryview], Keep],
     ) -> asyncio.Future[Keep] | None:
-        """``check`` what came beside the loop; it returns what keeps it, or raises ValueError."""
+        """Run ``check`` on a thread (returns what keeps the payload, or raises ValueError), then feed the message."""
         if data is None:
-            self._driver.around.fault(peer, "payload", "the message came without its payload")
+            self._metrics.report_fault(peer, "payload", "the message came without its payload")
             return None
 
         whole: asyncio.Future[Keep] = asyncio.get_running_loop().create_future()
 
-        def inspect() -> None:
+        def start() -> None:
             self._host.work("checks", lambda: check(data)).add_done_callback(checked)
 
         def checked(future: asyncio.Future[Keep]) -> None:
@@ -85,24 +94,24 @@ class MessageVerifier:
             error = future.exception()
             if isinstance(error, UnknownMemberError) and not was_asked:
                 was_asked.append(peer)
-                self.ask_for_members(peer).add_done_callback(lambda _: None if self._driver.is_closed else inspect())
+                self.ask_for_members(peer).add_done_callback(lambda _: None if self._driver.is_closed else start())
                 return
             if isinstance(error, ValueError):
-                self._driver.around.fault(peer, "payload", str(error))
+                self._metrics.report_fault(peer, "payload", str(error))
                 whole.cancel()
                 return
             keep = future.result()
             keep()
             whole.set_result(keep)
             self._driver.feed(ev.Received(peer, message))  # first: else what was kept may be swept
-            self.tell_contradictions()
+            self.report_contradictions()
 
         was_asked: list[PeerId] = []
-        inspect()
+        start()
         return whole
 
     def ask_for_members(self, peer: PeerId) -> asyncio.Task[None]:
-        """Hear from ``peer``, which named somebody unknown, of the members that it knows; one question at a time."""
+        """Ask ``peer``, which named somebody unknown, for the members that it knows; one question at a time."""
         asking = self._asking.get(peer)
         if asking is None:
             asking = self._asking[peer] = self._host.spawn(self.standing.ask(peer), name=f"ask {peer} for members")

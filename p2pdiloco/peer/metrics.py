@@ -98,11 +98,14 @@ class Metrics:
                 log.warning("event log not written", path=self._path, reason=os.strerror(error.errno or 0))
             self._is_failing = True
 
-    def fault(self, peer: str, what: str) -> int:
-        """A peer broke the rules; returns how often that kind was seen."""
+    def report_fault(self, peer: str, what: str, reason: str) -> None:
+        """Count that ``peer`` broke the rules: what it sent is dropped. The log names the first fault of a kind, the
+        second, the fourth and so on, so that nobody can flood it."""
         self.faults[what] += 1
         self.write("fault", peer=peer, what=what)
-        return self.faults[what]
+        times = self.faults[what]
+        if times.bit_count() == 1:
+            log.warning(f"malformed {what} dropped", peer=peer, reason=reason, times=times)
 
     def learner_began(self) -> None:
         """A new life: its counters start at zero."""

@@ -21,15 +21,17 @@ from p2pdiloco.peer.host import Disk
 from p2pdiloco.peer.learner_updates import Moves, Payload
 from p2pdiloco.peer.payload_store import Held, PayloadStore
 from p2pdiloco.peer.signatures import OPEN, Register, check_commit, check_contributor, check_equivocation, signed
+from p2pdiloco.peer.state_proof import lineage_of
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import messages
 from p2pdiloco.protocol import messages as msg
+from p2pdiloco.protocol.events import ShardState
 from p2pdiloco.protocol.ids import Digest, RunId, ShardId, digest_of
 from p2pdiloco.protocol.machine import Machine
 from p2pdiloco.protocol.manifest import Layout
 from p2pdiloco.transport.identity import Identity
 from p2pdiloco.util import logs
-from p2pdiloco.wire.control_messages import CommitParts, split_commit
+from p2pdiloco.wire.control_messages import CommitParts, SignedCommit, StateProof, split_commit
 
 log = logs.get("protocol")
 
@@ -114,7 +116,7 @@ class PayloadCache:
         store: PayloadStore | None = None,
     ) -> None:
         """Without a ``store`` all stays in memory."""
-        self._shards = layout.shards
+        self._pieces = layout.shards
         self._elements = layout.elements
         self._store = store
         self._log_bytes = max(LOG_BYTES, LOG_BYTES_PER_PARAMETER * layout.elements) / layout.elements
@@ -122,18 +124,41 @@ class PayloadCache:
         self._identity = identity
         self._run = run
         self._register = register
-        self.shelves = [ShardPayloads() for _ in layout.shards]
-        self.contradictions: list[msg.Equivocation] = []
-        """Proofs that were found here."""
+        self.shards = [ShardPayloads() for _ in layout.shards]
+        self._contradictions: list[msg.Equivocation] = []
+        """Proofs that were found here, and not taken yet."""
         self._given: dict[ShardId, tuple[Digest, msg.Contributor]] = {}
         """What our learner gave last, by shard, after the head that it is about."""
         self._swept_at = 0.0
         self._next = 0
         """The shard to be swept next."""
 
+    # -- proofs --------------------------------------------------------------------------------------------------------
+
+    def keep_proof(self, header: msg.CommitHeader, signature: bytes) -> None:
+        """Keep a commit with its owner's signature, which was checked."""
+        self.shards[header.shard].proofs[msg.commit_id(header)] = (header, signature)
+
+    def proof_of(self, state: ShardState) -> StateProof:
+        """A shard's state, with the commit at its head that its owner signed."""
+        header, signature = self.shards[state.head.shard].proofs.get(state.head.id, (None, b""))
+        return StateProof(state, header, signature)
+
+    def lineage(self, shard: ShardId, ancestry: Sequence[Digest]) -> tuple[SignedCommit, ...]:
+        """The signed commits of ``ancestry`` (heads, oldest first) that travel with a state."""
+        proofs = self.shards[shard].proofs
+        return lineage_of(proofs.get(commit) for commit in reversed(ancestry))
+
+    def take_contradictions(self) -> list[msg.Equivocation]:
+        """The proofs against owners that were found here since the last call."""
+        found, self._contradictions = self._contradictions, []
+        return found
+
+    # -- own payloads --------------------------------------------------------------------------------------------------
+
     def sign(self, commit: Digest, header: msg.CommitHeader) -> None:
         """Vouch for a commit of our own."""
-        proofs = self.shelves[header.shard].proofs
+        proofs = self.shards[header.shard].proofs
         if header.owner == self._identity.peer_id and commit not in proofs:
             proofs[commit] = (header, self._identity.sign(messages.signed_commit_bytes(commit)))
 
@@ -145,9 +170,9 @@ class PayloadCache:
 
     def parts(self, header: msg.CommitHeader) -> tuple[Held, Callable[[Payload], CommitParts]] | None:
         """A commit's payload, and what makes of its bytes what travels with the commit; None if not all is here."""
-        shelf = self.shelves[header.shard]
-        payload, digests = shelf.payloads.get(header.payload), shelf.digests.get(header.result)
-        _, signature = shelf.proofs.get(msg.commit_id(header), (None, None))
+        cached = self.shards[header.shard]
+        payload, digests = cached.payloads.get(header.payload), cached.digests.get(header.result)
+        _, signature = cached.proofs.get(msg.commit_id(header), (None, None))
         if payload is None or digests is None or signature is None:
             return None
         return payload, lambda gradient: CommitParts(signature, digests, gradient)
@@ -155,8 +180,8 @@ class PayloadCache:
     def moves(self, shard: ShardId, effect: ef.Apply | ef.Install, disk: Disk) -> Callable[[], Moves]:
         """Own contributions by their payloads, to be read on the worker; one that is gone makes the learner's delta
         unknown, hence a reset."""
-        shelf = self.shelves[shard]
-        settled, restored = shelf.those_here(effect.settled), shelf.those_here(effect.restored)
+        cached = self.shards[shard]
+        settled, restored = cached.those_here(effect.settled), cached.those_here(effect.restored)
         is_whole = len(settled) == len(effect.settled) and len(restored) == len(effect.restored)
         if not is_whole:
             log.warning("own contribution is gone: the learner takes the global parameters", shard=shard)
@@ -175,10 +200,10 @@ class PayloadCache:
 
     # -- what others sent ----------------------------------------------------------------------------------------------
 
-    def _shelf(self, shard: ShardId) -> ShardPayloads:
-        if shard >= len(self.shelves):
+    def _of(self, shard: ShardId) -> ShardPayloads:
+        if shard >= len(self.shards):
             raise ValueError(f"there is no shard {shard}")
-        return self.shelves[shard]
+        return self.shards[shard]
 
     def contribution(self, data: memoryview, message: msg.Contribution) -> Keep:
         """A contribution's payload.
@@ -187,11 +212,11 @@ class PayloadCache:
             UnknownMemberError: its learner's peer is not known as a member.
             ValueError: it is not what it names, or not signed by its learner's peer.
         """
-        shelf = self._shelf(message.shard)
+        cached = self._of(message.shard)
         if digest_of(data) != message.payload:
             raise ValueError("its digest does not match")
         check_contributor(self._run, message.shard, message.base.id, message.contributor, self._register)
-        return lambda: shelf.put(message.payload, data)
+        return lambda: cached.put(message.payload, data)
 
     def commit(self, data: memoryview, header: msg.CommitHeader, register: Register | None = None) -> Keep:
         """A commit's payload, signature and digests.
@@ -200,8 +225,8 @@ class PayloadCache:
             UnknownMemberError: it names somebody who is not known as a member.
             ValueError: they are not what the commit names, or not its owner's, or it names what nobody gave.
         """
-        shelf = self._shelf(header.shard)
-        parts = split_commit(data, list_bytes(self._shards[header.shard].elements))
+        cached = self._of(header.shard)
+        parts = split_commit(data, list_bytes(self._pieces[header.shard].elements))
         if digest_of(parts.gradient) != header.payload or digest_of(parts.digests) != header.result:
             raise ValueError("its digests do not match")
         mine = self._given.get(header.shard)
@@ -209,19 +234,19 @@ class PayloadCache:
         commit = msg.commit_id(header)
 
         def keep() -> None:
-            shelf.put(header.payload, parts.gradient)
-            shelf.digests[header.result] = parts.digests
+            cached.put(header.payload, parts.gradient)
+            cached.digests[header.result] = parts.digests
             self.compare(header, parts.signature)
-            shelf.proofs[commit] = (header, parts.signature)
+            cached.proofs[commit] = (header, parts.signature)
 
         return keep
 
     def compare(self, header: msg.CommitHeader, signature: bytes) -> None:
         """A signed commit came, with its payload or in a lineage: is another of its owner on its parent here?"""
-        for other, other_signature in self.shelves[header.shard].proofs.values():
+        for other, other_signature in self.shards[header.shard].proofs.values():
             if other.parent == header.parent and other.owner == header.owner:
                 proof = msg.Equivocation(other, header, other_signature, signature)
-                self.contradictions += [proof] if proof.is_one else []
+                self._contradictions += [proof] if proof.is_one else []
 
     def equivocation(self, proof: msg.Equivocation) -> Keep:
         """What somebody tells of an owner.
@@ -230,7 +255,7 @@ class PayloadCache:
             UnknownMemberError: the owner is not known as a member.
             ValueError: that is no proof.
         """
-        self._shelf(proof.first.shard)
+        self._of(proof.first.shard)
         check_equivocation(proof, self._register)
         return lambda: None
 
@@ -239,27 +264,27 @@ class PayloadCache:
     def sweep(self, machine: Machine, now: float) -> bool:
         """Drop what nobody needs any more of the shards whose time has come; at most ``SWEPT_AT_ONCE``. Whether a lap
         through all shards is done."""
-        due = int(len(self.shelves) * (now - self._swept_at) / SWEEP_S)
+        due = int(len(self.shards) * (now - self._swept_at) / SWEEP_S)
         if not due:
             return False
         self._swept_at, before = now, self._next
-        for _ in range(min(due, SWEPT_AT_ONCE, len(self.shelves))):
-            self._next = (self._next + 1) % len(self.shelves)
+        for _ in range(min(due, SWEPT_AT_ONCE, len(self.shards))):
+            self._next = (self._next + 1) % len(self.shards)
             self._sweep(machine, ShardId(self._next))
         return self._next <= before
 
     def _sweep(self, machine: Machine, shard: ShardId) -> None:
-        shelf, store, elements = self.shelves[shard], self._store, self._shards[shard].elements
-        most_bytes, own_bytes, size_of = int(self._log_bytes * elements), float("inf"), shelf.size_of
+        cached, store, elements = self.shards[shard], self._store, self._pieces[shard].elements
+        most_bytes, own_bytes, size_of = int(self._log_bytes * elements), float("inf"), cached.size_of
         if store is not None and not store.may_write():  # what cannot be written stays, or goes if nobody must have it
-            most_bytes, size_of = store.window_bytes(elements, elements / self._elements), shelf.in_memory
+            most_bytes, size_of = store.window_bytes(elements, elements / self._elements), cached.in_memory
             own_bytes = OWN_WINDOWS * most_bytes
-        dropped = shelf.keep_only(machine.payloads(shard, size_of, most_bytes, own_bytes), machine.commits(shard))
+        dropped = cached.keep_only(machine.payloads(shard, size_of, most_bytes, own_bytes), machine.commits(shard))
         if store is None:
             return
         store.drop(dropped)
         del dropped
         store.sweep()
-        for held in shelf.beyond(store.window_bytes(elements, elements / self._elements), machine.at_work(shard)):
+        for held in cached.beyond(store.window_bytes(elements, elements / self._elements), machine.at_work(shard)):
             if store.may_write():
                 store.spill(held)

@@ -21,7 +21,7 @@ from p2pdiloco.codec.digests import list_bytes
 from p2pdiloco.peer.checkpoint_writer import CheckpointWriter
 from p2pdiloco.peer.codec_selection import CodecChoice
 from p2pdiloco.peer.disk_budget import DiskBudget
-from p2pdiloco.peer.driver import Driver
+from p2pdiloco.peer.driver import Defect, Driver, Observed, Output
 from p2pdiloco.peer.durable_commits import FOLDER as OWN_COMMITS
 from p2pdiloco.peer.durable_commits import DurableCommits
 from p2pdiloco.peer.ema import WIDTH as AVERAGE_BYTES
@@ -32,21 +32,22 @@ from p2pdiloco.peer.learner_supervisor import LearnerSupervisor
 from p2pdiloco.peer.learner_updates import Shifts
 from p2pdiloco.peer.message_verifier import MessageVerifier
 from p2pdiloco.peer.metrics import Metrics
-from p2pdiloco.peer.model_state import MergeResult, ModelState
+from p2pdiloco.peer.model_state import ModelState
 from p2pdiloco.peer.options import PeerOptions, protocol_config
+from p2pdiloco.peer.payload_cache import PayloadCache
 from p2pdiloco.peer.payload_store import PayloadStore
 from p2pdiloco.peer.scrubber import CorruptShardPolicy, Scrubber
 from p2pdiloco.peer.signatures import Everybody, Standing
 from p2pdiloco.peer.state_client import INCOMING, PartialDownloads, StateClient
 from p2pdiloco.peer.state_proof import SavedState, ancestors, unbroken
-from p2pdiloco.peer.state_server import RequestHandlers
+from p2pdiloco.peer.state_server import RequestHandlers, StateServer
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
-from p2pdiloco.protocol.ids import Digest, PeerId, ShardId, peer_of
+from p2pdiloco.protocol.ids import Digest, PeerId, peer_of
 from p2pdiloco.protocol.machine import Machine
 from p2pdiloco.protocol.manifest import Layout, Manifest
-from p2pdiloco.protocol.messages import SIGNATURE_BYTES, commit_id
+from p2pdiloco.protocol.messages import SIGNATURE_BYTES
 from p2pdiloco.training.shared_memory import SharedVectors, let_go
 from p2pdiloco.transport.identity import Identity
 from p2pdiloco.util import logs
@@ -58,8 +59,6 @@ from p2pdiloco.wire.request_reply import Answer
 
 
 log = logs.get("node")
-
-Observed = Callable[[ev.Event, list[ef.Effect], float], None]
 
 
 class InitialState:
@@ -102,7 +101,6 @@ class Peer:
         self.config = protocol_config(manifest, options, identity.peer_id)
         self.machine = Machine(self.config)
         self.metrics = metrics
-        self.observed = observed
         standing = standing or Everybody()
         self._end = End()
         self.state = ModelState(
@@ -112,38 +110,74 @@ class Peer:
             vectors,
             turn_steps=manifest.config.schedule.sync_every,
         )
+        view, state, form = self.machine.view, self.state, self.state.form
+        average = RunningAverage(manifest.run, layout) if options.machine.keeps_average else None
+        saved_width = form.width + (0 if average is None else AVERAGE_BYTES)
+        a_day, are_timed = options.write_bytes_per_day, options.are_checkpoints_timed
+        budget = DiskBudget(a_day, layout.elements, saved_width, are_timed=are_timed)
+        store = PayloadStore(host, options, budget)
+        payload_cache = PayloadCache(layout, identity, manifest.run, standing, store)
+        own_commits = DurableCommits(options.folder / OWN_COMMITS, host, layout.elements)
         codecs = CodecChoice(
             manifest.config,
             layout,
-            self.machine.view,
+            view,
             metrics,
             rate=lambda: host.links.up_bytes_per_s,
             line=lambda: host.links.line_bytes_per_s,
         )
-        own = DurableCommits(options.folder / OWN_COMMITS, host, layout.elements)
-        average = RunningAverage(manifest.run, self.layout) if options.machine.keeps_average else None
-        saved_width = self.state.form.width + (0 if average is None else AVERAGE_BYTES)
-        a_day, are_timed = options.write_bytes_per_day, options.are_checkpoints_timed
-        budget = DiskBudget(a_day, layout.elements, saved_width, are_timed=are_timed)
-        store = PayloadStore(host, options, budget)
-        self.driver = Driver(self.machine, self.state, identity, host, self, codecs, standing, own, store, average)
-        self.inspection = MessageVerifier(self.driver, standing)
-        arrivals = PartialDownloads(layout, self.state.form.width, options.folder / INCOMING, metrics, host)
-        self._downloads = StateClient(manifest, layout, self.driver, self.inspection, arrivals, self.fault)
-        self._respondent = RequestHandlers(manifest, self.driver, status, standing)
+        self.driver = Driver(
+            self.machine,
+            state,
+            payload_cache,
+            store,
+            own_commits,
+            codecs,
+            host,
+            metrics,
+            observed=observed,
+            emit=self._handle,
+            average=average,
+        )
+        self.verifier = MessageVerifier(self.driver, view, payload_cache, standing, host, metrics)
+        self._payload_cache = payload_cache
+        self.average = average
+        """None: this peer keeps none."""
+        self._downloads = StateClient(
+            manifest,
+            layout,
+            self.driver,
+            view,
+            state,
+            payload_cache,
+            self.verifier,
+            PartialDownloads(layout, form.width, options.folder / INCOMING, metrics, host),
+            host,
+            metrics,
+        )
+        self.state_server = StateServer(layout, self.driver, view, form, payload_cache, host)
+        self._request_handlers = RequestHandlers(manifest, self.state_server, host, status, standing)
         self.supervision = LearnerSupervisor(
             self.driver,
+            view,
+            state,
+            host,
             options,
             metrics,
             manifest=manifest.encode(),
             gave_up=self._learner_gave_up,
             sent_bytes=sent_bytes,
         )
-        self._saver = CheckpointWriter(
+        self.checkpoint_writer = CheckpointWriter(
             options.folder / "checkpoint",
             manifest,
             self.driver,
-            self._respondent.proof,
+            view,
+            state,
+            payload_cache,
+            own_commits,
+            average,
+            host,
             metrics,
             keep=options.keep_checkpoints,
             save_learner=self.supervision.save,
@@ -164,11 +198,11 @@ class Peer:
                 span = slice(piece.start, piece.stop)
                 self.state.put(piece.shard, proof.state.head.id, theta[span], momentum[span])
                 let_go(theta[span])  # else there are two of the model for seconds
-                proofs = self.driver.payload_cache.shelves[piece.shard].proofs
                 if proof.header is not None:
-                    proofs[proof.state.head.id] = (proof.header, proof.signature)
+                    self._payload_cache.keep_proof(proof.header, proof.signature)
                 lineage = unbroken(proof, proof.lineage) if isinstance(proof, SavedState) else ()
-                proofs.update((commit_id(c.header), (c.header, c.signature)) for c in lineage)
+                for earlier in lineage:
+                    self._payload_cache.keep_proof(earlier.header, earlier.signature)
                 lineages.append(ancestors(proof, lineage))
                 shards.append(proof.state)
             del theta, momentum  # what comes next needs memory, too: a running average as much as these parameters
@@ -176,16 +210,17 @@ class Peer:
         brought = {state.head.shard for state in shards}
         if missing := [piece.elements for piece in self.layout.shards if piece.shard not in brought]:
             self._downloads.arrivals.begin(missing)
-        if self.driver.average is not None:
-            self.driver.average.begin(self.options.folder / "checkpoint", self.host.disk, self.state)
-        own, convictions = tuple(self.driver.made_earlier()), self.driver.convicted_earlier()
+        if self.average is not None:
+            self.average.begin(self.options.folder / "checkpoint", self.host.disk, self.state)
+        own, convictions = tuple(self.driver.load_own_commits()), self.driver.load_convictions()
         self.driver.feed(ev.Started(tuple(shards), tuple(lineages), own, convictions))
 
     async def live(self) -> Ending:
         """Take part, after ``begin``, until something ends it."""
-        self.host.keep(partial(self._saver.keep_saving, self.options.checkpoint_s), name="checkpoints")
-        self.host.keep(Scrubber(self.driver).keep, name="scrub")
-        self.host.keep(CorruptShardPolicy(self.driver).keep, name="fallback")
+        self.host.keep(partial(self.checkpoint_writer.keep_saving, self.options.checkpoint_s), name="checkpoints")
+        self.host.keep(Scrubber(self.driver, self.state, self.host).keep, name="scrub")
+        policy = CorruptShardPolicy(self.driver, self.state, self.machine.view, self.host)
+        self.host.keep(policy.keep, name="fallback")
         async with AsyncExitStack() as lives:
             if not self.options.is_follower:
                 self.host.spawn(self._look_after_learner(lives), name="learner")
@@ -200,7 +235,7 @@ class Peer:
             learners=self.supervision.trouble,
             absence=self.supervision.absence,
         )
-        await self._saver.save(is_last=True)
+        await self.checkpoint_writer.save(is_last=True)
         return ending
 
     async def _look_after_learner(self, lives: AsyncExitStack) -> None:
@@ -208,7 +243,7 @@ class Peer:
         try:
             await self.supervision.live(lives)
         except Exception as error:  # noqa: BLE001 (the top of a task)
-            self.crashed(error)
+            self._crash(error)
 
     async def stayed(self, ending: Ending) -> Ending:
         """What is to be said after the peer has stayed: those from whom it was apart may have come."""
@@ -216,7 +251,7 @@ class Peer:
         is_one = not view.missing and all(mark == view.heads_mark for mark in view.marks().values())
         if ending.status != APART or not is_one:
             return ending
-        await self._saver.save(is_last=True)
+        await self.checkpoint_writer.save(is_last=True)
         return Ending(0, "those who were missing came back, and all have the same model")
 
     @property
@@ -256,23 +291,31 @@ class Peer:
         self.supervision.wait_for_nobody()
         self._end.cause = ending
         self.driver.close()
-        self.leave(ending.reason)
+        self._end.reach(ending.reason)
 
-    # -- for the driver ------------------------------------------------------------------------------------------------
+    # -- what the driver leaves to the peer ----------------------------------------------------------------------------
 
-    def leave(self, reason: str) -> None:
-        """The machine has nothing left to do."""
-        self._end.reach(reason)
+    def _handle(self, output: Output) -> None:
+        match output:
+            case Shifts():
+                self.supervision.shifts_ready(output)
+            case ef.Fetch():
+                self.host.spawn(self._downloads.fetch(output.shard, output.peer), name=f"fetch {output.shard}")
+            case ef.BecameCurrent():
+                self._become_current()
+            case ef.Leave():
+                self._end.reach(output.reason)
+            case Defect():
+                self._crash(output.error)
+            case _:
+                self.supervision.tell(output)
 
-    def crashed(self, error: BaseException) -> None:
-        """A defect of ours."""
+    def _crash(self, error: BaseException) -> None:
+        """End at once for a defect of ours."""
         log.failure("defect", error)
-        self.supervision.wait_for_nobody()
-        self._end.cause = Ending(1, f"internal error: {error!r}; please report it with {self.options.folder}")
-        self.driver.close()
-        self.leave("internal error")
+        self.end_at_once(Ending(1, f"internal error: {error!r}; please report it with {self.options.folder}"))
 
-    def became_current(self) -> None:
+    def _become_current(self) -> None:
         """Every shard has a state."""
         self.metrics.write("current", step=self.machine.view.step)
         self.supervision.load()
@@ -280,41 +323,9 @@ class Peer:
             self.host.spawn(self._replace_incoming(), name="first checkpoint")
 
     async def _replace_incoming(self) -> None:
-        """What was downloaded is kept shard by shard until a checkpoint has it."""
-        if await self._saver.save(is_last=False):
+        """Write the first checkpoint, then remove what was downloaded: it is kept shard by shard until then."""
+        if await self.checkpoint_writer.save(is_last=False):
             await self._downloads.arrivals.clear()
-
-    def shifts_ready(self, shifts: Shifts) -> None:
-        """The learner has shifts to take."""
-        self.supervision.shifts_ready(shifts)
-
-    def tell_learner(self, effect: ef.ForLearner) -> None:
-        """Pass a command on to the learner."""
-        self.supervision.tell(effect)
-
-    def fetch(self, shard: ShardId, peer: PeerId) -> None:
-        """Download a shard's state."""
-        self.host.spawn(self._downloads.fetch(shard, peer), name=f"fetch {shard}")
-
-    def merged(self, base: msg.Head, contributors: int, result: MergeResult) -> None:
-        """Into the event log: how much learners have in common."""
-        cosine, shortened = result.accord
-        self.metrics.write(
-            "merge",
-            shard=base.shard,
-            version=base.version + 1,
-            contributors=contributors,
-            shortened=shortened,
-            length=float(f"{result.length:.4g}"),
-            cosine=None if cosine is None else round(cosine, 4),
-        )
-
-    def fault(self, peer: PeerId, what: str, reason: str) -> None:
-        """A peer broke the rules. All are counted; the log tells the first, the second, the fourth ..., so that nobody
-        can flood it."""
-        times = self.metrics.fault(peer, what)
-        if times.bit_count() == 1:
-            log.warning(f"malformed {what} dropped", peer=peer, reason=reason, times=times)
 
     def _learner_gave_up(self, status: int, reason: str) -> None:
         self._end.cause = Ending(status, reason)
@@ -324,9 +335,9 @@ class Peer:
 
     def connected(self, peer: PeerId, address: str, is_observer: bool, inbound: bool) -> None:
         """A connection stands; observers only ask."""
-        if not is_observer and not self.inspection.standing.observes(peer):
+        if not is_observer and not self.verifier.standing.observes(peer):
             self.driver.feed(ev.PeerConnected(peer))
-            self.inspection.standing.connected(peer)
+            self.verifier.standing.connected(peer)
 
     def disconnected(self, peer: PeerId, reason: str) -> None:
         """A connection is lost."""
@@ -338,20 +349,20 @@ class Peer:
         try:
             message = decode_message(body)
         except ValueError as error:
-            self.fault(peer, "message", str(error))
+            self.metrics.report_fault(peer, "message", str(error))
             self.host.links.blame(peer)
             return None
-        standing = self.inspection.standing
+        standing = self.verifier.standing
         match message:
             case msg.Contribution() if not standing.may_contribute(peer_of(message.contributor.learner)):
-                self.fault(peer, "contribution", "its giver's certificate is a follower's")
+                self.metrics.report_fault(peer, "contribution", "its giver's certificate is a follower's")
                 return None
             case msg.Heartbeat():
                 weight = min(message.weight, standing.most_weight(peer))
                 message = message if weight == message.weight else msgspec.structs.replace(message, weight=weight)
             case _:
                 pass
-        return self.inspection.received(peer, message, payload)
+        return self.verifier.receive(peer, message, payload)
 
     def admit(self, peer: PeerId, body: bytes, size: int) -> bool:
         """Whether a payload of this size may come with this message."""
@@ -363,7 +374,7 @@ class Peer:
             case msg.Contribution():
                 shard = message.shard
                 giver = peer_of(message.contributor.learner)
-                may_come = self.inspection.standing.may_contribute(giver) and self.machine.wants(peer, message)
+                may_come = self.verifier.standing.may_contribute(giver) and self.machine.wants(peer, message)
                 if size != message.payload_bytes or not may_come:
                     return False
             case msg.Commit():
@@ -376,4 +387,4 @@ class Peer:
 
     async def answer(self, peer: PeerId, body: bytes) -> Answer:
         """A request came."""
-        return await self._respondent.answer(peer, body)
+        return await self._request_handlers.answer(peer, body)

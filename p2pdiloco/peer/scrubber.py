@@ -14,10 +14,12 @@ from __future__ import annotations
 import asyncio
 
 from p2pdiloco.peer.driver import Driver
-from p2pdiloco.peer.host import within
+from p2pdiloco.peer.host import Host, within
 from p2pdiloco.peer.integrity import SpoiltStateError
+from p2pdiloco.peer.model_state import ModelState
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol.ids import ShardId
+from p2pdiloco.protocol.view import MachineView
 from p2pdiloco.util import logs
 
 SHARE = 0.05
@@ -29,16 +31,17 @@ PATIENCE_S = 60.0
 
 
 class Scrubber:
-    """Of one peer's global state."""
+    """Verifies one peer's global state, chunk by chunk."""
 
-    def __init__(self, driver: Driver) -> None:
+    def __init__(self, driver: Driver, state: ModelState, host: Host) -> None:
         self._driver = driver
-        self._host = driver.host
+        self._state = state
+        self._host = host
         self._began_at = self._host.now()
 
     async def keep(self) -> None:
         """Until cancelled."""
-        state = self._driver.state
+        state = self._state
         while True:
             took_s = 0.0
             for shard in range(len(state.layout.shards)):
@@ -50,11 +53,11 @@ class Scrubber:
                     await self._host.sleep(took_s / SHARE)
             if self._host.now() - self._began_at > AGAIN_S:
                 self._began_at = self._host.now()
-                self._driver.job(state.integrity.look_again, lambda _: None)
+                self._driver.submit(state.integrity.look_again, lambda _: None)
             await self._host.sleep(max(LOOK_S, took_s / SHARE))
 
     async def _is_whole(self, shard: ShardId, chunk: int) -> bool:
-        """Look at one chunk, after all earlier work."""
+        """Verify one chunk, after all earlier work."""
         looked: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
 
         def tell(is_whole: bool) -> None:
@@ -63,10 +66,10 @@ class Scrubber:
 
         def fail(error: Exception) -> None:
             if isinstance(error, SpoiltStateError):
-                self._driver.spoilt(error)
+                self._driver.report_corruption(error)
             tell(False)
 
-        self._driver.job(lambda: self._driver.state.verify(shard, chunk), lambda _: tell(True), fail, shard=shard)
+        self._driver.submit(lambda: self._state.verify(shard, chunk), lambda _: tell(True), fail, shard=shard)
         try:
             return await within(self._host, looked, PATIENCE_S)
         except TimeoutError:
@@ -90,28 +93,30 @@ ALONE_S = 45.0
 
 
 class CorruptShardPolicy:
-    """Of one peer."""
+    """Decides when one peer accepts a corrupted shard that nobody else can supply."""
 
-    def __init__(self, driver: Driver) -> None:
+    def __init__(self, driver: Driver, state: ModelState, view: MachineView, host: Host) -> None:
         self._driver = driver
-        self._host = driver.host
+        self._state = state
+        self._view = view
+        self._host = host
         self._alone_since: dict[ShardId, float] = {}
         """Of spoilt shards, since when there was nobody to be asked."""
 
     async def keep(self) -> None:
         """Until cancelled."""
         while True:
-            for piece in self._driver.state.layout.shards:
-                if not self._driver.state.integrity.is_spoilt(piece.shard):
+            for piece in self._state.layout.shards:
+                if not self._state.integrity.is_spoilt(piece.shard):
                     self._alone_since.pop(piece.shard, None)
-                elif self._driver.machine.view.is_given_up(piece.shard):
-                    self._given_up(piece.shard)
+                elif self._view.is_given_up(piece.shard):
+                    self._consider_accepting(piece.shard)
             await self._host.sleep(LOOK_S)
 
-    def _given_up(self, shard: ShardId) -> None:
-        driver, now, view = self._driver, self._host.now(), self._driver.machine.view
+    def _consider_accepting(self, shard: ShardId) -> None:
+        driver, now, view = self._driver, self._host.now(), self._view
         if view.live and self._alone_since.pop(shard, None) is not None:
             driver.feed(ev.Failed("state", shard, None, "somebody is here again who may have it"))
         elif view.live or not view.missing or now - self._alone_since.setdefault(shard, now) >= ALONE_S:
             log.error("own state is spoilt and nobody else has it: the run goes on with it", shard=shard)
-            driver.job(lambda: driver.state.accept(shard), lambda _: None, shard=shard)
+            driver.submit(lambda: self._state.accept(shard), lambda _: None, shard=shard)

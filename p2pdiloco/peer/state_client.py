@@ -38,12 +38,14 @@ from p2pdiloco.peer.driver import Driver
 from p2pdiloco.peer.host import Disk, Host, replace, sweep
 from p2pdiloco.peer.message_verifier import MessageVerifier
 from p2pdiloco.peer.metrics import Metrics
+from p2pdiloco.peer.model_state import ModelState
+from p2pdiloco.peer.payload_cache import PayloadCache
 from p2pdiloco.peer.signatures import UnknownMemberError
 from p2pdiloco.peer.state_proof import ancestors, checked_offer, is_listed, owner_of
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol.ids import Digest, PeerId, ShardId, digest_of
 from p2pdiloco.protocol.manifest import Layout, Manifest
-from p2pdiloco.protocol.messages import commit_id
+from p2pdiloco.protocol.view import MachineView
 from p2pdiloco.util import logs
 from p2pdiloco.util.files import LOCAL
 from p2pdiloco.util.logs import bottom_line
@@ -397,24 +399,31 @@ class StateClient:
         manifest: Manifest,
         layout: Layout,
         driver: Driver,
-        inspection: MessageVerifier,
+        view: MachineView,
+        state: ModelState,
+        payload_cache: PayloadCache,
+        verifier: MessageVerifier,
         arrivals: PartialDownloads,
-        fault: Callable[[PeerId, str, str], None],
+        host: Host,
+        metrics: Metrics,
     ) -> None:
         self._manifest = manifest
         self._layout = layout
         self._driver = driver
-        self._inspection = inspection
-        self._host = driver.host
+        self._view = view
+        self._state = state
+        self._payload_cache = payload_cache
+        self._verifier = verifier
         self.arrivals = arrivals
-        self._fault = fault
+        self._host = host
+        self._metrics = metrics
         self._plan = ChunkPlan()
         self._downloads: dict[ShardId, _Download] = {}
         self._ahead: dict[ShardId, asyncio.Future[Fetched]] = {}
         """Begun before the machine asked."""
         self._asking: dict[Ask, asyncio.Task[None]] = {}
         self._looking: asyncio.Task[None] | None = None
-        self._distrust = DonorBlocklist(driver.host.now)
+        self._distrust = DonorBlocklist(host.now)
         self._seen: set[PeerId] = set()
         """Who was live when it was looked last."""
 
@@ -432,16 +441,12 @@ class StateClient:
 
         def staged(_: None) -> None:
             if offer.proof.header is not None:
-                proofs = self._driver.payload_cache.shelves[shard].proofs
-                proofs[state.head.id] = (offer.proof.header, offer.proof.signature)
-                proofs.update(
-                    (commit_id(earlier.header), (earlier.header, earlier.signature)) for earlier in offer.lineage
-                )
+                self._payload_cache.keep_proof(offer.proof.header, offer.proof.signature)
+                for earlier in offer.lineage:
+                    self._payload_cache.keep_proof(earlier.header, earlier.signature)
             self._driver.feed(ev.Fetched(peer, state, ancestors(offer.proof, offer.lineage), owner_of(offer.proof)))
 
-        self._driver.job(
-            lambda: self._driver.state.stage(shard, state.head.id, chunks, offer.digests), staged, shard=shard
-        )
+        self._driver.submit(lambda: self._state.stage(shard, state.head.id, chunks, offer.digests), staged, shard=shard)
 
     async def _begun(self, shard: ShardId) -> Fetched | None:
         """What was begun before the machine asked; None if it was not, or failed."""
@@ -459,9 +464,9 @@ class StateClient:
 
     def _run_ahead(self) -> None:
         """Begin what the machine will ask for next."""
-        view = self._driver.machine.view
+        view = self._view
         self._ahead = {shard: future for shard, future in self._ahead.items() if view.head(shard) is None}
-        width = self._driver.state.form.width
+        width = self._state.form.width
         room = AHEAD_BYTES - width * sum(self._layout.shards[shard].elements for shard in self._ahead)
         for shard in view.unfetched():
             if shard in self._ahead:
@@ -504,12 +509,12 @@ class StateClient:
             raise
         head = offer.proof.state.head
         for commit in offer.lineage:
-            self._driver.payload_cache.compare(commit.header, commit.signature)
+            self._payload_cache.compare(commit.header, commit.signature)
         if offer.proof.header is not None:
-            self._driver.payload_cache.compare(offer.proof.header, offer.proof.signature)
-        self._inspection.tell_contradictions()
+            self._payload_cache.compare(offer.proof.header, offer.proof.signature)
+        self._verifier.report_contradictions()
         self._driver.feed(ev.StateOffered(peer, head, ancestors(offer.proof, offer.lineage), owner_of(offer.proof)))
-        if problem := self._driver.machine.view.refusal(head):
+        if problem := self._view.refusal(head):
             raise RequestError(problem)
         return offer
 
@@ -517,18 +522,18 @@ class StateClient:
         """As ``checked_offer``; of members that are not known here ``peer`` is asked first."""
 
         def check() -> StateOffer:
-            return checked_offer(self._manifest, self._layout, shard, body, self._inspection.standing)
+            return checked_offer(self._manifest, self._layout, shard, body, self._verifier.standing)
 
         try:
             return await self._host.work("checks", check)
         except UnknownMemberError:
-            await self._inspection.ask_for_members(peer)
+            await self._verifier.ask_for_members(peer)
         return await self._host.work("checks", check)
 
     async def _download(self, shard: ShardId, peer: PeerId, offer: StateOffer) -> Sequence[memoryview]:
         if shard in self._downloads:  # the machine fetches a shard once at a time
             raise RequestError("it is being fetched already")
-        sizes = self._driver.state.form.chunk_sizes(self._layout.shards[shard].elements)
+        sizes = self._state.form.chunk_sizes(self._layout.shards[shard].elements)
         download = self._downloads[shard] = _Download(offer, sizes)
         self._plan.begin(shard, download.sizes, peer)
         self._plan.add(peer)
@@ -554,17 +559,17 @@ class StateClient:
 
     def _find_donors(self) -> None:
         """Who may have what we want, besides those who offered it: the same few for as long as they live."""
-        view = self._driver.machine.view
+        view = self._view
         for peer in self._seen.difference(view.live):
             self._cancel(self._plan.drop(peer))
         self._seen = set(view.live)
         able = [peer for peer in view.marks() if not self._distrust.of(peer)]
-        mine = self._driver.identity.peer_id
+        mine = self._view.me
         for peer in sorted(able, key=lambda peer: digest_of(f"{mine}/{peer}".encode()))[:DONORS_MOST]:
             self._plan.add(peer)
 
     def _ask_more(self) -> None:
-        is_ending = self._ahead.keys() >= set(self._driver.machine.view.unfetched())
+        is_ending = self._ahead.keys() >= set(self._view.unfetched())
         for ask in self._plan.next(self._host.now(), is_ending=is_ending):
             asking = self._ask(ask, self._downloads[ask.piece.shard])
             self._asking[ask] = self._host.spawn(asking, name=f"fetch {ask.piece}")
@@ -610,7 +615,7 @@ class StateClient:
             self._cancel(self._plan.drop(ask.donor))
 
     def _is_listed(self, offer: StateOffer, chunk: int, data: memoryview) -> asyncio.Future[bool]:
-        return self._host.work("checks", lambda: is_listed(offer, chunk, data, self._driver.state.form))
+        return self._host.work("checks", lambda: is_listed(offer, chunk, data, self._state.form))
 
     def _arrived(self, ask: Ask, download: _Download, data: memoryview) -> None:
         self._cancel([other for other in self._plan.arrived(ask, self._host.now()) if other != ask])
@@ -628,7 +633,7 @@ class StateClient:
         """It lies, or its memory does."""
         self._distrust.wrong(peer, chunk)
         self._cancel(self._plan.drop(peer))
-        self._fault(peer, "state", reason)
+        self._metrics.report_fault(peer, "state", reason)
 
     def _cancel(self, asks: Sequence[Ask]) -> None:
         for ask in asks:

@@ -16,13 +16,15 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
+from p2pdiloco.codec.digests import StateForm
 from p2pdiloco.net.abuse_limits import RequestRateLimit
-from p2pdiloco.peer.checkpoint_writer import CopyError, copied
-from p2pdiloco.peer.driver import Driver
+from p2pdiloco.peer.driver import CopyError, Driver
+from p2pdiloco.peer.host import Host
+from p2pdiloco.peer.payload_cache import PayloadCache
 from p2pdiloco.peer.signatures import Standing
-from p2pdiloco.peer.state_proof import lineage_of
 from p2pdiloco.protocol.ids import Digest, PeerId, ShardId
 from p2pdiloco.protocol.manifest import Layout, Manifest
+from p2pdiloco.protocol.view import MachineView
 from p2pdiloco.wire.buffer_pool import Blocks
 from p2pdiloco.wire.control_messages import (
     GetChunk,
@@ -32,7 +34,6 @@ from p2pdiloco.wire.control_messages import (
     GetStatus,
     PeerStatus,
     StateOffer,
-    StateProof,
     TellStatements,
     decode_request,
     encode,
@@ -56,13 +57,17 @@ class _Copy(NamedTuple):
 
 
 class StateServer:
-    """State transfers from one node. ``proof`` tells the machine's state of a shard with its proof."""
+    """Serves the states of one peer's shards."""
 
-    def __init__(self, layout: Layout, driver: Driver, proof: Callable[[ShardId], StateProof]) -> None:
+    def __init__(
+        self, layout: Layout, driver: Driver, view: MachineView, form: StateForm, cache: PayloadCache, host: Host
+    ) -> None:
         self._layout = layout
         self._driver = driver
-        self._proof = proof
-        self._form = driver.state.form
+        self._view = view
+        self._form = form
+        self._payload_cache = cache
+        self._host = host
         largest = self._form.width * max(shard.elements for shard in layout.shards)
         self._room = max(COPIES_LEAST_BYTES, COPIES_LEAST * largest)
         self._blocks = Blocks(limit_bytes=self._room)
@@ -80,7 +85,7 @@ class StateServer:
         Raises:
             RequestRefused: it is not here, or just changing.
         """
-        head = self._driver.machine.view.head(shard)
+        head = self._view.head(shard)
         if head is None:
             raise RequestRefused(f"shard {shard} is not here")
         found = self._find(shard, head.id) or await self._copied(shard)
@@ -110,11 +115,11 @@ class StateServer:
         found = self._copies.get((shard, head))
         if found is not None:
             self._copies.move_to_end((shard, head))
-            self._used_at[shard, head] = self._driver.host.now()
+            self._used_at[shard, head] = self._host.now()
         return found
 
     def _drop_unused(self) -> None:
-        now, held = self._driver.host.now(), sum(len(copy.data) for copy in self._copies.values())
+        now, held = self._host.now(), sum(len(copy.data) for copy in self._copies.values())
         for key, copy in list(self._copies.items()):
             if held <= self._room and now - self._used_at[key] <= KEEP_S:
                 return
@@ -145,21 +150,17 @@ class StateServer:
         data = self._blocks.take(self._form.width * self._layout.shards[shard].elements)
 
         def prove(head: Digest, listed: bytes) -> StateOffer | None:
-            proof = self._proof(shard)
+            proof = self._payload_cache.proof_of(self._view.state(shard))
             if proof.state.head.id != head:
                 return None
-            ancestry, proofs = (
-                self._driver.machine.view.ancestry(shard),
-                self._driver.payload_cache.shelves[shard].proofs,
-            )
-            return StateOffer(proof, listed, lineage_of(proofs.get(commit) for commit in reversed(ancestry)))
+            return StateOffer(proof, listed, self._payload_cache.lineage(shard, self._view.ancestry(shard)))
 
         offer = await self._copy(shard, data, None, prove)
         if offer is None:
             raise RequestRefused(f"shard {shard} is just changing, ask again")
         key, copy = (shard, offer.proof.state.head.id), _Copy(offer, data)
         self._copies[key] = copy
-        self._used_at[key] = self._driver.host.now()
+        self._used_at[key] = self._host.now()
         self._drop_unused()
         self._look_later()
         return copy
@@ -168,8 +169,7 @@ class StateServer:
         """Whether copies are still used."""
         if not self._is_looking:
             self._is_looking = True
-            host = self._driver.host
-            host.call_at(host.now() + KEEP_S, self._look)
+            self._host.call_at(self._host.now() + KEEP_S, self._look)
 
     def _look(self) -> None:
         self._is_looking = False
@@ -183,7 +183,7 @@ class StateServer:
         self, shard: ShardId, data: memoryview, chunks: range | None, then: Callable[[Digest, bytes], T]
     ) -> T:
         try:
-            return await copied(self._driver, shard, data, then, chunks=chunks)
+            return await self._driver.copy_shard(shard, data, then, chunks=chunks)
         except CopyError as error:
             raise RequestRefused(str(error)) from None
 
@@ -214,10 +214,16 @@ class RequestHandlers:
     """Answers of one node."""
 
     def __init__(
-        self, manifest: Manifest, driver: Driver, status: Callable[[], PeerStatus], standing: Standing
+        self,
+        manifest: Manifest,
+        state_server: StateServer,
+        host: Host,
+        status: Callable[[], PeerStatus],
+        standing: Standing,
     ) -> None:
         self._manifest = manifest
-        self._driver = driver
+        self._state_server = state_server
+        self._host = host
         self._status = status
         self._standing = standing
         self._turns = asyncio.Lock()
@@ -226,7 +232,6 @@ class RequestHandlers:
         self._offers = RequestRateLimit(
             at_once=OFFERS + OFFERS_OF_SHARD * shards, per_s=OFFERS_PER_S + OFFERS_OF_SHARD_PER_S * shards
         )
-        self._donor = StateServer(Layout.of(manifest), driver, self.proof)
 
     async def answer(self, peer: PeerId, body: bytes) -> Answer:
         """The answer to a request of ``peer``.
@@ -240,7 +245,7 @@ class RequestHandlers:
             raise RequestRefused(f"malformed request: {error}") from error
         match request:
             case GetManifest():
-                if not self._manifests.take(peer, self._driver.host.now()):
+                if not self._manifests.take(peer, self._host.now()):
                     raise RequestRefused("you have the manifest: ask again in some seconds")
                 return Answer(b"", self._manifest.encode())
             case GetStatus():
@@ -248,14 +253,14 @@ class RequestHandlers:
             case GetStatements() | TellStatements():
                 return await self._standing.answer(peer, request)
             case GetState(shard=shard):
-                if not self._offers.take(peer, self._driver.host.now()):
+                if not self._offers.take(peer, self._host.now()):
                     raise RequestRefused("you were offered states lately: ask again in some seconds")
-                return Answer(encode(await self._donor.offer(shard)))
+                return Answer(encode(await self._state_server.offer(shard)))
             case GetChunk():
-                if self._driver.host.links.queued_bytes(peer) > QUEUED_MOST_BYTES:
+                if self._host.links.queued_bytes(peer) > QUEUED_MOST_BYTES:
                     raise RequestRefused("busy: too much waits to be sent to you")
                 await self._own_traffic_first()
-                data = await self._donor.chunk(request.shard, request.head, request.chunk)
+                data = await self._state_server.chunk(request.shard, request.head, request.chunk)
                 return Answer(b"", data, STATE_PRIORITY)
 
     async def _own_traffic_first(self) -> None:
@@ -265,16 +270,10 @@ class RequestHandlers:
             for _ in range(round(YIELD_MOST_S / YIELD_S)):
                 if self._waiting_bytes() <= self._little_bytes():
                     return
-                await self._driver.host.sleep(YIELD_S)
+                await self._host.sleep(YIELD_S)
 
     def _waiting_bytes(self) -> int:
-        return sum(map(self._driver.host.links.queued_bytes, self._driver.host.links.peers()))
+        return sum(map(self._host.links.queued_bytes, self._host.links.peers()))
 
     def _little_bytes(self) -> float:
-        return max(LITTLE_BYTES, LITTLE_S * (self._driver.host.links.up_bytes_per_s or 2 * LITTLE_BYTES / LITTLE_S))
-
-    def proof(self, shard: ShardId) -> StateProof:
-        """The machine's state of a shard, with the commit that its owner signed."""
-        state = self._driver.machine.view.state(shard)
-        header, signature = self._driver.payload_cache.shelves[state.head.shard].proofs.get(state.head.id, (None, b""))
-        return StateProof(state, header, signature)
+        return max(LITTLE_BYTES, LITTLE_S * (self._host.links.up_bytes_per_s or 2 * LITTLE_BYTES / LITTLE_S))

@@ -145,7 +145,7 @@ def test_what_a_peer_brings_is_not_kept_beside_the_state(tmp_path: Path) -> None
 def lie_about_chunks(donor: Node) -> None:
     """Whatever chunk it is asked for, it sends another. (What it *has* it would find spoilt itself, and hand out none
     of it.)"""
-    copies = donor.peer._respondent._donor
+    copies = donor.peer.state_server
     honest = copies.chunk
 
     async def chunk(shard: ShardId, head: Digest, chunk: int) -> memoryview:

@@ -182,7 +182,7 @@ class Checks:
 
     def proof(self, peer: Peer, shard: ShardId, head: Digest) -> tuple[CommitHeader | None, bytes]:
         """A commit with its owner's signature, as this peer has it."""
-        return peer.driver.payload_cache.shelves[shard].proofs.get(head, (None, b""))
+        return peer.driver.payload_cache.shards[shard].proofs.get(head, (None, b""))
 
     def is_proved(self, peer: Peer, shard: ShardId, head: Digest) -> None:
         """What a peer shows of its head, to newcomers and in its checkpoints, bears the owner's signature."""
@@ -194,7 +194,7 @@ class Checks:
     def _committed(self, peer: Peer, shard: ShardId, head: Digest, header: CommitHeader) -> Value | None:
         """A commit that nobody has applied before."""
         parent = self.values.get((shard, header.parent))
-        held = peer.driver.payload_cache.shelves[header.shard].payloads.get(header.payload)
+        held = peer.driver.payload_cache.shards[header.shard].payloads.get(header.payload)
         payload = None if held is None else self._bytes_of(peer, held)
         is_lost = parent is not None and held is not None and payload is None
         if is_lost or (parent is None and (shard, header.parent) in self._unread):
@@ -265,7 +265,7 @@ class Checks:
         self.counted["contributions"] += 1
         contribution: Contribution = pending.contribution
         c, shard = contribution.contributor, event.shard
-        payload = self._bytes_of(peer, peer.driver.payload_cache.shelves[shard].payloads[contribution.payload])
+        payload = self._bytes_of(peer, peer.driver.payload_cache.shards[shard].payloads[contribution.payload])
         if payload is None:  # it was made before, and the disk has lost it
             return
         vector = self.decoded(shard, payload)

@@ -220,9 +220,7 @@ def forget(world: World, fault: Fault) -> bool:
         next_one = msgspec.structs.replace(fault, seconds=min(fault.seconds, CUT_MOST_S) - after_s)
         world.at(world.now + after_s, lambda: world.hosts.get(fault.peer) is host and forget(world, next_one))
     held = [
-        (shelf.payloads, digest)
-        for shelf in host.peer.driver.payload_cache.shelves
-        for digest in sorted(shelf.payloads)
+        (shelf.payloads, digest) for shelf in host.peer.driver.payload_cache.shards for digest in sorted(shelf.payloads)
     ]
     for payloads, digest in held:
         if world.random.random() < 0.5:

@@ -200,7 +200,7 @@ class Durability:
         life = self._lives.get(peer.config.peer)
         if life is None or life.heads[shard] == head.id:
             return
-        for held in peer.driver.payload_cache.shelves[shard].payloads.values():
+        for held in peer.driver.payload_cache.shards[shard].payloads.values():
             life.kept.setdefault(held, self._world.now)
         before, life.heads[shard] = life.heads[shard], head.id
         if before is None or before != parent:
@@ -302,7 +302,7 @@ class Durability:
         long_ago = self._world.now - UNNEEDED_S
         if name in checks.spoilt:
             return  # it may be on a fork of its own, where what comes waits for a head that it never reaches (M2b)
-        for merged, shelf in zip(self._merged, peer.driver.payload_cache.shelves, strict=True):
+        for merged, shelf in zip(self._merged, peer.driver.payload_cache.shards, strict=True):
             for digest in sorted(shelf.payloads.keys() - self._commits):
                 givers, at = merged.get(digest, ({name}, 0.0))
                 here_since = life.kept.get(shelf.payloads[digest], self._world.now)  # the very same may come again
@@ -311,7 +311,7 @@ class Durability:
                     return
         held = [
             held
-            for shelf in peer.driver.payload_cache.shelves
+            for shelf in peer.driver.payload_cache.shards
             for held in shelf.payloads.values()
             if held.path is not None
         ]

@@ -382,7 +382,7 @@ def test_after_a_fetched_state_the_next_checkpoint_comes_sooner(tmp_path: Path) 
             ann = await stage.found(write_bytes_per_day=budget_of(stage, 30000.0))
             await stage.wait(1.0)
             await stage.train(ann, *[1.0] * 4)
-            for shelf in ann.driver.payload_cache.shelves[:1]:
+            for shelf in ann.driver.payload_cache.shards[:1]:
                 shelf.payloads.clear()
             await stage.wait(11.0)
             assert sorted(versions_in(tmp_path / "ann")) == [0, 1]
@@ -477,7 +477,7 @@ def test_who_comes_back_from_a_checkpoint_goes_on_with_the_same_bits(tmp_path: P
                 led = tuple(again.peer.machine.view.ancestry(shard))
                 assert led
                 assert led == tuple(bob.peer.machine.view.ancestry(shard))
-                assert set(led[1:]) <= set(again.peer.driver.payload_cache.shelves[shard].proofs)
+                assert set(led[1:]) <= set(again.peer.driver.payload_cache.shards[shard].proofs)
             await stage.ready(again)
             await stage.wait(3.0)
             await stage.train(again, *[1.0] * 8)

@@ -213,7 +213,7 @@ def test_a_learner_whose_merged_payload_is_gone_takes_the_global_parameters(tmp_
                 for effect in effects:
                     if isinstance(effect, ef.Apply) and effect.settled:
                         resets.append(effect.is_reset)
-                        del bob.driver.payload_cache.shelves[effect.header.shard].payloads[effect.settled[0]]
+                        del bob.driver.payload_cache.shards[effect.header.shard].payloads[effect.settled[0]]
 
             bob.before = forget
             for _ in range(2):
@@ -240,7 +240,7 @@ def test_a_merge_whose_payload_is_gone_fails(tmp_path: Path) -> None:
             def forget(event: ev.Event, effects: list[ef.Effect]) -> None:
                 is_first = not any(isinstance(event, ev.Failed) for event in ann.events)
                 if is_first and any(isinstance(effect, ef.Merge) for effect in effects):
-                    for shelf in ann.driver.payload_cache.shelves:
+                    for shelf in ann.driver.payload_cache.shards:
                         shelf.payloads.clear()
 
             ann.before = forget
@@ -299,12 +299,12 @@ def test_many_shards_are_swept_a_few_at_a_time() -> None:
         def commits(self, shard: ShardId) -> set[Digest]:
             return set()
 
-    for shelf in payload_cache.shelves:
+    for shelf in payload_cache.shards:
         shelf.put(Digest("unknown"), b"left over")
     for call in range(1, 5):
         payload_cache.sweep(Needless(), 100.0 * call)  # type: ignore[arg-type]
         assert len(asked) <= SWEPT_AT_ONCE * call
-    assert not any(shelf.payloads for shelf in payload_cache.shelves)
+    assert not any(shelf.payloads for shelf in payload_cache.shards)
 
 
 def test_payloads_that_nobody_needs_are_dropped(tmp_path: Path) -> None:
@@ -312,10 +312,10 @@ def test_payloads_that_nobody_needs_are_dropped(tmp_path: Path) -> None:
         async with Stage(tmp_path) as stage:
             ann = await stage.found()
             await stage.train(ann, *[1.0] * 8)
-            for shelf in ann.driver.payload_cache.shelves:
+            for shelf in ann.driver.payload_cache.shards:
                 shelf.put(Digest("unknown"), b"left over")
             await stage.wait(2 * SWEEP_S)
-            for shard, shelf in enumerate(ann.driver.payload_cache.shelves):
+            for shard, shelf in enumerate(ann.driver.payload_cache.shards):
                 log = ann.machine.core.chains[shard].log
                 assert len(log) == 2
                 assert set(shelf.payloads) == ann.machine.payloads(ShardId(shard))

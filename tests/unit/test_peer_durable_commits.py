@@ -87,11 +87,11 @@ def test_what_checkpoints_hold_is_removed(tmp_path: Path) -> None:
             ann = await stage.found(keep_checkpoints=2)
             await stage.train(ann, 1.0, 1.0, 1.0, 1.0)
             first = files(ann)
-            assert await ann.peer._saver.save(is_last=False)
+            assert await ann.peer.checkpoint_writer.save(is_last=False)
             await stage.settle()
             assert files(ann) == first
             await stage.train(ann, 1.0, 1.0)
-            assert await ann.peer._saver.save(is_last=False)
+            assert await ann.peer.checkpoint_writer.save(is_last=False)
             await stage.settle()
             assert len(files(ann)) == 1
             assert not set(files(ann)) & set(first)
@@ -103,7 +103,7 @@ def test_what_is_kept_is_bounded(tmp_path: Path) -> None:
     async def story() -> None:
         async with Stage(tmp_path) as stage:
             ann = await stage.found()
-            ann.driver.own._most_bytes = 1
+            ann.driver.own_commits._most_bytes = 1
             await stage.train(ann, *[1.0] * 8)
             assert sum(ann.versions) > 3
             assert len(files(ann)) == 1
@@ -211,7 +211,7 @@ def test_a_restart_forgets_no_ban_that_is_running(tmp_path: Path) -> None:
                 bob = await stage.add("bob", genesis(stage.manifest), has_learner=False, weight=0.0)
                 assert bob.machine.view.barred == barred
             (bob.peer.options.folder / FOLDER / BARRED).write_bytes(b"nonsense")
-            assert bob.driver.own.load_convictions().proofs == ()
+            assert bob.driver.own_commits.load_convictions().proofs == ()
 
     act(story)
 

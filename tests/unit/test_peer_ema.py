@@ -34,8 +34,8 @@ def expected(seen: Iterator[Tensor]) -> Tensor:
 
 
 def of(member: Member) -> RunningAverage:
-    assert member.driver.average is not None
-    return member.driver.average
+    assert member.peer.average is not None
+    return member.peer.average
 
 
 def test_looks_count_by_the_part_of_the_run_that_they_are_of() -> None:
@@ -63,7 +63,7 @@ def test_a_follower_averages_every_version_that_it_takes(tmp_path: Path) -> None
             assert torch.allclose(of(bob).theta, expected(iter(seen)))
             assert not torch.equal(of(bob).theta, bob.state.theta)
             assert torch.equal(bob.state.theta, ann.state.theta)
-            assert ann.driver.average is None
+            assert ann.peer.average is None
 
     act(story)
 

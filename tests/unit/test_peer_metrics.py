@@ -79,7 +79,9 @@ def test_totals_go_on_over_the_lives_of_learners(tmp_path: Path) -> None:
 
 def test_faults_are_counted_by_kind(tmp_path: Path) -> None:
     with Metrics(tmp_path / "metrics.jsonl") as metrics:
-        assert [metrics.fault("12D3KooW", kind) for kind in ("payload", "payload", "commit")] == [1, 2, 1]
+        for kind in ("payload", "payload", "commit"):
+            metrics.report_fault("12D3KooW", kind, "its digest does not match")
+        assert metrics.faults == {"payload": 2, "commit": 1}
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [(line["event"], line["what"]) for line in lines] == [
         ("fault", "payload"),

@@ -21,7 +21,7 @@ from p2pdiloco.util.files import LOCAL, SECTOR_BYTES, LocalDisk
 
 
 def held_by(member: Member) -> list[Held]:
-    return [held for shelf in member.driver.payload_cache.shelves for held in shelf.payloads.values()]
+    return [held for shelf in member.driver.payload_cache.shards for held in shelf.payloads.values()]
 
 
 def file_of(member: Member) -> Path:
@@ -62,7 +62,7 @@ def test_all_but_the_newest_are_in_a_file_whose_places_are_used_again(tmp_path: 
             assert all(one.data is None for one in held), "half a byte a parameter holds none of these"
             assert {one.path for one in held} == {file_of(ann)}
             assert are_apart(held)
-            for shard, shelf in enumerate(ann.driver.payload_cache.shelves):
+            for shard, shelf in enumerate(ann.driver.payload_cache.shards):
                 assert set(shelf.payloads) == ann.machine.payloads(ShardId(shard))
                 assert all(digest_of(one.read(LOCAL)) == one.digest for one in shelf.payloads.values())
             held.clear()  # who holds a payload keeps its place
@@ -84,7 +84,7 @@ def test_the_newest_stay_in_memory_as_far_as_they_fit(tmp_path: Path) -> None:
             await stage.train(ann, *map(float, range(1, 17)))
             await rested(stage)
             assert not file_of(ann).exists()
-            shelf = ann.driver.payload_cache.shelves[0]
+            shelf = ann.driver.payload_cache.shards[0]
             newest = list(shelf.payloads.values())[-2:]
             beyond = shelf.beyond(sum(map(len, newest)))
             assert beyond
@@ -109,7 +109,7 @@ def test_what_is_still_to_be_merged_stays_in_memory(tmp_path: Path) -> None:
             assert pending
             for shard, one in pending.items():
                 for member in (ann, bob):
-                    held = member.driver.payload_cache.shelves[shard].payloads[one.contribution.payload]
+                    held = member.driver.payload_cache.shards[shard].payloads[one.contribution.payload]
                     assert held.data is not None, member.id
 
     act(story)
@@ -121,7 +121,7 @@ def test_what_comes_again_is_in_memory_again(tmp_path: Path) -> None:
     async def story() -> None:
         async with Stage(tmp_path) as stage:
             ann = await stage.found(payload_memory_bytes=0)
-            store, shelf, digest = ann.driver.store, ann.driver.payload_cache.shelves[0], digest_of(b"payload")
+            store, shelf, digest = ann.driver.store, ann.driver.payload_cache.shards[0], digest_of(b"payload")
             shelf.put(digest, b"payload")
             held = shelf.payloads[digest]
             store.spill(held)
@@ -197,7 +197,7 @@ def test_a_learner_whose_contribution_is_lost_takes_the_global_parameters(tmp_pa
             def lose(event: ev.Event, effects: list[ef.Effect]) -> None:
                 for effect in effects:
                     if isinstance(effect, ef.Apply) and effect.settled:
-                        payloads = bob.driver.payload_cache.shelves[effect.header.shard].payloads
+                        payloads = bob.driver.payload_cache.shards[effect.header.shard].payloads
                         held = payloads[effect.settled[0]]
                         lost.append(held)
                         if how == "no room":
@@ -273,7 +273,7 @@ def test_no_more_is_written_than_a_day_allows(tmp_path: Path) -> None:
                 "what an hour allows, and the one that went beyond"
             )
             ledgers = ann.machine.contributions.ledgers
-            for shard, shelf in enumerate(ann.driver.payload_cache.shelves):
+            for shard, shelf in enumerate(ann.driver.payload_cache.shards):
                 edges, window = (
                     ledgers[shard].edges,
                     ann.driver.store.window_bytes(ann.state.layout.shards[shard].elements, 0.0),

@@ -35,7 +35,7 @@ def test_a_weight_counts_for_what_the_certificate_says(tmp_path: Path) -> None:
     async def story() -> None:
         async with Stage(tmp_path) as stage:
             ann = await stage.found(has_learner=False)
-            ann.peer.inspection.standing = Follower()
+            ann.peer.verifier.standing = Follower()
             bob = await stage.add("bob", genesis(stage.manifest), weight=9.0)
             await stage.wait(3.0)
             beat = ann.machine.core.membership.peers[bob.id].beat
@@ -53,11 +53,11 @@ def test_what_a_follower_contributes_is_not_taken(tmp_path: Path) -> None:
             stage.catch = lambda sender, to, message: isinstance(message, msg.Contribution)
             await stage.train(bob, 1.0, 1.0)
             caught = stage.caught[0]
-            ann.peer.inspection.standing = Follower()
+            ann.peer.verifier.standing = Follower()
             assert not ann.peer.admit(bob.id, encode(caught.message), len(caught.payload))
             await stage.deliver(ann, bob.id, caught.message, caught.payload)
             assert (ann.faults(), ann.versions) == ({"contribution": 1}, [0, 0])
-            ann.peer.inspection.standing = Everybody()
+            ann.peer.verifier.standing = Everybody()
             assert ann.peer.admit(bob.id, encode(caught.message), len(caught.payload))
 
     act(story)
@@ -85,7 +85,7 @@ def test_a_commit_waits_until_its_sender_was_asked_whom_it_names(tmp_path: Path,
         async with Stage(tmp_path) as stage:
             ann = await stage.found()
             bob = await stage.beside(has_learner=False)
-            bob.driver.payload_cache._register = bob.peer.inspection.standing = newcomer = Newcomer(told=is_told)
+            bob.driver.payload_cache._register = bob.peer.verifier.standing = newcomer = Newcomer(told=is_told)
             await stage.train(ann, 1.0, 1.0)
             assert newcomer.asked == [ann.id]
             assert bob.versions == ([0, 1] if is_told else [0, 0])
@@ -132,11 +132,11 @@ def test_who_observes_is_no_peer(tmp_path: Path) -> None:
     async def story() -> None:
         async with Stage(tmp_path) as stage:
             ann = await stage.found(has_learner=False)
-            ann.peer.inspection.standing = Observer()
+            ann.peer.verifier.standing = Observer()
             ann.peer.connected(PeerId("eve"), "/ip4/10.0.0.1/tcp/1", False, True)
             await stage.settle()
             assert PeerId("eve") not in ann.machine.core.membership.peers
-            ann.peer.inspection.standing = Everybody()
+            ann.peer.verifier.standing = Everybody()
             ann.peer.connected(PeerId("eve"), "/ip4/10.0.0.1/tcp/1", False, True)
             await stage.settle()
             assert PeerId("eve") in ann.machine.core.membership.peers

@@ -86,7 +86,7 @@ def test_a_chunk_that_is_not_what_was_signed_is_taken_from_another(tmp_path: Pat
             assert cid.faults() == {"state": len(lies)}
             assert len(lies) <= 2, "what was asked before the first lie was seen"
             asked = cid.asked[bob.id]
-            cid.peer.fetch(ShardId(0), bob.id)
+            cid.host.spawn(cid.peer._downloads.fetch(ShardId(0), bob.id), name="fetch")
             await stage.settle()
             assert cid.asked[bob.id] == asked
             refused = [event for event in cid.events if isinstance(event, ev.Failed) and event.peer == bob.id]
@@ -145,7 +145,7 @@ def test_an_offer_that_does_not_prove_itself_is_a_lie(tmp_path: Path) -> None:
     async def story() -> None:
         async with Stage(tmp_path, fragments=12) as stage:
             ann, bob = await two_donors(stage, steps=24)
-            for shelf in bob.driver.payload_cache.shelves:
+            for shelf in bob.driver.payload_cache.shards:
                 shelf.proofs.clear()  # its offers have no signature any more
             cid = await stage.add("cid", has_learner=False)
             await stage.wait(20.0)
@@ -213,7 +213,7 @@ def test_what_was_asked_of_two_is_not_waited_for_when_one_gave_it(tmp_path: Path
                 await asyncio.get_running_loop().create_future()
                 raise AssertionError
 
-            bob.peer._respondent._donor.chunk = never  # type: ignore[method-assign,assignment]
+            bob.peer.state_server.chunk = never  # type: ignore[method-assign,assignment]
             cid = await stage.add("cid", has_learner=False)
             await stage.wait(40.0)
             assert has_all_of(cid, ann)
@@ -398,7 +398,7 @@ def forge(eve: Member, key: Identity, shard: ShardId, run: RunId) -> Digest:
     assert chain.head is not None
     eve.machine.core.heads_mark ^= int(chain.head.id[:15], 16) ^ int(head.id[:15], 16)
     chain.replace(ev.ShardState(head, header.step, marks, trained))
-    eve.driver.payload_cache.shelves[shard].proofs[head.id] = (header, key.sign(messages.signed_commit_bytes(head.id)))
+    eve.driver.payload_cache.shards[shard].proofs[head.id] = (header, key.sign(messages.signed_commit_bytes(head.id)))
     eve.state.heads[shard] = head.id
     eve.state.integrity.begin(shard, listed)
     return head.id

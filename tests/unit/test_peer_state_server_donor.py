@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from troupe import Member, Stage, act
 
-from p2pdiloco.peer import checkpoint_writer, state_server
+from p2pdiloco.peer import driver, state_server
 from p2pdiloco.protocol.ids import PeerId, ShardId
 from p2pdiloco.wire.control_messages import GetChunk, GetState, StateOffer, decode_as, encode
 from p2pdiloco.wire.request_reply import Answer, RequestRefused
@@ -138,7 +138,7 @@ def test_copies_that_nobody_asks_for_any_more_leave_no_memory(tmp_path: Path) ->
     async def story() -> None:
         async with Stage(tmp_path) as stage:
             ann = await stage.found()
-            donor_of = ann.peer._respondent._donor
+            donor_of = ann.peer.state_server
             await offer_of(ann, 0)
             room = weakref.ref(donor_of._blocks)
             await stage.wait(state_server.KEEP_S * 0.9)
@@ -158,7 +158,7 @@ def test_a_copy_that_is_held_up_is_refused(tmp_path: Path) -> None:
             ann = await stage.found()
             ann.held["tensors"] = []
             asked = ask(ann, GetState(ShardId(0)))
-            await stage.wait(checkpoint_writer.COPY_S + 1.0)
+            await stage.wait(driver.COPY_S + 1.0)
             with pytest.raises(RequestRefused, match="busy"):
                 await asked
 
