@@ -84,7 +84,7 @@ class MeasuredRounds(Rounds):
             **{name: size - self._before_all[name] for name, size in found.items()},
             **residence.vectors(("theta", "shift", "snapshot")),
             "momentum": peer.state.momentum.numel() * peer.state.momentum.element_size(),
-            "payloads": sum(shelf.in_memory(digest) for shelf in shelves for digest in shelf.payloads),
+            "payloads": sum(shelf.memory_bytes(digest) for shelf in shelves for digest in shelf.payloads),
             "disk": sum(path.stat().st_size for path in self._peer.options.folder.rglob("*") if path.is_file()),
         }
 

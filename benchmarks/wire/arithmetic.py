@@ -68,15 +68,15 @@ class Tensors:
             self.state.put(piece.shard, digest_of(b"version 0"), theta, momentum)
         self.state.shifts.load(self.learner)
         while not self.state.shifts.is_empty:
-            self.state.shifts.shifted(self.shards)
+            self.state.shifts.acknowledge(self.shards)
         drawn.manual_seed(1 + number)
         self._moved = 1e-3 * torch.randn(parameters, generator=drawn)
 
     def snapshot(self) -> None:
         """What the learner does."""
-        self.state.shifts.snapshot_asked(FRAGMENT)
+        self.state.shifts.begin_snapshot(FRAGMENT)
         self.vectors.snapshot.copy_(self.state.theta).add_(self._moved)
-        self.state.shifts.snapshot_taken(FRAGMENT)
+        self.state.shifts.complete_snapshot(FRAGMENT)
 
     def given(self) -> dict[ShardId, Payload]:
         """What this peer gives; to itself without codes."""
@@ -111,7 +111,7 @@ class Tensors:
 
     def shifted(self) -> None:
         """The learner has the new parameters."""
-        self.state.shifts.shifted(self.shards)
+        self.state.shifts.acknowledge(self.shards)
 
     def _head(self, shard: ShardId) -> Digest:
         head = self.state.heads[shard]

@@ -152,7 +152,7 @@ class ExchangePeer(Node):
     def begin(self) -> None:
         """Take version 0, and a learner."""
         super().begin()
-        ward = self.peer.supervision.ward = self.peer.supervision.ward_of("standin")
+        ward = self.peer.supervision.child = self.peer.supervision.new_child("standin")
         self.stand_in = self.make_stand_in()
         ward.process = self.stand_in  # type: ignore[assignment]
         self.heard_learner(learner_ipc.Ready(device="none", parameters=self.peer.layout.elements))
@@ -163,7 +163,7 @@ class ExchangePeer(Node):
 
     def heard_learner(self, message: learner_ipc.FromLearner) -> None:
         """The stand-in says something."""
-        self.peer.supervision._heard(message)
+        self.peer.supervision._on_message(message)
 
     def _observed(self, event: ev.Event, effects: list[ef.Effect], now: float) -> None:
         """Note when the last shard of a round is applied."""

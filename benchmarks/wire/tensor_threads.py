@@ -46,21 +46,21 @@ class Node:
             self.state.put(piece.shard, digest_of(b"version 0"), torch.randn(piece.elements), momentum)
         self.state.shifts.load(MINE)
         while not self.state.shifts.is_empty:
-            self.state.shifts.shifted([piece.shard for piece in self.layout.shards])
+            self.state.shifts.acknowledge([piece.shard for piece in self.layout.shards])
         self.version = 0
         self._moved = 1e-3 * torch.randn(parameters)
 
     async def round(self) -> float:
         """Seconds from a snapshot of all to the next version of all."""
         state, shards = self.state, [piece.shard for piece in self.layout.shards]
-        state.shifts.snapshot_asked(FRAGMENT)
+        state.shifts.begin_snapshot(FRAGMENT)
         self.vectors.snapshot.copy_(state.theta).add_(self._moved)
         self.version += 1
         began = time.perf_counter()
-        self.queue.do(lambda: state.shifts.snapshot_taken(FRAGMENT))
+        self.queue.do(lambda: state.shifts.complete_snapshot(FRAGMENT))
         await asyncio.gather(*(self.queue.do(partial(self._take, shard), shard) for shard in shards))
         seconds = time.perf_counter() - began
-        await self.queue.do(lambda: state.shifts.shifted(shards))
+        await self.queue.do(lambda: state.shifts.acknowledge(shards))
         return seconds
 
     def _take(self, shard: ShardId) -> None:

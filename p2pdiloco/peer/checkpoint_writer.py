@@ -139,7 +139,7 @@ class CommitLog:
         commits = self._view.commits_after(shard, known)
         if commits is None:
             return None
-        parts = [self._payload_cache.parts(header) for header in commits]
+        parts = [self._payload_cache.commit_parts(header) for header in commits]
         entries = [_Entry(header, *one) for header, one in zip(commits, parts, strict=True) if one is not None]
         return entries if len(entries) == len(commits) else None
 
@@ -268,7 +268,7 @@ class CheckpointWriter:
             reason = os.strerror(error.errno or 0)
         except ValueError as error:
             reason = str(error)
-            self._driver.submit(self._state.integrity.look_again, lambda _: None)  # it is found and mended
+            self._driver.submit(self._state.integrity.invalidate, lambda _: None)  # it is found and mended
         else:
             self._saved_mark = mark
             self._heads.append(draft.heads)

@@ -69,7 +69,7 @@ class CodecChoice:
         line, others = self._line(), max(1, len(self._view.live))
         return line is None or line / others < FAST_BYTES_PER_S
 
-    def used(self, direction: Direction, shard: ShardId, rung: Rung, size: int, error: float) -> None:
+    def record(self, direction: Direction, shard: ShardId, rung: Rung, size: int, error: float) -> None:
         """A payload was made: bytes, and the relative error of its first chunk."""
         self._metrics.write(
             "codec", direction=direction, shard=shard, codec=rung.name, bytes=size, error=round(error, 5)

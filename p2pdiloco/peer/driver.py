@@ -113,7 +113,7 @@ class Driver:
         found = []
         for header, data in self.own_commits.load():
             try:
-                self.payload_cache.commit(memoryview(data), header, OPEN)()
+                self.payload_cache.verify_commit(memoryview(data), header, OPEN)()
             except ValueError as error:
                 log.warning("a commit of an earlier life cannot be used", version=header.version, reason=str(error))
                 continue
@@ -152,7 +152,7 @@ class Driver:
         self._set_timer()
         if self.payload_cache.sweep(self._machine, now):
             self.own_commits.keep_convictions(self._view.convictions())
-            self.submit(self._state.shifts.memory.rest, lambda _: None)
+            self.submit(self._state.shifts.memory.release_unused, lambda _: None)
 
     def _set_timer(self) -> None:
         if self._timer is not None:
@@ -203,7 +203,7 @@ class Driver:
                 self.own_commits.when_kept(commit, lambda: None if self.is_closed else self._send(effect))
             case msg.Commit(header=header):
                 advice = partial(self._advise_to_fetch, effect.peers, header.shard)
-                parts = self.payload_cache.parts(header)
+                parts = self.payload_cache.commit_parts(header)
                 if parts is None:
                     advice()
                     return
@@ -260,7 +260,7 @@ class Driver:
 
         self._host.work("tensors", work, shard).add_done_callback(done)
 
-    def _failed(self, work: str, shard: ShardId, owner: PeerId | None = None) -> Callable[[Exception], None]:
+    def _failure_handler(self, work: str, shard: ShardId, owner: PeerId | None = None) -> Callable[[Exception], None]:
         """Tell the machine. ``owner`` signed what was worked on, and answers for its digest."""
 
         def fail(error: Exception) -> None:
@@ -323,17 +323,17 @@ class Driver:
 
         def work() -> tuple[Payload, Digest, msg.Contributor, float]:
             payload, digest = self._state.encode(effect.shard, effect.base.id, rung and rung.recipe, is_coded=is_coded)
-            given = self.payload_cache.signed(effect, digest)
+            given = self.payload_cache.sign_contribution(effect, digest)
             return payload, digest, given, self._state.encode_error(effect.shard, payload) if rung else 0.0
 
         def done(result: tuple[Payload, Digest, msg.Contributor, float]) -> None:
             payload, digest, given, error = result
             self.payload_cache.shards[effect.shard].put(digest, payload)
             if rung is not None:
-                self._codecs.used("up", effect.shard, rung, len(payload), error)
+                self._codecs.record("up", effect.shard, rung, len(payload), error)
             self.feed(ev.Encoded(effect.shard, effect.base.id, given, len(payload)))
 
-        self.submit(work, done, self._failed("encode", effect.shard), shard=effect.shard)
+        self.submit(work, done, self._failure_handler("encode", effect.shard), shard=effect.shard)
 
     def _merge(self, effect: ef.Merge) -> None:
         payloads = self.payload_cache.shards[effect.shard].payloads
@@ -359,11 +359,11 @@ class Driver:
         def done(result: tuple[MergeResult, float]) -> None:
             merged, error = result
             if rung is not None:
-                self._codecs.used("down", effect.shard, rung, len(merged.payload), error)
+                self._codecs.record("down", effect.shard, rung, len(merged.payload), error)
             self._note_merge(effect.base, len(given), merged)
             self._finish_merge(effect, merged)
 
-        self.submit(work, done, self._failed("merge", effect.shard), shard=effect.shard)
+        self.submit(work, done, self._failure_handler("merge", effect.shard), shard=effect.shard)
 
     def _note_merge(self, base: msg.Head, contributors: int, merged: MergeResult) -> None:
         """Write down how much the learners of a merge have in common."""
@@ -390,27 +390,27 @@ class Driver:
         if payload is None or digests is None:
             self.feed(ev.Failed("apply", header.shard, None, f"the payload of commit {effect.id[:8]} is gone"))
             return
-        self.payload_cache.sign(effect.id, header)
-        parts = self.payload_cache.parts(header) if header.owner == self._view.me else None
+        self.payload_cache.sign_commit(effect.id, header)
+        parts = self.payload_cache.commit_parts(header) if header.owner == self._view.me else None
         if parts is not None and payload.data is not None:  # else it was kept when it was made
             self.own_commits.keep(header, parts[1](payload.data))
-        moves, disk = self.payload_cache.moves(header.shard, effect, self._host.disk), self._host.disk
+        moves, disk = self.payload_cache.read_moves(header.shard, effect, self._host.disk), self._host.disk
         self.submit(
             lambda: self._with_average(
                 header.shard, self._state.apply(header, effect.id, payload.read(disk), digests, moves())
             ),
             lambda shifts: self._finish_apply(header.shard, effect.id, shifts),
-            self._failed("apply", header.shard, header.owner),
+            self._failure_handler("apply", header.shard, header.owner),
             shard=header.shard,
         )
 
     def _install(self, effect: ef.Install) -> None:
         head = effect.state.head
-        moves = self.payload_cache.moves(head.shard, effect, self._host.disk)
+        moves = self.payload_cache.read_moves(head.shard, effect, self._host.disk)
         self.submit(
             lambda: self._with_average(head.shard, self._state.install(head.shard, head.id, moves(), effect.farthest)),
             lambda shifts: self._finish_install(head.shard, head.id, shifts),
-            self._failed("install", head.shard),
+            self._failure_handler("install", head.shard),
             shard=head.shard,
         )
 

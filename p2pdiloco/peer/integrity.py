@@ -39,7 +39,7 @@ class Integrity:
         self._unsigned: set[ShardId] = set()
         """Accepted though spoilt: they are not what their head's owner signed, and are not handed on."""
 
-    def begin(self, shard: ShardId, listed: bytes) -> None:
+    def set_digests(self, shard: ShardId, listed: bytes) -> None:
         """The shard has a new state, whose chunks have the ``listed`` digests."""
         self.digests[shard] = listed
         self._verified[shard].clear()
@@ -48,7 +48,7 @@ class Integrity:
 
     def accept(self, shard: ShardId, listed: bytes) -> None:
         """Take a spoilt state as it is."""
-        self.begin(shard, listed)
+        self.set_digests(shard, listed)
         self._unsigned.add(shard)
 
     def verify(self, shard: ShardId, chunk: int, theta: Tensor, momentum: Tensor) -> None:
@@ -83,7 +83,7 @@ class Integrity:
         """Whether it was accepted as it is."""
         return shard in self._unsigned
 
-    def look_again(self) -> None:
+    def invalidate(self) -> None:
         """What was verified may have changed since."""
         for verified in self._verified:
             verified.clear()

@@ -61,29 +61,31 @@ class Snapshots:
         self._waiting: deque[ef.Snapshot] = deque()
         self._under_way: set[FragmentId] = set()
 
-    def want(self, question: ef.Snapshot) -> None:
+    def request(self, question: ef.Snapshot) -> None:
         """The machine asks."""
         self._waiting.append(question)
-        self._go_on()
+        self._start_waiting()
 
-    def taken(self, event: ev.Snapshotted) -> None:
+    def on_taken(self, event: ev.Snapshotted) -> None:
         """The learner has answered."""
-        self._driver.submit(lambda: self._shifts.snapshot_taken(event.fragment), lambda _: self._encode(event))
+        self._driver.submit(lambda: self._shifts.complete_snapshot(event.fragment), lambda _: self._encode(event))
 
     def _encode(self, event: ev.Snapshotted) -> None:
         """What is to be encoded is asked for now, and the next job comes after all of that."""
         self._driver.feed(event)
-        self._driver.submit(lambda: self._shifts.snapshot_over(event.fragment), lambda _: self._over(event.fragment))
+        self._driver.submit(
+            lambda: self._shifts.end_snapshot(event.fragment), lambda _: self._on_encoded(event.fragment)
+        )
 
-    def _over(self, fragment: FragmentId) -> None:
+    def _on_encoded(self, fragment: FragmentId) -> None:
         self._under_way.discard(fragment)
-        self._go_on()
+        self._start_waiting()
 
-    def _go_on(self) -> None:
+    def _start_waiting(self) -> None:
         while self._waiting and self._has_room(self._waiting[0].fragment):
             question = self._waiting.popleft()
             self._under_way.add(question.fragment)
-            self._pass_on(question)
+            self._start(question)
 
     def _has_room(self, fragment: FragmentId) -> bool:
         if self._shifts.memory.is_pinned:
@@ -93,8 +95,8 @@ class Snapshots:
         shards = (shard for one in (fragment, *self._under_way) for shard in self._layout.fragments[one])
         return len(self._under_way) < self._at_once or sum(self._layout.shards[s].elements for s in shards) <= KEPT
 
-    def _pass_on(self, question: ef.Snapshot) -> None:
-        self._driver.submit(lambda: self._shifts.snapshot_asked(question.fragment), lambda _: self._ask(question))
+    def _start(self, question: ef.Snapshot) -> None:
+        self._driver.submit(lambda: self._shifts.begin_snapshot(question.fragment), lambda _: self._ask(question))
 
 
 # -- Learner supervisor ------------------------------------------------------------------------------------------------
@@ -161,7 +163,7 @@ class LearnerSupervisor:
         self._metrics = metrics
         self._gave_up = gave_up
         self._sent_bytes = sent_bytes
-        self.ward: SupervisedLearner | None = None
+        self.child: SupervisedLearner | None = None
         """The latest."""
         self._manifest = manifest if options.learner.script else None
         self._reunion = options.learner.script or f"p2pdiloco-{digest_of(str(options.folder.absolute()).encode())}"
@@ -175,7 +177,7 @@ class LearnerSupervisor:
         """Why the learner makes no steps for now; empty: it does."""
         self.first_batches: tuple[str, ...] = ()
         """Digests of what a training script has trained first."""
-        self._met: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._script_met: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """The learner has got the global parameters, or nobody waits for that any more."""
         self.is_over = False
         """The peer is ending: no life is started any more."""
@@ -183,18 +185,18 @@ class LearnerSupervisor:
     @property
     def learner(self) -> LearnerId | None:
         """Of the latest life."""
-        return None if self.ward is None else self.ward.learner
+        return None if self.child is None else self.child.learner
 
-    def ward_of(self, name: str) -> SupervisedLearner:
+    def new_child(self, name: str) -> SupervisedLearner:
         """A new life."""
-        snapshots = Snapshots(self._driver, self._state, self._view.sync_every, self._ask)
+        snapshots = Snapshots(self._driver, self._state, self._view.sync_every, self._ask_for_snapshot)
         return SupervisedLearner(learner_id(self._view.me, name), snapshots)
 
     async def live(self, lives: AsyncExitStack) -> None:
         """Start the learner; after a crash again. Whoever closes ``lives`` ends the learner in order."""
         starts = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
         while not self.is_over:
-            ward = self.ward = self.ward_of(self._host.draw_name())
+            ward = self.child = self.new_child(self._host.draw_name())
             ended: asyncio.Future[tuple[str, int]] = asyncio.get_running_loop().create_future()
 
             def gone(reason: str, status: int, ended: asyncio.Future[tuple[str, int]] = ended) -> None:
@@ -204,7 +206,7 @@ class LearnerSupervisor:
             began = self._host.now()
             process = self._host.start_learner(
                 self._arguments(ward.learner),
-                heard=self._heard,
+                heard=self._on_message,
                 ended=gone,
                 reunion=self._reunion,
                 manifest=self._manifest,
@@ -222,7 +224,7 @@ class LearnerSupervisor:
             if self.is_over:  # meanwhile, and ``lives`` is closed
                 await lives.aclose()
                 return
-            self._started()
+            self._on_started()
             starts.reset()
             if ward.process.is_adopted and self._manifest is None:
                 log.info("found the learner of this peer's last life, which has gone on training")
@@ -231,7 +233,7 @@ class LearnerSupervisor:
             ward.process = None
             if self.is_over:
                 return
-            self._be_in_trouble("")
+            self._set_trouble("")
             self._driver.submit(self._shifts.unload, lambda _: None)
             self._metrics.write("learner-lost", reason=reason, status=status)
             if ward.is_loaded:
@@ -265,24 +267,24 @@ class LearnerSupervisor:
         )
         await self._host.sleep(pause_s)
 
-    def _started(self) -> None:
+    def _on_started(self) -> None:
         """There is a life."""
         if self.absence:
             self.absence = ""
             log.info("the learner is started again")
         self._metrics.learner_began()
 
-    async def until_met(self) -> None:
+    async def wait_for_script(self) -> None:
         """Wait until the training script has got the global parameters, for ``reattach_s`` at most."""
-        if self._manifest is not None and not self._met.done():
+        if self._manifest is not None and not self._script_met.done():
             log.info("waiting for the training script, which has not been here yet", s=self._options.learner.reattach_s)
             with contextlib.suppress(TimeoutError):
-                await within(self._host, self._met, self._options.learner.reattach_s)
+                await within(self._host, self._script_met, self._options.learner.reattach_s)
 
-    def wait_for_nobody(self) -> None:
+    def stop_waiting(self) -> None:
         """End that wait."""
-        if not self._met.done():
-            self._met.set_result(None)
+        if not self._script_met.done():
+            self._script_met.set_result(None)
 
     def _arguments(self, learner: LearnerId) -> list[str]:
         options = self._options
@@ -300,7 +302,7 @@ class LearnerSupervisor:
 
     # -- what it says --------------------------------------------------------------------------------------------------
 
-    def _heard(self, message: learner_ipc.FromLearner) -> None:
+    def _on_message(self, message: learner_ipc.FromLearner) -> None:
         driver = self._driver
         match message:
             case learner_ipc.Progress():
@@ -309,11 +311,11 @@ class LearnerSupervisor:
             case learner_ipc.BlockFinished():
                 driver.feed(ev.BlockFinished(message.block, message.tokens))
             case learner_ipc.Shifted():
-                driver.submit(lambda: self._shifts.shifted(message.shards), self._to(self.ward))
+                driver.submit(lambda: self._shifts.acknowledge(message.shards), self._shifts_to(self.child))
             case learner_ipc.Snapshotted():
-                assert self.ward is not None
+                assert self.child is not None
                 event = ev.Snapshotted(message.fragment, message.step, message.steps, message.tokens)
-                self.ward.snapshots.taken(event)
+                self.child.snapshots.on_taken(event)
             case learner_ipc.Paused():
                 driver.feed(ev.LearnerPaused(message.steps, message.tokens))
             case learner_ipc.Evaluated():
@@ -323,9 +325,9 @@ class LearnerSupervisor:
             case learner_ipc.Rested():
                 driver.feed(ev.LearnerRested())
             case learner_ipc.Ready():
-                assert self.ward is not None
-                self.ward.is_ready = True
-                self.ward.has_blocks = message.has_blocks
+                assert self.child is not None
+                self.child.is_ready = True
+                self.child.has_blocks = message.has_blocks
                 is_pinned = message.device.startswith("cuda")
                 driver.submit(lambda: setattr(self._shifts.memory, "is_pinned", is_pinned), lambda _: None)
                 self._metrics.write(
@@ -342,16 +344,16 @@ class LearnerSupervisor:
             case learner_ipc.Batches():
                 self.first_batches = tuple(digest[:16] for digest in message.digests[:4])
             case learner_ipc.Unable():
-                self._be_in_trouble(message.reason)
+                self._set_trouble(message.reason)
             case learner_ipc.Failed():
                 pass  # its process's end follows, with this reason
 
-    def _be_in_trouble(self, reason: str) -> None:
+    def _set_trouble(self, reason: str) -> None:
         """Or not any more."""
         if reason:
             if self.trouble:
                 return  # what is merged meanwhile is no cause of it
-            merged = self._merged_last()
+            merged = self._last_merge()
             reason = reason[: TROUBLE_LIMIT - len(merged)] + merged
             self._metrics.write("learner-unable", reason=reason)
             log.warning("nothing that the learner trains can be merged", reason=reason)
@@ -360,7 +362,7 @@ class LearnerSupervisor:
             log.info("what the learner trains can be merged again")
         self.trouble = reason[:TROUBLE_LIMIT]
 
-    def _merged_last(self) -> str:
+    def _last_merge(self) -> str:
         """For who looks for a cause: the last merge that this peer took, by whom, and of whose progress."""
         commits = self._view.newest_commits()
         header = max(commits, key=lambda header: (header.step, header.shard), default=None)
@@ -376,16 +378,16 @@ class LearnerSupervisor:
 
     def load(self) -> None:
         """Give the learner the global parameters, once both are there."""
-        ward = self.ward
+        ward = self.child
         if ward is not None and ward.is_ready and not ward.is_given and self._view.is_current:
             ward.is_given = True
-            self._driver.submit(lambda: self._shifts.load(ward.learner), self._to(ward))
+            self._driver.submit(lambda: self._shifts.load(ward.learner), self._shifts_to(ward))
 
-    def _loaded(self, ward: SupervisedLearner, process: LearnerLife) -> None:
+    def _on_loaded(self, ward: SupervisedLearner, process: LearnerLife) -> None:
         """It has been told of all global parameters."""
         ward.is_loaded = True
         process.send(learner_ipc.Begin(step=self._view.step))
-        self.wait_for_nobody()
+        self.stop_waiting()
         self._driver.feed(ev.LearnerStarted(ward.learner, ward.has_blocks))
         if self.resting:
             self.rest(self.resting)
@@ -398,16 +400,16 @@ class LearnerSupervisor:
     @property
     def pid(self) -> int | None:
         """Of the learner's process."""
-        process = None if self.ward is None else self.ward.process
+        process = None if self.child is None else self.child.process
         return None if process is None else process.pid
 
-    def _to(self, ward: SupervisedLearner | None) -> Callable[[Shifts], None]:
+    def _shifts_to(self, ward: SupervisedLearner | None) -> Callable[[Shifts], None]:
         """Tells this learner, not the next one: jobs may wait for longer than a life."""
-        return lambda shifts: self.shifts_ready(shifts) if self.ward is ward else None
+        return lambda shifts: self.send_shifts(shifts) if self.child is ward else None
 
-    def shifts_ready(self, shifts: Shifts) -> None:
+    def send_shifts(self, shifts: Shifts) -> None:
         """Tell the learner which shifts to take."""
-        ward = self.ward
+        ward = self.child
         process = None if ward is None else ward.process
         if ward is not None and process is not None:
             if shifts.added:
@@ -415,7 +417,7 @@ class LearnerSupervisor:
             if shifts.replaced:
                 process.send(learner_ipc.Shift(shards=shifts.replaced, replace=True))
             if shifts.is_last_piece and ward.is_given and not ward.is_loaded:
-                self._loaded(ward, process)
+                self._on_loaded(ward, process)
 
     def save(self) -> None:
         """Have the inner optimizer's state written."""
@@ -425,12 +427,12 @@ class LearnerSupervisor:
         """Tell a training script of the others."""
         self._send(told)
 
-    def tell(self, effect: ef.ForLearner) -> None:
+    def send_effect(self, effect: ef.ForLearner) -> None:
         """Pass a command on."""
         match effect:
             case ef.Snapshot():
-                if self.ward is not None:
-                    self.ward.snapshots.want(effect)
+                if self.child is not None:
+                    self.child.snapshots.request(effect)
             case ef.Train():
                 self._send(learner_ipc.Train(block=effect.block))
             case ef.AdoptStep():
@@ -440,11 +442,11 @@ class LearnerSupervisor:
             case ef.Evaluate():
                 self._send(learner_ipc.Evaluate(version=effect.version))
 
-    def _ask(self, question: ef.Snapshot) -> None:
+    def _ask_for_snapshot(self, question: ef.Snapshot) -> None:
         self._send(learner_ipc.Snapshot(fragment=question.fragment, step=question.step))
 
     def _send(self, command: learner_ipc.FromNode) -> None:
         """To a learner that is there and has its parameters; a later life begins with what the node has then."""
-        ward = self.ward
+        ward = self.child
         if ward is not None and ward.process is not None and ward.is_loaded:
             ward.process.send(command)

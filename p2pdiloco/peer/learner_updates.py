@@ -60,14 +60,14 @@ class VectorMemory:
         """What was in use, the latest last; whether that was since the last ``rest``."""
         self._kept_elements = 0
 
-    def use(self, place: Place, shard: ShardId) -> None:
+    def acquire(self, place: Place, shard: ShardId) -> None:
         """It holds something from now on."""
         with self._lock:
             self._used.add((place, shard))
             if self._kept.pop((place, shard), None) is not None:
                 self._kept_elements -= self._shards[shard].elements
 
-    def free(self, place: Place, shard: ShardId, *, is_kept: bool = True) -> None:
+    def release(self, place: Place, shard: ShardId, *, is_kept: bool = True) -> None:
         """What it holds is wanted no more, if it holds anything. ``is_kept``: its memory may be wanted soon."""
         with self._lock:
             if (place, shard) not in self._used:
@@ -80,12 +80,12 @@ class VectorMemory:
             while self._kept_elements > KEPT and not self.is_pinned:
                 self._give_back(*next(iter(self._kept)))
 
-    def free_all(self) -> None:
+    def release_all(self) -> None:
         """Nothing is wanted any more."""
         for place, shard in list(self._used):
-            self.free(place, shard)
+            self.release(place, shard)
 
-    def rest(self) -> None:
+    def release_unused(self) -> None:
         """Give back what has not been used since the last call."""
         if not self.is_pinned:
             for (place, shard), is_fresh in list(self._kept.items()):
@@ -219,7 +219,7 @@ class LearnerUpdates:
         self.learner = learner
         self._asked.clear()
         self._piece.clear()
-        self.memory.free_all()
+        self.memory.release_all()
         self._unloaded = deque(piece.shard for piece in self._layout.shards)
         for shard in self._unloaded:
             self._in_flight[shard] = self._in_queue[shard] = ShiftKind.NONE
@@ -231,7 +231,7 @@ class LearnerUpdates:
         elements = 0
         while self._unloaded and elements < PIECE:
             shard = self._unloaded.popleft()
-            self.memory.use("shift", shard)
+            self.memory.acquire("shift", shard)
             self._range(self.shift, shard).copy_(self._range(self._vectors.theta, shard))
             self._in_flight[shard] = ShiftKind.REPLACE
             self._piece.add(shard)
@@ -245,7 +245,7 @@ class LearnerUpdates:
 
     # -- shifts --------------------------------------------------------------------------------------------------------
 
-    def begin(self, shard: ShardId, moves: Moves, bodies: Callable[[Payload], Sequence[Body]]) -> Handover:
+    def begin_shift(self, shard: ShardId, moves: Moves, bodies: Callable[[Payload], Sequence[Body]]) -> Handover:
         """Begin to move the learner: its buffer if it has taken the last shift, else the queue. ``bodies`` opens a
         payload."""
         if self.learner is None or shard in self._unloaded:
@@ -259,9 +259,9 @@ class LearnerUpdates:
             self._in_flight[shard] = kind
             shifts = Shifts((), (shard,)) if moves.is_reset else Shifts((shard,), ())
             buffer = self.shift
-            self.memory.use("shift", shard)
+            self.memory.acquire("shift", shard)
         else:
-            self.memory.use("queued", shard)
+            self.memory.acquire("queued", shard)
             is_first = self._in_queue[shard] is ShiftKind.NONE
             is_added = not is_first and not moves.is_reset
             if is_first or moves.is_reset:
@@ -283,15 +283,15 @@ class LearnerUpdates:
         for shard in shards:
             kind = self._in_queue[shard]
             if kind is not ShiftKind.NONE and self._in_flight[shard] is ShiftKind.NONE:
-                self.memory.use("shift", shard)
+                self.memory.acquire("shift", shard)
                 self._range(self.shift, shard).copy_(self._range(self.queued, shard))
-                self.memory.free("queued", shard)
+                self.memory.release("queued", shard)
                 self._in_queue[shard] = ShiftKind.NONE
                 self._in_flight[shard] = kind
                 ready[kind].append(shard)
         return Shifts(tuple(ready[ShiftKind.ADD]), tuple(ready[ShiftKind.REPLACE]))
 
-    def shifted(self, shards: Sequence[ShardId]) -> Shifts:
+    def acknowledge(self, shards: Sequence[ShardId]) -> Shifts:
         """The learner has taken these shifts; returns the next ones to tell it of."""
         for shard in shards:
             self._in_flight[shard] = ShiftKind.NONE
@@ -300,7 +300,7 @@ class LearnerUpdates:
         self._piece -= taken
         for shard in shards:
             if self._in_flight[shard] is ShiftKind.NONE:
-                self.memory.free("shift", shard, is_kept=shard not in taken)
+                self.memory.release("shift", shard, is_kept=shard not in taken)
         if self._piece or not self._unloaded:
             return shifts
         return Shifts(shifts.added, shifts.replaced + self._next_piece(), not self._unloaded)
@@ -311,14 +311,14 @@ class LearnerUpdates:
         """Whether there is one to encode."""
         return self._has_snapshot[shard]
 
-    def snapshot_asked(self, fragment: FragmentId) -> None:
+    def begin_snapshot(self, fragment: FragmentId) -> None:
         """From now on the fragment's part of the snapshot buffer is the learner's."""
         for shard in self._layout.fragments[fragment]:
             self._has_snapshot[shard] = False
             self._asked.add(shard)
-            self.memory.use("snapshot", shard)
+            self.memory.acquire("snapshot", shard)
 
-    def snapshot_taken(self, fragment: FragmentId) -> None:
+    def complete_snapshot(self, fragment: FragmentId) -> None:
         """The learner has written the fragment: add the shifts that it had not added by then."""
         for shard in self._layout.fragments[fragment]:
             self._asked.discard(shard)
@@ -328,13 +328,13 @@ class LearnerUpdates:
                 if kind is ShiftKind.ADD:
                     self._range(self.snapshot, shard).add_(self._range(buffer, shard))
 
-    def snapshot_encoded(self, shard: ShardId) -> None:
+    def release_snapshot(self, shard: ShardId) -> None:
         """The next contribution has a snapshot of its own: no need to keep this one up."""
         self._has_snapshot[shard] = False
 
-    def snapshot_over(self, fragment: FragmentId) -> None:
+    def end_snapshot(self, fragment: FragmentId) -> None:
         """All that is given from the fragment's snapshot is encoded; the learner is not writing another one."""
         for shard in self._layout.fragments[fragment]:
             if shard not in self._asked:
                 self._has_snapshot[shard] = False
-                self.memory.free("snapshot", shard)
+                self.memory.release("snapshot", shard)

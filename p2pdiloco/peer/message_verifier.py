@@ -48,17 +48,16 @@ class MessageVerifier:
         future ends when that is done: until then the peer gets no credit for as many bytes."""
         if self._driver.is_closed:
             return None
+        cache = self._payload_cache
         match message:
             case msg.Contribution() if message.payload:
-                return self._verify(
-                    peer, message, payload, lambda data: self._payload_cache.contribution(data, message)
-                )
+                return self._verify(peer, message, payload, lambda data: cache.verify_contribution(data, message))
             case msg.Commit(header=header):
-                return self._verify(peer, message, payload, lambda data: self._payload_cache.commit(data, header))
+                return self._verify(peer, message, payload, lambda data: cache.verify_commit(data, header))
             case msg.Equivocation():
                 if any(message.owner == known.owner for known in self._view.convictions().proofs):
                     return None
-                return self._verify(peer, message, memoryview(b""), lambda _: self._payload_cache.equivocation(message))
+                return self._verify(peer, message, memoryview(b""), lambda _: cache.verify_equivocation(message))
             case _:
                 self._driver.feed(ev.Received(peer, message))
                 return None

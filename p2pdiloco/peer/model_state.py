@@ -88,7 +88,7 @@ class PendingMerges:
             torch.sub(merged, quantization.decode_chunks(bodies, torch.empty_like(merged)), out=remainder)
         self._ready[shard] = _Ready(base, payload, bodies, remainder)
 
-    def taken(self, shard: ShardId, parent: Digest, payload: Digest) -> Sequence[Body] | None:
+    def take(self, shard: ShardId, parent: Digest, payload: Digest) -> Sequence[Body] | None:
         """The bodies of the commit after ``parent`` that the shard takes now, if it was made here."""
         ready = self._ready.pop(shard, None)
         self._owed.pop(shard, None)
@@ -230,7 +230,7 @@ class ModelState:
         self.heads: list[Digest | None] = [None] * len(layout.shards)
         self.integrity = Integrity([quantization.chunk_count(shard.elements) for shard in layout.shards])
         self._staged: dict[ShardId, Staged] = {}
-        self._made = PendingMerges()
+        self._pending_merges = PendingMerges()
         self._own: dict[ShardId, tuple[Payload, Bodies]] = {}
         """This learner's newest contribution and its bodies: half a byte a parameter, or decompressed twice."""
         self._scratch = _Scratch(max(shard.elements for shard in layout.shards), self.form.momentum)
@@ -256,7 +256,7 @@ class ModelState:
         self._range(self.theta, shard).copy_(theta)
         self._range(self.momentum, shard).copy_(momentum)
         self.heads[shard] = head
-        self.integrity.begin(shard, digests.digest_list(theta, momentum))
+        self.integrity.set_digests(shard, digests.digest_list(theta, momentum))
 
     def verify(self, shard: ShardId, chunk: int) -> None:
         """See whether one chunk still has the digest that the owner of the shard's head signed.
@@ -330,22 +330,22 @@ class ModelState:
         shard, parent = header.shard, header.parent
         if self.heads[shard] != parent or self.integrity.is_spoilt(shard):
             raise StaleBaseError(f"shard {shard} is not at {parent[:8]}")
-        bodies = self._made.taken(shard, parent, header.payload)
+        bodies = self._pending_merges.take(shard, parent, header.payload)
         if bodies is None:
-            bodies = self._checked(header, head, payload, listed)
-        handover = self.shifts.begin(shard, moves, partial(self._bodies, shard))
+            bodies = self._check_commit(header, head, payload, listed)
+        handover = self.shifts.begin_shift(shard, moves, partial(self._bodies, shard))
         factors = outer_optimizer.factors_of(self._outer, header.version)
         self._step(shard, bodies, handover, factors)
-        self._is_at(shard, head, listed)
+        self._set_head(shard, head, listed)
         return handover.shifts
 
-    def _is_at(self, shard: ShardId, head: Digest, listed: bytes) -> None:
+    def _set_head(self, shard: ShardId, head: Digest, listed: bytes) -> None:
         """The shard has another head."""
         self.heads[shard] = head
-        self.integrity.begin(shard, listed)
+        self.integrity.set_digests(shard, listed)
         self._own.pop(shard, None)
 
-    def _checked(self, header: CommitHeader, head: Digest, payload: Payload, listed: bytes) -> Sequence[Body]:
+    def _check_commit(self, header: CommitHeader, head: Digest, payload: Payload, listed: bytes) -> Sequence[Body]:
         """The bodies of a commit's payload; all can be decoded, they are no longer than declared, and the sample of its
         version gives what is listed."""
         shard, spans = header.shard, self._chunks(header.shard)
@@ -405,15 +405,15 @@ class ModelState:
         return [slice(start, min(start + size, piece.stop)) for start in range(piece.start, piece.stop, size)]
 
     def _replace(self, shard: ShardId, state: Staged, moves: Moves) -> Shifts:
-        handover = self.shifts.begin(shard, moves, partial(self._bodies, shard))
+        handover = self.shifts.begin_shift(shard, moves, partial(self._bodies, shard))
         for number, (span, chunk) in enumerate(zip(self._chunks(shard), state.chunks, strict=True)):
             current, (new, momentum) = self.theta[span], self.form.vectors(chunk)
             change = torch.sub(new, current, out=self._scratch.gradient[: new.numel()])
             current.copy_(new)
             self.momentum[span].copy_(momentum)
             handover.take(number, span, current, change)
-        self._is_at(shard, state.head, state.digests)
-        self._made.forget(shard)
+        self._set_head(shard, state.head, state.digests)
+        self._pending_merges.forget(shard)
         return handover.shifts
 
     def _repair(self, shard: ShardId, state: Staged) -> Shifts:
@@ -430,8 +430,8 @@ class ModelState:
             theta, momentum = self.form.vectors(chunk)
             self.theta[span].copy_(theta)
             self.momentum[span].copy_(momentum)
-        self._is_at(shard, state.head, state.digests)
-        self._made.forget(shard)
+        self._set_head(shard, state.head, state.digests)
+        self._pending_merges.forget(shard)
         return Shifts((), ())
 
     # -- merging -------------------------------------------------------------------------------------------------------
@@ -468,13 +468,13 @@ class ModelState:
             weights.append(merge.token_weight(contributor.tokens, contributor.steps))
         steps, merged = [c.steps for c, _ in given], self._scratch.merged[: piece.elements]
         accord = merge.merge(piece.merge, gradients, weights, steps, self._turn_steps, merged)
-        self._made.add_owed(shard, merged)
+        self._pending_merges.add_owed(shard, merged)
         how = how or self._down
         bodies, length = merge.encode(how, merged, longest, compression.index_bytes(len(self._chunks(shard))))
         payload = payload_of(bodies, how, is_coded)
         payload_digest = digest_of(payload)
         listed = self._next_digests(shard, bodies, outer_optimizer.factors_of(self._outer, version))
-        self._made.put(shard, base, payload_digest, bodies, how, merged)
+        self._pending_merges.put(shard, base, payload_digest, bodies, how, merged)
         return MergeResult(payload, payload_digest, listed, length, accord)
 
     def _next_digests(self, shard: ShardId, bodies: Sequence[Body], factors: outer_optimizer.Factors) -> bytes:
@@ -518,7 +518,7 @@ class ModelState:
         how = how or self._up
         vectors = self._range(self.theta, shard), self._range(self.shifts.snapshot, shard)
         bodies = quantization.encode_vector(how, *vectors, compression.index_bytes(len(self._chunks(shard))))
-        self.shifts.snapshot_encoded(shard)
+        self.shifts.release_snapshot(shard)
         payload = payload_of(bodies, how, is_coded)
         self._own[shard] = payload, bodies
         return payload, digest_of(payload)

@@ -67,7 +67,7 @@ class ShardPayloads:
         """Bytes; 0 if it is not here."""
         return len(self.payloads.get(payload, b""))
 
-    def in_memory(self, payload: Digest) -> int:
+    def memory_bytes(self, payload: Digest) -> int:
         """Bytes of it that are in memory."""
         held = self.payloads.get(payload)
         return 0 if held is None or held.data is None else held.size
@@ -78,7 +78,7 @@ class ShardPayloads:
         if held.data is None:
             held.data = payload
 
-    def those_here(self, payloads: Sequence[Digest]) -> list[Held]:
+    def find(self, payloads: Sequence[Digest]) -> list[Held]:
         """Of these, in order."""
         return [self.payloads[payload] for payload in payloads if payload in self.payloads]
 
@@ -156,19 +156,19 @@ class PayloadCache:
 
     # -- own payloads --------------------------------------------------------------------------------------------------
 
-    def sign(self, commit: Digest, header: msg.CommitHeader) -> None:
+    def sign_commit(self, commit: Digest, header: msg.CommitHeader) -> None:
         """Vouch for a commit of our own."""
         proofs = self.shards[header.shard].proofs
         if header.owner == self._identity.peer_id and commit not in proofs:
             proofs[commit] = (header, self._identity.sign(messages.signed_commit_bytes(commit)))
 
-    def signed(self, effect: ef.Encode, payload: Digest) -> msg.Contributor:
+    def sign_contribution(self, effect: ef.Encode, payload: Digest) -> msg.Contributor:
         """What our learner gives, with our signature."""
         given = signed(self._identity, self._run, effect.shard, effect.base.id, effect.contributor, payload)
         self._given[effect.shard] = effect.base.id, given
         return given
 
-    def parts(self, header: msg.CommitHeader) -> tuple[Held, Callable[[Payload], CommitParts]] | None:
+    def commit_parts(self, header: msg.CommitHeader) -> tuple[Held, Callable[[Payload], CommitParts]] | None:
         """A commit's payload, and what makes of its bytes what travels with the commit; None if not all is here."""
         cached = self.shards[header.shard]
         payload, digests = cached.payloads.get(header.payload), cached.digests.get(header.result)
@@ -177,11 +177,11 @@ class PayloadCache:
             return None
         return payload, lambda gradient: CommitParts(signature, digests, gradient)
 
-    def moves(self, shard: ShardId, effect: ef.Apply | ef.Install, disk: Disk) -> Callable[[], Moves]:
+    def read_moves(self, shard: ShardId, effect: ef.Apply | ef.Install, disk: Disk) -> Callable[[], Moves]:
         """Own contributions by their payloads, to be read on the worker; one that is gone makes the learner's delta
         unknown, hence a reset."""
         cached = self.shards[shard]
-        settled, restored = cached.those_here(effect.settled), cached.those_here(effect.restored)
+        settled, restored = cached.find(effect.settled), cached.find(effect.restored)
         is_whole = len(settled) == len(effect.settled) and len(restored) == len(effect.restored)
         if not is_whole:
             log.warning("own contribution is gone: the learner takes the global parameters", shard=shard)
@@ -205,7 +205,7 @@ class PayloadCache:
             raise ValueError(f"there is no shard {shard}")
         return self.shards[shard]
 
-    def contribution(self, data: memoryview, message: msg.Contribution) -> Keep:
+    def verify_contribution(self, data: memoryview, message: msg.Contribution) -> Keep:
         """A contribution's payload.
 
         Raises:
@@ -218,7 +218,7 @@ class PayloadCache:
         check_contributor(self._run, message.shard, message.base.id, message.contributor, self._register)
         return lambda: cached.put(message.payload, data)
 
-    def commit(self, data: memoryview, header: msg.CommitHeader, register: Register | None = None) -> Keep:
+    def verify_commit(self, data: memoryview, header: msg.CommitHeader, register: Register | None = None) -> Keep:
         """A commit's payload, signature and digests.
 
         Raises:
@@ -236,19 +236,19 @@ class PayloadCache:
         def keep() -> None:
             cached.put(header.payload, parts.gradient)
             cached.digests[header.result] = parts.digests
-            self.compare(header, parts.signature)
+            self.find_contradiction(header, parts.signature)
             cached.proofs[commit] = (header, parts.signature)
 
         return keep
 
-    def compare(self, header: msg.CommitHeader, signature: bytes) -> None:
+    def find_contradiction(self, header: msg.CommitHeader, signature: bytes) -> None:
         """A signed commit came, with its payload or in a lineage: is another of its owner on its parent here?"""
         for other, other_signature in self.shards[header.shard].proofs.values():
             if other.parent == header.parent and other.owner == header.owner:
                 proof = msg.Equivocation(other, header, other_signature, signature)
                 self._contradictions += [proof] if proof.is_one else []
 
-    def equivocation(self, proof: msg.Equivocation) -> Keep:
+    def verify_equivocation(self, proof: msg.Equivocation) -> Keep:
         """What somebody tells of an owner.
 
         Raises:
@@ -277,7 +277,7 @@ class PayloadCache:
         cached, store, elements = self.shards[shard], self._store, self._pieces[shard].elements
         most_bytes, own_bytes, size_of = int(self._log_bytes * elements), float("inf"), cached.size_of
         if store is not None and not store.may_write():  # what cannot be written stays, or goes if nobody must have it
-            most_bytes, size_of = store.window_bytes(elements, elements / self._elements), cached.in_memory
+            most_bytes, size_of = store.window_bytes(elements, elements / self._elements), cached.memory_bytes
             own_bytes = OWN_WINDOWS * most_bytes
         dropped = cached.keep_only(machine.payloads(shard, size_of, most_bytes, own_bytes), machine.commits(shard))
         if store is None:

@@ -218,14 +218,14 @@ class Peer:
     async def live(self) -> Ending:
         """Take part, after ``begin``, until something ends it."""
         self.host.keep(partial(self.checkpoint_writer.keep_saving, self.options.checkpoint_s), name="checkpoints")
-        self.host.keep(Scrubber(self.driver, self.state, self.host).keep, name="scrub")
+        self.host.keep(Scrubber(self.driver, self.state, self.host).run, name="scrub")
         policy = CorruptShardPolicy(self.driver, self.state, self.machine.view, self.host)
-        self.host.keep(policy.keep, name="fallback")
+        self.host.keep(policy.run, name="fallback")
         async with AsyncExitStack() as lives:
             if not self.options.is_follower:
                 self.host.spawn(self._look_after_learner(lives), name="learner")
             reason = await self._end.reason()
-            await self.supervision.until_met()
+            await self.supervision.wait_for_script()
             self.supervision.is_over = True
         ending = self._end.cause or ordinary_ending(
             reason,
@@ -273,7 +273,7 @@ class Peer:
 
     def request_leave(self, reason: str) -> None:
         """Leave in order: contribute what is unmerged, save, go."""
-        self.supervision.wait_for_nobody()
+        self.supervision.stop_waiting()
         self.driver.feed(ev.LeaveRequested(reason))
 
     def abandon(self, reason: str) -> None:
@@ -288,7 +288,7 @@ class Peer:
 
     def end_at_once(self, ending: Ending) -> None:
         """Nothing more is contributed or saved."""
-        self.supervision.wait_for_nobody()
+        self.supervision.stop_waiting()
         self._end.cause = ending
         self.driver.close()
         self._end.reach(ending.reason)
@@ -298,7 +298,7 @@ class Peer:
     def _handle(self, output: Output) -> None:
         match output:
             case Shifts():
-                self.supervision.shifts_ready(output)
+                self.supervision.send_shifts(output)
             case ef.Fetch():
                 self.host.spawn(self._downloads.fetch(output.shard, output.peer), name=f"fetch {output.shard}")
             case ef.BecameCurrent():
@@ -308,7 +308,7 @@ class Peer:
             case Defect():
                 self._crash(output.error)
             case _:
-                self.supervision.tell(output)
+                self.supervision.send_effect(output)
 
     def _crash(self, error: BaseException) -> None:
         """End at once for a defect of ours."""

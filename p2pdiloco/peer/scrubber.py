@@ -39,7 +39,7 @@ class Scrubber:
         self._host = host
         self._began_at = self._host.now()
 
-    async def keep(self) -> None:
+    async def run(self) -> None:
         """Until cancelled."""
         state = self._state
         while True:
@@ -53,7 +53,7 @@ class Scrubber:
                     await self._host.sleep(took_s / SHARE)
             if self._host.now() - self._began_at > AGAIN_S:
                 self._began_at = self._host.now()
-                self._driver.submit(state.integrity.look_again, lambda _: None)
+                self._driver.submit(state.integrity.invalidate, lambda _: None)
             await self._host.sleep(max(LOOK_S, took_s / SHARE))
 
     async def _is_whole(self, shard: ShardId, chunk: int) -> bool:
@@ -103,7 +103,7 @@ class CorruptShardPolicy:
         self._alone_since: dict[ShardId, float] = {}
         """Of spoilt shards, since when there was nobody to be asked."""
 
-    async def keep(self) -> None:
+    async def run(self) -> None:
         """Until cancelled."""
         while True:
             for piece in self._state.layout.shards:

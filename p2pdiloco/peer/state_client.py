@@ -251,7 +251,7 @@ class PartialDownloads:
         self._metrics.write("joining", shards=len(missing), of=len(self._layout.shards), **self._progress.fields(now))
         log.info("downloading the run's state", shards=len(missing), of=len(self._layout.shards))
 
-    def chunk(self, size: int) -> None:
+    def on_chunk(self, size: int) -> None:
         """One chunk of ``size`` bytes came, and is right."""
         if self._progress is None:
             return
@@ -266,7 +266,7 @@ class PartialDownloads:
             log.info("downloading", **self._progress.fields(now))
         self._metrics.write("transfer", **self._progress.fields(now))
 
-    def shard(self, offer: StateOffer, chunks: Sequence[memoryview]) -> None:
+    def on_shard(self, offer: StateOffer, chunks: Sequence[memoryview]) -> None:
         """All chunks of one shard are here."""
         head, size = offer.proof.state.head, sum(map(len, chunks))
         self._metrics.write("fetched", shard=head.shard, version=head.version, head=head.id, bytes=size)
@@ -334,11 +334,11 @@ class DonorBlocklist:
         self._times: dict[PeerId, int] = {}
         self._wrong: dict[tuple[Chunk, PeerId], None] = {}
 
-    def of(self, peer: PeerId) -> bool:
+    def is_blocked(self, peer: PeerId) -> bool:
         """Whether it is not to be asked now."""
         return self._now() < self._until.get(peer, float("-inf"))
 
-    def wrong(self, peer: PeerId, chunk: Chunk | None = None) -> None:
+    def record_wrong(self, peer: PeerId, chunk: Chunk | None = None) -> None:
         """It has sent something wrong: this chunk, or an offer that does not prove itself."""
         times = self._times[peer] = self._times.get(peer, 0) + 1
         self._until[peer] = max(self._until.get(peer, 0.0), self._now() + FIRST_S * 2.0 ** min(times - 1, 16))
@@ -347,7 +347,7 @@ class DonorBlocklist:
             while len(self._wrong) > REMEMBERED:
                 del self._wrong[next(iter(self._wrong))]
 
-    def right(self, peer: PeerId, chunk: Chunk) -> None:
+    def record_right(self, peer: PeerId, chunk: Chunk) -> None:
         """``peer`` has sent this chunk as it was signed: who else sent another one had it wrong. (Nobody is a witness
         against itself: what it sent wrong before was spoilt on the way, or has been mended.)"""
         for key in [key for key in self._wrong if key[0] == chunk]:
@@ -423,7 +423,7 @@ class StateClient:
         """Begun before the machine asked."""
         self._asking: dict[Ask, asyncio.Task[None]] = {}
         self._looking: asyncio.Task[None] | None = None
-        self._distrust = DonorBlocklist(host.now)
+        self._blocklist = DonorBlocklist(host.now)
         self._seen: set[PeerId] = set()
         """Who was live when it was looked last."""
 
@@ -431,12 +431,12 @@ class StateClient:
         """Get one shard's state, beginning at ``peer``; ends in ``Fetched`` or ``Failed``."""
         self._run_ahead()
         try:
-            offer, chunks = await self._begun(shard) or await self._get(shard, peer)
+            offer, chunks = await self._take_ahead(shard) or await self._get(shard, peer)
         except (RequestError, ValueError) as error:
             self._driver.feed(ev.Failed("fetch", shard, peer, str(error)))
             return
         state = offer.proof.state
-        self.arrivals.shard(offer, chunks)
+        self.arrivals.on_shard(offer, chunks)
         self._run_ahead()
 
         def staged(_: None) -> None:
@@ -448,7 +448,7 @@ class StateClient:
 
         self._driver.submit(lambda: self._state.stage(shard, state.head.id, chunks, offer.digests), staged, shard=shard)
 
-    async def _begun(self, shard: ShardId) -> Fetched | None:
+    async def _take_ahead(self, shard: ShardId) -> Fetched | None:
         """What was begun before the machine asked; None if it was not, or failed."""
         future = self._ahead.pop(shard, None)
         if future is None:
@@ -473,7 +473,7 @@ class StateClient:
                 continue
             if room <= 0 or len(self._ahead) >= AHEAD_MOST:
                 return
-            donors = [peer for peer in view.offering(shard) if not self._distrust.of(peer)]
+            donors = [peer for peer in view.offering(shard) if not self._blocklist.is_blocked(peer)]
             if donors:
                 room -= width * self._layout.shards[shard].elements
                 future = self._ahead[shard] = asyncio.get_running_loop().create_future()
@@ -498,27 +498,27 @@ class StateClient:
             RequestError: no answer, or from somebody who is not asked any more, or too few peers stand by it.
             ValueError: it does not prove what it offers.
         """
-        if self._distrust.of(peer):
+        if self._blocklist.is_blocked(peer):
             raise RequestError("it has sent a wrong state before")
         response = await self._host.links.request(peer, encode(GetState(shard)), timeout_s=PATIENCE_S)
         body = response.body
         try:
-            offer = await self._checked(peer, shard, body)
+            offer = await self._check_offer(peer, shard, body)
         except ValueError as error:
-            self._was_wrong(peer, str(error))
+            self._blame(peer, str(error))
             raise
         head = offer.proof.state.head
         for commit in offer.lineage:
-            self._payload_cache.compare(commit.header, commit.signature)
+            self._payload_cache.find_contradiction(commit.header, commit.signature)
         if offer.proof.header is not None:
-            self._payload_cache.compare(offer.proof.header, offer.proof.signature)
+            self._payload_cache.find_contradiction(offer.proof.header, offer.proof.signature)
         self._verifier.report_contradictions()
         self._driver.feed(ev.StateOffered(peer, head, ancestors(offer.proof, offer.lineage), owner_of(offer.proof)))
         if problem := self._view.refusal(head):
             raise RequestError(problem)
         return offer
 
-    async def _checked(self, peer: PeerId, shard: ShardId, body: bytes) -> StateOffer:
+    async def _check_offer(self, peer: PeerId, shard: ShardId, body: bytes) -> StateOffer:
         """As ``checked_offer``; of members that are not known here ``peer`` is asked first."""
 
         def check() -> StateOffer:
@@ -538,7 +538,7 @@ class StateClient:
         self._plan.begin(shard, download.sizes, peer)
         self._plan.add(peer)
         if self._looking is None:
-            self._looking = self._host.spawn(self._look(), name="look after downloads")
+            self._looking = self._host.spawn(self._keep_asking(), name="look after downloads")
         self._ask_more()
         try:
             await download.done
@@ -547,7 +547,7 @@ class StateClient:
             self._cancel(self._plan.end(shard))
         return [chunk for chunk in download.chunks if chunk is not None]
 
-    async def _look(self) -> None:
+    async def _keep_asking(self) -> None:
         """While something is being fetched."""
         try:
             while not self._plan.is_idle:
@@ -563,7 +563,7 @@ class StateClient:
         for peer in self._seen.difference(view.live):
             self._cancel(self._plan.drop(peer))
         self._seen = set(view.live)
-        able = [peer for peer in view.marks() if not self._distrust.of(peer)]
+        able = [peer for peer in view.marks() if not self._blocklist.is_blocked(peer)]
         mine = self._view.me
         for peer in sorted(able, key=lambda peer: digest_of(f"{mine}/{peer}".encode()))[:DONORS_MOST]:
             self._plan.add(peer)
@@ -591,10 +591,10 @@ class StateClient:
             data = response.payload
             if data is None or len(data) != size or not await self._is_listed(download.offer, chunk, data):
                 raise ValueError(f"chunk {chunk} of shard {shard} is not what its owner signed")
-            self._arrived(ask, download, data)
+            self._on_chunk(ask, download, data)
         except (RequestError, ValueError) as error:
             if self._is_asking(ask):
-                self._did_not_come(ask, download, error)
+                self._on_chunk_failed(ask, download, error)
         finally:
             if self._is_asking(ask):
                 del self._asking[ask]
@@ -605,10 +605,10 @@ class StateClient:
         end; the same may have been asked again by then, by another task, and this end is not that one's."""
         return self._asking.get(ask) is asyncio.current_task()
 
-    def _did_not_come(self, ask: Ask, download: _Download, error: RequestError | ValueError) -> None:
+    def _on_chunk_failed(self, ask: Ask, download: _Download, error: RequestError | ValueError) -> None:
         download.last_error = str(error)
         if not isinstance(error, RequestError):
-            self._was_wrong(ask.donor, str(error), (download.head, ask.piece.chunk))
+            self._blame(ask.donor, str(error), (download.head, ask.piece.chunk))
             return
         self._plan.failed(ask, is_unable=True)
         if not isinstance(error, RequestRefused):
@@ -617,21 +617,21 @@ class StateClient:
     def _is_listed(self, offer: StateOffer, chunk: int, data: memoryview) -> asyncio.Future[bool]:
         return self._host.work("checks", lambda: is_listed(offer, chunk, data, self._state.form))
 
-    def _arrived(self, ask: Ask, download: _Download, data: memoryview) -> None:
+    def _on_chunk(self, ask: Ask, download: _Download, data: memoryview) -> None:
         self._cancel([other for other in self._plan.arrived(ask, self._host.now()) if other != ask])
         chunk = ask.piece.chunk
         if download.chunks[chunk] is not None or download.done.done():
             return
         download.chunks[chunk] = data
-        self._distrust.right(ask.donor, (download.head, chunk))
+        self._blocklist.record_right(ask.donor, (download.head, chunk))
         download.missing -= 1
-        self.arrivals.chunk(len(data))
+        self.arrivals.on_chunk(len(data))
         if not download.missing:
             download.done.set_result(None)
 
-    def _was_wrong(self, peer: PeerId, reason: str, chunk: tuple[Digest, int] | None = None) -> None:
+    def _blame(self, peer: PeerId, reason: str, chunk: tuple[Digest, int] | None = None) -> None:
         """It lies, or its memory does."""
-        self._distrust.wrong(peer, chunk)
+        self._blocklist.record_wrong(peer, chunk)
         self._cancel(self._plan.drop(peer))
         self._metrics.report_fault(peer, "state", reason)
 

@@ -43,7 +43,12 @@ def proven_digest(manifest: Manifest, proof: StateProof, register: Register = OP
         genesis = manifest.genesis[head.shard]
         if head != genesis_head(manifest.run, head.shard, genesis):
             raise ValueError(f"version 0 of shard {head.shard} is not this run's")
-        if state.step or state.marks or state.stride.counted or state.trained not in (Trained(), _nothing(manifest)):
+        if (
+            state.step
+            or state.marks
+            or state.norm_bound.counted
+            or state.trained not in (Trained(), _nothing(manifest))
+        ):
             raise ValueError(f"version 0 of shard {head.shard} counts what nobody has trained")
         return genesis
     if header is None or commit_id(header) != head.id or header.shard != head.shard or header.tokens != head.tokens:
@@ -54,7 +59,7 @@ def proven_digest(manifest: Manifest, proof: StateProof, register: Register = OP
         raise ValueError(f"the head of shard {head.shard} has another version than its commit")
     if header.counts != state.counts:
         raise ValueError(f"the state of shard {head.shard} counts other tokens than its commit")
-    if header.record != record_of(dict(state.marks), state.trained, state.stride):
+    if header.record != record_of(dict(state.marks), state.trained, state.norm_bound):
         raise ValueError(f"the state of shard {head.shard} counts other tokens or blocks than its commit")
     try:
         check_commit(manifest.run, header, proof.signature, register)

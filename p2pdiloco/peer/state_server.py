@@ -88,7 +88,7 @@ class StateServer:
         head = self._view.head(shard)
         if head is None:
             raise RequestRefused(f"shard {shard} is not here")
-        found = self._find(shard, head.id) or await self._copied(shard)
+        found = self._find(shard, head.id) or await self._make_shared(shard)
         return found.offer
 
     async def chunk(self, shard: ShardId, head: Digest, chunk: int) -> memoryview:
@@ -126,7 +126,7 @@ class StateServer:
             held -= len(copy.data)
             del self._copies[key], self._used_at[key]
 
-    async def _copied(self, shard: ShardId) -> _Copy:
+    async def _make_shared(self, shard: ShardId) -> _Copy:
         """A new copy; several who ask at once share it."""
         if (making := self._making.get(shard)) is None:
             making = self._making[shard] = asyncio.get_running_loop().create_future()
@@ -169,9 +169,9 @@ class StateServer:
         """Whether copies are still used."""
         if not self._is_looking:
             self._is_looking = True
-            self._host.call_at(self._host.now() + KEEP_S, self._look)
+            self._host.call_at(self._host.now() + KEEP_S, self._drop_and_look_later)
 
-    def _look(self) -> None:
+    def _drop_and_look_later(self) -> None:
         self._is_looking = False
         self._drop_unused()
         if self._copies:

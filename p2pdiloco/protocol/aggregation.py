@@ -42,15 +42,15 @@ class OwnCommitLog:
     def __init__(self, shards: int) -> None:
         self._made: list[dict[Digest, CommitHeader]] = [{} for _ in range(shards)]
 
-    def once(self, header: CommitHeader) -> CommitHeader:
+    def record(self, header: CommitHeader) -> CommitHeader:
         """``header``, or what was made on its parent before."""
         return self._made[header.shard].setdefault(header.parent, header)
 
-    def brought(self, header: CommitHeader, head: Head | None) -> bool:
+    def restore(self, header: CommitHeader, head: Head | None) -> bool:
         """Whether ``header``, made in an earlier life, still matters to whoever is at ``head``."""
         if head is not None and is_left(header, head):
             return False
-        return self.once(header) is header
+        return self.record(header) is header
 
     def is_own(self, header: CommitHeader) -> bool:
         """Whether it was made here."""
@@ -150,7 +150,7 @@ class ResponseTimes:
         self._merged: list[tuple[Digest, float] | None] = [None] * shards
         """The base of each shard's last version, and when its turn had opened: for answers that come too late."""
 
-    def came(self, peer: PeerId, delay_s: float) -> None:
+    def record(self, peer: PeerId, delay_s: float) -> None:
         """An answer, so long after the opening."""
         self._delays[peer] = smoothed(*self._delays.get(peer, (0.0, 0.0)), delay_s)
 
@@ -158,11 +158,11 @@ class ResponseTimes:
         """Remember when the turn after ``base`` had opened, now that its version is here: later answers are late."""
         self._merged[shard] = base, opened_at
 
-    def came_late(self, peer: PeerId, shard: ShardId, base: Digest, now: float) -> None:
+    def record_late(self, peer: PeerId, shard: ShardId, base: Digest, now: float) -> None:
         """An answer to a version that is there already."""
         merged = self._merged[shard]
         if merged is not None and merged[0] == base:
-            self.came(peer, now - merged[1])
+            self.record(peer, now - merged[1])
 
     def wait_s(self, absent: Iterable[PeerId], limit_s: float) -> float:
         """How long after the opening all of ``absent`` will usually have answered who do so within ``limit_s``."""
@@ -236,22 +236,22 @@ class Aggregation:
         """Contributions to versions that this peer has not reached, one per peer."""
         self.guests: set[PeerId] = set()
         """Peers whose contributions others hand on."""
-        self.answers = ResponseTimes(len(core.chains))
+        self.response_times = ResponseTimes(len(core.chains))
         self.turn_s = core.config.takeover_floor_s
         """Smoothed time from a turn to its commits."""
         self.sync_s = 0.0
         """Smoothed time from closing to the commit."""
         self.jobs: dict[ShardId, Job] = {}
         """Merges under way: one for a shard, so that it is clear which one has ended."""
-        self.made = OwnCommitLog(len(core.chains))
-        self._again: dict[ShardId, Again] = {}
+        self.own_commits = OwnCommitLog(len(core.chains))
+        self._retries: dict[ShardId, Again] = {}
         """Own commits that could not be applied."""
-        self._unsure: dict[ShardId, float] = {}
+        self._unsure_until: dict[ShardId, float] = {}
         """Shards that this peer has from its disk, of whose heads nobody has told, and until when it waits."""
 
     # -- measured times ------------------------------------------------------------------------------------------------
 
-    def measured_turn(self, seconds: float) -> None:
+    def record_turn(self, seconds: float) -> None:
         """A turn took this long, from announcement to the last commit."""
         seconds = min(seconds, self.core.config.takeover_ceiling_s)
         self.turn_s += SMOOTHING * (seconds - self.turn_s)
@@ -270,14 +270,14 @@ class Aggregation:
 
     # -- after a start -------------------------------------------------------------------------------------------------
 
-    def began(self, shard: ShardId) -> None:
+    def wait_for_heads(self, shard: ShardId) -> None:
         """From the disk, which may be older than what this peer has made: it may have made the next commit before."""
-        self._unsure[shard] = self.core.now + self.core.config.request_s
+        self._unsure_until[shard] = self.core.now + self.core.config.request_s
 
-    def is_sure(self, shard: ShardId) -> None:
+    def confirm_head(self, shard: ShardId) -> None:
         """Nobody is further, or this peer has caught up."""
-        if self._unsure.pop(shard, None) is not None:
-            self.consider(shard)
+        if self._unsure_until.pop(shard, None) is not None:
+            self.merge_if_due(shard)
 
     # -- collect -------------------------------------------------------------------------------------------------------
 
@@ -312,7 +312,7 @@ class Aggregation:
             else:
                 self._refuse(sender, contribution, "too much waits already for heads that are not here")
         else:
-            self.answers.came_late(giver, shard, contribution.base.id, self.core.now)
+            self.response_times.record_late(giver, shard, contribution.base.id, self.core.now)
             self._refuse(sender, contribution, "stale")
 
     def wants(self, sender: PeerId, contribution: Contribution) -> bool:
@@ -341,7 +341,7 @@ class Aggregation:
         if not collection.is_closed:
             self.open(contribution.shard, self.core.plausible(contribution.step))
         if collection.opened_at is not None:
-            self.answers.came(giver, self.core.now - collection.opened_at)
+            self.response_times.record(giver, self.core.now - collection.opened_at)
         if collection.is_closed:
             return
         collection.answered.add(giver)
@@ -349,7 +349,7 @@ class Aggregation:
             for learner in [x for x in collection.given if peer_of(x) == giver and x != c.learner]:
                 del collection.given[learner]
             collection.given.setdefault(c.learner, contribution)
-        self.consider(contribution.shard)
+        self.merge_if_due(contribution.shard)
 
     def _refuse(self, sender: PeerId, contribution: Contribution, reason: str) -> None:
         core, shard = self.core, contribution.shard
@@ -361,7 +361,7 @@ class Aggregation:
 
     # -- close ---------------------------------------------------------------------------------------------------------
 
-    def consider(self, shard: ShardId) -> None:
+    def merge_if_due(self, shard: ShardId) -> None:
         """Merge what is in, if it is time."""
         collection, core = self.collections[shard], self.core
         if collection.is_closed or shard in self.jobs or not collection.given or collection.opened_at is None:
@@ -370,10 +370,10 @@ class Aggregation:
             return
         if core.config.needs_majority and not self._is_majority(collection.answered):
             return
-        if (again := self._again.get(shard)) is not None and core.now < again.at:
+        if (again := self._retries.get(shard)) is not None and core.now < again.at:
             core.alarms.set(("close", shard), again.at)
             return
-        if core.now < (until := self._unsure.get(shard, 0.0)):
+        if core.now < (until := self._unsure_until.get(shard, 0.0)):
             core.alarms.set(("close", shard), until)
             return
         head, quorum = core.head(shard), self.quorum(collection)
@@ -397,14 +397,18 @@ class Aggregation:
     def _is_majority(self, answered: set[PeerId]) -> bool:
         """Whether more than half have answered of all who could, those included who are missing."""
         core, membership = self.core, self.core.membership
-        able = len(membership.participating | self.guests) + core.is_participating() + len(membership.company.missing)
+        able = (
+            len(membership.participating | self.guests)
+            + core.is_participating()
+            + len(membership.partition_detector.missing)
+        )
         return 2 * len(answered) > able
 
-    def consider_all(self) -> None:
+    def merge_all_due(self) -> None:
         """Membership changed: every collection may close now, or no longer."""
         for shard, collection in enumerate(self.collections):
             if collection.given:
-                self.consider(ShardId(shard))
+                self.merge_if_due(ShardId(shard))
 
     def _view(self, shard: ShardId, collection: Collection, quorum: int) -> QuorumView:
         core = self.core
@@ -412,7 +416,7 @@ class Aggregation:
         assert collection.opened_at is not None
         ranked = ranked_owners(config.run, shard, core.head(shard).version + 1, membership.owners.candidates)
         rank = ranked.index(config.peer) if config.peer in ranked else len(ranked)
-        guests = filter(membership.connectedness.is_afar, self.guests)
+        guests = filter(membership.connectivity.is_afar, self.guests)
         absent = membership.participating.union(guests) - collection.answered
         is_waiting_for_me = core.is_participating() and config.peer not in collection.answered
         quorum_s = 0.0 if collection.quorum_at is None else collection.quorum_at - collection.opened_at
@@ -426,7 +430,7 @@ class Aggregation:
         if config.grace_share:
             limit_s = config.sync_every * self.core.fastest_step_time_s() / 2
             waited_for = {*absent, config.peer} if is_waiting_for_me else absent
-            grace_s = max(grace_s, self.answers.wait_s(waited_for, limit_s) - quorum_s)
+            grace_s = max(grace_s, self.response_times.wait_s(waited_for, limit_s) - quorum_s)
         takeover_s = self.takeover_s()
         if membership.is_any_departing(absent):
             grace_s = takeover_s  # it has no later turn
@@ -461,7 +465,7 @@ class Aggregation:
         job = self.jobs.pop(event.shard, None)
         if job is None or not job.base == event.base == head.id:
             core.note("info", "commit", f"shard {event.shard}: merge for {event.base[:8]} dropped, the head moved on")
-            self.consider(event.shard)
+            self.merge_if_due(event.shard)
             return None
         self.sync_s += SMOOTHING * (core.now - job.began_at - self.sync_s)
         contributors = tuple(contribution.contributor for contribution in job.contributions)
@@ -480,9 +484,9 @@ class Aggregation:
             length=event.length,
             counts=counts,
         )
-        return self.made.once(header)
+        return self.own_commits.record(header)
 
-    def merge_failed(self, shard: ShardId, culprit: PeerId | None, reason: str) -> None:
+    def on_merge_failed(self, shard: ShardId, culprit: PeerId | None, reason: str) -> None:
         """A merge did not work: drop the contribution to blame (all of them if nobody is named) and look again."""
         collection = self.collections[shard]
         self.core.note("warning", "merge", f"shard {shard}: {reason}")
@@ -493,33 +497,33 @@ class Aggregation:
                 self._refuse(peer_of(learner), collection.given.pop(learner), reason[:MAX_TEXT])
             if len(collection.given) < self.quorum(collection):
                 collection.quorum_at = None
-        self.consider(shard)
+        self.merge_if_due(shard)
 
     def close(self, shard: ShardId) -> None:
         """The next head is being applied: what comes now comes too late."""
         self.collections[shard].is_closed = True
         self.core.alarms.cancel(("close", shard))
 
-    def not_applied(self, header: CommitHeader) -> None:
+    def on_commit_failed(self, header: CommitHeader) -> None:
         """What was made here cannot be applied here, now: others may have it, so it is tried again. Who is alone gives
         up at last."""
-        if not self.made.is_own(header):
+        if not self.own_commits.is_own(header):
             return
-        again = self._again.get(header.shard)
+        again = self._retries.get(header.shard)
         tries = 1 if again is None else again.tries + 1
         if tries >= OWN_TRIES and not self.core.membership.live:
-            self.made.forget(header)
-        self._again[header.shard] = Again(tries, self.core.now + self.takeover_s())
+            self.own_commits.forget(header)
+        self._retries[header.shard] = Again(tries, self.core.now + self.takeover_s())
 
-    def repaired(self, shard: ShardId) -> None:
+    def on_repaired(self, shard: ShardId) -> None:
         """The shard's state is what it should be: what was made on it can be applied."""
-        self._again.pop(shard, None)
+        self._retries.pop(shard, None)
         self.reopen(shard)
 
     def reopen(self, shard: ShardId) -> None:
         """The commit could not be applied: the contributions are still there."""
         self.collections[shard].is_closed = shard in self.jobs
-        self.consider(shard)
+        self.merge_if_due(shard)
 
     def on_head_changed(self, change: HeadChange) -> None:
         """Collect for the shard's next version, first what came early for it."""
@@ -527,17 +531,17 @@ class Aggregation:
         core.alarms.cancel(("close", shard))
         opened_at = self.collections[shard].opened_at
         if change.previous is not None and opened_at is not None:
-            self.answers.end_turn(shard, change.previous.id, opened_at)
+            self.response_times.end_turn(shard, change.previous.id, opened_at)
         self.collections[shard] = Collection()
-        self.guests = set(filter(core.membership.connectedness.is_afar, self.guests))
-        self._again.pop(shard, None)
+        self.guests = set(filter(core.membership.connectivity.is_afar, self.guests))
+        self._retries.pop(shard, None)
         early, self.early[shard] = self.early[shard], {}
         for sender in sorted(early):
             self.collect(sender, early[sender])
 
     def forget(self, peer: PeerId) -> None:
         """The peer is gone: what it sent ahead of us will come again, or never."""
-        self.answers.forget(peer)
+        self.response_times.forget(peer)
         for early in self.early:
             early.pop(peer, None)
 
@@ -546,4 +550,4 @@ class Aggregation:
         held = {c.payload for c in self.collections[shard].given.values()}
         if (job := self.jobs.get(shard)) is not None:
             held.update(c.payload for c in job.contributions)
-        return held | self.made.payloads(shard) | {c.payload for c in self.early[shard].values()}
+        return held | self.own_commits.payloads(shard) | {c.payload for c in self.early[shard].values()}

@@ -58,31 +58,31 @@ class BlockAssignment:
         self.trained: list[tuple[int, Block]] = []
         """With the learner's tokens at the block's end; oldest first."""
 
-    def begin(self, *, has_blocks: bool) -> None:
+    def start(self, *, has_blocks: bool) -> None:
         """A new learner; ``has_blocks``: it has the run's data."""
-        self.forget()
+        self.reset()
         self.is_taking = has_blocks and self.core.config.blocks > 0
-        self.take()
+        self.assign()
 
-    def end(self) -> None:
+    def stop(self) -> None:
         """The learner trains no more; what it holds but has not finished is free."""
         self.is_taking = False
         self.assigned.clear()
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """The learner is gone."""
-        self.end()
+        self.stop()
         self.trained.clear()
 
-    def finished(self, block: Block, tokens: int) -> None:
+    def on_block_finished(self, block: Block, tokens: int) -> None:
         """The learner has trained ``block``; it had ``tokens`` tokens then."""
         if block in self.assigned:
             self.assigned.remove(block)
             self.trained.append((tokens, block))
             del self.trained[:-REMEMBERED]
-        self.take()
+        self.assign()
 
-    def take(self) -> None:
+    def assign(self) -> None:
         """Give the learner free blocks until it has enough."""
         core = self.core
         if not self.is_taking or not core.is_current or len(self.assigned) >= IN_HAND:
@@ -115,7 +115,7 @@ class BlockAssignment:
         waiting = [block for _, block in self.trained[:recent] if not ledger.is_trained(block)]
         return (*self.assigned, *waiting, *(block for _, block in self.trained[recent:]))[:MAX_CLAIMS]
 
-    def between(self, shard: ShardId, start: int, stop: int) -> tuple[Block, ...]:
+    def blocks_between(self, shard: ShardId, start: int, stop: int) -> tuple[Block, ...]:
         """The blocks that a contribution to ``shard`` of the learner's tokens from ``start`` to ``stop`` carries."""
         if shard != 0:
             return ()

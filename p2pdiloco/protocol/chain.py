@@ -50,9 +50,9 @@ def is_heavier(a: Head, b: Head) -> bool:
     return (a.tokens, a.id) > (b.tokens, b.id)
 
 
-def record_of(marks: Mapping[LearnerId, Mark], trained: Trained, stride: NormBound = NO_NORM) -> Digest:
+def record_of(marks: Mapping[LearnerId, Mark], trained: Trained, norm_bound: NormBound = NO_NORM) -> Digest:
     """The digest of all that a state holds besides its tensors, its head and its step."""
-    return digest_of(_encoder.encode((sorted(marks.items()), trained, *((stride,) if stride.counted else ()))))
+    return digest_of(_encoder.encode((sorted(marks.items()), trained, *((norm_bound,) if norm_bound.counted else ()))))
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -74,9 +74,9 @@ class Chain:
         "log",
         "log_ids",
         "marks",
+        "norm_bound",
         "shard",
         "step",
-        "stride",
     )
 
     def __init__(
@@ -93,7 +93,7 @@ class Chain:
         self.ledger = BlockLedger(blocks) if blocks and shard == 0 else None
         """Of shard 0: which blocks of data it has merged."""
         self.marks: dict[LearnerId, Mark] = {}
-        self.stride = NO_NORM
+        self.norm_bound = NO_NORM
         self.counts = NOTHING_COUNTED
         self._first = FIRST_RMS * math.sqrt(elements) if elements else math.inf
         self.log: deque[CommitHeader] = deque(maxlen=length)
@@ -129,20 +129,20 @@ class Chain:
             abs(head.version - self.head.version) + 2 * self.length if is_met else head.version + self.head.version
         )
         turn = self.limits.turn_steps
-        return (versions + self.limits.range_steps // turn) * self.stride.longest(turn, turn, self._first)
+        return (versions + self.limits.range_steps // turn) * self.norm_bound.longest(turn, turn, self._first)
 
     def record_after(self, version: int, contributors: Sequence[Contributor], length: float = 0.0) -> Digest:
         """What an owner signs of the chain's counts after a commit with these, ``length`` long: the digest of marks,
-        blocks and stride."""
-        marks, ledger, stride = self._marks_after(version, contributors), self.ledger, self.stride
+        blocks and norm bound."""
+        marks, ledger, norm_bound = self._marks_after(version, contributors), self.ledger, self.norm_bound
         if length:
-            stride = stride.after(length, max(c.steps for c in contributors), self.limits.turn_steps)
+            norm_bound = norm_bound.after(length, max(c.steps for c in contributors), self.limits.turn_steps)
         if ledger is None:
-            return record_of(marks, Trained(), stride)
+            return record_of(marks, Trained(), norm_bound)
         after = ledger.copied()
         for c in contributors:
             after.add(c.blocks)
-        return record_of(marks, after.state(), stride)
+        return record_of(marks, after.state(), norm_bound)
 
     def count(self, contributors: Sequence[Contributor]) -> tuple[int, TokenCounts]:
         """The tokens for which the contributions of a next commit count, all together, and the counts after it."""
@@ -151,7 +151,7 @@ class Chain:
     def longest(self, contributors: Iterable[Contributor]) -> float:
         """How long a merged outer gradient of these may be."""
         steps = max(c.steps for c in contributors)
-        return self.stride.longest(steps, self.limits.turn_steps, self._first)
+        return self.norm_bound.longest(steps, self.limits.turn_steps, self._first)
 
     def _marks_after(self, version: int, contributors: Iterable[Contributor]) -> dict[LearnerId, Mark]:
         oldest = version - MARK_LIFE_LOGS * self.length
@@ -202,7 +202,7 @@ class Chain:
             self.ancestry.append(self.head.id)
         self.head = Head(self.shard, header.version, new_id, header.tokens)
         self.step = header.step
-        self.stride = self.stride.after(header.length, header.steps, self.limits.turn_steps)
+        self.norm_bound = self.norm_bound.after(header.length, header.steps, self.limits.turn_steps)
         self.counts = header.counts
         self.marks = self._marks_after(header.version, header.contributors)
         if self.ledger is not None:
@@ -216,8 +216,8 @@ class Chain:
             return f"step {state.step} cannot be reached with version {head.version}"
         if head.tokens > head.version * MAX_CONTRIBUTORS * limits.range_tokens:
             return f"{head.tokens} tokens cannot be merged in {head.version} versions"
-        if not state.stride.is_sound:
-            return "its stride is none"
+        if not state.norm_bound.is_sound:
+            return "its norm bound is malformed"
         for learner, mark in state.marks:
             counts = (mark.tokens, mark.steps, mark.version)
             if min(counts) < 0 or max(counts) > MAX_COUNT or mark.version > head.version:
@@ -233,7 +233,7 @@ class Chain:
         self.head = state.head
         self.step = state.step
         self.marks = dict(state.marks)
-        self.stride = state.stride
+        self.norm_bound = state.norm_bound
         self.counts = state.counts
         if self.ledger is not None:
             self.ledger.restore(state.trained)
@@ -268,7 +268,9 @@ class Chain:
         """What travels with a state transfer."""
         assert self.head is not None
         trained = Trained() if self.ledger is None else self.ledger.state()
-        return ShardState(self.head, self.step, tuple(sorted(self.marks.items())), trained, self.stride, self.counts)
+        return ShardState(
+            self.head, self.step, tuple(sorted(self.marks.items())), trained, self.norm_bound, self.counts
+        )
 
 
 # -- Head changes ------------------------------------------------------------------------------------------------------

@@ -52,7 +52,7 @@ class Equivocations:
         self._refused: dict[PeerId, tuple[ShardId, int]] = {}
         """Owners of commits that were refused here, with shard and version: see ``refusals``."""
 
-    def learn(self, proof: Equivocation, sender: PeerId | None = None) -> None:
+    def add_proof(self, proof: Equivocation, sender: PeerId | None = None) -> None:
         """A proof, whose signatures were checked."""
         core = self.core
         if not proof.is_one or proof.first.shard >= len(core.chains) or self._is_served(proof):
@@ -69,7 +69,7 @@ class Equivocations:
             f"{proof.owner} has signed two commits of version {proof.first.version} of shard {proof.first.shard}: it "
             f"owns nothing for {TERM} versions",
         )
-        self.look()
+        self.expire()
         core.send(tuple(peer for peer in core.membership.live if peer != sender), proof)
 
     def bar(self, owner: PeerId, shard: ShardId, version: int) -> None:
@@ -78,21 +78,21 @@ class Equivocations:
         self._refused[owner] = (shard, version)
         if len(self._refused) > PROOFS_MOST:
             del self._refused[next(iter(self._refused))]
-        self.look()
+        self.expire()
 
-    def kept(self) -> Convictions:
+    def convictions(self) -> Convictions:
         """For the disk."""
         return Convictions(tuple(self.proofs.values()), tuple((owner, *at) for owner, at in self._refused.items()))
 
-    def brought(self, earlier: Convictions) -> None:
+    def restore(self, earlier: Convictions) -> None:
         """What an earlier life knew."""
         for proof in earlier.proofs:
-            self.learn(proof)
+            self.add_proof(proof)
         for owner, shard, version in earlier.refused:
             if shard < len(self.core.chains):
                 self.bar(owner, shard, version)
 
-    def look(self) -> None:
+    def expire(self) -> None:
         """Some may have served their term."""
         if not self.proofs and not self._refused:
             self.core.membership.owners.barred = frozenset()
@@ -101,7 +101,7 @@ class Equivocations:
         self._refused = {owner: at for owner, at in self._refused.items() if not self._is_over(*at)}
         self.core.membership.owners.barred = frozenset((*self.proofs, *self._refused))
 
-    def tell(self, peer: PeerId) -> None:
+    def send_proofs(self, peer: PeerId) -> None:
         """``peer`` is connected."""
         for proof in self.proofs.values():
             self.core.send((peer,), proof)
@@ -207,7 +207,7 @@ class AncestryCheck:
     def __init__(self, core: Core, refusals: RejectedCommits) -> None:
         self.core = core
         self._refusals = refusals
-        self._told: dict[PeerId, dict[ShardId, Told]] = {}
+        self._reported: dict[PeerId, dict[ShardId, Told]] = {}
         """By connected peer."""
         self._judged: dict[ShardId, Judged] = {}
         """The state that was offered last."""
@@ -215,25 +215,25 @@ class AncestryCheck:
         """When a state was refused first because too few stand by it, or have it."""
         self._asked_at = -math.inf
 
-    def told(self, peer: PeerId, head: Head) -> None:
+    def record_head(self, peer: PeerId, head: Head) -> None:
         """``peer`` says that this is its head."""
-        mine = self._told.setdefault(peer, {})
+        mine = self._reported.setdefault(peer, {})
         before = mine.get(head.shard, Told(head.id, head.id, 0.0))
         earlier = before.earlier if before.head == head.id else before.head
         mine[head.shard] = Told(head.id, earlier, self.core.now)
 
-    def committed(self, peer: PeerId, head: Head, parent: Digest) -> None:
+    def record_commit(self, peer: PeerId, head: Head, parent: Digest) -> None:
         """``peer`` made the commit ``head`` itself, so it was at ``parent``."""
-        self._told.setdefault(peer, {})[head.shard] = Told(head.id, parent, self.core.now)
+        self._reported.setdefault(peer, {})[head.shard] = Told(head.id, parent, self.core.now)
 
     def forget(self, peer: PeerId) -> None:
         """It is gone."""
-        self._told.pop(peer, None)
+        self._reported.pop(peer, None)
 
-    def is_told(self, shard: ShardId) -> bool:
+    def is_known(self, shard: ShardId) -> bool:
         """Whether more than half of those who have states have told of theirs."""
         donors = self._donors()
-        return 2 * sum(shard in self._told.get(peer, ()) for peer in donors) > len(donors)
+        return 2 * sum(shard in self._reported.get(peer, ()) for peer in donors) > len(donors)
 
     def is_doubted(self, shard: ShardId) -> bool:
         """Whether a state was refused because too few stand by it, or have it: the founder's word would do."""
@@ -245,12 +245,12 @@ class AncestryCheck:
         is_it = judged is not None and judged.head == head.id
         return judged.problem if judged is not None and is_it else "another state was offered meanwhile"
 
-    def of(self, head: Head) -> tuple[Digest, ...]:
+    def lineage_of(self, head: Head) -> tuple[Digest, ...]:
         """What led to the state at ``head``, if that was offered last."""
         judged = self._judged.get(head.shard)
         return judged.lineage if judged is not None and judged.head == head.id else ()
 
-    def brought(self, head: Head, lineage: Sequence[Digest]) -> None:
+    def restore(self, head: Head, lineage: Sequence[Digest]) -> None:
         """This peer begins with the state at ``head``, to which ``lineage`` led: its own checkpoint is not judged."""
         self._judged[head.shard] = Judged(head.id, tuple(lineage), None)
 
@@ -305,7 +305,7 @@ class AncestryCheck:
     def is_outvoted(self, shard: ShardId) -> bool:
         """Whether more than half of all, this peer included, tell of heads that follow what was refused here."""
         donors = self._donors()
-        told = (self._told.get(donor, {}).get(shard) for donor in donors)
+        told = (self._reported.get(donor, {}).get(shard) for donor in donors)
         return 2 * sum(one is not None and self._refusals.holds(one.head) for one in told) > len(donors) + 1
 
     def _is_divided(self, shard: ShardId, stand: int, theirs: Container[Digest], donors: Sequence[PeerId]) -> bool:
@@ -317,7 +317,7 @@ class AncestryCheck:
 
     def _rivals(self, shard: ShardId, theirs: Container[Digest], donors: Sequence[PeerId]) -> int:
         """How many tell of the head, other than ``theirs``, of which most tell."""
-        told = (self._told.get(donor, {}).get(shard) for donor in donors)
+        told = (self._reported.get(donor, {}).get(shard) for donor in donors)
         return max(Counter(one.head for one in told if one is not None and one.head not in theirs).values(), default=0)
 
     def _is_long(self, shard: ShardId, requests: int) -> bool:
@@ -338,7 +338,7 @@ class AncestryCheck:
         if not is_most and (founder in donors or owner in self.core.membership.owners.barred):
             return f"{few}, and the founder has not"
         is_young = len(lineage) >= head.version and founder not in ("", self.core.config.peer, *donors)
-        requests = FAR_REQUESTS if self.core.membership.connectedness.afar else 1
+        requests = FAR_REQUESTS if self.core.membership.connectivity.afar else 1
         if is_young and len(words) < 2 and not self._is_long(head.shard, requests):
             return "its lineage reaches back to version 0, so the founder may come, and one or two peers alone have it"
         if is_most or not others:
@@ -361,19 +361,19 @@ class AncestryCheck:
         return [peer for peer, beat in views if beat is not None and beat.phase != "joining"]
 
     def _is_at(self, peer: PeerId, shard: ShardId, heads: Container[Digest]) -> bool:
-        told = self._told.get(peer, {}).get(shard)
+        told = self._reported.get(peer, {}).get(shard)
         return told is not None and told.head in heads
 
     def _was_at(self, peer: PeerId, shard: ShardId, heads: Container[Digest]) -> bool:
-        told = self._told.get(peer, {}).get(shard)
+        told = self._reported.get(peer, {}).get(shard)
         return told is not None and (told.head in heads or told.earlier in heads)
 
     def _is_fresh(self, peer: PeerId, shard: ShardId) -> bool:
-        told = self._told.get(peer, {}).get(shard)
+        told = self._reported.get(peer, {}).get(shard)
         return told is not None and self.core.now - told.at <= self.core.config.request_s
 
     def _leave_alone(self, peer: PeerId) -> None:
         """For a while it is not asked again for what it says it has."""
         view = self.core.membership.peers.get(peer)
         if view is not None:
-            view.vain_until = self.core.now + self.core.config.request_s
+            view.ignored_until = self.core.now + self.core.config.request_s

@@ -80,7 +80,7 @@ class Connectivity:
 
     # -- lists ---------------------------------------------------------------------------------------------------------
 
-    def told(self, peer: PeerId, data: bytes | None, now: float) -> bool:
+    def update_list(self, peer: PeerId, data: bytes | None, now: float) -> bool:
         """``peer`` says whom it hears (None: as before); True if that is another list."""
         if data is None:
             return False
@@ -92,7 +92,7 @@ class Connectivity:
         self._changes += 1
         return True
 
-    def live_changed(self, live: Iterable[PeerId], sequence: int) -> None:
+    def update_own_list(self, live: Iterable[PeerId], sequence: int) -> None:
         """This peer hears others than before, and has sent ``sequence`` heartbeats."""
         self.lists[self.me] = prints = frozenset(map(fingerprint, live))
         self._own_list = listed(prints)
@@ -108,7 +108,7 @@ class Connectivity:
         self._fit_until.pop(peer, None)
         self._met_at.pop(peer, None)
 
-    def parted(self, peer: PeerId) -> frozenset[int]:
+    def on_goodbye(self, peer: PeerId) -> frozenset[int]:
         """``peer`` says goodbye: whoever has not noticed hears it no more. Returns it, and whom it heard."""
         gone = frozenset((fingerprint(peer),))
         for other, prints in self.lists.items():
@@ -117,7 +117,7 @@ class Connectivity:
                 self._changes += 1
         return gone | self.lists.get(peer, frozenset())
 
-    def merged(self, version: int, marks: Mapping[LearnerId, Mark]) -> None:
+    def update_givers(self, version: int, marks: Mapping[LearnerId, Mark]) -> None:
         """Shard 0 is at this version."""
         if version == self._version:
             return
@@ -142,7 +142,7 @@ class Connectivity:
         """Whether a peer that we do not hear is heard by somebody whom we do."""
         return fingerprint(peer) in self.afar
 
-    def charges(self, speaker: PeerId, live: Sequence[PeerId], met_before: float) -> tuple[PeerId, ...]:
+    def forwards_to(self, speaker: PeerId, live: Sequence[PeerId], met_before: float) -> tuple[PeerId, ...]:
         """Of ``live`` those who do not hear ``speaker``, and to whom, of all who hear both, this peer hands on. Who
         came after ``met_before`` may still be about to meet others."""
         found = []

@@ -41,7 +41,7 @@ TOLD: Final = 500
 class TokenBudget:
     """The token budget of one run; without a limit it only counts."""
 
-    __slots__ = ("_core", "_merged", "_newest", "_paused", "_under_way", "told")
+    __slots__ = ("_core", "_merged", "_newest", "_paused", "_under_way", "announced")
 
     def __init__(self, core: Core) -> None:
         self._core = core
@@ -51,7 +51,7 @@ class TokenBudget:
         """By shard: those of its last version."""
         self._under_way = 0
         """The sum of these."""
-        self.told = 0
+        self.announced = 0
         """What the learner knows of ``merged``."""
         self._paused: LearnerId | None = None
 
@@ -86,12 +86,12 @@ class TokenBudget:
         self._under_way += newest - self._newest[shard]
         self._merged[shard], self._newest[shard] = tokens, newest
         merged = self.merged
-        if core.learner is not None and abs(merged - self.told) * TOLD >= core.config.sizes.budget:
-            self.told = merged
+        if core.learner is not None and abs(merged - self.announced) * TOLD >= core.config.sizes.budget:
+            self.announced = merged
             core.effects.append(AdoptStep(core.step, merged))
-        self.look()
+        self.stop_if_spent()
 
-    def look(self) -> None:
+    def stop_if_spent(self) -> None:
         """Stop the learner if there is nothing left to train."""
         core = self._core
         learner = core.learner
@@ -215,20 +215,20 @@ class Pending:
 class Contributions:
     """Turns of all fragments, and this learner's contributions."""
 
-    def __init__(self, core: Core, merges: Aggregation, workload: BlockAssignment) -> None:
+    def __init__(self, core: Core, aggregation: Aggregation, block_assignment: BlockAssignment) -> None:
         self.core = core
-        self.merges = merges
-        self.workload = workload
+        self.aggregation = aggregation
+        self.block_assignment = block_assignment
         self.turns = [FragmentTurn() for _ in core.config.fragments]
         self.ledgers = [Ledger(core.config.log_length) for _ in core.chains]
         self.pending: dict[ShardId, Pending] = {}
-        self.trouble = Trouble(core)
+        self.health = Trouble(core)
         self.budget = TokenBudget(core)
 
-    def learner_changed(self) -> None:
+    def on_learner_changed(self) -> None:
         """Another learner, or none: what the last one left unfinished is void."""
         self.pending.clear()
-        self.trouble.learner_changed()
+        self.health.on_learner_changed()
         for ledger in self.ledgers:
             ledger.edges.clear()
         for fragment, turn in enumerate(self.turns):
@@ -239,7 +239,7 @@ class Contributions:
 
     # -- turns ---------------------------------------------------------------------------------------------------------
 
-    def stepped(self, learner: LearnerView, steps: int) -> None:
+    def on_steps(self, learner: LearnerView, steps: int) -> None:
         """The learner made ``steps`` more inner steps: announce the turns that became due. It is as many steps further
         than where it was, or where the others are: a step during which others went on does not count twice."""
         config = self.core.config
@@ -261,10 +261,10 @@ class Contributions:
             core.pace.used(step - core.step)
             core.step = step
             if core.learner is not None:
-                core.effects.append(AdoptStep(step, self.budget.told))
+                core.effects.append(AdoptStep(step, self.budget.announced))
         return step
 
-    def became_current(self) -> None:
+    def on_current(self) -> None:
         """All states are here: this peer is where most of them are, and no turn before that is news."""
         core = self.core
         steps = sorted(chain.step for chain in core.chains)
@@ -272,7 +272,7 @@ class Contributions:
         for fragment, turn in zip(core.config.fragments, self.turns, strict=True):
             turn.step = max(turn.step, *(min(core.chains[shard].step, core.step) for shard in fragment))
 
-    def heard(self, sender: PeerId, message: Turn) -> None:
+    def on_turn(self, sender: PeerId, message: Turn) -> None:
         """Another peer announces a turn: those that do not hear it hear of it from here."""
         if self.open(message.fragment, self.adopt_step(message.step), is_mine=False):
             hand_on_turn(self.core, sender, self.announcement(message.fragment))
@@ -297,7 +297,7 @@ class Contributions:
 
     def _open_shard(self, turn: FragmentTurn, shard: ShardId) -> None:
         turn.open[shard] = (self.core.head(shard).id, self.core.now)
-        self.merges.open(shard, turn.step)
+        self.aggregation.open(shard, turn.step)
 
     def announcement(self, fragment: FragmentId) -> Turn:
         """The newest turn as others hear it."""
@@ -313,7 +313,7 @@ class Contributions:
         turn, step = self.turns[fragment], min(core.chains[shard].step, core.step)
         opened = turn.open.pop(shard, None)
         if opened is not None:
-            self.merges.measured_turn(core.now - opened[1])
+            self.aggregation.record_turn(core.now - opened[1])
         if turn.step > step and core.is_current:
             self._open_shard(turn, shard)
             self._ask_for_snapshot(fragment)
@@ -330,18 +330,18 @@ class Contributions:
             turn.is_snapshotting, turn.asked_at = True, self.core.now
             self.core.effects.append(Snapshot(fragment, turn.step))
 
-    def snapshotted(self, event: Snapshotted) -> None:
+    def on_snapshot(self, event: Snapshotted) -> None:
         """The learner copied a fragment: encode its shards, or say that there is nothing to give."""
         turn, core = self.turns[event.fragment], self.core
         if core.learner is None or not turn.is_snapshotting:
             return
         turn.is_snapshotting = False
-        self.trouble.answered()
+        self.health.on_snapshot()
         for other in self.turns:
             other.asked_at = core.now  # it copies one after the other
         turn.steps, turn.tokens = event.steps, event.tokens
         for shard in turn.open:
-            if self.has_given(shard) or self.merges.collections[shard].is_closed:
+            if self.has_given(shard) or self.aggregation.collections[shard].is_closed:
                 continue
             if turn.tokens > core.learner.marks[shard].tokens:
                 head, contributor = core.head(shard), self._range(core.learner, shard, turn)
@@ -350,37 +350,37 @@ class Contributions:
             else:
                 self._give_nothing(shard)
 
-    def look(self) -> None:
+    def check_health(self) -> None:
         """Now and then: is anybody to be told of trouble?"""
         asked = [turn.asked_at for turn in self.turns if turn.is_snapshotting]
         if asked:
-            self.trouble.unanswered(self.core.now - min(asked))
-        self.trouble.look()
+            self.health.on_silence(self.core.now - min(asked))
+        self.health.check_progress()
 
     def has_given(self, shard: ShardId) -> bool:
         """Whether tokens of ours are on offer for the shard's next version."""
         pending = self.pending.get(shard)
         return pending is not None and pending.contribution.contributor.tokens > 0
 
-    def encoded(self, event: Encoded) -> None:
+    def on_encoded(self, event: Encoded) -> None:
         """A shard's outer gradient is ready: offer it, unless its base is history."""
         shard, given = event.shard, event.contributor
         turn = self.turns[self.core.fragment_of[shard]]
         if turn.encoding.get(shard) == (event.base, replace(given, payload=b"", signature=b"")):
-            self.trouble.encoded(shard)
+            self.health.on_encoded(shard)
             if shard in turn.open and event.base == self.core.head(shard).id:
                 self.ledgers[shard].record(self._mark(shard).tokens, given.tokens_to, Digest(given.payload.hex()))
                 self._contribute(shard, given, event.payload_bytes)
             self._finished_encoding(turn, shard)
 
-    def encode_failed(self, shard: ShardId, reason: str) -> None:
+    def on_encode_failed(self, shard: ShardId, reason: str) -> None:
         """Nothing to offer this time; the learner keeps its progress, and says so, that nobody waits for it."""
         turn = self.turns[self.core.fragment_of[shard]]
         if shard in turn.encoding:
             self.core.note("debug", "contribution", f"shard {shard} not encoded: {reason}")
             if shard in turn.open and turn.encoding[shard][0] == self.core.head(shard).id:
                 self._give_nothing(shard)
-                self.trouble.encode_failed(shard, reason)
+                self.health.on_encode_failed(shard, reason)
             self._finished_encoding(turn, shard)
 
     def _finished_encoding(self, turn: FragmentTurn, shard: ShardId) -> None:
@@ -411,7 +411,9 @@ class Contributions:
         all_steps, all_tokens = max(1, turn.steps - mark.steps), turn.tokens - mark.tokens
         steps = min(all_steps, limits.range_steps)
         tokens = min(all_tokens * steps // all_steps, limits.most_tokens(steps))
-        blocks = self.workload.between(shard, turn.tokens - tokens, turn.tokens)[-limits.most_blocks(tokens) :]
+        blocks = self.block_assignment.blocks_between(shard, turn.tokens - tokens, turn.tokens)[
+            -limits.most_blocks(tokens) :
+        ]
         return Contributor(learner.id, turn.tokens - tokens, turn.tokens, turn.steps - steps, turn.steps, blocks)
 
     def _offer(self, shard: ShardId) -> None:
@@ -421,7 +423,7 @@ class Contributions:
         ranked = ranked_owners(core.config.run, shard, version, core.membership.owners.candidates)
         if pending.contribution.contributor.tokens:
             laps = 1 + pending.rank // len(ranked)
-            core.alarms.set(("takeover", shard), core.now + laps * self.merges.takeover_s())
+            core.alarms.set(("takeover", shard), core.now + laps * self.aggregation.takeover_s())
         if pending.beyond.issuperset(ranked):
             return
         if pending.asked.union(pending.beyond).issuperset(ranked):
@@ -429,17 +431,17 @@ class Contributions:
         pending.target = next(peer for peer in ranked if peer not in pending.asked and peer not in pending.beyond)
         pending.asked.add(pending.target)
         if pending.target == core.config.peer:
-            self.merges.collect(pending.target, pending.contribution)
+            self.aggregation.collect(pending.target, pending.contribution)
         else:
             core.send((pending.target,), pending.contribution)
 
-    def takeover_due(self, shard: ShardId) -> None:
+    def on_takeover_due(self, shard: ShardId) -> None:
         """The owner did not commit in time: the next one gets the contribution, too."""
         pending = self.pending.get(shard)
         if pending is not None:
             pending.rank += 1
             if pending.target not in pending.beyond:
-                self.core.membership.missed(pending.target, self.core.now, self.merges.takeover_s())
+                self.core.membership.on_takeover_missed(pending.target, self.core.now, self.aggregation.takeover_s())
             self.core.note(
                 "info",
                 "takeover",
@@ -459,7 +461,7 @@ class Contributions:
             found.add(edge.payload)
         return found
 
-    def candidates_changed(self) -> None:
+    def on_candidates_changed(self) -> None:
         """Owners that are gone, or on their way out: their contributions go to the new owners at once."""
         if not self.pending:
             return
@@ -471,7 +473,7 @@ class Contributions:
             self.core.note("info", "takeover", f"shard {shard}: owner {pending.target} is gone, offering again")
             self._offer(shard)
 
-    def lost(self, shard: ShardId) -> None:
+    def on_payload_lost(self, shard: ShardId) -> None:
         """What is on offer cannot be had here any more. The learner, who has it all, gives anew: else the same would be
         offered until another version comes, which may need it."""
         if self.has_given(shard):
@@ -479,7 +481,7 @@ class Contributions:
             self.core.alarms.cancel(("takeover", shard))
             self._ask_for_snapshot(self.core.fragment_of[shard])
 
-    def refused(self, peer: PeerId, shard: ShardId, base: Digest, head: Head, reason: str) -> None:
+    def on_refused(self, peer: PeerId, shard: ShardId, base: Digest, head: Head, reason: str) -> None:
         """An owner refused: the learner keeps its progress and contributes it on the next turn."""
         pending = self.pending.get(shard)
         if pending is not None and pending.contribution.base.id == base:
@@ -557,7 +559,7 @@ class DeltaReconciliation:
             own = learner.marks[shard] if mark is None else mark
         learner.marks[shard] = own
         if self.core.config.is_overwrite:
-            learner.threw_away(shard)
+            learner.discard_unmerged(shard)
 
     def mark_in(self, learner: LearnerView, state: ShardState) -> Mark:
         """How far a state's chain has merged the learner. What it may have forgotten for its age stays merged."""

@@ -44,7 +44,7 @@ class Evaluations:
         if ranked_owners(core.config.run, EVALUATION_DUTY, version, candidates)[0] == core.config.peer:
             core.effects.append(Evaluate(version))
 
-    def made(self, event: Evaluated) -> None:
+    def on_evaluated(self, event: Evaluated) -> None:
         """This peer's learner has measured: tell all."""
         core = self.core
         if not is_loss(event.loss):
@@ -61,7 +61,7 @@ class Evaluations:
         self._show()
         core.send(core.membership.live, evaluation)
 
-    def heard(self, peer: PeerId, evaluation: Evaluation) -> None:
+    def on_evaluation(self, peer: PeerId, evaluation: Evaluation) -> None:
         """Another peer's (rule S3)."""
         before = self._latest.get(peer)
         is_newer = before is None or evaluation.step > before.step

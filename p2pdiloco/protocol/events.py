@@ -29,7 +29,7 @@ class ShardState(msgspec.Struct, frozen=True, array_like=True):
     """Sorted by learner."""
     trained: Trained = Trained()
     """Shard 0: the blocks of data that its chain has merged."""
-    stride: NormBound = NO_NORM
+    norm_bound: NormBound = NO_NORM
     counts: TokenCounts = NOTHING_COUNTED
     """What the chain knows of its contributions' tokens."""
 

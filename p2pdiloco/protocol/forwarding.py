@@ -39,7 +39,7 @@ def hand_on_turn(core: Core, sender: PeerId, turn: Turn) -> None:
 
 def hand_on_commit(core: Core, sender: PeerId, header: CommitHeader) -> None:
     """A commit that this peer takes on its head goes on to those that hear neither who sent it nor its owner."""
-    hears = core.membership.connectedness.hears
+    hears = core.membership.connectivity.hears
     deaf = [p for p in _deaf_to(core, sender) if p != header.owner and not hears(p, header.owner)]
     send_commit(core, deaf, header)
 
@@ -51,7 +51,7 @@ def hand_on_contribution(core: Core, sender: PeerId, contribution: Contribution)
         return
     version = contribution.base.version + 1
     owner = ranked_owners(core.config.run, contribution.shard, version, membership.owners.candidates)[0]
-    if owner not in (me, giver) and not membership.connectedness.hears(giver, owner):
+    if owner not in (me, giver) and not membership.connectivity.hears(giver, owner):
         core.send((owner,), contribution)
 
 
@@ -59,9 +59,9 @@ def is_handed_on(core: Core, sender: PeerId, contribution: Contribution) -> bool
     """Whether ``sender`` may bring what another peer's learner gave: it says that it hears that peer. (What has no
     payload has no signature.)"""
     giver = peer_of(contribution.contributor.learner)
-    return bool(contribution.payload) and core.membership.connectedness.has_listed(sender, giver)
+    return bool(contribution.payload) and core.membership.connectivity.has_listed(sender, giver)
 
 
 def _deaf_to(core: Core, speaker: PeerId) -> tuple[PeerId, ...]:
     membership = core.membership
-    return membership.connectedness.charges(speaker, membership.live, core.now - MEETING_BEATS * membership.beat_s())
+    return membership.connectivity.forwards_to(speaker, membership.live, core.now - MEETING_BEATS * membership.beat_s())

@@ -40,25 +40,25 @@ class Trouble:
         """When nobody participated last."""
         self._look_at = 0.0
 
-    def told(self) -> tuple[str, ...]:
+    def sentences(self) -> tuple[str, ...]:
         """For the status."""
         return tuple(filter(None, (self.poisoned, self.silent, self.stuck)))
 
     # -- the learner ---------------------------------------------------------------------------------------------------
 
-    def learner_changed(self) -> None:
+    def on_learner_changed(self) -> None:
         """Another one: what the last one could not give says nothing of it."""
         self._failed_turns, self.poisoned, self.silent = {}, "", ""
 
-    def encoded(self, shard: ShardId) -> None:
+    def on_encoded(self, shard: ShardId) -> None:
         """An outer gradient of the learner's is sound."""
         self._failed_turns.pop(shard, None)
         if self.poisoned and max(self._failed_turns.values(), default=0) < POISONED_TURNS:
             self.poisoned = ""
-            self._participate()
+            self._update_ability()
             self.core.note("info", "poisoned", "the learner's outer gradients can be encoded again")
 
-    def encode_failed(self, shard: ShardId, reason: str) -> None:
+    def on_encode_failed(self, shard: ShardId, reason: str) -> None:
         """Nothing of a turn's could be encoded for this shard, though its base is still the head: it would stand still
         as long as others wait for this learner."""
         turns = self._failed_turns[shard] = self._failed_turns.get(shard, 0) + 1
@@ -67,17 +67,17 @@ class Trouble:
                 f"the learner's outer gradients cannot be encoded, {turns} turns in a row ({reason}): "
                 "what it trains is not merged, and the others go on without it. Look at its loss, and restart it"
             )
-            self._participate()
+            self._update_ability()
             self.core.note("warning", "poisoned", self.poisoned)
 
-    def answered(self) -> None:
+    def on_snapshot(self) -> None:
         """A snapshot came."""
         if self.silent:
             self.silent = ""
-            self._participate()
+            self._update_ability()
             self.core.note("info", "silent", "the learner answers again")
 
-    def unanswered(self, since_s: float) -> None:
+    def on_silence(self, since_s: float) -> None:
         """A snapshot was asked for so long ago, and has not come: nobody waits for this learner until it does."""
         learner = self.core.learner
         if learner is None or self.silent or since_s <= max(SILENT_S, SILENT_STEPS * learner.step_time_s):
@@ -86,10 +86,10 @@ class Trouble:
             f"the learner has not answered for {since_s:.0f} s: the others go on without it. Look at its process, and "
             "restart it if it hangs"
         )
-        self._participate()
+        self._update_ability()
         self.core.note("warning", "silent", self.silent)
 
-    def _participate(self) -> None:
+    def _update_ability(self) -> None:
         learner = self.core.learner
         if learner is not None:
             learner.is_able = not (self.poisoned or self.silent)
@@ -100,7 +100,7 @@ class Trouble:
         """Remember when the shard's last version came."""
         self._moved_at[change.shard] = self.core.now
 
-    def look(self) -> None:
+    def check_progress(self) -> None:
         """Now and then: has every shard moved lately?"""
         core = self.core
         if core.now < self._look_at:

@@ -34,37 +34,37 @@ class Heartbeats:
     def __init__(
         self,
         core: Core,
-        merges: Aggregation,
+        aggregation: Aggregation,
         contributions: Contributions,
-        adoption: Replication,
-        workload: BlockAssignment,
+        replication: Replication,
+        block_assignment: BlockAssignment,
     ) -> None:
         self.core = core
-        self.merges = merges
+        self.aggregation = aggregation
         self.contributions = contributions
-        self.adoption = adoption
-        self.workload = workload
+        self.replication = replication
+        self.block_assignment = block_assignment
 
-    def connected(self, peer: PeerId) -> None:
+    def on_connected(self, peer: PeerId) -> None:
         """There is a connection: say who we are."""
         if self.core.membership.connect(peer, self.core.now):
-            self.greet((self.core.membership.peers[peer],))
+            self.send_heartbeats((self.core.membership.peers[peer],))
 
-    def lost(self, peer: PeerId, why: str, *, said_goodbye: bool = False) -> None:
+    def on_lost(self, peer: PeerId, why: str, *, said_goodbye: bool = False) -> None:
         """The connection has ended, or the peer says that it goes."""
         membership = self.core.membership
-        parted = membership.connectedness.parted(peer) if said_goodbye else NOBODY
+        parted = membership.connectivity.on_goodbye(peer) if said_goodbye else NOBODY
         membership.disconnect(peer)
-        self.merges.forget(peer)
-        self.adoption.peers_lost((peer,))  # who had been silent is not lost anew
+        self.aggregation.forget(peer)
+        self.replication.on_peers_lost((peer,))  # who had been silent is not lost anew
         self.refresh(why, parted=parted)
 
-    def heard(self, peer: PeerId, beat: Heartbeat) -> None:
+    def on_heartbeat(self, peer: PeerId, beat: Heartbeat) -> None:
         """A connected peer's heartbeat."""
         core = self.core
         view = core.membership.peers[peer]
         before = view.beat
-        is_news = core.membership.hear(peer, beat, core.now)
+        is_news = core.membership.record_heartbeat(peer, beat, core.now)
         if beat.phase != "joining":
             is_still = before is not None and before.heads_mark == beat.heads_mark
             view.mismatches = view.mismatches + 1 if is_still and beat.heads_mark != core.heads_mark else 0
@@ -81,43 +81,43 @@ class Heartbeats:
         """Who is live may have changed; ``parted``: one says goodbye, and whom it heard."""
         core, chain = self.core, self.core.chains[0]
         if chain.head is not None:
-            core.membership.connectedness.merged(chain.head.version, chain.marks)
+            core.membership.connectivity.update_givers(chain.head.version, chain.marks)
         appeared, lost = core.membership.refresh(core.now)
-        company = core.membership.company
-        was_apart = company.is_apart
-        core.membership.look_round(core.now, is_silent=bool(lost) and not parted)
-        company.parted(parted)
+        detector = core.membership.partition_detector
+        was_apart = detector.is_apart
+        core.membership.detect_partition(core.now, is_silent=bool(lost) and not parted)
+        detector.on_goodbye(parted)
         if lost:
             core.note("info", "peers", f"lost {', '.join(lost)}: {why_lost}; {len(core.membership.live)} live")
-            self.adoption.peers_lost(lost)
-        if company.is_apart != was_apart:
-            self._told_apart(company)
+            self.replication.on_peers_lost(lost)
+        if detector.is_apart != was_apart:
+            self._note_partition(detector)
         if appeared:
             core.note("info", "peers", f"found {', '.join(appeared)}; {len(core.membership.live)} live")
-            self.adoption.look_for_donors(appeared)
+            self.replication.request_heads(appeared)
             for fragment, turn in enumerate(self.contributions.turns):
                 if turn.open:
                     core.send(appeared, self.contributions.announcement(FragmentId(fragment)))
-        self.contributions.candidates_changed()
-        self.merges.consider_all()
+        self.contributions.on_candidates_changed()
+        self.aggregation.merge_all_due()
 
-    def _told_apart(self, company: PartitionDetector) -> None:
-        if company.is_apart:
-            told = f"lost {len(company.missing)} of them at once: they may go on with a model of their own"
+    def _note_partition(self, detector: PartitionDetector) -> None:
+        if detector.is_apart:
+            told = f"lost {len(detector.missing)} of them at once: they may go on with a model of their own"
             self.core.note("warning", "apart", told)
         else:
             self.core.note("info", "apart", "most of those who were here are here again")
 
-    def greet(self, views: Iterable[PeerView]) -> None:
+    def send_heartbeats(self, views: Iterable[PeerView]) -> None:
         """A heartbeat to each."""
         core, learner = self.core, self.core.learner
         sequence = core.membership.next_sequence(core.now)
         phase, is_participating = core.phase(), core.is_participating()
         step_time_s = 0.0 if learner is None else learner.step_time_s
-        mark, weight, claims = core.heads_mark, core.config.weight, self.workload.claims()
+        mark, weight, claims = core.heads_mark, core.config.weight, self.block_assignment.claims()
         interval_s = core.membership.beat_s()
         for view in views:
             held_s = core.membership.held_s(view, core.now)
-            hears = core.membership.connectedness.list_for(view.echoed)
+            hears = core.membership.connectivity.list_for(view.echoed)
             told = (phase, is_participating, core.step, step_time_s, mark, weight, claims, interval_s, hears)
             core.effects.append(Send((view.peer,), Heartbeat(sequence, view.sequence, held_s, *told)))

@@ -8,8 +8,8 @@ Rules of this file:
 4. Nothing that another peer says can break an assertion: what does not fit is refused or ignored, with a reason.
 
 One turn, top to bottom: ``Stepped`` -> ``contributions.open`` -> ``Snapshot`` / ``Snapshotted`` -> ``Encode`` /
-``Encoded`` -> ``Contribution`` -> ``merges.collect`` -> ``quorum.decide`` -> ``Merge`` / ``Merged`` -> ``Commit`` ->
-``adoption.receive`` -> ``Apply`` / ``Applied`` -> ``on_head_changed``.
+``Encoded`` -> ``Contribution`` -> ``aggregation.collect`` -> ``aggregation.decide`` -> ``Merge`` / ``Merged`` ->
+``Commit`` -> ``replication.on_commit`` -> ``Apply`` / ``Applied`` -> ``on_head_changed``.
 """
 
 from __future__ import annotations
@@ -56,16 +56,16 @@ def check_chains(core: Core) -> None:
         assert all(0 <= core.learner.unmerged(c.shard) <= core.learner.tokens for c in core.chains)
 
 
-def check_work(core: Core, merges: Aggregation, contributions: Contributions, adoption: Replication) -> None:
+def check_work(core: Core, aggregation: Aggregation, contributions: Contributions, replication: Replication) -> None:
     """Turns, what is on offer, what waits. Raises AssertionError."""
     for shard, pending in contributions.pending.items():
         assert pending.contribution.base.id == core.head(shard).id, "a pending contribution's base is the head"
     for turn in contributions.turns:
         for shard, (base, _) in turn.open.items():
             assert base == core.head(shard).id, "a turn is over when the head moves"
-    for waiting in adoption.orphans.waiting.values():
+    for waiting in replication.orphans.waiting.values():
         assert len(waiting) <= core.config.log_length
-    for early in merges.early:
+    for early in aggregation.early:
         assert len(early) <= len(core.membership.peers) + 1
 
 
@@ -81,9 +81,9 @@ class Machine:
 
     def __init__(self, config: ProtocolConfig) -> None:
         self.core = Core(config)
-        self.merges = Aggregation(self.core)
-        self.workload = BlockAssignment(self.core)
-        self.contributions = Contributions(self.core, self.merges, self.workload)
+        self.aggregation = Aggregation(self.core)
+        self.block_assignment = BlockAssignment(self.core)
+        self.contributions = Contributions(self.core, self.aggregation, self.block_assignment)
         self.evaluations = Evaluations(self.core)
         self.equivocations = Equivocations(self.core)
         refusals = RejectedCommits(self.core, self.equivocations)
@@ -93,19 +93,21 @@ class Machine:
         # learner that has spent the budget is stopped before that turn asks it for a snapshot.
         listeners = (
             delta,
-            self.contributions.trouble,
-            self.merges.made,
-            self.merges,
+            self.contributions.health,
+            self.aggregation.own_commits,
+            self.aggregation,
             self.contributions.budget,
             self.contributions,
             self.core.membership.owners,
             self.evaluations,
         )
-        self.adoption = Replication(self.core, self.merges, self.contributions, delta, refusals, listeners)
-        self.repair = Repair(self.core, self.adoption, self.merges)
-        self.presence = Heartbeats(self.core, self.merges, self.contributions, self.adoption, self.workload)
-        self.farewell = Shutdown(self.core, self.contributions)
-        self.view = MachineView(self.core, self.adoption, self.evaluations, self.contributions.budget)
+        self.replication = Replication(self.core, self.aggregation, self.contributions, delta, refusals, listeners)
+        self.repair = Repair(self.core, self.replication, self.aggregation)
+        self.heartbeats = Heartbeats(
+            self.core, self.aggregation, self.contributions, self.replication, self.block_assignment
+        )
+        self.shutdown = Shutdown(self.core, self.contributions)
+        self.view = MachineView(self.core, self.replication, self.evaluations, self.contributions.budget)
         self.weight_averaged = 0
         self.is_alone = False
 
@@ -115,15 +117,15 @@ class Machine:
         core.effects = []
         core.pass_time(now)
         if core.alarms.pop_if_due(NEWS, core.now):
-            self.presence.refresh("silent")  # who takes part is known before what they gave is judged
+            self.heartbeats.refresh("silent")  # who takes part is known before what they gave is judged
         if isinstance(event, ev.Received):  # most events
-            self._received(event.peer, event.message)
+            self._on_message(event.peer, event.message)
         else:
             self._dispatch(event)
         while (key := core.alarms.pop_due(core.now)) is not None:
-            self._ring(*key)
+            self._on_alarm(*key)
         if core.departure:
-            self.farewell.proceed()
+            self.shutdown.proceed()
         return core.effects
 
     def next_deadline(self) -> float | None:
@@ -139,141 +141,141 @@ class Machine:
             case ev.Woke():
                 pass
             case ev.Stepped():
-                self._stepped(event)
+                self._on_steps(event)
             case ev.BlockFinished():
-                self.workload.finished(event.block, event.tokens)
+                self.block_assignment.on_block_finished(event.block, event.tokens)
             case ev.Applied():
                 was_current = self.core.is_current
-                self._applied(event.shard, event.head)
+                self._on_applied(event.shard, event.head)
                 if self.core.is_current and not was_current:
                     self._beat()  # from now on commits are sent here
             case ev.Snapshotted():
-                self.contributions.snapshotted(event)
+                self.contributions.on_snapshot(event)
             case ev.Encoded():
-                self.contributions.encoded(event)
+                self.contributions.on_encoded(event)
             case ev.Merged():
-                self._merged(event)
+                self._on_merged(event)
             case ev.StateOffered():
-                self.adoption.lineage.judge(event.peer, event.head, event.lineage, event.owner)
+                self.replication.ancestry.judge(event.peer, event.head, event.lineage, event.owner)
             case ev.Fetched():
-                self.adoption.fetched(event)
+                self.replication.on_fetched(event)
             case ev.Failed():
-                self._failed(event)
+                self._on_failed(event)
             case ev.PeerConnected():
-                self.presence.connected(event.peer)
-                self.equivocations.tell(event.peer)
+                self.heartbeats.on_connected(event.peer)
+                self.equivocations.send_proofs(event.peer)
             case ev.PeerDisconnected():
-                self.presence.lost(event.peer, event.reason)
+                self.heartbeats.on_lost(event.peer, event.reason)
             case ev.LearnerStarted():
-                self._learner_started(event)
+                self._on_learner_started(event)
             case ev.LearnerStopped():
-                self._learner_stopped(event.reason)
+                self._on_learner_stopped(event.reason)
             case ev.LearnerPaused():
-                self._learner_paused(event)
+                self._on_learner_paused(event)
             case ev.LearnerRested():
-                self._learner_rested()
+                self._on_learner_rested()
             case ev.LeaveRequested():
-                self.farewell.leave(event.reason)
+                self.shutdown.start_leaving(event.reason)
             case ev.Evaluated():
-                self.evaluations.made(event)
+                self.evaluations.on_evaluated(event)
             case ev.Contradicted():
-                self.equivocations.learn(event.proof)
+                self.equivocations.add_proof(event.proof)
             case ev.Started():
-                self._started(event)
+                self._on_started(event)
             case _:
                 assert_never(event)
 
-    def _started(self, event: ev.Started) -> None:
+    def _on_started(self, event: ev.Started) -> None:
         lineages = event.lineages or ((),) * len(event.shards)
         for state, lineage in zip(event.shards, lineages, strict=True):
-            self.adoption.lineage.brought(state.head, lineage)
-            self.adoption.applying[state.head.shard] = (state.head.id, state)
-            self._applied(state.head.shard, state.head.id)
+            self.replication.ancestry.restore(state.head, lineage)
+            self.replication.applying[state.head.shard] = (state.head.id, state)
+            self._on_applied(state.head.shard, state.head.id)
             if state.head.version:
-                self.merges.began(state.head.shard)
-        self.equivocations.brought(event.convictions)
+                self.aggregation.wait_for_heads(state.head.shard)
+        self.equivocations.restore(event.convictions)
         for header in event.own:
-            if self.merges.made.brought(header, self.core.chains[header.shard].head):
-                self.adoption.receive(self.core.config.peer, header)
+            if self.aggregation.own_commits.restore(header, self.core.chains[header.shard].head):
+                self.replication.on_commit(self.core.config.peer, header)
         self._beat()
 
-    def _applied(self, shard: ShardId, head: Digest) -> None:
-        self.adoption.applied(shard, head)
+    def _on_applied(self, shard: ShardId, head: Digest) -> None:
+        self.replication.on_applied(shard, head)
         log = self.core.chains[shard].log
         if log and log[-1].step >= self.core.chains[0].step:
             self.weight_averaged = len(log[-1].contributors)
         if not self.core.is_current:
-            self.adoption.become_current()
-            self.adoption.fetch_missing()
+            self.replication.become_current()
+            self.replication.fetch_missing()
 
-    def _merged(self, event: ev.Merged) -> None:
-        header = self.merges.commit(event)
-        if header is None or event.shard in self.adoption.applying:
+    def _on_merged(self, event: ev.Merged) -> None:
+        header = self.aggregation.commit(event)
+        if header is None or event.shard in self.replication.applying:
             return
         core = self.core
-        self.adoption.apply(header, msg.commit_id(header))
+        self.replication.apply(header, msg.commit_id(header))
         send_commit(core, core.membership.live, header)
         if is_alone := not core.membership.live:
-            self.farewell.solitary[event.shard] = msg.commit_id(header)
+            self.shutdown.solitary[event.shard] = msg.commit_id(header)
         if is_alone and not self.is_alone:
             core.note("warning", "alone", f"shard {event.shard} version {header.version}: this peer commits alone")
         self.is_alone = is_alone
 
-    def _failed(self, event: ev.Failed) -> None:
+    def _on_failed(self, event: ev.Failed) -> None:
         match event.work:
             case "encode":
-                self.contributions.encode_failed(event.shard, event.reason)
+                self.contributions.on_encode_failed(event.shard, event.reason)
             case "merge":
-                self.merges.merge_failed(event.shard, event.peer, event.reason)
+                self.aggregation.on_merge_failed(event.shard, event.peer, event.reason)
             case "give":
-                self.contributions.lost(event.shard)
+                self.contributions.on_payload_lost(event.shard)
             case "state":
-                self.repair.begin(event.shard, event.reason)
+                self.repair.start(event.shard, event.reason)
             case "values":
-                self.adoption.refuse(event.shard, event.reason)
+                self.replication.reject(event.shard, event.reason)
             case "apply" | "install":
-                self.adoption.apply_failed(event.shard, event.reason)
+                self.replication.on_apply_failed(event.shard, event.reason)
             case "fetch":
-                self.adoption.fetch_failed(event.shard, event.peer, event.reason)
+                self.replication.on_fetch_failed(event.shard, event.peer, event.reason)
             case other:
                 raise AssertionError(f"unknown work {other!r}")
 
     # -- the learner ---------------------------------------------------------------------------------------------------
 
-    def _learner_started(self, event: ev.LearnerStarted) -> None:
+    def _on_learner_started(self, event: ev.LearnerStarted) -> None:
         core = self.core
         core.learner = LearnerView(event.learner, len(core.chains), core.step)
-        self.contributions.learner_changed()
-        self.workload.begin(has_blocks=event.has_blocks)
+        self.contributions.on_learner_changed()
+        self.block_assignment.start(has_blocks=event.has_blocks)
         if core.config.evaluation_every and core.head(ShardId(0)).version == 0 and not core.membership.participating:
             core.effects.append(Evaluate(0))
         if core.departure == "leaving":
-            self.farewell.leave(self.farewell.reason)
+            self.shutdown.start_leaving(self.shutdown.reason)
         self._beat()
 
-    def _learner_stopped(self, reason: str) -> None:
+    def _on_learner_stopped(self, reason: str) -> None:
         self.core.note("warning", "learner", reason)
         self.core.learner = None
-        self.contributions.learner_changed()
-        self.workload.forget()
+        self.contributions.on_learner_changed()
+        self.block_assignment.reset()
         self._beat()
 
-    def _learner_paused(self, event: ev.LearnerPaused) -> None:
+    def _on_learner_paused(self, event: ev.LearnerPaused) -> None:
         learner = self.core.learner
         if learner is not None:
             learner.steps, learner.tokens = event.steps, event.tokens
             learner.is_paused = True
-            self.workload.end()
-            self.farewell.finish()
+            self.block_assignment.stop()
+            self.shutdown.finish_run()
             self._beat()
 
-    def _learner_rested(self) -> None:
+    def _on_learner_rested(self) -> None:
         learner = self.core.learner
         if learner is not None and not learner.is_resting:
             learner.is_resting = True
             self._beat()
 
-    def _stepped(self, event: ev.Stepped) -> None:
+    def _on_steps(self, event: ev.Stepped) -> None:
         learner = self.core.learner
         if learner is None or event.steps <= learner.steps:
             return
@@ -284,55 +286,55 @@ class Machine:
         learner.steps, learner.tokens = event.steps, event.tokens
         before = learner.step_time_s
         learner.step_time_s = event.step_time_s if before == 0.0 else before + 0.1 * (event.step_time_s - before)
-        self.contributions.stepped(learner, made)
+        self.contributions.on_steps(learner, made)
 
     # -- messages ------------------------------------------------------------------------------------------------------
 
-    def _received(self, peer: PeerId, message: msg.Message) -> None:
+    def _on_message(self, peer: PeerId, message: msg.Message) -> None:
         core = self.core
         if peer not in core.membership.peers:
             return
         match message:
             case msg.Heartbeat():  # most messages
-                self.presence.heard(peer, message)
+                self.heartbeats.on_heartbeat(peer, message)
             case msg.Commit():
                 if message.header.shard < len(core.chains):
-                    self._received_commit(peer, message.header)
+                    self._on_commit(peer, message.header)
             case msg.Turn() | msg.Contribution() | msg.Refused():
-                self._received_in_turn(peer, message)
+                self._on_turn_message(peer, message)
             case msg.HeadsRequest():
                 if core.is_current:
-                    core.send((peer,), self.adoption.heads())
+                    core.send((peer,), self.replication.heads())
             case msg.Heads():
                 if self._are_heads(message.heads, range(len(core.chains))):
-                    self.adoption.heard_heads(peer, message)
+                    self.replication.on_heads(peer, message)
             case msg.CommitsRequest():
                 if message.shard < len(core.chains):
-                    self.adoption.log_requests.requested(peer, message)
+                    self.replication.log_requests.on_request(peer, message)
             case msg.FetchAdvised():
                 if message.shard < len(core.chains):
-                    self.adoption.fetch_advised(peer, message)
+                    self.replication.on_fetch_advised(peer, message)
             case msg.Evaluation():
-                self.evaluations.heard(peer, message)
+                self.evaluations.on_evaluation(peer, message)
             case msg.Equivocation():
-                self.equivocations.learn(message, peer)
+                self.equivocations.add_proof(message, peer)
             case msg.Leaving():
-                self.presence.lost(peer, f"{peer} left: {message.reason}", said_goodbye=True)
+                self.heartbeats.on_lost(peer, f"{peer} left: {message.reason}", said_goodbye=True)
             case _:
                 assert_never(message)
 
-    def _received_commit(self, peer: PeerId, header: msg.CommitHeader) -> None:
-        adoption = self.adoption
-        adoption.receive(peer, header)
-        _, taken = adoption.applying.get(header.shard, (None, None))
-        if taken is header and header.shard not in adoption.asked:  # it is news
+    def _on_commit(self, peer: PeerId, header: msg.CommitHeader) -> None:
+        replication = self.replication
+        replication.on_commit(peer, header)
+        _, taken = replication.applying.get(header.shard, (None, None))
+        if taken is header and header.shard not in replication.asked:  # it is news
             hand_on_commit(self.core, peer, header)
 
     def _are_heads(self, heads: tuple[msg.Head, ...], shards: Container[int]) -> bool:
         """Whether these are heads of some of ``shards``, one of each."""
         return len({h.shard for h in heads}) == len(heads) and all(h.shard in shards for h in heads)
 
-    def _received_in_turn(self, peer: PeerId, message: msg.Turn | msg.Contribution | msg.Refused) -> None:
+    def _on_turn_message(self, peer: PeerId, message: msg.Turn | msg.Contribution | msg.Refused) -> None:
         """Messages that only a peer with all states can take part in."""
         core = self.core
         if not core.is_current:
@@ -342,17 +344,17 @@ class Machine:
                 fragments = core.config.fragments
                 if message.fragment < len(fragments) and self._are_heads(message.heads, fragments[message.fragment]):
                     for theirs in message.heads:
-                        self.adoption.saw(peer, theirs)
-                    self.contributions.heard(peer, message)
+                        self.replication.on_head(peer, theirs)
+                    self.contributions.on_turn(peer, message)
             case msg.Contribution():
                 if message.shard < len(core.chains) and message.base.shard == message.shard:
-                    self.merges.collect(peer, message)
-                    if peer in self.merges.early[message.shard]:
-                        self.adoption.saw(peer, message.base)
+                    self.aggregation.collect(peer, message)
+                    if peer in self.aggregation.early[message.shard]:
+                        self.replication.on_head(peer, message.base)
             case msg.Refused():
                 if message.shard < len(core.chains) and message.head.shard == message.shard:
-                    self.contributions.refused(peer, message.shard, message.base, message.head, message.reason)
-                    self.adoption.saw(peer, message.head)
+                    self.contributions.on_refused(peer, message.shard, message.base, message.head, message.reason)
+                    self.replication.on_head(peer, message.head)
 
     # -- time ---------------------------------------------------------------------------------------------------------
 
@@ -361,13 +363,13 @@ class Machine:
         core = self.core
         membership = core.membership
         core.alarms.set(BEAT, core.now + membership.beat_s())
-        self.presence.greet(membership.peers.values())
-        self.equivocations.look()
-        self.presence.refresh("silent")
-        self.workload.take()
-        self.repair.go_on()
+        self.heartbeats.send_heartbeats(membership.peers.values())
+        self.equivocations.expire()
+        self.heartbeats.refresh("silent")
+        self.block_assignment.assign()
+        self.repair.retry()
         if not core.is_current:
-            self.adoption.seek()
+            self.replication.find_donors()
             return
         differing = sorted(p for p in membership.live if membership.peers[p].mismatches >= 2)
         if differing:
@@ -376,29 +378,29 @@ class Machine:
             core.send((peer,), msg.HeadsRequest())
         if core.learner is None or core.learner.is_idle:
             self.contributions.adopt_step(membership.furthest_step())
-        self.contributions.look()
+        self.contributions.check_health()
         budget = self.contributions.budget
-        budget.look()
+        budget.stop_if_spent()
         is_over = (core.step >= core.config.total_steps or budget.is_spent) and not membership.participating
         if core.learner is None and not core.departure and is_over:
-            self.farewell.finish()
+            self.shutdown.finish_run()
 
-    def _ring(self, topic: str, shard: int) -> None:
+    def _on_alarm(self, topic: str, shard: int) -> None:
         match topic:
             case "beat":
                 self._beat()
             case "close":
-                self.merges.consider(ShardId(shard))
+                self.aggregation.merge_if_due(ShardId(shard))
             case "takeover":
-                self.contributions.takeover_due(ShardId(shard))
+                self.contributions.on_takeover_due(ShardId(shard))
             case "want":
-                self.adoption.want_due(ShardId(shard))
+                self.replication.request_wanted(ShardId(shard))
             case "asked":
-                self.adoption.asked_in_vain(ShardId(shard))
+                self.replication.on_request_timeout(ShardId(shard))
             case "flush":
                 pass  # ``proceed`` runs after every event
             case "depart":
-                self.farewell.overdue()
+                self.shutdown.on_deadline()
             case other:
                 raise AssertionError(f"unknown alarm {other!r}")
 
@@ -409,7 +411,7 @@ class Machine:
         core = self.core
         is_known = core.is_current and peer in core.membership.peers
         is_fitting = contribution.shard < len(core.chains) and contribution.base.shard == contribution.shard
-        return is_known and is_fitting and self.merges.wants(peer, contribution)
+        return is_known and is_fitting and self.aggregation.wants(peer, contribution)
 
     def payloads(
         self, shard: ShardId, size_of: SizeOf = no_size, most_bytes: int = 0, own_bytes: float = float("inf")
@@ -417,23 +419,27 @@ class Machine:
         """A shard's payloads that this machine may still send, merge, apply or undo; the driver may drop all others.
         Of the log those that have ``most_bytes`` together, of own contributions ``own_bytes``: what is still to be
         merged or applied is kept whatever it weighs."""
-        held = self.merges.payloads(shard) | self.adoption.payloads(shard)
+        held = self.aggregation.payloads(shard) | self.replication.payloads(shard)
         held |= self.contributions.payloads(shard, size_of, own_bytes)
         return held | self.core.chains[shard].payloads(size_of, most_bytes)
 
     def at_work(self, shard: ShardId) -> set[Digest]:
         """Of a shard's ``payloads`` those that are still to be merged or applied, here or elsewhere: without one of
         them tokens wait for the next turn. The others serve who lags, and undo."""
-        held = self.merges.payloads(shard) | self.adoption.payloads(shard)
+        held = self.aggregation.payloads(shard) | self.replication.payloads(shard)
         return held | self.contributions.payloads(shard, lambda _: 1, 0)
 
     def commits(self, shard: ShardId) -> set[Digest]:
         """A shard's commits, by id, whose owners' signatures this machine may still have to show."""
-        return self.adoption.commits(shard) | self.merges.made.commits(shard) | self.core.chains[shard].commits()
+        return (
+            self.replication.commits(shard)
+            | self.aggregation.own_commits.commits(shard)
+            | self.core.chains[shard].commits()
+        )
 
     def status(self) -> Status:
         """For people: the node's status, logs and reports."""
-        troubles = self.contributions.trouble.told()
+        troubles = self.contributions.health.sentences()
         return status_of(self.core, self.evaluations.shown, self.weight_averaged, troubles)
 
     def check_invariants(self) -> None:
@@ -443,4 +449,4 @@ class Machine:
             AssertionError: a bug of ours.
         """
         check_chains(self.core)
-        check_work(self.core, self.merges, self.contributions, self.adoption)
+        check_work(self.core, self.aggregation, self.contributions, self.replication)

@@ -54,7 +54,7 @@ class PartitionDetector:
         """As many are missing as are here, this peer included: they may have another model by now."""
         return bool(self.missing)
 
-    def look(self, now: float, here: frozenset[int], window_s: float, *, is_silent: bool) -> None:
+    def update(self, now: float, here: frozenset[int], window_s: float, *, is_silent: bool) -> None:
         """Those are ``here`` now; ``is_silent``: one was lost that had not said goodbye."""
         if here == self._here and not (is_silent or self._lost or self.missing):
             return
@@ -69,7 +69,7 @@ class PartitionDetector:
             self.missing.update(one for one, at in self._lost.items() if now - at <= window_s)
         self._compare()
 
-    def parted(self, those: frozenset[int]) -> None:
+    def on_goodbye(self, those: frozenset[int]) -> None:
         """One says goodbye, who has heard the others of ``those``."""
         if those:
             self._found(those)
@@ -126,12 +126,12 @@ class PeerView:
         "deaf_since",
         "echoed",
         "heard_at",
+        "ignored_until",
         "is_behind",
         "mismatches",
         "peer",
         "round_trip_s",
         "sequence",
-        "vain_until",
         "variation_s",
     )
 
@@ -152,10 +152,10 @@ class PeerView:
         """When the first heartbeat came of those in a row whose echoes are too old for it to be live."""
         self.is_behind = False
         """What comes from it may still be what had come while this peer stood still."""
-        self.vain_until = 0.0
+        self.ignored_until = 0.0
         """It was asked for commits and did not answer: what it says of heavier heads does not count until then."""
 
-    def measured(self, sample_s: float) -> None:
+    def record_round_trip(self, sample_s: float) -> None:
         """A round trip took this long."""
         self.round_trip_s, self.variation_s = smoothed(self.round_trip_s, self.variation_s, sample_s)
 
@@ -175,14 +175,14 @@ class Membership:
 
     __slots__ = (
         "_median_s",
-        "company",
-        "connectedness",
+        "connectivity",
         "fastest_step_s",
         "interval_s",
         "live",
         "me",
         "owners",
         "participating",
+        "partition_detector",
         "peers",
         "sent_at",
         "sequence",
@@ -192,7 +192,7 @@ class Membership:
 
     def __init__(self, me: PeerId, interval_s: float) -> None:
         self.me = me
-        self.connectedness = Connectivity(me)
+        self.connectivity = Connectivity(me)
         self.interval_s = interval_s
         """Between two heartbeats in a small swarm."""
         self.peers: dict[PeerId, PeerView] = {}
@@ -200,7 +200,7 @@ class Membership:
         self.sent_at: deque[float] = deque(maxlen=SENT_KEPT)
         """When the last heartbeats were sent; the newest has number ``sequence``."""
         self.owners = Owners(me)
-        self.company = PartitionDetector()
+        self.partition_detector = PartitionDetector()
         self.stall = (0.0, 0.0)
         """When this peer last went on after it had stood still, and for how long it had."""
         self.live: tuple[PeerId, ...] = ()
@@ -229,10 +229,10 @@ class Membership:
     def disconnect(self, peer: PeerId) -> None:
         """Forget a connection."""
         self.peers.pop(peer, None)
-        self.connectedness.forget(peer)
+        self.connectivity.forget(peer)
         self.owners.forgive(peer)
 
-    def hear(self, peer: PeerId, beat: Heartbeat, now: float) -> bool:
+    def record_heartbeat(self, peer: PeerId, beat: Heartbeat, now: float) -> bool:
         """Take a heartbeat; True if it may change who is live or what they are."""
         view = self.peers.get(peer)
         if view is None:
@@ -247,7 +247,7 @@ class Membership:
         view.beat = beat
         if beat.echo:
             self._measure(view, beat, now, was_quiet=was_quiet)
-        is_other_list = self.connectedness.told(peer, beat.hears, now)
+        is_other_list = self.connectivity.update_list(peer, beat.hears, now)
         is_deaf = now - view.acked_at > view.deadline_s(own_s) + own_s
         view.deaf_since = min(view.deaf_since, now) if is_deaf else float("inf")
         return (
@@ -296,9 +296,9 @@ class Membership:
         view.is_behind = False
         sample_s = now - at - beat.echo_held_s
         if sample_s > -self.interval_s:  # else it says that it stood still
-            view.measured(max(0.0, sample_s))
+            view.record_round_trip(max(0.0, sample_s))
 
-    def stood_still(self, now: float, seconds: float) -> None:
+    def on_stall(self, now: float, seconds: float) -> None:
         """This peer did nothing for so long, until now. Round trips that span this time are no samples, at neither
         end."""
         self.stall = now, seconds
@@ -349,25 +349,25 @@ class Membership:
         live.sort()
         if live != list(before):
             self.live = tuple(live)
-            self.connectedness.live_changed(live, self.sequence)
+            self.connectivity.update_own_list(live, self.sequence)
         self.participating = frozenset(participating)
-        self.owners.ask(candidates)
-        self.connectedness.judge(now, self.live, self.owners.willing, SETTLING_BEATS * beat_s)
-        self.owners.rank(now, self.connectedness.tiers)
+        self.owners.set_candidates(candidates)
+        self.connectivity.judge(now, self.live, self.owners.willing, SETTLING_BEATS * beat_s)
+        self.owners.rank(now, self.connectivity.tiers)
         if self.live == before:
             return (), ()
         old, new = set(before), set(self.live)
         return tuple(sorted(new - old)), tuple(sorted(old - new))
 
-    def look_round(self, now: float, *, is_silent: bool) -> None:
+    def detect_partition(self, now: float, *, is_silent: bool) -> None:
         """Who is here, as of the last ``refresh``; ``is_silent``: somebody was lost then who had not said goodbye."""
-        here = self.connectedness.lists[self.me] | self.connectedness.afar
-        self.company.look(now, here, WINDOW_BEATS * self.beat_s(), is_silent=is_silent)
+        here = self.connectivity.lists[self.me] | self.connectivity.afar
+        self.partition_detector.update(now, here, WINDOW_BEATS * self.beat_s(), is_silent=is_silent)
 
-    def missed(self, peer: PeerId, now: float, takeover_s: float) -> None:
+    def on_takeover_missed(self, peer: PeerId, now: float, takeover_s: float) -> None:
         """As an owner ``peer`` let ``takeover_s`` pass."""
         if peer in self.peers:
-            self.owners.missed(peer, now, takeover_s, self.connectedness.tiers)
+            self.owners.on_takeover_missed(peer, now, takeover_s, self.connectivity.tiers)
 
     def claims_of(self, peer: PeerId) -> tuple[Block, ...]:
         """Blocks of data that ``peer`` has taken; of more than a learner holds, the first."""

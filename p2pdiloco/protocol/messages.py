@@ -93,7 +93,7 @@ class CommitHeader(msgspec.Struct, frozen=True, array_like=True):
     result: Hex
     """Digest of the shard's global parameters and outer momentum after this commit."""
     record: Hex
-    """Digest of what the chain counts after this commit: marks, trained blocks, stride (``Chain.record_after``)."""
+    """Digest of what the chain counts after this commit: marks, trained blocks, norm bound (``Chain.record_after``)."""
     length: Annotated[float, Meta(ge=0.0, le=1e38)] = 0.0
     """Of the merged outer gradient (Euclidean norm), or more."""
     counts: TokenCounts = NOTHING_COUNTED

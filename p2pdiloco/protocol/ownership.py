@@ -69,7 +69,7 @@ def capped(candidates: list[tuple[PeerId, float]]) -> Candidates:
 class Owners:
     """As ``me`` sees them."""
 
-    __slots__ = ("_asking", "_me", "_missed", "barred", "candidates", "is_leaving", "own_weight", "willing")
+    __slots__ = ("_asked_weights", "_me", "_missed", "barred", "candidates", "is_leaving", "own_weight", "willing")
 
     def __init__(self, me: PeerId) -> None:
         self._me = me
@@ -83,7 +83,7 @@ class Owners:
         """Who may own, this peer included, with capped weights."""
         self.candidates: Candidates = ()
         """The same, with those last that are badly connected, or were passed over."""
-        self._asking: list[tuple[PeerId, float]] = []
+        self._asked_weights: list[tuple[PeerId, float]] = []
         """Who may own, with the weights that they ask for."""
         self._missed: dict[PeerId, tuple[int, float]] = {}
         """Takeover times in a row that a connected peer let pass as an owner, and until when it owns last."""
@@ -98,7 +98,7 @@ class Owners:
         """Whether ``peer`` is barred, and somebody else can own."""
         return peer in self.barred and all(peer != other for other, _ in self.willing)
 
-    def ask(self, others: list[tuple[PeerId, float]]) -> None:
+    def set_candidates(self, others: list[tuple[PeerId, float]]) -> None:
         """These are here, and ask for so much."""
         candidates = others
         if self.own_weight is not None and not (self.is_leaving and candidates):
@@ -107,8 +107,8 @@ class Owners:
             others = [candidate for candidate in candidates if candidate[0] not in self.barred]
             candidates = others or candidates
         candidates.sort()
-        if candidates != self._asking:
-            self._asking = candidates
+        if candidates != self._asked_weights:
+            self._asked_weights = candidates
             self.willing = capped(candidates)
 
     def rank(self, now: float, tiers: Mapping[PeerId, int]) -> None:
@@ -124,7 +124,7 @@ class Owners:
         share = LATER * max(LEAST_SPREAD, min(weights, default=1.0) / max(weights, default=1.0))
         self.candidates = tuple((peer, weight * share ** late.get(peer, 0)) for peer, weight in self.willing)
 
-    def missed(self, peer: PeerId, now: float, takeover_s: float, tiers: Mapping[PeerId, int]) -> None:
+    def on_takeover_missed(self, peer: PeerId, now: float, takeover_s: float, tiers: Mapping[PeerId, int]) -> None:
         """``peer`` let ``takeover_s`` pass: it owns last for as long as four laps through all owners take, four times
         as long each time."""
         times, until = self._missed.get(peer, (0, 0.0))

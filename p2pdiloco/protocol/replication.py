@@ -50,7 +50,7 @@ class LogRequests:
         self._askers: dict[ShardId, dict[PeerId, CommitsRequest]] = {}
         """Who asked meanwhile, and what each asked last."""
 
-    def requested(self, peer: PeerId, request: CommitsRequest) -> None:
+    def on_request(self, peer: PeerId, request: CommitsRequest) -> None:
         """Send what follows the asker's head, or advise to fetch."""
         if request.shard in self._applying:
             self._askers.setdefault(request.shard, {})[peer] = request
@@ -69,7 +69,7 @@ class LogRequests:
         """The work at ``shard`` is done, or failed."""
         for peer, request in self._askers.pop(shard, {}).items():
             if peer in self.core.membership.peers:
-                self.requested(peer, request)
+                self.on_request(peer, request)
 
 
 # -- Out-of-order commits ----------------------------------------------------------------------------------------------
@@ -83,7 +83,7 @@ class Orphans:
         self.waiting: dict[ShardId, dict[Digest, CommitHeader]] = {}
         """By parent."""
 
-    def keep(self, header: CommitHeader) -> None:
+    def add(self, header: CommitHeader) -> None:
         """Until its parent is here, or there are too many."""
         waiting = self.waiting.setdefault(header.shard, {})
         if len(waiting) >= self._config.log_length:
@@ -94,7 +94,7 @@ class Orphans:
         if other is None or (header.tokens, commit_id(header)) > (other.tokens, commit_id(other)):
             waiting[header.parent] = header
 
-    def of(self, shard: ShardId) -> list[CommitHeader]:
+    def of_shard(self, shard: ShardId) -> list[CommitHeader]:
         """All of a shard."""
         return list(self.waiting.get(shard, {}).values())
 
@@ -102,7 +102,7 @@ class Orphans:
         """Whether a child of ``head`` waits."""
         return head.id in self.waiting.get(head.shard, ())
 
-    def follow(self, head: Head) -> tuple[CommitHeader | None, list[CommitHeader]]:
+    def pop_child(self, head: Head) -> tuple[CommitHeader | None, list[CommitHeader]]:
         """The child of ``head``, and those that it leaves behind; neither waits any more."""
         waiting = self.waiting.get(head.shard)
         if not waiting:
@@ -124,7 +124,7 @@ class Replication:
     def __init__(
         self,
         core: Core,
-        merges: Aggregation,
+        aggregation: Aggregation,
         contributions: Contributions,
         delta: DeltaReconciliation,
         refusals: RejectedCommits,
@@ -132,12 +132,12 @@ class Replication:
     ) -> None:
         self.core = core
         self.refusals = refusals
-        self.merges = merges
+        self.aggregation = aggregation
         self.contributions = contributions
         self.delta = delta
         self.listeners = listeners
         """Told of each new head, in this order."""
-        self.lineage = AncestryCheck(core, refusals)
+        self.ancestry = AncestryCheck(core, refusals)
         self.applying: dict[ShardId, tuple[Digest, CommitHeader | ShardState]] = {}
         """What each shard's next state will be, once the work is done."""
         self.log_requests = LogRequests(core, self.applying)
@@ -155,7 +155,7 @@ class Replication:
 
     # -- commits -------------------------------------------------------------------------------------------------------
 
-    def receive(self, sender: PeerId, header: CommitHeader) -> None:
+    def on_commit(self, sender: PeerId, header: CommitHeader) -> None:
         """Another peer's commit: apply it, keep it until its parent is here, or settle a fork."""
         shard, core = header.shard, self.core
         if sender == header.owner and core.membership.owners.is_excluded(sender):
@@ -163,10 +163,10 @@ class Replication:
         chain = core.chains[shard]
         new_id = commit_id(header)
         if chain.head is None:
-            self.orphans.keep(header)
+            self.orphans.add(header)
             if sender == header.owner and self.is_donor(sender):
                 head = Head(shard, header.version, new_id, header.tokens)
-                self.lineage.committed(sender, head, header.parent)
+                self.ancestry.record_commit(sender, head, header.parent)
                 self.offers.setdefault(sender, {})[shard] = head
                 self.fetch_missing()
             return
@@ -174,19 +174,19 @@ class Replication:
         if new_id == chain.head.id or new_id in chain.log_ids or (applying is not None and applying[0] == new_id):
             return
         if self.refusals.is_refused(header, new_id):
-            self.lineage.told(sender, Head(shard, header.version, new_id, header.tokens))
-            if shard not in self.asked and self.is_donor(sender) and self.lineage.is_outvoted(shard):
+            self.ancestry.record_head(sender, Head(shard, header.version, new_id, header.tokens))
+            if shard not in self.asked and self.is_donor(sender) and self.ancestry.is_outvoted(shard):
                 self.fetch(shard, sender)  # most have taken it: it is this peer that errs
             elif self.asked.get(shard) == sender and ("asked", shard) in core.alarms:
-                self.asked_in_vain(shard)
+                self.on_request_timeout(shard)
         elif applying is not None:
-            self.orphans.keep(header)
+            self.orphans.add(header)
         elif chain.extends(header):
             self._apply_if_sound(sender, header, new_id)
         else:
             if header.version > chain.head.version + 1:
-                self.orphans.keep(header)
-            self.saw(sender, Head(shard, header.version, new_id, header.tokens))
+                self.orphans.add(header)
+            self.on_head(sender, Head(shard, header.version, new_id, header.tokens))
             if shard in self.wanted and header.version <= chain.head.version:
                 core.alarms.set(("want", shard), core.now)  # of a sibling fork: nothing that follows ours is on its way
 
@@ -204,10 +204,10 @@ class Replication:
         mine = None if learner is None else next((c for c in header.contributors if c.learner == learner.id), None)
         moves = self.delta.moves(shard, None if mine is None else mine.tokens_to)
         self.applying[shard] = (new_id, header)
-        self.merges.close(shard)
+        self.aggregation.close(shard)
         self.core.effects.append(Apply(header, new_id, *moves))
 
-    def applied(self, shard: ShardId, head_id: Digest) -> None:
+    def on_applied(self, shard: ShardId, head_id: Digest) -> None:
         """The work is done: the shard has a new head."""
         core = self.core
         entry = self.applying.get(shard)
@@ -219,13 +219,13 @@ class Replication:
         old = chain.head
         self.repairing.discard(shard)
         if old is not None and old.id == head_id:
-            self.merges.repaired(shard)  # nothing else has changed
+            self.aggregation.on_repaired(shard)  # nothing else has changed
             self._next(shard)
             return
         if isinstance(target, CommitHeader):
             chain.advance(target, head_id)
         else:
-            chain.replace(target, self.lineage.of(target.head))
+            chain.replace(target, self.ancestry.lineage_of(target.head))
             self.refusals.forget(head_id, chain.ancestry)
         head = core.head(shard)
         core.heads_mark ^= mark_bits(head.id) ^ (0 if old is None else mark_bits(old.id))
@@ -243,18 +243,18 @@ class Replication:
         if (staged := self.staged.pop(shard, None)) is not None:
             self.install(staged)
         if shard not in self.applying:
-            header, rivals = self.orphans.follow(self.core.head(shard))
+            header, rivals = self.orphans.pop_child(self.core.head(shard))
             for rival in rivals:
                 if rival.owner in self.core.membership.live:
-                    self.saw(rival.owner, Head(shard, rival.version, commit_id(rival), rival.tokens))
+                    self.on_head(rival.owner, Head(shard, rival.version, commit_id(rival), rival.tokens))
             if header is not None:
                 self._apply_if_sound(None, header, commit_id(header))
 
-    def apply_failed(self, shard: ShardId, reason: str) -> None:
+    def on_apply_failed(self, shard: ShardId, reason: str) -> None:
         """A commit did not give its digest, or a state did not fit: get the shard's state from somebody else."""
         entry = self.applying.pop(shard, None)
         if entry is not None and isinstance(entry[1], CommitHeader):
-            self.merges.not_applied(entry[1])
+            self.aggregation.on_commit_failed(entry[1])
         self.core.note("warning", "repair", f"shard {shard}: {reason}; its state is fetched from a peer")
         donors = [p for p in self.core.membership.live if self.is_donor(p)]
         if entry is not None and donors:
@@ -262,54 +262,54 @@ class Replication:
         self.log_requests.answer(shard)
         self.fetch_missing()
         if self.core.is_current:
-            self.merges.reopen(shard)
+            self.aggregation.reopen(shard)
 
-    def refuse(self, shard: ShardId, reason: str) -> None:
+    def reject(self, shard: ShardId, reason: str) -> None:
         """Values do not fit: everybody who can judge that commit refuses it, and the shard goes on without it."""
         new_id, target = self.applying.pop(shard)
         if isinstance(target, CommitHeader):
             self.refusals.add(target, new_id, None, reason)
-            self.merges.not_applied(target)
+            self.aggregation.on_commit_failed(target)
         elif shard not in self.repairing:
             self.refusals.remember(new_id)
         self._next(shard)
         if shard not in self.applying and shard not in self.repairing:  # else it is asked for again, eight times
-            self.merges.reopen(shard)
+            self.aggregation.reopen(shard)
 
     # -- other heads ---------------------------------------------------------------------------------------------------
 
-    def saw(self, peer: PeerId, theirs: Head) -> None:
+    def on_head(self, peer: PeerId, theirs: Head) -> None:
         """A peer has this head: get it if it is heavier than ours, show ours if it is a lighter fork's."""
         core, shard = self.core, theirs.shard
         if peer == core.config.peer:
             return  # made in an earlier life, and not on this chain
-        self.lineage.told(peer, theirs)
+        self.ancestry.record_head(peer, theirs)
         chain = core.chains[shard]
         if chain.head is None or shard in self.applying:
             return
         if not is_heavier(theirs, chain.head):
-            self.merges.is_sure(shard)
+            self.aggregation.confirm_head(shard)
         if is_heavier(theirs, chain.head):
-            if core.now < core.membership.peers[peer].vain_until:
+            if core.now < core.membership.peers[peer].ignored_until:
                 return
             known = self.wanted.get(shard)
             if shard not in self.asked and (known is None or is_heavier(theirs, known[1])):
                 self.wanted[shard] = (peer, theirs)
                 if known is None and core.is_current:  # states come first
-                    core.alarms.set(("want", shard), core.now + self.merges.commit_patience_s())
+                    core.alarms.set(("want", shard), core.now + self.aggregation.commit_patience_s())
         elif theirs.id != chain.head.id and theirs.id not in chain.log_ids and theirs.version:
             core.send((peer,), Heads((chain.head,), core.step))
 
-    def want_due(self, shard: ShardId) -> None:
+    def request_wanted(self, shard: ShardId) -> None:
         """A heavier head was heard of, and did not come by itself: ask for it."""
         peer, theirs = self.wanted.pop(shard)
         head, view = self.core.head(shard), self.core.membership.peers.get(peer)
-        is_asked = view is not None and self.core.now >= view.vain_until
+        is_asked = view is not None and self.core.now >= view.ignored_until
         if is_asked and is_heavier(theirs, head) and shard not in self.asked and shard not in self.applying:
             self._ask(shard, peer)
             self.core.send((peer,), CommitsRequest(shard, head.id))
 
-    def fetch_advised(self, peer: PeerId, advice: FetchAdvised) -> None:
+    def on_fetch_advised(self, peer: PeerId, advice: FetchAdvised) -> None:
         """The donor's log does not hold our head."""
         head = self.core.chains[advice.shard].head
         if self.asked.get(advice.shard) == peer and head is not None and is_heavier(advice.head, head):
@@ -330,20 +330,20 @@ class Replication:
             del self.asked[shard]
             self.core.alarms.cancel(("asked", shard))
 
-    def asked_in_vain(self, shard: ShardId) -> None:
+    def on_request_timeout(self, shard: ShardId) -> None:
         """No answer in time: for as long again others are asked, if their heads differ."""
         view = self.core.membership.peers.get(self.asked.pop(shard, PeerId("")))
         if view is not None:
-            view.vain_until = self.core.now + self.core.config.request_s
+            view.ignored_until = self.core.now + self.core.config.request_s
 
-    def fetched(self, event: Fetched) -> None:
+    def on_fetched(self, event: Fetched) -> None:
         """A state is here: install it if it is still the better one."""
         peer, state = event.peer, event.state
         shard = state.head.shard
         problem = self.core.chains[shard].state_problem(state) or self.delta.problem(state)
-        problem = problem or self.lineage.judge(peer, state.head, event.lineage, event.owner)
+        problem = problem or self.ancestry.judge(peer, state.head, event.lineage, event.owner)
         if problem is not None:
-            self.fetch_failed(shard, peer, problem)
+            self.on_fetch_failed(shard, peer, problem)
             return
         self.asked.pop(shard, None)
         if shard in self.applying:
@@ -366,14 +366,14 @@ class Replication:
             core.note("info", "fork", f"shard {shard}: {head.tokens} tokens give way to {state.head.tokens}")
         farthest = (
             math.inf
-            if self.lineage.is_outvoted(shard)
-            else core.chains[shard].farthest(state.head, self.lineage.of(state.head))
+            if self.ancestry.is_outvoted(shard)
+            else core.chains[shard].farthest(state.head, self.ancestry.lineage_of(state.head))
         )
         self.applying[shard] = (state.head.id, state)
-        self.merges.close(shard)
+        self.aggregation.close(shard)
         core.effects.append(Install(state, *moves, farthest))
 
-    def fetch_failed(self, shard: ShardId, peer: PeerId | None, reason: str) -> None:
+    def on_fetch_failed(self, shard: ShardId, peer: PeerId | None, reason: str) -> None:
         """A donor did not deliver: try another one."""
         self.core.note("info", "fetch", f"shard {shard} from {peer}: {reason}")
         self.asked.pop(shard, None)
@@ -387,20 +387,20 @@ class Replication:
         """Ours, of all shards that have one."""
         return Heads(tuple(c.head for c in self.core.chains if c.head is not None), self.core.step)
 
-    def heard_heads(self, peer: PeerId, message: Heads) -> None:
+    def on_heads(self, peer: PeerId, message: Heads) -> None:
         """Compare, and catch up where theirs are heavier."""
         self.contributions.adopt_step(message.step)
         for theirs in message.heads:
-            self.lineage.told(peer, theirs)
+            self.ancestry.record_head(peer, theirs)
         if not self.core.is_current:
             self.offers.setdefault(peer, {}).update({h.shard: h for h in message.heads})
             self.fetch_missing()
         for theirs in message.heads:
             ours = self.core.chains[theirs.shard].head
             if ours is not None and is_heavier(theirs, ours):
-                self.saw(peer, theirs)
+                self.on_head(peer, theirs)
             elif ours is not None:
-                self.merges.is_sure(theirs.shard)
+                self.aggregation.confirm_head(theirs.shard)
 
     def fetch_missing(self) -> None:
         """A newcomer's next fetches, spread over the donors."""
@@ -412,9 +412,9 @@ class Replication:
                 return
             if chain.head is None and shard not in self.asked and shard not in self.applying:
                 donors = sorted(p for p, heads in self.offers.items() if shard in heads)
-                if donors and self.lineage.is_told(shard):
+                if donors and self.ancestry.is_known(shard):
                     founder = self.core.config.founder
-                    is_asked = founder in donors and self.lineage.is_doubted(shard)
+                    is_asked = founder in donors and self.ancestry.is_doubted(shard)
                     self.fetch(shard, founder if is_asked else donors[shard % len(donors)])
 
     def become_current(self) -> None:
@@ -424,7 +424,7 @@ class Replication:
             core.is_current = True
             self._want_what_was_offered()
             core.membership.owners.own_weight = core.config.weight
-            self.contributions.became_current()
+            self.contributions.on_current()
             core.note("info", "join", f"all {len(core.chains)} shards are here, at global step {core.step}")
             core.effects.append(BecameCurrent())
 
@@ -432,48 +432,48 @@ class Replication:
         """What has been committed meanwhile is not on its way: nobody sends commits to a newcomer (``errands``)."""
         for peer, heads in self.offers.items():
             for head in heads.values():
-                self.saw(peer, head)
+                self.on_head(peer, head)
         self.offers.clear()
         for shard in self.wanted:
             self.core.alarms.set(("want", shard), self.core.now)
 
-    def look_for_donors(self, peers: tuple[PeerId, ...]) -> None:
+    def request_heads(self, peers: tuple[PeerId, ...]) -> None:
         """Ask ``peers`` for their heads."""
         self.core.send(tuple(p for p in peers if self.is_donor(p)), HeadsRequest())
 
-    def seek(self) -> None:
+    def find_donors(self) -> None:
         """While joining, now and then: ask one live peer after the other, since offers come late or were none."""
         live = self.core.membership.live
         if live:
             self.fetch_missing()
-            self.look_for_donors((live[self.core.membership.sequence % len(live)],))
+            self.request_heads((live[self.core.membership.sequence % len(live)],))
 
     def is_donor(self, peer: PeerId) -> bool:
         view = self.core.membership.peers.get(peer)
         return view is not None and view.beat is not None and view.beat.phase != "joining"
 
-    def peers_lost(self, lost: tuple[PeerId, ...]) -> None:
+    def on_peers_lost(self, lost: tuple[PeerId, ...]) -> None:
         """Forget what they were asked for by message; fetches end by themselves."""
         for peer in lost:
             self.offers.pop(peer, None)
-            self.lineage.forget(peer)
+            self.ancestry.forget(peer)
         for shard in [s for s, p in self.asked.items() if p in lost and ("asked", s) in self.core.alarms]:
             del self.asked[shard]
             self.core.alarms.cancel(("asked", shard))
 
     def payloads(self, shard: ShardId) -> set[Digest]:
         """Payloads of commits that wait or are being applied."""
-        held = {header.payload for header in self.orphans.of(shard)}
+        held = {header.payload for header in self.orphans.of_shard(shard)}
         _, target = self.applying.get(shard, (None, None))
         return held | {target.payload} if isinstance(target, CommitHeader) else held
 
     def commits(self, shard: ShardId) -> set[Digest]:
         """Commits, by id, that wait or are being applied, and those that lead to states on their way in (H3e)."""
-        found = {commit_id(header) for header in self.orphans.of(shard)}
+        found = {commit_id(header) for header in self.orphans.of_shard(shard)}
         commit, target = self.applying.get(shard, (None, None))
         for state in (target, self.staged.get(shard)):
             if isinstance(state, ShardState):
-                found.update((state.head.id, *self.lineage.of(state.head)))
+                found.update((state.head.id, *self.ancestry.lineage_of(state.head)))
         return found if commit is None else found | {commit}
 
 
@@ -489,33 +489,33 @@ TRIES = 8
 class Repair:
     """Of all shards."""
 
-    def __init__(self, core: Core, adoption: Replication, merges: Aggregation) -> None:
+    def __init__(self, core: Core, replication: Replication, aggregation: Aggregation) -> None:
         self.core = core
-        self.adoption = adoption
-        self.merges = merges
+        self.replication = replication
+        self.aggregation = aggregation
         self.tries: dict[ShardId, int] = {}
         """Since the shard was last sound."""
 
-    def begin(self, shard: ShardId, reason: str) -> None:
+    def start(self, shard: ShardId, reason: str) -> None:
         """Ask somebody for the state, if anybody may have it; contributions that are here wait."""
-        adoption = self.adoption
+        replication = self.replication
         self.core.note("warning", "repair", f"shard {shard}: {reason}")
-        self.merges.jobs.pop(shard, None)
-        self.merges.close(shard)
+        self.aggregation.jobs.pop(shard, None)
+        self.aggregation.close(shard)
         tries = self.tries[shard] = self.tries.get(shard, 0) + 1
-        donors = [p for p in self.core.membership.live if adoption.is_donor(p)] if tries <= TRIES else []
-        is_busy = shard in adoption.asked or shard in adoption.applying
+        donors = [p for p in self.core.membership.live if replication.is_donor(p)] if tries <= TRIES else []
+        is_busy = shard in replication.asked or shard in replication.applying
         if donors or is_busy:
-            adoption.repairing.add(shard)
+            replication.repairing.add(shard)
         if donors and not is_busy:
-            adoption.fetch(shard, donors[self.core.membership.sequence % len(donors)])
+            replication.fetch(shard, donors[self.core.membership.sequence % len(donors)])
         elif not donors:
-            adoption.repairing.discard(shard)
-            self.merges.reopen(shard)
+            replication.repairing.discard(shard)
+            self.aggregation.reopen(shard)
 
-    def go_on(self) -> None:
+    def retry(self) -> None:
         """Ask again for what has not come: who was asked did not have it, or is gone."""
-        self.tries = {shard: tries for shard, tries in self.tries.items() if shard in self.adoption.repairing}
-        for shard in sorted(self.adoption.repairing):
-            if shard not in self.adoption.asked and shard not in self.adoption.applying:
-                self.begin(shard, "its state has not come yet")
+        self.tries = {shard: tries for shard, tries in self.tries.items() if shard in self.replication.repairing}
+        for shard in sorted(self.replication.repairing):
+            if shard not in self.replication.asked and shard not in self.replication.applying:
+                self.start(shard, "its state has not come yet")

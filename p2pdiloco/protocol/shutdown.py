@@ -37,7 +37,7 @@ class Shutdown:
         self.flush_at = 0.0
         """When to look again at turns that are open, but to which nothing was given."""
 
-    def leave(self, reason: str) -> None:
+    def start_leaving(self, reason: str) -> None:
         """The user wants to go."""
         core = self.core
         if core.departure == "leaving":
@@ -50,7 +50,7 @@ class Shutdown:
         if core.learner is not None and not core.learner.is_paused:
             core.effects.append(PauseLearner())
 
-    def finish(self) -> None:
+    def finish_run(self) -> None:
         """The run is complete."""
         core = self.core
         if not core.departure:
@@ -60,19 +60,19 @@ class Shutdown:
             core.note("info", "finish", f"global step {min(core.step, last)} of {last}")
             core.alarms.set(("depart", 0), core.now + core.config.finish_s)
 
-    def overdue(self) -> None:
+    def on_deadline(self) -> None:
         """The deadline passed."""
         self.is_overdue = True
         tokens = self.core.unmerged_tokens()
         if tokens:
-            self._go("warning", f"the deadline passed with {tokens} tokens unmerged")
-        elif self.core.membership.company.is_apart:
-            missing = len(self.core.membership.company.missing)
-            self._go(
+            self._leave_now("warning", f"the deadline passed with {tokens} tokens unmerged")
+        elif self.core.membership.partition_detector.is_apart:
+            missing = len(self.core.membership.partition_detector.missing)
+            self._leave_now(
                 "warning", f"{missing} peers that were lost at once did not come back: they may have another model"
             )
         else:
-            self._go("info", "all progress is merged; who was lost without a word did not come back")
+            self._leave_now("info", "all progress is merged; who was lost without a word did not come back")
 
     def proceed(self) -> None:
         """Do what can be done now; called after every event."""
@@ -81,7 +81,7 @@ class Shutdown:
             return
         if not core.is_current:
             if core.departure == "leaving":
-                self._go("info", "nothing was joined yet")
+                self._leave_now("info", "nothing was joined yet")
             return
         if core.learner is not None and not core.learner.is_paused:
             return
@@ -90,7 +90,7 @@ class Shutdown:
         if core.unmerged_tokens():
             self._flush()
         elif not self._is_waiting() and (core.departure == "leaving" or self._others_are_done()):
-            self._go("info", "all progress is merged")
+            self._leave_now("info", "all progress is merged")
 
     def _flush(self) -> None:
         """Turns out of schedule, for fragments that hold unmerged progress."""
@@ -100,7 +100,7 @@ class Shutdown:
         is_overdue = core.now >= self.flush_at
         is_again = is_overdue and self.flush_at > 0.0
         if is_overdue:
-            self.flush_at = core.now + self.contributions.merges.takeover_s()
+            self.flush_at = core.now + self.contributions.aggregation.takeover_s()
             core.alarms.set(("flush", 0), self.flush_at)
         for fragment, shards in enumerate(core.config.fragments):
             turn = self.contributions.turns[fragment]
@@ -114,10 +114,10 @@ class Shutdown:
     def _is_waiting(self) -> bool:
         """Whether nobody is left, or nobody has what was merged here alone, and somebody was lost lately who did not
         say goodbye; or this peer is apart at the run's end."""
-        core, company = self.core, self.core.membership.company
-        if core.departure == "finished" and company.is_apart:
+        core, detector = self.core, self.core.membership.partition_detector
+        if core.departure == "finished" and detector.is_apart:
             return True
-        lost_at = company.silently_lost_at
+        lost_at = detector.silently_lost_at
         is_lately = lost_at is not None and core.now - lost_at < core.config.finish_s
         return is_lately and (not core.membership.live or self._is_solitary())
 
@@ -141,9 +141,9 @@ class Shutdown:
                 return False
         return True
 
-    def _go(self, level: str, how: str) -> None:
+    def _leave_now(self, level: str, how: str) -> None:
         core = self.core
-        self.is_done = core.membership.company.has_left = True
+        self.is_done = core.membership.partition_detector.has_left = True
         core.alarms.cancel(("depart", 0))
         core.note("warning" if level == "warning" else "info", "leave", f"{self.reason}; {how}")
         core.send(tuple(sorted(core.membership.peers)), Leaving(self.reason))

@@ -237,7 +237,7 @@ class LearnerView:
         """Own tokens that the shard's chain does not hold."""
         return self.tokens - self.marks[shard].tokens
 
-    def threw_away(self, shard: ShardId) -> None:
+    def discard_unmerged(self, shard: ShardId) -> None:
         """What the shard's chain does not hold is gone (``overwrite``)."""
         self.marks[shard] = Mark(self.tokens, self.steps, self.marks[shard].version)
 
@@ -333,7 +333,7 @@ class Core:
             self.stalled_s += seconds
             self.alarms.set(BEAT, now)
             self.pace.stood_still(seconds, self.membership.median_step_s(self.step_time_s()))
-            self.membership.stood_still(now, seconds)
+            self.membership.on_stall(now, seconds)
             self.note("info", "stall", f"this peer stood still for {seconds:.1f} s")
         self.now = now
 

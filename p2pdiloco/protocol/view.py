@@ -23,10 +23,10 @@ from p2pdiloco.protocol.state import Core
 class MachineView:
     """Of one machine, as it is now."""
 
-    def __init__(self, core: Core, adoption: Replication, evaluations: Evaluations, budget: TokenBudget) -> None:
+    def __init__(self, core: Core, replication: Replication, evaluations: Evaluations, budget: TokenBudget) -> None:
         self._core = core
         self._budget = budget
-        self._adoption = adoption
+        self._replication = replication
         self._evaluations = evaluations
 
     # -- this peer -----------------------------------------------------------------------------------------------------
@@ -59,7 +59,7 @@ class MachineView:
     @property
     def heard_by_others(self) -> frozenset[int]:
         """Fingerprints of all whom connected peers say they hear."""
-        lists = self._core.membership.connectedness.lists
+        lists = self._core.membership.connectivity.lists
         return frozenset().union(*(prints for peer, prints in lists.items() if peer != self.me))
 
     @property
@@ -88,7 +88,7 @@ class MachineView:
     @property
     def missing(self) -> int:
         """Peers that were lost at once with as many as are here, and may have another model."""
-        return len(self._core.membership.company.missing)
+        return len(self._core.membership.partition_detector.missing)
 
     # -- states --------------------------------------------------------------------------------------------------------
 
@@ -128,22 +128,22 @@ class MachineView:
 
     def unfetched(self) -> list[ShardId]:
         """Shards without a state, which nobody is asked for either."""
-        adoption = self._adoption
-        busy = adoption.asked.keys() | adoption.applying.keys() | adoption.staged.keys()
+        replication = self._replication
+        busy = replication.asked.keys() | replication.applying.keys() | replication.staged.keys()
         return [chain.shard for chain in self._core.chains if chain.head is None and chain.shard not in busy]
 
     def offering(self, shard: ShardId) -> list[PeerId]:
         """While joining: who has said that it has a state of the shard."""
-        return sorted(peer for peer, heads in self._adoption.offers.items() if shard in heads)
+        return sorted(peer for peer, heads in self._replication.offers.items() if shard in heads)
 
     def refusal(self, head: Head) -> str | None:
         """Why the state at ``head``, which was offered just now, is not to be downloaded, or None."""
-        return self._adoption.lineage.refusal(head)
+        return self._replication.ancestry.refusal(head)
 
     def is_given_up(self, shard: ShardId) -> bool:
         """Of a spoilt shard: its state is neither asked for nor on its way."""
-        adoption = self._adoption
-        return not any(shard in those for those in (adoption.repairing, adoption.asked, adoption.applying))
+        replication = self._replication
+        return not any(shard in those for those in (replication.repairing, replication.asked, replication.applying))
 
     # -- the others ----------------------------------------------------------------------------------------------------
 
@@ -171,7 +171,7 @@ class MachineView:
 
     def convictions(self) -> Convictions:
         """Why."""
-        return self._adoption.refusals.equivocations.kept()
+        return self._replication.refusals.equivocations.convictions()
 
     def is_connected(self, peer: PeerId) -> bool:
         """Whether there is a connection, live or not."""

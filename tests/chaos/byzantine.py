@@ -81,7 +81,7 @@ def _values() -> None:
 
 def _tokens() -> None:
     """What its learner gives is said to be of as many steps and tokens as honest peers believe."""
-    sound = Contributions.snapshotted
+    sound = Contributions.on_snapshot
 
     def snapshotted(self: Contributions, event: Any) -> None:
         many = replace(event, steps=event.steps * RANGE_TURNS, tokens=event.tokens * RANGE_TURNS * BATCH_ROOM)
@@ -126,7 +126,7 @@ def _heads() -> None:
 
 
 def _tell_all(message: Callable[[heartbeat.Heartbeats], msg.Message]) -> None:
-    sound = heartbeat.Heartbeats.greet
+    sound = heartbeat.Heartbeats.send_heartbeats
 
     def greet(self: heartbeat.Heartbeats, views: Any) -> None:
         known = list(views)
@@ -143,7 +143,7 @@ def _blocks() -> None:
 
 def _weight() -> None:
     """It asks to own all that there is, and never merges."""
-    sound = heartbeat.Heartbeats.greet
+    sound = heartbeat.Heartbeats.send_heartbeats
 
     def greet(self: heartbeat.Heartbeats, views: Any) -> None:
         honest = self.core.config

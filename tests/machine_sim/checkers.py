@@ -240,7 +240,7 @@ class Checks:
         core = process.machine.core
         if process.paused_until > self.world.now - 2.0:
             return
-        for shard, collection in enumerate(process.machine.merges.collections):
+        for shard, collection in enumerate(process.machine.aggregation.collections):
             if collection.quorum_at is not None and not collection.is_closed:
                 longest_s = (len(core.membership.owners.candidates) + 1) * core.config.takeover_ceiling_s + 1.0
                 if core.now - collection.quorum_at > longest_s:

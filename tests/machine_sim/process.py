@@ -359,7 +359,7 @@ class Process:
             self.world.schedule(self.world.now + self.setting.load_s, self, self._start_learner, None)
 
     def _start_learner(self, _: None) -> None:
-        if self.learner is None and not self.machine.farewell.is_done:
+        if self.learner is None and not self.machine.shutdown.is_done:
             name = learner_id(self.name, f"{self.world.next_incarnation()}")
             self.learner = Learner(self, name, self.machine.core.step)
             self.tell(ev.LearnerStarted(name, has_blocks=True))

@@ -99,11 +99,11 @@ def _until(world: World, condition: Callable[[Process], bool], limit_s: float = 
 
 
 def _is_merging(process: Process) -> bool:
-    return bool(process.machine.merges.jobs)
+    return bool(process.machine.aggregation.jobs)
 
 
 def _is_collecting(process: Process) -> bool:
-    return bool(process.machine.merges.collections[0].given)
+    return bool(process.machine.aggregation.collections[0].given)
 
 
 def normal_turn(transcript: Transcript) -> World:

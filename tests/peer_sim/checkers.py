@@ -332,7 +332,7 @@ class Checks:
         """A peer has ended by itself."""
         name = peer.config.peer
         self.endings[name] = ending
-        is_promised = peer.machine.core.departure == "finished" and not peer.machine.farewell.is_overdue  # W7
+        is_promised = peer.machine.core.departure == "finished" and not peer.machine.shutdown.is_overdue  # W7
         if is_promised:
             self._ended_at[name] = self.world.now
         if self.world.now - self.world.harmed_at > CALM_S and is_promised:

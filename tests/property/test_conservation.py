@@ -218,9 +218,9 @@ class Conservation:
         for _ in range(min(most, len(self.unread))):
             match self.unread.pop(0):
                 case learner_ipc.Shifted(shards=shards):
-                    self.pass_on(self.state.shifts.shifted(shards))
+                    self.pass_on(self.state.shifts.acknowledge(shards))
                 case learner_ipc.Snapshotted(fragment=fragment):
-                    self.state.shifts.snapshot_taken(fragment)
+                    self.state.shifts.complete_snapshot(fragment)
                     self.is_asked[fragment] = False
                     for shard in self.layout.fragments[fragment]:
                         self.has_copy[shard] = True
@@ -231,7 +231,7 @@ class Conservation:
         """A snapshot, one at a time."""
         if self.is_begun and not self.is_asked[fragment]:
             self.is_asked[fragment] = True
-            self.state.shifts.snapshot_asked(FragmentId(fragment))
+            self.state.shifts.begin_snapshot(FragmentId(fragment))
             for shard in self.layout.fragments[fragment]:
                 self.has_copy[shard] = False
             self.tell(learner_ipc.Snapshot(fragment=FragmentId(fragment), step=0))

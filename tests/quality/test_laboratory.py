@@ -201,9 +201,9 @@ class Node:
     vectors: SharedVectors
 
     def encode(self, snapshot: Tensor) -> bytes:
-        self.state.shifts.snapshot_asked(FragmentId(0))
+        self.state.shifts.begin_snapshot(FragmentId(0))
         self.vectors.snapshot.copy_(snapshot)
-        self.state.shifts.snapshot_taken(FragmentId(0))
+        self.state.shifts.complete_snapshot(FragmentId(0))
         head = self.state.heads[0]
         assert head is not None
         return self.state.encode(ShardId(0), head)[0]
@@ -233,7 +233,7 @@ def test_the_exchange_is_the_nodes(up: Any, down: Any, merge: Any, correction: b
         )
         node.state.put(shard, digest_of(b"version 0"), start, torch.zeros(elements))
         node.state.shifts.load(node.learner)
-        node.state.shifts.shifted((shard,))
+        node.state.shifts.acknowledge((shard,))
         nodes.append(node)
     learners = [start.clone() for _ in nodes]
     counts = [(1, 64), (2, 128), (4, 1024)]  # steps and tokens of each
@@ -260,7 +260,7 @@ def test_the_exchange_is_the_nodes(up: Any, down: Any, merge: Any, correction: b
             assert torch.equal(node.state.momentum, exchange.momentum)
             assert torch.equal(node.vectors.shift, change + parcel.values)
             learner.add_(node.vectors.shift)
-            node.state.shifts.shifted((shard,))
+            node.state.shifts.acknowledge((shard,))
     assert not torch.equal(exchange.theta, start)
 
 

@@ -81,7 +81,7 @@ def _no_tie_break() -> list[Patch]:
 
 
 def _takeover_forgets() -> list[Patch]:
-    due = contributions.Contributions.takeover_due
+    due = contributions.Contributions.on_takeover_due
 
     def forgets(self: contributions.Contributions, shard: ShardId) -> None:
         self.ledgers[shard].edges.clear()
@@ -108,7 +108,7 @@ def _unbounded_log() -> list[Patch]:
 
 
 def _newcomer_seeds() -> list[Patch]:
-    started = machine.Machine._started
+    started = machine.Machine._on_started
 
     def seeds(self: machine.Machine, event: ev.Started) -> None:
         states = event.shards or tuple(
@@ -153,7 +153,7 @@ def _fork_without_restore() -> list[Patch]:
 
 def _payloads_forgotten() -> list[Patch]:
     def payloads(self: machine.Machine, shard: ShardId) -> set[Digest]:
-        return self.merges.payloads(shard) | self.adoption.payloads(shard)
+        return self.aggregation.payloads(shard) | self.replication.payloads(shard)
 
     return [(machine.Machine, "payloads", payloads)]
 
@@ -177,7 +177,7 @@ def _joiner_gives_up() -> list[Patch]:
 
 def _leaves_at_once() -> list[Patch]:
     def flush(self: shutdown.Shutdown) -> None:
-        self._go("info", "at once")
+        self._leave_now("info", "at once")
 
     return [(shutdown.Shutdown, "_flush", flush)]
 

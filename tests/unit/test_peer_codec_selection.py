@@ -116,7 +116,7 @@ def test_the_choice_is_a_metric(metrics: Metrics, tmp_path: Path) -> None:
     rung = one.choose("up", ShardId(1))
     assert rung is not None
     with metrics:
-        one.used("up", ShardId(1), rung, 1234, 0.00161)
+        one.record("up", ShardId(1), rung, 1234, 0.00161)
     line = json.loads((tmp_path / "metrics.jsonl").read_text())
     assert {key: line[key] for key in ("event", "direction", "shard", "codec", "bytes", "error")} == {
         "event": "codec",

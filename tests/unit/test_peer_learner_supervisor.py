@@ -242,7 +242,7 @@ def test_what_was_to_be_given_to_a_learner_that_died_is_not_given_to_the_next(tm
             await stage.wait(1.5)
             ann.learner.die()
             await stage.wait(3.0)
-            ward, told = ann.peer.supervision.ward, list[learner_ipc.FromNode]()
+            ward, told = ann.peer.supervision.child, list[learner_ipc.FromNode]()
             assert ward is not None
             assert ward.is_given
             assert ward.process is not None

@@ -36,16 +36,16 @@ def stand() -> Iterator[Stand]:
         queue = LearnerUpdates(layout, vectors)
         vectors.theta.fill_(1.0)
         queue.load(LEARNER)
-        queue.shifted(SHARDS)
+        queue.acknowledge(SHARDS)
         assert bytes_of(vectors) == 0
         for shard in SHARDS:
             shift(queue, shard, 1.0)
-        queue.shifted(SHARDS)
+        queue.acknowledge(SHARDS)
         yield queue, vectors
 
 
 def shift(queue: LearnerUpdates, shard: ShardId, value: float) -> None:
-    handover = queue.begin(shard, NO_MOVES, lambda _: ())
+    handover = queue.begin_shift(shard, NO_MOVES, lambda _: ())
     span = slice(shard * SIZE, (shard + 1) * SIZE)
     handover.take(0, span, torch.zeros(SIZE), torch.full((SIZE,), value))
 
@@ -53,18 +53,18 @@ def shift(queue: LearnerUpdates, shard: ShardId, value: float) -> None:
 def test_what_the_learner_has_taken_is_given_back_when_it_has_rested(stand: Stand) -> None:
     queue, vectors = stand
     assert bytes_of(vectors) == 2 * 4 * SIZE
-    queue.memory.rest()
+    queue.memory.release_unused()
     assert bytes_of(vectors) == 2 * 4 * SIZE, "it may be wanted again at once"
-    queue.memory.rest()
+    queue.memory.release_unused()
     assert bytes_of(vectors) == 0
 
 
 def test_what_is_used_between_two_rests_stays(stand: Stand) -> None:
     queue, vectors = stand
-    queue.memory.rest()
+    queue.memory.release_unused()
     shift(queue, ShardId(1), 2.0)
-    queue.shifted((ShardId(1),))
-    queue.memory.rest()
+    queue.acknowledge((ShardId(1),))
+    queue.memory.release_unused()
     assert bytes_of(vectors) == 4 * SIZE
     assert torch.equal(vectors.shift[SIZE:], torch.full((SIZE,), 2.0))
 
@@ -77,28 +77,28 @@ def test_of_what_is_not_in_use_little_is_kept(stand: Stand, monkeypatch: pytest.
         for shard in SHARDS:
             shift(queue, shard, 2.0)
         assert bytes_of(vectors) == 2 * 4 * SIZE
-        queue.shifted((SHARDS[1 - last],))
+        queue.acknowledge((SHARDS[1 - last],))
         assert bytes_of(vectors) == 2 * 4 * SIZE
-        queue.shifted((SHARDS[last],))
+        queue.acknowledge((SHARDS[last],))
         assert bytes_of(vectors) == 4 * SIZE
         assert vectors.shift[last * SIZE : (last + 1) * SIZE].min() == 2.0
         vectors.give_back("shift", (1 - last) * SIZE, (2 - last) * SIZE)  # to read a page takes one
         for _ in range(3):  # there is still one alone that is not in use
             shift(queue, SHARDS[last], 2.0)
-            queue.shifted((SHARDS[last],))
+            queue.acknowledge((SHARDS[last],))
             assert bytes_of(vectors) == 4 * SIZE
 
 
 def test_a_snapshot_that_is_asked_for_again_stays(stand: Stand) -> None:
     """What was over comes late: the learner writes the next one."""
     queue, vectors = stand
-    queue.snapshot_asked(FragmentId(1))
-    queue.snapshot_taken(FragmentId(1))
-    queue.snapshot_asked(FragmentId(1))
+    queue.begin_snapshot(FragmentId(1))
+    queue.complete_snapshot(FragmentId(1))
+    queue.begin_snapshot(FragmentId(1))
     vectors.snapshot[SIZE:] = 5.0
-    queue.snapshot_over(FragmentId(1))
+    queue.end_snapshot(FragmentId(1))
     for _ in range(3):
-        queue.memory.rest()
+        queue.memory.release_unused()
     assert vectors.snapshot[SIZE:].min() == 5.0
 
 
@@ -108,37 +108,37 @@ def test_shifts_that_the_learner_has_not_taken_stay(stand: Stand) -> None:
     shift(queue, ShardId(0), 2.0)
     shift(queue, ShardId(0), 3.0)
     for _ in range(3):
-        queue.memory.rest()
+        queue.memory.release_unused()
     assert torch.equal(vectors.shift[:SIZE], torch.full((SIZE,), 2.0))
     assert torch.equal(queue.queued[:SIZE], torch.full((SIZE,), 3.0))
-    assert queue.shifted((ShardId(0),)).added == (ShardId(0),)
+    assert queue.acknowledge((ShardId(0),)).added == (ShardId(0),)
     for _ in range(3):
-        queue.memory.rest()
+        queue.memory.release_unused()
     assert torch.equal(vectors.shift[:SIZE], torch.full((SIZE,), 3.0))
     assert not queue.queued[:SIZE].any(), "nothing waits there any more"
-    queue.shifted((ShardId(0),))
+    queue.acknowledge((ShardId(0),))
     for _ in range(2):
-        queue.memory.rest()
+        queue.memory.release_unused()
     assert bytes_of(vectors) == 0
 
 
 def test_a_snapshot_stays_until_it_is_encoded(stand: Stand) -> None:
     queue, vectors = stand
     for _ in range(2):
-        queue.memory.rest()
-    queue.snapshot_asked(FragmentId(1))
+        queue.memory.release_unused()
+    queue.begin_snapshot(FragmentId(1))
     vectors.snapshot[SIZE:] = 5.0
     for _ in range(3):
-        queue.memory.rest()
+        queue.memory.release_unused()
     assert vectors.snapshot[SIZE:].min() == 5.0, "the learner is writing it"
-    queue.snapshot_taken(FragmentId(1))
+    queue.complete_snapshot(FragmentId(1))
     for _ in range(3):
-        queue.memory.rest()
+        queue.memory.release_unused()
     assert vectors.snapshot[SIZE:].min() == 5.0, "it is to be encoded"
-    queue.snapshot_encoded(ShardId(1))
-    queue.snapshot_over(FragmentId(1))
+    queue.release_snapshot(ShardId(1))
+    queue.end_snapshot(FragmentId(1))
     for _ in range(2):
-        queue.memory.rest()
+        queue.memory.release_unused()
     assert bytes_of(vectors) == 0
 
 
@@ -147,13 +147,13 @@ def test_nothing_is_given_back_under_a_device_that_has_locked_it(stand: Stand) -
     queue, vectors = stand
     queue.memory.is_pinned = True
     queue.load(LEARNER)
-    queue.shifted(SHARDS)
+    queue.acknowledge(SHARDS)
     for _ in range(3):
-        queue.memory.rest()
+        queue.memory.release_unused()
     queue.memory.is_pinned = False
     queue.unload()
     for _ in range(3):
-        queue.memory.rest()
+        queue.memory.release_unused()
     assert bytes_of(vectors) == 2 * 4 * SIZE
 
 
@@ -174,18 +174,18 @@ def test_a_new_learner_is_given_the_parameters_piece_by_piece(monkeypatch: pytes
         assert torch.equal(vectors.shift[:SIZE], vectors.theta[:SIZE])
         for shard in (first, third):  # a commit
             vectors.theta[shard * SIZE : (shard + 1) * SIZE] += 2.0
-            assert queue.begin(shard, NO_MOVES, lambda _: ()).shifts == Shifts((), ())
+            assert queue.begin_shift(shard, NO_MOVES, lambda _: ()).shifts == Shifts((), ())
         queue.queued[:SIZE] = 2.0  # of the shard that is on its way; the last one's is in the parameters
         assert not queue.is_empty
-        told = queue.shifted((first,))
+        told = queue.acknowledge((first,))
         assert told == Shifts((first,), (second,))
         assert held() == 2 * 4 * SIZE
         assert torch.equal(vectors.shift[:SIZE], torch.full((SIZE,), 2.0))
-        assert queue.shifted((first,)) == Shifts((), ()), "the second is not taken yet"
-        assert queue.shifted((second,)) == Shifts((), (third,), is_last_piece=True)
+        assert queue.acknowledge((first,)) == Shifts((), ()), "the second is not taken yet"
+        assert queue.acknowledge((second,)) == Shifts((), (third,), is_last_piece=True)
         assert torch.equal(vectors.shift[2 * SIZE :], vectors.theta[2 * SIZE :])
         assert held() == 2 * 4 * SIZE, "the second's has gone"
-        assert queue.shifted((third,)) == Shifts((), ())
+        assert queue.acknowledge((third,)) == Shifts((), ())
         assert queue.is_empty
 
 
@@ -199,5 +199,5 @@ def test_a_learner_that_dies_before_it_has_everything_leaves_nothing_to_the_next
         queue.load(LEARNER)
         queue.unload()
         assert queue.load(LearnerId("peer/2")) == Shifts((), (ShardId(0),))
-        assert queue.shifted((ShardId(0),)) == Shifts((), (ShardId(1),), is_last_piece=True)
-        assert queue.shifted((ShardId(1),)) == Shifts((), ())
+        assert queue.acknowledge((ShardId(0),)) == Shifts((), (ShardId(1),), is_last_piece=True)
+        assert queue.acknowledge((ShardId(1),)) == Shifts((), ())

@@ -49,9 +49,9 @@ class Peer:
 
     def copy(self, gradient: Tensor) -> None:
         """As if the learner had moved by -gradient, and is asked for a snapshot."""
-        self.state.shifts.snapshot_asked(FRAGMENT)
+        self.state.shifts.begin_snapshot(FRAGMENT)
         self.vectors.snapshot.copy_(self.state.theta - gradient)
-        self.state.shifts.snapshot_taken(FRAGMENT)
+        self.state.shifts.complete_snapshot(FRAGMENT)
 
     def contribute(self, gradient: Tensor) -> bytes:
         """What it gives then."""
@@ -184,11 +184,11 @@ def test_the_learner_keeps_what_was_not_merged(peers: tuple[Peer, Peer]) -> None
     """A shift is the global change plus what was settled; what comes before it is taken is queued, and summed."""
     owner, mine = peers
     mine.state.shifts.load(ME)
-    mine.state.shifts.shifted((SHARD,))
+    mine.state.shifts.acknowledge((SHARD,))
     before = mine.state.theta.clone()
     payloads = [mine.contribute(bell(1)), mine.contribute(bell(2)), mine.contribute(bell(3))]
-    mine.state.shifts.snapshot_asked(FRAGMENT)
-    mine.state.shifts.snapshot_taken(FRAGMENT)
+    mine.state.shifts.begin_snapshot(FRAGMENT)
+    mine.state.shifts.complete_snapshot(FRAGMENT)
     learner = mine.vectors.snapshot.clone()
     expected: list[Tensor] = []
     for payload in payloads:
@@ -202,14 +202,14 @@ def test_the_learner_keeps_what_was_not_merged(peers: tuple[Peer, Peer]) -> None
     assert torch.equal(mine.state.shifts.queued, expected[1] + expected[2])
     moved = learner + expected[0] + expected[1] + expected[2]
     assert torch.equal(mine.vectors.snapshot, moved)
-    assert mine.state.shifts.shifted((SHARD,)) == Shifts((SHARD,), ())
+    assert mine.state.shifts.acknowledge((SHARD,)) == Shifts((SHARD,), ())
     assert torch.equal(mine.vectors.shift, expected[1] + expected[2])
 
 
 def test_a_reset_replaces(peers: tuple[Peer, Peer]) -> None:
     owner, mine = peers
     mine.state.shifts.load(ME)
-    mine.state.shifts.shifted((SHARD,))
+    mine.state.shifts.acknowledge((SHARD,))
     header, merged = owner.merge([mine.contribute(bell(1))])
     assert mine.apply(header, merged, Moves(ME, (), (), True)) == Shifts((), (SHARD,))
     assert torch.equal(mine.vectors.shift, mine.state.theta)
@@ -218,7 +218,7 @@ def test_a_reset_replaces(peers: tuple[Peer, Peer]) -> None:
 def test_a_reset_voids_a_snapshot_that_waits_to_be_encoded(peers: tuple[Peer, Peer]) -> None:
     owner, mine = peers
     mine.state.shifts.load(ME)
-    mine.state.shifts.shifted((SHARD,))
+    mine.state.shifts.acknowledge((SHARD,))
     mine.copy(bell(2))
     mine.apply(*owner.merge([owner.contribute(bell(1))]), Moves(ME, (), (), True))
     with pytest.raises(StaleBaseError):
@@ -228,12 +228,12 @@ def test_a_reset_voids_a_snapshot_that_waits_to_be_encoded(peers: tuple[Peer, Pe
 def test_a_snapshot_from_before_a_replacement_is_void(peers: tuple[Peer, Peer]) -> None:
     owner, mine = peers
     mine.state.shifts.load(ME)
-    mine.state.shifts.shifted((SHARD,))
+    mine.state.shifts.acknowledge((SHARD,))
     mine.apply(*owner.merge([owner.contribute(bell(1))]), Moves(ME, (), (), True))
     mine.copy(bell(2))  # the learner has not taken the replacement
     with pytest.raises(StaleBaseError):
         mine.state.encode(SHARD, mine.head)
-    mine.state.shifts.shifted((SHARD,))
+    mine.state.shifts.acknowledge((SHARD,))
     mine.copy(bell(2))
     mine.state.encode(SHARD, mine.head)
 
@@ -241,16 +241,16 @@ def test_a_snapshot_from_before_a_replacement_is_void(peers: tuple[Peer, Peer]) 
 def test_a_snapshot_is_brought_up_to_date_with_what_is_in_flight_and_queued(peers: tuple[Peer, Peer]) -> None:
     owner, mine = peers
     mine.state.shifts.load(ME)
-    mine.state.shifts.shifted((SHARD,))
+    mine.state.shifts.acknowledge((SHARD,))
     before, shifts = mine.state.theta.clone(), []
     for seed in (1, 2):
         header, merged = owner.merge([owner.contribute(bell(seed))])
         owner.apply(header, merged)
         shifts.append(mine.apply(header, merged))
     assert shifts == [Shifts((SHARD,), ()), Shifts((), ())], "the second waits until the learner has taken the first"
-    mine.state.shifts.snapshot_asked(FRAGMENT)
+    mine.state.shifts.begin_snapshot(FRAGMENT)
     mine.vectors.snapshot.copy_(before - bell(3))  # it has taken neither
-    mine.state.shifts.snapshot_taken(FRAGMENT)
+    mine.state.shifts.complete_snapshot(FRAGMENT)
     assert torch.equal(mine.vectors.snapshot, before - bell(3) + mine.vectors.shift + mine.state.shifts.queued)
     assert torch.allclose(mine.state.theta - mine.vectors.snapshot, bell(3), atol=1e-6)
 
@@ -259,7 +259,7 @@ def test_several_contributions_are_settled_and_restored_at_once(peers: tuple[Pee
     """A heavier chain may have merged several of what ours has not, or lack several that ours has."""
     donor, mine = peers
     mine.state.shifts.load(ME)
-    mine.state.shifts.shifted((SHARD,))
+    mine.state.shifts.acknowledge((SHARD,))
     payloads = [mine.contribute(bell(seed)) for seed in (1, 2, 3, 4)]
     before = mine.state.theta.clone()
     donor.apply(*donor.merge([payloads[0]]))
@@ -275,7 +275,7 @@ def test_another_learners_contributions_do_not_move_this_one(peers: tuple[Peer, 
     """Those of the life before this one, whose commit comes late."""
     owner, mine = peers
     mine.state.shifts.load(ME)
-    mine.state.shifts.shifted((SHARD,))
+    mine.state.shifts.acknowledge((SHARD,))
     payload, before = mine.contribute(bell(1)), mine.state.theta.clone()
     mine.apply(*owner.merge([payload]), Moves(LearnerId("me/0"), (payload,), (), False))
     assert torch.equal(mine.vectors.shift, mine.state.theta - before)
@@ -284,7 +284,7 @@ def test_another_learners_contributions_do_not_move_this_one(peers: tuple[Peer, 
 def test_a_new_learner_takes_nothing_of_what_waited_for_the_last(peers: tuple[Peer, Peer]) -> None:
     owner, mine = peers
     mine.state.shifts.load(ME)
-    mine.state.shifts.shifted((SHARD,))
+    mine.state.shifts.acknowledge((SHARD,))
     for seed in (1, 2):
         header, merged = owner.merge([owner.contribute(bell(seed))])
         owner.apply(header, merged)
@@ -292,7 +292,7 @@ def test_a_new_learner_takes_nothing_of_what_waited_for_the_last(peers: tuple[Pe
     mine.state.shifts.unload()
     mine.state.shifts.load(LearnerId("me/2"))
     assert torch.equal(mine.vectors.shift, mine.state.theta)
-    assert mine.state.shifts.shifted((SHARD,)) == Shifts((), ())
+    assert mine.state.shifts.acknowledge((SHARD,)) == Shifts((), ())
 
 
 def test_an_owner_that_was_forestalled_takes_the_other_commit(peers: tuple[Peer, Peer]) -> None:
@@ -319,7 +319,7 @@ def test_what_is_put_is_what_is_there(peers: tuple[Peer, Peer]) -> None:
 def test_a_fetched_state_gives_back_what_a_fork_had_merged(peers: tuple[Peer, Peer]) -> None:
     donor, mine = peers
     mine.state.shifts.load(ME)
-    mine.state.shifts.shifted((SHARD,))
+    mine.state.shifts.acknowledge((SHARD,))
     payload = mine.contribute(bell(1))
     before = mine.state.theta.clone()
     donor.apply(*donor.merge([mine.contribute(bell(2))]))
@@ -384,13 +384,13 @@ def test_a_repair_moves_the_learner_only_if_it_may_have_seen_the_difference(
     shard, head = SHARD, spoilt.state.heads[SHARD]
     assert head is not None
     spoilt.state.shifts.load(ME)
-    spoilt.state.shifts.shifted((shard,))
+    spoilt.state.shifts.acknowledge((shard,))
     if was_verified:
         for chunk in spoilt.state.integrity.unverified(shard):
             spoilt.state.verify(shard, chunk)
     spoilt.state.theta[3] += 1.0
     if not was_verified:
-        spoilt.state.integrity.look_again()
+        spoilt.state.integrity.invalidate()
     with pytest.raises(SpoiltStateError):
         spoilt.state.verify(shard, 0)
     with pytest.raises(StaleBaseError):

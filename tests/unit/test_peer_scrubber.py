@@ -16,7 +16,7 @@ SHARD = ShardId(0)
 async def flip(stage: Stage, member: Member) -> None:
     """A value of the node's parameters is another; it is found out."""
     member.state.theta[0] += 1.0
-    member.state.integrity.look_again()
+    member.state.integrity.invalidate()
     await stage.wait(1.0)
 
 

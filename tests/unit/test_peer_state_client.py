@@ -400,5 +400,5 @@ def forge(eve: Member, key: Identity, shard: ShardId, run: RunId) -> Digest:
     chain.replace(ev.ShardState(head, header.step, marks, trained))
     eve.driver.payload_cache.shards[shard].proofs[head.id] = (header, key.sign(messages.signed_commit_bytes(head.id)))
     eve.state.heads[shard] = head.id
-    eve.state.integrity.begin(shard, listed)
+    eve.state.integrity.set_digests(shard, listed)
     return head.id

@@ -42,25 +42,25 @@ class Node:
             self.state.put(piece.shard, digest_of(b"version 0"), theta, momentum)
         self.state.shifts.load(ME)
         while not self.state.shifts.is_empty:
-            self.state.shifts.shifted([piece.shard for piece in self.layout.shards])
+            self.state.shifts.acknowledge([piece.shard for piece in self.layout.shards])
 
     async def turn(self, version: int) -> None:
         """Every shard is given, merged and applied; what one needs of another's result is waited for."""
         state, do, shards = self.state, self.queue.do, [piece.shard for piece in self.layout.shards]
-        await do(lambda: state.shifts.snapshot_asked(FRAGMENT))
+        await do(lambda: state.shifts.begin_snapshot(FRAGMENT))
         moved = torch.randn(self.layout.elements, generator=torch.Generator().manual_seed(version))
         torch.add(state.theta, moved, alpha=1e-3, out=self.vectors.snapshot)
-        do(lambda: state.shifts.snapshot_taken(FRAGMENT))
+        do(lambda: state.shifts.complete_snapshot(FRAGMENT))
         bases = {shard: state.heads[shard] for shard in shards}
         encoded = {shard: do(partial(state.encode, shard, bases[shard]), shard) for shard in shards}
-        do(lambda: state.shifts.snapshot_over(FRAGMENT))
+        do(lambda: state.shifts.end_snapshot(FRAGMENT))
         contributor, merged = Contributor(ME, 0, 1000, 0, 10), dict[ShardId, asyncio.Future[MergeResult]]()
         for shard in shards:
             given = [(contributor, (await encoded[shard])[0])]
             merged[shard] = do(partial(state.merge, shard, bases[shard], version, given), shard)
         for shard in shards:
             self.apply(shard, version, await merged[shard], (await encoded[shard])[0])
-        await do(lambda: state.shifts.shifted(shards))
+        await do(lambda: state.shifts.acknowledge(shards))
 
     def apply(self, shard: ShardId, version: int, merged: MergeResult, mine: bytes) -> None:
         parent, result = self.state.heads[shard], digest_of(merged.digests)

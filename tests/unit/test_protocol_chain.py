@@ -133,4 +133,4 @@ def test_each_component_that_follows_heads_is_told_of_them() -> None:
     classes = {item for module in modules for item in vars(module).values() if isinstance(item, type)}
     following = {item for item in classes if "on_head_changed" in vars(item)} - {HeadListener}
     assert len(following) > 5
-    assert {type(listener) for listener in Machine(base_config()).adoption.listeners} == following
+    assert {type(listener) for listener in Machine(base_config()).replication.listeners} == following

@@ -29,7 +29,7 @@ def met() -> Membership:
 
 
 def hear(membership: Membership, now: float, **changes: object) -> None:
-    membership.hear(OTHER, msgspec.structs.replace(BEAT, **changes), now)
+    membership.record_heartbeat(OTHER, msgspec.structs.replace(BEAT, **changes), now)
 
 
 def test_a_connection_alone_makes_nobody_live() -> None:
@@ -73,8 +73,8 @@ def test_deadlines_follow_the_measured_round_trip() -> None:
 
 def test_a_repeated_heartbeat_is_no_news() -> None:
     membership = met()
-    assert membership.hear(OTHER, BEAT, 0.0)
-    assert not membership.hear(OTHER, BEAT, 1.0)
+    assert membership.record_heartbeat(OTHER, BEAT, 0.0)
+    assert not membership.record_heartbeat(OTHER, BEAT, 1.0)
     assert membership.peers[OTHER].heard_at == 0.0
 
 

@@ -23,8 +23,8 @@ def test_who_usually_takes_longer_than_the_limit_is_not_waited_for() -> None:
     """W3b: nor who never answered."""
     answers = ResponseTimes(1)
     for _ in range(40):
-        answers.came(B, 2.0)
-        answers.came(C, 9.0)
+        answers.record(B, 2.0)
+        answers.record(C, 9.0)
     assert answers.wait_s([B, C, D], 5.0) == pytest.approx(2.0, abs=0.05)
     assert answers.wait_s([B, C, D], 10.0) == pytest.approx(9.0, abs=0.2)
     assert answers.wait_s([D], 10.0) == 0.0
@@ -33,12 +33,12 @@ def test_who_usually_takes_longer_than_the_limit_is_not_waited_for() -> None:
 def test_late_answers_to_the_version_before_count_and_others_do_not() -> None:
     """W3b."""
     answers = ResponseTimes(1)
-    answers.came_late(B, SHARD, BASE, 3.0)
+    answers.record_late(B, SHARD, BASE, 3.0)
     assert answers.wait_s([B], 10.0) == 0.0
     answers.end_turn(SHARD, BASE, 1.0)
-    answers.came_late(B, SHARD, Digest("older"), 3.0)
+    answers.record_late(B, SHARD, Digest("older"), 3.0)
     assert answers.wait_s([B], 10.0) == 0.0
-    answers.came_late(B, SHARD, BASE, 3.0)
+    answers.record_late(B, SHARD, BASE, 3.0)
     assert answers.wait_s([B], 10.0) == pytest.approx(4.0)  # 2 and twice its half
     answers.forget(B)
     assert answers.wait_s([B], 10.0) == 0.0

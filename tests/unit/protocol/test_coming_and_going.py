@@ -187,7 +187,7 @@ def test_who_leaves_announces_again_what_nobody_has_merged() -> None:
     """C4g: each takeover time, at the same step: nobody's run is the shorter for it."""
     stage = leaving()
     [(_, announced)] = sent(stage.work(stage.tell(ev.LearnerPaused(2, 20)), ef.Snapshot, ef.Encode), msg.Turn)
-    takeover_s = stage.machine.merges.takeover_s()
+    takeover_s = stage.machine.aggregation.takeover_s()
     assert not sent(stage.wait(takeover_s - 0.1), msg.Turn)
     assert sent(stage.wait(0.2), msg.Turn) == [(B, announced)]
     assert sent(stage.wait(takeover_s), msg.Turn) == [(B, announced)]
@@ -294,9 +294,9 @@ def test_when_the_run_is_complete_peers_stay_no_longer_than_finish_s() -> None:
     """C5b."""
     stage = finished()
     assert not only(stage.wait(stage.config.finish_s - 0.1), ef.Leave)
-    assert not stage.machine.farewell.is_overdue
+    assert not stage.machine.shutdown.is_overdue
     assert only(stage.wait(0.2), ef.Leave)
-    assert stage.machine.farewell.is_overdue
+    assert stage.machine.shutdown.is_overdue
 
 
 def test_a_peer_with_a_learner_waits_for_it_when_the_run_is_complete() -> None:

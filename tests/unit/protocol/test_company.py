@@ -127,16 +127,16 @@ def test_it_is_over_when_most_are_here_again() -> None:
 def test_a_cut_is_noticed_bit_by_bit() -> None:
     """C6a: within 32 heartbeats."""
     company = PartitionDetector()
-    company.look(0.0, frozenset(range(6)), 10.0, is_silent=False)
+    company.update(0.0, frozenset(range(6)), 10.0, is_silent=False)
     for at, left in enumerate((5, 4, 3)):
-        company.look(3.0 * at, frozenset(range(left)), 10.0, is_silent=True)
+        company.update(3.0 * at, frozenset(range(left)), 10.0, is_silent=True)
     assert not company.is_apart, "this peer and three others, and three are lost"
-    company.look(9.0, frozenset(range(2)), 10.0, is_silent=True)
+    company.update(9.0, frozenset(range(2)), 10.0, is_silent=True)
     assert company.missing == {2, 3, 4, 5}
     slow = PartitionDetector()
-    slow.look(0.0, frozenset(range(6)), 10.0, is_silent=False)
+    slow.update(0.0, frozenset(range(6)), 10.0, is_silent=False)
     for at, left in enumerate((5, 4, 3, 2)):
-        slow.look(9.0 * at, frozenset(range(left)), 10.0, is_silent=True)
+        slow.update(9.0 * at, frozenset(range(left)), 10.0, is_silent=True)
     assert not slow.is_apart
 
 

@@ -86,7 +86,7 @@ def test_a_broken_list_names_nobody_more() -> None:
     stage = Stage(B)
     stage.says(B, hears=hearing(A)[:3])
     stage.says(B, hears=hearing(A, C) + b"\x01")
-    assert stage.machine.core.membership.connectedness.lists[B] == {fingerprint(A), fingerprint(C)}
+    assert stage.machine.core.membership.connectivity.lists[B] == {fingerprint(A), fingerprint(C)}
 
 
 # -- who owns ----------------------------------------------------------------------------------------------------------
@@ -109,7 +109,7 @@ def test_nobodys_word_for_itself_counts() -> None:
     """R2a: b says that it hears all; c and d, whom this peer hears, say that it does not."""
     stage = met({B: (A, C, D), C: (A, D), D: (A, C)})
     assert fit(stage) == {A}
-    assert stage.machine.core.membership.connectedness.best == {fingerprint(A)}
+    assert stage.machine.core.membership.connectivity.best == {fingerprint(A)}
 
 
 def test_who_is_live_hears_this_peer() -> None:
@@ -154,7 +154,7 @@ def with_versions_after(stage: Stage, count: int) -> None:
 def test_the_best_connected_hear_each_other() -> None:
     """R3a: b and c each reach as many as the other, and not each other: one of them owns, with whoever hears it."""
     stage = met({B: (A, D, E, F), C: (A, D, E, F), F: (A, B, C)}, has_learner=False)
-    assert stage.machine.core.membership.connectedness.best == {min(fingerprint(B), fingerprint(C))}
+    assert stage.machine.core.membership.connectivity.best == {min(fingerprint(B), fingerprint(C))}
 
 
 def test_in_a_large_swarm_a_sixteenth_fewer_are_as_good() -> None:
@@ -164,16 +164,16 @@ def test_in_a_large_swarm_a_sixteenth_fewer_are_as_good() -> None:
     connectedness = Connectivity(me)
     for peer in others:
         friends = [shy] if peer == others[0] else []
-        connectedness.told(peer, hearing(*(p for p in names[:-1] if p != peer), *friends), 0.0)
-    connectedness.live_changed(others, 0)
+        connectedness.update_list(peer, hearing(*(p for p in names[:-1] if p != peer), *friends), 0.0)
+    connectedness.update_own_list(others, 0)
     connectedness.judge(0.0, tuple(others), tuple((peer, 1.0) for peer in (me, *others)), 1.0)
     assert connectedness.is_afar(shy)
     assert not connectedness.tiers
     few = Connectivity(me)
     for peer in others[:3]:
         friends = [shy] if peer == others[0] else []
-        few.told(peer, hearing(*(p for p in (me, *others[:3]) if p != peer), *friends), 0.0)
-    few.live_changed(others[:3], 0)
+        few.update_list(peer, hearing(*(p for p in (me, *others[:3]) if p != peer), *friends), 0.0)
+    few.update_own_list(others[:3], 0)
     few.judge(0.0, tuple(others[:3]), tuple((peer, 1.0) for peer in (me, *others[:3])), 1.0)
     assert set(few.tiers) == {me, *others[1:3]}, "in a small one they are"
 
@@ -197,7 +197,7 @@ def test_after_the_best_come_those_who_hear_one_of_them() -> None:
     come last."""
     afar = tuple(map(PeerId, "wxyz"))
     stage = met({B: (A, *afar[:2]), C: (A,), D: (A, *afar[2:])}, has_learner=False)
-    connectedness = stage.machine.core.membership.connectedness
+    connectedness = stage.machine.core.membership.connectivity
     assert connectedness.best == set(map(fingerprint, afar))
     assert connectedness.tiers == {A: 2, B: 1, C: 2, D: 1}
 
@@ -277,7 +277,7 @@ def test_an_owner_takes_what_is_handed_on_by_a_peer_that_hears_the_giver() -> No
     assert not stage.machine.wants(C, from_e)
     assert stage.machine.wants(B, from_e)
     assert not sent(stage.hear(B, from_e), msg.Refused)
-    given = stage.machine.merges.collections[0].given
+    given = stage.machine.aggregation.collections[0].given
     assert set(given) == {learner_id(E, "1")}
 
 
@@ -287,7 +287,7 @@ def test_what_is_handed_on_before_its_time_is_not_kept() -> None:
     later = msg.Head(stage.head().shard, 7, digest("later"), 700)
     effects = stage.hear(B, stage.contribution(E, base=later))
     assert sent(effects, msg.Refused)
-    assert not stage.machine.merges.early[0]
+    assert not stage.machine.aggregation.early[0]
     assert not stage.machine.wants(B, stage.contribution(E, base=later))
 
 

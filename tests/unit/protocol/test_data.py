@@ -51,7 +51,7 @@ def test_what_a_learner_had_not_given_when_it_died_is_free_again() -> None:
     stage, (first, second) = stage_with()
     stage.tell(ev.BlockFinished(first, TOKENS))
     stage.tell(ev.LearnerStopped("killed"))
-    assert stage.machine.workload.claims() == ()
+    assert stage.machine.block_assignment.claims() == ()
     assert given(stage.tell(ev.LearnerStarted(life(A, 2), has_blocks=True))) == [first, second]
 
 
@@ -101,11 +101,11 @@ def test_a_peer_claims_what_it_has_in_hand_and_what_is_not_merged_yet() -> None:
     assert set(claimed[-1]) == {first, second, *third}
     stage.work(stage.give(4) + stage.offer(B, 0, 0) + stage.wait(5.0))
     assert ledger(stage).is_trained(first)
-    assert first in stage.machine.workload.claims(), "others may not have the commit yet"
+    assert first in stage.machine.block_assignment.claims(), "others may not have the commit yet"
     in_hand = [second, *third]
     for step in range(5, 25):
         in_hand += given(stage.tell(ev.BlockFinished(in_hand.pop(0), step * TOKENS)))
-    assert first not in stage.machine.workload.claims()
+    assert first not in stage.machine.block_assignment.claims()
 
 
 def test_a_learner_with_other_data_is_given_none() -> None:

@@ -39,7 +39,7 @@ def test_an_owner_makes_one_commit_of_a_parent() -> None:
     (first,) = {message.header for _, message in sent(stage.work(stage.offer(C), ef.Merge), msg.Commit)}
     stage.tell(FAILED)
     stage.offer(B)
-    effects = stage.work(stage.wait(stage.machine.merges.takeover_s()), ef.Merge)
+    effects = stage.work(stage.wait(stage.machine.aggregation.takeover_s()), ef.Merge)
     assert {message.header for _, message in sent(effects, msg.Commit)} == {first}
     assert first.payload in stage.machine.payloads(SHARD)
     assert msg.commit_id(first) in stage.machine.commits(SHARD)
@@ -106,11 +106,11 @@ def test_who_is_alone_and_cannot_apply_its_own_makes_another_at_last() -> None:
         effects += stage.tell(ev.PeerDisconnected(peer, "gone"))
     made = []
     for _ in range(OWN_TRIES):
-        effects = stage.work(stage.wait(stage.machine.merges.takeover_s()), ef.Merge)
+        effects = stage.work(stage.wait(stage.machine.aggregation.takeover_s()), ef.Merge)
         made += [apply.header for apply in only(effects, ef.Apply)]
         stage.tell(FAILED)
     assert set(made) == {first}
-    assert not stage.machine.merges.made.commits(SHARD)
+    assert not stage.machine.aggregation.own_commits.commits(SHARD)
 
 
 # -- who does it -------------------------------------------------------------------------------------------------------

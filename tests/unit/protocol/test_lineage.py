@@ -438,9 +438,9 @@ def test_what_was_approved_once_is_taken_when_it_is_there() -> None:
     stage = newcomer(B)
     stage.hear(B, msg.Heads((HONEST[0],), 0))
     stage.tell(ev.StateOffered(B, FORGED, ()))
-    assert stage.machine.adoption.lineage.refusal(FORGED)
+    assert stage.machine.replication.ancestry.refusal(FORGED)
     stage.tell(ev.StateOffered(B, HONEST[0], ()))
-    assert stage.machine.adoption.lineage.refusal(HONEST[0]) is None
+    assert stage.machine.replication.ancestry.refusal(HONEST[0]) is None
     for head in (*HONEST, FORGED):
         stage.hear(B, msg.Heads((head,), 0))
     bring(stage, HONEST[0])

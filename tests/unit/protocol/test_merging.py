@@ -157,7 +157,7 @@ def test_for_a_peer_on_its_way_out_the_owner_waits_up_to_the_takeover_time() -> 
     for phase in ("leaving", "finished"):
         stage = owner(B, C, grace_share=0.0)
         stage.says(C, phase=phase)
-        takeover_s = stage.machine.merges.takeover_s()
+        takeover_s = stage.machine.aggregation.takeover_s()
         assert takeover_s > 1.0
         assert merged(stage.offer(B) + stage.wait(takeover_s - 0.01)) == []
         assert merged(stage.wait(0.02)) == [(tokens(B, 0, 40),)]
@@ -203,7 +203,7 @@ def test_a_merge_that_fails_and_blames_nobody_drops_all() -> None:
     stage.work(stage.offer(C) + stage.wait(5.0), ef.Snapshot)
     effects = stage.tell(ev.Failed("merge", SHARD, None, "a payload is gone"))
     assert not only(effects + stage.wait(5.0), ef.Merge)
-    assert stage.machine.merges.collections[SHARD].quorum_at is None, "the quorum is not in any more"
+    assert stage.machine.aggregation.collections[SHARD].quorum_at is None, "the quorum is not in any more"
     assert {to for to, _ in sent(effects, msg.Refused)} == {B, C}
 
 

@@ -115,7 +115,7 @@ def test_if_no_commit_comes_within_the_takeover_time_a_contribution_goes_to_the_
     """O3c."""
     stage = Stage(B, C, owners="bca")
     [(_, given)] = sent(stage.give(), msg.Contribution)
-    takeover_s = stage.machine.merges.takeover_s()
+    takeover_s = stage.machine.aggregation.takeover_s()
     assert not sent(stage.wait(takeover_s - 0.01), msg.Contribution)
     assert sent(stage.wait(0.02), msg.Contribution) == [(C, given)]
     assert only(stage.wait(3 * takeover_s), ef.Merge), "and then to this peer itself, rank 2"
@@ -136,7 +136,7 @@ def test_what_an_owner_with_a_heavier_head_refused_is_not_offered_to_it_again() 
     [(_, given)] = sent(stage.give(), msg.Contribution)
     theirs = head_of(stage.commit(tokens(B, 0, 40)))
     stage.hear(B, msg.Refused(SHARD, given.base.id, "stale", theirs))
-    takeover_s = stage.machine.merges.takeover_s()
+    takeover_s = stage.machine.aggregation.takeover_s()
     effects = stage.wait(20 * takeover_s)
     assert not sent(effects, msg.Contribution)
     assert only(effects, ef.Merge), "this peer itself is next in rank"
@@ -169,7 +169,7 @@ def test_rank_r_merges_no_sooner_than_r_takeover_times_after_it_heard_of_the_tur
     for order, rank in (("bac", 1), ("bca", 2)):
         stage = Stage(B, C, owners=order, has_learner=False)
         stage.announce(B, 4)
-        takeover_s = stage.machine.merges.takeover_s()
+        takeover_s = stage.machine.aggregation.takeover_s()
         stage.wait(0.5)
         effects = stage.offer(B) + stage.offer(C)
         assert not only(effects + stage.wait(rank * takeover_s - 0.51), ef.Merge)

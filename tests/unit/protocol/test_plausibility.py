@@ -357,14 +357,14 @@ def test_an_owner_that_lets_the_takeover_time_pass_owns_last_for_a_while() -> No
     """P4b: four times as long each time; a commit of its makes up for it."""
     stage = Stage(B, C, owners="bca")
     stage.give()
-    takeover_s = stage.machine.merges.takeover_s()
+    takeover_s = stage.machine.aggregation.takeover_s()
     stage.wait(takeover_s + 0.6)
     weights = dict(stage.machine.core.membership.owners.candidates)
     assert weights[B] < 1e-6 < weights[C]
     stage.take(stage.commit(tokens(C, 0, 40), owner=C), sender=C)
     stage.wait(4 * 3 * takeover_s)
     assert dict(stage.machine.core.membership.owners.candidates)[B] == 1.0
-    stage.machine.core.membership.missed(B, stage.now, 1.0)
+    stage.machine.core.membership.on_takeover_missed(B, stage.now, 1.0)
     stage.wait(16 * 3 * 1.0 - 0.6)
     assert dict(stage.machine.core.membership.owners.candidates)[B] < 1e-6
     stage.take(stage.commit(tokens(C, 40, 80)), sender=C)

@@ -92,38 +92,38 @@ def test_the_mean_of_lengths_is_the_same_everywhere() -> None:
     stage = Stage(B, C, has_learner=False)
     stage.take(counted(stage, 40, 8.0))
     state = stage.machine.core.chains[SHARD].state()
-    assert state.stride == NormBound(1, OCTAVE), "8 long after 4 steps"
-    assert stage.machine.core.chains[SHARD].log[-1].record == record_of(dict(state.marks), Trained(), state.stride)
+    assert state.norm_bound == NormBound(1, OCTAVE), "8 long after 4 steps"
+    assert stage.machine.core.chains[SHARD].log[-1].record == record_of(dict(state.marks), Trained(), state.norm_bound)
     assert record_of(dict(state.marks), Trained(), NormBound(1, 0)) != record_of(dict(state.marks), Trained())
     other = Stage(B, has_learner=False, is_founder=False)
     other.hear(B, msg.Heads((state.head,), 0))
     other.work(other.tell(ev.Fetched(B, state)))
-    assert other.machine.core.chains[SHARD].stride == state.stride
+    assert other.machine.core.chains[SHARD].norm_bound == state.norm_bound
     apart = Stage(B, has_learner=False, is_founder=False)
-    effects = apart.tell(ev.Fetched(B, msgspec.structs.replace(state, stride=NormBound(MEMORY + 1, 0))))
-    assert "its stride is none" in notes(effects, "fetch")[0]
+    effects = apart.tell(ev.Fetched(B, msgspec.structs.replace(state, norm_bound=NormBound(MEMORY + 1, 0))))
+    assert "its norm bound is malformed" in notes(effects, "fetch")[0]
 
 
 def test_an_owner_in_four_that_leaps_raises_the_mean_by_little() -> None:
     """V1c: nothing counts for more than a leap, up or down; what has no length counts for nothing."""
-    stride = NO_NORM
+    norm_bound = NO_NORM
     for version in range(400):
-        longest = stride.longest(TURN, TURN, 1.0)
-        stride = stride.after(longest if version % 4 == 3 else float(TURN), TURN, TURN)
-        assert stride.octaves < 2 * OCTAVE + LEAP // MEMORY
+        longest = norm_bound.longest(TURN, TURN, 1.0)
+        norm_bound = norm_bound.after(longest if version % 4 == 3 else float(TURN), TURN, TURN)
+        assert norm_bound.octaves < 2 * OCTAVE + LEAP // MEMORY
     assert NormBound(8, 0).after(1e-30, TURN, TURN).octaves == -LEAP // MEMORY
-    assert stride.after(0.0, TURN, TURN) is stride
+    assert norm_bound.after(0.0, TURN, TURN) is norm_bound
 
 
 def test_learners_that_come_back_and_rates_that_are_warmed_up_fit() -> None:
     """V1b: 64 turns straight on in one step; twelvefold after a first contribution of one step."""
-    stride = NO_NORM.after(float(TURN), TURN, TURN)
-    assert stride.longest(64 * TURN, TURN, 1.0) >= 64 * TURN
-    stride = NO_NORM.after(1.0, 1, TURN)
+    norm_bound = NO_NORM.after(float(TURN), TURN, TURN)
+    assert norm_bound.longest(64 * TURN, TURN, 1.0) >= 64 * TURN
+    norm_bound = NO_NORM.after(1.0, 1, TURN)
     for turn in range(1, 40):  # 1,000 steps of warm-up
         length = TURN * (TURN * turn - TURN / 2)
-        assert length <= stride.longest(TURN, TURN, 1.0)
-        stride = stride.after(length, TURN, TURN)
+        assert length <= norm_bound.longest(TURN, TURN, 1.0)
+        norm_bound = norm_bound.after(length, TURN, TURN)
 
 
 # -- tensors -----------------------------------------------------------------------------------------------------------
@@ -145,9 +145,9 @@ class Owner:
 
     def merge(self, scale: float, longest: float = math.inf) -> MergeResult:
         """A step of ones times ``scale``."""
-        self.state.shifts.snapshot_asked(FragmentId(0))
+        self.state.shifts.begin_snapshot(FragmentId(0))
         self.state.shifts.snapshot.copy_(self.state.theta - scale)
-        self.state.shifts.snapshot_taken(FragmentId(0))
+        self.state.shifts.complete_snapshot(FragmentId(0))
         payload, _ = self.state.encode(SHARD, digest("zero"))
         return self.state.merge(SHARD, digest("zero"), 1, [(tokens(C, 0, 40), payload)], None, longest)
 
@@ -294,11 +294,13 @@ def test_a_repair_brings_no_other_values() -> None:
     [install] = only(stage.tell(ev.Fetched(B, state, ())), ef.Install)
     assert install.farthest < math.inf or not stage.config.sizes.elements
     stage.tell(ev.Failed("values", SHARD, None, "too far"))
-    assert SHARD in stage.machine.adoption.repairing
+    assert SHARD in stage.machine.replication.repairing
     assert only(stage.wait(3.0), ef.Fetch), "others are asked"
     stage.tell(ev.Failed("fetch", SHARD, B, "gone"))
     child = commit_on(stage.head(), tokens(C, 40, 80))
-    assert not stage.machine.adoption.refusals.is_refused(child, msg.commit_id(child)), "the head is as good as before"
+    assert not stage.machine.replication.refusals.is_refused(child, msg.commit_id(child)), (
+        "the head is as good as before"
+    )
 
 
 # -- what becomes of them ----------------------------------------------------------------------------------------------
