@@ -137,7 +137,7 @@ BUGS = (
     Bug(
         name="memory in use goes as soon as anybody rests",
         module=_VECTORS,
-        where="VectorMemory.rest",
+        where="VectorMemory.release_unused",
         old="if is_fresh:\n    self._kept[place, shard] = False\nelse:\n    self._give_back(place, shard)",
         new="if not place:\n    self._kept[place, shard] = False\nelse:\n    self._give_back(place, shard)",
         harm="memory that turns need again at once is fetched from the kernel each time",
@@ -146,16 +146,16 @@ BUGS = (
     Bug(
         name="a snapshot's memory goes while the learner writes it",
         module=_SHIFTS,
-        where="LearnerUpdates.snapshot_asked",
-        old="self.memory.use",
-        new="self.memory.free",
+        where="LearnerUpdates.begin_snapshot",
+        old="self.memory.acquire",
+        new="self.memory.release",
         harm="an outer gradient is made of zeros",
         killed_by=(f"{_QUEUE_TESTS}::test_a_snapshot_stays_until_it_is_encoded",),
     ),
     Bug(
         name="memory that a device has locked is given back",
         module=_VECTORS,
-        where="VectorMemory.rest",
+        where="VectorMemory.release_unused",
         old="not self.is_pinned",
         new="self",
         harm="the device copies from pages that nobody writes any more",
@@ -164,7 +164,7 @@ BUGS = (
     Bug(
         name="memory is counted as kept for ever",
         module=_VECTORS,
-        where="VectorMemory.use",
+        where="VectorMemory.acquire",
         old="self._kept.pop((place, shard), None) is not None",
         new="self._kept.pop((place, shard), None) is None and (not shard)",
         harm="after a few turns nothing is kept, and each fetches its memory from the kernel",
@@ -174,7 +174,7 @@ BUGS = (
         name="a snapshot of which nothing was given stays",
         module=_SNAPSHOTS,
         where="Snapshots._encode",
-        old="shifts.snapshot_over(event.fragment)",
+        old="self._shifts.end_snapshot(event.fragment)",
         new="None",
         harm="a fragment's copy is in memory until its next turn, and kept up to date",
         killed_by=(f"{_SNAPSHOT_TESTS}::test_where_every_fragment_has_a_turn_at_once_they_follow_each_other",),
@@ -191,9 +191,12 @@ BUGS = (
     Bug(
         name="questions of a learner that is gone are waited for",
         module="p2pdiloco.peer.learner_supervisor",
-        where="LearnerSupervisor.ward_of",
-        old="Snapshots(self._driver, self._ask)",
-        new="self.ward.snapshots if self.ward else Snapshots(self._driver, self._ask)",
+        where="LearnerSupervisor.new_child",
+        old="Snapshots(self._driver, self._state, self._view.sync_every, self._ask_for_snapshot)",
+        new=(
+            "self.child.snapshots if self.child "
+            "else Snapshots(self._driver, self._state, self._view.sync_every, self._ask_for_snapshot)"
+        ),
         harm="the next learner is never asked for that fragment",
         killed_by=(f"{_SNAPSHOT_TESTS}::test_the_next_learner_is_asked_for_what_the_last_did_not_answer",),
     ),
@@ -210,7 +213,7 @@ BUGS = (
     Bug(
         name="an own contribution that the disk has lost is ignored",
         module="p2pdiloco.peer.payload_cache",
-        where="PayloadCache.moves.read",
+        where="PayloadCache.read_moves.read",
         old=(
             "log.warning('own contribution is lost: the learner takes the global parameters', "
             "reason=str(error))\n"
@@ -294,8 +297,8 @@ BUGS = (
         name="what is committed since a checkpoint is not kept",
         module=_SAVER,
         where="CheckpointWriter._write",
-        old="await self._log.begin(draft.number)\nwidth = self._driver.state.form.width",
-        new="width = self._driver.state.form.width",
+        old="await self._log.begin(draft.number)\nwidth = self._state.form.width",
+        new="width = self._state.form.width",
         harm="a crash costs hours",
         killed_by=(f"{_SAVER_TESTS}::test_a_crash_costs_what_was_committed_in_the_last_seconds",),
     ),

@@ -53,17 +53,18 @@ def _never_merged(self: chain.Chain, contributor: Contributor) -> bool:
 
 
 def _counted_twice_after_a_takeover() -> list[Patch]:
-    moved = contributions.Contributions.moved
+    on_head_changed = contributions.Contributions.on_head_changed
 
-    def keeps_pending(self: contributions.Contributions, shard: ShardId) -> None:
+    def keeps_pending(self: contributions.Contributions, change: chain.HeadChange) -> None:
+        shard = change.shard
         pending = self.pending.get(shard)
-        moved(self, shard)
+        on_head_changed(self, change)
         if pending is not None and pending.rank > 0:
             pending.contribution = msgspec.structs.replace(pending.contribution, base=self.core.head(shard))
             self.pending[shard] = pending
             self._offer(shard)
 
-    return [(contributions.Contributions, "moved", keeps_pending), (chain.Chain, "is_merged", _never_merged)]
+    return [(contributions.Contributions, "on_head_changed", keeps_pending), (chain.Chain, "is_merged", _never_merged)]
 
 
 def _stale_accepted() -> list[Patch]:
@@ -87,7 +88,7 @@ def _takeover_forgets() -> list[Patch]:
         self.ledgers[shard].edges.clear()
         due(self, shard)
 
-    return [(contributions.Contributions, "takeover_due", forgets)]
+    return [(contributions.Contributions, "on_takeover_due", forgets)]
 
 
 def _carry_drops_progress() -> list[Patch]:
@@ -117,7 +118,7 @@ def _newcomer_seeds() -> list[Patch]:
         )
         started(self, ev.Started(states, event.lineages))
 
-    return [(machine.Machine, "_started", seeds)]
+    return [(machine.Machine, "_on_started", seeds)]
 
 
 def _endless_grace() -> list[Patch]:
@@ -172,7 +173,7 @@ def _joiner_gives_up() -> list[Patch]:
     def seek(self: replication.Replication) -> None:
         return None
 
-    return [(replication.Replication, "seek", seek)]
+    return [(replication.Replication, "find_donors", seek)]
 
 
 def _leaves_at_once() -> list[Patch]:
@@ -186,7 +187,7 @@ def _heads_never_compared() -> list[Patch]:
     def saw(self: replication.Replication, peer: str, theirs: Head) -> None:
         return None
 
-    return [(replication.Replication, "saw", saw)]
+    return [(replication.Replication, "on_head", saw)]
 
 
 def _turn_never_over() -> list[Patch]:

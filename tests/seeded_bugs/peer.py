@@ -67,7 +67,7 @@ BUGS = (
     Bug(
         name="contributions not verified by who merges them",
         module=_CARGO,
-        where="PayloadCache.contribution",
+        where="PayloadCache.verify_contribution",
         old="check_contributor(self._run, message.shard, message.base.id, message.contributor, self._register)",
         new="pass",
         harm="an honest owner's commit is refused for one bad signature in it",
@@ -86,7 +86,7 @@ BUGS = (
         name="marks of a state not compared with its commit",
         module="p2pdiloco.peer.state_proof",
         where="proven_digest",
-        old="header.record != record_of(dict(state.marks), state.trained, state.stride)",
+        old="header.record != record_of(dict(state.marks), state.trained, state.norm_bound)",
         new="False",
         harm="a newcomer believes what its donor says of tokens and blocks",
         killed_by=("tests/unit/test_peer_state_proof.py::test_what_does_not_prove_its_head_is_refused",),
@@ -94,7 +94,7 @@ BUGS = (
     Bug(
         name="commit's gradient not compared with its digest",
         module=_CARGO,
-        where="PayloadCache.commit",
+        where="PayloadCache.verify_commit",
         old="digest_of(parts.gradient) != header.payload or digest_of(parts.digests) != header.result",
         new="digest_of(parts.digests) != header.result",
         harm="a payload that was spoilt on its way is applied where the sample does not look",
@@ -103,7 +103,7 @@ BUGS = (
     Bug(
         name="commit's digests not compared with its result",
         module=_CARGO,
-        where="PayloadCache.commit",
+        where="PayloadCache.verify_commit",
         old="digest_of(parts.gradient) != header.payload or digest_of(parts.digests) != header.result",
         new="digest_of(parts.gradient) != header.payload",
         harm="whoever relays a commit says what its state is",
@@ -112,7 +112,7 @@ BUGS = (
     Bug(
         name="contribution's payload not compared with its digest",
         module=_CARGO,
-        where="PayloadCache.contribution",
+        where="PayloadCache.verify_contribution",
         old="digest_of(data) != message.payload",
         new="False",
         harm="a learner's ledger and the swarm's merge hold different things",
@@ -121,7 +121,7 @@ BUGS = (
     Bug(
         name="missing own payloads ignored",
         module=_CARGO,
-        where="PayloadCache.moves.read",
+        where="PayloadCache.read_moves.read",
         old="effect.is_reset or not is_whole",
         new="effect.is_reset",
         harm="what was merged stays in the learner's delta and is merged again",
@@ -139,7 +139,7 @@ BUGS = (
     Bug(
         name="a payload that is gone is offered for ever",
         module="p2pdiloco.protocol.contributions",
-        where="Contributions.lost",
+        where="Contributions.on_payload_lost",
         old="self.has_given(shard)",
         new="False",
         harm="who has lost one payload merges nothing any more, and where two are needed nobody does",
@@ -160,8 +160,8 @@ BUGS = (
         name="the sweep forgets all shards but the first ones",
         module=_CARGO,
         where="PayloadCache.sweep",
-        old="(self._next + 1) % len(self.shelves)",
-        new="(self._next + 1) % min(8, len(self.shelves))",
+        old="(self._next + 1) % len(self.shards)",
+        new="(self._next + 1) % min(8, len(self.shards))",
         harm="the memory fills with payloads that nobody needs",
         killed_by=(f"{_DRIVER_TESTS}::test_many_shards_are_swept_a_few_at_a_time",),
     ),
@@ -239,8 +239,8 @@ BUGS = (
         name="a checkpoint is copied while the worker is in the middle of something",
         module=_SAVER,
         where="CheckpointWriter._copied",
-        old="await copied(self._driver, shard, data, prove, is_checked=False)",
-        new="prove(*self._driver.state.copy(shard, data, is_checked=False))",
+        old="await self._driver.copy_shard(shard, data, prove, is_checked=False)",
+        new="prove(*self._state.copy(shard, data, is_checked=False))",
         harm="what is written is torn where a version is being taken on the worker thread",
         killed_by=(f"{_SAVER_TESTS}::test_what_is_written_is_copied_between_two_jobs",),
     ),
@@ -271,7 +271,7 @@ BUGS = (
             "    reason = os.strerror(error.errno or 0)\n"
             "except ValueError as error:\n"
             "    reason = str(error)\n"
-            "    self._driver.job(self._driver.state.integrity.look_again, lambda _: None)\n"
+            "    self._driver.submit(self._state.integrity.invalidate, lambda _: None)\n"
             "else:\n"
             "    ..."
         ),
@@ -284,7 +284,7 @@ BUGS = (
             "    reason = os.strerror(error.errno or 0)\n"
             "except ValueError as error:\n"
             "    reason = str(error)\n"
-            "    self._driver.job(self._driver.state.integrity.look_again, lambda _: None)\n"
+            "    self._driver.submit(self._state.integrity.invalidate, lambda _: None)\n"
             "else:\n"
             "    ..."
         ),
@@ -315,16 +315,16 @@ BUGS = (
     Bug(
         name="a liar is asked again",
         module=_DOWNLOADS,
-        where="StateClient._was_wrong",
-        old="self._distrust.wrong(peer, chunk)",
-        new="self._distrust.of(peer)",
+        where="StateClient._blame",
+        old="self._blocklist.record_wrong(peer, chunk)",
+        new="self._blocklist.lineage_of(peer)",
         harm="a join never ends",
         killed_by=(f"{_DOWNLOADS_TESTS}::test_a_chunk_that_is_not_what_was_signed_is_taken_from_another",),
     ),
     Bug(
         name="a donor is a witness against itself",
         module="p2pdiloco.peer.state_client",
-        where="DonorBlocklist.right",
+        where="DonorBlocklist.record_right",
         old="key[1] != peer",
         new="True",
         harm="a newcomer whose only donor's answer was spoilt on the way joins for ever",
@@ -365,8 +365,8 @@ BUGS = (
     Bug(
         name="shifts that waited are not told",
         module=_SUPERVISION,
-        where="LearnerSupervisor._heard",
-        old="self._to(self.ward)",
+        where="LearnerSupervisor._on_message",
+        old="self._shifts_to(self.child)",
         new="lambda _: None",
         harm="a learner that is slower than the swarm never hears of a second version",
         killed_by=(f"{_SUPERVISION_TESTS}::test_what_the_learner_could_not_take_at_once_it_takes_later",),
@@ -374,17 +374,17 @@ BUGS = (
     Bug(
         name="a learner is given what was its predecessor's",
         module=_SUPERVISION,
-        where="LearnerSupervisor._to",
-        old="self.shifts_ready(shifts) if self.ward is ward else None",
-        new="self.shifts_ready(shifts)",
+        where="LearnerSupervisor._shifts_to",
+        old="self.send_shifts(shifts) if self.child is ward else None",
+        new="self.send_shifts(shifts)",
         harm="where jobs wait for longer than a life a learner trains before it has been given everything",
         killed_by=(f"{_SUPERVISION_TESTS}::test_what_was_to_be_given_to_a_learner_that_died_is_not_given_to_the_next",),
     ),
     Bug(
         name="snapshots are never brought up to date",
         module="p2pdiloco.peer.learner_supervisor",
-        where="Snapshots.taken",
-        old="shifts.snapshot_taken(event.fragment)",
+        where="Snapshots.on_taken",
+        old="self._shifts.complete_snapshot(event.fragment)",
         new="None",
         harm="nothing that a learner trains is ever contributed",
         killed_by=(f"{_SUPERVISION_TESTS}::test_a_snapshot_counts_when_it_was_taken_in_full",),
@@ -428,8 +428,8 @@ BUGS = (
     Bug(
         name="who merged last is not told",
         module=_SUPERVISION,
-        where="LearnerSupervisor._be_in_trouble",
-        old="self._merged_last()",
+        where="LearnerSupervisor._set_trouble",
+        old="self._last_merge()",
         new="''",
         harm="a poisoned end has no name, and the user's learning rate is blamed",
         killed_by=(

@@ -32,9 +32,9 @@ BUGS = (
     _bug(
         "a spent budget is forgotten with the learner",
         "contributions",
-        "TokenBudget.look",
+        "TokenBudget.stop_if_spent",
         "self.is_spent",
-        "self.is_spent and self.told",
+        "self.is_spent and self.record_head",
         "a learner that comes back at the end trains on, and the run goes beyond its budget",
         "test_coming_and_going.py::test_a_learner_that_comes_when_the_budget_is_spent_makes_no_steps",
     ),
@@ -59,7 +59,7 @@ BUGS = (
     _bug(
         "one old echo ends a connection",
         "membership",
-        "Membership.hear",
+        "Membership.record_heartbeat",
         "min(view.deaf_since, now)",
         "now - 60.0",
         "whoever goes on after a stop loses all its connections, and what waits on them",
@@ -68,13 +68,13 @@ BUGS = (
     _bug(
         "a sibling of the head is waited for",
         "replication",
-        "Replication.receive",
+        "Replication.on_commit",
         (
-            "self.saw(sender, Head(shard, header.version, new_id, header.tokens))\n"
+            "self.on_head(sender, Head(shard, header.version, new_id, header.tokens))\n"
             "if shard in self.wanted and header.version <= chain.head.version:\n"
             "    core.alarms.set(('want', shard), core.now)"
         ),
-        "self.saw(sender, Head(shard, header.version, new_id, header.tokens))",
+        "self.on_head(sender, Head(shard, header.version, new_id, header.tokens))",
         "a fork is healed a patience later than it could be, and on slow lines after a deadline",
         "test_timers.py::test_a_heavier_sibling_of_the_head_is_asked_for_at_once",
     ),
@@ -111,7 +111,7 @@ BUGS = (
         "Machine.handle",
         (
             "if core.alarms.pop_if_due(NEWS, core.now):\n"
-            "    self.presence.refresh('silent')\n"
+            "    self.heartbeats.refresh('silent')\n"
             "if isinstance(event, ev.Received):\n"
             "    ...\n"
             "else:\n"
@@ -142,7 +142,7 @@ BUGS = (
     _bug(
         "lighter of two waiting rivals kept",
         "replication",
-        "Orphans.keep",
+        "Orphans.add",
         "(header.tokens, commit_id(header)) > (other.tokens, commit_id(other))",
         "(header.tokens, commit_id(header)) < (other.tokens, commit_id(other))",
         "a detour over the lighter fork",
@@ -187,7 +187,7 @@ BUGS = (
     _bug(
         "what can be encoded hides a shard that cannot",
         "health",
-        "Trouble.encoded",
+        "Trouble.on_encoded",
         "self._failed_turns.pop(shard, None)",
         "self._failed_turns.clear()",
         "a shard waits for ever for a learner that is poisoned there alone, with K = 2",
@@ -196,7 +196,7 @@ BUGS = (
     _bug(
         "stuck in silence",
         "health",
-        "Trouble.look",
+        "Trouble.check_progress",
         "core.note('warning', 'stuck', self.stuck)",
         "pass",
         "nobody is told that nothing goes on",

@@ -15,9 +15,9 @@ BUGS = (
     Bug(
         name="a proof is told before the commit in it",
         module="p2pdiloco.peer.message_verifier",
-        where="MessageVerifier._inspect.checked",
-        old="self._driver.feed(ev.Received(peer, message))\nself.tell_contradictions()",
-        new="self.tell_contradictions()\nself._driver.feed(ev.Received(peer, message))",
+        where="MessageVerifier._verify.checked",
+        old="self._driver.feed(ev.Received(peer, message))\nself.report_contradictions()",
+        new="self.report_contradictions()\nself._driver.feed(ev.Received(peer, message))",
         harm="its payload is swept, and the state is fetched instead",
         killed_by=(f"{_OWN_TESTS}::test_a_commit_that_proves_something_is_taken_before_anything_is_swept",),
     ),
@@ -25,8 +25,8 @@ BUGS = (
         name="a commit is sent before it is on the disk",
         module="p2pdiloco.peer.driver",
         where="Driver._send",
-        old="self.own.is_writing((commit := msg.commit_id(message.header)))",
-        new="self.own.is_writing((commit := msg.commit_id(message.header))) and False",
+        old="self.own_commits.is_writing((commit := msg.commit_id(message.header)))",
+        new="self.own_commits.is_writing((commit := msg.commit_id(message.header))) and False",
         harm="who is killed in between makes another one, and is convicted",
         killed_by=(f"{_OWN_TESTS}::test_a_commit_is_sent_and_counts_when_it_is_on_the_disk",),
     ),
@@ -42,8 +42,8 @@ BUGS = (
     Bug(
         name="signed commits are not compared",
         module="p2pdiloco.peer.payload_cache",
-        where="PayloadCache.compare",
-        old="self.contradictions += [proof] if proof.is_one else []",
+        where="PayloadCache.find_contradiction",
+        old="self._contradictions += [proof] if proof.is_one else []",
         new="pass",
         harm="an owner splits the swarm as often as it likes",
         killed_by=(f"{_OWN_TESTS}::test_a_peer_that_makes_two_commits_of_a_version_owns_no_more",),
@@ -51,7 +51,7 @@ BUGS = (
     Bug(
         name="a proof's signatures are not verified",
         module="p2pdiloco.peer.payload_cache",
-        where="PayloadCache.equivocation",
+        where="PayloadCache.verify_equivocation",
         old="check_equivocation(proof, self._register)",
         new="pass",
         harm="anybody convicts anybody",
@@ -61,7 +61,7 @@ BUGS = (
     Bug(
         name="snapshot without queued shifts",
         module=_SHIFTS,
-        where="LearnerUpdates.snapshot_taken",
+        where="LearnerUpdates.complete_snapshot",
         old="((self._in_flight[shard], self.shift), (self._in_queue[shard], self.queued))",
         new="((self._in_flight[shard], self.shift),)",
         harm="the contribution takes the swarm's queued progress back",
@@ -73,7 +73,7 @@ BUGS = (
     Bug(
         name="only the first of several settled",
         module=_SHIFTS,
-        where="LearnerUpdates.begin",
+        where="LearnerUpdates.begin_shift",
         old="moves.settled",
         new="moves.settled[:1]",
         harm="what was merged stays in the learner's delta and is merged again",
@@ -82,7 +82,7 @@ BUGS = (
     Bug(
         name="only the first of several restored",
         module=_SHIFTS,
-        where="LearnerUpdates.begin",
+        where="LearnerUpdates.begin_shift",
         old="moves.restored",
         new="moves.restored[:1]",
         harm="tokens that a fork takes back are lost",
@@ -91,7 +91,7 @@ BUGS = (
     Bug(
         name="prepared merge reused for another payload",
         module="p2pdiloco.peer.model_state",
-        where="PendingMerges.taken",
+        where="PendingMerges.take",
         old="ready is None or ready.base != parent or ready.payload != payload",
         new="ready is None or ready.base != parent",
         harm="an owner that was forestalled takes its own gradient for the other's: a fork under one head",
@@ -100,7 +100,7 @@ BUGS = (
     Bug(
         name="reset that does not void the snapshot",
         module=_SHIFTS,
-        where="LearnerUpdates.begin",
+        where="LearnerUpdates.begin_shift",
         old="self._has_snapshot[shard] = False",
         new="pass",
         harm="progress that the learner has lost is contributed, and settled from what it has not",
@@ -109,7 +109,7 @@ BUGS = (
     Bug(
         name="snapshot taken before a replacement counts",
         module=_SHIFTS,
-        where="LearnerUpdates.snapshot_taken",
+        where="LearnerUpdates.complete_snapshot",
         old="all((kind is not ShiftKind.REPLACE for kind, _ in waiting))",
         new="True",
         harm="progress that the learner is about to lose is contributed",
@@ -118,7 +118,7 @@ BUGS = (
     Bug(
         name="snapshot not kept up to date by a commit",
         module=_SHIFTS,
-        where="LearnerUpdates.begin",
+        where="LearnerUpdates.begin_shift",
         old="self.snapshot if self._has_snapshot[shard] else None",
         new="None",
         harm="the contribution takes the commit back that came before it was encoded",
@@ -127,7 +127,7 @@ BUGS = (
     Bug(
         name="queued shift overwritten by the next",
         module=_SHIFTS,
-        where="LearnerUpdates.begin",
+        where="LearnerUpdates.begin_shift",
         old="not is_first and (not moves.is_reset)",
         new="False",
         harm="of several commits during one learner step all but the last are lost to the learner",
@@ -154,7 +154,7 @@ BUGS = (
     Bug(
         name="a piece that was taken keeps its memory",
         module=_SHIFTS,
-        where="LearnerUpdates.shifted",
+        where="LearnerUpdates.acknowledge",
         old="shard not in taken",
         new="True",
         harm="a start needs memory for a second model",
@@ -163,7 +163,7 @@ BUGS = (
     Bug(
         name="a dead learner's contributions settled for the next",
         module=_SHIFTS,
-        where="LearnerUpdates.begin",
+        where="LearnerUpdates.begin_shift",
         old="moves.learner == self.learner and (not moves.is_reset)",
         new="not moves.is_reset",
         harm="the new learner is moved by what it never trained",
@@ -190,7 +190,7 @@ BUGS = (
     Bug(
         name="momentum's age counted from where a state was fetched",
         module=_STATE,
-        where="ModelState._checked",
+        where="ModelState._check_commit",
         old="factors = outer_optimizer.factors_of(self._outer, header.version)",
         new=(
             "factors = outer_optimizer.factors_of(self._outer, getattr(self, '_age', 1))\n"
@@ -266,15 +266,15 @@ BUGS = (
         name="a state that nobody signed is handed on",
         module="p2pdiloco.peer.integrity",
         where="Integrity.accept",
-        old="self.begin(shard, listed)\nself._unsigned.add(shard)",
-        new="self.begin(shard, listed)",
+        old="self.set_digests(shard, listed)\nself._unsigned.add(shard)",
+        new="self.set_digests(shard, listed)",
         harm="newcomers take the only donor for a liar, and leave it alone",
         killed_by=(f"{_STATE_TESTS}::test_a_spoilt_state_that_is_accepted_is_handed_on_with_its_next_version",),
     ),
     Bug(
         name="a state that was accepted is never handed on",
         module="p2pdiloco.peer.integrity",
-        where="Integrity.begin",
+        where="Integrity.set_digests",
         old="self._spoilt.discard(shard)\nself._unsigned.discard(shard)",
         new="self._spoilt.discard(shard)",
         harm="nobody can join any more",
@@ -292,7 +292,7 @@ BUGS = (
     Bug(
         name="an altered state is gone on with as soon as nobody is here",
         module="p2pdiloco.peer.scrubber",
-        where="CorruptShardPolicy._given_up",
+        where="CorruptShardPolicy._consider_accepting",
         old="view.live or not view.missing or now - self._alone_since.setdefault(shard, now) >= ALONE_S",
         new="True or now - self._alone_since.setdefault(shard, now) >= ALONE_S",
         harm="a bit that flips while a line is away is in what is signed, and the others take the fault for their own",
@@ -313,7 +313,7 @@ BUGS = (
     Bug(
         name="what is owed outlives another owner's commit",
         module="p2pdiloco.peer.model_state",
-        where="PendingMerges.taken",
+        where="PendingMerges.take",
         old=(
             "self._owed.pop(shard, None)\n"
             "if ready is None or ready.base != parent or ready.payload != payload:\n"

@@ -36,7 +36,7 @@ BUGS = (
     _bug(
         "who gave once counts for ever",
         "connectivity",
-        "Connectivity.merged",
+        "Connectivity.update_givers",
         "mark.version > version - LATELY",
         "mark.version",
         "who says that it hears the dead owns all",
@@ -90,7 +90,7 @@ BUGS = (
     _bug(
         "lists told once",
         "connectivity",
-        "Connectivity.live_changed",
+        "Connectivity.update_own_list",
         "sequence + 1",
         "1",
         "others go by whom a peer heard when it came",
@@ -108,7 +108,7 @@ BUGS = (
     _bug(
         "turns not handed on",
         "contributions",
-        "Contributions.heard",
+        "Contributions.on_turn",
         "self.open(message.fragment, self.adopt_step(message.step), is_mine=False)",
         "self.open(message.fragment, self.adopt_step(message.step), is_mine=False) and False",
         "behind routers a learner hears of a turn when it is there itself, and comes too late",
@@ -117,7 +117,7 @@ BUGS = (
     _bug(
         "turns handed on again and again",
         "contributions",
-        "Contributions.heard",
+        "Contributions.on_turn",
         "self.open(message.fragment, self.adopt_step(message.step), is_mine=False)",
         "self.open(message.fragment, self.adopt_step(message.step), is_mine=False) or True",
         "each turn goes through the mesh as often as it is heard",
@@ -135,7 +135,7 @@ BUGS = (
     Bug(
         "deaths of days added up",
         f"{_P}.membership",
-        "PartitionDetector.look",
+        "PartitionDetector.update",
         "(one for one, at in self._lost.items() if now - at <= window_s)",
         "(one for one, at in self._lost.items())",
         "a swarm whose machines come and go takes itself for cut off",
@@ -144,9 +144,9 @@ BUGS = (
     Bug(
         "those afar no company",
         f"{_P}.membership",
-        "Membership.look_round",
-        "self.connectedness.lists[self.me] | self.connectedness.afar",
-        "self.connectedness.lists[self.me]",
+        "Membership.detect_partition",
+        "self.connectivity.lists[self.me] | self.connectivity.afar",
+        "self.connectivity.lists[self.me]",
         "when the public peer dies nobody thinks of those behind other routers",
         (f"{_COMPANY}::test_whom_only_the_lost_heard_is_lost_with_them",),
     ),
@@ -165,13 +165,13 @@ BUGS = (
         "Aggregation._is_majority",
         (
             "able = len(membership.participating | self.guests) + core.is_participating() + "
-            "len(membership.company.missing)\n"
+            "len(membership.partition_detector.missing)\n"
             "return 2 * len(answered) > able"
         ),
         (
             "able = len(membership.participating | self.guests) + core.is_participating() + "
-            "len(membership.company.missing)\n"
-            "return not membership.company.is_apart"
+            "len(membership.partition_detector.missing)\n"
+            "return not membership.partition_detector.is_apart"
         ),
         "until a cut is noticed both sides go on, and have two models for good",
         (f"{_COMPANY}::test_where_a_majority_is_needed_no_version_is_made_without_it",),

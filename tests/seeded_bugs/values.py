@@ -16,7 +16,7 @@ BUGS = (
         name="what led to a state goes while it is installed",
         module="p2pdiloco.protocol.replication",
         where="Replication.commits",
-        old="found.update((state.head.id, *self.lineage.of(state.head)))",
+        old="found.update((state.head.id, *self.ancestry.lineage_of(state.head)))",
         new="found.add(state.head.id)",
         harm="a checkpoint cannot show what its state comes from, and its fork meets nobody's",
         killed_by=("tests/unit/protocol/test_lineage.py::test_what_led_to_a_state_is_kept_while_it_is_on_its_way_in",),
@@ -33,7 +33,7 @@ BUGS = (
     _bug(
         "a payload is not measured",
         "peer.model_state",
-        "ModelState._checked",
+        "ModelState._check_commit",
         "length > header.length * ROUNDED_LENGTH",
         "False",
         "an owner declares a short step and sends values of 1e34",
@@ -87,7 +87,7 @@ BUGS = (
     _bug(
         "a head whose repair was refused is refused itself",
         "protocol.replication",
-        "Replication.refuse",
+        "Replication.reject",
         "if shard not in self.repairing:\n    self.refusals.remember(new_id)",
         "self.refusals.remember(new_id)",
         "a peer is alone with an honest head, since a liar offered it a spoilt copy",
