@@ -50,7 +50,7 @@ class CodecChoice:
         self._line = line
 
     def choose(self, direction: Direction, shard: ShardId) -> Rung | None:
-        """For the next payload of ``shard``; None: the run fixes the codec."""
+        """Choose the codec of the next payload of ``shard``; None: the run fixes it."""
         if (self._codec.up if direction == "up" else self._codec.down) != "auto":
             return None
         step_s, rate = self._view.fastest_step_time_s(), self._rate()
@@ -70,7 +70,7 @@ class CodecChoice:
         return line is None or line / others < FAST_BYTES_PER_S
 
     def record(self, direction: Direction, shard: ShardId, rung: Rung, size: int, error: float) -> None:
-        """A payload was made: bytes, and the relative error of its first chunk."""
+        """Write down a payload that was made: its bytes, and the relative error of its first chunk."""
         self._metrics.write(
             "codec", direction=direction, shard=shard, codec=rung.name, bytes=size, error=round(error, 5)
         )

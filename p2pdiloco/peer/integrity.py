@@ -40,7 +40,7 @@ class Integrity:
         """Accepted though spoilt: they are not what their head's owner signed, and are not handed on."""
 
     def set_digests(self, shard: ShardId, listed: bytes) -> None:
-        """The shard has a new state, whose chunks have the ``listed`` digests."""
+        """Take the ``listed`` digests of a shard's new state; nothing of it is verified yet."""
         self.digests[shard] = listed
         self._verified[shard].clear()
         self._spoilt.discard(shard)
@@ -84,6 +84,6 @@ class Integrity:
         return shard in self._unsigned
 
     def invalidate(self) -> None:
-        """What was verified may have changed since."""
+        """Forget what was verified: it may have changed since."""
         for verified in self._verified:
             verified.clear()

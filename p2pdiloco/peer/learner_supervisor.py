@@ -50,7 +50,7 @@ from p2pdiloco.wire.control_messages import TROUBLE_LIMIT
 
 
 class Snapshots:
-    """Of one life of a learner; ``ask`` tells it of a question."""
+    """Schedules the snapshots of one learner process; ``ask`` sends it a question."""
 
     def __init__(self, driver: Driver, state: ModelState, sync_every: int, ask: Callable[[ef.Snapshot], None]) -> None:
         self._driver = driver
@@ -62,16 +62,17 @@ class Snapshots:
         self._under_way: set[FragmentId] = set()
 
     def request(self, question: ef.Snapshot) -> None:
-        """The machine asks."""
+        """Queue a snapshot that the machine asks for."""
         self._waiting.append(question)
         self._start_waiting()
 
     def on_taken(self, event: ev.Snapshotted) -> None:
-        """The learner has answered."""
+        """Complete a snapshot that the learner has written."""
         self._driver.submit(lambda: self._shifts.complete_snapshot(event.fragment), lambda _: self._encode(event))
 
     def _encode(self, event: ev.Snapshotted) -> None:
-        """What is to be encoded is asked for now, and the next job comes after all of that."""
+        """Feed the snapshot: the machine asks for what is to be encoded now, and the next job comes after all of
+        that."""
         self._driver.feed(event)
         self._driver.submit(
             lambda: self._shifts.end_snapshot(event.fragment), lambda _: self._on_encoded(event.fragment)
@@ -122,7 +123,7 @@ MISUSED = 2
 
 
 class SupervisedLearner:
-    """One life of the learner, as its node looks after it."""
+    """One learner process, as its node looks after it."""
 
     def __init__(self, learner: LearnerId, snapshots: Snapshots) -> None:
         self.learner = learner
@@ -184,11 +185,11 @@ class LearnerSupervisor:
 
     @property
     def learner(self) -> LearnerId | None:
-        """Of the latest life."""
+        """Id of the latest learner process."""
         return None if self.child is None else self.child.learner
 
     def new_child(self, name: str) -> SupervisedLearner:
-        """A new life."""
+        """Return a new learner process, not started yet."""
         snapshots = Snapshots(self._driver, self._state, self._view.sync_every, self._ask_for_snapshot)
         return SupervisedLearner(learner_id(self._view.me, name), snapshots)
 
@@ -268,7 +269,7 @@ class LearnerSupervisor:
         await self._host.sleep(pause_s)
 
     def _on_started(self) -> None:
-        """There is a life."""
+        """Note that a learner process has started."""
         if self.absence:
             self.absence = ""
             log.info("the learner is started again")
@@ -282,7 +283,7 @@ class LearnerSupervisor:
                 await within(self._host, self._script_met, self._options.learner.reattach_s)
 
     def stop_waiting(self) -> None:
-        """End that wait."""
+        """Stop waiting for the training script."""
         if not self._script_met.done():
             self._script_met.set_result(None)
 
@@ -349,7 +350,7 @@ class LearnerSupervisor:
                 pass  # its process's end follows, with this reason
 
     def _set_trouble(self, reason: str) -> None:
-        """Or not any more."""
+        """Set or clear the reason why nothing that the learner trains can be merged."""
         if reason:
             if self.trouble:
                 return  # what is merged meanwhile is no cause of it
@@ -363,7 +364,8 @@ class LearnerSupervisor:
         self.trouble = reason[:TROUBLE_LIMIT]
 
     def _last_merge(self) -> str:
-        """For who looks for a cause: the last merge that this peer took, by whom, and of whose progress."""
+        """Describe the last merge that this peer took, its owner and its contributors, for a person who looks for a
+        cause."""
         commits = self._view.newest_commits()
         header = max(commits, key=lambda header: (header.step, header.shard), default=None)
         if header is None or not header.contributors:
@@ -384,7 +386,7 @@ class LearnerSupervisor:
             self._driver.submit(lambda: self._shifts.load(ward.learner), self._shifts_to(ward))
 
     def _on_loaded(self, ward: SupervisedLearner, process: LearnerLife) -> None:
-        """It has been told of all global parameters."""
+        """Let the learner begin: it has taken all global parameters."""
         ward.is_loaded = True
         process.send(learner_ipc.Begin(step=self._view.step))
         self.stop_waiting()
@@ -399,12 +401,13 @@ class LearnerSupervisor:
 
     @property
     def pid(self) -> int | None:
-        """Of the learner's process."""
+        """Process id of the learner."""
         process = None if self.child is None else self.child.process
         return None if process is None else process.pid
 
     def _shifts_to(self, ward: SupervisedLearner | None) -> Callable[[Shifts], None]:
-        """Tells this learner, not the next one: jobs may wait for longer than a life."""
+        """Return a callback that sends shifts to this learner, not to the next one: jobs may wait for longer than a
+        process."""
         return lambda shifts: self.send_shifts(shifts) if self.child is ward else None
 
     def send_shifts(self, shifts: Shifts) -> None:
@@ -428,7 +431,7 @@ class LearnerSupervisor:
         self._send(told)
 
     def send_effect(self, effect: ef.ForLearner) -> None:
-        """Pass a command on."""
+        """Pass a command of the machine on to the learner."""
         match effect:
             case ef.Snapshot():
                 if self.child is not None:
@@ -446,7 +449,7 @@ class LearnerSupervisor:
         self._send(learner_ipc.Snapshot(fragment=question.fragment, step=question.step))
 
     def _send(self, command: learner_ipc.FromNode) -> None:
-        """To a learner that is there and has its parameters; a later life begins with what the node has then."""
+        """Send a command to a learner that has its parameters; a later process begins with what the node has then."""
         ward = self.child
         if ward is not None and ward.process is not None and ward.is_loaded:
             ward.process.send(command)

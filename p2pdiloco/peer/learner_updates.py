@@ -45,7 +45,7 @@ KEPT = 16 << 20
 
 
 class VectorMemory:
-    """Of one node, by shards."""
+    """Memory of shifts and snapshots, by shard."""
 
     def __init__(self, layout: Layout, vectors: SharedVectors) -> None:
         self._shards = layout.shards
@@ -61,14 +61,14 @@ class VectorMemory:
         self._kept_elements = 0
 
     def acquire(self, place: Place, shard: ShardId) -> None:
-        """It holds something from now on."""
+        """Mark a shard's memory as used."""
         with self._lock:
             self._used.add((place, shard))
             if self._kept.pop((place, shard), None) is not None:
                 self._kept_elements -= self._shards[shard].elements
 
     def release(self, place: Place, shard: ShardId, *, is_kept: bool = True) -> None:
-        """What it holds is wanted no more, if it holds anything. ``is_kept``: its memory may be wanted soon."""
+        """Mark a shard's memory as unused, if it is used. ``is_kept``: it may be wanted soon."""
         with self._lock:
             if (place, shard) not in self._used:
                 return
@@ -81,7 +81,7 @@ class VectorMemory:
                 self._give_back(*next(iter(self._kept)))
 
     def release_all(self) -> None:
-        """Nothing is wanted any more."""
+        """Mark all memory as unused."""
         for place, shard in list(self._used):
             self.release(place, shard)
 
@@ -126,7 +126,7 @@ class Shifts(NamedTuple):
 
 
 class ShiftKind(Enum):
-    """What a shift in a buffer is for."""
+    """How the learner applies a shift."""
 
     NONE = 0
     ADD = 1
@@ -179,7 +179,7 @@ class Handover(NamedTuple):
 
 
 class LearnerUpdates:
-    """Of one peer's learner, over all parameters in the layout's flat order."""
+    """What one peer's learner is still to be told, over all parameters in the layout's flat order."""
 
     def __init__(self, layout: Layout, vectors: SharedVectors) -> None:
         self._layout = layout
@@ -312,7 +312,7 @@ class LearnerUpdates:
         return self._has_snapshot[shard]
 
     def begin_snapshot(self, fragment: FragmentId) -> None:
-        """From now on the fragment's part of the snapshot buffer is the learner's."""
+        """Leave the fragment's part of the snapshot buffer to the learner from now on."""
         for shard in self._layout.fragments[fragment]:
             self._has_snapshot[shard] = False
             self._asked.add(shard)

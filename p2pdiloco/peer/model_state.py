@@ -59,7 +59,7 @@ class _Ready(NamedTuple):
 
 
 class PendingMerges:
-    """By shard."""
+    """Merged steps of this peer as an owner, by shard."""
 
     def __init__(self) -> None:
         self._ready: dict[ShardId, _Ready] = {}

@@ -51,7 +51,7 @@ Keep = Callable[[], None]
 
 
 class ShardPayloads:
-    """One shard's."""
+    """The payloads, proofs and digests of one shard."""
 
     __slots__ = ("digests", "payloads", "proofs")
 
@@ -64,11 +64,11 @@ class ShardPayloads:
         """The digests of the chunks of their results, by ``result``."""
 
     def size_of(self, payload: Digest) -> int:
-        """Bytes; 0 if it is not here."""
+        """Return a payload's size in bytes; 0 if it is not here."""
         return len(self.payloads.get(payload, b""))
 
     def memory_bytes(self, payload: Digest) -> int:
-        """Bytes of it that are in memory."""
+        """Return how many bytes of a payload are in memory."""
         held = self.payloads.get(payload)
         return 0 if held is None or held.data is None else held.size
 
@@ -79,7 +79,7 @@ class ShardPayloads:
             held.data = payload
 
     def find(self, payloads: Sequence[Digest]) -> list[Held]:
-        """Of these, in order."""
+        """Return those of these payloads that are here, in order."""
         return [self.payloads[payload] for payload in payloads if payload in self.payloads]
 
     def keep_only(self, payloads: set[Digest], commits: set[Digest]) -> list[Held]:
@@ -105,7 +105,7 @@ class ShardPayloads:
 
 
 class PayloadCache:
-    """One peer's payloads and what proves them."""
+    """One peer's payloads, with the signatures and digests that prove them."""
 
     def __init__(
         self,
@@ -163,7 +163,7 @@ class PayloadCache:
             proofs[commit] = (header, self._identity.sign(messages.signed_commit_bytes(commit)))
 
     def sign_contribution(self, effect: ef.Encode, payload: Digest) -> msg.Contributor:
-        """What our learner gives, with our signature."""
+        """Sign our learner's contribution."""
         given = signed(self._identity, self._run, effect.shard, effect.base.id, effect.contributor, payload)
         self._given[effect.shard] = effect.base.id, given
         return given
@@ -249,7 +249,7 @@ class PayloadCache:
                 self._contradictions += [proof] if proof.is_one else []
 
     def verify_equivocation(self, proof: msg.Equivocation) -> Keep:
-        """What somebody tells of an owner.
+        """Verify a proof that an owner contradicts itself.
 
         Raises:
             UnknownMemberError: the owner is not known as a member.

@@ -62,7 +62,7 @@ log = logs.get("node")
 
 
 class InitialState:
-    """What a peer brings: version 0 (the founder) or a checkpoint."""
+    """The states that a peer begins with: version 0 (the founder) or a checkpoint."""
 
     def __init__(self, shards: Sequence[StateProof], theta: torch.Tensor, momentum: torch.Tensor) -> None:
         self.shards = tuple(shards)
@@ -281,13 +281,13 @@ class Peer:
         self.end_at_once(Ending(1, f"left at once ({reason}); unmerged progress is lost"))
 
     def end_in_order(self, ending: Ending) -> None:
-        """Save, and go, for a reason of its own."""
+        """Save and leave in order, for a reason of its own."""
         if not self.is_over:
             self._end.cause = ending
             self.request_leave(ending.reason)
 
     def end_at_once(self, ending: Ending) -> None:
-        """Nothing more is contributed or saved."""
+        """End at once: nothing more is contributed or saved."""
         self.supervision.stop_waiting()
         self._end.cause = ending
         self.driver.close()
@@ -334,18 +334,18 @@ class Peer:
     # -- connections ---------------------------------------------------------------------------------------------------
 
     def connected(self, peer: PeerId, address: str, is_observer: bool, inbound: bool) -> None:
-        """A connection stands; observers only ask."""
+        """Handle a new connection; observers only ask."""
         if not is_observer and not self.verifier.standing.observes(peer):
             self.driver.feed(ev.PeerConnected(peer))
             self.verifier.standing.connected(peer)
 
     def disconnected(self, peer: PeerId, reason: str) -> None:
-        """A connection is lost."""
+        """Handle the end of a connection."""
         if self.machine.view.is_connected(peer):  # an observer never was
             self.driver.feed(ev.PeerDisconnected(peer, reason))
 
     def message(self, peer: PeerId, body: bytes, payload: memoryview | None) -> asyncio.Future[Any] | None:
-        """A message came."""
+        """Handle a message."""
         try:
             message = decode_message(body)
         except ValueError as error:
@@ -386,5 +386,5 @@ class Peer:
         return size <= payload_limit(of := self.layout.shards[shard].elements) + SIGNATURE_BYTES + list_bytes(of)
 
     async def answer(self, peer: PeerId, body: bytes) -> Answer:
-        """A request came."""
+        """Answer a request."""
         return await self._request_handlers.answer(peer, body)

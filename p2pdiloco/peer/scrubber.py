@@ -40,7 +40,7 @@ class Scrubber:
         self._began_at = self._host.now()
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Run until cancelled."""
         state = self._state
         while True:
             took_s = 0.0
@@ -104,7 +104,7 @@ class CorruptShardPolicy:
         """Of spoilt shards, since when there was nobody to be asked."""
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Run until cancelled."""
         while True:
             for piece in self._state.layout.shards:
                 if not self._state.integrity.is_spoilt(piece.shard):

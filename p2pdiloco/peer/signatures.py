@@ -24,24 +24,24 @@ from p2pdiloco.wire.request_reply import Answer, RequestRefused
 
 
 class Register(Protocol):
-    """Who takes part in the run, or has."""
+    """Knows which peers take part in the run, or have."""
 
     def was_member(self, peer: PeerId) -> bool:
         """Whether ``peer`` is or was a member. What it did then stays valid."""
 
     def may_contribute(self, peer: PeerId) -> bool:
-        """What it trained may be merged."""
+        """Whether what ``peer`` trained may be merged."""
 
 
 class OpenRegister:
     """The register of a run that is open to all."""
 
     def was_member(self, peer: PeerId) -> bool:
-        """As of ``Register``."""
+        """Every peer may be a member."""
         return True
 
     def may_contribute(self, peer: PeerId) -> bool:
-        """As of ``Register``."""
+        """Every peer may contribute."""
         return True
 
 
@@ -123,20 +123,14 @@ def check_equivocation(proof: Equivocation, register: Register = OPEN) -> None:
 # What a connected peer may do, as a peer asks whoever knows the members of its run.
 
 
-class Standing(Protocol):
-    """What other peers may do."""
+class Standing(Register, Protocol):
+    """Permissions of other peers."""
 
     def is_member(self, peer: PeerId) -> bool:
         """Whether ``peer`` is in good standing now."""
 
-    def was_member(self, peer: PeerId) -> bool:
-        """Whether ``peer`` is or was a member."""
-
     def observes(self, peer: PeerId) -> bool:
         """Whether ``peer`` may only ask."""
-
-    def may_contribute(self, peer: PeerId) -> bool:
-        """What it trained may be merged."""
 
     def most_weight(self, peer: PeerId) -> float:
         """Largest weight that ``peer`` may have in ownership."""
@@ -145,41 +139,33 @@ class Standing(Protocol):
         """Note that ``peer`` takes part."""
 
     async def ask(self, peer: PeerId) -> None:
-        """Hear from ``peer`` of the members that it knows."""
+        """Ask ``peer`` for the members that it knows."""
 
     async def answer(self, peer: PeerId, request: GetStatements | TellStatements) -> Answer:
-        """A request about members."""
+        """Answer a request about members."""
 
 
-class Everybody:
-    """Where nobody is asked who it is: in simulated worlds."""
+class Everybody(OpenRegister):
+    """Permits everything to every peer: in simulated worlds."""
 
     def is_member(self, peer: PeerId) -> bool:
-        """As of ``Standing``."""
-        return True
-
-    def was_member(self, peer: PeerId) -> bool:
-        """As of ``Standing``."""
+        """Every peer is in good standing."""
         return True
 
     def observes(self, peer: PeerId) -> bool:
-        """As of ``Standing``."""
+        """No peer only asks."""
         return False
 
-    def may_contribute(self, peer: PeerId) -> bool:
-        """As of ``Standing``."""
-        return True
-
     def most_weight(self, peer: PeerId) -> float:
-        """As of ``Standing``."""
+        """Weights have no limit."""
         return float("inf")
 
     def connected(self, peer: PeerId) -> None:
-        """As of ``Standing``."""
+        """Nothing to note."""
 
     async def ask(self, peer: PeerId) -> None:
-        """As of ``Standing``."""
+        """Nobody needs to be asked."""
 
     async def answer(self, peer: PeerId, request: GetStatements | TellStatements) -> Answer:
-        """As of ``Standing``."""
+        """No member is known."""
         raise RequestRefused("nothing is known of members here")

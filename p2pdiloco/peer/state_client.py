@@ -90,12 +90,12 @@ def keep(folder: Path, offer: StateOffer, chunks: Sequence[memoryview], disk: Di
 
 
 def clear_kept(folder: Path, disk: Disk = LOCAL) -> None:
-    """A checkpoint has it all."""
+    """Remove all downloaded shards, since a checkpoint has them."""
     disk.remove_folder(folder)
 
 
 def load(folder: Path, manifest: Manifest, disk: Disk = LOCAL) -> Kept | None:
-    """What can be used of the files in ``folder``; None if nothing can."""
+    """Read the files in ``folder``; None if nothing in them can be used."""
     layout, proofs = Layout.of(manifest), []
     sweep(disk, folder)
     names = [name for name in disk.names(folder) if name.startswith("shard-") and name.endswith(SUFFIX)]
@@ -192,7 +192,7 @@ class TransferProgress:
         return f"[{'=' * filled}{' ' * (room - filled)}]{text}"
 
     def fields(self, now: float) -> dict[str, object]:
-        """For the log and for the event log."""
+        """Return the fields for the log and for the event log."""
         left_s = self.left_s(now)
         return {
             "done_mb": round(self.done_bytes / 1e6, 1),
@@ -252,7 +252,7 @@ class PartialDownloads:
         log.info("downloading the run's state", shards=len(missing), of=len(self._layout.shards))
 
     def on_chunk(self, size: int) -> None:
-        """One chunk of ``size`` bytes came, and is right."""
+        """Count one verified chunk of ``size`` bytes."""
         if self._progress is None:
             return
         now, is_terminal = self._host.now(), self._stream.isatty()
@@ -267,7 +267,7 @@ class PartialDownloads:
         self._metrics.write("transfer", **self._progress.fields(now))
 
     def on_shard(self, offer: StateOffer, chunks: Sequence[memoryview]) -> None:
-        """All chunks of one shard are here."""
+        """Note that all chunks of one shard are here."""
         head, size = offer.proof.state.head, sum(map(len, chunks))
         self._metrics.write("fetched", shard=head.shard, version=head.version, head=head.id, bytes=size)
         if self._progress is not None and self._waiting < WAITING_MOST and self._is_long(self._progress):
@@ -294,7 +294,7 @@ class PartialDownloads:
         return True
 
     async def clear(self) -> None:
-        """A checkpoint has all that was kept."""
+        """Remove the kept shards, since a checkpoint has them."""
         async with self._writing:
             await self._host.work("disk", lambda: clear_kept(self._folder, self._host.disk))
 
@@ -335,11 +335,11 @@ class DonorBlocklist:
         self._wrong: dict[tuple[Chunk, PeerId], None] = {}
 
     def is_blocked(self, peer: PeerId) -> bool:
-        """Whether it is not to be asked now."""
+        """Whether ``peer`` is not to be asked now."""
         return self._now() < self._until.get(peer, float("-inf"))
 
     def record_wrong(self, peer: PeerId, chunk: Chunk | None = None) -> None:
-        """It has sent something wrong: this chunk, or an offer that does not prove itself."""
+        """Record that ``peer`` sent a wrong chunk, or an offer that does not prove itself."""
         times = self._times[peer] = self._times.get(peer, 0) + 1
         self._until[peer] = max(self._until.get(peer, 0.0), self._now() + FIRST_S * 2.0 ** min(times - 1, 16))
         if chunk is not None:
@@ -392,7 +392,7 @@ class _Download:
 
 
 class StateClient:
-    """State transfers to one node. ``arrivals`` hears of what came."""
+    """Downloads states from other peers. ``arrivals`` hears of what came."""
 
     def __init__(
         self,
@@ -449,7 +449,7 @@ class StateClient:
         self._driver.submit(lambda: self._state.stage(shard, state.head.id, chunks, offer.digests), staged, shard=shard)
 
     async def _take_ahead(self, shard: ShardId) -> Fetched | None:
-        """What was begun before the machine asked; None if it was not, or failed."""
+        """Return what was begun before the machine asked; None if it was not, or failed."""
         future = self._ahead.pop(shard, None)
         if future is None:
             return None
@@ -548,7 +548,7 @@ class StateClient:
         return [chunk for chunk in download.chunks if chunk is not None]
 
     async def _keep_asking(self) -> None:
-        """While something is being fetched."""
+        """Ask for more chunks at intervals while something is being fetched."""
         try:
             while not self._plan.is_idle:
                 self._find_donors()
@@ -630,7 +630,7 @@ class StateClient:
             download.done.set_result(None)
 
     def _blame(self, peer: PeerId, reason: str, chunk: tuple[Digest, int] | None = None) -> None:
-        """It lies, or its memory does."""
+        """Ask a peer no more for a while: it lies, or its memory does."""
         self._blocklist.record_wrong(peer, chunk)
         self._cancel(self._plan.drop(peer))
         self._metrics.report_fault(peer, "state", reason)

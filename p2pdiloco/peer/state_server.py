@@ -127,7 +127,7 @@ class StateServer:
             del self._copies[key], self._used_at[key]
 
     async def _make_shared(self, shard: ShardId) -> _Copy:
-        """A new copy; several who ask at once share it."""
+        """Make a new copy; several peers that ask at once share it."""
         if (making := self._making.get(shard)) is None:
             making = self._making[shard] = asyncio.get_running_loop().create_future()
             making.add_done_callback(lambda future: future.cancelled() or future.exception())  # if nobody shares it
@@ -211,7 +211,7 @@ QUEUED_MOST_BYTES = 64 << 20
 
 
 class RequestHandlers:
-    """Answers of one node."""
+    """Answers the requests of other peers."""
 
     def __init__(
         self,

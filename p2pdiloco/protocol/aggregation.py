@@ -37,7 +37,7 @@ def is_left(header: CommitHeader, head: Head) -> bool:
 
 
 class OwnCommitLog:
-    """By shard and parent; what a head has left behind is forgotten, since heads only become heavier."""
+    """Commits that this peer has made, by shard and parent. Those that a head has left behind are forgotten."""
 
     def __init__(self, shards: int) -> None:
         self._made: list[dict[Digest, CommitHeader]] = [{} for _ in range(shards)]
@@ -57,7 +57,7 @@ class OwnCommitLog:
         return self._made[header.shard].get(header.parent) == header
 
     def forget(self, header: CommitHeader) -> None:
-        """Nobody else has it, and it is of no use."""
+        """Forget a commit that nobody else has and that cannot be applied here."""
         self._made[header.shard].pop(header.parent, None)
 
     def on_head_changed(self, change: HeadChange) -> None:
@@ -67,7 +67,7 @@ class OwnCommitLog:
             del made[parent]
 
     def payloads(self, shard: ShardId) -> set[Digest]:
-        """What is sent with them."""
+        """Return the payloads that are sent with a shard's own commits."""
         return {header.payload for header in self._made[shard].values()}
 
     def commits(self, shard: ShardId) -> set[Digest]:
@@ -80,7 +80,7 @@ class OwnCommitLog:
 
 
 class QuorumView(NamedTuple):
-    """What the decision depends on. Times are the owner's own clock, in seconds."""
+    """Input of ``decide``. Times are the owner's own clock, in seconds."""
 
     now: float
     opened_at: float
@@ -142,7 +142,7 @@ VARIATIONS = 2
 
 
 class ResponseTimes:
-    """Of all peers to this owner, from the opening of a turn here."""
+    """How long each peer takes to answer a turn, from its opening at this owner."""
 
     def __init__(self, shards: int) -> None:
         self._delays: dict[PeerId, tuple[float, float]] = {}
@@ -218,7 +218,7 @@ class Job(NamedTuple):
     began_at: float
 
 
-class Again(NamedTuple):
+class Retry(NamedTuple):
     """An own commit that could not be applied."""
 
     tries: int
@@ -227,7 +227,7 @@ class Again(NamedTuple):
 
 
 class Aggregation:
-    """What this peer collects, for all shards."""
+    """Collects contributions for all shards, and decides when to merge them."""
 
     def __init__(self, core: Core) -> None:
         self.core = core
@@ -244,7 +244,7 @@ class Aggregation:
         self.jobs: dict[ShardId, Job] = {}
         """Merges under way: one for a shard, so that it is clear which one has ended."""
         self.own_commits = OwnCommitLog(len(core.chains))
-        self._retries: dict[ShardId, Again] = {}
+        self._retries: dict[ShardId, Retry] = {}
         """Own commits that could not be applied."""
         self._unsure_until: dict[ShardId, float] = {}
         """Shards that this peer has from its disk, of whose heads nobody has told, and until when it waits."""
@@ -252,7 +252,7 @@ class Aggregation:
     # -- measured times ------------------------------------------------------------------------------------------------
 
     def record_turn(self, seconds: float) -> None:
-        """A turn took this long, from announcement to the last commit."""
+        """Take a turn's time into the mean, from its announcement to its last commit."""
         seconds = min(seconds, self.core.config.takeover_ceiling_s)
         self.turn_s += SMOOTHING * (seconds - self.turn_s)
 
@@ -275,14 +275,14 @@ class Aggregation:
         self._unsure_until[shard] = self.core.now + self.core.config.request_s
 
     def confirm_head(self, shard: ShardId) -> None:
-        """Nobody is further, or this peer has caught up."""
+        """Merge again: nobody has a later head, or this peer has caught up."""
         if self._unsure_until.pop(shard, None) is not None:
             self.merge_if_due(shard)
 
     # -- collect -------------------------------------------------------------------------------------------------------
 
     def open(self, shard: ShardId, step: int) -> None:
-        """A turn opened: from now on this peer's rank counts."""
+        """Note that a turn opened: from now on this peer's rank counts."""
         collection = self.collections[shard]
         if collection.opened_at is None:
             collection.opened_at = self.core.now
@@ -513,7 +513,7 @@ class Aggregation:
         tries = 1 if again is None else again.tries + 1
         if tries >= OWN_TRIES and not self.core.membership.live:
             self.own_commits.forget(header)
-        self._retries[header.shard] = Again(tries, self.core.now + self.takeover_s())
+        self._retries[header.shard] = Retry(tries, self.core.now + self.takeover_s())
 
     def on_repaired(self, shard: ShardId) -> None:
         """The shard's state is what it should be: what was made on it can be applied."""

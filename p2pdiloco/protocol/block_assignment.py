@@ -35,7 +35,7 @@ def _draws(run: RunId, epoch: int, peer: PeerId) -> tuple[int, ...]:
 
 @lru_cache(maxsize=256)
 def duties(run: RunId, epoch: int, peers: tuple[PeerId, ...]) -> dict[PeerId, Duty]:
-    """What is whose in ``epoch``; ``peers`` sorted."""
+    """Return the duty of each peer in ``epoch``; ``peers`` sorted."""
     draws = {peer: _draws(run, epoch, peer) for peer in peers}
     own: dict[PeerId, list[int]] = {peer: [] for peer in peers}
     helped: dict[PeerId, list[int]] = {peer: [] for peer in peers}
@@ -48,7 +48,7 @@ def duties(run: RunId, epoch: int, peers: tuple[PeerId, ...]) -> dict[PeerId, Du
 
 
 class BlockAssignment:
-    """This peer's share of the data."""
+    """Assigns blocks of data to this peer's learner."""
 
     def __init__(self, core: Core) -> None:
         self.core = core
@@ -59,7 +59,7 @@ class BlockAssignment:
         """With the learner's tokens at the block's end; oldest first."""
 
     def start(self, *, has_blocks: bool) -> None:
-        """A new learner; ``has_blocks``: it has the run's data."""
+        """Assign blocks to a new learner; ``has_blocks``: it has the run's data."""
         self.reset()
         self.is_taking = has_blocks and self.core.config.blocks > 0
         self.assign()
@@ -107,7 +107,8 @@ class BlockAssignment:
         return duties(core.config.run, epoch, peers)[core.config.peer]
 
     def claims(self) -> tuple[Block, ...]:
-        """What others should leave alone: blocks in hand, and those trained that the chain does not have yet."""
+        """Return the blocks that others should not train: those in hand, and those trained that the chain does not have
+        yet."""
         ledger = self.core.chains[0].ledger
         if ledger is None:
             return ()

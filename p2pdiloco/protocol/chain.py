@@ -36,7 +36,7 @@ MARK_LIFE_LOGS = 8
 
 
 def no_size(_payload: Digest) -> int:
-    """For whoever keeps all of a log."""
+    """Count every payload as empty, for a peer that keeps all of a log."""
     return 0
 
 
@@ -149,7 +149,7 @@ class Chain:
         return self.counts.count([c.tokens for c in contributors], self.limits.first_tokens)
 
     def longest(self, contributors: Iterable[Contributor]) -> float:
-        """How long a merged outer gradient of these may be."""
+        """Return the largest length of a merged outer gradient of these contributors."""
         steps = max(c.steps for c in contributors)
         return self.norm_bound.longest(steps, self.limits.turn_steps, self._first)
 
@@ -261,11 +261,11 @@ class Chain:
         return found
 
     def commits(self) -> set[Digest]:
-        """Those of the log, and the head, which a fetched state has without a log."""
+        """Return the ids of the log's commits, and of the head, which a fetched state has without a log."""
         return {*self.ancestry, self.head.id} if self.head is not None else set(self.log_ids)
 
     def state(self) -> ShardState:
-        """What travels with a state transfer."""
+        """Return what travels with a state transfer."""
         assert self.head is not None
         trained = Trained() if self.ledger is None else self.ledger.state()
         return ShardState(

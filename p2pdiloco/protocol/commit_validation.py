@@ -53,7 +53,7 @@ class Equivocations:
         """Owners of commits that were refused here, with shard and version: see ``refusals``."""
 
     def add_proof(self, proof: Equivocation, sender: PeerId | None = None) -> None:
-        """A proof, whose signatures were checked."""
+        """Keep a proof, whose signatures were checked, and pass it on."""
         core = self.core
         if not proof.is_one or proof.first.shard >= len(core.chains) or self._is_served(proof):
             return
@@ -73,7 +73,7 @@ class Equivocations:
         core.send(tuple(peer for peer in core.membership.live if peer != sender), proof)
 
     def bar(self, owner: PeerId, shard: ShardId, version: int) -> None:
-        """It made a commit that everybody refuses who can judge it."""
+        """Exclude the owner of a commit that every peer rejects which can judge it."""
         self._refused.pop(owner, None)
         self._refused[owner] = (shard, version)
         if len(self._refused) > PROOFS_MOST:
@@ -81,11 +81,11 @@ class Equivocations:
         self.expire()
 
     def convictions(self) -> Convictions:
-        """For the disk."""
+        """Return all that is known of excluded owners, for the disk."""
         return Convictions(tuple(self.proofs.values()), tuple((owner, *at) for owner, at in self._refused.items()))
 
     def restore(self, earlier: Convictions) -> None:
-        """What an earlier life knew."""
+        """Take over what an earlier life of this peer knew."""
         for proof in earlier.proofs:
             self.add_proof(proof)
         for owner, shard, version in earlier.refused:
@@ -93,7 +93,7 @@ class Equivocations:
                 self.bar(owner, shard, version)
 
     def expire(self) -> None:
-        """Some may have served their term."""
+        """Drop the owners whose term is over."""
         if not self.proofs and not self._refused:
             self.core.membership.owners.barred = frozenset()
             return
@@ -102,7 +102,7 @@ class Equivocations:
         self.core.membership.owners.barred = frozenset((*self.proofs, *self._refused))
 
     def send_proofs(self, peer: PeerId) -> None:
-        """``peer`` is connected."""
+        """Send all proofs to a peer that has connected."""
         for proof in self.proofs.values():
             self.core.send((peer,), proof)
 
@@ -130,7 +130,7 @@ REFUSED_MOST = 4096
 
 
 class RejectedCommits:
-    """Of one peer."""
+    """Commits that this peer has rejected, by id."""
 
     def __init__(self, core: Core, equivocations: Equivocations) -> None:
         self.core = core
@@ -163,13 +163,13 @@ class RejectedCommits:
         return bool(self._ids) and (head in self._ids or not self._ids.keys().isdisjoint(lineage))
 
     def forget(self, head: Digest, lineage: Iterable[Digest]) -> None:
-        """What most stand by was taken all the same."""
+        """Forget rejected commits that were taken after all, since most peers stand by them."""
         if self._ids:
             for commit in (head, *lineage):
                 self._ids.pop(commit, None)
 
     def remember(self, commit: Digest) -> None:
-        """What goes on from it is not taken either."""
+        """Remember a rejected commit: what extends it is rejected, too."""
         while len(self._ids) >= REFUSED_MOST:
             del self._ids[next(iter(self._ids))]
         self._ids[commit] = None
@@ -184,8 +184,8 @@ FAR_REQUESTS = 4
 """Times ``request_s`` for which, while a run is young, a newcomer waits to meet those whom others hear."""
 
 
-class Told(NamedTuple):
-    """What a peer told of one shard."""
+class ReportedHead(NamedTuple):
+    """The head that a peer reported of one shard."""
 
     head: Digest
     earlier: Digest
@@ -193,7 +193,7 @@ class Told(NamedTuple):
     at: float
 
 
-class Judged(NamedTuple):
+class JudgedState(NamedTuple):
     """A state that was offered."""
 
     head: Digest
@@ -202,32 +202,32 @@ class Judged(NamedTuple):
 
 
 class AncestryCheck:
-    """What peers have told of their heads, and what follows for states."""
+    """Decides which offered states are taken, by the heads that peers have reported."""
 
     def __init__(self, core: Core, refusals: RejectedCommits) -> None:
         self.core = core
         self._refusals = refusals
-        self._reported: dict[PeerId, dict[ShardId, Told]] = {}
+        self._reported: dict[PeerId, dict[ShardId, ReportedHead]] = {}
         """By connected peer."""
-        self._judged: dict[ShardId, Judged] = {}
+        self._judged: dict[ShardId, JudgedState] = {}
         """The state that was offered last."""
         self._doubted_at: dict[ShardId, float] = {}
         """When a state was refused first because too few stand by it, or have it."""
         self._asked_at = -math.inf
 
     def record_head(self, peer: PeerId, head: Head) -> None:
-        """``peer`` says that this is its head."""
+        """Record the head that ``peer`` reports."""
         mine = self._reported.setdefault(peer, {})
-        before = mine.get(head.shard, Told(head.id, head.id, 0.0))
+        before = mine.get(head.shard, ReportedHead(head.id, head.id, 0.0))
         earlier = before.earlier if before.head == head.id else before.head
-        mine[head.shard] = Told(head.id, earlier, self.core.now)
+        mine[head.shard] = ReportedHead(head.id, earlier, self.core.now)
 
     def record_commit(self, peer: PeerId, head: Head, parent: Digest) -> None:
         """``peer`` made the commit ``head`` itself, so it was at ``parent``."""
-        self._reported.setdefault(peer, {})[head.shard] = Told(head.id, parent, self.core.now)
+        self._reported.setdefault(peer, {})[head.shard] = ReportedHead(head.id, parent, self.core.now)
 
     def forget(self, peer: PeerId) -> None:
-        """It is gone."""
+        """Forget what a peer that is gone has reported."""
         self._reported.pop(peer, None)
 
     def is_known(self, shard: ShardId) -> bool:
@@ -246,13 +246,13 @@ class AncestryCheck:
         return judged.problem if judged is not None and is_it else "another state was offered meanwhile"
 
     def lineage_of(self, head: Head) -> tuple[Digest, ...]:
-        """What led to the state at ``head``, if that was offered last."""
+        """Return the lineage of the state at ``head``, if that was offered last."""
         judged = self._judged.get(head.shard)
         return judged.lineage if judged is not None and judged.head == head.id else ()
 
     def restore(self, head: Head, lineage: Sequence[Digest]) -> None:
         """This peer begins with the state at ``head``, to which ``lineage`` led: its own checkpoint is not judged."""
-        self._judged[head.shard] = Judged(head.id, tuple(lineage), None)
+        self._judged[head.shard] = JudgedState(head.id, tuple(lineage), None)
 
     def judge(self, peer: PeerId, head: Head, lineage: Sequence[Digest], owner: PeerId) -> str | None:
         """Why the state at ``head``, which ``owner`` made and whose ancestors are ``lineage``, is not taken from
@@ -260,9 +260,11 @@ class AncestryCheck:
         before = self._judged.get(head.shard)
         if self._refusals.holds(head.id, lineage) and not self.is_outvoted(head.shard):
             self._leave_alone(peer)
-            self._judged[head.shard] = Judged(head.id, tuple(lineage), "it has a commit in it that was not taken here")
+            self._judged[head.shard] = JudgedState(
+                head.id, tuple(lineage), "it has a commit in it that was not taken here"
+            )
         elif before is None or before.head != head.id or before.problem is not None:
-            self._judged[head.shard] = Judged(head.id, tuple(lineage), self._problem(peer, head, lineage, owner))
+            self._judged[head.shard] = JudgedState(head.id, tuple(lineage), self._problem(peer, head, lineage, owner))
         return self._judged[head.shard].problem
 
     def _problem(self, peer: PeerId, head: Head, lineage: Sequence[Digest], owner: PeerId) -> str | None:
@@ -373,7 +375,7 @@ class AncestryCheck:
         return told is not None and self.core.now - told.at <= self.core.config.request_s
 
     def _leave_alone(self, peer: PeerId) -> None:
-        """For a while it is not asked again for what it says it has."""
+        """Do not ask the peer again for a while for what it says it has."""
         view = self.core.membership.peers.get(peer)
         if view is not None:
             view.ignored_until = self.core.now + self.core.config.request_s

@@ -27,7 +27,7 @@ _MOST_RANGE_TOKENS = 2**42
 
 
 class Sizes(msgspec.Struct, frozen=True, kw_only=True):
-    """Of a run."""
+    """What one step, one block and one shard of a run hold."""
 
     step_tokens: int = STEP_TOKENS
     """Most tokens that an inner step of anybody's learner may count for."""
@@ -76,7 +76,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         return AGAIN * self.run_steps
 
     def most_tokens(self, steps: int) -> int:
-        """Of a contribution of so many steps."""
+        """Return the largest number of tokens in a contribution of so many steps."""
         return min(steps * self.step_tokens, _MOST_RANGE_TOKENS)
 
     def most_blocks(self, tokens: int) -> int:

@@ -33,12 +33,12 @@ LATELY = 16
 
 @lru_cache(maxsize=16384)
 def fingerprint(peer: PeerId) -> int:
-    """What stands for a peer in lists."""
+    """Return the number that stands for a peer in lists."""
     return int.from_bytes(blake2b(peer.encode(), digest_size=FINGERPRINT_BYTES).digest(), "big")
 
 
 def listed(prints: Iterable[int]) -> bytes:
-    """A list as heartbeats carry it."""
+    """Encode a list as heartbeats carry it."""
     return b"".join(one.to_bytes(FINGERPRINT_BYTES, "big") for one in sorted(prints))
 
 
@@ -49,7 +49,7 @@ def prints_in(data: bytes) -> frozenset[int]:
 
 
 class Connectivity:
-    """Of all peers, as this one knows it."""
+    """Which peers hear which, as this peer knows it."""
 
     def __init__(self, me: PeerId) -> None:
         self.me = me
@@ -93,7 +93,7 @@ class Connectivity:
         return True
 
     def update_own_list(self, live: Iterable[PeerId], sequence: int) -> None:
-        """This peer hears others than before, and has sent ``sequence`` heartbeats."""
+        """Update this peer's own list after it has sent ``sequence`` heartbeats."""
         self.lists[self.me] = prints = frozenset(map(fingerprint, live))
         self._own_list = listed(prints)
         self.told_from = sequence + 1

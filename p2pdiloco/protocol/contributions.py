@@ -20,7 +20,7 @@ from p2pdiloco.protocol.chain import MARK_LIFE_LOGS, NO_MARK, HeadChange, SizeOf
 from p2pdiloco.protocol.effects import AdoptStep, Encode, PauseLearner, Snapshot
 from p2pdiloco.protocol.events import Encoded, Mark, ShardState, Snapshotted
 from p2pdiloco.protocol.forwarding import hand_on_turn
-from p2pdiloco.protocol.health import Trouble
+from p2pdiloco.protocol.health import HealthWarnings
 from p2pdiloco.protocol.ids import Digest, FragmentId, LearnerId, PeerId, ShardId
 from p2pdiloco.protocol.messages import CommitHeader, Contribution, Contributor, Head, Turn
 from p2pdiloco.protocol.ownership import ranked_owners
@@ -222,11 +222,11 @@ class Contributions:
         self.turns = [FragmentTurn() for _ in core.config.fragments]
         self.ledgers = [Ledger(core.config.log_length) for _ in core.chains]
         self.pending: dict[ShardId, Pending] = {}
-        self.health = Trouble(core)
+        self.health = HealthWarnings(core)
         self.budget = TokenBudget(core)
 
     def on_learner_changed(self) -> None:
-        """Another learner, or none: what the last one left unfinished is void."""
+        """Drop what the last learner left unfinished."""
         self.pending.clear()
         self.health.on_learner_changed()
         for ledger in self.ledgers:
@@ -273,7 +273,7 @@ class Contributions:
             turn.step = max(turn.step, *(min(core.chains[shard].step, core.step) for shard in fragment))
 
     def on_turn(self, sender: PeerId, message: Turn) -> None:
-        """Another peer announces a turn: those that do not hear it hear of it from here."""
+        """Open a turn that another peer announces, and forward it to peers that do not hear that peer."""
         if self.open(message.fragment, self.adopt_step(message.step), is_mine=False):
             hand_on_turn(self.core, sender, self.announcement(message.fragment))
 
@@ -351,7 +351,7 @@ class Contributions:
                 self._give_nothing(shard)
 
     def check_health(self) -> None:
-        """Now and then: is anybody to be told of trouble?"""
+        """Update the health warnings; called at each heartbeat."""
         asked = [turn.asked_at for turn in self.turns if turn.is_snapshotting]
         if asked:
             self.health.on_silence(self.core.now - min(asked))
@@ -363,7 +363,7 @@ class Contributions:
         return pending is not None and pending.contribution.contributor.tokens > 0
 
     def on_encoded(self, event: Encoded) -> None:
-        """A shard's outer gradient is ready: offer it, unless its base is history."""
+        """Offer a shard's encoded outer gradient, unless its base is no longer the head."""
         shard, given = event.shard, event.contributor
         turn = self.turns[self.core.fragment_of[shard]]
         if turn.encoding.get(shard) == (event.base, replace(given, payload=b"", signature=b"")):
@@ -499,7 +499,7 @@ class Contributions:
 
 
 class DeltaReconciliation:
-    """Between chains and the learner."""
+    """Says what leaves the learner's delta, and what returns to it, when a chain changes."""
 
     def __init__(self, core: Core, contributions: Contributions) -> None:
         self.core = core

@@ -45,7 +45,7 @@ class Evaluations:
             core.effects.append(Evaluate(version))
 
     def on_evaluated(self, event: Evaluated) -> None:
-        """This peer's learner has measured: tell all."""
+        """Send the loss that this peer's learner has measured to all."""
         core = self.core
         if not is_loss(event.loss):
             core.note(
@@ -62,7 +62,7 @@ class Evaluations:
         core.send(core.membership.live, evaluation)
 
     def on_evaluation(self, peer: PeerId, evaluation: Evaluation) -> None:
-        """Another peer's (rule S3)."""
+        """Take the loss that another peer has measured (rule S3)."""
         before = self._latest.get(peer)
         is_newer = before is None or evaluation.step > before.step
         if is_newer and is_loss(evaluation.loss) and self.core.plausible(evaluation.step) == evaluation.step:

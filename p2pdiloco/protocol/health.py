@@ -25,8 +25,8 @@ LOOKS = 20
 """While ``stuck_s`` passes."""
 
 
-class Trouble:
-    """Of this peer. Empty sentences: none."""
+class HealthWarnings:
+    """Warnings of this peer for people. Empty sentences: none."""
 
     def __init__(self, core: Core) -> None:
         self.core = core
@@ -41,13 +41,13 @@ class Trouble:
         self._look_at = 0.0
 
     def sentences(self) -> tuple[str, ...]:
-        """For the status."""
+        """Return the warnings, for the status."""
         return tuple(filter(None, (self.poisoned, self.silent, self.stuck)))
 
     # -- the learner ---------------------------------------------------------------------------------------------------
 
     def on_learner_changed(self) -> None:
-        """Another one: what the last one could not give says nothing of it."""
+        """Forget the last learner's failures."""
         self._failed_turns, self.poisoned, self.silent = {}, "", ""
 
     def on_encoded(self, shard: ShardId) -> None:
@@ -71,7 +71,7 @@ class Trouble:
             self.core.note("warning", "poisoned", self.poisoned)
 
     def on_snapshot(self) -> None:
-        """A snapshot came."""
+        """Note that the learner has answered."""
         if self.silent:
             self.silent = ""
             self._update_ability()
@@ -101,7 +101,7 @@ class Trouble:
         self._moved_at[change.shard] = self.core.now
 
     def check_progress(self) -> None:
-        """Now and then: has every shard moved lately?"""
+        """Check at intervals whether every shard has had a new version lately."""
         core = self.core
         if core.now < self._look_at:
             return

@@ -29,7 +29,7 @@ NOBODY = frozenset[int]()
 
 
 class Heartbeats:
-    """Of this peer and of all others."""
+    """Sends this peer's heartbeats and handles those of others."""
 
     def __init__(
         self,
@@ -46,12 +46,12 @@ class Heartbeats:
         self.block_assignment = block_assignment
 
     def on_connected(self, peer: PeerId) -> None:
-        """There is a connection: say who we are."""
+        """Note a new connection, and send a first heartbeat."""
         if self.core.membership.connect(peer, self.core.now):
             self.send_heartbeats((self.core.membership.peers[peer],))
 
     def on_lost(self, peer: PeerId, why: str, *, said_goodbye: bool = False) -> None:
-        """The connection has ended, or the peer says that it goes."""
+        """Handle the end of a connection, or a peer's goodbye."""
         membership = self.core.membership
         parted = membership.connectivity.on_goodbye(peer) if said_goodbye else NOBODY
         membership.disconnect(peer)
@@ -60,7 +60,7 @@ class Heartbeats:
         self.refresh(why, parted=parted)
 
     def on_heartbeat(self, peer: PeerId, beat: Heartbeat) -> None:
-        """A connected peer's heartbeat."""
+        """Handle a connected peer's heartbeat."""
         core = self.core
         view = core.membership.peers[peer]
         before = view.beat
@@ -109,7 +109,7 @@ class Heartbeats:
             self.core.note("info", "apart", "most of those who were here are here again")
 
     def send_heartbeats(self, views: Iterable[PeerView]) -> None:
-        """A heartbeat to each."""
+        """Send a heartbeat to each of these peers."""
         core, learner = self.core, self.core.learner
         sequence = core.membership.next_sequence(core.now)
         phase, is_participating = core.phase(), core.is_participating()

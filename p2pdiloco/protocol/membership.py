@@ -36,7 +36,7 @@ WINDOW_BEATS = 32
 
 
 class PartitionDetector:
-    """All others, as fingerprints (``connectedness``)."""
+    """Detects that many peers were lost at once. Peers are fingerprints (``connectivity``)."""
 
     def __init__(self) -> None:
         self.silently_lost_at: float | None = None
@@ -156,7 +156,7 @@ class PeerView:
         """It was asked for commits and did not answer: what it says of heavier heads does not count until then."""
 
     def record_round_trip(self, sample_s: float) -> None:
-        """A round trip took this long."""
+        """Take a round trip's time into the mean."""
         self.round_trip_s, self.variation_s = smoothed(self.round_trip_s, self.variation_s, sample_s)
 
     def interval_s(self, own_s: float) -> float:
@@ -166,7 +166,7 @@ class PeerView:
         return min(self.beat.interval_s, SLOWER * own_s)
 
     def deadline_s(self, own_s: float) -> float:
-        """How long this peer may be silent."""
+        """Return how long this peer may be silent."""
         return 3 * self.interval_s(own_s) + 2 * self.round_trip_s + 4 * self.variation_s
 
 
@@ -214,7 +214,7 @@ class Membership:
         """Smallest step time that a live participating peer reports; 0 if none does."""
 
     def beat_s(self) -> float:
-        """Between two of this peer's heartbeats now."""
+        """Return the time between two of this peer's heartbeats now."""
         peers = len(self.peers)
         return self.interval_s if peers <= BEAT_PEERS else self.interval_s * (peers / BEAT_PEERS)
 
@@ -233,7 +233,7 @@ class Membership:
         self.owners.forgive(peer)
 
     def record_heartbeat(self, peer: PeerId, beat: Heartbeat, now: float) -> bool:
-        """Take a heartbeat; True if it may change who is live or what they are."""
+        """Record a heartbeat; True if it may change who is live or what they are."""
         view = self.peers.get(peer)
         if view is None:
             return False
@@ -278,7 +278,7 @@ class Membership:
         return max((beat.step for beat in self._beats()), default=0)
 
     def _beats(self) -> list[Heartbeat]:
-        """What all live peers say of themselves."""
+        """Return the newest heartbeats of all live peers."""
         views = (self.peers.get(peer) for peer in self.live)
         return [view.beat for view in views if view is not None and view.beat is not None]
 
@@ -365,7 +365,7 @@ class Membership:
         self.partition_detector.update(now, here, WINDOW_BEATS * self.beat_s(), is_silent=is_silent)
 
     def on_takeover_missed(self, peer: PeerId, now: float, takeover_s: float) -> None:
-        """As an owner ``peer`` let ``takeover_s`` pass."""
+        """Note that ``peer`` as an owner let ``takeover_s`` pass."""
         if peer in self.peers:
             self.owners.on_takeover_missed(peer, now, takeover_s, self.connectivity.tiers)
 

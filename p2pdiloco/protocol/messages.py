@@ -106,7 +106,7 @@ class CommitHeader(msgspec.Struct, frozen=True, array_like=True):
 
 
 def commit_id(header: CommitHeader) -> Digest:
-    """What names a commit: the digest of its header."""
+    """Return a commit's id, the digest of its header."""
     return digest_of(_encoder.encode(header))
 
 
@@ -156,7 +156,7 @@ class Contribution(msgspec.Struct, frozen=True, array_like=True, tag="contributi
 
     @property
     def payload(self) -> Digest:
-        """What names the outer gradient; empty if there is none."""
+        """Digest of the outer gradient; empty if there is none."""
         return Digest(self.contributor.payload.hex())
 
 
@@ -225,7 +225,7 @@ class Equivocation(msgspec.Struct, frozen=True, array_like=True, tag="equivocati
 
     @property
     def owner(self) -> PeerId:
-        """Who signed both."""
+        """The owner that signed both commits."""
         return self.first.owner
 
     @property

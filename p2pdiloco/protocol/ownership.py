@@ -67,7 +67,7 @@ def capped(candidates: list[tuple[PeerId, float]]) -> Candidates:
 
 
 class Owners:
-    """As ``me`` sees them."""
+    """Candidates for ownership, as ``me`` sees them."""
 
     __slots__ = ("_asked_weights", "_me", "_missed", "barred", "candidates", "is_leaving", "own_weight", "willing")
 
@@ -99,7 +99,7 @@ class Owners:
         return peer in self.barred and all(peer != other for other, _ in self.willing)
 
     def set_candidates(self, others: list[tuple[PeerId, float]]) -> None:
-        """These are here, and ask for so much."""
+        """Set the peers that may own, with the weights that they ask for."""
         candidates = others
         if self.own_weight is not None and not (self.is_leaving and candidates):
             candidates.append((self._me, self.own_weight))

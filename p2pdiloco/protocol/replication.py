@@ -84,7 +84,7 @@ class Orphans:
         """By parent."""
 
     def add(self, header: CommitHeader) -> None:
-        """Until its parent is here, or there are too many."""
+        """Keep a commit until its parent is here, or there are too many."""
         waiting = self.waiting.setdefault(header.shard, {})
         if len(waiting) >= self._config.log_length:
             del waiting[min(waiting, key=lambda parent: waiting[parent].version)]
@@ -95,7 +95,7 @@ class Orphans:
             waiting[header.parent] = header
 
     def of_shard(self, shard: ShardId) -> list[CommitHeader]:
-        """All of a shard."""
+        """Return all commits of a shard that wait."""
         return list(self.waiting.get(shard, {}).values())
 
     def is_followed(self, head: Head) -> bool:
@@ -156,7 +156,7 @@ class Replication:
     # -- commits -------------------------------------------------------------------------------------------------------
 
     def on_commit(self, sender: PeerId, header: CommitHeader) -> None:
-        """Another peer's commit: apply it, keep it until its parent is here, or settle a fork."""
+        """Apply another peer's commit, keep it until its parent is here, or settle a fork."""
         shard, core = header.shard, self.core
         if sender == header.owner and core.membership.owners.is_excluded(sender):
             return  # from others it is taken: see ``equivocations``
@@ -208,7 +208,7 @@ class Replication:
         self.core.effects.append(Apply(header, new_id, *moves))
 
     def on_applied(self, shard: ShardId, head_id: Digest) -> None:
-        """The work is done: the shard has a new head."""
+        """Make what was applied the shard's head, and tell all listeners."""
         core = self.core
         entry = self.applying.get(shard)
         if entry is None or entry[0] != head_id:
@@ -251,7 +251,7 @@ class Replication:
                 self._apply_if_sound(None, header, commit_id(header))
 
     def on_apply_failed(self, shard: ShardId, reason: str) -> None:
-        """A commit did not give its digest, or a state did not fit: get the shard's state from somebody else."""
+        """Fetch the shard's state from another peer: a commit did not give its digest, or a state did not fit."""
         entry = self.applying.pop(shard, None)
         if entry is not None and isinstance(entry[1], CommitHeader):
             self.aggregation.on_commit_failed(entry[1])
@@ -265,7 +265,8 @@ class Replication:
             self.aggregation.reopen(shard)
 
     def reject(self, shard: ShardId, reason: str) -> None:
-        """Values do not fit: everybody who can judge that commit refuses it, and the shard goes on without it."""
+        """Reject a commit whose values do not fit: every peer that can judge it does, and the shard goes on without
+        it."""
         new_id, target = self.applying.pop(shard)
         if isinstance(target, CommitHeader):
             self.refusals.add(target, new_id, None, reason)
@@ -279,7 +280,7 @@ class Replication:
     # -- other heads ---------------------------------------------------------------------------------------------------
 
     def on_head(self, peer: PeerId, theirs: Head) -> None:
-        """A peer has this head: get it if it is heavier than ours, show ours if it is a lighter fork's."""
+        """Get a peer's head if it is heavier than ours; show ours if it is a lighter fork's."""
         core, shard = self.core, theirs.shard
         if peer == core.config.peer:
             return  # made in an earlier life, and not on this chain
@@ -301,7 +302,7 @@ class Replication:
             core.send((peer,), Heads((chain.head,), core.step))
 
     def request_wanted(self, shard: ShardId) -> None:
-        """A heavier head was heard of, and did not come by itself: ask for it."""
+        """Request a heavier head that was reported and did not come by itself."""
         peer, theirs = self.wanted.pop(shard)
         head, view = self.core.head(shard), self.core.membership.peers.get(peer)
         is_asked = view is not None and self.core.now >= view.ignored_until
@@ -310,7 +311,7 @@ class Replication:
             self.core.send((peer,), CommitsRequest(shard, head.id))
 
     def on_fetch_advised(self, peer: PeerId, advice: FetchAdvised) -> None:
-        """The donor's log does not hold our head."""
+        """Fetch the shard's state: the donor's log does not hold our head."""
         head = self.core.chains[advice.shard].head
         if self.asked.get(advice.shard) == peer and head is not None and is_heavier(advice.head, head):
             self.fetch(advice.shard, peer)
@@ -331,13 +332,13 @@ class Replication:
             self.core.alarms.cancel(("asked", shard))
 
     def on_request_timeout(self, shard: ShardId) -> None:
-        """No answer in time: for as long again others are asked, if their heads differ."""
+        """Ask others for as long again, if their heads differ: no answer came in time."""
         view = self.core.membership.peers.get(self.asked.pop(shard, PeerId("")))
         if view is not None:
             view.ignored_until = self.core.now + self.core.config.request_s
 
     def on_fetched(self, event: Fetched) -> None:
-        """A state is here: install it if it is still the better one."""
+        """Install a fetched state if it is still the better one."""
         peer, state = event.peer, event.state
         shard = state.head.shard
         problem = self.core.chains[shard].state_problem(state) or self.delta.problem(state)
@@ -374,7 +375,7 @@ class Replication:
         core.effects.append(Install(state, *moves, farthest))
 
     def on_fetch_failed(self, shard: ShardId, peer: PeerId | None, reason: str) -> None:
-        """A donor did not deliver: try another one."""
+        """Try another donor: this one did not deliver."""
         self.core.note("info", "fetch", f"shard {shard} from {peer}: {reason}")
         self.asked.pop(shard, None)
         if peer is not None and peer in self.offers:
@@ -384,7 +385,7 @@ class Replication:
     # -- heads, joining ------------------------------------------------------------------------------------------------
 
     def heads(self) -> Heads:
-        """Ours, of all shards that have one."""
+        """Return the heads of all shards that have one."""
         return Heads(tuple(c.head for c in self.core.chains if c.head is not None), self.core.step)
 
     def on_heads(self, peer: PeerId, message: Heads) -> None:
@@ -403,7 +404,7 @@ class Replication:
                 self.aggregation.confirm_head(theirs.shard)
 
     def fetch_missing(self) -> None:
-        """A newcomer's next fetches, spread over the donors."""
+        """Start a newcomer's next fetches, spread over the donors."""
         if self.core.is_current:
             return
         for chain in self.core.chains:
@@ -418,7 +419,7 @@ class Replication:
                     self.fetch(shard, founder if is_asked else donors[shard % len(donors)])
 
     def become_current(self) -> None:
-        """Once every shard has a state."""
+        """Take part from now on, if every shard has a state."""
         core = self.core
         if not core.is_current and all(chain.head is not None for chain in core.chains):
             core.is_current = True
@@ -442,7 +443,7 @@ class Replication:
         self.core.send(tuple(p for p in peers if self.is_donor(p)), HeadsRequest())
 
     def find_donors(self) -> None:
-        """While joining, now and then: ask one live peer after the other, since offers come late or were none."""
+        """Ask one live peer after the other for its heads while joining, since offers come late or were none."""
         live = self.core.membership.live
         if live:
             self.fetch_missing()
@@ -453,7 +454,7 @@ class Replication:
         return view is not None and view.beat is not None and view.beat.phase != "joining"
 
     def on_peers_lost(self, lost: tuple[PeerId, ...]) -> None:
-        """Forget what they were asked for by message; fetches end by themselves."""
+        """Forget what lost peers were asked for by message; fetches end by themselves."""
         for peer in lost:
             self.offers.pop(peer, None)
             self.ancestry.forget(peer)

@@ -23,7 +23,7 @@ from p2pdiloco.protocol.state import Core
 
 
 class Shutdown:
-    """On the way out."""
+    """Leaves the run in order, or ends it."""
 
     def __init__(self, core: Core, contributions: Contributions) -> None:
         self.core = core
@@ -38,7 +38,7 @@ class Shutdown:
         """When to look again at turns that are open, but to which nothing was given."""
 
     def start_leaving(self, reason: str) -> None:
-        """The user wants to go."""
+        """Start to leave, since the user wants to."""
         core = self.core
         if core.departure == "leaving":
             return
@@ -51,7 +51,7 @@ class Shutdown:
             core.effects.append(PauseLearner())
 
     def finish_run(self) -> None:
-        """The run is complete."""
+        """Finish: the run is complete."""
         core = self.core
         if not core.departure:
             core.departure = "finished"
@@ -61,7 +61,7 @@ class Shutdown:
             core.alarms.set(("depart", 0), core.now + core.config.finish_s)
 
     def on_deadline(self) -> None:
-        """The deadline passed."""
+        """Leave now, since the deadline has passed."""
         self.is_overdue = True
         tokens = self.core.unmerged_tokens()
         if tokens:

@@ -238,12 +238,12 @@ class LearnerView:
         return self.tokens - self.marks[shard].tokens
 
     def discard_unmerged(self, shard: ShardId) -> None:
-        """What the shard's chain does not hold is gone (``overwrite``)."""
+        """Count what the shard's chain does not hold as thrown away (``overwrite``)."""
         self.marks[shard] = Mark(self.tokens, self.steps, self.marks[shard].version)
 
 
 def mark_bits(head_id: Digest) -> int:
-    """What a head adds to ``Core.heads_mark``."""
+    """Return what a head adds to ``Core.heads_mark``."""
     return int(head_id[:15], 16)
 
 
@@ -342,7 +342,7 @@ class Core:
         return 0.0 if self.learner is None or self.learner.is_idle else self.learner.step_time_s
 
     def fastest_step_time_s(self) -> float:
-        """Of all learners that train; 0 if none does."""
+        """Return the smallest step time of all learners that train; 0 if none does."""
         own, others = self.step_time_s(), self.membership.fastest_step_s
         return min(own, others) if own and others else own or others
 
@@ -359,7 +359,7 @@ class Core:
         return 0 if learner is None else max(learner.unmerged(chain.shard) for chain in self.chains)
 
     def phase(self) -> Phase:
-        """What this peer says of itself."""
+        """Return the phase that this peer reports of itself."""
         if not self.is_current:
             return "joining"
         if self.departure:

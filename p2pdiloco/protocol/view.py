@@ -21,7 +21,7 @@ from p2pdiloco.protocol.state import Core
 
 
 class MachineView:
-    """Of one machine, as it is now."""
+    """Read access to one machine, as it is now."""
 
     def __init__(self, core: Core, replication: Replication, evaluations: Evaluations, budget: TokenBudget) -> None:
         self._core = core
@@ -38,7 +38,7 @@ class MachineView:
 
     @property
     def me(self) -> PeerId:
-        """This peer."""
+        """This peer's id."""
         return self._core.config.peer
 
     @property
@@ -106,7 +106,7 @@ class MachineView:
         return self._core.chains[shard].head if shard < len(self._core.chains) else None
 
     def state(self, shard: ShardId) -> ShardState:
-        """What travels with a shard's parameters, which must be here."""
+        """Return what travels with a shard's parameters, which must be here."""
         return self._core.chains[shard].state()
 
     def ancestry(self, shard: ShardId) -> Sequence[Digest]:
@@ -133,7 +133,7 @@ class MachineView:
         return [chain.shard for chain in self._core.chains if chain.head is None and chain.shard not in busy]
 
     def offering(self, shard: ShardId) -> list[PeerId]:
-        """While joining: who has said that it has a state of the shard."""
+        """Return the peers that have reported a state of the shard, while joining."""
         return sorted(peer for peer, heads in self._replication.offers.items() if shard in heads)
 
     def refusal(self, head: Head) -> str | None:
@@ -141,7 +141,7 @@ class MachineView:
         return self._replication.ancestry.refusal(head)
 
     def is_given_up(self, shard: ShardId) -> bool:
-        """Of a spoilt shard: its state is neither asked for nor on its way."""
+        """Whether a spoilt shard's state is neither asked for nor on its way."""
         replication = self._replication
         return not any(shard in those for those in (replication.repairing, replication.asked, replication.applying))
 
@@ -159,18 +159,18 @@ class MachineView:
 
     @property
     def barred(self) -> frozenset[PeerId]:
-        """Who owns nothing: by a proof that it signed two commits on one parent, or for a commit that was not taken."""
+        """Peers that own nothing: proved to have signed two commits on one parent, or maker of a rejected commit."""
         return self._core.membership.owners.barred
 
     def next_owner(self, shard: ShardId) -> PeerId | None:
-        """Who is to merge the shard's next version, as it looks now; None: there is no state."""
+        """Return the owner of the shard's next version, as it looks now; None: there is no state."""
         head, candidates = self.head(shard), self._core.membership.owners.candidates
         if head is None or not candidates:
             return None
         return ranked_owners(self.run, shard, head.version + 1, candidates)[0]
 
     def convictions(self) -> Convictions:
-        """Why."""
+        """Return why peers are ``barred``."""
         return self._replication.refusals.equivocations.convictions()
 
     def is_connected(self, peer: PeerId) -> bool:
@@ -184,7 +184,7 @@ class MachineView:
         return {peer: beat.heads_mark for peer, beat in beats if beat is not None and beat.phase != "joining"}
 
     def fastest_step_time_s(self) -> float:
-        """Of all learners that train; 0 if none does."""
+        """Return the smallest step time of all learners that train; 0 if none does."""
         return self._core.fastest_step_time_s()
 
 

@@ -187,7 +187,7 @@ BUGS = (
     _bug(
         "what can be encoded hides a shard that cannot",
         "health",
-        "Trouble.on_encoded",
+        "HealthWarnings.on_encoded",
         "self._failed_turns.pop(shard, None)",
         "self._failed_turns.clear()",
         "a shard waits for ever for a learner that is poisoned there alone, with K = 2",
@@ -196,7 +196,7 @@ BUGS = (
     _bug(
         "stuck in silence",
         "health",
-        "Trouble.check_progress",
+        "HealthWarnings.check_progress",
         "core.note('warning', 'stuck', self.stuck)",
         "pass",
         "nobody is told that nothing goes on",

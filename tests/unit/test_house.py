@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "p2pdiloco"
 TWO_SIDES = """
-    AdoptStep Batches BlockFinished Evaluate Evaluated Failed Shift Snapshot Snapshotted Train Trouble Pause
+    AdoptStep Batches BlockFinished Evaluate Evaluated Failed Shift Snapshot Snapshotted Train Pause
     Channel Checkpoint Checks Connection Directory Driver Fault Learner LearnerLife Network Outcome PeerSetting World
     DiLoCoCallback Commit Peer Swarm Workers
 """
@@ -25,7 +25,7 @@ CIRCLES = {
     frozenset({"net.connection", "net.context", "net.events", "net.session"}),
 }
 """Modules that know each other's types, still."""
-PARTS = "core|adoption|merges|contributions|farewell|evaluations|presence|repair|workload"
+PARTS = "core|replication|aggregation|contributions|shutdown|evaluations|heartbeats|repair|block_assignment"
 
 
 @cache
