@@ -2,7 +2,7 @@
 
 Rules of this file:
 1. All events go through ``feed``, one at a time; effects run in the order in which the machine gave them.
-2. Tensor work goes to the host's ``tensors`` queue, in order (``global_state``); checking what others sent goes to
+2. Tensor work goes to the host's ``tensors`` queue, in order (``model_state``); checking what others sent goes to
    another, so that a flood of payloads does not delay our own merges.
 3. What a peer sent is fed to the machine only when what came with it was found sound (``payload_cache``).
 """

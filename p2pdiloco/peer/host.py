@@ -35,7 +35,7 @@ PART = ".part"
 
 
 class Disk(Protocol):
-    """A file system. All raise OSError; ``runtime.files.LocalDisk`` is the real one."""
+    """A file system. All raise OSError; ``util.files.LocalDisk`` is the real one."""
 
     def names(self, folder: Path) -> list[str]:
         """What lies in ``folder``, sorted; nothing if it is not there."""
@@ -110,7 +110,7 @@ for no checkpoint."""
 
 
 class Links(Protocol):
-    """Connections to other peers. ``runtime.transport.Transport`` is the real one."""
+    """Connections to other peers. ``transport.transport.Transport`` is the real one."""
 
     @property
     def up_bytes_per_s(self) -> float | None:

@@ -6,11 +6,11 @@ Rules of this file:
 2. A shard has one shift in flight at a time; what comes before the learner has added it waits in a queue, added up.
 3. A snapshot is brought up to date with all shifts that the learner had not added when it was taken. An outer gradient
    is therefore always relative to the head it claims.
-4. What is written is in use until the learner has taken it, or it is encoded (``vector_memory``).
+4. What is written is in use until the learner has taken it, or it is encoded (``VectorMemory``).
 5. A new learner is given the global parameters piece by piece, each when it has taken the one before. What changes
    meanwhile reaches it with its piece, or as a shift if it has that already.
-6. All of it runs on the threads of ``global_state``, in the order that its rule 1 says: ``begin``, ``has_snapshot`` and
-   ``snapshot_encoded`` are for one shard, all else for none.
+6. All of it runs on the threads of ``model_state``, in the order that its rule 1 says: ``begin_shift``,
+   ``has_snapshot`` and ``release_snapshot`` are for one shard, all else for none.
 """
 
 from __future__ import annotations

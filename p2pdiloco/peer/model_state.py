@@ -6,8 +6,8 @@ Rules of this file:
    and snapshots are told apart by it, without locks. Different shards are worked on at the same time: they share
    nothing but ``VectorMemory``, and each thread has a scratch of its own.
 2. Theta and momentum change only together with the shard's head, and only when the sample of the result's chunks that
-   is checked at this version has the digests that the owner signed (see ``tensors.digests``).
-3. What a change means for the learner is the matter of ``shift_queue``.
+   is checked at this version has the digests that the owner signed (see ``codec.digests``).
+3. What a change means for the learner is the matter of ``learner_updates``.
 4. Work on a shard goes chunk by chunk, everything for one chunk while it is in the cache. What can fail is found out
    before the first chunk is changed.
 """

@@ -1,7 +1,8 @@
 """Downloading shards' states from several peers at once, every chunk checked before the machine hears of it.
 
 The machine says which shard to fetch and from whom (``Fetch``). That donor's offer, proved by the owner's signature,
-lists the digests of the shard's chunks; the chunks themselves come from it and from other live peers (``chunk_plan``).
+lists the digests of the shard's chunks; the chunks themselves come from it and from other live peers
+(``chunk_scheduler``).
 
 Rules of this file:
 1. Nothing of what came is used before its digest is found in the list that the shard's owner signed. Each chunk is
@@ -12,8 +13,8 @@ Rules of this file:
    the machine decides what then.
 4. A newcomer's donors are never idle for want of questions: shards that the machine will ask for next are begun before
    it does, ``AHEAD_BYTES`` of them.
-5. Every question has a deadline; what is asked is bounded by ``chunk_plan``, what is held by the machine's fetches and
-   AHEAD_BYTES.
+5. Every question has a deadline; what is asked is bounded by ``chunk_scheduler``, what is held by the machine's fetches
+   and AHEAD_BYTES.
 """
 
 from __future__ import annotations
@@ -214,7 +215,7 @@ def clock(seconds: float) -> str:
 # Rules of this file:
 # 1. While a peer joins, a terminal shows one line that is written over, below all others; without one the log gets a
 #    line every ``LOG_S`` seconds. The event log gets both ends and the same lines.
-# 2. Shards that came while joining are kept on the disk until a checkpoint has them (``kept_shards``), if the download
+# 2. Shards that came while joining are kept on the disk until a checkpoint has them (``keep``), if the download
 #    looks like lasting ``KEEP_FROM_S`` or more: a shorter one is sooner repeated than written. At most ``WAITING_MOST``
 #    wait to be written; more are not kept.
 

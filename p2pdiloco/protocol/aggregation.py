@@ -25,7 +25,7 @@ from p2pdiloco.protocol.state import Core
 # -- Own commits: one for each parent, in all lives of this peer -------------------------------------------------------
 # Rules of this file:
 # 1. An owner that comes to merge on a parent of which it has made a commit before makes the same commit again. Two
-#    would be a proof against it (``equivocations``).
+#    would be a proof against it (``Equivocations``).
 # 2. What was made in earlier lives is told at the start: the driver keeps it before it is sent.
 # 3. One that cannot be applied here is tried again later; only who is alone makes another, after OWN_TRIES.
 

@@ -34,7 +34,7 @@ from p2pdiloco.protocol.state import Core
 #    and all who connect later.
 # 2. Who is proved to have done it owns nothing for TERM versions of that shard's chain, which everybody counts alike;
 #    its commits are not taken from itself. From others they are: what has been built on is not taken apart.
-# 3. The honest never do it (``made``). Where nobody else can own it owns all the same.
+# 3. The honest never do it (``OwnCommitLog``). Where nobody else can own it owns all the same.
 
 
 TERM = 1000
@@ -50,7 +50,7 @@ class Equivocations:
         self.core = core
         self.proofs: dict[PeerId, Equivocation] = {}
         self._refused: dict[PeerId, tuple[ShardId, int]] = {}
-        """Owners of commits that were refused here, with shard and version: see ``refusals``."""
+        """Owners of commits that were refused here, with shard and version: see ``RejectedCommits``."""
 
     def add_proof(self, proof: Equivocation, sender: PeerId | None = None) -> None:
         """Keep a proof, whose signatures were checked, and pass it on."""

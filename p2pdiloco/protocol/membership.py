@@ -6,7 +6,7 @@ Rules of this file:
 2. Deadlines follow from measured round trips (RFC 6298's estimator) and the heartbeat interval; no other constant.
    That interval grows with the number of connected peers, so that what heartbeats cost a peer does not.
 3. Live is not participating: a peer participates while its learner can contribute.
-4. Of those who may own, the best connected come first (``connectedness``, ``owners``).
+4. Of those who may own, the best connected come first (``connectivity``, ``ownership``).
 """
 
 from __future__ import annotations

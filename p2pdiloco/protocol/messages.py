@@ -133,7 +133,7 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag="heartbeat"):
     interval_s: Seconds = 0.0
     """How long the sender may take until its next heartbeat; 0: as long as the receiver itself."""
     hears: Annotated[bytes, Meta(max_length=MAX_HEARD_BYTES)] | None = None
-    """Whom the sender hears, as fingerprints (``connectedness``); None: as it said last."""
+    """Whom the sender hears, as fingerprints (``connectivity``); None: as it said last."""
 
 
 class Turn(msgspec.Struct, frozen=True, array_like=True, tag="turn"):

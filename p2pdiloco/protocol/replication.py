@@ -4,7 +4,8 @@ Rules of this file:
 1. A commit is applied only on top of its parent; one shard applies one thing at a time. Children that came early wait.
 2. Another head is worth getting only if it is heavier. Commits are asked for first; the whole shard's state is fetched
    only when our head is not in the donor's log (a fork, or too long an absence), or when there is no state yet.
-3. When the head changes, the learner's own marks decide what leaves its delta and what returns to it (``ledger``).
+3. When the head changes, the learner's own marks decide what leaves its delta and what returns to it
+   (``DeltaReconciliation``). Other components follow the new head by ``on_head_changed``.
 """
 
 from __future__ import annotations
@@ -159,7 +160,7 @@ class Replication:
         """Apply another peer's commit, keep it until its parent is here, or settle a fork."""
         shard, core = header.shard, self.core
         if sender == header.owner and core.membership.owners.is_excluded(sender):
-            return  # from others it is taken: see ``equivocations``
+            return  # from others it is taken: see ``Equivocations``
         chain = core.chains[shard]
         new_id = commit_id(header)
         if chain.head is None:
@@ -430,7 +431,7 @@ class Replication:
             core.effects.append(BecameCurrent())
 
     def _want_what_was_offered(self) -> None:
-        """What has been committed meanwhile is not on its way: nobody sends commits to a newcomer (``errands``)."""
+        """What has been committed meanwhile is not on its way: nobody sends commits to a newcomer (``forwarding``)."""
         for peer, heads in self.offers.items():
             for head in heads.values():
                 self.on_head(peer, head)

@@ -9,8 +9,8 @@ Rules of this file:
 4. Who is alone because others were lost without a word may be the one behind a cut: what it merged there is lost if it
    goes and the others' fork wins. It waits for them until its deadline; and when one is back, until that one has its
    heads, or it has theirs.
-5. So does, at the run's end, who is apart (``company``). What it says then is not that all is well: there may be a
-   second model.
+5. So does, at the run's end, who is apart (``PartitionDetector``). What it says then is not that all is well: there
+   may be a second model.
 """
 
 from __future__ import annotations

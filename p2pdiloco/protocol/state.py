@@ -311,7 +311,7 @@ class Core:
         return head
 
     def plausible(self, step: int) -> int:
-        """As much of another peer's claim to be at ``step`` as is believed: see ``pace``."""
+        """As much of another peer's claim to be at ``step`` as is believed: see ``StepClaimLimit``."""
         if step <= self.step:
             return step
         step = min(step, self.config.latest_step)

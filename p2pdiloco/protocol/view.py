@@ -212,7 +212,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     blocks_repeated: float
     """As a share of those trained."""
     troubles: tuple[str, ...] = ()
-    """What a person should look at, a sentence each: ``trouble``."""
+    """What a person should look at, a sentence each: ``HealthWarnings``."""
 
 
 def status_of(core: Core, evaluation: msg.Evaluation | None, weight_averaged: int, troubles: tuple[str, ...]) -> Status:
