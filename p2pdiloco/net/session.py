@@ -1,7 +1,8 @@
-"""What goes over one connection once both sides are proved: messages, requests and answers, parts, credit.
+"""The session of one connection: messages, requests and answers, parts and credit, once both sides are proved.
 
 Rules of this file:
-1. Frames in, frames and events out; the life of the connection (handshake, retiring, parting) is connection.py's.
+1. Frames in, frames and events out; the life of the connection (handshake, retiring, closing) is net/connection.py's.
+   A session knows its connection's id, and the sessions of its lanes.
 2. A lane's parts belong to its primary's messages and answers: what is whole is told as the primary's.
 3. Nothing waits: what has no room is refused, and a peer that lets control pile up is cut off (``is_overrun``).
 4. A payload that was handed over is nobody else's: no stream writes into it any more.
@@ -11,11 +12,20 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Hashable
-from typing import TYPE_CHECKING
 
 from p2pdiloco.net.bandwidth import Traffic
-from p2pdiloco.net.context import Due, EndpointContext, EventQueue
-from p2pdiloco.net.events import Answered, Asked, Asking, Message, Offered, Question, Unanswered, Withdrawn
+from p2pdiloco.net.context import Due, EndpointContext
+from p2pdiloco.net.events import (
+    Answered,
+    Asked,
+    Asking,
+    ConnectionId,
+    Message,
+    Offered,
+    Question,
+    Unanswered,
+    Withdrawn,
+)
 from p2pdiloco.net.flow_control import Account, Spending
 from p2pdiloco.net.frames import (
     CONTROL_LIMIT,
@@ -37,24 +47,17 @@ from p2pdiloco.net.receive_buffer import Aborted, Begun, Completed, Event, Frame
 from p2pdiloco.net.send_queue import SendQueue, Slice
 from p2pdiloco.wire.request_reply import Answer, RequestError, RequestRefused, Response
 
-if TYPE_CHECKING:
-    from p2pdiloco.net.connection import Connection
-
-
 # -- Requests ----------------------------------------------------------------------------------------------------------
-# Requests over one connection: the questions that we asked, and those that we are asked.
-# Rules of this file:
-# 1. Each half is bounded: so many questions of ours wait, so many of the peer's are being answered.
-# 2. Every question ends once: answered, refused, too large, timed out, withdrawn, or disconnected.
+# Each half is bounded: the requests of ours that wait, and the peer's requests that are being answered. Every request
+# ends once: answered, refused, too large, timed out, withdrawn, or disconnected.
 
 
 class Questions:
-    """Ours. ``connection`` is whose they are, for events and deadlines."""
+    """Our requests over one connection that wait for an answer."""
 
-    def __init__(self, connection: Connection, agenda: EventQueue, limit: int) -> None:
+    def __init__(self, connection: ConnectionId, context: EndpointContext) -> None:
         self._connection = connection
-        self._agenda = agenda
-        self._limit = limit
+        self._context = context
         self._waiting: dict[int, tuple[int, float]] = {}
         """By number: bytes that the answer's payload may have, and the seconds that were given for it."""
         self._numbers = itertools.count(1)
@@ -70,11 +73,11 @@ class Questions:
         Raises:
             RequestError: too many wait.
         """
-        if len(self._waiting) >= self._limit:
+        if len(self._waiting) >= self._context.limits.requests:
             raise RequestError(f"{len(self._waiting)} requests to this peer wait already")
         number = next(self._numbers) % STREAM_WRAP
         self._waiting[number] = (max_payload, timeout_s)
-        self._agenda.deadlines.set((Due.QUESTION, self._connection, number), self._agenda.now + timeout_s)
+        self._context.deadlines.set((Due.QUESTION, self._connection, number), self._context.now + timeout_s)
         return number
 
     def most_bytes(self, number: int) -> int | None:
@@ -88,28 +91,27 @@ class Questions:
 
     def end(self, number: int) -> bool:
         """Nobody waits for the answer any more. False: nobody did."""
-        self._agenda.deadlines.cancel((Due.QUESTION, self._connection, number))
-        self._agenda.touch(self._connection)
+        self._context.deadlines.cancel((Due.QUESTION, self._connection, number))
+        self._context.touch(self._connection)
         return self._waiting.pop(number, None) is not None
 
     def resolve(self, number: int, response: Response) -> None:
         """The answer is here. One to a question that was given up is dropped."""
         if self.end(number):
-            self._agenda.tell(Answered(Question(self._connection, number), response))
+            self._context.tell(Answered(Question(self._connection, number), response))
 
     def reject(self, number: int, error: RequestError) -> None:
         """There will be no answer."""
         if self.end(number):
-            self._agenda.tell(Unanswered(Question(self._connection, number), error))
+            self._context.tell(Unanswered(Question(self._connection, number), error))
 
 
 class Askings:
-    """The peer's."""
+    """The peer's requests over one connection that are being answered."""
 
-    def __init__(self, connection: Connection, agenda: EventQueue, limit: int) -> None:
+    def __init__(self, connection: ConnectionId, context: EndpointContext) -> None:
         self._connection = connection
-        self._agenda = agenda
-        self._limit = limit
+        self._context = context
         self._open: dict[int, int] = {}
         """By number: bytes that the answer's payload may have."""
 
@@ -118,63 +120,65 @@ class Askings:
         """Of those that are being answered."""
         return list(self._open)
 
-    def begin(self, number: int, max_payload: int, body: bytes, answer_s: float) -> bool:
-        """The peer asks; an answer may take ``answer_s``. False: it asks too much at once.
+    def begin(self, number: int, max_payload: int, body: bytes) -> bool:
+        """The peer asks. False: it asks too much at once.
 
         Raises:
             FrameError: a number that is in use.
         """
         if number in self._open:
             raise FrameError(f"request {number} came twice")
-        if len(self._open) >= self._limit:
+        if len(self._open) >= self._context.limits.answers:
             return False
         self._open[number] = max_payload
-        self._agenda.deadlines.set((Due.ASKING, self._connection, number), self._agenda.now + answer_s)
-        self._agenda.tell(Asked(Asking(self._connection, number), body))
+        self._context.deadlines.set(
+            (Due.ASKING, self._connection, number), self._context.now + self._context.limits.answer_s
+        )
+        self._context.tell(Asked(Asking(self._connection, number), body))
         return True
 
     def end(self, number: int) -> int | None:
         """It is answered. The bytes that the answer's payload may have; None: nobody wants it."""
-        self._agenda.deadlines.cancel((Due.ASKING, self._connection, number))
-        self._agenda.touch(self._connection)
+        self._context.deadlines.cancel((Due.ASKING, self._connection, number))
+        self._context.touch(self._connection)
         return self._open.pop(number, None)
 
     def withdraw(self, number: int) -> bool:
         """Nobody wants the answer any more. False: nobody did."""
         is_open = self.end(number) is not None
         if is_open:
-            self._agenda.tell(Withdrawn(Asking(self._connection, number)))
+            self._context.tell(Withdrawn(Asking(self._connection, number)))
         return is_open
 
 
 # -- Session -----------------------------------------------------------------------------------------------------------
-# What goes over one connection once both sides are proved: messages, requests and answers, parts, credit.
 
 
 class Session:
-    """See the module's rules. ``connection`` is whose it is, for events and deadlines."""
+    """Everything that goes over one connection after its handshake; see the module's rules.
 
-    def __init__(self, connection: Connection, commons: EndpointContext) -> None:
-        limits = commons.limits
+    The endpoint reads ``inbox``, ``outbox`` and ``account`` and calls the rest; what happens is told to ``context``.
+    """
+
+    def __init__(self, connection: ConnectionId, context: EndpointContext) -> None:
+        limits = context.limits
         self.connection = connection
+        """Named in events, deadlines and calls to the context."""
         self.primary = self
-        """Ourselves, unless we are a lane's."""
-        self.lanes: Lanes[Connection] = Lanes(
-            connection, payload_limit=limits.outbox_bytes, allocate=commons.blocks.take
-        )
-        """Ours, or the primary's."""
+        """The session of the primary connection, if this is a lane's; else this one."""
+        self.lanes: Lanes[Session] = Lanes(self, payload_limit=limits.outbox_bytes, allocate=context.blocks.take)
+        """All connections of the pair, shared with the primary's session."""
         self.takes_parts = True
         """Whether this connection carries further parts."""
         self.inbox = ReceiveBuffer()
         self.outbox = SendQueue(control_limit=limits.control_bytes, payload_limit=limits.outbox_bytes)
         self.spending = Spending()
         self.account: Account | None = None
-        self.questions = Questions(connection, commons.agenda, limits.requests)
-        self.askings = Askings(connection, commons.agenda, limits.answers)
+        self.questions = Questions(connection, context)
+        self.askings = Askings(connection, context)
         self.is_overrun = False
         self.sent = Traffic()
-        self._commons = commons
-        self._agenda = commons.agenda
+        self._context = context
         self._offer: Offered | None = None
 
     # -- life --------------------------------------------------------------------------------------------------------
@@ -185,8 +189,8 @@ class Session:
         self.account = Account(peer)
 
     def become_lane_of(self, primary: Session) -> bool:
-        """False: that has enough."""
-        if not primary.lanes.join(self.connection):
+        """Carry parts of ``primary``'s payloads from now on. False: it has enough lanes."""
+        if not primary.lanes.join(self):
             return False
         self.primary, self.lanes = primary, primary.lanes
         self._touch_lanes()
@@ -195,7 +199,7 @@ class Session:
     def forget(self) -> None:
         """Nothing that waits is sent any more."""
         self.outbox.clear()
-        if self.primary is self:
+        if not self.is_lane:
             self.lanes.spreader.clear()
 
     def end(self, reason: str) -> None:
@@ -203,14 +207,19 @@ class Session:
         self.inbox.clear()
         self.outbox.clear()
         self._offer = None
-        if self.primary is self:
+        if not self.is_lane:
             self.lanes.end()
-        elif self.lanes.leave(self.connection):
+        elif self.lanes.leave(self):
             self._touch_lanes()
         for number in self.questions.numbers:
             self.questions.reject(number, RequestError(f"disconnected: {reason}"))
         for number in self.askings.numbers:
             self.askings.withdraw(number)
+
+    @property
+    def is_lane(self) -> bool:
+        """It is a lane of another connection."""
+        return self.primary is not self
 
     @property
     def is_idle(self) -> bool:
@@ -220,7 +229,7 @@ class Session:
     @property
     def queued_bytes(self) -> int:
         """Bytes that wait to be sent."""
-        return self.outbox.queued_bytes + (self.lanes.spreader.queued_bytes if self.primary is self else 0)
+        return self.outbox.queued_bytes + (self.lanes.spreader.queued_bytes if not self.is_lane else 0)
 
     @property
     def traffic(self) -> Traffic:
@@ -233,7 +242,7 @@ class Session:
         """Queue a frame that the protocol itself needs."""
         is_queued = self.outbox.put(frame)
         self.is_overrun |= not is_queued
-        self._agenda.touch(self.connection)
+        self._context.touch(self.connection)
         return is_queued
 
     def send(self, body: bytes, payload: memoryview | None, priority: float, topic: Hashable | None) -> bool:
@@ -242,7 +251,7 @@ class Session:
         Raises:
             ValueError: ``body`` is longer than CONTROL_LIMIT.
         """
-        self._agenda.touch(self.connection)
+        self._context.touch(self.connection)
         if payload is None:
             return self.outbox.put(encode_frame(FrameKind.MESSAGE, 0, body))
         return self._put_payload(Use.MESSAGE, 0, body, payload, priority, topic)
@@ -261,14 +270,14 @@ class Session:
         except (RequestError, ValueError):
             self.questions.end(number)
             raise
-        self._agenda.touch(self.connection)
+        self._context.touch(self.connection)
         return Question(self.connection, number)
 
     def time_out(self, number: int) -> None:
         """The answer did not come in time."""
         error = self.questions.too_late(number)
         self.withdraw(number)
-        self._agenda.tell(Unanswered(Question(self.connection, number), error))
+        self._context.tell(Unanswered(Question(self.connection, number), error))
 
     def withdraw(self, number: int) -> None:
         """We do not want the answer any more: the other side need not send it."""
@@ -336,13 +345,13 @@ class Session:
     def refill(self) -> None:
         """Take parts to send."""
         if self.takes_parts and not self.lanes.is_idle:
-            self.lanes.refill(self.connection, self.outbox, self.spending.left)
+            self.lanes.refill(self, self.outbox, self.spending.left)
 
     def _put_payload(
         self, use: Use, request: int, body: bytes, payload: memoryview, priority: float, topic: Hashable | None
     ) -> bool:
         start = Start(use, request, len(payload))
-        self._agenda.touch(self.connection)
+        self._context.touch(self.connection)
         if not self.lanes.takes(len(payload)):
             return self.outbox.put_payload(start, body, payload, priority, topic) is not None
         is_queued = self.lanes.put(use, request, body, payload, priority, topic)
@@ -352,11 +361,11 @@ class Session:
     def _say_no(self, number: int, text: str) -> None:
         """If even that has no room, the asker's own deadline ends its wait."""
         self.outbox.put(encode_frame(FrameKind.REFUSAL, number, encode_text(text)))
-        self._agenda.touch(self.connection)
+        self._context.touch(self.connection)
 
     def _touch_lanes(self) -> None:
-        for member in self.lanes.members:
-            self._agenda.touch(member)
+        for lane in self.lanes.members:
+            self._context.touch(lane.connection)
 
     # -- in ----------------------------------------------------------------------------------------------------------
 
@@ -387,7 +396,7 @@ class Session:
     def deliver(self, start: Start, body: bytes, payload: memoryview) -> None:
         """A whole payload is here."""
         if start.use is Use.MESSAGE:
-            self._agenda.tell(Message(self.connection, body, payload))
+            self._context.tell(Message(self.connection, body, payload))
         else:
             self.questions.resolve(start.request, Response(body, payload))
 
@@ -411,7 +420,7 @@ class Session:
     def _frame(self, kind: FrameKind, number: int, body: bytes) -> None:
         match kind:
             case FrameKind.MESSAGE:
-                self._agenda.tell(Message(self.connection, body, None))
+                self._context.tell(Message(self.connection, body, None))
             case FrameKind.REQUEST:
                 self._asked(number, *decode_request(body))
             case FrameKind.ANSWER:
@@ -423,23 +432,23 @@ class Session:
             case FrameKind.CANCEL:
                 self._cancelled(number)
             case FrameKind.ACK:
-                self.lanes.spreader.acknowledge(self.connection, number)
+                self.lanes.spreader.acknowledge(self, number)
                 if self.lanes.is_idle:
-                    self._agenda.touch(self.primary.connection)
+                    self._context.touch(self.primary.connection)
             case FrameKind.CREDIT:
                 self.spending.extend(decode_credit(body))
-                self._agenda.touch(self.connection)
+                self._context.touch(self.connection)
             case _:
                 raise FrameError(f"a {kind.name} frame has no place here")
 
     def _asked(self, number: int, max_payload: int, body: bytes) -> None:
-        if not self.askings.begin(number, max_payload, body, self._commons.limits.answer_s):
+        if not self.askings.begin(number, max_payload, body):
             self._say_no(number, f"busy: {len(self.askings.numbers)} requests of yours are being answered")
 
     def answer_overdue(self, number: int) -> None:
         """The user took too long over its answer."""
         self.askings.withdraw(number)
-        self._say_no(number, f"the answer took longer than {self._commons.limits.answer_s:g} s")
+        self._say_no(number, f"the answer took longer than {self._context.limits.answer_s:g} s")
 
     def _withdrawn(self, number: int) -> None:
         self.askings.withdraw(number)
@@ -449,14 +458,14 @@ class Session:
     def _cancelled(self, stream: int) -> None:
         """The other side does not want this stream, nor anything of the payload that it is a part of."""
         self.outbox.cancel(stream)
-        self._forget_parts(self.lanes.spreader.refuse(self.connection, stream))
+        self._forget_parts(self.lanes.spreader.refuse(self, stream))
 
-    def _forget_parts(self, parts: list[tuple[Connection, int]]) -> None:
+    def _forget_parts(self, parts: list[tuple[Session, int]]) -> None:
         for lane, stream in parts:
-            lane.conversation.outbox.cancel(stream)
-            self._agenda.touch(lane)
-        self._agenda.touch(self.connection)
-        self._agenda.touch(self.primary.connection)
+            lane.outbox.cancel(stream)
+            self._context.touch(lane.connection)
+        self._context.touch(self.connection)
+        self._context.touch(self.primary.connection)
 
     def _begun(self, event: Begun) -> None:
         """A stream begins: find its place, or ask whether it is wanted."""
@@ -467,8 +476,8 @@ class Session:
         elif known is Known.OVER or not self._has_room(start):
             self._decline(event.stream, start)
         elif start.use is Use.MESSAGE:
-            self._offer = Offered(self.primary.connection, self, event.stream, start, event.body)
-            self._agenda.tell(self._offer)
+            self._offer = Offered(self.primary.connection, self.connection, event.stream, start, event.body)
+            self._context.tell(self._offer)
         elif self.primary._wants(start):
             self._take(event.stream, start, event.body)
         else:
@@ -476,7 +485,7 @@ class Session:
 
     def _has_room(self, start: Start) -> bool:
         held_bytes = self.inbox.held_bytes if start.part is None else self.lanes.assembler.held_bytes
-        return held_bytes + start.total <= self._commons.limits.inbox_bytes
+        return held_bytes + start.total <= self._context.limits.inbox_bytes
 
     def _wants(self, start: Start) -> bool:
         """Whether the payload of an answer may come."""
@@ -491,7 +500,7 @@ class Session:
             self.lanes.assembler.admit(start, body)
             self.inbox.take(stream, self.lanes.assembler.place(start))
         elif start.size:
-            self.inbox.take(stream, self._commons.blocks.take(start.size))
+            self.inbox.take(stream, self._context.blocks.take(start.size))
         else:
             self.primary.deliver(start, body, memoryview(bytearray()))
 
@@ -504,5 +513,5 @@ class Session:
         """The payload is whole: streams that bring something of it once more write nowhere, and are to stop."""
         assert start.part is not None
         for lane in self.lanes.members:
-            for stream in lane.conversation.inbox.drop(start.part.payload):
-                lane.conversation.put(encode_frame(FrameKind.CANCEL, stream))
+            for stream in lane.inbox.drop(start.part.payload):
+                lane.put(encode_frame(FrameKind.CANCEL, stream))

@@ -57,8 +57,8 @@ class Channel(asyncio.BufferedProtocol):
     def tell(self, event: Proved | Failed | Closing | Ended | Paced) -> None:
         """What became of the connection."""
         match event:
-            case Proved(connection) if not self.proved.done():
-                self.proved.set_result(connection.peer)
+            case Proved() if not self.proved.done():
+                self.proved.set_result(self.connection.peer)
             case Failed(_, error) if not self.proved.done():
                 self.proved.set_exception(error)
             case Closing(_, is_flushed):

@@ -22,7 +22,7 @@ from p2pdiloco.net.authorization import Authorizer
 from p2pdiloco.net.bandwidth import Traffic
 from p2pdiloco.net.connection import Connection
 from p2pdiloco.net.endpoint import LEAVING, Endpoint
-from p2pdiloco.net.events import Event
+from p2pdiloco.net.events import ConnectionId, Event
 from p2pdiloco.net.handshake import NONCE_BYTES, Dialled, Greeter, Hello, Role
 from p2pdiloco.net.limits import ConnectionLimits, TransportLimits, UpBudget
 from p2pdiloco.net.rate_limit import TURN_BYTES
@@ -51,7 +51,7 @@ class EndpointDriver:
     """Call ``turn`` after everything that happens to ``endpoint``. ``start`` it within the event loop."""
 
     def __init__(
-        self, endpoint: Endpoint, tell: Callable[[Event], None], write: Callable[[Connection, Slice], None]
+        self, endpoint: Endpoint, tell: Callable[[Event], None], write: Callable[[ConnectionId, Slice], None]
     ) -> None:
         self._endpoint = endpoint
         self._tell = tell
@@ -211,7 +211,10 @@ class Requests:
         """To whom it concerns."""
         match event:
             case ev.Asked(asking, body):
-                task = self._tasks.spawn(self._answer(asking, body), name=f"answer {asking.number}")
+                task = self._tasks.spawn(
+                    self._answer(asking, self._endpoint.connection(asking.connection).peer, body),
+                    name=f"answer {asking.number}",
+                )
                 self._answering[asking] = task
                 task.add_done_callback(lambda _: self._answering.pop(asking, None))
             case ev.Withdrawn(asking):
@@ -224,9 +227,9 @@ class Requests:
                 if (answered := self._asked.pop(question, None)) is not None and not answered.done():
                     answered.set_exception(error)
 
-    async def _answer(self, asking: ev.Asking, body: bytes) -> None:
+    async def _answer(self, asking: ev.Asking, peer: PeerId, body: bytes) -> None:
         try:
-            self._endpoint.answer(asking, await self._handler.answer(asking.connection.peer, body))
+            self._endpoint.answer(asking, await self._handler.answer(peer, body))
         except RequestRefused as refusal:
             self._endpoint.refuse(asking, str(refusal))
         except Exception:
@@ -305,7 +308,7 @@ class Transport:
             limits=self._limits,
             tasks=self._tasks,
         )
-        self._channels: dict[Connection, Channel] = {}
+        self._channels: dict[ConnectionId, Channel] = {}
         self._requests = Requests(self._endpoint, self._pump, self._tasks, handler)
         self._congestion = sockets.Congestion(self._limits.congestion)
 
@@ -335,7 +338,7 @@ class Transport:
         if doomed:
             await asyncio.wait([channel.gone for channel in doomed], timeout=self._limits.connection.part_s + 1.0)
         for channel in list(self._channels.values()):
-            self._endpoint.abort(channel.connection, LEAVING, self._pump.now())
+            self._endpoint.abort(channel.connection.id, LEAVING, self._pump.now())
         self._pump.turn()
         await self._tasks.__aexit__(kind, error, trace)
         self._pump.stop()
@@ -361,7 +364,7 @@ class Transport:
     def channel_of(self, peer: PeerId) -> Channel | None:
         """The one that serves ``peer``."""
         connection = self._endpoint.serving.get(peer)
-        return None if connection is None or not connection.is_open else self._channels.get(connection)
+        return None if connection is None or not connection.is_open else self._channels.get(connection.id)
 
     def listen_addresses(self) -> list[str]:
         """Multiaddrs with our peer id; for a wildcard one per address of this machine, loopback last."""
@@ -374,12 +377,12 @@ class Transport:
     def queued_bytes(self, peer: PeerId) -> int:
         """Bytes that wait to be sent to ``peer``, beyond what the kernel holds."""
         connection = self._endpoint.serving.get(peer)
-        return connection.conversation.queued_bytes if connection is not None else 0
+        return connection.session.queued_bytes if connection is not None else 0
 
     def lanes(self, peer: PeerId) -> int:
         """Connections to ``peer`` over which payloads are spread; 0: not connected."""
         connection = self._endpoint.serving.get(peer)
-        return len(connection.conversation.lanes.members) if connection is not None else 0
+        return len(connection.session.lanes.members) if connection is not None else 0
 
     def traffic(self) -> Traffic:
         """Bytes on all connections since the start."""
@@ -448,7 +451,7 @@ class Transport:
     def hang_up(self, peer: PeerId, reason: str) -> None:
         """End the connection with ``peer`` at once; what waits to be sent is lost."""
         if (connection := self._endpoint.serving.get(peer)) is not None:
-            self._endpoint.abort(connection, reason, self._pump.now())
+            self._endpoint.abort(connection.id, reason, self._pump.now())
             self._pump.turn()
 
     def blame(self, peer: PeerId) -> None:
@@ -495,9 +498,9 @@ class Transport:
             else:
                 fingerprint = remote_fingerprint(channel.transport.get_extra_info("ssl_object"))
         except ssl.SSLError as error:
-            self._endpoint.abort(channel.connection, str(error), self._pump.now())
+            self._endpoint.abort(channel.connection.id, str(error), self._pump.now())
         else:
-            self._endpoint.up(channel.connection, fingerprint, self._pump.now())
+            self._endpoint.up(channel.connection.id, fingerprint, self._pump.now())
         self._pump.turn()
 
     def read(self) -> None:
@@ -507,21 +510,21 @@ class Transport:
     def writable(self, channel: Channel, is_writable: bool) -> None:
         """The kernel takes more, or is slow."""
         if not is_writable:
-            self._endpoint.pause(channel.connection)
+            self._endpoint.pause(channel.connection.id)
             return
-        self._endpoint.resume(channel.connection)
+        self._endpoint.resume(channel.connection.id)
         self._pump.turn()
 
     def lost(self, channel: Channel, reason: str, error: Exception | None = None) -> None:
         """The socket is closed."""
         self.strangers.lost(channel, error)
-        self._endpoint.lost(channel.connection, reason, self._pump.now())
+        self._endpoint.lost(channel.connection.id, reason, self._pump.now())
         self._pump.turn()
 
     def _new_channel(self, role: Role, host: str, address: Address, dialled: Dialled) -> Channel:
         now = self._pump.now()
         connection = self._endpoint.begin(role, now, host=host, dialled=dialled)
-        channel = self._channels[connection] = Channel(connection, address, self)
+        channel = self._channels[connection] = Channel(self._endpoint.connection(connection), address, self)
         self._pump.turn()
         return channel
 
@@ -530,7 +533,7 @@ class Transport:
         if channel.transport is None:
             self.lost(channel, reason)
         elif not channel.connection.is_proved and not channel.connection.is_ending:
-            self._endpoint.abort(channel.connection, reason, self._pump.now())
+            self._endpoint.abort(channel.connection.id, reason, self._pump.now())
             self._pump.turn()
 
     # -- what the endpoint tells -----------------------------------------------------------------------------------
@@ -539,24 +542,29 @@ class Transport:
         """To whom it concerns."""
         match event:
             case ev.Message():
-                taken = self._handler.message(event.connection.peer, event.body, event.payload)
+                taken = self._handler.message(
+                    self._endpoint.connection(event.connection).peer, event.body, event.payload
+                )
                 if taken is not None:
                     self._hold(event, taken)
             case ev.Offered():
-                if self._handler.admit(event.connection.peer, event.body, event.size):
+                if self._handler.admit(self._endpoint.connection(event.connection).peer, event.body, event.size):
                     self._endpoint.accept(event)
             case ev.Asked() | ev.Withdrawn() | ev.Answered() | ev.Unanswered():
                 self._requests.tell(event)
             case ev.Connected(connection):
                 self._connected(self._channels[connection])
             case ev.Disconnected(connection, reason):
-                self._say(connection)("disconnected", peer=connection.peer, reason=reason)
-                self._handler.disconnected(connection.peer, reason)
+                gone = self._endpoint.connection(connection)
+                self._say(gone)("disconnected", peer=gone.peer, reason=reason)
+                self._handler.disconnected(gone.peer, reason)
             case ev.TwinRefused(connection, kept):
                 where = {"kept": str(self._channels[kept].address), "refused": str(self._channels[connection].address)}
-                log.warning("two processes have one identity: a copied state folder?", peer=connection.peer, **where)
+                peer = self._endpoint.connection(connection).peer
+                log.warning("two processes have one identity: a copied state folder?", peer=peer, **where)
             case ev.LaneWanted():
-                self._tasks.spawn(self._dial_lane(event), name=f"lane of {event.primary.peer}")
+                peer = self._endpoint.connection(event.primary).peer
+                self._tasks.spawn(self._dial_lane(event, peer), name=f"lane of {peer}")
             case ev.LookWanted(connections):
                 found = {connection: self._channels[connection].path() for connection in connections}
                 self._endpoint.saw({connection: path for connection, path in found.items() if path}, self._pump.now())
@@ -590,14 +598,14 @@ class Transport:
 
         taken.add_done_callback(release)
 
-    async def _dial_lane(self, wanted: ev.LaneWanted) -> None:
+    async def _dial_lane(self, wanted: ev.LaneWanted, peer: PeerId) -> None:
         is_there = False
         try:
             async with asyncio.timeout(self._limits.connection.handshake_s):
                 await self.strangers.dial_lane(self._channels[wanted.primary], wanted.lane, wanted.bond)
             is_there = True
         except (KeyError, DialError, OSError) as error:
-            log.info("a lane could not be dialled", peer=wanted.primary.peer, reason=str(error))
+            log.info("a lane could not be dialled", peer=peer, reason=str(error))
         finally:
             self._endpoint.lane_dialled(wanted, is_there, self._pump.now())
             self._pump.turn()

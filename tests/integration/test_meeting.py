@@ -214,7 +214,7 @@ def test_lanes_beside_a_punched_connection_are_punched_too() -> None:
             for one in (ann, bob):
                 await until(lambda one=one: one.ear.heard == [(b"hello", payload)])
             mine = [channel for channel in ann.transport._channels.values() if channel.connection.peer == bob.id]
-            assert [channel.is_met and bool(channel.connection.conversation.traffic.sent_bulk) for channel in mine] == [
+            assert [channel.is_met and bool(channel.connection.session.traffic.sent_bulk) for channel in mine] == [
                 True
             ] * LANES
             assert hub.handler.point is not None
@@ -235,7 +235,9 @@ def test_a_relay_carries_one_connection_of_a_pair(monkeypatch: pytest.MonkeyPatc
             await until(lambda: bob.ear.heard == [(b"hello", payload)])
             assert ann.transport.lanes(bob.id) == 1
             (channel,) = (one for one in ann.transport._channels.values() if one.connection.peer == bob.id)
-            assert LaneKeeper(channel.connection, LANES, 60.0, 0.0).look(None, None, 0.0) == [], "nor are others tried"
+            assert LaneKeeper(channel.connection, {}, LANES, 60.0, 0.0).look(None, None, 0.0) == [], (
+                "nor are others tried"
+            )
 
     run(work)
 

@@ -142,7 +142,7 @@ def test_a_sender_that_exceeds_its_credit_is_dropped(run: Any) -> None:
         async with peer() as (ann, _), transport as bob, peer() as (eve, _):
             await ann.dial(where(bob), 5.0)
             await eve.dial(where(bob), 5.0)
-            ann._endpoint.serving[bob.peer_id].conversation.spending.sent = -(1 << 40)
+            ann._endpoint.serving[bob.peer_id].session.spending.sent = -(1 << 40)
             for _ in range(8):
                 assert ann.send(bob.peer_id, b"", bytes(MIB))
             await until(lambda: holder.losses)

@@ -23,6 +23,7 @@ from p2pdiloco.net.events import (
     Asking,
     Closing,
     Connected,
+    ConnectionId,
     Disconnected,
     Ended,
     Event,
@@ -96,7 +97,7 @@ class Wire:
             self._world.at(at, lambda piece=piece: self._arrive(peer, piece))
         if self._queued[peer] > PIPE_BYTES and peer not in self._full:
             self._full.add(peer)
-            peer.endpoint.pause(self.ends[peer])
+            peer.endpoint.pause(self.ends[peer].id)
 
     def close(self, peer: Peer, is_flushed: bool) -> None:
         """``peer`` closes its end; what it had written arrives first if ``is_flushed``."""
@@ -110,7 +111,7 @@ class Wire:
         if not self.is_cut:
             self.is_cut = True
             for peer, connection in self.ends.items():
-                peer.endpoint.lost(connection, "cut", self._world.now)
+                peer.endpoint.lost(connection.id, "cut", self._world.now)
                 peer.turn()
 
     def _arrive(self, peer: Peer, piece: bytes) -> None:
@@ -125,7 +126,7 @@ class Wire:
         self._read(there, memoryview(data))
         if peer in self._full and self._queued[peer] <= PIPE_BYTES // 2 and not self.is_cut:
             self._full.remove(peer)
-            peer.endpoint.resume(self.ends[peer])
+            peer.endpoint.resume(self.ends[peer].id)
             peer.turn()
 
     def _read(self, peer: Peer, data: memoryview) -> None:
@@ -146,7 +147,7 @@ class Peer:
     def __init__(self, world: World, name: str, limits: TransportLimits, life: str = "") -> None:
         self.world = world
         self.id = PeerId(name)
-        self.wires: dict[Connection, Wire] = {}
+        self.wires: dict[ConnectionId, Wire] = {}
         self.messages: list[tuple[bytes, bytes | None]] = []
         self.voices: list[tuple[bytes, bytes]] = []
         """Of each message, the life that was told to be connected last, and the body."""
@@ -208,10 +209,11 @@ class Peer:
                 self.endpoint.accept(event)
             case Connected(connection):
                 self.connections.append("up")
-                assert connection.remote is not None
-                self._life = connection.remote.life
+                came = self.endpoint.connection(connection)
+                assert came.remote is not None
+                self._life = came.remote.life
                 if self.greeting:
-                    self.endpoint.send(connection.peer, self.greeting, None, 0.0, None)
+                    self.endpoint.send(came.peer, self.greeting, None, 0.0, None)
             case Disconnected():
                 self.connections.append("down")
             case Asked(asking, body):
@@ -334,19 +336,20 @@ class World:
             Role.DIALLER, self.now, host="10.0.0.2", dialled=Dialled(listener.id, lane, bond, is_relayed)
         )
         there = listener.endpoint.begin(Role.LISTENER, self.now, host="10.0.0.1")
-        wire = Wire(self, {dialler: here, listener: there})
+        wire = Wire(self, {dialler: dialler.endpoint.connection(here), listener: listener.endpoint.connection(there)})
         self.wires.append(wire)
         for peer, connection in wire.ends.items():
-            peer.wires[connection] = wire
+            peer.wires[connection.id] = wire
         for peer, connection in wire.ends.items():
-            peer.endpoint.up(connection, FINGERPRINT, self.now)
+            peer.endpoint.up(connection.id, FINGERPRINT, self.now)
             peer.turn()
         return wire
 
     def dial_lane(self, peer: Peer, wanted: LaneWanted) -> None:
         """Some fail."""
         other = peer.wires[wanted.primary].other(peer)
-        is_there = self.rng.random() < 0.8 and not wanted.primary.is_ending
+        primary = peer.endpoint.connections.get(wanted.primary)
+        is_there = self.rng.random() < 0.8 and primary is not None and not primary.is_ending
         if is_there:
             self.dial(peer, other, wanted.lane, wanted.bond)
         peer.endpoint.lane_dialled(wanted, is_there, self.now)
@@ -362,8 +365,8 @@ class World:
 
 def check_bounds(peer: Peer) -> None:
     """What a peer can make another hold."""
-    for connection in peer.endpoint.connections:
-        talk = connection.conversation
+    for connection in peer.endpoint.connections.values():
+        talk = connection.session
         assert talk.inbox.held_bytes <= peer.world.inbox_bytes
         assert talk.lanes.assembler.held_bytes <= peer.world.inbox_bytes
         assert len(talk.askings.numbers) <= 4
@@ -374,8 +377,8 @@ def check_quiet(peer: Peer) -> None:
     """Nothing of what is over is left behind."""
     assert not peer.endpoint.has_events
     assert not peer.endpoint.has_control
-    for connection in peer.endpoint.connections:
-        talk = connection.conversation
+    for connection in peer.endpoint.connections.values():
+        talk = connection.session
         assert talk.is_idle
         assert talk.queued_bytes == 0
         assert talk.inbox.held_bytes == talk.inbox.demand_bytes == talk.lanes.assembler.held_bytes == 0

@@ -26,7 +26,6 @@ TWO_MEANINGS = "Blocks Chain Decoder Links Part Piece Question Role Standing"
 """Classes of one name and two meanings, still."""
 CIRCLES = {
     frozenset({"training.multi_rank", "training.node_link"}),
-    frozenset({"net.connection", "net.context", "net.events", "net.session"}),
 }
 """Modules that know each other's types, still."""
 PARTS = "core|adoption|merges|contributions|farewell|evaluations|presence|repair|workload"

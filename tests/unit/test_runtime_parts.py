@@ -52,6 +52,9 @@ class Endpoint:
     def wake(self, now: float) -> None:
         self.woken += 1
 
+    def connection(self, connection: int) -> Line:
+        return Line()
+
     def ask(self, peer: PeerId, body: bytes, now: float, **limits: object) -> str:
         return "question"
 
@@ -119,7 +122,7 @@ def test_a_question_gets_its_answer_or_its_error_and_is_withdrawn_by_who_waits_n
 def test_anothers_question_is_answered_refused_or_dropped_when_it_is_withdrawn() -> None:
     async def main() -> None:
         endpoint, requests = made()
-        asking = ev.Asking(Line(), 1)  # type: ignore[arg-type]
+        asking = ev.Asking(ev.ConnectionId(0), 1)
         for body in (b"hello", b"no", b"defect"):
             requests.tell(ev.Asked(asking, body))
             for _ in range(3):
