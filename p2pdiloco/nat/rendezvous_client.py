@@ -82,6 +82,8 @@ class RendezvousClient:
         self._asking: Counter[PeerId] = Counter()
         """Requests to meeting points that are under way."""
         transport.strangers.again = self._again
+        for links in (transport, outside):
+            links.answer_requests(intro.Called, self._answer_call)
 
     @property
     def told(self) -> list[intro.Attended]:
@@ -197,7 +199,7 @@ class RendezvousClient:
         met = await self._met(peer, self.points_of(peer), may_relay=False)
         return await self._adopt(Role.DIALLER, met, wanted)
 
-    async def answer(self, point: PeerId, request: intro.Called) -> Answer:
+    async def _answer_call(self, point: PeerId, request: intro.Called) -> Answer:
         """``point`` calls us: somebody wants to meet us.
 
         Raises:
