@@ -1,8 +1,8 @@
 """One connection to one peer, without I/O: its life, from the handshake to the goodbye.
 
-Bytes that were decrypted come in through ``buffer`` and ``advance``; ``step`` handles one frame of them. What is to be
-told, sent and waited for is written into the endpoint's context (net/context.py); net/endpoint.py shows how it is
-driven.
+Decrypted bytes come in through ``buffer`` and ``advance``; ``handle_next_frame`` handles one frame of them. Events,
+deadlines and what is to be sent go into the endpoint's context (net/context.py); net/endpoint.py shows how an endpoint
+is driven.
 
 Rules of this file:
 1. What is said between proved peers is the session's (net/session.py). A connection holds its session, and knows no
@@ -68,7 +68,7 @@ class CloseState:
         return self.over or self.parting or ""
 
     @property
-    def is_said(self) -> bool:
+    def is_goodbye_queued(self) -> bool:
         """The goodbye is out, or in the outbox."""
         return self.parting is not None and self.goodbye is None
 
@@ -77,7 +77,7 @@ class CloseState:
         """Each side has said that another connection stays."""
         return len(self._retired) == 2
 
-    def retires(self, who: str) -> bool:
+    def record_retired(self, who: str) -> bool:
         """``who`` ("us" or "them") says that another connection stays; False: that was said."""
         is_news = who not in self._retired
         self._retired.add(who)
@@ -104,7 +104,7 @@ class Connection:
         self.role = role
         self.host = host
         """The numeric address of the other side's machine."""
-        self.heard_at = context.now
+        self.received_at = context.now
         """When bytes came last."""
         self.local: Hello | None = None
         """What we said; set once TLS is up."""
@@ -121,7 +121,7 @@ class Connection:
         self._dialled = dialled
         self._handshake: Handshake | None = None
         self._end = CloseState()
-        self._is_deaf = False
+        self._ignores_input = False
         """Set when the peer broke the rules: it is told so, and no longer listened to."""
         self._overdue_reason = "no channel came about in time"
         self._set_deadline(context.limits.handshake_s, self._overdue_reason)
@@ -172,7 +172,7 @@ class Connection:
 
     # -- what the endpoint calls -------------------------------------------------------------------------------------
 
-    def up(self, fingerprint: bytes) -> None:
+    def handle_tls_established(self, fingerprint: bytes) -> None:
         """The encrypted channel is there, with the listener's certificate of this ``fingerprint``."""
         if self._end.over is not None:
             return
@@ -180,21 +180,21 @@ class Connection:
         self._handshake = self._context.greeter.handshake(self.role, fingerprint, self._dialled)
         self.local = self._handshake.hello
         self._set_deadline(self._context.limits.handshake_s, "the handshake took too long")
-        self.session.put(encode_frame(FrameKind.HELLO, 0, self._handshake.hello_body))
+        self.session.send_frame(encode_frame(FrameKind.HELLO, 0, self._handshake.hello_body))
 
-    def lost(self, reason: str) -> None:
+    def handle_lost(self, reason: str) -> None:
         """The socket is closed."""
         self.is_lost = True
         reason = self._end.over = self._end.reason or reason
         self._set_deadline(None)
-        self._fail(ConnectionError(reason))
-        self._stop()
-        self.session.end(reason)
+        self._fail_handshake(ConnectionError(reason))
+        self._release()
+        self.session.handle_lost(reason)
 
-    def overdue(self) -> None:
+    def handle_deadline(self) -> None:
         """The deadline has passed."""
         if self._end.over is not None:
-            self._context.tell(Closing(self.id, is_flushed=False))
+            self._context.emit(Closing(self.id, is_flushed=False))
         self.abort(self._overdue_reason)
 
     def send(self, body: bytes, payload: memoryview | None, priority: float, topic: Hashable | None = None) -> bool:
@@ -203,7 +203,7 @@ class Connection:
         Raises:
             ValueError: ``body`` is longer than CONTROL_LIMIT.
         """
-        return self.is_open and self.session.send(body, payload, priority, topic)
+        return self.is_open and self.session.send_message(body, payload, priority, topic)
 
     def retire(self) -> None:
         """Another connection took over: finish what is begun, then close. The other side does the same."""
@@ -213,7 +213,7 @@ class Connection:
         self._set_deadline(self._context.limits.retire_s, "the duplicate connection did not finish in time")
         self._context.touch(self.id)
 
-    def part(self, parting: Parting, reason: str) -> None:
+    def close(self, parting: Parting, reason: str) -> None:
         """Send what is queued, then GOODBYE, then close; all within ``part_s``."""
         if self.is_ending:
             return
@@ -227,18 +227,18 @@ class Connection:
         """Close now; what is queued is lost."""
         if self._end.over is None:
             self._end.over = reason
-            self._stop()
+            self._release()
             self._set_deadline(None)
-            self._context.tell(Closing(self.id, is_flushed=False))
+            self._context.emit(Closing(self.id, is_flushed=False))
 
     def turn_away(self, parting: Parting, reason: str) -> None:
         """Refuse a connection that has not served anybody: say why, and listen no longer."""
-        self._deafen()
-        self.part(parting, reason)
+        self._stop_listening()
+        self.close(parting, reason)
 
     def break_off(self, reason: str) -> None:
         """The peer broke the rules: tell it, and listen no longer."""
-        self.session.forget()
+        self.session.drop_queued()
         self.turn_away(Parting.BROKEN, reason)
 
     def buffer(self) -> memoryview:
@@ -248,50 +248,50 @@ class Connection:
     def advance(self, count: int) -> bool:
         """``count`` bytes were read into ``buffer()``. False: nothing follows yet. Else go through the endpoint's
         events."""
-        if self._is_deaf or self._end.over is not None:
+        if self._ignores_input or self._end.over is not None:
             return False
         if not self.session.inbox.advance(count) and self._context.grants.bytes_per_s is None:
             return False
         self._context.unread[self.id] = None
         return True
 
-    def receive(self, data: bytes) -> None:
+    def receive_data(self, data: bytes) -> None:
         """``data`` came: as ``advance``, copied."""
-        if not self._is_deaf and self._end.over is None:
+        if not self._ignores_input and self._end.over is None:
             self._copied.append(memoryview(data))
             self._context.unread[self.id] = None
 
-    def step(self) -> bool:
+    def handle_next_frame(self) -> bool:
         """Handle the next frame of what came. False: there is no other.
 
         Raises:
             FrameError: the peer broke the format, or a rule of the session. The endpoint breaks off, also with the
                 primary of a lane.
         """
-        self.heard_at = self._context.now
-        self.session.settle_offer()
-        if self._is_deaf or self._end.over is not None:
+        self.received_at = self._context.now
+        self.session.decline_offer()
+        if self._ignores_input or self._end.over is not None:
             return False
         try:
-            event = self.session.inbox.next()
+            event = self.session.inbox.next_event()
             if event is None:
                 return self._read_copied()
             if isinstance(event, Frame) and event.kind in HANDSHAKE_KINDS:
-                self._live(event.kind, event.body)
+                self._handle_handshake_frame(event.kind, event.body)
             else:
-                self.session.handle(event)
+                self.session.handle_event(event)
         except HandshakeError as error:
-            self._fail(error)
-            self._deafen()
-            self.part(Parting.REFUSED, str(error))
+            self._fail_handshake(error)
+            self._stop_listening()
+            self.close(Parting.REFUSED, str(error))
         return self.has_unread
 
     @property
     def has_unread(self) -> bool:
-        """``step`` has something to do."""
+        """``handle_next_frame`` has something to do."""
         return self.session.inbox.has_more or self.session.has_offer or bool(self._copied)
 
-    def settle(self) -> None:
+    def advance_closing(self) -> None:
         """Something has ended or was queued: say goodbye if all is said, close if that is out."""
         session, end = self.session, self._end
         if end.over is not None or not (end.parting is not None or end.is_retiring or session.is_overrun):
@@ -300,15 +300,15 @@ class Connection:
             self.abort("the peer does not read")
             return
         if end.goodbye is not None and (session.is_lane or session.lanes.is_idle):
-            session.outbox.part(end.goodbye)
+            session.outbox.put_goodbye(end.goodbye)
             end.goodbye = None
         if not session.outbox.is_empty or self.is_paused:
             return
-        if end.is_said:
-            self._close(end.reason)
+        if end.is_goodbye_queued:
+            self._close_socket(end.reason)
         elif end.is_retiring and session.is_idle:
-            if end.retires("us"):
-                session.put(encode_goodbye(Parting.DUPLICATE, "another connection of ours stays"))
+            if end.record_retired("us"):
+                session.send_frame(encode_goodbye(Parting.DUPLICATE, "another connection of ours stays"))
             else:
                 self._close_if_both_retired()
 
@@ -325,49 +325,49 @@ class Connection:
 
     # -- reading -----------------------------------------------------------------------------------------------------
 
-    def _live(self, kind: FrameKind, body: bytes) -> None:
+    def _handle_handshake_frame(self, kind: FrameKind, body: bytes) -> None:
         assert self._handshake is not None
         match kind:
             case FrameKind.HELLO:
                 proof = self._handshake.proof_after(body)
                 if self.role is Role.DIALLER:
-                    self.session.put(encode_frame(FrameKind.PROOF, 0, proof))
+                    self.session.send_frame(encode_frame(FrameKind.PROOF, 0, proof))
             case FrameKind.PROOF:
                 self.remote = self._handshake.finish(body)
                 if self.role is Role.LISTENER:
-                    self.session.put(encode_frame(FrameKind.PROOF, 0, self._handshake.proof))
+                    self.session.send_frame(encode_frame(FrameKind.PROOF, 0, self._handshake.proof))
                 self._set_deadline(None)
                 self.session.open(self.peer)
                 self._context.shaper.open(self.peer, self.id)
                 self._context.touch(self.id)
-                self._context.tell(Proved(self.id))
+                self._context.emit(Proved(self.id))
             case _:
-                self._farewell(*decode_goodbye(body))
+                self._handle_goodbye(*decode_goodbye(body))
 
-    def _farewell(self, parting: Parting, reason: str) -> None:
+    def _handle_goodbye(self, parting: Parting, reason: str) -> None:
         if parting is Parting.DUPLICATE and self.remote is not None:
-            self._end.retires("them")
+            self._end.record_retired("them")
             if not self._end.is_retiring:
                 # The other connection may still be on its way to us. Until it is here, this one serves.
                 self._set_deadline(self._context.limits.retire_s, "no other connection came")
             self._close_if_both_retired()
             return
-        self._fail(MismatchError(reason or "the peer left"))
-        self._close(reason or "the peer left")
+        self._fail_handshake(MismatchError(reason or "the peer left"))
+        self._close_socket(reason or "the peer left")
 
-    def _deafen(self) -> None:
-        self._is_deaf = True
+    def _stop_listening(self) -> None:
+        self._ignores_input = True
         self.session.inbox.clear()
 
     # -- parting -----------------------------------------------------------------------------------------------------
 
-    def _fail(self, error: Exception) -> None:
+    def _fail_handshake(self, error: Exception) -> None:
         """If it is not proved, it never will be."""
         if self.remote is None and not self._end.has_failed:
             self._end.has_failed = True
-            self._context.tell(Failed(self.id, error))
+            self._context.emit(Failed(self.id, error))
 
-    def _stop(self) -> None:
+    def _release(self) -> None:
         """Nothing more is sent or granted."""
         self._context.shaper.close(self.id)
         if self.session.account is not None:
@@ -375,21 +375,21 @@ class Connection:
         self.session.outbox.clear()
         self.session.inbox.clear()
 
-    def _close(self, reason: str) -> None:
+    def _close_socket(self, reason: str) -> None:
         """Let what was written go out, then close, within ``part_s``."""
         self._end.over = reason
-        self._stop()
+        self._release()
         self._set_deadline(self._context.limits.part_s, reason)
-        self._context.tell(Closing(self.id, is_flushed=True))
+        self._context.emit(Closing(self.id, is_flushed=True))
 
     def _close_if_both_retired(self) -> None:
         if self._end.have_both_retired and self._end.over is None:
-            self._close("another connection of ours stays")
+            self._close_socket("another connection of ours stays")
 
     def _set_deadline(self, delay_s: float | None, reason: str = "") -> None:
         """The one deadline that runs; a new one replaces it."""
         self._overdue_reason = reason
         if delay_s is None:
-            self._context.deadlines.cancel((Due.LIFE, self.id))
+            self._context.deadlines.cancel((Due.CONNECTION, self.id))
         else:
-            self._context.deadlines.set((Due.LIFE, self.id), self._context.now + delay_s)
+            self._context.deadlines.set((Due.CONNECTION, self.id), self._context.now + delay_s)

@@ -69,10 +69,10 @@ class Deadlines:
 class Due(Enum):
     """What a deadline is for."""
 
-    LIFE = "life"
-    QUESTION = "question"
-    ASKING = "asking"
-    LOOK = "look"
+    CONNECTION = "connection"
+    REQUEST = "request"
+    ANSWER = "answer"
+    PATH_INFO = "path info"
 
 
 class EndpointContext:
@@ -101,7 +101,7 @@ class EndpointContext:
         self.unread: dict[ConnectionId, None] = {}
         """Connections with received bytes that were not parsed yet."""
 
-    def tell(self, event: Event) -> None:
+    def emit(self, event: Event) -> None:
         """Queue an event for whoever drives the endpoint."""
         self.events.append(event)
 

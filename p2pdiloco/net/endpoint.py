@@ -1,28 +1,31 @@
 """All connections of one peer, without I/O: which serve, what they carry, who sends next, what is due when.
 
-Whoever drives an endpoint owns the sockets and the clock. It says what happened (``begin``, ``up``, ``receive``,
-``lost``, ``pause``, ``resume``, ``saw``, ``send``, ``ask`` ...), and after each such call, and when ``next_deadline``
-has come, it goes through ``events`` and ``to_send`` until both are empty, and closes what it is told to close. Two
-endpoints in virtual time, with one connection whose bytes take no time:
+Whoever drives an endpoint owns the sockets and the clock. It says what happened (``add_connection``,
+``handle_tls_established``, ``receive_data``, ``handle_connection_lost``, ``send``, ``send_request`` ...). After each
+such call, and when ``next_deadline`` has come, it goes through ``events`` and ``to_send`` until both are empty, and
+closes what it is told to close. Two endpoints in virtual time, with one connection whose bytes take no time:
 
     now = 0.0
-    ends = {ann: ann.begin(Role.DIALLER, now, host="bob"), bob: bob.begin(Role.LISTENER, now, host="ann")}
+    ends = {
+        ann: ann.add_connection(Role.DIALLER, now, host="bob"),
+        bob: bob.add_connection(Role.LISTENER, now, host="ann"),
+    }
     for endpoint, connection in ends.items():
-        endpoint.up(connection, bytes(32), now)             # TLS is there; both know the listener's certificate
+        endpoint.handle_tls_established(connection, bytes(32), now)     # both know the listener's certificate
     while now is not None:
         for here, there in ((ann, bob), (bob, ann)):
             here.wake(now)
             for event in here.events(now):
                 match event:
                     case Offered():
-                        here.accept(event)                  # or not: then the sender is told to stop
+                        here.accept_payload(event)                  # or not: then the sender is told to stop
                     case Message():
                         print(here.connection(event.connection).peer, event.body, event.payload)
                     case Closing():
-                        here.lost(event.connection, "closed", now)
-                        there.lost(ends[there], "the other side closed the connection", now)
+                        here.handle_connection_lost(event.connection, "closed", now)
+                        there.handle_connection_lost(ends[there], "the other side closed the connection", now)
             for _, piece in here.to_send(now):
-                there.receive(ends[there], piece.head + piece.chunk, now)
+                there.receive_data(ends[there], piece.head + piece.chunk, now)
         now = earliest(ann.next_deadline(), bob.next_deadline())
 
 (``tests/property/two_endpoints.py`` does that with delays and cuts, ``transport/transport.py`` with asyncio.)
@@ -49,18 +52,18 @@ from p2pdiloco.net.bandwidth import Path, Traffic
 from p2pdiloco.net.connection import Connection
 from p2pdiloco.net.context import Due, EndpointContext
 from p2pdiloco.net.events import (
-    Asking,
     Connected,
     ConnectionId,
     Disconnected,
     Ended,
     Event,
+    IncomingRequest,
     LaneWanted,
     Message,
     Offered,
+    OutgoingRequest,
     Paced,
     Proved,
-    Question,
     TwinRefused,
 )
 from p2pdiloco.net.flow_control import Account
@@ -92,11 +95,11 @@ class PastIncarnations:
         self._told: dict[PeerId, None] = {}
         """Peers of which it is known that they are two processes."""
 
-    def has(self, peer: PeerId, life: bytes) -> bool:
+    def has_ended(self, peer: PeerId, life: bytes) -> bool:
         """Whether that life is over."""
         return life in self._past.get(peer, ())
 
-    def end(self, peer: PeerId, life: bytes) -> None:
+    def record_end(self, peer: PeerId, life: bytes) -> None:
         """Another life takes its place."""
         past = self._past.pop(peer, None) or deque(maxlen=LIVES)
         if life not in past:
@@ -107,7 +110,7 @@ class PastIncarnations:
             del self._past[oldest]
             self._told.pop(oldest, None)
 
-    def is_news(self, peer: PeerId) -> bool:
+    def note_conflict(self, peer: PeerId) -> bool:
         """Whether a life that is over comes back for the first time."""
         is_news = peer not in self._told
         self._told[peer] = None
@@ -145,7 +148,7 @@ class Peers:
         self._places = places
         self._connections = connections
 
-    def proved(self, connection: Connection) -> bool:
+    def handle_proved(self, connection: Connection) -> bool:
         """A connection is there. Whether it serves now."""
         peer, old = connection.peer, self.serving.get(connection.peer)
         if self.is_leaving:
@@ -155,13 +158,13 @@ class Peers:
         elif connection.greeting.lane:
             self._bind_lane(connection, old)
         elif old is None:
-            return self._install(connection)
+            return self._serve(connection)
         elif _life_of(old) != _life_of(connection):
-            if not (old.is_open and self._past.has(peer, _life_of(connection))):
-                self._past.end(peer, _life_of(old))
+            if not (old.is_open and self._past.has_ended(peer, _life_of(connection))):
+                self._past.record_end(peer, _life_of(old))
                 return self._replace(old, connection)
-            if self._past.is_news(peer):
-                self._context.tell(TwinRefused(connection.id, old.id))
+            if self._past.note_conflict(peer):
+                self._context.emit(TwinRefused(connection.id, old.id))
             connection.turn_away(Parting.LEAVING, TWIN)
         elif not old.is_open:
             return self._replace(old, connection)
@@ -175,31 +178,31 @@ class Peers:
 
     def _replace(self, old: Connection, connection: Connection) -> bool:
         reason = "the peer came back with a new connection"
-        self.gone(old, reason)
+        self.stop_serving(old, reason)
         old.abort(reason)
-        return self._install(connection)
+        return self._serve(connection)
 
-    def gone(self, connection: Connection, reason: str) -> None:
+    def stop_serving(self, connection: Connection, reason: str) -> None:
         """A connection serves no longer."""
         if connection.is_proved and self.serving.get(connection.peer) is connection:
             del self.serving[connection.peer]
-            self._context.tell(Disconnected(connection.id, reason))
+            self._context.emit(Disconnected(connection.id, reason))
 
-    def _install(self, connection: Connection) -> bool:
+    def _serve(self, connection: Connection) -> bool:
         if len(self.serving) >= self._places:
-            places = {other: (machine_of(other.host), other.heard_at) for other in self.serving.values()}
+            places = {other: (machine_of(other.host), other.received_at) for other in self.serving.values()}
             out = displaced(places, machine_of(connection.host))
             if out is None:
                 connection.turn_away(Parting.LEAVING, f"{len(self.serving)} peers are connected already")
                 return False
             reason = "it made room: too many peers of its address are connected"
-            self.gone(out, reason)
-            out.part(Parting.LEAVING, reason)
+            self.stop_serving(out, reason)
+            out.close(Parting.LEAVING, reason)
         for other in [c for c in self._connections.values() if c.is_open and c.peer == connection.peer]:
             if _life_of(other) != _life_of(connection):
                 other.abort("another life of the peer is here")
         self.serving[connection.peer] = connection
-        self._context.tell(Connected(connection.id))
+        self._context.emit(Connected(connection.id))
         return True
 
     def _bind_lane(self, lane: Connection, primary: Connection | None) -> None:
@@ -251,12 +254,12 @@ class Endpoint:
         self._ids = itertools.count()
         self.connections: dict[ConnectionId, Connection] = {}
         """Every one whose event Ended was not handed out, unproved and retiring ones included."""
-        self._strangers: Room[ConnectionId] = Room(limits.handshakes)
+        self._half_open: Room[ConnectionId] = Room(limits.handshakes)
         """Accepted and not proved."""
         self._peers = Peers(self._context, limits.connections, self.connections)
-        self._watch = PathMonitor(self._context, limits, self.connections)
+        self._path_monitor = PathMonitor(self._context, limits, self.connections)
         self._accounts: dict[Account, Connection] = {}
-        self._past = Traffic()
+        self._past_traffic = Traffic()
         """Of connections that have ended."""
 
     # -- what there is -----------------------------------------------------------------------------------------------
@@ -274,7 +277,7 @@ class Endpoint:
     @property
     def line_bytes_per_s(self) -> float | None:
         """What the link carries upwards; see ``PathMonitor``."""
-        return self._watch.line_bytes_per_s
+        return self._path_monitor.line_bytes_per_s
 
     def connection(self, connection: ConnectionId) -> Connection:
         """The connection of an id, to read its state. Raises KeyError once its event Ended was handed out."""
@@ -283,55 +286,55 @@ class Endpoint:
     def traffic(self) -> Traffic:
         """Bytes on all connections since the start."""
         total = Traffic()
-        total.add(self._past)
+        total.add(self._past_traffic)
         for connection in self.connections.values():
             total.add(connection.session.traffic)
         return total
 
     # -- connections -------------------------------------------------------------------------------------------------
 
-    def begin(self, role: Role, now: float, *, host: str, dialled: Dialled = ANYBODY) -> ConnectionId:
+    def add_connection(self, role: Role, now: float, *, host: str, dialled: Dialled = ANYBODY) -> ConnectionId:
         """The id of a new connection to the numeric address ``host``: it is there, and not encrypted yet."""
         self._context.now = now
         connection = ConnectionId(next(self._ids))
         self.connections[connection] = Connection(connection, self._context, role=role, host=host, dialled=dialled)
         if role is Role.LISTENER:
-            out = self._strangers.enter(connection, machine_of(host))
+            out = self._half_open.enter(connection, machine_of(host))
             if out is not None:
                 self.connections[out].abort("it made room for a newcomer: it took long to prove itself")
         return connection
 
-    def up(self, connection: ConnectionId, fingerprint: bytes, now: float) -> None:
+    def handle_tls_established(self, connection: ConnectionId, fingerprint: bytes, now: float) -> None:
         """TLS is there, with the listener's certificate of this SHA-256 ``fingerprint``."""
         self._context.now = now
         if (found := self.connections.get(connection)) is not None:
-            found.up(fingerprint)
+            found.handle_tls_established(fingerprint)
 
-    def receive(self, connection: ConnectionId, data: bytes, now: float) -> None:
+    def receive_data(self, connection: ConnectionId, data: bytes, now: float) -> None:
         """``data`` came. (A driver that reads into the connection's ``buffer()`` and calls ``advance()`` saves a
         copy.)"""
         self._context.now = now
         if (found := self.connections.get(connection)) is not None:
-            found.receive(data)
+            found.receive_data(data)
 
-    def lost(self, connection: ConnectionId, reason: str, now: float) -> None:
+    def handle_connection_lost(self, connection: ConnectionId, reason: str, now: float) -> None:
         """The socket is closed, by whomever."""
         self._context.now = now
         found = self.connections.get(connection)
         if found is None or found.is_lost:
             return
-        found.lost(reason)
+        found.handle_lost(reason)
         session = found.session
         for lane in [] if session.is_lane else session.lanes.members:
             if lane is not session:
                 self.connections[lane.connection].abort(f"its primary connection ended: {found.reason}")
         self._context.unread.pop(connection, None)
-        self._strangers.leave(connection)
+        self._half_open.leave(connection)
         if session.account is not None:
             self._accounts.pop(session.account, None)
-        self._peers.gone(found, found.reason)
-        self._watch.forget(connection)
-        self._context.tell(Ended(connection, found.reason))
+        self._peers.stop_serving(found, found.reason)
+        self._path_monitor.remove(connection)
+        self._context.emit(Ended(connection, found.reason))
 
     def abort(self, connection: ConnectionId, reason: str, now: float) -> None:
         """Close it at once, whatever it is doing."""
@@ -339,27 +342,27 @@ class Endpoint:
         if (found := self.connections.get(connection)) is not None:
             found.abort(reason)
 
-    def pause(self, connection: ConnectionId) -> None:
+    def pause_writing(self, connection: ConnectionId) -> None:
         """The socket takes no more."""
         if (found := self.connections.get(connection)) is not None:
             found.is_paused = True
 
-    def resume(self, connection: ConnectionId) -> None:
+    def resume_writing(self, connection: ConnectionId) -> None:
         """The socket takes more."""
         if (found := self.connections.get(connection)) is not None:
             found.is_paused = False
             self._context.touch(connection)
 
-    def saw(self, paths: Mapping[ConnectionId, Path], now: float) -> None:
-        """What the kernel knows of the connections that LookWanted named."""
+    def handle_path_info(self, paths: Mapping[ConnectionId, Path], now: float) -> None:
+        """What the kernel knows of the connections that PathInfoWanted named."""
         self._context.now = now
-        self._watch.saw(paths)
-        self._pace()
+        self._path_monitor.handle_paths(paths)
+        self._emit_pacing()
 
-    def lane_dialled(self, wanted: LaneWanted, is_there: bool, now: float) -> None:
+    def handle_lane_dialled(self, wanted: LaneWanted, is_there: bool, now: float) -> None:
         """A lane that was wanted is proved, or failed."""
         self._context.now = now
-        self._watch.lane_dialled(wanted.primary, is_there)
+        self._path_monitor.handle_lane_dialled(wanted.primary, is_there)
 
     def leave(self, reason: str, now: float) -> None:
         """Part from every peer, and from those that come."""
@@ -369,7 +372,7 @@ class Endpoint:
             if connection.session.is_lane:
                 continue  # Lanes end with their primary.
             if connection.is_open:
-                connection.part(Parting.LEAVING, reason)
+                connection.close(Parting.LEAVING, reason)
             else:
                 connection.abort(reason)
 
@@ -386,8 +389,10 @@ class Endpoint:
         connection = self.serving.get(peer)
         return connection is not None and connection.send(body, payload, priority, topic)
 
-    def ask(self, peer: PeerId, body: bytes, now: float, *, timeout_s: float, max_payload: int) -> Question:
-        """Queue a request; Answered or Unanswered will come.
+    def send_request(
+        self, peer: PeerId, body: bytes, now: float, *, timeout_s: float, max_payload: int
+    ) -> OutgoingRequest:
+        """Queue a request; AnswerReceived or RequestFailed will come.
 
         Raises:
             RequestError: not connected, or no room.
@@ -397,28 +402,28 @@ class Endpoint:
         connection = self.serving.get(peer)
         if connection is None or not connection.is_open:
             raise RequestError("not connected")
-        return connection.session.ask(body, timeout_s, max_payload)
+        return connection.session.send_request(body, timeout_s, max_payload)
 
-    def withdraw(self, question: Question) -> None:
-        """The answer is not wanted any more; neither Answered nor Unanswered will come."""
-        if (connection := self.connections.get(question.connection)) is not None:
-            connection.session.withdraw(question.number)
+    def withdraw_request(self, request: OutgoingRequest) -> None:
+        """The answer is not wanted any more; neither AnswerReceived nor RequestFailed will come."""
+        if (connection := self.connections.get(request.connection)) is not None:
+            connection.session.withdraw_request(request.number)
 
-    def answer(self, asking: Asking, answer: Answer) -> None:
+    def send_answer(self, request: IncomingRequest, answer: Answer) -> None:
         """The answer to the peer's request."""
-        if (connection := self.connections.get(asking.connection)) is not None:
-            connection.session.answer(asking.number, answer)
+        if (connection := self.connections.get(request.connection)) is not None:
+            connection.session.send_answer(request.number, answer)
 
-    def refuse(self, asking: Asking, text: str) -> None:
+    def refuse_request(self, request: IncomingRequest, text: str) -> None:
         """There is no answer; the peer is told why."""
-        if (connection := self.connections.get(asking.connection)) is not None:
-            connection.session.refuse(asking.number, text)
+        if (connection := self.connections.get(request.connection)) is not None:
+            connection.session.refuse_request(request.number, text)
 
-    def accept(self, offer: Offered) -> None:
+    def accept_payload(self, offer: Offered) -> None:
         """Take the payload that is to come."""
-        self.connections[offer.receiver].session.accept(offer)
+        self.connections[offer.receiver].session.accept_offer(offer)
 
-    def hold(self, message: Message) -> Hold:
+    def hold_payload(self, message: Message) -> Hold:
         """The user has not taken the message's payload yet: its bytes count against what the peer may send."""
         lanes = self.connections[message.connection].session.lanes.members
         accounts = tuple(lane.account for lane in lanes if lane.account is not None)
@@ -427,12 +432,12 @@ class Endpoint:
             account.untaken += hold.bytes_each
         return hold
 
-    def release(self, hold: Hold, now: float) -> None:
+    def release_payload(self, hold: Hold, now: float) -> None:
         """The user has taken the payload of ``hold``: its bytes no longer count against the peer."""
         self._context.now = now
         for account in hold.accounts:
             account.untaken -= hold.bytes_each
-            self._tell_credit(self._context.grants.progressed(account, now))
+            self._send_credit(self._context.grants.update(account, now))
 
     def blame(self, peer: PeerId, now: float) -> None:
         """``peer`` sent a body that cannot be read. Too many, and it is cut off."""
@@ -441,24 +446,24 @@ class Endpoint:
         if self._context.scores.blame(peer, BODY, now) and connection is not None:
             connection.break_off("too much that cannot be read")
 
-    def part(self, peer: PeerId, reason: str, now: float) -> None:
+    def disconnect(self, peer: PeerId, reason: str, now: float) -> None:
         """Part from ``peer``: what is queued is flushed for ``part_s`` seconds; it is told ``reason``."""
         self._context.now = now
         if (connection := self.serving.get(peer)) is not None:
-            connection.part(Parting.LEAVING, reason)
+            connection.close(Parting.LEAVING, reason)
 
     def set_budget(self, up: UpBudget, down: float | None, now: float) -> None:
         """Bytes per second over all connections from now on; None: no limit."""
         self._context.now = now
-        self._tell_credit(self._context.grants.set_budget(down, now))
-        self._watch.set_budget(up)
-        self._pace()
+        self._send_credit(self._context.grants.set_budget(down, now))
+        self._path_monitor.set_budget(up)
+        self._emit_pacing()
 
     def set_cap(self, peer: PeerId, bytes_per_s: float | None, now: float) -> None:
         """Limit what is sent to ``peer`` beside the budget; None lifts it. Lasts until it disconnects."""
         if peer in self.serving:
             self._context.shaper.set_cap(peer, bytes_per_s, now)
-            self._pace()
+            self._emit_pacing()
 
     # -- driving -----------------------------------------------------------------------------------------------------
 
@@ -479,10 +484,10 @@ class Endpoint:
         """Time has passed."""
         self._context.now = now
         while (key := self._context.deadlines.due(now)) is not None:
-            self._due(key)
+            self._handle_deadline(key)
         due_at = self._context.grants.due_at
         if due_at is not None and due_at <= now:
-            self._tell_credit(self._context.grants.grant(now))
+            self._send_credit(self._context.grants.grant(now))
 
     def events(self, now: float) -> Iterator[Event]:
         """What happened, one after the other: what follows an event in the bytes that came is looked at after it."""
@@ -492,14 +497,14 @@ class Endpoint:
             while context.events:
                 event = context.events.popleft()
                 if isinstance(event, (Proved, Ended)):
-                    self._note(event)
+                    self._handle_lifecycle(event)
                 yield event
             if not context.unread:
                 return
             connection = self.connections[next(iter(context.unread))]
-            if not self._step(connection):
+            if not self._handle_next_frame(connection):
                 context.unread.pop(connection.id, None)
-                self._credit(connection)
+                self._update_account(connection)
 
     def to_send(self, now: float, bulk_bytes: int = TURN_BYTES) -> Iterator[tuple[ConnectionId, Slice]]:
         """What is to be written now: all control that waits, then about ``bulk_bytes`` of bulk."""
@@ -512,7 +517,7 @@ class Endpoint:
                 del context.touched[touched]
                 if (connection := self.connections.get(touched)) is None:
                     continue
-                connection.settle()
+                connection.advance_closing()
                 if connection.is_over:
                     continue
                 session = connection.session
@@ -523,7 +528,7 @@ class Endpoint:
                 if session.has_waiting_bulk:
                     shaper.ready(connection.id)
                 elif session.outbox.is_empty:
-                    connection.settle()
+                    connection.advance_closing()
             if written >= bulk_bytes or (choice := shaper.next(context.now)) is None:
                 return
             chosen, most = choice
@@ -536,7 +541,7 @@ class Endpoint:
             count = len(piece.head) + len(piece.chunk)
             shaper.wrote(chosen, count, context.now)
             if shaper.has_news:
-                self._pace()
+                self._emit_pacing()
             written += count
             if not connection.session.outbox.has_bulk:
                 context.touch(chosen)  # a GOODBYE may have waited for it
@@ -551,15 +556,15 @@ class Endpoint:
         """``to_send`` may have something beside bulk."""
         return bool(self._context.touched)
 
-    def _pace(self) -> None:
+    def _emit_pacing(self) -> None:
         for connection, rate in self._context.shaper.news().items():
-            self._context.tell(Paced(connection, rate))
+            self._context.emit(Paced(connection, rate))
 
-    def _step(self, connection: Connection) -> bool:
+    def _handle_next_frame(self, connection: Connection) -> bool:
         """Handle the next frame that came on a connection; whether there is another. A peer that breaks the format is
         cut off: a lane takes its primary with it."""
         try:
-            return connection.step()
+            return connection.handle_next_frame()
         except FrameError as error:
             if connection.is_proved:
                 self._context.scores.blame(connection.peer, FRAMES, self._context.now)
@@ -567,44 +572,44 @@ class Endpoint:
                 self.connections[broken].break_off(f"broken frames: {error}")
             return connection.has_unread
 
-    def _note(self, event: Proved | Ended) -> None:
+    def _handle_lifecycle(self, event: Proved | Ended) -> None:
         """What the endpoint itself has to do with an event."""
         connection = self.connections[event.connection]
         match event:
             case Proved():
-                self._strangers.leave(connection.id)
-                self._pace()
-                if connection.is_open and self._peers.proved(connection):
-                    self._watch.serves(connection)
+                self._half_open.leave(connection.id)
+                self._emit_pacing()
+                if connection.is_open and self._peers.handle_proved(connection):
+                    self._path_monitor.add_serving(connection)
                 account = connection.session.account
                 if account is not None and not connection.is_over:
                     self._accounts[account] = connection
-                    self._tell_credit(self._context.grants.open(account, self._context.now))
+                    self._send_credit(self._context.grants.open(account, self._context.now))
             case Ended():
-                self._past.add(connection.session.traffic)
+                self._past_traffic.add(connection.session.traffic)
                 del self.connections[connection.id]
 
-    def _due(self, key: Hashable) -> None:
+    def _handle_deadline(self, key: Hashable) -> None:
         match key:
-            case (Due.LIFE, int() as connection):
-                self.connections[ConnectionId(connection)].overdue()
-            case (Due.QUESTION, int() as connection, int() as number):
-                self.connections[ConnectionId(connection)].session.time_out(number)
-            case (Due.ASKING, int() as connection, int() as number):
-                self.connections[ConnectionId(connection)].session.answer_overdue(number)
-            case Due.LOOK:
-                self._watch.look()
+            case (Due.CONNECTION, int() as connection):
+                self.connections[ConnectionId(connection)].handle_deadline()
+            case (Due.REQUEST, int() as connection, int() as number):
+                self.connections[ConnectionId(connection)].session.expire_request(number)
+            case (Due.ANSWER, int() as connection, int() as number):
+                self.connections[ConnectionId(connection)].session.expire_answer(number)
+            case Due.PATH_INFO:
+                self._path_monitor.request_paths()
 
-    def _credit(self, connection: Connection) -> None:
+    def _update_account(self, connection: Connection) -> None:
         """Bytes came: the sender may send more."""
         account, inbox = connection.session.account, connection.session.inbox
         news = (inbox.arrived_bytes, inbox.demand_bytes)
         if account is None or news == (account.received, account.demand):
             return
         account.received, account.demand = news
-        self._tell_credit(self._context.grants.progressed(account, self._context.now))
+        self._send_credit(self._context.grants.update(account, self._context.now))
 
-    def _tell_credit(self, grown: list[Account]) -> None:
+    def _send_credit(self, grown: list[Account]) -> None:
         for account in grown:
             if (connection := self._accounts.get(account)) is not None and not connection.is_over:
-                connection.session.tell_credit()
+                connection.session.send_credit()

@@ -17,14 +17,14 @@ ConnectionId = NewType("ConnectionId", int)
 """Names one connection of an endpoint; never used twice."""
 
 
-class Question(Struct, frozen=True):
+class OutgoingRequest(Struct, frozen=True):
     """One of our requests."""
 
     connection: ConnectionId
     number: int
 
 
-class Asking(Struct, frozen=True):
+class IncomingRequest(Struct, frozen=True):
     """One of the peer's requests."""
 
     connection: ConnectionId
@@ -79,30 +79,30 @@ class Offered(Struct, frozen=True):
         return self.start.total
 
 
-class Asked(Struct, frozen=True):
+class RequestReceived(Struct, frozen=True):
     """The peer asks: ``Endpoint.answer`` or ``Endpoint.refuse``."""
 
-    asking: Asking
+    request: IncomingRequest
     body: bytes
 
 
-class Withdrawn(Struct, frozen=True):
+class RequestWithdrawn(Struct, frozen=True):
     """Nobody waits for this answer any more."""
 
-    asking: Asking
+    request: IncomingRequest
 
 
-class Answered(Struct, frozen=True):
+class AnswerReceived(Struct, frozen=True):
     """The answer to a question of ours."""
 
-    question: Question
+    request: OutgoingRequest
     response: Response
 
 
-class Unanswered(Struct, frozen=True):
+class RequestFailed(Struct, frozen=True):
     """There will be no answer."""
 
-    question: Question
+    request: OutgoingRequest
     error: RequestError
 
 
@@ -152,13 +152,13 @@ class LaneWanted(Struct, frozen=True):
     bond: bytes
 
 
-class LookWanted(Struct, frozen=True):
+class PathInfoWanted(Struct, frozen=True):
     """Tell ``Endpoint.saw`` what the kernel knows of these connections."""
 
     connections: tuple[ConnectionId, ...]
 
 
-class Learned(Struct, frozen=True):
+class UplinkMeasured(Struct, frozen=True):
     """What the link up carries was measured anew."""
 
     bytes_per_s: float
@@ -170,16 +170,16 @@ Event = (
     | TwinRefused
     | Message
     | Offered
-    | Asked
-    | Withdrawn
-    | Answered
-    | Unanswered
+    | RequestReceived
+    | RequestWithdrawn
+    | AnswerReceived
+    | RequestFailed
     | Proved
     | Failed
     | Closing
     | Ended
     | Paced
     | LaneWanted
-    | LookWanted
-    | Learned
+    | PathInfoWanted
+    | UplinkMeasured
 )

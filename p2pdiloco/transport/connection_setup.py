@@ -471,7 +471,7 @@ class ConnectionSetup:
         if not isinstance(error, TimeoutError):
             return
         connection, now = channel.connection, asyncio.get_running_loop().time()
-        is_heard = now - connection.heard_at < sockets.DEAD_AFTER_S / 2
+        is_heard = now - connection.received_at < sockets.DEAD_AFTER_S / 2
         if not connection.is_proved or not (is_heard or now - channel.began_at < 2 * sockets.DEAD_AFTER_S):
             return
         if connection.role is Role.LISTENER:

@@ -164,9 +164,9 @@ class Transport:
             tasks=self._tasks,
         )
         self._channels: dict[ConnectionId, Channel] = {}
-        self._requests: dict[ev.Question, asyncio.Future[Response]] = {}
+        self._requests: dict[ev.OutgoingRequest, asyncio.Future[Response]] = {}
         """Our requests that wait for an answer."""
-        self._answers: dict[ev.Asking, asyncio.Task[None]] = {}
+        self._answers: dict[ev.IncomingRequest, asyncio.Task[None]] = {}
         """Tasks that answer the peers' requests."""
         self._answerers: dict[bytes, Callable[[PeerId, bytes], Awaitable[Answer]]] = {}
         """Of kinds of requests that are not the handler's, by their encoded tags."""
@@ -308,15 +308,15 @@ class Transport:
             RequestError: not connected, disconnected, timed out, too large.
             ValueError: ``body`` is longer than 1 MiB.
         """
-        question = self._endpoint.ask(peer, body, self._loop.time(), timeout_s=timeout_s, max_payload=max_payload)
+        asked = self._endpoint.send_request(peer, body, self._loop.time(), timeout_s=timeout_s, max_payload=max_payload)
         answered: asyncio.Future[Response] = self._loop.create_future()
-        self._requests[question] = answered
+        self._requests[asked] = answered
         self._turn()
         try:
             return await answered
         finally:
-            if self._requests.pop(question, None) is not None:
-                self._endpoint.withdraw(question)
+            if self._requests.pop(asked, None) is not None:
+                self._endpoint.withdraw_request(asked)
                 self._turn()
 
     def answer_requests(
@@ -340,7 +340,7 @@ class Transport:
 
     def disconnect(self, peer: PeerId, reason: str) -> None:
         """Part from ``peer``: what is queued is flushed for ``part_s`` seconds; it is told ``reason``."""
-        self._endpoint.part(peer, reason, self._loop.time())
+        self._endpoint.disconnect(peer, reason, self._loop.time())
         self._turn()
 
     def hang_up(self, peer: PeerId, reason: str) -> None:
@@ -395,7 +395,7 @@ class Transport:
         except ssl.SSLError as error:
             self._endpoint.abort(channel.connection.id, str(error), self._loop.time())
         else:
-            self._endpoint.up(channel.connection.id, fingerprint, self._loop.time())
+            self._endpoint.handle_tls_established(channel.connection.id, fingerprint, self._loop.time())
         self._turn()
 
     def read(self) -> None:
@@ -405,20 +405,20 @@ class Transport:
     def writable(self, channel: Channel, is_writable: bool) -> None:
         """The kernel takes more, or is slow."""
         if not is_writable:
-            self._endpoint.pause(channel.connection.id)
+            self._endpoint.pause_writing(channel.connection.id)
             return
-        self._endpoint.resume(channel.connection.id)
+        self._endpoint.resume_writing(channel.connection.id)
         self._turn()
 
     def lost(self, channel: Channel, reason: str, error: Exception | None = None) -> None:
         """The socket is closed."""
         self.strangers.lost(channel, error)
-        self._endpoint.lost(channel.connection.id, reason, self._loop.time())
+        self._endpoint.handle_connection_lost(channel.connection.id, reason, self._loop.time())
         self._turn()
 
     def _new_channel(self, role: Role, host: str, address: Address, dialled: Dialled) -> Channel:
         now = self._loop.time()
-        connection = self._endpoint.begin(role, now, host=host, dialled=dialled)
+        connection = self._endpoint.add_connection(role, now, host=host, dialled=dialled)
         channel = self._channels[connection] = Channel(self._endpoint.connection(connection), address, self)
         self._turn()
         return channel
@@ -501,20 +501,20 @@ class Transport:
                     self._hold(event, taken)
             case ev.Offered():
                 if self._handler.admit(self._endpoint.connection(event.connection).peer, event.body, event.size):
-                    self._endpoint.accept(event)
-            case ev.Asked(asking, body):
-                peer = self._endpoint.connection(asking.connection).peer
-                task = self._tasks.spawn(self._answer(asking, peer, body), name=f"answer {asking.number}")
-                self._answers[asking] = task
-                task.add_done_callback(lambda _: self._answers.pop(asking, None))
-            case ev.Withdrawn(asking):
-                if (running := self._answers.get(asking)) is not None:
+                    self._endpoint.accept_payload(event)
+            case ev.RequestReceived(request, body):
+                peer = self._endpoint.connection(request.connection).peer
+                task = self._tasks.spawn(self._answer(request, peer, body), name=f"answer {request.number}")
+                self._answers[request] = task
+                task.add_done_callback(lambda _: self._answers.pop(request, None))
+            case ev.RequestWithdrawn(request):
+                if (running := self._answers.get(request)) is not None:
                     running.cancel()
-            case ev.Answered(question, response):
-                if (answered := self._requests.pop(question, None)) is not None and not answered.done():
+            case ev.AnswerReceived(asked, response):
+                if (answered := self._requests.pop(asked, None)) is not None and not answered.done():
                     answered.set_result(response)
-            case ev.Unanswered(question, error):
-                if (answered := self._requests.pop(question, None)) is not None and not answered.done():
+            case ev.RequestFailed(asked, error):
+                if (answered := self._requests.pop(asked, None)) is not None and not answered.done():
                     answered.set_exception(error)
             case ev.Connected(connection):
                 self._connected(self._channels[connection])
@@ -530,10 +530,12 @@ class Transport:
             case ev.LaneWanted():
                 peer = self._endpoint.connection(event.primary).peer
                 self._tasks.spawn(self._dial_lane(event, peer), name=f"lane of {peer}")
-            case ev.LookWanted(connections):
+            case ev.PathInfoWanted(connections):
                 found = {connection: self._channels[connection].path() for connection in connections}
-                self._endpoint.saw({connection: path for connection, path in found.items() if path}, self._loop.time())
-            case ev.Learned(bytes_per_s):
+                self._endpoint.handle_path_info(
+                    {connection: path for connection, path in found.items() if path}, self._loop.time()
+                )
+            case ev.UplinkMeasured(bytes_per_s):
                 log.info("measured what the link up carries", mbit_per_s=round(bytes_per_s * 8 / 1e6, 1))
             case ev.Ended(connection):
                 self._channels.pop(connection).tell(event)
@@ -554,24 +556,24 @@ class Transport:
         observes = not self._greeter.run or self._greeter.observes
         return log.debug if observes or _observes(connection.remote) else log.info
 
-    async def _answer(self, asking: ev.Asking, peer: PeerId, body: bytes) -> None:
+    async def _answer(self, request: ev.IncomingRequest, peer: PeerId, body: bytes) -> None:
         # The tag of a struct that is encoded as an array follows the array's header, which has one byte.
         found = (answer for tag, answer in self._answerers.items() if body.startswith(tag, 1))
         try:
-            self._endpoint.answer(asking, await next(found, self._handler.answer)(peer, body))
+            self._endpoint.send_answer(request, await next(found, self._handler.answer)(peer, body))
         except RequestRefused as refusal:
-            self._endpoint.refuse(asking, str(refusal))
+            self._endpoint.refuse_request(request, str(refusal))
         except Exception:
-            self._endpoint.refuse(asking, "an internal error; the peer's log has it")
+            self._endpoint.refuse_request(request, "an internal error; the peer's log has it")
             raise
         finally:
             self._turn()
 
     def _hold(self, message: ev.Message, taken: asyncio.Future[Any]) -> None:
-        hold = self._endpoint.hold(message)
+        hold = self._endpoint.hold_payload(message)
 
         def release(_: object) -> None:
-            self._endpoint.release(hold, self._loop.time())
+            self._endpoint.release_payload(hold, self._loop.time())
             self._turn()
 
         taken.add_done_callback(release)
@@ -585,7 +587,7 @@ class Transport:
         except (KeyError, DialError, OSError) as error:
             log.info("a lane could not be dialled", peer=peer, reason=str(error))
         finally:
-            self._endpoint.lane_dialled(wanted, is_there, self._loop.time())
+            self._endpoint.handle_lane_dialled(wanted, is_there, self._loop.time())
             self._turn()
 
 

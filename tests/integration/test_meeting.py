@@ -235,7 +235,7 @@ def test_a_relay_carries_one_connection_of_a_pair(monkeypatch: pytest.MonkeyPatc
             await until(lambda: bob.ear.heard == [(b"hello", payload)])
             assert ann.transport.lanes(bob.id) == 1
             (channel,) = (one for one in ann.transport._channels.values() if one.connection.peer == bob.id)
-            assert LaneKeeper(channel.connection, {}, LANES, 60.0, 0.0).look(None, None, 0.0) == [], (
+            assert LaneKeeper(channel.connection, {}, LANES, 60.0, 0.0).plan_lanes(None, None, 0.0) == [], (
                 "nor are others tried"
             )
 

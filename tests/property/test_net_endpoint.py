@@ -159,7 +159,7 @@ def test_what_comes_with_a_proof_that_is_turned_away_is_not_heard() -> None:
     world.run(3.0)
     proof_and_greeting = b"".join(held)
     assert world.bob.greeting in proof_and_greeting
-    world.ann.endpoint.receive(wire.ends[world.ann].id, proof_and_greeting, world.now)
+    world.ann.endpoint.receive_data(wire.ends[world.ann].id, proof_and_greeting, world.now)
     world.ann.turn()
     world.run(4.0)
     assert not world.ann.messages
@@ -277,14 +277,14 @@ def test_garbage_of_a_stranger_ends_its_connection_and_nothing_else(garbage: byt
     world = World(1)
     world.meet()
     endpoint = world.bob.endpoint
-    connection = endpoint.begin(Role.LISTENER, world.now, host="10.0.0.66")
+    connection = endpoint.add_connection(Role.LISTENER, world.now, host="10.0.0.66")
     stranger = endpoint.connection(connection)
-    endpoint.up(connection, FINGERPRINT, world.now)
+    endpoint.handle_tls_established(connection, FINGERPRINT, world.now)
     drive(world, connection)
     data = HEADER.pack(len(garbage), kind, 0) + garbage
     told: list[object] = []
     for begin in range(0, len(data), cut):
-        endpoint.receive(connection, data[begin : begin + cut], world.now)
+        endpoint.receive_data(connection, data[begin : begin + cut], world.now)
         told += drive(world, connection)[1]
     is_refused = any(isinstance(event, Failed) for event in told)
     is_left = kind == FrameKind.GOODBYE or len(data) < HEADER.size
@@ -348,7 +348,7 @@ def test_a_peer_that_says_something_else_than_it_should_harms_itself_only(data: 
         world = World(seed, inbox_bytes=20_000)
         wire = world.dial(world.ann, world.bob)
         world.run(2.0)
-        world.bob.endpoint.receive(wire.ends[world.bob].id, bytes(said), world.now)
+        world.bob.endpoint.receive_data(wire.ends[world.bob].id, bytes(said), world.now)
         world.bob.turn()
         world.run(world.now + QUIET_S)
         if not wire.is_cut:
@@ -363,11 +363,11 @@ def test_a_peer_that_says_something_else_than_it_should_harms_itself_only(data: 
 
 def test_a_silent_stranger_is_gone_at_its_deadline() -> None:
     world = World(1)
-    connection = world.bob.endpoint.begin(Role.LISTENER, 0.0, host="10.0.0.66")
+    connection = world.bob.endpoint.add_connection(Role.LISTENER, 0.0, host="10.0.0.66")
     assert world.bob.endpoint.next_deadline() == 10.0
     world.bob.endpoint.wake(9.9)
     assert not drive(world, connection)[1]
-    world.bob.endpoint.up(connection, FINGERPRINT, 9.9)
+    world.bob.endpoint.handle_tls_established(connection, FINGERPRINT, 9.9)
     assert parse_header(drive(world, connection)[0]).kind is FrameKind.HELLO
     world.bob.endpoint.wake(19.9)
     (closing,) = drive(world, connection)[1]
@@ -398,11 +398,11 @@ def test_a_payload_that_was_handed_over_is_nobody_elses() -> None:
     payloads: list[memoryview] = []
 
     def hear(connection: Connection, data: bytes) -> None:
-        endpoint.receive(connection.id, data, world.now)
+        endpoint.receive_data(connection.id, data, world.now)
         for event in endpoint.events(world.now):
             match event:
                 case Offered():
-                    endpoint.accept(event)
+                    endpoint.accept_payload(event)
                 case Message(_, _, payload) if payload is not None:
                     payloads.append(payload)
 
@@ -438,11 +438,11 @@ def test_a_direct_connection_takes_the_place_of_a_relayed_one_whoever_dialled_it
 
 
 BUGS = {
-    "a lane that is lost takes its parts with it": (Splitter, "lose", lambda self, lane: None),
+    "a lane that is lost takes its parts with it": (Splitter, "requeue", lambda self, lane: None),
     "acknowledgements are not counted": (Splitter, "acknowledge", lambda self, lane, stream: None),
-    "withdrawing tells nobody": (Session, "time_out", lambda self, number: None),
+    "withdrawing tells nobody": (Session, "expire_request", lambda self, number: None),
     "duplicates stay": (Peers, "_rank", lambda self, connection: (connection.role is Role.DIALLER, 0)),
-    "what is offered is taken anyway": (Session, "settle_offer", lambda self: None),
+    "what is offered is taken anyway": (Session, "decline_offer", lambda self: None),
     "memory is not given back": (ReceiveBuffer, "_forget", lambda self, number, stream: self._streams.pop(number)),
 }
 

@@ -46,7 +46,7 @@ def exchange(ends: dict[Endpoint, ConnectionId], now: float) -> dict[Endpoint, l
             told[here] += here.events(now)
             for connection, piece in here.to_send(now):
                 if connection == ends[here]:
-                    there.receive(ends[there], piece.head + bytes(piece.chunk), now)
+                    there.receive_data(ends[there], piece.head + bytes(piece.chunk), now)
     return told
 
 
@@ -54,18 +54,18 @@ def join(victim: Endpoint, name: str, host: str, now: float) -> tuple[Connection
     """Somebody connects to ``victim``; its connection there, and what that told."""
     other = endpoint(name)
     ends = {
-        victim: victim.begin(Role.LISTENER, now, host=host),
-        other: other.begin(Role.DIALLER, now, host="10.0.0.1"),
+        victim: victim.add_connection(Role.LISTENER, now, host=host),
+        other: other.add_connection(Role.DIALLER, now, host="10.0.0.1"),
     }
     connection = victim.connection(ends[victim])
     for one, its in ends.items():
-        one.up(its, FINGERPRINT, now)
+        one.handle_tls_established(its, FINGERPRINT, now)
     return connection, exchange(ends, now)[victim]
 
 
 def test_the_oldest_half_open_connection_makes_room() -> None:
     victim = endpoint("victim", handshakes=64)
-    idle = [victim.begin(Role.LISTENER, float(number), host=f"10.0.1.{number}") for number in range(64)]
+    idle = [victim.add_connection(Role.LISTENER, float(number), host=f"10.0.1.{number}") for number in range(64)]
     newcomer, told = join(victim, "newcomer", "10.0.0.2", 100.0)
     assert newcomer.is_open
     assert Connected(newcomer.id) in told
@@ -75,9 +75,9 @@ def test_the_oldest_half_open_connection_makes_room() -> None:
 
 def test_who_opens_many_from_one_machine_takes_from_himself() -> None:
     victim = endpoint("victim", handshakes=64)
-    honest = victim.begin(Role.LISTENER, 0.0, host="10.0.0.2")
+    honest = victim.add_connection(Role.LISTENER, 0.0, host="10.0.0.2")
     for number in range(500):
-        victim.begin(Role.LISTENER, 1.0 + number, host="10.6.6.6")
+        victim.add_connection(Role.LISTENER, 1.0 + number, host="10.6.6.6")
     list(victim.events(600.0))
     assert not victim.connection(honest).is_over
 
@@ -137,7 +137,7 @@ def test_bodies_that_cannot_be_read_cost_the_connection_and_for_a_while_the_next
     assert liar.is_open
     victim.blame(PeerId("liar"), 0.0)
     assert not liar.is_open
-    victim.lost(liar.id, "closed", 1.0)
+    victim.handle_connection_lost(liar.id, "closed", 1.0)
     again, told = join(victim, "liar", "10.6.6.6", 2.0)
     assert Connected(again.id) not in told
     assert "could not be read" in again.reason

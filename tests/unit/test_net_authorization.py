@@ -65,20 +65,20 @@ class Meeting:
         seen: tuple[bytes, bytes] = (FINGERPRINT, FINGERPRINT),
     ) -> None:
         begun = (
-            (dialler, dialler.endpoint.begin(Role.DIALLER, 0.0, host="h", dialled=Dialled(expected))),
-            (listener, listener.endpoint.begin(Role.LISTENER, 0.0, host="h")),
+            (dialler, dialler.endpoint.add_connection(Role.DIALLER, 0.0, host="h", dialled=Dialled(expected))),
+            (listener, listener.endpoint.add_connection(Role.LISTENER, 0.0, host="h")),
         )
         self.mine, self.theirs = (one.endpoint.connection(connection) for one, connection in begun)
         self.events: dict[Connection, list[Event]] = {self.mine: [], self.theirs: []}
         for (one, connection), fingerprint in zip(begun, seen, strict=True):
-            one.endpoint.up(connection, fingerprint, 0.0)
+            one.endpoint.handle_tls_established(connection, fingerprint, 0.0)
         for _ in range(20):
             for (here, mine), (there, theirs) in (begun, begun[::-1]):
                 self.events[here.endpoint.connection(mine)] += here.endpoint.events(0.0)
                 for _, piece in here.endpoint.to_send(0.0):
                     data = piece.head + bytes(piece.chunk)
                     here.wrote.extend(data)
-                    there.endpoint.receive(theirs, data, 0.0)
+                    there.endpoint.receive_data(theirs, data, 0.0)
 
     @property
     def stands(self) -> bool:
@@ -136,10 +136,10 @@ def test_a_tag_that_was_seen_is_of_no_use() -> None:
     met = Meeting(ann, party(thief, OpenAuthorizer(), ""), seen=(b"t" * 32, b"t" * 32))
     met.refusal(met.mine)
     for victim in (ann, bob):
-        connection = victim.endpoint.begin(Role.LISTENER, 1.0, host="h")
-        victim.endpoint.up(connection, FINGERPRINT, 1.0)
+        connection = victim.endpoint.add_connection(Role.LISTENER, 1.0, host="h")
+        victim.endpoint.handle_tls_established(connection, FINGERPRINT, 1.0)
         before = len(victim.wrote)
-        victim.endpoint.receive(connection, bytes(ann.wrote[: ann.wrote.index(b"p2pdiloco") + 400]), 1.0)
+        victim.endpoint.receive_data(connection, bytes(ann.wrote[: ann.wrote.index(b"p2pdiloco") + 400]), 1.0)
         told = [e for e in victim.endpoint.events(1.0) if isinstance(e, Failed)]
         assert before <= len(victim.wrote)
         assert told
