@@ -61,7 +61,7 @@ async def _serve(arguments: argparse.Namespace) -> int:
     inner, announced = listen, arguments.announce
     if meet and set(listen) <= set(meet):  # both at one port: the daemon listens behind it
         port = _free_port()
-        transport.strangers.others[port_multiplexer.FIRST] = port_multiplexer.SharedPort(port).carry
+        transport.setup.takers[port_multiplexer.FIRST] = port_multiplexer.SharedPort(port).carry
         inner, announced = [f"/ip4/127.0.0.1/tcp/{port}"], announced or _expanded(listen)
     directory = Directory(
         identity,

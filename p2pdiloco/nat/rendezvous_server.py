@@ -227,7 +227,7 @@ class RendezvousServer:
         self._dials: deque[tuple[float, str]] = deque()
         self._dialled: Counter[str] = Counter()
         self._dialling = asyncio.Semaphore(DIALS_AT_ONCE)
-        transport.strangers.others[intro.OPENING[:1]] = self.line
+        transport.setup.takers[intro.OPENING[:1]] = self.line
         transport.answer_requests(intro.Attend, self._answer_attend)
         transport.answer_requests(intro.Meet, self._answer_meet)
 

@@ -3,7 +3,7 @@
 Rules of this file:
 1. What comes from sockets, timers and the user goes into the endpoint; a *turn* (``_turn``) then hands out its events
    and writes what it wants to send. There is one timer.
-2. A message goes down one way: socket, ``Channel``, endpoint, ``_handle``, handler.
+2. A message goes down one way: socket, ``Channel``, endpoint, ``_handle_event``, handler.
 3. ``send`` never waits. What does not fit is refused at once.
 """
 
@@ -45,15 +45,16 @@ LEAST_WAIT_S = 0.001
 """Event loops count in milliseconds; what waits for less would spin."""
 
 # -- Transport callbacks -----------------------------------------------------------------------------------------------
-# What a transport tells and asks its user.
 
 
 class TransportHandler(Protocol):
-    """What a transport tells its user. All but ``answer`` are called on the event loop: be quick, never block."""
+    """Callbacks of a transport. All but ``answer`` are called on the event loop: be quick, never block."""
 
     def connected(self, peer: PeerId, address: str, is_observer: bool, inbound: bool) -> None:
-        """``peer`` can be sent to. ``address``: its socket's, as a multiaddr; of an inbound one not where it listens.
-        ``is_observer``: it named no run (``status``, or a joiner that does not know its run yet)."""
+        """``peer`` can be sent to.
+
+        ``address`` is its socket's, as a multiaddr; a peer that dialled us listens elsewhere. ``is_observer``: it takes
+        no part (``status``, or a joiner that does not know its run yet)."""
 
     def disconnected(self, peer: PeerId, reason: str) -> None:
         """``peer`` is gone. What was queued for it is lost."""
@@ -65,10 +66,10 @@ class TransportHandler(Protocol):
         what the peer may send (``window_bytes``). It must not depend on more bulk to come from that peer."""
 
     def admit(self, peer: PeerId, body: bytes, size: int) -> bool:
-        """Whether to take the payload of ``size`` bytes that comes with ``body``. Asked before memory is taken."""
+        """Whether to take the payload of ``size`` bytes that comes with ``body``. Called before memory is allocated."""
 
     async def answer(self, peer: PeerId, body: bytes) -> Answer:
-        """The answer to a request.
+        """Answer a request.
 
         Raises:
             RequestRefused: the text goes to the asker.
@@ -76,7 +77,7 @@ class TransportHandler(Protocol):
 
 
 class Observer:
-    """A transport's handler that takes no part."""
+    """A handler for a transport that takes no part in a run: it ignores messages and refuses the rest."""
 
     def connected(self, peer: PeerId, address: str, is_observer: bool, inbound: bool) -> None:
         """Nothing to do."""
@@ -85,14 +86,14 @@ class Observer:
         """Nothing to do."""
 
     def message(self, peer: PeerId, body: bytes, payload: memoryview | None) -> None:
-        """Heartbeats and the like are not for us."""
+        """Nothing to do: heartbeats and the like are for members."""
 
     def admit(self, peer: PeerId, body: bytes, size: int) -> bool:
-        """No payloads."""
+        """Take no payloads."""
         return False
 
     async def answer(self, peer: PeerId, body: bytes) -> Answer:
-        """Nobody asks an observer."""
+        """Refuse."""
         raise RequestRefused("this peer only observes")
 
 
@@ -156,9 +157,9 @@ class Transport:
         self._endpoint = Endpoint(self._greeter, self._limits)
         self._tls = TlsContexts()
         self._tasks = Tasks()
-        self.strangers = ConnectionSetup(
+        self.setup = ConnectionSetup(
             self._new_channel,
-            self._give_up,
+            self._abandon,
             tls=self._tls,
             limits=self._limits,
             tasks=self._tasks,
@@ -190,7 +191,7 @@ class Transport:
         self._listeners.open()
         await self._tasks.__aenter__()
         for listener in self._listeners:
-            self._tasks.keep(partial(self.strangers.accept_all, listener), name=f"accept at {listener.getsockname()}")
+            self._tasks.keep(partial(self.setup.accept_all, listener), name=f"accept at {listener.getsockname()}")
         return self
 
     async def __aexit__(
@@ -215,21 +216,21 @@ class Transport:
 
     @property
     def peer_id(self) -> PeerId:
-        """Ours."""
+        """This peer's id."""
         return self._greeter.peer
 
     @property
     def troubles(self) -> dict[str, str]:
-        """Of what accepts; see ``Tasks``."""
+        """Failures of the tasks that accept; see ``Tasks``."""
         return self._tasks.troubles
 
     def life_of(self, peer: PeerId) -> str | None:
-        """That of the process at the other end, if there is one."""
+        """The life of the process at the other end; None: ``peer`` is not connected."""
         connection = self._endpoint.serving.get(peer)
         return None if connection is None or connection.remote is None else connection.remote.life.hex()
 
     def channel_of(self, peer: PeerId) -> Channel | None:
-        """The one that serves ``peer``."""
+        """The channel of the connection that serves ``peer``; None: it is not connected."""
         connection = self._endpoint.serving.get(peer)
         return None if connection is None or not connection.is_open else self._channels.get(connection.id)
 
@@ -270,7 +271,7 @@ class Transport:
             raise DialError(f"{address} is this peer itself")
         try:
             async with asyncio.timeout(timeout_s):
-                return await self.strangers.dial(target)
+                return await self.setup.dial(target)
         except TimeoutError:
             raise DialError(f"{target}: no answer within {timeout_s:g} s") from None
 
@@ -339,7 +340,7 @@ class Transport:
         self._disconnect_callbacks.append(callback)
 
     def disconnect(self, peer: PeerId, reason: str) -> None:
-        """Part from ``peer``: what is queued is flushed for ``part_s`` seconds; it is told ``reason``."""
+        """Disconnect ``peer``: flush what is queued, for ``part_s`` seconds at most, and tell it ``reason``."""
         self._endpoint.disconnect(peer, reason, self._loop.time())
         self._turn()
 
@@ -350,7 +351,7 @@ class Transport:
             self._turn()
 
     def blame(self, peer: PeerId) -> None:
-        """``peer`` sent a body that cannot be read. Too many of them, and it is cut off for a while."""
+        """Report that ``peer`` sent a malformed body. Too many of them cut it off for a while."""
         self._endpoint.blame(peer, self._loop.time())
         self._turn()
 
@@ -370,7 +371,7 @@ class Transport:
         known."""
         return self._endpoint.line_bytes_per_s
 
-    def pace(self, peer: PeerId, bytes_per_s: float | None) -> None:
+    def set_cap(self, peer: PeerId, bytes_per_s: float | None) -> None:
         """Limit what is sent to ``peer`` beside the budget; None lifts it. Lasts until it disconnects."""
         self._endpoint.set_cap(peer, bytes_per_s, self._loop.time())
         self._turn()
@@ -379,10 +380,10 @@ class Transport:
         """How many connections use which congestion control, as the kernel says."""
         return sockets.count(channel.path() for channel in self._channels.values())
 
-    # -- what happens at sockets (Driver) ----------------------------------------------------------------------------
+    # -- events of the channels (ChannelDriver) ----------------------------------------------------------------------
 
-    def made(self, channel: Channel) -> None:
-        """The channel is encrypted."""
+    def on_connected(self, channel: Channel) -> None:
+        """TLS is established: the handshake of the peers can begin."""
         assert channel.transport is not None
         if channel.connection.is_over:
             channel.transport.abort()
@@ -398,21 +399,21 @@ class Transport:
             self._endpoint.handle_tls_established(channel.connection.id, fingerprint, self._loop.time())
         self._turn()
 
-    def read(self) -> None:
-        """Bytes came that are to be looked at."""
+    def on_data(self) -> None:
+        """Received bytes are to be parsed."""
         self._turn()
 
-    def writable(self, channel: Channel, is_writable: bool) -> None:
-        """The kernel takes more, or is slow."""
+    def on_writable(self, channel: Channel, is_writable: bool) -> None:
+        """The kernel takes more bytes, or takes no more at present."""
         if not is_writable:
             self._endpoint.pause_writing(channel.connection.id)
             return
         self._endpoint.resume_writing(channel.connection.id)
         self._turn()
 
-    def lost(self, channel: Channel, reason: str, error: Exception | None = None) -> None:
+    def on_lost(self, channel: Channel, reason: str, error: Exception | None = None) -> None:
         """The socket is closed."""
-        self.strangers.lost(channel, error)
+        self.setup.check_path_mtu(channel, error)
         self._endpoint.handle_connection_lost(channel.connection.id, reason, self._loop.time())
         self._turn()
 
@@ -423,10 +424,10 @@ class Transport:
         self._turn()
         return channel
 
-    def _give_up(self, channel: Channel, reason: str) -> None:
-        """Whoever opened it is done with it: if it is not proved, nothing came of it."""
+    def _abandon(self, channel: Channel, reason: str) -> None:
+        """Close a channel whose set-up has ended, unless its peer is proved."""
         if channel.transport is None:
-            self.lost(channel, reason)
+            self.on_lost(channel, reason)
         elif not channel.connection.is_proved and not channel.connection.is_ending:
             self._endpoint.abort(channel.connection.id, reason, self._loop.time())
             self._turn()
@@ -443,7 +444,7 @@ class Transport:
             while True:
                 now = self._loop.time()
                 for event in endpoint.events(now):
-                    self._handle(event)
+                    self._handle_event(event)
                 if not bulk_bytes and not endpoint.has_control:
                     break
                 has_sent = True
@@ -490,7 +491,7 @@ class Transport:
 
     # -- events of the endpoint --------------------------------------------------------------------------------------
 
-    def _handle(self, event: ev.Event) -> None:
+    def _handle_event(self, event: ev.Event) -> None:
         """Pass an event on to the handler, to whoever waits for an answer, or to the connection's channel."""
         match event:
             case ev.Message():
@@ -498,7 +499,7 @@ class Transport:
                     self._endpoint.connection(event.connection).peer, event.body, event.payload
                 )
                 if taken is not None:
-                    self._hold(event, taken)
+                    self._hold_until_taken(event, taken)
             case ev.Offered():
                 if self._handler.admit(self._endpoint.connection(event.connection).peer, event.body, event.size):
                     self._endpoint.accept_payload(event)
@@ -517,10 +518,10 @@ class Transport:
                 if (answered := self._requests.pop(asked, None)) is not None and not answered.done():
                     answered.set_exception(error)
             case ev.Connected(connection):
-                self._connected(self._channels[connection])
+                self._handle_connected(self._channels[connection])
             case ev.Disconnected(connection, reason):
                 gone = self._endpoint.connection(connection)
-                self._say(gone)("disconnected", peer=gone.peer, reason=reason)
+                self._logger(gone)("disconnected", peer=gone.peer, reason=reason)
                 for callback in (self._handler.disconnected, *self._disconnect_callbacks):
                     callback(gone.peer, reason)
             case ev.TwinRefused(connection, kept):
@@ -538,21 +539,21 @@ class Transport:
             case ev.UplinkMeasured(bytes_per_s):
                 log.info("measured what the link up carries", mbit_per_s=round(bytes_per_s * 8 / 1e6, 1))
             case ev.Ended(connection):
-                self._channels.pop(connection).tell(event)
+                self._channels.pop(connection).handle_event(event)
             case _:
-                self._channels[event.connection].tell(event)
+                self._channels[event.connection].handle_event(event)
 
-    def _connected(self, channel: Channel) -> None:
+    def _handle_connected(self, channel: Channel) -> None:
         connection, peer, address = channel.connection, channel.connection.peer, str(channel.address)
         inbound = connection.role is Role.LISTENER
         is_observer = _observes(connection.remote)
         self._congestion.note(channel.path())
         by = {"by": "relay" if connection.greeting.is_relayed else "punching"} if channel.is_met else {}
-        self._say(connection)("connected", peer=peer, address=address, inbound=inbound, observer=is_observer, **by)
+        self._logger(connection)("connected", peer=peer, address=address, inbound=inbound, observer=is_observer, **by)
         self._handler.connected(peer, address, is_observer, inbound)
 
-    def _say(self, connection: Connection) -> Callable[..., None]:
-        """Observers come and go by the dozen, and who joins is one of them first: that is for debugging."""
+    def _logger(self, connection: Connection) -> Callable[..., None]:
+        """Observers come and go by the dozen, and every joiner begins as one: those are logged for debugging only."""
         observes = not self._greeter.run or self._greeter.observes
         return log.debug if observes or _observes(connection.remote) else log.info
 
@@ -569,7 +570,7 @@ class Transport:
         finally:
             self._turn()
 
-    def _hold(self, message: ev.Message, taken: asyncio.Future[Any]) -> None:
+    def _hold_until_taken(self, message: ev.Message, taken: asyncio.Future[Any]) -> None:
         hold = self._endpoint.hold_payload(message)
 
         def release(_: object) -> None:
@@ -582,7 +583,7 @@ class Transport:
         is_there = False
         try:
             async with asyncio.timeout(self._limits.connection.handshake_s):
-                await self.strangers.dial_lane(self._channels[wanted.primary], wanted.lane, wanted.bond)
+                await self.setup.dial_lane(self._channels[wanted.primary], wanted.lane, wanted.bond)
             is_there = True
         except (KeyError, DialError, OSError) as error:
             log.info("a lane could not be dialled", peer=peer, reason=str(error))
@@ -592,5 +593,5 @@ class Transport:
 
 
 def _observes(hello: Hello | None) -> bool:
-    """It only asks, or does not know its run yet."""
+    """Whether a peer takes no part, or does not know its run yet."""
     return hello is not None and (hello.observes or not (hello.run or hello.tag))

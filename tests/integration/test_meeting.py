@@ -255,7 +255,7 @@ def test_a_flood_of_calls_by_a_liar_opens_few_lines() -> None:
                 opened += 1
                 held.append(raw)
 
-            hub.transport.strangers.others[intro.OPENING[:1]] = say_nothing
+            hub.transport.setup.takers[intro.OPENING[:1]] = say_nothing
             refused: list[str] = []
             for number in range(4 * rendezvous_client.CALLS_AT_ONCE):
                 call = encode(intro.Called(Identity.ephemeral().peer_id, bytes([number]) * intro.TICKET_BYTES, True))
@@ -312,7 +312,7 @@ def test_who_is_called_knocks_few_times_where_a_liar_says_that_others_are(monkey
                 over += 1
                 return False
 
-            hub.transport.strangers.others[intro.OPENING[:1]] = lie
+            hub.transport.setup.takers[intro.OPENING[:1]] = lie
             await call_often(hub, ann.id, 8)
             await until(lambda: over == 8)
             assert len(came) == 3
@@ -534,7 +534,7 @@ def test_what_times_out_shortly_after_a_good_handshake_is_a_narrow_way(monkeypat
             monkeypatch.setattr(hole_punching.sockets, "shorten", shortened.append)
             await ann.transport.dial(address)
             assert shortened == []
-            ann.transport.lost(channel, "connection lost", TimeoutError(110, "Connection timed out"))
+            ann.transport.on_lost(channel, "connection lost", TimeoutError(110, "Connection timed out"))
             await ann.transport.dial(address)
             assert len(shortened) == 1
 
@@ -548,7 +548,7 @@ def test_a_punched_way_that_is_narrow_is_punched_anew_with_short_segments(monkey
             channel = ann.transport.channel_of(bob.id)
             assert channel is not None
             assert channel.is_met
-            ann.transport.lost(channel, "connection lost", TimeoutError(110, "Connection timed out"))
+            ann.transport.on_lost(channel, "connection lost", TimeoutError(110, "Connection timed out"))
             await ann.rendezvous.reach(bob.id, [address])
             channel = ann.transport.channel_of(bob.id)
             assert channel is not None
@@ -572,7 +572,7 @@ def test_a_line_that_says_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch)
                 worth.append(await point.line(raw))
                 return worth[-1]
 
-            hub.transport.strangers.others[intro.OPENING[:1]] = line
+            hub.transport.setup.takers[intro.OPENING[:1]] = line
             for said in (b"p", intro.encode_opening(bytes(16), 1), b"p" * 34, intro.OPENING):
                 raw = socket.socket()
                 raw.setblocking(False)

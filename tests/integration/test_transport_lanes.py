@@ -184,11 +184,11 @@ def test_idle_lanes_close_and_come_back_with_bulk(run: Any) -> None:
 
 def test_idleness() -> None:
     idleness = Idleness(10.0, now=0.0)
-    assert not idleness.look(0, 9.0)
-    assert idleness.look(0, 10.0)
-    assert not idleness.look(5, 11.0)
-    assert not idleness.look(5, 20.0)
-    assert idleness.look(5, 21.0)
+    assert not idleness.update(0, 9.0)
+    assert idleness.update(0, 10.0)
+    assert not idleness.update(5, 11.0)
+    assert not idleness.update(5, 20.0)
+    assert idleness.update(5, 21.0)
 
 
 def test_a_down_budget_holds_over_all_lanes(run: Any) -> None:

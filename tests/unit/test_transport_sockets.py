@@ -61,7 +61,7 @@ def test_what_begins_as_the_directory_does_is_handed_to_it() -> None:
         ann, bob = (
             Transport(Identity.ephemeral(), listen=LOOPBACK, run="", version=1, handler=Observer()) for _ in range(2)
         )
-        ann.strangers.others[FIRST] = carry
+        ann.setup.takers[FIRST] = carry
         async with inner, ann, bob:
             (where,) = ann.listen_addresses()
             for times in (1, 9):
