@@ -67,12 +67,16 @@ class Deadlines:
 
 
 class Due(Enum):
-    """What a deadline is for."""
+    """Kind of a deadline: the first element of its key, or all of it."""
 
     CONNECTION = "connection"
+    """With the connection: it closes."""
     REQUEST = "request"
+    """With the connection and the request's number: our request fails."""
     ANSWER = "answer"
+    """With the connection and the request's number: the peer's request is refused."""
     PATH_INFO = "path info"
+    """PathInfoWanted is due."""
 
 
 class EndpointContext:

@@ -371,7 +371,7 @@ class HandshakePool:
 LINES_A_MINUTE = 20
 NARROW_LIMIT = 256
 TRIED_ADDRESSES = 4
-"""Of the addresses that a name resolves to."""
+"""Most addresses of a name that are tried."""
 
 NewChannel = Callable[[Role, str, Address, Dialled], Channel]
 """(our role, the other machine's numeric address, the address that was dialled, what we want) -> a channel without a
@@ -427,7 +427,8 @@ class ConnectionSetup:
         return await self._open(channel, raw)
 
     async def adopt(self, role: Role, met: Met, wanted: Dialled) -> PeerId:
-        """As ``dial``, on a socket that is connected already. For the listener of the two ``wanted`` says nothing."""
+        """Prove each other as ``dial`` does, on a socket that is connected already. ``wanted`` is ignored if we are
+        the listener of the two."""
         dialled = wanted._replace(is_relayed=met.is_relayed) if role is Role.DIALLER else ANYBODY
         channel = self._new_channel(role, _host_of(met.raw), met.address, dialled)
         channel.is_met = True
