@@ -68,8 +68,8 @@ class Quiet:
     def message(self, peer: PeerId, body: bytes, payload: memoryview | None) -> None:
         self.messages += 1
 
-    def admit(self, peer: PeerId, body: bytes, size: int) -> bool:
-        return True
+    def admit(self, peer: PeerId, body: bytes, size: int) -> bytes:
+        return body
 
     async def answer(self, peer: PeerId, body: bytes) -> Answer:
         return Answer(body)

@@ -18,7 +18,7 @@ closes what it is told to close. Two endpoints in virtual time, with one connect
             for event in here.events(now):
                 match event:
                     case Offered():
-                        here.accept_payload(event)                  # or not: then the sender is told to stop
+                        here.accept_payload(event, event.body)      # or not: then the sender is told to stop
                     case Message():
                         print(here.connection(event.connection).peer, event.body, event.payload)
                     case Closing():
@@ -43,6 +43,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Hashable, Iterator, Mapping
+from typing import Any
 
 from msgspec import Struct
 
@@ -416,9 +417,9 @@ class Endpoint:
         if (connection := self.connections.get(request.connection)) is not None:
             connection.session.refuse_request(request.number, text)
 
-    def accept_payload(self, offer: Offered) -> None:
-        """Take the payload that was offered."""
-        self.connections[offer.receiver].session.accept_offer(offer)
+    def accept_payload(self, offer: Offered, body: Any) -> None:
+        """Take the payload that was offered. Its ``Message`` will have ``body``, such as the decoded ``offer.body``."""
+        self.connections[offer.receiver].session.accept_offer(offer, body)
 
     def hold_payload(self, message: Message) -> Hold:
         """The user has not taken the message's payload yet: its bytes count against what the peer may send."""

@@ -6,7 +6,7 @@ their ids; ``Endpoint.connection`` gives the connection, until its ``Ended`` was
 
 from __future__ import annotations
 
-from typing import NewType
+from typing import Any, NewType
 
 from msgspec import Struct
 
@@ -60,7 +60,8 @@ class Message(Struct, frozen=True):
     yet."""
 
     connection: ConnectionId
-    body: bytes
+    body: Any
+    """Its bytes; of a message with a payload, what ``Endpoint.accept_payload`` was given."""
     payload: memoryview | None
 
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Hashable
 from enum import Enum
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from p2pdiloco.net.frames import OPEN_STREAMS_LIMIT, FrameError, Part, Start, Use
 from p2pdiloco.net.send_queue import SendQueue
@@ -213,7 +213,7 @@ class Whole(NamedTuple):
     """A payload all of whose parts were received."""
 
     start: Start
-    body: bytes
+    body: Any
     payload: memoryview
 
 
@@ -222,7 +222,7 @@ class _Incoming:
 
     __slots__ = ("body", "done", "filled", "payload", "start")
 
-    def __init__(self, start: Start, body: bytes, payload: memoryview) -> None:
+    def __init__(self, start: Start, body: Any, payload: memoryview) -> None:
         self.start, self.body, self.payload = start, body, payload
         self.done: set[int] = set()
         self.filled = 0
@@ -254,7 +254,7 @@ class Reassembler:
             raise FrameError(f"more than {2 * OPEN_STREAMS_LIMIT} payloads in parts at once")
         return PayloadState.NEW
 
-    def admit(self, start: Start, body: bytes) -> None:
+    def admit(self, start: Start, body: Any) -> None:
         """Take a new payload: allocate its memory."""
         assert start.part is not None
         self._payloads[start.part.payload] = _Incoming(start, body, self._allocate(start.total))

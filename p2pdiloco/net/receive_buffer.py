@@ -15,6 +15,8 @@ Rules of this file:
 
 from __future__ import annotations
 
+from typing import Any
+
 from msgspec import Struct
 
 from p2pdiloco.net.frames import (
@@ -52,11 +54,11 @@ class Begun(Struct, frozen=True):
 
 
 class Completed(Struct, frozen=True):
-    """A whole stream. ``payload`` is the memory that ``receive_into`` was given."""
+    """A whole stream. ``payload`` and ``body`` are what ``receive_into`` was given."""
 
     stream: int
     start: Start
-    body: bytes
+    body: Any
     payload: memoryview
 
 
@@ -75,8 +77,9 @@ class _Stream:
 
     __slots__ = ("body", "filled", "payload", "start")
 
-    def __init__(self, start: Start, body: bytes) -> None:
-        self.start, self.body = start, body
+    def __init__(self, start: Start) -> None:
+        self.start = start
+        self.body: Any = None
         self.payload: memoryview | None = None
         self.filled = 0
 
@@ -163,10 +166,11 @@ class ReceiveBuffer:
             if (event := self._finish(self._header)) is not None:
                 return event
 
-    def receive_into(self, stream: int, place: memoryview) -> None:
-        """Receive a stream that has just begun into ``place``, which is as long as the stream."""
+    def receive_into(self, stream: int, place: memoryview, body: Any) -> None:
+        """Receive a stream that has just begun into ``place``, which is as long as the stream. ``body`` is kept until
+        the stream is whole."""
         entry = self._streams[stream]
-        entry.payload = place
+        entry.payload, entry.body = place, body
         if entry.start.part is None:
             self.held_bytes += entry.start.size
 
@@ -276,7 +280,7 @@ class ReceiveBuffer:
             raise FrameError(f"more than {2 * OPEN_STREAMS_LIMIT} streams at once")
         if start.size:
             self.demand_bytes += start.size
-            self._streams[stream] = _Stream(start, body)
+            self._streams[stream] = _Stream(start)
         return Begun(stream, start, body)
 
     def _chunk(self, number: int, count: int) -> Event | None:

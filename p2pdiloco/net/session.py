@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Hashable
+from typing import Any
 
 from p2pdiloco.net.bandwidth import Traffic
 from p2pdiloco.net.context import Due, EndpointContext
@@ -394,7 +395,7 @@ class Session:
                 if start.use is Use.ANSWER:
                     self.primary.outgoing.reject(start.request, RequestError("the peer stopped its answer"))
 
-    def deliver(self, start: Start, body: bytes, payload: memoryview) -> None:
+    def deliver(self, start: Start, body: Any, payload: memoryview) -> None:
         """Report a whole payload."""
         if start.use is Use.MESSAGE:
             self._context.emit(Message(self.connection, body, payload))
@@ -412,11 +413,11 @@ class Session:
             self._offer = None
             self._decline_stream(offer.stream, offer.start)
 
-    def accept_offer(self, offer: Offered) -> None:
-        """Take the payload that was offered."""
+    def accept_offer(self, offer: Offered, body: Any) -> None:
+        """Take the payload that was offered; its ``Message`` will have ``body``."""
         if self._offer is offer:
             self._offer = None
-            self._receive_stream(offer.stream, offer.start, offer.body)
+            self._receive_stream(offer.stream, offer.start, body)
 
     def _handle_frame(self, kind: FrameKind, number: int, body: bytes) -> None:
         match kind:
@@ -473,7 +474,7 @@ class Session:
         start = event.start
         known = PayloadState.NEW if start.part is None else self.lanes.reassembler.state_of(start)
         if known is PayloadState.OPEN:
-            self.inbox.receive_into(event.stream, self.lanes.reassembler.place_of(start))
+            self.inbox.receive_into(event.stream, self.lanes.reassembler.place_of(start), event.body)
         elif known is PayloadState.OVER or not self._has_room(start):
             self._decline_stream(event.stream, start)
         elif start.use is Use.MESSAGE:
@@ -496,12 +497,12 @@ class Session:
             return False
         return most is not None
 
-    def _receive_stream(self, stream: int, start: Start, body: bytes) -> None:
+    def _receive_stream(self, stream: int, start: Start, body: Any) -> None:
         if start.part is not None:
             self.lanes.reassembler.admit(start, body)
-            self.inbox.receive_into(stream, self.lanes.reassembler.place_of(start))
+            self.inbox.receive_into(stream, self.lanes.reassembler.place_of(start), body)
         elif start.size:
-            self.inbox.receive_into(stream, self._context.blocks.take(start.size))
+            self.inbox.receive_into(stream, self._context.blocks.take(start.size), body)
         else:
             self.primary.deliver(start, body, memoryview(bytearray()))
 

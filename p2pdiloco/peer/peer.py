@@ -344,10 +344,12 @@ class Peer:
         if self.machine.view.is_connected(peer):  # an observer never was
             self.driver.feed(ev.PeerDisconnected(peer, reason))
 
-    def message(self, peer: PeerId, body: bytes, payload: memoryview | None) -> asyncio.Future[Any] | None:
-        """Handle a message."""
+    def message(
+        self, peer: PeerId, body: bytes | msg.Message, payload: memoryview | None
+    ) -> asyncio.Future[Any] | None:
+        """Handle a message: its bytes, or, with a payload, what ``admit`` has decoded."""
         try:
-            message = decode_message(body)
+            message = decode_message(body) if isinstance(body, bytes) else body
         except ValueError as error:
             self.metrics.report_fault(peer, "message", str(error))
             self.host.links.blame(peer)
@@ -364,26 +366,27 @@ class Peer:
                 pass
         return self.verifier.receive(peer, message, payload)
 
-    def admit(self, peer: PeerId, body: bytes, size: int) -> bool:
-        """Whether a payload of this size may come with this message."""
+    def admit(self, peer: PeerId, body: bytes, size: int) -> msg.Message | None:
+        """The decoded message, if a payload of this size may come with it; else None."""
         try:
             message = decode_message(body)
         except ValueError:
-            return False
+            return None
         match message:
             case msg.Contribution():
                 shard = message.shard
                 giver = peer_of(message.contributor.learner)
                 may_come = self.verifier.standing.may_contribute(giver) and self.machine.wants(peer, message)
                 if size != message.payload_bytes or not may_come:
-                    return False
+                    return None
             case msg.Commit():
                 shard = message.header.shard
             case _:
-                return False
+                return None
         if shard >= len(self.layout.shards):
-            return False
-        return size <= payload_limit(of := self.layout.shards[shard].elements) + SIGNATURE_BYTES + list_bytes(of)
+            return None
+        elements = self.layout.shards[shard].elements
+        return message if size <= payload_limit(elements) + SIGNATURE_BYTES + list_bytes(elements) else None
 
     async def answer(self, peer: PeerId, body: bytes) -> Answer:
         """Answer a request."""

@@ -59,14 +59,17 @@ class TransportHandler(Protocol):
     def disconnected(self, peer: PeerId, reason: str) -> None:
         """``peer`` is gone. What was queued for it is lost."""
 
-    def message(self, peer: PeerId, body: bytes, payload: memoryview | None) -> asyncio.Future[Any] | None:
-        """A message came. ``payload`` is the handler's own memory from now on, and writable.
+    def message(self, peer: PeerId, body: Any, payload: memoryview | None) -> asyncio.Future[Any] | None:
+        """A message came: its bytes, or, with a payload, what ``admit`` has made of them. ``payload`` is the handler's
+        own memory from now on, and writable.
 
         None: it is taken. A future: it is taken when that is done, however it ends; until then its bytes count against
         what the peer may send (``window_bytes``). It must not depend on more bulk to come from that peer."""
 
-    def admit(self, peer: PeerId, body: bytes, size: int) -> bool:
-        """Whether to take the payload of ``size`` bytes that comes with ``body``. Called before memory is allocated."""
+    def admit(self, peer: PeerId, body: bytes, size: int) -> object | None:
+        """Decide whether to take the payload of ``size`` bytes that comes with ``body``, before memory is allocated.
+
+        Returns what ``message`` is to get as ``body``, such as the decoded message; None: the payload is not taken."""
 
     async def answer(self, peer: PeerId, body: bytes) -> Answer:
         """Answer a request.
@@ -85,12 +88,12 @@ class Observer:
     def disconnected(self, peer: PeerId, reason: str) -> None:
         """Nothing to do."""
 
-    def message(self, peer: PeerId, body: bytes, payload: memoryview | None) -> None:
+    def message(self, peer: PeerId, body: Any, payload: memoryview | None) -> None:
         """Nothing to do: heartbeats and the like are for members."""
 
-    def admit(self, peer: PeerId, body: bytes, size: int) -> bool:
+    def admit(self, peer: PeerId, body: bytes, size: int) -> object | None:
         """Take no payloads."""
-        return False
+        return None
 
     async def answer(self, peer: PeerId, body: bytes) -> Answer:
         """Refuse."""
@@ -501,8 +504,9 @@ class Transport:
                 if taken is not None:
                     self._hold_until_taken(event, taken)
             case ev.Offered():
-                if self._handler.admit(self._endpoint.connection(event.connection).peer, event.body, event.size):
-                    self._endpoint.accept_payload(event)
+                peer = self._endpoint.connection(event.connection).peer
+                if (content := self._handler.admit(peer, event.body, event.size)) is not None:
+                    self._endpoint.accept_payload(event, content)
             case ev.RequestReceived(request, body):
                 peer = self._endpoint.connection(request.connection).peer
                 task = self._tasks.spawn(self._answer(request, peer, body), name=f"answer {request.number}")

@@ -55,9 +55,9 @@ class Hostile(Observer):
         self._sequence = 0
         self._garbage = itertools.cycle(GARBAGE)
 
-    def admit(self, peer: PeerId, body: bytes, size: int) -> bool:
+    def admit(self, peer: PeerId, body: bytes, size: int) -> bytes:
         """Whatever there is: what is honest can be spoiled."""
-        return True
+        return body
 
     def message(self, peer: PeerId, body: bytes, payload: memoryview | None) -> None:
         match decode_message(body):

@@ -42,8 +42,8 @@ class Ear(Observer):
     def message(self, peer: PeerId, body: bytes, payload: memoryview | None) -> None:
         self.heard.append((body, bytes(payload or b"")))
 
-    def admit(self, peer: PeerId, body: bytes, size: int) -> bool:
-        return True
+    def admit(self, peer: PeerId, body: bytes, size: int) -> bytes:
+        return body
 
 
 class One:

@@ -77,9 +77,9 @@ class Recorder:
     def message(self, peer: PeerId, body: bytes, payload: memoryview | None) -> None:
         self.messages.append((peer, body, None if payload is None else bytes(payload)))
 
-    def admit(self, peer: PeerId, body: bytes, size: int) -> bool:
+    def admit(self, peer: PeerId, body: bytes, size: int) -> bytes | None:
         self.asked.append((body, size))
-        return self.admits
+        return body if self.admits else None
 
     async def answer(self, peer: PeerId, body: bytes) -> Answer:
         match body:

@@ -13,9 +13,8 @@ import torch
 from p2pdiloco.peer.payload_store import PAYLOADS
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol.ids import PeerId
-from p2pdiloco.protocol.messages import Contribution, Contributor
+from p2pdiloco.protocol.messages import Contribution, Contributor, Message
 from p2pdiloco.wire.control_messages import decode_message
-from p2pdiloco.wire.control_messages import encode as encode_body
 from tests.peer_sim.disk import SimulatedDisk
 from tests.peer_sim.faults import Fault, again
 from tests.peer_sim.world import World
@@ -237,9 +236,9 @@ def garble(world: World, fault: Fault) -> bool:
     peer, message = host.peer, host.peer.message
     until = world.now + min(max(fault.seconds, GARBLED_LEAST_S), CUT_MOST_S)
 
-    def garbled(source: PeerId, body: bytes, payload: memoryview | None) -> object:
+    def garbled(source: PeerId, body: bytes | Message, payload: memoryview | None) -> object:
         if world.now < until and world.random.random() < 0.5:
-            body = _with_another_signature(world, body)
+            body = _with_another_signature(world, decode_message(body) if isinstance(body, bytes) else body)
         return message(source, body, payload)
 
     setattr(peer, "message", garbled)  # noqa: B010 (a fault, not a method)
@@ -260,22 +259,20 @@ def forge(world: World, fault: Fault) -> bool:
 
     def forged(event: ev.Event) -> None:
         if isinstance(event, ev.Received) and isinstance(event.message, Contribution) and world.now < until:
-            message = decode_message(_with_another_signature(world, encode_body(event.message)))
-            event = msgspec.structs.replace(event, message=message)
+            event = msgspec.structs.replace(event, message=_with_another_signature(world, event.message))
         feed(event)
 
     setattr(driver, "feed", forged)  # noqa: B010 (a fault, not a method)
     return True
 
 
-def _with_another_signature(world: World, body: bytes) -> bytes:
+def _with_another_signature(world: World, message: Message) -> Message:
     """A contribution's, or one of those that a commit names."""
-    message = decode_message(body)
     match message:
         case Contribution(contributor=one) if one.signature:
-            return encode_body(msgspec.structs.replace(message, contributor=_altered(world, one)))
+            return msgspec.structs.replace(message, contributor=_altered(world, one))
         case _:
-            return body
+            return message
 
 
 def _altered(world: World, contributor: Contributor) -> Contributor:

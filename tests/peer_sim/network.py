@@ -268,13 +268,13 @@ def deliver(target: SimulatedHost, source: PeerId, message: list[object]) -> Non
     """A message is whole at the other end."""
     body, payload = message
     assert isinstance(body, bytes)
-    taken = None
-    if payload is not None:
-        assert isinstance(payload, bytes | memoryview)
-        if not target.peer.admit(source, body, len(payload)):
-            return
-        taken = target.world.network.copied(source, payload)
-    target.peer.message(source, body, taken)
+    if payload is None:
+        target.peer.message(source, body, None)
+        return
+    assert isinstance(payload, bytes | memoryview)
+    admitted = target.peer.admit(source, body, len(payload))
+    if admitted is not None:
+        target.peer.message(source, admitted, target.world.network.copied(source, payload))
 
 
 class SimulatedLinks:

@@ -109,7 +109,7 @@ def trace_peers() -> CallCounter:
     admit, observed, boundary = Peer.admit, World._observed, SimulatedLearner._boundary
     merged: list[tuple[SimulatedHost, CallCounter]] = []
 
-    def admitted(peer: Peer, source: Any, body: bytes, size: int) -> bool:
+    def admitted(peer: Peer, source: Any, body: bytes, size: int) -> msg.Message | None:
         if size and not merged and isinstance(decode_message(body), msg.Contribution):
             CAUSE.set(CallCounter())
         return admit(peer, source, body, size)
@@ -161,14 +161,14 @@ class _Receiver:
     def disconnected(self, peer: PeerId, reason: str) -> None:
         """Nothing happens."""
 
-    def message(self, peer: PeerId, body: bytes, payload: memoryview | None) -> None:
+    def message(self, peer: PeerId, body: Any, payload: memoryview | None) -> None:
         """Here the way through the socket ends."""
         sys.setprofile(None)
         self.is_there.set()
 
-    def admit(self, peer: PeerId, body: bytes, size: int) -> bool:
+    def admit(self, peer: PeerId, body: bytes, size: int) -> bytes:
         """Everything may come."""
-        return True
+        return body
 
     async def answer(self, peer: PeerId, body: bytes) -> Answer:
         """Nothing is asked."""

@@ -402,7 +402,7 @@ def test_a_payload_that_was_handed_over_is_nobody_elses() -> None:
         for event in endpoint.events(world.now):
             match event:
                 case Offered():
-                    endpoint.accept_payload(event)
+                    endpoint.accept_payload(event, event.body)
                 case Message(_, _, payload) if payload is not None:
                     payloads.append(payload)
 

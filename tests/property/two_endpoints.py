@@ -206,7 +206,7 @@ class Peer:
                     hold = self.endpoint.hold_payload(event)
                     world.after(world.rng.random(), lambda: self._release(hold))
             case Offered() if self.admits(event.body):
-                self.endpoint.accept_payload(event)
+                self.endpoint.accept_payload(event, event.body)
             case Connected(connection):
                 self.connections.append("up")
                 came = self.endpoint.connection(connection)

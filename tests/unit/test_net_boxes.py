@@ -85,7 +85,7 @@ def feed(inbox: ReceiveBuffer, data: bytes, cut: int | random.Random = 1 << 20, 
             while (event := inbox.next_event()) is not None:
                 events.append(event)
                 if takes and isinstance(event, Begun) and event.start.size:
-                    inbox.receive_into(event.stream, memoryview(bytearray(event.start.size)))
+                    inbox.receive_into(event.stream, memoryview(bytearray(event.start.size)), event.body)
         position += count
     return events
 
@@ -319,7 +319,7 @@ def test_nothing_is_written_into_a_payload_that_is_handed_over(in_place: bool) -
     inbox = make_inbox()
     place = memoryview(bytearray(100))
     feed(inbox, encode_start(0, Start(Use.MESSAGE, 0, 100, Part(9, 100, 0)), b""), takes=False)
-    inbox.receive_into(0, place)
+    inbox.receive_into(0, place, b"")
     late = encode_header(FrameKind.CHUNK, 0, 100) + b"a" * 10
     feed(inbox, late if in_place else late[:9])
     inbox.drop(9)

@@ -121,7 +121,7 @@ from p2pdiloco.transport.identity import Identity
 from p2pdiloco.transport.transport import DialError, Transport
 sockets.DEAD_AFTER_S = 2
 class Ear(Observer):
-    def admit(self, peer, body, size): return True
+    def admit(self, peer, body, size): return body
     def message(self, peer, body, payload): print("came", len(payload), flush=True)
 async def main(words):
     listen = words[1] if words[0] == "listen" else ""
