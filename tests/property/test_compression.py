@@ -10,7 +10,7 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from p2pdiloco.codec import compression
+from p2pdiloco.codec import compression, native
 from p2pdiloco.codec.compression import (
     STORED,
     compress,
@@ -85,10 +85,10 @@ def test_bodies_come_back_as_they_were(bodies: list[bytes], kind: type, is_store
     assert len(whole) == sum(map(len, bodies))
 
 
-@pytest.mark.parametrize("is_fast", [False, True])
-def test_stored_bodies_are_neither_coded_nor_copied(is_fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_used", [False, native.is_used])
+def test_stored_bodies_are_neither_coded_nor_copied(is_used: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """int4's: four bits each and a scale a block. With the library and without it."""
-    monkeypatch.setattr("p2pdiloco.codec.quantization.scratch.is_fast", is_fast)
+    monkeypatch.setattr(native, "is_used", is_used)
     elements = CHUNK + 1000
     values = torch.randn(elements, generator=torch.Generator().manual_seed(1))
     bodies = encode_vector(recipe("int4"), values, room=index_bytes(2))
