@@ -2,7 +2,6 @@
 
 import contextlib
 import struct
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from p2pdiloco.codec import compression, native
+from p2pdiloco.codec import native
 from p2pdiloco.codec.compression import (
     STORED,
     compress,
@@ -23,17 +22,6 @@ from p2pdiloco.codec.compression import (
     unpack,
 )
 from p2pdiloco.codec.quantization import CHUNK, LARGEST_BODY, encode_vector, recipe
-
-
-@pytest.fixture(params=["zstandard", "libzstd"], autouse=True, scope="module")
-def decoder(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Both that may decode."""
-    if request.param == "libzstd" and not compression.AVAILABLE:
-        pytest.skip("no libzstd here that is worth using")
-    before = compression._contexts.decoder
-    compression._contexts.decoder = compression.Decoder() if request.param == "libzstd" else None
-    yield
-    compression._contexts.decoder = before
 
 
 def test_a_bomb_is_refused_before_it_is_unpacked() -> None:
