@@ -13,7 +13,7 @@ from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, VerticalScroll
 from textual.content import Content
 from textual.theme import Theme
-from textual.widgets import Footer, Static
+from textual.widgets import Footer, ProgressBar, Static
 
 from p2pdiloco.observability import tui_layout
 from p2pdiloco.observability.event_schema import plain
@@ -66,6 +66,7 @@ class Top(App[None]):
     Screen { background: $background; }
     #head, #course { height: 1; }
     #head { background: $surface; }
+    #done { width: 1fr; padding: 0 1; } #done Bar { width: 1fr; } #step { width: auto; }
     #troubles { display: none; background: $error 15%; color: $error; border-left: outer $error; padding: 0 1; }
     #body { scrollbar-size-vertical: 1; }
     .row { height: auto; }
@@ -108,7 +109,9 @@ class Top(App[None]):
     def compose(self) -> ComposeResult:
         """Create the panels, still empty."""
         yield Static(id="head")
-        yield Static(id="course")
+        with Horizontal(id="course"):
+            yield ProgressBar(total=1.0, show_percentage=False, show_eta=False, id="done")
+            yield Static(id="step")
         yield Static(id="troubles")
         with VerticalScroll(id="body"):
             with Horizontal(id="cards", classes="row"):
@@ -161,7 +164,9 @@ class Top(App[None]):
         picture, history = self.seen
         width = self.size.width
         self._panel("head").update(tui_layout.heading(picture, self._pulse(), bool(self.lost), width))
-        self._panel("course").update(tui_layout.progress(picture, width))
+        done, step = tui_layout.progress(picture)
+        self.query_one("#done", ProgressBar).update(progress=done)
+        self._panel("step").update(step)
         troubles = self._panel("troubles")
         told = [*picture.troubles, *([self.lost] if self.lost else [])]
         troubles.update(Content("\n".join(plain(one) for one in told)))

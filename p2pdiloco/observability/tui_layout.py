@@ -28,7 +28,6 @@ BRAILLE = 0x2800
 DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 """Bits of the dots of a braille character: four rows of two."""
 BARS = " ▁▂▃▄▅▆▇█"
-EIGHTHS = " ▏▎▍▌▋▊▉█"
 LABEL = 7
 """Characters left of a curve, for the axis labels."""
 SMOOTHED = 80
@@ -92,13 +91,6 @@ def curve(history: History, width: int, height: int, *, over_time: bool) -> list
     say: Callable[[float], str] = (lambda x: duration(x - low)) if over_time else amount
     lines.append([Cell(letter, "quiet") for letter in " " * LABEL + _ends(say(low), say(high), columns)])
     return lines
-
-
-def bar(share: float, width: int) -> str:
-    """Draw a fraction from 0 to 1 as a bar, in eighths of characters."""
-    eighths = round(max(0.0, min(1.0, share)) * width * 8)
-    full, rest = divmod(eighths, 8)
-    return ("█" * full + (EIGHTHS[rest] if rest else "")).ljust(width)[:width]
 
 
 def lane(given: Sequence[int], columns: int, width: int, most: float) -> str:
@@ -215,8 +207,8 @@ def heading(picture: RunSnapshot, pulse: str, is_lost: bool, width: int) -> Cont
     return _apart(left, right, width)
 
 
-def progress(picture: RunSnapshot, width: int) -> Content:
-    """Lay out the run's progress: a bar, the step, and the time left."""
+def progress(picture: RunSnapshot) -> tuple[float, Content]:
+    """Return the fraction that is done of the run (or of the recording), and a line with the step and the time left."""
     course = picture.course
     done, told = course.done, f"step {course.step:,}" + (f" of {course.total_steps:,}" if course.total_steps else "")
     if course.left_s is not None and course.phase not in OVER:
@@ -226,10 +218,7 @@ def progress(picture: RunSnapshot, width: int) -> Content:
         told += f" · {duration(picture.at - tape.begins)} of {duration(tape.ends - tape.begins)}"
         if done is None:
             done = (picture.at - tape.begins) / max(1e-9, tape.ends - tape.begins)
-    right = f" {percent(done):>7}  {told} "
-    room = max(4, width - len(right) - 1)
-    filled = bar(done or 0.0, room)
-    return Content.assemble(" ", (filled, f"{STYLES['main']} on $line"), (right, ""))
+    return done or 0.0, Content(f" {percent(done):>7}  {told} ")
 
 
 def cards(picture: RunSnapshot) -> list[tuple[str, str, str]]:
