@@ -52,9 +52,10 @@ def function(name: str, result: Any, *arguments: Any) -> Callable[..., Any]:
         return _missing
     found = getattr(LIBRARY, name)
     found.restype = result
-    found.argtypes = [
-        kind for kind_ in arguments for kind in ((kind_, ctypes.c_int64) if kind_ in _VECTORS else (kind_,))
-    ]
+    kinds: list[Any] = []
+    for kind in arguments:
+        kinds += [kind, ctypes.c_int64] if kind in _VECTORS else [kind]
+    found.argtypes = kinds
 
     def call(*values: Any) -> Any:
         passed = []

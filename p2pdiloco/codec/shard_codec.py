@@ -10,8 +10,8 @@ Rules of this file:
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
+from ctypes import c_bool, c_double, c_float, c_int64
 from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from p2pdiloco.codec import native
 from p2pdiloco.codec.formats import CHUNK, FORMATS, HEADER, Recipe, body_bytes
+from p2pdiloco.codec.native import BYTES, FLOAT32, FLOAT64, INT16, INT64
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -31,30 +32,16 @@ _NO_BODIES = np.empty(0, np.uint8)
 _BITS = {FORMATS[codec].number: FORMATS[codec].bits for codec in ("int4", "int8", "bf16")}
 """Of the codecs that the library reads, by their numbers."""
 
-_FACTORS = (ctypes.c_float,) * 3
-_VECTORS = (native.FLOAT32, native.FLOAT32, native.INT16)
+_FACTORS = (c_float,) * 3
+_VECTORS = (FLOAT32, FLOAT32, INT16)
 """Parameters, and momentum in float32 or bfloat16, of which one is empty."""
 
-_square = native.function("square_shard", ctypes.c_bool, native.BYTES, ctypes.c_int64, native.FLOAT64)
-_sum = native.function("sum_shard", ctypes.c_double, native.INT64, native.INT64, native.FLOAT32, native.FLOAT32)
-_step = native.function(
-    "step_shard",
-    ctypes.c_bool,
-    *(native.BYTES, native.BYTES),
-    *_VECTORS,
-    *(native.FLOAT32, ctypes.c_bool),
-    *_FACTORS,
-)
-_aside = native.function("step_aside", ctypes.c_bool, native.BYTES, *_VECTORS, *_VECTORS, *_FACTORS)
-_decode = native.function("decode_body", ctypes.c_bool, native.BYTES, ctypes.c_bool, ctypes.c_float, native.FLOAT32)
-_encode = native.function(
-    "encode_shard",
-    ctypes.c_bool,
-    *(native.FLOAT32, native.FLOAT32),
-    *(ctypes.c_int64, ctypes.c_int64),
-    *(ctypes.c_float,) * 5,
-    native.BYTES,
-)
+_square = native.function("square_shard", c_bool, BYTES, c_int64, FLOAT64)
+_sum = native.function("sum_shard", c_double, INT64, INT64, FLOAT32, FLOAT32)
+_step = native.function("step_shard", c_bool, BYTES, BYTES, *_VECTORS, FLOAT32, c_bool, *_FACTORS)
+_aside = native.function("step_aside", c_bool, BYTES, *_VECTORS, *_VECTORS, *_FACTORS)
+_decode = native.function("decode_body", c_bool, BYTES, c_bool, c_float, FLOAT32)
+_encode = native.function("encode_shard", c_bool, FLOAT32, FLOAT32, c_int64, c_int64, *(c_float,) * 5, BYTES)
 
 
 class Bodies(Sequence[memoryview]):
