@@ -234,6 +234,8 @@ class Endpoint:
         self._peers = Peers(self._commons, limits.connections, self.connections)
         self._watch = PathMonitor(self._commons, limits, self.connections)
         self._accounts: dict[Account, Connection] = {}
+        self._told_deadline: float | None = None
+        """The earliest of ``EventQueue.deadlines`` when ``next_deadline`` was called last."""
         self._past = Traffic()
         """Of connections that have ended."""
 
@@ -422,7 +424,8 @@ class Endpoint:
 
     def next_deadline(self) -> float | None:
         """When ``wake`` is to be called at the latest; in the past: at once. None: not before something happens."""
-        first, commons = self._agenda.deadlines.next(), self._commons
+        first = self._told_deadline = self._agenda.deadlines.next()
+        commons = self._commons
         bulk_at, credit_at = commons.shaper.next_at(), commons.grants.due_at
         if bulk_at is not None and (first is None or bulk_at < first):
             first = bulk_at
@@ -431,12 +434,12 @@ class Endpoint:
     @property
     def has_new_deadline(self) -> bool:
         """``next_deadline`` may be sooner than it was; ``to_send`` may make it so, too."""
-        return self._agenda.deadlines.has_new or self._commons.grants.due_at is not None
+        return self._agenda.deadlines.next() != self._told_deadline or self._commons.grants.due_at is not None
 
     def wake(self, now: float) -> None:
         """Time has passed."""
         self._agenda.now = now
-        while (key := self._agenda.deadlines.due(now)) is not None:
+        while (key := self._agenda.deadlines.pop_due(now)) is not None:
             self._due(key)
         due_at = self._commons.grants.due_at
         if due_at is not None and due_at <= now:

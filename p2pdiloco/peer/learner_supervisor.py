@@ -31,9 +31,9 @@ from p2pdiloco.peer.options import PeerOptions
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol.ids import FragmentId, LearnerId, digest_of, learner_id, peer_of
+from p2pdiloco.timing import Backoff
 from p2pdiloco.util import logs
 from p2pdiloco.util.logs import short
-from p2pdiloco.util.tasks import Backoff
 from p2pdiloco.wire import learner_ipc
 from p2pdiloco.wire.control_messages import TROUBLE_LIMIT
 

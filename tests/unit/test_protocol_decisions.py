@@ -11,7 +11,6 @@ from p2pdiloco.protocol.contributions import STAY, Ledger, Walk
 from p2pdiloco.protocol.ids import Digest, PeerId, RunId, ShardId
 from p2pdiloco.protocol.machine import Machine
 from p2pdiloco.protocol.ownership import ranked_owners
-from p2pdiloco.protocol.state import Timers
 from tests.machine_sim.scenarios import base_config
 
 RUN = RunId("run")
@@ -108,21 +107,6 @@ def test_a_ledger_forgets_the_oldest() -> None:
         book.record(i, i + 1, Digest(str(i)))
     assert book.walk(0, 4) is None
     assert book.walk(2, 4) == Walk((Digest("2"), Digest("3")), ())
-
-
-def test_alarms_ring_in_order_and_once() -> None:
-    alarms = Timers()
-    alarms.set(("b", 0), 2.0)
-    alarms.set(("a", 0), 1.0)
-    alarms.set(("a", 0), 3.0)
-    alarms.set(("c", 0), 1.5)
-    alarms.cancel(("c", 0))
-    assert alarms.next() == 2.0
-    assert alarms.pop_due(1.9) is None
-    assert alarms.pop_due(9.0) == ("b", 0)
-    assert alarms.pop_due(9.0) == ("a", 0)
-    assert alarms.pop_due(9.0) is None
-    assert alarms.next() is None
 
 
 def test_a_fragments_shards_need_not_follow_each_other() -> None:
