@@ -54,9 +54,11 @@ class TokenBucket:
             return 0.0
         return missing / self.per_s if self.per_s > 0.0 and count <= self.burst else math.inf
 
-    def give_back(self, count: float = 1.0) -> None:
-        """Return tokens that were taken for something that need not be limited, up to ``burst``."""
+    def give_back(self, count: float = 1.0) -> bool:
+        """Put tokens back that were taken for something that need not be limited; return whether any were missing."""
+        is_missing = self._tokens < self.burst
         self._refill(count)
+        return is_missing
 
     def grant(self, count: float) -> None:
         """Add tokens beyond ``burst``. No more come by themselves until there are fewer than ``burst`` again."""
@@ -92,10 +94,10 @@ class RateLimiter(Generic[Key]):
             del self._buckets[next(iter(self._buckets))]
         return bucket.take(now, count)
 
-    def give_back(self, key: Key, count: float = 1.0) -> None:
-        """Return tokens of ``key`` that were taken for something that need not be limited."""
-        if (bucket := self._buckets.get(key)) is not None:
-            bucket.give_back(count)
+    def give_back(self, key: Key, count: float = 1.0) -> bool:
+        """Put tokens of ``key`` back, as ``TokenBucket.give_back``."""
+        bucket = self._buckets.get(key)
+        return bucket is not None and bucket.give_back(count)
 
 
 # -- Decaying counter --------------------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ from p2pdiloco.net.abuse_limits import Exclusion, HandshakeQueue, Room, machine_
 from p2pdiloco.net.handshake import ANYBODY, Dialled, HandshakeError, MismatchError, Role
 from p2pdiloco.net.limits import TransportLimits
 from p2pdiloco.protocol.ids import PeerId
+from p2pdiloco.timing import TokenBucket
 from p2pdiloco.transport import addresses, sockets
 from p2pdiloco.transport.addresses import Address
 from p2pdiloco.transport.sockets import DialError, Impostor, PeerRefused
@@ -368,12 +369,12 @@ class HandshakePool:
 # Dialling and accepting: from a socket to a channel whose other side is proved.
 # Rules of this file:
 # 1. Who is accepted waits in an anteroom until it has greeted; how many may prove themselves at a time is the
-#    endpoint's business (net/endpoint.py). One log line for each that fails, of at most LINES_A_MINUTE; the next
-#    minute's first line tells how many had none.
+#    endpoint's business (net/endpoint.py). One log line for each that fails, LINE_BURST at most and then
+#    LINES_PER_S; the next line tells how many had none.
 # 2. A dial that fails says why, in a sentence for people.
 
 
-LINES_A_MINUTE = 20
+LINE_BURST, LINES_PER_S = 20, 10 / 60
 NARROW_LIMIT = 256
 TRIED_ADDRESSES = 4
 """Of the addresses that a name resolves to."""
@@ -409,9 +410,9 @@ class ConnectionSetup:
         self.others: dict[bytes, Taker] = {}
         self._anteroom = HandshakePool(self._accept, self._tell, takers=self.others, limits=limits, tasks=tasks)
         self.again: Again | None = None
-        self._minute = float("-inf")
-        self._failures = 0
-        """In this minute."""
+        self._lines = TokenBucket(burst=LINE_BURST, per_s=LINES_PER_S)
+        self._untold = 0
+        """Failures since the last line."""
         self.narrow: dict[str, None] = {}
         """Hosts to which long packets vanish."""
         self._listeners: list[socket.socket] = []
@@ -504,13 +505,12 @@ class ConnectionSetup:
         return True
 
     def _tell(self, host: str, reason: str) -> None:
-        now, untold = asyncio.get_running_loop().time(), 0
-        if now - self._minute >= 60.0:
-            untold = max(0, self._failures - LINES_A_MINUTE)
-            self._minute, self._failures = now, 0
-        self._failures += 1
-        if self._failures <= LINES_A_MINUTE:
-            log.warning("dropped a stranger", host=host, reason=reason, **({"and_before": untold} if untold else {}))
+        if not self._lines.take(asyncio.get_running_loop().time()):
+            self._untold += 1
+            return
+        before = {"and_before": self._untold} if self._untold else {}
+        self._untold = 0
+        log.warning("dropped a stranger", host=host, reason=reason, **before)
 
     async def _prove(self, channel: Channel, raw: socket.socket) -> PeerId:
         """Encrypt ``raw``, and wait until the other side has proved itself. The endpoint has the deadline.

@@ -1,20 +1,8 @@
-"""What comes to nothing, counted by machine, and who is shut out for it."""
+"""Who is shut out for what came to nothing."""
 
 from __future__ import annotations
 
-from p2pdiloco.net.abuse_limits import FORGOTTEN_S, MACHINES, SHUT_OUT, Exclusion, FailureBlocklist
-
-
-def test_failures_are_forgotten_in_time_and_are_no_growing_table() -> None:
-    failures = FailureBlocklist()
-    assert [failures.add("ann", 0.0) for _ in range(4)] == [1.0, 2.0, 3.0, 4.0]
-    assert failures.of("ann", FORGOTTEN_S) == 2.0
-    assert failures.add("ann", FORGOTTEN_S) == 3.0
-    assert failures.of("bob", FORGOTTEN_S) == 0.0
-    for number in range(2 * MACHINES):
-        failures.add(f"{number}", FORGOTTEN_S)
-    assert sum(failures.of(f"{number}", FORGOTTEN_S) for number in range(2 * MACHINES)) == MACHINES
-    assert failures.of("ann", FORGOTTEN_S) == 0.0
+from p2pdiloco.net.abuse_limits import FORGOTTEN_S, SHUT_OUT, Exclusion
 
 
 def test_who_came_to_nothing_often_is_out_for_a_while_and_sooner_the_next_time() -> None:

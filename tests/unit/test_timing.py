@@ -81,11 +81,10 @@ def test_a_clock_that_is_put_back_gives_nothing() -> None:
 def test_what_is_given_back_fills_the_bucket_and_no_more() -> None:
     limiter: RateLimiter[str] = RateLimiter(burst=2, per_s=0.0)
     assert [limiter.take("ann", 0.0) for _ in range(3)] == [True, True, False]
-    limiter.give_back("ann")
-    limiter.give_back("nobody")
+    assert limiter.give_back("ann")
+    assert not limiter.give_back("nobody")
     assert [limiter.take("ann", 0.0) for _ in range(2)] == [True, False]
-    for _ in range(9):
-        limiter.give_back("ann")
+    assert [limiter.give_back("ann") for _ in range(9)] == [True] * 2 + [False] * 7
     assert limiter.available("ann", 0.0) == 2.0
 
 
