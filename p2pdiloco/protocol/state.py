@@ -13,7 +13,7 @@ from p2pdiloco.protocol.events import Mark
 from p2pdiloco.protocol.ids import Digest, FragmentId, LearnerId, PeerId, RunId, ShardId
 from p2pdiloco.protocol.membership import Membership
 from p2pdiloco.protocol.messages import Head, Message, Phase
-from p2pdiloco.timing import Timers
+from p2pdiloco.timing import Timers, TokenBucket
 
 Key = tuple[str, int]
 """What to look at when the time comes: a topic and, for most, a shard."""
@@ -38,32 +38,25 @@ USUAL_STEP_S = 1.0
 
 
 class StepClaimLimit:
-    """The allowance for claims, in steps."""
+    """The allowance for claims, in steps. ``step_s``: the median step time, 0 if none is known."""
 
-    __slots__ = ("_at", "_burst", "_held")
+    __slots__ = ("_steps",)
 
     def __init__(self, sync_every: int) -> None:
-        self._burst = float(BURST_TURNS * sync_every)
-        self._held = self._burst
-        self._at = 0.0
+        self._steps = TokenBucket(burst=BURST_TURNS * sync_every, per_s=HASTE / USUAL_STEP_S)
 
-    def _fill(self, now: float, step_s: float) -> None:
-        passed_s, self._at = now - self._at, max(now, self._at)
-        filled = self._held + max(0.0, passed_s) * HASTE / (step_s or USUAL_STEP_S)
-        self._held = max(self._held, min(filled, self._burst))
-
-    def stood_still(self, seconds: float, step_s: float) -> None:
-        """This peer missed so many seconds."""
-        self._held += seconds * HASTE / (step_s or USUAL_STEP_S)
+    def add_missed(self, seconds: float, step_s: float) -> None:
+        """Allow what could have been done in the seconds that this peer missed."""
+        self._steps.grant(seconds * HASTE / (step_s or USUAL_STEP_S))
 
     def allowed(self, now: float, step_s: float) -> int:
-        """How far beyond the own step a claim counts now; ``step_s``: the median step time, 0 if none is known."""
-        self._fill(now, step_s)
-        return int(self._held)
+        """Return how far beyond the own step a claim counts."""
+        self._steps.per_s = HASTE / (step_s or USUAL_STEP_S)
+        return int(self._steps.available(now))
 
-    def used(self, steps: int) -> None:
-        """So many were believed."""
-        self._held = max(0.0, self._held - steps)
+    def use(self, steps: int, now: float) -> None:
+        """Use up as many steps as were believed."""
+        self._steps.take(now, min(steps, self._steps.available(now)))
 
 
 # -- Shared state of the machine's parts -------------------------------------------------------------------------------
@@ -279,7 +272,7 @@ class Core:
             seconds, now = now - self.now, self.now
             self.stalled_s += seconds
             self.alarms.set(BEAT, now)
-            self.pace.stood_still(seconds, self.membership.median_step_s(self.step_time_s()))
+            self.pace.add_missed(seconds, self.membership.median_step_s(self.step_time_s()))
             self.membership.stood_still(now, seconds)
             self.note("info", "stall", f"this peer stood still for {seconds:.1f} s")
         self.now = now
