@@ -20,6 +20,7 @@ from p2pdiloco.net.frames import Parting
 from p2pdiloco.net.handshake import Role
 from p2pdiloco.net.limits import TransportLimits, UpBudget
 from p2pdiloco.net.multipath import LANES_LIMIT
+from p2pdiloco.timing import Backoff
 
 # -- Number of lanes ---------------------------------------------------------------------------------------------------
 # How many lanes a pair has: dialled while there is bulk on a long path, closed when there was none for a while.
@@ -69,7 +70,8 @@ class Idleness:
 
 
 class LaneKeeper:
-    """The lanes of one pair whose primary connection we dialled. Ask ``look`` what to dial, every ``pause_s``."""
+    """The lanes of one pair whose primary connection we dialled. After each pause of ``backoff``, ``look`` says what to
+    dial."""
 
     def __init__(self, primary: Connection, wanted: int | Literal["auto"], idle_s: float, now: float) -> None:
         self._primary = primary
@@ -78,7 +80,7 @@ class LaneKeeper:
         self._dialled = 0
         self._failed = False
         self._number = 0
-        self.pause_s = LOOK_S
+        self.backoff = Backoff(LOOK_S, PAUSE_MOST_S)
 
     def look(self, path: Path | None, bytes_per_s: float | None, now: float) -> list[LaneWanted]:
         """Close lanes that are idle; the lanes that are missing. ``bytes_per_s``: what the user says that the link
@@ -104,7 +106,10 @@ class LaneKeeper:
         self._failed |= not is_there
         if self._dialled:
             return False
-        self.pause_s = min(2 * self.pause_s, PAUSE_MOST_S) if self._failed else LOOK_S
+        if self._failed:
+            self.backoff.next_s()
+        else:
+            self.backoff.reset()
         return not self._failed
 
     def _bulk_bytes(self) -> int:
@@ -201,7 +206,7 @@ class PathMonitor:
         keeper = self._keepers.get(primary)
         if keeper is not None:
             look_again = keeper.dialled(is_there)
-            self._kept_at[primary] = self._commons.agenda.now + (0.0 if look_again else keeper.pause_s)
+            self._kept_at[primary] = self._commons.agenda.now + (0.0 if look_again else keeper.backoff.pause_s)
             self.plan()
 
     def plan(self) -> None:
@@ -246,7 +251,7 @@ class PathMonitor:
                 self._tell()
         for primary, keeper in list(self._keepers.items()):
             if self._kept_at[primary] <= now:
-                self._kept_at[primary] = now + keeper.pause_s
+                self._kept_at[primary] = now + keeper.backoff.pause_s
                 for wanted in keeper.look(paths.get(primary), self.chosen_bytes_per_s, now):
                     self._commons.agenda.tell(wanted)
         self.plan()
