@@ -1,8 +1,10 @@
-"""Who gets a place where places are few: connections that have not proved themselves, and peers.
+"""Limits against unknown and hostile peers: places, a blocklist, dials, handshakes, reputation.
 
-Rules of this file:
-1. Of the machine that would hold most, the one that was quiet longest makes room: who fills the places from one machine
-   takes from himself.
+Everything here is pure: time is a number, and what is remembered is bounded.
+
+Rules of places (connections that have not proved themselves, and peers):
+1. Of the machine that would hold most places, the holder that was quiet longest makes room. A machine that fills the
+   places takes them from itself.
 2. Ties go against the machine that came first.
 """
 
@@ -19,7 +21,8 @@ Holder = TypeVar("Holder")
 
 
 def machine_of(host: str) -> str:
-    """Whom an address stands for: one IPv4 address, or the /64 of an IPv6 one, which one line gets as a whole."""
+    """Return the machine that an address counts for: an IPv4 address, or the /64 of an IPv6 address, since one line
+    gets that as a whole."""
     if ":" not in host:
         return host
     head, gap, tail = host.partition("::")
@@ -43,11 +46,11 @@ class Room(Generic[Holder]):
 
     @property
     def holders(self) -> Mapping[Holder, str]:
-        """All holders, the first comer first, with each one's machine."""
+        """Return all holders with their machines, the first comer first."""
         return self._holders
 
     def enter(self, newcomer: Holder, machine: str) -> Holder | None:
-        """Somebody comes; who goes for it."""
+        """Give ``newcomer`` a place, and return the holder that loses its own; None: a place was free."""
         out = None
         if len(self._holders) >= self._places:
             largest = max(self._by_machine, key=lambda one: len(self._by_machine[one]) + (one == machine))
@@ -58,7 +61,7 @@ class Room(Generic[Holder]):
         return out
 
     def leave(self, holder: Holder) -> None:
-        """If it is there."""
+        """Free the place of ``holder``, if it has one."""
         machine = self._holders.pop(holder, None)
         if machine is not None:
             del self._by_machine[machine][holder]
@@ -67,8 +70,9 @@ class Room(Generic[Holder]):
 
 
 def displaced(places: Mapping[Holder, tuple[str, float]], newcomer: str) -> Holder | None:
-    """Who makes room for somebody from ``newcomer``'s machine. ``places``: who is there, from which machine, and heard
-    of last at which time, the first comer first. None: nobody, no machine holds more; the newcomer is refused."""
+    """Return the holder that makes room for somebody from the machine ``newcomer``. ``places``: the machine of each
+    holder, and when it was heard last, the first comer first. None: no machine holds more, and the newcomer is
+    refused."""
     counts = Counter(machine for machine, _ in places.values())
     counts[newcomer] += 1
     largest = max(counts, key=lambda machine: counts[machine])
@@ -79,19 +83,17 @@ def displaced(places: Mapping[Holder, tuple[str, float]], newcomer: str) -> Hold
 
 
 # -- Blocklist by failures ---------------------------------------------------------------------------------------------
-# How often what came from a machine came to nothing lately, and whose connections are therefore not heard for a while.
-# Rules of this file:
-# 1. Pure: time is a number. What is remembered is bounded, whatever comes.
-# 2. A machine is shut out for what it did, not for what others do, and not for ever: when its time is over it has some
-#    of its failures left, so that one that goes on is out again sooner, and one that has stopped is forgotten.
+# A machine from which much came to nothing lately is not heard for a while. It is shut out for what it did, not for
+# what others do, and not for ever: when its time is over, it has some of its failures left. So one that goes on is out
+# again sooner, and one that has stopped is forgotten.
 
 
 FORGOTTEN_S = 60.0
-"""In which a machine's failures halve."""
+"""A machine's failures halve in this time."""
 MACHINES = 1024
-"""Whose failures are remembered."""
+"""Machines whose failures are remembered."""
 SHUT_OUT = 256
-"""Machines at once; one more, and the one that has been out longest is heard again."""
+"""Machines that are shut out at once; one more, and the one that has been out longest is heard again."""
 
 
 class Exclusion:
@@ -105,7 +107,7 @@ class Exclusion:
         """The one that is heard first again first."""
 
     def failed(self, machine: str, now: float) -> bool:
-        """Once more; whether the machine is out from now on, and was not before."""
+        """Count a failure; return whether the machine is shut out from now on, and was not before."""
         if self._failures.add(machine, now) < self._most or self.has(machine, now):
             return False
         self._until.pop(machine, None)
@@ -115,28 +117,24 @@ class Exclusion:
         return True
 
     def has(self, machine: str, now: float) -> bool:
-        """Is it out?"""
+        """Return whether the machine is shut out."""
         return self._until.get(machine, now) > now
 
     def machines(self, now: float) -> list[str]:
-        """All that are out; the others are forgotten."""
+        """Return all machines that are shut out, and forget the others."""
         self._until = {machine: until for machine, until in self._until.items() if until > now}
         return list(self._until)
 
     def ends(self) -> float | None:
-        """When the next is heard again."""
+        """Return when the next machine is heard again; None: no machine is shut out."""
         return next(iter(self._until.values()), None)
 
 
 # -- Rate limit for dials on others' word ------------------------------------------------------------------------------
-# Which dials may be made on others' word: whoever publishes an address has every reader dial it, so nobody's records
-# may buy many.
-#
-# Rules of this file:
+# Whoever publishes an address has every reader dial it, so nobody's records may buy many dials.
 # 1. Dials that come to nothing are limited, at each machine and at all machines together. A dial that is under way
 #    counts as in vain until somebody has proved himself there.
 # 2. Where a peer has proved itself, it is dialled as often as its caller likes: it is no victim of somebody's records.
-# 3. Times in, answers out; bounded whatever is published.
 
 
 VAIN_BURST, VAIN_PER_S = 16, 16 / 60
@@ -148,7 +146,7 @@ KNOWN_PLACES = 4096
 
 
 class DialRateLimit:
-    """See the module's rules. A place is a host and its port."""
+    """Says which dials may be made on others' word. A place is a host and its port."""
 
     def __init__(self) -> None:
         self._at_machine: RateLimiter[str] = RateLimiter(burst=VAIN_BURST, per_s=VAIN_PER_S)
@@ -156,7 +154,7 @@ class DialRateLimit:
         self._proved: OrderedDict[tuple[PeerId, str, int], None] = OrderedDict()
 
     def begin(self, peer: PeerId, host: str, port: int, now: float) -> bool:
-        """Whether ``peer`` may be dialled there."""
+        """Count a dial of ``peer`` at this place, and return whether it may be made."""
         if (peer, host, port) in self._proved:
             return True
         if self._in_all.available(now) < 1.0 or not self._at_machine.take(machine_of(host), now):
@@ -175,32 +173,29 @@ class DialRateLimit:
 
 
 # -- Handshake queue ---------------------------------------------------------------------------------------------------
-# Whose greeting is answered next. A handshake costs some twenty times what accepting does, so those that fail have a
-# budget of their own (measured: benchmarks.hostile.arrivals).
-#
-# Rules of this file:
-# 1. Pure: time is a number.
-# 2. A handshake takes one of so many tokens, which come back at a rate, and at once where the other side has proved
-#    itself: whoever is let in costs nothing, and a flood not more than the rate.
-# 3. The machine with the fewest failures lately goes first: who floods, from however many machines, goes behind who
-#    comes for the first time.
+# A handshake costs some twenty times what accepting does, so handshakes that fail have a budget of their own
+# (measured: benchmarks.hostile.arrivals).
+# 1. A handshake takes a token, and gives it back where the other side has proved itself. Whoever is let in costs
+#    nothing, and a flood not more than the rate.
+# 2. The machine with the fewest failures lately goes first: whoever floods, from however many machines, goes behind
+#    whoever comes for the first time.
 
 
 Visitor = TypeVar("Visitor")
 
 
 class HandshakeQueue(Generic[Visitor]):
-    """See the module's rules."""
+    """Visitors whose greeting is to be answered, at most ``places``. Each takes one of ``at_once`` tokens, which come
+    back at ``per_s``."""
 
     def __init__(self, *, per_s: float, at_once: int, places: int) -> None:
-        """``at_once``: tokens there are at most; ``per_s``: those that come back; ``places``: who may wait."""
         self.room: Room[Visitor] = Room(places)
-        """Who waits."""
+        """Visitors that wait."""
         self._tokens = TokenBucket(burst=at_once, per_s=per_s)
         self._failures: DecayingCounter[str] = DecayingCounter(FORGOTTEN_S, max_keys=MACHINES)
 
     def next(self, now: float) -> Visitor | None:
-        """Who is answered now, and leaves the room; None: nobody waits, or has to."""
+        """Return the visitor that is answered now, and free its place; None: nobody waits, or all must."""
         if not self.room or not self._tokens.take(now):
             return None
         waiting = self.room.holders
@@ -209,7 +204,7 @@ class HandshakeQueue(Generic[Visitor]):
         return first
 
     def due(self, now: float) -> float | None:
-        """Seconds until somebody who waits can be answered; None: nobody waits."""
+        """Return the seconds until a visitor can be answered; None: nobody waits."""
         return self._tokens.wait_s(now) if self.room else None
 
     def ended(self, machine: str, now: float, *, is_proved: bool) -> None:
@@ -221,12 +216,8 @@ class HandshakeQueue(Generic[Visitor]):
 
 
 # -- Reputation --------------------------------------------------------------------------------------------------------
-# What peers sent that could not be read costs them points, and too many of those the connection, and for a while the
-# next one.
-#
-# Rules of this file:
-# 1. Pure: time is a number. Points wear off with time, so that an honest peer with a rare defect stays.
-# 2. Bounded: of REMEMBERED peers, those blamed longest ago are forgotten first.
+# A peer that sends what cannot be read is given points. Too many points cost it the connection, and for a while the
+# next one. Points wear off with time, so that an honest peer with a rare defect stays.
 
 
 LIMIT = 100.0
@@ -241,15 +232,15 @@ REMEMBERED = 4096
 
 
 class Reputation:
-    """See the module's rules."""
+    """Points of each peer, and the peers that are shut out for theirs."""
 
     def __init__(self) -> None:
         self._points: RateLimiter[PeerId] = RateLimiter(burst=LIMIT, per_s=WEARS_OFF_PER_S, max_keys=REMEMBERED)
         self._shut_out: dict[PeerId, float] = {}
-        """Until when."""
+        """When each peer is let in again."""
 
     def blame(self, peer: PeerId, points: float, now: float) -> bool:
-        """Whether that was too much: it is to be cut off."""
+        """Give ``peer`` points; return whether it is to be cut off for them."""
         if self._points.take(peer, now, points) and self._points.available(peer, now) > 0.0:
             return False
         self._shut_out[peer] = now + SHUT_OUT_S
@@ -258,6 +249,7 @@ class Reputation:
         return True
 
     def is_shut_out(self, peer: PeerId, now: float) -> bool:
+        """Return whether ``peer`` was cut off lately."""
         until = self._shut_out.get(peer)
         if until is not None and until <= now:
             del self._shut_out[peer]
