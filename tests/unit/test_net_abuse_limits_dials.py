@@ -68,6 +68,23 @@ def test_who_proves_itself_without_having_been_dialled_gives_nothing_back() -> N
     assert dials.begin(BOB, "2.2.2.2", 1, 0.0)
 
 
+def test_who_proves_itself_again_gives_nothing_back_again() -> None:
+    dials = DialRateLimit()
+    while dials.begin(PeerId("forged"), "1.1.1.1", 9, 0.0):
+        pass
+    for _ in range(5):
+        dials.proved(BOB, "1.1.1.1", 7)
+    assert [dials.begin(PeerId("forged"), "1.1.1.1", 9, 0.0) for _ in range(3)] == [True, False, False]
+
+
+def test_a_dial_that_is_refused_for_all_machines_costs_its_own_nothing() -> None:
+    dials = DialRateLimit()
+    for number in range(ALL_VAIN_BURST):
+        assert dials.begin(BOB, f"1.1.{number // 250}.{number % 250}", 1, 0.0)
+    assert not any(dials.begin(BOB, "2.2.2.2", port, 0.0) for port in range(100))
+    assert all(dials.begin(BOB, "2.2.2.2", port, 2.0) for port in range(VAIN_BURST))
+
+
 def test_what_is_remembered_is_bounded() -> None:
     dials = DialRateLimit()
     for number in range(KNOWN_PLACES + 5):

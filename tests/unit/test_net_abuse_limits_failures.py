@@ -19,6 +19,11 @@ def test_who_came_to_nothing_often_is_out_for_a_while_and_sooner_the_next_time()
     assert exclusion.failed("ann", ends), "half of six, and one more"
 
 
+def test_a_machine_that_fails_once_a_minute_is_never_shut_out() -> None:
+    exclusion = Exclusion(failures=64, time_s=60.0)
+    assert not any(exclusion.failed("monitor", 60.0 * minute) for minute in range(300))
+
+
 def test_so_many_are_out_at_once() -> None:
     exclusion = Exclusion(failures=1, time_s=60.0)
     for number in range(SHUT_OUT + 3):

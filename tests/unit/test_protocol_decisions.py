@@ -11,6 +11,7 @@ from p2pdiloco.protocol.contributions import STAY, Ledger, Walk
 from p2pdiloco.protocol.ids import Digest, PeerId, RunId, ShardId
 from p2pdiloco.protocol.machine import Machine
 from p2pdiloco.protocol.ownership import ranked_owners
+from p2pdiloco.protocol.state import BURST_TURNS, HASTE, USUAL_STEP_S, StepClaimLimit
 from tests.machine_sim.scenarios import base_config
 
 RUN = RunId("run")
@@ -107,6 +108,20 @@ def test_a_ledger_forgets_the_oldest() -> None:
         book.record(i, i + 1, Digest(str(i)))
     assert book.walk(0, 4) is None
     assert book.walk(2, 4) == Walk((Digest("2"), Digest("3")), ())
+
+
+def test_the_allowance_for_claims_follows_the_median_step_and_is_used_up() -> None:
+    limit = StepClaimLimit(10)
+    assert limit.allowed(0.0, 1.0) == BURST_TURNS * 10
+    limit.use(7, 0.0)
+    assert limit.allowed(0.0, 1.0) == BURST_TURNS * 10 - 7
+    limit.use(1000, 0.0)
+    assert limit.allowed(0.0, 1.0) == 0, "more than half of all said so"
+    assert limit.allowed(1.0, 4.0) == HASTE / 4.0
+    assert limit.allowed(2.0, 0.0) == HASTE / 4.0 + HASTE / USUAL_STEP_S
+    limit.add_missed(10.0, 0.5)
+    limit.add_missed(10.0, 0.0)
+    assert limit.allowed(2.0, 0.5) == HASTE * (1 / 4 + 1 + 20 + 10), "beyond the burst: it must catch up"
 
 
 def test_a_fragments_shards_need_not_follow_each_other() -> None:

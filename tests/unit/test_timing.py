@@ -68,7 +68,9 @@ def test_many_tokens_are_taken_as_a_whole_or_not_at_all() -> None:
     assert bucket.take(0.0, 2.0)
     assert bucket.wait_s(0.0, 4.0) == 4.0
     assert bucket.wait_s(0.0, 11.0) == math.inf, "it never holds so many"
-    assert TokenBucket(burst=0.0, per_s=0.0).wait_s(0.0) == math.inf
+    assert bucket.wait_s(0.0, 10.0) == 10.0
+    spent = TokenBucket(burst=1.0, per_s=0.0)
+    assert (spent.wait_s(0.0), spent.take(0.0), spent.wait_s(0.0)) == (0.0, True, math.inf)
 
 
 def test_a_clock_that_is_put_back_gives_nothing() -> None:
@@ -85,7 +87,13 @@ def test_what_is_given_back_fills_the_bucket_and_no_more() -> None:
     assert not limiter.give_back("nobody")
     assert [limiter.take("ann", 0.0) for _ in range(2)] == [True, False]
     assert [limiter.give_back("ann") for _ in range(9)] == [True] * 2 + [False] * 7
-    assert limiter.available("ann", 0.0) == 2.0
+    assert (limiter.available("ann", 0.0), limiter.available("nobody", 0.0)) == (2.0, 2.0)
+    bucket = TokenBucket(burst=2, per_s=0.0)
+    assert bucket.take(0.0, 2.0)
+    assert bucket.give_back()
+    assert bucket.available(0.0) == 1.0
+    assert limiter.take("ann", 0.0)
+    assert limiter.available("ann", 0.0) == 1.0
 
 
 def test_what_is_granted_is_there_beside_the_burst_until_it_is_used() -> None:
@@ -120,6 +128,9 @@ def test_counts_halve_and_are_no_growing_table() -> None:
         counter.add(f"{number}", 60.0)
     assert len(counter) == 100
     assert counter.count("ann", 60.0) == 0.0
+    counter.add("100", 60.0)
+    counter.add("new", 60.0)
+    assert (counter.count("100", 60.0), counter.count("101", 60.0)) == (2.0, 0.0), "100 was counted again"
 
 
 # -- Backoff -----------------------------------------------------------------------------------------------------------
@@ -187,3 +198,12 @@ def test_a_deadline_that_is_moved_for_ever_takes_no_memory(is_cancelled: bool) -
         if is_cancelled:
             timers.cancel("key")
     assert len(timers._heap) < 100
+
+
+def test_deadlines_that_are_moved_often_are_due_in_order() -> None:
+    timers: Timers[int] = Timers()
+    for number in range(1000):
+        timers.set(number % 37, float((number * 7919) % 1009))
+    deadlines = {number % 37: float((number * 7919) % 1009) for number in range(1000)}
+    due = [timers.pop_due(1e9) for _ in range(38)]
+    assert due == [*sorted(deadlines, key=lambda key: deadlines[key]), None]
