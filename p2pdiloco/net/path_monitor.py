@@ -237,8 +237,9 @@ class PathMonitor:
         """Take what the kernel knows, of the connections of which it knows something."""
         now = self._context.now
         for connection, path in paths.items():
-            if (account := self._connections[connection].session.account) is not None:
-                account.round_trip_s = path.round_trip_s
+            found = self._connections.get(connection)
+            if found is not None and found.session.account is not None:
+                found.session.account.round_trip_s = path.round_trip_s
         if self._up == "auto" and self._gauged_at + self._sampler.interval_s <= now:
             self._gauged_at = now
             if self._sampler.sample(paths, self._has_waiting_bulk, now):
