@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -30,9 +29,10 @@ from p2pdiloco.access.invite_code import PREFIX, clean_invite, decode_invite, is
 from p2pdiloco.protocol.ids import RunId, digest_of
 from p2pdiloco.protocol.manifest import Manifest
 from p2pdiloco.training.node_reconnect import Found, Reunion
+from p2pdiloco.util import status_pipe
 from p2pdiloco.util.files import LockedError, lock, rotate
 from p2pdiloco.util.logs import printable
-from p2pdiloco.util.output_markers import INVITED, LOOK_AT
+from p2pdiloco.util.status_pipe import Exited, Invited, PageAt, StatusReader
 
 log = logging.getLogger("p2pdiloco")
 
@@ -54,8 +54,6 @@ LOG_BYTES = 4 << 20
 NOBODY_THERE = 3
 """Exit status of a node that found nobody (``cli/main.py``)."""
 _LOOK_S = 0.05
-_IN_HELP = re.compile(r"see p2pdiloco( \w+)? --help")
-"""How a complaint of ``cli/parser.py`` ends."""
 
 
 def leaving_s(parameters: int) -> float:
@@ -133,8 +131,10 @@ class ScriptNode:
         self._process: psutil.Process | None = None
         self._is_child = False
         self._is_resumed = False
-        self._said_from = 0
-        """Where in the log the node's present life began."""
+        self._reports: StatusReader | None = None
+        """Of the node's present life, if it was started here."""
+        self._log_began = 0
+        """Where in the log that life began."""
         self._began = time.monotonic()
         self._lost_lives = 0
         self._is_ending = False
@@ -172,10 +172,10 @@ class ScriptNode:
                 time.sleep(_LOOK_S)
         finally:
             reunion.close()
-        if is_new:
-            for line in self._said():
-                if line.startswith((INVITED, LOOK_AT)):
-                    print(line, file=sys.stderr, flush=True)  # noqa: T201 - for whoever watches the script
+        if is_new and self._reports is not None:
+            for message in self._reports.poll():
+                if isinstance(message, Invited | PageAt):
+                    print(printable(str(message)), file=sys.stderr, flush=True)  # noqa: T201 - for the script's user
         return found
 
     def revive(self, run: RunId) -> bool:
@@ -271,35 +271,39 @@ class ScriptNode:
         command += ["--state", str(self._folder), "--learner", self.meeting_place, "--reattach-s", str(RETURN_S)]
         if self.log_path.exists() and self.log_path.stat().st_size > LOG_BYTES:
             rotate(self.log_path, keep=1, most_bytes=LOG_BYTES)
-        with open(self.log_path, "ab") as output:
-            self._said_from = output.tell()
+        with open(self.log_path, "ab") as output, status_pipe.opened() as (self._reports, status_fd):
+            self._log_began = output.tell()
             self._process = psutil.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+                [*command, status_pipe.OPTION, str(status_fd)],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=(status_fd,),
+                start_new_session=True,
             )
         self._is_child = True
         self._began = time.monotonic()
         (self._folder / "node.pid").write_text(str(self._process.pid))
 
-    def _said(self) -> list[str]:
-        """What the node has said in its present life. Other peers' words may be in it: nothing that a terminal obeys
-        is left, and nothing but a line break ends a line."""
-        with open(self.log_path, "rb") as file:
-            file.seek(self._said_from)
-            text = file.read().decode(errors="replace")
-        return [printable(line) for line in text.split("\n") if line]
-
     @property
     def ending(self) -> str:
-        """How it ended, in a sentence with its last words; empty while it lives."""
+        """How it ended, in a sentence with the reason; empty while it lives."""
         status = self._status
         return "" if status is None else self.ended_with(status)
 
     def ended_with(self, status: int | str) -> str:
-        """The same, by a status that is known."""
-        lines = self._said()
-        if len(lines) > 1 and _IN_HELP.fullmatch(lines[-1]):  # what was wrong with an option stands before it
-            lines.pop()
-        return f"the node ended with status {status}: {lines[-1] if lines else 'it said nothing'}"
+        """The same, by a status that is known. Other peers' words may be in the reason: nothing that a terminal obeys
+        is left of it."""
+        exited = None if self._reports is None else self._reports.find(Exited)
+        reason = printable(self._last_log_line() if exited is None else exited.reason, keeps="\n")
+        return f"the node ended with status {status}: {reason}"
+
+    def _last_log_line(self) -> str:
+        """For a node that crashed, or was started by an earlier life of the script, and so reports no reason."""
+        with open(self.log_path, "rb") as file:
+            file.seek(self._log_began)
+            lines = file.read().decode(errors="replace").split("\n")
+        return next(filter(None, reversed(lines)), "it said nothing")
 
     @property
     def _status(self) -> int | str | None:

@@ -14,7 +14,9 @@ from p2pdiloco.swarm.run_lookup import DirectoryOptions, check_directory_address
 from p2pdiloco.transport import addresses
 from p2pdiloco.transport.identity import KEY_FILE, Identity
 from p2pdiloco.transport.sockets import check_numeric, everywhere
+from p2pdiloco.util import status_pipe
 from p2pdiloco.util.logs import bottom_line, printable
+from p2pdiloco.util.status_pipe import StatusMessage
 
 if TYPE_CHECKING:
     from p2pdiloco.peer.ending import Ending  # which loads torch, and who only looks does without
@@ -136,8 +138,12 @@ def _is_meant_as_invite(word: str) -> bool:
     return word.strip().startswith(PREFIX)
 
 
-def say(line: str) -> None:
-    """To the user, at once; to a terminal nothing that it would obey: a model writes what it was taught."""
+def say(told: str | StatusMessage) -> None:
+    """To the user, at once; to a terminal nothing that it would obey: a model writes what it was taught. A message also
+    goes to the program that started this one, if it reads the status pipe."""
+    line = str(told)
+    if isinstance(told, StatusMessage):
+        status_pipe.writer.report(told)
     if not sys.stdout.isatty():
         print(line, flush=True)
         return
@@ -167,6 +173,7 @@ def ask(question: str) -> str | None:
 def end(ending: Ending) -> int:
     """Say how it ended; the exit status."""
     bottom_line.clear()  # of a download that came to no end
+    status_pipe.writer.report_exit(ending.status, ending.reason)
     if ending.status:
         print("p2pdiloco:", printable(ending.reason, keeps="\n"), file=sys.stderr)
     else:

@@ -4,9 +4,10 @@ event log says about it. The demo, the chaos runs and the integration tests are 
 Rules of this file:
 1. Every process carries the swarm's mark in its environment, so that what is left of it can be counted, and ended.
 2. They die with whoever started them, even by SIGKILL (Linux); a stopped one needs ``reaper.py``.
-3. A clock is wrong where ``wrong_clock/`` comes first in a process's import path: Python's, which is what a peer's
+3. A process reports over its status pipe when it is up, and how it is joined. Nobody searches what it prints.
+4. A clock is wrong where ``wrong_clock/`` comes first in a process's import path: Python's, which is what a peer's
    program reads; nothing else of the machine, and nothing of ours is changed for it.
-4. A peer's folder outlives its processes: the next process on it is the same peer. What the next one would overwrite
+5. A peer's folder outlives its processes: the next process on it is the same peer. What the next one would overwrite
    (journal, report) is kept under a number.
 """
 
@@ -26,17 +27,15 @@ from typing import IO, Any
 
 import psutil
 
-from p2pdiloco.util.output_markers import INVITED
+from p2pdiloco.util import status_pipe
 from p2pdiloco.util.process import die_with_parent
+from p2pdiloco.util.status_pipe import Invited, Listening, Message, StatusPipeError
 
 MARK = "P2PDILOCO_SWARM"
 """Environment variable that every process of one swarm inherits."""
-"""Read by changed_code/sitecustomize.py alone."""
 START_S = 60.0
 STOP_S = 30.0
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
-JOINABLE = "p2pdiloco join "
-"""What a bootstrap node says before its address."""
 
 
 class SwarmError(Exception):
@@ -114,16 +113,19 @@ class Member:
         self._clock_off_s = clock_off_s
         self._read: dict[Path, int] = {}
         folder.mkdir(parents=True, exist_ok=True)
-        self._log_began = self.log_path.stat().st_size if self.log_path.exists() else 0
-        with open(self.log_path, "ab") as log:
+        with open(self.log_path, "ab") as log, status_pipe.opened() as (self.reports, status_fd):
+            self._log_began = log.tell()
             variables = {**os.environ, MARK: mark, **(environment or {})}
-            self.process = self.begin([*arguments, "--state", str(folder)], log, variables)
+            self.process = self.begin([*arguments, "--state", str(folder)], log, variables, status_fd)
 
     @staticmethod
-    def begin(arguments: Sequence[str], log: IO[bytes], environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    def begin(
+        arguments: Sequence[str], log: IO[bytes], environment: dict[str, str], status_fd: int
+    ) -> subprocess.Popen[bytes]:
         """Start the command that is its process."""
         return subprocess.Popen(
-            [sys.executable, "-P", "-m", "p2pdiloco", *arguments],
+            [sys.executable, "-P", "-m", "p2pdiloco", *arguments, status_pipe.OPTION, str(status_fd)],
+            pass_fds=(status_fd,),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -158,12 +160,23 @@ class Member:
         found = sorted(self.folder.glob("*/metrics.jsonl"), key=lambda path: path.stat().st_mtime)
         return found[-1].parent if found else None
 
-    def said(self, text: str) -> str | None:
-        """The first line with ``text`` in what this process told its user."""
+    def wait_for(self, kind: type[Message], timeout_s: float = START_S) -> Message:
+        """Its first report of this kind.
+
+        Raises:
+            SwarmError: it ended before, or takes too long.
+        """
+        try:
+            return self.reports.wait_for(kind, timeout_s)
+        except StatusPipeError as error:
+            tail = "\n".join(self.output()[-5:])
+            raise SwarmError(f"{self.name} did not start ({error}), its log ends with:\n{tail}") from error
+
+    def output(self) -> list[str]:
+        """The lines that this process has printed for people."""
         with open(self.log_path, "rb") as log:
             log.seek(self._log_began)
-            lines = log.read().decode(errors="replace").splitlines()
-        return next((line for line in lines if text in line), None)
+            return log.read().decode(errors="replace").splitlines()
 
     def refresh(self) -> None:
         """Read what is new in its event log."""
@@ -218,19 +231,19 @@ class Swarm:
         return next(m for m in reversed(self.members) if m.name == name)
 
     def launch_bootstrap(self) -> Member:
-        """Start the bootstrap node, which will say ``JOINABLE`` and its address."""
+        """Start the bootstrap node, which will report ``Listening``."""
         self.bootstrap = Member("bootstrap", ["bootstrap", "--listen", LOOPBACK], self.out / "bootstrap", self.mark)
         self._started = True
         return self.bootstrap
 
     def start_bootstrap(self) -> str:
-        """Start the bootstrap node and wait for it; returns the address that it prints."""
-        return self._wait_for(self.launch_bootstrap(), JOINABLE).split()[-1]
+        """Start the bootstrap node and wait for it; returns its address."""
+        return self.launch_bootstrap().wait_for(Listening).addresses[0]
 
     def start_founder(self, name: str, config: Path, address: str, *more: str) -> Member:
         """Start the peer that founds the run, and wait until it can be joined. ``more``: further options."""
         member = self.launch(name, ["start", str(config), *OPEN, "--bootstrap", address], *more)
-        self._wait_for(member, INVITED)
+        member.wait_for(Invited)
         return member
 
     def join(self, name: str, address: str, *more: str) -> Member:
@@ -254,17 +267,6 @@ class Swarm:
         member = Member(name, words, folder, self.mark, environment, clock_off_s)
         self.members.append(member)
         return member
-
-    def _wait_for(self, member: Member, text: str) -> str:
-        deadline = time.monotonic() + START_S
-        while time.monotonic() < deadline:
-            if (line := member.said(text)) is not None:
-                return line
-            if not member.is_running:
-                break
-            time.sleep(0.1)
-        tail = "\n".join(member.log_path.read_text().splitlines()[-5:])
-        raise SwarmError(f"{member.name} did not start (status {member.status}), its log ends with:\n{tail}")
 
     def stop(self) -> None:
         """Ask everything to leave in order; what has not after a while is killed."""

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 
 from p2pdiloco.demo.local_swarm import Member, Swarm, SwarmError
 from p2pdiloco.protocol.manifest import RunConfig
-from p2pdiloco.util.output_markers import LOOK_AT
+from p2pdiloco.util.status_pipe import PageAt
 
 # -- Result ------------------------------------------------------------------------------------------------------------
 # What the demo's plot made happen.
@@ -77,9 +77,9 @@ def play(swarm: Swarm, config: RunConfig, limit_s: float, is_interrupted: Callab
             member.refresh()
             if member.ended_badly:
                 raise SwarmError(f"peer {member.name} ended with status {member.status}, see {member.log_path}")
-        if not is_page_told and (line := founder.said(LOOK_AT)) is not None:
+        if not is_page_told and (page := founder.reports.find(PageAt)) is not None:
             is_page_told = True
-            screen.say(f"{line}  to see it live")
+            screen.say(f"{page}  to see it live")
         share = founder.view.step / config.inner.steps
         if share >= KILL_AT and story.killed is None:
             story.killed = swarm["B"]

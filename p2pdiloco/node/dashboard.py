@@ -19,7 +19,7 @@ from p2pdiloco.observability.history import RunHistory
 from p2pdiloco.observability.log_reader import LOG, lines
 from p2pdiloco.observability.snapshot import History, RunSnapshot
 from p2pdiloco.util import logs
-from p2pdiloco.util.output_markers import sight
+from p2pdiloco.util.status_pipe import PageAt, Say
 
 if TYPE_CHECKING:
     from p2pdiloco.node.telemetry import Telemetry
@@ -71,7 +71,7 @@ def split_place(place: str) -> tuple[str, int | None]:
 
 
 @asynccontextmanager
-async def served(telemetry: Telemetry, folder: Path, place: str, say: Callable[[str], None]) -> AsyncIterator[None]:
+async def served(telemetry: Telemetry, folder: Path, place: str, say: Say) -> AsyncIterator[None]:
     """Serve a node's page and tell its address.
 
     Raises:
@@ -96,7 +96,7 @@ async def served(telemetry: Telemetry, folder: Path, place: str, say: Callable[[
     async with server:
         with suppress(OSError):
             (folder / "page.port").write_text(str(server.port))
-        say(sight(server.address))
+        say(PageAt(server.address))
         yield
 
 

@@ -71,6 +71,7 @@ from p2pdiloco.training.data_sources import tell_sources
 from p2pdiloco.training.learner_main import device_of
 from p2pdiloco.transport.identity import Identity
 from p2pdiloco.util import logs
+from p2pdiloco.util.status_pipe import Say
 from p2pdiloco.wire.directory_records import RunRecord
 
 log = logs.get("session")
@@ -90,7 +91,7 @@ async def start(
     directory_options: DirectoryOptions,
     identity: Identity,
     decide: Callable[[RunId, RunRecord], str],
-    say: Callable[[str], None],
+    say: Say,
 ) -> Ending:
     """Go on with the run of this configuration that lies below the state folder, or found it and train it. ``decide``
     is asked if another run of that name is live: the name to found this one under, or "" to join that one.
@@ -129,7 +130,7 @@ async def start_from_script(
     options: PeerOptions,
     directory_options: DirectoryOptions,
     identity: Identity,
-    say: Callable[[str], None],
+    say: Say,
 ) -> Ending:
     """Found the run of a training script, or go on with it from this folder's checkpoint.
 
@@ -155,7 +156,7 @@ async def join(
     directory_options: DirectoryOptions,
     identity: Identity,
     choose: Callable[[dict[RunId, RunRecord]], RunId],
-    say: Callable[[str], None],
+    say: Say,
 ) -> Ending:
     """Find a run, get its manifest from its peers, and take part.
 
@@ -189,7 +190,7 @@ async def resume(
     options: PeerOptions,
     directory_options: DirectoryOptions,
     identity: Identity,
-    say: Callable[[str], None],
+    say: Say,
 ) -> Ending:
     """Go on with a run from the best of the checkpoints under ``folders`` and of this peer's own.
 
@@ -215,7 +216,7 @@ async def _join(
     options: PeerOptions,
     identity: Identity,
     directory: Directory,
-    say: Callable[[str], None],
+    say: Say,
     mine: Credentials | None = None,
     wanted: str | None = None,
     kept: Manifest | None = None,
@@ -253,7 +254,7 @@ async def _go_on(
     options: PeerOptions,
     identity: Identity,
     directory: Directory,
-    say: Callable[[str], None],
+    say: Say,
     folders: Sequence[Path] = (),
     invite: Invite | None = None,
     again: Callable[[], tuple[Manifest, InitialState]] | None = None,
@@ -369,7 +370,7 @@ async def take_part(
     directory: Directory,
     initial: InitialState | None,
     mine: Credentials | None,
-    say: Callable[[str], None],
+    say: Say,
     *,
     shows_how_to_join: bool = False,
 ) -> Ending:
@@ -388,8 +389,8 @@ async def take_part(
     await refuse_to_be_one(directory, manifest.run, identity.peer_id, None if is_open else mine)
     await asyncio.to_thread(keep_addresses, options.folder, directory.meeting_places())
     if shows_how_to_join:
-        for line in await asyncio.to_thread(how_to_join, manifest, mine, options.folder, directory):
-            say(line)
+        for invited in await asyncio.to_thread(how_to_join, manifest, mine, options.folder, directory):
+            say(invited)
     tell = say if shows_how_to_join else None
     async with Node(manifest, options, identity, directory, initial, mine) as node:
         keeping = partial(

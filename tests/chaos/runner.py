@@ -23,9 +23,9 @@ from typing import Any
 import msgspec
 import psutil
 
-from p2pdiloco.demo.local_swarm import JOINABLE, OPEN, START_S, Member, Swarm, SwarmError
+from p2pdiloco.demo.local_swarm import OPEN, Member, Swarm, SwarmError
 from p2pdiloco.protocol.manifest import RunConfig
-from p2pdiloco.util.output_markers import INVITED
+from p2pdiloco.util.status_pipe import Exited, Invited, Listening
 from tests.chaos.changed_peers import launch
 from tests.chaos.event_log import Diary, Status
 from tests.chaos.fault_proxy import Network
@@ -100,10 +100,10 @@ class Runner:
 
     async def _start(self) -> None:
         bootstrap = self._swarm.launch_bootstrap()
-        self._address = (await self._said(bootstrap, JOINABLE)).split()[-1]
+        self._address = (await asyncio.to_thread(bootstrap.wait_for, Listening)).addresses[0]
         first, *others = self._peers.values()
         self._founding = ["start", str(self.out / "run.toml"), *OPEN, "--bootstrap", self._address]
-        await self._said(self._launch(first), INVITED)
+        await asyncio.to_thread(self._launch(first).wait_for, Invited)
         for peer in others:
             self._launch(peer)
         await self._all_train("the swarm did not come up")
@@ -236,13 +236,13 @@ class Runner:
 
     def _end_twin(self, fault: Fault, twin: Member) -> None:
         """It should have ended by itself, and said why."""
-        status, said = twin.status, twin.said("p2pdiloco: ") or ""
+        status, exited = twin.status, twin.reports.find(Exited)
         if twin.is_running:
             for process in psutil.Process(twin.process.pid).children(recursive=True):
                 with contextlib.suppress(psutil.Error):
                     process.kill()  # its learner would wait for it
             twin.kill()
-        self._diary.note("twin", peer=fault.peers[0], fault=fault.number, status=status, text=said)
+        self._diary.note("twin", peer=fault.peers[0], fault=fault.number, status=status, text=str(exited or ""))
 
     def _ended(self, peer: Peer, member: Member) -> None:
         """Its node is gone: written down once, and started again unless it was the end of the run."""
@@ -288,14 +288,6 @@ class Runner:
         return peer.member
 
     # -- waiting -------------------------------------------------------------------------------------------------------
-
-    async def _said(self, member: Member, text: str) -> str:
-        deadline = time.monotonic() + START_S
-        while (line := member.said(text)) is None:
-            if not member.is_running or time.monotonic() > deadline:
-                raise SwarmError(f"{member.name} did not start (status {member.status}), see {member.log_path}")
-            await asyncio.sleep(TICK_S)
-        return line
 
     async def _all_train(self, complaint: str) -> None:
         deadline = time.monotonic() + READY_S

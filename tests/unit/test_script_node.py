@@ -21,14 +21,16 @@ import p2pdiloco
 from p2pdiloco import script_node
 from p2pdiloco.access.certificates import NEVER, NO_CAP, Role
 from p2pdiloco.access.invite_code import Invite, encode_invite
-from p2pdiloco.cli.main import _parse, main
+from p2pdiloco.cli.main import _parse
 from p2pdiloco.protocol.ids import RunId
 from p2pdiloco.script_node import LEAVE_S, RESTARTS, STABLE_S, ScriptNode, ScriptNodeError, Wish, leaving_s
 from p2pdiloco.swarm.credentials import Credentials, make_invite
 from p2pdiloco.swarm.run_index import folder_of
 from p2pdiloco.training.node_reconnect import Found, Reunion, find_learner
 from p2pdiloco.transport.identity import Identity
+from p2pdiloco.util import status_pipe
 from p2pdiloco.util.files import state_home
+from p2pdiloco.util.status_pipe import Exited
 from p2pdiloco.wire import learner_ipc
 
 RUN = RunId("0" * 40)
@@ -323,15 +325,23 @@ def test_the_swarms_step_is_at_most_the_runs_last(tmp_path: Path) -> None:
         assert (outer.global_step, outer.total_steps) == (told, 60)
 
 
+@pytest.mark.heavy
 def test_what_was_wrong_with_an_option_is_told_and_not_where_help_is(tmp_path: Path) -> None:
     """``node_options`` are the user's own words."""
+    node = ScriptNode(tmp_path, Wish("story", ("ADDR",), None, ("--upp", "3")))
+    with pytest.raises(ScriptNodeError) as told:
+        node.meet()
+    assert str(told.value) == "the node ended with status 2: there is no option --upp: did you mean --up?"
+    assert "see p2pdiloco join --help" in node.log_path.read_text()
+    node.leave_alone()
+
+
+def test_a_node_that_reports_nothing_ends_with_the_last_line_of_its_log(tmp_path: Path) -> None:
     node = Dying(tmp_path)
     node._start([])
     assert node.ending == "the node ended with status 1: it said nothing"
-    with contextlib.suppress(SystemExit), open(node.log_path, "w") as log, contextlib.redirect_stderr(log):
-        main(["start", "stdlib-tiny", "--upp", "3"])
-    assert "see p2pdiloco start --help" in node.log_path.read_text()
-    assert node.ending.endswith(": p2pdiloco start: there is no option --upp: did you mean --up?")
+    node.log_path.write_text("Traceback (most recent call last):\nMemoryError\n\n")
+    assert node.ending == "the node ended with status 1: MemoryError"
     node.leave_alone()
 
 
@@ -380,9 +390,14 @@ def test_a_script_that_comes_after_the_end_is_told_so(tmp_path: Path, caplog: py
 
 def test_a_nodes_last_words_steer_no_terminal(tmp_path: Path) -> None:
     """Other peers' words may be in them."""
+    words = "\x1b]0;mine\x07\x9b2J\u202eno\u2028to join from another machine:  x"
     node = Dying(tmp_path)
     node._start([])
-    node.log_path.write_text("first\n\x1b]0;mine\x07\x9b2J\u202eno\u2028to join from another machine:  x\n")
+    node.log_path.write_text(f"first\n{words}\n")
     assert node.ending.isprintable()
     assert "no to join" in node.ending, "it is one line"
+    with status_pipe.opened() as (node._reports, fd):
+        os.write(fd, msgspec.json.encode(Exited(1, words)) + b"\n")
+    assert node.ending.isprintable()
+    assert "no to join" in node.ending
     node.leave_alone()
