@@ -18,16 +18,7 @@ from p2pdiloco.node.node import Node
 from p2pdiloco.node.notifier import Notifier
 from p2pdiloco.node.results import finished
 from p2pdiloco.node.run_creation import found, found_from_script, with_own_places
-from p2pdiloco.node.run_folder import (
-    CHECKPOINT,
-    chosen_run,
-    founded_earlier,
-    has_finished,
-    hold,
-    own_state,
-    standings,
-    told,
-)
+from p2pdiloco.node.run_folder import CHECKPOINT, RunStore, describe_state, has_finished, hold
 from p2pdiloco.node.shutdown_signals import leave_when_asked
 from p2pdiloco.observability.alerts import Alert
 from p2pdiloco.observability.history import closing
@@ -50,7 +41,7 @@ from p2pdiloco.swarm.invitations import (
     kept_credentials,
     refuse_a_stranger,
 )
-from p2pdiloco.swarm.run_index import ConfigError, folder_of
+from p2pdiloco.swarm.run_index import ConfigError, folder_of, is_meant
 from p2pdiloco.swarm.run_lookup import (
     FIND_S,
     AllRefuseError,
@@ -103,7 +94,7 @@ async def start(
     logs.speak_as(identity.peer_id)
     device_of(options.learner.device)
     options = with_own_places(options, config)
-    earlier = await asyncio.to_thread(founded_earlier, config, options.folder)
+    earlier = await asyncio.to_thread(RunStore(options.folder).founded_from, config)
     if earlier is not None:
         with hold(options.folder, earlier):
             patience_s = await asyncio.to_thread(_patience_s, earlier, options)
@@ -142,7 +133,7 @@ async def start_from_script(
     initial: InitialState | None = new
     with hold(options.folder, manifest):
         directory_options = await asyncio.to_thread(_needed, directory_options, options, manifest)
-        if manifest.run in await asyncio.to_thread(standings, [options.folder]):
+        if manifest.run in await asyncio.to_thread(RunStore(options.folder).standings):
             new.take()  # a checkpoint is read next, and two models need twice the memory
             initial = None
         async with open_directory(identity, directory_options, options.folder) as directory:
@@ -200,7 +191,7 @@ async def resume(
     """
     logs.speak_as(identity.peer_id)
     device_of(options.learner.device)
-    manifest = await asyncio.to_thread(chosen_run, folders, wanted)
+    manifest = await asyncio.to_thread(RunStore(*folders).choose, wanted)
     refuse_a_stranger(manifest, identity, options.folder, directory_options.invite, folders)
     await asyncio.to_thread(_has_what_it_takes, manifest, options, say)
     with hold(options.folder, manifest):
@@ -234,14 +225,14 @@ async def _join(
                 raise
             log.warning("no other peer of the run is there yet, going on from the state here", reason=str(error))
             manifest = kept
-    if wanted not in (None, manifest.config.name) and not run.startswith(wanted or ""):
+    if not is_meant(wanted, manifest.config.name, run):
         raise ConfigError(f"the invite is to run {manifest.config.name} ({run[:12]}), not to {wanted}")
     say(f"joining run {manifest.config.name} ({run[:12]}), {Layout.of(manifest).elements:,} parameters")
     await asyncio.to_thread(_has_what_it_takes, manifest, options, say)
     with hold(options.folder, manifest) as folder:
         settings = msgspec.structs.replace(options, folder=folder)
         try:
-            own = await asyncio.to_thread(own_state, [options.folder], manifest)
+            own = await asyncio.to_thread(RunStore(options.folder).load_state, manifest)
         except CheckpointError as error:
             log.warning("checkpoint not used, the state comes from the swarm", reason=str(error))
             own = None
@@ -262,7 +253,7 @@ async def _go_on(
     """Take part as one whom others join, from the heaviest state here; ``initial`` is for where there is none, and is
     made ``again`` where what there is cannot be read. The run's folder is held."""
     try:
-        own = await asyncio.to_thread(own_state, [options.folder, *folders], manifest)
+        own = await asyncio.to_thread(RunStore(options.folder, *folders).load_state, manifest)
     except CheckpointError as error:
         if not options.learner.script:
             raise
@@ -279,7 +270,7 @@ async def _go_on(
     is_over = own is not None and has_finished(manifest, own.shards)
     if own is not None:
         initial = own
-        say(told(manifest, own))
+        say(describe_state(manifest, own))
         if is_over and not options.learner.script and not await is_live(directory, manifest.run, asking):
             if not options.stay_s:
                 return Ending(0, finished(manifest, folder))
@@ -294,27 +285,23 @@ def _kept(options: PeerOptions, wanted: str | None, mine: Credentials | None, pe
     the only one, if one of ``peers`` was met from here. None: there is none, or nobody is to be waited for."""
     if options.is_fetching or options.learner.script:
         return None
-    here = [one.manifest for one in standings([options.folder]).values() if not one.is_finished]
-    if mine is not None:
-        here = [manifest for manifest in here if manifest.run == mine.run]
-    elif wanted is not None:
-        here = [manifest for manifest in here if manifest.config.name == wanted or manifest.run.startswith(wanted)]
-    elif not has_met(options.folder, peers):
+    if mine is None and wanted is None and not has_met(options.folder, peers):
         return None
+    found = RunStore(options.folder).standings(wanted if mine is None else mine.run)
+    here = [standing.manifest for standing in found.values() if not standing.is_finished]
     return here[0] if len(here) == 1 else None
 
 
 def _patience_s(manifest: Manifest, options: PeerOptions, folders: Sequence[Path] = ()) -> float:
     """How long others are waited for with this peer's state of the run. A training script does not wait: it goes on
     alone, and the others find it."""
-    standing = standings([options.folder, *folders]).get(manifest.run)
+    standing = RunStore(options.folder, *folders).standings().get(manifest.run)
     return 0.0 if standing is None or standing.is_finished or options.learner.script else WAKE_S
 
 
 def _needed(directory_options: DirectoryOptions, options: PeerOptions, manifest: Manifest) -> DirectoryOptions:
     """Where the run is over and its script wants the result, nobody else is needed."""
-    standing = standings([options.folder]).get(manifest.run) if options.learner.script else None
-    if standing is None or not standing.is_finished:
+    if not options.learner.script or not RunStore(options.folder).is_finished(manifest.run):
         return directory_options
     return msgspec.structs.replace(directory_options, initial_peers=())
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from p2pdiloco.node.run_folder import chosen_run, has_run
+from p2pdiloco.node.run_folder import RunStore
 from p2pdiloco.peer.checkpoint import Checkpoint, CheckpointError, best_of, load_all, places
 from p2pdiloco.peer.ema import RunningAverage, span
 from p2pdiloco.protocol.manifest import Layout, Manifest
@@ -64,10 +64,10 @@ def find_result(source: str, state: Path, wanted: str | None) -> Result:
     folders = [Path(source) if is_folder else state]
     below = peers_below(folders[0])
     name = wanted if is_folder else source
-    if below and not has_run(folders, name) and has_run(below, name):
+    if below and not RunStore(*folders).standings(name) and RunStore(*below).standings(name):
         folders = below
     try:
-        manifest = chosen_run(folders, name)
+        manifest = RunStore(*folders).choose(name)
     except CheckpointError as error:
         raise CheckpointError(str(error) if is_folder else f"{_nothing(source, state)} ({error})") from error
     for left in reversed(range(TRIES)):
@@ -81,7 +81,7 @@ def find_result(source: str, state: Path, wanted: str | None) -> Result:
 
 def _is_export_of(source: str, state: Path) -> bool:
     """Whether a folder has no run, and is called as one in ``state`` is: ``p2pdiloco export`` makes such folders."""
-    return not has_run([Path(source)], None) and (has_run([state], source) or has_run(peers_below(state), source))
+    return not RunStore(Path(source)).standings() and bool(RunStore(state, *peers_below(state)).standings(source))
 
 
 def average_of(result: Result) -> RunningAverage | None:

@@ -20,7 +20,7 @@ from p2pdiloco.peer.options import PeerOptions
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.protocol.manifest import Manifest
 from p2pdiloco.swarm.credentials import Credentials, CredentialsError, MemberFiles, accepted, make_invite, members_of
-from p2pdiloco.swarm.run_index import folder_of, manifests_here
+from p2pdiloco.swarm.run_index import folder_of, is_meant, manifests_here
 from p2pdiloco.transport.identity import KEY_FILE, Identity
 from p2pdiloco.util import logs
 from p2pdiloco.util.files import write_atomically
@@ -95,8 +95,7 @@ def refuse_a_stranger(
 def kept_credentials(state: Path, wanted: str | None, identity: Identity) -> Credentials | None:
     """Of a private run that is called ``wanted`` (a name, or the beginning of an id) and was joined here before."""
     for manifest in manifests_here(state) if wanted else []:
-        is_wanted = manifest.config.name == wanted or manifest.run.startswith(wanted or "")
-        if is_wanted and manifest.config.access != "open":
+        if is_meant(wanted, manifest.config.name, manifest.run) and manifest.config.access != "open":
             with contextlib.suppress(CredentialsError):
                 return credentials_of(manifest, identity, folder_of(state, manifest.run))
     return None

@@ -37,6 +37,11 @@ class KeptRun(NamedTuple):
         return folder_of(self.state, self.manifest.run)
 
 
+def is_meant(wanted: str | None, name: str, run: RunId) -> bool:
+    """Whether a user who writes ``wanted`` means this run: its name, or the beginning of its id. None means any run."""
+    return wanted is None or name == wanted or run.startswith(wanted)
+
+
 def folder_of(state: Path, run: RunId) -> Path:
     """Where a peer with this state folder keeps ``run``."""
     return state / run[:NAME_LETTERS]
@@ -70,11 +75,7 @@ def kept_run(state: Path, wanted: str | None) -> KeptRun:
     Raises:
         ConfigError: there is none, or there are several.
     """
-    fitting = [
-        k
-        for k in kept_runs(state)
-        if wanted in (None, k.manifest.config.name) or k.manifest.run.startswith(wanted or "")
-    ]
+    fitting = [kept for kept in kept_runs(state) if is_meant(wanted, kept.manifest.config.name, kept.manifest.run)]
     chosen = [kept for kept in fitting if kept.state == state] or fitting
     if not chosen:
         what = "no run" if wanted is None else f"no run {wanted}"

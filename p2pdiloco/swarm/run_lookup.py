@@ -22,6 +22,7 @@ from p2pdiloco.protocol.manifest import Layout, Manifest
 from p2pdiloco.protocol.manifest_validation import MAX_MANIFEST_BYTES, decode_manifest
 from p2pdiloco.swarm.connect import ConnectFallback
 from p2pdiloco.swarm.credentials import Credentials, accepted
+from p2pdiloco.swarm.run_index import is_meant
 from p2pdiloco.transport import addresses, port_memory
 from p2pdiloco.transport.dialer import Dialler
 from p2pdiloco.transport.identity import Identity
@@ -152,9 +153,7 @@ def pick_runs(runs: dict[RunId, RunRecord], wanted: str | None) -> dict[RunId, R
             "the directory knows no run that is open to all: has anybody started one with this bootstrap address? "
             "A private run is not told to strangers: ask whoever takes part in it for an invite"
         )
-    if wanted is None:
-        return runs
-    found = {run: record for run, record in runs.items() if record.name == wanted or run.startswith(wanted)}
+    found = {run: record for run, record in runs.items() if is_meant(wanted, record.name, run)}
     if not found:
         names = ", ".join(sorted(f"{record.name} ({run[:12]})" for run, record in runs.items()))
         raise LookupFailedError(f"no run is called {wanted!r}; say --run with one that the directory knows: {names}")
