@@ -47,13 +47,9 @@ from p2pdiloco.swarm.run_lookup import (
     AllRefuseError,
     DirectoryOptions,
     LookupFailedError,
-    dial_any,
+    RunLookup,
     fetch_manifest,
-    find_namesake,
     has_met,
-    has_state,
-    is_live,
-    list_runs,
     observer_transport,
     open_directory,
     pick_runs,
@@ -102,7 +98,7 @@ async def start(
                 return await _go_on(earlier, None, options, identity, directory, say)
     manifest, initial = await asyncio.to_thread(found, config, identity.peer_id, options)
     async with open_directory(identity, directory_options, options.folder) as directory:
-        other = await find_namesake(directory, manifest, LOOK_S if directory_options.initial_peers else 0.0)
+        other = await RunLookup(directory).find_namesake(manifest, LOOK_S if directory_options.initial_peers else 0.0)
         name = config.name if other is None else decide(*other)
         if other is not None and not name:
             initial.take()
@@ -169,7 +165,7 @@ async def join(
         if mine is not None:
             run = mine.run
         else:
-            runs = await list_runs(directory, patience_s=FIND_S if kept is None else 0.0)
+            runs = await RunLookup(directory).list_runs(patience_s=FIND_S if kept is None else 0.0)
             run = choose(pick_runs(runs, wanted)) if runs or kept is None else kept.run
         is_kept = kept is not None and kept.run == run
         return await _join(run, options, identity, directory, say, mine, wanted, kept if is_kept else None)
@@ -216,7 +212,7 @@ async def _join(
     manifest, this peer has a state of it, and goes on from there if none of the others is there yet."""
     async with observer_transport(Identity.ephemeral(), mine) as transport:
         try:
-            peers = await dial_any(directory, transport, run, patience_s=FIND_S if kept is None else 0.0)
+            peers = await RunLookup(directory).dial_any(transport, run, patience_s=FIND_S if kept is None else 0.0)
             manifest = await fetch_manifest(transport, peers, run)
         except AllRefuseError:
             raise
@@ -264,14 +260,14 @@ async def _go_on(
     folder = folder_of(options.folder, manifest.run)
     mine = credentials_of(manifest, identity, folder, invite)
     asking = None if manifest.config.access == "open" else mine
-    if initial is not None and (own is not None or await has_state(directory, manifest.run, asking)):
+    if initial is not None and (own is not None or await RunLookup(directory).has_state(manifest.run, asking)):
         initial.take()  # nobody has a use for version 0: this very run has come farther, here or elsewhere
         initial = None
     is_over = own is not None and has_finished(manifest, own.shards)
     if own is not None:
         initial = own
         say(describe_state(manifest, own))
-        if is_over and not options.learner.script and not await is_live(directory, manifest.run, asking):
+        if is_over and not options.learner.script and not await RunLookup(directory).is_live(manifest.run, asking):
             if not options.stay_s:
                 return Ending(0, finished(manifest, folder))
             options = msgspec.structs.replace(options, is_follower=True)  # it only serves

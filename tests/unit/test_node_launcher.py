@@ -21,7 +21,7 @@ from p2pdiloco.peer.options import LearnerOptions, PeerOptions
 from p2pdiloco.peer.peer import InitialState
 from p2pdiloco.protocol.manifest import Manifest, ModelConfig, RunConfig, ScheduleConfig
 from p2pdiloco.swarm.run_index import ConfigError, folder_of
-from p2pdiloco.swarm.run_lookup import DirectoryOptions
+from p2pdiloco.swarm.run_lookup import DirectoryOptions, RunLookup
 from p2pdiloco.training import founding_file
 from p2pdiloco.transport.identity import Identity
 
@@ -81,9 +81,9 @@ def test_a_scripts_node_goes_on_from_its_checkpoint_or_begins(
 
     read = RunStore.load_state
     monkeypatch.setattr(RunStore, "load_state", load_state)
+    monkeypatch.setattr(RunLookup, "has_state", none_has_a_state)
     for name, value in (
         ("open_directory", nobody),
-        ("has_state", none_has_a_state),
         ("take_part", brought.take_part),
         ("has_finished", lambda *_: "the end" in what),
     ):
