@@ -60,7 +60,7 @@ def _check_replaceable(out: Path) -> None:
     """An earlier demo's folder is replaced, nothing else is.
 
     Raises:
-        Complaint: it holds something that no demo has written.
+        CommandError: it holds something that no demo has written.
     """
     if out.exists() and not out.is_dir():
         raise CommandError(f"--out {out} is a file: name a folder", REPAIR)
