@@ -67,7 +67,7 @@ BUGS = (
     Bug(
         name="who goes on alone asks for the bootstrap again",
         module=_COMPANION,
-        where="ScriptNode.meet",
+        where="ScriptNode.connect",
         old="self._resume(kept)",
         new="self._resume(kept, *self._wish.peers)",
         harm="all others have gone, and the script ends with a state of the run in its folder",
