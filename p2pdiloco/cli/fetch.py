@@ -29,7 +29,7 @@ async def run(arguments: argparse.Namespace) -> int:
         identity = peer_options.open_identity(arguments)
         with identity.hold():
             ending = await join(wanted, options, directory, identity, choose, peer_options.say)
-    return ending.status if not ending.status else peer_options.end(ending)
+    return ending.status if not ending.status else peer_options.report_ending(ending)
 
 
 def _asked(arguments: argparse.Namespace) -> tuple[list[str], str | None]:

@@ -60,7 +60,7 @@ class Standing(NamedTuple):
 
     manifest: Manifest
     weight: int
-    """Of the heaviest checkpoint, in tokens of all shards."""
+    """Tokens of all shards in the heaviest checkpoint."""
     step: int
 
     @property
@@ -71,7 +71,7 @@ class Standing(NamedTuple):
 
 @contextlib.contextmanager
 def hold(state: Path, manifest: Manifest) -> Iterator[Path]:
-    """The run's folder, made if it is not there, for this process alone.
+    """Make and lock the run's folder for this process.
 
     Raises:
         FolderInUseError: another process has it.
@@ -175,8 +175,8 @@ class RunStore:
 
 
 def go_back(folders: Sequence[Path]) -> str:
-    """Put aside, in ``folders`` and below them, what is newer than the checkpoints that are known to be good; what was
-    done, for the user. Blocks.
+    """Put aside, in ``folders`` and below them, the checkpoints that are newer than the last known good one; returns a
+    sentence for the user. Blocks.
 
     Raises:
         CheckpointError: nothing is known to be good.
@@ -206,7 +206,7 @@ def go_back(folders: Sequence[Path]) -> str:
 
 
 def has_finished(manifest: Manifest, shards: Iterable[StateProof]) -> bool:
-    """Whether a run is over at these heads."""
+    """Whether a run is complete at these heads."""
     return max((proof.state.step for proof in shards), default=0) >= manifest.config.inner.steps
 
 
