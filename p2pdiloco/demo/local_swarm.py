@@ -1,9 +1,9 @@
-"""A swarm of real processes on this machine, started with the commands that a user types, and what each peer's own
-event log says about it. The demo, the chaos runs and the integration tests are made of these.
+"""A swarm of real processes on this machine, started with the commands that a user types, and watched through each
+peer's own event log. The demo, the chaos runs and the integration tests use it.
 
 Rules of this file:
-1. Every process carries the swarm's mark in its environment, so that what is left of it can be counted, and ended.
-2. They die with whoever started them, even by SIGKILL (Linux); a stopped one needs ``reaper.py``.
+1. Every process carries the swarm's mark in its environment, so that processes that are left can be counted, and ended.
+2. They die with the process that started them, even by SIGKILL (Linux); a stopped one needs ``reaper.py``.
 3. A process reports over its status pipe when it is up, and how it is joined. Nobody searches what it prints.
 4. A clock is wrong where ``wrong_clock/`` comes first in a process's import path: Python's, which is what a peer's
    program reads; nothing else of the machine, and nothing of ours is changed for it.
@@ -43,7 +43,7 @@ class SwarmError(Exception):
 
 
 class View:
-    """What one peer's ``metrics.jsonl`` has told so far."""
+    """The state of one peer by its event log, ``metrics.jsonl``."""
 
     def __init__(self) -> None:
         self.peer = ""
@@ -58,15 +58,15 @@ class View:
         self.current_at = 0.0
         """Unix time at which it last had a whole state."""
         self.began_training_at = 0.0
-        """Unix time of its learner's first word; 0: none yet."""
+        """Unix time of its learner's first progress; 0: none yet."""
         self.trained_at = 0.0
-        """Unix time of its learner's last word."""
+        """Unix time of its learner's last progress."""
         self.held_out: list[tuple[float, float, int]] = []
         """(Unix time, loss, version)"""
         self.commits: list[dict[str, Any]] = []
 
-    def take(self, line: dict[str, Any]) -> None:
-        """One line of the event log."""
+    def apply(self, line: dict[str, Any]) -> None:
+        """Update the state by one line of the event log."""
         match line["event"]:
             case "started":
                 self.peer = line["peer"]
@@ -102,8 +102,8 @@ class Member:
         environment: Mapping[str, str] | None = None,
         clock_off_s: float = 0.0,
     ) -> None:
-        """``environment``: variables that its process has besides this one's. ``clock_off_s``: how far its wall clock
-        is ahead, so that the times in its event log can be compared with ours."""
+        """``environment``: additional variables of its process. ``clock_off_s``: how far its wall clock is ahead, so
+        that the times in its event log can be compared with this process's."""
         self.name = name
         self.folder = folder
         self.log_path = folder / "log.txt"
@@ -136,7 +136,7 @@ class Member:
 
     @property
     def is_running(self) -> bool:
-        """Whether its node process is there."""
+        """Whether its node process runs."""
         return self.process.poll() is None
 
     @property
@@ -146,7 +146,7 @@ class Member:
 
     @property
     def ended_badly(self) -> bool:
-        """Whether it ended otherwise than it should."""
+        """Whether it ended with an error, and was not killed on purpose."""
         return not self.was_killed and self.process.poll() not in (None, 0)
 
     def kill(self) -> None:
@@ -156,7 +156,7 @@ class Member:
         self.process.wait()
 
     def run_folder(self) -> Path | None:
-        """Where this peer writes about the run, once it does."""
+        """The run's folder in this peer's state folder, once there is one."""
         found = sorted(self.folder.glob("*/metrics.jsonl"), key=lambda path: path.stat().st_mtime)
         return found[-1].parent if found else None
 
@@ -193,16 +193,16 @@ class Member:
         for line in whole.splitlines():
             with contextlib.suppress(ValueError):  # torn by a kill or a full disk
                 event = json.loads(line)
-                self.view.take({**event, "time": event["time"] - self._clock_off_s})
+                self.view.apply({**event, "time": event["time"] - self._clock_off_s})
 
     def report(self) -> dict[str, Any] | None:
-        """What it wrote at its end."""
+        """The report that it wrote at its end."""
         folder = self.run_folder()
         path = None if folder is None else folder / "report.json"
         return None if path is None or not path.exists() else json.loads(path.read_bytes())
 
     def line(self) -> str:
-        """Where it stands, for people."""
+        """A line for people: what it does, and how far it is."""
         view = self.view
         state = "killed" if self.was_killed else "training" if self.is_running else "done"
         loss = "-" if view.loss is None else f"{view.loss:.3f}"
@@ -217,7 +217,7 @@ OPEN = ("--access", "open")
 
 
 class Swarm:
-    """All processes of one swarm. ``options`` are every peer's, beside those of its command."""
+    """All processes of one swarm. ``options`` are added to every peer's command."""
 
     def __init__(self, out: Path, options: Sequence[str] = ()) -> None:
         self.out = out
@@ -258,10 +258,9 @@ class Swarm:
         environment: Mapping[str, str] | None = None,
         clock_off_s: float = 0.0,
     ) -> Member:
-        """Start a peer, or start it again on its folder: it then takes the place of the process that was. The last two
-        arguments are ``Member``'s."""
+        """Start a peer, or start it again on its folder as the same peer. The last two arguments are ``Member``'s."""
         folder = self.out / f"peer-{name}"
-        _keep_what_is_there(folder)
+        _number_earlier_files(folder)
         listen = () if "--listen" in more else ("--listen", LOOPBACK)
         words = [*command, *_PEER, *listen, *self._options, *more]
         member = Member(name, words, folder, self.mark, environment, clock_off_s)
@@ -269,7 +268,7 @@ class Swarm:
         return member
 
     def stop(self) -> None:
-        """Ask everything to leave in order; what has not after a while is killed."""
+        """Ask all processes to leave in order, and kill those that do not within ``STOP_S``."""
         everyone = [*self.members, *([self.bootstrap] if self._started else [])]
         for member in everyone:
             if member.is_running:
@@ -285,24 +284,24 @@ class Swarm:
         self.wait_until_alone()
 
     def wait_until_alone(self) -> None:
-        """Children that notice their parent's end by themselves get a moment to do so."""
+        """Give children time to notice their parent's end by themselves."""
         deadline = time.monotonic() + 5.0
         while self.leftovers() and time.monotonic() < deadline:
             time.sleep(0.1)
 
     def leftovers(self) -> list[str]:
         """Processes of this swarm that still run."""
-        return [f"{process.pid} {_name(process)}" for process in marked(self.mark)]
+        return [f"{process.pid} {_name(process)}" for process in marked_processes(self.mark)]
 
     def kill_leftovers(self) -> None:
-        """Nothing of the swarm survives it."""
-        for process in marked(self.mark):
+        """Kill all processes of this swarm that still run."""
+        for process in marked_processes(self.mark):
             with contextlib.suppress(psutil.Error):
                 process.kill()
 
 
-def marked(mark: str) -> list[psutil.Process]:
-    """The processes that bear a swarm's mark, but for our own and the dead that nobody has reaped."""
+def marked_processes(mark: str) -> list[psutil.Process]:
+    """The processes with a swarm's mark, without this process and zombies."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -321,7 +320,7 @@ def _name(process: psutil.Process) -> str:
         return "gone"
 
 
-def _keep_what_is_there(folder: Path) -> None:
+def _number_earlier_files(folder: Path) -> None:
     for path in (*folder.glob("*/journal.bin"), *folder.glob("*/report.json")):
         number = 1 + len(list(path.parent.glob(f"{path.stem}-*{path.suffix}")))
         path.rename(path.with_name(f"{path.stem}-{number}{path.suffix}"))

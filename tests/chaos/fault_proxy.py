@@ -138,7 +138,7 @@ class _Relay:
         """Of each, by who speaks."""
 
     async def open(self) -> None:
-        self._server = await asyncio.start_server(self._accepted, self._host, 0)
+        self._server = await asyncio.start_server(self._on_accept, self._host, 0)
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def close(self) -> None:
@@ -148,7 +148,7 @@ class _Relay:
             task.cancel()
         await asyncio.gather(*self.connections, return_exceptions=True)
 
-    async def _accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _on_accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
         dialler = self._network.whose(writer.get_extra_info("peername")[1]) or STRANGER

@@ -66,7 +66,7 @@ class Runner:
         self._swarm = Swarm(out, options)
         ports = _free_ports(len(self.plan.names))
         self._peers = {n: Peer(n, self.plan.region_of(n), p) for n, p in zip(self.plan.names, ports, strict=True)}
-        self._network = Network({peer.name: peer.port for peer in self._peers.values()}, self._whose)
+        self._network = Network({peer.name: peer.port for peer in self._peers.values()}, self._peer_at_port)
         self._hand = Hand(self._peers, self._network, self.plan)
         self._active: list[Fault] = []
         self._twins: dict[int, Member] = {}
@@ -174,14 +174,14 @@ class Runner:
             self._undo(fault)
         for peer in self._peers.values():
             if peer.member is not None and not peer.member.is_running:
-                self._ended(peer, peer.member)
+                self._handle_end(peer, peer.member)
             if peer.back_at is not None and peer.back_at <= now:
                 self._bring_back(peer)
         if self._diary.is_due():
-            self._look()
+            self._refresh()
         await asyncio.sleep(TICK_S)
 
-    def _look(self) -> None:
+    def _refresh(self) -> None:
         for peer in self._peers.values():
             if peer.member is not None:
                 peer.member.refresh()
@@ -244,7 +244,7 @@ class Runner:
             twin.kill()
         self._diary.note("twin", peer=fault.peers[0], fault=fault.number, status=status, text=str(exited or ""))
 
-    def _ended(self, peer: Peer, member: Member) -> None:
+    def _handle_end(self, peer: Peer, member: Member) -> None:
         """Its node is gone: written down once, and started again unless it was the end of the run."""
         peer.member = None
         member.refresh()
@@ -298,7 +298,7 @@ class Runner:
                 raise SwarmError(f"{complaint} within {READY_S:.0f} s: {missing}; see {self.out}")
             await self._tick()
 
-    def _whose(self, port: int) -> str | None:
+    def _peer_at_port(self, port: int) -> str | None:
         """The peer whose node holds a local port."""
         for peer in self._peers.values():
             if peer.member is None or not peer.is_up:
