@@ -86,7 +86,7 @@ async def _serve(arguments: argparse.Namespace) -> int:
 
 
 def _meeting_addresses(listen: list[str], meet: list[str] | None) -> list[str]:
-    """As the user says; else the port after the directory's, wherever that listens."""
+    """The addresses of the rendezvous server: the user's, or the port after each of the directory's."""
     if meet:
         return meet
     found = []

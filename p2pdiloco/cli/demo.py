@@ -21,7 +21,7 @@ from p2pdiloco.swarm.run_index import ConfigError
 
 RUN = "run.toml"
 WRITTEN = {RUN, "bootstrap", "report.json", "loss.png"}
-"""What a demo's folder has, beside its peers."""
+"""Names in a demo's folder, beside its peers' folders."""
 
 
 async def run(arguments: argparse.Namespace) -> int:

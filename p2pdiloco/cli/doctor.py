@@ -43,7 +43,7 @@ async def run(arguments: argparse.Namespace) -> int:
 
 
 def show(findings: list[Finding], gifts: dict[str, Gift], *, as_json: bool) -> None:
-    """What was found, for people or programs."""
+    """Print the findings for people or programs."""
     if as_json:
         print(escaped(msgspec.json.encode({"findings": findings, "would_give": gifts}).decode()))
     else:

@@ -103,7 +103,7 @@ def execute(run: Callable[[argparse.Namespace], Coroutine[None, None, int]], arg
 
 
 async def _until_terminated(work: Coroutine[None, None, int]) -> int:
-    """Until a command has a way of its own to leave, SIGTERM cancels it as Ctrl+C does: what is open is closed."""
+    """Run a command. SIGTERM cancels it as Ctrl+C does, unless the command handles it itself."""
     import asyncio
 
     task = asyncio.current_task()
@@ -153,7 +153,7 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def _description(name: str) -> str:
-    """What the command's module says of it; the module is not imported for that."""
+    """The description of a command: its module's docstring, read without importing the module."""
     spec = find_spec(f"p2pdiloco.cli.{name}")
     assert spec is not None
     assert spec.origin is not None

@@ -1,4 +1,4 @@
-"""What ``start``, ``join`` and ``resume`` have in common: a peer's own options, and how it ends."""
+"""The common part of ``start``, ``join`` and ``resume``: a peer's own options, and how it ends."""
 
 from __future__ import annotations
 

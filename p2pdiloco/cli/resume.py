@@ -24,7 +24,7 @@ def prepare(arguments: argparse.Namespace) -> None:
 
 
 async def run(arguments: argparse.Namespace) -> int:
-    """Go on."""
+    """Continue the run."""
     with as_command_errors(
         repair=(ConfigError, CheckpointError, FolderInUseError, IdentityError, ValueError), nobody=(DirectoryError,)
     ):

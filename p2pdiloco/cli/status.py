@@ -45,7 +45,7 @@ async def _show(arguments: argparse.Namespace) -> int:
 
 
 def show(found: list[RunAnswer], *, as_json: bool) -> None:
-    """What was found, for people or programs."""
+    """Print the answers for people or programs."""
     for answers in found:
         if answers.trouble:
             print("p2pdiloco:", printable(answers.trouble), file=sys.stderr)

@@ -39,12 +39,12 @@ FIND_S = 15.0
 """How long a run or a peer may take to appear in the directory."""
 ASK_S = 8.0
 PATIENCE_S = 5.0
-"""The same, for somebody who only asks."""
+"""The same, for an observer who does not join."""
 STRAGGLERS_S = 3.0
 """Once a peer is reached, the others have so long: who is gone stays in the directory for minutes. A relay takes half
 of that; and one peer may lie."""
 MOST_DIALS = 64
-"""Of the peers in the directory, at a time; of more, random ones: a directory may lie."""
+"""How many peers of the directory are dialed at a time; of more, a random sample, since a directory may lie."""
 
 
 CACHE = "directory.json"
@@ -52,7 +52,7 @@ CACHE = "directory.json"
 
 
 class LookupFailedError(Exception):
-    """What was looked for is not to be had; the message says what to do."""
+    """The run, or its peers, cannot be found; the message says what to do."""
 
 
 class AllRefuseError(LookupFailedError):
@@ -131,17 +131,17 @@ class RunAnswer(NamedTuple):
     run: RunId
     record: RunRecord
     peers: tuple[PeerStatus, ...] = ()
-    """What those tell of themselves that can be reached and answer."""
+    """The statuses of the peers that answer."""
     addresses: tuple[str, ...] = ()
-    """Where they were reached."""
+    """Addresses at which they were reached."""
     manifest: Manifest | None = None
-    """Where it was asked for."""
+    """The run's manifest, where it was asked for."""
     trouble: str = ""
-    """Why nobody was reached; empty: somebody was."""
+    """Why no peer was reached; empty if one was."""
 
 
 class RunLookup:
-    """What a directory, and the peers of its runs, tell an observer."""
+    """Asks a directory, and the peers of its runs, as an observer."""
 
     def __init__(self, directory: Directory) -> None:
         self._directory = directory

@@ -35,20 +35,20 @@ from tests.chaos.schedule import LEAVE_S, Fault, Schedule
 
 TICK_S = 0.1
 READY_S = 120.0
-"""All must train by then, at the start and before the settling."""
+"""Deadline until all peers train, at the start and before the settling."""
 RETRY_S = 2.0
 TRIES = 20
 """Starts of a peer that finds nobody (exit status 3), before it counts as ended by itself."""
 NOBODY_THERE = 3
 END_S = 40.0
-"""What leaving in order may take."""
+"""How long leaving in order may take."""
 GONE_S = 10.0
-"""What the children of ended processes may take to notice."""
+"""How long the children of ended processes may take to notice."""
 PORTS = range(20000, 32000)
 """Below the ports that the kernel gives to outgoing connections."""
 CHECKPOINT_S = 5.0
 REATTACH_S = 60.0
-"""As users have it: a learner outlives its node."""
+"""The default of users: a learner outlives its node."""
 
 
 class Runner:
@@ -215,7 +215,7 @@ class Runner:
             self._blackout(fault)
 
     def _blackout(self, fault: Fault) -> None:
-        """What else was going on ends with it; one resumes, then the others join it."""
+        """End all other faults; one peer resumes later, then the others join it."""
         for other in [other for other in self._active if other is not fault]:
             self._undo(other)
         first, *others = fault.peers
@@ -235,7 +235,7 @@ class Runner:
         self._diary.note("undone", fault=fault.number)
 
     def _end_twin(self, fault: Fault, twin: Member) -> None:
-        """It should have ended by itself, and said why."""
+        """End a copy of a peer, which should have ended by itself with a reason."""
         status, exited = twin.status, twin.reports.find(Exited)
         if twin.is_running:
             for process in psutil.Process(twin.process.pid).children(recursive=True):

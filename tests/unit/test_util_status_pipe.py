@@ -158,7 +158,7 @@ def test_a_learner_that_outlives_its_node_does_not_keep_the_pipe_open(monkeypatc
     writer.close()
     try:
         with pytest.raises(StatusPipeError, match="the process ended"):
-            reader.wait_for(Exited, 60.0)
+            reader.wait_for(Exited, 20.0)
     finally:
         learner.dismiss()
 
