@@ -59,7 +59,7 @@ async def serve(config: line.Message) -> None:
             boot = boot or directory.bootstrap_lines()[:1]
             options = PeerOptions(folder=folder / str(number), link=LinkOptions(listen=(LOOPBACK,)), is_follower=True)
             initial = version_zero(manifest, theta, momentum) if has_state else None
-            node = await stack.enter_async_context(Node(manifest, options, identity, directory, initial))
+            node = await stack.enter_async_context(Node.open(manifest, options, identity, directory, initial))
             running = asyncio.create_task(node.run(lambda _: None))
             stack.callback(running.cancel)
             nodes.append(node)

@@ -51,15 +51,8 @@ async def _serve(arguments: argparse.Namespace) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    handler = RequestRouter(Observer())
-    transport = Transport(
-        identity,
-        listen=_meeting_addresses(listen, meet),
-        run="",
-        version=WIRE_VERSION,
-        handler=handler,
-    )
-    handler.point = RendezvousServer(transport, arguments.relay)
+    transport = Transport(identity, listen=_meeting_addresses(listen, meet), run="", version=WIRE_VERSION)
+    server = RendezvousServer(transport, arguments.relay)
     inner, announced = listen, arguments.announce
     if meet and set(listen) <= set(meet):  # both at one port: the daemon listens behind it
         port = _free_port()
@@ -73,7 +66,7 @@ async def _serve(arguments: argparse.Namespace) -> int:
         cache_path=arguments.state / "bootstrap-directory.json",
     )
     with identity.hold():
-        async with directory, transport, Tasks() as tasks:
+        async with directory, transport.serve(RequestRouter(Observer(), server=server)), Tasks() as tasks:
             announce = partial(_announce, directory, transport, arguments.announce)
             tasks.keep(announce, name="announce the meeting point")
             print("This directory node is up. To found a run, type on a machine that trains:", flush=True)
@@ -83,7 +76,7 @@ async def _serve(arguments: argparse.Namespace) -> int:
             for address in directory.visible_addresses():
                 print(f"  p2pdiloco join {address}", flush=True)
             await stop.wait()
-            if pairs := handler.point.introducer.joined:
+            if pairs := server.introducer.joined:
                 print(f"{pairs} pairs of peers were connected over this node alone: they meet again where another is")
     return 0
 

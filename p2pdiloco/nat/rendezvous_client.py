@@ -55,8 +55,12 @@ class Attendance(Struct, frozen=True):
 
 
 class RendezvousClient:
-    """See the module's rules. ``transport``: what comes about belongs to it. ``is_member``: whether a meeting point is
-    of the run."""
+    """See the module's rules.
+
+    transport: gets the connections that come about.
+    is_member: whether a meeting point takes part in the run.
+    points_of: addresses of the meeting points at which a peer can be met, for further connections to it.
+    """
 
     def __init__(
         self,
@@ -65,18 +69,18 @@ class RendezvousClient:
         dialler: Dialler,
         tasks: Tasks,
         is_member: Callable[[PeerId], bool] = lambda _: False,
+        points_of: Callable[[PeerId], Iterable[str]] = lambda _: (),
     ) -> None:
         self._transport = transport
         self._outside = outside
         self._dialler = dialler
         self._tasks = tasks
         self._is_member = is_member
+        self._points_of = points_of
         self._congestion = TransportLimits().congestion
         self.attended: dict[PeerId, Attendance] = {}
         self._left: dict[PeerId, Attendance] = {}
         """Those that went last."""
-        self.points_of: Callable[[PeerId], Iterable[str]] = lambda _: ()
-        """Where a peer can be met, for further connections to it."""
         self._calls: deque[float] = deque()
         self._coming = 0
         self._asking: Counter[PeerId] = Counter()
@@ -87,6 +91,11 @@ class RendezvousClient:
     def told(self) -> list[intro.Attended]:
         """How we are seen."""
         return [one.told for one in (self.attended or self._left).values()]
+
+    @property
+    def seen(self) -> tuple[str, ...]:
+        """The hosts as which meeting points see us."""
+        return tuple(dict.fromkeys(told.host for told in self.told))[:POINTS]
 
     # -- attending ---------------------------------------------------------------------------------------------------
 
@@ -194,7 +203,7 @@ class RendezvousClient:
         return peer
 
     async def _again(self, peer: PeerId, wanted: Dialled) -> PeerId:
-        met = await self._met(peer, self.points_of(peer), may_relay=False)
+        met = await self._met(peer, self._points_of(peer), may_relay=False)
         return await self._adopt(Role.DIALLER, met, wanted)
 
     async def answer(self, point: PeerId, request: intro.Called) -> Answer:

@@ -1,10 +1,9 @@
-"""Requests about introductions, taken out of what a transport's handler is asked."""
+"""A transport's handler in front of a peer: it takes out requests about introductions."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from p2pdiloco.nat.messages import Called, Reachable, decode_introduction, is_introduction
 from p2pdiloco.nat.rendezvous_client import RendezvousClient
@@ -15,17 +14,32 @@ from p2pdiloco.wire.directory_records import PeerRecord
 from p2pdiloco.wire.request_reply import Answer, RequestRefused
 
 
-class RequestRouter:
-    """In front of ``inner``. ``point``: whether others meet here; ``rendezvous``: whether we are called; ``learn``: who
-    takes what peers say of how they can be reached; ``parted``: who hears whose connection was lost, and why, too. They
-    are set before the first connection."""
+class PeerListener(Protocol):
+    """Whoever keeps this peer connected to the others."""
 
-    def __init__(self, inner: TransportHandler) -> None:
+    def handle_reachable(self, peer: PeerId, record: PeerRecord) -> None:
+        """``peer`` is connected, and says how it can be reached."""
+
+    def handle_disconnected(self, peer: PeerId, reason: str) -> None:
+        """The connection to ``peer`` was lost, for ``reason``."""
+
+
+class RequestRouter:
+    """In front of ``inner``. ``server`` answers peers that want to be introduced, ``client`` those that call this peer
+    to a meeting; without them both are refused."""
+
+    def __init__(
+        self,
+        inner: TransportHandler,
+        *,
+        server: RendezvousServer | None = None,
+        client: RendezvousClient | None = None,
+        listener: PeerListener | None = None,
+    ) -> None:
         self._inner = inner
-        self.point: RendezvousServer | None = None
-        self.rendezvous: RendezvousClient | None = None
-        self.learn: Callable[[PeerId, PeerRecord], None] = lambda _peer, _record: None
-        self.parted: Callable[[PeerId, str], None] = lambda _peer, _reason: None
+        self._server = server
+        self._client = client
+        self._listener = listener
 
     def connected(self, peer: PeerId, address: str, is_observer: bool, inbound: bool) -> None:
         """As of ``TransportHandler``."""
@@ -34,7 +48,8 @@ class RequestRouter:
     def disconnected(self, peer: PeerId, reason: str) -> None:
         """As of ``TransportHandler``."""
         self._inner.disconnected(peer, reason)
-        self.parted(peer, reason)
+        if self._listener is not None:
+            self._listener.handle_disconnected(peer, reason)
 
     def message(self, peer: PeerId, body: bytes, payload: memoryview | None) -> asyncio.Future[Any] | None:
         """As of ``TransportHandler``."""
@@ -53,12 +68,13 @@ class RequestRouter:
         except ValueError as error:
             raise RequestRefused(f"malformed request: {error}") from error
         if isinstance(request, Reachable):
-            self.learn(peer, request.record)
+            if self._listener is not None:
+                self._listener.handle_reachable(peer, request.record)
             return Answer(b"")
         if isinstance(request, Called):
-            if self.rendezvous is None:
+            if self._client is None:
                 raise RequestRefused("this peer meets nobody")
-            return await self.rendezvous.answer(peer, request)
-        if self.point is None:
+            return await self._client.answer(peer, request)
+        if self._server is None:
             raise RequestRefused("this peer is no meeting point")
-        return await self.point.answer(peer, request)
+        return await self._server.answer(peer, request)

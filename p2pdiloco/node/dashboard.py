@@ -54,12 +54,12 @@ class LiveView:
 
     def history(self) -> History:
         """What led to it."""
-        return self._lookout.chronicle.history()
+        return self._lookout.history.history()
 
     @property
     def mark(self) -> int:
         """Of the history."""
-        return self._lookout.chronicle.mark
+        return self._lookout.history.mark
 
 
 def split_place(place: str) -> tuple[str, int | None]:
@@ -86,7 +86,7 @@ async def served(telemetry: Telemetry, folder: Path, place: str, say: Callable[[
         kept_token,
     )
 
-    await remember(telemetry.chronicle, folder)
+    await remember(telemetry.history, folder)
     host, port = split_place(place)
     view = LiveView(telemetry)
     token = "" if is_loopback(host) else await asyncio.to_thread(kept_token, folder)

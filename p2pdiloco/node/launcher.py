@@ -391,7 +391,7 @@ async def take_part(
         for line in await asyncio.to_thread(how_to_join, manifest, mine, options.folder, directory):
             say(line)
     tell = say if shows_how_to_join else None
-    async with Node(manifest, options, identity, directory, initial, mine) as node:
+    async with Node.open(manifest, options, identity, directory, initial, mine) as node:
         keeping = partial(
             keep_meeting_places,
             manifest,
@@ -408,7 +408,7 @@ async def take_part(
                 Notifier(options.watch.notify, identity.peer_id) as notifier,
                 MetricsExport(options.watch.log_to, node.telemetry.picture, troubles=node.host.troubles),
             ):
-                node.telemetry.tell = notifier.tell
+                node.events.subscribe(Alert, notifier.tell)
                 return await node.run(say, partial(_tell_end, node, notifier, say))
 
 

@@ -16,13 +16,14 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from typing import NamedTuple
 
 import msgspec
 
 from p2pdiloco.net.handshake import Role
 from p2pdiloco.node.eta import EtaEstimator
 from p2pdiloco.node.swarm_status import ASK_S, SwarmStatus
-from p2pdiloco.observability.alerts import Alert, Alerts
+from p2pdiloco.observability.alerts import Alerts
 from p2pdiloco.observability.history import RunHistory, account, finite
 from p2pdiloco.observability.snapshot import (
     Costs,
@@ -42,9 +43,11 @@ from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol.ids import PeerId
+from p2pdiloco.protocol.manifest import Layout, Manifest
 from p2pdiloco.transport.tls_connection import Channel
 from p2pdiloco.transport.transport import Transport
 from p2pdiloco.util import logs
+from p2pdiloco.util.event_bus import EventBus
 from p2pdiloco.wire.control_messages import PeerStatus
 
 log = logs.get("node")
@@ -60,36 +63,49 @@ NOTES_AT_ONCE, NOTE_EVERY_S = 10, 6.0
 LONGEST_NOTE = 500
 
 
+class MachineStepped(NamedTuple):
+    """The peer's machine has handled an event."""
+
+    event: ev.Event
+    effects: list[ef.Effect]
+    now: float
+
+
+def run_history(manifest: Manifest, me: PeerId) -> RunHistory:
+    """The history of a run that the event log of the peer ``me`` makes; empty at first."""
+    layout, config = Layout.of(manifest), manifest.config
+    title = Title(run=manifest.run, name=config.name, me=me, parameters=layout.elements)
+    return RunHistory(title, [shard.elements for shard in layout.shards], config.inner.steps)
+
+
 class Telemetry:
-    """One node's. ``status``: this peer's own; ``figures`` knows what others answer."""
+    """See the module. Listens to ``MachineStepped``, and publishes each ``Alert``."""
 
     def __init__(
         self,
         peer: Peer,
         links: Transport,
+        history: RunHistory,
         status: Callable[[], PeerStatus],
-        figures: SwarmStatus,
+        swarm_status: SwarmStatus,
         journal: Journal | None,
         membership_left_s: Callable[[], float | None],
+        events: EventBus,
     ) -> None:
+        """
+        Args:
+            history: what the event log of ``peer`` says; it is taken in elsewhere.
+            status: of this peer.
+            swarm_status: what others answer of themselves.
+            membership_left_s: how long this peer's membership lasts; None: it has no end.
+        """
         self._peer = peer
         self._links = links
+        self.history = history
         self._status = status
-        self.figures = figures
+        self.swarm_status = swarm_status
         self._journal = journal
-        config = peer.manifest.config
-        self.chronicle = RunHistory(
-            Title(
-                run=peer.manifest.run,
-                name=config.name,
-                me=peer.config.peer,
-                parameters=peer.layout.elements,
-            ),
-            [shard.elements for shard in peer.layout.shards],
-            config.inner.steps,
-        )
-        self.tell: Callable[[Alert], None] = lambda _: None
-        """Hears of alerts."""
+        self._events = events
         self._alerts = Alerts(membership_left_s)
         self._live: tuple[PeerId, ...] = ()
         self._evaluation: msg.Evaluation | None = None
@@ -102,12 +118,13 @@ class Telemetry:
         self._began = peer.host.now()
         self._notes: dict[str, tuple[float, float]] = {}
         """Of each topic how many more may be told, and since when."""
-        peer.metrics.told = self.chronicle.take
+        events.subscribe(MachineStepped, self._on_step)
 
     # -- events --------------------------------------------------------------------------------------------------------
 
-    def observed(self, event: ev.Event, effects: list[ef.Effect], now: float) -> None:
-        """What the machine was told, and what it said: into journal and event log."""
+    def _on_step(self, step: MachineStepped) -> None:
+        """Write the event and its effects into journal and event log."""
+        event, effects, now = step
         if self._journal is not None:
             try:
                 self._journal.record(now, event, effects)
@@ -179,7 +196,7 @@ class Telemetry:
                 await self._look_for_alerts()
             if now - asked_at >= ASK_S and self.is_watched and not self._peer.options.learner.script:
                 asked_at = now
-                await self.figures.look_round()
+                await self.swarm_status.look_round()
             await asyncio.sleep(LOOK_S)
 
     async def _look_for_alerts(self) -> None:
@@ -190,7 +207,7 @@ class Telemetry:
             room = (await asyncio.to_thread(shutil.disk_usage, folder)).free
         for alert in self._alerts.look(self._peer.host.now(), self._seen(), room):
             self._peer.metrics.write("alert", kind=alert.kind, text=alert.text, is_over=alert.is_over)
-            self.tell(alert)
+            self._events.publish(alert)
 
     def _alerts_told(self) -> tuple[str, ...]:
         return tuple(text for kind, text in self._alerts.present.items() if kind != "trouble")
@@ -216,7 +233,7 @@ class Telemetry:
 
     def _seen(self) -> RunSnapshot:
         now, status = time.time(), self._status()
-        base = self.chronicle.picture(now)
+        base = self.history.picture(now)
         peers = self._rows(now, status, base.peers)
         rates = [row.words.tokens_per_s for row in peers if row.words is not None]
         prospect = self._outlook.prospect()
@@ -279,7 +296,7 @@ class Telemetry:
     def _rows(self, now: float, status: PeerStatus, given: tuple[PeerRow, ...]) -> tuple[PeerRow, ...]:
         """Who is live, and who gave anything; those who went a while ago last."""
         view, rows = self._peer.machine.view, {row.peer: row for row in given}
-        participating, words = view.participating, {view.me: status, **self.figures.others}
+        participating, words = view.participating, {view.me: status, **self.swarm_status.others}
         live = (view.me, *view.live)
         reaches = {peer: self._reach(peer, now) for peer in view.live}
         self._since = {peer: self._since[peer] for peer in view.live if peer in self._since}

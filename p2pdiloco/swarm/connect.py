@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from p2pdiloco.nat.rendezvous_client import RendezvousClient
@@ -36,15 +36,12 @@ DIAL_S = 8.0
 
 
 class ConnectFallback:
-    """See the module's rules. ``seen``: the hosts as which others see us."""
+    """See the module's rules."""
 
-    def __init__(
-        self, transport: Transport, dialler: Dialler, rendezvous: RendezvousClient, seen: Callable[[], Iterable[str]]
-    ) -> None:
+    def __init__(self, transport: Transport, dialler: Dialler, rendezvous: RendezvousClient) -> None:
         self._transport = transport
         self._dialler = dialler
         self._rendezvous = rendezvous
-        self._seen = seen
 
     async def climb(self, peer: PeerId, record: PeerRecord) -> PeerId:
         """Connect to ``peer``.
@@ -54,7 +51,7 @@ class ConnectFallback:
             Impostor: somebody else answers wherever anybody does.
             DialError: anything else; all reasons.
         """
-        where = dialable(record, frozenset(self._seen()))
+        where = dialable(record, frozenset(self._rendezvous.seen))
         reasons: list[str] = []
         ways: list[tuple[float, Coroutine[Any, Any, PeerId]]] = [
             (number * STAGGER_S, self._dialler.dial(self._transport, _named(address, peer), DIAL_S))

@@ -13,7 +13,8 @@ Rules of this file:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
+from typing import NamedTuple
 
 import msgspec
 
@@ -25,6 +26,7 @@ from p2pdiloco.swarm.run_lookup import ladder_of, observer_transport
 from p2pdiloco.transport.identity import Identity, IdentityError
 from p2pdiloco.transport.transport import DialError
 from p2pdiloco.util import logs
+from p2pdiloco.util.event_bus import EventBus
 from p2pdiloco.wire.control_messages import decode_as
 from p2pdiloco.wire.directory_records import PeerRecord
 
@@ -38,36 +40,55 @@ LOOK_S = 5.0
 """Between two looks at one."""
 
 
-class DuplicateIdentity:
-    """Those of ``me``, who takes part; ``end`` is called with the reason when one of them has begun earlier."""
+class IdentityTaken(NamedTuple):
+    """Another process that has this peer's identity began earlier and stays: this one must end."""
 
-    def __init__(self, me: PeerId, credentials: Credentials | None, host: Host, end: Callable[[str], None]) -> None:
+    reason: str
+
+
+class DuplicateIdentity:
+    """Looks for other processes with the identity ``me``. Publishes ``IdentityTaken`` if one of them began earlier."""
+
+    def __init__(
+        self,
+        me: PeerId,
+        credentials: Credentials | None,
+        host: Host,
+        events: EventBus,
+        *,
+        began_s: float,
+        life: str,
+    ) -> None:
+        """``began_s`` and ``life`` are this process's: when it began, by the directory's clock, and its transport's
+        life."""
         self._me = me
         self._credentials = credentials
         self._host = host
-        self._end = end
+        self._events = events
+        self._began_s = began_s
+        self._life = life
         self.have_won = False
         """One of them stays."""
         self._looked_at = -LOOK_S
         self._told = ""
         """Life of the one that was told of."""
 
-    def seen(self, record: PeerRecord, began_s: float, life: str) -> None:
-        """A record of ``me`` that this process, which began then with this ``life``, has not published."""
+    def handle_record(self, record: PeerRecord) -> None:
+        """Look at a record of ``me`` that this process has not published."""
         now = self._host.now()
         if now >= self._looked_at + LOOK_S and not self.have_won:
             self._looked_at = now
-            self._host.spawn(self._look_at(record, began_s, life), name="twin")
+            self._host.spawn(self._look_at(record), name="twin")
 
-    async def _look_at(self, record: PeerRecord, began_s: float, life: str) -> None:
+    async def _look_at(self, record: PeerRecord) -> None:
         """If it answers, the one of us that began later ends."""
         address = await reach(record, self._me, self._credentials)
         if address is None:
             return
         told = sentence(self._me, address)
-        if gives_way(began_s, life, to=record):
+        if gives_way(self._began_s, self._life, to=record):
             self.have_won = True
-            self._end(told)
+            self._events.publish(IdentityTaken(told))
         elif record.life != self._told:
             self._told = record.life
             log.warning(f"{told}. It began later, and gives way")

@@ -91,11 +91,11 @@ class LookupPolicy:
 
 
 class KnownPoints:
-    """The meeting points in the directory. ``is_missing``: whether somebody is not connected who should be."""
+    """The meeting points in the directory. ``lookup`` knows whether a peer is not connected that should be."""
 
-    def __init__(self, directory: Directory, is_missing: Callable[[], bool]) -> None:
+    def __init__(self, directory: Directory, lookup: LookupPolicy) -> None:
         self._directory = directory
-        self._is_missing = is_missing
+        self._lookup = lookup
         self._pause = Backoff(LOOK_S, LOOK_MOST_S)
         self._look_at = self._looked_at = float("-inf")
         self._attended: frozenset[PeerId] = frozenset()
@@ -107,7 +107,7 @@ class KnownPoints:
             self._pause.reset()
             self._look_at = now
         self._attended = frozenset(attended)
-        if not attended and self._is_missing():
+        if not attended and self._lookup.is_missing:
             self._look_at = min(self._look_at, self._looked_at + UNMET_MOST_S)
         if now >= self._look_at:
             try:

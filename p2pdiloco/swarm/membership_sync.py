@@ -16,16 +16,17 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from p2pdiloco.access.certificates import NEVER, Role
-from p2pdiloco.access.members import Members, NotAMemberError
+from p2pdiloco.access.members import NotAMemberError
 from p2pdiloco.access.membership_log import join_statements, split_statements
 from p2pdiloco.net.abuse_limits import RequestRateLimit
 from p2pdiloco.net.authorization import MemberAuthorizer
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.swarm.credentials import Credentials, MemberFiles
 from p2pdiloco.util import logs
+from p2pdiloco.util.event_bus import EventBus
 from p2pdiloco.wire.control_messages import MARKS_LIMIT, GetStatements, TellStatements, encode
 from p2pdiloco.wire.request_reply import Answer, RequestError, RequestRefused, Response
 
@@ -50,6 +51,12 @@ ANSWERS, ANSWERS_PER_S = 2 * ROUNDS, 0.2
 """To one peer, of PIECE_BYTES each: whoever connects twice may have been told nothing yet."""
 
 
+class MembershipLost(NamedTuple):
+    """This peer is no member of its run any more."""
+
+    reason: str
+
+
 class Links(Protocol):
     """A transport, as far as it is needed here."""
 
@@ -67,26 +74,31 @@ class Links(Protocol):
 
 
 class MembershipSync:
-    """See the module's rules. ``spawn`` runs a coroutine beside; ``expelled`` hears why this peer is no member any
-    more."""
+    """See the module's rules. Publishes ``MembershipLost`` when this peer is no member any more."""
 
     def __init__(
         self,
-        members: Members,
+        authorizer: MemberAuthorizer,
         mine: Credentials,
         files: MemberFiles,
+        links: Links,
         spawn: Callable[..., object],
-        expelled: Callable[[str], None],
+        events: EventBus,
         now_s: Callable[[], float] = time.time,
     ) -> None:
-        self.members = members
+        """
+        Args:
+            authorizer: lets peers in to the transport, by the same members.
+            mine: credentials of this peer.
+            spawn: runs a coroutine beside the rest, as of ``Host``.
+        """
+        self.members = authorizer.members
         self.mine = mine
-        self.door = MemberAuthorizer(members, mine.chain, now_s)
-        self.links: Links
-        """Set before the first connection."""
+        self._authorizer = authorizer
         self._files = files
+        self._links = links
         self._spawn = spawn
-        self._expelled = expelled
+        self._events = events
         self._now_s = now_s
         self._is_changed = False
         self._refused: Counter[PeerId] = Counter()
@@ -94,7 +106,12 @@ class MembershipSync:
         self._introduced = RequestRateLimit(at_once=INTRODUCED, per_s=INTRODUCED_PER_S)
         self._vain = RequestRateLimit(at_once=VAIN, per_s=VAIN_PER_S)
         self._answers = RequestRateLimit(at_once=ANSWERS, per_s=ANSWERS_PER_S)
-        files.load(members)
+        files.load(self.members)
+
+    @property
+    def chain(self) -> bytes:
+        """Certificates of this peer, encoded, as others are shown them now."""
+        return self._authorizer.chain
 
     # -- who may what ------------------------------------------------------------------------------------------------
 
@@ -165,7 +182,7 @@ class MembershipSync:
         try:
             self._spread(await self._learned(split_statements(request.statements), peer), but=peer)
         except ValueError as error:
-            self.links.blame(peer)
+            self._links.blame(peer)
             raise RequestRefused(str(error)) from error
         return Answer(b"")
 
@@ -187,23 +204,23 @@ class MembershipSync:
         self._is_changed = self._is_changed or bool(news)
         self._spread(news)
         own = self.members.grant_of(self.mine.identity.peer_id)
-        if own is not None and own.depth and own.chain().encode() != self.door.chain:
-            self.door.chain = own.chain().encode()  # what began at an admin is whole now, or another grants more
-            self._files.keep_chain(self.door.chain)
+        if own is not None and own.depth and own.chain().encode() != self.chain:
+            self._authorizer.chain = own.chain().encode()  # what began at an admin is whole now, or another grants more
+            self._files.keep_chain(self.chain)
 
     async def ask(self, peer: PeerId) -> None:
         """Hear from ``peer`` of members and bans that are not known here."""
         try:
             for _ in range(ROUNDS):
                 body = encode(GetStatements(self.members.marks()[:MARKS_LIMIT]))
-                response = await self.links.request(peer, body, timeout_s=ASK_S, max_payload=2 * PIECE_BYTES)
+                response = await self._links.request(peer, body, timeout_s=ASK_S, max_payload=2 * PIECE_BYTES)
                 told = split_statements(bytes(response.payload or b""))
                 news = await self._learned(told, peer)
                 self._spread(news, but=peer)
                 if not news:
                     return
         except ValueError as error:
-            self.links.blame(peer)
+            self._links.blame(peer)
             log.debug("what a peer tells of members is malformed", peer=peer, reason=str(error))
         except RequestError as error:
             log.debug("a peer tells nothing of members", peer=peer, reason=str(error))
@@ -245,7 +262,7 @@ class MembershipSync:
 
     def _spread(self, news: list[bytes], but: PeerId | None = None) -> None:
         """Tell all others the news, then part from those who are no members any more."""
-        told = [peer for peer in self.links.peers() if peer != but and not self.observes(peer)] if news else []
+        told = [peer for peer in self._links.peers() if peer != but and not self.observes(peer)] if news else []
         self._spawn(self._tell_and_part(told, encode(TellStatements(join_statements(news)))), name="tell of members")
 
     async def _tell_and_part(self, peers: list[PeerId], body: bytes) -> None:
@@ -257,20 +274,20 @@ class MembershipSync:
 
     async def _tell(self, peer: PeerId, body: bytes) -> None:
         try:
-            await self.links.request(peer, body, timeout_s=ASK_S)
+            await self._links.request(peer, body, timeout_s=ASK_S)
         except RequestError as error:
             log.debug("a peer was not told of members", peer=peer, reason=str(error))
 
     def _part_from_others(self) -> None:
         now_s, me = self._now_s(), self.mine.identity.peer_id
-        for peer in (me, *self.links.peers()):
+        for peer in (me, *self._links.peers()):
             if peer == me and self.members.grant_of(me) is None:
                 continue  # nobody has introduced us yet
             try:
                 self.members.judge(peer, now_s)
             except NotAMemberError as error:
                 if peer == me:
-                    self._expelled(str(error))
+                    self._events.publish(MembershipLost(str(error)))
                     continue
                 log.warning("parting from a peer that is no member any more", peer=peer, reason=str(error))
-                self.links.disconnect(peer, str(error))
+                self._links.disconnect(peer, str(error))

@@ -10,15 +10,13 @@ Rules of this file:
    so of two with one identity (twins.py) each sees the other, in whatever order they look and announce.
 5. Who is connected is told how we can be reached, whenever that changes, and tells us: the directory, which is asked
    seldom, is for who is not. What a connected peer says of itself is newer than its record there.
-6. What is known is bounded, and nobody fills it for good: who does not answer makes room for who was not tried yet.
-7. Who has said goodbye is dialled seldom, until it is announced by a process that began after that, or is connected
+6. Who has said goodbye is dialled seldom, until it is announced by a process that began after that, or is connected
    again. Who is no member any more is not dialled, and dials nobody.
 """
 
 from __future__ import annotations
 
 import asyncio
-import heapq
 import json
 import random
 from collections.abc import Awaitable, Callable
@@ -31,6 +29,7 @@ from p2pdiloco.nat.messages import Reachable
 from p2pdiloco.net.endpoint import LEAVING
 from p2pdiloco.protocol.ids import PeerId, RunId
 from p2pdiloco.swarm.connect import ConnectFallback
+from p2pdiloco.swarm.known_peers import KnownPeers
 from p2pdiloco.swarm.lookup_policy import LookupPolicy
 from p2pdiloco.swarm.membership_sync import MembershipSync
 from p2pdiloco.transport.transport import DialError, Impostor, PeerRefused, Transport
@@ -64,88 +63,51 @@ LEFT_S = 120.0
 """Between two dials to who has said goodbye: it may be back where no directory tells."""
 DIRECT_S, DIRECT_MOST_S = 30.0, 600.0
 """Between looks for a direct way to a peer over a relay."""
-MAX_KNOWN = 1024
 ROOM = 64
 """Places that a full table has for each look into the directory."""
 
 
-class _Known:
-    __slots__ = (
-        "direct_tries",
-        "failures",
-        "is_dialling",
-        "is_first_hand",
-        "left_s",
-        "next_dial_at",
-        "next_direct_at",
-        "reached_at",
-        "record",
-        "refusals",
-        "since",
-    )
-
-    def __init__(self, since: float) -> None:
-        self.record = PeerRecord(())
-        self.since = since
-        self.next_dial_at = since
-        self.reached_at = since - SHORT_S
-        """When a dial last succeeded."""
-        self.failures = 0
-        self.refusals = 0
-        """Dials that were answered by a no, or by somebody else."""
-        self.is_dialling = False
-        self.left_s: float | None = None
-        """When it said goodbye, by the directory's clock; None: it has not, or has come back."""
-        self.is_first_hand = False
-        """The record is its own word, over a connection that lasts."""
-        self.next_direct_at: float | None = None
-        """When a direct way is looked for, of a peer over a relay."""
-        self.direct_tries = 0
-
-
 class PeerManager:
-    """The peers of one run that this peer has heard of."""
+    """Keeps this peer connected to the ``known`` peers of its run; see the module's rules."""
 
     def __init__(
         self,
         run: RunId,
         directory: Directory,
         transport: Transport,
+        known: KnownPeers,
+        lookup: LookupPolicy,
+        membership: MembershipSync,
+        connector: ConnectFallback,
+        *,
         record: Callable[[], PeerRecord],
+        began_s: float,
         cache: Path,
-        twin_seen: Callable[[PeerRecord], None],
-        membership_sync: MembershipSync,
-        ladder: ConnectFallback,
-        heard_of: Callable[[], frozenset[int]] = frozenset,
+        duplicate_seen: Callable[[PeerRecord], None],
     ) -> None:
-        """``record``: of this peer, as far as others know better. ``twin_seen`` gets one that another process has
-        published. ``heard_of``: see ``LookupPolicy``."""
+        """
+        Args:
+            record: how this peer can be reached, as far as others know better.
+            began_s: when this process began, by the directory's clock.
+            cache: the file in which addresses are remembered.
+            duplicate_seen: gets a record of this peer that another process has published.
+        """
         self._run = run
         self._directory = directory
         self._transport = transport
+        self._known = known
+        self._lookup = lookup
+        self._membership = membership
+        self._connector = connector
         self._record = record
-        self._ladder = ladder
+        self._began_s = began_s
         self._cache = cache
-        self._known: dict[PeerId, _Known] = {}
-        self._twin_seen = twin_seen
-        self._fellowship = membership_sync
-        self.began_s = directory.now_s()
+        self._duplicate_seen = duplicate_seen
         self._announced_at = float("-inf")
         self._announced = PeerRecord(())
         self._told: dict[PeerId, tuple[str | None, PeerRecord]] = {}
         """Which life of each connected peer knows what of us."""
         self._saved: dict[str, list[str]] = {}
-        self._curiosity = LookupPolicy(transport.peer_id, heard_of)
-
-    @property
-    def known(self) -> int:
-        """Peers heard of lately, this one included."""
-        return len(self._known) + 1
-
-    @property
-    def is_missing(self) -> bool:
-        """Whether somebody is not connected who should be."""
-        return self._curiosity.is_missing
 
     async def keep(self) -> None:
         """Run until cancelled."""
@@ -155,7 +117,7 @@ class PeerManager:
             self._learn(PeerId(peer), PeerRecord(tuple(addresses)), loop.time())
         async with Tasks() as tasks:
             while True:
-                if self._curiosity.look_round(self._transport.peers(), self._known, loop.time()):
+                if self._lookup.look_round(self._transport.peers(), self._known, loop.time()):
                     await self._quietly(self._look(loop.time()))
                 await self._quietly(self._announce(loop.time()))
                 for peer in self._untold():
@@ -166,29 +128,20 @@ class PeerManager:
                     tasks.spawn(self._look_for_direct_way(peer), name=f"direct way to {peer}")
                 await asyncio.sleep(ROUND_S)
 
-    def records(self) -> dict[PeerId, PeerRecord]:
-        """What is known of the others."""
-        return {peer: known.record for peer, known in self._known.items()}
-
-    def told(self, peer: PeerId, record: PeerRecord) -> None:
+    def handle_reachable(self, peer: PeerId, record: PeerRecord) -> None:
         """``peer`` is connected, and says how it can be reached."""
-        if not self._fellowship.observes(peer):
-            if peer not in self._known:
-                self._make_room(1)
-            else:
-                self._known[peer].left_s = None
-            self._learn(peer, record, asyncio.get_running_loop().time())
-            if peer in self._known:
-                self._known[peer].is_first_hand = True
+        if not self._membership.observes(peer):
+            now = asyncio.get_running_loop().time()
+            self._known.learn_first_hand(peer, record, now, self._transport.peers())
 
     async def withdraw(self) -> None:
         """Take our record back."""
         await self._quietly(self._directory.withdraw_peer(self._run))
 
-    def disconnected(self, peer: PeerId, reason: str) -> None:
-        """A connection is lost, for ``reason``: dial again soon, unless that was a goodbye."""
+    def handle_disconnected(self, peer: PeerId, reason: str) -> None:
+        """The connection to ``peer`` was lost, for ``reason``: dial again soon, unless that was a goodbye."""
         known, now = self._known.get(peer), asyncio.get_running_loop().time()
-        self._curiosity.wake(now)
+        self._lookup.wake(now)
         if known is not None:
             known.is_first_hand = False
             known.since = known.next_dial_at = now
@@ -207,21 +160,21 @@ class PeerManager:
 
     async def _announce(self, now: float) -> None:
         is_news = msgspec.structs.replace(self._announced, life="", began_s=0.0) != self._record()
-        usual_s = min(max(self._curiosity.pause_s, ANNOUNCE_S), ANNOUNCE_MOST_S) * self._curiosity.seldom
+        usual_s = min(max(self._lookup.pause_s, ANNOUNCE_S), ANNOUNCE_MOST_S) * self._lookup.seldom
         if now - self._announced_at >= (NEWS_S if is_news else usual_s):
             told = msgspec.structs.replace(
                 self._record(),
                 life=self._transport.life,
-                began_s=self.began_s,
-                chain=self._fellowship.door.chain,
+                began_s=self._began_s,
+                chain=self._membership.chain,
             )
             await self._directory.publish_peer(self._run, msgspec.msgpack.encode(told), RECORD_LIFE_S)
             self._announced, self._announced_at = msgspec.structs.replace(told, chain=b""), now
 
     async def _look(self, now: float) -> None:
         is_news, found = False, list((await self._directory.peers(self._run)).items())
-        is_full = len(self._known) > MAX_KNOWN - ROOM
-        self._make_room(ROOM)
+        is_full = self._known.free_places < ROOM
+        self._known.make_room(ROOM, self._transport.peers())
         for peer, record in random.sample(found, len(found)):  # so that nobody is always first
             try:
                 told = decode_as(record, PeerRecord)
@@ -230,10 +183,11 @@ class PeerManager:
                 continue
             if peer == self._transport.peer_id and told.life not in ("", self._transport.life):
                 self._announced_at = float("-inf")
-                self._twin_seen(told)
-            if not (peer in self._known and self._known[peer].is_first_hand):
+                self._duplicate_seen(told)
+            known = self._known.get(peer)
+            if known is None or not known.is_first_hand:
                 is_news = self._learn(peer, told, now) or is_news
-        self._curiosity.looked(now, is_news=is_news and not is_full)
+        self._lookup.looked(now, is_news=is_news and not is_full)
         await self._save()
 
     def _untold(self) -> list[PeerId]:
@@ -259,43 +213,11 @@ class PeerManager:
             told = decode_as(record, PeerRecord)
         except ValueError:
             return False
-        return self._fellowship.is_announced_by_member(peer, told.chain)
+        return self._membership.is_announced_by_member(peer, told.chain)
 
     def _learn(self, peer: PeerId, record: PeerRecord, now: float) -> bool:
-        """Whether that is news."""
-        if peer == self._transport.peer_id:
-            return False
-        known = self._known.get(peer)
-        if known is None:
-            if len(self._known) >= MAX_KNOWN:
-                return False
-            known = self._known[peer] = _Known(now if self._curiosity.has_looked else now - PATIENCE_S)
-        if known.left_s is not None and record.began_s <= known.left_s:
-            return False  # of the life that is over
-        is_back, known.left_s = known.left_s is not None, None
-        where = (record.addresses, record.points, record.seen)
-        is_other = is_back or where != (known.record.addresses, known.record.points, known.record.seen)
-        is_news = any(where[:2]) and is_other
-        if is_news:
-            known.failures = 0
-            known.next_dial_at = now
-        if any(where[:2]):
-            known.record = record
-        return is_news
-
-    def _make_room(self, places: int) -> None:
-        """Who was tried most often in vain goes first."""
-        missing = places - (MAX_KNOWN - len(self._known))
-        if missing <= 0:
-            return
-        here = set(self._transport.peers())
-        vain = [
-            (known.failures, peer)
-            for peer, known in self._known.items()
-            if known.failures and not known.is_dialling and peer not in here
-        ]
-        for _, peer in heapq.nlargest(missing, vain):
-            del self._known[peer]
+        """Whether that is news. Peers that are known at the start are not waited for (rule 2)."""
+        return self._known.learn(peer, record, now, now if self._lookup.has_looked else now - PATIENCE_S)
 
     def _due(self, now: float) -> list[PeerId]:
         connected = set(self._transport.peers())
@@ -304,7 +226,7 @@ class PeerManager:
             is_patient = peer < self._transport.peer_id and now - known.since < PATIENCE_S
             if peer not in connected and not known.is_dialling and not is_patient and now >= known.next_dial_at:
                 due.append(peer)
-        is_out = self._fellowship.is_out
+        is_out = self._membership.is_out
         return [] if is_out(self._transport.peer_id) else [peer for peer in due if not is_out(peer)]
 
     async def _dial(self, peer: PeerId) -> None:
@@ -314,7 +236,7 @@ class PeerManager:
         known.is_dialling = True
         try:
             try:
-                await self._ladder.climb(peer, known.record)
+                await self._connector.climb(peer, known.record)
                 known.reached_at = asyncio.get_running_loop().time()
                 return
             except (Impostor, PeerRefused) as error:
@@ -351,7 +273,7 @@ class PeerManager:
             return
         known.is_dialling = True
         try:
-            await self._ladder.meet(peer, known.record)
+            await self._connector.meet(peer, known.record)
             known.direct_tries = 0
         except DialError as error:
             log.debug("still relayed", peer=peer, reason=str(error))

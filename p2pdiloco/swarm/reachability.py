@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack, suppress
 from functools import partial
 from types import TracebackType
 from typing import Self
@@ -29,7 +29,8 @@ from p2pdiloco.nat.request_router import RequestRouter
 from p2pdiloco.net.handshake import WIRE_VERSION
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.swarm.connect import ConnectFallback
-from p2pdiloco.swarm.lookup_policy import KnownPoints
+from p2pdiloco.swarm.known_peers import KnownPeers
+from p2pdiloco.swarm.lookup_policy import KnownPoints, LookupPolicy
 from p2pdiloco.transport import addresses, sockets
 from p2pdiloco.transport.dialer import Dialler
 from p2pdiloco.transport.identity import Identity
@@ -56,70 +57,72 @@ PLACES = 4
 
 
 class Reachability:
-    """See the module's rules; ``async with`` it, within the transport. ``announced``: addresses that the user says are
-    ours. ``members``: what is known of the others. ``is_missing``: whether somebody is not connected who should be."""
+    """See the module's rules; ``async with`` it, while the transport serves."""
 
     def __init__(
         self,
         identity: Identity,
         directory: Directory,
         transport: Transport,
-        handler: RequestRouter,
+        known: KnownPeers,
+        lookup: LookupPolicy,
         *,
         announced: Sequence[str],
         relay_bytes_per_s: float | None,
         maps_port: bool,
-        members: Callable[[], Mapping[PeerId, PeerRecord]],
-        is_missing: Callable[[], bool],
         troubles: dict[str, str] | None = None,
     ) -> None:
-        """``troubles``: see ``Tasks``."""
+        """
+        Args:
+            known: the other peers of the run.
+            announced: addresses that the user says are ours.
+            relay_bytes_per_s: as of ``RendezvousServer``.
+            maps_port: whether a router may be asked for a port.
+            troubles: see ``Tasks``.
+        """
         self._directory = directory
-        self._known_points = KnownPoints(directory, is_missing)
         self._transport = transport
+        self._known = known
+        self._known_points = KnownPoints(directory, lookup)
         self._announced = list(announced)
-        self._members = members
         self._tasks = Tasks(troubles)
-        outside, dialler = RequestRouter(Observer()), Dialler()
-        self._outside = Transport(identity, listen="", run="", version=WIRE_VERSION, handler=outside, observes=True)
-        self._rendezvous = RendezvousClient(
-            transport, self._outside, dialler, self._tasks, lambda peer: peer in members()
+        self._outside = Transport(identity, listen="", run="", version=WIRE_VERSION, observes=True)
+        dialler = Dialler()
+        self.client = RendezvousClient(
+            transport, self._outside, dialler, self._tasks, known.__contains__, known.points_of
         )
-        self._rendezvous.points_of = lambda peer: members()[peer].points if peer in members() else ()
-        handler.rendezvous = outside.rendezvous = self._rendezvous
-        self._point = handler.point = RendezvousServer(transport, relay_bytes_per_s)
-        self.ladder = ConnectFallback(transport, dialler, self._rendezvous, lambda: self.seen)
+        self.server = RendezvousServer(transport, relay_bytes_per_s)
+        self.connector = ConnectFallback(transport, dialler, self.client)
         self._asked_at: dict[PeerId, float] = {}
         self._said = ""
         self._is_directory_told = False
         self._maps_port = maps_port
         self._router: PortMapping | None = None
+        self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
-        await self._tasks.__aenter__()
-        await self._outside.__aenter__()
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(self._outside.serve(RequestRouter(Observer(), client=self.client)))
+            stack.push_async_callback(self._give_back_port)
+            await stack.enter_async_context(self._tasks)
+            self._stack = stack.pop_all()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._tasks.__aexit__(kind, error, trace)
+        await self._stack.aclose()
+
+    async def _give_back_port(self) -> None:
         if self._router is not None:
             await self._router.give_back()
-        await self._outside.__aexit__(kind, error, trace)
 
     def record(self) -> PeerRecord:
         """What others are told of how to reach us."""
         own = self._announced or list(dict.fromkeys([*self._outside_addresses(), *self._transport.listen_addresses()]))
         return PeerRecord(
-            tuple(own[:MOST_ADDRESSES]), seen=self.seen, points=self.points, is_point=self.is_dialable is True
+            tuple(own[:MOST_ADDRESSES]), seen=self.client.seen, points=self.points, is_point=self.is_dialable is True
         )
-
-    @property
-    def seen(self) -> tuple[str, ...]:
-        """The hosts as which meeting points see us."""
-        found = (told.host for told in self._rendezvous.told)
-        return tuple(dict.fromkeys(found))[:POINTS]
 
     @property
     def is_dialable(self) -> bool | None:
@@ -137,7 +140,7 @@ class Reachability:
         return 2 * sum(answers) >= len(answers) if answers else None
 
     def _answers(self, port: int) -> list[bool]:
-        return [told.answers[port] for told in self._rendezvous.told if len(told.answers) > port]
+        return [told.answers[port] for told in self.client.told if len(told.answers) > port]
 
     @property
     def points(self) -> tuple[str, ...]:
@@ -145,7 +148,7 @@ class Reachability:
         others may not come through where it does."""
         if self.is_dialable and all(self._answers(0)):
             return ()
-        attended = self._rendezvous.attended.values()
+        attended = self.client.attended.values()
         return tuple([one.address for one in attended] + [text for one in attended for text in one.elsewhere])[:PLACES]
 
     @property
@@ -166,7 +169,7 @@ class Reachability:
         """Multiaddrs at which others have reached us."""
         if not self.is_dialable:
             return []
-        hosts = (told.host for told in self._rendezvous.told if told.answers[:1] == (True,))
+        hosts = (told.host for told in self.client.told if told.answers[:1] == (True,))
         port = self.outside_port
         return [str(addresses.of_socket(host, port, self._transport.peer_id)) for host in dict.fromkeys(hosts)]
 
@@ -194,10 +197,10 @@ class Reachability:
         if self._router is None:
             self._ask_router()
         while True:
-            self._rendezvous.forget()
+            self.client.forget()
             for peer, where in (await self._candidates()).items():
-                is_attended = peer in self._rendezvous.attended
-                if len(self._rendezvous.attended) >= POINTS and not is_attended:
+                is_attended = peer in self.client.attended
+                if len(self.client.attended) >= POINTS and not is_attended:
                     continue
                 if loop.time() - self._asked_at.get(peer, -RENEW_S) >= (RENEW_S if is_attended else PAUSE_S):
                     self._asked_at[peer] = loop.time()
@@ -207,15 +210,15 @@ class Reachability:
     async def _candidates(self) -> dict[PeerId, list[str]]:
         """The addresses of each, best first; those that are met already first."""
         told: dict[PeerId, Sequence[str]] = {}
-        records = await self._known_points.records(self._rendezvous.attended, asyncio.get_running_loop().time())
+        records = await self._known_points.records(self.client.attended, asyncio.get_running_loop().time())
         for peer, body in list(records.items())[:ASKED]:
             with suppress(ValueError):
                 told[peer] = decode_as(body, PointRecord).addresses
-        for peer, record in self._members().items():
+        for peer, record in self._known.records().items():
             if record.is_point:
                 told.setdefault(peer, record.addresses)
         found = {peer: _named(texts, peer) for peer, texts in told.items() if peer != self._transport.peer_id}
-        attended = self._rendezvous.attended
+        attended = self.client.attended
         return {peer: found[peer] for peer in sorted(found, key=lambda peer: peer not in attended) if found[peer]}
 
     async def _attend(self, where: Sequence[str], say: Callable[[str], None]) -> None:
@@ -226,7 +229,7 @@ class Reachability:
         for text in where[:TRIED]:
             elsewhere = tuple(other for other in where[:TRIED] if other != text)
             try:
-                attendance = await self._rendezvous.attend(text, ports, self._point.token, elsewhere)
+                attendance = await self.client.attend(text, ports, self.server.token, elsewhere)
                 break
             except DialError as error:
                 log.debug("a meeting point does not answer", address=text, reason=str(error))
@@ -244,17 +247,19 @@ class Reachability:
 
     def sentence(self) -> str:
         """For the user."""
-        seen, lease = ", ".join(self.seen) or "nobody knows which address", self._lease
+        seen, lease = ", ".join(self.client.seen) or "nobody knows which address", self._lease
         if self.is_dialable:
             mapped = f": the router maps it to this machine ({lease.by})" if lease else ""
-            return f"{', '.join(f'{host}:{self.outside_port}' for host in self.seen)} answers from outside{mapped}"
+            return (
+                f"{', '.join(f'{host}:{self.outside_port}' for host in self.client.seen)} answers from outside{mapped}"
+            )
         if self.is_dialable is None:
             return f"seen as {seen}; nobody has dialled back yet"
-        via = f"{len(self._rendezvous.attended)} meeting point{'s' * (len(self._rendezvous.attended) > 1)}"
+        via = f"{len(self.client.attended)} meeting point{'s' * (len(self.client.attended) > 1)}"
         how = f"seen as {seen}, and cannot be dialled there: others are met through {via}, by punching or a relay"
         if lease is None:
             return f"{how} (a port forwarded to {self.port}, with --listen and --announce, would do without)"
-        if lease.host and lease.host not in self.seen:
+        if lease.host and lease.host not in self.client.seen:
             return (
                 f"{how} (the router maps its port {lease.port}, but its own address is {lease.host}: behind a "
                 "carrier's NAT forwarding does not help)"
@@ -281,31 +286,31 @@ async def looked_up(directory: Directory, listen: Sequence[str], patience_s: flo
     Raises:
         OSError: the port is taken.
     """
-    identity, handler, said = Identity.ephemeral(), RequestRouter(Observer()), asyncio.Event()
-    async with Transport(identity, listen=listen, run="", version=WIRE_VERSION, handler=handler) as transport:
-        reachability = Reachability(
-            identity,
-            directory,
-            transport,
-            handler,
-            announced=(),
-            relay_bytes_per_s=0.0,
-            maps_port=True,
-            members=dict,
-            is_missing=lambda: True,
-        )
-        async with reachability:
-            keeping = asyncio.create_task(reachability.keep(lambda _: said.set()), name="look around")
-            try:
-                await asyncio.wait_for(said.wait(), patience_s)
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(patience_s):
-                        await reachability.mapped()
-                        said.clear()
-                        await said.wait()
-            except TimeoutError:
-                return None, "no meeting point has answered, so nobody has dialled back"
-            finally:
-                keeping.cancel()
-                await asyncio.gather(keeping, return_exceptions=True)
-            return reachability.is_dialable, reachability.sentence()
+    identity, said = Identity.ephemeral(), asyncio.Event()
+    transport = Transport(identity, listen=listen, run="", version=WIRE_VERSION)
+    reachability = Reachability(
+        identity,
+        directory,
+        transport,
+        KnownPeers(identity.peer_id),
+        LookupPolicy(identity.peer_id, frozenset),
+        announced=(),
+        relay_bytes_per_s=0.0,
+        maps_port=True,
+    )
+    handler = RequestRouter(Observer(), client=reachability.client, server=reachability.server)
+    async with transport.serve(handler), reachability:
+        keeping = asyncio.create_task(reachability.keep(lambda _: said.set()), name="look around")
+        try:
+            await asyncio.wait_for(said.wait(), patience_s)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(patience_s):
+                    await reachability.mapped()
+                    said.clear()
+                    await said.wait()
+        except TimeoutError:
+            return None, "no meeting point has answered, so nobody has dialled back"
+        finally:
+            keeping.cancel()
+            await asyncio.gather(keeping, return_exceptions=True)
+        return reachability.is_dialable, reachability.sentence()

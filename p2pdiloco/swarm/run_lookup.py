@@ -112,14 +112,15 @@ def has_met(folder: Path, peers: Sequence[str]) -> bool:
     return any(addresses.parse(text).peer in known for text in peers)
 
 
-def observer_transport(identity: Identity, credentials: Credentials | None = None) -> Transport:
+def observer_transport(
+    identity: Identity, credentials: Credentials | None = None
+) -> contextlib.AbstractAsyncContextManager[Transport]:
     """A transport that does not listen, and only asks; in a private run, with a certificate by our ``credentials``."""
     if credentials is None:
-        return Transport(identity, listen="", run="", version=WIRE_VERSION, handler=Observer())
+        return Transport(identity, listen="", run="", version=WIRE_VERSION).serve(Observer())
     door = JoinerAuthorizer(credentials.extended(identity.peer_id, Role.OBSERVER))
-    return Transport(
-        identity, listen="", run=credentials.run, version=WIRE_VERSION, handler=Observer(), door=door, observes=True
-    )
+    transport = Transport(identity, listen="", run=credentials.run, version=WIRE_VERSION, door=door, observes=True)
+    return transport.serve(Observer())
 
 
 async def list_runs(directory: Directory, *, patience_s: float = FIND_S) -> dict[RunId, RunRecord]:
@@ -167,9 +168,7 @@ async def ladder_of(transport: Transport, is_known: Callable[[PeerId], bool]) ->
     wants."""
     async with observer_transport(Identity.ephemeral()) as outside, Tasks() as tasks:
         dialler = Dialler()
-        yield ConnectFallback(
-            transport, dialler, RendezvousClient(transport, outside, dialler, tasks, is_known), lambda: ()
-        )
+        yield ConnectFallback(transport, dialler, RendezvousClient(transport, outside, dialler, tasks, is_known))
 
 
 async def dial_any(

@@ -12,9 +12,9 @@ from __future__ import annotations
 import asyncio
 import os
 import ssl
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import AsyncIterator, Callable, Hashable, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
-from types import TracebackType
 from typing import Any, Protocol, Self
 
 from p2pdiloco.net import events as ev
@@ -256,7 +256,7 @@ log = logs.get("transport")
 
 
 class Transport:
-    """All connections of this process. ``async with Transport(...) as transport``.
+    """All connections of this process. ``async with Transport(...).serve(handler) as transport``.
 
     listen: multiaddrs, or one (``/ip4/0.0.0.0/tcp/0``); "" not to listen (an observer).
     run: the run's id, or "" while it is not known. version: the protocol's. door: who is let in; None: everybody.
@@ -270,14 +270,14 @@ class Transport:
         listen: str | Sequence[str],
         run: str,
         version: int,
-        handler: TransportHandler,
         limits: TransportLimits | None = None,
         door: Authorizer | None = None,
         observes: bool = False,
     ) -> None:
         self._limits = limits or TransportLimits()
         self._listeners = Listeners(listen)
-        self._handler = handler
+        self._handler: TransportHandler
+        """Set by ``serve``, before anything can come."""
         life = os.urandom(16)
         self.life = life.hex()
         """Tells this process from an earlier or another one with the same identity."""
@@ -306,29 +306,37 @@ class Transport:
             tasks=self._tasks,
         )
         self._channels: dict[Connection, Channel] = {}
-        self._requests = Requests(self._endpoint, self._pump, self._tasks, handler)
+        self._requests: Requests
         self._congestion = sockets.Congestion(self._limits.congestion)
 
     # -- life --------------------------------------------------------------------------------------------------------
 
-    async def __aenter__(self) -> Self:
-        """Listen.
+    @asynccontextmanager
+    async def serve(self, handler: TransportHandler) -> AsyncIterator[Self]:
+        """Listen, and pass what comes to ``handler``. At the end say goodbye to all, flush, close, within ``part_s``.
 
         Raises:
             OSError: a listen address is taken or not ours.
             ValueError: it is a name.
         """
+        self._handler = handler
+        self._requests = Requests(self._endpoint, self._pump, self._tasks, handler)
         self._listeners.open()
         self._pump.start()
-        await self._tasks.__aenter__()
-        for listener in self._listeners:
-            self._tasks.keep(partial(self.strangers.accept_all, listener), name=f"accept at {listener.getsockname()}")
-        return self
+        try:
+            async with self._tasks:
+                for listener in self._listeners:
+                    accept = partial(self.strangers.accept_all, listener)
+                    self._tasks.keep(accept, name=f"accept at {listener.getsockname()}")
+                try:
+                    yield self
+                finally:
+                    await self._part()
+        finally:
+            self._pump.stop()
+            self._listeners.close()
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Say goodbye to all, flush, close; bounded by ``part_s``."""
+    async def _part(self) -> None:
         doomed = list(self._channels.values())
         self._endpoint.leave(LEAVING, self._pump.now())
         self._pump.turn()
@@ -337,9 +345,6 @@ class Transport:
         for channel in list(self._channels.values()):
             self._endpoint.abort(channel.connection, LEAVING, self._pump.now())
         self._pump.turn()
-        await self._tasks.__aexit__(kind, error, trace)
-        self._pump.stop()
-        self._listeners.close()
 
     # -- for the user ------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ import asyncio
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 import msgspec
@@ -48,20 +48,24 @@ class Ear(Observer):
 
 
 class One:
-    """A peer that listens or not, with all that it takes to meet others."""
+    """A peer that listens or not, with all that it takes to meet others, and to let others meet at it."""
 
-    def __init__(self, tasks: Tasks, listen: str = "", version: int = 1) -> None:
+    def __init__(
+        self, tasks: Tasks, listen: str = "", version: int = 1, *, relay_bytes_per_s: float | None = None
+    ) -> None:
         self.ear = Ear()
-        self.handler = RequestRouter(self.ear)
+        self.points: list[str] = []
+        """Where it looks for others again."""
         self.transport = Transport(
-            Identity.ephemeral(),
-            listen=listen,
-            run="",
-            version=version,
-            handler=self.handler,
-            limits=TransportLimits(lanes=LANES),
+            Identity.ephemeral(), listen=listen, run="", version=version, limits=TransportLimits(lanes=LANES)
         )
-        self.handler.rendezvous = self.rendezvous = RendezvousClient(self.transport, self.transport, Dialler(), tasks)
+        self.rendezvous = RendezvousClient(
+            self.transport, self.transport, Dialler(), tasks, points_of=lambda _: self.points
+        )
+        self.server = RendezvousServer(self.transport, relay_bytes_per_s)
+
+    def serve(self) -> AbstractAsyncContextManager[Transport]:
+        return self.transport.serve(RequestRouter(self.ear, client=self.rendezvous, server=self.server))
 
     @property
     def id(self) -> PeerId:
@@ -72,9 +76,9 @@ class One:
 async def meeting(bytes_per_s: float | None = None, version: int = 1) -> AsyncIterator[tuple[One, One, One, str]]:
     """Ann and Bob, who listen nowhere, and a meeting point with its address."""
     async with Tasks() as tasks:
-        ann, bob, hub = One(tasks, "", version), One(tasks, "", version), One(tasks, LISTEN, version)
-        hub.handler.point = RendezvousServer(hub.transport, bytes_per_s)
-        async with hub.transport, ann.transport, bob.transport:
+        ann, bob = One(tasks, "", version), One(tasks, "", version)
+        hub = One(tasks, LISTEN, version, relay_bytes_per_s=bytes_per_s)
+        async with hub.serve(), ann.serve(), bob.serve():
             (address,) = hub.transport.listen_addresses()
             for one in (ann, bob):
                 await one.rendezvous.attend(address, (), b"")
@@ -101,8 +105,7 @@ def test_two_that_nobody_can_dial_meet_directly() -> None:
             assert not channel.connection.greeting.is_relayed
             assert ann.transport.send(bob.id, b"hello", b"x" * 100_000)
             await until(lambda: bob.ear.heard == [(b"hello", b"x" * 100_000)])
-            assert hub.handler.point is not None
-            assert hub.handler.point.relay.carried_bytes == 0
+            assert hub.server.relay.carried_bytes == 0
             assert took_s < 1.0
 
     run(work)
@@ -158,7 +161,7 @@ def test_where_no_direct_connection_comes_about_the_line_is_the_relay(monkeypatc
             payload = bytes(range(256)) * 4000
             assert ann.transport.send(bob.id, b"hello", payload)
             await until(lambda: bob.ear.heard == [(b"hello", payload)])
-            point = hub.handler.point
+            point = hub.server
             assert point is not None
             assert point.introducer.joined == 1
             assert point.relay.carried_bytes > len(payload)
@@ -205,7 +208,7 @@ def test_a_direct_connection_takes_a_relays_place_and_nothing_is_lost(monkeypatc
 def test_lanes_beside_a_punched_connection_are_punched_too() -> None:
     async def work() -> None:
         async with meeting() as (ann, bob, hub, address):
-            ann.rendezvous.points_of = lambda _: [address]
+            ann.points = [address]
             await ann.rendezvous.reach(bob.id, [address])
             await until(lambda: ann.transport.lanes(bob.id) == bob.transport.lanes(ann.id) == LANES)
             payload = bytes(range(256)) * 20_000
@@ -217,8 +220,7 @@ def test_lanes_beside_a_punched_connection_are_punched_too() -> None:
             assert [channel.is_met and bool(channel.connection.conversation.traffic.sent_bulk) for channel in mine] == [
                 True
             ] * LANES
-            assert hub.handler.point is not None
-            assert hub.handler.point.relay.carried_bytes == 0
+            assert hub.server.relay.carried_bytes == 0
 
     run(work)
 
@@ -228,7 +230,7 @@ def test_a_relay_carries_one_connection_of_a_pair(monkeypatch: pytest.MonkeyPatc
 
     async def work() -> None:
         async with meeting() as (ann, bob, _, address):
-            ann.rendezvous.points_of = lambda _: [address]
+            ann.points = [address]
             await ann.rendezvous.reach(bob.id, [address])
             payload = bytes(300_000)
             assert ann.transport.send(bob.id, b"hello", payload)
@@ -325,8 +327,7 @@ def test_a_point_that_says_it_is_elsewhere_has_few_lines_opened_there(monkeypatc
     async def work() -> None:
         async with Tasks() as tasks, a_victim() as (port, came):
             ann, hub = One(tasks, LISTEN), One(tasks)
-            hub.handler.point = RendezvousServer(hub.transport, None)
-            async with hub.transport, ann.transport:
+            async with hub.serve(), ann.serve():
                 await hub.transport.dial(f"{ann.transport.listen_addresses()[0]}")
                 await ann.rendezvous.attend(f"/ip4/127.0.0.1/tcp/{port}/p2p/{hub.id}", (), b"")
                 await call_often(hub, ann.id, 8)
@@ -373,8 +374,7 @@ def test_a_point_outside_the_run_that_a_record_names_costs_no_place() -> None:
     async def work() -> None:
         async with meeting() as (ann, bob, _, _), Tasks() as tasks:
             hub = One(tasks, LISTEN)
-            hub.handler.point = RendezvousServer(hub.transport, None)
-            async with hub.transport:
+            async with hub.serve():
                 (address,) = hub.transport.listen_addresses()
                 await bob.rendezvous.attend(address, (), b"")
                 assert await ann.rendezvous.reach(bob.id, [address]) == bob.id
@@ -420,11 +420,10 @@ def test_a_relay_keeps_to_its_budget_and_uses_it() -> None:
 def test_who_attends_learns_whether_it_can_be_dialled() -> None:
     async def work() -> None:
         async with meeting() as (_, _, hub, address), Tasks() as tasks:
-            kim = One(tasks, LISTEN)
-            kim.handler.point = RendezvousServer(kim.transport, 0.0)
-            async with kim.transport:
+            kim = One(tasks, LISTEN, relay_bytes_per_s=0.0)
+            async with kim.serve():
                 port = int(kim.transport.listen_addresses()[0].split("/")[4])
-                token = kim.handler.point.token
+                token = kim.server.token
                 told = (await kim.rendezvous.attend(address, (port, port), token)).told
                 assert (told.host, told.answers, told.relays) == ("127.0.0.1", (True, True), True)
                 (other,) = hub.transport.listen_addresses()
@@ -563,7 +562,7 @@ def test_a_line_that_says_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch)
 
     async def work() -> None:
         async with meeting() as (_, _, hub, address):
-            loop, point, worth = asyncio.get_running_loop(), hub.handler.point, []
+            loop, point, worth = asyncio.get_running_loop(), hub.server, []
             assert point is not None
 
             async def line(raw: socket.socket) -> bool:

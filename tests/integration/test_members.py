@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import psutil
@@ -45,9 +46,9 @@ def invited(member: Member) -> str:
     return str(member.said(INVITED)).split()[-1]
 
 
-async def refused(transport: Transport, address: str) -> str:
+async def refused(opened: AbstractAsyncContextManager[Transport], address: str) -> str:
     """What a stranger who dials is told; it is told nothing else."""
-    async with transport:
+    async with opened as transport:
         with pytest.raises(PeerRefused) as told:
             await transport.dial(address)
         assert transport.peers() == []
@@ -75,10 +76,8 @@ def test_who_has_the_invite_takes_part_and_nobody_else_learns_of_the_run(tmp_pat
         told = uvloop.run(refused(observer_transport(Identity.ephemeral()), address))
         assert "ask whoever founded it for an invite" in told
         me = Identity.ephemeral()
-        knows = Transport(
-            me, listen="", run=invite.run, version=WIRE_VERSION, handler=Observer(), door=JoinerAuthorizer(b"")
-        )
-        assert "shows no certificate" in uvloop.run(refused(knows, address))
+        knows = Transport(me, listen="", run=invite.run, version=WIRE_VERSION, door=JoinerAuthorizer(b""))
+        assert "shows no certificate" in uvloop.run(refused(knows.serve(Observer()), address))
 
         # Expired, and signed by somebody else: their users are told, and we see it in our log.
         mine = Credentials(invite.run, b"", founder)
@@ -194,8 +193,8 @@ async def introduce(number: int, invite: Invite, address: str) -> None:
     made_up = [by_invite.extended(Identity.ephemeral().peer_id, Role.LEARNER) for _ in range(number)]
     told = TellStatements(join_statements(INTRODUCTION + chain for chain in made_up))
     door = JoinerAuthorizer(mine.chain)
-    member = Transport(mine.identity, listen="", run=invite.run, version=WIRE_VERSION, handler=Observer(), door=door)
-    async with member:
+    member = Transport(mine.identity, listen="", run=invite.run, version=WIRE_VERSION, door=door)
+    async with member.serve(Observer()):
         founder = await member.dial(address)
         await member.request(founder, encode(told), timeout_s=60.0)
 

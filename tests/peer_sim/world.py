@@ -214,8 +214,7 @@ class World:
             write_bytes_per_day=self._write_bytes_per_day(),
             payload_memory_bytes=0 if self.setting.has_payloads_on_disk else 4 << 20,
         )
-        metrics = Metrics(FOLDER / "metrics.jsonl")
-        metrics.told = partial(self.durability.told, name)
+        metrics = Metrics(FOLDER / "metrics.jsonl", partial(self.durability.told, name))
         peer = host.peer = Peer(
             self.manifest,
             options,
@@ -224,7 +223,7 @@ class World:
             vectors,  # type: ignore[arg-type]
             metrics,
             sent_bytes=lambda: 0,
-            status=lambda: self._status(name),
+            status=self._status,
             observed=lambda event, effects, now: self._observed(host, event),
             standing=Acquaintances(self.network.met[name], host.links, self.happened)
             if self.setting.is_private
@@ -333,7 +332,7 @@ class World:
                 parent = chain.log[-1].parent if chain.log else None
                 self.durability.applied(host.peer, event.shard, chain.head, parent)
 
-    def _status(self, name: PeerId) -> PeerStatus:
+    def _status(self, peer: Peer) -> PeerStatus:
         raise NotImplementedError  # nobody asks here
 
 

@@ -63,6 +63,7 @@ class Ways:
         self.tried: dict[str, float] = {}
         self.left: list[str] = []
         self.attended: list[str] = []
+        self.seen = ()
 
     async def dial(self, address: str, timeout_s: float) -> PeerId:
         return await self._try(address.partition("/p2p/")[0])
@@ -88,7 +89,7 @@ class Ways:
 
 def climbed(ways: Ways, record: PeerRecord) -> float:
     """How long it took."""
-    ladder = ConnectFallback(cast(Transport, ways), Dialler(), cast(RendezvousClient, ways), lambda: ())
+    ladder = ConnectFallback(cast(Transport, ways), Dialler(), cast(RendezvousClient, ways))
     loop = VirtualLoop()
     try:
         assert loop.run_until_complete(ladder.climb(BOB, record)) == BOB
@@ -155,6 +156,7 @@ class Victim:
     def __init__(self) -> None:
         self.dials = 0
         self.attended: list[str] = []
+        self.seen = ()
 
     async def dial(self, address: str, timeout_s: float) -> PeerId:
         self.dials += 1
@@ -167,7 +169,7 @@ class Victim:
 
 def test_two_hundred_forged_records_have_a_machine_dialled_few_times() -> None:
     victim, loop = Victim(), VirtualLoop()
-    ladder = ConnectFallback(cast(Transport, victim), Dialler(), cast(RendezvousClient, victim), lambda: ())
+    ladder = ConnectFallback(cast(Transport, victim), Dialler(), cast(RendezvousClient, victim))
 
     async def climb(number: int) -> None:
         ports = range(number * 16 + 1, number * 16 + 17)

@@ -11,7 +11,8 @@ import pytest
 
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.swarm import duplicate_identity
-from p2pdiloco.swarm.duplicate_identity import DuplicateIdentity, gives_way
+from p2pdiloco.swarm.duplicate_identity import DuplicateIdentity, IdentityTaken, gives_way
+from p2pdiloco.util.event_bus import EventBus
 from p2pdiloco.wire.directory_records import PeerRecord
 
 
@@ -35,11 +36,14 @@ def test_it_ends_once_if_a_process_that_began_earlier_answers(
         asyncio.run(work)
 
     looked: list[str] = []
-    ended: list[str] = []
+    ended: list[IdentityTaken] = []
     clock = SimpleNamespace(at=0.0)
     monkeypatch.setattr(duplicate_identity, "reach", reach)
-    seen = DuplicateIdentity(PeerId("me"), None, SimpleNamespace(now=lambda: clock.at, spawn=spawn), ended.append)  # type: ignore[arg-type]
+    host: Any = SimpleNamespace(now=lambda: clock.at, spawn=spawn)
+    events = EventBus()
+    events.subscribe(IdentityTaken, ended.append)
+    seen = DuplicateIdentity(PeerId("me"), None, host, events, began_s=began_s, life="mine")
     for clock.at in (0.0, 1.0, duplicate_identity.LOOK_S + 1.0):
-        seen.seen(PeerRecord((), "other", 100.0), began_s, "mine")
+        seen.handle_record(PeerRecord((), "other", 100.0))
     assert (len(ended), seen.have_won) == (ends, bool(ends))
     assert len(looked) == (1 if ends else 2), "it is looked at now and then, until it has won"

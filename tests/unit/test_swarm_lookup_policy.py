@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import cast
 
 from p2pdiloco.discovery import directory as pings_module
@@ -111,8 +112,8 @@ class Board:
 def test_meeting_points_are_looked_for_where_none_is_attended_or_one_is_lost() -> None:
     async def story() -> None:
         board, now = Board(), 0.0
-        is_missing = True
-        points = KnownPoints(cast(Directory, board), lambda: is_missing)
+        lookup = SimpleNamespace(is_missing=True)
+        points = KnownPoints(cast(Directory, board), cast(LookupPolicy, lookup))
 
         async def reads(attended: list[PeerId], seconds: float) -> int:
             nonlocal now
@@ -125,9 +126,9 @@ def test_meeting_points_are_looked_for_where_none_is_attended_or_one_is_lost() -
         board.found = {BOB: b"here"}
         await reads([], 600.0)
         assert 600.0 / UNMET_MOST_S - 1 <= await reads([], 600.0) <= 600.0 / UNMET_MOST_S + 1
-        is_missing = False
+        lookup.is_missing = False
         assert await reads([], 1200.0) <= 5, "nobody is to be met"
-        is_missing = True
+        lookup.is_missing = True
         assert await reads([], 2.0) == 1, "somebody is"
         assert await reads([BOB], 1200.0) <= 5
         assert await reads([], 4.0) == 2, "it is lost"

@@ -17,11 +17,13 @@ from p2pdiloco.access import membership_log
 from p2pdiloco.access.certificates import NEVER, NO_CAP, Role
 from p2pdiloco.access.invite_code import decode_invite, encode_invite
 from p2pdiloco.access.members import Members, NotAMemberError
+from p2pdiloco.net.authorization import MemberAuthorizer
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.swarm import membership_sync as membership_sync_module
 from p2pdiloco.swarm.credentials import Credentials, CredentialsError, MemberFiles, accepted, invite_key, make_invite
-from p2pdiloco.swarm.membership_sync import MembershipSync
+from p2pdiloco.swarm.membership_sync import MembershipLost, MembershipSync
 from p2pdiloco.transport.identity import Identity, verify
+from p2pdiloco.util.event_bus import EventBus
 from p2pdiloco.wire.control_messages import GetStatements, TellStatements, decode_request
 from p2pdiloco.wire.request_reply import RequestError, RequestRefused, Response
 
@@ -34,6 +36,8 @@ class Place:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.there: dict[PeerId, MembershipSync] = {}
+        self.doors: dict[MembershipSync, MemberAuthorizer] = {}
+        """Who is let in to each one's transport."""
         self.links: set[frozenset[PeerId]] = set()
         self.parted: list[tuple[PeerId, PeerId, str]] = []
         self.expelled: list[tuple[PeerId, str]] = []
@@ -44,21 +48,16 @@ class Place:
     def enter(self, holder: Holder) -> MembershipSync:
         files = MemberFiles(self.folder / holder.peer)
         mine = Credentials(RUN, holder.chain, holder.identity)
-        one = MembershipSync(
-            members(),
-            mine,
-            files,
-            self._spawn,
-            lambda why: self.expelled.append((holder.peer, why)),
-            lambda: self.now_s,
-        )
-        one.links = Line(self, holder.peer)
-        self.there[holder.peer] = one
+        door = MemberAuthorizer(members(), mine.chain, lambda: self.now_s)
+        events = EventBus()
+        events.subscribe(MembershipLost, lambda lost: self.expelled.append((holder.peer, lost.reason)))
+        one = MembershipSync(door, mine, files, Line(self, holder.peer), self._spawn, events, lambda: self.now_s)
+        self.there[holder.peer], self.doors[one] = one, door
         return one
 
     def connect(self, ann: Holder, bob: Holder) -> None:
         for here, there in ((ann, bob), (bob, ann)):
-            self.there[here.peer].door.admit(there.peer, self.there[there.peer].door.chain)
+            self.doors[self.there[here.peer]].admit(there.peer, self.there[there.peer].chain)
         self.links.add(frozenset({ann.peer, bob.peer}))
         for here, there in ((ann, bob), (bob, ann)):
             self.there[here.peer].connected(there.peer)
@@ -213,7 +212,7 @@ def test_observers_are_told_nothing_of_members_and_are_not_believed(tmp_path: Pa
 
     async def story(place: Place) -> None:
         one = place.enter(the_founder())
-        one.door.admit(asking.peer, asking.chain)
+        place.doors[one].admit(asking.peer, asking.chain)
         assert one.observes(asking.peer)
         for request in (GetStatements(b""), TellStatements(b"")):
             with pytest.raises(RequestRefused, match="only members"):
@@ -228,7 +227,7 @@ def test_an_observer_whose_invite_is_revoked_is_parted_from(tmp_path: Path) -> N
 
     async def story(place: Place) -> None:
         one = place.enter(the_founder())
-        one.door.admit(asking.peer, asking.chain)
+        place.doors[one].admit(asking.peer, asking.chain)
         place.links.add(frozenset({the_founder().peer, asking.peer}))
         one.look()
         await place.settle()
@@ -249,7 +248,7 @@ def test_a_follower_gives_nothing_and_owns_nothing(tmp_path: Path) -> None:
     async def story(place: Place) -> None:
         one = place.enter(the_founder())
         for holder in (follower, small):
-            one.door.admit(holder.peer, holder.chain)
+            place.doors[one].admit(holder.peer, holder.chain)
         assert (one.may_contribute(follower.peer), one.most_weight(follower.peer)) == (False, 0.0)
         assert (one.may_contribute(small.peer), one.most_weight(small.peer)) == (True, 0.25)
         assert not one.observes(follower.peer)
@@ -263,7 +262,7 @@ def test_malformed_news_are_refused(tmp_path: Path) -> None:
 
     async def story(place: Place) -> None:
         one = place.enter(the_founder())
-        one.door.admit(ann.peer, ann.chain)
+        place.doors[one].admit(ann.peer, ann.chain)
         forged = membership_log.join_statements([Holder(Identity.ephemeral()).bans(ann)])
         for data in (b"\x00", forged):
             with pytest.raises(RequestRefused):
@@ -294,7 +293,7 @@ def test_records_of_the_directory_use_up_no_invite(tmp_path: Path, monkeypatch: 
         for guest in [invite.certifies() for _ in range(5)]:
             assert one.is_announced_by_member(guest.peer, guest.chain)
         newcomer = invite.certifies()
-        one.door.admit(newcomer.peer, newcomer.chain)
+        place.doors[one].admit(newcomer.peer, newcomer.chain)
         assert one.is_member(newcomer.peer)
 
     played(tmp_path, story)
@@ -386,7 +385,7 @@ def test_who_tells_what_brings_nobody_new_is_soon_not_looked_at(
     async def story(place: Place) -> None:
         hub = place.enter(the_founder())
         for one in (eve, friend):
-            hub.door.admit(one.peer, one.chain)
+            place.doors[hub].admit(one.peer, one.chain)
         await hub.answer(eve.peer, told(newcomers))
         assert all(hub.is_member(one.peer) for one in newcomers), "those who come are not counted"
         looked: list[bytes] = []
@@ -476,7 +475,7 @@ def test_a_banned_peer_does_not_come_back_with_a_new_key_anywhere(tmp_path: Path
                 False,
             ]
             with pytest.raises(NotAMemberError, match="lets in nobody new"):
-                place.there[one.peer].door.admit(never.peer, never.chain)
+                place.doors[place.there[one.peer]].admit(never.peer, never.chain)
 
     played(tmp_path, story)
 
@@ -486,7 +485,7 @@ def test_who_asks_for_members_again_and_again_is_answered_seldom(tmp_path: Path)
 
     async def story(place: Place) -> None:
         hub = place.enter(the_founder())
-        hub.door.admit(ann.peer, ann.chain)
+        place.doors[hub].admit(ann.peer, ann.chain)
         for _ in range(membership_sync_module.ANSWERS):
             assert (await hub.answer(ann.peer, GetStatements(b""))).payload
         with pytest.raises(RequestRefused, match="ask again in some seconds"):
