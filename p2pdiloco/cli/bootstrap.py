@@ -76,7 +76,7 @@ async def _serve(arguments: argparse.Namespace) -> int:
             for address in directory.visible_addresses():
                 print(f"  p2pdiloco join {address}", flush=True)
             await stop.wait()
-            if pairs := server.introducer.joined:
+            if pairs := server.introducer.relayed_pairs:
                 print(f"{pairs} pairs of peers were connected over this node alone: they meet again where another is")
     return 0
 

@@ -54,14 +54,14 @@ class SharedClock:
         """Whether the user should hear of that."""
         return self.witnesses > 0 and abs(self.ahead_s) > WRONG_S
 
-    def join(self, theirs: Sequence[float]) -> None:
+    def adopt(self, theirs: Sequence[float]) -> None:
         """Take over the time of the others; each element is how far one of them is ahead of ``now``."""
         sound = self._sound(theirs)
         if sound and abs(middle := median_low(sound)) > TOLERANCE_S:
             self._base += middle
 
     def compare(self, theirs: Sequence[float]) -> bool:
-        """As ``join``, for one who is there already: move only if most of the others, two at least, agree on it.
+        """As ``adopt``, for one who is there already: move only if most of the others, two at least, agree on it.
         Returns whether ours may not be that of the others, or nobody says: it is to be compared again soon."""
         sound = self._sound(theirs)
         if len(sound) < 2:
@@ -78,7 +78,7 @@ class SharedClock:
             self.witnesses = len(sound)
         return sound
 
-    def sentence(self) -> str:
+    def describe(self) -> str:
         """What is wrong and what to do, for the user."""
         ahead = self.ahead_s
         how = "ahead of" if ahead > 0 else "behind"

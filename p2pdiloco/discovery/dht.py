@@ -97,7 +97,7 @@ class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
         """Called for each record that is stored here or read from another node."""
         if record in self._verified:
             return True
-        if not self._holds(record):
+        if not self._is_valid(record):
             log.debug("refused a record", bytes=len(record.value))
             return False
         self._verified[record] = None
@@ -105,7 +105,7 @@ class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
             del self._verified[next(iter(self._verified))]
         return True
 
-    def _holds(self, record: DHTRecord) -> bool:
+    def _is_valid(self, record: DHTRecord) -> bool:
         try:
             value = msgspec.msgpack.decode(record.value, type=bytes)
             subkey = msgspec.msgpack.decode(record.subkey, type=str)

@@ -75,7 +75,7 @@ class AddressBook:
         """Without the peer id, best first."""
         return list(self._known.get(peer, ()))
 
-    def met(self, peer: PeerId, where: list[str]) -> None:
+    def add(self, peer: PeerId, where: list[str]) -> None:
         """``peer`` was there just now; ``where``: multiaddrs with or without its id. What we cannot use is skipped."""
         known = self._known.pop(peer, [])
         for text in where:
@@ -101,7 +101,7 @@ class AddressBook:
             log.warning("the address cache cannot be read; going on without", path=path, error=error)
             return
         for entry in entries[:ENTRY_LIMIT]:
-            self.met(PeerId(entry.peer), entry.addresses[::-1])
+            self.add(PeerId(entry.peer), entry.addresses[::-1])
 
     def encode(self) -> bytes:
         """The file's content, oldest first."""
@@ -152,7 +152,7 @@ class PingSchedule:
         """Whether its last ping was not answered."""
         return peer in self._peers and not self._peers[peer].has_answered
 
-    def ended(self, peer: PeerId, now: float, *, is_answered: bool) -> None:
+    def record_result(self, peer: PeerId, now: float, *, is_answered: bool) -> None:
         """A ping was answered, or was not."""
         known = self._peers.pop(peer) if peer in self._peers else _Peer(self._shortest_s)
         self._peers[peer] = known
@@ -195,7 +195,7 @@ _CAUSES = (
 CHECK = "check that it is running, and that its port can be reached from here"
 
 
-def in_words(reason: str) -> tuple[str, str]:
+def explain_failure(reason: str) -> tuple[str, str]:
     """What happened, and what to do."""
     for part, what, remedy in _CAUSES:
         if part in reason:
@@ -203,9 +203,9 @@ def in_words(reason: str) -> tuple[str, str]:
     return reason.rpartition("failed to dial: ")[2] or "no answer", CHECK
 
 
-def sentence(failures: Mapping[str, str]) -> str:
+def explain_failures(failures: Mapping[str, str]) -> str:
     """Of all: ``failures`` has the daemon's words for each address."""
-    told = {text: in_words(reason) for text, reason in failures.items()}
+    told = {text: explain_failure(reason) for text, reason in failures.items()}
     tried = "; ".join(f"{text}: {what}" for text, (what, _) in told.items())
     remedies = "; ".join(dict.fromkeys(remedy for _, remedy in told.values()))
     return (
@@ -305,7 +305,7 @@ class Directory:
         try:
             async with asyncio.timeout(self._startup_timeout_s + CONNECT_S + CALL_S):
                 await self._daemon.start()
-                answered, refusal = await self._try_all()
+                answered, refusal = await self._connect_to_known()
         except TimeoutError:
             await self._daemon.stop()
             raise DirectoryError(f"the directory did not start within {self._startup_timeout_s:g} s") from None
@@ -314,10 +314,10 @@ class Directory:
             raise
         await self._tasks.__aenter__()
         self._tasks.keep(self._supervise, name="directory supervisor")
-        self._tasks.keep(self._keep_all, name="directory keeper")
+        self._tasks.keep(self._keep_connected, name="directory keeper")
         try:
             if refusal:
-                answered = [await self._wait_for_one(refusal)]
+                answered = [await self._wait_for_peer(refusal)]
             await self._join(answered)
         except BaseException:
             await self.__aexit__(None, None, None)
@@ -352,18 +352,18 @@ class Directory:
         """Multiaddrs with our peer id, those that others may reach first."""
         return list(self._daemon.visible)
 
-    def bootstrap_lines(self) -> list[str]:
+    def bootstrap_addresses(self) -> list[str]:
         """What to give to newcomers, one address a line: no loopback, if there is anything else."""
         return [text for text in self._daemon.visible if not is_loopback(text)] or self.visible_addresses()
 
     def meeting_places(self) -> tuple[str, ...]:
         """What to write into invites: the initial peers that answer, which are meant to be found; else our own."""
         found = [text for peer, where in self._initial.items() if not self._pings.is_silent(peer) for text in where]
-        return tuple(found or self.bootstrap_lines())
+        return tuple(found or self.bootstrap_addresses())
 
-    def serve_nobody(self) -> None:
+    def stop_serving(self) -> None:
         """Others cannot reach our node: keep no keys for them, and be in nobody's routing table."""
-        self._daemon.serve_nobody()
+        self._daemon.stop_serving()
 
     async def publish_run(self, run: RunId, record: bytes, ttl_s: float) -> None:
         """Say that ``run`` exists. ``record``: at most 12 KiB. Renew it before ``ttl_s`` (at most a day) is over.
@@ -425,7 +425,7 @@ class Directory:
             name=name,
             peer=self.peer_id,
             expires_s=self._records.next_expiry((topic, name), expires_s),
-            addresses=tuple(self.bootstrap_lines()[:4]),
+            addresses=tuple(self.bootstrap_addresses()[:4]),
             is_withdrawn=is_withdrawn,
             body=body,
         )
@@ -459,15 +459,15 @@ class Directory:
                 if accepts is not None and not (is_own or accepts(PeerId(envelope.peer), envelope.body)):
                     self._records.drop(envelope)
                     continue
-                if self._records.see(envelope) and envelope.peer != self.peer_id and envelope.addresses:
-                    self._book.met(PeerId(envelope.peer), list(envelope.addresses))
+                if self._records.add(envelope) and envelope.peer != self.peer_id and envelope.addresses:
+                    self._book.add(PeerId(envelope.peer), list(envelope.addresses))
         except DirectoryError as error:
             log.warning("giving what is known already", topic=topic, reason=error)
         return self._records.current(topic, CLOCK.now())
 
     # -- starting and joining ----------------------------------------------------------------------------------------
 
-    async def _try_all(self) -> tuple[list[PeerId], str]:
+    async def _connect_to_known(self) -> tuple[list[PeerId], str]:
         """Connect to the given and the remembered peers: who answers, and, if some were given and none of all of them
         does, why.
 
@@ -485,17 +485,17 @@ class Directory:
                 failures[text] = str(error)
         self._initial.pop(self.peer_id, None)
         for peer, where in self._initial.items():
-            self._book.met(peer, where)
+            self._book.add(peer, where)
         candidates = [peer for peer in self._book.peers() if peer != self.peer_id]
-        reasons = await self._meet_some(candidates)
+        reasons = await self._connect_to_some(candidates)
         answered = [peer for peer, reason in reasons.items() if reason is None]
         for peer, reason in reasons.items():
             if reason != LATE:  # it may answer yet
-                self._pings.ended(peer, asyncio.get_running_loop().time(), is_answered=reason is None)
+                self._pings.record_result(peer, asyncio.get_running_loop().time(), is_answered=reason is None)
             if reason is not None:
                 failures |= dict.fromkeys(self._initial.get(peer, ()), reason)
         if failures and not answered:
-            refusal = sentence(failures)
+            refusal = explain_failures(failures)
             if not self._patience_s or not candidates:
                 raise DirectoryError(refusal)
             return [], refusal
@@ -503,9 +503,9 @@ class Directory:
             log.warning("an initial peer does not answer", address=text, reason=reason)
         return answered, ""
 
-    async def _wait_for_one(self, refusal: str) -> PeerId:
+    async def _wait_for_peer(self, refusal: str) -> PeerId:
         """Listen where the others may look for this peer, until one of those that are tried again and again
-        (``_keep_all``) answers.
+        (``_keep_connected``) answers.
 
         Raises:
             DirectoryError: none does, in ``patience_s``.
@@ -519,7 +519,7 @@ class Directory:
                 log.warning(
                     "waiting for another peer of the run: this peer has a state, listens where it was before, and "
                     "tries those that it has met again and again",
-                    address=(self.bootstrap_lines() or ["-"])[0],
+                    address=(self.bootstrap_addresses() or ["-"])[0],
                     peers=sum(peer != self.peer_id for peer in self._book.peers()),
                     left_s=round(left_s),
                 )
@@ -536,18 +536,18 @@ class Directory:
 
     async def _join(self, answered: list[PeerId]) -> None:
         """Be one of those who ``answered``."""
-        CLOCK.join(await self._clocks_of(answered))
+        CLOCK.adopt(await self._clocks_of(answered))
         if CLOCK.is_wrong:
-            log.warning(CLOCK.sentence())
+            log.warning(CLOCK.describe())
         if answered:
             with suppress(DirectoryError):
-                await self._daemon.look_around()
-        log.info("directory is up", peers=len(answered), address=(self.bootstrap_lines() or ["-"])[0])
+                await self._daemon.fill_routing_table()
+        log.info("directory is up", peers=len(answered), address=(self.bootstrap_addresses() or ["-"])[0])
         await self._save()
 
-    async def _meet_some(self, peers: list[PeerId]) -> dict[PeerId, str | None]:
-        """Meet them all; once one has answered, the others get STRAGGLERS_S. Reasons as of ``_meet``."""
-        tasks = {asyncio.create_task(self._meet(peer, CONNECT_S), name=f"meet {peer}"): peer for peer in peers}
+    async def _connect_to_some(self, peers: list[PeerId]) -> dict[PeerId, str | None]:
+        """Meet them all; once one has answered, the others get STRAGGLERS_S. Reasons as of ``_connect``."""
+        tasks = {asyncio.create_task(self._connect(peer, CONNECT_S), name=f"meet {peer}"): peer for peer in peers}
         waiting = set(tasks)
         try:
             while waiting:
@@ -561,9 +561,9 @@ class Directory:
             await asyncio.gather(*waiting, return_exceptions=True)
         return {peer: LATE if task in waiting else task.result() for task, peer in tasks.items()}
 
-    async def _meet(self, peer: PeerId, timeout_s: float = KEEP_CONNECT_S) -> str | None:
+    async def _connect(self, peer: PeerId, timeout_s: float = KEEP_CONNECT_S) -> str | None:
         """Connect to ``peer`` where it was seen. None, or why not."""
-        return await self._daemon.meet(peer, self._book.addresses_of(peer), timeout_s)
+        return await self._daemon.connect(peer, self._book.addresses_of(peer), timeout_s)
 
     async def _clocks_of(self, peers: list[PeerId]) -> list[float]:
         """How far the clocks of those who tell are ahead of ours, in seconds."""
@@ -575,13 +575,13 @@ class Directory:
     async def _supervise(self) -> None:
         backoff = Backoff(RESTART_S, RESTART_LIMIT_S)
         while True:
-            if await self._daemon.ended():
+            if await self._daemon.wait_for_exit():
                 log.error("the libp2p daemon died; starting it again")
             await self._daemon.stop()
             try:
                 async with asyncio.timeout(self._startup_timeout_s + CONNECT_S):
                     await self._daemon.start()
-                await asyncio.gather(*(self._meet(peer) for peer in self._to_keep()))
+                await asyncio.gather(*(self._connect(peer) for peer in self._peers_to_ping()))
                 await self._publish_again()
                 backoff.reset()
                 self.troubles.pop(RESTARTING, None)
@@ -598,16 +598,16 @@ class Directory:
             with suppress(DirectoryError):
                 await self._store(envelope)
 
-    async def _keep_all(self) -> None:
+    async def _keep_connected(self) -> None:
         rounds = clocks_at = 0
         clocks = Backoff(CLOCKS_S, CLOCKS_MOST_S)
         while True:
             await asyncio.sleep(KEEP_S)
             rounds += 1
             try:
-                await self._keep_round()
+                await self._ping_round()
                 if rounds >= clocks_at and self._answered is None:
-                    kept = self._to_keep()
+                    kept = self._peers_to_ping()
                     if CLOCK.compare(await self._clocks_of(random.sample(kept, min(CLOCKS, len(kept))))):
                         clocks.reset()
                     clocks_at = rounds + round(clocks.next_s() * random.uniform(2 / 3, 4 / 3) / KEEP_S)
@@ -616,11 +616,11 @@ class Directory:
             except Exception as error:  # noqa: BLE001 (the top of a task: the next round may do better)
                 log.failure("a keeping round failed", error)
 
-    async def _keep_round(self) -> None:
+    async def _ping_round(self) -> None:
         if not self._daemon.is_up:
             return
         try:
-            await self._note_connected()
+            await self._remember_connected()
             if self._daemon.is_broken:
                 raise DirectoryError("the channel to p2pd broke")
             self._silent_rounds = 0
@@ -632,17 +632,17 @@ class Directory:
                 self._silent_rounds = 0
             return
         now = asyncio.get_running_loop().time()
-        due = self._pings.due(self._to_keep(), now)
-        for peer, reason in zip(due, await asyncio.gather(*map(self._meet, due)), strict=True):
-            self._pings.ended(peer, now, is_answered=reason is None)
+        due = self._pings.due(self._peers_to_ping(), now)
+        for peer, reason in zip(due, await asyncio.gather(*map(self._connect, due)), strict=True):
+            self._pings.record_result(peer, now, is_answered=reason is None)
             if reason is None and self._answered is not None and not self._answered.done():
                 self._answered.set_result(peer)
 
-    async def _note_connected(self) -> None:
-        for peer, where in (await self._daemon.connected()).items():
-            self._book.met(peer, [] if self._book.addresses_of(peer) else where)
+    async def _remember_connected(self) -> None:
+        for peer, where in (await self._daemon.connected_peers()).items():
+            self._book.add(peer, [] if self._book.addresses_of(peer) else where)
 
-    def _to_keep(self) -> list[PeerId]:
+    def _peers_to_ping(self) -> list[PeerId]:
         """The initial peers always, and the others in turns."""
         others = [peer for peer in self._book.peers() if peer not in self._initial and peer != self.peer_id]
         turn = [others[(self._next_kept + index) % len(others)] for index in range(min(len(others), KEPT_PEERS))]

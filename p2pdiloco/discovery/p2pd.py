@@ -117,7 +117,7 @@ class P2pdProcess:
             if is_temporary:
                 identity_path.unlink(missing_ok=True)
         for task in channel_tasks(self._p2p):
-            # They fail when p2pd dies; whoever owns this learns that by ``ended`` and ``is_broken``.
+            # They fail when p2pd dies; whoever owns this learns that by ``wait_for_exit`` and ``is_broken``.
             task.add_done_callback(lambda done: done.cancelled() or done.exception())
         # Every look asks as many nodes as a bucket holds, and each gives all records that it has: only those that are
         # to have them shall.
@@ -132,7 +132,7 @@ class P2pdProcess:
             cache_on_store=False,
         )
         if not self._is_serving:
-            self.serve_nobody()
+            self.stop_serving()
         found = [str(text) for text in await self._p2p.get_visible_maddrs(latest=True)]
         self.visible = sorted(found, key=is_loopback)
         self._pin_port()
@@ -167,7 +167,7 @@ class P2pdProcess:
                     p2p._child.kill()
                 await p2p._child.wait()
 
-    async def ended(self) -> bool:
+    async def wait_for_exit(self) -> bool:
         """Wait for p2pd's end; False at once if it does not run."""
         if self._p2p is None:
             return False
@@ -189,7 +189,7 @@ class P2pdProcess:
         if self._p2p is not None and self._p2p._child.returncode is None:
             self._p2p._child.kill()
 
-    def serve_nobody(self) -> None:
+    def stop_serving(self) -> None:
         """From now on, also after a restart."""
         self._is_serving = False
         if self._node is not None:
@@ -214,7 +214,7 @@ class P2pdProcess:
         Raises:
             DirectoryError: no node took it, or there is no daemon.
         """
-        node = self._there()
+        node = self._running_node()
         is_stored = await node.store(envelope.topic, value, envelope.expires_s, subkey=subkey_of(envelope))
         # hivemind reports what the last replica said; one that says no is no reason to worry if another has it.
         if not is_stored and envelope not in await self.fetch(envelope.topic):
@@ -222,30 +222,30 @@ class P2pdProcess:
 
     async def fetch(self, topic: str) -> list[Envelope]:
         """What the DHT holds under ``topic`` now."""
-        found = await self._there().get(topic, latest=True)
+        found = await self._running_node().get(topic, latest=True)
         records = found.value if found is not None and isinstance(found.value, dict) else {}
         values = [item.value for item in list(records.values())[:RECORDS_LIMIT] if isinstance(item.value, bytes)]
         envelopes = [unseal(value, verify) for value in values]
         return [envelope for envelope in envelopes if envelope is not None and envelope.topic == topic]
 
-    def _there(self) -> Any:
+    def _running_node(self) -> Any:
         if self._node is None:
             raise DirectoryError("the directory is restarting")
         return self._node
 
-    async def look_around(self) -> None:
+    async def fill_routing_table(self) -> None:
         """Fill the routing table with our neighbours."""
-        node = self._there()
+        node = self._running_node()
         await self.call(lambda: node.find_nearest_nodes([node.node_id]), "looking around")
 
-    async def connected(self) -> dict[PeerId, list[str]]:
+    async def connected_peers(self) -> dict[PeerId, list[str]]:
         """Whom p2pd is connected to, and where."""
         if self._p2p is None:
             raise DirectoryError("the directory is restarting")
         infos = await self.call(self._p2p.list_peers, "asking p2pd")
         return {PeerId(info.peer_id.to_base58()): [str(address) for address in info.addrs] for info in infos}
 
-    async def meet(self, peer: PeerId, where: Sequence[str], timeout_s: float) -> str | None:
+    async def connect(self, peer: PeerId, where: Sequence[str], timeout_s: float) -> str | None:
         """Connect to ``peer`` and add it to the routing table. None, or why not."""
         p2p, node = self._p2p, self._node
         if p2p is None or node is None:

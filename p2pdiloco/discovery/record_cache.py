@@ -25,7 +25,7 @@ class RecordCache:
         self._own: dict[Place, Envelope] = {}
         self._last_expiry_s: dict[Place, float] = {}
 
-    def see(self, envelope: Envelope) -> bool:
+    def add(self, envelope: Envelope) -> bool:
         """Note what was read or published. Whether it is news."""
         if envelope.topic not in self._topics and len(self._topics) >= TOPICS_LIMIT:
             del self._topics[next(iter(self._topics))]
@@ -56,7 +56,7 @@ class RecordCache:
 
     def publish(self, envelope: Envelope) -> None:
         """Note a record of ours, to be published again if the DHT node is started anew."""
-        self.see(envelope)
+        self.add(envelope)
         if not envelope.is_withdrawn:
             self._own[envelope.topic, subkey_of(envelope)] = envelope
 

@@ -59,7 +59,7 @@ async def meet(
     """
     line = await _open(point, congestion, narrow)
     try:
-        seen = await _seen(line, ticket)
+        seen = await _wait_for_other(line, ticket)
         return await _meet_on(
             line, point, seen, role, may_relay=may_relay, congestion=congestion, narrow=narrow, may_dial=may_dial
         )
@@ -96,14 +96,14 @@ async def _open(point: Address, congestion: str, narrow: Container[str]) -> sock
         raise DialError(f"meeting point: {sockets.explain(error, point)}") from error
 
 
-async def _seen(line: socket.socket, ticket: bytes) -> intro.Seen:
+async def _wait_for_other(line: socket.socket, ticket: bytes) -> intro.Seen:
     """Show the ticket, and wait for the other's line."""
     local_port = line.getsockname()[1]
     await asyncio.get_running_loop().sock_sendall(line, intro.encode_opening(ticket, local_port))
     async with asyncio.timeout(SEEN_S):
         head = await _read(line, 1)
         if head == intro.REFUSED:
-            raise ValueError(await _refusal(line))
+            raise ValueError(await _read_refusal(line))
         return intro.decode_seen(await _read(line, intro.seen_size(head + await _read(line, 1))))
 
 
@@ -126,7 +126,7 @@ async def _meet_on(
     if is_allowed and is_same_family and is_dialable(other.host, line.getpeername()[0]):
         patience_s = PUNCH_S if seen.is_hopeful else HOPELESS_S
         direct = await _punch(
-            lambda: _sharing(line.family, local_port, is_narrow=other.host in narrow), other, role, patience_s
+            lambda: _socket_on_port(line.family, local_port, is_narrow=other.host in narrow), other, role, patience_s
         )
         if direct is not None:
             sockets.tune(direct, congestion=congestion)
@@ -137,11 +137,11 @@ async def _meet_on(
     await loop.sock_sendall(line, intro.RELAY)
     async with asyncio.timeout(RELAY_S):
         if await _read(line, 1) != intro.RELAYED:
-            raise ValueError(await _refusal(line))
+            raise ValueError(await _read_refusal(line))
     return Met(line, point, True)
 
 
-def _sharing(family: int, port: int, *, is_narrow: bool) -> socket.socket:
+def _socket_on_port(family: int, port: int, *, is_narrow: bool) -> socket.socket:
     raw = sockets.sharing_port(family, port)
     if is_narrow:
         sockets.shorten(raw)
@@ -234,7 +234,7 @@ async def _read(line: socket.socket, count: int) -> bytes:
     return data
 
 
-async def _refusal(line: socket.socket) -> str:
+async def _read_refusal(line: socket.socket) -> str:
     with suppress(ValueError):
         return decode_text(await _read(line, (await _read(line, 1))[0]))
     return "refused without a reason"

@@ -82,10 +82,10 @@ class Introducer:
         """When whom: machines of askers, and peers that were called."""
         self._lately: Counter[str] = Counter()
         self._events: deque[Say | Hang | Joined] = deque()
-        self.introduced = 0
+        self.introductions = 0
 
     @property
-    def joined(self) -> int:
+    def relayed_pairs(self) -> int:
         """Pairs that are carried now."""
         return len(self._joined)
 
@@ -121,7 +121,7 @@ class Introducer:
         if (found := self._waiting.get(ticket)) is not None:
             self._end(found[0])
 
-    def opened(self, line: Hashable, ticket: bytes, host: str, port: int, local_port: int, now: float) -> bool:
+    def handle_opened(self, line: Hashable, ticket: bytes, host: str, port: int, local_port: int, now: float) -> bool:
         """A line has shown its ticket; it comes from ``host`` and ``port``, and says that it has ``local_port``.
         False: the ticket is not good, and the line is refused."""
         self.wake(now)
@@ -133,14 +133,14 @@ class Introducer:
         self._lines[line] = found
         pair.lines[side], pair.hosts[side] = line, (host, port, local_port)
         if None not in pair.lines:
-            self.introduced += 1
+            self.introductions += 1
             is_hopeful = all(seen == own for _, seen, own in pair.hosts)
             for here, there in ((0, 1), (1, 0)):
                 own, other = pair.hosts[here][:2], pair.hosts[there][:2]
                 self._events.append(Say(pair.lines[here], encode_seen(Seen(*own, *other, is_hopeful))))
         return True
 
-    def received(self, line: Hashable, data: bytes, now: float) -> None:
+    def handle_data(self, line: Hashable, data: bytes, now: float) -> None:
         """The line said ``data``."""
         self.wake(now)
         found = self._lines.get(line)
@@ -154,14 +154,14 @@ class Introducer:
         if all(pair.wants_relay):
             self._join(pair)
 
-    def closed(self, line: Hashable, now: float) -> None:
+    def handle_closed(self, line: Hashable, now: float) -> None:
         """The line is gone, by whomever."""
         self.wake(now)
         if (found := self._lines.pop(line, None)) is not None:
             found[0].lines[found[1]] = None
             self._end(found[0])
 
-    def parted(self, lines: tuple[Hashable, Hashable]) -> None:
+    def handle_relay_ended(self, lines: tuple[Hashable, Hashable]) -> None:
         """Nothing is carried between the two any more."""
         self._joined.discard(frozenset(lines))
 

@@ -76,7 +76,7 @@ class PortMapping:
                 changed()
             await asyncio.sleep(RETRY_S if self.lease is None else max(1.0, self.lease.life_s / 2))
 
-    async def give_back(self) -> None:
+    async def release(self) -> None:
         """The router may forget what we hold."""
         if self.lease is None:
             return
@@ -104,20 +104,20 @@ class PortMapping:
         raise GatewayError("; ".join(reasons))
 
     async def _by_pcp(self, gateway: str, wanted: int, life_s: int) -> Lease:
-        with _opened(gateway) as raw:
-            question = port_mapping_codec.ask_pcp(
+        with _open_socket(gateway) as raw:
+            question = port_mapping_codec.encode_pcp_request(
                 raw.getsockname()[0], self._port, wanted if life_s else 0, life_s, self._nonce
             )
-            told = await _exchanged(
+            told = await _exchange(
                 raw, question, lambda data: port_mapping_codec.decode_pcp(data, self._port, self._nonce)
             )
         return _lease("PCP", told, told.host if isinstance(told, Granted) else "")
 
     async def _by_nat_pmp(self, gateway: str, wanted: int, life_s: int) -> Lease:
-        with _opened(gateway) as raw:
-            host = await _exchanged(raw, port_mapping_codec.ask_address(), port_mapping_codec.decode_address)
-            question = port_mapping_codec.ask_nat_pmp(self._port, wanted if life_s else 0, life_s)
-            told = await _exchanged(raw, question, lambda data: port_mapping_codec.decode_nat_pmp(data, self._port))
+        with _open_socket(gateway) as raw:
+            host = await _exchange(raw, port_mapping_codec.encode_address_request(), port_mapping_codec.decode_address)
+            question = port_mapping_codec.encode_nat_pmp_request(self._port, wanted if life_s else 0, life_s)
+            told = await _exchange(raw, question, lambda data: port_mapping_codec.decode_nat_pmp(data, self._port))
         return _lease("NAT-PMP", told, host if isinstance(host, str) else "")
 
 
@@ -127,7 +127,7 @@ def _lease(by: str, told: Granted | Denied, host: str) -> Lease:
     return Lease(by, host, told.port, told.life_s)
 
 
-def _opened(gateway: str) -> socket.socket:
+def _open_socket(gateway: str) -> socket.socket:
     """A socket that hears that gateway alone."""
     raw = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     try:
@@ -139,7 +139,7 @@ def _opened(gateway: str) -> socket.socket:
     return raw
 
 
-async def _exchanged(raw: socket.socket, question: bytes, decode: Callable[[bytes], Answer]) -> Answer:
+async def _exchange(raw: socket.socket, question: bytes, decode: Callable[[bytes], Answer]) -> Answer:
     """The first datagram that is an answer; asked again where none comes."""
     loop = asyncio.get_running_loop()
     try:

@@ -61,24 +61,24 @@ class Denied(NamedTuple):
     reason: str
 
 
-def ask_address() -> bytes:
+def encode_address_request() -> bytes:
     """NAT-PMP: what is your address on the other side?"""
     return bytes((NAT_PMP, ADDRESS))
 
 
-def ask_nat_pmp(port: int, wanted: int, life_s: int) -> bytes:
+def encode_nat_pmp_request(port: int, wanted: int, life_s: int) -> bytes:
     """Let your port ``wanted``, or any, lead to our ``port``."""
     return _PMP_ASK.pack(NAT_PMP, MAP_TCP, 0, port, wanted, life_s)
 
 
-def ask_pcp(own: str, port: int, wanted: int, life_s: int, nonce: bytes) -> bytes:
+def encode_pcp_request(own: str, port: int, wanted: int, life_s: int, nonce: bytes) -> bytes:
     """The same; ``own`` is the address that this is sent from, ``nonce`` proves later that the port is ours."""
-    head = _PCP_ASK.pack(PCP, MAP, 0, life_s, _mapped(own))
-    return head + _PCP_MAP.pack(nonce, TCP, port, wanted, _mapped("0.0.0.0"))
+    head = _PCP_ASK.pack(PCP, MAP, 0, life_s, _ipv4_mapped(own))
+    return head + _PCP_MAP.pack(nonce, TCP, port, wanted, _ipv4_mapped("0.0.0.0"))
 
 
 def decode_address(data: bytes) -> str | Denied:
-    """NAT-PMP's answer to ``ask_address``.
+    """NAT-PMP's answer to ``encode_address_request``.
 
     Raises:
         ValueError: it is none.
@@ -135,5 +135,5 @@ def _denied_nat_pmp(data: bytes, opcode: int) -> Denied | None:
     return Denied(_PMP_RESULTS.get(result, f"says no ({result})")) if result else None
 
 
-def _mapped(host: str) -> bytes:
+def _ipv4_mapped(host: str) -> bytes:
     return bytes(10) + b"\xff\xff" + ipaddress.IPv4Address(host).packed

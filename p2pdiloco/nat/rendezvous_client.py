@@ -49,7 +49,7 @@ class Attendance(Struct, frozen=True):
     """One meeting point, and what it told us of ourselves."""
 
     address: str
-    told: intro.Attended
+    observation: intro.Attended
     elsewhere: tuple[str, ...] = ()
     """Further addresses of its, for who cannot dial that one."""
 
@@ -85,17 +85,17 @@ class RendezvousClient:
         self._coming = 0
         self._asking: Counter[PeerId] = Counter()
         """Requests to meeting points that are under way."""
-        transport.strangers.again = self._again
+        transport.strangers.again = self._reconnect
 
     @property
-    def told(self) -> list[intro.Attended]:
+    def observations(self) -> list[intro.Attended]:
         """How we are seen."""
-        return [one.told for one in (self.attended or self._left).values()]
+        return [one.observation for one in (self.attended or self._left).values()]
 
     @property
     def seen(self) -> tuple[str, ...]:
         """The hosts as which meeting points see us."""
-        return tuple(dict.fromkeys(told.host for told in self.told))[:POINTS]
+        return tuple(dict.fromkeys(told.host for told in self.observations))[:POINTS]
 
     # -- attending ---------------------------------------------------------------------------------------------------
 
@@ -107,9 +107,9 @@ class RendezvousClient:
         Raises:
             DialError: it does not answer, or says no.
         """
-        point = self._parsed(text)
+        point = self._parse_point(text)
         assert point.peer is not None
-        async with self._linked(point) as (links, where):
+        async with self._connect_to_point(point) as (links, where):
             try:
                 body = encode(intro.Attend(ports, token))
                 told = decode_as((await links.request(point.peer, body, timeout_s=ATTEND_S)).body, intro.Attended)
@@ -118,7 +118,7 @@ class RendezvousClient:
             attendance = self.attended[point.peer] = Attendance(text, told, elsewhere)
             return attendance
 
-    def forget(self) -> None:
+    def forget_disconnected(self) -> None:
         """Meeting points that are gone: their connection has ended."""
         here = self._connected()
         if gone := {peer: one for peer, one in self.attended.items() if peer not in here}:
@@ -130,43 +130,45 @@ class RendezvousClient:
 
     # -- meeting -----------------------------------------------------------------------------------------------------
 
-    async def reach(self, peer: PeerId, points: Iterable[str], *, may_relay: bool = True) -> PeerId:
+    async def connect(self, peer: PeerId, points: Iterable[str], *, may_relay: bool = True) -> PeerId:
         """Connect to ``peer`` through one of its meeting points.
 
         Raises:
             DialError: none of them brought us together; all reasons.
             HandshakeError: somebody else answers, or it refuses us.
         """
-        met = await self._met(peer, points, may_relay=may_relay)
+        met = await self._meet_at_any(peer, points, may_relay=may_relay)
         try:
             return await self._adopt(Role.DIALLER, met, Dialled(peer))
         except OSError as error:
             raise DialError(f"{peer} was met, and the connection failed: {error}") from error
 
-    async def _met(self, peer: PeerId, points: Iterable[str], *, may_relay: bool) -> Met:
+    async def _meet_at_any(self, peer: PeerId, points: Iterable[str], *, may_relay: bool) -> Met:
         reasons, known = [], []
         for text in points:
             try:
-                known.append(self._parsed(text))
+                known.append(self._parse_point(text))
             except DialError as error:
                 reasons.append(str(error))
         here = self._connected()
         known.sort(key=lambda point: (point.peer not in here, not sockets.has_route(point.host)))
         named = known[:POINTS]
         asked = {point.peer for point in named}
-        ours = [self._parsed(one.address) for point, one in self.attended.items() if point in here - asked - {peer}]
+        ours = [
+            self._parse_point(one.address) for point, one in self.attended.items() if point in here - asked - {peer}
+        ]
         for point in named + ours:
             try:
-                return await self._met_at(point, peer, may_relay=may_relay)
+                return await self._meet_at(point, peer, may_relay=may_relay)
             except DialError as error:
                 reasons.append(str(error))
         raise DialError("; ".join(reasons[::-1]) or "it names no meeting point, and we attend none")
 
-    async def _met_at(self, point: Address, peer: PeerId, *, may_relay: bool) -> Met:
+    async def _meet_at(self, point: Address, peer: PeerId, *, may_relay: bool) -> Met:
         assert point.peer is not None
         if point.peer == self._transport.peer_id:
             raise DialError("it attends here, and did not come: it is dialled by nobody else")
-        async with self._linked(point) as (links, where):
+        async with self._connect_to_point(point) as (links, where):
             try:
                 answer = await links.request(point.peer, encode(intro.Meet(peer, True)), timeout_s=ASK_S)
                 ticket = decode_as(answer.body, intro.Introduced).ticket
@@ -202,11 +204,11 @@ class RendezvousClient:
             self._dialler.proved(peer, met.address)
         return peer
 
-    async def _again(self, peer: PeerId, wanted: Dialled) -> PeerId:
-        met = await self._met(peer, self._points_of(peer), may_relay=False)
+    async def _reconnect(self, peer: PeerId, wanted: Dialled) -> PeerId:
+        met = await self._meet_at_any(peer, self._points_of(peer), may_relay=False)
         return await self._adopt(Role.DIALLER, met, wanted)
 
-    async def answer(self, point: PeerId, request: intro.Called) -> Answer:
+    async def handle_call(self, point: PeerId, request: intro.Called) -> Answer:
         """``point`` calls us: somebody wants to meet us.
 
         Raises:
@@ -221,11 +223,11 @@ class RendezvousClient:
         if len(self._calls) >= CALLS_A_MINUTE or self._coming >= CALLS_AT_ONCE:
             raise RequestRefused("this peer was called too often")
         self._calls.append(now)
-        where = self._where(self._parsed(attendance.address), point)
-        self._tasks.spawn(self._come(where, point, request), name="come to a meeting")
+        where = self._address_of(self._parse_point(attendance.address), point)
+        self._tasks.spawn(self._come_to_meeting(where, point, request), name="come to a meeting")
         return Answer(b"")
 
-    async def _come(self, where: Address, point: PeerId, request: intro.Called) -> None:
+    async def _come_to_meeting(self, where: Address, point: PeerId, request: intro.Called) -> None:
         self._coming += 1
         try:
             role, peer = Role.DIALLER if request.dials else Role.LISTENER, PeerId(request.peer)
@@ -238,7 +240,7 @@ class RendezvousClient:
     # -- meeting points ----------------------------------------------------------------------------------------------
 
     @staticmethod
-    def _parsed(text: str) -> Address:
+    def _parse_point(text: str) -> Address:
         try:
             point = addresses.parse(text)
         except ValueError as error:
@@ -248,7 +250,7 @@ class RendezvousClient:
         return point
 
     @asynccontextmanager
-    async def _linked(self, point: Address) -> AsyncIterator[tuple[Transport, Address]]:
+    async def _connect_to_point(self, point: Address) -> AsyncIterator[tuple[Transport, Address]]:
         """The transport that is connected to it, and where its lines are opened. A connection to a point outside the
         run lasts as long as it is attended or asked something: whoever names points costs no places."""
         assert point.peer is not None
@@ -260,7 +262,7 @@ class RendezvousClient:
                 raise DialError(str(error)) from error
         self._asking[point.peer] += 1
         try:
-            yield links, self._where(point, point.peer)
+            yield links, self._address_of(point, point.peer)
         finally:
             self._asking[point.peer] -= 1
             if not self._asking[point.peer]:
@@ -268,7 +270,7 @@ class RendezvousClient:
                 if links is self._outside and point.peer not in self.attended:
                     links.disconnect(point.peer, "that was all")
 
-    def _where(self, point: Address, peer: PeerId) -> Address:
+    def _address_of(self, point: Address, peer: PeerId) -> Address:
         """As it was dialled; where it dialled us, as it says."""
         for links in (self._transport, self._outside):
             channel = links.channel_of(peer)

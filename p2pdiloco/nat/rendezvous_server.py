@@ -226,7 +226,7 @@ class RendezvousServer:
         self._dials: deque[tuple[float, str]] = deque()
         self._dialled: Counter[str] = Counter()
         self._dialling = asyncio.Semaphore(DIALS_AT_ONCE)
-        transport.strangers.others[intro.OPENING[:1]] = self.line
+        transport.strangers.others[intro.OPENING[:1]] = self.serve_line
 
     @property
     def attending(self) -> int:
@@ -235,7 +235,7 @@ class RendezvousServer:
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
-    async def answer(self, peer: PeerId, request: intro.Attend | intro.Meet) -> Answer:
+    async def handle_request(self, peer: PeerId, request: intro.Attend | intro.Meet) -> Answer:
         """To a peer that is connected.
 
         Raises:
@@ -272,13 +272,13 @@ class RendezvousServer:
             own, theirs = self.introducer.ask(asker, host, wanted, tickets, loop.time())
         except NotIntroducedError as error:
             raise RequestRefused(str(error)) from None
-        self._act()
+        self._apply_events()
         try:
             called = intro.Called(asker, theirs, not request.dials)
             await self._transport.request(wanted, encode(called), timeout_s=CALL_S)
         except RequestError as error:
             self.introducer.withdraw(own, loop.time())
-            self._act()
+            self._apply_events()
             raise RequestRefused(f"{wanted} was called and does not come: {error}") from error
         return intro.Introduced(own)
 
@@ -309,7 +309,7 @@ class RendezvousServer:
 
     # -- lines -------------------------------------------------------------------------------------------------------
 
-    async def line(self, raw: socket.socket) -> bool:
+    async def serve_line(self, raw: socket.socket) -> bool:
         """Somebody has begun one; whether it showed what is good here. It is closed at the end."""
         key, line, loop = object(), _Line(raw), asyncio.get_running_loop()
         is_good = False
@@ -328,17 +328,17 @@ class RendezvousServer:
                 if is_good := ticket == self.token:
                     await loop.sock_sendall(raw, intro.echo(ticket))
                 return is_good
-            is_good = self.introducer.opened(key, ticket, host, port, local_port, loop.time())
+            is_good = self.introducer.handle_opened(key, ticket, host, port, local_port, loop.time())
             self._beginning.leave(line)
-            self._act()
+            self._apply_events()
             await self._listen(key, line)
         except (OSError, TimeoutError, ValueError) as error:
             log.debug("a line ended", reason=str(error))
         finally:
             self._beginning.leave(line)
             self._lines.pop(key, None)
-            self.introducer.closed(key, loop.time())
-            self._act()
+            self.introducer.handle_closed(key, loop.time())
+            self._apply_events()
             raw.close()
         return is_good
 
@@ -352,15 +352,15 @@ class RendezvousServer:
                 reading.cancel()
             if reading.cancelled() or not (data := reading.result()):
                 break
-            self.introducer.received(key, data, loop.time())
-            self._act()
+            self.introducer.handle_data(key, data, loop.time())
+            self._apply_events()
         if line.carried is not None:
             try:
                 await asyncio.wait([line.carried])
             finally:
                 line.carried.cancel()
 
-    def _act(self) -> None:
+    def _apply_events(self) -> None:
         """Do what the introducer wants, and set the timer."""
         for event in self.introducer.events():
             match event:
@@ -368,11 +368,11 @@ class RendezvousServer:
                     try:
                         self._lines[key].raw.send(data)
                     except OSError:
-                        self._hang(self._lines[key])
+                        self._hang_up(self._lines[key])
                 case Hang(key) if key in self._lines:
-                    self._hang(self._lines[key])
+                    self._hang_up(self._lines[key])
                 case Joined((first, second)):
-                    carrying = asyncio.get_running_loop().create_task(self._carry((first, second)), name="relay")
+                    carrying = asyncio.get_running_loop().create_task(self._relay_pair((first, second)), name="relay")
                     for key in (first, second):
                         if key in self._lines:
                             self._lines[key].carried = carrying
@@ -385,16 +385,16 @@ class RendezvousServer:
             self._timer = asyncio.get_running_loop().call_at(at, self._wake)
 
     @staticmethod
-    def _hang(line: _Line) -> None:
+    def _hang_up(line: _Line) -> None:
         line.is_over = True
         if line.reading is not None:
             line.reading.cancel()
 
     def _wake(self) -> None:
         self.introducer.wake(asyncio.get_running_loop().time())
-        self._act()
+        self._apply_events()
 
-    async def _carry(self, keys: tuple[object, object]) -> None:
+    async def _relay_pair(self, keys: tuple[object, object]) -> None:
         lines = [self._lines[key] for key in keys if key in self._lines]
         hosts = "-".join(addresses.of_socket(*line.raw.getpeername()[:2]).host for line in lines)
         carried = [0, 0]
@@ -404,10 +404,10 @@ class RendezvousServer:
                 for reading in readings:
                     reading.cancel()
                 await asyncio.gather(*readings, return_exceptions=True)
-                log.info("relaying", between=hosts, pairs=self.introducer.joined)
+                log.info("relaying", between=hosts, pairs=self.introducer.relayed_pairs)
                 await self.relay.carry(lines[0].raw, lines[1].raw, carried)
         except OSError as error:
             log.debug("a relayed pair failed", reason=str(error))
         finally:
-            self.introducer.parted(keys)
+            self.introducer.handle_relay_ended(keys)
             log.info("relayed", between=hosts, bytes=sum(carried))

@@ -74,7 +74,7 @@ class RequestRouter:
         if isinstance(request, Called):
             if self._client is None:
                 raise RequestRefused("this peer meets nobody")
-            return await self._client.answer(peer, request)
+            return await self._client.handle_call(peer, request)
         if self._server is None:
             raise RequestRefused("this peer is no meeting point")
-        return await self._server.answer(peer, request)
+        return await self._server.handle_request(peer, request)

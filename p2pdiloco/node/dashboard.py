@@ -41,7 +41,7 @@ class LiveView:
     """What all lookers of one node see."""
 
     def __init__(self, telemetry: Telemetry, clock: Callable[[], float] = time.monotonic) -> None:
-        self._lookout = telemetry
+        self._telemetry = telemetry
         self._clock = clock
         self._made: tuple[float, RunSnapshot] | None = None
 
@@ -49,17 +49,17 @@ class LiveView:
         """Made once a second, for all."""
         now = self._clock()
         if self._made is None or now - self._made[0] >= FRESH_S:
-            self._made = (now, self._lookout.watched())
+            self._made = (now, self._telemetry.picture_for_viewer())
         return self._made[1]
 
     def history(self) -> History:
         """What led to it."""
-        return self._lookout.history.history()
+        return self._telemetry.history.history()
 
     @property
     def mark(self) -> int:
         """Of the history."""
-        return self._lookout.history.mark
+        return self._telemetry.history.mark
 
 
 def split_place(place: str) -> tuple[str, int | None]:
@@ -100,11 +100,11 @@ async def served(telemetry: Telemetry, folder: Path, place: str, say: Callable[[
         yield
 
 
-async def remember(chronicle: RunHistory, folder: Path) -> None:
+async def remember(history: RunHistory, folder: Path) -> None:
     """What this peer's earlier lives have logged."""
     try:
         for number, line in enumerate(lines(folder / LOG, READ_BYTES)):
-            chronicle.take(line)
+            history.take(line)
             if number % SLICE == SLICE - 1:
                 await asyncio.sleep(0)
     except OSError as error:

@@ -193,7 +193,7 @@ class Node:
             status = partial(reporter.status, peer)
             swarm_status = SwarmStatus(peer, status, partial(ask_status, transport))
             telemetry = Telemetry(
-                peer, transport, history, status, swarm_status, journal, membership_sync.left_s, events
+                peer, transport, history, status, swarm_status, journal, membership_sync.remaining_s, events
             )
             node = cls(
                 events=events,
@@ -260,7 +260,7 @@ class Node:
         ending = await self.peer.live()
         self._write_report(ending)
         ending = await self._finish(ending, say, ended)
-        if not self.duplicate_identity.have_won:  # the records are the other one's
+        if not self.duplicate_identity.must_end:  # the records are the other one's
             await asyncio.gather(self.peer_manager.withdraw(), self.run_announcer.withdraw())
         return ending
 

@@ -58,14 +58,14 @@ class SwarmStatus:
             mine = self._peer.supervision.first_batches
             if now() - asked_at >= ASK_S or mine != batches:
                 asked_at, batches = now(), mine
-                await self.look_round()
-            told = self.told()
+                await self.ask_peers()
+            told = self.message()
             if told.peers != peers or now() - told_at >= TELL_S:
                 peers, told_at = told.peers, now()
                 self._peer.supervision.tell_swarm(told)
             await asyncio.sleep(LOOK_S)
 
-    def told(self) -> learner_ipc.Swarm:
+    def message(self) -> learner_ipc.Swarm:
         """For the script, now."""
         view, own = self._peer.machine.view, self._status()
         me = view.me
@@ -77,7 +77,7 @@ class SwarmStatus:
             same_batches=self._same,
         )
 
-    async def look_round(self) -> None:
+    async def ask_peers(self) -> None:
         """Ask some of the live peers how they stand."""
         live = self._peer.machine.view.live
         asked = [live[(self._turn + i) % len(live)] for i in range(min(ASKED, len(live)))]

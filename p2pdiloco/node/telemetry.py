@@ -89,7 +89,7 @@ class Telemetry:
         status: Callable[[], PeerStatus],
         swarm_status: SwarmStatus,
         journal: Journal | None,
-        membership_left_s: Callable[[], float | None],
+        membership_remaining_s: Callable[[], float | None],
         events: EventBus,
     ) -> None:
         """
@@ -97,7 +97,7 @@ class Telemetry:
             history: what the event log of ``peer`` says; it is taken in elsewhere.
             status: of this peer.
             swarm_status: what others answer of themselves.
-            membership_left_s: how long this peer's membership lasts; None: it has no end.
+            membership_remaining_s: how long this peer's membership lasts; None: it has no end.
         """
         self._peer = peer
         self._links = links
@@ -106,7 +106,7 @@ class Telemetry:
         self.swarm_status = swarm_status
         self._journal = journal
         self._events = events
-        self._alerts = Alerts(membership_left_s)
+        self._alerts = Alerts(membership_remaining_s)
         self._live: tuple[PeerId, ...] = ()
         self._evaluation: msg.Evaluation | None = None
         """What was written last."""
@@ -134,7 +134,7 @@ class Telemetry:
                 self._journal = None
         view, write = self._peer.machine.view, self._peer.metrics.write
         if view.live != self._live:
-            self._live_changed(view.live)
+            self._write_live_changes(view.live)
         match event:
             case ev.Applied():
                 header = view.commit_of(event.shard, event.head)
@@ -158,9 +158,9 @@ class Telemetry:
                 pass
         for effect in effects:
             if isinstance(effect, ef.Note) and (effect.level != "debug" or effect.topic == "refusal"):
-                self._note(effect)
+                self._write_note(effect)
 
-    def _live_changed(self, live: tuple[PeerId, ...]) -> None:
+    def _write_live_changes(self, live: tuple[PeerId, ...]) -> None:
         was, self._live = set(self._live), live
         self._peer.metrics.write("peers", live=len(live) + 1)
         for peer in live:
@@ -169,7 +169,7 @@ class Telemetry:
         for peer in sorted(was.difference(live)):
             self._peer.metrics.write("went", peer=peer, live=len(live) + 1)
 
-    def _note(self, note: ef.Note) -> None:
+    def _write_note(self, note: ef.Note) -> None:
         if note.topic == "peers":  # said already
             return
         now = self._peer.host.now()
@@ -193,23 +193,23 @@ class Telemetry:
             if now - prospect_at >= OUTLOOK_S and self._peer.machine.view.is_current:
                 prospect_at = now
                 self._outlook.look(now, self._status())
-                await self._look_for_alerts()
+                await self._publish_alerts()
             if now - asked_at >= ASK_S and self.is_watched and not self._peer.options.learner.script:
                 asked_at = now
-                await self.swarm_status.look_round()
+                await self.swarm_status.ask_peers()
             await asyncio.sleep(LOOK_S)
 
-    async def _look_for_alerts(self) -> None:
+    async def _publish_alerts(self) -> None:
         """Tell what a person should know."""
         folder = self._peer.options.folder
         room: float | None = None
         with suppress(OSError):  # other alerts are told all the same
             room = (await asyncio.to_thread(shutil.disk_usage, folder)).free
-        for alert in self._alerts.look(self._peer.host.now(), self._seen(), room):
+        for alert in self._alerts.look(self._peer.host.now(), self._current_picture(), room):
             self._peer.metrics.write("alert", kind=alert.kind, text=alert.text, is_over=alert.is_over)
             self._events.publish(alert)
 
-    def _alerts_told(self) -> tuple[str, ...]:
+    def _lasting_alerts(self) -> tuple[str, ...]:
         return tuple(text for kind, text in self._alerts.present.items() if kind != "trouble")
 
     @property
@@ -217,21 +217,21 @@ class Telemetry:
         """Somebody looked a while ago."""
         return self._peer.host.now() - self._watched_at < WATCHED_S
 
-    def watched(self) -> RunSnapshot:
+    def picture_for_viewer(self) -> RunSnapshot:
         """The picture for somebody who goes on looking."""
         self._watched_at = self._peer.host.now()
         return self.picture()
 
     def picture(self) -> RunSnapshot:
         """Of this moment, with what lasts of alerts."""
-        seen, lasts_s = self._seen(), self._peer.host.now() - self._began
+        seen, lasts_s = self._current_picture(), self._peer.host.now() - self._began
         return msgspec.structs.replace(
             seen,
-            troubles=tuple(dict.fromkeys((*seen.troubles, *self._alerts_told()))),
+            troubles=tuple(dict.fromkeys((*seen.troubles, *self._lasting_alerts()))),
             account=account(seen, lasts_s, self._peer.options.machine.price_per_hour),
         )
 
-    def _seen(self) -> RunSnapshot:
+    def _current_picture(self) -> RunSnapshot:
         now, status = time.time(), self._status()
         base = self.history.picture(now)
         peers = self._rows(now, status, base.peers)
@@ -309,7 +309,7 @@ class Telemetry:
                     is_live=is_live,
                     is_participating=peer in participating or (peer == view.me and status.phase == "training"),
                     reach=reaches.get(PeerId(peer)),
-                    words=own_words(words[PeerId(peer)]) if is_live and peer in words else None,
+                    words=public_words(words[PeerId(peer)]) if is_live and peer in words else None,
                 )
             )
         return tuple(sorted(told, key=lambda row: (not row.is_me, not row.is_live, -row.merged, row.peer)))
@@ -323,7 +323,7 @@ class Telemetry:
             self._since[peer] = (channel, since := now)
         path = channel.path()
         return Reach(
-            how=_how(channel),
+            how=_connection_kind(channel),
             address=str(channel.address),
             since=since,
             lanes=self._links.lanes(peer),
@@ -331,13 +331,13 @@ class Telemetry:
         )
 
 
-def _how(channel: Channel) -> str:
+def _connection_kind(channel: Channel) -> str:
     if channel.is_met:
         return "relayed" if channel.connection.greeting.is_relayed else "punched"
     return "they dialled" if channel.connection.role is Role.LISTENER else "we dialled"
 
 
-def own_words(status: PeerStatus) -> OwnWords:
+def public_words(status: PeerStatus) -> OwnWords:
     """What is shown of what a peer tells of itself."""
     return OwnWords(
         phase=status.phase,

@@ -43,7 +43,7 @@ class ConnectFallback:
         self._dialler = dialler
         self._rendezvous = rendezvous
 
-    async def climb(self, peer: PeerId, record: PeerRecord) -> PeerId:
+    async def connect(self, peer: PeerId, record: PeerRecord) -> PeerId:
         """Connect to ``peer``.
 
         Raises:
@@ -54,18 +54,18 @@ class ConnectFallback:
         where = dialable(record, frozenset(self._rendezvous.seen))
         reasons: list[str] = []
         ways: list[tuple[float, Coroutine[Any, Any, PeerId]]] = [
-            (number * STAGGER_S, self._dialler.dial(self._transport, _named(address, peer), DIAL_S))
+            (number * STAGGER_S, self._dialler.dial(self._transport, _with_peer_id(address, peer), DIAL_S))
             for number, address in enumerate(where)
         ]
         if record.points or self._rendezvous.attended:
             later_s = HOME_S if all(map(_is_private, where)) else MEETING_S
             delay_s = len(where) * STAGGER_S + later_s if where else 0.0
             delay_s += 0.0 if record.points else UNNAMED_S
-            ways.append((delay_s, self._meet(peer, record.points)))
+            ways.append((delay_s, self._connect_by_rendezvous(peer, record.points)))
         if not ways:
-            raise DialError(_nowhere(record))
+            raise DialError(_no_address_text(record))
         impostor: Impostor | None = None
-        running = {asyncio.create_task(_after(delay_s, way), name=f"way to {peer}") for delay_s, way in ways}
+        running = {asyncio.create_task(_run_after(delay_s, way), name=f"way to {peer}") for delay_s, way in ways}
         pending = running
         try:
             while pending:
@@ -88,17 +88,17 @@ class ConnectFallback:
             raise impostor
         raise DialError("; ".join(dict.fromkeys(reasons)))
 
-    async def meet(self, peer: PeerId, record: PeerRecord) -> PeerId:
+    async def connect_directly(self, peer: PeerId, record: PeerRecord) -> PeerId:
         """A direct connection instead of a relayed one.
 
         Raises:
             DialError: none came about.
         """
-        return await self._meet(peer, record.points, may_relay=False)
+        return await self._connect_by_rendezvous(peer, record.points, may_relay=False)
 
-    async def _meet(self, peer: PeerId, points: Sequence[str], *, may_relay: bool = True) -> PeerId:
+    async def _connect_by_rendezvous(self, peer: PeerId, points: Sequence[str], *, may_relay: bool = True) -> PeerId:
         try:
-            return await self._rendezvous.reach(peer, points, may_relay=may_relay)
+            return await self._rendezvous.connect(peer, points, may_relay=may_relay)
         except HandshakeError as error:
             raise DialError(f"it was met, and: {error}") from error
 
@@ -141,17 +141,17 @@ def _is_private(text: str) -> bool:
     return address.family not in ("dns", "dns4") and not ipaddress.ip_address(address.host).is_global
 
 
-def _nowhere(record: PeerRecord) -> str:
+def _no_address_text(record: PeerRecord) -> str:
     if not record.addresses:
         return "it publishes no address"
     return f"{', '.join(record.addresses)} is of another network than this one, and it attends no meeting point"
 
 
-def _named(text: str, peer: PeerId) -> str:
+def _with_peer_id(text: str, peer: PeerId) -> str:
     return text if "/p2p/" in text else f"{text}/p2p/{peer}"
 
 
-async def _after(delay_s: float, way: Coroutine[Any, Any, PeerId]) -> PeerId:
+async def _run_after(delay_s: float, way: Coroutine[Any, Any, PeerId]) -> PeerId:
     try:
         await asyncio.sleep(delay_s)
     except BaseException:

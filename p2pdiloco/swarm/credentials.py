@@ -53,16 +53,16 @@ class Credentials(NamedTuple):
     """Ends at the key of ``identity``; empty for the founder."""
     identity: Identity
 
-    def certified(
+    def certify(
         self, subject: PeerId, kind: Kind, role: Role, *, cap: int = NO_CAP, not_after: int = NEVER
     ) -> Certificate:
         """A certificate of ours for the key ``subject``."""
         bare = Certificate(kind=kind, role=role, subject=subject, cap=cap, not_after=not_after)
         return certify(self.run, self.identity.peer_id, bare, self.identity.sign)
 
-    def extended(self, subject: PeerId, role: Role) -> bytes:
+    def chain_for(self, subject: PeerId, role: Role) -> bytes:
         """The chain of a peer whom we certify."""
-        certificate = self.certified(subject, Kind.PEER, role)
+        certificate = self.certify(subject, Kind.PEER, role)
         if not self.chain:
             return Chain(hint_of(self.identity.peer_id), (certificate,)).encode()
         chain = decode_chain(self.chain)
@@ -74,7 +74,7 @@ def invite_key(secret: bytes) -> Identity:
     return Identity.from_secret(b"p2pdiloco invite key 1", secret)
 
 
-def accepted(invite: Invite, identity: Identity) -> Credentials:
+def credentials_from_invite(invite: Invite, identity: Identity) -> Credentials:
     """This peer's credentials by an invite.
 
     Raises:
@@ -97,7 +97,7 @@ def accepted(invite: Invite, identity: Identity) -> Credentials:
     own = Credentials(invite.run, Chain(invite.hint, (first,)).encode(), key)
     if invite.peer is not None:
         return own
-    return Credentials(invite.run, own.extended(identity.peer_id, invite.role), identity)
+    return Credentials(invite.run, own.chain_for(identity.peer_id, invite.role), identity)
 
 
 def make_invite(
@@ -113,9 +113,7 @@ def make_invite(
     """An invite signed by us, for whoever has it, or for ``peer``; ``addresses``: a directory node's, with its id."""
     assert len(secret) == SECRET_BYTES
     subject = invite_key(secret).peer_id if peer is None else peer
-    certificate = mine.certified(
-        subject, Kind.INVITE if peer is None else Kind.PEER, role, cap=cap, not_after=not_after
-    )
+    certificate = mine.certify(subject, Kind.INVITE if peer is None else Kind.PEER, role, cap=cap, not_after=not_after)
     split = [address.rpartition("/p2p/") for address in addresses]
     if not split:
         raise CredentialsError("there is no address under which a newcomer finds anybody: name one with --address")
@@ -151,7 +149,7 @@ class MemberFiles:
             return (self.folder / "chain").read_bytes()
         return b""
 
-    def keep_chain(self, chain: bytes) -> None:
+    def write_chain(self, chain: bytes) -> None:
         """This peer's."""
         if chain != self.chain():
             write_atomically(self.folder / "chain", chain)
@@ -162,7 +160,7 @@ class MemberFiles:
             return (self.folder / "invite").read_text("ascii")
         return ""
 
-    def keep_invite(self, text: str) -> None:
+    def write_invite(self, text: str) -> None:
         """The founder's own."""
         write_atomically(self.folder / "invite", text.encode("ascii"), mode=0o600)
 
@@ -170,7 +168,7 @@ class MemberFiles:
         """Learn what is kept; what is damaged is passed over with a line in the log."""
         with contextlib.suppress(FileNotFoundError):
             _learn(members, (self.folder / "statements").read_bytes(), self.folder)
-        for _ in self.take_new(members, removes=False):
+        for _ in self.take_queued(members, removes=False):
             pass
 
     def save(self, members: Members) -> None:
@@ -181,7 +179,7 @@ class MemberFiles:
         """For the node that runs, or will."""
         write_atomically(self.folder / "new" / mark_of(statement).hex(), statement)
 
-    def take_new(self, members: Members, *, removes: bool = True) -> Iterator[bytes]:
+    def take_queued(self, members: Members, *, removes: bool = True) -> Iterator[bytes]:
         """What commands have left, as far as it is news."""
         try:
             paths = sorted(path for path in (self.folder / "new").iterdir() if not path.name.startswith("."))

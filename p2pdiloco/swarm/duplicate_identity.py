@@ -22,7 +22,7 @@ from p2pdiloco.discovery.directory import Directory
 from p2pdiloco.peer.host import Host
 from p2pdiloco.protocol.ids import PeerId, RunId
 from p2pdiloco.swarm.credentials import Credentials
-from p2pdiloco.swarm.run_lookup import ladder_of, observer_transport
+from p2pdiloco.swarm.run_lookup import observer_connector, observer_transport
 from p2pdiloco.transport.identity import Identity, IdentityError
 from p2pdiloco.transport.transport import DialError
 from p2pdiloco.util import logs
@@ -67,7 +67,7 @@ class DuplicateIdentity:
         self._events = events
         self._began_s = began_s
         self._life = life
-        self.have_won = False
+        self.must_end = False
         """One of them stays."""
         self._looked_at = -LOOK_S
         self._told = ""
@@ -76,25 +76,27 @@ class DuplicateIdentity:
     def handle_record(self, record: PeerRecord) -> None:
         """Look at a record of ``me`` that this process has not published."""
         now = self._host.now()
-        if now >= self._looked_at + LOOK_S and not self.have_won:
+        if now >= self._looked_at + LOOK_S and not self.must_end:
             self._looked_at = now
-            self._host.spawn(self._look_at(record), name="twin")
+            self._host.spawn(self._check(record), name="twin")
 
-    async def _look_at(self, record: PeerRecord) -> None:
+    async def _check(self, record: PeerRecord) -> None:
         """If it answers, the one of us that began later ends."""
-        address = await reach(record, self._me, self._credentials)
+        address = await find_duplicate(record, self._me, self._credentials)
         if address is None:
             return
-        told = sentence(self._me, address)
-        if gives_way(self._began_s, self._life, to=record):
-            self.have_won = True
+        told = describe_duplicate(self._me, address)
+        if must_give_way(self._began_s, self._life, to=record):
+            self.must_end = True
             self._events.publish(IdentityTaken(told))
         elif record.life != self._told:
             self._told = record.life
             log.warning(f"{told}. It began later, and gives way")
 
 
-async def refuse_to_be_one(directory: Directory, run: RunId, peer: PeerId, credentials: Credentials | None) -> None:
+async def refuse_duplicate_identity(
+    directory: Directory, run: RunId, peer: PeerId, credentials: Credentials | None
+) -> None:
     """Before taking part.
 
     Raises:
@@ -105,21 +107,21 @@ async def refuse_to_be_one(directory: Directory, run: RunId, peer: PeerId, crede
     if record is None:
         return
     try:
-        address = await reach(decode_as(record, PeerRecord), peer, credentials)
+        address = await find_duplicate(decode_as(record, PeerRecord), peer, credentials)
     except ValueError:
         return
     if address is not None:
-        raise IdentityError(sentence(peer, address))
+        raise IdentityError(describe_duplicate(peer, address))
 
 
-async def reach(record: PeerRecord, peer: PeerId, credentials: Credentials | None) -> str | None:
+async def find_duplicate(record: PeerRecord, peer: PeerId, credentials: Credentials | None) -> str | None:
     """Where a process proves to be ``peer``, in the life that the record names; None: nowhere."""
     async with (
         observer_transport(Identity.ephemeral(), credentials) as transport,
-        ladder_of(transport, lambda other: other == peer) as ladder,
+        observer_connector(transport, lambda other: other == peer) as connector,
     ):
 
-        async def proved(way: Awaitable[PeerId], where: str, within_s: float) -> str | None:
+        async def prove(way: Awaitable[PeerId], where: str, within_s: float) -> str | None:
             try:
                 async with asyncio.timeout(within_s):
                     await way
@@ -127,21 +129,21 @@ async def reach(record: PeerRecord, peer: PeerId, credentials: Credentials | Non
                 return None
             return where if record.life in ("", transport.life_of(peer)) else None
 
-        ways = [proved(transport.dial(text, timeout_s=ANSWER_S), text, ANSWER_S + 1.0) for text in record.addresses]
+        ways = [prove(transport.dial(text, timeout_s=ANSWER_S), text, ANSWER_S + 1.0) for text in record.addresses]
         if record.points:
-            met = ladder.climb(peer, msgspec.structs.replace(record, addresses=()))
-            ways.append(proved(met, f"the meeting point {record.points[0]}", MEET_S))
+            met = connector.connect(peer, msgspec.structs.replace(record, addresses=()))
+            ways.append(prove(met, f"the meeting point {record.points[0]}", MEET_S))
         answers = await asyncio.gather(*ways)
     return next((where for where in answers if where is not None), None)
 
 
-def gives_way(began_s: float, life: str, *, to: PeerRecord) -> bool:
+def must_give_way(began_s: float, life: str, *, to: PeerRecord) -> bool:
     """Whether a process that began then, with that life, ends for the sake of the one that has published ``to``. Of any
     two one does."""
     return (began_s, life) > (to.began_s, to.life)
 
 
-def sentence(peer: PeerId, address: str) -> str:
+def describe_duplicate(peer: PeerId, address: str) -> str:
     """What happened and what to do, for the user."""
     return (
         f"another process takes part with this peer's identity ({peer}, at {address}): its state folder is a copy of "

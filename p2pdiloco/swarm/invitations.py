@@ -19,7 +19,14 @@ from p2pdiloco.discovery.directory import Directory
 from p2pdiloco.peer.options import PeerOptions
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.protocol.manifest import Manifest
-from p2pdiloco.swarm.credentials import Credentials, CredentialsError, MemberFiles, accepted, make_invite, members_of
+from p2pdiloco.swarm.credentials import (
+    Credentials,
+    CredentialsError,
+    MemberFiles,
+    credentials_from_invite,
+    make_invite,
+    members_of,
+)
 from p2pdiloco.swarm.run_index import folder_of, manifests_here
 from p2pdiloco.transport.identity import KEY_FILE, Identity
 from p2pdiloco.util import logs
@@ -51,7 +58,7 @@ def credentials_of(
         CredentialsError: the run takes members only, and this peer has no certificate.
     """
     if invite is not None and invite.run == manifest.run and invite.hint != hint_of(identity.peer_id):
-        return accepted(invite, identity)
+        return credentials_from_invite(invite, identity)
     chain = b"" if manifest.founder == identity.peer_id else MemberFiles(run_folder).chain()
     if manifest.config.access != "open" and manifest.founder != identity.peer_id and not chain:
         raise CredentialsError(
@@ -61,7 +68,7 @@ def credentials_of(
     return Credentials(manifest.run, chain, identity)
 
 
-def credentials_by(invite: Invite, identity: Identity, state: Path) -> Credentials:
+def credentials_for_joining(invite: Invite, identity: Identity, state: Path) -> Credentials:
     """This peer's by ``invite``, before it has asked anybody for the run's manifest.
 
     Raises:
@@ -70,10 +77,10 @@ def credentials_by(invite: Invite, identity: Identity, state: Path) -> Credentia
     for manifest in manifests_here(state):
         if manifest.run == invite.run:
             return credentials_of(manifest, identity, folder_of(state, manifest.run), invite)
-    return accepted(invite, identity)
+    return credentials_from_invite(invite, identity)
 
 
-def refuse_a_stranger(
+def require_membership(
     manifest: Manifest, identity: Identity, state: Path, invite: Invite | None, folders: Sequence[Path]
 ) -> None:
     """Before a run is resumed from ``folders`` by the peer of ``state``.
@@ -92,7 +99,7 @@ def refuse_a_stranger(
         ) from None
 
 
-def kept_credentials(state: Path, wanted: str | None, identity: Identity) -> Credentials | None:
+def find_credentials(state: Path, wanted: str | None, identity: Identity) -> Credentials | None:
     """Of a private run that is called ``wanted`` (a name, or the beginning of an id) and was joined here before."""
     for manifest in manifests_here(state) if wanted else []:
         is_wanted = manifest.config.name == wanted or manifest.run.startswith(wanted or "")
@@ -102,7 +109,7 @@ def kept_credentials(state: Path, wanted: str | None, identity: Identity) -> Cre
     return None
 
 
-def grant_here(manifest: Manifest, mine: Credentials, run_folder: Path, now_s: float) -> Grant:
+def load_grant(manifest: Manifest, mine: Credentials, run_folder: Path, now_s: float) -> Grant:
     """What this peer may do, by what is known here.
 
     Raises:
@@ -172,7 +179,7 @@ def invite_text(
     return encode_invite(invite)
 
 
-def shown_invite(
+def load_or_make_invite(
     manifest: Manifest, mine: Credentials, grant: Grant, run_folder: Path, addresses: tuple[str, ...]
 ) -> str:
     """The invite that a founder's or an admin's terminal shows; the same one as long as its addresses are right."""
@@ -184,19 +191,19 @@ def shown_invite(
     except InviteError:
         pass
     text = invite_text(manifest, mine, grant, addresses)
-    files.keep_invite(text)
+    files.write_invite(text)
     return text
 
 
-def as_granted(manifest: Manifest, mine: Credentials, options: PeerOptions, say: Callable[[str], None]) -> PeerOptions:
+def apply_grant(manifest: Manifest, mine: Credentials, options: PeerOptions, say: Callable[[str], None]) -> PeerOptions:
     """What the peer does, of what it would; its certificate is kept.
 
     Raises:
         CredentialsError: it is no member, or not any more.
     """
-    MemberFiles(options.folder).keep_chain(mine.chain)
+    MemberFiles(options.folder).write_chain(mine.chain)
     try:
-        grant = grant_here(manifest, mine, options.folder, time.time())
+        grant = load_grant(manifest, mine, options.folder, time.time())
     except UnknownInviterError:
         return options  # others will introduce that admin
     if grant.role < Role.LEARNER and not options.is_follower:
@@ -213,14 +220,14 @@ def how_to_join(manifest: Manifest, mine: Credentials, folder: Path, directory: 
     if manifest.config.access == "open":
         where = dict.fromkeys((*directory.visible_addresses(), *directory.meeting_places()))
         return [script_invitation(address) if is_scripts else invitation(address, name) for address in where]
-    grant = grant_here(manifest, mine, folder, time.time())
+    grant = load_grant(manifest, mine, folder, time.time())
     if grant.role is not Role.ADMIN:
         return []
     if manifest.config.access == "list":
         made = "made for a peer by p2pdiloco invite --peer ID"
         own = f"{script_invitation('INVITE')}, {made} --run {name} --state {shlex.quote(str(folder.parent))}"
         return [own if is_scripts else private_invitation(f"INVITE, {made}")]
-    invite = shown_invite(manifest, mine, grant, folder, directory.meeting_places())
+    invite = load_or_make_invite(manifest, mine, grant, folder, directory.meeting_places())
     return [script_invitation(invite) if is_scripts else private_invitation(invite)]
 
 
@@ -241,7 +248,7 @@ async def keep_meeting_places(
     while True:
         await asyncio.sleep(LOOK_S)
         places = directory.meeting_places()
-        is_own = _are_of(places, directory.peer_id)
+        is_own = _belong_to(places, directory.peer_id)
         found = places, not is_own or places == first or is_dialable() is not False
         looks, seen = looks + 1 if found == seen else 1, found
         if looks < LOOKS:
@@ -258,7 +265,7 @@ async def keep_meeting_places(
             continue
         told = found
         is_again = places == first
-        if not is_own and _are_of(first, directory.peer_id):
+        if not is_own and _belong_to(first, directory.peer_id):
             first = places  # initial peers, which did not answer at the start
         if say is None:
             continue
@@ -270,5 +277,5 @@ async def keep_meeting_places(
             say(line)
 
 
-def _are_of(places: Sequence[str], peer: PeerId) -> bool:
+def _belong_to(places: Sequence[str], peer: PeerId) -> bool:
     return any(place.endswith(f"/p2p/{peer}") for place in places)

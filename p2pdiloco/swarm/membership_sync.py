@@ -135,7 +135,7 @@ class MembershipSync:
         """Whether ``peer`` is a member, or was one."""
         return self.members.grant_of(peer) is not None
 
-    def is_out(self, peer: PeerId) -> bool:
+    def was_removed(self, peer: PeerId) -> bool:
         """Whether ``peer`` was a member, and is none any more."""
         return self.was_member(peer) and not self.is_member(peer)
 
@@ -150,7 +150,7 @@ class MembershipSync:
             return False
         return True
 
-    def left_s(self) -> float | None:
+    def remaining_s(self) -> float | None:
         """Of this peer's own membership; None: it has no end, or is over."""
         if not self.members.is_private:
             return None
@@ -180,7 +180,7 @@ class MembershipSync:
                 raise RequestRefused("you were told of members lately: ask again in some seconds")
             return Answer(b"", join_statements(self.members.beyond(request.marks, PIECE_BYTES)))
         try:
-            self._spread(await self._learned(split_statements(request.statements), peer), but=peer)
+            self._spread_and_part(await self._learn(split_statements(request.statements), peer), but=peer)
         except ValueError as error:
             self._links.blame(peer)
             raise RequestRefused(str(error)) from error
@@ -189,7 +189,7 @@ class MembershipSync:
     async def keep(self) -> None:
         """Run until cancelled."""
         while True:
-            self.look()
+            self.check_members()
             if self._is_changed:
                 self._is_changed = False
                 try:
@@ -198,15 +198,15 @@ class MembershipSync:
                     log.warning("what is known of members is not written", reason=str(error))
             await asyncio.sleep(LOOK_S)
 
-    def look(self) -> None:
+    def check_members(self) -> None:
         """Take what commands have left, and part from who is no member any more."""
-        news = list(self._files.take_new(self.members))
+        news = list(self._files.take_queued(self.members))
         self._is_changed = self._is_changed or bool(news)
-        self._spread(news)
+        self._spread_and_part(news)
         own = self.members.grant_of(self.mine.identity.peer_id)
         if own is not None and own.depth and own.chain().encode() != self.chain:
             self._authorizer.chain = own.chain().encode()  # what began at an admin is whole now, or another grants more
-            self._files.keep_chain(self.chain)
+            self._files.write_chain(self.chain)
 
     async def ask(self, peer: PeerId) -> None:
         """Hear from ``peer`` of members and bans that are not known here."""
@@ -215,8 +215,8 @@ class MembershipSync:
                 body = encode(GetStatements(self.members.marks()[:MARKS_LIMIT]))
                 response = await self._links.request(peer, body, timeout_s=ASK_S, max_payload=2 * PIECE_BYTES)
                 told = split_statements(bytes(response.payload or b""))
-                news = await self._learned(told, peer)
-                self._spread(news, but=peer)
+                news = await self._learn(told, peer)
+                self._spread_and_part(news, but=peer)
                 if not news:
                     return
         except ValueError as error:
@@ -227,7 +227,7 @@ class MembershipSync:
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
-    async def _learned(self, statements: Iterable[bytes], teller: PeerId) -> list[bytes]:
+    async def _learn(self, statements: Iterable[bytes], teller: PeerId) -> list[bytes]:
         """Those that are news; each costs signatures to look at, so others get their turn in between."""
         news: list[bytes] = []
         for statement in statements:
@@ -260,7 +260,7 @@ class MembershipSync:
                 came_with = grant.steps[-1].subject if grant is not None and grant.depth else teller
                 return self._vain.take(came_with, self._now_s())
 
-    def _spread(self, news: list[bytes], but: PeerId | None = None) -> None:
+    def _spread_and_part(self, news: list[bytes], but: PeerId | None = None) -> None:
         """Tell all others the news, then part from those who are no members any more."""
         told = [peer for peer in self._links.peers() if peer != but and not self.observes(peer)] if news else []
         self._spawn(self._tell_and_part(told, encode(TellStatements(join_statements(news)))), name="tell of members")
@@ -269,7 +269,7 @@ class MembershipSync:
         telling = [asyncio.ensure_future(self._tell(peer, body)) for peer in peers]
         if telling:
             await asyncio.wait(telling, timeout=TELL_S)
-        self._part_from_others()
+        self._disconnect_former_members()
         await asyncio.gather(*telling)
 
     async def _tell(self, peer: PeerId, body: bytes) -> None:
@@ -278,7 +278,7 @@ class MembershipSync:
         except RequestError as error:
             log.debug("a peer was not told of members", peer=peer, reason=str(error))
 
-    def _part_from_others(self) -> None:
+    def _disconnect_former_members(self) -> None:
         now_s, me = self._now_s(), self.mine.identity.peer_id
         for peer in (me, *self._links.peers()):
             if peer == me and self.members.grant_of(me) is None:

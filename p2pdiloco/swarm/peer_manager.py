@@ -46,7 +46,7 @@ ROUND_S = 2.0
 """Between two looks at who is to be dialled."""
 ANNOUNCE_S, ANNOUNCE_MOST_S = 10.0, 120.0
 """Between two announcements: as seldom as looks, since who keeps our record may go when others do; and beyond FEW peers
-more seldom in proportion (``LookupPolicy.seldom``), since who looks for a record's place is told all that is there."""
+more seldom in proportion (``LookupPolicy.stretch``), since who looks for a record's place is told all that is there."""
 NEWS_S = 1.0
 """Where we can be reached in another way than the record says."""
 TELL_S = 8.0
@@ -111,21 +111,21 @@ class PeerManager:
 
     async def keep(self) -> None:
         """Run until cancelled."""
-        self._directory.screen_peers(self._run, self._is_of_member)
+        self._directory.screen_peers(self._run, self._is_announced_by_member)
         loop = asyncio.get_running_loop()
-        for peer, addresses in _load(self._cache).items():
+        for peer, addresses in _load_addresses(self._cache).items():
             self._learn(PeerId(peer), PeerRecord(tuple(addresses)), loop.time())
         async with Tasks() as tasks:
             while True:
-                if self._lookup.look_round(self._transport.peers(), self._known, loop.time()):
-                    await self._quietly(self._look(loop.time()))
-                await self._quietly(self._announce(loop.time()))
-                for peer in self._untold():
+                if self._lookup.is_lookup_due(self._transport.peers(), self._known, loop.time()):
+                    await self._ignore_directory_errors(self._look_up(loop.time()))
+                await self._ignore_directory_errors(self._announce(loop.time()))
+                for peer in self._peers_to_tell():
                     tasks.spawn(self._tell(peer), name=f"tell {peer}")
-                for peer in self._due(loop.time()):
+                for peer in self._peers_to_dial(loop.time()):
                     tasks.spawn(self._dial(peer), name=f"dial {peer}")
-                for peer in self._relayed(loop.time()):
-                    tasks.spawn(self._look_for_direct_way(peer), name=f"direct way to {peer}")
+                for peer in self._relayed_peers_due(loop.time()):
+                    tasks.spawn(self._connect_directly(peer), name=f"direct way to {peer}")
                 await asyncio.sleep(ROUND_S)
 
     def handle_reachable(self, peer: PeerId, record: PeerRecord) -> None:
@@ -136,12 +136,12 @@ class PeerManager:
 
     async def withdraw(self) -> None:
         """Take our record back."""
-        await self._quietly(self._directory.withdraw_peer(self._run))
+        await self._ignore_directory_errors(self._directory.withdraw_peer(self._run))
 
     def handle_disconnected(self, peer: PeerId, reason: str) -> None:
         """The connection to ``peer`` was lost, for ``reason``: dial again soon, unless that was a goodbye."""
         known, now = self._known.get(peer), asyncio.get_running_loop().time()
-        self._lookup.wake(now)
+        self._lookup.look_soon(now)
         if known is not None:
             known.is_first_hand = False
             known.since = known.next_dial_at = now
@@ -152,7 +152,7 @@ class PeerManager:
             if known.left_s is not None:
                 known.next_dial_at = now + LEFT_S
 
-    async def _quietly(self, call: Awaitable[None]) -> None:
+    async def _ignore_directory_errors(self, call: Awaitable[None]) -> None:
         try:
             await call
         except DirectoryError as error:
@@ -160,7 +160,7 @@ class PeerManager:
 
     async def _announce(self, now: float) -> None:
         is_news = msgspec.structs.replace(self._announced, life="", began_s=0.0) != self._record()
-        usual_s = min(max(self._lookup.pause_s, ANNOUNCE_S), ANNOUNCE_MOST_S) * self._lookup.seldom
+        usual_s = min(max(self._lookup.pause_s, ANNOUNCE_S), ANNOUNCE_MOST_S) * self._lookup.stretch
         if now - self._announced_at >= (NEWS_S if is_news else usual_s):
             told = msgspec.structs.replace(
                 self._record(),
@@ -171,7 +171,7 @@ class PeerManager:
             await self._directory.publish_peer(self._run, msgspec.msgpack.encode(told), RECORD_LIFE_S)
             self._announced, self._announced_at = msgspec.structs.replace(told, chain=b""), now
 
-    async def _look(self, now: float) -> None:
+    async def _look_up(self, now: float) -> None:
         is_news, found = False, list((await self._directory.peers(self._run)).items())
         is_full = self._known.free_places < ROOM
         self._known.make_room(ROOM, self._transport.peers())
@@ -187,10 +187,10 @@ class PeerManager:
             known = self._known.get(peer)
             if known is None or not known.is_first_hand:
                 is_news = self._learn(peer, told, now) or is_news
-        self._lookup.looked(now, is_news=is_news and not is_full)
+        self._lookup.record_lookup(now, is_news=is_news and not is_full)
         await self._save()
 
-    def _untold(self) -> list[PeerId]:
+    def _peers_to_tell(self) -> list[PeerId]:
         """Connected peers that do not know how we can be reached now. Of two that connect one knows the other, which is
         told, and then knows the one; who only asks is known to nobody."""
         record, lives = self._record(), {peer: self._transport.life_of(peer) for peer in self._transport.peers()}
@@ -208,7 +208,7 @@ class PeerManager:
             if self._told.get(peer) == told:
                 del self._told[peer]
 
-    def _is_of_member(self, peer: PeerId, record: bytes) -> bool:
+    def _is_announced_by_member(self, peer: PeerId, record: bytes) -> bool:
         try:
             told = decode_as(record, PeerRecord)
         except ValueError:
@@ -217,17 +217,17 @@ class PeerManager:
 
     def _learn(self, peer: PeerId, record: PeerRecord, now: float) -> bool:
         """Whether that is news. Peers that are known at the start are not waited for (rule 2)."""
-        return self._known.learn(peer, record, now, now if self._lookup.has_looked else now - PATIENCE_S)
+        return self._known.learn(peer, record, now, now if self._lookup.has_looked_up else now - PATIENCE_S)
 
-    def _due(self, now: float) -> list[PeerId]:
+    def _peers_to_dial(self, now: float) -> list[PeerId]:
         connected = set(self._transport.peers())
         due = []
         for peer, known in self._known.items():
             is_patient = peer < self._transport.peer_id and now - known.since < PATIENCE_S
             if peer not in connected and not known.is_dialling and not is_patient and now >= known.next_dial_at:
                 due.append(peer)
-        is_out = self._membership.is_out
-        return [] if is_out(self._transport.peer_id) else [peer for peer in due if not is_out(peer)]
+        was_removed = self._membership.was_removed
+        return [] if was_removed(self._transport.peer_id) else [peer for peer in due if not was_removed(peer)]
 
     async def _dial(self, peer: PeerId) -> None:
         known = self._known.get(peer)
@@ -236,7 +236,7 @@ class PeerManager:
         known.is_dialling = True
         try:
             try:
-                await self._connector.climb(peer, known.record)
+                await self._connector.connect(peer, known.record)
                 known.reached_at = asyncio.get_running_loop().time()
                 return
             except (Impostor, PeerRefused) as error:
@@ -253,7 +253,7 @@ class PeerManager:
         finally:
             known.is_dialling = False
 
-    def _relayed(self, now: float) -> list[PeerId]:
+    def _relayed_peers_due(self, now: float) -> list[PeerId]:
         """Peers over a relay, to which a direct way is looked for again; the smaller id of two looks."""
         due = []
         for peer in self._transport.peers():
@@ -267,13 +267,13 @@ class PeerManager:
                 due.append(peer)
         return due
 
-    async def _look_for_direct_way(self, peer: PeerId) -> None:
+    async def _connect_directly(self, peer: PeerId) -> None:
         known = self._known.get(peer)
         if known is None:
             return
         known.is_dialling = True
         try:
-            await self._connector.meet(peer, known.record)
+            await self._connector.connect_directly(peer, known.record)
             known.direct_tries = 0
         except DialError as error:
             log.debug("still relayed", peer=peer, reason=str(error))
@@ -298,7 +298,7 @@ def _pause_s(failures: int) -> float:
     return min(LONGEST_PAUSE_S, 2.0 ** min(failures, 10))
 
 
-def _load(path: Path) -> dict[str, list[str]]:
+def _load_addresses(path: Path) -> dict[str, list[str]]:
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, list[str]])
     except (OSError, ValueError):

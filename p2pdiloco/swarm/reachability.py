@@ -115,7 +115,7 @@ class Reachability:
 
     async def _give_back_port(self) -> None:
         if self._router is not None:
-            await self._router.give_back()
+            await self._router.release()
 
     def record(self) -> PeerRecord:
         """What others are told of how to reach us."""
@@ -127,26 +127,26 @@ class Reachability:
     @property
     def is_dialable(self) -> bool | None:
         """Whether others have dialled us back; None: nobody has tried."""
-        return self._dialled(0)
+        return self._is_port_dialable(0)
 
     @property
     def is_directory_dialable(self) -> bool | None:
         """The same of our node of the directory, which newcomers ask first."""
-        return self._dialled(1)
+        return self._is_port_dialable(1)
 
-    def _dialled(self, port: int) -> bool | None:
+    def _is_port_dialable(self, port: int) -> bool | None:
         """By what half of those say who have tried ``port``, the first or the second: others have come through."""
-        answers = self._answers(port)
+        answers = self._port_answers(port)
         return 2 * sum(answers) >= len(answers) if answers else None
 
-    def _answers(self, port: int) -> list[bool]:
-        return [told.answers[port] for told in self.client.told if len(told.answers) > port]
+    def _port_answers(self, port: int) -> list[bool]:
+        return [told.answers[port] for told in self.client.observations if len(told.answers) > port]
 
     @property
     def points(self) -> tuple[str, ...]:
         """Where we can be met; nowhere, if all who have tried say that we can be dialled anyway. One may lie, or
         others may not come through where it does."""
-        if self.is_dialable and all(self._answers(0)):
+        if self.is_dialable and all(self._port_answers(0)):
             return ()
         attended = self.client.attended.values()
         return tuple([one.address for one in attended] + [text for one in attended for text in one.elsewhere])[:PLACES]
@@ -169,11 +169,11 @@ class Reachability:
         """Multiaddrs at which others have reached us."""
         if not self.is_dialable:
             return []
-        hosts = (told.host for told in self.client.told if told.answers[:1] == (True,))
+        hosts = (told.host for told in self.client.observations if told.answers[:1] == (True,))
         port = self.outside_port
         return [str(addresses.of_socket(host, port, self._transport.peer_id)) for host in dict.fromkeys(hosts)]
 
-    async def mapped(self) -> None:
+    async def wait_for_mapping(self) -> None:
         """Wait until the router has given a port.
 
         Raises:
@@ -184,7 +184,7 @@ class Reachability:
         if self._lease is None:
             raise TimeoutError
 
-    def _ask_router(self) -> None:
+    def _start_port_mapping(self) -> None:
         """For a port, where there may be a router."""
         hosts = (ipaddress.ip_address(addresses.parse(text).host) for text in self._transport.listen_addresses())
         if self._maps_port and not self._announced and any(not ip.is_global and not ip.is_loopback for ip in hosts):
@@ -195,9 +195,9 @@ class Reachability:
         """Attend, until cancelled; ``say`` tells the user."""
         loop = asyncio.get_running_loop()
         if self._router is None:
-            self._ask_router()
+            self._start_port_mapping()
         while True:
-            self.client.forget()
+            self.client.forget_disconnected()
             for peer, where in (await self._candidates()).items():
                 is_attended = peer in self.client.attended
                 if len(self.client.attended) >= POINTS and not is_attended:
@@ -217,7 +217,9 @@ class Reachability:
         for peer, record in self._known.records().items():
             if record.is_point:
                 told.setdefault(peer, record.addresses)
-        found = {peer: _named(texts, peer) for peer, texts in told.items() if peer != self._transport.peer_id}
+        found = {
+            peer: _addresses_with_id(texts, peer) for peer, texts in told.items() if peer != self._transport.peer_id
+        }
         attended = self.client.attended
         return {peer: found[peer] for peer in sorted(found, key=lambda peer: peer not in attended) if found[peer]}
 
@@ -235,17 +237,17 @@ class Reachability:
                 log.debug("a meeting point does not answer", address=text, reason=str(error))
         else:
             return
-        answers = attendance.told.answers
+        answers = attendance.observation.answers
         if len(answers) > 1 and not answers[1] and not self._is_directory_told:
             self._is_directory_told = True
-            self._directory.serve_nobody()
-        sentence = self.sentence()
+            self._directory.stop_serving()
+        sentence = self.describe()
         if sentence != self._said:
             self._said = sentence
             log.info("whereabouts", found=sentence)
             say(sentence)
 
-    def sentence(self) -> str:
+    def describe(self) -> str:
         """For the user."""
         seen, lease = ", ".join(self.client.seen) or "nobody knows which address", self._lease
         if self.is_dialable:
@@ -267,7 +269,7 @@ class Reachability:
         return f"{how} (the router maps its port {lease.port}, and nobody gets in there)"
 
 
-def _named(texts: Sequence[str], peer: PeerId) -> list[str]:
+def _addresses_with_id(texts: Sequence[str], peer: PeerId) -> list[str]:
     """A peer's addresses with its id: those that can be dialled from here first, this machine's last, one a family."""
     found: dict[str, addresses.Address] = {}
     for text in texts:
@@ -280,7 +282,7 @@ def _named(texts: Sequence[str], peer: PeerId) -> list[str]:
     return [str(address) for address in where]
 
 
-async def looked_up(directory: Directory, listen: Sequence[str], patience_s: float) -> tuple[bool | None, str]:
+async def check_reachability(directory: Directory, listen: Sequence[str], patience_s: float) -> tuple[bool | None, str]:
     """Whether a peer that listens at ``listen`` could be dialled, and the sentence for the user.
 
     Raises:
@@ -305,7 +307,7 @@ async def looked_up(directory: Directory, listen: Sequence[str], patience_s: flo
             await asyncio.wait_for(said.wait(), patience_s)
             with suppress(TimeoutError):
                 async with asyncio.timeout(patience_s):
-                    await reachability.mapped()
+                    await reachability.wait_for_mapping()
                     said.clear()
                     await said.wait()
         except TimeoutError:
@@ -313,4 +315,4 @@ async def looked_up(directory: Directory, listen: Sequence[str], patience_s: flo
         finally:
             keeping.cancel()
             await asyncio.gather(keeping, return_exceptions=True)
-        return reachability.is_dialable, reachability.sentence()
+        return reachability.is_dialable, reachability.describe()

@@ -21,7 +21,7 @@ from p2pdiloco.protocol.ids import PeerId, RunId
 from p2pdiloco.protocol.manifest import Layout, Manifest
 from p2pdiloco.protocol.manifest_validation import MAX_MANIFEST_BYTES, decode_manifest
 from p2pdiloco.swarm.connect import ConnectFallback
-from p2pdiloco.swarm.credentials import Credentials, accepted
+from p2pdiloco.swarm.credentials import Credentials, credentials_from_invite
 from p2pdiloco.transport import addresses, port_memory
 from p2pdiloco.transport.dialer import Dialler
 from p2pdiloco.transport.identity import Identity
@@ -118,7 +118,7 @@ def observer_transport(
     """A transport that does not listen, and only asks; in a private run, with a certificate by our ``credentials``."""
     if credentials is None:
         return Transport(identity, listen="", run="", version=WIRE_VERSION).serve(Observer())
-    door = JoinerAuthorizer(credentials.extended(identity.peer_id, Role.OBSERVER))
+    door = JoinerAuthorizer(credentials.chain_for(identity.peer_id, Role.OBSERVER))
     transport = Transport(identity, listen="", run=credentials.run, version=WIRE_VERSION, door=door, observes=True)
     return transport.serve(Observer())
 
@@ -163,7 +163,9 @@ def pick_runs(runs: dict[RunId, RunRecord], wanted: str | None) -> dict[RunId, R
 
 
 @contextlib.asynccontextmanager
-async def ladder_of(transport: Transport, is_known: Callable[[PeerId], bool]) -> AsyncIterator[ConnectFallback]:
+async def observer_connector(
+    transport: Transport, is_known: Callable[[PeerId], bool]
+) -> AsyncIterator[ConnectFallback]:
     """For a ``transport`` that only asks: peers by their addresses, or through meeting points. ``is_known``: whom it
     wants."""
     async with observer_transport(Identity.ephemeral()) as outside, Tasks() as tasks:
@@ -184,14 +186,16 @@ async def dial_any(
     deadline = loop.time() + patience_s
     reasons: dict[PeerId, str] = {}
     records: dict[PeerId, bytes] = {}
-    async with ladder_of(transport, lambda peer: peer in records) as ladder:
+    async with observer_connector(transport, lambda peer: peer in records) as connector:
         while True:
             try:
                 records = await directory.peers(run)
             except DirectoryError as error:
                 records, reasons[PeerId("directory")] = {}, str(error)
             chosen = sorted(random.sample(sorted(records.items()), min(len(records), MOST_DIALS)))
-            reached = await _reached([_climb_to(ladder, peer, record, reasons) for peer, record in chosen])
+            reached = await _wait_for_answers(
+                [_try_to_connect(connector, peer, record, reasons) for peer, record in chosen]
+            )
             peers = [peer for peer in reached if isinstance(peer, str)]
             if peers:
                 return peers
@@ -208,7 +212,7 @@ async def dial_any(
             await asyncio.sleep(0.5)
 
 
-async def _reached(
+async def _wait_for_answers(
     climbs: Sequence[Coroutine[Any, Any, PeerId | PeerRefused | None]],
 ) -> list[PeerId | PeerRefused | None]:
     """How those ended that did in time."""
@@ -226,12 +230,12 @@ async def _reached(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _climb_to(
-    ladder: ConnectFallback, peer: PeerId, record: bytes, reasons: dict[PeerId, str]
+async def _try_to_connect(
+    connector: ConnectFallback, peer: PeerId, record: bytes, reasons: dict[PeerId, str]
 ) -> PeerId | PeerRefused | None:
     """The peer; or its refusal, which another try would not change; or None, and the reason in ``reasons``."""
     try:
-        return await ladder.climb(peer, decode_as(record, PeerRecord))
+        return await connector.connect(peer, decode_as(record, PeerRecord))
     except PeerRefused as error:
         reasons[peer] = str(error)
         return error
@@ -327,7 +331,7 @@ class RunAnswer(NamedTuple):
     """Why nobody was reached; empty: somebody was."""
 
 
-async def inquire(
+async def query_runs(
     directory: Directory,
     invite: Invite | None,
     wanted: str | None,
@@ -345,33 +349,33 @@ async def inquire(
         CredentialsError: the invite is for another peer.
     """
     if mine is not None:
-        return [await _of_private(directory, mine.run, mine)]
+        return [await _query_private_run(directory, mine.run, mine)]
     if invite is None:
         runs = pick_runs(await list_runs(directory, patience_s=PATIENCE_S), wanted)
-        return [await _of_open(directory, run, runs[run], needs_manifest) for run in sorted(runs)]
-    shown = accepted(invite, Identity.ephemeral() if invite.peer is None else identity())
-    return [await _of_private(directory, invite.run, shown)]
+        return [await _query_open_run(directory, run, runs[run], needs_manifest) for run in sorted(runs)]
+    shown = credentials_from_invite(invite, Identity.ephemeral() if invite.peer is None else identity())
+    return [await _query_private_run(directory, invite.run, shown)]
 
 
-async def _of_private(directory: Directory, run: RunId, mine: Credentials) -> RunAnswer:
+async def _query_private_run(directory: Directory, run: RunId, mine: Credentials) -> RunAnswer:
     async with observer_transport(Identity.ephemeral(), mine) as transport:
         peers = await dial_any(directory, transport, run, patience_s=PATIENCE_S)
         manifest = await fetch_manifest(transport, peers, run)
         record = RunRecord(manifest.config.name, Layout.of(manifest).elements)
-        return await _asked(RunAnswer(run, record, manifest=manifest), transport, peers)
+        return await _with_statuses(RunAnswer(run, record, manifest=manifest), transport, peers)
 
 
-async def _of_open(directory: Directory, run: RunId, record: RunRecord, needs_manifest: bool) -> RunAnswer:
+async def _query_open_run(directory: Directory, run: RunId, record: RunRecord, needs_manifest: bool) -> RunAnswer:
     async with observer_transport(Identity.ephemeral()) as transport:
         try:
             peers = await dial_any(directory, transport, run, patience_s=PATIENCE_S)
             manifest = await fetch_manifest(transport, peers, run) if needs_manifest else None
         except LookupFailedError as error:
             return RunAnswer(run, record, trouble=str(error))
-        return await _asked(RunAnswer(run, record, manifest=manifest), transport, peers)
+        return await _with_statuses(RunAnswer(run, record, manifest=manifest), transport, peers)
 
 
-async def _asked(found: RunAnswer, transport: Transport, peers: list[PeerId]) -> RunAnswer:
+async def _with_statuses(found: RunAnswer, transport: Transport, peers: list[PeerId]) -> RunAnswer:
     told = await asyncio.gather(*(ask_status(transport, peer) for peer in peers))
     channels = [channel for peer in peers if (channel := transport.channel_of(peer)) is not None]
     return found._replace(

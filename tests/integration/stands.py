@@ -68,7 +68,7 @@ def directory_with(*stands: Stand) -> Iterator[str]:
             for one in stands:
                 await stack.enter_async_context(one(directory))
             is_over = asyncio.Event()
-            up.set_result((directory.bootstrap_lines()[0], asyncio.get_running_loop(), is_over))
+            up.set_result((directory.bootstrap_addresses()[0], asyncio.get_running_loop(), is_over))
             await is_over.wait()
 
     def run() -> None:

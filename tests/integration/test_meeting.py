@@ -21,7 +21,7 @@ from p2pdiloco.net import abuse_limits
 from p2pdiloco.net.handshake import WIRE_VERSION, Role
 from p2pdiloco.net.path_monitor import LaneKeeper
 from p2pdiloco.protocol.ids import PeerId
-from p2pdiloco.swarm import duplicate_identity
+from p2pdiloco.swarm.duplicate_identity import find_duplicate
 from p2pdiloco.transport.dialer import Dialler
 from p2pdiloco.transport.identity import Identity
 from p2pdiloco.transport.transport import DialError, Observer, RequestRefused, Transport, TransportLimits
@@ -97,7 +97,7 @@ def test_two_that_nobody_can_dial_meet_directly() -> None:
     async def work() -> None:
         async with meeting() as (ann, bob, hub, address):
             began = time.monotonic()
-            assert await ann.rendezvous.reach(bob.id, [address]) == bob.id
+            assert await ann.rendezvous.connect(bob.id, [address]) == bob.id
             took_s = time.monotonic() - began
             channel = ann.transport.channel_of(bob.id)
             assert channel is not None
@@ -118,9 +118,10 @@ def test_a_twin_that_nobody_can_dial_is_found_at_its_meeting_point() -> None:
         async with meeting(version=WIRE_VERSION) as (ann, bob, _, address):
             life = ann.transport.life
             record = PeerRecord((), points=(address,), life=life)
-            assert await duplicate_identity.reach(record, ann.id, None) == f"the meeting point {address}"
-            assert await duplicate_identity.reach(msgspec.structs.replace(record, life="another"), ann.id, None) is None
-            assert await duplicate_identity.reach(msgspec.structs.replace(record, life=""), bob.id, None) is not None
+            another, unnamed = (msgspec.structs.replace(record, life=life) for life in ("another", ""))
+            assert await find_duplicate(record, ann.id, None) == f"the meeting point {address}"
+            assert await find_duplicate(another, ann.id, None) is None
+            assert await find_duplicate(unnamed, bob.id, None) is not None
 
     run(work)
 
@@ -128,7 +129,7 @@ def test_a_twin_that_nobody_can_dial_is_found_at_its_meeting_point() -> None:
 def test_who_is_at_a_point_that_we_attend_is_met_there_whatever_its_record_says() -> None:
     async def work() -> None:
         async with meeting() as (ann, bob, _, _):
-            assert await ann.rendezvous.reach(bob.id, []) == bob.id
+            assert await ann.rendezvous.connect(bob.id, []) == bob.id
 
     run(work)
 
@@ -138,14 +139,14 @@ def test_what_a_point_told_of_us_stands_when_it_is_gone() -> None:
 
     async def work() -> None:
         async with meeting() as (ann, _, hub, _):
-            told = ann.rendezvous.told
+            told = ann.rendezvous.observations
             assert [one.host for one in told] == ["127.0.0.1"]
             hub.transport.disconnect(ann.id, "it dies")
             await until(lambda: not ann.transport.peers())
-            ann.rendezvous.forget()
-            ann.rendezvous.forget()
+            ann.rendezvous.forget_disconnected()
+            ann.rendezvous.forget_disconnected()
             assert not ann.rendezvous.attended
-            assert ann.rendezvous.told == told
+            assert ann.rendezvous.observations == told
 
     run(work)
 
@@ -157,19 +158,19 @@ def test_where_no_direct_connection_comes_about_the_line_is_the_relay(monkeypatc
 
     async def work() -> None:
         async with meeting() as (ann, bob, hub, address):
-            await ann.rendezvous.reach(bob.id, [address])
+            await ann.rendezvous.connect(bob.id, [address])
             payload = bytes(range(256)) * 4000
             assert ann.transport.send(bob.id, b"hello", payload)
             await until(lambda: bob.ear.heard == [(b"hello", payload)])
             point = hub.server
             assert point is not None
-            assert point.introducer.joined == 1
+            assert point.introducer.relayed_pairs == 1
             assert point.relay.carried_bytes > len(payload)
             ann.transport.disconnect(bob.id, "enough")
-            await until(lambda: point.introducer.joined == 0)
+            await until(lambda: point.introducer.relayed_pairs == 0)
             assert logged[-1]["bytes"] == point.relay.carried_bytes > len(payload)
-            await ann.rendezvous.reach(bob.id, [address])
-            await until(lambda: point.introducer.joined == 1)
+            await ann.rendezvous.connect(bob.id, [address])
+            await until(lambda: point.introducer.relayed_pairs == 1)
         await until(lambda: [line["event"] for line in logged] == ["relaying", "relayed"] * 2)
         assert logged[-1]["bytes"], "what ends because the relay does has carried something, too"
 
@@ -180,7 +181,7 @@ def test_a_direct_connection_takes_a_relays_place_and_nothing_is_lost(monkeypatc
     async def work() -> None:
         async with meeting() as (ann, bob, _, address):
             monkeypatch.setattr(hole_punching, "PUNCHES", 0)
-            await ann.rendezvous.reach(bob.id, [address])
+            await ann.rendezvous.connect(bob.id, [address])
             assert bob.transport.channel_of(ann.id).connection.greeting.is_relayed  # type: ignore[union-attr]
             monkeypatch.setattr(hole_punching, "PUNCHES", 12)
             sent = []
@@ -193,7 +194,7 @@ def test_a_direct_connection_takes_a_relays_place_and_nothing_is_lost(monkeypatc
 
             speaking = asyncio.create_task(speak())
             await asyncio.sleep(0.1)
-            await bob.rendezvous.reach(ann.id, [address], may_relay=False)  # whoever dials: direct wins
+            await bob.rendezvous.connect(ann.id, [address], may_relay=False)  # whoever dials: direct wins
             await speaking
             await until(lambda: len(bob.ear.heard) == len(sent))
             assert sorted(bob.ear.heard) == sorted(sent)
@@ -209,7 +210,7 @@ def test_lanes_beside_a_punched_connection_are_punched_too() -> None:
     async def work() -> None:
         async with meeting() as (ann, bob, hub, address):
             ann.points = [address]
-            await ann.rendezvous.reach(bob.id, [address])
+            await ann.rendezvous.connect(bob.id, [address])
             await until(lambda: ann.transport.lanes(bob.id) == bob.transport.lanes(ann.id) == LANES)
             payload = bytes(range(256)) * 20_000
             assert ann.transport.send(bob.id, b"hello", payload)
@@ -231,7 +232,7 @@ def test_a_relay_carries_one_connection_of_a_pair(monkeypatch: pytest.MonkeyPatc
     async def work() -> None:
         async with meeting() as (ann, bob, _, address):
             ann.points = [address]
-            await ann.rendezvous.reach(bob.id, [address])
+            await ann.rendezvous.connect(bob.id, [address])
             payload = bytes(300_000)
             assert ann.transport.send(bob.id, b"hello", payload)
             await until(lambda: bob.ear.heard == [(b"hello", payload)])
@@ -340,7 +341,7 @@ def test_a_point_that_says_it_is_elsewhere_has_few_lines_opened_there(monkeypatc
 def test_a_meeting_point_that_nobody_attends_calls_nobody() -> None:
     async def work() -> None:
         async with meeting() as (ann, bob, _, address):
-            await ann.rendezvous.reach(bob.id, [address])
+            await ann.rendezvous.connect(bob.id, [address])
             call = encode(intro.Called(Identity.ephemeral().peer_id, bytes(intro.TICKET_BYTES), True))
             with pytest.raises(RequestRefused, match="does not attend here"):
                 await bob.transport.request(ann.id, call, timeout_s=5.0)
@@ -377,7 +378,7 @@ def test_a_point_outside_the_run_that_a_record_names_costs_no_place() -> None:
             async with hub.serve():
                 (address,) = hub.transport.listen_addresses()
                 await bob.rendezvous.attend(address, (), b"")
-                assert await ann.rendezvous.reach(bob.id, [address]) == bob.id
+                assert await ann.rendezvous.connect(bob.id, [address]) == bob.id
                 await until(lambda: hub.id not in ann.transport.peers())
                 assert hub.id in bob.transport.peers(), "who attends stays"
 
@@ -424,16 +425,16 @@ def test_who_attends_learns_whether_it_can_be_dialled() -> None:
             async with kim.serve():
                 port = int(kim.transport.listen_addresses()[0].split("/")[4])
                 token = kim.server.token
-                told = (await kim.rendezvous.attend(address, (port, port), token)).told
+                told = (await kim.rendezvous.attend(address, (port, port), token)).observation
                 assert (told.host, told.answers, told.relays) == ("127.0.0.1", (True, True), True)
                 (other,) = hub.transport.listen_addresses()
                 theirs = int(other.split("/")[4])
-                told = (await kim.rendezvous.attend(address, (theirs, 1), token)).told
+                told = (await kim.rendezvous.attend(address, (theirs, 1), token)).observation
                 assert told.answers == (False, False)  # somebody else's port does not count, nor one where nobody is
                 greets = await asyncio.start_server(lambda _, writer: writer.write(b"SSH-2.0-whatever"), "127.0.0.1", 0)
                 async with greets:
                     port = greets.sockets[0].getsockname()[1]
-                    assert (await kim.rendezvous.attend(address, (port,), token)).told.answers == (False,)
+                    assert (await kim.rendezvous.attend(address, (port,), token)).observation.answers == (False,)
 
     run(work)
 
@@ -443,8 +444,8 @@ def test_a_point_dials_a_machine_back_only_so_often(monkeypatch: pytest.MonkeyPa
 
     async def work() -> None:
         async with meeting() as (ann, _, _, address):
-            assert (await ann.rendezvous.attend(address, (1, 1), b"")).told.answers == (False, False)
-            assert (await ann.rendezvous.attend(address, (1, 1), b"")).told.answers == ()
+            assert (await ann.rendezvous.attend(address, (1, 1), b"")).observation.answers == (False, False)
+            assert (await ann.rendezvous.attend(address, (1, 1), b"")).observation.answers == ()
 
     run(work)
 
@@ -453,7 +454,7 @@ def test_who_does_not_attend_is_not_called() -> None:
     async def work() -> None:
         async with meeting() as (ann, _, _, address):
             with pytest.raises(DialError, match="is not here"):
-                await ann.rendezvous.reach(Identity.ephemeral().peer_id, [address])
+                await ann.rendezvous.connect(Identity.ephemeral().peer_id, [address])
 
     run(work)
 
@@ -541,12 +542,12 @@ def test_what_times_out_shortly_after_a_good_handshake_is_a_narrow_way(monkeypat
 def test_a_punched_way_that_is_narrow_is_punched_anew_with_short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     async def work() -> None:
         async with meeting() as (ann, bob, _, address):
-            await ann.rendezvous.reach(bob.id, [address])
+            await ann.rendezvous.connect(bob.id, [address])
             channel = ann.transport.channel_of(bob.id)
             assert channel is not None
             assert channel.is_met
             ann.transport.lost(channel, "connection lost", TimeoutError(110, "Connection timed out"))
-            await ann.rendezvous.reach(bob.id, [address])
+            await ann.rendezvous.connect(bob.id, [address])
             channel = ann.transport.channel_of(bob.id)
             assert channel is not None
             assert channel.is_met
@@ -566,7 +567,7 @@ def test_a_line_that_says_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch)
             assert point is not None
 
             async def line(raw: socket.socket) -> bool:
-                worth.append(await point.line(raw))
+                worth.append(await point.serve_line(raw))
                 return worth[-1]
 
             hub.transport.strangers.others[intro.OPENING[:1]] = line
@@ -599,7 +600,7 @@ def test_lines_that_show_no_ticket_make_room_for_each_other(monkeypatch: pytest.
                 await loop.sock_sendall(raw, intro.OPENING[:1])
             async with asyncio.timeout(rendezvous_server.OPENING_S / 2):
                 assert [await loop.sock_recv(raw, 1) for raw in silent[:2]] == [b"", b""]
-            assert await ann.rendezvous.reach(bob.id, [address]) == bob.id
+            assert await ann.rendezvous.connect(bob.id, [address]) == bob.id
             for raw in silent:
                 raw.close()
 

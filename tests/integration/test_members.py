@@ -22,7 +22,7 @@ from p2pdiloco.net.authorization import JoinerAuthorizer
 from p2pdiloco.net.handshake import WIRE_VERSION
 from p2pdiloco.observability.event_schema import faults_of
 from p2pdiloco.observability.log_reader import lines
-from p2pdiloco.swarm.credentials import Credentials, accepted, invite_key, make_invite
+from p2pdiloco.swarm.credentials import Credentials, credentials_from_invite, invite_key, make_invite
 from p2pdiloco.swarm.run_lookup import observer_transport
 from p2pdiloco.transport.identity import Identity
 from p2pdiloco.transport.transport import DialError, Observer, PeerRefused, Transport
@@ -188,9 +188,9 @@ def test_a_banned_peer_does_not_come_back_and_made_up_members_keep_nobody_out(tm
 
 async def introduce(number: int, invite: Invite, address: str) -> None:
     """As a member by ``invite``, tell the peer at ``address`` of so many keys that nobody holds."""
-    mine = accepted(invite, Identity.ephemeral())
+    mine = credentials_from_invite(invite, Identity.ephemeral())
     by_invite = Credentials(invite.run, mine.chain[: HINT_BYTES + CERTIFICATE_BYTES], invite_key(invite.secret))
-    made_up = [by_invite.extended(Identity.ephemeral().peer_id, Role.LEARNER) for _ in range(number)]
+    made_up = [by_invite.chain_for(Identity.ephemeral().peer_id, Role.LEARNER) for _ in range(number)]
     told = TellStatements(join_statements(INTRODUCTION + chain for chain in made_up))
     door = JoinerAuthorizer(mine.chain)
     member = Transport(mine.identity, listen="", run=invite.run, version=WIRE_VERSION, door=door)

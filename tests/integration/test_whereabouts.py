@@ -86,7 +86,7 @@ class OpenRun:
     def observes(self, peer: PeerId) -> bool:
         return False
 
-    def is_out(self, peer: PeerId) -> bool:
+    def was_removed(self, peer: PeerId) -> bool:
         return False
 
 
@@ -151,10 +151,10 @@ def test_a_relayed_pair_meets_at_a_member_when_the_bootstrap_dies_though_the_dir
                     stack.callback(asyncio.ensure_future(keeping).cancel)
             point = pub.reachability.server
             await until(lambda: all(len(one.transport.peers()) == 2 for one in (ann, kim, pub)))
-            assert server.introducer.joined > 0, "the bootstrap is asked first"
+            assert server.introducer.relayed_pairs > 0, "the bootstrap is asked first"
             await until(lambda: point.attending == 2)
             await dying.aclose()
-            await until(lambda: point.introducer.joined == 1)
+            await until(lambda: point.introducer.relayed_pairs == 1)
             await until(lambda: {*ann.transport.peers()} == {kim.id, pub.id})
             assert pub.reachability.record().is_point, "nobody is left who could say otherwise"
 

@@ -71,7 +71,7 @@ class Ways:
     def peers(self) -> list[PeerId]:
         return []
 
-    async def reach(self, peer: PeerId, points: Sequence[str], *, may_relay: bool) -> PeerId:
+    async def connect(self, peer: PeerId, points: Sequence[str], *, may_relay: bool) -> PeerId:
         return await self._try("meeting")
 
     async def _try(self, name: str) -> PeerId:
@@ -92,7 +92,7 @@ def climbed(ways: Ways, record: PeerRecord) -> float:
     ladder = ConnectFallback(cast(Transport, ways), Dialler(), cast(RendezvousClient, ways))
     loop = VirtualLoop()
     try:
-        assert loop.run_until_complete(ladder.climb(BOB, record)) == BOB
+        assert loop.run_until_complete(ladder.connect(BOB, record)) == BOB
         return loop.time()
     finally:
         loop.close()
@@ -176,7 +176,7 @@ def test_two_hundred_forged_records_have_a_machine_dialled_few_times() -> None:
         record = PeerRecord(tuple(f"/ip4/1.1.1.1/tcp/{port}" for port in ports))
         for _ in range(4):
             with pytest.raises(DialError):
-                await ladder.climb(Identity.ephemeral().peer_id, record)
+                await ladder.connect(Identity.ephemeral().peer_id, record)
 
     async def all_climb() -> None:
         await asyncio.gather(*(climb(number) for number in range(200)))

@@ -20,7 +20,14 @@ from p2pdiloco.access.members import Members, NotAMemberError
 from p2pdiloco.net.authorization import MemberAuthorizer
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.swarm import membership_sync as membership_sync_module
-from p2pdiloco.swarm.credentials import Credentials, CredentialsError, MemberFiles, accepted, invite_key, make_invite
+from p2pdiloco.swarm.credentials import (
+    Credentials,
+    CredentialsError,
+    MemberFiles,
+    credentials_from_invite,
+    invite_key,
+    make_invite,
+)
 from p2pdiloco.swarm.membership_sync import MembershipLost, MembershipSync
 from p2pdiloco.transport.identity import Identity, verify
 from p2pdiloco.util.event_bus import EventBus
@@ -129,13 +136,13 @@ def test_each_knows_how_long_it_is_a_member(tmp_path: Path) -> None:
     ann = the_founder().invites(not_after=1_003_600).certifies()
 
     async def story(place: Place) -> None:
-        assert place.enter(the_founder()).left_s() is None
+        assert place.enter(the_founder()).remaining_s() is None
         mine = place.enter(ann)
-        assert mine.left_s() == 3600.0
+        assert mine.remaining_s() == 3600.0
         place.now_s += 3000.0
-        assert mine.left_s() == 600.0
+        assert mine.remaining_s() == 600.0
         place.now_s += 3000.0
-        assert mine.left_s() is None
+        assert mine.remaining_s() is None
 
     played(tmp_path, story)
 
@@ -152,15 +159,17 @@ def test_a_ban_reaches_everybody_and_ends_connections(tmp_path: Path) -> None:
         await place.settle()
         assert not place.parted
         MemberFiles(tmp_path / the_founder().peer).leave(the_founder().bans(eve))
-        place.there[the_founder().peer].look()
+        place.there[the_founder().peer].check_members()
         await place.settle()
         assert sorted(here for here, there, _ in place.parted if there == eve.peer) == sorted([ann.peer, bob.peer])
         assert all("is banned" in reason for _, _, reason in place.parted)
         assert {peer for peer, _ in place.expelled} == {eve.peer}, "it is told, and ends"
         here = place.there[the_founder().peer]
-        assert [here.is_out(one.peer) for one in (ann, eve, Holder(Identity.ephemeral()))] == [False, True, False], (
-            "who is dialled no more"
-        )
+        assert [here.was_removed(one.peer) for one in (ann, eve, Holder(Identity.ephemeral()))] == [
+            False,
+            True,
+            False,
+        ], "who is dialled no more"
         assert not list((tmp_path / the_founder().peer / "members" / "new").iterdir()), "it was taken"
 
     played(tmp_path, story)
@@ -195,11 +204,11 @@ def test_who_expires_is_parted_from(tmp_path: Path) -> None:
         place.connect(the_founder(), ann)
         await place.settle()
         place.now_s += 10.0
-        place.there[the_founder().peer].look()
+        place.there[the_founder().peer].check_members()
         await place.settle()
         assert not place.parted
         place.now_s += 1.0
-        place.there[the_founder().peer].look()
+        place.there[the_founder().peer].check_members()
         await place.settle()
         assert [(there, "expired" in reason) for _, there, reason in place.parted] == [(ann.peer, True)]
 
@@ -229,12 +238,12 @@ def test_an_observer_whose_invite_is_revoked_is_parted_from(tmp_path: Path) -> N
         one = place.enter(the_founder())
         place.doors[one].admit(asking.peer, asking.chain)
         place.links.add(frozenset({the_founder().peer, asking.peer}))
-        one.look()
+        one.check_members()
         await place.settle()
         assert not place.parted
         assert not one.is_member(asking.peer), "it only asks"
         MemberFiles(tmp_path / the_founder().peer).leave(the_founder().bans(invite))
-        one.look()
+        one.check_members()
         await place.settle()
         assert [(there, "is revoked" in why) for _, there, why in place.parted] == [(asking.peer, True)]
 
@@ -314,14 +323,14 @@ def test_what_is_known_is_kept_and_damage_is_survived(tmp_path: Path) -> None:
 
     assert read().grant_of(ann.peer) is not None
     assert not read().is_member(ann.peer, 0.0)
-    assert len(list(files.take_new(members()))) == 1
+    assert len(list(files.take_queued(members()))) == 1
     assert read().is_member(ann.peer, 0.0), "whoever takes a statement keeps it"
     (tmp_path / "members" / "statements").write_bytes(b"\xff\xff")
     assert read().grant_of(ann.peer) is None
     assert (files.chain(), files.invite()) == (b"", "")
-    files.keep_chain(ann.chain)
+    files.write_chain(ann.chain)
     assert files.chain() == ann.chain
-    files.keep_invite("p2pdiloco123")
+    files.write_invite("p2pdiloco123")
     assert files.invite() == "p2pdiloco123"
     assert (tmp_path / "members" / "invite").stat().st_mode & 0o777 == 0o600
 
@@ -338,19 +347,19 @@ def test_whoever_has_an_invite_makes_its_own_certificate_offline() -> None:
     founder = Credentials(RUN, b"", FOUNDER)
     for role in (Role.FOLLOWER, Role.LEARNER, Role.ADMIN):
         joiner = Identity.ephemeral()
-        mine = accepted(decode_invite(made(founder, role=role)), joiner)
+        mine = credentials_from_invite(decode_invite(made(founder, role=role)), joiner)
         grant = members().admit(joiner.peer_id, mine.chain, time.time())
         assert (grant.role, grant.depth) == (role, 2)
         assert grant.steps[-1].subject == invite_key(bytes(range(16))).peer_id
         asking = Identity.ephemeral()
-        observer = members().admit(asking.peer_id, mine.extended(asking.peer_id, Role.OBSERVER), time.time())
+        observer = members().admit(asking.peer_id, mine.chain_for(asking.peer_id, Role.OBSERVER), time.time())
         assert observer.role is Role.OBSERVER
 
 
 def test_an_admins_invite_is_good_where_the_admin_is_known() -> None:
     founder, admin, joiner = Credentials(RUN, b"", FOUNDER), Identity.ephemeral(), Identity.ephemeral()
-    appointed = accepted(decode_invite(made(founder, admin.peer_id, Role.ADMIN)), admin)
-    mine = accepted(decode_invite(made(appointed)), joiner)
+    appointed = credentials_from_invite(decode_invite(made(founder, admin.peer_id, Role.ADMIN)), admin)
+    mine = credentials_from_invite(decode_invite(made(appointed)), joiner)
     known = members()
     with pytest.raises(NotAMemberError):
         known.admit(joiner.peer_id, mine.chain, time.time())
@@ -362,9 +371,9 @@ def test_an_invite_for_one_peer_is_of_use_to_no_other() -> None:
     ann = Identity.ephemeral()
     invite = decode_invite(made(Credentials(RUN, b"", FOUNDER), ann.peer_id))
     known = Members(RUN, FOUNDER.peer_id, "list", verify)
-    assert known.admit(ann.peer_id, accepted(invite, ann).chain, time.time()).role is Role.LEARNER
+    assert known.admit(ann.peer_id, credentials_from_invite(invite, ann).chain, time.time()).role is Role.LEARNER
     with pytest.raises(CredentialsError, match="is for the peer"):
-        accepted(invite, Identity.ephemeral())
+        credentials_from_invite(invite, Identity.ephemeral())
 
 
 def test_who_tells_what_brings_nobody_new_is_soon_not_looked_at(
@@ -463,7 +472,7 @@ def test_a_banned_peer_does_not_come_back_with_a_new_key_anywhere(tmp_path: Path
         files.leave(the_founder().bans(eve))
         files.leave(the_founder().closes(invite, ann, bob))
         place.connect(bob, again)
-        place.there[the_founder().peer].look()
+        place.there[the_founder().peer].check_members()
         await place.settle()
         assert {there for _, there, _ in place.parted} == {eve.peer, again.peer}
         assert {peer for peer, _ in place.expelled} == {eve.peer, again.peer}

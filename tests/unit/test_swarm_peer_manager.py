@@ -99,7 +99,7 @@ class NoWay:
     def __init__(self) -> None:
         self.dialled: list[PeerId] = []
 
-    async def climb(self, peer: PeerId, record: PeerRecord) -> PeerId:
+    async def connect(self, peer: PeerId, record: PeerRecord) -> PeerId:
         self.dialled.append(peer)
         raise DialError("no way")
 
@@ -112,7 +112,7 @@ class OpenRun:
     def __init__(self) -> None:
         self.out: set[PeerId] = set()
 
-    def is_out(self, peer: PeerId) -> bool:
+    def was_removed(self, peer: PeerId) -> bool:
         return peer in self.out
 
     def observes(self, peer: PeerId) -> bool:
