@@ -194,6 +194,9 @@ def _changes(node: ast.AST, parent: ast.AST, field: str) -> Iterator[ast.AST]:
                 yield ast.Compare(left=left, ops=[flipped()], comparators=comparators)
         case ast.BoolOp(op=op, values=values):
             yield ast.BoolOp(op=ast.Or() if isinstance(op, ast.And) else ast.And(), values=values)
+            for index in range(len(values)):
+                rest = [*values[:index], *values[index + 1 :]]
+                yield rest[0] if len(rest) == 1 else ast.BoolOp(op=op, values=rest)
         case ast.UnaryOp(op=ast.Not(), operand=operand):
             yield operand
         case ast.BinOp(left=left, op=op, right=right) if type(op) in ARITHMETIC and not _is_union(node):
@@ -206,6 +209,8 @@ def _changes(node: ast.AST, parent: ast.AST, field: str) -> Iterator[ast.AST]:
             yield from _statements(node, parent)
     if field == "test" and isinstance(node, ast.Name | ast.Attribute | ast.Call | ast.NamedExpr):
         yield ast.UnaryOp(op=ast.Not(), operand=node)
+    if field in ("test", "ifs"):  # a decision that is always the same; `while True` would only hang
+        yield from (ast.Constant(value) for value in ([False] if isinstance(parent, ast.While) else [False, True]))
 
 
 def _is_union(node: ast.BinOp) -> bool:

@@ -14,7 +14,8 @@ import pytest
 
 from tests.mutation.operators import mutants_of, mutated
 from tests.seeded_bugs import peer, protocol
-from tests.seeded_bugs.inject import Bug, PlantingError, change_on_import, plant, planted_source, source_of
+from tests.seeded_bugs.inject import Bug, PlantingError, change_on_import, plant, planted, source_of
+from tests.seeded_bugs.patterns import PatternError, replaced
 
 BUGS = peer.BUGS + protocol.BUGS
 ROOT = Path(__file__).parents[2]
@@ -44,11 +45,75 @@ def gate(*arguments: str, limit_s: float = 900.0) -> subprocess.CompletedProcess
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_every_planted_bug_fits_and_names_tests_that_are_there(bug: Bug) -> None:
-    ast.parse(planted_source(bug, source_of(bug.module)))
+    planted(bug, source_of(bug.module))
     assert bug.killed_by
     for test in bug.killed_by:
         path, _, name = test.partition("::")
-        assert f"def {name}(" in (ROOT / path).read_text(), test
+        assert f"def {name.rpartition('::')[2].partition('[')[0]}(" in (ROOT / path).read_text(), test
+
+
+def test_a_planted_bug_names_nothing_that_is_not_there(tmp_path: Path) -> None:
+    """Else every test finds it, whatever it tests."""
+    for number, bug in enumerate(BUGS):
+        text = ast.unparse(planted(bug, source_of(bug.module)))
+        (tmp_path / f"bug{number}.py").write_text(f"# {bug.name}\n{text}")
+    command = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F821,F823", str(tmp_path)]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert not found.returncode, found.stdout
+
+
+class Renamed(ast.NodeTransformer):
+    """Every variable that a function assigns gets another name."""
+
+    def __init__(self) -> None:
+        self._locals: list[set[str]] = []
+
+    def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> ast.AST:
+        names = {n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+        shared = {n for one in ast.walk(node) if isinstance(one, ast.Global | ast.Nonlocal) for n in one.names}
+        self._locals.append(names - shared)
+        self.generic_visit(node)
+        self._locals.pop()
+        return node
+
+    visit_AsyncFunctionDef = visit_FunctionDef  # noqa: N815
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        if any(node.id in names for names in self._locals):
+            node.id = f"renamed_{node.id}"
+        return node
+
+
+def test_planted_bugs_fit_after_every_local_variable_is_renamed() -> None:
+    """A name that nobody outside of a function sees is the author's to change."""
+    for bug in BUGS:
+        tree = Renamed().visit(ast.parse(source_of(bug.module)))
+        planted(bug, ast.unparse(tree))
+
+
+def test_a_pattern_knows_variables_gaps_and_parameters() -> None:
+    source = """
+import math
+
+def f(first, second):
+    found = math.sqrt(first)
+    log(found)
+    if found > second:
+        second = found
+    return found
+"""
+    made = replaced(source, "f", "if x > y:\n    ...", "if x >= y:\n    ...")
+    assert "if found >= second:\n        second = found" in ast.unparse(made)
+    assert "return 2 * found" in ast.unparse(replaced(source, "f", "return x", "return 2 * x"))
+    assert "log(first)" in ast.unparse(replaced(source, "f(a)", "log(x)", "log(a)"))
+    with pytest.raises(PatternError, match="stands 0 times"):
+        replaced(source, "f", "math.exp(x)", "0")
+    with pytest.raises(PatternError, match="stands 2 times"):
+        replaced(source.replace("log(found)", "log(found), log(first)"), "f", "log(x)", "0")
+    with pytest.raises(PatternError, match="stands 0 times"):
+        replaced(source, "f", "if x > x:\n    ...", "pass")
+    with pytest.raises(PatternError, match="needs other"):
+        replaced(source, "f", "log(x)", "log(other)")
 
 
 def test_planted_bugs_have_names_of_their_own_and_are_many() -> None:
@@ -75,7 +140,7 @@ def test_what_was_killed_is_killed_again() -> None:
 
 
 def test_a_bug_that_no_longer_fits_is_an_error() -> None:
-    bug = BUGS[0]._replace(old="this text stands nowhere")
+    bug = BUGS[0]._replace(old="this_stands_nowhere")
     with pytest.raises(PlantingError, match="write it anew"):
         plant(bug)
 

@@ -3,7 +3,8 @@
 Rules of this file:
 1. What is planted is planted before the module is imported, once, and stays for the process's life: whoever wants the
    sound program back takes another process. A module that is there already is an error, never a bug that nobody sees.
-2. A change that no longer fits the module's text is an error, too: the bug is then written anew, or given up.
+2. A bug is a pattern on the module's syntax tree (``patterns``), so that it survives other formatting, comments and
+   names of variables. A pattern that no longer matches is an error, too: the bug is then written anew, or given up.
 3. Nothing of ours is imported here, so that any module can be planted in.
 """
 
@@ -19,6 +20,8 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import NamedTuple
 
+from tests.seeded_bugs.patterns import PatternError, replaced
+
 Change = Callable[[str], str | ast.Module]
 """A module's source to what is compiled in its place."""
 
@@ -32,12 +35,14 @@ class Bug(NamedTuple):
 
     name: str
     module: str
+    where: str
+    """The function or class, such as ``Queue.put``; empty: the module's own statements."""
     old: str
-    """What stands in the module, once."""
+    """The pattern that is replaced; see ``patterns``."""
     new: str
-    """What stands there instead."""
+    """The code that takes its place."""
     harm: str
-    """What it does to a run."""
+    """What the bug does to a run."""
     killed_by: tuple[str, ...] = ()
     """Tests that must fail with it: ``path::name``."""
 
@@ -46,23 +51,25 @@ def plant(bug: Bug) -> None:
     """From now on ``bug`` is in this process.
 
     Raises:
-        PlantingError: its text is not there any more, or the module is imported already.
+        PlantingError: its pattern does not match any more, or the module is imported already.
     """
-    planted_source(bug, source_of(bug.module))
-    change_on_import(bug.module, lambda source: planted_source(bug, source))
+    planted(bug, source_of(bug.module))
+    change_on_import(bug.module, lambda source: planted(bug, source))
 
 
-def planted_source(bug: Bug, source: str) -> str:
-    """The module's source with the bug.
+def planted(bug: Bug, source: str) -> ast.Module:
+    """The module's tree with the bug.
 
     Raises:
-        PlantingError: the text to change is not there just once, or nothing would change.
+        PlantingError: the pattern does not match just once, or nothing would change.
     """
-    if (times := source.count(bug.old)) != 1:
-        raise PlantingError(f"{bug.name!r} no longer fits {bug.module}: its text is there {times} times, write it anew")
-    if bug.old == bug.new:
+    try:
+        tree = replaced(source, bug.where, bug.old, bug.new)
+    except PatternError as error:
+        raise PlantingError(f"{bug.name!r} no longer fits {bug.module}: {error}; write it anew") from error
+    if ast.dump(tree) == ast.dump(ast.parse(source)):
         raise PlantingError(f"{bug.name!r} changes nothing")
-    return source.replace(bug.old, bug.new)
+    return tree
 
 
 def source_of(module: str) -> str:

@@ -5,13 +5,9 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
-import sys
 from collections import defaultdict
 from functools import cache
 from pathlib import Path
-
-from tests.seeded_bugs import peer, protocol
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "p2pdiloco"
@@ -120,24 +116,6 @@ def reachable(start: str, imports: dict[str, set[str]]) -> set[str]:
             found.add(module)
             todo += imports.get(module, ())
     return found
-
-
-def test_each_planted_bug_fits_its_module_and_names_tests_that_are_there() -> None:
-    for bug in (*peer.BUGS, *protocol.BUGS):
-        assert (ROOT / (bug.module.replace(".", "/") + ".py")).read_text().count(bug.old) == 1, bug.name
-        for test in bug.killed_by:
-            path, _, name = test.partition("::")
-            assert f"def {name.rpartition('::')[2].partition('[')[0]}(" in (ROOT / path).read_text(), (bug.name, test)
-
-
-def test_a_planted_bug_names_nothing_that_is_not_there(tmp_path: Path) -> None:
-    """Else every test finds it, whatever it tests."""
-    for number, bug in enumerate((*peer.BUGS, *protocol.BUGS)):
-        text = (ROOT / (bug.module.replace(".", "/") + ".py")).read_text().replace(bug.old, bug.new)
-        (tmp_path / f"bug{number}.py").write_text(f"# {bug.name}\n{text}")
-    command = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F821,F823", str(tmp_path)]
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert not found.returncode, found.stdout
 
 
 def test_node_and_peer_read_the_machine_through_its_view() -> None:
