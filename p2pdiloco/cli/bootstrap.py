@@ -15,7 +15,6 @@ from p2pdiloco.cli.errors import as_command_errors
 from p2pdiloco.discovery import port_multiplexer
 from p2pdiloco.discovery.directory import Directory, DirectoryError
 from p2pdiloco.nat.rendezvous_server import RendezvousServer
-from p2pdiloco.nat.request_router import RequestRouter
 from p2pdiloco.net.handshake import WIRE_VERSION
 from p2pdiloco.swarm.run_lookup import check_directory_addresses
 from p2pdiloco.transport import addresses, sockets
@@ -56,7 +55,7 @@ async def _serve(arguments: argparse.Namespace) -> int:
     inner, announced = listen, arguments.announce
     if meet and set(listen) <= set(meet):  # both at one port: the daemon listens behind it
         port = _free_port()
-        transport.strangers.others[port_multiplexer.FIRST] = port_multiplexer.SharedPort(port).carry
+        transport.setup.takers[port_multiplexer.FIRST] = port_multiplexer.SharedPort(port).carry
         inner, announced = [f"/ip4/127.0.0.1/tcp/{port}"], announced or _expanded(listen)
     directory = Directory(
         identity,
@@ -66,7 +65,7 @@ async def _serve(arguments: argparse.Namespace) -> int:
         cache_path=arguments.state / "bootstrap-directory.json",
     )
     with identity.hold():
-        async with directory, transport.serve(RequestRouter(Observer(), server=server)), Tasks() as tasks:
+        async with directory, transport.serve(Observer()), Tasks() as tasks:
             announce = partial(_announce, directory, transport, arguments.announce)
             tasks.keep(announce, name="announce the meeting point")
             print("This directory node is up. To found a run, type on a machine that trains:", flush=True)

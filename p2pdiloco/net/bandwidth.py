@@ -63,7 +63,7 @@ class BandwidthEstimator:
         gain = {"searching": SEARCH_GAIN, "cruising": HEADROOM, "probing": PROBE_GAIN}[self._phase]
         return max(FLOOR_BYTES_PER_S, gain * estimate)
 
-    def saw(self, delivered_bytes: int, passed_s: float, *, is_busy: bool) -> None:
+    def add_window(self, delivered_bytes: int, passed_s: float, *, is_busy: bool) -> None:
         """A window of ``passed_s`` is over, in which so much was delivered; ``is_busy``: bulk waited all through it."""
         rate, before = delivered_bytes / passed_s, self.estimate
         if not is_busy and (before is None or rate <= before):
@@ -117,8 +117,8 @@ class DeliveryRateSampler(Generic[Name]):
     """See the module's rules."""
 
     def __init__(self) -> None:
-        self.capacity = BandwidthEstimator()
-        self.look_s = IDLE_LOOK_S
+        self.estimator = BandwidthEstimator()
+        self.interval_s = IDLE_LOOK_S
         """When to look again."""
         self.is_local = False
         """There are connections, and none of them leaves this machine."""
@@ -128,7 +128,7 @@ class DeliveryRateSampler(Generic[Name]):
         self._looks = 0
         self._is_busy = False
 
-    def look(self, paths: Mapping[Name, Path], is_waiting: Callable[[Name], bool], now: float) -> bool:
+    def sample(self, paths: Mapping[Name, Path], is_waiting: Callable[[Name], bool], now: float) -> bool:
         """What the kernel says now; ``is_waiting``: the link, and not the other side, is what it waits for. Whether a
         window ended, and the budget may have changed."""
         self.is_local = bool(paths) and all(path.is_local for path in paths.values())
@@ -141,24 +141,24 @@ class DeliveryRateSampler(Generic[Name]):
         self._looks += 1
         if self._looks < LOOKS:
             return False
-        start, self._start, self.look_s = self._start, None, IDLE_LOOK_S
+        start, self._start, self.interval_s = self._start, None, IDLE_LOOK_S
         is_over = now > self._started_at and all(name in linked for name in start)
         if is_over:
             delivered = sum((linked[name].acked_bytes or 0) - (start[name].acked_bytes or 0) for name in start)
-            self.capacity.saw(delivered, now - self._started_at, is_busy=self._is_busy)
+            self.estimator.add_window(delivered, now - self._started_at, is_busy=self._is_busy)
         if any(map(is_waiting, linked)):
             self._begin(linked, now)
         return is_over
 
     def reset(self) -> None:
         """What is measured does not count."""
-        self._start, self.look_s = None, IDLE_LOOK_S
+        self._start, self.interval_s = None, IDLE_LOOK_S
 
     def _begin(self, linked: Mapping[Name, Path], now: float) -> None:
         round_trip_s = max(path.round_trip_s for path in linked.values())
         self._start, self._started_at = linked, now
         self._looks, self._is_busy = 0, True
-        self.look_s = max(WINDOW_S, WINDOW_ROUND_TRIPS * round_trip_s) / LOOKS
+        self.interval_s = max(WINDOW_S, WINDOW_ROUND_TRIPS * round_trip_s) / LOOKS
 
 
 # -- Byte counters -----------------------------------------------------------------------------------------------------

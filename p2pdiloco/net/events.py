@@ -1,33 +1,33 @@
-"""What an endpoint tells whoever drives it.
+"""Events that an endpoint hands to whoever drives it.
 
-The first group is for the user of the transport, the second for whoever holds the sockets.
+The first group is for the user of the transport, the second for whoever holds the sockets. Events name connections by
+their ids; ``Endpoint.connection`` gives the connection, until its ``Ended`` was handed out.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import NewType
 
 from msgspec import Struct
 
 from p2pdiloco.net.frames import Start
 from p2pdiloco.wire.request_reply import RequestError, Response
 
-if TYPE_CHECKING:
-    from p2pdiloco.net.connection import Connection
-    from p2pdiloco.net.session import Session
+ConnectionId = NewType("ConnectionId", int)
+"""Names one connection of an endpoint; never used twice."""
 
 
-class Question(Struct, frozen=True):
+class OutgoingRequest(Struct, frozen=True):
     """One of our requests."""
 
-    connection: Connection
+    connection: ConnectionId
     number: int
 
 
-class Asking(Struct, frozen=True):
+class IncomingRequest(Struct, frozen=True):
     """One of the peer's requests."""
 
-    connection: Connection
+    connection: ConnectionId
     number: int
 
 
@@ -37,13 +37,13 @@ class Asking(Struct, frozen=True):
 class Connected(Struct, frozen=True):
     """The peer of ``connection`` can be sent to."""
 
-    connection: Connection
+    connection: ConnectionId
 
 
 class Disconnected(Struct, frozen=True):
     """The peer is gone. What was queued for it is lost."""
 
-    connection: Connection
+    connection: ConnectionId
     reason: str
 
 
@@ -51,14 +51,14 @@ class TwinRefused(Struct, frozen=True):
     """Two processes have the identity of ``kept``'s peer: the earlier one came back as ``connection``, and was refused.
     Told once a peer."""
 
-    connection: Connection
-    kept: Connection
+    connection: ConnectionId
+    kept: ConnectionId
 
 
 class Message(Struct, frozen=True):
     """A message came. ``payload`` is the user's own, writable memory. ``Endpoint.hold``: it is not taken yet."""
 
-    connection: Connection
+    connection: ConnectionId
     body: bytes
     payload: memoryview | None
 
@@ -67,9 +67,9 @@ class Offered(Struct, frozen=True):
     """A payload of ``size`` bytes is to come with a message. ``Endpoint.accept`` takes it, before the next event is
     looked at; else it is refused, and the sender stops."""
 
-    connection: Connection
-    receiver: Session
-    """Of the connection or of one of its lanes."""
+    connection: ConnectionId
+    receiver: ConnectionId
+    """The connection, or the lane of it, over which the payload comes."""
     stream: int
     start: Start
     body: bytes
@@ -79,30 +79,30 @@ class Offered(Struct, frozen=True):
         return self.start.total
 
 
-class Asked(Struct, frozen=True):
+class RequestReceived(Struct, frozen=True):
     """The peer asks: ``Endpoint.answer`` or ``Endpoint.refuse``."""
 
-    asking: Asking
+    request: IncomingRequest
     body: bytes
 
 
-class Withdrawn(Struct, frozen=True):
+class RequestWithdrawn(Struct, frozen=True):
     """Nobody waits for this answer any more."""
 
-    asking: Asking
+    request: IncomingRequest
 
 
-class Answered(Struct, frozen=True):
+class AnswerReceived(Struct, frozen=True):
     """The answer to a question of ours."""
 
-    question: Question
+    request: OutgoingRequest
     response: Response
 
 
-class Unanswered(Struct, frozen=True):
+class RequestFailed(Struct, frozen=True):
     """There will be no answer."""
 
-    question: Question
+    request: OutgoingRequest
     error: RequestError
 
 
@@ -112,13 +112,13 @@ class Unanswered(Struct, frozen=True):
 class Proved(Struct, frozen=True):
     """The handshake is done."""
 
-    connection: Connection
+    connection: ConnectionId
 
 
 class Failed(Struct, frozen=True):
     """There will be no proof: HandshakeError, or ConnectionError if the connection was lost before."""
 
-    connection: Connection
+    connection: ConnectionId
     error: Exception
 
 
@@ -126,39 +126,39 @@ class Closing(Struct, frozen=True):
     """Close the connection's socket: ``is_flushed`` after all that was written is out, else at once. Then say
     ``Endpoint.lost``."""
 
-    connection: Connection
+    connection: ConnectionId
     is_flushed: bool
 
 
 class Ended(Struct, frozen=True):
-    """The last of a connection."""
+    """The connection's last event: its id names nothing any more."""
 
-    connection: Connection
+    connection: ConnectionId
     reason: str
 
 
 class Paced(Struct, frozen=True):
     """Let the kernel send at most at this rate on the connection; None: no limit."""
 
-    connection: Connection
+    connection: ConnectionId
     bytes_per_s: float | None
 
 
 class LaneWanted(Struct, frozen=True):
     """Dial a further connection beside ``primary``, and tell ``Endpoint.lane_dialled`` whether that went well."""
 
-    primary: Connection
+    primary: ConnectionId
     lane: int
     bond: bytes
 
 
-class LookWanted(Struct, frozen=True):
+class PathInfoWanted(Struct, frozen=True):
     """Tell ``Endpoint.saw`` what the kernel knows of these connections."""
 
-    connections: tuple[Connection, ...]
+    connections: tuple[ConnectionId, ...]
 
 
-class Learned(Struct, frozen=True):
+class UplinkMeasured(Struct, frozen=True):
     """What the link up carries was measured anew."""
 
     bytes_per_s: float
@@ -170,16 +170,16 @@ Event = (
     | TwinRefused
     | Message
     | Offered
-    | Asked
-    | Withdrawn
-    | Answered
-    | Unanswered
+    | RequestReceived
+    | RequestWithdrawn
+    | AnswerReceived
+    | RequestFailed
     | Proved
     | Failed
     | Closing
     | Ended
     | Paced
     | LaneWanted
-    | LookWanted
-    | Learned
+    | PathInfoWanted
+    | UplinkMeasured
 )

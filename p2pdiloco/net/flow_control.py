@@ -193,20 +193,18 @@ class Grants:
         self._granter.set_budget(bytes_per_s, now)
         self.bytes_per_s = bytes_per_s
         self.due_at = None
-        return list(
-            dict.fromkeys(grown for account in self._granter.accounts() for grown in self.progressed(account, now))
-        )
+        return list(dict.fromkeys(grown for account in self._granter.accounts() for grown in self.update(account, now)))
 
     def open(self, account: Account, now: float) -> list[Account]:
         self._granter.open(account)
         self._accounts.add(account)
-        return self.progressed(account, now)
+        return self.update(account, now)
 
     def close(self, account: Account) -> None:
         self._granter.close(account)
         self._accounts.discard(account)
 
-    def progressed(self, account: Account, now: float) -> list[Account]:
+    def update(self, account: Account, now: float) -> list[Account]:
         """Something was received, announced or taken."""
         if account not in self._accounts or self.due_at is not None:
             return []

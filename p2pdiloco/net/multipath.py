@@ -131,7 +131,7 @@ class Splitter(Generic[LaneName]):
         return True
 
     def next(self, lane: LaneName) -> Piece | None:
-        """The next part, for ``lane``, which then says ``gave`` or ``put_back``; None: nothing waits."""
+        """The next part, for ``lane``, which then says ``assign`` or ``put_back``; None: nothing waits."""
         waiting = [payload for payload in self._payloads.values() if payload.todo]
         if len(self._payloads) - len(waiting) + sum(payload.is_begun for payload in waiting) >= OPEN_STREAMS_LIMIT:
             waiting = [payload for payload in waiting if payload.is_begun]
@@ -144,7 +144,7 @@ class Splitter(Generic[LaneName]):
         part = Part(chosen.number, len(chosen.payload), offset)
         return Piece(Start(chosen.use, chosen.request, len(data), part), chosen.body, data, chosen.priority)
 
-    def gave(self, lane: LaneName, stream: int, piece: Piece) -> None:
+    def assign(self, lane: LaneName, stream: int, piece: Piece) -> None:
         """``piece`` is ``lane``'s ``stream``."""
         assert piece.start.part is not None
         self._lanes.setdefault(lane, {})[stream] = (piece.start.part.payload, piece.start.part.offset)
@@ -163,7 +163,7 @@ class Splitter(Generic[LaneName]):
         if not payload.unacknowledged:
             self._forget(number)
 
-    def lose(self, lane: LaneName) -> None:
+    def requeue(self, lane: LaneName) -> None:
         """The lane is lost: what it has not acknowledged waits again, first of its payload."""
         for number, offset in self._lanes.pop(lane, {}).values():
             if (payload := self._payloads.get(number)) is not None:
@@ -200,7 +200,7 @@ class Splitter(Generic[LaneName]):
         self._held_bytes -= len(self._payloads.pop(number).payload)
 
 
-class Known(Enum):
+class PayloadState(Enum):
     """What the receiver knows of a part's payload."""
 
     NEW = 0
@@ -236,7 +236,7 @@ class Reassembler:
         self._payloads: dict[int, _Incoming] = {}
         self._over: dict[int, None] = {}
 
-    def look(self, start: Start) -> Known:
+    def state_of(self, start: Start) -> PayloadState:
         """What is known of the payload that a part belongs to.
 
         Raises:
@@ -245,14 +245,14 @@ class Reassembler:
         assert start.part is not None
         number = start.part.payload
         if number in self._over:
-            return Known.OVER
+            return PayloadState.OVER
         if (payload := self._payloads.get(number)) is not None:
             if payload.start.total != start.total or payload.start.use is not start.use:
                 raise FrameError("a part of another payload")
-            return Known.OPEN
+            return PayloadState.OPEN
         if len(self._payloads) >= 2 * OPEN_STREAMS_LIMIT:
             raise FrameError(f"more than {2 * OPEN_STREAMS_LIMIT} payloads in parts at once")
-        return Known.NEW
+        return PayloadState.NEW
 
     def admit(self, start: Start, body: bytes) -> None:
         """A new payload is taken."""
@@ -264,7 +264,7 @@ class Reassembler:
         assert start.part is not None
         self._end(start.part.payload)
 
-    def place(self, start: Start) -> memoryview:
+    def place_of(self, start: Start) -> memoryview:
         """Where the part of an open payload goes."""
         assert start.part is not None
         return self._payloads[start.part.payload].payload[start.part.offset : start.part.offset + start.size]
@@ -328,15 +328,15 @@ class Lanes(Generic[LaneName]):
 
     def __init__(self, primary: LaneName, *, payload_limit: int, allocate: Callable[[int], memoryview]) -> None:
         self.members: dict[LaneName, None] = {primary: None}
-        self.spreader: Splitter[LaneName] = Splitter(payload_limit=payload_limit)
-        self.assembler = Reassembler(allocate=allocate)
+        self.splitter: Splitter[LaneName] = Splitter(payload_limit=payload_limit)
+        self.reassembler = Reassembler(allocate=allocate)
 
     @property
     def is_idle(self) -> bool:
         """No payload of ours is on its way in parts."""
-        return self.spreader.is_idle
+        return self.splitter.is_idle
 
-    def takes(self, size: int) -> bool:
+    def splits(self, size: int) -> bool:
         """Whether a payload of ``size`` bytes is to be sent in parts."""
         return len(self.members) > 1 and size >= SPREAD_LEAST_BYTES
 
@@ -344,7 +344,7 @@ class Lanes(Generic[LaneName]):
         self, use: Use, request: int, body: bytes, payload: memoryview, priority: float, topic: Hashable | None = None
     ) -> bool:
         """Send a payload in parts. False: no room."""
-        return self.spreader.put(use, request, body, payload, priority, topic)
+        return self.splitter.put(use, request, body, payload, priority, topic)
 
     def join(self, lane: LaneName) -> bool:
         """A further connection is proved. False: there are enough."""
@@ -358,22 +358,22 @@ class Lanes(Generic[LaneName]):
         if lane not in self.members:
             return False
         del self.members[lane]
-        self.spreader.lose(lane)
+        self.splitter.requeue(lane)
         return True
 
-    def end(self) -> None:
+    def clear(self) -> None:
         """The primary is lost."""
-        self.spreader.clear()
-        self.assembler.clear()
+        self.splitter.clear()
+        self.reassembler.clear()
 
     def refill(self, lane: LaneName, outbox: SendQueue, credit_bytes: int) -> None:
         """Give ``lane`` parts to send, if it has little left."""
         while (left := outbox.payload_bytes) < (PART_BYTES if credit_bytes > left else AHEAD_BYTES):
-            piece = self.spreader.next(lane)
+            piece = self.splitter.next(lane)
             if piece is None:
                 return
             stream = outbox.put_payload(piece.start, piece.body, piece.data, piece.priority)
             if stream is None:
-                self.spreader.put_back(piece)
+                self.splitter.put_back(piece)
                 return
-            self.spreader.gave(lane, stream, piece)
+            self.splitter.assign(lane, stream, piece)

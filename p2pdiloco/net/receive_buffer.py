@@ -1,14 +1,16 @@
 """Frames out of bytes, with payloads read straight into their place.
 
-The driver asks for a ``buffer`` to read into, reads n bytes, says ``advance(n)``, and takes events from ``next`` until
-there is none. Small reads land in a staging buffer of 16 KiB; the rest of a chunk lands in its payload, without a copy.
+The driver asks for a ``buffer`` to read into, reads n bytes, calls ``advance(n)``, and takes events from ``next_event``
+until there is none. Small reads land in a staging buffer of 16 KiB; the rest of a chunk lands in its payload, without
+a copy.
 
 Rules of this file:
-1. No sockets, no clock. Everything is bounded: a frame, the open streams; payload bytes are what ``take`` was given.
-2. A stream that begins is an event, before a byte of it is allocated: until ``take`` gives it a place, what comes of it
-   is read and dropped.
+1. No sockets, no clock. Everything is bounded: a frame, the open streams, and payload bytes, for which ``receive_into``
+   gives the memory.
+2. A stream that begins is an event, before a byte of it is allocated. Its bytes are read and dropped until
+   ``receive_into`` gives it a place.
 3. Chunks beyond what was ``granted`` break the format: a sender keeps to its credit (net/flow_control.py).
-4. Events come lazily: what follows a frame is not looked at before the frame's event was taken.
+4. Events come lazily: the bytes after a frame are parsed after the frame's event was taken.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ class Frame(Struct, frozen=True):
 
 
 class Begun(Struct, frozen=True):
-    """A stream was announced. Without ``take`` its bytes are dropped."""
+    """A stream was announced. Without ``receive_into`` its bytes are dropped."""
 
     stream: int
     start: Start
@@ -50,7 +52,7 @@ class Begun(Struct, frozen=True):
 
 
 class Completed(Struct, frozen=True):
-    """A whole stream. ``payload`` is the memory that ``take`` was given."""
+    """A whole stream. ``payload`` is the memory that ``receive_into`` was given."""
 
     stream: int
     start: Start
@@ -134,7 +136,7 @@ class ReceiveBuffer:
         """Bytes are here that were not looked at."""
         return self._position < self._end
 
-    def next(self) -> Event | None:
+    def next_event(self) -> Event | None:
         """The next event; None: all that came was looked at, read more.
 
         Raises:
@@ -161,7 +163,7 @@ class ReceiveBuffer:
             if (event := self._finish(self._header)) is not None:
                 return event
 
-    def take(self, stream: int, place: memoryview) -> None:
+    def receive_into(self, stream: int, place: memoryview) -> None:
         """What comes of a stream that has just begun goes to ``place``, which is as long as the stream."""
         entry = self._streams[stream]
         entry.payload = place
@@ -198,7 +200,7 @@ class ReceiveBuffer:
                 return False
             self._begin(header)
         except FrameError:
-            return False  # ``next`` says what is wrong
+            return False  # ``next_event`` says what is wrong
         self._position += HEADER.size
         self._take_staged(header)
         self._keep_rest()

@@ -184,7 +184,7 @@ class SendQueue:
         else:
             self._control_bytes -= len(found.start_frame)
 
-    def part(self, frame: bytes) -> None:
+    def put_goodbye(self, frame: bytes) -> None:
         """Send ``frame`` (a GOODBYE) when all else is out."""
         self._parting = frame
 

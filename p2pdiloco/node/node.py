@@ -19,7 +19,6 @@ from typing import Self
 import msgspec
 
 from p2pdiloco.discovery.directory import Directory
-from p2pdiloco.nat.request_router import RequestRouter
 from p2pdiloco.net.authorization import MemberAuthorizer
 from p2pdiloco.net.handshake import WIRE_VERSION
 from p2pdiloco.node.eta import EtaEstimator, duration
@@ -214,8 +213,7 @@ class Node:
             events.subscribe(IdentityTaken, node._on_identity_taken)
 
             # All parts are there: from here on others can come.
-            router = RequestRouter(peer, server=reachability.server, client=reachability.client, listener=peer_manager)
-            await stack.enter_async_context(transport.serve(router))
+            await stack.enter_async_context(transport.serve(peer))
             await asyncio.to_thread(port_memory.remember, transport.listen_addresses(), ports)
             await stack.enter_async_context(reachability)
             yield node

@@ -38,7 +38,7 @@ from p2pdiloco.util.files import write_atomically
 from p2pdiloco.util.tasks import Tasks
 from p2pdiloco.wire.control_messages import decode_as, encode
 from p2pdiloco.wire.directory_records import PeerRecord
-from p2pdiloco.wire.request_reply import RequestError, RequestRefused
+from p2pdiloco.wire.request_reply import Answer, RequestError, RequestRefused
 
 log = logs.get("roster")
 
@@ -108,6 +108,8 @@ class PeerManager:
         self._told: dict[PeerId, tuple[str | None, PeerRecord]] = {}
         """Which life of each connected peer knows what of us."""
         self._saved: dict[str, list[str]] = {}
+        transport.answer_requests(Reachable, self._answer_reachable)
+        transport.add_disconnect_callback(self.handle_disconnected)
 
     async def keep(self) -> None:
         """Run until cancelled."""
@@ -133,6 +135,10 @@ class PeerManager:
         if not self._membership.observes(peer):
             now = asyncio.get_running_loop().time()
             self._known.learn_first_hand(peer, record, now, self._transport.peers())
+
+    async def _answer_reachable(self, peer: PeerId, request: Reachable) -> Answer:
+        self.handle_reachable(peer, request.record)
+        return Answer(b"")
 
     async def withdraw(self) -> None:
         """Take our record back."""

@@ -25,7 +25,6 @@ from p2pdiloco.discovery.directory import Directory
 from p2pdiloco.nat.port_mapping import Lease, PortMapping
 from p2pdiloco.nat.rendezvous_client import POINTS, RendezvousClient
 from p2pdiloco.nat.rendezvous_server import RendezvousServer
-from p2pdiloco.nat.request_router import RequestRouter
 from p2pdiloco.net.handshake import WIRE_VERSION
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.swarm.connect import ConnectFallback
@@ -102,7 +101,7 @@ class Reachability:
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
-            await stack.enter_async_context(self._outside.serve(RequestRouter(Observer(), client=self.client)))
+            await stack.enter_async_context(self._outside.serve(Observer()))
             stack.push_async_callback(self._give_back_port)
             await stack.enter_async_context(self._tasks)
             self._stack = stack.pop_all()
@@ -300,8 +299,7 @@ async def check_reachability(directory: Directory, listen: Sequence[str], patien
         relay_bytes_per_s=0.0,
         maps_port=True,
     )
-    handler = RequestRouter(Observer(), client=reachability.client, server=reachability.server)
-    async with transport.serve(handler), reachability:
+    async with transport.serve(Observer()), reachability:
         keeping = asyncio.create_task(reachability.keep(lambda _: said.set()), name="look around")
         try:
             await asyncio.wait_for(said.wait(), patience_s)

@@ -16,7 +16,6 @@ from p2pdiloco.nat import hole_punching, rendezvous_client, rendezvous_server
 from p2pdiloco.nat import messages as intro
 from p2pdiloco.nat.rendezvous_client import RendezvousClient
 from p2pdiloco.nat.rendezvous_server import Relay, RendezvousServer
-from p2pdiloco.nat.request_router import RequestRouter
 from p2pdiloco.net import abuse_limits
 from p2pdiloco.net.handshake import WIRE_VERSION, Role
 from p2pdiloco.net.path_monitor import LaneKeeper
@@ -65,7 +64,7 @@ class One:
         self.server = RendezvousServer(self.transport, relay_bytes_per_s)
 
     def serve(self) -> AbstractAsyncContextManager[Transport]:
-        return self.transport.serve(RequestRouter(self.ear, client=self.rendezvous, server=self.server))
+        return self.transport.serve(self.ear)
 
     @property
     def id(self) -> PeerId:
@@ -218,7 +217,7 @@ def test_lanes_beside_a_punched_connection_are_punched_too() -> None:
             for one in (ann, bob):
                 await until(lambda one=one: one.ear.heard == [(b"hello", payload)])
             mine = [channel for channel in ann.transport._channels.values() if channel.connection.peer == bob.id]
-            assert [channel.is_met and bool(channel.connection.conversation.traffic.sent_bulk) for channel in mine] == [
+            assert [channel.is_met and bool(channel.connection.session.traffic.sent_bulk) for channel in mine] == [
                 True
             ] * LANES
             assert hub.server.relay.carried_bytes == 0
@@ -238,7 +237,9 @@ def test_a_relay_carries_one_connection_of_a_pair(monkeypatch: pytest.MonkeyPatc
             await until(lambda: bob.ear.heard == [(b"hello", payload)])
             assert ann.transport.lanes(bob.id) == 1
             (channel,) = (one for one in ann.transport._channels.values() if one.connection.peer == bob.id)
-            assert LaneKeeper(channel.connection, LANES, 60.0, 0.0).look(None, None, 0.0) == [], "nor are others tried"
+            assert LaneKeeper(channel.connection, {}, LANES, 60.0, 0.0).plan_lanes(None, None, 0.0) == [], (
+                "nor are others tried"
+            )
 
     run(work)
 
@@ -256,7 +257,7 @@ def test_a_flood_of_calls_by_a_liar_opens_few_lines() -> None:
                 opened += 1
                 held.append(raw)
 
-            hub.transport.strangers.others[intro.OPENING[:1]] = say_nothing
+            hub.transport.setup.takers[intro.OPENING[:1]] = say_nothing
             refused: list[str] = []
             for number in range(4 * rendezvous_client.CALLS_AT_ONCE):
                 call = encode(intro.Called(Identity.ephemeral().peer_id, bytes([number]) * intro.TICKET_BYTES, True))
@@ -313,7 +314,7 @@ def test_who_is_called_knocks_few_times_where_a_liar_says_that_others_are(monkey
                 over += 1
                 return False
 
-            hub.transport.strangers.others[intro.OPENING[:1]] = lie
+            hub.transport.setup.takers[intro.OPENING[:1]] = lie
             await call_often(hub, ann.id, 8)
             await until(lambda: over == 8)
             assert len(came) == 3
@@ -532,7 +533,7 @@ def test_what_times_out_shortly_after_a_good_handshake_is_a_narrow_way(monkeypat
             monkeypatch.setattr(hole_punching.sockets, "shorten", shortened.append)
             await ann.transport.dial(address)
             assert shortened == []
-            ann.transport.lost(channel, "connection lost", TimeoutError(110, "Connection timed out"))
+            ann.transport.on_lost(channel, "connection lost", TimeoutError(110, "Connection timed out"))
             await ann.transport.dial(address)
             assert len(shortened) == 1
 
@@ -546,7 +547,7 @@ def test_a_punched_way_that_is_narrow_is_punched_anew_with_short_segments(monkey
             channel = ann.transport.channel_of(bob.id)
             assert channel is not None
             assert channel.is_met
-            ann.transport.lost(channel, "connection lost", TimeoutError(110, "Connection timed out"))
+            ann.transport.on_lost(channel, "connection lost", TimeoutError(110, "Connection timed out"))
             await ann.rendezvous.connect(bob.id, [address])
             channel = ann.transport.channel_of(bob.id)
             assert channel is not None
@@ -570,7 +571,7 @@ def test_a_line_that_says_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch)
                 worth.append(await point.serve_line(raw))
                 return worth[-1]
 
-            hub.transport.strangers.others[intro.OPENING[:1]] = line
+            hub.transport.setup.takers[intro.OPENING[:1]] = line
             for said in (b"p", intro.encode_opening(bytes(16), 1), b"p" * 34, intro.OPENING):
                 raw = socket.socket()
                 raw.setblocking(False)

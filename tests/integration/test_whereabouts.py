@@ -17,7 +17,6 @@ from p2pdiloco.nat import hole_punching
 from p2pdiloco.nat import messages as intro
 from p2pdiloco.nat.rendezvous_client import Attendance
 from p2pdiloco.nat.rendezvous_server import RendezvousServer
-from p2pdiloco.nat.request_router import RequestRouter
 from p2pdiloco.net.handshake import WIRE_VERSION
 from p2pdiloco.protocol.ids import PeerId, RunId
 from p2pdiloco.swarm import peer_manager as peer_manager_module
@@ -123,9 +122,7 @@ class Member(Observer):
         )
 
     def serve(self) -> AbstractAsyncContextManager[Transport]:
-        there = self.reachability
-        router = RequestRouter(self, client=there.client, server=there.server, listener=self.peer_manager)
-        return self.transport.serve(router)
+        return self.transport.serve(self)
 
 
 def test_a_relayed_pair_meets_at_a_member_when_the_bootstrap_dies_though_the_directory_says_nothing(
@@ -141,7 +138,7 @@ def test_a_relayed_pair_meets_at_a_member_when_the_bootstrap_dies_though_the_dir
         server = RendezvousServer(hub, None)
         async with AsyncExitStack() as stack:
             dying = await stack.enter_async_context(AsyncExitStack())
-            await dying.enter_async_context(hub.serve(RequestRouter(Observer(), server=server)))
+            await dying.enter_async_context(hub.serve(Observer()))
             board.hub = {hub.peer_id: encode(PointRecord(tuple(hub.listen_addresses())))}
             ann, kim, pub = (Member(board, listen, tmp_path) for listen in ("", "", LISTEN))
             for one in (ann, kim, pub):
