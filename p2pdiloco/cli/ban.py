@@ -57,7 +57,7 @@ async def run(arguments: argparse.Namespace) -> int:
                 REPAIR,
             )
         statement = ban(manifest.run, subject, grant, mine.identity.sign)
-        files.leave(statement)
+        files.queue_statement(statement)
         members.learn(statement)
         print(f"banned from run {manifest.config.name}: {subject}")
         out = [one.subject for one in members.known() if subject in {step.subject for step in one.steps}]
@@ -101,7 +101,7 @@ def _close_invite_of(
         return
     grants = [(one, members.grant_of(one)) for one in members.guests_of(invite.subject)]
     stay = [one for one, grant in grants if grant is None or members.ban_of(grant) is None]
-    files.leave(closing(mine.run, invite.subject, stay, by, mine.identity.sign))
+    files.queue_statement(closing(mine.run, invite.subject, stay, by, mine.identity.sign))
     yield f"closed the invite by which it came, {invite.subject}: nobody new is let in by it; {ANOTHER}"
     if _is_shown(files, invite.subject):
         files.write_invite("")

@@ -1,14 +1,14 @@
-"""A peer's side of meeting points: it attends some, so that it can be called, and meets others through theirs.
+"""Client of meeting points: this peer attends some, so that it can be called, and meets other peers through theirs.
 
 Rules of this file:
-1. Signalling goes over ordinary connections, so that both keys are proved: to members of the run over the run's own, to
-   others (a bootstrap) over ``outside``, which names no run.
-2. Who is called comes, if it attends that point and was not called too often: what it risks is one line, and few dials
-   of one address. Both count in the dialler's budget until they come to something: else whoever says that it is a
-   meeting point has us knock at a third machine until that one shuts us out (net/abuse_limits.py).
-3. At most POINTS are attended. At most POINTS of those that a peer's record names are asked for it, connected ones
-   first, and then those that we attend: it may attend there by now, whatever the record says.
-4. What meeting points told us of ourselves stands until others say otherwise, though none is left.
+1. Signalling uses ordinary connections, so that both keys are proved: the run's own to members of the run, ``outside``,
+   which names no run, to others (a bootstrap).
+2. A peer that is called comes if it attends that meeting point and was not called too often. It risks one line and a
+   few dials of one address. Both count in the dialler's budget until they succeed: otherwise anybody that claims to be
+   a meeting point could make this peer dial a third machine until that one blocks it (net/abuse_limits.py).
+3. At most POINTS are attended. To meet a peer, at most POINTS of those in its record are asked, connected ones first,
+   then those that this peer attends: the other may attend there by now, whatever its record says.
+4. What meeting points said about this peer stays valid until others say otherwise, even if none is left.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ CALLS_AT_ONCE = 16
 
 
 class Attendance(Struct, frozen=True):
-    """One meeting point, and what it told us of ourselves."""
+    """A meeting point that this peer attends, and what it told about this peer."""
 
     address: str
     observation: intro.Attended
     elsewhere: tuple[str, ...] = ()
-    """Further addresses of its, for who cannot dial that one."""
+    """Further addresses of the meeting point, for peers that cannot dial the first."""
 
 
 class RendezvousClient:
@@ -80,23 +80,23 @@ class RendezvousClient:
         self._congestion = TransportLimits().congestion
         self.attended: dict[PeerId, Attendance] = {}
         self._left: dict[PeerId, Attendance] = {}
-        """Those that went last."""
+        """Those that were attended last, before they were gone."""
         self._calls: deque[float] = deque()
         self._coming = 0
         self._asking: Counter[PeerId] = Counter()
         """Requests to meeting points that are under way."""
-        transport.setup.dial_met = self._reconnect
+        transport.redial_met_peers(self._reconnect)
         for links in (transport, outside):
             links.answer_requests(intro.Called, self._answer_call)
 
     @property
     def observations(self) -> list[intro.Attended]:
-        """How we are seen."""
+        """What meeting points told about this peer."""
         return [one.observation for one in (self.attended or self._left).values()]
 
     @property
     def seen(self) -> tuple[str, ...]:
-        """The hosts as which meeting points see us."""
+        """Hosts as which meeting points see this peer."""
         return tuple(dict.fromkeys(told.host for told in self.observations))[:POINTS]
 
     # -- attending ---------------------------------------------------------------------------------------------------
@@ -104,10 +104,10 @@ class RendezvousClient:
     async def attend(
         self, text: str, ports: tuple[int, ...], token: bytes, elsewhere: tuple[str, ...] = ()
     ) -> Attendance:
-        """Be there to be called, and learn how we are seen. ``text``: the meeting point's address.
+        """Attend the meeting point at ``text``: it may call this peer, and tells how it sees it.
 
         Raises:
-            DialError: it does not answer, or says no.
+            DialError: it does not answer, or refuses.
         """
         point = self._parse_point(text)
         assert point.peer is not None
@@ -121,7 +121,7 @@ class RendezvousClient:
             return attendance
 
     def forget_disconnected(self) -> None:
-        """Meeting points that are gone: their connection has ended."""
+        """Forget attended meeting points whose connection has ended."""
         here = self._connected()
         if gone := {peer: one for peer, one in self.attended.items() if peer not in here}:
             self.attended = {peer: one for peer, one in self.attended.items() if peer in here}
@@ -136,8 +136,8 @@ class RendezvousClient:
         """Connect to ``peer`` through one of its meeting points.
 
         Raises:
-            DialError: none of them brought us together; all reasons.
-            HandshakeError: somebody else answers, or it refuses us.
+            DialError: no meeting point led to a connection; all reasons.
+            HandshakeError: another peer answers, or ``peer`` refuses this one.
         """
         met = await self._meet_at_any(peer, points, may_relay=may_relay)
         try:
@@ -181,7 +181,7 @@ class RendezvousClient:
     async def _meet(
         self, where: Address, point: PeerId, ticket: bytes, role: Role, peer: PeerId, *, may_relay: bool = True
     ) -> Met:
-        """Both dials on others' word, the line and the one to ``peer``, are within the dialler's budget."""
+        """Meet ``peer``; the dials of the line and of the peer are within the dialler's budget."""
         place = (await machines(where, DIAL_S))[0]
         if not self._dialler.may_dial(point, place):
             raise DialError(f"{place.host} is left alone for a minute: too many lines there came to nothing")
@@ -211,10 +211,10 @@ class RendezvousClient:
         return await self._adopt(Role.DIALLER, met, wanted)
 
     async def _answer_call(self, point: PeerId, request: intro.Called) -> Answer:
-        """``point`` calls us: somebody wants to meet us.
+        """``point`` calls this peer, since another one wants to meet it.
 
         Raises:
-            RequestRefused: we do not come.
+            RequestRefused: this peer does not come.
         """
         attendance = self.attended.get(point)
         now = asyncio.get_running_loop().time()
@@ -253,8 +253,10 @@ class RendezvousClient:
 
     @asynccontextmanager
     async def _connect_to_point(self, point: Address) -> AsyncIterator[tuple[Transport, Address]]:
-        """The transport that is connected to it, and where its lines are opened. A connection to a point outside the
-        run lasts as long as it is attended or asked something: whoever names points costs no places."""
+        """Connect to ``point``: the transport that has the connection, and the address for lines.
+
+        A connection to a point outside the run lasts while it is attended or asked something: a record that names many
+        points costs no places."""
         assert point.peer is not None
         links = self._transport if self._is_member(point.peer) else self._outside
         if point.peer not in links.peers():
@@ -273,7 +275,7 @@ class RendezvousClient:
                     links.disconnect(point.peer, "that was all")
 
     def _address_of(self, point: Address, peer: PeerId) -> Address:
-        """As it was dialled; where it dialled us, as it says."""
+        """Address of ``peer`` as it was dialled; ``point`` if it dialled this peer."""
         for links in (self._transport, self._outside):
             channel = links.channel_of(peer)
             if channel is not None and channel.connection.role is Role.DIALLER and not channel.is_met:

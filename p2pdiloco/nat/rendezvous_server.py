@@ -1,12 +1,12 @@
-"""A meeting point at work: it tells peers how they are seen, dials them back, introduces them, and relays.
+"""Server of a meeting point: it tells peers how they are seen, dials them back, introduces them, and relays.
 
-What is decided is in nat/introducer.py; here are its sockets, its timer, and the requests that it answers.
+Introductions are decided in nat/introducer.py; this module has the sockets, the timer, and the requests.
 
 Rules of this file:
-1. A peer is dialled back at the address that its connection comes from, nowhere else, and not often.
-2. Only who attends is called, over the connection that it has here.
-3. A line costs a socket until its pair is over, and PAIR_S seconds at most unless it is relayed. Those that have shown
-   no ticket yet have places of their own: who fills these from one machine takes from himself.
+1. A peer is dialled back only at the address that its connection comes from, and not often.
+2. Only peers that attend are called, over the connection that they have here.
+3. A line costs a socket until its pair is over, at most PAIR_S seconds unless it is relayed. Lines that have shown no
+   ticket yet have places of their own; a machine that opens many of them displaces its own.
 """
 
 from __future__ import annotations
@@ -31,30 +31,29 @@ from p2pdiloco.wire.control_messages import encode
 from p2pdiloco.wire.request_reply import Answer, RequestError, RequestRefused
 
 # -- Relay -------------------------------------------------------------------------------------------------------------
-# Carries bytes between two sockets, unread, within a budget that all pairs share.
+# Relays bytes between two sockets, unread, within a budget that all pairs share.
 # Rules of this file:
 # 1. ``splice`` moves them inside the kernel: they never come into this process (measured: docs/connectivity.md).
-# 2. Whoever wants to send takes its turn, and turns come round: of n directions that have something, each gets an n-th
-#    of the budget. What TICK_S is worth goes at once and is earned afterwards: most of a turn's cost is that of waking
-#    up.
-# 3. What is small does not wait for others' turns, now and then: heartbeats and requests of one pair do not stand
-#    behind another's bulk. It is paid for all the same.
-# 4. A direction that ends is passed on as an end; the pair is over when both have.
+# 2. Directions take turns: of n directions that have something to send, each gets an n-th of the budget. Bytes worth
+#    TICK_S go at once and are earned afterwards, since waking up is most of the cost of a turn.
+# 3. Small pieces may overtake, now and then: heartbeats and requests of one pair do not wait behind bulk of another.
+#    They count in the budget all the same.
+# 4. The end of a direction is passed on; the pair is over when both have ended.
 
 
 F_SETPIPE_SZ = 1031
 LARGEST_BYTES = 1 << 20
 SMALL_BYTES = 16 << 10
 TICK_S = 0.3
-"""What goes at once is worth so much; a single turn never more."""
+"""Bytes worth so much time go at once; a single turn is never worth more."""
 ROUND_S = 0.8
 SHORTEST_TURN_S = 0.02
 AHEAD_S = 0.05
-"""Between two small pieces of one direction that do not wait."""
+"""Between two small pieces of one direction that overtake."""
 MOST_DEBT_S = 0.75
-"""Beyond which what is small waits, too; turns owe less than two TICK_S."""
+"""Debt beyond which small pieces wait, too; turns owe less than two TICK_S."""
 BURST_S = 0.02
-"""What an idle budget saves up."""
+"""Time whose worth an idle budget saves up."""
 
 
 class Budget:
@@ -63,14 +62,14 @@ class Budget:
     def __init__(self, bytes_per_s: float | None) -> None:
         self._bytes_per_s = bytes_per_s
         self._free_at = 0.0
-        """When what was taken will have been earned."""
+        """When the bytes that were taken will have been earned."""
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
         self._sharing = 0
-        """How many waited when turns were last given."""
+        """Number of directions that waited when turns were last given."""
 
     @property
     def turn_bytes(self) -> int:
-        """How much to take at a time."""
+        """Bytes to take at a time."""
         if self._bytes_per_s is None:
             return LARGEST_BYTES
         sharing = max(1, self._sharing, len(self._waiting))
@@ -78,7 +77,7 @@ class Budget:
         return min(LARGEST_BYTES, max(SMALL_BYTES, int(self._bytes_per_s * turn_s)))
 
     def take_ahead(self, count: int) -> bool:
-        """Take ``count`` bytes without waiting, if too much is not owed."""
+        """Take ``count`` bytes without waiting, unless too much is owed."""
         if self._bytes_per_s is None:
             return True
         now = asyncio.get_running_loop().time()
@@ -99,7 +98,7 @@ class Budget:
         await turn
 
     def _give_turns(self) -> None:
-        """As many as TICK_S is worth, to who has waited longest; the others when these are earned."""
+        """Give turns worth TICK_S to the directions that waited longest; the others wait until these are earned."""
         loop = asyncio.get_running_loop()
         now = loop.time()
         self._sharing = len(self._waiting)
@@ -124,8 +123,9 @@ class Relay:
         self.carried_bytes = 0
 
     async def carry(self, a: socket.socket, b: socket.socket, carried: list[int]) -> None:
-        """Until both directions have ended, or one has failed. ``carried``: bytes from each so far, kept up here. The
-        sockets are not blocking; the caller closes them."""
+        """Relay until both directions have ended, or one has failed.
+
+        ``carried`` counts the bytes from each socket. The sockets are non-blocking; the caller closes them."""
         ways = [asyncio.create_task(self._pump(a, b, carried, 0)), asyncio.create_task(self._pump(b, a, carried, 1))]
         try:
             await asyncio.wait(ways, return_when=asyncio.FIRST_EXCEPTION)
@@ -157,7 +157,7 @@ class Relay:
 
 
 async def _splice(source: int, target: int, count: int, awaited: int, *, writes: bool = False) -> int:
-    """Bytes moved; 0: the source has ended. ``awaited``: the socket of the two."""
+    """Number of bytes moved; 0 if the source has ended. ``awaited``: the one of the two that is a socket."""
     while True:
         try:
             return os.splice(source, target, count)
@@ -183,22 +183,21 @@ async def _ready(descriptor: int, *, writes: bool) -> None:
 
 
 # -- Rendezvous server -------------------------------------------------------------------------------------------------
-# A meeting point at work: it tells peers how they are seen, dials them back, introduces them, and relays.
 
 
 log = logs.get("meeting")
 
 RELAYS = 64
-"""Pairs at once."""
+"""Pairs that are relayed at once."""
 OPENING_S = 5.0
 CALL_S = 4.0
-"""Until whoever is called has agreed."""
+"""Limit for a peer that is called to agree."""
 DIAL_BACK_S = 2.0
 DIALS_A_MINUTE = 12
-"""Back to one machine."""
+"""Dial-backs to one machine."""
 DIALS_AT_ONCE = 16
 BEGINNING = 96
-"""Lines at once that have shown no ticket yet."""
+"""Lines that have shown no ticket yet, at most."""
 
 
 class _Line:
@@ -207,11 +206,11 @@ class _Line:
         self.reading: asyncio.Future[bytes] | None = None
         self.is_over = False
         self.carried: asyncio.Task[None] | None = None
-        """While it is relayed."""
+        """The relay of its pair, if it is relayed."""
 
 
 class RendezvousServer:
-    """See the module's rules. ``bytes_per_s``: what is relayed at most, of all pairs; None: no limit; 0: nothing."""
+    """See the module's rules. ``bytes_per_s``: limit of relaying, for all pairs; None: no limit; 0: no relaying."""
 
     def __init__(self, transport: Transport, bytes_per_s: float | None) -> None:
         self._transport = transport
@@ -219,7 +218,7 @@ class RendezvousServer:
         self.introducer = Introducer(0 if bytes_per_s == 0 else RELAYS)
         self._relays = bytes_per_s != 0
         self.token = os.urandom(intro.TICKET_BYTES)
-        """By which whoever dials us back knows that it is us."""
+        """Proves to a peer that dials back that it has reached this one."""
         self._attending: dict[PeerId, None] = {}
         self._lines: dict[object, _Line] = {}
         self._beginning: Room[_Line] = Room(BEGINNING)
@@ -233,7 +232,7 @@ class RendezvousServer:
 
     @property
     def attending(self) -> int:
-        """Peers that may be called."""
+        """Number of peers that may be called."""
         return len(set(self._attending) & set(self._transport.peers()))
 
     # -- requests ----------------------------------------------------------------------------------------------------
@@ -283,7 +282,7 @@ class RendezvousServer:
         return intro.Introduced(own)
 
     async def _dial_back(self, host: str, port: int, token: bytes) -> bool | None:
-        """Whether ``port`` answers there; None: enough was dialled in this minute."""
+        """Whether ``port`` of ``host`` answers; None if enough was dialled in this minute."""
         now, machine = asyncio.get_running_loop().time(), machine_of(host)
         while self._dials and self._dials[0][0] <= now - 60.0:
             self._dialled[self._dials.popleft()[1]] -= 1
@@ -310,7 +309,7 @@ class RendezvousServer:
     # -- lines -------------------------------------------------------------------------------------------------------
 
     async def serve_line(self, raw: socket.socket) -> bool:
-        """Somebody has begun one; whether it showed what is good here. It is closed at the end."""
+        """Serve a line until it ends, and close it; whether it showed a valid ticket or token."""
         key, line, loop = object(), _Line(raw), asyncio.get_running_loop()
         is_good = False
         try:
@@ -361,7 +360,7 @@ class RendezvousServer:
                 line.carried.cancel()
 
     def _apply_events(self) -> None:
-        """Do what the introducer wants, and set the timer."""
+        """Carry out the outputs of the introducer, and set the timer."""
         for event in self.introducer.events():
             match event:
                 case Say(key, data) if key in self._lines:

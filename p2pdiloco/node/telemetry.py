@@ -1,10 +1,12 @@
-"""What a node shows of itself: its machine's events become lines of the event log, and with what is seen just now (the
-status, connections, what others answer) they become the picture that page, ``top``, metrics and alerts show.
+"""What a node shows of itself.
+
+The events of its machine become lines of the event log. Together with the present status, the connections and what
+other peers answer they become the picture that page, ``top``, metrics and alerts show.
 
 Rules of this file:
 1. Nothing here decides anything of the protocol, and nothing waits for it.
-2. Others are asked how they stand only while somebody looks at a picture.
-3. Notes are bounded: a topic that comes too often is told now and then.
+2. Other peers are asked for their status only while somebody looks at a picture.
+3. Notes are limited: a topic that comes too often is written only now and then.
 """
 
 from __future__ import annotations
@@ -55,11 +57,11 @@ log = logs.get("node")
 LOOK_S = 1.0
 OUTLOOK_S = 5.0
 WATCHED_S = 60.0
-"""Somebody who asked for a picture so lately is looking."""
+"""Somebody counts as looking for so long after a picture was asked for."""
 RATE_LOOKS = 10
-"""Looks over which the link's use is averaged."""
+"""Looks over which the use of the link is averaged."""
 NOTES_AT_ONCE, NOTE_EVERY_S = 10, 6.0
-"""Of one topic."""
+"""Limit of the notes of one topic."""
 LONGEST_NOTE = 500
 
 
@@ -94,9 +96,9 @@ class Telemetry:
     ) -> None:
         """
         Args:
-            history: what the event log of ``peer`` says; it is taken in elsewhere.
+            history: of the event log of ``peer``, which feeds it.
             status: of this peer.
-            swarm_status: what others answer of themselves.
+            swarm_status: knows the status of other peers.
             membership_remaining_s: how long this peer's membership lasts; None: it has no end.
         """
         self._peer = peer
@@ -109,15 +111,15 @@ class Telemetry:
         self._alerts = Alerts(membership_remaining_s)
         self._live: tuple[PeerId, ...] = ()
         self._evaluation: msg.Evaluation | None = None
-        """What was written last."""
+        """The last one that was written."""
         self._since: dict[str, tuple[object, float]] = {}
-        """Of each peer its connection, and when that was seen first."""
+        """For each peer its connection, and when that was first seen."""
         self._traffic: deque[tuple[float, int, int]] = deque(maxlen=RATE_LOOKS)
         self._outlook = EtaEstimator()
         self._watched_at = -math.inf
         self._began = peer.host.now()
         self._notes: dict[str, tuple[float, float]] = {}
-        """Of each topic how many more may be told, and since when."""
+        """For each topic how many more may be written, and since when."""
         events.subscribe(MachineStepped, self._on_step)
 
     # -- events --------------------------------------------------------------------------------------------------------
@@ -183,7 +185,7 @@ class Telemetry:
     # -- looking -------------------------------------------------------------------------------------------------------
 
     async def keep(self) -> None:
-        """Run until cancelled: rates and prospects; others are asked while somebody looks."""
+        """Until cancelled: measure rates, estimate the time left, and ask other peers while somebody looks."""
         asked_at = prospect_at = -math.inf
         while True:
             now = self._peer.host.now()
@@ -200,7 +202,7 @@ class Telemetry:
             await asyncio.sleep(LOOK_S)
 
     async def _publish_alerts(self) -> None:
-        """Tell what a person should know."""
+        """Publish and log each alert that begins or ends."""
         folder = self._peer.options.folder
         room: float | None = None
         with suppress(OSError):  # other alerts are told all the same
@@ -214,16 +216,16 @@ class Telemetry:
 
     @property
     def is_watched(self) -> bool:
-        """Somebody looked a while ago."""
+        """Whether somebody has asked for a picture in the last WATCHED_S seconds."""
         return self._peer.host.now() - self._watched_at < WATCHED_S
 
     def picture_for_viewer(self) -> RunSnapshot:
-        """The picture for somebody who goes on looking."""
+        """Picture for a viewer that goes on looking: other peers are asked for their status meanwhile."""
         self._watched_at = self._peer.host.now()
         return self.picture()
 
     def picture(self) -> RunSnapshot:
-        """Of this moment, with what lasts of alerts."""
+        """Picture of this moment, with the alerts that last."""
         seen, lasts_s = self._current_picture(), self._peer.host.now() - self._began
         return msgspec.structs.replace(
             seen,
@@ -294,7 +296,7 @@ class Telemetry:
         )
 
     def _rows(self, now: float, status: PeerStatus, given: tuple[PeerRow, ...]) -> tuple[PeerRow, ...]:
-        """Who is live, and who gave anything; those who went a while ago last."""
+        """Rows of the live peers and of those that contributed; peers that have left come last."""
         view, rows = self._peer.machine.view, {row.peer: row for row in given}
         participating, words = view.participating, {view.me: status, **self.swarm_status.others}
         live = (view.me, *view.live)
@@ -338,7 +340,7 @@ def _connection_kind(channel: Channel) -> str:
 
 
 def public_words(status: PeerStatus) -> OwnWords:
-    """What is shown of what a peer tells of itself."""
+    """The part of a peer's status that the picture shows."""
     return OwnWords(
         phase=status.phase,
         tokens_per_s=max(0.0, finite(status.tokens_per_second) or 0.0),

@@ -1,13 +1,15 @@
-"""From what a peer publishes to a connection: its addresses at once, then a meeting point.
+"""Connecting to a peer by its record: its addresses first (happy eyeballs), then a meeting point.
 
 Rules of this file:
-1. Bounded: at most ADDRESSES are dialled, one begun every STAGGER_S, within the dialler's budget; the first connection
-   ends the others.
-2. A private address is dialled only by who may share its network: the peer is seen as that address, or both are seen as
-   one (behind one router), or nobody knows yet. A loopback address is dialled only if there is no other.
-3. Where an address may answer, a meeting begins a little later; where none may, at once. Of whom no meeting point is
-   known those that we attend are asked, later: it can be dialled, or dials us, mostly.
-4. What failed is told whole, newest first.
+1. At most ADDRESSES are dialled, one begun every STAGGER_S, within the dialler's budget. The first connection ends the
+   other attempts.
+2. A private address is dialled only if the peer may be in the same network: it is seen as that address, or both are
+   seen as the same host (behind one router), or nobody knows yet. A loopback address is dialled only if there is no
+   other.
+3. If an address may answer, the attempt through a meeting point begins a little later; if none may, at once. If the
+   record names no meeting point, those that this peer attends are asked, later still: such a peer can mostly be
+   dialled, or dials us.
+4. The error names the reasons of all attempts, newest first.
 """
 
 from __future__ import annotations
@@ -29,9 +31,9 @@ from p2pdiloco.wire.directory_records import PeerRecord
 ADDRESSES = 8
 STAGGER_S = 0.2
 MEETING_S, HOME_S = 0.4, 0.1
-"""After the last dial began; and where all addresses are private, which answer soon or never."""
+"""After the last dial began; HOME_S if all addresses are private: those answer soon or never."""
 UNNAMED_S = 2.0
-"""Later still, where the record names no meeting point."""
+"""Added if the record names no meeting point."""
 DIAL_S = 8.0
 
 
@@ -47,9 +49,9 @@ class ConnectFallback:
         """Connect to ``peer``.
 
         Raises:
-            PeerRefused: it answered, and said no.
-            Impostor: somebody else answers wherever anybody does.
-            DialError: anything else; all reasons.
+            PeerRefused: it answered, and refused this peer.
+            Impostor: another peer answers at its only address.
+            DialError: anything else, with the reasons of all attempts.
         """
         where = dialable(record, frozenset(self._rendezvous.seen))
         reasons: list[str] = []
@@ -89,10 +91,10 @@ class ConnectFallback:
         raise DialError("; ".join(dict.fromkeys(reasons)))
 
     async def connect_directly(self, peer: PeerId, record: PeerRecord) -> PeerId:
-        """A direct connection instead of a relayed one.
+        """Replace a relayed connection to ``peer`` by a direct one.
 
         Raises:
-            DialError: none came about.
+            DialError: no direct connection came about.
         """
         return await self._connect_by_rendezvous(peer, record.points, may_relay=False)
 
@@ -104,7 +106,7 @@ class ConnectFallback:
 
 
 def dialable(record: PeerRecord, seen: frozenset[str]) -> list[str]:
-    """The addresses of a record that may answer from here, best first. ``seen``: the hosts as which others see us."""
+    """Addresses of a record that may answer from here, best first. ``seen``: hosts as which others see this peer."""
     found: list[tuple[int, str]] = []
     local: list[str] = []
     for text in record.addresses[: 2 * ADDRESSES]:
@@ -121,7 +123,7 @@ def dialable(record: PeerRecord, seen: frozenset[str]) -> list[str]:
 
 
 def _rank(address: Address, theirs: Sequence[str], ours: frozenset[str]) -> int | None:
-    """1 for the same network, 2 for IPv6, 3 for the rest; 0 for loopback; None: it is not for us."""
+    """Rank of an address: 0 for loopback, 1 for the same network, 2 for IPv6, 3 for the rest; None: not dialled."""
     if address.family in ("dns", "dns4"):
         return 3
     ip = ipaddress.ip_address(address.host)

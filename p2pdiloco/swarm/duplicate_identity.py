@@ -1,13 +1,14 @@
-"""Two processes with one identity: a state folder that was copied to another machine. (On one machine the lock of the
-identity's file, and that of the run's folder, keep a second one out.)
+"""Two processes with one identity: a state folder was copied to another machine.
+
+On one machine the locks of the identity's file and of the run's folder keep a second process out.
 
 Rules of this file:
-1. Who starts looks whether a process that has its key answers at the addresses in its own record, or through the
-   meeting points there, and does not begin.
-2. Two that started at once see each other's record in the place of their own (``peer_manager.py``, rule 4); the one
-   that began later ends. Nobody's word is taken for it: whoever cannot prove to have the key is no twin.
-3. Other peers keep to the life that they saw last, refuse one that had to give way before, and hear nothing from it
-   (``net/endpoint.py``), so that nothing flaps meanwhile.
+1. A peer that starts looks for a process with its key at the addresses in its own record, and through its meeting
+   points. If one answers, the peer does not start.
+2. Two processes that start at once see each other's record in the place of their own (``peer_manager.py``, rule 4); the
+   one that began later ends. A process counts only if it proves to have the key.
+3. Other peers keep to the life that they saw last, and refuse one that had to give way before (``net/endpoint.py``), so
+   that connections do not flap meanwhile.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ from p2pdiloco.wire.directory_records import PeerRecord
 log = logs.get("node")
 
 ANSWER_S = 3.0
-"""What a twin has to answer, at all its addresses at once."""
+"""Limit for an answer at the addresses, which are all dialled at once."""
 MEET_S = 8.0
-"""And through a meeting point, whose routers are punched first."""
+"""Limit for an answer through a meeting point, after hole punching."""
 LOOK_S = 5.0
-"""Between two looks at one."""
+"""Between two looks at a duplicate."""
 
 
 class IdentityTaken(NamedTuple):
@@ -68,10 +69,10 @@ class DuplicateIdentity:
         self._began_s = began_s
         self._life = life
         self.must_end = False
-        """One of them stays."""
+        """Whether this process is the one that ends."""
         self._looked_at = -LOOK_S
         self._told = ""
-        """Life of the one that was told of."""
+        """Life of the duplicate that was logged last."""
 
     def handle_record(self, record: PeerRecord) -> None:
         """Look at a record of ``me`` that this process has not published."""
@@ -81,7 +82,7 @@ class DuplicateIdentity:
             self._host.spawn(self._check(record), name="twin")
 
     async def _check(self, record: PeerRecord) -> None:
-        """If it answers, the one of us that began later ends."""
+        """Reach the other process; if it answers, the one that began later ends."""
         address = await find_duplicate(record, self._me, self._credentials)
         if address is None:
             return
@@ -97,7 +98,7 @@ class DuplicateIdentity:
 async def refuse_duplicate_identity(
     directory: Directory, run: RunId, peer: PeerId, credentials: Credentials | None
 ) -> None:
-    """Before taking part.
+    """Check before taking part that no other process has this identity.
 
     Raises:
         IdentityError: a process with this peer's key takes part in ``run`` already.
@@ -115,7 +116,7 @@ async def refuse_duplicate_identity(
 
 
 async def find_duplicate(record: PeerRecord, peer: PeerId, credentials: Credentials | None) -> str | None:
-    """Where a process proves to be ``peer``, in the life that the record names; None: nowhere."""
+    """Where a process proves to be ``peer``, in the life that the record names; None if nowhere."""
     async with (
         observer_transport(Identity.ephemeral(), credentials) as transport,
         observer_connector(transport, lambda other: other == peer) as connector,
@@ -138,13 +139,14 @@ async def find_duplicate(record: PeerRecord, peer: PeerId, credentials: Credenti
 
 
 def must_give_way(began_s: float, life: str, *, to: PeerRecord) -> bool:
-    """Whether a process that began then, with that life, ends for the sake of the one that has published ``to``. Of any
-    two one does."""
+    """Whether a process that began at ``began_s``, with that life, ends in favour of the one that published ``to``.
+
+    Of any two processes exactly one does."""
     return (began_s, life) > (to.began_s, to.life)
 
 
 def describe_duplicate(peer: PeerId, address: str) -> str:
-    """What happened and what to do, for the user."""
+    """Tell the user what happened and what to do."""
     return (
         f"another process takes part with this peer's identity ({peer}, at {address}): its state folder is a copy of "
         "this one, or the other way round. Stop one of them; to run both, remove identity.key from the copy, which "

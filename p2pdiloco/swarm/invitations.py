@@ -1,4 +1,4 @@
-"""Invites as people ask for them: who may give which, where newcomers find the run, what is shown at the start."""
+"""Invites as people ask for them: which peer may give which one, and how newcomers find the run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from p2pdiloco.util.output_markers import invitation, private_invitation, script
 log = logs.get("invites")
 
 ADDRESSES = "addresses"
-"""In STATE/RUN/members: where newcomers find the directory, one a line."""
+"""File in STATE/RUN/members: addresses at which newcomers find the directory, one a line."""
 MOVED = "newcomers find the run at another place now: the addresses that were told before do not answer"
 AGAIN = "the directory answers again where newcomers were told to ask at first: the first invite is good"
 NOBODY_COMES = (
@@ -44,15 +44,15 @@ NOBODY_COMES = (
     "bootstrap again, or another one (p2pdiloco bootstrap) and this peer with it (--bootstrap)"
 )
 LOOK_S = 10.0
-"""Between two looks at whether that is right."""
+"""Between two looks at whether these addresses are right."""
 LOOKS = 6
-"""That have to agree before anything is changed or told: a bootstrap may stand still for a while, or start again."""
+"""Looks that have to agree before anything is changed or told: a bootstrap may hang for a while, or restart."""
 
 
 def credentials_of(
     manifest: Manifest, identity: Identity, run_folder: Path, invite: Invite | None = None
 ) -> Credentials:
-    """This peer's by ``invite``, or what lies there; who made the invite comes back as what it is.
+    """This peer's credentials by ``invite``, or those in its files. A peer that issued the invite keeps its own role.
 
     Raises:
         CredentialsError: the run takes members only, and this peer has no certificate.
@@ -69,7 +69,7 @@ def credentials_of(
 
 
 def credentials_for_joining(invite: Invite, identity: Identity, state: Path) -> Credentials:
-    """This peer's by ``invite``, before it has asked anybody for the run's manifest.
+    """This peer's credentials by ``invite``, before it has asked another peer for the manifest.
 
     Raises:
         CredentialsError: the invite is for another peer.
@@ -83,10 +83,10 @@ def credentials_for_joining(invite: Invite, identity: Identity, state: Path) -> 
 def require_membership(
     manifest: Manifest, identity: Identity, state: Path, invite: Invite | None, folders: Sequence[Path]
 ) -> None:
-    """Before a run is resumed from ``folders`` by the peer of ``state``.
+    """Check that the peer of ``state`` may resume a run from ``folders``.
 
     Raises:
-        CredentialsError: it is none of the run's members; it says whose state it is.
+        CredentialsError: it is no member of the run; the text says whose state it is.
     """
     try:
         credentials_of(manifest, identity, folder_of(state, manifest.run), invite)
@@ -100,7 +100,7 @@ def require_membership(
 
 
 def find_credentials(state: Path, wanted: str | None, identity: Identity) -> Credentials | None:
-    """Of a private run that is called ``wanted`` (a name, or the beginning of an id) and was joined here before."""
+    """Credentials for a private run that was joined here before. ``wanted``: its name, or the beginning of its id."""
     for manifest in manifests_here(state) if wanted else []:
         is_wanted = manifest.config.name == wanted or manifest.run.startswith(wanted or "")
         if is_wanted and manifest.config.access != "open":
@@ -110,10 +110,10 @@ def find_credentials(state: Path, wanted: str | None, identity: Identity) -> Cre
 
 
 def load_grant(manifest: Manifest, mine: Credentials, run_folder: Path, now_s: float) -> Grant:
-    """What this peer may do, by what is known here.
+    """What this peer may do, by the membership log in its files.
 
     Raises:
-        CredentialsError: it is no member any more.
+        CredentialsError: it is no longer a member.
         UnknownInviterError: the admin who invited it is not known here yet.
     """
     members = members_of(manifest)
@@ -127,13 +127,13 @@ def load_grant(manifest: Manifest, mine: Credentials, run_folder: Path, now_s: f
 
 
 def keep_addresses(run_folder: Path, addresses: Sequence[str]) -> None:
-    """Where newcomers find the directory, for invites that are made later."""
+    """Keep the addresses at which newcomers find the directory, for invites that are made later."""
     folder = MemberFiles(run_folder).folder
     write_atomically(folder / ADDRESSES, "".join(f"{address}\n" for address in addresses).encode())
 
 
 def kept_addresses(run_folder: Path) -> tuple[str, ...]:
-    """What ``keep_addresses`` has kept."""
+    """Addresses that ``keep_addresses`` has kept."""
     try:
         return tuple((MemberFiles(run_folder).folder / ADDRESSES).read_text().split())
     except OSError:
@@ -151,7 +151,7 @@ def invite_text(
     not_after: int = NEVER,
     peer: PeerId | None = None,
 ) -> str:
-    """A new invite.
+    """Make a new invite.
 
     Raises:
         CredentialsError: this peer may not invite, or the run has no use for an invite, or for this one.
@@ -182,7 +182,7 @@ def invite_text(
 def load_or_make_invite(
     manifest: Manifest, mine: Credentials, grant: Grant, run_folder: Path, addresses: tuple[str, ...]
 ) -> str:
-    """The invite that a founder's or an admin's terminal shows; the same one as long as its addresses are right."""
+    """The invite that an admin's terminal shows. A new one is made only if the addresses in the last one are wrong."""
     files = MemberFiles(run_folder)
     kept = files.invite()
     try:
@@ -196,10 +196,10 @@ def load_or_make_invite(
 
 
 def apply_grant(manifest: Manifest, mine: Credentials, options: PeerOptions, say: Callable[[str], None]) -> PeerOptions:
-    """What the peer does, of what it would; its certificate is kept.
+    """Limit ``options`` to what the peer's certificate allows, and keep its certificate chain.
 
     Raises:
-        CredentialsError: it is no member, or not any more.
+        CredentialsError: it is no member, or no longer one.
     """
     MemberFiles(options.folder).write_chain(mine.chain)
     try:
@@ -215,7 +215,7 @@ def apply_grant(manifest: Manifest, mine: Credentials, options: PeerOptions, say
 
 
 def how_to_join(manifest: Manifest, mine: Credentials, folder: Path, directory: Directory) -> list[str]:
-    """For the founder's user."""
+    """Lines that tell the user how others join."""
     name, is_scripts = manifest.config.name, manifest.config.model.kind == "external"
     if manifest.config.access == "open":
         where = dict.fromkeys((*directory.visible_addresses(), *directory.meeting_places()))
@@ -239,9 +239,11 @@ async def keep_meeting_places(
     is_dialable: Callable[[], bool | None],
     say: Callable[[str], None] | None,
 ) -> None:
-    """Until cancelled, keep for invites to come where newcomers find the directory: a bootstrap may go, and come back.
-    ``is_dialable``: whether others have dialled our own node of it; None: nobody has tried. ``say``: tell of what
-    lasts, and how to join then."""
+    """Until cancelled, keep the addresses for later invites right: a bootstrap may go away and come back.
+
+    is_dialable: whether others have dialled this peer's directory node; None if nobody has tried.
+    say: tells the user of a change that lasts, and how to join then; None: the user is not told.
+    """
     first = kept = directory.meeting_places()
     told = seen = first, True
     looks = 0

@@ -1,17 +1,18 @@
-"""Keeps this peer connected to every other peer of its run: announce, look up, dial, dial again.
+"""Keeps this peer connected to every other peer of its run: it announces itself, looks up the others, and dials them.
 
 Rules of this file:
-1. The directory gives addresses, nothing else. Who is live is the protocol's decision, from connections. Of a private
-   run, only members' records are looked at.
-2. Of two peers the one with the smaller id dials first; the other dials only if nothing came for a while. Who has just
-   come dials all whom it finds: they may not look for long (``lookup_policy.py``).
-3. Addresses are remembered on disk, so that a restarted peer finds the run again without any bootstrap node.
-4. It looks before it announces, and announces at once where another process's record stands in the place of its own:
-   so of two with one identity (twins.py) each sees the other, in whatever order they look and announce.
-5. Who is connected is told how we can be reached, whenever that changes, and tells us: the directory, which is asked
-   seldom, is for who is not. What a connected peer says of itself is newer than its record there.
-6. Who has said goodbye is dialled seldom, until it is announced by a process that began after that, or is connected
-   again. Who is no member any more is not dialled, and dials nobody.
+1. The directory gives addresses, nothing else; the protocol decides from connections which peers are live. In a private
+   run, only records of members are used.
+2. Of two peers the one with the smaller id dials first; the other dials only if no connection came for a while. A peer
+   that has just started dials all that it finds: they may not look for long (``lookup_policy.py``).
+3. Addresses are remembered on disk, so that a restarted peer finds the run again without a bootstrap node.
+4. A peer looks before it announces, and announces at once if another process's record stands in the place of its own:
+   so two processes with one identity (``duplicate_identity.py``) see each other, in whatever order they look and
+   announce.
+5. Connected peers tell each other how they can be reached, whenever that changes. The directory, which is asked seldom,
+   is for peers that are not connected.
+6. A peer that said goodbye is dialled seldom, until a process that began later announces it, or it is connected again.
+   A peer that is no longer a member is not dialled, and dials nobody.
 """
 
 from __future__ import annotations
@@ -43,28 +44,29 @@ from p2pdiloco.wire.request_reply import Answer, RequestError, RequestRefused
 log = logs.get("roster")
 
 ROUND_S = 2.0
-"""Between two looks at who is to be dialled."""
+"""Between two looks at which peers are to be dialled."""
 ANNOUNCE_S, ANNOUNCE_MOST_S = 10.0, 120.0
-"""Between two announcements: as seldom as looks, since who keeps our record may go when others do; and beyond FEW peers
-more seldom in proportion (``LookupPolicy.stretch``), since who looks for a record's place is told all that is there."""
+"""Between two announcements: as often as lookups, since the nodes that keep our record may leave; stretched in large
+runs as lookups are, since a peer that publishes a record is sent all that are stored there."""
 NEWS_S = 1.0
-"""Where we can be reached in another way than the record says."""
+"""Before the next announcement, if this peer can be reached in another way than its record says."""
 TELL_S = 8.0
 RECORD_LIFE_S = 960.0
-"""Two announcements of a large run. Of all processes alike: a new one's record outlives that of the life before it."""
+"""Two announcement intervals of a large run. It is a constant: the record of a new process must outlive that of the
+last one."""
 LONGEST_PAUSE_S = 30.0
 PATIENCE_S = 3.0
 """How long the peer with the larger id waits to be dialled."""
 SHORT_S = 5.0
-"""A connection that ends so soon after our dial counts as one that failed."""
+"""A connection that ends so soon after it was dialled counts as a failed dial."""
 SHORT_PAUSE_S = 8.0
-"""At most, before the next dial after that."""
+"""Longest pause before the next dial after that."""
 LEFT_S = 120.0
-"""Between two dials to who has said goodbye: it may be back where no directory tells."""
+"""Between two dials to a peer that said goodbye: it may be back, and the directory may not know."""
 DIRECT_S, DIRECT_MOST_S = 30.0, 600.0
-"""Between looks for a direct way to a peer over a relay."""
+"""Between two attempts to replace a relayed connection by a direct one."""
 ROOM = 64
-"""Places that a full table has for each look into the directory."""
+"""Places that are made in a full table before each lookup."""
 
 
 class PeerManager:
@@ -106,7 +108,7 @@ class PeerManager:
         self._announced_at = float("-inf")
         self._announced = PeerRecord(())
         self._told: dict[PeerId, tuple[str | None, PeerRecord]] = {}
-        """Which life of each connected peer knows what of us."""
+        """For each connected peer, which life of it was told which record of ours."""
         self._saved: dict[str, list[str]] = {}
         transport.answer_requests(Reachable, self._answer_reachable)
         transport.add_disconnect_callback(self.handle_disconnected)
@@ -141,7 +143,7 @@ class PeerManager:
         return Answer(b"")
 
     async def withdraw(self) -> None:
-        """Take our record back."""
+        """Withdraw this peer's record from the directory."""
         await self._ignore_directory_errors(self._directory.withdraw_peer(self._run))
 
     def handle_disconnected(self, peer: PeerId, reason: str) -> None:
@@ -197,8 +199,10 @@ class PeerManager:
         await self._save()
 
     def _peers_to_tell(self) -> list[PeerId]:
-        """Connected peers that do not know how we can be reached now. Of two that connect one knows the other, which is
-        told, and then knows the one; who only asks is known to nobody."""
+        """Connected peers that were not told how this peer can be reached now.
+
+        Of two peers that connect, one knows the other and tells it, which then knows the first. Observers are
+        unknown."""
         record, lives = self._record(), {peer: self._transport.life_of(peer) for peer in self._transport.peers()}
         self._told = {peer: told for peer, told in self._told.items() if peer in lives}
         return [peer for peer in lives if peer in self._known and self._told.get(peer) != (lives[peer], record)]
@@ -260,7 +264,7 @@ class PeerManager:
             known.is_dialling = False
 
     def _relayed_peers_due(self, now: float) -> list[PeerId]:
-        """Peers over a relay, to which a direct way is looked for again; the smaller id of two looks."""
+        """Relayed peers for which a direct connection is due to be tried; of two peers the smaller id tries."""
         due = []
         for peer in self._transport.peers():
             channel, known = self._transport.channel_of(peer), self._known.get(peer)
@@ -300,7 +304,7 @@ class PeerManager:
 
 
 def _pause_s(failures: int) -> float:
-    """After so many in a row, until the next dial."""
+    """Pause before the next dial, after so many failures in a row."""
     return min(LONGEST_PAUSE_S, 2.0 ** min(failures, 10))
 
 

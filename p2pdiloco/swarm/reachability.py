@@ -1,12 +1,12 @@
-"""How this peer stands in the network: it asks meeting points how it is seen and whether it can be dialled, and attends
-them, so that others can meet it.
+"""Reachability of this peer: meeting points tell it how it is seen and whether it can be dialled, and let others meet
+it.
 
 Rules of this file:
-1. Nobody has to say whether a peer can be dialled: who has dialled it knows. One that did is enough; if all that tried
-   failed, it cannot be.
-2. Bootstraps are asked first, then members that can be dialled; at most POINTS are attended, anew when one is gone.
-3. What was found is told to the user in one sentence, and again when it changes.
-4. A router is asked for a port where this machine has a private address and its user has announced none.
+1. Meeting points dial this peer back. It can be dialled if at least half of those that tried came through.
+2. Bootstraps are asked first, then members that can be dialled. At most POINTS are attended; one that is gone is
+   replaced.
+3. The user is told the result in one sentence, and again when it changes.
+4. A router is asked for a port if this machine has a private address and its user has announced none.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ log = logs.get("whereabouts")
 
 LOOK_S = 2.0
 RENEW_S = 120.0
-"""After which a meeting point is asked again how we are seen."""
+"""After which a meeting point is asked again how this peer is seen."""
 PAUSE_S = 15.0
-"""Before one that did not answer is asked again."""
+"""Before a meeting point that did not answer is asked again."""
 MOST_ADDRESSES = 16
 ASKED = 8
-"""Of the meeting points in the directory."""
+"""Meeting points of the directory that are asked, at most."""
 TRIED = 2
-"""Addresses of one."""
+"""Addresses of one meeting point that are tried."""
 PLACES = 4
-"""At which a record says that we can be met."""
+"""Addresses of meeting points in this peer's record, at most."""
 
 
 class Reachability:
@@ -117,7 +117,7 @@ class Reachability:
             await self._router.release()
 
     def record(self) -> PeerRecord:
-        """What others are told of how to reach us."""
+        """How others can reach this peer."""
         own = self._announced or list(dict.fromkeys([*self._outside_addresses(), *self._transport.listen_addresses()]))
         return PeerRecord(
             tuple(own[:MOST_ADDRESSES]), seen=self.client.seen, points=self.points, is_point=self.is_dialable is True
@@ -125,16 +125,17 @@ class Reachability:
 
     @property
     def is_dialable(self) -> bool | None:
-        """Whether others have dialled us back; None: nobody has tried."""
+        """Whether others can dial this peer; None: nobody has tried."""
         return self._is_port_dialable(0)
 
     @property
     def is_directory_dialable(self) -> bool | None:
-        """The same of our node of the directory, which newcomers ask first."""
+        """The same for this peer's directory node, which newcomers ask first; None: nobody has tried."""
         return self._is_port_dialable(1)
 
     def _is_port_dialable(self, port: int) -> bool | None:
-        """By what half of those say who have tried ``port``, the first or the second: others have come through."""
+        """Whether at least half of those that dialled the first (0) or second (1) port came through; None: nobody
+        did."""
         answers = self._port_answers(port)
         return 2 * sum(answers) >= len(answers) if answers else None
 
@@ -143,8 +144,9 @@ class Reachability:
 
     @property
     def points(self) -> tuple[str, ...]:
-        """Where we can be met; nowhere, if all who have tried say that we can be dialled anyway. One may lie, or
-        others may not come through where it does."""
+        """Addresses of meeting points at which this peer can be met; none, if all that tried could dial it.
+
+        A single meeting point may lie, or be able to dial where others are not."""
         if self.is_dialable and all(self._port_answers(0)):
             return ()
         attended = self.client.attended.values()
@@ -152,7 +154,7 @@ class Reachability:
 
     @property
     def port(self) -> int:
-        """At which our transport listens."""
+        """Port at which the transport listens."""
         return next((addresses.parse(text).port for text in self._transport.listen_addresses()), 0)
 
     @property
@@ -161,11 +163,11 @@ class Reachability:
 
     @property
     def outside_port(self) -> int:
-        """At which others may reach our transport: the router's, if it has given one."""
+        """Port at which others may reach the transport: the router's, if it has given one."""
         return self.port if self._lease is None else self._lease.port
 
     def _outside_addresses(self) -> list[str]:
-        """Multiaddrs at which others have reached us."""
+        """Multiaddrs at which others have reached this peer."""
         if not self.is_dialable:
             return []
         hosts = (told.host for told in self.client.observations if told.answers[:1] == (True,))
@@ -184,14 +186,14 @@ class Reachability:
             raise TimeoutError
 
     def _start_port_mapping(self) -> None:
-        """For a port, where there may be a router."""
+        """Ask the router for a port, if there may be one."""
         hosts = (ipaddress.ip_address(addresses.parse(text).host) for text in self._transport.listen_addresses())
         if self._maps_port and not self._announced and any(not ip.is_global and not ip.is_loopback for ip in hosts):
             self._router = PortMapping(self.port)
             self._tasks.keep(partial(self._router.keep, self._asked_at.clear), name="router")
 
     async def keep(self, say: Callable[[str], None]) -> None:
-        """Attend, until cancelled; ``say`` tells the user."""
+        """Attend meeting points until cancelled; ``say`` tells the user a sentence."""
         loop = asyncio.get_running_loop()
         if self._router is None:
             self._start_port_mapping()
@@ -207,7 +209,7 @@ class Reachability:
             await asyncio.sleep(LOOK_S)
 
     async def _candidates(self) -> dict[PeerId, list[str]]:
-        """The addresses of each, best first; those that are met already first."""
+        """Addresses of each meeting point, best first; attended ones come first."""
         told: dict[PeerId, Sequence[str]] = {}
         records = await self._known_points.records(self.client.attended, asyncio.get_running_loop().time())
         for peer, body in list(records.items())[:ASKED]:
@@ -247,7 +249,7 @@ class Reachability:
             say(sentence)
 
     def describe(self) -> str:
-        """For the user."""
+        """A sentence for the user."""
         seen, lease = ", ".join(self.client.seen) or "nobody knows which address", self._lease
         if self.is_dialable:
             mapped = f": the router maps it to this machine ({lease.by})" if lease else ""
@@ -269,7 +271,7 @@ class Reachability:
 
 
 def _addresses_with_id(texts: Sequence[str], peer: PeerId) -> list[str]:
-    """A peer's addresses with its id: those that can be dialled from here first, this machine's last, one a family."""
+    """Addresses of ``peer`` with its id, one of each family: dialable ones first, those of this machine last."""
     found: dict[str, addresses.Address] = {}
     for text in texts:
         with suppress(ValueError):
@@ -282,7 +284,7 @@ def _addresses_with_id(texts: Sequence[str], peer: PeerId) -> list[str]:
 
 
 async def check_reachability(directory: Directory, listen: Sequence[str], patience_s: float) -> tuple[bool | None, str]:
-    """Whether a peer that listens at ``listen`` could be dialled, and the sentence for the user.
+    """Whether a peer that listens at ``listen`` can be dialled, and a sentence for the user.
 
     Raises:
         OSError: the port is taken.

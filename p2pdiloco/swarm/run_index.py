@@ -1,7 +1,7 @@
-"""The runs that have folders here, by their manifests: what commands need that look, and take no part.
+"""Index of the runs that have folders on this machine, for commands that only read.
 
-Rule of this file: a state folder may have other peers' state folders in it, as the default one has those of training
-scripts. A run that it has itself comes first; one of theirs is theirs, with their key.
+Rule of this file: a state folder may contain state folders of other peers, as the default one contains those of
+training scripts. A run of the folder itself comes first; a run of a nested folder belongs to that peer, with its key.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ NAME_LETTERS = 12
 
 
 class ConfigError(Exception):
-    """The configuration, or what lies here, cannot be used; the message names it, and what is allowed."""
+    """The configuration, or a state folder, cannot be used; the message names it, and what is allowed."""
 
 
 class KeptRun(NamedTuple):
-    """A run that has a folder here."""
+    """A run that has a folder on this machine."""
 
     state: Path
     """The state folder of the peer that takes part in it."""
@@ -33,17 +33,17 @@ class KeptRun(NamedTuple):
 
     @property
     def folder(self) -> Path:
-        """The run's own."""
+        """Folder of the run."""
         return folder_of(self.state, self.manifest.run)
 
 
 def folder_of(state: Path, run: RunId) -> Path:
-    """Where a peer with this state folder keeps ``run``."""
+    """Folder in which a peer with this state folder keeps ``run``."""
     return state / run[:NAME_LETTERS]
 
 
 def manifests_here(state: Path) -> list[Manifest]:
-    """Of all runs that have a folder in ``state``."""
+    """Manifests of all runs that have a folder in ``state``."""
     found = []
     for path in sorted(state.glob(f"*/{MANIFEST}")):
         try:
@@ -60,12 +60,12 @@ def peers_below(state: Path) -> list[Path]:
 
 
 def kept_runs(state: Path) -> list[KeptRun]:
-    """All that have a folder in ``state``, then those of other peers in it."""
+    """All runs that have a folder in ``state``, then those of peers nested in it."""
     return [KeptRun(place, manifest) for place in (state, *peers_below(state)) for manifest in manifests_here(place)]
 
 
 def kept_run(state: Path, wanted: str | None) -> KeptRun:
-    """The run of that name, or whose id begins so; None: the only one.
+    """The run with the name ``wanted``, or whose id begins with it; None: the only run.
 
     Raises:
         ConfigError: there is none, or there are several.

@@ -31,7 +31,7 @@ from p2pdiloco.net.rate_limit import TURN_BYTES
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.transport import addresses, sockets
 from p2pdiloco.transport.addresses import Address
-from p2pdiloco.transport.connection_setup import ConnectionSetup
+from p2pdiloco.transport.connection_setup import ConnectionSetup, DialMet
 from p2pdiloco.transport.identity import Identity, verify
 from p2pdiloco.transport.sockets import DialError, Impostor, Listeners, PeerRefused
 from p2pdiloco.transport.tls import TlsContexts, remote_fingerprint
@@ -338,6 +338,10 @@ class Transport:
             return await answer(peer, request)
 
         self._answerers[encode(kind.__struct_config__.tag)] = answer_encoded
+
+    def redial_met_peers(self, dial: DialMet) -> None:
+        """Have ``dial`` make further connections to peers that were met at a rendezvous server."""
+        self.setup.dial_met = dial
 
     def add_disconnect_callback(self, callback: Callable[[PeerId, str], None]) -> None:
         """Call ``callback`` with each peer that is gone and the reason, after the handler."""

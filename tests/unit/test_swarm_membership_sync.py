@@ -158,7 +158,7 @@ def test_a_ban_reaches_everybody_and_ends_connections(tmp_path: Path) -> None:
             place.connect(*pair)
         await place.settle()
         assert not place.parted
-        MemberFiles(tmp_path / the_founder().peer).leave(the_founder().bans(eve))
+        MemberFiles(tmp_path / the_founder().peer).queue_statement(the_founder().bans(eve))
         place.there[the_founder().peer].check_members()
         await place.settle()
         assert sorted(here for here, there, _ in place.parted if there == eve.peer) == sorted([ann.peer, bob.peer])
@@ -242,7 +242,7 @@ def test_an_observer_whose_invite_is_revoked_is_parted_from(tmp_path: Path) -> N
         await place.settle()
         assert not place.parted
         assert not one.is_member(asking.peer), "it only asks"
-        MemberFiles(tmp_path / the_founder().peer).leave(the_founder().bans(invite))
+        MemberFiles(tmp_path / the_founder().peer).queue_statement(the_founder().bans(invite))
         one.check_members()
         await place.settle()
         assert [(there, "is revoked" in why) for _, there, why in place.parted] == [(asking.peer, True)]
@@ -313,7 +313,7 @@ def test_what_is_known_is_kept_and_damage_is_survived(tmp_path: Path) -> None:
     ann = the_founder().invites().certifies()
     known.admit(ann.peer, ann.chain, 0.0)
     files.save(known)
-    files.leave(the_founder().bans(ann))
+    files.queue_statement(the_founder().bans(ann))
     (tmp_path / "members" / "new" / "garbage").write_bytes(b"garbage")
 
     def read() -> Members:
@@ -469,8 +469,8 @@ def test_a_banned_peer_does_not_come_back_with_a_new_key_anywhere(tmp_path: Path
             place.connect(*pair)
         await place.settle()
         files = MemberFiles(tmp_path / the_founder().peer)
-        files.leave(the_founder().bans(eve))
-        files.leave(the_founder().closes(invite, ann, bob))
+        files.queue_statement(the_founder().bans(eve))
+        files.queue_statement(the_founder().closes(invite, ann, bob))
         place.connect(bob, again)
         place.there[the_founder().peer].check_members()
         await place.settle()
