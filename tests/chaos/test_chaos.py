@@ -19,14 +19,14 @@ POLL_S = 0.05
 
 
 @pytest.mark.timeout(600)
-def test_three_minutes_of_chaos_keep_every_promise(tmp_path: Path) -> None:
-    """``make chaos``, with a peer killed, stopped, cut off or spoilt every five seconds and all of them at once."""
+def test_two_minutes_of_chaos_keep_every_promise(tmp_path: Path) -> None:
+    """A short ``make chaos``: a peer is killed, stopped, cut off or spoilt every four seconds, and all of them at once."""
     out = tmp_path / "out"
-    command = [sys.executable, "-m", "tests.chaos", "--plan", "quick", "--out", str(out)]
+    command = [sys.executable, "-m", "tests.chaos", "--plan", "short", "--out", str(out)]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=540, check=False)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     summary = json.loads((out / "verdicts.json").read_text())
-    assert summary["faults"] >= 10, "most of the schedule was done"
+    assert summary["faults"] >= 7, "most of the schedule was done"
     assert {name: found["says"] for name, found in summary["verdicts"].items() if not found["kept"]} == {}
     assert (out / "timeline.png").read_bytes().startswith(b"\x89PNG")
 

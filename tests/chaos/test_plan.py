@@ -31,7 +31,7 @@ def written(folder: Path, text: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", ["quick", "half-hour", "as-shipped", "peer-hour", "hostile", "hostile-short"])
+@pytest.mark.parametrize("name", ["quick", "short", "half-hour", "as-shipped", "peer-hour", "hostile", "hostile-short"])
 def test_shipped_plans_are_good(name: str) -> None:
     plan = read_plan(find_plan(name))
     assert plan.name == name

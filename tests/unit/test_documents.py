@@ -24,6 +24,7 @@ ROOT = Path(__file__).parents[2]
 DOCUMENTS = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
     *(path for path in sorted((ROOT / "docs").glob("*.md")) if path.name != "lab-notes.md"),
 ]
 """Lab notes tell what was run then."""
