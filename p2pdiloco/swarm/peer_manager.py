@@ -41,7 +41,7 @@ from p2pdiloco.wire.control_messages import decode_as, encode
 from p2pdiloco.wire.directory_records import PeerRecord
 from p2pdiloco.wire.request_reply import Answer, RequestError, RequestRefused
 
-log = logs.get("roster")
+log = logs.get("peers")
 
 ROUND_S = 2.0
 """Between two looks at which peers are to be dialled."""

@@ -39,7 +39,7 @@ from p2pdiloco.util.tasks import Tasks
 from p2pdiloco.wire.control_messages import decode_as
 from p2pdiloco.wire.directory_records import PeerRecord, PointRecord
 
-log = logs.get("whereabouts")
+log = logs.get("reachability")
 
 LOOK_S = 2.0
 RENEW_S = 120.0
@@ -245,7 +245,7 @@ class Reachability:
         sentence = self.describe()
         if sentence != self._said:
             self._said = sentence
-            log.info("whereabouts", found=sentence)
+            log.info("seen from outside", found=sentence)
             say(sentence)
 
     def describe(self) -> str:

@@ -17,7 +17,7 @@ ANN, BOB, CID = (PeerId(name) for name in ("ann", "bob", "cid"))
 
 
 class Round:
-    """Curiosity of ann, asked every LOOK_S as the roster asks it."""
+    """Lookup policy of ann, asked every LOOK_S as the peer manager asks it."""
 
     def __init__(self) -> None:
         self.heard: frozenset[int] = frozenset()

@@ -134,7 +134,7 @@ class Process:
         self.record = PeerRecord((f"/ip4/127.0.0.1/tcp/1/p2p/{life}",))
         self.lines = Lines(life)
         self.run = OpenRun()
-        self.ladder = NoWay()
+        self.connector = NoWay()
         self.known = KnownPeers(ME)
         self.lookup = LookupPolicy(ME, frozenset)
         self.peer_manager = PeerManager(
@@ -144,7 +144,7 @@ class Process:
             self.known,
             self.lookup,
             cast(MembershipSync, self.run),
-            cast(ConnectFallback, self.ladder),
+            cast(ConnectFallback, self.connector),
             record=lambda: self.record,
             began_s=board.now_s(),
             cache=folder / f"{life}.json",
@@ -308,11 +308,11 @@ class Gone:
 
     def goes(self, reason: str) -> None:
         self.one.lines.lives = {}
-        self.one.ladder.dialled.clear()
+        self.one.connector.dialled.clear()
         self.one.peer_manager.handle_disconnected(BOB, reason)
 
     def dials(self) -> int:
-        return len(self.one.ladder.dialled)
+        return len(self.one.connector.dialled)
 
 
 def test_who_said_goodbye_is_dialled_when_it_has_come_back_and_else_seldom(tmp_path: Path) -> None:
@@ -330,7 +330,7 @@ def test_who_said_goodbye_is_dialled_when_it_has_come_back_and_else_seldom(tmp_p
         assert gone.dials() == 0, "its old record is no news"
         await asyncio.sleep(9 * LEFT_S + 2 * RESOLVED_S)
         assert 9 <= gone.dials() <= 10, "it may be back, and nobody says so"
-        gone.one.ladder.dialled.clear()
+        gone.one.connector.dialled.clear()
         gone.announced(Board.now_s())
         await asyncio.sleep(5 * RESOLVED_S)
         assert gone.dials() >= 3, "another life of it is announced"
