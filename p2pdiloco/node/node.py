@@ -44,7 +44,6 @@ from p2pdiloco.swarm.reachability import Reachability
 from p2pdiloco.swarm.run_announcer import RunAnnouncer
 from p2pdiloco.swarm.run_lookup import ask_status
 from p2pdiloco.training.shared_memory import SharedVectors
-from p2pdiloco.transport import port_memory
 from p2pdiloco.transport.identity import Identity
 from p2pdiloco.transport.transport import ConnectionLimits, Transport, TransportLimits
 from p2pdiloco.util import logs
@@ -112,7 +111,7 @@ class Node:
         """
         me, folder, link, layout = identity.peer_id, options.folder, options.link, Layout.of(manifest)
         mine = credentials or Credentials(manifest.run, b"", identity)
-        ports, began_s, events = folder / "ports.json", directory.now_s(), EventBus()
+        began_s, events = directory.now_s(), EventBus()
         async with AsyncExitStack() as stack:
             # Disk and memory.
             folder.mkdir(parents=True, exist_ok=True)
@@ -125,7 +124,7 @@ class Node:
             authorizer = MemberAuthorizer(members_of(manifest), mine.chain, time.time)
             transport = Transport(
                 identity,
-                listen=await asyncio.to_thread(port_memory.again, link.listen, ports),
+                listen=link.listen,
                 run=manifest.run,
                 version=WIRE_VERSION,
                 limits=TransportLimits(
@@ -135,6 +134,7 @@ class Node:
                     reused_bytes=min(MOST_REUSED_BYTES, max(LEAST_REUSED_BYTES, layout.elements // 2)),
                 ),
                 door=authorizer,
+                port_file=folder / "ports.json",
             )
             known = KnownPeers(me)
 
@@ -214,7 +214,6 @@ class Node:
 
             # All parts are there: from here on others can come.
             await stack.enter_async_context(transport.serve(peer))
-            await asyncio.to_thread(port_memory.remember, transport.listen_addresses(), ports)
             await stack.enter_async_context(reachability)
             yield node
 

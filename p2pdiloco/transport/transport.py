@@ -15,6 +15,7 @@ import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol, Self, TypeVar
 
 import msgspec
@@ -29,7 +30,7 @@ from p2pdiloco.net.handshake import NONCE_BYTES, Dialled, Greeter, Hello, Role
 from p2pdiloco.net.limits import ConnectionLimits, TransportLimits, UpBudget
 from p2pdiloco.net.rate_limit import TURN_BYTES
 from p2pdiloco.protocol.ids import PeerId
-from p2pdiloco.transport import addresses, sockets
+from p2pdiloco.transport import addresses, port_memory, sockets
 from p2pdiloco.transport.addresses import Address
 from p2pdiloco.transport.connection_setup import ConnectionSetup, DialMet
 from p2pdiloco.transport.identity import Identity, verify
@@ -123,6 +124,7 @@ class Transport:
     listen: multiaddrs, or one (``/ip4/0.0.0.0/tcp/0``); "" not to listen (an observer).
     run: the run's id, or "" while it is not known. version: the protocol's. door: who is let in; None: everybody.
     observes: it only asks.
+    port_file: keeps the ports for the next life of this peer; None: they are not kept.
     """
 
     def __init__(
@@ -135,9 +137,12 @@ class Transport:
         limits: TransportLimits | None = None,
         door: Authorizer | None = None,
         observes: bool = False,
+        port_file: Path | None = None,
     ) -> None:
         self._limits = limits or TransportLimits()
+        self._listen = listen
         self._listeners = Listeners(listen)
+        self._port_file = port_file
         self._handler: TransportHandler
         """Set by ``serve``, before anything can come."""
         life = os.urandom(16)
@@ -190,8 +195,12 @@ class Transport:
         """
         self._handler = handler
         self._loop = asyncio.get_running_loop()
+        if self._port_file is not None:
+            self._listeners = Listeners(await asyncio.to_thread(port_memory.again, self._listen, self._port_file))
         self._listeners.open()
         try:
+            if self._port_file is not None:
+                await asyncio.to_thread(port_memory.remember, self.listen_addresses(), self._port_file)
             async with self._tasks:
                 for listener in self._listeners:
                     accept = partial(self.setup.accept_all, listener)
