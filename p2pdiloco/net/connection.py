@@ -5,13 +5,13 @@ deadlines and what is to be sent go into the endpoint's context (net/context.py)
 is driven.
 
 Rules of this file:
-1. What is said between proved peers is the session's (net/session.py). A connection holds its session, and knows no
-   other connection: the endpoint (net/endpoint.py) does what concerns several.
-2. The peer's faults end its connection with one reason; nothing else is disturbed.
+1. The session (net/session.py) handles what proved peers say. A connection holds its session and knows no other
+   connection: the endpoint (net/endpoint.py) does what concerns several.
+2. A fault of the peer ends its connection with one reason, and disturbs nothing else.
 3. Life: connecting -> greeting -> open -> (retiring: a duplicate that only finishes what it has begun) -> closed.
-   Proved or Failed is told once.
-4. There is one deadline at a time, and each state but the open one has it: connecting, greeting, retiring, parting,
-   closing. A dead path is the kernel's to notice (keepalive and TCP_USER_TIMEOUT, transport/sockets.py).
+   Proved or Failed is reported once.
+4. There is one deadline at a time, in each state but the open one: connecting, greeting, retiring, parting, closing.
+   The kernel notices a dead path (keepalive and TCP_USER_TIMEOUT, transport/sockets.py).
 """
 
 from __future__ import annotations
@@ -35,31 +35,30 @@ from p2pdiloco.net.session import Session
 from p2pdiloco.protocol.ids import PeerId
 
 # -- Closing -----------------------------------------------------------------------------------------------------------
-# How far a connection has come on its way to its end: it parts, it retires for another connection, it is over.
 
 
 class CloseState:
-    """How far one connection has come in closing."""
+    """How far one connection has come in closing: it parts, retires for another connection, or is over."""
 
     __slots__ = ("_retired", "goodbye", "has_failed", "is_retiring", "over", "parting")
 
     def __init__(self) -> None:
         self.over: str | None = None
-        """Why it is over: nothing is read or sent from then on."""
+        """The reason, once nothing is read or sent any more."""
         self.parting: str | None = None
-        """Why we are leaving: nothing new is sent; what is queued is."""
+        """The reason, once we are leaving: what is queued is still sent, and nothing new."""
         self.goodbye: bytes | None = None
-        """Waits until everything that is sent in parts is acknowledged."""
+        """The GOODBYE frame, while parts that were sent are not acknowledged."""
         self.is_retiring = False
-        """Another connection stays: what is begun here is finished."""
+        """Another connection stays: this one finishes what has begun."""
         self.has_failed = False
-        """It is told that there will be no proof."""
+        """Failed was reported."""
         self._retired: set[str] = set()
-        """Which of "us" and "them" has said that another connection stays."""
+        """Sides ("us", "them") that have said that another connection stays."""
 
     @property
     def is_ending(self) -> bool:
-        """Saying or having said goodbye, or over."""
+        """Whether it is parting or over."""
         return self.over is not None or self.parting is not None
 
     @property
@@ -69,27 +68,26 @@ class CloseState:
 
     @property
     def is_goodbye_queued(self) -> bool:
-        """The goodbye is out, or in the outbox."""
+        """Whether the GOODBYE is sent, or in the outbox."""
         return self.parting is not None and self.goodbye is None
 
     @property
     def have_both_retired(self) -> bool:
-        """Each side has said that another connection stays."""
+        """Whether both sides have said that another connection stays."""
         return len(self._retired) == 2
 
     def record_retired(self, who: str) -> bool:
-        """``who`` ("us" or "them") says that another connection stays; False: that was said."""
+        """Note that ``who`` ("us" or "them") has said that another connection stays; False: it had."""
         is_news = who not in self._retired
         self._retired.add(who)
         return is_news
 
 
 # -- Connection --------------------------------------------------------------------------------------------------------
-# One connection to one peer, without I/O: its life, from the handshake to the goodbye.
 
 
 class Connection:
-    """See the module's rules."""
+    """One connection to one peer, from the handshake to the goodbye; see the module's rules."""
 
     def __init__(
         self,
@@ -105,24 +103,24 @@ class Connection:
         self.host = host
         """The numeric address of the other side's machine."""
         self.received_at = context.now
-        """When bytes came last."""
+        """When bytes were last received."""
         self.local: Hello | None = None
-        """What we said; set once TLS is up."""
+        """Our HELLO, once TLS is established."""
         self.remote: Hello | None = None
-        """What the other side said; set once proved."""
+        """The other side's HELLO, once it is proved."""
         self.session = Session(id, context)
         self.is_paused = True
-        """The channel is not up, or takes no more at present."""
+        """The socket is not there yet, or takes no more at present."""
         self.is_lost = False
         """Its socket is closed."""
         self._copied: deque[memoryview] = deque()
-        """By ``receive``, and not read."""
+        """Data of ``receive_data`` that was not parsed yet."""
         self._context = context
         self._dialled = dialled
         self._handshake: Handshake | None = None
         self._end = CloseState()
         self._ignores_input = False
-        """Set when the peer broke the rules: it is told so, and no longer listened to."""
+        """The peer was refused, or broke the rules: nothing of it is read any more."""
         self._overdue_reason = "no channel came about in time"
         self._set_deadline(context.limits.handshake_s, self._overdue_reason)
 
@@ -130,7 +128,7 @@ class Connection:
 
     @property
     def peer(self) -> PeerId:
-        """Whose connection this is; only after the handshake."""
+        """The peer at the other end; only after the handshake."""
         assert self.remote is not None
         return PeerId(self.remote.peer)
 
@@ -140,17 +138,17 @@ class Connection:
 
     @property
     def is_open(self) -> bool:
-        """Proved, and neither lost nor parting."""
+        """Whether it is proved, and not ending."""
         return self.remote is not None and not self.is_ending
 
     @property
     def is_ending(self) -> bool:
-        """Saying or having said goodbye, or lost."""
+        """Whether it is parting or over."""
         return self._end.is_ending
 
     @property
     def is_over(self) -> bool:
-        """Nothing is read or sent any more."""
+        """Whether nothing is read or sent any more."""
         return self._end.over is not None
 
     @property
@@ -160,12 +158,12 @@ class Connection:
 
     @property
     def has_waiting_bulk(self) -> bool:
-        """There is bulk, and the other side takes it: only the kernel or the budget holds it back."""
+        """Whether there is bulk that the other side takes, so that only the kernel or the budget holds it back."""
         return self._end.over is None and self.session.has_waiting_bulk
 
     @property
     def greeting(self) -> Hello:
-        """The dialler's, which names lane, bond and attempt. Only after the handshake."""
+        """The dialler's HELLO, which names lane, bond and attempt; only after the handshake."""
         hello = self.local if self.role is Role.DIALLER else self.remote
         assert hello is not None
         return hello
@@ -173,7 +171,7 @@ class Connection:
     # -- what the endpoint calls -------------------------------------------------------------------------------------
 
     def handle_tls_established(self, fingerprint: bytes) -> None:
-        """The encrypted channel is there, with the listener's certificate of this ``fingerprint``."""
+        """TLS is established: send our HELLO. ``fingerprint``: of the listener's certificate."""
         if self._end.over is not None:
             return
         self.is_paused = False
@@ -183,7 +181,7 @@ class Connection:
         self.session.send_frame(encode_frame(FrameKind.HELLO, 0, self._handshake.hello_body))
 
     def handle_lost(self, reason: str) -> None:
-        """The socket is closed."""
+        """End: the socket is closed."""
         self.is_lost = True
         reason = self._end.over = self._end.reason or reason
         self._set_deadline(None)
@@ -192,7 +190,7 @@ class Connection:
         self.session.handle_lost(reason)
 
     def handle_deadline(self) -> None:
-        """The deadline has passed."""
+        """Close at once: the deadline has passed."""
         if self._end.over is not None:
             self._context.emit(Closing(self.id, is_flushed=False))
         self.abort(self._overdue_reason)
@@ -206,7 +204,7 @@ class Connection:
         return self.is_open and self.session.send_message(body, payload, priority, topic)
 
     def retire(self) -> None:
-        """Another connection took over: finish what is begun, then close. The other side does the same."""
+        """Finish what has begun, then close, since another connection serves. The other side does the same."""
         if self._end.is_retiring or self._end.over is not None:
             return
         self._end.is_retiring = True
@@ -232,12 +230,12 @@ class Connection:
             self._context.emit(Closing(self.id, is_flushed=False))
 
     def turn_away(self, parting: Parting, reason: str) -> None:
-        """Refuse a connection that has not served anybody: say why, and listen no longer."""
+        """Refuse a connection that has not served anybody: say why, and read nothing more of it."""
         self._stop_listening()
         self.close(parting, reason)
 
     def break_off(self, reason: str) -> None:
-        """The peer broke the rules: tell it, and listen no longer."""
+        """Close because the peer broke the rules: say so, drop what is queued, and read nothing more."""
         self.session.drop_queued()
         self.turn_away(Parting.BROKEN, reason)
 
@@ -246,8 +244,8 @@ class Connection:
         return self.session.inbox.buffer()
 
     def advance(self, count: int) -> bool:
-        """``count`` bytes were read into ``buffer()``. False: nothing follows yet. Else go through the endpoint's
-        events."""
+        """``count`` bytes were read into ``buffer()``. False: there is nothing to do yet; else go through the
+        endpoint's events."""
         if self._ignores_input or self._end.over is not None:
             return False
         if not self.session.inbox.advance(count) and self._context.grants.bytes_per_s is None:
@@ -256,13 +254,13 @@ class Connection:
         return True
 
     def receive_data(self, data: bytes) -> None:
-        """``data`` came: as ``advance``, copied."""
+        """Take received data, as ``buffer`` and ``advance`` do, with a copy."""
         if not self._ignores_input and self._end.over is None:
             self._copied.append(memoryview(data))
             self._context.unread[self.id] = None
 
     def handle_next_frame(self) -> bool:
-        """Handle the next frame of what came. False: there is no other.
+        """Handle the next frame of what was received. False: there is no other.
 
         Raises:
             FrameError: the peer broke the format, or a rule of the session. The endpoint breaks off, also with the
@@ -288,11 +286,11 @@ class Connection:
 
     @property
     def has_unread(self) -> bool:
-        """``handle_next_frame`` has something to do."""
+        """Whether ``handle_next_frame`` has something to do."""
         return self.session.inbox.has_more or self.session.has_offer or bool(self._copied)
 
     def advance_closing(self) -> None:
-        """Something has ended or was queued: say goodbye if all is said, close if that is out."""
+        """Take the next step of closing: send the GOODBYE when all else is sent, close when that is out."""
         session, end = self.session, self._end
         if end.over is not None or not (end.parting is not None or end.is_retiring or session.is_overrun):
             return
@@ -362,13 +360,13 @@ class Connection:
     # -- parting -----------------------------------------------------------------------------------------------------
 
     def _fail_handshake(self, error: Exception) -> None:
-        """If it is not proved, it never will be."""
+        """Report that the handshake has failed, if the peer is not proved."""
         if self.remote is None and not self._end.has_failed:
             self._end.has_failed = True
             self._context.emit(Failed(self.id, error))
 
     def _release(self) -> None:
-        """Nothing more is sent or granted."""
+        """Drop what is queued, and leave the budgets."""
         self._context.shaper.close(self.id)
         if self.session.account is not None:
             self._context.grants.close(self.session.account)
@@ -376,7 +374,7 @@ class Connection:
         self.session.inbox.clear()
 
     def _close_socket(self, reason: str) -> None:
-        """Let what was written go out, then close, within ``part_s``."""
+        """Close the socket after what was written is out, within ``part_s``."""
         self._end.over = reason
         self._release()
         self._set_deadline(self._context.limits.part_s, reason)
@@ -387,7 +385,7 @@ class Connection:
             self._close_socket("another connection of ours stays")
 
     def _set_deadline(self, delay_s: float | None, reason: str = "") -> None:
-        """The one deadline that runs; a new one replaces it."""
+        """Set the connection's one deadline; None: there is none."""
         self._overdue_reason = reason
         if delay_s is None:
             self._context.deadlines.cancel((Due.CONNECTION, self.id))

@@ -34,9 +34,8 @@ to read its state, until its event Ended was handed out; what is said of one tha
 
 Rules of this file:
 1. No I/O here or below: no socket, clock, thread, file or random number. What happens is an event; nobody is called.
-2. One connection per pair of peers serves (net/endpoint.py).
-3. Nothing waits: what does not fit is refused.
-4. Connections do not know each other: what concerns several (lanes, duplicates) is done here.
+2. Nothing waits: what does not fit is refused.
+3. Connections do not know each other: what concerns several (lanes, duplicates) is done here.
 """
 
 from __future__ import annotations
@@ -77,30 +76,30 @@ from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.wire.request_reply import Answer, RequestError
 
 # -- Incarnations of a peer --------------------------------------------------------------------------------------------
-# A peer that is started anew gets a new life (``Hello.life``), which takes the place of the one before. A life that
-# comes back after that means two processes with one identity: it is refused while the later one is connected, so that
-# the two do not take each other's place for ever.
+# A peer that is started anew has a new life (``Hello.life``), which replaces the one before. If a life comes back after
+# that, two processes have one identity. It is refused while the later one is connected, so that the two do not replace
+# each other for ever.
 
 
 PEERS = 1024
 LIVES = 4
-"""Of each peer; more are forgotten, the oldest first."""
+"""Ended lives of each peer that are remembered, the latest ones."""
 
 
 class PastIncarnations:
-    """See above."""
+    """Lives of peers that have ended."""
 
     def __init__(self) -> None:
         self._past: dict[PeerId, deque[bytes]] = {}
         self._told: dict[PeerId, None] = {}
-        """Peers of which it is known that they are two processes."""
+        """Peers of which a conflict was reported."""
 
     def has_ended(self, peer: PeerId, life: bytes) -> bool:
-        """Whether that life is over."""
+        """Whether a life of ``peer`` has ended."""
         return life in self._past.get(peer, ())
 
     def record_end(self, peer: PeerId, life: bytes) -> None:
-        """Another life takes its place."""
+        """Note that another life of ``peer`` replaces this one."""
         past = self._past.pop(peer, None) or deque(maxlen=LIVES)
         if life not in past:
             past.append(life)
@@ -111,23 +110,20 @@ class PastIncarnations:
             self._told.pop(oldest, None)
 
     def note_conflict(self, peer: PeerId) -> bool:
-        """Whether a life that is over comes back for the first time."""
+        """Note that an ended life of ``peer`` has come back; whether it is the first time."""
         is_news = peer not in self._told
         self._told[peer] = None
         return is_news
 
 
 # -- Connections by peer -----------------------------------------------------------------------------------------------
-# Which connection serves which peer.
-# Rules of this file:
-# 1. One connection per pair of peers serves. A direct one takes the place of a relayed one; if both dial at once, the
-#    one dialled by the smaller peer id stays. The other finishes what it has begun. A peer that was started anew
-#    (``Hello.life``) replaces its old connection, and its old life does not come back while the new one is here
-#    (net/endpoint.py).
-# 2. What is heard of a peer is of the life that serves: another life's connections end when this one's comes, and one
-#    that is turned away is not listened to. (Heartbeats of two processes in turns would make both look dead.)
-# 3. Connected and Disconnected are told in turns for each peer, whatever happens to connections below.
-# 4. Places are bounded; who takes one when all are taken is net/abuse_limits.py's.
+# 1. One connection per pair of peers serves. A direct one replaces a relayed one. If both dial at once, the one dialled
+#    by the smaller peer id stays; the other finishes what it has begun. A peer that was started anew replaces its old
+#    connection, and its old life does not come back while the new one is connected (``PastIncarnations``).
+# 2. Only the life that serves is heard: connections of another life end when this one's begins, and one that is turned
+#    away is not read. (Heartbeats of two processes in turns would make both look dead.)
+# 3. Connected and Disconnected alternate for each peer, whatever happens to connections below.
+# 4. Places are bounded; net/abuse_limits.py decides who gets one when all are taken.
 
 
 LEAVING = "the peer is leaving"
@@ -149,7 +145,7 @@ class Peers:
         self._connections = connections
 
     def handle_proved(self, connection: Connection) -> bool:
-        """A connection is there. Whether it serves now."""
+        """Decide what becomes of a connection whose peer is proved; whether it serves from now on."""
         peer, old = connection.peer, self.serving.get(connection.peer)
         if self.is_leaving:
             connection.turn_away(Parting.LEAVING, LEAVING)
@@ -183,7 +179,7 @@ class Peers:
         return self._serve(connection)
 
     def stop_serving(self, connection: Connection, reason: str) -> None:
-        """A connection serves no longer."""
+        """Report that the peer is gone, if ``connection`` served it."""
         if connection.is_proved and self.serving.get(connection.peer) is connection:
             del self.serving[connection.peer]
             self._context.emit(Disconnected(connection.id, reason))
@@ -206,8 +202,8 @@ class Peers:
         return True
 
     def _bind_lane(self, lane: Connection, primary: Connection | None) -> None:
-        """A lane is proved: it belongs to the connection whose dialler's nonce it names. What the other side has sent
-        on one that belongs to none is not heard, nor acknowledged: it is sent again on another."""
+        """Bind a lane to the connection whose dialler's nonce it names. A lane of no connection is not read: what the
+        other side has sent on it is not acknowledged, and is sent again on another."""
         if (
             primary is None
             or not primary.is_open
@@ -221,7 +217,8 @@ class Peers:
             lane.turn_away(Parting.LEAVING, f"{len(primary.session.lanes.members)} lanes are enough")
 
     def _rank(self, connection: Connection) -> tuple[bool, bool, int]:
-        """Both ends compute the same: direct wins; then dialled by the smaller id; of one dialler's the latest."""
+        """Which of two connections stays, the same at both ends: a direct one; one dialled by the smaller id; the
+        latest of one dialler."""
         greeting = connection.greeting
         return (
             not greeting.is_relayed,
@@ -239,7 +236,7 @@ def _life_of(connection: Connection) -> bytes:
 
 
 class Hold(Struct, frozen=True):
-    """A payload that the user has not taken yet: bytes that the accounts bear."""
+    """A payload that the user has not taken yet: its bytes, divided among the accounts of the pair's lanes."""
 
     accounts: tuple[Account, ...]
     bytes_each: int
@@ -255,18 +252,20 @@ class Endpoint:
         self.connections: dict[ConnectionId, Connection] = {}
         """Every one whose event Ended was not handed out, unproved and retiring ones included."""
         self._half_open: Room[ConnectionId] = Room(limits.handshakes)
-        """Accepted and not proved."""
+        """Accepted connections whose peers have not proved themselves."""
         self._peers = Peers(self._context, limits.connections, self.connections)
         self._path_monitor = PathMonitor(self._context, limits, self.connections)
         self._accounts: dict[Account, Connection] = {}
+        self._next_deadline: float | None = None
+        """The earliest of the context's deadlines when ``next_deadline`` was called last."""
         self._past_traffic = Traffic()
-        """Of connections that have ended."""
+        """Bytes on connections that have ended."""
 
     # -- what there is -----------------------------------------------------------------------------------------------
 
     @property
     def serving(self) -> Mapping[PeerId, Connection]:
-        """The connection that serves each peer. It may be parting."""
+        """The connection that serves each peer. It may be closing."""
         return self._peers.serving
 
     @property
@@ -294,7 +293,7 @@ class Endpoint:
     # -- connections -------------------------------------------------------------------------------------------------
 
     def add_connection(self, role: Role, now: float, *, host: str, dialled: Dialled = ANYBODY) -> ConnectionId:
-        """The id of a new connection to the numeric address ``host``: it is there, and not encrypted yet."""
+        """Add a connection to the numeric address ``host``, which is not encrypted yet; its id."""
         self._context.now = now
         connection = ConnectionId(next(self._ids))
         self.connections[connection] = Connection(connection, self._context, role=role, host=host, dialled=dialled)
@@ -305,20 +304,20 @@ class Endpoint:
         return connection
 
     def handle_tls_established(self, connection: ConnectionId, fingerprint: bytes, now: float) -> None:
-        """TLS is there, with the listener's certificate of this SHA-256 ``fingerprint``."""
+        """TLS is established. ``fingerprint``: SHA-256 of the listener's certificate."""
         self._context.now = now
         if (found := self.connections.get(connection)) is not None:
             found.handle_tls_established(fingerprint)
 
     def receive_data(self, connection: ConnectionId, data: bytes, now: float) -> None:
-        """``data`` came. (A driver that reads into the connection's ``buffer()`` and calls ``advance()`` saves a
+        """Take received data. (A driver that reads into the connection's ``buffer()`` and calls ``advance()`` saves a
         copy.)"""
         self._context.now = now
         if (found := self.connections.get(connection)) is not None:
             found.receive_data(data)
 
     def handle_connection_lost(self, connection: ConnectionId, reason: str, now: float) -> None:
-        """The socket is closed, by whomever."""
+        """The connection's socket is closed, by either side."""
         self._context.now = now
         found = self.connections.get(connection)
         if found is None or found.is_lost:
@@ -337,35 +336,35 @@ class Endpoint:
         self._context.emit(Ended(connection, found.reason))
 
     def abort(self, connection: ConnectionId, reason: str, now: float) -> None:
-        """Close it at once, whatever it is doing."""
+        """Close a connection at once; what is queued is lost."""
         self._context.now = now
         if (found := self.connections.get(connection)) is not None:
             found.abort(reason)
 
     def pause_writing(self, connection: ConnectionId) -> None:
-        """The socket takes no more."""
+        """The connection's socket takes no more at present."""
         if (found := self.connections.get(connection)) is not None:
             found.is_paused = True
 
     def resume_writing(self, connection: ConnectionId) -> None:
-        """The socket takes more."""
+        """The connection's socket takes more again."""
         if (found := self.connections.get(connection)) is not None:
             found.is_paused = False
             self._context.touch(connection)
 
     def handle_path_info(self, paths: Mapping[ConnectionId, Path], now: float) -> None:
-        """What the kernel knows of the connections that PathInfoWanted named."""
+        """Take what the kernel knows of the connections that PathInfoWanted named."""
         self._context.now = now
         self._path_monitor.handle_paths(paths)
         self._emit_pacing()
 
     def handle_lane_dialled(self, wanted: LaneWanted, is_there: bool, now: float) -> None:
-        """A lane that was wanted is proved, or failed."""
+        """The dial of a lane that was wanted has ended."""
         self._context.now = now
         self._path_monitor.handle_lane_dialled(wanted.primary, is_there)
 
     def leave(self, reason: str, now: float) -> None:
-        """Part from every peer, and from those that come."""
+        """Close all connections in order, and those that come from now on."""
         self._context.now = now
         self._peers.is_leaving = True
         for connection in self.connections.values():
@@ -405,22 +404,22 @@ class Endpoint:
         return connection.session.send_request(body, timeout_s, max_payload)
 
     def withdraw_request(self, request: OutgoingRequest) -> None:
-        """The answer is not wanted any more; neither AnswerReceived nor RequestFailed will come."""
+        """Withdraw a request of ours; neither AnswerReceived nor RequestFailed will come."""
         if (connection := self.connections.get(request.connection)) is not None:
             connection.session.withdraw_request(request.number)
 
     def send_answer(self, request: IncomingRequest, answer: Answer) -> None:
-        """The answer to the peer's request."""
+        """Answer a request of the peer's."""
         if (connection := self.connections.get(request.connection)) is not None:
             connection.session.send_answer(request.number, answer)
 
     def refuse_request(self, request: IncomingRequest, text: str) -> None:
-        """There is no answer; the peer is told why."""
+        """Refuse a request of the peer's, for a reason."""
         if (connection := self.connections.get(request.connection)) is not None:
             connection.session.refuse_request(request.number, text)
 
     def accept_payload(self, offer: Offered) -> None:
-        """Take the payload that is to come."""
+        """Take the payload that was offered."""
         self.connections[offer.receiver].session.accept_offer(offer)
 
     def hold_payload(self, message: Message) -> Hold:
@@ -440,20 +439,20 @@ class Endpoint:
             self._send_credit(self._context.grants.update(account, now))
 
     def blame(self, peer: PeerId, now: float) -> None:
-        """``peer`` sent a body that cannot be read. Too many, and it is cut off."""
+        """Report that ``peer`` sent a malformed body. Too many of them cut it off."""
         self._context.now = now
         connection = self.serving.get(peer)
         if self._context.scores.blame(peer, BODY, now) and connection is not None:
             connection.break_off("too much that cannot be read")
 
     def disconnect(self, peer: PeerId, reason: str, now: float) -> None:
-        """Part from ``peer``: what is queued is flushed for ``part_s`` seconds; it is told ``reason``."""
+        """Disconnect ``peer``: flush what is queued, for ``part_s`` seconds at most, and tell it ``reason``."""
         self._context.now = now
         if (connection := self.serving.get(peer)) is not None:
             connection.close(Parting.LEAVING, reason)
 
     def set_budget(self, up: UpBudget, down: float | None, now: float) -> None:
-        """Bytes per second over all connections from now on; None: no limit."""
+        """Set how many bytes per second all connections may send and receive; None: no limit."""
         self._context.now = now
         self._send_credit(self._context.grants.set_budget(down, now))
         self._path_monitor.set_budget(up)
@@ -470,6 +469,7 @@ class Endpoint:
     def next_deadline(self) -> float | None:
         """When ``wake`` is to be called at the latest; in the past: at once. None: not before something happens."""
         first, context = self._context.deadlines.next(), self._context
+        self._next_deadline = first
         bulk_at, credit_at = context.shaper.next_at(), context.grants.due_at
         if bulk_at is not None and (first is None or bulk_at < first):
             first = bulk_at
@@ -477,20 +477,20 @@ class Endpoint:
 
     @property
     def has_new_deadline(self) -> bool:
-        """``next_deadline`` may be sooner than it was; ``to_send`` may make it so, too."""
-        return self._context.deadlines.has_new or self._context.grants.due_at is not None
+        """Whether ``next_deadline`` may be sooner than it was. (``to_send`` may make it sooner, too.)"""
+        return self._context.deadlines.next() != self._next_deadline or self._context.grants.due_at is not None
 
     def wake(self, now: float) -> None:
-        """Time has passed."""
+        """Do what is due. Call it when ``next_deadline`` has come."""
         self._context.now = now
-        while (key := self._context.deadlines.due(now)) is not None:
+        while (key := self._context.deadlines.pop_due(now)) is not None:
             self._handle_deadline(key)
         due_at = self._context.grants.due_at
         if due_at is not None and due_at <= now:
             self._send_credit(self._context.grants.grant(now))
 
     def events(self, now: float) -> Iterator[Event]:
-        """What happened, one after the other: what follows an event in the bytes that came is looked at after it."""
+        """Events in order. Received bytes are parsed lazily: those behind an event, after it was handled."""
         context = self._context
         context.now = now
         while True:
@@ -507,7 +507,7 @@ class Endpoint:
                 self._update_account(connection)
 
     def to_send(self, now: float, bulk_bytes: int = TURN_BYTES) -> Iterator[tuple[ConnectionId, Slice]]:
-        """What is to be written now: all control that waits, then about ``bulk_bytes`` of bulk."""
+        """Bytes to be written now, and on which connection: all control, then about ``bulk_bytes`` of bulk."""
         context, shaper = self._context, self._context.shaper
         context.now = now
         written = 0
@@ -548,12 +548,12 @@ class Endpoint:
 
     @property
     def has_events(self) -> bool:
-        """``events`` has something."""
+        """Whether ``events`` has something."""
         return bool(self._context.unread or self._context.events)
 
     @property
     def has_control(self) -> bool:
-        """``to_send`` may have something beside bulk."""
+        """Whether ``to_send`` may have something beside bulk."""
         return bool(self._context.touched)
 
     def _emit_pacing(self) -> None:
@@ -561,8 +561,8 @@ class Endpoint:
             self._context.emit(Paced(connection, rate))
 
     def _handle_next_frame(self, connection: Connection) -> bool:
-        """Handle the next frame that came on a connection; whether there is another. A peer that breaks the format is
-        cut off: a lane takes its primary with it."""
+        """Handle the next frame of a connection; whether there is another. A peer that breaks the format is cut off; a
+        lane takes its primary with it."""
         try:
             return connection.handle_next_frame()
         except FrameError as error:
@@ -573,7 +573,7 @@ class Endpoint:
             return connection.has_unread
 
     def _handle_lifecycle(self, event: Proved | Ended) -> None:
-        """What the endpoint itself has to do with an event."""
+        """Do what the endpoint itself has to do at an event."""
         connection = self.connections[event.connection]
         match event:
             case Proved():
@@ -601,7 +601,7 @@ class Endpoint:
                 self._path_monitor.request_paths()
 
     def _update_account(self, connection: Connection) -> None:
-        """Bytes came: the sender may send more."""
+        """Count received bytes in the connection's account, and grant its sender more."""
         account, inbox = connection.session.account, connection.session.inbox
         news = (inbox.arrived_bytes, inbox.demand_bytes)
         if account is None or news == (account.received, account.demand):

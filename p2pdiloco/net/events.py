@@ -18,14 +18,14 @@ ConnectionId = NewType("ConnectionId", int)
 
 
 class OutgoingRequest(Struct, frozen=True):
-    """One of our requests."""
+    """Names one of our requests."""
 
     connection: ConnectionId
     number: int
 
 
 class IncomingRequest(Struct, frozen=True):
-    """One of the peer's requests."""
+    """Names one of the peer's requests."""
 
     connection: ConnectionId
     number: int
@@ -41,22 +41,23 @@ class Connected(Struct, frozen=True):
 
 
 class Disconnected(Struct, frozen=True):
-    """The peer is gone. What was queued for it is lost."""
+    """The peer of ``connection`` is gone. What was queued for it is lost."""
 
     connection: ConnectionId
     reason: str
 
 
 class TwinRefused(Struct, frozen=True):
-    """Two processes have the identity of ``kept``'s peer: the earlier one came back as ``connection``, and was refused.
-    Told once a peer."""
+    """Two processes have the identity of one peer: the earlier one came back as ``connection``, and was refused, since
+    the later one is connected as ``kept``. Reported once a peer."""
 
     connection: ConnectionId
     kept: ConnectionId
 
 
 class Message(Struct, frozen=True):
-    """A message came. ``payload`` is the user's own, writable memory. ``Endpoint.hold``: it is not taken yet."""
+    """A message. ``payload`` is the user's own, writable memory. ``Endpoint.hold_payload`` if the user has not taken it
+    yet."""
 
     connection: ConnectionId
     body: bytes
@@ -64,8 +65,8 @@ class Message(Struct, frozen=True):
 
 
 class Offered(Struct, frozen=True):
-    """A payload of ``size`` bytes is to come with a message. ``Endpoint.accept`` takes it, before the next event is
-    looked at; else it is refused, and the sender stops."""
+    """A payload of ``size`` bytes is to come with a message. Call ``Endpoint.accept_payload`` before the next event is
+    taken; else it is refused, and the sender stops."""
 
     connection: ConnectionId
     receiver: ConnectionId
@@ -80,27 +81,27 @@ class Offered(Struct, frozen=True):
 
 
 class RequestReceived(Struct, frozen=True):
-    """The peer asks: ``Endpoint.answer`` or ``Endpoint.refuse``."""
+    """A request of the peer's: call ``Endpoint.send_answer`` or ``Endpoint.refuse_request``."""
 
     request: IncomingRequest
     body: bytes
 
 
 class RequestWithdrawn(Struct, frozen=True):
-    """Nobody waits for this answer any more."""
+    """The peer does not want the answer to its request any more."""
 
     request: IncomingRequest
 
 
 class AnswerReceived(Struct, frozen=True):
-    """The answer to a question of ours."""
+    """The answer to a request of ours."""
 
     request: OutgoingRequest
     response: Response
 
 
 class RequestFailed(Struct, frozen=True):
-    """There will be no answer."""
+    """A request of ours gets no answer."""
 
     request: OutgoingRequest
     error: RequestError
@@ -110,21 +111,21 @@ class RequestFailed(Struct, frozen=True):
 
 
 class Proved(Struct, frozen=True):
-    """The handshake is done."""
+    """The peer of ``connection`` has proved its identity."""
 
     connection: ConnectionId
 
 
 class Failed(Struct, frozen=True):
-    """There will be no proof: HandshakeError, or ConnectionError if the connection was lost before."""
+    """The handshake has failed: HandshakeError, or ConnectionError if the connection was lost before."""
 
     connection: ConnectionId
     error: Exception
 
 
 class Closing(Struct, frozen=True):
-    """Close the connection's socket: ``is_flushed`` after all that was written is out, else at once. Then say
-    ``Endpoint.lost``."""
+    """Close the connection's socket: after all that was written is out (``is_flushed``), or at once. Then call
+    ``Endpoint.handle_connection_lost``."""
 
     connection: ConnectionId
     is_flushed: bool
@@ -138,14 +139,14 @@ class Ended(Struct, frozen=True):
 
 
 class Paced(Struct, frozen=True):
-    """Let the kernel send at most at this rate on the connection; None: no limit."""
+    """Have the kernel send at most at this rate on the connection; None: no limit."""
 
     connection: ConnectionId
     bytes_per_s: float | None
 
 
 class LaneWanted(Struct, frozen=True):
-    """Dial a further connection beside ``primary``, and tell ``Endpoint.lane_dialled`` whether that went well."""
+    """Dial a further connection beside ``primary``, then call ``Endpoint.handle_lane_dialled``."""
 
     primary: ConnectionId
     lane: int
@@ -153,13 +154,13 @@ class LaneWanted(Struct, frozen=True):
 
 
 class PathInfoWanted(Struct, frozen=True):
-    """Tell ``Endpoint.saw`` what the kernel knows of these connections."""
+    """Call ``Endpoint.handle_path_info`` with what the kernel knows of these connections."""
 
     connections: tuple[ConnectionId, ...]
 
 
 class UplinkMeasured(Struct, frozen=True):
-    """What the link up carries was measured anew."""
+    """A new estimate of what the link carries upwards."""
 
     bytes_per_s: float
 

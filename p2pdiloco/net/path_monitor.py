@@ -1,8 +1,8 @@
-"""What follows from what the kernel knows of the ways to other peers: lanes, round trips, the learned budget.
+"""Decisions that follow from what the kernel knows of the paths to other peers: lanes, round trips, the learned budget.
 
 Rules of this file:
-1. Pure: PathInfoWanted asks, ``handle_paths`` takes what the kernel says.
-2. Nothing is asked while nobody needs it.
+1. Pure: PathInfoWanted asks for what the kernel knows, ``handle_paths`` takes it.
+2. Nothing is asked for while nobody needs it.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from p2pdiloco.net.frames import Parting
 from p2pdiloco.net.handshake import Role
 from p2pdiloco.net.limits import TransportLimits, UpBudget
 from p2pdiloco.net.multipath import LANES_LIMIT
+from p2pdiloco.timing import Backoff
 
 # -- Number of lanes ---------------------------------------------------------------------------------------------------
-# How many lanes a pair has: dialled while there is bulk on a long path, closed when there was none for a while.
+# A pair has more lanes the longer its path is. They are dialled while there is bulk, and closed when there was none for
+# a while; the primary stays.
 #
-# Rules of this file:
-# 1. Pure: time is a number. ``lanes_for`` says how many a path wants; a pair without bulk for a while keeps its
-#    primary.
-# 2. Dials are bounded: DIALS at once, after failures with growing pauses.
-# 3. Lanes that are closed say goodbye after what they carry; what the other side had on them it sends again elsewhere.
+# 1. Dials are bounded: DIALS at once, with growing pauses after failures.
+# 2. Lanes that are closed say goodbye after what they carry. What the other side had queued on them it sends again on
+#    other lanes.
 
 
 WINDOW_BYTES = {"bbr": 2.9e6}
@@ -36,14 +36,14 @@ OTHER_WINDOW_BYTES = 3.7e6
 SPARE = 2.0
 """Measured: 8 were needed where rate x round trip / window is 4 to 5, and 12 to 16 where it is 9 to 11."""
 SUPPOSED_BYTES_PER_S = 125e6
-"""Where no budget is given."""
+"""Assumed rate where no budget is given."""
 DIALS = 4
 LOOK_S, PAUSE_MOST_S = 1.0, 60.0
-"""Between looks whether a lane is missing or idle; after failures."""
+"""Between looks whether a lane is missing or idle: usually, and at most after failures."""
 
 
 def lanes_for(wanted: int | Literal["auto"], path: Path | None, bytes_per_s: float | None) -> int:
-    """Connections for a pair over ``path`` at ``bytes_per_s``: by its length, not by what waits on it."""
+    """How many connections a pair needs over ``path`` at ``bytes_per_s``: by the path's length, not by what waits."""
     if wanted != "auto":
         return min(max(1, wanted), LANES_LIMIT)
     if path is None or path.is_local:
@@ -62,14 +62,14 @@ class Idleness:
         self._grew_at = now
 
     def update(self, count: int, now: float) -> bool:
-        """Whether it stands still since ``idle_s`` at least."""
+        """Take the count as of now; whether it has stood still for ``idle_s``."""
         if count != self._count:
             self._count, self._grew_at = count, now
         return now - self._grew_at >= self._idle_s
 
 
 class LaneKeeper:
-    """The lanes of one pair whose primary connection we dialled. Ask ``plan_lanes`` what to dial, every ``pause_s``."""
+    """The lanes of one pair whose primary connection we dialled. Call ``plan_lanes`` after each ``backoff`` pause."""
 
     def __init__(
         self,
@@ -87,11 +87,13 @@ class LaneKeeper:
         self._dialled = 0
         self._failed = False
         self._number = 0
-        self.pause_s = LOOK_S
+        self.backoff = Backoff(LOOK_S, PAUSE_MOST_S)
 
     def plan_lanes(self, path: Path | None, bytes_per_s: float | None, now: float) -> list[LaneWanted]:
-        """Close lanes that are idle; the lanes that are missing. ``bytes_per_s``: what the user says that the link
-        carries (what is measured over too few lanes would keep them few)."""
+        """Close lanes that are idle; return the lanes to dial.
+
+        ``bytes_per_s``: what the link carries, as the user says. (An estimate over too few lanes would keep them few.)
+        """
         primary, session = self._primary, self._primary.session
         is_idle = self._idleness.update(self._bulk_bytes(), now) and not session.queued_bytes
         if not primary.is_open or self._dialled:
@@ -108,16 +110,19 @@ class LaneKeeper:
         return [self._next_lane() for _ in range(self._dialled)]
 
     def handle_dialled(self, is_there: bool) -> bool:
-        """One of those that were to be dialled is there, or failed. Whether to look again at once."""
+        """The dial of a lane has ended. Whether to look for missing lanes again at once."""
         self._dialled -= 1
         self._failed |= not is_there
         if self._dialled:
             return False
-        self.pause_s = min(2 * self.pause_s, PAUSE_MOST_S) if self._failed else LOOK_S
+        if self._failed:
+            self.backoff.next_s()
+        else:
+            self.backoff.reset()
         return not self._failed
 
     def _bulk_bytes(self) -> int:
-        """Of the pair so far. A lane that is lost takes its count away: that is a change too."""
+        """Bulk bytes of the pair so far. A lane that is lost takes its count away, which is a change, too."""
         traffics = [lane.traffic for lane in self._primary.session.lanes.members]
         return sum(traffic.sent_bulk + traffic.received_bulk for traffic in traffics)
 
@@ -127,15 +132,14 @@ class LaneKeeper:
 
 
 # -- Path monitor ------------------------------------------------------------------------------------------------------
-# What follows from what the kernel knows of the ways to other peers: lanes, round trips, the learned budget.
 
 
 NEWS = 1.25
-"""A change of the learned budget by this factor is told."""
+"""A change of the estimate by this factor is reported."""
 
 
 class PathMonitor:
-    """Asks for what the kernel knows of the connections, and acts on it; see the module's rules.
+    """Asks for what the kernel knows of the connections, and decides by it; see the module's rules.
 
     ``connections``: all that the endpoint has, as they come and go.
     """
@@ -153,24 +157,24 @@ class PathMonitor:
         self._kept_at: dict[ConnectionId, float] = {}
         """When each keeper is to look again."""
         self._rounds_at = float("-inf")
-        """When round trips were asked for."""
+        """When round trips were last asked for."""
         self._told: float | None = None
 
     @property
     def chosen_bytes_per_s(self) -> float | None:
-        """What the user says that the link carries; None: nothing is said."""
+        """What the link carries, as the user says; None: the user says nothing."""
         return self._up if isinstance(self._up, float | int) else self._context.grants.bytes_per_s
 
     @property
     def line_bytes_per_s(self) -> float | None:
-        """What the link carries upwards, as the user says or as was learned; infinite: all connections stay on this
-        machine; None: not known."""
+        """What the link carries upwards, as the user says or as measured; None: not known. Infinite: all connections
+        stay on this machine."""
         if self._up != "auto":
             return self._up
         return math.inf if self._sampler.is_local else self._sampler.estimator.estimate
 
     def set_budget(self, up: UpBudget) -> None:
-        """Bytes per second that may be sent, from now on."""
+        """Set the budget for sending."""
         if up != self._up:
             self._sampler.reset()
         self._up = up
@@ -178,7 +182,7 @@ class PathMonitor:
         self.schedule()
 
     def add_serving(self, connection: Connection) -> None:
-        """``connection`` serves its peer from now on."""
+        """Watch a connection that serves its peer from now on."""
         if connection.role is Role.DIALLER and self._limits.lanes != 1:
             self._keepers[connection.id] = LaneKeeper(
                 connection, self._connections, self._limits.lanes, self._limits.lane_idle_s, self._context.now
@@ -187,16 +191,16 @@ class PathMonitor:
         self.schedule()
 
     def remove(self, connection: ConnectionId) -> None:
-        """``connection`` serves no more."""
+        """Forget a connection that serves no more."""
         self._keepers.pop(connection, None)
         self._kept_at.pop(connection, None)
 
     def handle_lane_dialled(self, primary: ConnectionId, is_there: bool) -> None:
-        """A lane that was wanted is proved, or failed."""
+        """The dial of a lane that was wanted has ended."""
         keeper = self._keepers.get(primary)
         if keeper is not None:
             look_again = keeper.handle_dialled(is_there)
-            self._kept_at[primary] = self._context.now + (0.0 if look_again else keeper.pause_s)
+            self._kept_at[primary] = self._context.now + (0.0 if look_again else keeper.backoff.pause_s)
             self.schedule()
 
     def schedule(self) -> None:
@@ -213,7 +217,7 @@ class PathMonitor:
             deadlines.cancel(Due.PATH_INFO)
 
     def request_paths(self) -> None:
-        """It is time: ask for what is needed."""
+        """Ask for what the kernel knows of the connections for which that is due."""
         now = self._context.now
         needed = {connection: None for connection, at in self._kept_at.items() if at <= now}
         has_rounds = self._context.grants.bytes_per_s is not None and self._rounds_at + LOOK_S <= now
@@ -230,11 +234,12 @@ class PathMonitor:
             self.schedule()
 
     def handle_paths(self, paths: Mapping[ConnectionId, Path]) -> None:
-        """What the kernel says; connections of which it says nothing are left out."""
+        """Take what the kernel knows, of the connections of which it knows something."""
         now = self._context.now
         for connection, path in paths.items():
-            if (account := self._connections[connection].session.account) is not None:
-                account.round_trip_s = path.round_trip_s
+            found = self._connections.get(connection)
+            if found is not None and found.session.account is not None:
+                found.session.account.round_trip_s = path.round_trip_s
         if self._up == "auto" and self._gauged_at + self._sampler.interval_s <= now:
             self._gauged_at = now
             if self._sampler.sample(paths, self._has_waiting_bulk, now):
@@ -242,7 +247,7 @@ class PathMonitor:
                 self._emit_estimate()
         for primary, keeper in list(self._keepers.items()):
             if self._kept_at[primary] <= now:
-                self._kept_at[primary] = now + keeper.pause_s
+                self._kept_at[primary] = now + keeper.backoff.pause_s
                 for wanted in keeper.plan_lanes(paths.get(primary), self.chosen_bytes_per_s, now):
                     self._context.emit(wanted)
         self.schedule()

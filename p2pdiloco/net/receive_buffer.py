@@ -36,7 +36,7 @@ STAGING_BYTES = 16 << 10
 
 
 class Frame(Struct, frozen=True):
-    """A whole frame that is no part of a stream."""
+    """A whole frame that does not belong to a stream."""
 
     kind: FrameKind
     stream: int
@@ -44,7 +44,7 @@ class Frame(Struct, frozen=True):
 
 
 class Begun(Struct, frozen=True):
-    """A stream was announced. Without ``receive_into`` its bytes are dropped."""
+    """A stream begins. Without ``receive_into`` its bytes are dropped."""
 
     stream: int
     start: Start
@@ -61,7 +61,7 @@ class Completed(Struct, frozen=True):
 
 
 class Aborted(Struct, frozen=True):
-    """A stream that its sender gave up."""
+    """A stream that its sender has given up."""
 
     stream: int
     start: Start
@@ -71,7 +71,7 @@ Event = Frame | Begun | Completed | Aborted
 
 
 class _Stream:
-    """One stream on its way in. ``payload`` is None while it has no place."""
+    """A stream that is being received. ``payload`` is None while it has no place."""
 
     __slots__ = ("body", "filled", "payload", "start")
 
@@ -82,37 +82,37 @@ class _Stream:
 
 
 class ReceiveBuffer:
-    """See the module's rules."""
+    """Parser of one connection's received bytes; see the module's rules."""
 
     def __init__(self) -> None:
         self._streams: dict[int, _Stream] = {}
         self._allowed = HANDSHAKE_KINDS
         self._staging = memoryview(bytearray(STAGING_BYTES))
         self._position = self._end = 0
-        """Of what is staged and not looked at."""
+        """Begin and end of the staged bytes that were not parsed."""
         self._header: Header | None = None
         self._target: memoryview | None = None
         """Where the current body goes; None while it is dropped."""
         self._filled = 0
-        """Bytes of the current body that came."""
+        """Bytes of the current body that were received."""
         self.control_bytes = 0
         self.bulk_bytes = 0
-        """Received so far in whole frames; ``bulk`` is what chunks carry, dropped ones included."""
+        """Bytes received in whole frames; ``bulk`` is the content of chunks, dropped ones included."""
         self.granted = FIRST_CREDIT
-        """Chunk bytes that may come, since the start."""
+        """Chunk bytes that the sender may send, since the start."""
         self.demand_bytes = 0
-        """Announced payload bytes that did not come yet (of whole frames), dropped ones included."""
+        """Announced payload bytes that were not received yet in whole frames, dropped ones included."""
         self.held_bytes = 0
         """Memory of the streams in progress that are payloads of their own."""
 
     @property
     def arrived_bytes(self) -> int:
-        """As ``bulk_bytes``, with what is here of a chunk that is not whole yet."""
+        """As ``bulk_bytes``, and the part that is here of a chunk that is not whole yet."""
         header = self._header
         return self.bulk_bytes + (self._filled if header is not None and header.kind is FrameKind.CHUNK else 0)
 
     def open(self) -> None:
-        """The handshake is done: messages may come, handshakes may not."""
+        """The handshake is done: allow messages, and handshake frames no more."""
         self._allowed = OPEN_KINDS
 
     def buffer(self) -> memoryview:
@@ -133,11 +133,11 @@ class ReceiveBuffer:
 
     @property
     def has_more(self) -> bool:
-        """Bytes are here that were not looked at."""
+        """Whether there are bytes that were not parsed."""
         return self._position < self._end
 
     def next_event(self) -> Event | None:
-        """The next event; None: all that came was looked at, read more.
+        """The next event; None: everything is parsed, read more.
 
         Raises:
             FrameError: the peer broke the format; the connection is of no use any more.
@@ -164,14 +164,14 @@ class ReceiveBuffer:
                 return event
 
     def receive_into(self, stream: int, place: memoryview) -> None:
-        """What comes of a stream that has just begun goes to ``place``, which is as long as the stream."""
+        """Receive a stream that has just begun into ``place``, which is as long as the stream."""
         entry = self._streams[stream]
         entry.payload = place
         if entry.start.part is None:
             self.held_bytes += entry.start.size
 
     def drop(self, payload: int) -> list[int]:
-        """What comes of parts of this payload from now on goes nowhere. The streams that bring such."""
+        """Drop what is received of this payload's parts from now on; the numbers of the streams that bring them."""
         dropped = []
         for number, stream in self._streams.items():
             part = stream.start.part
@@ -189,8 +189,8 @@ class ReceiveBuffer:
         self._position = self._end = self.demand_bytes = self.held_bytes = 0
 
     def _is_in_chunk(self) -> bool:
-        """All that is staged is a chunk's header and the beginning of its body, which is begun. Most reads are that:
-        the driver is spared a turn."""
+        """Whether all that is staged is a chunk's header and the beginning of its body; then the body is begun. Most
+        reads are that, and spare the driver a turn."""
         rest = self._end - self._position - HEADER.size
         if self._header is not None or rest < 0:
             return False
@@ -207,7 +207,7 @@ class ReceiveBuffer:
         return True
 
     def _whole(self, header: Header) -> Event | None:
-        """A frame all of which is staged."""
+        """Parse a frame all of which is staged."""
         begin = self._position
         self._position += header.length
         return self._control(header, bytes(self._staging[begin : self._position]))
@@ -242,14 +242,14 @@ class ReceiveBuffer:
         self._position += count
 
     def _keep_rest(self) -> None:
-        """Everything is looked at, but for less than a header: room for more."""
+        """Make room for more: everything is parsed, except less than a header."""
         left = self._end - self._position
         if self._position:
             self._staging[:left] = bytes(self._staging[self._position : self._end])
         self._position, self._end = 0, left
 
     def _finish(self, header: Header) -> Event | None:
-        """The current frame is whole."""
+        """Handle the current frame, which is whole."""
         target = self._target
         self._header = self._target = None
         if header.kind is not FrameKind.CHUNK:

@@ -59,16 +59,16 @@ class OutgoingRequests:
         self._connection = connection
         self._context = context
         self._waiting: dict[int, tuple[int, float]] = {}
-        """By number: bytes that the answer's payload may have, and the seconds that were given for it."""
+        """By number: how many bytes the answer's payload may have, and how many seconds the answer may take."""
         self._numbers = itertools.count(1)
 
     @property
     def numbers(self) -> list[int]:
-        """Of those that wait for an answer."""
+        """Numbers of the requests that wait for an answer."""
         return list(self._waiting)
 
     def begin(self, max_payload: int, timeout_s: float) -> int:
-        """The number of a new question.
+        """Begin a request; its number.
 
         Raises:
             RequestError: too many wait.
@@ -81,27 +81,27 @@ class OutgoingRequests:
         return number
 
     def max_payload_of(self, number: int) -> int | None:
-        """What the answer's payload may have; None: the question does not wait."""
+        """How many bytes the answer's payload may have; None: the request does not wait any more."""
         entry = self._waiting.get(number)
         return entry[0] if entry is not None else None
 
     def timeout_error(self, number: int) -> RequestError:
-        """What is said at the deadline."""
+        """The error of a request whose deadline has passed."""
         return RequestError(f"no answer within {self._waiting[number][1]:g} s")
 
     def end(self, number: int) -> bool:
-        """Nobody waits for the answer any more. False: nobody did."""
+        """Stop waiting for an answer. False: nobody waited."""
         self._context.deadlines.cancel((Due.REQUEST, self._connection, number))
         self._context.touch(self._connection)
         return self._waiting.pop(number, None) is not None
 
     def resolve(self, number: int, response: Response) -> None:
-        """The answer is here. One to a question that was given up is dropped."""
+        """Report the answer to a request. An answer that nobody waits for is dropped."""
         if self.end(number):
             self._context.emit(AnswerReceived(OutgoingRequest(self._connection, number), response))
 
     def reject(self, number: int, error: RequestError) -> None:
-        """There will be no answer."""
+        """Report that a request gets no answer."""
         if self.end(number):
             self._context.emit(RequestFailed(OutgoingRequest(self._connection, number), error))
 
@@ -113,15 +113,15 @@ class IncomingRequests:
         self._connection = connection
         self._context = context
         self._open: dict[int, int] = {}
-        """By number: bytes that the answer's payload may have."""
+        """By number: how many bytes the answer's payload may have."""
 
     @property
     def numbers(self) -> list[int]:
-        """Of those that are being answered."""
+        """Numbers of the requests that are being answered."""
         return list(self._open)
 
     def begin(self, number: int, max_payload: int, body: bytes) -> bool:
-        """The peer asks. False: it asks too much at once.
+        """Report a request of the peer's. False: too many are being answered.
 
         Raises:
             FrameError: a number that is in use.
@@ -138,13 +138,13 @@ class IncomingRequests:
         return True
 
     def end(self, number: int) -> int | None:
-        """It is answered. The bytes that the answer's payload may have; None: nobody wants it."""
+        """End a request. How many bytes the answer's payload may have; None: the peer does not want it any more."""
         self._context.deadlines.cancel((Due.ANSWER, self._connection, number))
         self._context.touch(self._connection)
         return self._open.pop(number, None)
 
     def withdraw(self, number: int) -> bool:
-        """Nobody wants the answer any more. False: nobody did."""
+        """Report that the peer does not want an answer any more. False: the request had ended."""
         is_open = self.end(number) is not None
         if is_open:
             self._context.emit(RequestWithdrawn(IncomingRequest(self._connection, number)))
@@ -177,6 +177,7 @@ class Session:
         self.outgoing = OutgoingRequests(connection, context)
         self.incoming = IncomingRequests(connection, context)
         self.is_overrun = False
+        """The peer does not read: frames that the protocol needs had no room."""
         self.sent = Traffic()
         self._context = context
         self._offer: Offered | None = None
@@ -184,7 +185,7 @@ class Session:
     # -- life --------------------------------------------------------------------------------------------------------
 
     def open(self, peer: Hashable) -> None:
-        """The other side is proved to be ``peer``."""
+        """Begin: the other side is proved to be ``peer``."""
         self.inbox.open()
         self.account = Account(peer)
 
@@ -197,13 +198,13 @@ class Session:
         return True
 
     def drop_queued(self) -> None:
-        """Nothing that waits is sent any more."""
+        """Drop everything that waits to be sent."""
         self.outbox.clear()
         if not self.is_lane:
             self.lanes.splitter.clear()
 
     def handle_lost(self, reason: str) -> None:
-        """The connection is lost."""
+        """End: the connection is lost. Its requests fail."""
         self.inbox.clear()
         self.outbox.clear()
         self._offer = None
@@ -218,12 +219,12 @@ class Session:
 
     @property
     def is_lane(self) -> bool:
-        """It is a lane of another connection."""
+        """Whether the connection is a lane of another one."""
         return self.primary is not self
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is asked, answered, or on its way in parts."""
+        """Whether no request, answer or payload in parts is under way."""
         return self.lanes.is_idle and not self.outgoing.numbers and not self.incoming.numbers
 
     @property
@@ -233,7 +234,7 @@ class Session:
 
     @property
     def traffic(self) -> Traffic:
-        """Bytes so far; a stream that is under way counts with the chunks that are through."""
+        """Bytes so far; of a stream that is under way, the chunks that are through."""
         return Traffic(self.sent.sent_control, self.sent.sent_bulk, self.inbox.control_bytes, self.inbox.bulk_bytes)
 
     # -- out ---------------------------------------------------------------------------------------------------------
@@ -274,19 +275,19 @@ class Session:
         return OutgoingRequest(self.connection, number)
 
     def expire_request(self, number: int) -> None:
-        """The answer did not come in time."""
+        """Fail a request whose answer did not come in time."""
         error = self.outgoing.timeout_error(number)
         self.withdraw_request(number)
         self._context.emit(RequestFailed(OutgoingRequest(self.connection, number), error))
 
     def withdraw_request(self, number: int) -> None:
-        """We do not want the answer any more: the other side need not send it."""
+        """Tell the peer that the answer is not wanted any more."""
         if self.outgoing.end(number):
             self.lanes.reassembler.withdraw(number)
             self.send_frame(encode_frame(FrameKind.WITHDRAW, number))
 
     def send_answer(self, number: int, answer: Answer) -> None:
-        """The answer to a request of the peer's. To one that was withdrawn: nothing.
+        """Answer a request of the peer's. An answer to one that was withdrawn is dropped.
 
         Raises:
             ValueError: its body is longer than CONTROL_LIMIT.
@@ -308,25 +309,25 @@ class Session:
             self._send_refusal(number, "busy: too much waits to be sent to you")
 
     def refuse_request(self, number: int, text: str) -> None:
-        """There is no answer to a request of the peer's."""
+        """Refuse a request of the peer's, for a reason."""
         if self.incoming.end(number) is not None:
             self._send_refusal(number, text)
 
     def send_credit(self) -> None:
-        """The account has grown."""
+        """Tell the peer how much it may send: its account has grown."""
         assert self.account is not None
         self.inbox.granted = self.account.granted
         self.send_frame(encode_credit(self.account.granted))
 
     def next_control(self) -> Slice | None:
-        """Bytes that go at once."""
+        """The next control bytes, which are sent at once; None: there are none."""
         piece = self.outbox.next(0)
         if piece is not None:
             self.sent.sent_control += len(piece.head)
         return piece
 
     def next_bulk(self, most: int) -> Slice | None:
-        """The next chunk; None: there is none, or the other side takes no more now."""
+        """The next chunk of a payload; None: there is none, or the other side takes no more now."""
         self.refill()
         if not self.has_waiting_bulk:
             return None
@@ -339,11 +340,11 @@ class Session:
 
     @property
     def has_waiting_bulk(self) -> bool:
-        """There is bulk, and the other side takes it: only the kernel or the budget holds it back."""
+        """Whether there is bulk that the other side takes, so that only the kernel or the budget holds it back."""
         return self.outbox.has_bulk and self.spending.left > 0
 
     def refill(self) -> None:
-        """Take parts to send."""
+        """Queue parts of payloads that are split over the lanes."""
         if self.takes_parts and not self.lanes.is_idle:
             self.lanes.refill(self, self.outbox, self.spending.left)
 
@@ -359,7 +360,7 @@ class Session:
         return is_queued
 
     def _send_refusal(self, number: int, text: str) -> None:
-        """If even that has no room, the asker's own deadline ends its wait."""
+        """Refuse. If even that has no room, the peer's own deadline ends its request."""
         self.outbox.put(encode_frame(FrameKind.REFUSAL, number, encode_text(text)))
         self._context.touch(self.connection)
 
@@ -370,7 +371,7 @@ class Session:
     # -- in ----------------------------------------------------------------------------------------------------------
 
     def handle_event(self, event: Event) -> None:
-        """A frame or a payload came.
+        """Handle a frame or a payload.
 
         Raises:
             FrameError: it has no place here.
@@ -394,7 +395,7 @@ class Session:
                     self.primary.outgoing.reject(start.request, RequestError("the peer stopped its answer"))
 
     def deliver(self, start: Start, body: bytes, payload: memoryview) -> None:
-        """A whole payload is here."""
+        """Report a whole payload."""
         if start.use is Use.MESSAGE:
             self._context.emit(Message(self.connection, body, payload))
         else:
@@ -402,17 +403,17 @@ class Session:
 
     @property
     def has_offer(self) -> bool:
-        """``decline_offer`` is due, after the user has had its turn."""
+        """Whether ``decline_offer`` is due, after the user has had its turn."""
         return self._offer is not None
 
     def decline_offer(self) -> None:
-        """What was offered and not accepted is refused."""
+        """Refuse the payload that was offered, if the user has not accepted it."""
         if (offer := self._offer) is not None:
             self._offer = None
             self._decline_stream(offer.stream, offer.start)
 
     def accept_offer(self, offer: Offered) -> None:
-        """The payload that was offered is taken."""
+        """Take the payload that was offered."""
         if self._offer is offer:
             self._offer = None
             self._receive_stream(offer.stream, offer.start, offer.body)
@@ -446,7 +447,7 @@ class Session:
             self._send_refusal(number, f"busy: {len(self.incoming.numbers)} requests of yours are being answered")
 
     def expire_answer(self, number: int) -> None:
-        """The user took too long over its answer."""
+        """Refuse a request that the user did not answer in time."""
         self.incoming.withdraw(number)
         self._send_refusal(number, f"the answer took longer than {self._context.limits.answer_s:g} s")
 
@@ -456,7 +457,7 @@ class Session:
         self._cancel_parts(self.lanes.splitter.withdraw(number))
 
     def _handle_cancel(self, stream: int) -> None:
-        """The other side does not want this stream, nor anything of the payload that it is a part of."""
+        """Stop a stream that the other side does not want, and with it the payload that it is a part of."""
         self.outbox.cancel(stream)
         self._cancel_parts(self.lanes.splitter.refuse(self, stream))
 
@@ -468,7 +469,7 @@ class Session:
         self._context.touch(self.primary.connection)
 
     def _handle_stream_start(self, event: Begun) -> None:
-        """A stream begins: find its place, or ask whether it is wanted."""
+        """Find the place of a stream that begins, or ask the user whether it is wanted."""
         start = event.start
         known = PayloadState.NEW if start.part is None else self.lanes.reassembler.state_of(start)
         if known is PayloadState.OPEN:
@@ -488,7 +489,7 @@ class Session:
         return held_bytes + start.total <= self._context.limits.inbox_bytes
 
     def _wants_answer(self, start: Start) -> bool:
-        """Whether the payload of an answer may come."""
+        """Whether the payload of an answer is wanted."""
         most = self.outgoing.max_payload_of(start.request)
         if most is not None and start.total > most:
             self.outgoing.reject(start.request, RequestError(f"the answer has {start.total} bytes, more than {most}"))
@@ -510,7 +511,7 @@ class Session:
         self.send_frame(encode_frame(FrameKind.CANCEL, stream))
 
     def _cancel_duplicates(self, start: Start) -> None:
-        """The payload is whole: streams that bring something of it once more write nowhere, and are to stop."""
+        """A payload is whole: drop and cancel streams that bring parts of it once more."""
         assert start.part is not None
         for lane in self.lanes.members:
             for stream in lane.inbox.drop(start.part.payload):

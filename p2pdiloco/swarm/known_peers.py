@@ -13,17 +13,22 @@ import heapq
 from collections.abc import Collection, ItemsView, Iterator
 
 from p2pdiloco.protocol.ids import PeerId
+from p2pdiloco.timing import Backoff
 from p2pdiloco.wire.directory_records import PeerRecord
 
 MAX_KNOWN = 1024
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 30.0
+"""Between two dials of a peer."""
+DIRECT_S, DIRECT_MOST_S = 30.0, 600.0
+"""Between two attempts to replace a relayed connection by a direct one."""
 
 
 class KnownPeer:
     """One peer, as it is known and was dialled. Times are the event loop's."""
 
     __slots__ = (
-        "direct_tries",
-        "failures",
+        "dials",
+        "direct_looks",
         "is_dialling",
         "is_first_hand",
         "left_s",
@@ -42,8 +47,8 @@ class KnownPeer:
         self.next_dial_at = since
         self.reached_at = float("-inf")
         """When a dial last succeeded."""
-        self.failures = 0
-        """Dials in a row that failed."""
+        self.dials = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
+        """Pauses between dials; its failures are dials in a row that failed."""
         self.refusals = 0
         """Dials that were answered by a no, or by somebody else."""
         self.is_dialling = False
@@ -53,7 +58,7 @@ class KnownPeer:
         """The record is the peer's own word, over a connection that lasts."""
         self.next_direct_at: float | None = None
         """When a direct connection is tried to a peer that is connected over a relay."""
-        self.direct_tries = 0
+        self.direct_looks = Backoff(DIRECT_S, DIRECT_MOST_S)
 
 
 class KnownPeers:
@@ -108,7 +113,7 @@ class KnownPeers:
         is_other = is_back or where != (known.record.addresses, known.record.points, known.record.seen)
         is_news = any(where[:2]) and is_other
         if is_news:
-            known.failures = 0
+            known.dials.reset()
             known.next_dial_at = now
         if any(where[:2]):
             known.record = record
@@ -136,9 +141,9 @@ class KnownPeers:
         if missing <= 0:
             return
         vain = [
-            (known.failures, peer)
+            (known.dials.failures, peer)
             for peer, known in self._known.items()
-            if known.failures and not known.is_dialling and peer not in connected
+            if known.dials.failures and not known.is_dialling and peer not in connected
         ]
         for _, peer in heapq.nlargest(missing, vain):
             del self._known[peer]

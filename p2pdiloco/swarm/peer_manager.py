@@ -54,7 +54,6 @@ TELL_S = 8.0
 RECORD_LIFE_S = 960.0
 """Two announcement intervals of a large run. It is a constant: the record of a new process must outlive that of the
 last one."""
-LONGEST_PAUSE_S = 30.0
 PATIENCE_S = 3.0
 """How long the peer with the larger id waits to be dialled."""
 SHORT_S = 5.0
@@ -63,8 +62,6 @@ SHORT_PAUSE_S = 8.0
 """Longest pause before the next dial after that."""
 LEFT_S = 120.0
 """Between two dials to a peer that said goodbye: it may be back, and the directory may not know."""
-DIRECT_S, DIRECT_MOST_S = 30.0, 600.0
-"""Between two attempts to replace a relayed connection by a direct one."""
 ROOM = 64
 """Places that are made in a full table before each lookup."""
 
@@ -153,9 +150,10 @@ class PeerManager:
         if known is not None:
             known.is_first_hand = False
             known.since = known.next_dial_at = now
-            known.failures = known.failures + 1 if now - known.reached_at < SHORT_S else 0
-            if known.failures:
-                known.next_dial_at = now + min(SHORT_PAUSE_S, _pause_s(known.failures))
+            if now - known.reached_at < SHORT_S:
+                known.next_dial_at = now + min(SHORT_PAUSE_S, known.dials.next_s())
+            else:
+                known.dials.reset()
             known.left_s = self._directory.now_s() if reason == LEAVING else None
             if known.left_s is not None:
                 known.next_dial_at = now + LEFT_S
@@ -255,11 +253,11 @@ class PeerManager:
                     what = "refuses us" if isinstance(error, PeerRefused) else "is not who answers there"
                     log.warning(f"a peer {what}", peer=peer, reason=str(error), times=known.refusals)
             except DialError as error:
-                if known.left_s is None and (known.failures + 1).bit_count() == 1:
-                    log.info("no way to a peer", peer=peer, reason=str(error), times=known.failures + 1)
-            known.failures += 1
-            pause_s = _pause_s(known.failures) if known.left_s is None else LEFT_S
-            known.next_dial_at = asyncio.get_running_loop().time() + pause_s
+                times = known.dials.failures + 1
+                if known.left_s is None and times.bit_count() == 1:
+                    log.info("no way to a peer", peer=peer, reason=str(error), times=times)
+            pause_s = known.dials.next_s()
+            known.next_dial_at = asyncio.get_running_loop().time() + (pause_s if known.left_s is None else LEFT_S)
         finally:
             known.is_dialling = False
 
@@ -272,7 +270,7 @@ class PeerManager:
             if not is_relayed or known is None or self._transport.peer_id > peer:
                 continue
             if known.next_direct_at is None:
-                known.next_direct_at = now + DIRECT_S
+                known.next_direct_at = now + known.direct_looks.next_s()
             if now >= known.next_direct_at and not known.is_dialling:
                 due.append(peer)
         return due
@@ -284,14 +282,12 @@ class PeerManager:
         known.is_dialling = True
         try:
             await self._connector.connect_directly(peer, known.record)
-            known.direct_tries = 0
+            known.direct_looks.reset()
         except DialError as error:
             log.debug("still relayed", peer=peer, reason=str(error))
-            known.direct_tries += 1
         finally:
             known.is_dialling = False
-            pause_s = min(DIRECT_MOST_S, DIRECT_S * 2.0 ** min(known.direct_tries, 10))
-            known.next_direct_at = asyncio.get_running_loop().time() + pause_s
+            known.next_direct_at = asyncio.get_running_loop().time() + known.direct_looks.next_s()
 
     async def _save(self) -> None:
         known = {str(peer): list(k.record.addresses) for peer, k in sorted(self._known.items()) if k.record.addresses}
@@ -301,11 +297,6 @@ class PeerManager:
                 self._saved = known
             except OSError as error:
                 log.warning("peer cache not written", path=self._cache, reason=str(error))
-
-
-def _pause_s(failures: int) -> float:
-    """Pause before the next dial, after so many failures in a row."""
-    return min(LONGEST_PAUSE_S, 2.0 ** min(failures, 10))
 
 
 def _load_addresses(path: Path) -> dict[str, list[str]]:

@@ -175,7 +175,7 @@ class Transport:
         self._answers: dict[ev.IncomingRequest, asyncio.Task[None]] = {}
         """Tasks that answer the peers' requests."""
         self._answerers: dict[bytes, Callable[[PeerId, bytes], Awaitable[Answer]]] = {}
-        """Of kinds of requests that are not the handler's, by their encoded tags."""
+        """Functions that answer requests instead of the handler, by the encoded tags of the requests' kinds."""
         self._disconnect_callbacks: list[Callable[[PeerId, str], None]] = []
         self._congestion = sockets.Congestion(self._limits.congestion)
         self._loop: asyncio.AbstractEventLoop
@@ -384,8 +384,8 @@ class Transport:
 
     @property
     def line_bytes_per_s(self) -> float | None:
-        """What the link carries upwards, told or learned; infinite: all connections stay on this machine; None: not
-        known."""
+        """What the link carries upwards, as the user says or as measured; None: not known. Infinite: all connections
+        stay on this machine."""
         return self._endpoint.line_bytes_per_s
 
     def set_cap(self, peer: PeerId, bytes_per_s: float | None) -> None:
