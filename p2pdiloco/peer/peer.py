@@ -78,8 +78,8 @@ class InitialState:
 
 
 class Peer:
-    """One peer. ``observed`` sees every event with its effects; ``status`` tells others of this peer; ``standing``
-    knows what others may do (None: everything)."""
+    """One peer. ``observed`` sees every event with its effects; ``status`` says of the peer what others are told;
+    ``standing`` knows what others may do (None: everything)."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class Peer:
         metrics: Metrics,
         *,
         sent_bytes: Callable[[], int],
-        status: Callable[[], PeerStatus],
+        status: Callable[[Peer], PeerStatus],
         observed: Observed,
         standing: Standing | None = None,
     ) -> None:
@@ -130,7 +130,7 @@ class Peer:
         self.inspection = MessageVerifier(self.driver, standing)
         arrivals = PartialDownloads(layout, self.state.form.width, options.folder / INCOMING, metrics, host)
         self._downloads = StateClient(manifest, layout, self.driver, self.inspection, arrivals, self.fault)
-        self._respondent = RequestHandlers(manifest, self.driver, status, standing)
+        self._respondent = RequestHandlers(manifest, self.driver, partial(status, self), standing)
         self.supervision = LearnerSupervisor(
             self.driver,
             options,
