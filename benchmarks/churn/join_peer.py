@@ -27,10 +27,10 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from benchmarks.wire.exchange_peer import incoming_lines, run_of
     from p2pdiloco.node.node import Node
+    from p2pdiloco.node.telemetry import MachineStepped
     from p2pdiloco.peer.options import LinkOptions, PeerOptions
 from p2pdiloco.discovery.directory import Directory
 from p2pdiloco.protocol import effects as ef
-from p2pdiloco.protocol import events as ev
 from p2pdiloco.transport.identity import Identity
 from p2pdiloco.util import logs
 
@@ -48,14 +48,14 @@ class JoinPeer(Node):
     def begin(self) -> None:
         """Take what it was given: version 0, or nothing."""
         self.current = asyncio.get_running_loop().create_future()
+        self.events.subscribe(MachineStepped, self._on_step)
         super().begin()
 
-    def _observed(self, event: ev.Event, effects: list[ef.Effect], now: float) -> None:
+    def _on_step(self, step: MachineStepped) -> None:
         """Note the first fetch and the end."""
-        super()._observed(event, effects, now)
-        if self.began is None and any(isinstance(effect, ef.Fetch) for effect in effects):
+        if self.began is None and any(isinstance(effect, ef.Fetch) for effect in step.effects):
             self.began = time.monotonic()
-        if any(isinstance(effect, ef.BecameCurrent) for effect in effects) and not self.current.done():
+        if any(isinstance(effect, ef.BecameCurrent) for effect in step.effects) and not self.current.done():
             self.current.set_result(time.monotonic())
 
     async def half(self, size: int) -> None:
@@ -73,7 +73,7 @@ async def serve(config: line.Message) -> None:
             folder=Path(folder), link=LinkOptions(listen=f"/ip4/{config['host']}/tcp/0"), is_follower=True
         )
         is_donor = config["role"] == "donor"
-        async with JoinPeer(manifest, options, identity, nowhere, initial if is_donor else None) as peer:
+        async with JoinPeer.open(manifest, options, identity, nowhere, initial if is_donor else None) as peer:
             del initial
             if is_donor:
                 peer.begin()

@@ -67,7 +67,7 @@ async def cycle(address: str, folder: Path, *, vanishes: bool) -> float:
         run = next(iter(await RunLookup(directory).list_runs()))
         async with observer_transport(Identity.ephemeral()) as transport:
             manifest = await fetch_manifest(transport, await RunLookup(directory).dial_any(transport, run), run)
-        async with Node(manifest, options, identity, directory, None) as node:
+        async with Node.open(manifest, options, identity, directory, None) as node:
             running = asyncio.create_task(node.run(lambda line: None))
             async with asyncio.timeout(JOIN_S):
                 while not node.peer.machine.core.is_current:  # noqa: ASYNC110 - looked at from outside, as a user would

@@ -15,7 +15,7 @@ import multiprocessing
 import os
 import socket
 import time
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, suppress
 
 import uvloop
 
@@ -48,12 +48,11 @@ def come(port: int, said: bytes, number: int) -> None:
             time.sleep(0.02)
 
 
-def transport(listen: str, run: str) -> Transport:
+def transport(listen: str, run: str) -> AbstractAsyncContextManager[Transport]:
     """Of somebody."""
     limits = TransportLimits(failures_at_once=1 << 30, shut_out_after=1 << 30)
-    return Transport(
-        Identity.ephemeral(), listen=listen, run=run, version=WIRE_VERSION, handler=Observer(), limits=limits
-    )
+    opened = Transport(Identity.ephemeral(), listen=listen, run=run, version=WIRE_VERSION, limits=limits)
+    return opened.serve(Observer())
 
 
 def greet(port: int, number: int) -> None:

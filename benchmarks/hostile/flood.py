@@ -133,8 +133,8 @@ class Flood:
         while True:
             me = Identity.ephemeral()
             async with contextlib.AsyncExitStack() as stack:
-                transport = Transport(me, listen="", run=run, version=WIRE_VERSION, handler=Observer())
-                await stack.enter_async_context(transport)
+                transport = Transport(me, listen="", run=run, version=WIRE_VERSION)
+                await stack.enter_async_context(transport.serve(Observer()))
                 with contextlib.suppress(DialError):
                     await transport.dial(f"/ip4/127.0.0.1/tcp/{self._port}")
             await asyncio.sleep(0.2)

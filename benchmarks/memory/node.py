@@ -107,7 +107,7 @@ async def serve(config: line.Message) -> None:
     nowhere = Directory(identity, listen=[], announce=[], initial_peers=[])  # never opened: addresses are told
     with tempfile.TemporaryDirectory(prefix="p2pdiloco-memory-", dir=config.get("folder")) as folder:
         options = PeerOptions(folder=Path(folder), link=LinkOptions(listen=f"/ip4/{config['host']}/tcp/0"))
-        async with ExchangePeer(manifest, options, identity, nowhere, initial) as peer:
+        async with ExchangePeer.open(manifest, options, identity, nowhere, initial) as peer:
             del initial
             peer.begin()
             line.answer(address=peer.transport.listen_addresses()[0])

@@ -26,9 +26,8 @@ from benchmarks.scale.sightings import Sightings
 from benchmarks.wire import line
 from benchmarks.wire.exchange_peer import BLOCK, ExchangePeer, StandIn, block_of, run_of, until
 from p2pdiloco.discovery.directory import Directory
+from p2pdiloco.node.telemetry import MachineStepped
 from p2pdiloco.peer.options import LinkOptions, PeerOptions
-from p2pdiloco.protocol import effects as ef
-from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol.ids import FragmentId
 from p2pdiloco.protocol.manifest import ScheduleConfig
 from p2pdiloco.transport.identity import Identity
@@ -103,9 +102,9 @@ class CalibrationPeer(ExchangePeer):
     def make_stand_in(self) -> SteppingStandIn:
         return SteppingStandIn(self, self.config)
 
-    def _observed(self, event: ev.Event, effects: list[ef.Effect], now: float) -> None:
-        super()._observed(event, effects, now)
-        self.seen.note(self.transport.peer_id, time.monotonic(), event, effects, self.fragment_of)
+    def _on_step(self, step: MachineStepped) -> None:
+        super()._on_step(step)
+        self.seen.note(self.transport.peer_id, time.monotonic(), step.event, step.effects, self.fragment_of)
 
     @property
     def fragment_of(self) -> list[int]:
@@ -134,7 +133,7 @@ async def serve(config: line.Message, parent: Connection) -> None:
     budgets = {"up_bytes_per_s": config["up_budget"] or "auto", "down_bytes_per_s": config["down_budget"]}
     line_options = LinkOptions(listen=(f"/ip4/{config['host']}/tcp/0",), **budgets)
     options = PeerOptions(folder=Path(config["folder"]), link=line_options)
-    async with CalibrationPeer(manifest, options, identity, nowhere, initial) as peer:
+    async with CalibrationPeer.open(manifest, options, identity, nowhere, initial) as peer:
         del initial
         peer.config, peer.seen = config, Sightings()
         peer.begin()

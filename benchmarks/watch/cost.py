@@ -53,8 +53,7 @@ class Costs:
 def measured(chronicle: RunHistory, folder: Path, versions: int, contributors: dict[str, int], owner: str) -> Costs:
     """A minute of the run."""
     costs, alerts = Costs(), Alerts()
-    with Metrics(folder / "metrics.jsonl") as metrics:
-        metrics.told = chronicle.take
+    with Metrics(folder / "metrics.jsonl", chronicle.take) as metrics:
         for second in range(WARM_S + TOLD_S):
             if second == WARM_S:
                 costs = Costs()

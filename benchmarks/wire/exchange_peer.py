@@ -30,12 +30,12 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from p2pdiloco.node.node import Node
     from p2pdiloco.node.run_creation import version_zero
+    from p2pdiloco.node.telemetry import MachineStepped
     from p2pdiloco.peer.options import LinkOptions, PeerOptions
     from p2pdiloco.peer.peer import InitialState
 from p2pdiloco.codec import merge, outer_optimizer
 from p2pdiloco.codec.digests import StateForm, state_digest
 from p2pdiloco.discovery.directory import Directory
-from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol.ids import FragmentId, PeerId
 from p2pdiloco.protocol.manifest import (
@@ -151,6 +151,7 @@ class ExchangePeer(Node):
 
     def begin(self) -> None:
         """Take version 0, and a learner."""
+        self.events.subscribe(MachineStepped, self._on_step)
         super().begin()
         ward = self.peer.supervision.child = self.peer.supervision.new_child("standin")
         self.stand_in = self.make_stand_in()
@@ -165,10 +166,9 @@ class ExchangePeer(Node):
         """The stand-in says something."""
         self.peer.supervision._on_message(message)
 
-    def _observed(self, event: ev.Event, effects: list[ef.Effect], now: float) -> None:
+    def _on_step(self, step: MachineStepped) -> None:
         """Note when the last shard of a round is applied."""
-        super()._observed(event, effects, now)
-        if isinstance(event, ev.Applied) and self.awaited_version and self.versions()[0] >= self.awaited_version:
+        if isinstance(step.event, ev.Applied) and self.awaited_version and self.versions()[0] >= self.awaited_version:
             self.awaited_version = 0
             self.came.set_result(time.monotonic())
 
@@ -223,7 +223,7 @@ async def serve(config: line.Message) -> None:
     nowhere = Directory(identity, listen=[], announce=[], initial_peers=[])  # never opened: addresses are told
     with tempfile.TemporaryDirectory(prefix="p2pdiloco-exchange-") as folder:
         options = PeerOptions(folder=Path(folder), link=LinkOptions(listen=f"/ip4/{config['host']}/tcp/0"))
-        async with ExchangePeer(manifest, options, identity, nowhere, initial) as peer:
+        async with ExchangePeer.open(manifest, options, identity, nowhere, initial) as peer:
             del initial
             peer.begin()
             line.answer(address=peer.transport.listen_addresses()[0])
@@ -333,7 +333,7 @@ class Rounds:
 
     def _error(self) -> float:
         """Of the movement of the parameters, relative to that without a codec."""
-        peer, config = self._peer, self._peer.manifest.config
+        peer, config = self._peer, self._peer.peer.manifest.config
         worst = 0.0
         for shard, (theta, momentum) in zip(self._checked(), self._before, strict=True):
             piece = peer.peer.layout.shards[shard]

@@ -56,10 +56,10 @@ async def serve(config: line.Message) -> None:
         for number in range(config["peers"]):
             identity, has_state = Identity.ephemeral(), not boot
             directory = await stack.enter_async_context(_directory(identity, boot))
-            boot = boot or directory.bootstrap_lines()[:1]
+            boot = boot or directory.bootstrap_addresses()[:1]
             options = PeerOptions(folder=folder / str(number), link=LinkOptions(listen=(LOOPBACK,)), is_follower=True)
             initial = version_zero(manifest, theta, momentum) if has_state else None
-            node = await stack.enter_async_context(Node(manifest, options, identity, directory, initial))
+            node = await stack.enter_async_context(Node.open(manifest, options, identity, directory, initial))
             running = asyncio.create_task(node.run(lambda _: None))
             stack.callback(running.cancel)
             nodes.append(node)

@@ -10,7 +10,7 @@ from p2pdiloco.access.invite_code import decode_invite, encode_invite
 from p2pdiloco.access.members import Members
 from p2pdiloco.access.membership_log import ban
 from p2pdiloco.protocol.ids import RunId
-from p2pdiloco.swarm.credentials import Credentials, accepted, make_invite
+from p2pdiloco.swarm.credentials import Credentials, credentials_from_invite, make_invite
 from p2pdiloco.transport.identity import Identity, verify
 
 RUN = RunId("ab" * 20)
@@ -24,7 +24,7 @@ def main() -> None:
     mine = Credentials(RUN, b"", founder)
     terms = make_invite(mine, bytes(16), role=Role.LEARNER, cap=NO_CAP, not_after=NEVER, addresses=(address,))
     text = encode_invite(terms)
-    chain = accepted(decode_invite(text), joiner).chain
+    chain = credentials_from_invite(decode_invite(text), joiner).chain
     known = Members(RUN, founder.peer_id, "invite", verify)
     known.admit(joiner.peer_id, chain, 0.0)
     print(f"invite with one address {len(text)} characters, chain of an invited peer {len(chain)} bytes")
@@ -34,7 +34,7 @@ def main() -> None:
 
     _print("a peer's chain, seen for the first time", first)
     _print("again", lambda: known.admit(joiner.peer_id, chain, 0.0))
-    _print("certifying oneself by an invite", lambda: accepted(decode_invite(text), joiner))
+    _print("certifying oneself by an invite", lambda: credentials_from_invite(decode_invite(text), joiner))
     by = Grant(subject=founder.peer_id)
     bans = [ban(RUN, Identity.ephemeral().peer_id, by, founder.sign) for _ in range(TIMES)]
     waiting = iter(bans)

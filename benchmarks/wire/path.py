@@ -101,9 +101,8 @@ async def serve(config: line.Message) -> None:
     limits = TransportLimits(up_bytes_per_s=config["up_bytes_per_s"])
     listen = f"/ip4/{config['host']}/tcp/0"
     handler = Decoding()
-    async with Transport(
-        Identity.ephemeral(), listen=listen, run="bench", version=1, handler=handler, limits=limits
-    ) as transport:
+    opened = Transport(Identity.ephemeral(), listen=listen, run="bench", version=1, limits=limits)
+    async with opened.serve(handler) as transport:
         line.answer(address=transport.listen_addresses()[0])
         commands: asyncio.Queue[line.Message | None] = asyncio.Queue()
 

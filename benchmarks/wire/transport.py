@@ -23,7 +23,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from multiprocessing.connection import Connection as Pipe
 from statistics import median
 from typing import Any, NamedTuple
@@ -75,10 +75,12 @@ class Quiet:
         return Answer(body)
 
 
-def open_transport(handler: Quiet, up: float | None = None, down: float | None = None) -> Transport:
+def open_transport(
+    handler: Quiet, up: float | None = None, down: float | None = None
+) -> AbstractAsyncContextManager[Transport]:
     limits = TransportLimits(up_bytes_per_s=up, down_bytes_per_s=down)
     listen = "/ip4/127.0.0.1/tcp/0"
-    return Transport(Identity.ephemeral(), listen=listen, run="bench", version=1, handler=handler, limits=limits)
+    return Transport(Identity.ephemeral(), listen=listen, run="bench", version=1, limits=limits).serve(handler)
 
 
 # -- the other process -----------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from p2pdiloco.cli import peer_options
 from p2pdiloco.cli.errors import REPAIR, CommandError, as_command_errors
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.swarm.credentials import Credentials, MemberFiles, invite_key, members_of
-from p2pdiloco.swarm.invitations import credentials_of, grant_here
+from p2pdiloco.swarm.invitations import credentials_of, load_grant
 from p2pdiloco.swarm.run_index import ConfigError, kept_run
 from p2pdiloco.transport.identity import IdentityError
 from p2pdiloco.wire.peer_ids import key_of
@@ -38,7 +38,7 @@ async def run(arguments: argparse.Namespace) -> int:
         kept = kept_run(arguments.state, wanted)
         manifest, folder = kept.manifest, kept.folder
         mine = credentials_of(manifest, peer_options.open_identity(arguments, kept.state), folder)
-        grant = grant_here(manifest, mine, folder, time.time())
+        grant = load_grant(manifest, mine, folder, time.time())
         if grant.role is not Role.ADMIN:
             raise CommandError(
                 f"this peer is a {grant.role.name.lower()} of run {manifest.config.name}, and only admins ban: ask "
@@ -57,7 +57,7 @@ async def run(arguments: argparse.Namespace) -> int:
                 REPAIR,
             )
         statement = ban(manifest.run, subject, grant, mine.identity.sign)
-        files.leave(statement)
+        files.queue_statement(statement)
         members.learn(statement)
         print(f"banned from run {manifest.config.name}: {subject}")
         out = [one.subject for one in members.known() if subject in {step.subject for step in one.steps}]
@@ -65,7 +65,7 @@ async def run(arguments: argparse.Namespace) -> int:
             print(f"with it {_are(out)} out, whose membership came from it:")
             print(*_shown(out), sep="\n")
         if _is_shown(files, subject):
-            files.keep_invite("")  # the next start shows another one
+            files.write_invite("")  # the next start shows another one
             print(f"it was the invite that this peer shows when it starts; {ANOTHER}")
         elif target is not None or not (out or is_invite(arguments.who)):  # a peer, or a key that nobody here knows
             print(*_close_invite_of(subject, members, files, mine, grant), sep="\n")
@@ -101,10 +101,10 @@ def _close_invite_of(
         return
     grants = [(one, members.grant_of(one)) for one in members.guests_of(invite.subject)]
     stay = [one for one, grant in grants if grant is None or members.ban_of(grant) is None]
-    files.leave(closing(mine.run, invite.subject, stay, by, mine.identity.sign))
+    files.queue_statement(closing(mine.run, invite.subject, stay, by, mine.identity.sign))
     yield f"closed the invite by which it came, {invite.subject}: nobody new is let in by it; {ANOTHER}"
     if _is_shown(files, invite.subject):
-        files.keep_invite("")
+        files.write_invite("")
         yield "it was the invite that this peer shows when it starts: its next start shows another one"
     if stay:
         yield f"{_are(stay)} still in that came by it; to end that, too: p2pdiloco ban {invite.subject}"

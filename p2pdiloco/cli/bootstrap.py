@@ -52,14 +52,8 @@ async def _serve(arguments: argparse.Namespace) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    transport = Transport(
-        identity,
-        listen=_meeting_addresses(listen, meet),
-        run="",
-        version=WIRE_VERSION,
-        handler=Observer(),
-    )
-    point = RendezvousServer(transport, arguments.relay)
+    transport = Transport(identity, listen=_meeting_addresses(listen, meet), run="", version=WIRE_VERSION)
+    server = RendezvousServer(transport, arguments.relay)
     inner, announced = listen, arguments.announce
     if meet and set(listen) <= set(meet):  # both at one port: the daemon listens behind it
         port = _free_port()
@@ -73,12 +67,12 @@ async def _serve(arguments: argparse.Namespace) -> int:
         cache_path=arguments.state / "bootstrap-directory.json",
     )
     with identity.hold():
-        async with directory, transport, Tasks() as tasks:
+        async with directory, transport.serve(Observer()), Tasks() as tasks:
             announce = partial(_announce, directory, transport, arguments.announce)
             tasks.keep(announce, name="announce the meeting point")
             peer_options.say(Listening(tuple(directory.visible_addresses())))
             await stop.wait()
-            if pairs := point.introducer.joined:
+            if pairs := server.introducer.relayed_pairs:
                 print(f"{pairs} pairs of peers were connected over this node alone: they meet again where another is")
     return 0
 

@@ -16,7 +16,7 @@ from p2pdiloco.node import diagnostics
 from p2pdiloco.node.diagnostics import Finding, Gift
 from p2pdiloco.peer.options import LearnerOptions
 from p2pdiloco.swarm.credentials import CredentialsError
-from p2pdiloco.swarm.reachability import looked_up
+from p2pdiloco.swarm.reachability import check_reachability
 from p2pdiloco.swarm.run_lookup import DirectoryOptions, LookupFailedError, RunAnswer, RunLookup, open_directory
 from p2pdiloco.transport import addresses
 from p2pdiloco.transport.identity import Identity
@@ -96,7 +96,7 @@ def _packets(first: tuple[str, ...]) -> Finding:
 async def _reach(directory: Directory, listen: tuple[str, ...]) -> Finding:
     """Whether others could dial a peer here."""
     try:
-        is_dialable, sentence = await looked_up(directory, listen, PATIENCE_S)
+        is_dialable, sentence = await check_reachability(directory, listen, PATIENCE_S)
     except OSError as error:
         remedy = "choose another port, or an address that this machine has (0.0.0.0: all)"
         return Finding("failure", "reach", f"cannot listen at {', '.join(listen)}: {error.strerror or error}", remedy)

@@ -10,7 +10,7 @@ from p2pdiloco.access.certificates import NEVER, Role
 from p2pdiloco.cli import peer_options
 from p2pdiloco.cli.errors import REPAIR, CommandError, as_command_errors
 from p2pdiloco.protocol.ids import PeerId
-from p2pdiloco.swarm.invitations import credentials_of, grant_here, invite_text, kept_addresses
+from p2pdiloco.swarm.invitations import credentials_of, invite_text, kept_addresses, load_grant
 from p2pdiloco.swarm.run_index import ConfigError, kept_run
 from p2pdiloco.transport.identity import IdentityError
 from p2pdiloco.wire.peer_ids import key_of
@@ -32,7 +32,7 @@ async def run(arguments: argparse.Namespace) -> int:
             invite_text(
                 manifest,
                 mine,
-                grant_here(manifest, mine, folder, now_s),
+                load_grant(manifest, mine, folder, now_s),
                 addresses,
                 role=Role[arguments.role.upper()],
                 max_weight=arguments.max_weight,

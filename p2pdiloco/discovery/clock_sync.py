@@ -1,13 +1,12 @@
-"""The time that the nodes of a directory share: its records expire by it, whatever the machines' own clocks say.
+"""Clock synchronization of the nodes of a directory: records expire by the shared time, not by the machines' clocks.
 
 Rules of this file:
-1. It begins as the machine's wall clock, and from then on runs with a steady one: who sets the clock, or a clock that
-   jumps, changes nothing.
-2. Who joins takes over the time of those who are there (their median). So a machine whose clock is an hour wrong finds
-   and is found; and whoever came first decides, right or wrong, as long as all agree.
-3. Later only a majority of several others moves it, so that two nodes do not chase each other.
-4. Nothing but the directory believes it. A node that lies about the time can make records expire, which it could do by
-   losing them, too.
+1. The shared clock begins as the machine's wall clock, and then runs with a steady clock: setting the wall clock
+   changes nothing.
+2. A node that joins adopts the time of the nodes that are there (their median). So a machine whose clock is an hour
+   wrong finds others and is found. The first node decides the time, right or wrong.
+3. Later only a majority of several others moves the clock, so that two nodes do not chase each other.
+4. Only the directory uses this time. A node that lies about it can make records expire; it could also drop them.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ from collections.abc import Callable, Sequence
 from statistics import median_low
 
 TOLERANCE_S = 2.0
-"""Differences that network and load explain, and that records of a minute do not mind."""
+"""Differences that network and load explain; they do not matter to records that live for a minute."""
 WRONG_S = 5.0
-"""What is told to the user."""
+"""Differences beyond this are told to the user."""
 MOST_S = 1e11
-"""Seconds since 1970 beyond which nothing is a time."""
+"""Latest time that is accepted, in seconds since 1970."""
 
 
 def steady() -> float:
-    """Seconds that also pass while the machine sleeps, where the system counts them."""
+    """A steady clock in seconds, which runs while the machine sleeps, if the system has one."""
     return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
 
 
@@ -38,7 +37,7 @@ class SharedClock:
         self._steady = steady
         self._base = self._wall() - steady()
         self.witnesses = 0
-        """Others whose clocks were heard last."""
+        """Number of nodes whose clocks were compared last."""
 
     def now(self) -> float:
         """The shared time."""
@@ -46,23 +45,24 @@ class SharedClock:
 
     @property
     def ahead_s(self) -> float:
-        """How far this machine's own clock is ahead of it (behind: negative)."""
+        """How far this machine's wall clock is ahead of the shared time (negative: behind), in seconds."""
         return self._wall() - self.now()
 
     @property
     def is_wrong(self) -> bool:
-        """Whether the user should hear of that."""
+        """Whether the wall clock differs by more than WRONG_S."""
         return self.witnesses > 0 and abs(self.ahead_s) > WRONG_S
 
-    def join(self, theirs: Sequence[float]) -> None:
-        """Take over the time of the others; each element is how far one of them is ahead of ``now``."""
+    def adopt(self, theirs: Sequence[float]) -> None:
+        """Adopt the median time of other nodes; each element is how far one of them is ahead of ``now``."""
         sound = self._sound(theirs)
         if sound and abs(middle := median_low(sound)) > TOLERANCE_S:
             self._base += middle
 
     def compare(self, theirs: Sequence[float]) -> bool:
-        """As ``join``, for one who is there already: move only if most of the others, two at least, agree on it.
-        Returns whether ours may not be that of the others, or nobody says: it is to be compared again soon."""
+        """As ``adopt``, for a node that has joined: move only if a majority of at least two others agrees.
+
+        Returns whether to compare again soon: the clocks differ, or fewer than two others told theirs."""
         sound = self._sound(theirs)
         if len(sound) < 2:
             return True
@@ -78,8 +78,8 @@ class SharedClock:
             self.witnesses = len(sound)
         return sound
 
-    def sentence(self) -> str:
-        """What is wrong and what to do, for the user."""
+    def describe(self) -> str:
+        """Tell the user what is wrong and what to do."""
         ahead = self.ahead_s
         how = "ahead of" if ahead > 0 else "behind"
         others = f"{self.witnesses} other node{'s' * (self.witnesses > 1)} of the directory"

@@ -1,10 +1,10 @@
-"""hivemind as the directory uses it: what is imported, what nodes of our DHT accept, and what is bent to our needs.
+"""Adapter to hivemind: what is imported of it, which records our DHT accepts, and what is changed in it.
 
 Rules of this file:
-1. ``discovery/p2pd.py`` takes hivemind's names from here; nothing else imports hivemind.
-2. What is changed in hivemind is changed here: its clock, its log, the session of its daemon.
+1. ``discovery/p2pd.py`` takes hivemind's names from here; no other module imports hivemind.
+2. All changes to hivemind are made here: its clock, its log, the session of its daemon.
 3. The ``__init__`` of hivemind, and of its ``dht`` and ``utils``, are not run: they load averaging, experts, optimizers
-   and torch, which a directory has no use for.
+   and torch, which a directory does not need.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ with warnings.catch_warnings():
     from hivemind.utils.multiaddr import Multiaddr
 
 CLOCK = SharedClock()
-"""This process's. hivemind has the wall clock's function in each of these modules."""
+"""Shared clock of this process. It replaces the wall clock in each of hivemind's modules that use one."""
 for _module in (dht_node, dht_protocol, dht_routing, timed_storage):
     _module.get_dht_time = CLOCK.now
 
@@ -83,21 +83,21 @@ log = logs.get("directory")
 
 VERIFIED_LIMIT = 8192
 BUCKET = 10
-"""Nodes that a search asks, and that each of them names: twice as many as keep a record."""
+"""Nodes that a search asks, and that each of them names: twice the number of nodes that keep a record."""
 Found = Callable[[DHTID, list[DHTID], set[DHTID]], Awaitable[Any]]
 
 
 class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
-    """Every node of our DHT stores and gives back only records that their publisher signed for that very place."""
+    """Validator: a node of our DHT stores and returns only records that their publisher signed for that very place."""
 
     def __init__(self) -> None:
         self._verified: dict[DHTRecord, None] = {}
 
     def validate(self, record: DHTRecord) -> bool:
-        """Called for each record that is stored here or read from another node."""
+        """Whether a record that is stored here, or read from another node, is accepted."""
         if record in self._verified:
             return True
-        if not self._holds(record):
+        if not self._is_valid(record):
             log.debug("refused a record", bytes=len(record.value))
             return False
         self._verified[record] = None
@@ -105,7 +105,7 @@ class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
             del self._verified[next(iter(self._verified))]
         return True
 
-    def _holds(self, record: DHTRecord) -> bool:
+    def _is_valid(self, record: DHTRecord) -> bool:
         try:
             value = msgspec.msgpack.decode(record.value, type=bytes)
             subkey = msgspec.msgpack.decode(record.subkey, type=str)
@@ -122,13 +122,17 @@ class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
 
 
 class DirectoryNode(DHTNode):  # type: ignore[misc]
-    """A search for the nodes that are to have a key brings along what they have of it: all records of a run, for each
-    that is announced. So it goes for the key's neighbour, which has no records, and is as near to the same nodes."""
+    """DHT node whose searches do not download records.
+
+    A search for the nodes near a key returns the records that they have under it: all records of a run, for each one
+    that is announced. So this node searches for the neighbour of the key, which has no records and is near to the same
+    nodes.
+    """
 
     async def find_nearest_nodes(
         self, queries: Collection[DHTID], *given: Any, found_callback: Found | None = None, **more: Any
     ) -> dict[DHTID, dict[DHTID, PeerID]]:
-        """As hivemind's."""
+        """As ``DHTNode.find_nearest_nodes``."""
         keys = {DHTID(key ^ 1): key for key in queries}
 
         async def found(beside: DHTID, nearest: list[DHTID], visited: set[DHTID]) -> None:
@@ -146,7 +150,7 @@ def _key_of(topic: str) -> bytes:
 
 
 class _Forward(logging.Handler):
-    """hivemind's log, into ours: its errors are about others, so they are warnings here."""
+    """Passes hivemind's log on to ours. Its errors are about other nodes, so they are warnings here."""
 
     def emit(self, record: logging.LogRecord) -> None:
         logging.getLogger("p2pdiloco.hivemind").warning("%s", shorten(record.getMessage()))
@@ -162,9 +166,10 @@ def adopt_logging() -> None:
 
 @contextmanager
 def confined() -> Iterator[None]:
-    """p2pd is started with few rights (``discovery/sandbox.py``), and in a session of its own: Ctrl+C reaches the
-    terminal's whole process group, and p2pd must outlive it, so that we can leave in order. hivemind has no options for
-    that."""
+    """Within it, p2pd is started in the sandbox (``discovery/sandbox.py``) and in a session of its own.
+
+    Ctrl+C reaches the whole process group of the terminal; p2pd must outlive it, so that this peer can leave in order.
+    hivemind has no options for that."""
     start = asyncio.subprocess.create_subprocess_exec
     before = (sys.executable, "-I", "-S", sandbox.__file__)
     asyncio.subprocess.create_subprocess_exec = partial(start, *before, start_new_session=True)
@@ -175,7 +180,7 @@ def confined() -> Iterator[None]:
 
 
 def channel_tasks(p2p: Any) -> list[asyncio.Task[None]]:
-    """hivemind's reader and writer of the one channel over which all DHT calls go to p2pd."""
+    """Tasks of hivemind that read and write the one channel over which all DHT calls go to p2pd."""
     control = p2p._client.control
     return [task for task in (control._read_task, control._write_task) if task is not None]
 

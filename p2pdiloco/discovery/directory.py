@@ -1,17 +1,17 @@
-"""How peers find each other: a hivemind DHT (``discovery/dht.py``).
+"""The directory, in which peers find each other: a hivemind DHT (``discovery/dht.py``).
 
 Rules of this file:
-1. The DHT node runs in our own event loop with libp2p's daemon (p2pd) as its child (``p2pd.py``).
+1. The DHT node runs in our own event loop, with libp2p's daemon (p2pd) as a child process (``p2pd.py``).
 2. Records are hints: signed by their publisher (wire/directory_records.py), refused by every honest node if forged,
-   bounded in size and number, gone when they expire. Nothing here decides who is alive.
-3. Every call has a deadline. A read that fails gives what was read before and has not expired; a write raises.
-4. Records expire by the clock that the nodes share (``clock_sync.py``), not by this machine's.
-5. A cut network heals by itself only if somebody calls: all peers ever met are connected to and pinged, every KEEP_S at
-   first (``directory.py``).
-6. Who has a state to go on from (``patience_s``) waits for the initial and the remembered peers, at its own old place,
-   where they find it: after a power failure all of them come back, in any order, and the bootstrap may not.
-7. p2pd is supervised: if it dies or stops answering, it is started again with the same identity and port, and what we
-   have published is published again.
+   bounded in size and number, and dropped when they expire. The directory does not decide which peers are alive.
+3. Every call has a deadline. A read that fails returns what was read before and has not expired; a write raises.
+4. Records expire by the clock that the nodes share (``clock_sync.py``), not by the machine's.
+5. A partitioned network heals only if nodes reconnect: each node connects to all that it ever met and pings them, every
+   KEEP_S at first.
+6. A peer that has a state to continue from (``patience_s``) listens at its old port and waits for the initial and the
+   remembered peers: after a power failure all of them come back, in any order, and the bootstrap may not.
+7. p2pd is supervised: if it dies or stops answering, it is started again with the same identity and port, and this
+   peer's records are published again.
 """
 
 from __future__ import annotations
@@ -40,10 +40,9 @@ from p2pdiloco.util.tasks import Tasks
 from p2pdiloco.wire.directory_records import POINTS_TOPIC, RUNS_TOPIC, TTL_LIMIT_S, Envelope, peers_topic, seal
 
 # -- Address book ------------------------------------------------------------------------------------------------------
-# The peers of the directory that we have ever met, and where: in memory and on disk.
-# Rules of this file:
-# 1. At most ENTRY_LIMIT peers, the longest unseen forgotten first; at most ADDRESS_LIMIT addresses each.
-# 2. The file is a hint: damaged or missing, it is as if empty. It is written atomically.
+# Peers of the directory that were ever met, with their addresses, in memory and on disk.
+# 1. At most ENTRY_LIMIT peers; the one unseen for longest is forgotten first. At most ADDRESS_LIMIT addresses each.
+# 2. The file is a hint: if it is damaged or missing, the book is empty. It is written atomically.
 
 
 log = logs.get("directory")
@@ -51,7 +50,7 @@ log = logs.get("directory")
 ENTRY_LIMIT = 256
 ADDRESS_LIMIT = 4
 FILE_LIMIT = 1 << 20
-"""Bytes of the cache file that are read."""
+"""Bytes of the cache file that are read, at most."""
 
 
 class _Entry(Struct):
@@ -76,8 +75,8 @@ class AddressBook:
         """Without the peer id, best first."""
         return list(self._known.get(peer, ()))
 
-    def met(self, peer: PeerId, where: list[str]) -> None:
-        """``peer`` was there just now; ``where``: multiaddrs with or without its id. What we cannot use is skipped."""
+    def add(self, peer: PeerId, where: list[str]) -> None:
+        """``peer`` was met just now, at the multiaddrs ``where``, with or without its id; unusable ones are skipped."""
         known = self._known.pop(peer, [])
         for text in where:
             try:
@@ -102,7 +101,7 @@ class AddressBook:
             log.warning("the address cache cannot be read; going on without", path=path, error=error)
             return
         for entry in entries[:ENTRY_LIMIT]:
-            self.met(PeerId(entry.peer), entry.addresses[::-1])
+            self.add(PeerId(entry.peer), entry.addresses[::-1])
 
     def encode(self) -> bytes:
         """The file's content, oldest first."""
@@ -119,15 +118,15 @@ def save(path: Path, content: bytes) -> None:
 
 
 # -- Ping schedule -----------------------------------------------------------------------------------------------------
-# When which peer of the directory is pinged: often at first and when one that answered does not any more, ever more
-# seldom while nothing changes, and more seldom the more they are: what pings cost a node does not grow with the swarm.
-# At most PEERS_MOST are remembered, the longest unpinged forgotten first.
+# When which peer of the directory is pinged. Intervals are short at first, and when a peer stops answering; they double
+# while nothing changes, and grow with the number of peers, so that a node's cost does not grow with the swarm. At most
+# PEERS_MOST peers are remembered; the one unpinged for longest is forgotten first.
 
 
 CALM_S, SILENT_S = 60.0, 8.0
-"""At most between two pings of a peer that answers, and of one that does not."""
+"""Longest interval between two pings of a peer that answers, and of one that does not."""
 FEW = 8
-"""Beyond so many peers, those that answer are pinged more seldom in proportion."""
+"""Beyond so many peers, the intervals of those that answer grow in proportion."""
 PEERS_MOST = 512
 
 
@@ -139,22 +138,22 @@ class _Peer:
 
 
 class PingSchedule:
-    """See the module; ``shortest_s`` between two of one peer."""
+    """Schedule of pings; ``shortest_s``: shortest interval between two pings of one peer."""
 
     def __init__(self, shortest_s: float) -> None:
         self._shortest_s = shortest_s
         self._peers: dict[PeerId, _Peer] = {}
 
     def due(self, peers: Iterable[PeerId], now: float) -> list[PeerId]:
-        """Of ``peers`` those that are to be pinged now."""
+        """Those of ``peers`` that are to be pinged now."""
         return [peer for peer in peers if peer not in self._peers or now >= self._peers[peer].next_at]
 
     def is_silent(self, peer: PeerId) -> bool:
         """Whether its last ping was not answered."""
         return peer in self._peers and not self._peers[peer].has_answered
 
-    def ended(self, peer: PeerId, now: float, *, is_answered: bool) -> None:
-        """A ping was answered, or was not."""
+    def record_result(self, peer: PeerId, now: float, *, is_answered: bool) -> None:
+        """Note whether a ping of ``peer`` was answered."""
         known = self._peers.pop(peer) if peer in self._peers else _Peer(self._shortest_s)
         self._peers[peer] = known
         if is_answered != known.has_answered:
@@ -167,7 +166,7 @@ class PingSchedule:
 
 
 # -- Errors of libp2p's daemon in words --------------------------------------------------------------------------------
-# Why no initial peer answered, in words: what libp2p's daemon says of a dial, and what to do about each kind.
+# Explains why no initial peer answered: what the errors of libp2p's daemon mean, and what to do about each.
 
 
 _CAUSES = (
@@ -192,21 +191,21 @@ _CAUSES = (
     ("deadline exceeded", "no answer", "a firewall or a router drops it: open or forward its port"),
     ("dial to self", "that is this machine's own address", "name another peer's, or none, to found a network"),
 )
-"""Of what the daemon says: a part of it, what that means, the remedy."""
+"""A part of the daemon's error, its meaning, the remedy."""
 CHECK = "check that it is running, and that its port can be reached from here"
 
 
-def in_words(reason: str) -> tuple[str, str]:
-    """What happened, and what to do."""
+def explain_failure(reason: str) -> tuple[str, str]:
+    """What an error of the daemon means, and what to do."""
     for part, what, remedy in _CAUSES:
         if part in reason:
             return what, remedy
     return reason.rpartition("failed to dial: ")[2] or "no answer", CHECK
 
 
-def sentence(failures: Mapping[str, str]) -> str:
-    """Of all: ``failures`` has the daemon's words for each address."""
-    told = {text: in_words(reason) for text, reason in failures.items()}
+def explain_failures(failures: Mapping[str, str]) -> str:
+    """Explain why no initial peer answers; ``failures`` has the daemon's error for each address."""
+    told = {text: explain_failure(reason) for text, reason in failures.items()}
     tried = "; ".join(f"{text}: {what}" for text, (what, _) in told.items())
     remedies = "; ".join(dict.fromkeys(remedy for _, remedy in told.values()))
     return (
@@ -217,7 +216,6 @@ def sentence(failures: Mapping[str, str]) -> str:
 
 
 # -- Directory ---------------------------------------------------------------------------------------------------------
-# How peers find each other: a hivemind DHT (``discovery/dht.py``).
 
 
 __all__ = ["Directory", "DirectoryError"]
@@ -226,31 +224,33 @@ __all__ = ["Directory", "DirectoryError"]
 CONNECT_S = 5.0
 STRAGGLERS_S = 1.0
 LATE = f"no answer within {STRAGGLERS_S:g} s after another peer's"
-"""When we join and one peer has answered, the others have so long."""
+"""At the start, the other peers have so long once one has answered."""
 KEEP_S = 2.0
 KEEP_CONNECT_S = 3.0
 KEPT_PEERS = 32
-"""Peers that are called in one round; of more, all in turns."""
+"""Peers that are pinged in one round; if there are more, in turns."""
 SAVE_ROUNDS = 5
 CLOCKS_S, CLOCKS_MOST_S = 90.0, 720.0
-"""Between two looks at the others' clocks, up to a third more or less, so that nodes do not move all at once; ever more
-seldom while they agree."""
+"""Shortest and longest interval between two comparisons of clocks. It doubles while the clocks agree, and is randomized
+by a third, so that not all nodes move at once."""
 CLOCKS = 8
-"""Others', that are looked at then."""
+"""Nodes whose clocks are compared then."""
 SILENT_ROUNDS = 3
 WAIT_TOLD_S = 60.0
-"""Between two lines of the log while the others are waited for."""
+"""Between two log lines while this peer waits for others."""
 RESTART_S, RESTART_LIMIT_S = 0.1, 30.0
 RESTARTING = "directory"
-"""Its name among the troubles."""
+"""Key of the restart among the troubles."""
 
 
 class Directory:
-    """This peer's part of the DHT. ``async with Directory(identity, ...) as directory``.
+    """This peer's node of the DHT. ``async with Directory(identity, ...) as directory``.
 
-    listen: multiaddrs, port 0 for any. announce: what others shall dial instead (behind a forwarded port).
-    initial_peers: multiaddrs with /p2p/; none for the first peer. cache_path: where met peers are remembered.
-    patience_s: how long to wait until one of those answers, where some were given; 0: each is tried once.
+    listen: multiaddrs, port 0 for any.
+    announce: multiaddrs that others shall dial instead (behind a forwarded port).
+    initial_peers: multiaddrs with /p2p/; none for the first peer.
+    cache_path: file in which peers that were met are remembered.
+    patience_s: how long to wait until an initial peer answers, if some were given; 0: each is tried once.
     """
 
     def __init__(
@@ -288,7 +288,7 @@ class Directory:
         self._pings = PingSchedule(KEEP_S)
         self._silent_rounds = 0
         self._answered: asyncio.Future[PeerId] | None = None
-        """Who answers first, while the others are waited for."""
+        """The first peer that answers, while this one waits for others."""
 
     # -- life --------------------------------------------------------------------------------------------------------
 
@@ -306,7 +306,7 @@ class Directory:
         try:
             async with asyncio.timeout(self._startup_timeout_s + CONNECT_S + CALL_S):
                 await self._daemon.start()
-                answered, refusal = await self._try_all()
+                answered, refusal = await self._connect_to_known()
         except TimeoutError:
             await self._daemon.stop()
             raise DirectoryError(f"the directory did not start within {self._startup_timeout_s:g} s") from None
@@ -315,10 +315,10 @@ class Directory:
             raise
         await self._tasks.__aenter__()
         self._tasks.keep(self._supervise, name="directory supervisor")
-        self._tasks.keep(self._keep_all, name="directory keeper")
+        self._tasks.keep(self._keep_connected, name="directory keeper")
         try:
             if refusal:
-                answered = [await self._wait_for_one(refusal)]
+                answered = [await self._wait_for_peer(refusal)]
             await self._join(answered)
         except BaseException:
             await self.__aexit__(None, None, None)
@@ -336,12 +336,12 @@ class Directory:
 
     @property
     def peer_id(self) -> PeerId:
-        """Ours; the transport's too."""
+        """This peer's id, which its transport has, too."""
         return self._identity.peer_id
 
     @property
     def troubles(self) -> dict[str, str]:
-        """Of what keeps it alive; see ``Tasks``."""
+        """Troubles of the tasks that keep the directory alive; see ``Tasks``."""
         return self._tasks.troubles
 
     @staticmethod
@@ -350,24 +350,24 @@ class Directory:
         return CLOCK.now()
 
     def visible_addresses(self) -> list[str]:
-        """Multiaddrs with our peer id, those that others may reach first."""
+        """Multiaddrs with this peer's id; those that others may reach come first."""
         return list(self._daemon.visible)
 
-    def bootstrap_lines(self) -> list[str]:
-        """What to give to newcomers, one address a line: no loopback, if there is anything else."""
+    def bootstrap_addresses(self) -> list[str]:
+        """Addresses to give to newcomers: no loopback address, if there is another one."""
         return [text for text in self._daemon.visible if not is_loopback(text)] or self.visible_addresses()
 
     def meeting_places(self) -> tuple[str, ...]:
-        """What to write into invites: the initial peers that answer, which are meant to be found; else our own."""
+        """Addresses for invites: the initial peers that answer, since they are meant to be found; else this node."""
         found = [text for peer, where in self._initial.items() if not self._pings.is_silent(peer) for text in where]
-        return tuple(found or self.bootstrap_lines())
+        return tuple(found or self.bootstrap_addresses())
 
-    def serve_nobody(self) -> None:
-        """Others cannot reach our node: keep no keys for them, and be in nobody's routing table."""
-        self._daemon.serve_nobody()
+    def stop_serving(self) -> None:
+        """Store no keys for others, and be in no routing table: others cannot reach this node."""
+        self._daemon.stop_serving()
 
     async def publish_run(self, run: RunId, record: bytes, ttl_s: float) -> None:
-        """Say that ``run`` exists. ``record``: at most 12 KiB. Renew it before ``ttl_s`` (at most a day) is over.
+        """Publish a record of ``run``, of at most 12 KiB. Renew it before ``ttl_s`` (at most a day) is over.
 
         Raises:
             DirectoryError: it could not be stored.
@@ -376,7 +376,7 @@ class Directory:
         await self._publish(RUNS_TOPIC, run, record, ttl_s)
 
     async def publish_point(self, record: bytes, ttl_s: float) -> None:
-        """Say that peers may meet here; as for ``publish_run``."""
+        """Publish a record of this peer as a meeting point; as for ``publish_run``."""
         await self._publish(POINTS_TOPIC, "", record, ttl_s)
 
     async def points(self) -> dict[PeerId, bytes]:
@@ -385,11 +385,11 @@ class Directory:
         return {peer: found[peer] for peer in sorted(found, key=lambda peer: peer not in self._initial)}
 
     async def publish_peer(self, run: RunId, record: bytes, ttl_s: float) -> None:
-        """Say that we take part in ``run``; as for ``publish_run``."""
+        """Publish a record of this peer in ``run``; as for ``publish_run``."""
         await self._publish(peers_topic(run), "", record, ttl_s)
 
     async def withdraw_peer(self, run: RunId) -> None:
-        """Say that we no longer take part.
+        """Withdraw the record of this peer in ``run``.
 
         Raises:
             DirectoryError: that could not be stored; the record then expires in its own time.
@@ -397,23 +397,23 @@ class Directory:
         await self._withdraw(peers_topic(run), "")
 
     async def withdraw_run(self, run: RunId) -> None:
-        """Say no longer that ``run`` exists; as for ``withdraw_peer``."""
+        """Withdraw this peer's record of ``run``; as for ``withdraw_peer``."""
         await self._withdraw(RUNS_TOPIC, run)
 
     async def runs(self) -> dict[RunId, bytes]:
-        """A record per run. Anyone may publish one for any run, so where they differ the most frequent is given;
-        the manifest's digest is what proves a run."""
+        """One record of each run. Any peer may publish one for any run, so of different ones the most frequent is
+        returned; only the manifest's digest proves a run."""
         found: dict[RunId, list[bytes]] = {}
         for envelope in await self._read(RUNS_TOPIC):
             found.setdefault(RunId(envelope.name), []).append(envelope.body)
         return {run: max(sorted(set(bodies)), key=bodies.count) for run, bodies in found.items()}
 
     def screen_peers(self, run: RunId, accepts: Callable[[PeerId, bytes], bool]) -> None:
-        """From now on only records that ``accepts(publisher, record)`` are looked at, and take a place, in ``run``."""
+        """From now on, use and keep only peer records of ``run`` that ``accepts(publisher, record)``."""
         self._screens[peers_topic(run)] = accepts
 
     async def peers(self, run: RunId) -> dict[PeerId, bytes]:
-        """The record of each peer that says it takes part in ``run``, ours included."""
+        """Records of all peers that claim to take part in ``run``, including this one."""
         return {PeerId(envelope.peer): envelope.body for envelope in await self._read(peers_topic(run))}
 
     # -- reading and writing -----------------------------------------------------------------------------------------
@@ -426,7 +426,7 @@ class Directory:
             name=name,
             peer=self.peer_id,
             expires_s=self._records.next_expiry((topic, name), expires_s),
-            addresses=tuple(self.bootstrap_lines()[:4]),
+            addresses=tuple(self.bootstrap_addresses()[:4]),
             is_withdrawn=is_withdrawn,
             body=body,
         )
@@ -460,20 +460,21 @@ class Directory:
                 if accepts is not None and not (is_own or accepts(PeerId(envelope.peer), envelope.body)):
                     self._records.drop(envelope)
                     continue
-                if self._records.see(envelope) and envelope.peer != self.peer_id and envelope.addresses:
-                    self._book.met(PeerId(envelope.peer), list(envelope.addresses))
+                if self._records.add(envelope) and envelope.peer != self.peer_id and envelope.addresses:
+                    self._book.add(PeerId(envelope.peer), list(envelope.addresses))
         except DirectoryError as error:
             log.warning("giving what is known already", topic=topic, reason=error)
         return self._records.current(topic, CLOCK.now())
 
     # -- starting and joining ----------------------------------------------------------------------------------------
 
-    async def _try_all(self) -> tuple[list[PeerId], str]:
-        """Connect to the given and the remembered peers: who answers, and, if some were given and none of all of them
-        does, why.
+    async def _connect_to_known(self) -> tuple[list[PeerId], str]:
+        """Connect to the initial and the remembered peers.
+
+        Returns the peers that answer, and, if initial peers were given and none of all answers, the reason.
 
         Raises:
-            DirectoryError: that is so, and nobody is to be waited for.
+            DirectoryError: none answers, and this peer is not to wait.
         """
         failures: dict[str, str] = {}
         for text in self._initial_peers:
@@ -486,17 +487,17 @@ class Directory:
                 failures[text] = str(error)
         self._initial.pop(self.peer_id, None)
         for peer, where in self._initial.items():
-            self._book.met(peer, where)
+            self._book.add(peer, where)
         candidates = [peer for peer in self._book.peers() if peer != self.peer_id]
-        reasons = await self._meet_some(candidates)
+        reasons = await self._connect_to_some(candidates)
         answered = [peer for peer, reason in reasons.items() if reason is None]
         for peer, reason in reasons.items():
             if reason != LATE:  # it may answer yet
-                self._pings.ended(peer, asyncio.get_running_loop().time(), is_answered=reason is None)
+                self._pings.record_result(peer, asyncio.get_running_loop().time(), is_answered=reason is None)
             if reason is not None:
                 failures |= dict.fromkeys(self._initial.get(peer, ()), reason)
         if failures and not answered:
-            refusal = sentence(failures)
+            refusal = explain_failures(failures)
             if not self._patience_s or not candidates:
                 raise DirectoryError(refusal)
             return [], refusal
@@ -504,12 +505,11 @@ class Directory:
             log.warning("an initial peer does not answer", address=text, reason=reason)
         return answered, ""
 
-    async def _wait_for_one(self, refusal: str) -> PeerId:
-        """Listen where the others may look for this peer, until one of those that are tried again and again
-        (``_keep_all``) answers.
+    async def _wait_for_peer(self, refusal: str) -> PeerId:
+        """Wait until one of the peers that ``_keep_connected`` tries again and again answers.
 
         Raises:
-            DirectoryError: none does, in ``patience_s``.
+            DirectoryError: none answers in ``patience_s``.
         """
         loop = asyncio.get_running_loop()
         self._answered = loop.create_future()
@@ -520,7 +520,7 @@ class Directory:
                 log.warning(
                     "waiting for another peer of the run: this peer has a state, listens where it was before, and "
                     "tries those that it has met again and again",
-                    address=(self.bootstrap_lines() or ["-"])[0],
+                    address=(self.bootstrap_addresses() or ["-"])[0],
                     peers=sum(peer != self.peer_id for peer in self._book.peers()),
                     left_s=round(left_s),
                 )
@@ -536,19 +536,19 @@ class Directory:
         )
 
     async def _join(self, answered: list[PeerId]) -> None:
-        """Be one of those who ``answered``."""
-        CLOCK.join(await self._clocks_of(answered))
+        """Join the DHT of the peers that ``answered``."""
+        CLOCK.adopt(await self._clocks_of(answered))
         if CLOCK.is_wrong:
-            log.warning(CLOCK.sentence())
+            log.warning(CLOCK.describe())
         if answered:
             with suppress(DirectoryError):
-                await self._daemon.look_around()
-        log.info("directory is up", peers=len(answered), address=(self.bootstrap_lines() or ["-"])[0])
+                await self._daemon.fill_routing_table()
+        log.info("directory is up", peers=len(answered), address=(self.bootstrap_addresses() or ["-"])[0])
         await self._save()
 
-    async def _meet_some(self, peers: list[PeerId]) -> dict[PeerId, str | None]:
-        """Meet them all; once one has answered, the others get STRAGGLERS_S. Reasons as of ``_meet``."""
-        tasks = {asyncio.create_task(self._meet(peer, CONNECT_S), name=f"meet {peer}"): peer for peer in peers}
+    async def _connect_to_some(self, peers: list[PeerId]) -> dict[PeerId, str | None]:
+        """Connect to all ``peers``; once one has answered, the others have STRAGGLERS_S. Results as of ``_connect``."""
+        tasks = {asyncio.create_task(self._connect(peer, CONNECT_S), name=f"meet {peer}"): peer for peer in peers}
         waiting = set(tasks)
         try:
             while waiting:
@@ -562,12 +562,12 @@ class Directory:
             await asyncio.gather(*waiting, return_exceptions=True)
         return {peer: LATE if task in waiting else task.result() for task, peer in tasks.items()}
 
-    async def _meet(self, peer: PeerId, timeout_s: float = KEEP_CONNECT_S) -> str | None:
-        """Connect to ``peer`` where it was seen. None, or why not."""
-        return await self._daemon.meet(peer, self._book.addresses_of(peer), timeout_s)
+    async def _connect(self, peer: PeerId, timeout_s: float = KEEP_CONNECT_S) -> str | None:
+        """Connect to ``peer`` at its known addresses. Returns None, or the reason why that failed."""
+        return await self._daemon.connect(peer, self._book.addresses_of(peer), timeout_s)
 
     async def _clocks_of(self, peers: list[PeerId]) -> list[float]:
-        """How far the clocks of those who tell are ahead of ours, in seconds."""
+        """How far the clocks of ``peers`` are ahead of the shared time, in seconds, for those that tell."""
         told = await asyncio.gather(*(self._daemon.clock_of(peer) for peer in peers[:KEPT_PEERS]))
         return [ahead for ahead in told if ahead is not None]
 
@@ -576,13 +576,13 @@ class Directory:
     async def _supervise(self) -> None:
         backoff = Backoff(RESTART_S, RESTART_LIMIT_S)
         while True:
-            if await self._daemon.ended():
+            if await self._daemon.wait_for_exit():
                 log.error("the libp2p daemon died; starting it again")
             await self._daemon.stop()
             try:
                 async with asyncio.timeout(self._startup_timeout_s + CONNECT_S):
                     await self._daemon.start()
-                await asyncio.gather(*(self._meet(peer) for peer in self._to_keep()))
+                await asyncio.gather(*(self._connect(peer) for peer in self._peers_to_ping()))
                 await self._publish_again()
                 backoff.reset()
                 self.troubles.pop(RESTARTING, None)
@@ -599,16 +599,16 @@ class Directory:
             with suppress(DirectoryError):
                 await self._store(envelope)
 
-    async def _keep_all(self) -> None:
+    async def _keep_connected(self) -> None:
         rounds = clocks_at = 0
         clocks = Backoff(CLOCKS_S, CLOCKS_MOST_S)
         while True:
             await asyncio.sleep(KEEP_S)
             rounds += 1
             try:
-                await self._keep_round()
+                await self._ping_round()
                 if rounds >= clocks_at and self._answered is None:
-                    kept = self._to_keep()
+                    kept = self._peers_to_ping()
                     if CLOCK.compare(await self._clocks_of(random.sample(kept, min(CLOCKS, len(kept))))):
                         clocks.reset()
                     clocks_at = rounds + round(clocks.next_s() * random.uniform(2 / 3, 4 / 3) / KEEP_S)
@@ -617,11 +617,11 @@ class Directory:
             except Exception as error:  # noqa: BLE001 (the top of a task: the next round may do better)
                 log.failure("a keeping round failed", error)
 
-    async def _keep_round(self) -> None:
+    async def _ping_round(self) -> None:
         if not self._daemon.is_up:
             return
         try:
-            await self._note_connected()
+            await self._remember_connected()
             if self._daemon.is_broken:
                 raise DirectoryError("the channel to p2pd broke")
             self._silent_rounds = 0
@@ -633,18 +633,18 @@ class Directory:
                 self._silent_rounds = 0
             return
         now = asyncio.get_running_loop().time()
-        due = self._pings.due(self._to_keep(), now)
-        for peer, reason in zip(due, await asyncio.gather(*map(self._meet, due)), strict=True):
-            self._pings.ended(peer, now, is_answered=reason is None)
+        due = self._pings.due(self._peers_to_ping(), now)
+        for peer, reason in zip(due, await asyncio.gather(*map(self._connect, due)), strict=True):
+            self._pings.record_result(peer, now, is_answered=reason is None)
             if reason is None and self._answered is not None and not self._answered.done():
                 self._answered.set_result(peer)
 
-    async def _note_connected(self) -> None:
-        for peer, where in (await self._daemon.connected()).items():
-            self._book.met(peer, [] if self._book.addresses_of(peer) else where)
+    async def _remember_connected(self) -> None:
+        for peer, where in (await self._daemon.connected_peers()).items():
+            self._book.add(peer, [] if self._book.addresses_of(peer) else where)
 
-    def _to_keep(self) -> list[PeerId]:
-        """The initial peers always, and the others in turns."""
+    def _peers_to_ping(self) -> list[PeerId]:
+        """The initial peers, and some of the others, in turns."""
         others = [peer for peer in self._book.peers() if peer not in self._initial and peer != self.peer_id]
         turn = [others[(self._next_kept + index) % len(others)] for index in range(min(len(others), KEPT_PEERS))]
         self._next_kept += len(turn)

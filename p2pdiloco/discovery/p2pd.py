@@ -1,10 +1,10 @@
-"""One life of the libp2p daemon (p2pd, our child) and the DHT node that talks through it, in our own event loop.
+"""The libp2p daemon (p2pd, a child process) and the DHT node that uses it, in our own event loop.
 
 Rules of this file:
-1. Every call has a deadline, and whatever goes wrong inside hivemind is a DirectoryError.
-2. A daemon that ends or falls silent is started again by whoever owns this (``directory.py``), with the same identity
-   and on the same port: others must find us where we were.
-(hivemind.DHT would fork Python, and leave ghosts behind a killed parent.)
+1. Every call has a deadline, and every error inside hivemind is raised as DirectoryError.
+2. If the daemon ends or falls silent, the owner (``directory.py``) starts it again with the same identity and on the
+   same port: others must find this peer where it was.
+(hivemind.DHT would fork Python, and leave orphans when the parent is killed.)
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ Result = TypeVar("Result")
 CALL_S = 5.0
 """Deadline of a read or a write."""
 PING_S = 0.7
-"""A DHT node that says nothing for so long is skipped; with hivemind's 3 s and every third frozen a store took 10 s."""
+"""A DHT node that is silent for so long is skipped. With hivemind's 3 s, and every third node frozen, a store took 10
+s."""
 
 
 class DirectoryError(Exception):
@@ -75,12 +76,12 @@ class P2pdProcess:
         self._p2p: Any = None
         self._node: Any = None
         self.visible: list[str] = []
-        """Multiaddrs with our peer id, those that others may reach first."""
+        """Multiaddrs with this peer's id; those that others may reach come first."""
 
     # -- its life ----------------------------------------------------------------------------------------------------
 
     def require_free_ports(self) -> None:
-        """p2pd listens with SO_REUSEPORT: on a taken port it would start, and share connections with whoever has it.
+        """Check the ports, since p2pd listens with SO_REUSEPORT: on a taken port it would start and share connections.
 
         Raises:
             OSError: a port to listen on is taken.
@@ -91,7 +92,7 @@ class P2pdProcess:
                 sockets.listen(address).close()
 
     async def start(self) -> None:
-        """Start p2pd and join nobody yet.
+        """Start p2pd; it connects to no peer yet.
 
         Raises:
             DirectoryError: p2pd does not start.
@@ -117,7 +118,7 @@ class P2pdProcess:
             if is_temporary:
                 identity_path.unlink(missing_ok=True)
         for task in channel_tasks(self._p2p):
-            # They fail when p2pd dies; whoever owns this learns that by ``ended`` and ``is_broken``.
+            # They fail when p2pd dies; whoever owns this learns that by ``wait_for_exit`` and ``is_broken``.
             task.add_done_callback(lambda done: done.cancelled() or done.exception())
         # Every look asks as many nodes as a bucket holds, and each gives all records that it has: only those that are
         # to have them shall.
@@ -132,13 +133,13 @@ class P2pdProcess:
             cache_on_store=False,
         )
         if not self._is_serving:
-            self.serve_nobody()
+            self.stop_serving()
         found = [str(text) for text in await self._p2p.get_visible_maddrs(latest=True)]
         self.visible = sorted(found, key=is_loopback)
         self._pin_port()
 
     def _pin_port(self) -> None:
-        """After a restart of p2pd others must find us where we were."""
+        """Keep the ports that p2pd chose, so that others find this peer there after a restart."""
         ports: dict[str, int] = {}
         for text in self.visible:
             with suppress(ValueError):
@@ -149,7 +150,7 @@ class P2pdProcess:
         ]
 
     async def stop(self) -> None:
-        """End the node and p2pd; kill it if it does not go."""
+        """Stop the node and p2pd; kill p2pd if it does not end."""
         node, p2p, self._node, self._p2p = self._node, self._p2p, None, None
         is_running = p2p is not None and p2p._child.returncode is None
         if node is not None:
@@ -167,8 +168,8 @@ class P2pdProcess:
                     p2p._child.kill()
                 await p2p._child.wait()
 
-    async def ended(self) -> bool:
-        """Wait for p2pd's end; False at once if it does not run."""
+    async def wait_for_exit(self) -> bool:
+        """Wait until p2pd has ended; False at once if it does not run."""
         if self._p2p is None:
             return False
         await self._p2p._child.wait()
@@ -176,21 +177,21 @@ class P2pdProcess:
 
     @property
     def is_up(self) -> bool:
-        """It runs, as far as is known."""
+        """Whether p2pd runs, as far as is known."""
         return self._p2p is not None and self._node is not None
 
     @property
     def is_broken(self) -> bool:
-        """The one channel over which all calls go to p2pd is closed."""
+        """Whether the one channel over which all calls go to p2pd is closed."""
         return self._p2p is not None and any(task.done() for task in channel_tasks(self._p2p))
 
     def kill(self) -> None:
-        """End a p2pd that does not answer."""
+        """Kill a p2pd that does not answer."""
         if self._p2p is not None and self._p2p._child.returncode is None:
             self._p2p._child.kill()
 
-    def serve_nobody(self) -> None:
-        """From now on, also after a restart."""
+    def stop_serving(self) -> None:
+        """Store no keys for others from now on, also after a restart."""
         self._is_serving = False
         if self._node is not None:
             self._node.protocol.client_mode = True
@@ -199,7 +200,7 @@ class P2pdProcess:
     # -- calls -------------------------------------------------------------------------------------------------------
 
     async def call(self, action: Callable[[], Awaitable[Result]], doing: str) -> Result:
-        """``action`` with a deadline; whatever goes wrong inside hivemind is a DirectoryError."""
+        """Await ``action`` with a deadline; every error inside hivemind is raised as DirectoryError."""
         try:
             async with asyncio.timeout(CALL_S):
                 return await action()
@@ -214,39 +215,39 @@ class P2pdProcess:
         Raises:
             DirectoryError: no node took it, or there is no daemon.
         """
-        node = self._there()
+        node = self._running_node()
         is_stored = await node.store(envelope.topic, value, envelope.expires_s, subkey=subkey_of(envelope))
         # hivemind reports what the last replica said; one that says no is no reason to worry if another has it.
         if not is_stored and envelope not in await self.fetch(envelope.topic):
             raise DirectoryError("no node of the directory took the record: do others reach this one?")
 
     async def fetch(self, topic: str) -> list[Envelope]:
-        """What the DHT holds under ``topic`` now."""
-        found = await self._there().get(topic, latest=True)
+        """Records that the DHT holds under ``topic`` now."""
+        found = await self._running_node().get(topic, latest=True)
         records = found.value if found is not None and isinstance(found.value, dict) else {}
         values = [item.value for item in list(records.values())[:RECORDS_LIMIT] if isinstance(item.value, bytes)]
         envelopes = [unseal(value, verify) for value in values]
         return [envelope for envelope in envelopes if envelope is not None and envelope.topic == topic]
 
-    def _there(self) -> Any:
+    def _running_node(self) -> Any:
         if self._node is None:
             raise DirectoryError("the directory is restarting")
         return self._node
 
-    async def look_around(self) -> None:
-        """Fill the routing table with our neighbours."""
-        node = self._there()
+    async def fill_routing_table(self) -> None:
+        """Fill the routing table with this node's neighbours."""
+        node = self._running_node()
         await self.call(lambda: node.find_nearest_nodes([node.node_id]), "looking around")
 
-    async def connected(self) -> dict[PeerId, list[str]]:
-        """Whom p2pd is connected to, and where."""
+    async def connected_peers(self) -> dict[PeerId, list[str]]:
+        """Peers that p2pd is connected to, with their addresses."""
         if self._p2p is None:
             raise DirectoryError("the directory is restarting")
         infos = await self.call(self._p2p.list_peers, "asking p2pd")
         return {PeerId(info.peer_id.to_base58()): [str(address) for address in info.addrs] for info in infos}
 
-    async def meet(self, peer: PeerId, where: Sequence[str], timeout_s: float) -> str | None:
-        """Connect to ``peer`` and add it to the routing table. None, or why not."""
+    async def connect(self, peer: PeerId, where: Sequence[str], timeout_s: float) -> str | None:
+        """Connect to ``peer`` and add it to the routing table. Returns None, or the reason why that failed."""
         p2p, node = self._p2p, self._node
         if p2p is None or node is None:
             return "the directory is restarting"
@@ -264,7 +265,7 @@ class P2pdProcess:
         return None
 
     async def clock_of(self, peer: PeerId) -> float | None:
-        """How far the peer's clock is ahead of ours, in seconds; None if it does not tell."""
+        """How far the peer's clock is ahead of the shared time, in seconds; None if it does not tell."""
         node = self._node
         if node is None:
             return None
@@ -286,5 +287,5 @@ def _write_temporary_identity(identity: Identity) -> Path:
 
 
 def is_loopback(text: str) -> bool:
-    """Whether a multiaddr is of this machine alone."""
+    """Whether a multiaddr is a loopback address."""
     return text.startswith(("/ip4/127.", "/ip6/::1/"))

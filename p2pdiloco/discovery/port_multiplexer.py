@@ -1,11 +1,12 @@
-"""One port for peers and for the directory: what begins as libp2p does is handed to its daemon.
+"""One port for peers and for the directory: connections that begin as libp2p's do are passed to its daemon.
 
-Where everything but one port is closed on the way, both must answer there.
+Some networks let only one port through, and both must answer there.
 
 Rules of this file:
-1. libp2p says the length of its protocol's name first (multistream-select), TLS and lines begin otherwise.
-2. Bytes are carried unread, of so many connections at once: of the machine that has most, the first makes room.
-3. Nothing came of a connection on which the daemon said hardly more than its own name.
+1. A libp2p connection begins with the length of its protocol's name (multistream-select); TLS and lines begin
+   otherwise.
+2. Bytes are relayed unread. If there are too many connections, the oldest of the machine that has most is closed.
+3. A connection on which the daemon sent hardly more than its own protocol name counts as failed.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ FIRST = b"\x13"
 CONNECTIONS = 512
 OPEN_S = 5.0
 ANSWERED_BYTES = 128
-"""Of the daemon; its part of a handshake has 250."""
+"""Bytes from the daemon, at least, of a connection that succeeded; its part of a handshake has 250."""
 
 
 class SharedPort:
-    """See the module's rules. ``port``: of this machine's daemon."""
+    """See the module's rules. ``port``: the daemon's on this machine."""
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -33,7 +34,7 @@ class SharedPort:
         self._open: Room[socket.socket] = Room(CONNECTIONS)
 
     async def carry(self, raw: socket.socket) -> bool:
-        """Until it ends; whether anything came of it. ``raw`` is closed then."""
+        """Relay ``raw`` until it ends, and close it; whether the connection succeeded."""
         loop = asyncio.get_running_loop()
         try:
             with raw, socket.socket() as inner:

@@ -1,12 +1,13 @@
-"""Run a program with as little as the system allows: ``python -I -S confinement.py PROGRAM ARGUMENT ...``.
+"""Sandbox: run a program with few rights, ``python -I -S sandbox.py PROGRAM ARGUMENT ...``.
 
-p2pd, libp2p's daemon, is a Go binary of others that faces the internet in every peer. It needs memory, sockets and
-threads, and nothing else. What is set here it cannot take back:
-1. No new privileges: what it starts gains none by set-user-id files or file capabilities.
-2. Memory, open files and threads are bounded, so that a flood ends it and not the machine; it is then started again.
-3. It writes no files: not one byte into a regular file, and no core, which would hold this peer's key.
+p2pd, libp2p's daemon, is a third-party Go binary that faces the internet in every peer. It needs memory, sockets and
+threads, and nothing else. It cannot undo what is set here:
+1. No new privileges: a program that it starts gains none by set-user-id files or file capabilities.
+2. Memory, open files and threads are limited, so that a flood ends p2pd and not the machine; it is then restarted.
+3. It writes no files: not one byte into a regular file, and no core dump, which would contain this peer's key.
 
-This is a program of its own that imports nothing of ours, so that the child is this one, and becomes the other.
+This is a program of its own that imports no other module of the project: the child process runs it, and becomes
+PROGRAM.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ import sys
 
 PR_SET_NO_NEW_PRIVS = 38
 ADDRESS_BYTES = 8 << 30
-"""Of virtual memory. Go reserves far more than it uses: 0.7 GB at rest."""
+"""Limit of virtual memory. Go reserves far more than it uses: 0.7 GB at rest."""
 HEAP_BYTES = 1 << 30
-"""Above which Go's collector works harder (GOMEMLIMIT)."""
+"""Heap size above which Go's garbage collector works harder (GOMEMLIMIT)."""
 FILES = 4096
-"""Sockets, in the main."""
+"""Limit of open files, which are mostly sockets."""
 MORE_TASKS = 1024
 """Threads that the user's processes may have beyond what they have at the start (the kernel counts them together)."""
 
 
 def main() -> None:
-    """Confine this process, and become the program."""
+    """Limit this process, and become the program."""
     with contextlib.suppress(OSError, AttributeError):  # Linux's; elsewhere the limits have to do
         ctypes.CDLL(None).prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     limits = {
@@ -52,7 +53,7 @@ def main() -> None:
 
 
 def _tasks_of_user() -> int:
-    """Processes and threads of this user now."""
+    """Number of processes and threads of this user."""
     count, me = 0, os.getuid()
     for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
         if name.isdecimal():

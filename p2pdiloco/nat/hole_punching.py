@@ -1,12 +1,13 @@
-"""A line to a meeting point, and what comes of it: a direct connection through both routers, or the line as a relay.
+"""Meeting another peer over a line to a meeting point: a direct connection through both routers, or the line as a
+relay.
 
 Rules of this file:
-1. TCP hole punching (simultaneous open): both dial each other, from the port that the line has, at the address at which
-   the meeting point sees the other; the listener of the two listens there, too, since one of the dials may come through
-   whole. The line stays open meanwhile, and with it the router's entry.
-2. What a meeting point says is a hint: one address is dialled, at most PUNCHES times in PUNCH_S seconds, and only one
-   that can be a peer's, if the caller's budget allows it (``may_dial``).
-3. Whoever is at the other end proves itself afterwards, as on any connection (net/handshake.py).
+1. TCP hole punching (simultaneous open): both peers dial each other from the port of their line, at the address at
+   which the meeting point sees the other. The listener of the two also listens there, since one of the dials may come
+   through as a normal connection. The line stays open meanwhile, and with it the router's mapping.
+2. What a meeting point says is a hint. One address is dialled, at most PUNCHES times in PUNCH_S seconds, and only if it
+   can be a peer's and the caller's budget allows it (``may_dial``).
+3. The other end proves its key afterwards, as on any connection (net/handshake.py).
 """
 
 from __future__ import annotations
@@ -26,19 +27,19 @@ from p2pdiloco.transport.connection_setup import Met
 from p2pdiloco.transport.sockets import DialError
 
 OPEN_S = 5.0
-"""To the meeting point."""
+"""Limit for the connection to the meeting point."""
 SEEN_S = 12.0
-"""Until the other's line is there."""
+"""Limit for the line of the other peer to be there."""
 PUNCH_S = 2.0
 HOPELESS_S = 0.5
-"""Where a router changes ports: it may still do so as one expects."""
+"""Used instead if a router changes ports: it may still map them predictably."""
 PUNCHES = 12
 PUNCH_PAUSE_S = 0.05
 RELAY_S = 6.0
 
 
 MayDial = Callable[[Address], bool]
-"""Asked once, of the address where the meeting point says that the other is."""
+"""Called once, with the address at which the meeting point sees the other peer."""
 
 
 async def meet(
@@ -51,15 +52,17 @@ async def meet(
     narrow: Container[str] = (),
     may_dial: MayDial = lambda _: True,
 ) -> Met:
-    """Open a line to ``point`` with ``ticket``, and meet whoever has the other one, as ``role`` of the two; with short
-    segments to the ``narrow`` hosts.
+    """Open a line to ``point`` with ``ticket``, and meet the peer that has the other ticket.
+
+    role: of this peer in the connection that comes about.
+    narrow: hosts to which segments are short.
 
     Raises:
-        DialError: nothing came of it; the text says why.
+        DialError: no connection came about; the text says why.
     """
     line = await _open(point, congestion, narrow)
     try:
-        seen = await _seen(line, ticket)
+        seen = await _wait_for_other(line, ticket)
         return await _meet_on(
             line, point, seen, role, may_relay=may_relay, congestion=congestion, narrow=narrow, may_dial=may_dial
         )
@@ -75,7 +78,7 @@ async def meet(
 
 
 async def _open(point: Address, congestion: str, narrow: Container[str]) -> socket.socket:
-    """A connected socket whose port others may use, too."""
+    """Open a connected socket whose port other sockets may use, too."""
     loop = asyncio.get_running_loop()
     try:
         async with asyncio.timeout(OPEN_S):
@@ -96,14 +99,14 @@ async def _open(point: Address, congestion: str, narrow: Container[str]) -> sock
         raise DialError(f"meeting point: {sockets.explain(error, point)}") from error
 
 
-async def _seen(line: socket.socket, ticket: bytes) -> intro.Seen:
-    """Show the ticket, and wait for the other's line."""
+async def _wait_for_other(line: socket.socket, ticket: bytes) -> intro.Seen:
+    """Show the ticket, and wait for the line of the other peer."""
     local_port = line.getsockname()[1]
     await asyncio.get_running_loop().sock_sendall(line, intro.encode_opening(ticket, local_port))
     async with asyncio.timeout(SEEN_S):
         head = await _read(line, 1)
         if head == intro.REFUSED:
-            raise ValueError(await _refusal(line))
+            raise ValueError(await _read_refusal(line))
         return intro.decode_seen(await _read(line, intro.seen_size(head + await _read(line, 1))))
 
 
@@ -126,7 +129,7 @@ async def _meet_on(
     if is_allowed and is_same_family and is_dialable(other.host, line.getpeername()[0]):
         patience_s = PUNCH_S if seen.is_hopeful else HOPELESS_S
         direct = await _punch(
-            lambda: _sharing(line.family, local_port, is_narrow=other.host in narrow), other, role, patience_s
+            lambda: _socket_on_port(line.family, local_port, is_narrow=other.host in narrow), other, role, patience_s
         )
         if direct is not None:
             sockets.tune(direct, congestion=congestion)
@@ -137,11 +140,11 @@ async def _meet_on(
     await loop.sock_sendall(line, intro.RELAY)
     async with asyncio.timeout(RELAY_S):
         if await _read(line, 1) != intro.RELAYED:
-            raise ValueError(await _refusal(line))
+            raise ValueError(await _read_refusal(line))
     return Met(line, point, True)
 
 
-def _sharing(family: int, port: int, *, is_narrow: bool) -> socket.socket:
+def _socket_on_port(family: int, port: int, *, is_narrow: bool) -> socket.socket:
     raw = sockets.sharing_port(family, port)
     if is_narrow:
         sockets.shorten(raw)
@@ -151,7 +154,7 @@ def _sharing(family: int, port: int, *, is_narrow: bool) -> socket.socket:
 async def _punch(
     make: Callable[[], socket.socket], other: Address, role: Role, patience_s: float
 ) -> socket.socket | None:
-    """Dial until the other's dial meets ours, or comes in. ``make``: a socket on the line's port."""
+    """Dial until the two dials meet, or the other one comes in. ``make`` opens a socket on the port of the line."""
     ways = [asyncio.ensure_future(_dial_often(make, other))]
     if role is Role.LISTENER:
         ways.append(asyncio.ensure_future(_accept_one(make, other)))
@@ -193,7 +196,7 @@ async def _dial_often(make: Callable[[], socket.socket], other: Address) -> sock
 
 
 async def _accept_one(make: Callable[[], socket.socket], other: Address) -> socket.socket | None:
-    """From the other's address; whoever else comes is sent away."""
+    """Accept a connection from the address of the other peer; others are closed."""
     loop = asyncio.get_running_loop()
     try:
         with make() as listener:
@@ -209,8 +212,9 @@ async def _accept_one(make: Callable[[], socket.socket], other: Address) -> sock
 
 
 def is_dialable(host: str, told_by: str) -> bool:
-    """Whether a peer may be there, as told by a meeting point at ``told_by``: one on the internet introduces nobody who
-    is in a private network, or on this machine."""
+    """Whether a peer may be at ``host``, as told by a meeting point at ``told_by``.
+
+    A meeting point on the internet introduces no peer in a private network, or on this machine."""
     ip, teller = ipaddress.ip_address(host), ipaddress.ip_address(told_by.partition("%")[0])
     if ip.is_multicast or ip.is_unspecified or ip.is_link_local or host == "255.255.255.255":
         return False
@@ -220,7 +224,7 @@ def is_dialable(host: str, told_by: str) -> bool:
 
 
 async def _read(line: socket.socket, count: int) -> bytes:
-    """Exactly so many bytes.
+    """Read exactly ``count`` bytes.
 
     Raises:
         ValueError: the line was closed.
@@ -234,7 +238,7 @@ async def _read(line: socket.socket, count: int) -> bytes:
     return data
 
 
-async def _refusal(line: socket.socket) -> str:
+async def _read_refusal(line: socket.socket) -> str:
     with suppress(ValueError):
         return decode_text(await _read(line, (await _read(line, 1))[0]))
     return "refused without a reason"

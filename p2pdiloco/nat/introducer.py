@@ -1,15 +1,15 @@
-"""A meeting point's side of introductions, without I/O: who is introduced to whom, and what is said on their lines.
+"""The introductions of a meeting point, without I/O: which peers are introduced, and what is written to their lines.
 
-    ask(asker, wanted)  ->  a ticket for each            the wanted one is called, and says no: ``withdraw``
-    opened(line)        when a line has shown a ticket   both there: each is told of both (nat/messages.py)
-    received(line)      RELAY from both: Joined, if a place is free
+    ask(asker, wanted)      a ticket for each; if the wanted peer is called and refuses: ``withdraw``
+    handle_opened(line)     a line has shown a ticket; if both are there, each is told of both (nat/messages.py)
+    handle_data(line)       RELAY from both: Joined, if a place is free
 
 Rules of this file:
-1. Bytes and times in, events out: nobody is called, nothing waits.
-2. Bounded whatever anybody does: pairs at once, in all and of a peer; introductions a minute, of a machine and of
-   whoever is called; PAIR_S seconds for each pair; a byte at a time from a line. A ticket serves once.
-3. An address is told to nobody but the two, and only after both have opened a line: nobody is made to dial whom he does
-   not expect, or who does not expect him.
+1. Bytes and times in, events out: no callbacks, no waiting.
+2. Everything is bounded: pairs at once, in all and of a peer; introductions a minute, of a machine and of a peer that
+   is called; PAIR_S seconds for each pair; a byte at a time from a line. A ticket serves once.
+3. An address is told only to the two peers, and only after both have opened a line: no peer is made to dial one that it
+   does not expect, or that does not expect it.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ class NotIntroducedError(Exception):
 
 
 class Say(Struct, frozen=True):
-    """Write this to the line."""
+    """Output: write ``data`` to the line."""
 
     line: Hashable
     data: bytes
 
 
 class Hang(Struct, frozen=True):
-    """Close the line, after what was said."""
+    """Output: close the line, after what was written to it."""
 
     line: Hashable
 
 
 class Joined(Struct, frozen=True):
-    """Carry bytes between the two from now on, until either ends; then say ``parted``."""
+    """Output: relay bytes between the two lines until either ends; then call ``handle_relay_ended``."""
 
     lines: tuple[Hashable, Hashable]
 
@@ -63,17 +63,17 @@ class _Pair(Struct, eq=False):
     until: float
     lines: list[Hashable | None]
     hosts: list[tuple[str, int, int]]
-    """As seen: host, port, and the port that the line says it has."""
+    """For each line the host and port as seen, and the port that it claims to have."""
     wants_relay: list[bool]
 
 
 class Introducer:
-    """See the module's rules. ``relays``: pairs that may be joined at once."""
+    """See the module's rules. ``relays``: pairs that may be relayed at once."""
 
     def __init__(self, relays: int) -> None:
         self._places = relays
         self._waiting: dict[bytes, tuple[_Pair, int]] = {}
-        """By ticket: the pair and which of the two; until its line is there."""
+        """By ticket: the pair and which of its two sides, until the line of that side is there."""
         self._lines: dict[Hashable, tuple[_Pair, int]] = {}
         self._pairs: dict[_Pair, None] = {}
         """Not joined yet, oldest first."""
@@ -83,20 +83,20 @@ class Introducer:
         """By machine of the asker."""
         self._called: RateLimiter[PeerId] = RateLimiter(burst=CALLED_BURST, per_s=CALLED_PER_S)
         self._events: deque[Say | Hang | Joined] = deque()
-        self.introduced = 0
+        self.introductions = 0
 
     @property
-    def joined(self) -> int:
-        """Pairs that are carried now."""
+    def relayed_pairs(self) -> int:
+        """Number of pairs that are relayed now."""
         return len(self._joined)
 
     def ask(
         self, asker: PeerId, host: str, wanted: PeerId, tickets: tuple[bytes, bytes], now: float
     ) -> tuple[bytes, bytes]:
-        """Introduce ``asker``, which comes from ``host``, to ``wanted``. ``tickets``: fresh random bytes, for each.
+        """Introduce ``asker``, which comes from ``host``, to ``wanted``. ``tickets``: fresh random bytes for each.
 
         Raises:
-            NotIntroducedError: too many of something.
+            NotIntroducedError: a limit is reached, or both are the same peer.
         """
         self.wake(now)
         machine = machine_of(host)
@@ -116,14 +116,15 @@ class Introducer:
         return tickets
 
     def withdraw(self, ticket: bytes, now: float) -> None:
-        """Nothing comes of that introduction."""
+        """Cancel the introduction with this ticket."""
         self.wake(now)
         if (found := self._waiting.get(ticket)) is not None:
             self._end(found[0])
 
-    def opened(self, line: Hashable, ticket: bytes, host: str, port: int, local_port: int, now: float) -> bool:
-        """A line has shown its ticket; it comes from ``host`` and ``port``, and says that it has ``local_port``.
-        False: the ticket is not good, and the line is refused."""
+    def handle_opened(self, line: Hashable, ticket: bytes, host: str, port: int, local_port: int, now: float) -> bool:
+        """A line has shown its ticket; it comes from ``host`` and ``port``, and claims to have ``local_port``.
+
+        Returns False if the ticket is not valid, and the line is refused."""
         self.wake(now)
         found = self._waiting.pop(ticket, None)
         if found is None:
@@ -133,15 +134,15 @@ class Introducer:
         self._lines[line] = found
         pair.lines[side], pair.hosts[side] = line, (host, port, local_port)
         if None not in pair.lines:
-            self.introduced += 1
+            self.introductions += 1
             is_hopeful = all(seen == own for _, seen, own in pair.hosts)
             for here, there in ((0, 1), (1, 0)):
                 own, other = pair.hosts[here][:2], pair.hosts[there][:2]
                 self._events.append(Say(pair.lines[here], encode_seen(Seen(*own, *other, is_hopeful))))
         return True
 
-    def received(self, line: Hashable, data: bytes, now: float) -> None:
-        """The line said ``data``."""
+    def handle_data(self, line: Hashable, data: bytes, now: float) -> None:
+        """``data`` came from the line."""
         self.wake(now)
         found = self._lines.get(line)
         if found is None:
@@ -154,15 +155,15 @@ class Introducer:
         if all(pair.wants_relay):
             self._join(pair)
 
-    def closed(self, line: Hashable, now: float) -> None:
-        """The line is gone, by whomever."""
+    def handle_closed(self, line: Hashable, now: float) -> None:
+        """The line is closed, by either side."""
         self.wake(now)
         if (found := self._lines.pop(line, None)) is not None:
             found[0].lines[found[1]] = None
             self._end(found[0])
 
-    def parted(self, lines: tuple[Hashable, Hashable]) -> None:
-        """Nothing is carried between the two any more."""
+    def handle_relay_ended(self, lines: tuple[Hashable, Hashable]) -> None:
+        """The relay between the two lines has ended."""
         self._joined.discard(frozenset(lines))
 
     def next_deadline(self) -> float | None:
@@ -170,12 +171,12 @@ class Introducer:
         return next(iter(self._pairs)).until if self._pairs else None
 
     def wake(self, now: float) -> None:
-        """Time has passed."""
+        """Drop what has expired at time ``now``."""
         while self._pairs and (pair := next(iter(self._pairs))).until <= now:
             self._end(pair)
 
     def events(self) -> Iterator[Say | Hang | Joined]:
-        """What is to be done, in order."""
+        """Outputs since the last call, in order."""
         while self._events:
             yield self._events.popleft()
 
@@ -197,7 +198,7 @@ class Introducer:
         self._events += [Say(line, encode_refusal(text)), Hang(line)]
 
     def _end(self, pair: _Pair, *, hangs: bool = True) -> None:
-        """Forget it, and close what lines it has."""
+        """Forget the pair; with ``hangs`` its lines are closed, too."""
         if pair not in self._pairs:
             return
         del self._pairs[pair]

@@ -46,12 +46,12 @@ Ticket = Annotated[bytes, Meta(min_length=TICKET_BYTES, max_length=TICKET_BYTES)
 
 
 class Attend(msgspec.Struct, frozen=True, array_like=True, tag="attend?"):
-    """I am here, and may be called over this connection. Answer: ``Attended``."""
+    """The sender may be called over this connection. Answer: ``Attended``."""
 
     ports: Annotated[tuple[Port, ...], Meta(max_length=2)] = ()
     """To dial back, at the address that this connection comes from, and nowhere else."""
     token: Annotated[bytes, Meta(max_length=TICKET_BYTES)] = b""
-    """What the first port's listener knows."""
+    """Known to the listener at the first port, which proves itself by it."""
 
 
 class Attended(msgspec.Struct, frozen=True, array_like=True):
@@ -64,7 +64,7 @@ class Attended(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Meet(msgspec.Struct, frozen=True, array_like=True, tag="meet?"):
-    """Introduce me to ``peer``. Answer: ``Introduced``; or why not."""
+    """Introduce the sender to ``peer``. Answer: ``Introduced``, or a refusal with the reason."""
 
     peer: Peer
     dials: bool
@@ -78,16 +78,16 @@ class Introduced(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Called(msgspec.Struct, frozen=True, array_like=True, tag="called?"):
-    """From the meeting point: ``peer`` wants to meet you. An answer, whatever it is, agrees."""
+    """From the meeting point: ``peer`` wants to meet the receiver. Any answer but a refusal agrees."""
 
     peer: Peer
     ticket: Ticket
     dials: bool
-    """You are the dialler."""
+    """The receiver is the dialler."""
 
 
 class Reachable(msgspec.Struct, frozen=True, array_like=True, tag="reach."):
-    """To whoever is connected: how I can be reached now, as the directory will say later. Its answer is empty."""
+    """To connected peers: how the sender can be reached now. The answer is empty."""
 
     record: PeerRecord
 
@@ -104,7 +104,7 @@ class Seen(msgspec.Struct, frozen=True, array_like=True):
 
 
 def encode_opening(ticket: bytes, local_port: int, start: bytes = OPENING) -> bytes:
-    """What a line says first."""
+    """The first bytes of a line."""
     return start + _PORT.pack(local_port) + ticket
 
 
@@ -148,5 +148,5 @@ def encode_refusal(text: str) -> bytes:
 
 
 def echo(token: bytes) -> bytes:
-    """What a listener answers to a probe with a token that it knows."""
+    """Answer of a listener to a probe with a token that it knows."""
     return hashlib.sha256(ECHO_CONTEXT + token).digest()[:TICKET_BYTES]

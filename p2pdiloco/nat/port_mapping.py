@@ -1,10 +1,11 @@
-"""A port of the router's that leads to ours: asked for, renewed, given back.
+"""Port mapping at the router: a port of the router that leads to ours is requested, renewed and released.
 
 Rules of this file:
-1. PCP first, then NAT-PMP, then UPnP (where miniupnpc is installed), each time anew: the network may be another one.
-2. A lease is short and renewed at its half, so that a process that is killed leaves nothing for long.
-3. Whoever holds one gives it back at the end, within GIVE_BACK_S.
-4. Nothing that a router says is more than a hint: whether others get in, others tell (swarm/reachability.py).
+1. PCP is tried first, then NAT-PMP, then UPnP (if miniupnpc is installed); each time anew, since the network may
+   change.
+2. A lease is short and renewed at half its life, so that a process that is killed leaves no mapping for long.
+3. A lease is released at the end, within GIVE_BACK_S.
+4. What a router says is a hint: only others can tell whether they get in (swarm/reachability.py).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ PORT = 5351
 LEASE_S = 1200
 RETRY_S = 300.0
 TRIES_S = (0.25, 0.5, 1.0)
-"""Before each further try."""
+"""Wait for an answer before each further try."""
 GIVE_BACK_S = 2.0
 UPNP_WAIT_MS = 2000
 ROUTES = Path("/proc/net/route")
@@ -37,11 +38,11 @@ Answer = TypeVar("Answer")
 
 
 class GatewayError(Exception):
-    """No port was had; the text says why, beginning with a verb of the router's."""
+    """The router gave no port; the text says why, as a predicate of the router (``does not answer``)."""
 
 
 class Lease(NamedTuple):
-    """``port`` of ``host``, the router's address on the other side, leads to our port, for ``life_s`` seconds."""
+    """``port`` of ``host``, the external address of the router, leads to our port for ``life_s`` seconds."""
 
     by: str
     host: str
@@ -50,7 +51,7 @@ class Lease(NamedTuple):
 
 
 class PortMapping:
-    """See the module's rules. ``port``: ours, TCP. ``find``: the router's address here; None: there is none."""
+    """See the module's rules. ``port``: our TCP port. ``find`` gives the router's address in this network, or None."""
 
     def __init__(self, port: int, find: Callable[[], str | None] | None = None) -> None:
         self._port = port
@@ -58,10 +59,11 @@ class PortMapping:
         self._nonce = os.urandom(port_mapping_codec.NONCE_BYTES)
         self.lease: Lease | None = None
         self.asked = asyncio.Event()
-        """Once, whatever came of it."""
+        """Set after the first request, whatever its result."""
 
     async def keep(self, changed: Callable[[], None]) -> None:
-        """Ask, and ask again before the lease ends, until cancelled; ``changed`` after what others should know."""
+        """Request a lease and renew it until cancelled; ``changed`` is called when its port or address is another
+        one."""
         while True:
             before = self.lease
             try:
@@ -76,8 +78,8 @@ class PortMapping:
                 changed()
             await asyncio.sleep(RETRY_S if self.lease is None else max(1.0, self.lease.life_s / 2))
 
-    async def give_back(self) -> None:
-        """The router may forget what we hold."""
+    async def release(self) -> None:
+        """Release the lease, if there is one."""
         if self.lease is None:
             return
         with suppress(GatewayError, TimeoutError):
@@ -86,7 +88,7 @@ class PortMapping:
         self.lease = None
 
     async def _ask(self, life_s: int) -> Lease:
-        """Raises GatewayError: nobody gave one."""
+        """Request, renew or (``life_s`` 0) release a lease; raises GatewayError if no protocol succeeds."""
         held, reasons = self.lease, []
         wanted = held.port if held else self._port
         gateway = self._find()
@@ -104,20 +106,20 @@ class PortMapping:
         raise GatewayError("; ".join(reasons))
 
     async def _by_pcp(self, gateway: str, wanted: int, life_s: int) -> Lease:
-        with _opened(gateway) as raw:
-            question = port_mapping_codec.ask_pcp(
+        with _open_socket(gateway) as raw:
+            question = port_mapping_codec.encode_pcp_request(
                 raw.getsockname()[0], self._port, wanted if life_s else 0, life_s, self._nonce
             )
-            told = await _exchanged(
+            told = await _exchange(
                 raw, question, lambda data: port_mapping_codec.decode_pcp(data, self._port, self._nonce)
             )
         return _lease("PCP", told, told.host if isinstance(told, Granted) else "")
 
     async def _by_nat_pmp(self, gateway: str, wanted: int, life_s: int) -> Lease:
-        with _opened(gateway) as raw:
-            host = await _exchanged(raw, port_mapping_codec.ask_address(), port_mapping_codec.decode_address)
-            question = port_mapping_codec.ask_nat_pmp(self._port, wanted if life_s else 0, life_s)
-            told = await _exchanged(raw, question, lambda data: port_mapping_codec.decode_nat_pmp(data, self._port))
+        with _open_socket(gateway) as raw:
+            host = await _exchange(raw, port_mapping_codec.encode_address_request(), port_mapping_codec.decode_address)
+            question = port_mapping_codec.encode_nat_pmp_request(self._port, wanted if life_s else 0, life_s)
+            told = await _exchange(raw, question, lambda data: port_mapping_codec.decode_nat_pmp(data, self._port))
         return _lease("NAT-PMP", told, host if isinstance(host, str) else "")
 
 
@@ -127,8 +129,8 @@ def _lease(by: str, told: Granted | Denied, host: str) -> Lease:
     return Lease(by, host, told.port, told.life_s)
 
 
-def _opened(gateway: str) -> socket.socket:
-    """A socket that hears that gateway alone."""
+def _open_socket(gateway: str) -> socket.socket:
+    """Open a socket that receives from that gateway alone."""
     raw = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     try:
         raw.setblocking(False)
@@ -139,8 +141,8 @@ def _opened(gateway: str) -> socket.socket:
     return raw
 
 
-async def _exchanged(raw: socket.socket, question: bytes, decode: Callable[[bytes], Answer]) -> Answer:
-    """The first datagram that is an answer; asked again where none comes."""
+async def _exchange(raw: socket.socket, question: bytes, decode: Callable[[bytes], Answer]) -> Answer:
+    """Send ``question``, again if no answer comes; the first datagram that ``decode`` accepts."""
     loop = asyncio.get_running_loop()
     try:
         for wait_s in TRIES_S:
@@ -156,7 +158,7 @@ async def _exchanged(raw: socket.socket, question: bytes, decode: Callable[[byte
 
 
 def _by_upnp(port: int, wanted: int, life_s: int) -> Lease:
-    """On a thread: the library waits."""
+    """As ``_ask``, by UPnP. Blocks: it runs on a thread."""
     try:
         import miniupnpc
     except ModuleNotFoundError:
@@ -180,7 +182,7 @@ def _by_upnp(port: int, wanted: int, life_s: int) -> Lease:
 
 
 def default_gateway() -> str | None:
-    """The router's address, by which this machine reaches the internet; None: none is known."""
+    """Address of the router by which this machine reaches the internet; None if none is known."""
     with suppress(OSError, ValueError, IndexError):
         for line in ROUTES.read_text().splitlines()[1:]:
             _, target, gateway, flags, *_ = line.split()

@@ -1,9 +1,8 @@
-"""How a router is asked for a port of its own that leads to one of ours: NAT-PMP (RFC 6886) and PCP (RFC 6887), TCP and
-IPv4 only.
+"""Codec of the port mapping protocols NAT-PMP (RFC 6886) and PCP (RFC 6887), for TCP and IPv4.
 
 Rules of this file:
-1. Bytes only. What is no answer to what was asked is ValueError: others on the same network can send datagrams, too.
-2. A lifetime of 0 gives a port back.
+1. Bytes only. A datagram that does not answer the request raises ValueError: others on the network can send some, too.
+2. A lifetime of 0 releases a port.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ NONCE_BYTES = 12
 TCP = 6
 ANSWER = 0x80
 NAT_PMP, PCP = 0, 2
-"""Versions of what is one protocol, by its first byte."""
+"""Versions: the first byte of a message."""
 ADDRESS, MAP_TCP, MAP = 0, 2, 1
-"""Opcodes: two of NAT-PMP's, and PCP's."""
+"""Opcodes: two of NAT-PMP, and one of PCP."""
 LONGEST_BYTES = 1100
-"""Of PCP's datagrams."""
+"""Longest datagram of PCP."""
 _PMP_ASK = struct.Struct(">BBHHHL")
 _PMP_ADDRESS = struct.Struct(">BBHL4s")
 _PMP_MAPPED = struct.Struct(">BBHLHHL")
@@ -48,7 +47,7 @@ _PCP_RESULTS = {
 
 
 class Granted(NamedTuple):
-    """A port at the router. ``host``: its address on the other side; "" where the protocol tells it apart."""
+    """A mapped port of the router. ``host``: its external address; "" if the protocol tells that separately."""
 
     host: str
     port: int
@@ -56,32 +55,33 @@ class Granted(NamedTuple):
 
 
 class Denied(NamedTuple):
-    """What the router says instead, beginning with a verb."""
+    """The router refuses; the reason begins with a verb."""
 
     reason: str
 
 
-def ask_address() -> bytes:
-    """NAT-PMP: what is your address on the other side?"""
+def encode_address_request() -> bytes:
+    """NAT-PMP request for the external address of the router."""
     return bytes((NAT_PMP, ADDRESS))
 
 
-def ask_nat_pmp(port: int, wanted: int, life_s: int) -> bytes:
-    """Let your port ``wanted``, or any, lead to our ``port``."""
+def encode_nat_pmp_request(port: int, wanted: int, life_s: int) -> bytes:
+    """NAT-PMP request to map port ``wanted`` of the router, or any, to our ``port``."""
     return _PMP_ASK.pack(NAT_PMP, MAP_TCP, 0, port, wanted, life_s)
 
 
-def ask_pcp(own: str, port: int, wanted: int, life_s: int, nonce: bytes) -> bytes:
-    """The same; ``own`` is the address that this is sent from, ``nonce`` proves later that the port is ours."""
-    head = _PCP_ASK.pack(PCP, MAP, 0, life_s, _mapped(own))
-    return head + _PCP_MAP.pack(nonce, TCP, port, wanted, _mapped("0.0.0.0"))
+def encode_pcp_request(own: str, port: int, wanted: int, life_s: int, nonce: bytes) -> bytes:
+    """PCP request for the same. ``own``: the address that it is sent from; ``nonce`` proves later that the port is
+    ours."""
+    head = _PCP_ASK.pack(PCP, MAP, 0, life_s, _ipv4_mapped(own))
+    return head + _PCP_MAP.pack(nonce, TCP, port, wanted, _ipv4_mapped("0.0.0.0"))
 
 
 def decode_address(data: bytes) -> str | Denied:
-    """NAT-PMP's answer to ``ask_address``.
+    """Decode an answer to ``encode_address_request``.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is no such answer.
     """
     if (denied := _denied_nat_pmp(data, ADDRESS)) is not None:
         return denied
@@ -91,10 +91,10 @@ def decode_address(data: bytes) -> str | Denied:
 
 
 def decode_nat_pmp(data: bytes, port: int) -> Granted | Denied:
-    """NAT-PMP's answer about our ``port``.
+    """Decode an answer of NAT-PMP about our ``port``.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is no such answer.
     """
     if (denied := _denied_nat_pmp(data, MAP_TCP)) is not None:
         return denied
@@ -107,10 +107,10 @@ def decode_nat_pmp(data: bytes, port: int) -> Granted | Denied:
 
 
 def decode_pcp(data: bytes, port: int, nonce: bytes) -> Granted | Denied:
-    """PCP's answer about our ``port``; also NAT-PMP's to a question of PCP's.
+    """Decode an answer of PCP about our ``port``, or one of NAT-PMP to a request of PCP.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is no such answer.
     """
     if len(data) >= _PMP_HEAD.size and data[0] == NAT_PMP and data[1] & ANSWER:
         return Denied("speaks NAT-PMP instead")
@@ -135,5 +135,5 @@ def _denied_nat_pmp(data: bytes, opcode: int) -> Denied | None:
     return Denied(_PMP_RESULTS.get(result, f"says no ({result})")) if result else None
 
 
-def _mapped(host: str) -> bytes:
+def _ipv4_mapped(host: str) -> bytes:
     return bytes(10) + b"\xff\xff" + ipaddress.IPv4Address(host).packed

@@ -1,14 +1,14 @@
-"""A peer's side of meeting points: it attends some, so that it can be called, and meets others through theirs.
+"""Client of meeting points: this peer attends some, so that it can be called, and meets other peers through theirs.
 
 Rules of this file:
-1. Signalling goes over ordinary connections, so that both keys are proved: to members of the run over the run's own, to
-   others (a bootstrap) over ``outside``, which names no run.
-2. Who is called comes, if it attends that point and was not called too often: what it risks is one line, and few dials
-   of one address. Both count in the dialler's budget until they come to something: else whoever says that it is a
-   meeting point has us knock at a third machine until that one shuts us out (net/abuse_limits.py).
-3. At most POINTS are attended. At most POINTS of those that a peer's record names are asked for it, connected ones
-   first, and then those that we attend: it may attend there by now, whatever the record says.
-4. What meeting points told us of ourselves stands until others say otherwise, though none is left.
+1. Signalling uses ordinary connections, so that both keys are proved: the run's own to members of the run, ``outside``,
+   which names no run, to others (a bootstrap).
+2. A peer that is called comes if it attends that meeting point and was not called too often. It risks one line and a
+   few dials of one address. Both count in the dialler's budget until they succeed: otherwise anybody that claims to be
+   a meeting point could make this peer dial a third machine until that one blocks it (net/abuse_limits.py).
+3. At most POINTS are attended. To meet a peer, at most POINTS of those in its record are asked, connected ones first,
+   then those that this peer attends: the other may attend there by now, whatever its record says.
+4. What meeting points said about this peer stays valid until others say otherwise, even if none is left.
 """
 
 from __future__ import annotations
@@ -48,17 +48,21 @@ CALLS_AT_ONCE = 16
 
 
 class Attendance(Struct, frozen=True):
-    """One meeting point, and what it told us of ourselves."""
+    """A meeting point that this peer attends, and what it told about this peer."""
 
     address: str
-    told: intro.Attended
+    observation: intro.Attended
     elsewhere: tuple[str, ...] = ()
-    """Further addresses of its, for who cannot dial that one."""
+    """Further addresses of the meeting point, for peers that cannot dial the first."""
 
 
 class RendezvousClient:
-    """See the module's rules. ``transport``: what comes about belongs to it. ``is_member``: whether a meeting point is
-    of the run."""
+    """See the module's rules.
+
+    transport: gets the connections that come about.
+    is_member: whether a meeting point takes part in the run.
+    points_of: addresses of the meeting points at which a peer can be met, for further connections to it.
+    """
 
     def __init__(
         self,
@@ -67,44 +71,49 @@ class RendezvousClient:
         dialler: Dialler,
         tasks: Tasks,
         is_member: Callable[[PeerId], bool] = lambda _: False,
+        points_of: Callable[[PeerId], Iterable[str]] = lambda _: (),
     ) -> None:
         self._transport = transport
         self._outside = outside
         self._dialler = dialler
         self._tasks = tasks
         self._is_member = is_member
+        self._points_of = points_of
         self._congestion = TransportLimits().congestion
         self.attended: dict[PeerId, Attendance] = {}
         self._left: dict[PeerId, Attendance] = {}
-        """Those that went last."""
-        self.points_of: Callable[[PeerId], Iterable[str]] = lambda _: ()
-        """Where a peer can be met, for further connections to it."""
+        """Those that were attended last, before they were gone."""
         self._calls = TokenBucket(burst=CALL_BURST, per_s=CALLS_PER_S)
         self._coming = 0
         self._asking: Counter[PeerId] = Counter()
         """Requests to meeting points that are under way."""
-        transport.setup.dial_met = self._again
+        transport.redial_met_peers(self._reconnect)
         for links in (transport, outside):
             links.answer_requests(intro.Called, self._answer_call)
 
     @property
-    def told(self) -> list[intro.Attended]:
-        """How we are seen."""
-        return [one.told for one in (self.attended or self._left).values()]
+    def observations(self) -> list[intro.Attended]:
+        """What meeting points told about this peer."""
+        return [one.observation for one in (self.attended or self._left).values()]
+
+    @property
+    def seen(self) -> tuple[str, ...]:
+        """Hosts as which meeting points see this peer."""
+        return tuple(dict.fromkeys(told.host for told in self.observations))[:POINTS]
 
     # -- attending ---------------------------------------------------------------------------------------------------
 
     async def attend(
         self, text: str, ports: tuple[int, ...], token: bytes, elsewhere: tuple[str, ...] = ()
     ) -> Attendance:
-        """Be there to be called, and learn how we are seen. ``text``: the meeting point's address.
+        """Attend the meeting point at ``text``: it may call this peer, and tells how it sees it.
 
         Raises:
-            DialError: it does not answer, or says no.
+            DialError: it does not answer, or refuses.
         """
-        point = self._parsed(text)
+        point = self._parse_point(text)
         assert point.peer is not None
-        async with self._linked(point) as (links, where):
+        async with self._connect_to_point(point) as (links, where):
             try:
                 body = encode(intro.Attend(ports, token))
                 told = decode_as((await links.request(point.peer, body, timeout_s=ATTEND_S)).body, intro.Attended)
@@ -113,8 +122,8 @@ class RendezvousClient:
             attendance = self.attended[point.peer] = Attendance(text, told, elsewhere)
             return attendance
 
-    def forget(self) -> None:
-        """Meeting points that are gone: their connection has ended."""
+    def forget_disconnected(self) -> None:
+        """Forget attended meeting points whose connection has ended."""
         here = self._connected()
         if gone := {peer: one for peer, one in self.attended.items() if peer not in here}:
             self.attended = {peer: one for peer, one in self.attended.items() if peer in here}
@@ -125,43 +134,45 @@ class RendezvousClient:
 
     # -- meeting -----------------------------------------------------------------------------------------------------
 
-    async def reach(self, peer: PeerId, points: Iterable[str], *, may_relay: bool = True) -> PeerId:
+    async def connect(self, peer: PeerId, points: Iterable[str], *, may_relay: bool = True) -> PeerId:
         """Connect to ``peer`` through one of its meeting points.
 
         Raises:
-            DialError: none of them brought us together; all reasons.
-            HandshakeError: somebody else answers, or it refuses us.
+            DialError: no meeting point led to a connection; all reasons.
+            HandshakeError: another peer answers, or ``peer`` refuses this one.
         """
-        met = await self._met(peer, points, may_relay=may_relay)
+        met = await self._meet_at_any(peer, points, may_relay=may_relay)
         try:
             return await self._adopt(Role.DIALLER, met, Dialled(peer))
         except OSError as error:
             raise DialError(f"{peer} was met, and the connection failed: {error}") from error
 
-    async def _met(self, peer: PeerId, points: Iterable[str], *, may_relay: bool) -> Met:
+    async def _meet_at_any(self, peer: PeerId, points: Iterable[str], *, may_relay: bool) -> Met:
         reasons, known = [], []
         for text in points:
             try:
-                known.append(self._parsed(text))
+                known.append(self._parse_point(text))
             except DialError as error:
                 reasons.append(str(error))
         here = self._connected()
         known.sort(key=lambda point: (point.peer not in here, not sockets.has_route(point.host)))
         named = known[:POINTS]
         asked = {point.peer for point in named}
-        ours = [self._parsed(one.address) for point, one in self.attended.items() if point in here - asked - {peer}]
+        ours = [
+            self._parse_point(one.address) for point, one in self.attended.items() if point in here - asked - {peer}
+        ]
         for point in named + ours:
             try:
-                return await self._met_at(point, peer, may_relay=may_relay)
+                return await self._meet_at(point, peer, may_relay=may_relay)
             except DialError as error:
                 reasons.append(str(error))
         raise DialError("; ".join(reasons[::-1]) or "it names no meeting point, and we attend none")
 
-    async def _met_at(self, point: Address, peer: PeerId, *, may_relay: bool) -> Met:
+    async def _meet_at(self, point: Address, peer: PeerId, *, may_relay: bool) -> Met:
         assert point.peer is not None
         if point.peer == self._transport.peer_id:
             raise DialError("it attends here, and did not come: it is dialled by nobody else")
-        async with self._linked(point) as (links, where):
+        async with self._connect_to_point(point) as (links, where):
             try:
                 answer = await links.request(point.peer, encode(intro.Meet(peer, True)), timeout_s=ASK_S)
                 ticket = decode_as(answer.body, intro.Introduced).ticket
@@ -172,7 +183,7 @@ class RendezvousClient:
     async def _meet(
         self, where: Address, point: PeerId, ticket: bytes, role: Role, peer: PeerId, *, may_relay: bool = True
     ) -> Met:
-        """Both dials on others' word, the line and the one to ``peer``, are within the dialler's budget."""
+        """Meet ``peer``; the dials of the line and of the peer are within the dialler's budget."""
         place = (await machines(where, DIAL_S))[0]
         if not self._dialler.may_dial(point, place):
             raise DialError(f"{place.host} is left alone for a while: too many lines there came to nothing")
@@ -197,26 +208,26 @@ class RendezvousClient:
             self._dialler.record_success(peer, met.address)
         return peer
 
-    async def _again(self, peer: PeerId, wanted: Dialled) -> PeerId:
-        met = await self._met(peer, self.points_of(peer), may_relay=False)
+    async def _reconnect(self, peer: PeerId, wanted: Dialled) -> PeerId:
+        met = await self._meet_at_any(peer, self._points_of(peer), may_relay=False)
         return await self._adopt(Role.DIALLER, met, wanted)
 
     async def _answer_call(self, point: PeerId, request: intro.Called) -> Answer:
-        """``point`` calls us: somebody wants to meet us.
+        """``point`` calls this peer, since another one wants to meet it.
 
         Raises:
-            RequestRefused: we do not come.
+            RequestRefused: this peer does not come.
         """
         attendance = self.attended.get(point)
         if attendance is None:
             raise RequestRefused("this peer does not attend here")
         if self._coming >= CALLS_AT_ONCE or not self._calls.take(asyncio.get_running_loop().time()):
             raise RequestRefused("this peer was called too often")
-        where = self._where(self._parsed(attendance.address), point)
-        self._tasks.spawn(self._come(where, point, request), name="come to a meeting")
+        where = self._address_of(self._parse_point(attendance.address), point)
+        self._tasks.spawn(self._come_to_meeting(where, point, request), name="come to a meeting")
         return Answer(b"")
 
-    async def _come(self, where: Address, point: PeerId, request: intro.Called) -> None:
+    async def _come_to_meeting(self, where: Address, point: PeerId, request: intro.Called) -> None:
         self._coming += 1
         try:
             role, peer = Role.DIALLER if request.dials else Role.LISTENER, PeerId(request.peer)
@@ -229,7 +240,7 @@ class RendezvousClient:
     # -- meeting points ----------------------------------------------------------------------------------------------
 
     @staticmethod
-    def _parsed(text: str) -> Address:
+    def _parse_point(text: str) -> Address:
         try:
             point = addresses.parse(text)
         except ValueError as error:
@@ -239,9 +250,11 @@ class RendezvousClient:
         return point
 
     @asynccontextmanager
-    async def _linked(self, point: Address) -> AsyncIterator[tuple[Transport, Address]]:
-        """The transport that is connected to it, and where its lines are opened. A connection to a point outside the
-        run lasts as long as it is attended or asked something: whoever names points costs no places."""
+    async def _connect_to_point(self, point: Address) -> AsyncIterator[tuple[Transport, Address]]:
+        """Connect to ``point``: the transport that has the connection, and the address for lines.
+
+        A connection to a point outside the run lasts while it is attended or asked something: a record that names many
+        points costs no places."""
         assert point.peer is not None
         links = self._transport if self._is_member(point.peer) else self._outside
         if point.peer not in links.peers():
@@ -251,7 +264,7 @@ class RendezvousClient:
                 raise DialError(str(error)) from error
         self._asking[point.peer] += 1
         try:
-            yield links, self._where(point, point.peer)
+            yield links, self._address_of(point, point.peer)
         finally:
             self._asking[point.peer] -= 1
             if not self._asking[point.peer]:
@@ -259,8 +272,8 @@ class RendezvousClient:
                 if links is self._outside and point.peer not in self.attended:
                     links.disconnect(point.peer, "that was all")
 
-    def _where(self, point: Address, peer: PeerId) -> Address:
-        """As it was dialled; where it dialled us, as it says."""
+    def _address_of(self, point: Address, peer: PeerId) -> Address:
+        """Address of ``peer`` as it was dialled; ``point`` if it dialled this peer."""
         for links in (self._transport, self._outside):
             channel = links.channel_of(peer)
             if channel is not None and channel.connection.role is Role.DIALLER and not channel.is_met:

@@ -1,12 +1,12 @@
-"""A meeting point at work: it tells peers how they are seen, dials them back, introduces them, and relays.
+"""Server of a meeting point: it tells peers how they are seen, dials them back, introduces them, and relays.
 
-What is decided is in nat/introducer.py; here are its sockets, its timer, and the requests that it answers.
+Introductions are decided in nat/introducer.py; this module has the sockets, the timer, and the requests.
 
 Rules of this file:
-1. A peer is dialled back at the address that its connection comes from, nowhere else, and not often.
-2. Only who attends is called, over the connection that it has here.
-3. A line costs a socket until its pair is over, and PAIR_S seconds at most unless it is relayed. Those that have shown
-   no ticket yet have places of their own: who fills these from one machine takes from himself.
+1. A peer is dialled back only at the address that its connection comes from, and not often.
+2. Only peers that attend are called, over the connection that they have here.
+3. A line costs a socket until its pair is over, at most PAIR_S seconds unless it is relayed. Lines that have shown no
+   ticket yet have places of their own; a machine that opens many of them displaces its own.
 """
 
 from __future__ import annotations
@@ -33,30 +33,29 @@ from p2pdiloco.wire.control_messages import encode
 from p2pdiloco.wire.request_reply import Answer, RequestError, RequestRefused
 
 # -- Relay -------------------------------------------------------------------------------------------------------------
-# Carries bytes between two sockets, unread, within a budget that all pairs share.
+# Relays bytes between two sockets, unread, within a budget that all pairs share.
 # Rules of this file:
 # 1. ``splice`` moves them inside the kernel: they never come into this process (measured: docs/connectivity.md).
-# 2. Whoever wants to send takes its turn, and turns come round: of n directions that have something, each gets an n-th
-#    of the budget. What TICK_S is worth goes at once and is earned afterwards: most of a turn's cost is that of waking
-#    up.
-# 3. What is small does not wait for others' turns, now and then: heartbeats and requests of one pair do not stand
-#    behind another's bulk. It is paid for all the same.
-# 4. A direction that ends is passed on as an end; the pair is over when both have.
+# 2. Directions take turns: of n directions that have something to send, each gets an n-th of the budget. Bytes worth
+#    TICK_S go at once and are earned afterwards, since waking up is most of the cost of a turn.
+# 3. Small pieces may overtake, now and then: heartbeats and requests of one pair do not wait behind bulk of another.
+#    They count in the budget all the same.
+# 4. The end of a direction is passed on; the pair is over when both have ended.
 
 
 F_SETPIPE_SZ = 1031
 LARGEST_BYTES = 1 << 20
 SMALL_BYTES = 16 << 10
 TICK_S = 0.3
-"""What goes at once is worth so much; a single turn never more."""
+"""Bytes worth so much time go at once; a single turn is never worth more."""
 ROUND_S = 0.8
 SHORTEST_TURN_S = 0.02
 AHEAD_S = 0.05
-"""Between two small pieces of one direction that do not wait."""
+"""Between two small pieces of one direction that overtake."""
 MOST_DEBT_S = 0.75
-"""Beyond which what is small waits, too; turns owe less than two TICK_S."""
+"""Debt beyond which small pieces wait, too; turns owe less than two TICK_S."""
 BURST_S = 0.02
-"""What an idle budget saves up."""
+"""Time whose worth an idle budget saves up."""
 
 
 class Budget:
@@ -66,11 +65,11 @@ class Budget:
         self._pacer = Pacer(bytes_per_s, burst_s=BURST_S)
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
         self._sharing = 0
-        """How many waited when turns were last given."""
+        """Number of directions that waited when turns were last given."""
 
     @property
     def turn_bytes(self) -> int:
-        """How much to take at a time."""
+        """Bytes to take at a time."""
         if self._pacer.bytes_per_s is None:
             return LARGEST_BYTES
         sharing = max(1, self._sharing, len(self._waiting))
@@ -78,7 +77,7 @@ class Budget:
         return min(LARGEST_BYTES, max(SMALL_BYTES, int(self._pacer.bytes_per_s * turn_s)))
 
     def take_ahead(self, count: int) -> bool:
-        """Take ``count`` bytes without waiting, if too much is not owed."""
+        """Take ``count`` bytes without waiting, unless too much is owed."""
         now = asyncio.get_running_loop().time()
         if self._pacer.ready_at() - now > MOST_DEBT_S:
             return False
@@ -97,7 +96,7 @@ class Budget:
         await turn
 
     def _give_turns(self) -> None:
-        """As many as TICK_S is worth, to who has waited longest; the others when these are earned."""
+        """Give turns worth TICK_S to the directions that waited longest; the others wait until these are earned."""
         loop = asyncio.get_running_loop()
         now = loop.time()
         self._sharing = len(self._waiting)
@@ -118,8 +117,9 @@ class Relay:
         self.carried_bytes = 0
 
     async def carry(self, a: socket.socket, b: socket.socket, carried: list[int]) -> None:
-        """Until both directions have ended, or one has failed. ``carried``: bytes from each so far, kept up here. The
-        sockets are not blocking; the caller closes them."""
+        """Relay until both directions have ended, or one has failed.
+
+        ``carried`` counts the bytes from each socket. The sockets are non-blocking; the caller closes them."""
         ways = [asyncio.create_task(self._pump(a, b, carried, 0)), asyncio.create_task(self._pump(b, a, carried, 1))]
         try:
             await asyncio.wait(ways, return_when=asyncio.FIRST_EXCEPTION)
@@ -151,7 +151,7 @@ class Relay:
 
 
 async def _splice(source: int, target: int, count: int, awaited: int, *, writes: bool = False) -> int:
-    """Bytes moved; 0: the source has ended. ``awaited``: the socket of the two."""
+    """Number of bytes moved; 0 if the source has ended. ``awaited``: the one of the two that is a socket."""
     while True:
         try:
             return os.splice(source, target, count)
@@ -177,22 +177,21 @@ async def _ready(descriptor: int, *, writes: bool) -> None:
 
 
 # -- Rendezvous server -------------------------------------------------------------------------------------------------
-# A meeting point at work: it tells peers how they are seen, dials them back, introduces them, and relays.
 
 
 log = logs.get("meeting")
 
 RELAYS = 64
-"""Pairs at once."""
+"""Pairs that are relayed at once."""
 OPENING_S = 5.0
 CALL_S = 4.0
-"""Until whoever is called has agreed."""
+"""Limit for a peer that is called to agree."""
 DIAL_BACK_S = 2.0
 DIAL_BURST, DIALS_PER_S = 8, 4 / 60
-"""Back to one machine: never more than 12 in a minute."""
+"""Dial-backs to one machine: never more than 12 in a minute."""
 DIALS_AT_ONCE = 16
 BEGINNING = 96
-"""Lines at once that have shown no ticket yet."""
+"""Lines that have shown no ticket yet, at most."""
 
 
 class _Line:
@@ -201,11 +200,11 @@ class _Line:
         self.reading: asyncio.Future[bytes] | None = None
         self.is_over = False
         self.carried: asyncio.Task[None] | None = None
-        """While it is relayed."""
+        """The relay of its pair, if it is relayed."""
 
 
 class RendezvousServer:
-    """See the module's rules. ``bytes_per_s``: what is relayed at most, of all pairs; None: no limit; 0: nothing."""
+    """See the module's rules. ``bytes_per_s``: limit of relaying, for all pairs; None: no limit; 0: no relaying."""
 
     def __init__(self, transport: Transport, bytes_per_s: float | None) -> None:
         self._transport = transport
@@ -213,20 +212,20 @@ class RendezvousServer:
         self.introducer = Introducer(0 if bytes_per_s == 0 else RELAYS)
         self._relays = bytes_per_s != 0
         self.token = os.urandom(intro.TICKET_BYTES)
-        """By which whoever dials us back knows that it is us."""
+        """Proves to a peer that dials back that it has reached this one."""
         self._attending: dict[PeerId, None] = {}
         self._lines: dict[object, _Line] = {}
         self._beginning: Room[_Line] = Room(BEGINNING)
         self._timer: asyncio.TimerHandle | None = None
         self._dials: RateLimiter[str] = RateLimiter(burst=DIAL_BURST, per_s=DIALS_PER_S)
         self._dialling = asyncio.Semaphore(DIALS_AT_ONCE)
-        transport.setup.takers[intro.OPENING[:1]] = self.line
+        transport.setup.takers[intro.OPENING[:1]] = self.serve_line
         transport.answer_requests(intro.Attend, self._answer_attend)
         transport.answer_requests(intro.Meet, self._answer_meet)
 
     @property
     def attending(self) -> int:
-        """Peers that may be called."""
+        """Number of peers that may be called."""
         return len(set(self._attending) & set(self._transport.peers()))
 
     # -- requests ----------------------------------------------------------------------------------------------------
@@ -265,18 +264,18 @@ class RendezvousServer:
             own, theirs = self.introducer.ask(asker, host, wanted, tickets, loop.time())
         except NotIntroducedError as error:
             raise RequestRefused(str(error)) from None
-        self._act()
+        self._apply_events()
         try:
             called = intro.Called(asker, theirs, not request.dials)
             await self._transport.request(wanted, encode(called), timeout_s=CALL_S)
         except RequestError as error:
             self.introducer.withdraw(own, loop.time())
-            self._act()
+            self._apply_events()
             raise RequestRefused(f"{wanted} was called and does not come: {error}") from error
         return intro.Introduced(own)
 
     async def _dial_back(self, host: str, port: int, token: bytes) -> bool | None:
-        """Whether ``port`` answers there; None: that machine was dialled often enough."""
+        """Whether ``port`` of ``host`` answers; None if that machine was dialled often enough."""
         loop = asyncio.get_running_loop()
         if not self._dials.take(machine_of(host), loop.time()):
             return None
@@ -296,8 +295,8 @@ class RendezvousServer:
 
     # -- lines -------------------------------------------------------------------------------------------------------
 
-    async def line(self, raw: socket.socket) -> bool:
-        """Somebody has begun one; whether it showed what is good here. It is closed at the end."""
+    async def serve_line(self, raw: socket.socket) -> bool:
+        """Serve a line until it ends, and close it; whether it showed a valid ticket or token."""
         key, line, loop = object(), _Line(raw), asyncio.get_running_loop()
         is_good = False
         try:
@@ -315,17 +314,17 @@ class RendezvousServer:
                 if is_good := ticket == self.token:
                     await loop.sock_sendall(raw, intro.echo(ticket))
                 return is_good
-            is_good = self.introducer.opened(key, ticket, host, port, local_port, loop.time())
+            is_good = self.introducer.handle_opened(key, ticket, host, port, local_port, loop.time())
             self._beginning.leave(line)
-            self._act()
+            self._apply_events()
             await self._listen(key, line)
         except (OSError, TimeoutError, ValueError) as error:
             log.debug("a line ended", reason=str(error))
         finally:
             self._beginning.leave(line)
             self._lines.pop(key, None)
-            self.introducer.closed(key, loop.time())
-            self._act()
+            self.introducer.handle_closed(key, loop.time())
+            self._apply_events()
             raw.close()
         return is_good
 
@@ -339,27 +338,27 @@ class RendezvousServer:
                 reading.cancel()
             if reading.cancelled() or not (data := reading.result()):
                 break
-            self.introducer.received(key, data, loop.time())
-            self._act()
+            self.introducer.handle_data(key, data, loop.time())
+            self._apply_events()
         if line.carried is not None:
             try:
                 await asyncio.wait([line.carried])
             finally:
                 line.carried.cancel()
 
-    def _act(self) -> None:
-        """Do what the introducer wants, and set the timer."""
+    def _apply_events(self) -> None:
+        """Carry out the outputs of the introducer, and set the timer."""
         for event in self.introducer.events():
             match event:
                 case Say(key, data) if key in self._lines:
                     try:
                         self._lines[key].raw.send(data)
                     except OSError:
-                        self._hang(self._lines[key])
+                        self._hang_up(self._lines[key])
                 case Hang(key) if key in self._lines:
-                    self._hang(self._lines[key])
+                    self._hang_up(self._lines[key])
                 case Joined((first, second)):
-                    carrying = asyncio.get_running_loop().create_task(self._carry((first, second)), name="relay")
+                    carrying = asyncio.get_running_loop().create_task(self._relay_pair((first, second)), name="relay")
                     for key in (first, second):
                         if key in self._lines:
                             self._lines[key].carried = carrying
@@ -372,16 +371,16 @@ class RendezvousServer:
             self._timer = asyncio.get_running_loop().call_at(at, self._wake)
 
     @staticmethod
-    def _hang(line: _Line) -> None:
+    def _hang_up(line: _Line) -> None:
         line.is_over = True
         if line.reading is not None:
             line.reading.cancel()
 
     def _wake(self) -> None:
         self.introducer.wake(asyncio.get_running_loop().time())
-        self._act()
+        self._apply_events()
 
-    async def _carry(self, keys: tuple[object, object]) -> None:
+    async def _relay_pair(self, keys: tuple[object, object]) -> None:
         lines = [self._lines[key] for key in keys if key in self._lines]
         hosts = "-".join(addresses.of_socket(*line.raw.getpeername()[:2]).host for line in lines)
         carried = [0, 0]
@@ -391,10 +390,10 @@ class RendezvousServer:
                 for reading in readings:
                     reading.cancel()
                 await asyncio.gather(*readings, return_exceptions=True)
-                log.info("relaying", between=hosts, pairs=self.introducer.joined)
+                log.info("relaying", between=hosts, pairs=self.introducer.relayed_pairs)
                 await self.relay.carry(lines[0].raw, lines[1].raw, carried)
         except OSError as error:
             log.debug("a relayed pair failed", reason=str(error))
         finally:
-            self.introducer.parted(keys)
+            self.introducer.handle_relay_ended(keys)
             log.info("relayed", between=hosts, bytes=sum(carried))

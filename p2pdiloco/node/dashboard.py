@@ -41,7 +41,7 @@ class LiveView:
     """The snapshots that all visitors of one node's page see."""
 
     def __init__(self, telemetry: Telemetry, clock: Callable[[], float] = time.monotonic) -> None:
-        self._lookout = telemetry
+        self._telemetry = telemetry
         self._clock = clock
         self._made: tuple[float, RunSnapshot] | None = None
 
@@ -49,17 +49,17 @@ class LiveView:
         """The snapshot of this second."""
         now = self._clock()
         if self._made is None or now - self._made[0] >= FRESH_S:
-            self._made = (now, self._lookout.watched())
+            self._made = (now, self._telemetry.picture_for_viewer())
         return self._made[1]
 
     def history(self) -> History:
         """The history that led to it."""
-        return self._lookout.chronicle.history()
+        return self._telemetry.history.history()
 
     @property
     def mark(self) -> int:
         """Changes when the history does."""
-        return self._lookout.chronicle.mark
+        return self._telemetry.history.mark
 
 
 def split_place(place: str) -> tuple[str, int | None]:
@@ -86,7 +86,7 @@ async def serve_page(telemetry: Telemetry, folder: Path, place: str, say: Say) -
         kept_token,
     )
 
-    await load_history(telemetry.chronicle, folder)
+    await load_history(telemetry.history, folder)
     host, port = split_place(place)
     view = LiveView(telemetry)
     token = "" if is_loopback(host) else await asyncio.to_thread(kept_token, folder)
@@ -100,11 +100,11 @@ async def serve_page(telemetry: Telemetry, folder: Path, place: str, say: Say) -
         yield
 
 
-async def load_history(chronicle: RunHistory, folder: Path) -> None:
-    """Read the event log of this peer's earlier lives into ``chronicle``."""
+async def load_history(history: RunHistory, folder: Path) -> None:
+    """Read the event log of this peer's earlier lives into ``history``."""
     try:
         for number, line in enumerate(lines(folder / LOG, READ_BYTES)):
-            chronicle.take(line)
+            history.take(line)
             if number % SLICE == SLICE - 1:
                 await asyncio.sleep(0)
     except OSError as error:

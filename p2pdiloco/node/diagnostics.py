@@ -241,7 +241,7 @@ def identity(state: Path) -> Finding:
 def clock(told: SharedClock) -> Finding:
     """This machine's clock against those of the directory's nodes."""
     if told.is_wrong:
-        what, remedy = told.sentence().split(". ", 1)
+        what, remedy = told.describe().split(". ", 1)
         return Finding("warning", "clock", what, remedy)
     if not told.witnesses:
         return Finding("note", "clock", "no node of the directory told its time")

@@ -30,16 +30,16 @@ from p2pdiloco.protocol.ids import RunId
 from p2pdiloco.protocol.manifest import Layout, Manifest, RunConfig
 from p2pdiloco.protocol.manifest_defaults import few_turns
 from p2pdiloco.swarm.credentials import Credentials
-from p2pdiloco.swarm.duplicate_identity import refuse_to_be_one
+from p2pdiloco.swarm.duplicate_identity import refuse_duplicate_identity
 from p2pdiloco.swarm.invitations import (
-    as_granted,
-    credentials_by,
+    apply_grant,
+    credentials_for_joining,
     credentials_of,
+    find_credentials,
     how_to_join,
     keep_addresses,
     keep_meeting_places,
-    kept_credentials,
-    refuse_a_stranger,
+    require_membership,
 )
 from p2pdiloco.swarm.run_index import ConfigError, folder_of, is_meant
 from p2pdiloco.swarm.run_lookup import (
@@ -155,9 +155,9 @@ async def join(
     device_of(options.learner.device)
     invite = directory_options.invite
     mine = (
-        credentials_by(invite, identity, options.folder)
+        credentials_for_joining(invite, identity, options.folder)
         if invite
-        else kept_credentials(options.folder, wanted, identity)
+        else find_credentials(options.folder, wanted, identity)
     )
     kept = await asyncio.to_thread(_unfinished_run, options, wanted, mine, directory_options.initial_peers)
     patience_s = 0.0 if kept is None else WAKE_S
@@ -188,7 +188,7 @@ async def resume(
     logs.speak_as(identity.peer_id)
     device_of(options.learner.device)
     manifest = await asyncio.to_thread(RunStore(*folders).choose, wanted)
-    refuse_a_stranger(manifest, identity, options.folder, directory_options.invite, folders)
+    require_membership(manifest, identity, options.folder, directory_options.invite, folders)
     await asyncio.to_thread(_check_machine_and_data, manifest, options, say)
     with hold(options.folder, manifest):
         directory_options = await asyncio.to_thread(_without_needless_peers, directory_options, options, manifest)
@@ -371,15 +371,15 @@ async def take_part(
     """
     is_open = manifest.config.access == "open"
     mine = mine or Credentials(manifest.run, b"", identity)
-    options = await asyncio.to_thread(as_granted, manifest, mine, options, say)
+    options = await asyncio.to_thread(apply_grant, manifest, mine, options, say)
     _require_script(manifest, options)
-    await refuse_to_be_one(directory, manifest.run, identity.peer_id, None if is_open else mine)
+    await refuse_duplicate_identity(directory, manifest.run, identity.peer_id, None if is_open else mine)
     await asyncio.to_thread(keep_addresses, options.folder, directory.meeting_places())
     if shows_how_to_join:
         for invited in await asyncio.to_thread(how_to_join, manifest, mine, options.folder, directory):
             say(invited)
     tell = say if shows_how_to_join else None
-    async with Node(manifest, options, identity, directory, initial, mine) as node:
+    async with Node.open(manifest, options, identity, directory, initial, mine) as node:
         keeping = partial(
             keep_meeting_places,
             manifest,
@@ -396,7 +396,7 @@ async def take_part(
                 Notifier(options.watch.notify, identity.peer_id) as notifier,
                 MetricsExport(options.watch.log_to, node.telemetry.picture, troubles=node.host.troubles),
             ):
-                node.telemetry.tell = notifier.tell
+                node.events.subscribe(Alert, notifier.tell)
                 return await node.run(say, partial(_announce_end, node, notifier, say))
 
 

@@ -36,12 +36,15 @@ def usual_threads() -> int:
 
 
 class LocalHost:
-    """``async with LocalHost(...) as host``; then its ``links`` are to be set. ``memory_fd``: what node and learner
-    share; ``tensor_threads`` for what touches the global state, 0: by the machine's cores."""
+    """``async with LocalHost(...) as host``.
 
-    links: Transport
+    links: connections to other peers.
+    memory_fd: the memory that node and learner share.
+    tensor_threads: threads for what touches the global state; 0: by the machine's cores.
+    """
 
-    def __init__(self, memory_fd: int, learner_log: Path, tensor_threads: int = 0) -> None:
+    def __init__(self, links: Transport, memory_fd: int, learner_log: Path, tensor_threads: int = 0) -> None:
+        self.links = links
         self._loop = asyncio.get_running_loop()
         # One torch thread: several peers on a machine, or a learner beside us, must not fight over the cores.
         begin, threads = partial(torch.set_num_threads, 1), tensor_threads or usual_threads()

@@ -1,9 +1,9 @@
-"""What a training script is told of the others: who trains, and how all of them stand.
+"""Status of the other peers, for the training script and the page.
 
 Rules of this file:
-1. Who trains is this peer's own view (heartbeats), told as soon as it changes. How the others stand, they are asked, a
-   few of them at a time; what they answer is shown and never decides anything.
-2. That peers train the same batches shows in the first ones of their scripts: one that two have is one too many.
+1. Which peers train is this peer's own view (heartbeats); the script is told as soon as it changes. The other peers are
+   asked for their status, a few at a time. What they answer is shown, and never decides anything.
+2. The first batches of each script tell whether two peers train the same data, which is a mistake.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ log = logs.get("node")
 
 LOOK_S = 0.5
 TELL_S = 2.0
-"""Between two times that nothing but figures has changed."""
+"""Between two messages to the script while only figures change."""
 ASK_S = 10.0
 ASKED = 16
-"""Peers that are asked at once; of more, all in turns."""
+"""Peers that are asked at once; if there are more, all in turns."""
 MOST_PEERS = 1024
-"""That a script is told of."""
+"""Peers that a script is told of, at most."""
 
 
 class SwarmStatus:
-    """One node's."""
+    """Asks the live peers for their status, and tells the script."""
 
     def __init__(
         self,
@@ -39,12 +39,12 @@ class SwarmStatus:
         status: Callable[[], PeerStatus],
         ask: Callable[[PeerId], Awaitable[PeerStatus | None]],
     ) -> None:
-        """``status``: this peer's own; ``ask`` gets another one's."""
+        """``status`` gives this peer's own status, ``ask`` that of another peer, or None if it does not answer."""
         self._peer = peer
         self._status = status
         self._ask = ask
         self.others: dict[PeerId, PeerStatus] = {}
-        """What they answered last, of those that are live."""
+        """The last answer of each live peer."""
         self._turn = 0
         self._same = ""
 
@@ -58,15 +58,15 @@ class SwarmStatus:
             mine = self._peer.supervision.first_batches
             if now() - asked_at >= ASK_S or mine != batches:
                 asked_at, batches = now(), mine
-                await self.look_round()
-            told = self.told()
+                await self.ask_peers()
+            told = self.message()
             if told.peers != peers or now() - told_at >= TELL_S:
                 peers, told_at = told.peers, now()
                 self._peer.supervision.tell_swarm(told)
             await asyncio.sleep(LOOK_S)
 
-    def told(self) -> learner_ipc.Swarm:
-        """For the script, now."""
+    def message(self) -> learner_ipc.Swarm:
+        """Message to the script about the swarm as it is now."""
         view, own = self._peer.machine.view, self._status()
         me = view.me
         training = sorted({*view.participating, me})[:MOST_PEERS]
@@ -77,8 +77,8 @@ class SwarmStatus:
             same_batches=self._same,
         )
 
-    async def look_round(self) -> None:
-        """Ask some of the live peers how they stand."""
+    async def ask_peers(self) -> None:
+        """Ask some of the live peers for their status."""
         live = self._peer.machine.view.live
         asked = [live[(self._turn + i) % len(live)] for i in range(min(ASKED, len(live)))]
         self._turn += len(asked)
@@ -93,7 +93,7 @@ class SwarmStatus:
 
 
 def figures(own: PeerStatus, others: list[PeerStatus]) -> dict[str, float]:
-    """Numbers for a script's own log, of this peer and those of the others that are known."""
+    """Numbers for the script's own log: of this peer, and of the other peers that have answered."""
     known = [one for one in (own, *others) if math.isfinite(one.tokens_per_second) and one.tokens_per_second > 0.0]
     rate = sum(one.tokens_per_second for one in known)
     found = {

@@ -1,10 +1,12 @@
-"""What a node shows of itself: its machine's events become lines of the event log, and with what is seen just now (the
-status, connections, what others answer) they become the picture that page, ``top``, metrics and alerts show.
+"""What a node shows of itself.
+
+The events of its machine become lines of the event log. Together with the present status, the connections and what
+other peers answer they become the picture that page, ``top``, metrics and alerts show.
 
 Rules of this file:
 1. Nothing here decides anything of the protocol, and nothing waits for it.
-2. Others are asked how they stand only while somebody looks at a picture.
-3. Notes are bounded: a topic that comes too often is told now and then.
+2. Other peers are asked for their status only while somebody looks at a picture.
+3. Notes are limited: a topic that comes too often is written only now and then.
 """
 
 from __future__ import annotations
@@ -16,13 +18,14 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from typing import NamedTuple
 
 import msgspec
 
 from p2pdiloco.net.handshake import Role
 from p2pdiloco.node.eta import EtaEstimator
 from p2pdiloco.node.swarm_status import ASK_S, SwarmStatus
-from p2pdiloco.observability.alerts import Alert, Alerts
+from p2pdiloco.observability.alerts import Alerts
 from p2pdiloco.observability.history import RunHistory, account, finite
 from p2pdiloco.observability.snapshot import (
     Costs,
@@ -42,10 +45,12 @@ from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol.ids import PeerId
+from p2pdiloco.protocol.manifest import Layout, Manifest
 from p2pdiloco.timing import RateLimiter
 from p2pdiloco.transport.tls_connection import Channel
 from p2pdiloco.transport.transport import Transport
 from p2pdiloco.util import logs
+from p2pdiloco.util.event_bus import EventBus
 from p2pdiloco.wire.control_messages import PeerStatus
 
 log = logs.get("node")
@@ -53,62 +58,76 @@ log = logs.get("node")
 LOOK_S = 1.0
 OUTLOOK_S = 5.0
 WATCHED_S = 60.0
-"""Somebody who asked for a picture so lately is looking."""
+"""Somebody counts as looking for so long after a picture was asked for."""
 RATE_LOOKS = 10
-"""Looks over which the link's use is averaged."""
+"""Looks over which the use of the link is averaged."""
 NOTE_BURST, NOTES_PER_S = 10, 1 / 6
-"""Of one topic."""
+"""Limit of the notes of one topic."""
 LONGEST_NOTE = 500
 
 
+class MachineStepped(NamedTuple):
+    """The peer's machine has handled an event."""
+
+    event: ev.Event
+    effects: list[ef.Effect]
+    now: float
+
+
+def run_history(manifest: Manifest, me: PeerId) -> RunHistory:
+    """The history of a run that the event log of the peer ``me`` makes; empty at first."""
+    layout, config = Layout.of(manifest), manifest.config
+    title = Title(run=manifest.run, name=config.name, me=me, parameters=layout.elements)
+    return RunHistory(title, [shard.elements for shard in layout.shards], config.inner.steps)
+
+
 class Telemetry:
-    """One node's. ``status``: this peer's own; ``figures`` knows what others answer."""
+    """See the module. Listens to ``MachineStepped``, and publishes each ``Alert``."""
 
     def __init__(
         self,
         peer: Peer,
         links: Transport,
+        history: RunHistory,
         status: Callable[[], PeerStatus],
-        figures: SwarmStatus,
+        swarm_status: SwarmStatus,
         journal: Journal | None,
-        membership_left_s: Callable[[], float | None],
+        membership_remaining_s: Callable[[], float | None],
+        events: EventBus,
     ) -> None:
+        """
+        Args:
+            history: of the event log of ``peer``, which feeds it.
+            status: of this peer.
+            swarm_status: knows the status of other peers.
+            membership_remaining_s: how long this peer's membership lasts; None: it has no end.
+        """
         self._peer = peer
         self._links = links
+        self.history = history
         self._status = status
-        self.figures = figures
+        self.swarm_status = swarm_status
         self._journal = journal
-        config = peer.manifest.config
-        self.chronicle = RunHistory(
-            Title(
-                run=peer.manifest.run,
-                name=config.name,
-                me=peer.config.peer,
-                parameters=peer.layout.elements,
-            ),
-            [shard.elements for shard in peer.layout.shards],
-            config.inner.steps,
-        )
-        self.tell: Callable[[Alert], None] = lambda _: None
-        """Hears of alerts."""
-        self._alerts = Alerts(membership_left_s)
+        self._events = events
+        self._alerts = Alerts(membership_remaining_s)
         self._live: tuple[PeerId, ...] = ()
         self._evaluation: msg.Evaluation | None = None
-        """What was written last."""
+        """The last one that was written."""
         self._since: dict[str, tuple[object, float]] = {}
-        """Of each peer its connection, and when that was seen first."""
+        """For each peer its connection, and when that was first seen."""
         self._traffic: deque[tuple[float, int, int]] = deque(maxlen=RATE_LOOKS)
         self._outlook = EtaEstimator()
         self._watched_at = -math.inf
         self._began = peer.host.now()
         self._notes: RateLimiter[str] = RateLimiter(burst=NOTE_BURST, per_s=NOTES_PER_S)
         """By topic."""
-        peer.metrics.told = self.chronicle.take
+        events.subscribe(MachineStepped, self._on_step)
 
     # -- events --------------------------------------------------------------------------------------------------------
 
-    def observed(self, event: ev.Event, effects: list[ef.Effect], now: float) -> None:
-        """What the machine was told, and what it said: into journal and event log."""
+    def _on_step(self, step: MachineStepped) -> None:
+        """Write the event and its effects into journal and event log."""
+        event, effects, now = step
         if self._journal is not None:
             try:
                 self._journal.record(now, event, effects)
@@ -118,7 +137,7 @@ class Telemetry:
                 self._journal = None
         view, write = self._peer.machine.view, self._peer.metrics.write
         if view.live != self._live:
-            self._live_changed(view.live)
+            self._write_live_changes(view.live)
         match event:
             case ev.Applied():
                 header = view.commit_of(event.shard, event.head)
@@ -142,9 +161,9 @@ class Telemetry:
                 pass
         for effect in effects:
             if isinstance(effect, ef.Note) and (effect.level != "debug" or effect.topic == "refusal"):
-                self._note(effect)
+                self._write_note(effect)
 
-    def _live_changed(self, live: tuple[PeerId, ...]) -> None:
+    def _write_live_changes(self, live: tuple[PeerId, ...]) -> None:
         was, self._live = set(self._live), live
         self._peer.metrics.write("peers", live=len(live) + 1)
         for peer in live:
@@ -153,7 +172,7 @@ class Telemetry:
         for peer in sorted(was.difference(live)):
             self._peer.metrics.write("went", peer=peer, live=len(live) + 1)
 
-    def _note(self, note: ef.Note) -> None:
+    def _write_note(self, note: ef.Note) -> None:
         if note.topic == "peers":  # said already
             return
         if self._notes.take(note.topic, self._peer.host.now()):
@@ -162,7 +181,7 @@ class Telemetry:
     # -- looking -------------------------------------------------------------------------------------------------------
 
     async def keep(self) -> None:
-        """Run until cancelled: rates and prospects; others are asked while somebody looks."""
+        """Until cancelled: measure rates, estimate the time left, and ask other peers while somebody looks."""
         asked_at = prospect_at = -math.inf
         while True:
             now = self._peer.host.now()
@@ -172,47 +191,47 @@ class Telemetry:
             if now - prospect_at >= OUTLOOK_S and self._peer.machine.view.is_current:
                 prospect_at = now
                 self._outlook.look(now, self._status())
-                await self._look_for_alerts()
+                await self._publish_alerts()
             if now - asked_at >= ASK_S and self.is_watched and not self._peer.options.learner.script:
                 asked_at = now
-                await self.figures.look_round()
+                await self.swarm_status.ask_peers()
             await asyncio.sleep(LOOK_S)
 
-    async def _look_for_alerts(self) -> None:
-        """Tell what a person should know."""
+    async def _publish_alerts(self) -> None:
+        """Publish and log each alert that begins or ends."""
         folder = self._peer.options.folder
         room: float | None = None
         with suppress(OSError):  # other alerts are told all the same
             room = (await asyncio.to_thread(shutil.disk_usage, folder)).free
-        for alert in self._alerts.look(self._peer.host.now(), self._seen(), room):
+        for alert in self._alerts.look(self._peer.host.now(), self._current_picture(), room):
             self._peer.metrics.write("alert", kind=alert.kind, text=alert.text, is_over=alert.is_over)
-            self.tell(alert)
+            self._events.publish(alert)
 
-    def _alerts_told(self) -> tuple[str, ...]:
+    def _lasting_alerts(self) -> tuple[str, ...]:
         return tuple(text for kind, text in self._alerts.present.items() if kind != "trouble")
 
     @property
     def is_watched(self) -> bool:
-        """Somebody looked a while ago."""
+        """Whether somebody has asked for a picture in the last WATCHED_S seconds."""
         return self._peer.host.now() - self._watched_at < WATCHED_S
 
-    def watched(self) -> RunSnapshot:
-        """The picture for somebody who goes on looking."""
+    def picture_for_viewer(self) -> RunSnapshot:
+        """Picture for a viewer that goes on looking: other peers are asked for their status meanwhile."""
         self._watched_at = self._peer.host.now()
         return self.picture()
 
     def picture(self) -> RunSnapshot:
-        """Of this moment, with what lasts of alerts."""
-        seen, lasts_s = self._seen(), self._peer.host.now() - self._began
+        """Picture of this moment, with the alerts that last."""
+        seen, lasts_s = self._current_picture(), self._peer.host.now() - self._began
         return msgspec.structs.replace(
             seen,
-            troubles=tuple(dict.fromkeys((*seen.troubles, *self._alerts_told()))),
+            troubles=tuple(dict.fromkeys((*seen.troubles, *self._lasting_alerts()))),
             account=account(seen, lasts_s, self._peer.options.machine.price_per_hour),
         )
 
-    def _seen(self) -> RunSnapshot:
+    def _current_picture(self) -> RunSnapshot:
         now, status = time.time(), self._status()
-        base = self.chronicle.picture(now)
+        base = self.history.picture(now)
         peers = self._rows(now, status, base.peers)
         rates = [row.words.tokens_per_s for row in peers if row.words is not None]
         prospect = self._outlook.prospect()
@@ -273,9 +292,9 @@ class Telemetry:
         )
 
     def _rows(self, now: float, status: PeerStatus, given: tuple[PeerRow, ...]) -> tuple[PeerRow, ...]:
-        """Who is live, and who gave anything; those who went a while ago last."""
+        """Rows of the live peers and of those that contributed; peers that have left come last."""
         view, rows = self._peer.machine.view, {row.peer: row for row in given}
-        participating, words = view.participating, {view.me: status, **self.figures.others}
+        participating, words = view.participating, {view.me: status, **self.swarm_status.others}
         live = (view.me, *view.live)
         reaches = {peer: self._reach(peer, now) for peer in view.live}
         self._since = {peer: self._since[peer] for peer in view.live if peer in self._since}
@@ -288,7 +307,7 @@ class Telemetry:
                     is_live=is_live,
                     is_participating=peer in participating or (peer == view.me and status.phase == "training"),
                     reach=reaches.get(PeerId(peer)),
-                    words=own_words(words[PeerId(peer)]) if is_live and peer in words else None,
+                    words=public_words(words[PeerId(peer)]) if is_live and peer in words else None,
                 )
             )
         return tuple(sorted(told, key=lambda row: (not row.is_me, not row.is_live, -row.merged, row.peer)))
@@ -302,7 +321,7 @@ class Telemetry:
             self._since[peer] = (channel, since := now)
         path = channel.path()
         return Reach(
-            how=_how(channel),
+            how=_connection_kind(channel),
             address=str(channel.address),
             since=since,
             lanes=self._links.lanes(peer),
@@ -310,14 +329,14 @@ class Telemetry:
         )
 
 
-def _how(channel: Channel) -> str:
+def _connection_kind(channel: Channel) -> str:
     if channel.is_met:
         return "relayed" if channel.connection.greeting.is_relayed else "punched"
     return "they dialled" if channel.connection.role is Role.LISTENER else "we dialled"
 
 
-def own_words(status: PeerStatus) -> OwnWords:
-    """What is shown of what a peer tells of itself."""
+def public_words(status: PeerStatus) -> OwnWords:
+    """The part of a peer's status that the picture shows."""
     return OwnWords(
         phase=status.phase,
         tokens_per_s=max(0.0, finite(status.tokens_per_second) or 0.0),

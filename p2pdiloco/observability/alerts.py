@@ -43,9 +43,9 @@ class Alert(msgspec.Struct, frozen=True, kw_only=True):
 class Alerts:
     """Of one peer."""
 
-    def __init__(self, membership_left_s: Callable[[], float | None] = lambda: None) -> None:
-        """``membership_left_s``: of this peer, now; None: it has no end."""
-        self._membership_left_s = membership_left_s
+    def __init__(self, membership_remaining_s: Callable[[], float | None] = lambda: None) -> None:
+        """``membership_remaining_s``: of this peer, now; None: it has no end."""
+        self._membership_left_s = membership_remaining_s
         self.present: dict[Kind, str] = {}
         """What lasts now, in sentences."""
         self._since: dict[Kind, float] = {}

@@ -33,9 +33,9 @@ PROGRESS_S = 1.0
 
 
 class Metrics:
-    """Totals of this process, and the event log."""
+    """Totals of this process, and the event log. ``listener`` gets each event, too, also where none can be written."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, listener: Callable[[dict[str, Any]], None] = lambda _: None) -> None:
         self._path = path
         self._file: TextIO | None = None
         self._bytes = 0
@@ -51,8 +51,7 @@ class Metrics:
         self.tokens = 0
         self.learner_tokens = 0
         """Of ``tokens``, those of the learner's present life."""
-        self.told: Callable[[dict[str, Any]], None] | None = None
-        """Hears each event, too, also where none can be written."""
+        self._listener = listener
         self.faults: Counter[str] = Counter()
         """What peers sent against the rules, by kind."""
 
@@ -83,8 +82,7 @@ class Metrics:
     def write(self, event: str, **fields: object) -> None:
         """Append one line. ``time`` is Unix time in seconds."""
         told = {"time": round(time.time(), 3), "event": event, **fields}
-        if self.told is not None:
-            self.told(told)
+        self._listener(told)
         if self._file is None:
             return
         line = json.dumps(told) + "\n"

@@ -77,8 +77,8 @@ class InitialState:
 
 
 class Peer:
-    """One peer. ``observed`` sees every event with its effects; ``status`` tells others of this peer; ``standing``
-    knows what others may do (None: everything)."""
+    """One peer. ``observed`` sees every event with its effects; ``status`` says of the peer what others are told;
+    ``standing`` knows what others may do (None: everything)."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class Peer:
         metrics: Metrics,
         *,
         sent_bytes: Callable[[], int],
-        status: Callable[[], PeerStatus],
+        status: Callable[[Peer], PeerStatus],
         observed: Observed,
         standing: Standing | None = None,
     ) -> None:
@@ -156,7 +156,7 @@ class Peer:
             metrics,
         )
         self.state_server = StateServer(layout, self.driver, view, form, payload_cache, host)
-        self._request_handlers = RequestHandlers(manifest, self.state_server, host, status, standing)
+        self._request_handlers = RequestHandlers(manifest, self.state_server, host, partial(status, self), standing)
         self.supervision = LearnerSupervisor(
             self.driver,
             view,

@@ -1,20 +1,22 @@
-"""From what a peer publishes to a connection: its addresses at once, then a meeting point.
+"""Connecting to a peer by its record: its addresses first (happy eyeballs), then a meeting point.
 
 Rules of this file:
-1. Bounded: at most ADDRESSES are dialled, one begun every STAGGER_S, within the dialler's budget; the first connection
-   ends the others.
-2. A private address is dialled only by who may share its network: the peer is seen as that address, or both are seen as
-   one (behind one router), or nobody knows yet. A loopback address is dialled only if there is no other.
-3. Where an address may answer, a meeting begins a little later; where none may, at once. Of whom no meeting point is
-   known those that we attend are asked, later: it can be dialled, or dials us, mostly.
-4. What failed is told whole, newest first.
+1. At most ADDRESSES are dialled, one begun every STAGGER_S, within the dialler's budget. The first connection ends the
+   other attempts.
+2. A private address is dialled only if the peer may be in the same network: it is seen as that address, or both are
+   seen as the same host (behind one router), or nobody knows yet. A loopback address is dialled only if there is no
+   other.
+3. If an address may answer, the attempt through a meeting point begins a little later; if none may, at once. If the
+   record names no meeting point, those that this peer attends are asked, later still: such a peer can mostly be
+   dialled, or dials us.
+4. The error names the reasons of all attempts, newest first.
 """
 
 from __future__ import annotations
 
 import asyncio
 import ipaddress
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from p2pdiloco.nat.rendezvous_client import RendezvousClient
@@ -29,46 +31,43 @@ from p2pdiloco.wire.directory_records import PeerRecord
 ADDRESSES = 8
 STAGGER_S = 0.2
 MEETING_S, HOME_S = 0.4, 0.1
-"""After the last dial began; and where all addresses are private, which answer soon or never."""
+"""After the last dial began; HOME_S if all addresses are private: those answer soon or never."""
 UNNAMED_S = 2.0
-"""Later still, where the record names no meeting point."""
+"""Added if the record names no meeting point."""
 DIAL_S = 8.0
 
 
 class ConnectFallback:
-    """See the module's rules. ``seen``: the hosts as which others see us."""
+    """See the module's rules."""
 
-    def __init__(
-        self, transport: Transport, dialler: Dialler, rendezvous: RendezvousClient, seen: Callable[[], Iterable[str]]
-    ) -> None:
+    def __init__(self, transport: Transport, dialler: Dialler, rendezvous: RendezvousClient) -> None:
         self._transport = transport
         self._dialler = dialler
         self._rendezvous = rendezvous
-        self._seen = seen
 
-    async def climb(self, peer: PeerId, record: PeerRecord) -> PeerId:
+    async def connect(self, peer: PeerId, record: PeerRecord) -> PeerId:
         """Connect to ``peer``.
 
         Raises:
-            PeerRefused: it answered, and said no.
-            Impostor: somebody else answers wherever anybody does.
-            DialError: anything else; all reasons.
+            PeerRefused: it answered, and refused this peer.
+            Impostor: another peer answers at its only address.
+            DialError: anything else, with the reasons of all attempts.
         """
-        where = dialable(record, frozenset(self._seen()))
+        where = dialable(record, frozenset(self._rendezvous.seen))
         reasons: list[str] = []
         ways: list[tuple[float, Coroutine[Any, Any, PeerId]]] = [
-            (number * STAGGER_S, self._dialler.dial(self._transport, _named(address, peer), DIAL_S))
+            (number * STAGGER_S, self._dialler.dial(self._transport, _with_peer_id(address, peer), DIAL_S))
             for number, address in enumerate(where)
         ]
         if record.points or self._rendezvous.attended:
             later_s = HOME_S if all(map(_is_private, where)) else MEETING_S
             delay_s = len(where) * STAGGER_S + later_s if where else 0.0
             delay_s += 0.0 if record.points else UNNAMED_S
-            ways.append((delay_s, self._meet(peer, record.points)))
+            ways.append((delay_s, self._connect_by_rendezvous(peer, record.points)))
         if not ways:
-            raise DialError(_nowhere(record))
+            raise DialError(_no_address_text(record))
         impostor: Impostor | None = None
-        running = {asyncio.create_task(_after(delay_s, way), name=f"way to {peer}") for delay_s, way in ways}
+        running = {asyncio.create_task(_run_after(delay_s, way), name=f"way to {peer}") for delay_s, way in ways}
         pending = running
         try:
             while pending:
@@ -91,23 +90,23 @@ class ConnectFallback:
             raise impostor
         raise DialError("; ".join(dict.fromkeys(reasons)))
 
-    async def meet(self, peer: PeerId, record: PeerRecord) -> PeerId:
-        """A direct connection instead of a relayed one.
+    async def connect_directly(self, peer: PeerId, record: PeerRecord) -> PeerId:
+        """Replace a relayed connection to ``peer`` by a direct one.
 
         Raises:
-            DialError: none came about.
+            DialError: no direct connection came about.
         """
-        return await self._meet(peer, record.points, may_relay=False)
+        return await self._connect_by_rendezvous(peer, record.points, may_relay=False)
 
-    async def _meet(self, peer: PeerId, points: Sequence[str], *, may_relay: bool = True) -> PeerId:
+    async def _connect_by_rendezvous(self, peer: PeerId, points: Sequence[str], *, may_relay: bool = True) -> PeerId:
         try:
-            return await self._rendezvous.reach(peer, points, may_relay=may_relay)
+            return await self._rendezvous.connect(peer, points, may_relay=may_relay)
         except HandshakeError as error:
             raise DialError(f"it was met, and: {error}") from error
 
 
 def dialable(record: PeerRecord, seen: frozenset[str]) -> list[str]:
-    """The addresses of a record that may answer from here, best first. ``seen``: the hosts as which others see us."""
+    """Addresses of a record that may answer from here, best first. ``seen``: hosts as which others see this peer."""
     found: list[tuple[int, str]] = []
     local: list[str] = []
     for text in record.addresses[: 2 * ADDRESSES]:
@@ -124,7 +123,7 @@ def dialable(record: PeerRecord, seen: frozenset[str]) -> list[str]:
 
 
 def _rank(address: Address, theirs: Sequence[str], ours: frozenset[str]) -> int | None:
-    """1 for the same network, 2 for IPv6, 3 for the rest; 0 for loopback; None: it is not for us."""
+    """Rank of an address: 0 for loopback, 1 for the same network, 2 for IPv6, 3 for the rest; None: not dialled."""
     if address.family in ("dns", "dns4"):
         return 3
     ip = ipaddress.ip_address(address.host)
@@ -144,17 +143,17 @@ def _is_private(text: str) -> bool:
     return address.family not in ("dns", "dns4") and not ipaddress.ip_address(address.host).is_global
 
 
-def _nowhere(record: PeerRecord) -> str:
+def _no_address_text(record: PeerRecord) -> str:
     if not record.addresses:
         return "it publishes no address"
     return f"{', '.join(record.addresses)} is of another network than this one, and it attends no meeting point"
 
 
-def _named(text: str, peer: PeerId) -> str:
+def _with_peer_id(text: str, peer: PeerId) -> str:
     return text if "/p2p/" in text else f"{text}/p2p/{peer}"
 
 
-async def _after(delay_s: float, way: Coroutine[Any, Any, PeerId]) -> PeerId:
+async def _run_after(delay_s: float, way: Coroutine[Any, Any, PeerId]) -> PeerId:
     try:
         await asyncio.sleep(delay_s)
     except BaseException:

@@ -1,9 +1,10 @@
-"""With what a peer is let in to a private run: its key, and the certificates that lead to it.
+"""Credentials that let a peer in to a private run: its key, and the certificates that lead to it; and their files.
 
 Rules of this file:
-1. A certificate is made offline: by the founder, by who holds an invite, by a peer for its own questions.
-2. What is kept for a run lies in STATE/RUN/members: ``chain`` (this peer's certificates), ``statements`` (what is known
-   of members), ``invite`` (what the founder's terminal shows, secret), ``new/`` (what commands leave for a node).
+1. A certificate is made offline: by the founder, by the holder of an invite, or by a peer for its own observers.
+2. The files of a run are in STATE/RUN/members: ``chain`` (this peer's certificates), ``statements`` (the membership
+   log), ``invite`` (the one that the founder's terminal shows; secret), ``new/`` (statements that commands leave for a
+   node).
 """
 
 from __future__ import annotations
@@ -38,31 +39,31 @@ log = logs.get("members")
 
 FOLDER = "members"
 NEW_LIMIT = 1024
-"""Statements that wait for a node; of more the rest waits for its next look."""
+"""Statements that a node takes from ``new/`` at once; the rest waits for its next look."""
 
 
 class CredentialsError(ValueError):
-    """A peer has not what lets it in, or cannot give what it was asked for; the text says what to do."""
+    """A peer lacks the credentials for what it was asked to do; the text says what to do."""
 
 
 class Credentials(NamedTuple):
-    """What opens doors of ``run``."""
+    """Let the peer with the key ``identity`` in to ``run``."""
 
     run: RunId
     chain: bytes
     """Ends at the key of ``identity``; empty for the founder."""
     identity: Identity
 
-    def certified(
+    def certify(
         self, subject: PeerId, kind: Kind, role: Role, *, cap: int = NO_CAP, not_after: int = NEVER
     ) -> Certificate:
-        """A certificate of ours for the key ``subject``."""
+        """Certify the key ``subject``."""
         bare = Certificate(kind=kind, role=role, subject=subject, cap=cap, not_after=not_after)
         return certify(self.run, self.identity.peer_id, bare, self.identity.sign)
 
-    def extended(self, subject: PeerId, role: Role) -> bytes:
-        """The chain of a peer whom we certify."""
-        certificate = self.certified(subject, Kind.PEER, role)
+    def chain_for(self, subject: PeerId, role: Role) -> bytes:
+        """The certificate chain of a peer that this one certifies."""
+        certificate = self.certify(subject, Kind.PEER, role)
         if not self.chain:
             return Chain(hint_of(self.identity.peer_id), (certificate,)).encode()
         chain = decode_chain(self.chain)
@@ -74,8 +75,8 @@ def invite_key(secret: bytes) -> Identity:
     return Identity.from_secret(b"p2pdiloco invite key 1", secret)
 
 
-def accepted(invite: Invite, identity: Identity) -> Credentials:
-    """This peer's credentials by an invite.
+def credentials_from_invite(invite: Invite, identity: Identity) -> Credentials:
+    """Credentials that an invite gives this peer.
 
     Raises:
         CredentialsError: the invite is for another peer.
@@ -97,7 +98,7 @@ def accepted(invite: Invite, identity: Identity) -> Credentials:
     own = Credentials(invite.run, Chain(invite.hint, (first,)).encode(), key)
     if invite.peer is not None:
         return own
-    return Credentials(invite.run, own.extended(identity.peer_id, invite.role), identity)
+    return Credentials(invite.run, own.chain_for(identity.peer_id, invite.role), identity)
 
 
 def make_invite(
@@ -110,12 +111,13 @@ def make_invite(
     addresses: tuple[str, ...],
     peer: PeerId | None = None,
 ) -> Invite:
-    """An invite signed by us, for whoever has it, or for ``peer``; ``addresses``: a directory node's, with its id."""
+    """Make an invite for anybody who has it, or for ``peer`` alone.
+
+    addresses: those of a directory node, with its peer id.
+    """
     assert len(secret) == SECRET_BYTES
     subject = invite_key(secret).peer_id if peer is None else peer
-    certificate = mine.certified(
-        subject, Kind.INVITE if peer is None else Kind.PEER, role, cap=cap, not_after=not_after
-    )
+    certificate = mine.certify(subject, Kind.INVITE if peer is None else Kind.PEER, role, cap=cap, not_after=not_after)
     split = [address.rpartition("/p2p/") for address in addresses]
     if not split:
         raise CredentialsError("there is no address under which a newcomer finds anybody: name one with --address")
@@ -135,7 +137,7 @@ def make_invite(
 
 
 def members_of(manifest: Manifest) -> Members:
-    """The run's members; nothing but its founder is known yet."""
+    """Members of the run; only its founder is known yet."""
     return Members(manifest.run, manifest.founder, manifest.config.access, verify)
 
 
@@ -146,43 +148,43 @@ class MemberFiles:
         self.folder = run_folder / FOLDER
 
     def chain(self) -> bytes:
-        """This peer's, empty if there is none."""
+        """This peer's certificate chain, empty if there is none."""
         with contextlib.suppress(OSError):
             return (self.folder / "chain").read_bytes()
         return b""
 
-    def keep_chain(self, chain: bytes) -> None:
-        """This peer's."""
+    def write_chain(self, chain: bytes) -> None:
+        """Keep this peer's certificate chain."""
         if chain != self.chain():
             write_atomically(self.folder / "chain", chain)
 
     def invite(self) -> str:
-        """The founder's own, empty if there is none."""
+        """The invite that the founder's terminal shows, empty if there is none."""
         with contextlib.suppress(OSError, UnicodeDecodeError):
             return (self.folder / "invite").read_text("ascii")
         return ""
 
-    def keep_invite(self, text: str) -> None:
-        """The founder's own."""
+    def write_invite(self, text: str) -> None:
+        """Keep the invite that the founder's terminal shows."""
         write_atomically(self.folder / "invite", text.encode("ascii"), mode=0o600)
 
     def load(self, members: Members) -> None:
-        """Learn what is kept; what is damaged is passed over with a line in the log."""
+        """Learn all statements in the files; damaged ones are skipped with a line in the log."""
         with contextlib.suppress(FileNotFoundError):
             _learn(members, (self.folder / "statements").read_bytes(), self.folder)
-        for _ in self.take_new(members, removes=False):
+        for _ in self.take_queued(members, removes=False):
             pass
 
     def save(self, members: Members) -> None:
-        """Keep what is known."""
+        """Write all statements that are known."""
         write_atomically(self.folder / "statements", join_statements(members.statements()))
 
-    def leave(self, statement: bytes) -> None:
-        """For the node that runs, or will."""
+    def queue_statement(self, statement: bytes) -> None:
+        """Leave a statement for the node that runs here, or the next one."""
         write_atomically(self.folder / "new" / mark_of(statement).hex(), statement)
 
-    def take_new(self, members: Members, *, removes: bool = True) -> Iterator[bytes]:
-        """What commands have left, as far as it is news."""
+    def take_queued(self, members: Members, *, removes: bool = True) -> Iterator[bytes]:
+        """Learn the statements that commands have left; those that are news."""
         try:
             paths = sorted(path for path in (self.folder / "new").iterdir() if not path.name.startswith("."))
         except OSError:

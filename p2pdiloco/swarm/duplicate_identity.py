@@ -1,19 +1,21 @@
-"""Two processes with one identity: a state folder that was copied to another machine. (On one machine the lock of the
-identity's file, and that of the run's folder, keep a second one out.)
+"""Two processes with one identity: a state folder was copied to another machine.
+
+On one machine the locks of the identity's file and of the run's folder keep a second process out.
 
 Rules of this file:
-1. Who starts looks whether a process that has its key answers at the addresses in its own record, or through the
-   meeting points there, and does not begin.
-2. Two that started at once see each other's record in the place of their own (``peer_manager.py``, rule 4); the one
-   that began later ends. Nobody's word is taken for it: whoever cannot prove to have the key is no twin.
-3. Other peers keep to the life that they saw last, refuse one that had to give way before, and hear nothing from it
-   (``net/endpoint.py``), so that nothing flaps meanwhile.
+1. A peer that starts looks for a process with its key at the addresses in its own record, and through its meeting
+   points. If one answers, the peer does not start.
+2. Two processes that start at once see each other's record in the place of their own (``peer_manager.py``, rule 4); the
+   one that began later ends. A process counts only if it proves to have the key.
+3. Other peers keep to the life that they saw last, and refuse one that had to give way before (``net/endpoint.py``), so
+   that connections do not flap meanwhile.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
+from typing import NamedTuple
 
 import msgspec
 
@@ -21,60 +23,82 @@ from p2pdiloco.discovery.directory import Directory
 from p2pdiloco.peer.host import Host
 from p2pdiloco.protocol.ids import PeerId, RunId
 from p2pdiloco.swarm.credentials import Credentials
-from p2pdiloco.swarm.run_lookup import ladder_of, observer_transport
+from p2pdiloco.swarm.run_lookup import observer_connector, observer_transport
 from p2pdiloco.transport.identity import Identity, IdentityError
 from p2pdiloco.transport.transport import DialError
 from p2pdiloco.util import logs
+from p2pdiloco.util.event_bus import EventBus
 from p2pdiloco.wire.control_messages import decode_as
 from p2pdiloco.wire.directory_records import PeerRecord
 
 log = logs.get("node")
 
 ANSWER_S = 3.0
-"""What a twin has to answer, at all its addresses at once."""
+"""Limit for an answer at the addresses, which are all dialled at once."""
 MEET_S = 8.0
-"""And through a meeting point, whose routers are punched first."""
+"""Limit for an answer through a meeting point, after hole punching."""
 LOOK_S = 5.0
-"""Between two looks at one."""
+"""Between two looks at a duplicate."""
+
+
+class IdentityTaken(NamedTuple):
+    """Another process that has this peer's identity began earlier and stays: this one must end."""
+
+    reason: str
 
 
 class DuplicateIdentity:
-    """Those of ``me``, who takes part; ``end`` is called with the reason when one of them has begun earlier."""
+    """Looks for other processes with the identity ``me``. Publishes ``IdentityTaken`` if one of them began earlier."""
 
-    def __init__(self, me: PeerId, credentials: Credentials | None, host: Host, end: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        me: PeerId,
+        credentials: Credentials | None,
+        host: Host,
+        events: EventBus,
+        *,
+        began_s: float,
+        life: str,
+    ) -> None:
+        """``began_s`` and ``life`` are this process's: when it began, by the directory's clock, and its transport's
+        life."""
         self._me = me
         self._credentials = credentials
         self._host = host
-        self._end = end
-        self.have_won = False
-        """One of them stays."""
+        self._events = events
+        self._began_s = began_s
+        self._life = life
+        self.must_end = False
+        """Whether this process is the one that ends."""
         self._looked_at = -LOOK_S
         self._told = ""
-        """Life of the one that was told of."""
+        """Life of the duplicate that was logged last."""
 
-    def seen(self, record: PeerRecord, began_s: float, life: str) -> None:
-        """A record of ``me`` that this process, which began then with this ``life``, has not published."""
+    def handle_record(self, record: PeerRecord) -> None:
+        """Look at a record of ``me`` that this process has not published."""
         now = self._host.now()
-        if now >= self._looked_at + LOOK_S and not self.have_won:
+        if now >= self._looked_at + LOOK_S and not self.must_end:
             self._looked_at = now
-            self._host.spawn(self._look_at(record, began_s, life), name="twin")
+            self._host.spawn(self._check(record), name="twin")
 
-    async def _look_at(self, record: PeerRecord, began_s: float, life: str) -> None:
-        """If it answers, the one of us that began later ends."""
-        address = await reach(record, self._me, self._credentials)
+    async def _check(self, record: PeerRecord) -> None:
+        """Reach the other process; if it answers, the one that began later ends."""
+        address = await find_duplicate(record, self._me, self._credentials)
         if address is None:
             return
-        told = sentence(self._me, address)
-        if gives_way(began_s, life, to=record):
-            self.have_won = True
-            self._end(told)
+        told = describe_duplicate(self._me, address)
+        if must_give_way(self._began_s, self._life, to=record):
+            self.must_end = True
+            self._events.publish(IdentityTaken(told))
         elif record.life != self._told:
             self._told = record.life
             log.warning(f"{told}. It began later, and gives way")
 
 
-async def refuse_to_be_one(directory: Directory, run: RunId, peer: PeerId, credentials: Credentials | None) -> None:
-    """Before taking part.
+async def refuse_duplicate_identity(
+    directory: Directory, run: RunId, peer: PeerId, credentials: Credentials | None
+) -> None:
+    """Check before taking part that no other process has this identity.
 
     Raises:
         IdentityError: a process with this peer's key takes part in ``run`` already.
@@ -84,21 +108,21 @@ async def refuse_to_be_one(directory: Directory, run: RunId, peer: PeerId, crede
     if record is None:
         return
     try:
-        address = await reach(decode_as(record, PeerRecord), peer, credentials)
+        address = await find_duplicate(decode_as(record, PeerRecord), peer, credentials)
     except ValueError:
         return
     if address is not None:
-        raise IdentityError(sentence(peer, address))
+        raise IdentityError(describe_duplicate(peer, address))
 
 
-async def reach(record: PeerRecord, peer: PeerId, credentials: Credentials | None) -> str | None:
-    """Where a process proves to be ``peer``, in the life that the record names; None: nowhere."""
+async def find_duplicate(record: PeerRecord, peer: PeerId, credentials: Credentials | None) -> str | None:
+    """Where a process proves to be ``peer``, in the life that the record names; None if nowhere."""
     async with (
         observer_transport(Identity.ephemeral(), credentials) as transport,
-        ladder_of(transport, lambda other: other == peer) as ladder,
+        observer_connector(transport, lambda other: other == peer) as connector,
     ):
 
-        async def proved(way: Awaitable[PeerId], where: str, within_s: float) -> str | None:
+        async def prove(way: Awaitable[PeerId], where: str, within_s: float) -> str | None:
             try:
                 async with asyncio.timeout(within_s):
                     await way
@@ -106,22 +130,23 @@ async def reach(record: PeerRecord, peer: PeerId, credentials: Credentials | Non
                 return None
             return where if record.life in ("", transport.life_of(peer)) else None
 
-        ways = [proved(transport.dial(text, timeout_s=ANSWER_S), text, ANSWER_S + 1.0) for text in record.addresses]
+        ways = [prove(transport.dial(text, timeout_s=ANSWER_S), text, ANSWER_S + 1.0) for text in record.addresses]
         if record.points:
-            met = ladder.climb(peer, msgspec.structs.replace(record, addresses=()))
-            ways.append(proved(met, f"the meeting point {record.points[0]}", MEET_S))
+            met = connector.connect(peer, msgspec.structs.replace(record, addresses=()))
+            ways.append(prove(met, f"the meeting point {record.points[0]}", MEET_S))
         answers = await asyncio.gather(*ways)
     return next((where for where in answers if where is not None), None)
 
 
-def gives_way(began_s: float, life: str, *, to: PeerRecord) -> bool:
-    """Whether a process that began then, with that life, ends for the sake of the one that has published ``to``. Of any
-    two one does."""
+def must_give_way(began_s: float, life: str, *, to: PeerRecord) -> bool:
+    """Whether a process that began at ``began_s``, with that life, ends in favour of the one that published ``to``.
+
+    Of any two processes exactly one does."""
     return (began_s, life) > (to.began_s, to.life)
 
 
-def sentence(peer: PeerId, address: str) -> str:
-    """What happened and what to do, for the user."""
+def describe_duplicate(peer: PeerId, address: str) -> str:
+    """Tell the user what happened and what to do."""
     return (
         f"another process takes part with this peer's identity ({peer}, at {address}): its state folder is a copy of "
         "this one, or the other way round. Stop one of them; to run both, remove identity.key from the copy, which "

@@ -1,4 +1,4 @@
-"""Invites as people ask for them: who may give which, where newcomers find the run, what is shown at the start."""
+"""Invites as people ask for them: which peer may give which one, and how newcomers find the run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,14 @@ from p2pdiloco.discovery.directory import Directory
 from p2pdiloco.peer.options import PeerOptions
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.protocol.manifest import Manifest
-from p2pdiloco.swarm.credentials import Credentials, CredentialsError, MemberFiles, accepted, make_invite, members_of
+from p2pdiloco.swarm.credentials import (
+    Credentials,
+    CredentialsError,
+    MemberFiles,
+    credentials_from_invite,
+    make_invite,
+    members_of,
+)
 from p2pdiloco.swarm.run_index import folder_of, is_meant, manifests_here
 from p2pdiloco.transport.identity import KEY_FILE, Identity
 from p2pdiloco.util import logs
@@ -29,7 +36,7 @@ from p2pdiloco.util.status_pipe import Invited, Say
 log = logs.get("invites")
 
 ADDRESSES = "addresses"
-"""In STATE/RUN/members: where newcomers find the directory, one a line."""
+"""File in STATE/RUN/members: addresses at which newcomers find the directory, one a line."""
 MOVED = "newcomers find the run at another place now: the addresses that were told before do not answer"
 AGAIN = "the directory answers again where newcomers were told to ask at first: the first invite is good"
 NOBODY_COMES = (
@@ -37,21 +44,21 @@ NOBODY_COMES = (
     "bootstrap again, or another one (p2pdiloco bootstrap) and this peer with it (--bootstrap)"
 )
 LOOK_S = 10.0
-"""Between two looks at whether that is right."""
+"""Between two looks at whether these addresses are right."""
 LOOKS = 6
-"""That have to agree before anything is changed or told: a bootstrap may stand still for a while, or start again."""
+"""Looks that have to agree before anything is changed or told: a bootstrap may hang for a while, or restart."""
 
 
 def credentials_of(
     manifest: Manifest, identity: Identity, run_folder: Path, invite: Invite | None = None
 ) -> Credentials:
-    """This peer's by ``invite``, or what lies there; who made the invite comes back as what it is.
+    """This peer's credentials by ``invite``, or those in its files. A peer that issued the invite keeps its own role.
 
     Raises:
         CredentialsError: the run takes members only, and this peer has no certificate.
     """
     if invite is not None and invite.run == manifest.run and invite.hint != hint_of(identity.peer_id):
-        return accepted(invite, identity)
+        return credentials_from_invite(invite, identity)
     chain = b"" if manifest.founder == identity.peer_id else MemberFiles(run_folder).chain()
     if manifest.config.access != "open" and manifest.founder != identity.peer_id and not chain:
         raise CredentialsError(
@@ -61,8 +68,8 @@ def credentials_of(
     return Credentials(manifest.run, chain, identity)
 
 
-def credentials_by(invite: Invite, identity: Identity, state: Path) -> Credentials:
-    """This peer's by ``invite``, before it has asked anybody for the run's manifest.
+def credentials_for_joining(invite: Invite, identity: Identity, state: Path) -> Credentials:
+    """This peer's credentials by ``invite``, before it has asked another peer for the manifest.
 
     Raises:
         CredentialsError: the invite is for another peer.
@@ -70,16 +77,16 @@ def credentials_by(invite: Invite, identity: Identity, state: Path) -> Credentia
     for manifest in manifests_here(state):
         if manifest.run == invite.run:
             return credentials_of(manifest, identity, folder_of(state, manifest.run), invite)
-    return accepted(invite, identity)
+    return credentials_from_invite(invite, identity)
 
 
-def refuse_a_stranger(
+def require_membership(
     manifest: Manifest, identity: Identity, state: Path, invite: Invite | None, folders: Sequence[Path]
 ) -> None:
-    """Before a run is resumed from ``folders`` by the peer of ``state``.
+    """Check that the peer of ``state`` may resume a run from ``folders``.
 
     Raises:
-        CredentialsError: it is none of the run's members; it says whose state it is.
+        CredentialsError: it is no member of the run; the text says whose state it is.
     """
     try:
         credentials_of(manifest, identity, folder_of(state, manifest.run), invite)
@@ -92,8 +99,8 @@ def refuse_a_stranger(
         ) from None
 
 
-def kept_credentials(state: Path, wanted: str | None, identity: Identity) -> Credentials | None:
-    """Of a private run that is called ``wanted`` (a name, or the beginning of an id) and was joined here before."""
+def find_credentials(state: Path, wanted: str | None, identity: Identity) -> Credentials | None:
+    """Credentials for a private run that was joined here before. ``wanted``: its name, or the beginning of its id."""
     for manifest in manifests_here(state) if wanted else []:
         if is_meant(wanted, manifest.config.name, manifest.run) and manifest.config.access != "open":
             with contextlib.suppress(CredentialsError):
@@ -101,11 +108,11 @@ def kept_credentials(state: Path, wanted: str | None, identity: Identity) -> Cre
     return None
 
 
-def grant_here(manifest: Manifest, mine: Credentials, run_folder: Path, now_s: float) -> Grant:
-    """What this peer may do, by what is known here.
+def load_grant(manifest: Manifest, mine: Credentials, run_folder: Path, now_s: float) -> Grant:
+    """What this peer may do, by the membership log in its files.
 
     Raises:
-        CredentialsError: it is no member any more.
+        CredentialsError: it is no longer a member.
         UnknownInviterError: the admin who invited it is not known here yet.
     """
     members = members_of(manifest)
@@ -119,13 +126,13 @@ def grant_here(manifest: Manifest, mine: Credentials, run_folder: Path, now_s: f
 
 
 def keep_addresses(run_folder: Path, addresses: Sequence[str]) -> None:
-    """Where newcomers find the directory, for invites that are made later."""
+    """Keep the addresses at which newcomers find the directory, for invites that are made later."""
     folder = MemberFiles(run_folder).folder
     write_atomically(folder / ADDRESSES, "".join(f"{address}\n" for address in addresses).encode())
 
 
 def kept_addresses(run_folder: Path) -> tuple[str, ...]:
-    """What ``keep_addresses`` has kept."""
+    """Addresses that ``keep_addresses`` has kept."""
     try:
         return tuple((MemberFiles(run_folder).folder / ADDRESSES).read_text().split())
     except OSError:
@@ -143,7 +150,7 @@ def invite_text(
     not_after: int = NEVER,
     peer: PeerId | None = None,
 ) -> str:
-    """A new invite.
+    """Make a new invite.
 
     Raises:
         CredentialsError: this peer may not invite, or the run has no use for an invite, or for this one.
@@ -171,10 +178,10 @@ def invite_text(
     return encode_invite(invite)
 
 
-def shown_invite(
+def load_or_make_invite(
     manifest: Manifest, mine: Credentials, grant: Grant, run_folder: Path, addresses: tuple[str, ...]
 ) -> str:
-    """The invite that a founder's or an admin's terminal shows; the same one as long as its addresses are right."""
+    """The invite that an admin's terminal shows. A new one is made only if the addresses in the last one are wrong."""
     files = MemberFiles(run_folder)
     kept = files.invite()
     try:
@@ -183,19 +190,19 @@ def shown_invite(
     except InviteError:
         pass
     text = invite_text(manifest, mine, grant, addresses)
-    files.keep_invite(text)
+    files.write_invite(text)
     return text
 
 
-def as_granted(manifest: Manifest, mine: Credentials, options: PeerOptions, say: Callable[[str], None]) -> PeerOptions:
-    """What the peer does, of what it would; its certificate is kept.
+def apply_grant(manifest: Manifest, mine: Credentials, options: PeerOptions, say: Callable[[str], None]) -> PeerOptions:
+    """Limit ``options`` to what the peer's certificate allows, and keep its certificate chain.
 
     Raises:
-        CredentialsError: it is no member, or not any more.
+        CredentialsError: it is no member, or no longer one.
     """
-    MemberFiles(options.folder).keep_chain(mine.chain)
+    MemberFiles(options.folder).write_chain(mine.chain)
     try:
-        grant = grant_here(manifest, mine, options.folder, time.time())
+        grant = load_grant(manifest, mine, options.folder, time.time())
     except UnknownInviterError:
         return options  # others will introduce that admin
     if grant.role < Role.LEARNER and not options.is_follower:
@@ -215,14 +222,14 @@ def how_to_join(manifest: Manifest, mine: Credentials, folder: Path, directory: 
         where = dict.fromkeys((*directory.visible_addresses(), *directory.meeting_places()))
         run = "" if is_scripts else f" --run {name}"
         return [Invited(address, usage.format(address) + run) for address in where]
-    grant = grant_here(manifest, mine, folder, time.time())
+    grant = load_grant(manifest, mine, folder, time.time())
     if grant.role is not Role.ADMIN:
         return []
     if manifest.config.access == "list":
         made = f"{usage.format('INVITE')}, made for a peer by p2pdiloco invite --peer ID"
         where_made = f" --run {name} --state {shlex.quote(str(folder.parent))}" if is_scripts else ""
         return [Invited("", made + where_made)]
-    invite = shown_invite(manifest, mine, grant, folder, directory.meeting_places())
+    invite = load_or_make_invite(manifest, mine, grant, folder, directory.meeting_places())
     return [Invited(invite, usage.format(invite))]
 
 
@@ -234,16 +241,18 @@ async def keep_meeting_places(
     is_dialable: Callable[[], bool | None],
     say: Say | None,
 ) -> None:
-    """Until cancelled, keep for invites to come where newcomers find the directory: a bootstrap may go, and come back.
-    ``is_dialable``: whether others have dialled our own node of it; None: nobody has tried. ``say``: tell of what
-    lasts, and how to join then."""
+    """Until cancelled, keep the addresses for later invites right: a bootstrap may go away and come back.
+
+    is_dialable: whether others have dialled this peer's directory node; None if nobody has tried.
+    say: tells the user of a change that lasts, and how to join then; None: the user is not told.
+    """
     first = kept = directory.meeting_places()
     told = seen = first, True
     looks = 0
     while True:
         await asyncio.sleep(LOOK_S)
         places = directory.meeting_places()
-        is_own = _are_of(places, directory.peer_id)
+        is_own = _belong_to(places, directory.peer_id)
         found = places, not is_own or places == first or is_dialable() is not False
         looks, seen = looks + 1 if found == seen else 1, found
         if looks < LOOKS:
@@ -260,7 +269,7 @@ async def keep_meeting_places(
             continue
         told = found
         is_again = places == first
-        if not is_own and _are_of(first, directory.peer_id):
+        if not is_own and _belong_to(first, directory.peer_id):
             first = places  # initial peers, which did not answer at the start
         if say is None:
             continue
@@ -272,5 +281,5 @@ async def keep_meeting_places(
             say(invited)
 
 
-def _are_of(places: Sequence[str], peer: PeerId) -> bool:
+def _belong_to(places: Sequence[str], peer: PeerId) -> bool:
     return any(place.endswith(f"/p2p/{peer}") for place in places)

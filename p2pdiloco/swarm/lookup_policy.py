@@ -1,12 +1,12 @@
-"""When the directory is asked: where it is needed, since what a look costs grows with the run.
+"""When the directory is asked: only when needed, since the cost of a lookup grows with the run.
 
 Rules of this file:
-1. Peers: every LOOK_S by who is alone; soon when somebody came whom we did not know, or went, or when others hear a
-   peer that is not connected here (their heartbeats tell); else ever more seldom, and beyond FEW peers more seldom in
-   proportion, since answers hold all of them. Somebody looks as often as ever, and tells the others by being heard;
-   but no more seldom than SELDOM times, since any of them may be a stranger's, in an open run.
-2. Meeting points: soon when one that was attended is not any more, or somebody is missed and none is attended; ever
-   more seldom while nothing changes.
+1. Peers. A peer that is alone looks every LOOK_S. It looks soon when an unknown peer connects, when one disconnects,
+   and when others hear a peer that is not connected here (their heartbeats tell). Otherwise the interval doubles.
+   Beyond FEW peers it is stretched in proportion, since an answer holds all records; but at most MAX_STRETCH times: in
+   an open run, most records may belong to attackers.
+2. Meeting points. A peer looks soon when it no longer attends one of them, or when a peer is missing and it attends
+   none. Otherwise the interval doubles while nothing changes.
 """
 
 from __future__ import annotations
@@ -21,93 +21,93 @@ from p2pdiloco.timing import Backoff
 LOOK_S, LOOK_MOST_S = 2.0, 600.0
 """Between two looks."""
 FEW = 16
-SELDOM = 4.0
+MAX_STRETCH = 4.0
 UNMET_LOOK_S, UNMET_FOR_S = 6.0, 120.0
-"""Between two looks, at most, for so long after others hear a peer that is not connected here: where it can be met may
-change, as when a meeting point has died."""
+"""Longest interval, and for how long it holds, after others hear a peer that is not connected here: the meeting points
+of that peer may change, as when one has died."""
 UNMET_MOST_S = 30.0
-"""At most, between two looks for meeting points where none is attended and somebody is missed."""
+"""Longest interval between two looks for meeting points while none is attended and a peer is missing."""
 
 
 class LookupPolicy:
-    """Of peer ``me`` about the others of its run. ``heard_of``: fingerprints of all whom others hear."""
+    """When ``me`` looks for other peers of its run. ``heard_of``: fingerprints of all peers that others hear."""
 
     def __init__(self, me: PeerId, heard_of: Callable[[], frozenset[int]]) -> None:
         self._me = me
         self._heard_of = heard_of
         self._pause = Backoff(LOOK_S, LOOK_MOST_S)
         self._look_at: float | None = None
-        self._looked_at = self._unmet_at = float("-inf")
-        self._unmet: frozenset[int] = frozenset()
-        """Whom others heard and we did not when we last looked round."""
+        self._looked_at = self._missing_at = float("-inf")
+        self._missing: frozenset[int] = frozenset()
+        """Fingerprints of peers that others heard and that were not connected at the last ``is_lookup_due``."""
         self._connected: frozenset[PeerId] = frozenset()
-        """Who was then."""
+        """Peers that were connected then."""
 
     @property
     def pause_s(self) -> float:
-        """Until the look after the next one."""
+        """Interval after the next lookup."""
         return self._pause.pause_s
 
     @property
-    def seldom(self) -> float:
-        """How many times as seldom as in a small run the directory is to be asked for what grows with the run."""
-        return min(SELDOM, max(1.0, len(self._connected) / FEW))
+    def stretch(self) -> float:
+        """Factor by which intervals are longer than in a small run."""
+        return min(MAX_STRETCH, max(1.0, len(self._connected) / FEW))
 
     @property
-    def is_missing(self) -> bool:
-        """Whether others hear a peer that is not connected here, or nobody is."""
-        return bool(self._unmet) or not self._connected
+    def is_peer_missing(self) -> bool:
+        """Whether others hear a peer that is not connected here, or none is connected."""
+        return bool(self._missing) or not self._connected
 
     @property
-    def has_looked(self) -> bool:
-        """Into the directory, ever."""
+    def has_looked_up(self) -> bool:
+        """Whether the directory was ever asked."""
         return self._look_at is not None
 
-    def look_round(self, connected: Collection[PeerId], known: Collection[PeerId], now: float) -> bool:
-        """Whether the directory is to be asked now."""
-        unmet = self._heard_of() - {fingerprint(peer) for peer in (*connected, self._me)}
+    def is_lookup_due(self, connected: Collection[PeerId], known: Collection[PeerId], now: float) -> bool:
+        """Note the ``connected`` peers; whether the directory is to be asked now."""
+        missing = self._heard_of() - {fingerprint(peer) for peer in (*connected, self._me)}
         came = any(peer not in known and peer not in self._connected for peer in connected)
-        if unmet - self._unmet:
-            self._unmet_at = now
-        if came or unmet - self._unmet:
-            self.wake(now)
-        self._unmet, self._connected = unmet, frozenset(connected)
+        if missing - self._missing:
+            self._missing_at = now
+        if came or missing - self._missing:
+            self.look_soon(now)
+        self._missing, self._connected = missing, frozenset(connected)
         if self._look_at is None or not connected:
             return True
-        is_sought = unmet and now - self._unmet_at < UNMET_FOR_S
+        is_sought = missing and now - self._missing_at < UNMET_FOR_S
         return now >= (min(self._look_at, self._looked_at + UNMET_LOOK_S) if is_sought else self._look_at)
 
-    def wake(self, now: float) -> None:
-        """There is news: look soon."""
+    def look_soon(self, now: float) -> None:
+        """Look within LOOK_S: something has changed."""
         self._pause.reset()
         if self._look_at is not None:
             self._look_at = min(self._look_at, now + LOOK_S)
 
-    def looked(self, now: float, *, is_news: bool) -> None:
-        """The directory was asked."""
+    def record_lookup(self, now: float, *, is_news: bool) -> None:
+        """The directory was asked; ``is_news``: it named peers, or addresses, that were not known."""
         if is_news:
             self._pause.reset()
-        self._look_at, self._looked_at = now + self._pause.next_s() * self.seldom, now
+        self._look_at, self._looked_at = now + self._pause.next_s() * self.stretch, now
 
 
 class KnownPoints:
-    """The meeting points in the directory. ``is_missing``: whether somebody is not connected who should be."""
+    """The meeting points in the directory. ``lookup`` knows whether a peer is not connected that should be."""
 
-    def __init__(self, directory: Directory, is_missing: Callable[[], bool]) -> None:
+    def __init__(self, directory: Directory, lookup: LookupPolicy) -> None:
         self._directory = directory
-        self._is_missing = is_missing
+        self._lookup = lookup
         self._pause = Backoff(LOOK_S, LOOK_MOST_S)
         self._look_at = self._looked_at = float("-inf")
         self._attended: frozenset[PeerId] = frozenset()
         self._records: dict[PeerId, bytes] = {}
 
     async def records(self, attended: Collection[PeerId], now: float) -> dict[PeerId, bytes]:
-        """As ``Directory.points`` gave them last."""
+        """Records of the meeting points, as the directory gave them last; it is asked if that is due."""
         if self._attended.difference(attended):
             self._pause.reset()
             self._look_at = now
         self._attended = frozenset(attended)
-        if not attended and self._is_missing():
+        if not attended and self._lookup.is_peer_missing:
             self._look_at = min(self._look_at, self._looked_at + UNMET_MOST_S)
         if now >= self._look_at:
             try:

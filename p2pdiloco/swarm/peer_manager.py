@@ -1,24 +1,23 @@
-"""Keeps this peer connected to every other peer of its run: announce, look up, dial, dial again.
+"""Keeps this peer connected to every other peer of its run: it announces itself, looks up the others, and dials them.
 
 Rules of this file:
-1. The directory gives addresses, nothing else. Who is live is the protocol's decision, from connections. Of a private
-   run, only members' records are looked at.
-2. Of two peers the one with the smaller id dials first; the other dials only if nothing came for a while. Who has just
-   come dials all whom it finds: they may not look for long (``lookup_policy.py``).
-3. Addresses are remembered on disk, so that a restarted peer finds the run again without any bootstrap node.
-4. It looks before it announces, and announces at once where another process's record stands in the place of its own:
-   so of two with one identity (twins.py) each sees the other, in whatever order they look and announce.
-5. Who is connected is told how we can be reached, whenever that changes, and tells us: the directory, which is asked
-   seldom, is for who is not. What a connected peer says of itself is newer than its record there.
-6. What is known is bounded, and nobody fills it for good: who does not answer makes room for who was not tried yet.
-7. Who has said goodbye is dialled seldom, until it is announced by a process that began after that, or is connected
-   again. Who is no member any more is not dialled, and dials nobody.
+1. The directory gives addresses, nothing else; the protocol decides from connections which peers are live. In a private
+   run, only records of members are used.
+2. Of two peers the one with the smaller id dials first; the other dials only if no connection came for a while. A peer
+   that has just started dials all that it finds: they may not look for long (``lookup_policy.py``).
+3. Addresses are remembered on disk, so that a restarted peer finds the run again without a bootstrap node.
+4. A peer looks before it announces, and announces at once if another process's record stands in the place of its own:
+   so two processes with one identity (``duplicate_identity.py``) see each other, in whatever order they look and
+   announce.
+5. Connected peers tell each other how they can be reached, whenever that changes. The directory, which is asked seldom,
+   is for peers that are not connected.
+6. A peer that said goodbye is dialled seldom, until a process that began later announces it, or it is connected again.
+   A peer that is no longer a member is not dialled, and dials nobody.
 """
 
 from __future__ import annotations
 
 import asyncio
-import heapq
 import json
 import random
 from collections.abc import Awaitable, Callable
@@ -31,9 +30,9 @@ from p2pdiloco.nat.messages import Reachable
 from p2pdiloco.net.endpoint import LEAVING
 from p2pdiloco.protocol.ids import PeerId, RunId
 from p2pdiloco.swarm.connect import ConnectFallback
+from p2pdiloco.swarm.known_peers import KnownPeers
 from p2pdiloco.swarm.lookup_policy import LookupPolicy
 from p2pdiloco.swarm.membership_sync import MembershipSync
-from p2pdiloco.timing import Backoff
 from p2pdiloco.transport.transport import DialError, Impostor, PeerRefused, Transport
 from p2pdiloco.util import logs
 from p2pdiloco.util.files import write_atomically
@@ -42,162 +41,112 @@ from p2pdiloco.wire.control_messages import decode_as, encode
 from p2pdiloco.wire.directory_records import PeerRecord
 from p2pdiloco.wire.request_reply import Answer, RequestError, RequestRefused
 
-log = logs.get("roster")
+log = logs.get("peers")
 
 ROUND_S = 2.0
-"""Between two looks at who is to be dialled."""
+"""Between two looks at which peers are to be dialled."""
 ANNOUNCE_S, ANNOUNCE_MOST_S = 10.0, 120.0
-"""Between two announcements: as seldom as looks, since who keeps our record may go when others do; and beyond FEW peers
-more seldom in proportion (``LookupPolicy.seldom``), since who looks for a record's place is told all that is there."""
+"""Between two announcements: as often as lookups, since the nodes that keep our record may leave; stretched in large
+runs as lookups are, since a peer that publishes a record is sent all that are stored there."""
 NEWS_S = 1.0
-"""Where we can be reached in another way than the record says."""
+"""Before the next announcement, if this peer can be reached in another way than its record says."""
 TELL_S = 8.0
 RECORD_LIFE_S = 960.0
-"""Two announcements of a large run. Of all processes alike: a new one's record outlives that of the life before it."""
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 30.0
-"""Between two dials of a peer."""
+"""Two announcement intervals of a large run. It is a constant: the record of a new process must outlive that of the
+last one."""
 PATIENCE_S = 3.0
 """How long the peer with the larger id waits to be dialled."""
 SHORT_S = 5.0
-"""A connection that ends so soon after our dial counts as one that failed."""
+"""A connection that ends so soon after it was dialled counts as a failed dial."""
 SHORT_PAUSE_S = 8.0
-"""At most, before the next dial after that."""
+"""Longest pause before the next dial after that."""
 LEFT_S = 120.0
-"""Between two dials to who has said goodbye: it may be back where no directory tells."""
-DIRECT_S, DIRECT_MOST_S = 30.0, 600.0
-"""Between looks for a direct way to a peer over a relay."""
-MAX_KNOWN = 1024
+"""Between two dials to a peer that said goodbye: it may be back, and the directory may not know."""
 ROOM = 64
-"""Places that a full table has for each look into the directory."""
-
-
-class _Known:
-    __slots__ = (
-        "dials",
-        "direct_looks",
-        "is_dialling",
-        "is_first_hand",
-        "left_s",
-        "next_dial_at",
-        "next_direct_at",
-        "reached_at",
-        "record",
-        "refusals",
-        "since",
-    )
-
-    def __init__(self, since: float) -> None:
-        self.record = PeerRecord(())
-        self.since = since
-        self.next_dial_at = since
-        self.reached_at = since - SHORT_S
-        """When a dial last succeeded."""
-        self.dials = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
-        """Dials that failed in a row."""
-        self.refusals = 0
-        """Dials that were answered by a no, or by somebody else."""
-        self.is_dialling = False
-        self.left_s: float | None = None
-        """When it said goodbye, by the directory's clock; None: it has not, or has come back."""
-        self.is_first_hand = False
-        """The record is its own word, over a connection that lasts."""
-        self.next_direct_at: float | None = None
-        """When a direct way is looked for, of a peer over a relay."""
-        self.direct_looks = Backoff(DIRECT_S, DIRECT_MOST_S)
+"""Places that are made in a full table before each lookup."""
 
 
 class PeerManager:
-    """The peers of one run that this peer has heard of."""
+    """Keeps this peer connected to the ``known`` peers of its run; see the module's rules."""
 
     def __init__(
         self,
         run: RunId,
         directory: Directory,
         transport: Transport,
+        known: KnownPeers,
+        lookup: LookupPolicy,
+        membership: MembershipSync,
+        connector: ConnectFallback,
+        *,
         record: Callable[[], PeerRecord],
+        began_s: float,
         cache: Path,
-        twin_seen: Callable[[PeerRecord], None],
-        membership_sync: MembershipSync,
-        ladder: ConnectFallback,
-        heard_of: Callable[[], frozenset[int]] = frozenset,
+        duplicate_seen: Callable[[PeerRecord], None],
     ) -> None:
-        """``record``: of this peer, as far as others know better. ``twin_seen`` gets one that another process has
-        published. ``heard_of``: see ``LookupPolicy``."""
+        """
+        Args:
+            record: how this peer can be reached, as far as others know better.
+            began_s: when this process began, by the directory's clock.
+            cache: the file in which addresses are remembered.
+            duplicate_seen: gets a record of this peer that another process has published.
+        """
         self._run = run
         self._directory = directory
         self._transport = transport
+        self._known = known
+        self._lookup = lookup
+        self._membership = membership
+        self._connector = connector
         self._record = record
-        self._ladder = ladder
+        self._began_s = began_s
         self._cache = cache
-        self._known: dict[PeerId, _Known] = {}
-        self._twin_seen = twin_seen
-        self._fellowship = membership_sync
-        self.began_s = directory.now_s()
+        self._duplicate_seen = duplicate_seen
         self._announced_at = float("-inf")
         self._announced = PeerRecord(())
         self._told: dict[PeerId, tuple[str | None, PeerRecord]] = {}
-        """Which life of each connected peer knows what of us."""
+        """For each connected peer, which life of it was told which record of ours."""
         self._saved: dict[str, list[str]] = {}
-        self._curiosity = LookupPolicy(transport.peer_id, heard_of)
         transport.answer_requests(Reachable, self._answer_reachable)
-        transport.add_disconnect_callback(self.disconnected)
-
-    @property
-    def known(self) -> int:
-        """Peers heard of lately, this one included."""
-        return len(self._known) + 1
-
-    @property
-    def is_missing(self) -> bool:
-        """Whether somebody is not connected who should be."""
-        return self._curiosity.is_missing
+        transport.add_disconnect_callback(self.handle_disconnected)
 
     async def keep(self) -> None:
         """Run until cancelled."""
-        self._directory.screen_peers(self._run, self._is_of_member)
+        self._directory.screen_peers(self._run, self._is_announced_by_member)
         loop = asyncio.get_running_loop()
-        for peer, addresses in _load(self._cache).items():
+        for peer, addresses in _load_addresses(self._cache).items():
             self._learn(PeerId(peer), PeerRecord(tuple(addresses)), loop.time())
         async with Tasks() as tasks:
             while True:
-                if self._curiosity.look_round(self._transport.peers(), self._known, loop.time()):
-                    await self._quietly(self._look(loop.time()))
-                await self._quietly(self._announce(loop.time()))
-                for peer in self._untold():
+                if self._lookup.is_lookup_due(self._transport.peers(), self._known, loop.time()):
+                    await self._ignore_directory_errors(self._look_up(loop.time()))
+                await self._ignore_directory_errors(self._announce(loop.time()))
+                for peer in self._peers_to_tell():
                     tasks.spawn(self._tell(peer), name=f"tell {peer}")
-                for peer in self._due(loop.time()):
+                for peer in self._peers_to_dial(loop.time()):
                     tasks.spawn(self._dial(peer), name=f"dial {peer}")
-                for peer in self._relayed(loop.time()):
-                    tasks.spawn(self._look_for_direct_way(peer), name=f"direct way to {peer}")
+                for peer in self._relayed_peers_due(loop.time()):
+                    tasks.spawn(self._connect_directly(peer), name=f"direct way to {peer}")
                 await asyncio.sleep(ROUND_S)
 
-    def records(self) -> dict[PeerId, PeerRecord]:
-        """What is known of the others."""
-        return {peer: known.record for peer, known in self._known.items()}
-
-    def told(self, peer: PeerId, record: PeerRecord) -> None:
+    def handle_reachable(self, peer: PeerId, record: PeerRecord) -> None:
         """``peer`` is connected, and says how it can be reached."""
-        if not self._fellowship.observes(peer):
-            if peer not in self._known:
-                self._make_room(1)
-            else:
-                self._known[peer].left_s = None
-            self._learn(peer, record, asyncio.get_running_loop().time())
-            if peer in self._known:
-                self._known[peer].is_first_hand = True
+        if not self._membership.observes(peer):
+            now = asyncio.get_running_loop().time()
+            self._known.learn_first_hand(peer, record, now, self._transport.peers())
 
     async def _answer_reachable(self, peer: PeerId, request: Reachable) -> Answer:
-        self.told(peer, request.record)
+        self.handle_reachable(peer, request.record)
         return Answer(b"")
 
     async def withdraw(self) -> None:
-        """Take our record back."""
-        await self._quietly(self._directory.withdraw_peer(self._run))
+        """Withdraw this peer's record from the directory."""
+        await self._ignore_directory_errors(self._directory.withdraw_peer(self._run))
 
-    def disconnected(self, peer: PeerId, reason: str) -> None:
-        """A connection is lost, for ``reason``: dial again soon, unless that was a goodbye."""
+    def handle_disconnected(self, peer: PeerId, reason: str) -> None:
+        """The connection to ``peer`` was lost, for ``reason``: dial again soon, unless that was a goodbye."""
         known, now = self._known.get(peer), asyncio.get_running_loop().time()
-        self._curiosity.wake(now)
+        self._lookup.look_soon(now)
         if known is not None:
             known.is_first_hand = False
             known.since = known.next_dial_at = now
@@ -209,7 +158,7 @@ class PeerManager:
             if known.left_s is not None:
                 known.next_dial_at = now + LEFT_S
 
-    async def _quietly(self, call: Awaitable[None]) -> None:
+    async def _ignore_directory_errors(self, call: Awaitable[None]) -> None:
         try:
             await call
         except DirectoryError as error:
@@ -217,21 +166,21 @@ class PeerManager:
 
     async def _announce(self, now: float) -> None:
         is_news = msgspec.structs.replace(self._announced, life="", began_s=0.0) != self._record()
-        usual_s = min(max(self._curiosity.pause_s, ANNOUNCE_S), ANNOUNCE_MOST_S) * self._curiosity.seldom
+        usual_s = min(max(self._lookup.pause_s, ANNOUNCE_S), ANNOUNCE_MOST_S) * self._lookup.stretch
         if now - self._announced_at >= (NEWS_S if is_news else usual_s):
             told = msgspec.structs.replace(
                 self._record(),
                 life=self._transport.life,
-                began_s=self.began_s,
-                chain=self._fellowship.door.chain,
+                began_s=self._began_s,
+                chain=self._membership.chain,
             )
             await self._directory.publish_peer(self._run, msgspec.msgpack.encode(told), RECORD_LIFE_S)
             self._announced, self._announced_at = msgspec.structs.replace(told, chain=b""), now
 
-    async def _look(self, now: float) -> None:
+    async def _look_up(self, now: float) -> None:
         is_news, found = False, list((await self._directory.peers(self._run)).items())
-        is_full = len(self._known) > MAX_KNOWN - ROOM
-        self._make_room(ROOM)
+        is_full = self._known.free_places < ROOM
+        self._known.make_room(ROOM, self._transport.peers())
         for peer, record in random.sample(found, len(found)):  # so that nobody is always first
             try:
                 told = decode_as(record, PeerRecord)
@@ -240,15 +189,18 @@ class PeerManager:
                 continue
             if peer == self._transport.peer_id and told.life not in ("", self._transport.life):
                 self._announced_at = float("-inf")
-                self._twin_seen(told)
-            if not (peer in self._known and self._known[peer].is_first_hand):
+                self._duplicate_seen(told)
+            known = self._known.get(peer)
+            if known is None or not known.is_first_hand:
                 is_news = self._learn(peer, told, now) or is_news
-        self._curiosity.looked(now, is_news=is_news and not is_full)
+        self._lookup.record_lookup(now, is_news=is_news and not is_full)
         await self._save()
 
-    def _untold(self) -> list[PeerId]:
-        """Connected peers that do not know how we can be reached now. Of two that connect one knows the other, which is
-        told, and then knows the one; who only asks is known to nobody."""
+    def _peers_to_tell(self) -> list[PeerId]:
+        """Connected peers that were not told how this peer can be reached now.
+
+        Of two peers that connect, one knows the other and tells it, which then knows the first. Observers are
+        unknown."""
         record, lives = self._record(), {peer: self._transport.life_of(peer) for peer in self._transport.peers()}
         self._told = {peer: told for peer, told in self._told.items() if peer in lives}
         return [peer for peer in lives if peer in self._known and self._told.get(peer) != (lives[peer], record)]
@@ -264,58 +216,26 @@ class PeerManager:
             if self._told.get(peer) == told:
                 del self._told[peer]
 
-    def _is_of_member(self, peer: PeerId, record: bytes) -> bool:
+    def _is_announced_by_member(self, peer: PeerId, record: bytes) -> bool:
         try:
             told = decode_as(record, PeerRecord)
         except ValueError:
             return False
-        return self._fellowship.is_announced_by_member(peer, told.chain)
+        return self._membership.is_announced_by_member(peer, told.chain)
 
     def _learn(self, peer: PeerId, record: PeerRecord, now: float) -> bool:
-        """Whether that is news."""
-        if peer == self._transport.peer_id:
-            return False
-        known = self._known.get(peer)
-        if known is None:
-            if len(self._known) >= MAX_KNOWN:
-                return False
-            known = self._known[peer] = _Known(now if self._curiosity.has_looked else now - PATIENCE_S)
-        if known.left_s is not None and record.began_s <= known.left_s:
-            return False  # of the life that is over
-        is_back, known.left_s = known.left_s is not None, None
-        where = (record.addresses, record.points, record.seen)
-        is_other = is_back or where != (known.record.addresses, known.record.points, known.record.seen)
-        is_news = any(where[:2]) and is_other
-        if is_news:
-            known.dials.reset()
-            known.next_dial_at = now
-        if any(where[:2]):
-            known.record = record
-        return is_news
+        """Whether that is news. Peers that are known at the start are not waited for (rule 2)."""
+        return self._known.learn(peer, record, now, now if self._lookup.has_looked_up else now - PATIENCE_S)
 
-    def _make_room(self, places: int) -> None:
-        """Who was tried most often in vain goes first."""
-        missing = places - (MAX_KNOWN - len(self._known))
-        if missing <= 0:
-            return
-        here = set(self._transport.peers())
-        vain = [
-            (known.dials.failures, peer)
-            for peer, known in self._known.items()
-            if known.dials.failures and not known.is_dialling and peer not in here
-        ]
-        for _, peer in heapq.nlargest(missing, vain):
-            del self._known[peer]
-
-    def _due(self, now: float) -> list[PeerId]:
+    def _peers_to_dial(self, now: float) -> list[PeerId]:
         connected = set(self._transport.peers())
         due = []
         for peer, known in self._known.items():
             is_patient = peer < self._transport.peer_id and now - known.since < PATIENCE_S
             if peer not in connected and not known.is_dialling and not is_patient and now >= known.next_dial_at:
                 due.append(peer)
-        is_out = self._fellowship.is_out
-        return [] if is_out(self._transport.peer_id) else [peer for peer in due if not is_out(peer)]
+        was_removed = self._membership.was_removed
+        return [] if was_removed(self._transport.peer_id) else [peer for peer in due if not was_removed(peer)]
 
     async def _dial(self, peer: PeerId) -> None:
         known = self._known.get(peer)
@@ -324,7 +244,7 @@ class PeerManager:
         known.is_dialling = True
         try:
             try:
-                await self._ladder.climb(peer, known.record)
+                await self._connector.connect(peer, known.record)
                 known.reached_at = asyncio.get_running_loop().time()
                 return
             except (Impostor, PeerRefused) as error:
@@ -341,8 +261,8 @@ class PeerManager:
         finally:
             known.is_dialling = False
 
-    def _relayed(self, now: float) -> list[PeerId]:
-        """Peers over a relay, to which a direct way is looked for again; the smaller id of two looks."""
+    def _relayed_peers_due(self, now: float) -> list[PeerId]:
+        """Relayed peers for which a direct connection is due to be tried; of two peers the smaller id tries."""
         due = []
         for peer in self._transport.peers():
             channel, known = self._transport.channel_of(peer), self._known.get(peer)
@@ -355,13 +275,13 @@ class PeerManager:
                 due.append(peer)
         return due
 
-    async def _look_for_direct_way(self, peer: PeerId) -> None:
+    async def _connect_directly(self, peer: PeerId) -> None:
         known = self._known.get(peer)
         if known is None:
             return
         known.is_dialling = True
         try:
-            await self._ladder.meet(peer, known.record)
+            await self._connector.connect_directly(peer, known.record)
             known.direct_looks.reset()
         except DialError as error:
             log.debug("still relayed", peer=peer, reason=str(error))
@@ -379,7 +299,7 @@ class PeerManager:
                 log.warning("peer cache not written", path=self._cache, reason=str(error))
 
 
-def _load(path: Path) -> dict[str, list[str]]:
+def _load_addresses(path: Path) -> dict[str, list[str]]:
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, list[str]])
     except (OSError, ValueError):

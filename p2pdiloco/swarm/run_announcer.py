@@ -1,10 +1,10 @@
-"""An open run in the directory, where newcomers look for it by its name.
+"""Announces an open run in the directory, where newcomers look it up by its name.
 
 Rules of this file:
-1. Each peer of the run says that it exists, the more seldom the more they are: all together say it as often as FEW.
-   Nobody is chosen to say it for others, who might not.
-2. What is said lives LIVES times as long as it takes to say it again, and is taken back by who goes.
-3. A private run is not told to strangers.
+1. Each peer of the run announces it, and waits longer the more peers there are: all together announce as often as FEW
+   peers would. No peer is chosen to announce it for the others: it might fail to.
+2. An announcement expires after LIVES intervals. A peer that leaves withdraws its own.
+3. A private run is not announced.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ PAUSE_S, PAUSE_MOST_S = 20.0, 480.0
 FEW = 2
 LIVES = 3.0
 SHORTEST = 0.7
-"""Of a pause; drawn, so that peers that began together do not go on together."""
+"""Shortest share of a pause. It is drawn at random, so that peers that began together drift apart."""
 
 
 class RunAnnouncer:
-    """Of ``manifest``'s run by this peer. ``others``: how many of its peers are connected here."""
+    """Announces the run of ``manifest``. ``others``: number of its peers that are connected here."""
 
     def __init__(self, manifest: Manifest, directory: Directory, others: Callable[[], int]) -> None:
         self._run = manifest.run
@@ -40,7 +40,7 @@ class RunAnnouncer:
         self._others = others
 
     async def keep(self) -> None:
-        """Until cancelled."""
+        """Announce until cancelled."""
         while self._is_open:
             pause_s = min(PAUSE_MOST_S, PAUSE_S * max(1.0, (1 + self._others()) / FEW))
             try:
@@ -51,7 +51,7 @@ class RunAnnouncer:
             await asyncio.sleep(pause_s * random.uniform(SHORTEST, 1.0))
 
     async def withdraw(self) -> None:
-        """Take it back, and say it no more."""
+        """Withdraw the announcement, and make no more."""
         self._is_open = False
         try:
             await self._directory.withdraw_run(self._run)

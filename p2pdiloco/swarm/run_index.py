@@ -1,7 +1,7 @@
 """The runs that have folders on this machine, by their manifests: for commands that do not take part.
 
-Rule of this file: a state folder may have other peers' state folders in it, as the default one has those of training
-scripts. A run that it has itself comes first; one of theirs is theirs, with their key.
+Rule of this file: a state folder may contain state folders of other peers, as the default one contains those of
+training scripts. A run of the folder itself comes first; a run of a nested folder belongs to that peer, with its key.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ NAME_LETTERS = 12
 
 
 class ConfigError(Exception):
-    """The configuration, or what lies here, cannot be used; the message names it, and what is allowed."""
+    """The configuration, or a state folder, cannot be used; the message names it, and what is allowed."""
 
 
 class KeptRun(NamedTuple):
-    """A run that has a folder here."""
+    """A run that has a folder on this machine."""
 
     state: Path
     """The state folder of the peer that takes part in it."""
@@ -70,7 +70,7 @@ def kept_runs(state: Path) -> list[KeptRun]:
 
 
 def kept_run(state: Path, wanted: str | None) -> KeptRun:
-    """The run of that name, or whose id begins so; None: the only one.
+    """The run with the name ``wanted``, or whose id begins with it; None: the only run.
 
     Raises:
         ConfigError: there is none, or there are several.

@@ -21,7 +21,7 @@ from p2pdiloco.protocol.ids import PeerId, RunId
 from p2pdiloco.protocol.manifest import Layout, Manifest
 from p2pdiloco.protocol.manifest_validation import MAX_MANIFEST_BYTES, decode_manifest
 from p2pdiloco.swarm.connect import ConnectFallback
-from p2pdiloco.swarm.credentials import Credentials, accepted
+from p2pdiloco.swarm.credentials import Credentials, credentials_from_invite
 from p2pdiloco.swarm.run_index import is_meant
 from p2pdiloco.transport import addresses, port_memory
 from p2pdiloco.transport.dialer import Dialler
@@ -115,14 +115,15 @@ def has_met(folder: Path, peers: Sequence[str]) -> bool:
     return any(addresses.parse(text).peer in known for text in peers)
 
 
-def observer_transport(identity: Identity, credentials: Credentials | None = None) -> Transport:
+def observer_transport(
+    identity: Identity, credentials: Credentials | None = None
+) -> contextlib.AbstractAsyncContextManager[Transport]:
     """A transport that does not listen, and only asks; in a private run, with a certificate by our ``credentials``."""
     if credentials is None:
-        return Transport(identity, listen="", run="", version=WIRE_VERSION, handler=Observer())
-    door = JoinerAuthorizer(credentials.extended(identity.peer_id, Role.OBSERVER))
-    return Transport(
-        identity, listen="", run=credentials.run, version=WIRE_VERSION, handler=Observer(), door=door, observes=True
-    )
+        return Transport(identity, listen="", run="", version=WIRE_VERSION).serve(Observer())
+    door = JoinerAuthorizer(credentials.chain_for(identity.peer_id, Role.OBSERVER))
+    transport = Transport(identity, listen="", run=credentials.run, version=WIRE_VERSION, door=door, observes=True)
+    return transport.serve(Observer())
 
 
 class RunAnswer(NamedTuple):
@@ -175,14 +176,16 @@ class RunLookup:
         deadline = loop.time() + patience_s
         reasons: dict[PeerId, str] = {}
         records: dict[PeerId, bytes] = {}
-        async with ladder_of(transport, lambda peer: peer in records) as ladder:
+        async with observer_connector(transport, lambda peer: peer in records) as connector:
             while True:
                 try:
                     records = await self._directory.peers(run)
                 except DirectoryError as error:
                     records, reasons[PeerId("directory")] = {}, str(error)
                 chosen = sorted(random.sample(sorted(records.items()), min(len(records), MOST_DIALS)))
-                reached = await _wait_for_peers([_dial_peer(ladder, peer, record, reasons) for peer, record in chosen])
+                reached = await _wait_for_peers(
+                    [_dial_peer(connector, peer, record, reasons) for peer, record in chosen]
+                )
                 peers = [peer for peer in reached if isinstance(peer, str)]
                 if peers:
                     return peers
@@ -239,7 +242,7 @@ class RunLookup:
         if invite is None:
             runs = pick_runs(await self.list_runs(patience_s=PATIENCE_S), wanted)
             return [await self._ask_open_run(run, runs[run], needs_manifest) for run in sorted(runs)]
-        shown = accepted(invite, Identity.ephemeral() if invite.peer is None else identity())
+        shown = credentials_from_invite(invite, Identity.ephemeral() if invite.peer is None else identity())
         return [await self._ask_private_run(invite.run, shown)]
 
     @contextlib.asynccontextmanager
@@ -290,14 +293,14 @@ def pick_runs(runs: dict[RunId, RunRecord], wanted: str | None) -> dict[RunId, R
 
 
 @contextlib.asynccontextmanager
-async def ladder_of(transport: Transport, is_known: Callable[[PeerId], bool]) -> AsyncIterator[ConnectFallback]:
-    """Dials the peers of an observer's ``transport`` by their addresses, or through meeting points. ``is_known``:
-    whether it wants a peer."""
+async def observer_connector(
+    transport: Transport, is_known: Callable[[PeerId], bool]
+) -> AsyncIterator[ConnectFallback]:
+    """Connects an observer's ``transport`` to peers, by their addresses or through meeting points. ``is_known``: whether
+    it wants a peer."""
     async with observer_transport(Identity.ephemeral()) as outside, Tasks() as tasks:
         dialler = Dialler()
-        yield ConnectFallback(
-            transport, dialler, RendezvousClient(transport, outside, dialler, tasks, is_known), lambda: ()
-        )
+        yield ConnectFallback(transport, dialler, RendezvousClient(transport, outside, dialler, tasks, is_known))
 
 
 async def _wait_for_peers(
@@ -319,11 +322,11 @@ async def _wait_for_peers(
 
 
 async def _dial_peer(
-    ladder: ConnectFallback, peer: PeerId, record: bytes, reasons: dict[PeerId, str]
+    connector: ConnectFallback, peer: PeerId, record: bytes, reasons: dict[PeerId, str]
 ) -> PeerId | PeerRefused | None:
     """The peer; or its refusal, which another try would not change; or None, and the reason in ``reasons``."""
     try:
-        return await ladder.climb(peer, decode_as(record, PeerRecord))
+        return await connector.connect(peer, decode_as(record, PeerRecord))
     except PeerRefused as error:
         reasons[peer] = str(error)
         return error

@@ -12,9 +12,10 @@ from __future__ import annotations
 import asyncio
 import os
 import ssl
-from collections.abc import Awaitable, Callable, Hashable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
-from types import TracebackType
+from pathlib import Path
 from typing import Any, Protocol, Self, TypeVar
 
 import msgspec
@@ -29,9 +30,9 @@ from p2pdiloco.net.handshake import NONCE_BYTES, Dialled, Greeter, Hello, Role
 from p2pdiloco.net.limits import ConnectionLimits, TransportLimits, UpBudget
 from p2pdiloco.net.rate_limit import TURN_BYTES
 from p2pdiloco.protocol.ids import PeerId
-from p2pdiloco.transport import addresses, sockets
+from p2pdiloco.transport import addresses, port_memory, sockets
 from p2pdiloco.transport.addresses import Address
-from p2pdiloco.transport.connection_setup import ConnectionSetup
+from p2pdiloco.transport.connection_setup import ConnectionSetup, DialMet
 from p2pdiloco.transport.identity import Identity, verify
 from p2pdiloco.transport.sockets import DialError, Impostor, Listeners, PeerRefused
 from p2pdiloco.transport.tls import TlsContexts, remote_fingerprint
@@ -121,11 +122,12 @@ RequestKind = TypeVar("RequestKind", bound=msgspec.Struct)
 
 
 class Transport:
-    """All connections of this process. ``async with Transport(...) as transport``.
+    """All connections of this process. ``async with Transport(...).serve(handler) as transport``.
 
     listen: multiaddrs, or one (``/ip4/0.0.0.0/tcp/0``); "" not to listen (an observer).
     run: the run's id, or "" while it is not known. version: the protocol's. door: who is let in; None: everybody.
     observes: it only asks.
+    port_file: keeps the ports for the next life of this peer; None: they are not kept.
     """
 
     def __init__(
@@ -135,14 +137,17 @@ class Transport:
         listen: str | Sequence[str],
         run: str,
         version: int,
-        handler: TransportHandler,
         limits: TransportLimits | None = None,
         door: Authorizer | None = None,
         observes: bool = False,
+        port_file: Path | None = None,
     ) -> None:
         self._limits = limits or TransportLimits()
+        self._listen = listen
         self._listeners = Listeners(listen)
-        self._handler = handler
+        self._port_file = port_file
+        self._handler: TransportHandler
+        """Set by ``serve``, before anything can come."""
         life = os.urandom(16)
         self.life = life.hex()
         """Tells this process from an earlier or another one with the same identity."""
@@ -183,24 +188,37 @@ class Transport:
 
     # -- life --------------------------------------------------------------------------------------------------------
 
-    async def __aenter__(self) -> Self:
-        """Listen.
+    @asynccontextmanager
+    async def serve(self, handler: TransportHandler) -> AsyncIterator[Self]:
+        """Listen, and pass what comes to ``handler``. At the end say goodbye to all, flush, close, within ``part_s``.
 
         Raises:
             OSError: a listen address is taken or not ours.
             ValueError: it is a name.
         """
+        self._handler = handler
         self._loop = asyncio.get_running_loop()
+        if self._port_file is not None:
+            self._listeners = Listeners(await asyncio.to_thread(port_memory.again, self._listen, self._port_file))
         self._listeners.open()
-        await self._tasks.__aenter__()
-        for listener in self._listeners:
-            self._tasks.keep(partial(self.setup.accept_all, listener), name=f"accept at {listener.getsockname()}")
-        return self
+        try:
+            if self._port_file is not None:
+                await asyncio.to_thread(port_memory.remember, self.listen_addresses(), self._port_file)
+            async with self._tasks:
+                for listener in self._listeners:
+                    accept = partial(self.setup.accept_all, listener)
+                    self._tasks.keep(accept, name=f"accept at {listener.getsockname()}")
+                try:
+                    yield self
+                finally:
+                    await self._part()
+        finally:
+            if self._timer is not None:
+                self._timer[1].cancel()
+                self._timer = None
+            self._listeners.close()
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Say goodbye to all, flush, close; bounded by ``part_s``."""
+    async def _part(self) -> None:
         doomed = list(self._channels.values())
         self._endpoint.leave(LEAVING, self._loop.time())
         self._turn()
@@ -209,11 +227,6 @@ class Transport:
         for channel in list(self._channels.values()):
             self._endpoint.abort(channel.connection.id, LEAVING, self._loop.time())
         self._turn()
-        await self._tasks.__aexit__(kind, error, trace)
-        if self._timer is not None:
-            self._timer[1].cancel()
-            self._timer = None
-        self._listeners.close()
 
     # -- for the user ------------------------------------------------------------------------------------------------
 
@@ -337,6 +350,10 @@ class Transport:
             return await answer(peer, request)
 
         self._answerers[encode(kind.__struct_config__.tag)] = answer_encoded
+
+    def redial_met_peers(self, dial: DialMet) -> None:
+        """Have ``dial`` make further connections to peers that were met at a rendezvous server."""
+        self.setup.dial_met = dial
 
     def add_disconnect_callback(self, callback: Callable[[PeerId, str], None]) -> None:
         """Call ``callback`` with each peer that is gone and the reason, after the handler."""

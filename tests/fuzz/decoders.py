@@ -169,8 +169,8 @@ def _line(data: bytes) -> None:
     tickets = (bytes(16), bytes([1]) * 16)
     point.ask(FOUNDER.peer_id, "10.0.0.1", MEMBER.peer_id, tickets, 0.0)
     for number, ticket in enumerate(tickets):
-        point.opened(number, ticket, "10.0.0.1", 1, 1, 0.0)
-    point.received(0, data, 0.0)
+        point.handle_opened(number, ticket, "10.0.0.1", 1, 1, 0.0)
+    point.handle_data(0, data, 0.0)
     list(point.events())
     messages.decode_seen(data)
 
@@ -185,7 +185,7 @@ def _router_answers(data: bytes) -> None:
 
 
 def _router_sample(rng: Random) -> bytes:
-    pcp = bytearray(port_mapping_codec.ask_pcp("192.168.1.2", 7, 8, 1200, bytes(12)))
+    pcp = bytearray(port_mapping_codec.encode_pcp_request("192.168.1.2", 7, 8, 1200, bytes(12)))
     pcp[1] |= port_mapping_codec.ANSWER
     pmp = bytes((0, port_mapping_codec.ANSWER | rng.choice((0, 2)), 0, 0))
     return rng.choice([bytes(pcp), pmp + rng.randbytes(rng.choice((8, 12)))])

@@ -44,10 +44,8 @@ async def stand(
     door: Authorizer | None = None,
 ) -> AsyncIterator[None]:
     """A peer that announces ``run`` in the directory; with a ``door`` that is private, itself alone."""
-    handler = Liar(manifest)
-    async with Transport(
-        Identity.ephemeral(), listen=LOOPBACK, run=run, version=version, handler=handler, door=door
-    ) as transport:
+    transport = Transport(Identity.ephemeral(), listen=LOOPBACK, run=run, version=version, door=door)
+    async with transport.serve(Liar(manifest)):
         if door is None:
             await directory.publish_run(run, msgspec.msgpack.encode(RunRecord(name, 1000)), 60.0)
         record = msgspec.msgpack.encode(PeerRecord(tuple(transport.listen_addresses())))
@@ -70,7 +68,7 @@ def directory_with(*stands: Stand) -> Iterator[str]:
             for one in stands:
                 await stack.enter_async_context(one(directory))
             is_over = asyncio.Event()
-            up.set_result((directory.bootstrap_lines()[0], asyncio.get_running_loop(), is_over))
+            up.set_result((directory.bootstrap_addresses()[0], asyncio.get_running_loop(), is_over))
             await is_over.wait()
 
     def run() -> None:

@@ -137,7 +137,7 @@ def test_a_command_that_is_stopped_while_it_looks_around(tmp_path: Path) -> None
     async def scenario() -> None:
         async with Directory(Identity.ephemeral(), listen=[LOOPBACK], announce=[], initial_peers=[]) as directory:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "p2pdiloco", "join", directory.bootstrap_lines()[0], *PEER),
+                *(sys.executable, "-m", "p2pdiloco", "join", directory.bootstrap_addresses()[0], *PEER),
                 *("--state", str(tmp_path)),
                 stdout=PIPE,
                 stderr=PIPE,

@@ -65,7 +65,7 @@ def member(
 
 
 def where(directory: Directory) -> str:
-    return directory.bootstrap_lines()[0]
+    return directory.bootstrap_addresses()[0]
 
 
 def daemon_of(directory: Directory) -> int:
@@ -121,7 +121,7 @@ def test_who_is_late_at_the_start_is_not_taken_for_gone(
     """Five round trips of 260 ms; who refuses is, at once."""
 
     async def main() -> None:
-        meet = Directory._meet
+        meet = Directory._connect
         async with member() as far, member() as near, member() as gone:
             where_gone = where(gone)
             await gone.__aexit__(None, None, None)
@@ -130,7 +130,7 @@ def test_who_is_late_at_the_start_is_not_taken_for_gone(
                 await asyncio.sleep(1.3 * (peer == far.peer_id))
                 return await meet(self, peer, timeout_s)
 
-            monkeypatch.setattr(Directory, "_meet", slowly)
+            monkeypatch.setattr(Directory, "_connect", slowly)
             async with member(where(far), where(near), where_gone) as ann:
                 assert ann.meeting_places() == (where(far), where(near))
 
@@ -266,8 +266,8 @@ def test_a_restart_works_from_the_cache_with_the_bootstrap_gone(run: Callable[[M
                 assert ann.peer_id in await bob.peers(RUN)
 
     async def bob_joins(bob: Directory, boot: Directory) -> None:
-        bob._book.met(boot.peer_id, [where(boot)])
-        assert await bob._meet(boot.peer_id) is None
+        bob._book.add(boot.peer_id, [where(boot)])
+        assert await bob._connect(boot.peer_id) is None
 
     async def until_gone(boot: Directory) -> None:
         await boot._tasks.__aexit__(None, None, None)

@@ -51,7 +51,7 @@ class Hostile(Observer):
         self.identity = identity
         self.run = run
         self.learner = learner_id(identity.peer_id, "evil")
-        self.transport = Transport(identity, listen=LOOPBACK, run=run, version=WIRE_VERSION, handler=self)
+        self.transport = Transport(identity, listen=LOOPBACK, run=run, version=WIRE_VERSION)
         self._sequence = 0
         self._garbage = itertools.cycle(GARBAGE)
 
@@ -142,7 +142,7 @@ async def attack(address: str, victims: list[Member], begin: Callable[[], object
     async with Directory(identity, listen=[LOOPBACK], announce=[], initial_peers=[address]) as directory:
         (run,) = await RunLookup(directory).list_runs()
         hostile = Hostile(identity, run)
-        async with hostile.transport as transport:
+        async with hostile.transport.serve(hostile) as transport:
             for record in (await directory.peers(run)).values():
                 for where in msgspec.msgpack.decode(record, type=PeerRecord).addresses:
                     await transport.dial(where)

@@ -42,9 +42,9 @@ def asked(*, in_the_name_of: PeerId | None = None) -> PeerStatus | None:
     async def work() -> PeerStatus | None:
         teller = Teller()
         identity = Identity.ephemeral()
-        there = Transport(identity, listen="/ip4/127.0.0.1/tcp/0", run="", version=WIRE_VERSION, handler=teller)
+        there = Transport(identity, listen="/ip4/127.0.0.1/tcp/0", run="", version=WIRE_VERSION)
         teller.told = status_of(in_the_name_of or identity.peer_id)
-        async with there, observer_transport(Identity.ephemeral()) as here:
+        async with there.serve(teller), observer_transport(Identity.ephemeral()) as here:
             await here.dial(there.listen_addresses()[0])
             return await ask_status(here, identity.peer_id)
 

@@ -19,19 +19,19 @@ from p2pdiloco.demo.local_swarm import Member
 from p2pdiloco.util import status_pipe
 from p2pdiloco.util.status_pipe import PageAt
 
-FAILING_ROSTER = """
+FAILING_PEER_MANAGER = """
 import sys
 from p2pdiloco.cli.main import main
 from p2pdiloco.swarm.peer_manager import PeerManager
 from p2pdiloco.util import tasks
 tasks.SOUND_S = 20.0
-look, left = PeerManager._look, [2]
+look_up, left = PeerManager._look_up, [2]
 async def fail(self, now):
     if left[0]:
         left[0] -= 1
         raise KeyError("a defect")
-    await look(self, now)
-PeerManager._look = fail
+    await look_up(self, now)
+PeerManager._look_up = fail
 sys.exit(main())
 """
 FAILING_SUPERVISION = """
@@ -135,11 +135,11 @@ def test_a_task_of_a_node_that_fails_is_told_and_started_again(tmp_path: Path, m
     with swarm_in(tmp_path) as swarm:
         address = swarm.start_bootstrap()
         ann = swarm.start_founder("A", config, address)
-        with_program(FAILING_ROSTER, monkeypatch)
+        with_program(FAILING_PEER_MANAGER, monkeypatch)
         bob = swarm.join("B", address, "--page", "0")
         until(bob, lambda: alerts(bob, are_over=False), what="an alert")
         assert (
-            "the task roster of this peer failed and is started again (KeyError('a defect'))"
+            "the task peer manager of this peer failed and is started again (KeyError('a defect'))"
             in alerts(bob, are_over=False)[0]
         )
         assert troubles(bob) == 1

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import threading
 from pathlib import Path
+from typing import cast
 
 from p2pdiloco.node.local_host import LocalHost
+from p2pdiloco.transport.transport import Transport
 
 
 def test_a_host_leaves_nothing_behind_that_still_writes(tmp_path: Path) -> None:
@@ -18,7 +20,7 @@ def test_a_host_leaves_nothing_behind_that_still_writes(tmp_path: Path) -> None:
         (tmp_path / "late").write_bytes(b"")
 
     async def story() -> None:
-        async with LocalHost(-1, tmp_path / "learner.log") as host:
+        async with LocalHost(cast(Transport, None), -1, tmp_path / "learner.log") as host:
             host.work("disk", write)
             await asyncio.to_thread(began.wait)
             asyncio.get_running_loop().call_later(0.05, gate.set)

@@ -6,7 +6,7 @@ import asyncio
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 import msgspec
@@ -20,7 +20,7 @@ from p2pdiloco.net import abuse_limits
 from p2pdiloco.net.handshake import WIRE_VERSION, Role
 from p2pdiloco.net.path_monitor import LaneKeeper
 from p2pdiloco.protocol.ids import PeerId
-from p2pdiloco.swarm import duplicate_identity
+from p2pdiloco.swarm.duplicate_identity import find_duplicate
 from p2pdiloco.transport.dialer import Dialler
 from p2pdiloco.transport.identity import Identity
 from p2pdiloco.transport.transport import DialError, Observer, RequestRefused, Transport, TransportLimits
@@ -47,23 +47,24 @@ class Ear(Observer):
 
 
 class One:
-    """A peer that listens or not, with all that it takes to meet others."""
+    """A peer that listens or not, with all that it takes to meet others, and to let others meet at it."""
 
-    def __init__(self, tasks: Tasks, listen: str = "", version: int = 1) -> None:
+    def __init__(
+        self, tasks: Tasks, listen: str = "", version: int = 1, *, relay_bytes_per_s: float | None = None
+    ) -> None:
         self.ear = Ear()
+        self.points: list[str] = []
+        """Where it looks for others again."""
         self.transport = Transport(
-            Identity.ephemeral(),
-            listen=listen,
-            run="",
-            version=version,
-            handler=self.ear,
-            limits=TransportLimits(lanes=LANES),
+            Identity.ephemeral(), listen=listen, run="", version=version, limits=TransportLimits(lanes=LANES)
         )
-        self.rendezvous = RendezvousClient(self.transport, self.transport, Dialler(), tasks)
+        self.rendezvous = RendezvousClient(
+            self.transport, self.transport, Dialler(), tasks, points_of=lambda _: self.points
+        )
+        self.server = RendezvousServer(self.transport, relay_bytes_per_s)
 
-    def serve(self, bytes_per_s: float | None) -> None:
-        """Be a meeting point, too."""
-        self.point = RendezvousServer(self.transport, bytes_per_s)
+    def serve(self) -> AbstractAsyncContextManager[Transport]:
+        return self.transport.serve(self.ear)
 
     @property
     def id(self) -> PeerId:
@@ -74,9 +75,9 @@ class One:
 async def meeting(bytes_per_s: float | None = None, version: int = 1) -> AsyncIterator[tuple[One, One, One, str]]:
     """Ann and Bob, who listen nowhere, and a meeting point with its address."""
     async with Tasks() as tasks:
-        ann, bob, hub = One(tasks, "", version), One(tasks, "", version), One(tasks, LISTEN, version)
-        hub.serve(bytes_per_s)
-        async with hub.transport, ann.transport, bob.transport:
+        ann, bob = One(tasks, "", version), One(tasks, "", version)
+        hub = One(tasks, LISTEN, version, relay_bytes_per_s=bytes_per_s)
+        async with hub.serve(), ann.serve(), bob.serve():
             (address,) = hub.transport.listen_addresses()
             for one in (ann, bob):
                 await one.rendezvous.attend(address, (), b"")
@@ -95,7 +96,7 @@ def test_two_that_nobody_can_dial_meet_directly() -> None:
     async def work() -> None:
         async with meeting() as (ann, bob, hub, address):
             began = time.monotonic()
-            assert await ann.rendezvous.reach(bob.id, [address]) == bob.id
+            assert await ann.rendezvous.connect(bob.id, [address]) == bob.id
             took_s = time.monotonic() - began
             channel = ann.transport.channel_of(bob.id)
             assert channel is not None
@@ -103,7 +104,7 @@ def test_two_that_nobody_can_dial_meet_directly() -> None:
             assert not channel.connection.greeting.is_relayed
             assert ann.transport.send(bob.id, b"hello", b"x" * 100_000)
             await until(lambda: bob.ear.heard == [(b"hello", b"x" * 100_000)])
-            assert hub.point.relay.carried_bytes == 0
+            assert hub.server.relay.carried_bytes == 0
             assert took_s < 1.0
 
     run(work)
@@ -116,9 +117,10 @@ def test_a_twin_that_nobody_can_dial_is_found_at_its_meeting_point() -> None:
         async with meeting(version=WIRE_VERSION) as (ann, bob, _, address):
             life = ann.transport.life
             record = PeerRecord((), points=(address,), life=life)
-            assert await duplicate_identity.reach(record, ann.id, None) == f"the meeting point {address}"
-            assert await duplicate_identity.reach(msgspec.structs.replace(record, life="another"), ann.id, None) is None
-            assert await duplicate_identity.reach(msgspec.structs.replace(record, life=""), bob.id, None) is not None
+            another, unnamed = (msgspec.structs.replace(record, life=life) for life in ("another", ""))
+            assert await find_duplicate(record, ann.id, None) == f"the meeting point {address}"
+            assert await find_duplicate(another, ann.id, None) is None
+            assert await find_duplicate(unnamed, bob.id, None) is not None
 
     run(work)
 
@@ -126,7 +128,7 @@ def test_a_twin_that_nobody_can_dial_is_found_at_its_meeting_point() -> None:
 def test_who_is_at_a_point_that_we_attend_is_met_there_whatever_its_record_says() -> None:
     async def work() -> None:
         async with meeting() as (ann, bob, _, _):
-            assert await ann.rendezvous.reach(bob.id, []) == bob.id
+            assert await ann.rendezvous.connect(bob.id, []) == bob.id
 
     run(work)
 
@@ -136,14 +138,14 @@ def test_what_a_point_told_of_us_stands_when_it_is_gone() -> None:
 
     async def work() -> None:
         async with meeting() as (ann, _, hub, _):
-            told = ann.rendezvous.told
+            told = ann.rendezvous.observations
             assert [one.host for one in told] == ["127.0.0.1"]
             hub.transport.disconnect(ann.id, "it dies")
             await until(lambda: not ann.transport.peers())
-            ann.rendezvous.forget()
-            ann.rendezvous.forget()
+            ann.rendezvous.forget_disconnected()
+            ann.rendezvous.forget_disconnected()
             assert not ann.rendezvous.attended
-            assert ann.rendezvous.told == told
+            assert ann.rendezvous.observations == told
 
     run(work)
 
@@ -155,19 +157,19 @@ def test_where_no_direct_connection_comes_about_the_line_is_the_relay(monkeypatc
 
     async def work() -> None:
         async with meeting() as (ann, bob, hub, address):
-            await ann.rendezvous.reach(bob.id, [address])
+            await ann.rendezvous.connect(bob.id, [address])
             payload = bytes(range(256)) * 4000
             assert ann.transport.send(bob.id, b"hello", payload)
             await until(lambda: bob.ear.heard == [(b"hello", payload)])
-            point = hub.point
+            point = hub.server
             assert point is not None
-            assert point.introducer.joined == 1
+            assert point.introducer.relayed_pairs == 1
             assert point.relay.carried_bytes > len(payload)
             ann.transport.disconnect(bob.id, "enough")
-            await until(lambda: point.introducer.joined == 0)
+            await until(lambda: point.introducer.relayed_pairs == 0)
             assert logged[-1]["bytes"] == point.relay.carried_bytes > len(payload)
-            await ann.rendezvous.reach(bob.id, [address])
-            await until(lambda: point.introducer.joined == 1)
+            await ann.rendezvous.connect(bob.id, [address])
+            await until(lambda: point.introducer.relayed_pairs == 1)
         await until(lambda: [line["event"] for line in logged] == ["relaying", "relayed"] * 2)
         assert logged[-1]["bytes"], "what ends because the relay does has carried something, too"
 
@@ -178,7 +180,7 @@ def test_a_direct_connection_takes_a_relays_place_and_nothing_is_lost(monkeypatc
     async def work() -> None:
         async with meeting() as (ann, bob, _, address):
             monkeypatch.setattr(hole_punching, "PUNCHES", 0)
-            await ann.rendezvous.reach(bob.id, [address])
+            await ann.rendezvous.connect(bob.id, [address])
             assert bob.transport.channel_of(ann.id).connection.greeting.is_relayed  # type: ignore[union-attr]
             monkeypatch.setattr(hole_punching, "PUNCHES", 12)
             sent = []
@@ -191,7 +193,7 @@ def test_a_direct_connection_takes_a_relays_place_and_nothing_is_lost(monkeypatc
 
             speaking = asyncio.create_task(speak())
             await asyncio.sleep(0.1)
-            await bob.rendezvous.reach(ann.id, [address], may_relay=False)  # whoever dials: direct wins
+            await bob.rendezvous.connect(ann.id, [address], may_relay=False)  # whoever dials: direct wins
             await speaking
             await until(lambda: len(bob.ear.heard) == len(sent))
             assert sorted(bob.ear.heard) == sorted(sent)
@@ -206,8 +208,8 @@ def test_a_direct_connection_takes_a_relays_place_and_nothing_is_lost(monkeypatc
 def test_lanes_beside_a_punched_connection_are_punched_too() -> None:
     async def work() -> None:
         async with meeting() as (ann, bob, hub, address):
-            ann.rendezvous.points_of = lambda _: [address]
-            await ann.rendezvous.reach(bob.id, [address])
+            ann.points = [address]
+            await ann.rendezvous.connect(bob.id, [address])
             await until(lambda: ann.transport.lanes(bob.id) == bob.transport.lanes(ann.id) == LANES)
             payload = bytes(range(256)) * 20_000
             assert ann.transport.send(bob.id, b"hello", payload)
@@ -218,7 +220,7 @@ def test_lanes_beside_a_punched_connection_are_punched_too() -> None:
             assert [channel.is_met and bool(channel.connection.session.traffic.sent_bulk) for channel in mine] == [
                 True
             ] * LANES
-            assert hub.point.relay.carried_bytes == 0
+            assert hub.server.relay.carried_bytes == 0
 
     run(work)
 
@@ -228,8 +230,8 @@ def test_a_relay_carries_one_connection_of_a_pair(monkeypatch: pytest.MonkeyPatc
 
     async def work() -> None:
         async with meeting() as (ann, bob, _, address):
-            ann.rendezvous.points_of = lambda _: [address]
-            await ann.rendezvous.reach(bob.id, [address])
+            ann.points = [address]
+            await ann.rendezvous.connect(bob.id, [address])
             payload = bytes(300_000)
             assert ann.transport.send(bob.id, b"hello", payload)
             await until(lambda: bob.ear.heard == [(b"hello", payload)])
@@ -327,8 +329,7 @@ def test_a_point_that_says_it_is_elsewhere_has_few_lines_opened_there(monkeypatc
     async def work() -> None:
         async with Tasks() as tasks, a_victim() as (port, came):
             ann, hub = One(tasks, LISTEN), One(tasks)
-            hub.serve(None)
-            async with hub.transport, ann.transport:
+            async with hub.serve(), ann.serve():
                 await hub.transport.dial(f"{ann.transport.listen_addresses()[0]}")
                 await ann.rendezvous.attend(f"/ip4/127.0.0.1/tcp/{port}/p2p/{hub.id}", (), b"")
                 await call_often(hub, ann.id, 8)
@@ -341,7 +342,7 @@ def test_a_point_that_says_it_is_elsewhere_has_few_lines_opened_there(monkeypatc
 def test_a_meeting_point_that_nobody_attends_calls_nobody() -> None:
     async def work() -> None:
         async with meeting() as (ann, bob, _, address):
-            await ann.rendezvous.reach(bob.id, [address])
+            await ann.rendezvous.connect(bob.id, [address])
             call = encode(intro.Called(Identity.ephemeral().peer_id, bytes(intro.TICKET_BYTES), True))
             with pytest.raises(RequestRefused, match="does not attend here"):
                 await bob.transport.request(ann.id, call, timeout_s=5.0)
@@ -375,11 +376,10 @@ def test_a_point_outside_the_run_that_a_record_names_costs_no_place() -> None:
     async def work() -> None:
         async with meeting() as (ann, bob, _, _), Tasks() as tasks:
             hub = One(tasks, LISTEN)
-            hub.serve(None)
-            async with hub.transport:
+            async with hub.serve():
                 (address,) = hub.transport.listen_addresses()
                 await bob.rendezvous.attend(address, (), b"")
-                assert await ann.rendezvous.reach(bob.id, [address]) == bob.id
+                assert await ann.rendezvous.connect(bob.id, [address]) == bob.id
                 await until(lambda: hub.id not in ann.transport.peers())
                 assert hub.id in bob.transport.peers(), "who attends stays"
 
@@ -422,21 +422,20 @@ def test_a_relay_keeps_to_its_budget_and_uses_it() -> None:
 def test_who_attends_learns_whether_it_can_be_dialled() -> None:
     async def work() -> None:
         async with meeting() as (_, _, hub, address), Tasks() as tasks:
-            kim = One(tasks, LISTEN)
-            kim.serve(0.0)
-            async with kim.transport:
+            kim = One(tasks, LISTEN, relay_bytes_per_s=0.0)
+            async with kim.serve():
                 port = int(kim.transport.listen_addresses()[0].split("/")[4])
-                token = kim.point.token
-                told = (await kim.rendezvous.attend(address, (port, port), token)).told
+                token = kim.server.token
+                told = (await kim.rendezvous.attend(address, (port, port), token)).observation
                 assert (told.host, told.answers, told.relays) == ("127.0.0.1", (True, True), True)
                 (other,) = hub.transport.listen_addresses()
                 theirs = int(other.split("/")[4])
-                told = (await kim.rendezvous.attend(address, (theirs, 1), token)).told
+                told = (await kim.rendezvous.attend(address, (theirs, 1), token)).observation
                 assert told.answers == (False, False)  # somebody else's port does not count, nor one where nobody is
                 greets = await asyncio.start_server(lambda _, writer: writer.write(b"SSH-2.0-whatever"), "127.0.0.1", 0)
                 async with greets:
                     port = greets.sockets[0].getsockname()[1]
-                    assert (await kim.rendezvous.attend(address, (port,), token)).told.answers == (False,)
+                    assert (await kim.rendezvous.attend(address, (port,), token)).observation.answers == (False,)
 
     run(work)
 
@@ -446,8 +445,8 @@ def test_a_point_dials_a_machine_back_only_so_often(monkeypatch: pytest.MonkeyPa
 
     async def work() -> None:
         async with meeting() as (ann, _, _, address):
-            assert (await ann.rendezvous.attend(address, (1, 1), b"")).told.answers == (False, False)
-            assert (await ann.rendezvous.attend(address, (1, 1), b"")).told.answers == ()
+            assert (await ann.rendezvous.attend(address, (1, 1), b"")).observation.answers == (False, False)
+            assert (await ann.rendezvous.attend(address, (1, 1), b"")).observation.answers == ()
 
     run(work)
 
@@ -456,7 +455,7 @@ def test_who_does_not_attend_is_not_called() -> None:
     async def work() -> None:
         async with meeting() as (ann, _, _, address):
             with pytest.raises(DialError, match="is not here"):
-                await ann.rendezvous.reach(Identity.ephemeral().peer_id, [address])
+                await ann.rendezvous.connect(Identity.ephemeral().peer_id, [address])
 
     run(work)
 
@@ -544,12 +543,12 @@ def test_what_times_out_shortly_after_a_good_handshake_is_a_narrow_way(monkeypat
 def test_a_punched_way_that_is_narrow_is_punched_anew_with_short_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     async def work() -> None:
         async with meeting() as (ann, bob, _, address):
-            await ann.rendezvous.reach(bob.id, [address])
+            await ann.rendezvous.connect(bob.id, [address])
             channel = ann.transport.channel_of(bob.id)
             assert channel is not None
             assert channel.is_met
             ann.transport.on_lost(channel, "connection lost", TimeoutError(110, "Connection timed out"))
-            await ann.rendezvous.reach(bob.id, [address])
+            await ann.rendezvous.connect(bob.id, [address])
             channel = ann.transport.channel_of(bob.id)
             assert channel is not None
             assert channel.is_met
@@ -565,11 +564,11 @@ def test_a_line_that_says_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch)
 
     async def work() -> None:
         async with meeting() as (_, _, hub, address):
-            loop, point, worth = asyncio.get_running_loop(), hub.point, []
+            loop, point, worth = asyncio.get_running_loop(), hub.server, []
             assert point is not None
 
             async def line(raw: socket.socket) -> bool:
-                worth.append(await point.line(raw))
+                worth.append(await point.serve_line(raw))
                 return worth[-1]
 
             hub.transport.setup.takers[intro.OPENING[:1]] = line
@@ -602,7 +601,7 @@ def test_lines_that_show_no_ticket_make_room_for_each_other(monkeypatch: pytest.
                 await loop.sock_sendall(raw, intro.OPENING[:1])
             async with asyncio.timeout(rendezvous_server.OPENING_S / 2):
                 assert [await loop.sock_recv(raw, 1) for raw in silent[:2]] == [b"", b""]
-            assert await ann.rendezvous.reach(bob.id, [address]) == bob.id
+            assert await ann.rendezvous.connect(bob.id, [address]) == bob.id
             for raw in silent:
                 raw.close()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import psutil
@@ -21,7 +22,7 @@ from p2pdiloco.net.authorization import JoinerAuthorizer
 from p2pdiloco.net.handshake import WIRE_VERSION
 from p2pdiloco.observability.event_schema import faults_of
 from p2pdiloco.observability.log_reader import lines
-from p2pdiloco.swarm.credentials import Credentials, accepted, invite_key, make_invite
+from p2pdiloco.swarm.credentials import Credentials, credentials_from_invite, invite_key, make_invite
 from p2pdiloco.swarm.run_lookup import observer_transport
 from p2pdiloco.transport.identity import Identity
 from p2pdiloco.transport.transport import DialError, Observer, PeerRefused, Transport
@@ -46,9 +47,9 @@ def invited(member: Member) -> str:
     return invited.invite
 
 
-async def refused(transport: Transport, address: str) -> str:
+async def refused(opened: AbstractAsyncContextManager[Transport], address: str) -> str:
     """What a stranger who dials is told; it is told nothing else."""
-    async with transport:
+    async with opened as transport:
         with pytest.raises(PeerRefused) as told:
             await transport.dial(address)
         assert transport.peers() == []
@@ -76,10 +77,8 @@ def test_who_has_the_invite_takes_part_and_nobody_else_learns_of_the_run(tmp_pat
         told = uvloop.run(refused(observer_transport(Identity.ephemeral()), address))
         assert "ask whoever founded it for an invite" in told
         me = Identity.ephemeral()
-        knows = Transport(
-            me, listen="", run=invite.run, version=WIRE_VERSION, handler=Observer(), door=JoinerAuthorizer(b"")
-        )
-        assert "shows no certificate" in uvloop.run(refused(knows, address))
+        knows = Transport(me, listen="", run=invite.run, version=WIRE_VERSION, door=JoinerAuthorizer(b""))
+        assert "shows no certificate" in uvloop.run(refused(knows.serve(Observer()), address))
 
         # Expired, and signed by somebody else: their users are told, and we see it in our log.
         mine = Credentials(invite.run, b"", founder)
@@ -190,13 +189,13 @@ def test_a_banned_peer_does_not_come_back_and_made_up_members_keep_nobody_out(tm
 
 async def introduce(number: int, invite: Invite, address: str) -> None:
     """As a member by ``invite``, tell the peer at ``address`` of so many keys that nobody holds."""
-    mine = accepted(invite, Identity.ephemeral())
+    mine = credentials_from_invite(invite, Identity.ephemeral())
     by_invite = Credentials(invite.run, mine.chain[: HINT_BYTES + CERTIFICATE_BYTES], invite_key(invite.secret))
-    made_up = [by_invite.extended(Identity.ephemeral().peer_id, Role.LEARNER) for _ in range(number)]
+    made_up = [by_invite.chain_for(Identity.ephemeral().peer_id, Role.LEARNER) for _ in range(number)]
     told = TellStatements(join_statements(INTRODUCTION + chain for chain in made_up))
     door = JoinerAuthorizer(mine.chain)
-    member = Transport(mine.identity, listen="", run=invite.run, version=WIRE_VERSION, handler=Observer(), door=door)
-    async with member:
+    member = Transport(mine.identity, listen="", run=invite.run, version=WIRE_VERSION, door=door)
+    async with member.serve(Observer()):
         founder = await member.dial(address)
         await member.request(founder, encode(told), timeout_s=60.0)
 

@@ -323,7 +323,7 @@ def test_what_the_machine_is_like(user: User, monkeypatch: pytest.MonkeyPatch, t
     (folder / MANIFEST).write_bytes(manifest.encode())
     told("run NAME (...) takes members only, and FOLDER has no certificate", f"invite --state mine --address {DEAD}")
     me = Identity.load_or_create(tmp_path / "mine/identity.key")
-    MemberFiles(folder).keep_chain(founder.extended(me.peer_id, Role.LEARNER))
+    MemberFiles(folder).write_chain(founder.chain_for(me.peer_id, Role.LEARNER))
     told("this peer is a ROLE of run NAME, and only admins invite", f"invite --state mine --address {DEAD}")
     told("the invite is for the peer ..., and this one is ...", f"join {invite_of(founder, peer=NOBODY)}")
     monkeypatch.setattr(data_sources, "find_spec", lambda _: None)
@@ -441,7 +441,7 @@ def test_what_other_peers_say(
 )
 def test_what_depends_on_lines_that_are_not_here(says: str, daemon: str) -> None:
     """In the words of libp2p's daemon: a machine without IPv6 whose peers have nothing else, and a firewall."""
-    said = directory.sentence({"/ip4/203.0.113.7/tcp/4100": daemon})
+    said = directory.explain_failures({"/ip4/203.0.113.7/tcp/4100": daemon})
     assert pattern_of(says).search(said), said
     assert OF_OTHERS[says] in said
 

@@ -83,7 +83,7 @@ async def peer(folder: Path, initial: InitialState | None) -> AsyncIterator[Node
     nowhere = Directory(identity, listen=[], announce=[], initial_peers=[])  # never opened
     link = LinkOptions(listen="/ip4/127.0.0.1/tcp/0", up_bytes_per_s=UP_BYTES_PER_S)
     options = PeerOptions(folder=folder, link=link, is_follower=True)
-    async with Node(MANIFEST, options, identity, nowhere, initial) as node:
+    async with Node.open(MANIFEST, options, identity, nowhere, initial) as node:
         node.begin()
         yield node
 

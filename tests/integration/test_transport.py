@@ -111,10 +111,9 @@ async def peer(
         listen=LOOPBACK,
         run=run,
         version=version,
-        handler=recorder,
         limits=TransportLimits(connection=ConnectionLimits(**limits)),
     )
-    async with transport:
+    async with transport.serve(recorder):
         yield transport, recorder
 
 
@@ -140,8 +139,8 @@ def test_who_only_looks_round_tells_nothing_of_its_connections(
         caplog.set_level("DEBUG", "p2pdiloco.transport")
         async with peer() as (ann, _):
             looks = {"run": "run", "observes": True} if by_invite else {"run": ""}
-            watcher = Transport(Identity.ephemeral(), listen="", version=1, handler=Recorder(), **looks)  # type: ignore[arg-type]
-            async with watcher:
+            watcher = Transport(Identity.ephemeral(), listen="", version=1, **looks)  # type: ignore[arg-type]
+            async with watcher.serve(Recorder()):
                 await watcher.dial(where(ann), 5.0)
         told = [record for record in caplog.records if record.message in ("connected", "disconnected")]
         assert len(told) == 4
@@ -560,10 +559,9 @@ def test_idle_sockets_do_not_keep_a_newcomer_out(run: Callable[[Main], None]) ->
             listen=LOOPBACK,
             run="run",
             version=1,
-            handler=recorder,
             limits=TransportLimits(silent=8),
         )
-        async with ann, peer() as (bob, _):
+        async with ann.serve(recorder), peer() as (bob, _):
             idle = [await asyncio.open_connection("127.0.0.1", port(ann)) for _ in range(9)]
             assert await idle[0][0].read() == b"", "the oldest is closed"
             assert await bob.dial(where(ann), 5.0) == ann.peer_id

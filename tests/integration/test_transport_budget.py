@@ -45,7 +45,7 @@ class Holder(Recorder):
 def holding_peer(window_bytes: int) -> tuple[Transport, Holder]:
     holder = Holder()
     limits = TransportLimits(connection=ConnectionLimits(window_bytes=window_bytes))
-    transport = Transport(Identity.ephemeral(), listen=LOOPBACK, run="run", version=1, handler=holder, limits=limits)
+    transport = Transport(Identity.ephemeral(), listen=LOOPBACK, run="run", version=1, limits=limits)
     return transport, holder
 
 
@@ -120,7 +120,7 @@ def test_a_down_budget_survives_a_lost_connection(run: Any) -> None:
 def test_what_the_handler_does_not_take_stops_bulk_and_not_control(run: Any) -> None:
     async def main() -> None:
         transport, holder = holding_peer(MIB)
-        async with peer() as (ann, _), transport as bob:
+        async with peer() as (ann, _), transport.serve(holder) as bob:
             await ann.dial(where(bob), 5.0)
             for _ in range(100):
                 assert ann.send(bob.peer_id, b"", bytes(MIB // 2))
@@ -139,7 +139,7 @@ def test_what_the_handler_does_not_take_stops_bulk_and_not_control(run: Any) -> 
 def test_a_sender_that_exceeds_its_credit_is_dropped(run: Any) -> None:
     async def main() -> None:
         transport, holder = holding_peer(MIB)
-        async with peer() as (ann, _), transport as bob, peer() as (eve, _):
+        async with peer() as (ann, _), transport.serve(holder) as bob, peer() as (eve, _):
             await ann.dial(where(bob), 5.0)
             await eve.dial(where(bob), 5.0)
             ann._endpoint.serving[bob.peer_id].session.spending.sent = -(1 << 40)
@@ -173,8 +173,8 @@ def test_a_refused_congestion_control_is_said_once(run: Any, monkeypatch: pytest
     async def main() -> None:
         refusing = TransportLimits(congestion="none such")
         recorder = Recorder()
-        bob = Transport(Identity.ephemeral(), listen=LOOPBACK, run="run", version=1, handler=recorder, limits=refusing)
-        async with peer() as (ann, _), peer() as (eve, _), bob:
+        bob = Transport(Identity.ephemeral(), listen=LOOPBACK, run="run", version=1, limits=refusing)
+        async with peer() as (ann, _), peer() as (eve, _), bob.serve(recorder):
             await ann.dial(where(bob), 5.0)
             await eve.dial(where(bob), 5.0)
             await until(lambda: len(bob.peers()) == 2)

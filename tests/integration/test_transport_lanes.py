@@ -35,9 +35,8 @@ class Librarian(Recorder):
 async def dialler(lanes: int, lane_idle_s: float = 60.0) -> AsyncIterator[tuple[Transport, Recorder]]:
     recorder = Recorder()
     limits = TransportLimits(lanes=lanes, lane_idle_s=lane_idle_s)
-    async with Transport(
-        Identity.ephemeral(), listen=LOOPBACK, run="run", version=1, handler=recorder, limits=limits
-    ) as transport:
+    transport = Transport(Identity.ephemeral(), listen=LOOPBACK, run="run", version=1, limits=limits)
+    async with transport.serve(recorder):
         yield transport, recorder
 
 
@@ -99,8 +98,8 @@ def test_a_payload_comes_whole_when_lanes_are_cut_midway(run: Any) -> None:
 def test_answers_come_over_lanes_and_those_not_wanted_stop(run: Any) -> None:
     async def main() -> None:
         librarian = Librarian(os.urandom(32 * MIB))
-        library = Transport(Identity.ephemeral(), listen=LOOPBACK, run="run", version=1, handler=librarian)
-        async with library, dialler(3) as (ann, _):
+        library = Transport(Identity.ephemeral(), listen=LOOPBACK, run="run", version=1)
+        async with library.serve(librarian), dialler(3) as (ann, _):
             await ann.dial(where(library), 5.0)
             await until(lambda: library.lanes(ann.peer_id) == 3)
             response = await ann.request(library.peer_id, b"book", timeout_s=20.0, max_payload=64 * MIB)

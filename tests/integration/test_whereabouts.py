@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable
-from contextlib import AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from pathlib import Path
 from typing import cast
 
@@ -17,13 +17,14 @@ from p2pdiloco.nat import hole_punching
 from p2pdiloco.nat import messages as intro
 from p2pdiloco.nat.rendezvous_client import Attendance
 from p2pdiloco.nat.rendezvous_server import RendezvousServer
-from p2pdiloco.net.authorization import OpenAuthorizer
 from p2pdiloco.net.handshake import WIRE_VERSION
 from p2pdiloco.protocol.ids import PeerId, RunId
 from p2pdiloco.swarm import peer_manager as peer_manager_module
 from p2pdiloco.swarm import reachability as reachability_module
 from p2pdiloco.swarm import run_lookup
 from p2pdiloco.swarm.connect import DIAL_S
+from p2pdiloco.swarm.known_peers import KnownPeers
+from p2pdiloco.swarm.lookup_policy import LookupPolicy
 from p2pdiloco.swarm.membership_sync import MembershipSync
 from p2pdiloco.swarm.peer_manager import PeerManager
 from p2pdiloco.swarm.reachability import Reachability
@@ -79,12 +80,12 @@ class Place:
 class OpenRun:
     """A run in which everybody is a member."""
 
-    door = OpenAuthorizer()
+    chain = b""
 
     def observes(self, peer: PeerId) -> bool:
         return False
 
-    def is_out(self, peer: PeerId) -> bool:
+    def was_removed(self, peer: PeerId) -> bool:
         return False
 
 
@@ -94,27 +95,34 @@ class Member(Observer):
     def __init__(self, board: Board, listen: str, folder: Path) -> None:
         identity = Identity.ephemeral()
         self.id, directory = identity.peer_id, board.of(identity.peer_id)
-        self.transport = Transport(identity, listen=listen, run=RUN, version=WIRE_VERSION, handler=self)
+        self.transport = Transport(identity, listen=listen, run=RUN, version=WIRE_VERSION)
+        known, lookup = KnownPeers(self.id), LookupPolicy(self.id, frozenset)
         self.reachability = Reachability(
             identity,
             directory,
             self.transport,
+            known,
+            lookup,
             announced=(),
             relay_bytes_per_s=None,
             maps_port=False,
-            members=lambda: self.peer_manager.records(),
-            is_missing=lambda: self.peer_manager.is_missing,
         )
         self.peer_manager = PeerManager(
             RUN,
             directory,
             self.transport,
-            self.reachability.record,
-            folder / f"{self.id}.json",
-            lambda _: None,
+            known,
+            lookup,
             cast(MembershipSync, OpenRun()),
-            self.reachability.ladder,
+            self.reachability.connector,
+            record=self.reachability.record,
+            began_s=directory.now_s(),
+            cache=folder / f"{self.id}.json",
+            duplicate_seen=lambda _: None,
         )
+
+    def serve(self) -> AbstractAsyncContextManager[Transport]:
+        return self.transport.serve(self)
 
 
 def test_a_relayed_pair_meets_at_a_member_when_the_bootstrap_dies_though_the_directory_says_nothing(
@@ -126,24 +134,24 @@ def test_a_relayed_pair_meets_at_a_member_when_the_bootstrap_dies_though_the_dir
 
     async def work() -> None:
         board = Board()
-        hub = Transport(Identity.ephemeral(), listen=LISTEN, run="", version=WIRE_VERSION, handler=Observer())
-        bootstrap = RendezvousServer(hub, None)
+        hub = Transport(Identity.ephemeral(), listen=LISTEN, run="", version=WIRE_VERSION)
+        server = RendezvousServer(hub, None)
         async with AsyncExitStack() as stack:
             dying = await stack.enter_async_context(AsyncExitStack())
-            await dying.enter_async_context(hub)
+            await dying.enter_async_context(hub.serve(Observer()))
             board.hub = {hub.peer_id: encode(PointRecord(tuple(hub.listen_addresses())))}
             ann, kim, pub = (Member(board, listen, tmp_path) for listen in ("", "", LISTEN))
             for one in (ann, kim, pub):
-                await stack.enter_async_context(one.transport)
+                await stack.enter_async_context(one.serve())
                 await stack.enter_async_context(one.reachability)
                 for keeping in (one.peer_manager.keep(), one.reachability.keep(lambda _: None)):
                     stack.callback(asyncio.ensure_future(keeping).cancel)
-            point = pub.reachability.point
+            point = pub.reachability.server
             await until(lambda: all(len(one.transport.peers()) == 2 for one in (ann, kim, pub)))
-            assert bootstrap.introducer.joined > 0, "the bootstrap is asked first"
+            assert server.introducer.relayed_pairs > 0, "the bootstrap is asked first"
             await until(lambda: point.attending == 2)
             await dying.aclose()
-            await until(lambda: point.introducer.joined == 1)
+            await until(lambda: point.introducer.relayed_pairs == 1)
             await until(lambda: {*ann.transport.peers()} == {kim.id, pub.id})
             assert pub.reachability.record().is_point, "nobody is left who could say otherwise"
 
@@ -162,7 +170,7 @@ def test_who_asks_around_does_not_wait_for_those_who_are_gone(tmp_path: Path, mo
         board = Board()
         pub = Member(board, LISTEN, tmp_path)
         with socket.create_server(("127.0.0.1", 0)) as gone:
-            async with pub.transport, observer_transport(Identity.ephemeral()) as asking:
+            async with pub.serve(), observer_transport(Identity.ephemeral()) as asking:
                 where = f"/ip4/127.0.0.1/tcp/{gone.getsockname()[1]}"
                 board.first[Identity.ephemeral().peer_id] = encode(PeerRecord((where,)))
                 board.first[pub.id] = encode(PeerRecord(tuple(pub.transport.listen_addresses())))
@@ -193,7 +201,7 @@ def test_one_meeting_point_of_three_cannot_say_that_a_home_can_be_dialled(
         home = Member(Board(), "", tmp_path)
         for number, says in enumerate(told):
             found = intro.Attended("192.0.2.1", 4100, (says, says))
-            home.reachability._rendezvous.attended[PeerId(str(number))] = Attendance(f"/ip4/192.0.2.{number}", found)
+            home.reachability.client.attended[PeerId(str(number))] = Attendance(f"/ip4/192.0.2.{number}", found)
         assert home.reachability.is_dialable is home.reachability.is_directory_dialable is is_dialable
         assert bool(home.reachability.points) is is_met
 

@@ -20,6 +20,7 @@ from p2pdiloco.peer.host import Queue, StartLearner
 from p2pdiloco.protocol.ids import PeerId, ShardId
 from tests.machine_sim.clock import Clock
 from tests.peer_sim.disk import ProcessDied, SimulatedDisk
+from tests.peer_sim.learner import StartSimulatedLearner, Vectors
 from tests.peer_sim.network import SimulatedLinks
 
 if TYPE_CHECKING:
@@ -79,11 +80,13 @@ class Workers:
 
 
 class SimulatedHost:
-    """One life of one process."""
+    """One life of one process. ``vectors``: the memory that node and learner share."""
 
     peer: Peer
 
-    def __init__(self, world: World, name: PeerId, disk: SimulatedDisk, clock: tuple[float, float]) -> None:
+    def __init__(
+        self, world: World, name: PeerId, disk: SimulatedDisk, clock: tuple[float, float], vectors: Vectors
+    ) -> None:
         self.world = world
         self.name = name
         self.disk = disk
@@ -91,7 +94,7 @@ class SimulatedHost:
         self.version = world.computers[name].version
         """Of the wire, which its release speaks."""
         self.life = world.checks.counted["lives"]
-        self.start_learner: StartLearner
+        self.start_learner: StartLearner = StartSimulatedLearner(self, vectors)
         self._clock = Clock(*clock)
         self.is_dead = False
         self.is_paused = False
@@ -100,6 +103,11 @@ class SimulatedHost:
         self._timers: dict[Timer, float] = {}
         """Those that are due, and when, by this process's clock."""
         self.workers = Workers(world.computers[name].setting.tensor_threads)
+
+    def serve(self, peer: Peer, begin: Callable[[], None]) -> None:
+        """Run ``begin``, and pass what comes from now on to ``peer``."""
+        self.peer = peer
+        self.do(begin)
 
     # -- what happens to it --------------------------------------------------------------------------------------------
 

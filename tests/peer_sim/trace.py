@@ -17,6 +17,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from contextvars import ContextVar, copy_context
 from pathlib import Path
 from types import CodeType, FrameType
@@ -198,8 +199,8 @@ def trace_socket() -> CallCounter:
                 raise RuntimeError("the message did not arrive")
             over.set()
 
-    def transport(handler: _Receiver) -> Transport:
-        return Transport(Identity.ephemeral(), listen="/ip4/127.0.0.1/tcp/0", run="run", version=1, handler=handler)
+    def transport(handler: _Receiver) -> AbstractAsyncContextManager[Transport]:
+        return Transport(Identity.ephemeral(), listen="/ip4/127.0.0.1/tcp/0", run="run", version=1).serve(handler)
 
     thread = threading.Thread(target=asyncio.run, args=(receive(),), name="receiver")
     thread.start()

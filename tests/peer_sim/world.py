@@ -45,7 +45,7 @@ from tests.peer_sim.checkers import Checks
 from tests.peer_sim.directory import Directory
 from tests.peer_sim.durability import Durability, shown
 from tests.peer_sim.host import SimulatedHost
-from tests.peer_sim.learner import Learners, SimulatedLearner, StartSimulatedLearner, Vectors
+from tests.peer_sim.learner import Learners, SimulatedLearner, Vectors
 from tests.peer_sim.loop import StandstillError, VirtualLoop
 from tests.peer_sim.machine import Computer, PeerSetting
 from tests.peer_sim.members import Acquaintances
@@ -201,10 +201,8 @@ class World:
         self.harm_until(self.now)
         computer = self.computers[name]
         setting = computer.setting
-        host = SimulatedHost(self, name, computer.disk, setting.clock)
         vectors = Vectors(self.layout.elements)
-        self.hosts[name] = host
-        host.start_learner = StartSimulatedLearner(host, vectors)
+        host = self.hosts[name] = SimulatedHost(self, name, computer.disk, setting.clock, vectors)
         options = PeerOptions(
             folder=FOLDER,
             is_follower=setting.is_follower,
@@ -214,9 +212,8 @@ class World:
             write_bytes_per_day=self._write_bytes_per_day(),
             payload_memory_bytes=0 if self.setting.has_payloads_on_disk else 4 << 20,
         )
-        metrics = Metrics(FOLDER / "metrics.jsonl")
-        metrics.told = partial(self.durability.told, name)
-        peer = host.peer = Peer(
+        metrics = Metrics(FOLDER / "metrics.jsonl", partial(self.durability.told, name))
+        peer = Peer(
             self.manifest,
             options,
             computer.identity,
@@ -224,13 +221,13 @@ class World:
             vectors,  # type: ignore[arg-type]
             metrics,
             sent_bytes=lambda: 0,
-            status=lambda: self._status(name),
+            status=self._status,
             observed=lambda event, effects, now: self._observed(host, event),
             standing=Acquaintances(self.network.met[name], host.links, self.happened)
             if self.setting.is_private
             else None,
         )
-        host.do(partial(self._begin, host, peer))
+        host.serve(peer, partial(self._begin, host, peer))
 
     def _write_bytes_per_day(self) -> float | None:
         if not self.setting.is_thrifty:
@@ -333,7 +330,7 @@ class World:
                 parent = chain.log[-1].parent if chain.log else None
                 self.durability.applied(host.peer, event.shard, chain.head, parent)
 
-    def _status(self, name: PeerId) -> PeerStatus:
+    def _status(self, peer: Peer) -> PeerStatus:
         raise NotImplementedError  # nobody asks here
 
 

@@ -27,9 +27,9 @@ BUGS = (
     Bug(
         name="who cannot be met is looked for for ever",
         module=_CURIOSITY,
-        where="LookupPolicy.look_round",
-        old="came or unmet - self._unmet",
-        new="came or unmet",
+        where="LookupPolicy.is_lookup_due",
+        old="came or missing - self._missing",
+        new="came or missing",
         harm="where some pairs cannot connect all read the directory every two seconds",
         killed_by=(f"{_LOOKS}::test_whom_others_hear_and_we_do_not_is_looked_for",),
     ),
@@ -46,8 +46,8 @@ BUGS = (
         name="peers of a large run announce themselves as often as those of a small one",
         module="p2pdiloco.swarm.peer_manager",
         where="PeerManager._announce",
-        old="min(max(self._curiosity.pause_s, ANNOUNCE_S), ANNOUNCE_MOST_S) * self._curiosity.seldom",
-        new="min(max(self._curiosity.pause_s, ANNOUNCE_S), ANNOUNCE_MOST_S)",
+        old="min(max(self._lookup.pause_s, ANNOUNCE_S), ANNOUNCE_MOST_S) * self._lookup.stretch",
+        new="min(max(self._lookup.pause_s, ANNOUNCE_S), ANNOUNCE_MOST_S)",
         harm="what an idle peer says grows with the swarm: its record's place is told with all other records",
         killed_by=(f"{_ROSTER}::test_what_announcements_cost_does_not_grow_with_the_swarm",),
     ),
@@ -72,7 +72,7 @@ BUGS = (
     Bug(
         name="a silent node of the directory is pinged as seldom as others",
         module="p2pdiloco.discovery.directory",
-        where="PingSchedule.ended",
+        where="PingSchedule.record_result",
         old="is_answered != known.has_answered",
         new="not known",
         harm="a directory that was cut stays so for minutes",
@@ -99,7 +99,7 @@ BUGS = (
     Bug(
         name="a ticket opens as many lines as one likes",
         module="p2pdiloco.nat.introducer",
-        where="Introducer.opened",
+        where="Introducer.handle_opened",
         old="self._waiting.pop(ticket, None)",
         new="self._waiting.get(ticket)",
         harm="who has seen a ticket takes the place of whom it was given to",
@@ -119,7 +119,7 @@ BUGS = (
     Bug(
         name="how we can be reached is told once",
         module="p2pdiloco.swarm.peer_manager",
-        where="PeerManager._untold",
+        where="PeerManager._peers_to_tell",
         old="self._told.get(peer) != (lives[peer], record)",
         new="peer not in self._told",
         harm="a relayed pair whose bootstrap dies waits for the directory to learn where it can meet",
@@ -132,7 +132,7 @@ BUGS = (
     Bug(
         name="a peer is asked for only where its record says",
         module="p2pdiloco.nat.rendezvous_client",
-        where="RendezvousClient._met",
+        where="RendezvousClient._meet_at_any",
         old="named + ours",
         new="named",
         harm="two that attend one meeting point do not meet until the directory tells one that the other does",
@@ -141,7 +141,7 @@ BUGS = (
     Bug(
         name="who is asked by nobody how it is seen knows nothing any more",
         module="p2pdiloco.nat.rendezvous_client",
-        where="RendezvousClient.told",
+        where="RendezvousClient.observations",
         old="self.attended or self._left",
         new="self.attended",
         harm="with the bootstrap each member that it dialled ceases to be a meeting point, and newcomers meet nobody",
@@ -159,7 +159,7 @@ BUGS = (
     Bug(
         name="a meeting point that was asked once stays connected",
         module="p2pdiloco.nat.rendezvous_client",
-        where="RendezvousClient._linked",
+        where="RendezvousClient._connect_to_point",
         old="links.disconnect(point.peer, 'that was all')",
         new="pass",
         harm="records that name ever new meeting points fill a peer's places",
@@ -186,7 +186,7 @@ BUGS = (
     Bug(
         name="a punched way stays as narrow as it was",
         module="p2pdiloco.nat.hole_punching",
-        where="_sharing",
+        where="_socket_on_port",
         old="if is_narrow:\n    sockets.shorten(raw)\nreturn raw",
         new="return raw",
         harm="two homes whose tunnel loses long packets lose each connection after 20 s, for ever",
@@ -237,7 +237,7 @@ BUGS = (
     Bug(
         name="a meeting waits for every dial to fail",
         module="p2pdiloco.swarm.connect",
-        where="ConnectFallback.climb",
+        where="ConnectFallback.connect",
         old="len(where) * STAGGER_S + later_s",
         new="len(where) * DIAL_S",
         harm="a home is met 8 s after each address that says nothing",

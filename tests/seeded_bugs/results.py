@@ -157,7 +157,7 @@ BUGS = (
     Bug(
         name="the same batches elsewhere are not seen",
         module="p2pdiloco.node.swarm_status",
-        where="SwarmStatus.look_round",
+        where="SwarmStatus.ask_peers",
         old="mine.intersection(one.first_batches)",
         new="mine == set(one.first_batches)",
         harm="two scripts train the same, and nobody says so unless all their batches are",

@@ -197,8 +197,8 @@ BUGS = (
     Bug(
         name="a large swarm looks into the directory as often as a small one",
         module="p2pdiloco.swarm.lookup_policy",
-        where="LookupPolicy.seldom",
-        old="min(SELDOM, max(1.0, len(self._connected) / FEW))",
+        where="LookupPolicy.stretch",
+        old="min(MAX_STRETCH, max(1.0, len(self._connected) / FEW))",
         new="1.0",
         harm="what idle peers say grows with the swarm",
         killed_by=("tests/unit/test_swarm_lookup_policy.py::test_what_looks_cost_does_not_grow_with_the_swarm",),
@@ -206,8 +206,8 @@ BUGS = (
     Bug(
         name="strangers who connect keep a peer from looking",
         module="p2pdiloco.swarm.lookup_policy",
-        where="LookupPolicy.seldom",
-        old="min(SELDOM, max(1.0, len(self._connected) / FEW))",
+        where="LookupPolicy.stretch",
+        old="min(MAX_STRETCH, max(1.0, len(self._connected) / FEW))",
         new="max(1.0, len(self._connected) / FEW)",
         harm="in an open run five hundred identities of one stranger keep two halves of a swarm apart for hours",
         killed_by=("tests/unit/test_swarm_lookup_policy.py::test_what_looks_cost_does_not_grow_with_the_swarm",),

@@ -14,7 +14,7 @@ from p2pdiloco.cli.errors import REPAIR
 from p2pdiloco.cli.main import main
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.protocol.manifest import MANIFEST, Access, Manifest
-from p2pdiloco.swarm.credentials import Credentials, MemberFiles, accepted, invite_key, members_of
+from p2pdiloco.swarm.credentials import Credentials, MemberFiles, credentials_from_invite, invite_key, members_of
 from p2pdiloco.swarm.invitations import invite_text
 from p2pdiloco.swarm.run_index import folder_of
 from p2pdiloco.transport.identity import KEY_FILE, Identity
@@ -35,7 +35,7 @@ class Home:
         place = folder_of(folder, self.manifest.run)
         place.mkdir(parents=True)
         self.files = MemberFiles(place)
-        self.files.keep_chain(chain)
+        self.files.write_chain(chain)
         (place / MANIFEST).write_bytes(self.manifest.encode())
         (folder / KEY_FILE).write_bytes(owner.to_file_bytes())
         self.mine = Credentials(self.manifest.run, chain, owner)
@@ -46,7 +46,7 @@ class Home:
         return invite_text(self.manifest, self.mine, grant, (ADDRESS,), role=role, peer=peer)
 
     def joins(self, invite: str, identity: Identity | None = None) -> PeerId:
-        mine = accepted(decode_invite(invite), identity or Identity.ephemeral())
+        mine = credentials_from_invite(decode_invite(invite), identity or Identity.ephemeral())
         self.members.admit(mine.identity.peer_id, mine.chain, NOW)
         self.files.save(self.members)
         return mine.identity.peer_id
@@ -60,7 +60,7 @@ class Home:
     def is_let_in(self, invite: str) -> bool:
         members = members_of(self.manifest)
         self.files.load(members)
-        mine = accepted(decode_invite(invite), Identity.ephemeral())
+        mine = credentials_from_invite(decode_invite(invite), Identity.ephemeral())
         try:
             members.admit(mine.identity.peer_id, mine.chain, NOW)
         except ValueError:
@@ -82,7 +82,7 @@ def test_a_peers_ban_closes_the_invite_by_which_it_came(tmp_path: Path, capsys: 
     """The one that the founder's terminal shows: the next start shows another."""
     home = Home(tmp_path)
     shown, other = home.invite(), home.invite()
-    home.files.keep_invite(shown)
+    home.files.write_invite(shown)
     ann, bob, eve = (home.joins(shown) for _ in range(3))
     told = said(home, capsys, eve)
     assert home.standing(ann, bob, eve) == [True, True, False]
@@ -105,7 +105,7 @@ def test_a_peers_ban_closes_the_invite_by_which_it_came(tmp_path: Path, capsys: 
 def test_an_invites_ban_puts_out_all_who_came_by_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     home = Home(tmp_path)
     leaked, other = home.invite(), home.invite()
-    home.files.keep_invite(other)
+    home.files.write_invite(other)
     many, ann = [home.joins(leaked) for _ in range(20)], home.joins(other)
     told = said(home, capsys, leaked)
     assert home.standing(ann, *many) == [True] + 20 * [False]
@@ -128,7 +128,7 @@ def test_where_no_invite_is_closed_it_says_why(tmp_path: Path, capsys: pytest.Ca
 def test_what_an_admin_cannot_ban_or_close_is_no_success(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     home, admin, ann = Home(tmp_path / "founder"), Identity.ephemeral(), Identity.ephemeral()
     of_admins = home.invite(Role.ADMIN)
-    chain = accepted(decode_invite(of_admins), admin).chain
+    chain = credentials_from_invite(decode_invite(of_admins), admin).chain
     theirs = Home(tmp_path / "admin", owner=admin, chain=chain)
     theirs.members.admit(admin.peer_id, chain, NOW)
     theirs.joins(of_admins, ann)
@@ -137,7 +137,7 @@ def test_what_an_admin_cannot_ban_or_close_is_no_success(tmp_path: Path, capsys:
     learner = Identity.ephemeral()
     key = invite_key(decode_invite(of_admins).secret)
     below = Credentials(home.manifest.run, chain[:110], key)
-    theirs.members.admit(learner.peer_id, below.extended(learner.peer_id, Role.LEARNER), NOW)
+    theirs.members.admit(learner.peer_id, below.chain_for(learner.peer_id, Role.LEARNER), NOW)
     theirs.files.save(theirs.members)
     told = said(theirs, capsys, learner.peer_id)
     assert theirs.standing(learner.peer_id) == [False]

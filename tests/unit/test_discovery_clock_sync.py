@@ -36,20 +36,20 @@ def test_alone_it_is_the_machines_clock_whatever_becomes_of_that() -> None:
 
 def test_who_joins_takes_over_the_others_time() -> None:
     machine = Machine()
-    machine.clock.join([-3600.0, -3599.5, -3600.2])
+    machine.clock.adopt([-3600.0, -3599.5, -3600.2])
     assert machine.clock.now() == pytest.approx(NOW - 3600.0)
     assert machine.clock.is_wrong
-    told = machine.clock.sentence()
+    told = machine.clock.describe()
     assert "3,600 s ahead of that of 3 other nodes of the directory" in told
     assert "timedatectl" in told
     other = Machine()
-    other.clock.join([60.0])
-    assert "60 s behind that of 1 other node of the directory" in other.clock.sentence()
+    other.clock.adopt([60.0])
+    assert "60 s behind that of 1 other node of the directory" in other.clock.describe()
 
 
 def test_small_differences_are_the_networks() -> None:
     machine = Machine()
-    machine.clock.join([1.5, 0.2, -1.0])
+    machine.clock.adopt([1.5, 0.2, -1.0])
     assert machine.clock.now() == NOW
     assert not machine.clock.is_wrong
     assert machine.clock.witnesses == 3
@@ -58,12 +58,12 @@ def test_small_differences_are_the_networks() -> None:
 def test_one_liar_among_honest_ones_changes_nothing() -> None:
     machine = Machine()
     for lie in (1e9, -1e9, math.nan, math.inf, -math.inf, 1e300):
-        machine.clock.join([0.1, lie, -0.1])
+        machine.clock.adopt([0.1, lie, -0.1])
         machine.clock.compare([0.1, lie, -0.1])
         assert machine.clock.now() == NOW
-    machine.clock.join([math.nan])
-    machine.clock.join([1e300])
-    machine.clock.join([])
+    machine.clock.adopt([math.nan])
+    machine.clock.adopt([1e300])
+    machine.clock.adopt([])
     assert machine.clock.now() == NOW
 
 

@@ -18,15 +18,18 @@ def test_what_the_daemon_says_becomes_a_cause_and_a_remedy() -> None:
         ("dial to self attempted", "own address", "name another peer's"),
         ("all dials failed * failed to negotiate: peer id mismatch: expected", "another key", "prints now"),
     ):
-        assert (what in directory.in_words(DIAL + said)[0], remedy in directory.in_words(DIAL + said)[1]) == (
+        assert (
+            what in directory.explain_failure(DIAL + said)[0],
+            remedy in directory.explain_failure(DIAL + said)[1],
+        ) == (
             True,
             True,
         )
-    assert directory.in_words(DIAL + "a dragon") == ("failed to dial 12D3KooW: a dragon", directory.CHECK)
-    assert directory.in_words("") == ("no answer", directory.CHECK)
+    assert directory.explain_failure(DIAL + "a dragon") == ("failed to dial 12D3KooW: a dragon", directory.CHECK)
+    assert directory.explain_failure("") == ("no answer", directory.CHECK)
 
 
 def test_of_several_addresses_each_has_its_cause_and_a_remedy_is_said_once() -> None:
-    said = directory.sentence({"/ip4/a": DIAL + "connection refused", "/ip4/b": DIAL + "connection refused"})
+    said = directory.explain_failures({"/ip4/a": DIAL + "connection refused", "/ip4/b": DIAL + "connection refused"})
     assert said.count("connection refused") == 2
     assert said.count("start it again") == 1

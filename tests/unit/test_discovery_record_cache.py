@@ -20,16 +20,16 @@ def bodies(book: RecordCache, now_s: float = 0.0, topic: str = "t") -> list[byte
 
 def test_the_later_expiry_counts_in_any_order() -> None:
     book = RecordCache()
-    assert book.see(envelope(b"new", expires_s=20.0))
-    assert not book.see(envelope(b"old", expires_s=10.0))
+    assert book.add(envelope(b"new", expires_s=20.0))
+    assert not book.add(envelope(b"old", expires_s=10.0))
     assert bodies(book) == [b"new"]
     assert bodies(book, now_s=20.0) == []
 
 
 def test_a_withdrawn_record_is_not_shown_and_hides_the_older_one() -> None:
     book = RecordCache()
-    book.see(envelope(expires_s=20.0, is_withdrawn=True))
-    book.see(envelope(b"old", expires_s=10.0))
+    book.add(envelope(expires_s=20.0, is_withdrawn=True))
+    book.add(envelope(b"old", expires_s=10.0))
     assert bodies(book) == []
 
 
@@ -53,8 +53,8 @@ def test_our_own_are_published_again_until_they_expire_or_are_withdrawn() -> Non
 def test_the_book_is_bounded() -> None:
     book = RecordCache()
     for index in range(RECORDS_LIMIT + 5):
-        book.see(envelope(expires_s=10.0, peer=f"peer{index}"))
+        book.add(envelope(expires_s=10.0, peer=f"peer{index}"))
     assert len(bodies(book)) == RECORDS_LIMIT
     for index in range(TOPICS_LIMIT + 5):
-        book.see(envelope(expires_s=10.0, topic=f"topic{index}"))
+        book.add(envelope(expires_s=10.0, topic=f"topic{index}"))
     assert len(book._topics) == TOPICS_LIMIT

@@ -49,9 +49,9 @@ def asked(point: Introducer, now: float = 0.0, number: int = 0) -> tuple[bytes, 
 
 def both_open(point: Introducer, now: float = 0.0, *, seen_port: int = 2000) -> list[object]:
     asked(point, now)
-    point.opened("ann", TICKETS[0], "5.0.0.1", 1000, 1000, now)
+    point.handle_opened("ann", TICKETS[0], "5.0.0.1", 1000, 1000, now)
     assert list(point.events()) == []
-    point.opened("bob", TICKETS[1], "5.0.0.2", seen_port, 2000, now)
+    point.handle_opened("bob", TICKETS[1], "5.0.0.2", seen_port, 2000, now)
     return list(point.events())
 
 
@@ -74,45 +74,45 @@ def test_a_router_that_changes_ports_gives_little_hope():
 def test_who_cannot_be_reached_directly_is_relayed_when_both_say_so():
     point = Introducer(relays=1)
     both_open(point)
-    point.received("ann", RELAY, 1.0)
+    point.handle_data("ann", RELAY, 1.0)
     assert list(point.events()) == []
-    point.received("bob", RELAY, 1.0)
+    point.handle_data("bob", RELAY, 1.0)
     assert list(point.events()) == [Say("ann", RELAYED), Say("bob", RELAYED), Joined(("ann", "bob"))]
-    assert point.joined == 1
+    assert point.relayed_pairs == 1
     point.wake(1.0 + 2 * PAIR_S)
     assert list(point.events()) == []
-    point.parted(("ann", "bob"))
-    assert point.joined == 0
+    point.handle_relay_ended(("ann", "bob"))
+    assert point.relayed_pairs == 0
 
 
 def test_no_more_pairs_are_relayed_than_there_are_places():
     point = Introducer(relays=0)
     both_open(point)
-    point.received("ann", RELAY, 1.0)
-    point.received("bob", RELAY, 1.0)
+    point.handle_data("ann", RELAY, 1.0)
+    point.handle_data("bob", RELAY, 1.0)
     said = list(point.events())
     assert [event.line for event in said if isinstance(event, Hang)] == ["ann", "bob"]
     assert all(event.data.startswith(REFUSED) and b"relays nothing" in event.data for event in said[::2])
-    assert point.joined == 0
+    assert point.relayed_pairs == 0
 
 
 def test_a_ticket_serves_once_and_not_for_ever():
     point = Introducer(relays=1)
     asked(point)
-    point.opened("ann", TICKETS[0], "5.0.0.1", 1000, 1000, 0.0)
-    point.opened("eve", TICKETS[0], "5.0.0.9", 1000, 1000, 0.0)
+    point.handle_opened("ann", TICKETS[0], "5.0.0.1", 1000, 1000, 0.0)
+    point.handle_opened("eve", TICKETS[0], "5.0.0.9", 1000, 1000, 0.0)
     refusal, hang = point.events()
     assert (refusal.data[:1], hang) == (REFUSED, Hang("eve"))
     point.wake(PAIR_S)
     assert list(point.events()) == [Hang("ann")]
-    point.opened("bob", TICKETS[1], "5.0.0.2", 2000, 2000, PAIR_S)
+    point.handle_opened("bob", TICKETS[1], "5.0.0.2", 2000, 2000, PAIR_S)
     assert Hang("bob") in list(point.events())
 
 
 def test_an_end_of_one_line_ends_the_other():
     point = Introducer(relays=1)
     both_open(point)
-    point.closed("ann", 1.0)
+    point.handle_closed("ann", 1.0)
     assert list(point.events()) == [Hang("bob")]
     assert point.next_deadline() is None
 
@@ -121,15 +121,15 @@ def test_an_end_of_one_line_ends_the_other():
 def test_garbage_on_a_line_ends_the_pair(data):
     point = Introducer(relays=1)
     both_open(point)
-    point.received("ann", data, 1.0)
+    point.handle_data("ann", data, 1.0)
     assert set(point.events()) == {Hang("ann"), Hang("bob")}
 
 
 def test_who_says_relay_before_the_other_is_there_is_hung_up_on():
     point = Introducer(relays=1)
     asked(point)
-    point.opened("ann", TICKETS[0], "5.0.0.1", 1000, 1000, 0.0)
-    point.received("ann", RELAY, 0.0)
+    point.handle_opened("ann", TICKETS[0], "5.0.0.1", 1000, 1000, 0.0)
+    point.handle_data("ann", RELAY, 0.0)
     assert list(point.events()) == [Hang("ann")]
 
 
@@ -137,7 +137,7 @@ def test_who_is_called_may_say_no():
     point = Introducer(relays=1)
     asked(point)
     point.withdraw(TICKETS[1], 0.1)
-    point.opened("ann", TICKETS[0], "5.0.0.1", 1000, 1000, 0.2)
+    point.handle_opened("ann", TICKETS[0], "5.0.0.1", 1000, 1000, 0.2)
     assert Hang("ann") in list(point.events())
 
 

@@ -17,8 +17,10 @@ def pcp_answer(question: bytes, *, result: int = 0, port: int = 4242, host: byte
 
 
 def test_nat_pmp_as_its_rfc_draws_it() -> None:
-    assert port_mapping_codec.ask_address() == bytes.fromhex("0000")
-    assert port_mapping_codec.ask_nat_pmp(0x1234, 0x5678, 7200) == bytes.fromhex("00020000 12345678 00001c20")
+    assert port_mapping_codec.encode_address_request() == bytes.fromhex("0000")
+    assert port_mapping_codec.encode_nat_pmp_request(0x1234, 0x5678, 7200) == bytes.fromhex(
+        "00020000 12345678 00001c20"
+    )
     assert port_mapping_codec.decode_address(bytes.fromhex("00800000 00000001 cb007107")) == "203.0.113.7"
     answer = bytes.fromhex("00820000 00000001 12345678 00000e10")
     assert port_mapping_codec.decode_nat_pmp(answer, 0x1234) == Granted("", 0x5678, 3600)
@@ -28,7 +30,7 @@ def test_nat_pmp_as_its_rfc_draws_it() -> None:
 
 
 def test_pcp_as_its_rfc_draws_it() -> None:
-    question = port_mapping_codec.ask_pcp("192.168.1.2", 7000, 4242, 1200, NONCE)
+    question = port_mapping_codec.encode_pcp_request("192.168.1.2", 7000, 4242, 1200, NONCE)
     assert question[:8] == bytes.fromhex("02010000 000004b0")
     assert question[8:24] == bytes.fromhex("00000000 00000000 0000ffff c0a80102")
     assert question[24:] == NONCE + bytes.fromhex("06000000 1b581092") + bytes(10) + b"\xff\xff" + bytes(4)
@@ -44,7 +46,7 @@ def test_a_router_of_nat_pmp_alone_is_known_by_its_answer_to_pcp() -> None:
 
 @pytest.mark.parametrize("spoilt", ["nonce", "port", "protocol", "short", "question"])
 def test_an_answer_to_somebody_else_is_none(spoilt: str) -> None:
-    question = port_mapping_codec.ask_pcp("192.168.1.2", 7000, 4242, 1200, NONCE)
+    question = port_mapping_codec.encode_pcp_request("192.168.1.2", 7000, 4242, 1200, NONCE)
     data = bytearray(pcp_answer(question))
     at = {"nonce": 24, "protocol": 36, "port": 41}.get(spoilt)
     if at is not None:

@@ -129,10 +129,10 @@ def test_a_wrong_clock_is_named() -> None:
     now = 1_700_000_000.0
     told = SharedClock(wall=lambda: now, steady=lambda: 5.0)
     is_found(diagnostics.clock(told), "note", "no node")
-    told.join([-0.2, 0.1, 0.0])
+    told.adopt([-0.2, 0.1, 0.0])
     is_found(diagnostics.clock(told), "ok", "3 nodes")
     wrong = SharedClock(wall=lambda: now, steady=lambda: 5.0)
-    wrong.join([-3600.0] * 3)
+    wrong.adopt([-3600.0] * 3)
     is_found(diagnostics.clock(wrong), "warning", "3,600 s", " ")
 
 

@@ -26,15 +26,19 @@ class Ended(Node):
     def __init__(self, *, has_finished: bool) -> None:
         self.told: list[str] = []
         view = SimpleNamespace(has_finished=has_finished)
-        self.peer = cast(Any, SimpleNamespace(machine=SimpleNamespace(view=view), stayed=self._stayed))
         config = SimpleNamespace(model=SimpleNamespace(kind="transformer"))
-        self.manifest = cast(Any, SimpleNamespace(config=config))
-        self.options = cast(Any, SimpleNamespace(is_fetching=False, folder=Path("/state")))
+        peer = SimpleNamespace(
+            machine=SimpleNamespace(view=view),
+            stayed=self._stayed,
+            manifest=SimpleNamespace(config=config),
+            options=SimpleNamespace(is_fetching=False, folder=Path("/state")),
+        )
+        self.peer = cast(Any, peer)
         self.telemetry = cast(Any, SimpleNamespace(picture=lambda: SimpleNamespace(account=BILL)))
 
     async def end(self, ending: Ending) -> None:
         notifier = cast(Notifier, SimpleNamespace(tell=self._alerted))
-        await self._wind_up(
+        await self._finish(
             ending, self.told.append, lambda e: launcher._announce_end(self, notifier, self.told.append, e)
         )
 

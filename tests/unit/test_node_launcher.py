@@ -109,7 +109,7 @@ def test_who_has_no_script_is_refused_by_a_run_of_scripts_before_anything_is_fet
     async def begin(*_: Any) -> None:
         raise Begun
 
-    monkeypatch.setattr(launcher, "refuse_to_be_one", begin)
+    monkeypatch.setattr(launcher, "refuse_duplicate_identity", begin)
     path, identity = tmp_path / founding_file.NAME, Identity.ephemeral()
     founding_file.write(path, replace(CONFIG, access="open"), [("w", WEIGHTS)], frozenset())
     manifest, _ = found_from_script(path, identity.peer_id)

@@ -51,31 +51,31 @@ def test_a_peer_with_the_same_first_batches_is_named() -> None:
     twin = standing("bob", 10.0, 3.0, first_batches=("x", "b", "c"))
     other = standing("cid", 10.0, 2.0, first_batches=("p", "q"))
     seen, _ = looking(("bob", "cid"), {"bob": twin, "cid": other}, mine=("a", "b"))
-    asyncio.run(seen.look_round())
-    told = seen.told()
+    asyncio.run(seen.ask_peers())
+    told = seen.message()
     assert told.same_batches == "bob"
     assert (told.me, told.peers) == ("ann", ("ann", "bob", "cid"))
     assert told.figures["loss"] == pytest.approx(2.0)
     apart, _ = looking(("cid",), {"cid": other}, mine=("a", "b"))
-    asyncio.run(apart.look_round())
-    assert apart.told().same_batches == ""
+    asyncio.run(apart.ask_peers())
+    assert apart.message().same_batches == ""
 
 
 def test_of_many_peers_a_few_are_asked_at_a_time_and_all_in_turns() -> None:
     crowd = tuple(f"peer {i:04}" for i in range(MOST_PEERS + 50))
     seen, asked = looking(crowd, {})
-    asyncio.run(seen.look_round())
+    asyncio.run(seen.ask_peers())
     assert len(asked) == ASKED
-    asyncio.run(seen.look_round())
+    asyncio.run(seen.ask_peers())
     assert len(set(asked)) == 2 * ASKED
-    assert len(seen.told().peers) == MOST_PEERS
+    assert len(seen.message().peers) == MOST_PEERS
 
 
 def test_who_has_gone_is_forgotten() -> None:
     seen, _ = looking(("bob",), {"bob": standing("bob", 30.0, 1.0)})
-    asyncio.run(seen.look_round())
-    assert seen.told().figures["share"] == 0.25
+    asyncio.run(seen.ask_peers())
+    assert seen.message().figures["share"] == 0.25
     seen._peer.machine.view.live = ()  # type: ignore[misc]
     seen._peer.machine.view.participating = frozenset()
-    asyncio.run(seen.look_round())
-    assert seen.told().figures["share"] == 1.0
+    asyncio.run(seen.ask_peers())
+    assert seen.message().figures["share"] == 1.0

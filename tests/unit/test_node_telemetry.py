@@ -7,10 +7,11 @@ from typing import Any, cast
 
 from actors import FOUNDER, make_manifest
 
-from p2pdiloco.node.telemetry import Telemetry
+from p2pdiloco.node.telemetry import MachineStepped, Telemetry
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol.ids import PeerId
+from p2pdiloco.util.event_bus import EventBus
 
 
 def test_an_evaluation_that_changes_nothing_is_not_written() -> None:
@@ -26,9 +27,10 @@ def test_an_evaluation_that_changes_nothing_is_not_written() -> None:
         machine=SimpleNamespace(view=view),
     )
     nothing = cast(Any, None)
-    telemetry = Telemetry(cast(Any, peer), nothing, nothing, nothing, None, lambda: None)
+    events = EventBus()
+    Telemetry(cast(Any, peer), nothing, nothing, nothing, nothing, None, lambda: None, events)
     for step in range(1, 9):
-        telemetry.observed(ev.Received(PeerId("liar"), msg.Evaluation(0, 0, step, step / 100)), [], 0.0)
+        events.publish(MachineStepped(ev.Received(PeerId("liar"), msg.Evaluation(0, 0, step, step / 100)), [], 0.0))
     view.evaluation = msg.Evaluation(5, 80, 8, 1.9)
-    telemetry.observed(ev.Evaluated(5, 1.9), [], 0.0)
+    events.publish(MachineStepped(ev.Evaluated(5, 1.9), [], 0.0))
     assert [(kind, fields["loss"]) for kind, fields in written] == [("evaluation", 2.0), ("evaluation", 1.9)]

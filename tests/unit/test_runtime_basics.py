@@ -160,7 +160,7 @@ def test_the_address_book_is_bounded_and_survives_a_restart(tmp_path: Path) -> N
     book = AddressBook()
     peers = [PeerId(f"peer{index}") for index in range(ENTRY_LIMIT + 10)]
     for peer in peers:
-        book.met(peer, [f"/ip4/10.0.0.1/tcp/{port}" for port in range(1, 9)])
+        book.add(peer, [f"/ip4/10.0.0.1/tcp/{port}" for port in range(1, 9)])
     assert len(book) == ENTRY_LIMIT
     assert book.peers()[0] == peers[-1]
     assert len(book.addresses_of(peers[-1])) == ADDRESS_LIMIT
@@ -182,7 +182,7 @@ def test_a_damaged_cache_is_as_if_empty(tmp_path: Path, content: bytes) -> None:
 def test_the_address_book_skips_what_it_cannot_use() -> None:
     book = AddressBook()
     other = Identity.ephemeral().peer_id
-    book.met(
+    book.add(
         PEER, ["nonsense", f"/ip4/1.2.3.4/tcp/5/p2p/{other}", "/ip4/1.2.3.4/tcp/0", f"/ip4/1.2.3.4/tcp/6/p2p/{PEER}"]
     )
     assert book.addresses_of(PEER) == ["/ip4/1.2.3.4/tcp/6"]

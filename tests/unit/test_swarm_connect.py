@@ -63,6 +63,7 @@ class Ways:
         self.tried: dict[str, float] = {}
         self.left: list[str] = []
         self.attended: list[str] = []
+        self.seen = ()
 
     async def dial(self, address: str, timeout_s: float) -> PeerId:
         return await self._try(address.partition("/p2p/")[0])
@@ -70,7 +71,7 @@ class Ways:
     def peers(self) -> list[PeerId]:
         return []
 
-    async def reach(self, peer: PeerId, points: Sequence[str], *, may_relay: bool) -> PeerId:
+    async def connect(self, peer: PeerId, points: Sequence[str], *, may_relay: bool) -> PeerId:
         return await self._try("meeting")
 
     async def _try(self, name: str) -> PeerId:
@@ -88,10 +89,10 @@ class Ways:
 
 def climbed(ways: Ways, record: PeerRecord) -> float:
     """How long it took."""
-    ladder = ConnectFallback(cast(Transport, ways), Dialler(), cast(RendezvousClient, ways), lambda: ())
+    ladder = ConnectFallback(cast(Transport, ways), Dialler(), cast(RendezvousClient, ways))
     loop = VirtualLoop()
     try:
-        assert loop.run_until_complete(ladder.climb(BOB, record)) == BOB
+        assert loop.run_until_complete(ladder.connect(BOB, record)) == BOB
         return loop.time()
     finally:
         loop.close()
@@ -155,6 +156,7 @@ class Victim:
     def __init__(self) -> None:
         self.dials = 0
         self.attended: list[str] = []
+        self.seen = ()
 
     async def dial(self, address: str, timeout_s: float) -> PeerId:
         self.dials += 1
@@ -167,14 +169,14 @@ class Victim:
 
 def test_two_hundred_forged_records_have_a_machine_dialled_few_times() -> None:
     victim, loop = Victim(), VirtualLoop()
-    ladder = ConnectFallback(cast(Transport, victim), Dialler(), cast(RendezvousClient, victim), lambda: ())
+    ladder = ConnectFallback(cast(Transport, victim), Dialler(), cast(RendezvousClient, victim))
 
     async def climb(number: int) -> None:
         ports = range(number * 16 + 1, number * 16 + 17)
         record = PeerRecord(tuple(f"/ip4/1.1.1.1/tcp/{port}" for port in ports))
         for _ in range(4):
             with pytest.raises(DialError):
-                await ladder.climb(Identity.ephemeral().peer_id, record)
+                await ladder.connect(Identity.ephemeral().peer_id, record)
 
     async def all_climb() -> None:
         await asyncio.gather(*(climb(number) for number in range(200)))

@@ -19,19 +19,19 @@ from p2pdiloco.access.certificates import NEVER, Role
 from p2pdiloco.access.invite_code import decode_invite
 from p2pdiloco.protocol.manifest import Manifest, ModelConfig
 from p2pdiloco.swarm import invitations
-from p2pdiloco.swarm.credentials import Credentials, CredentialsError, MemberFiles, accepted
+from p2pdiloco.swarm.credentials import Credentials, CredentialsError, MemberFiles, credentials_from_invite
 from p2pdiloco.swarm.invitations import (
-    as_granted,
-    credentials_by,
+    apply_grant,
+    credentials_for_joining,
     credentials_of,
-    grant_here,
     how_to_join,
     invite_text,
     keep_addresses,
     keep_meeting_places,
     kept_addresses,
-    refuse_a_stranger,
-    shown_invite,
+    load_grant,
+    load_or_make_invite,
+    require_membership,
 )
 from p2pdiloco.swarm.run_index import MANIFEST, folder_of
 from p2pdiloco.transport.identity import Identity
@@ -51,7 +51,7 @@ def run_with(access: str) -> tuple[Manifest, Credentials]:
 
 
 def invite(manifest: Manifest, mine: Credentials, folder: Path, **terms: Any) -> str:
-    grant = grant_here(manifest, mine, folder, time.time())
+    grant = load_grant(manifest, mine, folder, time.time())
     return invite_text(manifest, mine, grant, (ADDRESS,), **terms)
 
 
@@ -75,7 +75,7 @@ def test_an_invite_that_would_be_of_no_use_is_not_made(
 def test_only_admins_invite(tmp_path: Path) -> None:
     manifest, mine = run_with("invite")
     text = invite(manifest, mine, tmp_path)
-    learner = accepted(decode_invite(text), Identity.ephemeral())
+    learner = credentials_from_invite(decode_invite(text), Identity.ephemeral())
     with pytest.raises(CredentialsError, match="only admins invite"):
         invite(manifest, learner, tmp_path / "learner")
     assert how_to_join(manifest, learner, tmp_path / "learner", None) == []  # type: ignore[arg-type]
@@ -90,20 +90,20 @@ def test_who_resumes_a_private_run_of_another_peer_is_told_whose_it_is(tmp_path:
     run = left / "c0ffee"
     for folders in ([left], [tmp_path, run]):
         with pytest.raises(CredentialsError, match=f"go on as .* p2pdiloco resume {left} --state {left}$"):
-            refuse_a_stranger(manifest, stranger, new, None, folders)
+            require_membership(manifest, stranger, new, None, folders)
     with pytest.raises(CredentialsError, match=r"p2pdiloco join INVITE$"):
-        refuse_a_stranger(manifest, stranger, new, None, [tmp_path])
-    refuse_a_stranger(manifest, FOUNDER, new, None, [left])
-    refuse_a_stranger(manifest, stranger, new, decode_invite(invite(manifest, mine, tmp_path)), [left])
-    refuse_a_stranger(run_with("open")[0], stranger, new, None, [left])
+        require_membership(manifest, stranger, new, None, [tmp_path])
+    require_membership(manifest, FOUNDER, new, None, [left])
+    require_membership(manifest, stranger, new, decode_invite(invite(manifest, mine, tmp_path)), [left])
+    require_membership(run_with("open")[0], stranger, new, None, [left])
 
 
 def test_the_invite_that_is_shown_stays_the_same_while_its_addresses_are_right(tmp_path: Path) -> None:
     manifest, mine = run_with("invite")
-    grant = grant_here(manifest, mine, tmp_path, time.time())
-    first = shown_invite(manifest, mine, grant, tmp_path, (ADDRESS,))
-    assert shown_invite(manifest, mine, grant, tmp_path, (ADDRESS, OTHER)) == first
-    moved = shown_invite(manifest, mine, grant, tmp_path, (OTHER,))
+    grant = load_grant(manifest, mine, tmp_path, time.time())
+    first = load_or_make_invite(manifest, mine, grant, tmp_path, (ADDRESS,))
+    assert load_or_make_invite(manifest, mine, grant, tmp_path, (ADDRESS, OTHER)) == first
+    moved = load_or_make_invite(manifest, mine, grant, tmp_path, (OTHER,))
     assert moved != first
     assert decode_invite(moved).initial_peers() == (OTHER,)
 
@@ -316,22 +316,25 @@ def test_who_made_an_invite_comes_back_by_it_as_what_it_is(tmp_path: Path) -> No
     folder.mkdir(parents=True)
     (folder / MANIFEST).write_bytes(manifest.encode())
     own = decode_invite(invite(manifest, mine, folder))
-    twice = accepted(own, FOUNDER).chain
-    MemberFiles(folder).keep_chain(twice)  # what an earlier release has left
-    for found in (credentials_by(own, FOUNDER, tmp_path / "founder"), credentials_of(manifest, FOUNDER, folder)):
+    twice = credentials_from_invite(own, FOUNDER).chain
+    MemberFiles(folder).write_chain(twice)  # what an earlier release has left
+    for found in (
+        credentials_for_joining(own, FOUNDER, tmp_path / "founder"),
+        credentials_of(manifest, FOUNDER, folder),
+    ):
         assert (found.chain, found.identity) == (b"", FOUNDER)
-        assert grant_here(manifest, found, folder, time.time()).role is Role.ADMIN
+        assert load_grant(manifest, found, folder, time.time()).role is Role.ADMIN
     admin = Identity.ephemeral()
     text = invite(manifest, mine, folder, role=Role.ADMIN)
     place = folder_of(tmp_path / "admin", manifest.run)
     place.mkdir(parents=True)
     (place / MANIFEST).write_bytes(manifest.encode())
-    theirs = credentials_by(decode_invite(text), admin, tmp_path / "admin")
-    MemberFiles(place).keep_chain(theirs.chain)
-    back = credentials_by(decode_invite(invite(manifest, theirs, place)), admin, tmp_path / "admin")
+    theirs = credentials_for_joining(decode_invite(text), admin, tmp_path / "admin")
+    MemberFiles(place).write_chain(theirs.chain)
+    back = credentials_for_joining(decode_invite(invite(manifest, theirs, place)), admin, tmp_path / "admin")
     assert back.chain == theirs.chain
-    other = credentials_by(own, admin, tmp_path / "nobody")
-    assert grant_here(manifest, other, place, time.time()).role is Role.LEARNER
+    other = credentials_for_joining(own, admin, tmp_path / "nobody")
+    assert load_grant(manifest, other, place, time.time()).role is Role.LEARNER
 
 
 def test_who_has_no_certificate_is_told_what_to_do(tmp_path: Path) -> None:
@@ -346,8 +349,8 @@ def test_a_followers_invite_makes_a_follower_and_a_cap_bounds_the_weight(tmp_pat
     said: list[str] = []
     for number, (role, cap) in enumerate([(Role.FOLLOWER, None), (Role.LEARNER, 0.5)]):
         text = invite(manifest, mine, tmp_path, role=role, max_weight=cap, not_after=NEVER)
-        holder = accepted(decode_invite(text), Identity.ephemeral())
-        options = as_granted(manifest, holder, options_of(tmp_path / str(number)), said.append)
+        holder = credentials_from_invite(decode_invite(text), Identity.ephemeral())
+        options = apply_grant(manifest, holder, options_of(tmp_path / str(number)), said.append)
         assert options.is_follower is (role is Role.FOLLOWER)
         assert options.link.weight == (1.0 if cap is None else cap)
     assert len(said) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import cast
 
 from p2pdiloco.discovery import directory as pings_module
@@ -15,11 +16,11 @@ ANN, BOB, CID = (PeerId(name) for name in ("ann", "bob", "cid"))
 
 
 class Round:
-    """Curiosity of ann, asked every LOOK_S as the roster asks it."""
+    """Lookup policy of ann, asked every LOOK_S as the peer manager asks it."""
 
     def __init__(self) -> None:
         self.heard: frozenset[int] = frozenset()
-        self.curiosity = LookupPolicy(ANN, lambda: self.heard)
+        self.policy = LookupPolicy(ANN, lambda: self.heard)
         self.connected = [BOB]
         self.known = [BOB]
         self.now = 0.0
@@ -28,8 +29,8 @@ class Round:
         """When it looks, from now on."""
         found, begin = list[float](), self.now
         while self.now < begin + seconds:
-            if self.curiosity.look_round(self.connected, self.known, self.now):
-                self.curiosity.looked(self.now, is_news=False)
+            if self.policy.is_lookup_due(self.connected, self.known, self.now):
+                self.policy.record_lookup(self.now, is_news=False)
                 found.append(self.now - begin)
             self.now += LOOK_S
         return found
@@ -37,9 +38,9 @@ class Round:
 
 def test_who_is_among_all_whom_it_knows_looks_ever_more_seldom() -> None:
     round_ = Round()
-    assert not round_.curiosity.has_looked
+    assert not round_.policy.has_looked_up
     assert round_.looks(100.0) == [0.0, 2.0, 6.0, 14.0, 30.0, 62.0]
-    assert round_.curiosity.has_looked
+    assert round_.policy.has_looked_up
     assert 3 <= len(round_.looks(4 * LOOK_MOST_S)) <= 6
 
 
@@ -68,14 +69,14 @@ def test_news_are_looked_after_soon() -> None:
     """Somebody is lost; somebody comes of whom nothing is known; what was read was new."""
     round_ = Round()
     round_.looks(1000.0)
-    round_.curiosity.wake(round_.now)
+    round_.policy.look_soon(round_.now)
     assert round_.looks(10.0) == [2.0, 4.0, 8.0]
     round_.looks(1000.0)
     round_.connected = [BOB, CID]
     assert round_.looks(10.0) == [2.0, 4.0, 8.0]
     assert round_.looks(5.0) == [], "the same one is no news again"
     round_.looks(1000.0)
-    round_.curiosity.looked(round_.now, is_news=True)
+    round_.policy.record_lookup(round_.now, is_news=True)
     assert round_.looks(10.0) == [2.0, 6.0]
 
 
@@ -84,10 +85,10 @@ def test_whom_others_hear_and_we_do_not_is_looked_for() -> None:
     round_.looks(1100.0)
     round_.heard = frozenset(map(fingerprint, (ANN, BOB)))
     assert round_.looks(60.0) == []
-    assert not round_.curiosity.is_missing
+    assert not round_.policy.is_peer_missing
     round_.heard |= {fingerprint(CID)}
     assert round_.looks(20.0) == [0.0, 2.0, 6.0, 12.0, 18.0]
-    assert round_.curiosity.is_missing
+    assert round_.policy.is_peer_missing
     round_.looks(1100.0)
     assert round_.looks(60.0) == [], "one who cannot be met is not looked for again and again"
 
@@ -110,8 +111,8 @@ class Board:
 def test_meeting_points_are_looked_for_where_none_is_attended_or_one_is_lost() -> None:
     async def story() -> None:
         board, now = Board(), 0.0
-        is_missing = True
-        points = KnownPoints(cast(Directory, board), lambda: is_missing)
+        lookup = SimpleNamespace(is_peer_missing=True)
+        points = KnownPoints(cast(Directory, board), cast(LookupPolicy, lookup))
 
         async def reads(attended: list[PeerId], seconds: float) -> int:
             nonlocal now
@@ -124,9 +125,9 @@ def test_meeting_points_are_looked_for_where_none_is_attended_or_one_is_lost() -
         board.found = {BOB: b"here"}
         await reads([], 600.0)
         assert 600.0 / UNMET_MOST_S - 1 <= await reads([], 600.0) <= 600.0 / UNMET_MOST_S + 1
-        is_missing = False
+        lookup.is_peer_missing = False
         assert await reads([], 1200.0) <= 5, "nobody is to be met"
-        is_missing = True
+        lookup.is_peer_missing = True
         assert await reads([], 2.0) == 1, "somebody is"
         assert await reads([BOB], 1200.0) <= 5
         assert await reads([], 4.0) == 2, "it is lost"
@@ -143,7 +144,7 @@ def pinged(pings: PingSchedule, peer: PeerId, begin: float, seconds: float, *, i
     for tick in range(int(2 * seconds)):
         now = begin + tick / 2
         if pings.due([peer], now):
-            pings.ended(peer, now, is_answered=is_answered)
+            pings.record_result(peer, now, is_answered=is_answered)
             found.append(now - begin)
     return found
 
@@ -165,7 +166,7 @@ def test_what_pings_cost_does_not_grow_with_the_swarm() -> None:
     for now in range(4000):
         due = pings.due(others, float(now))
         for peer in due:
-            pings.ended(peer, float(now), is_answered=True)
+            pings.record_result(peer, float(now), is_answered=True)
         count += len(due) if now >= 2000 else 0
     assert count <= 2000 * pings_module.FEW / CALM_S * 1.1
     assert len(pinged(pings, others[0], 4500.0, 100.0, is_answered=False)) >= 100.0 / SILENT_S, "who is silent, often"
@@ -174,5 +175,5 @@ def test_what_pings_cost_does_not_grow_with_the_swarm() -> None:
 def test_pings_of_more_peers_than_have_room_are_forgotten() -> None:
     pings = PingSchedule(2.0)
     for number in range(PEERS_MOST + 1):
-        pings.ended(PeerId(str(number)), 1.0, is_answered=True)
+        pings.record_result(PeerId(str(number)), 1.0, is_answered=True)
     assert pings.due([PeerId("0"), PeerId("1")], 1.0) == [PeerId("0")]

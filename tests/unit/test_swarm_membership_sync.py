@@ -17,11 +17,20 @@ from p2pdiloco.access import membership_log
 from p2pdiloco.access.certificates import NEVER, NO_CAP, Role
 from p2pdiloco.access.invite_code import decode_invite, encode_invite
 from p2pdiloco.access.members import Members, NotAMemberError
+from p2pdiloco.net.authorization import MemberAuthorizer
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.swarm import membership_sync as membership_sync_module
-from p2pdiloco.swarm.credentials import Credentials, CredentialsError, MemberFiles, accepted, invite_key, make_invite
-from p2pdiloco.swarm.membership_sync import MembershipSync
+from p2pdiloco.swarm.credentials import (
+    Credentials,
+    CredentialsError,
+    MemberFiles,
+    credentials_from_invite,
+    invite_key,
+    make_invite,
+)
+from p2pdiloco.swarm.membership_sync import MembershipLost, MembershipSync
 from p2pdiloco.transport.identity import Identity, verify
+from p2pdiloco.util.event_bus import EventBus
 from p2pdiloco.wire.control_messages import GetStatements, TellStatements, decode_request
 from p2pdiloco.wire.request_reply import RequestError, RequestRefused, Response
 
@@ -34,6 +43,8 @@ class Place:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.there: dict[PeerId, MembershipSync] = {}
+        self.doors: dict[MembershipSync, MemberAuthorizer] = {}
+        """Who is let in to each one's transport."""
         self.links: set[frozenset[PeerId]] = set()
         self.parted: list[tuple[PeerId, PeerId, str]] = []
         self.expelled: list[tuple[PeerId, str]] = []
@@ -44,21 +55,16 @@ class Place:
     def enter(self, holder: Holder) -> MembershipSync:
         files = MemberFiles(self.folder / holder.peer)
         mine = Credentials(RUN, holder.chain, holder.identity)
-        one = MembershipSync(
-            members(),
-            mine,
-            files,
-            self._spawn,
-            lambda why: self.expelled.append((holder.peer, why)),
-            lambda: self.now_s,
-        )
-        one.links = Line(self, holder.peer)
-        self.there[holder.peer] = one
+        door = MemberAuthorizer(members(), mine.chain, lambda: self.now_s)
+        events = EventBus()
+        events.subscribe(MembershipLost, lambda lost: self.expelled.append((holder.peer, lost.reason)))
+        one = MembershipSync(door, mine, files, Line(self, holder.peer), self._spawn, events, lambda: self.now_s)
+        self.there[holder.peer], self.doors[one] = one, door
         return one
 
     def connect(self, ann: Holder, bob: Holder) -> None:
         for here, there in ((ann, bob), (bob, ann)):
-            self.there[here.peer].door.admit(there.peer, self.there[there.peer].door.chain)
+            self.doors[self.there[here.peer]].admit(there.peer, self.there[there.peer].chain)
         self.links.add(frozenset({ann.peer, bob.peer}))
         for here, there in ((ann, bob), (bob, ann)):
             self.there[here.peer].connected(there.peer)
@@ -130,13 +136,13 @@ def test_each_knows_how_long_it_is_a_member(tmp_path: Path) -> None:
     ann = the_founder().invites(not_after=1_003_600).certifies()
 
     async def story(place: Place) -> None:
-        assert place.enter(the_founder()).left_s() is None
+        assert place.enter(the_founder()).remaining_s() is None
         mine = place.enter(ann)
-        assert mine.left_s() == 3600.0
+        assert mine.remaining_s() == 3600.0
         place.now_s += 3000.0
-        assert mine.left_s() == 600.0
+        assert mine.remaining_s() == 600.0
         place.now_s += 3000.0
-        assert mine.left_s() is None
+        assert mine.remaining_s() is None
 
     played(tmp_path, story)
 
@@ -152,16 +158,18 @@ def test_a_ban_reaches_everybody_and_ends_connections(tmp_path: Path) -> None:
             place.connect(*pair)
         await place.settle()
         assert not place.parted
-        MemberFiles(tmp_path / the_founder().peer).leave(the_founder().bans(eve))
-        place.there[the_founder().peer].look()
+        MemberFiles(tmp_path / the_founder().peer).queue_statement(the_founder().bans(eve))
+        place.there[the_founder().peer].check_members()
         await place.settle()
         assert sorted(here for here, there, _ in place.parted if there == eve.peer) == sorted([ann.peer, bob.peer])
         assert all("is banned" in reason for _, _, reason in place.parted)
         assert {peer for peer, _ in place.expelled} == {eve.peer}, "it is told, and ends"
         here = place.there[the_founder().peer]
-        assert [here.is_out(one.peer) for one in (ann, eve, Holder(Identity.ephemeral()))] == [False, True, False], (
-            "who is dialled no more"
-        )
+        assert [here.was_removed(one.peer) for one in (ann, eve, Holder(Identity.ephemeral()))] == [
+            False,
+            True,
+            False,
+        ], "who is dialled no more"
         assert not list((tmp_path / the_founder().peer / "members" / "new").iterdir()), "it was taken"
 
     played(tmp_path, story)
@@ -196,11 +204,11 @@ def test_who_expires_is_parted_from(tmp_path: Path) -> None:
         place.connect(the_founder(), ann)
         await place.settle()
         place.now_s += 10.0
-        place.there[the_founder().peer].look()
+        place.there[the_founder().peer].check_members()
         await place.settle()
         assert not place.parted
         place.now_s += 1.0
-        place.there[the_founder().peer].look()
+        place.there[the_founder().peer].check_members()
         await place.settle()
         assert [(there, "expired" in reason) for _, there, reason in place.parted] == [(ann.peer, True)]
 
@@ -213,7 +221,7 @@ def test_observers_are_told_nothing_of_members_and_are_not_believed(tmp_path: Pa
 
     async def story(place: Place) -> None:
         one = place.enter(the_founder())
-        one.door.admit(asking.peer, asking.chain)
+        place.doors[one].admit(asking.peer, asking.chain)
         assert one.observes(asking.peer)
         for request in (GetStatements(b""), TellStatements(b"")):
             with pytest.raises(RequestRefused, match="only members"):
@@ -228,14 +236,14 @@ def test_an_observer_whose_invite_is_revoked_is_parted_from(tmp_path: Path) -> N
 
     async def story(place: Place) -> None:
         one = place.enter(the_founder())
-        one.door.admit(asking.peer, asking.chain)
+        place.doors[one].admit(asking.peer, asking.chain)
         place.links.add(frozenset({the_founder().peer, asking.peer}))
-        one.look()
+        one.check_members()
         await place.settle()
         assert not place.parted
         assert not one.is_member(asking.peer), "it only asks"
-        MemberFiles(tmp_path / the_founder().peer).leave(the_founder().bans(invite))
-        one.look()
+        MemberFiles(tmp_path / the_founder().peer).queue_statement(the_founder().bans(invite))
+        one.check_members()
         await place.settle()
         assert [(there, "is revoked" in why) for _, there, why in place.parted] == [(asking.peer, True)]
 
@@ -249,7 +257,7 @@ def test_a_follower_gives_nothing_and_owns_nothing(tmp_path: Path) -> None:
     async def story(place: Place) -> None:
         one = place.enter(the_founder())
         for holder in (follower, small):
-            one.door.admit(holder.peer, holder.chain)
+            place.doors[one].admit(holder.peer, holder.chain)
         assert (one.may_contribute(follower.peer), one.most_weight(follower.peer)) == (False, 0.0)
         assert (one.may_contribute(small.peer), one.most_weight(small.peer)) == (True, 0.25)
         assert not one.observes(follower.peer)
@@ -263,7 +271,7 @@ def test_malformed_news_are_refused(tmp_path: Path) -> None:
 
     async def story(place: Place) -> None:
         one = place.enter(the_founder())
-        one.door.admit(ann.peer, ann.chain)
+        place.doors[one].admit(ann.peer, ann.chain)
         forged = membership_log.join_statements([Holder(Identity.ephemeral()).bans(ann)])
         for data in (b"\x00", forged):
             with pytest.raises(RequestRefused):
@@ -294,7 +302,7 @@ def test_records_of_the_directory_use_up_no_invite(tmp_path: Path, monkeypatch: 
         for guest in [invite.certifies() for _ in range(5)]:
             assert one.is_announced_by_member(guest.peer, guest.chain)
         newcomer = invite.certifies()
-        one.door.admit(newcomer.peer, newcomer.chain)
+        place.doors[one].admit(newcomer.peer, newcomer.chain)
         assert one.is_member(newcomer.peer)
 
     played(tmp_path, story)
@@ -305,7 +313,7 @@ def test_what_is_known_is_kept_and_damage_is_survived(tmp_path: Path) -> None:
     ann = the_founder().invites().certifies()
     known.admit(ann.peer, ann.chain, 0.0)
     files.save(known)
-    files.leave(the_founder().bans(ann))
+    files.queue_statement(the_founder().bans(ann))
     (tmp_path / "members" / "new" / "garbage").write_bytes(b"garbage")
 
     def read() -> Members:
@@ -315,14 +323,14 @@ def test_what_is_known_is_kept_and_damage_is_survived(tmp_path: Path) -> None:
 
     assert read().grant_of(ann.peer) is not None
     assert not read().is_member(ann.peer, 0.0)
-    assert len(list(files.take_new(members()))) == 1
+    assert len(list(files.take_queued(members()))) == 1
     assert read().is_member(ann.peer, 0.0), "whoever takes a statement keeps it"
     (tmp_path / "members" / "statements").write_bytes(b"\xff\xff")
     assert read().grant_of(ann.peer) is None
     assert (files.chain(), files.invite()) == (b"", "")
-    files.keep_chain(ann.chain)
+    files.write_chain(ann.chain)
     assert files.chain() == ann.chain
-    files.keep_invite("p2pdiloco123")
+    files.write_invite("p2pdiloco123")
     assert files.invite() == "p2pdiloco123"
     assert (tmp_path / "members" / "invite").stat().st_mode & 0o777 == 0o600
 
@@ -339,19 +347,19 @@ def test_whoever_has_an_invite_makes_its_own_certificate_offline() -> None:
     founder = Credentials(RUN, b"", FOUNDER)
     for role in (Role.FOLLOWER, Role.LEARNER, Role.ADMIN):
         joiner = Identity.ephemeral()
-        mine = accepted(decode_invite(made(founder, role=role)), joiner)
+        mine = credentials_from_invite(decode_invite(made(founder, role=role)), joiner)
         grant = members().admit(joiner.peer_id, mine.chain, time.time())
         assert (grant.role, grant.depth) == (role, 2)
         assert grant.steps[-1].subject == invite_key(bytes(range(16))).peer_id
         asking = Identity.ephemeral()
-        observer = members().admit(asking.peer_id, mine.extended(asking.peer_id, Role.OBSERVER), time.time())
+        observer = members().admit(asking.peer_id, mine.chain_for(asking.peer_id, Role.OBSERVER), time.time())
         assert observer.role is Role.OBSERVER
 
 
 def test_an_admins_invite_is_good_where_the_admin_is_known() -> None:
     founder, admin, joiner = Credentials(RUN, b"", FOUNDER), Identity.ephemeral(), Identity.ephemeral()
-    appointed = accepted(decode_invite(made(founder, admin.peer_id, Role.ADMIN)), admin)
-    mine = accepted(decode_invite(made(appointed)), joiner)
+    appointed = credentials_from_invite(decode_invite(made(founder, admin.peer_id, Role.ADMIN)), admin)
+    mine = credentials_from_invite(decode_invite(made(appointed)), joiner)
     known = members()
     with pytest.raises(NotAMemberError):
         known.admit(joiner.peer_id, mine.chain, time.time())
@@ -363,9 +371,9 @@ def test_an_invite_for_one_peer_is_of_use_to_no_other() -> None:
     ann = Identity.ephemeral()
     invite = decode_invite(made(Credentials(RUN, b"", FOUNDER), ann.peer_id))
     known = Members(RUN, FOUNDER.peer_id, "list", verify)
-    assert known.admit(ann.peer_id, accepted(invite, ann).chain, time.time()).role is Role.LEARNER
+    assert known.admit(ann.peer_id, credentials_from_invite(invite, ann).chain, time.time()).role is Role.LEARNER
     with pytest.raises(CredentialsError, match="is for the peer"):
-        accepted(invite, Identity.ephemeral())
+        credentials_from_invite(invite, Identity.ephemeral())
 
 
 def test_who_tells_what_brings_nobody_new_is_soon_not_looked_at(
@@ -386,7 +394,7 @@ def test_who_tells_what_brings_nobody_new_is_soon_not_looked_at(
     async def story(place: Place) -> None:
         hub = place.enter(the_founder())
         for one in (eve, friend):
-            hub.door.admit(one.peer, one.chain)
+            place.doors[hub].admit(one.peer, one.chain)
         await hub.answer(eve.peer, told(newcomers))
         assert all(hub.is_member(one.peer) for one in newcomers), "those who come are not counted"
         looked: list[bytes] = []
@@ -461,10 +469,10 @@ def test_a_banned_peer_does_not_come_back_with_a_new_key_anywhere(tmp_path: Path
             place.connect(*pair)
         await place.settle()
         files = MemberFiles(tmp_path / the_founder().peer)
-        files.leave(the_founder().bans(eve))
-        files.leave(the_founder().closes(invite, ann, bob))
+        files.queue_statement(the_founder().bans(eve))
+        files.queue_statement(the_founder().closes(invite, ann, bob))
         place.connect(bob, again)
-        place.there[the_founder().peer].look()
+        place.there[the_founder().peer].check_members()
         await place.settle()
         assert {there for _, there, _ in place.parted} == {eve.peer, again.peer}
         assert {peer for peer, _ in place.expelled} == {eve.peer, again.peer}
@@ -476,7 +484,7 @@ def test_a_banned_peer_does_not_come_back_with_a_new_key_anywhere(tmp_path: Path
                 False,
             ]
             with pytest.raises(NotAMemberError, match="lets in nobody new"):
-                place.there[one.peer].door.admit(never.peer, never.chain)
+                place.doors[place.there[one.peer]].admit(never.peer, never.chain)
 
     played(tmp_path, story)
 
@@ -486,7 +494,7 @@ def test_who_asks_for_members_again_and_again_is_answered_seldom(tmp_path: Path)
 
     async def story(place: Place) -> None:
         hub = place.enter(the_founder())
-        hub.door.admit(ann.peer, ann.chain)
+        place.doors[hub].admit(ann.peer, ann.chain)
         for _ in range(membership_sync_module.ANSWERS):
             assert (await hub.answer(ann.peer, GetStatements(b""))).payload
         with pytest.raises(RequestRefused, match="ask again in some seconds"):

@@ -12,12 +12,13 @@ import pytest
 
 from p2pdiloco.discovery.directory import Directory, DirectoryError
 from p2pdiloco.nat.messages import Reachable
-from p2pdiloco.net.authorization import OpenAuthorizer
 from p2pdiloco.net.endpoint import LEAVING
 from p2pdiloco.protocol.ids import PeerId, RunId
+from p2pdiloco.swarm import known_peers
 from p2pdiloco.swarm import peer_manager as peer_manager_module
 from p2pdiloco.swarm.connect import ConnectFallback
-from p2pdiloco.swarm.lookup_policy import FEW
+from p2pdiloco.swarm.known_peers import KnownPeers
+from p2pdiloco.swarm.lookup_policy import FEW, LookupPolicy
 from p2pdiloco.swarm.membership_sync import MembershipSync
 from p2pdiloco.swarm.peer_manager import LEFT_S, RECORD_LIFE_S, PeerManager
 from p2pdiloco.transport.transport import DialError, RequestError, RequestRefused, Transport
@@ -102,7 +103,7 @@ class NoWay:
     def __init__(self) -> None:
         self.dialled: list[PeerId] = []
 
-    async def climb(self, peer: PeerId, record: PeerRecord) -> PeerId:
+    async def connect(self, peer: PeerId, record: PeerRecord) -> PeerId:
         self.dialled.append(peer)
         raise DialError("no way")
 
@@ -110,12 +111,12 @@ class NoWay:
 class OpenRun:
     """A run in which everybody is a member."""
 
-    door = OpenAuthorizer()
+    chain = b""
 
     def __init__(self) -> None:
         self.out: set[PeerId] = set()
 
-    def is_out(self, peer: PeerId) -> bool:
+    def was_removed(self, peer: PeerId) -> bool:
         return peer in self.out
 
     def observes(self, peer: PeerId) -> bool:
@@ -133,16 +134,21 @@ class Process:
         self.record = PeerRecord((f"/ip4/127.0.0.1/tcp/1/p2p/{life}",))
         self.lines = Lines(life)
         self.run = OpenRun()
-        self.ladder = NoWay()
+        self.connector = NoWay()
+        self.known = KnownPeers(ME)
+        self.lookup = LookupPolicy(ME, frozenset)
         self.peer_manager = PeerManager(
             RUN,
             cast(Directory, board),
             cast(Transport, self.lines),
-            lambda: self.record,
-            folder / f"{life}.json",
-            self._saw,
+            self.known,
+            self.lookup,
             cast(MembershipSync, self.run),
-            cast(ConnectFallback, self.ladder),
+            cast(ConnectFallback, self.connector),
+            record=lambda: self.record,
+            began_s=board.now_s(),
+            cache=folder / f"{life}.json",
+            duplicate_seen=self._saw,
         )
 
     def _saw(self, record: PeerRecord) -> None:
@@ -236,7 +242,7 @@ def test_who_is_connected_is_told_how_we_can_be_reached_and_again_when_that_chan
     async def main() -> None:
         one = Process(Board(), "one", tmp_path)
         told = one.lines.told
-        one.peer_manager.told(BOB, PeerRecord((), points=(HUB,)))
+        one.peer_manager.handle_reachable(BOB, PeerRecord((), points=(HUB,)))
         one.lines.lives = {BOB: "first", PeerId("only asks"): "1"}
         telling = asyncio.ensure_future(one.peer_manager.keep())
         await asyncio.sleep(RESOLVED_S)
@@ -268,18 +274,18 @@ def test_what_a_connected_peer_says_of_itself_is_newer_than_the_directory(tmp_pa
         one.lines.lives = {BOB: "life"}
         telling = asyncio.ensure_future(one.peer_manager.keep())
         await asyncio.sleep(RESOLVED_S)
-        assert one.peer_manager.records()[BOB] == first
-        one.peer_manager.told(BOB, last)
-        one.peer_manager.told(WATCHER, last)
+        assert one.known.records()[BOB] == first
+        one.peer_manager.handle_reachable(BOB, last)
+        one.peer_manager.handle_reachable(WATCHER, last)
         for _ in range(3):
             one.lines.lives = {BOB: "life", PeerId(str(Board.now_s())): "somebody comes: the directory is read"}
             await asyncio.sleep(RESOLVED_S)
-            assert one.peer_manager.records() == {BOB: last}
+            assert one.known.records() == {BOB: last}
         one.lines.lives = {}
-        one.peer_manager.disconnected(BOB, CUT)
+        one.peer_manager.handle_disconnected(BOB, CUT)
         board.standing[BOB] = (Board.now_s() + RECORD_LIFE_S, encode(later))
         await asyncio.sleep(RESOLVED_S)
-        assert one.peer_manager.records()[BOB] == later, "who is gone says nothing more"
+        assert one.known.records()[BOB] == later, "who is gone says nothing more"
         telling.cancel()
 
     in_virtual_time(main)
@@ -294,7 +300,7 @@ class Gone:
         self.one = Process(self.board, "one", folder)
         self.one.lines.lives = {BOB: "first"}
         self.announced(self.began_s)
-        self.one.peer_manager.told(BOB, PeerRecord((), points=(HUB,)))
+        self.one.peer_manager.handle_reachable(BOB, PeerRecord((), points=(HUB,)))
 
     def announced(self, began_s: float) -> None:
         record = PeerRecord((), points=(HUB,), life=str(began_s), began_s=began_s)
@@ -302,11 +308,11 @@ class Gone:
 
     def goes(self, reason: str) -> None:
         self.one.lines.lives = {}
-        self.one.ladder.dialled.clear()
-        self.one.peer_manager.disconnected(BOB, reason)
+        self.one.connector.dialled.clear()
+        self.one.peer_manager.handle_disconnected(BOB, reason)
 
     def dials(self) -> int:
-        return len(self.one.ladder.dialled)
+        return len(self.one.connector.dialled)
 
 
 def test_who_said_goodbye_is_dialled_when_it_has_come_back_and_else_seldom(tmp_path: Path) -> None:
@@ -324,7 +330,7 @@ def test_who_said_goodbye_is_dialled_when_it_has_come_back_and_else_seldom(tmp_p
         assert gone.dials() == 0, "its old record is no news"
         await asyncio.sleep(9 * LEFT_S + 2 * RESOLVED_S)
         assert 9 <= gone.dials() <= 10, "it may be back, and nobody says so"
-        gone.one.ladder.dialled.clear()
+        gone.one.connector.dialled.clear()
         gone.announced(Board.now_s())
         await asyncio.sleep(5 * RESOLVED_S)
         assert gone.dials() >= 3, "another life of it is announced"
@@ -341,7 +347,7 @@ def test_who_said_goodbye_and_is_connected_again_is_dialled_as_ever(tmp_path: Pa
         gone.goes(LEAVING)
         await asyncio.sleep(RESOLVED_S)
         gone.one.lines.lives = {BOB: "second"}
-        gone.one.peer_manager.told(BOB, PeerRecord((), points=(PUB,)))
+        gone.one.peer_manager.handle_reachable(BOB, PeerRecord((), points=(PUB,)))
         await asyncio.sleep(RESOLVED_S)
         gone.goes(CUT)
         await asyncio.sleep(5 * RESOLVED_S)
@@ -371,7 +377,7 @@ def test_who_is_banned_is_not_dialled_and_dials_nobody(tmp_path: Path, banned: P
 
 def test_records_of_nobody_keep_no_newcomer_from_being_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In an open run anybody publishes as many as he likes; what is known is kept over restarts, too."""
-    monkeypatch.setattr(peer_manager_module, "MAX_KNOWN", 8)
+    monkeypatch.setattr(known_peers, "MAX_KNOWN", 8)
     monkeypatch.setattr(peer_manager_module, "ROOM", 2)
 
     async def main() -> None:
@@ -383,15 +389,15 @@ def test_records_of_nobody_keep_no_newcomer_from_being_known(tmp_path: Path, mon
         keeping = asyncio.ensure_future(one.peer_manager.keep())
         await asyncio.sleep(RESOLVED_S)
         one.lines.lives = {BOB: "life"}
-        one.peer_manager.told(BOB, PeerRecord((), points=(PUB,)))
-        assert BOB in one.peer_manager.records(), "who is here is known, whoever else is not"
+        one.peer_manager.handle_reachable(BOB, PeerRecord((), points=(PUB,)))
+        assert BOB in one.known.records(), "who is here is known, whoever else is not"
         newcomer = PeerId("newcomer")
         board.standing[newcomer] = record
         met = 0
         for _ in range(40):
             one.lines.lives = {BOB: "life", PeerId(str(Board.now_s())): "somebody comes: the directory is read"}
             await asyncio.sleep(RESOLVED_S)
-            known = one.peer_manager.records()
+            known = one.known.records()
             met += newcomer in known
             assert BOB in known
             assert len(known) <= 8

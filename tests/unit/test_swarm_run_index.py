@@ -13,7 +13,7 @@ from actors import FOUNDER, make_manifest
 from p2pdiloco.access.invite_code import decode_invite
 from p2pdiloco.cli.main import main
 from p2pdiloco.protocol.manifest import MANIFEST, Manifest
-from p2pdiloco.swarm.credentials import accepted
+from p2pdiloco.swarm.credentials import credentials_from_invite
 from p2pdiloco.swarm.invitations import keep_addresses
 from p2pdiloco.swarm.run_index import ConfigError, folder_of, kept_run, kept_runs
 from p2pdiloco.transport.identity import KEY_FILE, Identity
@@ -67,7 +67,7 @@ def test_a_scripts_run_is_invited_to_and_paused_by_name_with_the_scripts_key(
     ours = Identity.load_or_create(tmp_path / KEY_FILE)
     invite = decode_invite(said(capsys, "invite", "--run", "story", "--state", tmp_path))
     assert invite.run == manifest.run
-    assert accepted(invite, ours).chain
+    assert credentials_from_invite(invite, ours).chain
     assert "banned" in said(capsys, "ban", ours.peer_id, "--run", "story", "--state", tmp_path)
     assert list((folder_of(tmp_path / "story", manifest.run) / "members" / "new").iterdir())
     assert str(tmp_path / "story") in said(capsys, "pause", "--state", tmp_path)

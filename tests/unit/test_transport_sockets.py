@@ -58,11 +58,9 @@ def test_what_begins_as_the_directory_does_is_handed_to_it() -> None:
             worth.append(await shared.carry(raw))
             return worth[-1]
 
-        ann, bob = (
-            Transport(Identity.ephemeral(), listen=LOOPBACK, run="", version=1, handler=Observer()) for _ in range(2)
-        )
+        ann, bob = (Transport(Identity.ephemeral(), listen=LOOPBACK, run="", version=1) for _ in range(2))
         ann.setup.takers[FIRST] = carry
-        async with inner, ann, bob:
+        async with inner, ann.serve(Observer()), bob.serve(Observer()):
             (where,) = ann.listen_addresses()
             for times in (1, 9):
                 reader, writer = await asyncio.open_connection("127.0.0.1", int(where.split("/")[4]))

@@ -193,7 +193,7 @@ class Member:
             self.vectors,
             self.metrics,
             sent_bytes=lambda: 0,
-            status=lambda: None,  # type: ignore[arg-type,return-value]
+            status=lambda _: None,  # type: ignore[arg-type,return-value]
             observed=self._observed,
             standing=standing,
         )

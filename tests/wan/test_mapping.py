@@ -37,7 +37,7 @@ async def main():
     print(*router.lease[:3], flush=True)
     await asyncio.to_thread(sys.stdin.readline)
     keeping.cancel()
-    await router.give_back()
+    await router.release()
     print("given back", flush=True)
 asyncio.run(main())
 """

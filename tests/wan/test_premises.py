@@ -125,7 +125,7 @@ class Ear(Observer):
     def message(self, peer, body, payload): print("came", len(payload), flush=True)
 async def main(words):
     listen = words[1] if words[0] == "listen" else ""
-    async with Transport(Identity.ephemeral(), listen=listen, run="", version=1, handler=Ear()) as transport:
+    async with Transport(Identity.ephemeral(), listen=listen, run="", version=1).serve(Ear()) as transport:
         if listen:
             print(transport.listen_addresses()[0], flush=True)
             await asyncio.sleep(30)

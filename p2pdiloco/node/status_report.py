@@ -1,0 +1,73 @@
+"""The status of a peer: what it tells other peers, its user and its training script of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from p2pdiloco.node.eta import presented
+from p2pdiloco.peer.peer import Peer
+from p2pdiloco.swarm.known_peers import KnownPeers
+from p2pdiloco.transport.transport import Transport
+from p2pdiloco.wire.control_messages import TROUBLE_LIMIT, PeerStatus
+
+
+class StatusReporter:
+    """Composes the status of a peer from the peer itself, its transport and the peers that it knows."""
+
+    def __init__(self, transport: Transport, known: KnownPeers, troubles: Sequence[Mapping[str, str]]) -> None:
+        """``troubles``: sentences about tasks that failed and were started again, as of ``Tasks``."""
+        self._transport = transport
+        self._known = known
+        self._troubles = tuple(troubles)
+
+    def sent_bytes(self) -> int:
+        """Bytes that this process has sent to other peers."""
+        traffic = self._transport.traffic()
+        return traffic.sent_control + traffic.sent_bulk
+
+    def trouble(self, peer: Peer) -> str:
+        """What a person should look at: the peer's own trouble, then that of tasks that were started again."""
+        found = (peer.trouble, *(text for troubles in self._troubles for text in troubles.values()))
+        return "; ".join(filter(None, found))[:TROUBLE_LIMIT]
+
+    def status(self, peer: Peer) -> PeerStatus:
+        """The status of ``peer`` now."""
+        status, view, traffic = peer.machine.status(), peer.machine.view, self._transport.traffic()
+        versions = [head.version for head in status.heads] or [0]
+        evaluation = status.evaluation
+        told = PeerStatus(
+            run=peer.manifest.run,
+            name=peer.manifest.config.name,
+            peer=peer.config.peer,
+            phase="resting" if peer.supervision.resting else status.phase,
+            step=status.step,
+            total_steps=view.last_step,
+            known=max(len(self._known), len(status.live)) + 1,
+            live=len(status.live) + 1,
+            participating=len(status.participating),
+            weight_averaged=status.weight_averaged,
+            version_min=min(versions),
+            version_max=max(versions),
+            heads_mark=view.heads_mark,
+            tokens_trained=peer.metrics.tokens,
+            tokens_merged=_tokens_merged(peer),
+            tokens_per_second=peer.metrics.tokens_per_second,
+            train_loss=peer.metrics.loss,
+            held_out_loss=None if evaluation is None else evaluation.loss,
+            held_out_step=0 if evaluation is None else evaluation.step,
+            bytes_up=self.sent_bytes(),
+            bytes_down=traffic.received_control + traffic.received_bulk,
+            blocked_s=peer.metrics.blocked_s,
+            epochs=status.epochs,
+            blocks_repeated=status.blocks_repeated,
+            trouble=self.trouble(peer),
+            first_batches=peer.supervision.first_batches,
+        )
+        return presented(told)
+
+
+def _tokens_merged(peer: Peer) -> int:
+    """Tokens that the chains have merged, as declared, averaged over the shards by their size."""
+    merged = peer.machine.view.merged_tokens()
+    total = sum(m * shard.elements for m, shard in zip(merged, peer.layout.shards, strict=True))
+    return total // peer.layout.elements
