@@ -11,7 +11,7 @@ Rules of this file:
 3. Checkpoints of several peers of a run can be put together: of each shard the heaviest head, by the protocol's own
    rule. Where they come from, and in which order, does not matter.
 4. What a crash left half-written, or without its index, is swept at the next save and at the peer's start.
-5. What is read back is led on by what was committed since (``segments``).
+5. What is read back is led on by what was committed since (``commit_wal``).
 """
 
 from __future__ import annotations
@@ -29,14 +29,13 @@ from torch import Tensor
 
 from p2pdiloco.codec.digests import StateForm, packed
 from p2pdiloco.peer import commit_wal
-from p2pdiloco.peer.commit_wal import numbers, path_of
+from p2pdiloco.peer.commit_wal import CHECKPOINT_PREFIX, next_number, numbers, path_of
 from p2pdiloco.peer.host import PART, Disk, replace
 from p2pdiloco.peer.state_proof import SavedState, proven_digest
 from p2pdiloco.protocol.chain import is_heavier
 from p2pdiloco.protocol.ids import RunId, digest_of
 from p2pdiloco.protocol.manifest import MANIFEST, Layout, Manifest
 from p2pdiloco.protocol.manifest_validation import decode_manifest
-from p2pdiloco.protocol.messages import Head
 from p2pdiloco.util import logs
 from p2pdiloco.util.files import LOCAL
 from p2pdiloco.wire.control_messages import StateProof
@@ -44,7 +43,6 @@ from p2pdiloco.wire.control_messages import StateProof
 log = logs.get("node")
 
 FORMAT = 4
-PREFIX = "state-"
 GOOD = ".good"
 AVERAGE = "average.bin"
 """A running average of the parameters, where one is kept (``ema.py``)."""
@@ -107,16 +105,15 @@ class Draft:
         path = _tensors(self._folder, self._number)
         return path.with_name(f".{path.name}{PART}")
 
-    @property
-    def heads(self) -> list[Head]:
-        """Heads of its shards, in order."""
-        return [saved.state.head for saved in self._shards]
+    def begin(self, number: int) -> None:
+        """Begin the checkpoint of that number, which no other in the folder has.
 
-    def begin(self) -> None:
-        """Raises OSError: the disk is full or not writable."""
+        Raises:
+            OSError: the disk is full or not writable.
+        """
         folder, disk = self._folder, self._disk
         sweep_halves(folder, disk)
-        self._number = next_number(folder, disk)
+        self._number = number
         replace(disk, folder / MANIFEST, [self._manifest.encode()])
         disk.write(self._part, [_header(Layout.of(self._manifest), self._form)])
 
@@ -153,7 +150,8 @@ class Draft:
             if old != good:
                 disk.remove(_index(folder, old))
                 disk.remove(_tensors(folder, old))
-        commit_wal.remove(folder, disk, before=min(there[:keep]))
+        if len(there) >= keep:
+            commit_wal.remove(folder, disk, before=min(there[:keep]))
 
     def discard(self) -> None:
         """Nothing of it stays, as far as the disk can do that."""
@@ -183,7 +181,7 @@ def save(
     """
     draft = Draft(folder, manifest, disk)
     try:
-        draft.begin()
+        draft.begin(next_number(folder, disk))
         for piece, proof in zip(Layout.of(manifest).shards, shards, strict=True):
             saved = proof if isinstance(proof, SavedState) else SavedState(proof.state, proof.header, proof.signature)
             span = slice(piece.start, piece.stop)
@@ -201,12 +199,14 @@ def sweep_halves(folder: Path, disk: Disk = LOCAL) -> list[str]:
         OSError: it cannot be removed.
     """
     names = disk.names(folder)
-    ours = (f".{PREFIX}", f".{MANIFEST}.", f".{AVERAGE}.")
+    ours = (f".{CHECKPOINT_PREFIX}", f".{MANIFEST}.", f".{AVERAGE}.")
     halves = [name for name in names if name.endswith(PART) and name.startswith(ours)]
     halves += [
         name
         for name in names
-        if name.startswith(PREFIX) and name.endswith(".safetensors") and f"{Path(name).stem}.json" not in names
+        if name.startswith(CHECKPOINT_PREFIX)
+        and name.endswith(".safetensors")
+        and f"{Path(name).stem}.json" not in names
     ]
     for name in halves:
         disk.remove(folder / name)
@@ -295,14 +295,9 @@ def best_of(checkpoints: Iterable[Checkpoint]) -> Checkpoint:
     return Checkpoint(manifest=first.manifest, shards=tuple(shards), theta=theta, momentum=momentum)
 
 
-def next_number(folder: Path, disk: Disk) -> int:
-    """Which no checkpoint and no segment in ``folder`` has."""
-    return max([0, *_numbers(disk, folder), *commit_wal.numbers(folder, disk)]) + 1
-
-
 def stem(number: int) -> str:
     """What its files are called, but for their suffixes."""
-    return f"{PREFIX}{number:08d}"
+    return f"{CHECKPOINT_PREFIX}{number:08d}"
 
 
 def _index(folder: Path, number: int) -> Path:
@@ -329,15 +324,15 @@ def mark_good(folder: Path, number: int, disk: Disk = LOCAL) -> None:
 def good_number(folder: Path, disk: Disk = LOCAL) -> int | None:
     """Of the checkpoint in ``folder`` that is known to be good, if there is one."""
     names = disk.names(folder)
-    marked = (name.removeprefix(PREFIX).removesuffix(GOOD) for name in names if name.endswith(GOOD))
+    marked = (name.removeprefix(CHECKPOINT_PREFIX).removesuffix(GOOD) for name in names if name.endswith(GOOD))
     there = set(_numbers(disk, folder))
     return max((int(number) for number in marked if number.isdecimal() and int(number) in there), default=None)
 
 
 def _numbers(disk: Disk, folder: Path) -> list[int]:
     """Of the checkpoints in ``folder``, newest first."""
-    names = (name for name in disk.names(folder) if name.startswith(PREFIX) and name.endswith(".json"))
-    stems = (name.removeprefix(PREFIX).removesuffix(".json") for name in names)
+    names = (name for name in disk.names(folder) if name.startswith(CHECKPOINT_PREFIX) and name.endswith(".json"))
+    stems = (name.removeprefix(CHECKPOINT_PREFIX).removesuffix(".json") for name in names)
     return sorted((int(stem) for stem in stems if stem.isdecimal()), reverse=True)
 
 

@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 HAS_KERNELS = numba_kernels.AVAILABLE
 
-WORK_S: dict[Queue, float] = {"tensors": 0.004, "checks": 0.002, "disk": 0.03, "own": 0.004}
+WORK_S: dict[Queue, float] = {"tensors": 0.004, "checks": 0.002, "disk": 0.03, "log": 0.004}
 """Typical time of one job."""
 
 

@@ -228,13 +228,13 @@ class Full(LocalDisk):
     is_full = True
     tries = 0
 
-    def put(self, path: Path, at: int, part: Buffer) -> None:
+    def put(self, path: Path, at: int, *parts: Buffer) -> None:
         if self.is_full:
             self.tries += 1
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(b"half")
             raise OSError(errno.ENOSPC, "No space left on device")
-        super().put(path, at, part)
+        super().put(path, at, *parts)
 
 
 def test_a_full_disk_costs_memory_and_no_payload(tmp_path: Path) -> None:
