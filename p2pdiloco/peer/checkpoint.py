@@ -73,7 +73,7 @@ class Index(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """What was read back."""
+    """A checkpoint that was read back and checked."""
 
     manifest: Manifest
     shards: tuple[SavedState, ...]
@@ -97,7 +97,7 @@ class Draft:
 
     @property
     def number(self) -> int:
-        """By which it is called."""
+        """The number in its name."""
         return self._number
 
     @property
@@ -118,7 +118,7 @@ class Draft:
         disk.write(self._part, [_header(Layout.of(self._manifest), self._form)])
 
     def add(self, saved: SavedState, data: memoryview) -> None:
-        """The next shard, as it travels.
+        """Append the next shard, as it travels.
 
         Raises:
             OSError: the disk is full.
@@ -134,7 +134,8 @@ class Draft:
             self._disk.sync(self._part)
 
     def finish(self, *, keep: int) -> None:
-        """It is there; of all in the folder the newest ``keep`` stay, and the one that is known to be good.
+        """Give the checkpoint its name; of all in the folder keep the newest ``keep`` and the one that is known to be
+        good.
 
         Raises:
             OSError: it is not there.
@@ -154,7 +155,7 @@ class Draft:
             commit_wal.remove(folder, disk, before=min(there[:keep]))
 
     def discard(self) -> None:
-        """Nothing of it stays, as far as the disk can do that."""
+        """Remove what was written, as far as the disk allows it."""
         if self._number:
             with contextlib.suppress(OSError):
                 self._disk.remove(self._part)
@@ -296,7 +297,7 @@ def best_of(checkpoints: Iterable[Checkpoint]) -> Checkpoint:
 
 
 def stem(number: int) -> str:
-    """What its files are called, but for their suffixes."""
+    """The name of a checkpoint's files, without suffix."""
     return f"{CHECKPOINT_PREFIX}{number:08d}"
 
 
@@ -309,7 +310,7 @@ def _tensors(folder: Path, number: int) -> Path:
 
 
 def mark_good(folder: Path, number: int, disk: Disk = LOCAL) -> None:
-    """This checkpoint, and no other, is known to be good (``known_good``).
+    """Mark this checkpoint, and no other, as known to be good.
 
     Raises:
         OSError: the mark cannot be written.
@@ -322,7 +323,7 @@ def mark_good(folder: Path, number: int, disk: Disk = LOCAL) -> None:
 
 
 def good_number(folder: Path, disk: Disk = LOCAL) -> int | None:
-    """Of the checkpoint in ``folder`` that is known to be good, if there is one."""
+    """The number of the checkpoint in ``folder`` that is known to be good, if there is one."""
     names = disk.names(folder)
     marked = (name.removeprefix(CHECKPOINT_PREFIX).removesuffix(GOOD) for name in names if name.endswith(GOOD))
     there = set(_numbers(disk, folder))
@@ -330,7 +331,7 @@ def good_number(folder: Path, disk: Disk = LOCAL) -> int | None:
 
 
 def _numbers(disk: Disk, folder: Path) -> list[int]:
-    """Of the checkpoints in ``folder``, newest first."""
+    """Numbers of the checkpoints in ``folder``, newest first."""
     names = (name for name in disk.names(folder) if name.startswith(CHECKPOINT_PREFIX) and name.endswith(".json"))
     stems = (name.removeprefix(CHECKPOINT_PREFIX).removesuffix(".json") for name in names)
     return sorted((int(stem) for stem in stems if stem.isdecimal()), reverse=True)
@@ -382,8 +383,8 @@ def _read(disk: Disk, folder: Path, number: int) -> Checkpoint:
 
 
 def _header(layout: Layout, form: StateForm) -> bytes:
-    """Of a safetensors file with a tensor ``shard.N`` for each shard, as it travels: float32 [2 * n], or bytes [6 * n]
-    where momentum has another type."""
+    """The header of a safetensors file with a tensor ``shard.N`` for each shard, as it travels: float32 [2 * n], or
+    bytes [6 * n] where momentum has another type."""
     dtype, size = ("F32", 4) if form.momentum == torch.float32 else ("U8", 1)
     entries = {
         f"shard.{piece.shard}": {
@@ -416,7 +417,7 @@ ASIDE = "aside-"
 
 
 class KnownGood:
-    """Which checkpoint of one folder is known to be good, during one life of its peer."""
+    """Judges and marks the checkpoints of one folder, during one life of its peer."""
 
     def __init__(self, folder: Path, disk: Disk) -> None:
         self._folder = folder
@@ -425,9 +426,9 @@ class KnownGood:
         self._waiting: int | None = None
         """The checkpoint that was written last."""
 
-    def written(self, number: int, loss: float | None) -> bool:
-        """A checkpoint is there, and this peer's learner has had ``loss`` since the last one: whether that one is good.
-        Blocks.
+    def judge_previous(self, number: int, loss: float | None) -> bool:
+        """Judge the checkpoint before ``number``, which is there now, by the ``loss`` of this peer's learner since;
+        mark it if it is good, and say so. Blocks.
 
         Raises:
             OSError: it cannot be marked.
@@ -448,7 +449,7 @@ class KnownGood:
 
 
 def _asides() -> Iterator[str]:
-    """Of the first time, the second, and so on: none writes over another's."""
+    """Prefixes for files that are put aside, one for each time: none writes over another's."""
     yield ASIDE
     yield from (f"{ASIDE}{time}-" for time in count(2))
 

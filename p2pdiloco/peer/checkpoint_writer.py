@@ -147,10 +147,10 @@ COPY_S = 60.0
 
 
 class CopyError(Exception):
-    """There is none now; the message says why."""
+    """A shard cannot be copied now; the message says why."""
 
 
-async def copied(
+async def copy_shard(
     driver: Driver,
     shard: ShardId,
     data: memoryview,
@@ -198,7 +198,7 @@ COST_SHARE = 0.02
 
 
 class CheckpointWriter:
-    """A node's checkpoints in ``folder``; the newest ``keep`` stay."""
+    """Writes a node's checkpoints into ``folder`` and keeps the newest ``keep``."""
 
     def __init__(
         self,
@@ -252,7 +252,7 @@ class CheckpointWriter:
             waits_since = self._host.now()
 
     async def _follow(self) -> None:
-        """What was committed is on the disk, too."""
+        """Bring what was committed to the disk."""
         async with self._one_at_a_time:
             if not self._driver.is_closed:
                 await self._follower.follow()
@@ -288,10 +288,10 @@ class CheckpointWriter:
         return False
 
     async def _judge(self, number: int) -> None:
-        """Whether the checkpoint before this one is good, by how training went since."""
+        """Judge the checkpoint before this one by how training went since."""
         loss = self._metrics.loss
         try:
-            if await self._host.work("disk", lambda: self._known_good.written(number, loss)):
+            if await self._host.work("disk", lambda: self._known_good.judge_previous(number, loss)):
                 self._metrics.write("checkpoint-good", loss=loss)
         except OSError as error:
             log.warning("no checkpoint is marked as good", reason=os.strerror(error.errno or 0))
@@ -326,7 +326,7 @@ class CheckpointWriter:
             return self._saved(shard) if now is not None and now.id == head else None
 
         for _ in range(TRIES):
-            saved = await copied(self._driver, shard, data, prove, is_checked=False)
+            saved = await copy_shard(self._driver, shard, data, prove, is_checked=False)
             if saved is not None:
                 return saved
         raise CopyError("it is always changing")

@@ -38,7 +38,7 @@ from p2pdiloco.peer.payload_store import PayloadStore
 from p2pdiloco.peer.scrubber import CorruptShardPolicy, Scrubber
 from p2pdiloco.peer.signatures import Everybody, Standing
 from p2pdiloco.peer.state_client import INCOMING, PartialDownloads, StateClient
-from p2pdiloco.peer.state_proof import SavedState, ancestors, unbroken
+from p2pdiloco.peer.state_proof import SavedState, ancestors, unbroken_lineage
 from p2pdiloco.peer.state_server import RequestHandlers
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
@@ -181,7 +181,7 @@ class Peer:
                 proofs = self.driver.payload_cache.shelves[piece.shard].proofs
                 if proof.header is not None:
                     proofs[proof.state.head.id] = (proof.header, proof.signature)
-                lineage = unbroken(proof, proof.lineage) if isinstance(proof, SavedState) else ()
+                lineage = unbroken_lineage(proof, proof.lineage) if isinstance(proof, SavedState) else ()
                 proofs.update((commit_id(c.header), (c.header, c.signature)) for c in lineage)
                 lineages.append(ancestors(proof, lineage))
                 shards.append(proof.state)
@@ -201,8 +201,8 @@ class Peer:
     async def live(self) -> Ending:
         """Take part, after ``begin``, until something ends it."""
         self.host.keep(partial(self._saver.keep_saving, self.options.checkpoint_s), name="checkpoints")
-        self.host.keep(Scrubber(self.driver).keep, name="scrub")
-        self.host.keep(CorruptShardPolicy(self.driver).keep, name="fallback")
+        self.host.keep(Scrubber(self.driver).run, name="scrub")
+        self.host.keep(CorruptShardPolicy(self.driver).run, name="fallback")
         async with AsyncExitStack() as lives:
             if not self.options.is_follower:
                 self.host.spawn(self._look_after_learner(lives), name="learner")

@@ -90,7 +90,7 @@ BUGS = (
     Bug(
         name="the newest checkpoint is the good one",
         module=_GOOD,
-        where="KnownGood.written(self, number)",
+        where="KnownGood.judge_previous(self, number)",
         old="mark_good(self._folder, before, self._disk)",
         new="mark_good(self._folder, number, self._disk)",
         harm="a poisoned state is marked as good before anybody has trained on it",
@@ -99,7 +99,7 @@ BUGS = (
     Bug(
         name="bad losses become the measure",
         module=_GOOD,
-        where="KnownGood.written(self, number, loss)",
+        where="KnownGood.judge_previous(self, number, loss)",
         old="return False",
         new="self._losses.append(loss or 0.0)\nreturn False",
         harm="a run that has been poisoned for long is its own measure",

@@ -339,7 +339,7 @@ BUGS = (
     Bug(
         name="an altered state is gone on with as soon as nobody is here",
         module="p2pdiloco.peer.scrubber",
-        where="CorruptShardPolicy._given_up",
+        where="CorruptShardPolicy._resolve",
         old="view.live or not view.missing or now - self._alone_since.setdefault(shard, now) >= ALONE_S",
         new="True or now - self._alone_since.setdefault(shard, now) >= ALONE_S",
         harm="a bit that flips while a line is away is in what is signed, and the others take the fault for their own",
