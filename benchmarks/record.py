@@ -19,7 +19,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-DISTRIBUTIONS = ("p2pdiloco", "torch", "numpy", "zstandard", "uvloop", "hivemind", "cryptography", "numba")
+DISTRIBUTIONS = ("p2pdiloco", "torch", "numpy", "zstandard", "uvloop", "hivemind", "cryptography")
 
 Row = Mapping[str, Any]
 

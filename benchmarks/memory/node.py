@@ -22,6 +22,7 @@ from benchmarks.wire import line
 from benchmarks.wire.exchange_peer import SYNC_EVERY, TOKENS, ExchangePeer, Rounds, incoming_lines, run_of
 from p2pdiloco.codec import digests, outer_optimizer, quantization
 from p2pdiloco.codec.formats import CHUNK, recipe
+from p2pdiloco.codec.shard_codec import Bodies
 from p2pdiloco.discovery.directory import Directory
 from p2pdiloco.peer.options import LinkOptions, PeerOptions
 from p2pdiloco.transport.identity import Identity
@@ -34,8 +35,8 @@ def warm() -> None:
     gradient, theta = torch.ones(CHUNK), torch.zeros(CHUNK)
     momentum = torch.zeros(CHUNK, dtype=torch.bfloat16)
     body = bytes(quantization.encode_chunk(recipe("int4"), gradient))
-    factors = {"learning_rate": 0.1, "momentum_factor": 0.9}
-    outer_optimizer.step_and_hand_over(body, body, theta, momentum, gradient, is_added=True, **factors)
+    bodies, factors = Bodies.of(body), outer_optimizer.Factors(learning_rate=0.1, momentum_factor=0.9)
+    outer_optimizer.step_shard(bodies, bodies, theta, momentum, gradient, True, factors)
     outer_optimizer.step_aside(body, theta, momentum, (gradient, torch.empty_like(momentum)), **factors)
     digests.digest_list(theta, momentum)
 

@@ -20,7 +20,7 @@ from benchmarks.watch.shots import crowd
 from p2pdiloco.observability.alerts import Alerts
 from p2pdiloco.observability.history import RunHistory, account
 from p2pdiloco.observability.log_reader import Recording
-from p2pdiloco.observability.prometheus import exposition
+from p2pdiloco.observability.prometheus import expose
 from p2pdiloco.observability.snapshot import RunSnapshot
 from p2pdiloco.peer.metrics import Metrics
 
@@ -90,7 +90,7 @@ def measured(chronicle: RunHistory, folder: Path, versions: int, contributors: d
                 costs.of(f"a picture and alerts each {ALERTS_S} s")
             if second % SCRAPE_S == 0:
                 with costs:
-                    exposition(_of(chronicle, now))
+                    expose(_of(chronicle, now))
                 costs.of(f"/metrics each {SCRAPE_S} s")
     return costs
 

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from benchmarks import bench
 from benchmarks.wire import plots
-from p2pdiloco.codec import formats, numba_kernels
+from p2pdiloco.codec import formats, native
 from p2pdiloco.codec.compression import compress, decompress, join, split
 from p2pdiloco.codec.digests import chunk_digest
 from p2pdiloco.codec.formats import FORMATS, HEADER
@@ -216,7 +216,7 @@ def main() -> None:
                 "elements": x.numel(),
                 "chunk": CHUNK,
                 "repeat": options.repeat,
-                "kernels": numba_kernels.AVAILABLE,
+                "kernels": native.is_used,
                 **{key: value for key, value in how._asdict().items() if value != math.inf},
             }
             rows.append(bench.write(options, "wire/codec", settings, figures))

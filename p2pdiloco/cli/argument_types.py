@@ -86,11 +86,11 @@ def notified(text: str) -> str:
 
 
 def logged(text: str) -> str:
-    """A program that draws experiments, and where; its library is there."""
-    from p2pdiloco.observability.exporters import split
+    """A target of ``--log-to`` whose library is installed."""
+    from p2pdiloco.observability.exporters import parse_target
 
     try:
-        split(text)
+        parse_target(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     return text

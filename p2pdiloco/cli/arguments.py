@@ -573,7 +573,7 @@ COMMANDS = {
     "members": Command("show who is a member of this machine's runs, by whom, until when", _members, is_quiet=True),
     "pause": Command("let this machine's peers rest, until told otherwise", _pause, is_quiet=True),
     "launch": Command("rent machines that join a run, through SkyPilot, within a budget", _launch, is_quiet=True),
-    "completion": Command("print what completes p2pdiloco's words in a shell", _completion, is_quiet=True),
+    "completion": Command("print a completion script for a shell", _completion, is_quiet=True),
     "plan": Command("say what a run would ask of lines, memory and money", plan, is_quiet=True),
     "doctor": Command("check what this machine can do as a peer", _doctor, is_quiet=True),
 }

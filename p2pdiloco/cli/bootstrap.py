@@ -15,7 +15,6 @@ from p2pdiloco.cli.errors import as_command_errors
 from p2pdiloco.discovery import port_multiplexer
 from p2pdiloco.discovery.directory import Directory, DirectoryError
 from p2pdiloco.nat.rendezvous_server import RendezvousServer
-from p2pdiloco.nat.request_router import RequestRouter
 from p2pdiloco.net.handshake import WIRE_VERSION
 from p2pdiloco.swarm.run_lookup import check_directory_addresses
 from p2pdiloco.transport import addresses, sockets
@@ -51,19 +50,18 @@ async def _serve(arguments: argparse.Namespace) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    handler = RequestRouter(Observer())
     transport = Transport(
         identity,
         listen=_meeting_addresses(listen, meet),
         run="",
         version=WIRE_VERSION,
-        handler=handler,
+        handler=Observer(),
     )
-    handler.point = RendezvousServer(transport, arguments.relay)
+    point = RendezvousServer(transport, arguments.relay)
     inner, announced = listen, arguments.announce
     if meet and set(listen) <= set(meet):  # both at one port: the daemon listens behind it
         port = _free_port()
-        transport.strangers.others[port_multiplexer.FIRST] = port_multiplexer.SharedPort(port).carry
+        transport.setup.takers[port_multiplexer.FIRST] = port_multiplexer.SharedPort(port).carry
         inner, announced = [f"/ip4/127.0.0.1/tcp/{port}"], announced or _expanded(listen)
     directory = Directory(
         identity,
@@ -83,7 +81,7 @@ async def _serve(arguments: argparse.Namespace) -> int:
             for address in directory.visible_addresses():
                 print(f"  p2pdiloco join {address}", flush=True)
             await stop.wait()
-            if pairs := handler.point.introducer.joined:
+            if pairs := point.introducer.joined:
                 print(f"{pairs} pairs of peers were connected over this node alone: they meet again where another is")
     return 0
 

@@ -17,18 +17,14 @@ Rules of this file:
 3. Every frame states its content's size. One that does not, or states more than the caller allows, is refused before
    anything is allocated; so is an index that does not fit. No peer can make us allocate more than we asked for.
 4. zstd's contexts are not thread-safe, so each thread has its own. Both directions run without the GIL.
-5. The system's libzstd decodes where it is faster (``libzstd``); both accept the same frames.
-6. Stored bodies are neither copied nor looked at here: they are made where the payload has its place for them
+5. Stored bodies are neither copied nor looked at here: they are made where the payload has its place for them
    (``store``), and read where it lies.
 """
 
 from __future__ import annotations
 
-import ctypes
 import itertools
-import platform
 import struct
-import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final, cast
@@ -38,83 +34,6 @@ import zstandard
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
-
-
-# -- The system's libzstd ----------------------------------------------------------------------------------------------
-# The system's libzstd, where there is one: it decodes Huffman codes with assembly, which the ``zstandard`` package is
-# built without. On x86-64 a chunk takes a fifth less time with it, and half of it when the core is shared.
-#
-# Rules of this file:
-# 1. Optional: without it, with an old one, or on another architecture (no assembly there), ``zstandard`` decodes.
-# 2. Only functions of the C interface that has been stable since version 1.0. What a frame states was checked by
-#    ``compression.decompress``: the output is as large as that, and zstd writes no further.
-
-
-_NAMES: Final = {"linux": "libzstd.so.1", "darwin": "libzstd.1.dylib"}
-_OLDEST: Final = 10502
-"""1.5.2; the assembly came with 1.5.1."""
-_SIZE: Final = ctypes.c_size_t
-
-
-def _load() -> ctypes.CDLL | None:
-    name = _NAMES.get(sys.platform)
-    if name is None or platform.machine() != "x86_64":
-        return None
-    try:
-        library = ctypes.CDLL(name)
-        library.ZSTD_versionNumber.restype = ctypes.c_uint
-        if library.ZSTD_versionNumber() < _OLDEST:
-            return None
-        library.ZSTD_createDCtx.restype = ctypes.c_void_p
-        library.ZSTD_freeDCtx.argtypes = (ctypes.c_void_p,)
-        library.ZSTD_isError.argtypes = (_SIZE,)
-        library.ZSTD_findFrameCompressedSize.argtypes = (ctypes.c_void_p, _SIZE)
-        library.ZSTD_findFrameCompressedSize.restype = _SIZE
-        library.ZSTD_decompressDCtx.argtypes = (ctypes.c_void_p, ctypes.c_void_p, _SIZE, ctypes.c_void_p, _SIZE)
-        library.ZSTD_decompressDCtx.restype = _SIZE
-    except (OSError, AttributeError):
-        return None
-    return library
-
-
-_library = _load()
-AVAILABLE: Final = _library is not None
-
-
-class Decoder:
-    """One thread's decoder. Only where AVAILABLE."""
-
-    def __init__(self) -> None:
-        assert _library is not None
-        self._library = _library  # for __del__, which may run when modules are gone
-        self._context = _library.ZSTD_createDCtx()
-        if not self._context:
-            raise MemoryError("no memory for zstd")
-
-    def __del__(self) -> None:
-        if getattr(self, "_context", None):
-            self._library.ZSTD_freeDCtx(self._context)
-
-    def decode(self, frame: memoryview, out: memoryview) -> None:
-        """Put the content of ``frame``, of which its header says that it is as long as ``out``, there.
-
-        Raises:
-            ValueError: it is not, or ``frame`` is no single whole frame.
-        """
-        source, to, size = np.frombuffer(frame, np.uint8), np.frombuffer(out, np.uint8), len(out)
-        at, given = source.ctypes.data, source.size
-        if self._library.ZSTD_findFrameCompressedSize(at, given) != given:  # an error is larger than any size
-            raise ValueError("the payload is no single whole zstd frame")
-        found = self._library.ZSTD_decompressDCtx(self._context, to.ctypes.data, size, at, given)
-        if self._library.ZSTD_isError(found):
-            raise ValueError("the payload is a broken zstd frame")
-        if found != size:
-            raise ValueError(f"the payload has {found} bytes where it stated {size}")
-
-
-# -- Entropy coding ----------------------------------------------------------------------------------------------------
-# Entropy coding of payloads: zstd, of which we want the Huffman coder; where the line is fast bodies are stored as they
-# are.
 
 
 Body = bytes | memoryview
@@ -142,7 +61,6 @@ class _Contexts(threading.local):
     def __init__(self) -> None:
         self.compressor = zstandard.ZstdCompressor(compression_params=_PARAMETERS)
         self.decompressor = zstandard.ZstdDecompressor()
-        self.decoder = Decoder() if AVAILABLE else None
 
 
 _contexts = _Contexts()
@@ -188,9 +106,6 @@ def _stated_size(frame: memoryview, max_bytes: int) -> int:
 
 def _take(frame: memoryview, out: memoryview) -> None:
     """Put the content of ``frame``, which states that it has as many bytes as ``out``, there; ValueError."""
-    if _contexts.decoder is not None:
-        _contexts.decoder.decode(frame, out)
-        return
     try:
         content = _contexts.decompressor.decompress(cast(bytes, frame), allow_extra_data=False)
     except zstandard.ZstdError as error:

@@ -7,12 +7,12 @@ little-endian)::
     codec    uint8    1 = int4, 2 = int8, 3 = bf16, 4 = int2, 5 = e3m0
     block    uint16   elements that share one scale (bf16: 0)
     elements uint32   n, at most 256 Ki
-    symbols  padded with zeros to whole blocks, packed as ``bit_layout`` says   (bf16: n high bytes, n low bytes)
+    symbols  padded with zeros to whole blocks, packed as ``pack`` does   (bf16: n high bytes, n low bytes)
     scales   bfloat16[ceil(n / block)]                                       (bf16: none)
 
 Rules of this file:
 1. A body comes from a hostile peer. Nothing of it is used before the header, the length and every scale are checked:
-   what ``quantizers`` make of it is finite.
+   what ``quantization`` makes of it is finite.
 2. What is opened lives in this thread's scratch (see ``scratch``): use it before opening the next.
 """
 
@@ -29,7 +29,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from p2pdiloco.codec import numba_kernels
 from p2pdiloco.protocol.manifest import Codec
 
 if TYPE_CHECKING:
@@ -142,7 +141,7 @@ LARGEST_BODY: Final = HEADER.size + 2 * CHUNK
 
 
 def body_bytes(bits: int, block: int, elements: int) -> int:
-    """The exact length of the body of one chunk of ``elements``; see ``quantizers``."""
+    """The exact length of the body of one chunk of ``elements``; see ``quantization``."""
     if not block:
         return HEADER.size + 2 * elements
     return HEADER.size + -(-elements // block) * (block * bits // 8 + 2)
@@ -180,8 +179,6 @@ class Cut:
         self.scale_bits = self.scales.view(torch.int16)
         self.wide = scratch.wanted[:blocks]
         self.symbols = scratch.symbols[: blocks * block]
-        self.flat_packed = self.packed.view(torch.uint8).numpy()
-        self.flat_scales = self.scales.view(torch.int16).numpy().view(np.uint16)
         self.flat_wide = self.wide.numpy()
         self.parts = tuple(
             Part(
@@ -211,10 +208,6 @@ class Scratch(threading.local):
         self.bytes: NDArray[np.uint8] = self.body.numpy()
         self.wanted = torch.empty(CHUNK // BLOCKS[0])
         self.inverse = torch.empty(CHUNK // BLOCKS[0])
-        self.squares: NDArray[np.int32] = np.empty(CHUNK // BLOCKS[0], np.int32)
-        self.scales: NDArray[np.float32] = np.empty((2, CHUNK // BLOCKS[0]), np.float32)
-        self.is_fast = numba_kernels.AVAILABLE
-        """Whether ``kernels`` are used."""
         self.cut = functools.lru_cache(maxsize=16)(functools.partial(Cut, self))
 
 
@@ -328,37 +321,6 @@ def largest_bits(symbols: Tensor) -> int:
     """The bits of the largest absolute value of bfloat16 ``symbols``; those of infinity and NaN are larger still."""
     magnitudes = scratch.work.view(torch.int16)[: symbols.numel()]
     return int(torch.bitwise_and(symbols.view(torch.int16), 0x7FFF, out=magnitudes).max())
-
-
-class Packed(NamedTuple):
-    """An int4 body as ``kernels`` take it: checked, and not copied."""
-
-    packed: NDArray[np.int8]
-    scales: NDArray[np.float32]
-    """In this thread's scratch."""
-    block: int
-
-
-def opened_int4(body: Buffer, elements: int, slot: int = 0) -> Packed | None:
-    """The body of a chunk, if it is int4 and there are kernels for it. The scales of each ``slot`` (0 or 1) last until
-    its next use.
-
-    Raises:
-        ValueError: as ``decode_chunk``.
-    """
-    if not scratch.is_fast:
-        return None
-    raw = memoryview(body).cast("B")
-    codec, block = _checked_header(raw, elements)
-    if codec != "int4":
-        return None
-    blocks = -(-elements // block)
-    symbols = len(raw) - HEADER.size - 2 * blocks
-    scales = scratch.scales[slot][:blocks]
-    found = np.frombuffer(raw, np.uint8, 2 * blocks, HEADER.size + symbols)
-    if not numba_kernels.widen_scales(found, scales.view(np.int32), LARGEST_BITS):
-        raise ValueError("the body has a scale that is negative, too large or not a number")
-    return Packed(np.frombuffer(raw, np.int8, symbols, HEADER.size), scales, block)
 
 
 def opened(body: Buffer, elements: int) -> tuple[Cut | None, Codec, int]:

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from p2pdiloco.codec import numba_kernels, quantization, shard_codec
+from p2pdiloco.codec import native, quantization, shard_codec
 from p2pdiloco.codec.formats import CHUNK, LARGEST
 from p2pdiloco.codec.shard_codec import Bodies
 from p2pdiloco.protocol.manifest import MergeRule
@@ -84,7 +84,7 @@ class Vector:
 
 
 class EncodedGradient:
-    """A gradient as its chunks' bodies (``quantizers``).
+    """A gradient as its chunks' bodies (``formats``).
 
     Raises:
         ValueError: a body is malformed, not finite or missing.
@@ -234,7 +234,7 @@ def encode(how: quantization.Recipe, merged: Tensor, longest: float, room: int =
     ``longest``: a longer vector is made shorter, in place.
 
     Raises:
-        ValueError: as ``quantizers.encode_vector``.
+        ValueError: as ``quantization.encode_vector``.
     """
     while True:
         bodies = quantization.encode_vector(how, merged, room=room)
@@ -257,7 +257,7 @@ def _checked_total(gradients: Sequence[Gradient], weights: Sequence[float], out:
 def _weighted_sum(gradients: Sequence[Gradient], factors: Sequence[float], out: Tensor) -> float:
     """``out`` = sum of factor * gradient, in order; a factor of 0 leaves its gradient out. Returns its length."""
     encoded = [gradient.bodies for gradient in gradients if isinstance(gradient, EncodedGradient)]
-    if numba_kernels.AVAILABLE and len(encoded) == len(gradients):
+    if len(encoded) == len(gradients):
         square = shard_codec.weighted_sum(encoded, factors, out)
         if square is not None:
             return math.sqrt(square)
@@ -271,7 +271,7 @@ def _weighted_sum(gradients: Sequence[Gradient], factors: Sequence[float], out: 
 
 def norm(v: Tensor) -> float:
     """Euclidean norm, summed in float64."""
-    if numba_kernels.AVAILABLE and v.is_contiguous():
-        return math.sqrt(numba_kernels.squares(v.numpy()))
+    if native.is_used and v.is_contiguous():
+        return math.sqrt(native.squares(v.numpy()))
     pieces = (v[start : start + CHUNK] for start in range(0, v.numel(), CHUNK))
     return math.sqrt(math.fsum(float(torch.linalg.vector_norm(p, dtype=torch.float64)) ** 2 for p in pieces))

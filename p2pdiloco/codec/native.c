@@ -1,4 +1,5 @@
-// The kernels of kernels.py and step_kernels.py, which say what each does and are the reference for its bits.
+// The codec's kernels. native.py and shard_codec.py call them; quantization.py, merge.py and outer_optimizer.py say what
+// each computes, and are, by torch, the reference for its bits.
 //
 // Rules of this file:
 // 1. Every vector is a pointer and its number of elements, in the order of the reference's arguments.
@@ -26,7 +27,7 @@
 
 typedef int64_t count;
 
-EXPORT const int32_t revision = 2;  // another one when what was exported changes or goes: see native.py
+EXPORT const int32_t revision = 3;  // another one when what was exported changes or goes: see native.py
 
 INLINE int32_t bits_of(float value) {
     int32_t bits;
@@ -99,27 +100,6 @@ INLINE void pack_half(const float *restrict x, const float *restrict y, float x_
         packed[i] = (uint8_t)(symbol(x[i], x_inverse, largest) | (symbol(y[i], y_inverse, largest) << 4));
 }
 
-EXPORT CLONES void pack_int4(const float *restrict x, count n, const float *restrict scales, count blocks, count block,
-                             float largest, uint8_t *restrict packed, count n_packed) {
-    (void)n_packed;
-    count half = block / 2;
-    for (count h = 0; h < blocks; h++) {
-        count low = h * half, high = (blocks + h) * half;
-        float low_scale = scales[h >> 1], high_scale = scales[(blocks + h) >> 1];
-        float low_inverse = low_scale != 0.0f ? 1.0f / low_scale : 1.0f;
-        float high_inverse = high_scale != 0.0f ? 1.0f / high_scale : 1.0f;
-        uint8_t *out = packed + low;
-        if (high + half <= n) {
-            pack_half(x + low, x + high, low_inverse, high_inverse, largest, out, half);
-            continue;
-        }
-        for (count i = 0; i < half; i++) {  // the chunk's end
-            float v = low + i < n ? x[low + i] : 0.0f, w = high + i < n ? x[high + i] : 0.0f;
-            out[i] = (uint8_t)(symbol(v, low_inverse, largest) | (symbol(w, high_inverse, largest) << 4));
-        }
-    }
-}
-
 // A block on its way into a body: it stays in the first cache while its scale is found, and until both halves are packed.
 struct encoder {
     const float *x, *less;  // of which the difference is encoded; less may be 0
@@ -152,7 +132,7 @@ INLINE bool open_block(const struct encoder *e, count b, float *restrict values,
     return true;
 }
 
-EXPORT CLONES bool encode_int4(const float *x, count n, const float *less, count n_less, count block, float step,
+static CLONES bool encode_int4(const float *x, count n, const float *less, count n_less, count block, float step,
                                float tail, float largest, float smallest_norm, float largest_norm,
                                uint8_t *restrict packed, count n_packed, uint16_t *scales, count blocks) {
     (void)n_packed;

@@ -1,37 +1,20 @@
-"""``native.c``, where the installation has compiled it: kernels without a compiler of their own, which would be half a
-second of every start.
+"""The C kernels of the codec (``native.c``), where the installation compiled them; without them torch does the same.
 
-Rules of this file:
-1. A function of the library is called like the Python function of its name, by whose signature (as numba writes it) its
-   arguments are checked and passed on: of a vector its address and its length.
-2. It runs without the GIL, on vectors that their caller holds. Lengths are the caller's to get right, as with numba.
+A call releases the GIL. The caller holds the vectors that it passes, and is responsible for their lengths.
 """
 
 from __future__ import annotations
 
 import ctypes
-import re
 from collections.abc import Callable
-from ctypes import addressof
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
-REVISION = 2
-"""Of the library that this release is made for; one that was compiled from other sources is not used."""
-_SCALARS: dict[str, Any] = {
-    "boolean": ctypes.c_bool,
-    "int32": ctypes.c_int32,
-    "int64": ctypes.c_int64,
-    "float32": ctypes.c_float,
-    "float64": ctypes.c_double,
-    "void": None,
-}
-_SHORT = {"bytes_": "uint8[::1]", "symbols_": "int8[::1]"}
-_BYTES = ctypes.c_char * 0
-_SIGNATURE = re.compile(r"(\w+)\((.*)\)")
+REVISION: Final = 3
+"""Revision of the library that this release calls; a library compiled from other sources is not used."""
 
 
 def _load() -> ctypes.CDLL | None:
@@ -41,46 +24,57 @@ def _load() -> ctypes.CDLL | None:
             try:
                 library = ctypes.CDLL(str(path))
                 is_ours = ctypes.c_int32.in_dll(library, "revision").value == REVISION
-            except (OSError, ValueError):  # of another machine, or an older one
+            except (OSError, ValueError):  # compiled for another machine, or an older one
                 return None
             return library if is_ours else None
     return None
 
 
-LIBRARY = _load()
+LIBRARY: Final = _load()
+is_used = LIBRARY is not None
+"""Whether the codec calls the library. Simulations and tests set it to False, to compute by torch alone."""
+
+BYTES: Final[Any] = np.ctypeslib.ndpointer(np.uint8, ndim=1, flags="C_CONTIGUOUS")
+INT16: Final[Any] = np.ctypeslib.ndpointer(np.int16, ndim=1, flags="C_CONTIGUOUS")
+INT64: Final[Any] = np.ctypeslib.ndpointer(np.int64, ndim=1, flags="C_CONTIGUOUS")
+FLOAT32: Final[Any] = np.ctypeslib.ndpointer(np.float32, ndim=1, flags="C_CONTIGUOUS")
+FLOAT64: Final[Any] = np.ctypeslib.ndpointer(np.float64, ndim=1, flags="C_CONTIGUOUS")
+_VECTORS: Final = (BYTES, INT16, INT64, FLOAT32, FLOAT64)
 
 
-def _address(vector: Any) -> int:
-    """A third of the time that ``vector.ctypes`` takes, which alone can tell it of what may not be written."""
-    found: int = addressof(_BYTES.from_buffer(vector)) if vector.flags.writeable else vector.ctypes.data
-    return found
+def function(name: str, result: Any, *arguments: Any) -> Callable[..., Any]:
+    """Return the library's function ``name``, which takes ``arguments`` (ctypes, or the vectors above). A vector goes
+    to C as its address and its number of elements. To be called only while ``is_used``.
 
+    The returned function raises ``ctypes.ArgumentError`` for a vector of another dtype, or one that is not contiguous.
+    """
+    if LIBRARY is None:
+        return _missing
+    found = getattr(LIBRARY, name)
+    found.restype = result
+    kinds: list[Any] = []
+    for kind in arguments:
+        kinds += [kind, ctypes.c_int64] if kind in _VECTORS else [kind]
+    found.argtypes = kinds
 
-def function(name: str, signature: str) -> Callable[..., Any] | None:
-    """The library's function of that name, if it has one."""
-    found = None if LIBRARY is None else getattr(LIBRARY, name, None)
-    if found is None:
-        return None
-    parsed = _SIGNATURE.fullmatch(signature)
-    assert parsed is not None, signature
-    kinds = [_SHORT.get(kind.strip(), kind.strip()) for kind in parsed[2].split(",")]
-    vectors = [np.dtype(kind.removesuffix("[::1]")) if kind.endswith("[::1]") else None for kind in kinds]
-    found.restype = _SCALARS[parsed[1]]
-    found.argtypes = [
-        passed
-        for kind, dtype in zip(kinds, vectors, strict=True)
-        for passed in ((_SCALARS[kind],) if dtype is None else (ctypes.c_void_p, ctypes.c_int64))
-    ]
-
-    def call(*given: Any) -> Any:
+    def call(*values: Any) -> Any:
         passed = []
-        for value, dtype in zip(given, vectors, strict=True):
-            if dtype is None:
-                passed.append(value)
-                continue
-            if value.dtype != dtype or not value.flags.c_contiguous:
-                raise TypeError(f"{name} takes a contiguous vector of {dtype}, not {value.dtype} {value.strides}")
-            passed += (_address(value), value.size)
+        for value in values:
+            passed += [value, value.size] if isinstance(value, np.ndarray) else [value]
         return found(*passed)
 
     return call
+
+
+def _missing(*_: Any) -> Any:
+    raise AssertionError("no library was compiled: native.is_used is False")
+
+
+squares = function("squares", ctypes.c_double, FLOAT32)
+"""Sum of the squares of a vector, in float64."""
+outer_step = function("outer_step", None, FLOAT32, FLOAT32, FLOAT32, ctypes.c_float, ctypes.c_float)
+"""``outer_optimizer.outer_step`` with momentum in float32."""
+outer_step_narrow = function(
+    "outer_step_narrow", None, FLOAT32, INT16, FLOAT32, ctypes.c_float, ctypes.c_float, ctypes.c_float
+)
+"""``outer_optimizer.outer_step`` with momentum in bfloat16, as the int16 of its bits."""

@@ -12,8 +12,8 @@ Rules of this file:
    no lerp, which may round once for two operations on one machine and twice on another. lr and mu are rounded to
    float32 first. So all peers compute the same bits, and digests can be compared.
 3. Temporary memory is one chunk, whatever the size of the shard.
-4. Where there is a compiler ``step_kernels`` does the same in one pass over memory, with the same bits; for int4 it
-   decodes, steps and hands over at once.
+4. The C library, where it is there, does the same in one pass over memory, with the same bits: it decodes, steps and
+   hands over at once.
 """
 
 from __future__ import annotations
@@ -25,16 +25,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from p2pdiloco.codec import formats, numba_kernels, quantization, shard_codec
+from p2pdiloco.codec import native, quantization, shard_codec
 from p2pdiloco.codec.formats import CHUNK
-from p2pdiloco.codec.shard_codec import Bodies
 from p2pdiloco.protocol.manifest import OuterConfig
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from typing_extensions import Buffer
 
-_NOTHING = formats.Packed(np.empty(0, np.int8), np.empty(0, np.float32), 0)
 _NOWHERE = np.empty(0, np.float32)
 _NOT_NARROW = np.empty(0, np.int16)
 
@@ -83,13 +81,13 @@ def outer_step(
         allowed = (torch.float32, torch.bfloat16) if vector is momentum else (torch.float32,)
         if vector.dtype not in allowed or vector.shape != theta.shape or vector.dim() != 1:
             raise ValueError(f"{name} is {vector.dtype} of shape {tuple(vector.shape)}, not float32 like theta")
-    if not numba_kernels.AVAILABLE:
+    if not native.is_used:
         outer_step_by_torch(theta, momentum, gradient, learning_rate, momentum_factor)
     elif momentum.dtype == torch.bfloat16:
         vectors = theta.numpy(), _bits(momentum), gradient.numpy()
-        numba_kernels.outer_step_narrow(*vectors, learning_rate, momentum_factor, carry(momentum_factor))
+        native.outer_step_narrow(*vectors, learning_rate, momentum_factor, carry(momentum_factor))
     else:
-        numba_kernels.outer_step(theta.numpy(), momentum.numpy(), gradient.numpy(), learning_rate, momentum_factor)
+        native.outer_step(theta.numpy(), momentum.numpy(), gradient.numpy(), learning_rate, momentum_factor)
 
 
 def carry(momentum_factor: float) -> float:
@@ -100,7 +98,7 @@ def carry(momentum_factor: float) -> float:
 def outer_step_by_torch(
     theta: Tensor, momentum: Tensor, gradient: Tensor, learning_rate: float, momentum_factor: float
 ) -> None:
-    """The reference for ``step_kernels``."""
+    """Do ``outer_step`` by torch: the reference for the C library."""
     scratch = torch.empty(min(CHUNK, theta.numel()))
     for start in range(0, theta.numel(), CHUNK):
         t = theta[start : start + CHUNK]
@@ -134,7 +132,7 @@ def _bits(momentum: Tensor) -> NDArray[np.int16]:
 
 
 def _pair(momentum: Tensor) -> tuple[NDArray[np.float32], NDArray[np.int16]]:
-    """Momentum as the kernels take it, of either type."""
+    """Momentum as the C library takes it: float32 and bfloat16, of which one is empty."""
     if momentum.dtype == torch.bfloat16:
         return _NOWHERE, _bits(momentum)
     return momentum.numpy(), _NOT_NARROW
@@ -149,7 +147,7 @@ def step_aside(
     learning_rate: float,
     momentum_factor: float,
 ) -> None:
-    """What ``theta`` and ``momentum`` become with the merged outer gradient of one chunk's body (``quantizers``), as
+    """What ``theta`` and ``momentum`` become with the merged outer gradient of one chunk's body (``formats``), as
     ``new``; all are [n] of one chunk, with the types of ``outer_step``.
 
     Raises:
@@ -157,10 +155,7 @@ def step_aside(
     """
     old, aside = (theta.numpy(), *_pair(momentum)), (new[0].numpy(), *_pair(new[1]))
     factors = learning_rate, momentum_factor, carry(momentum_factor)
-    if numba_kernels.AVAILABLE and shard_codec.stepped_aside(body, old, aside, factors):
-        return
-    if (fast := formats.opened_int4(body, theta.numel())) is not None:
-        numba_kernels.step_aside_int4(*fast, *old, *aside, *factors)
+    if shard_codec.stepped_aside(body, old, aside, factors):
         return
     gradient = quantization.decode_chunk(body, torch.empty_like(theta))
     new[0].copy_(theta)
@@ -177,50 +172,9 @@ def step_shard(
     is_added: bool,
     factors: Factors,
 ) -> bool:
-    """``step_and_hand_over`` for all chunks of a shard at once; False: chunk by chunk, nothing is done."""
+    """Do the outer step with a shard's ``bodies`` in one call of the C library. The change of ``theta``, and the values
+    of ``own`` (bodies, too), go to ``buffer``, or ``is_added`` to what that holds. False: nothing is done, and the
+    caller must step chunk by chunk."""
     momentum_factor = factors["momentum_factor"]
     by = factors["learning_rate"], momentum_factor, carry(momentum_factor)
-    return numba_kernels.AVAILABLE and shard_codec.stepped(bodies, own, theta, _pair(momentum), buffer, is_added, by)
-
-
-def step_and_hand_over(
-    body: Buffer,
-    own: Buffer | None,
-    theta: Tensor,
-    momentum: Tensor,
-    buffer: Tensor | None,
-    *,
-    is_added: bool,
-    learning_rate: float,
-    momentum_factor: float,
-) -> bool:
-    """``outer_step`` with one chunk's body; what ``theta`` moved by, and the values of ``own`` (a body, too), goes to
-    ``buffer``, or ``is_added`` to what that holds. False: this pair of bodies must be taken step by step; nothing is
-    done.
-
-    Raises:
-        ValueError: a body is malformed; nothing is done.
-    """
-    ours = None if own is None else Bodies.of(own)
-    factors = Factors(learning_rate=learning_rate, momentum_factor=momentum_factor)
-    if step_shard(Bodies.of(body), ours, theta, momentum, buffer, is_added, factors):
-        return True
-    fast = formats.opened_int4(body, theta.numel())
-    mine = _NOTHING if own is None else formats.opened_int4(own, theta.numel(), slot=1)
-    if fast is None or mine is None or (own is not None and mine.block != fast.block):
-        return False
-    numba_kernels.step_int4(
-        fast.packed,
-        fast.scales,
-        mine.packed,
-        mine.scales,
-        fast.block,
-        theta.numpy(),
-        *_pair(momentum),
-        _NOWHERE if buffer is None else buffer.numpy(),
-        is_added,
-        learning_rate,
-        momentum_factor,
-        carry(momentum_factor),
-    )
-    return True
+    return shard_codec.stepped(bodies, own, theta, _pair(momentum), buffer, is_added, by)

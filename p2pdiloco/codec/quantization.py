@@ -1,6 +1,6 @@
 """Blockwise quantizers: a float32 vector to a stream of small bodies and back.
 
-What a body is in bytes ``chunk_bodies`` says.
+``formats`` says what a body is in bytes.
 
 Rules of this file:
 1. value = symbol * scale: exactly one float32 multiply, so every machine decodes the same bits. Encoding need not be
@@ -9,8 +9,8 @@ Rules of this file:
    then codes the symbols with one table: 0.9 % fewer bytes than scales first. bf16's high bytes, of which alone
    entropy coding can make use, are kept apart from its low ones for the same reason: 14 % fewer bytes.
 3. A thread's calls share its scratch, and its torch is set to one thread (see ``scratch``).
-4. Where there is a compiler (``shard_bodies``, for int4 ``kernels``) what it has made is taken: decoding has the same
-   bits, a scale of int4 may differ in the last bit of the sum that it comes from.
+4. Where the C library is there (``shard_codec``), it is used: decoding has the same bits; a scale of int4 may differ
+   in its last bit, because the sum that it comes from runs in another order.
 
 4-bit outer gradients cost no measurable quality (arXiv 2501.18512, section 3.4; arXiv 2604.21428).
 """
@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from p2pdiloco.codec import formats, numba_kernels, shard_codec
+from p2pdiloco.codec import formats, shard_codec
 from p2pdiloco.codec.formats import (
     BLOCK,
     CHUNK,
@@ -41,7 +41,6 @@ from p2pdiloco.codec.formats import (
     chunk_count,
     largest_bits,
     opened,
-    opened_int4,
     recipe,
     scratch,
 )
@@ -68,7 +67,6 @@ __all__ = [
 
 _SMALLEST_SCALE: Final = 1e-30
 """A block whose scale is smaller is all zeros."""
-_NOTHING: Final = np.empty(0, np.float32)
 
 
 # ---------------------------------------------------------------------------------------------------------- encoding
@@ -85,7 +83,7 @@ def encode_vector(recipe: Recipe, x: Tensor, less: Tensor | None = None, room: i
     if x.dim() != 1 or x.dtype != torch.float32 or x.device.type != "cpu":
         raise ValueError(f"expected a 1-D float32 vector on the CPU, not {x.dtype} of shape {tuple(x.shape)}")
     x = x.detach().contiguous()
-    if scratch.is_fast and (found := encoded(recipe, x, less, room)) is not None:
+    if (found := encoded(recipe, x, less, room)) is not None:
         return found
     memory, ends = bytearray(room), list[int]()
     for start in range(0, x.numel(), CHUNK):
@@ -97,12 +95,10 @@ def encode_vector(recipe: Recipe, x: Tensor, less: Tensor | None = None, room: i
 
 def encode_chunk(recipe: Recipe, piece: Tensor, less: Tensor | None = None) -> memoryview:
     """One chunk's body, of ``piece`` - ``less``; see ``encode_vector``. Both are contiguous and have 1 to 256 Ki
-    elements. It lives in this thread's scratch: use it before asking for the next, and on the same thread."""
+    elements. It may live in this thread's scratch: use it before asking for the next, and on the same thread."""
     elements, form = piece.numel(), FORMATS[recipe.codec]
-    if scratch.is_fast and recipe.codec == "int4" and recipe.step:
-        body = _encode_int4(recipe, piece, less)
-        if body is not None:
-            return body
+    if (found := encoded(recipe, piece, less)) is not None:
+        return found.memory
     if less is not None:
         piece = torch.sub(piece, less, out=scratch.values[:elements])
     if recipe.codec == "bf16":
@@ -115,10 +111,6 @@ def encode_chunk(recipe: Recipe, piece: Tensor, less: Tensor | None = None) -> m
             _scales_by_rms(recipe, x, part)
         else:
             _scales_by_largest(recipe, x, part, part.wanted)
-    if scratch.is_fast and recipe.codec == "int4" and not recipe.step:
-        cut.wide.copy_(cut.scales)
-        numba_kernels.pack_int4(piece.numpy(), cut.flat_wide, recipe.block, form.largest, cut.flat_packed)
-        return cut.body
     for x, part in zip(rows, cut.parts, strict=True):
         _quantize(recipe, x, part)
     formats.pack(cut.symbols, form.bits, cut.packed)
@@ -148,25 +140,6 @@ def _encode_bf16(piece: Tensor) -> memoryview:
 def _require_finite(is_finite: bool) -> None:
     if not is_finite:
         raise ValueError(f"not finite: the vector has a NaN, an infinity, or a value beyond {LARGEST:.0e}")
-
-
-def _encode_int4(recipe: Recipe, piece: Tensor, less: Tensor | None) -> memoryview | None:
-    """A body by ``kernels``; None: a block is out of the ordinary."""
-    form, elements = FORMATS["int4"], piece.numel()
-    cut = scratch.cut(form.bits, recipe.block, elements)
-    HEADER.pack_into(cut.body, 0, VERSION, form.number, recipe.block, elements)
-    is_done = numba_kernels.encode_int4(
-        piece.numpy(),
-        _NOTHING if less is None else less.numpy(),
-        recipe.block,
-        recipe.step,
-        recipe.tail,
-        float(form.largest),
-        *SAFE_NORMS,
-        cut.flat_packed,
-        cut.flat_scales,
-    )
-    return cut.body if is_done else None
 
 
 def _quantize(recipe: Recipe, rows: Tensor, part: Part) -> None:
@@ -263,10 +236,7 @@ def decode_chunk(body: Buffer, out: Tensor) -> Tensor:
         ValueError: the body is not that of ``out.numel()`` finite parameters.
     """
     _require_chunk(out)
-    if scratch.is_fast and shard_codec.decoded(body, out):
-        return out
-    if (fast := opened_int4(body, out.numel())) is not None:
-        numba_kernels.unpack_int4(*fast, out.numpy())
+    if shard_codec.decoded(body, out):
         return out
     cut, codec, block = opened(body, out.numel())
     if cut is None:
@@ -280,10 +250,7 @@ def decode_chunk(body: Buffer, out: Tensor) -> Tensor:
 def add_chunk(body: Buffer, factor: float, out: Tensor) -> None:
     """``out`` += ``factor`` * the dequantized body, each operation rounded; see ``decode_chunk``."""
     _require_chunk(out)
-    if scratch.is_fast and shard_codec.decoded(body, out, factor):
-        return
-    if (fast := opened_int4(body, out.numel())) is not None:
-        numba_kernels.add_int4(*fast, factor, out.numpy())
+    if shard_codec.decoded(body, out, factor):
         return
     values = scratch.values[: out.numel()]
     decode_chunk(body, values)
@@ -291,18 +258,14 @@ def add_chunk(body: Buffer, factor: float, out: Tensor) -> None:
 
 
 def squared_norm(body: Buffer, elements: int) -> float:
-    """The square of the length of one chunk's vector, in float64: with scales from the symbols, whose squares' sums are
-    exact, so that it is the same with and without ``kernels``, to the rounding of float64.
+    """The square of the length of one chunk's vector, in float64. With scales it is computed from the symbols, whose
+    squares' sums are exact, so that it is the same with and without the C library, to the rounding of float64.
 
     Raises:
         ValueError: as ``decode_chunk``.
     """
-    if scratch.is_fast and (found := shard_codec.squared_norms(Bodies.of(body), elements)) is not None:
+    if (found := shard_codec.squared_norms(Bodies.of(body), elements)) is not None:
         return found[0]
-    if (fast := opened_int4(body, elements)) is not None:
-        squares = scratch.squares[: len(fast.scales)]
-        numba_kernels.square_int4(fast.packed, fast.block, squares)
-        return float((squares * np.square(fast.scales, dtype=np.float64)).sum())
     cut, codec, block = opened(body, elements)
     if cut is None:
         return float(np.square(scratch.narrow[:elements].float().numpy(), dtype=np.float64).sum())

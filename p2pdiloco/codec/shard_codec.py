@@ -1,16 +1,17 @@
-"""A shard's bodies in one piece of memory, and what one call of the library (``native``) does with all of them, or with
-one: int4, int8 and bf16.
+"""A shard's bodies in one piece of memory, and the calls of the C library (``native``) on all of them, or on one: int4,
+int8 and bf16.
 
 Rules of this file:
-1. A call does what ``quantizers``, ``merge`` and ``outer`` do chunk by chunk, with the same bits, and nothing else. A
-   shard costs an interpreter as much time as its arithmetic otherwise, most of it in the caches that it empties.
-2. Where a call cannot do it (there is no library; another codec; a body that is not as it should be) it says so before
-   anything is changed, and they do it chunk by chunk, or say what is wrong.
+1. A call does the same as ``quantization``, ``merge`` and ``outer_optimizer`` do chunk by chunk with torch, with the
+   same bits, and nothing else.
+2. If a call cannot do it (no library; another codec; a malformed body), it returns None or False before it changes
+   anything. The caller then works chunk by chunk, which raises the error for a malformed body.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from ctypes import c_bool, c_double, c_float, c_int64
 from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from p2pdiloco.codec import native
 from p2pdiloco.codec.formats import CHUNK, FORMATS, HEADER, Recipe, body_bytes
+from p2pdiloco.codec.native import BYTES, FLOAT32, FLOAT64, INT16, INT64
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -30,22 +32,16 @@ _NO_BODIES = np.empty(0, np.uint8)
 _BITS = {FORMATS[codec].number: FORMATS[codec].bits for codec in ("int4", "int8", "bf16")}
 """Of the codecs that the library reads, by their numbers."""
 
-_square = native.function("square_shard", "boolean(bytes_, int64, float64[::1])")
-_sum = native.function("sum_shard", "float64(int64[::1], int64[::1], float32[::1], float32[::1])")
-_step = native.function(
-    "step_shard",
-    "boolean(bytes_, bytes_, float32[::1], float32[::1], int16[::1], float32[::1], boolean, float32, float32, float32)",
-)
-_aside = native.function(
-    "step_aside",
-    "boolean(bytes_, float32[::1], float32[::1], int16[::1], float32[::1], float32[::1], int16[::1], float32, float32,"
-    " float32)",
-)
-_decode = native.function("decode_body", "boolean(bytes_, boolean, float32, float32[::1])")
-_encode = native.function(
-    "encode_shard",
-    "boolean(float32[::1], float32[::1], int64, int64, float32, float32, float32, float32, float32, uint8[::1])",
-)
+_FACTORS = (c_float,) * 3
+_VECTORS = (FLOAT32, FLOAT32, INT16)
+"""Parameters, and momentum in float32 or bfloat16, of which one is empty."""
+
+_square = native.function("square_shard", c_bool, BYTES, c_int64, FLOAT64)
+_sum = native.function("sum_shard", c_double, INT64, INT64, FLOAT32, FLOAT32)
+_step = native.function("step_shard", c_bool, BYTES, BYTES, *_VECTORS, FLOAT32, c_bool, *_FACTORS)
+_aside = native.function("step_aside", c_bool, BYTES, *_VECTORS, *_VECTORS, *_FACTORS)
+_decode = native.function("decode_body", c_bool, BYTES, c_bool, c_float, FLOAT32)
+_encode = native.function("encode_shard", c_bool, FLOAT32, FLOAT32, c_int64, c_int64, *(c_float,) * 5, BYTES)
 
 
 class Bodies(Sequence[memoryview]):
@@ -105,7 +101,7 @@ def _ends(bits: int, block: int, elements: int) -> list[int]:
 def encoded(recipe: Recipe, x: Tensor, less: Tensor | None = None, room: int = 0) -> Bodies | None:
     """The bodies of ``x`` - ``less``, both float32 [n], contiguous, behind ``room`` bytes; None: chunk by chunk."""
     form = FORMATS[recipe.codec]
-    if _encode is None or form.number not in _BITS or (recipe.codec == "int4") != (recipe.step > 0.0):
+    if not native.is_used or form.number not in _BITS or (recipe.codec == "int4") != (recipe.step > 0.0):
         return None
     ends = _ends(form.bits, recipe.block, x.numel())
     memory = np.empty(room + (ends[-1] if ends else 0), np.uint8)
@@ -125,7 +121,7 @@ def encoded(recipe: Recipe, x: Tensor, less: Tensor | None = None, room: int = 0
 
 def squared_norms(bodies: Sequence[Any], elements: int) -> list[float] | None:
     """Of each chunk the square of its length, in float64; None: chunk by chunk."""
-    if _square is None or not isinstance(bodies, Bodies) or (values := bodies.values(elements)) is None:
+    if not native.is_used or not isinstance(bodies, Bodies) or (values := bodies.values(elements)) is None:
         return None
     squares = np.empty(len(bodies))
     return squares.tolist() if _square(values, elements, squares) else None
@@ -134,7 +130,7 @@ def squared_norms(bodies: Sequence[Any], elements: int) -> list[float] | None:
 def weighted_sum(gradients: Sequence[Sequence[Any]], factors: Sequence[float], out: Tensor) -> float | None:
     """``out``, float32 [n], becomes the sum of factor * gradient, in order; of gradients by their bodies. The square of
     its length; None: chunk by chunk."""
-    if _sum is None or not gradients:
+    if not native.is_used or not gradients:
         return None
     found = [g.values(out.numel()) if isinstance(g, Bodies) else None for g in gradients]
     values = [v for v in found if v is not None]
@@ -155,9 +151,9 @@ def stepped(
     is_added: bool,
     factors: tuple[float, float, float],
 ) -> bool:
-    """``outer.step_and_hand_over`` with all of a shard's bodies; ``factors`` as ``step_kernels.step_int4`` takes them.
-    False: chunk by chunk; nothing is done."""
-    if _step is None or not isinstance(bodies, Bodies) or not isinstance(own, Bodies | None):
+    """Do ``outer_optimizer.step_shard``; ``factors``: learning rate, momentum factor, and ``outer_optimizer.carry``.
+    False: the library cannot take these bodies; nothing is done."""
+    if not native.is_used or not isinstance(bodies, Bodies) or not isinstance(own, Bodies | None):
         return False
     values = bodies.values(theta.numel())
     mine = _NO_BODIES if own is None else own.values(theta.numel())
@@ -173,13 +169,13 @@ def stepped_aside(
     new: tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.int16]],
     factors: tuple[float, float, float],
 ) -> bool:
-    """``outer.step_aside`` of one chunk's body; False: otherwise, nothing is done."""
-    return _aside is not None and bool(_aside(_values(body), *vectors, *new, *factors))
+    """Do ``outer_optimizer.step_aside`` with one chunk's body. False: nothing is done."""
+    return native.is_used and bool(_aside(_values(body), *vectors, *new, *factors))
 
 
 def decoded(body: Buffer, out: Tensor, factor: float | None = None) -> bool:
-    """One chunk's values as ``out``, or added to it by ``factor``; False: otherwise, nothing is done."""
-    return _decode is not None and bool(_decode(_values(body), factor is not None, factor or 0.0, out.numpy()))
+    """Write one chunk's values to ``out``, or add ``factor`` times them to it. False: nothing is done."""
+    return native.is_used and bool(_decode(_values(body), factor is not None, factor or 0.0, out.numpy()))
 
 
 def _values(body: Buffer) -> NDArray[np.uint8]:

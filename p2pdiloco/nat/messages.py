@@ -103,24 +103,6 @@ class Seen(msgspec.Struct, frozen=True, array_like=True):
     """Both come from the ports that they say they have: a router in between, if any, keeps ports."""
 
 
-Introduction = Attend | Meet | Called | Reachable
-TAGS = tuple(encode(kind.__struct_config__.tag) for kind in (Attend, Meet, Called, Reachable))
-_introductions: msgspec.msgpack.Decoder[Introduction] = msgspec.msgpack.Decoder(Introduction)
-
-
-def is_introduction(body: bytes) -> bool:
-    """Whether a request is one of this module's, well-formed or not."""
-    return body.startswith(TAGS, 1)
-
-
-def decode_introduction(body: bytes) -> Introduction:
-    """A request. Raises ValueError if it is malformed."""
-    try:
-        return _introductions.decode(body)
-    except RecursionError:
-        raise ValueError("nested too deep") from None
-
-
 def encode_opening(ticket: bytes, local_port: int, start: bytes = OPENING) -> bytes:
     """What a line says first."""
     return start + _PORT.pack(local_port) + ticket

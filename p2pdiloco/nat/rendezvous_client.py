@@ -81,7 +81,9 @@ class RendezvousClient:
         self._coming = 0
         self._asking: Counter[PeerId] = Counter()
         """Requests to meeting points that are under way."""
-        transport.strangers.again = self._again
+        transport.setup.dial_met = self._again
+        for links in (transport, outside):
+            links.answer_requests(intro.Called, self._answer_call)
 
     @property
     def told(self) -> list[intro.Attended]:
@@ -174,7 +176,7 @@ class RendezvousClient:
             raise DialError(f"{place.host} is left alone for a minute: too many lines there came to nothing")
 
         def may_dial(other: Address) -> bool:
-            self._dialler.proved(point, place)  # it knows our ticket
+            self._dialler.record_success(point, place)  # it knows our ticket
             return self._dialler.may_dial(peer, other)
 
         return await hole_punching.meet(
@@ -183,21 +185,21 @@ class RendezvousClient:
             role,
             may_relay=may_relay,
             congestion=self._congestion,
-            narrow=self._transport.strangers.narrow,
+            narrow=self._transport.setup.narrow_hosts,
             may_dial=may_dial,
         )
 
     async def _adopt(self, role: Role, met: Met, wanted: Dialled) -> PeerId:
-        peer = await self._transport.strangers.adopt(role, met, wanted)
+        peer = await self._transport.setup.adopt(role, met, wanted)
         if not met.is_relayed:
-            self._dialler.proved(peer, met.address)
+            self._dialler.record_success(peer, met.address)
         return peer
 
     async def _again(self, peer: PeerId, wanted: Dialled) -> PeerId:
         met = await self._met(peer, self.points_of(peer), may_relay=False)
         return await self._adopt(Role.DIALLER, met, wanted)
 
-    async def answer(self, point: PeerId, request: intro.Called) -> Answer:
+    async def _answer_call(self, point: PeerId, request: intro.Called) -> Answer:
         """``point`` calls us: somebody wants to meet us.
 
         Raises:

@@ -24,6 +24,7 @@ from p2pdiloco.nat.introducer import Hang, Introducer, Joined, NotIntroducedErro
 from p2pdiloco.net.abuse_limits import Room, machine_of
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.transport import addresses, sockets
+from p2pdiloco.transport.tls_connection import Channel
 from p2pdiloco.transport.transport import Transport
 from p2pdiloco.util import logs
 from p2pdiloco.wire.control_messages import encode
@@ -226,7 +227,9 @@ class RendezvousServer:
         self._dials: deque[tuple[float, str]] = deque()
         self._dialled: Counter[str] = Counter()
         self._dialling = asyncio.Semaphore(DIALS_AT_ONCE)
-        transport.strangers.others[intro.OPENING[:1]] = self.line
+        transport.setup.takers[intro.OPENING[:1]] = self.line
+        transport.answer_requests(intro.Attend, self._answer_attend)
+        transport.answer_requests(intro.Meet, self._answer_meet)
 
     @property
     def attending(self) -> int:
@@ -235,32 +238,29 @@ class RendezvousServer:
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
-    async def answer(self, peer: PeerId, request: intro.Attend | intro.Meet) -> Answer:
-        """To a peer that is connected.
-
-        Raises:
-            RequestRefused: not introduced; the text says why.
-        """
+    def _channel_of(self, peer: PeerId) -> Channel:
         channel = self._transport.channel_of(peer)
         if channel is None:
             raise RequestRefused("you are not connected")
-        host = channel.connection.host
-        if isinstance(request, intro.Meet):
-            return Answer(encode(await self._introduce(peer, host, request)))
+        return channel
+
+    async def _answer_attend(self, peer: PeerId, request: intro.Attend) -> Answer:
+        channel = self._channel_of(peer)
         here = set(self._transport.peers())
         self._attending = {known: None for known in self._attending if known in here}
         self._attending[peer] = None
-        answers = tuple(
-            await asyncio.gather(
-                *(
-                    self._dial_back(host, port, request.token if not number else b"")
-                    for number, port in enumerate(request.ports)
-                )
+        answers = await asyncio.gather(
+            *(
+                self._dial_back(channel.connection.host, port, request.token if not number else b"")
+                for number, port in enumerate(request.ports)
             )
         )
-        is_told = None not in answers
-        told = tuple(bool(answer) for answer in answers) if is_told else ()
+        told = tuple(bool(answer) for answer in answers) if None not in answers else ()
         return Answer(encode(intro.Attended(channel.address.host, channel.address.port, told, self._relays)))
+
+    async def _answer_meet(self, peer: PeerId, request: intro.Meet) -> Answer:
+        host = self._channel_of(peer).connection.host
+        return Answer(encode(await self._introduce(peer, host, request)))
 
     async def _introduce(self, asker: PeerId, host: str, request: intro.Meet) -> intro.Introduced:
         wanted = PeerId(request.peer)

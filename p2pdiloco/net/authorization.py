@@ -1,4 +1,4 @@
-"""Who is let in by a handshake, and what is shown at others' doors."""
+"""Authorizers: decide which peers a handshake lets in, and which certificates are shown to others."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ SHOWN_LIMIT = 512
 
 
 class Authorizer(Protocol):
-    """As of the module."""
+    """Decides whether a peer is let in."""
 
     @property
     def is_private(self) -> bool:
-        """The run is named to nobody."""
+        """Whether the run's id is kept from peers that do not know it."""
 
     @property
     def chain(self) -> bytes:
         """Our certificates, encoded; empty: we have, or need, none."""
 
     def admit(self, peer: PeerId, chain: bytes) -> None:
-        """``peer``, which has proved its key, shows ``chain``.
+        """Let in ``peer``, which has proved its key and shows ``chain``.
 
         Raises:
             NotAMemberError: it is not let in; the text goes to both sides' people.
@@ -31,17 +31,17 @@ class Authorizer(Protocol):
 
 
 class OpenAuthorizer:
-    """Everybody is let in, and nothing shown: who takes part in no run, or an open one that knows of no bans."""
+    """Lets everybody in and shows nothing: for a peer in no run, or in an open one without bans."""
 
     is_private = False
     chain = b""
 
     def admit(self, peer: PeerId, chain: bytes) -> None:
-        """As of ``Authorizer``."""
+        """See ``Authorizer``."""
 
 
 class MemberAuthorizer:
-    """A run's members are let in."""
+    """Lets in the members of a run."""
 
     def __init__(self, members: Members, chain: bytes, now_s: Callable[[], float]) -> None:
         """``now_s``: seconds since 1970."""
@@ -51,17 +51,17 @@ class MemberAuthorizer:
 
     @property
     def is_private(self) -> bool:
-        """As of ``Authorizer``."""
+        """See ``Authorizer``."""
         return self.members.is_private
 
     def admit(self, peer: PeerId, chain: bytes) -> None:
-        """As of ``Authorizer``."""
+        """See ``Authorizer``."""
         self.members.admit(peer, chain, self._now_s())
 
 
 class JoinerAuthorizer:
-    """Who joins by invite cannot judge anybody before it has the manifest. It goes by the tag, which only those make
-    who know the run, and remembers what it was shown, to be judged then."""
+    """For a peer that joins by invite, which cannot judge others before it has the manifest. It goes by the tag, which
+    only peers that know the run can make, and keeps the chains that it was shown, to be judged later."""
 
     is_private = True
 
@@ -70,7 +70,7 @@ class JoinerAuthorizer:
         self.shown: dict[PeerId, bytes] = {}
 
     def admit(self, peer: PeerId, chain: bytes) -> None:
-        """As of ``Authorizer``."""
+        """See ``Authorizer``."""
         if len(self.shown) >= SHOWN_LIMIT:
             raise NotAMemberError("enough peers have answered")
         self.shown[peer] = chain

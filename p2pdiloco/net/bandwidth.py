@@ -1,11 +1,11 @@
-"""The learned up budget: windows of what the kernel says was delivered, for net/bandwidth.py.
+"""Bandwidth of the link upwards, learned from what the kernel says was delivered.
 
 Rules of this file:
 1. Pure: time is a number; connections are any hashable names.
-2. Acknowledged bytes of all connections count but those that stay on this machine: they have no link. Kernels that do
-   not tell them (all but Linux) leave the budget open.
+2. Acknowledged bytes of all connections count, except those that stay on this machine: they use no link. Kernels that
+   do not tell them (all but Linux) leave the budget open.
 3. The receiver's budget is not learned: senders slow down by what they see delivered.
-4. While nothing waits, this looks IDLE_LOOK_S apart and measures nothing.
+4. While nothing waits, samples are IDLE_LOOK_S apart, and nothing is measured.
 """
 
 from __future__ import annotations
@@ -17,31 +17,30 @@ from typing import Generic, Literal, TypeVar
 from msgspec import Struct
 
 # -- Bandwidth estimator -----------------------------------------------------------------------------------------------
-# What the link carries, learned from what it delivered, and the budget that follows: that less a headroom.
+# The link's rate, estimated from windows of what was delivered, and the budget that follows from it:
 #
 #     no limit until the first busy window
 #     searching   SEARCH_GAIN x estimate, until it did not grow by GROWTH in PATIENCE windows
 #     cruising    HEADROOM x estimate, for CRUISE_WINDOWS busy windows
 #     probing     PROBE_GAIN x estimate, for one window: a link that has become faster is noticed
 #
-# Rules of this file:
-# 1. Pure, and without a clock: windows in, bytes per second out. Only busy windows make the estimate older.
+# 1. Only busy windows make the estimate older.
 # 2. A link that has become slower is believed after MEMORY_WINDOWS busy windows.
-# 3. Never below FLOOR_BYTES_PER_S.
+# 3. The budget is never below FLOOR_BYTES_PER_S.
 
 
 HEADROOM = 0.9
 SEARCH_GAIN, PROBE_GAIN = 2.0, 1.25
 GROWTH = 1.1
 PATIENCE = 3
-"""Windows: a process that does not get its turn in time measures little in one of them."""
+"""Windows. One is not enough: a process that is scheduled late measures little in it."""
 CRUISE_WINDOWS = 20
 MEMORY_WINDOWS = 100
 FLOOR_BYTES_PER_S = 125_000.0
 
 
 class BandwidthEstimator:
-    """See the module's rules."""
+    """Estimate of the link's rate, without a clock: windows in, bytes per second out."""
 
     def __init__(self) -> None:
         self._rates: deque[float] = deque(maxlen=MEMORY_WINDOWS)
@@ -51,7 +50,7 @@ class BandwidthEstimator:
 
     @property
     def estimate(self) -> float | None:
-        """Bytes per second; None: nothing was busy yet."""
+        """Bytes per second; None: no window was busy yet."""
         return max(self._rates, default=None)
 
     @property
@@ -63,8 +62,8 @@ class BandwidthEstimator:
         gain = {"searching": SEARCH_GAIN, "cruising": HEADROOM, "probing": PROBE_GAIN}[self._phase]
         return max(FLOOR_BYTES_PER_S, gain * estimate)
 
-    def saw(self, delivered_bytes: int, passed_s: float, *, is_busy: bool) -> None:
-        """A window of ``passed_s`` is over, in which so much was delivered; ``is_busy``: bulk waited all through it."""
+    def add_window(self, delivered_bytes: int, passed_s: float, *, is_busy: bool) -> None:
+        """Add a window: so much was delivered in ``passed_s``. ``is_busy``: bulk waited all through it."""
         rate, before = delivered_bytes / passed_s, self.estimate
         if not is_busy and (before is None or rate <= before):
             return
@@ -82,55 +81,53 @@ class BandwidthEstimator:
 
 
 # -- Path information --------------------------------------------------------------------------------------------------
-# What the kernel knows of the way to the other side.
 
 
 class Path(Struct, frozen=True):
     """What the kernel knows of one connection's path."""
 
     congestion: str
-    """The congestion control that it uses."""
+    """The congestion control in use."""
     round_trip_s: float
     """Smoothed."""
     least_round_trip_s: float = 0.0
-    """Of late: that of the way alone, without queues and busy processors. As ``round_trip_s`` where it is not told."""
+    """The least of late: without queues and busy processors. As ``round_trip_s`` where the kernel does not tell it."""
     acked_bytes: int | None = None
-    """That the other side has acknowledged since the connection's start; None: the kernel does not count them."""
+    """Bytes that the other side has acknowledged since the connection's start; None: the kernel does not count them."""
     is_local: bool = False
     """Both ends are on this machine."""
 
 
 # -- Delivery-rate sampler ---------------------------------------------------------------------------------------------
-# The learned up budget: windows of what the kernel says was delivered, for net/bandwidth.py.
 
 
 WINDOW_S, WINDOW_ROUND_TRIPS = 0.1, 4
-"""A window is the longer of the two, so that what was changed at its beginning shows in it."""
+"""A window is the longer of the two, so that a change at its beginning shows in it."""
 LOOKS = 4
-"""At the queues, in a window."""
+"""Looks at the queues in a window."""
 IDLE_LOOK_S = 0.25
 
 Name = TypeVar("Name", bound=Hashable)
 
 
 class DeliveryRateSampler(Generic[Name]):
-    """See the module's rules."""
+    """Makes windows for a ``BandwidthEstimator`` out of what the kernel says of all connections."""
 
     def __init__(self) -> None:
-        self.capacity = BandwidthEstimator()
-        self.look_s = IDLE_LOOK_S
-        """When to look again."""
+        self.estimator = BandwidthEstimator()
+        self.interval_s = IDLE_LOOK_S
+        """Seconds until the next ``sample``."""
         self.is_local = False
-        """There are connections, and none of them leaves this machine."""
+        """Whether there are connections, and none of them leaves this machine."""
         self._start: Mapping[Name, Path] | None = None
-        """At the start of the window that is measured."""
+        """Paths at the start of the window that is measured; None: none is."""
         self._started_at = 0.0
         self._looks = 0
         self._is_busy = False
 
-    def look(self, paths: Mapping[Name, Path], is_waiting: Callable[[Name], bool], now: float) -> bool:
-        """What the kernel says now; ``is_waiting``: the link, and not the other side, is what it waits for. Whether a
-        window ended, and the budget may have changed."""
+    def sample(self, paths: Mapping[Name, Path], is_waiting: Callable[[Name], bool], now: float) -> bool:
+        """Take what the kernel says now. ``is_waiting``: whether a connection has bulk that waits for the link, not for
+        the other side. Returns whether a window ended, so that the budget may have changed."""
         self.is_local = bool(paths) and all(path.is_local for path in paths.values())
         linked = {name: path for name, path in paths.items() if not path.is_local and path.acked_bytes is not None}
         if self._start is None:
@@ -141,24 +138,24 @@ class DeliveryRateSampler(Generic[Name]):
         self._looks += 1
         if self._looks < LOOKS:
             return False
-        start, self._start, self.look_s = self._start, None, IDLE_LOOK_S
+        start, self._start, self.interval_s = self._start, None, IDLE_LOOK_S
         is_over = now > self._started_at and all(name in linked for name in start)
         if is_over:
             delivered = sum((linked[name].acked_bytes or 0) - (start[name].acked_bytes or 0) for name in start)
-            self.capacity.saw(delivered, now - self._started_at, is_busy=self._is_busy)
+            self.estimator.add_window(delivered, now - self._started_at, is_busy=self._is_busy)
         if any(map(is_waiting, linked)):
             self._begin(linked, now)
         return is_over
 
     def reset(self) -> None:
-        """What is measured does not count."""
-        self._start, self.look_s = None, IDLE_LOOK_S
+        """Drop the window that is measured."""
+        self._start, self.interval_s = None, IDLE_LOOK_S
 
     def _begin(self, linked: Mapping[Name, Path], now: float) -> None:
         round_trip_s = max(path.round_trip_s for path in linked.values())
         self._start, self._started_at = linked, now
         self._looks, self._is_busy = 0, True
-        self.look_s = max(WINDOW_S, WINDOW_ROUND_TRIPS * round_trip_s) / LOOKS
+        self.interval_s = max(WINDOW_S, WINDOW_ROUND_TRIPS * round_trip_s) / LOOKS
 
 
 # -- Byte counters -----------------------------------------------------------------------------------------------------

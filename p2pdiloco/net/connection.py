@@ -1,16 +1,17 @@
 """One connection to one peer, without I/O: its life, from the handshake to the goodbye.
 
-Bytes that were decrypted come in through ``buffer`` and ``advance``; ``step`` handles one frame of them. What is to be
-told, sent and waited for is written into the endpoint's agenda (net/context.py); net/endpoint.py shows how it is
-driven.
+Decrypted bytes come in through ``buffer`` and ``advance``; ``handle_next_frame`` handles one frame of them. Events,
+deadlines and what is to be sent go into the endpoint's context (net/context.py); net/endpoint.py shows how an endpoint
+is driven.
 
 Rules of this file:
-1. What is said between proved peers is conversation.py's.
-2. The peer's faults end its connection with one reason; nothing else is disturbed.
+1. The session (net/session.py) handles what proved peers say. A connection holds its session and knows no other
+   connection: the endpoint (net/endpoint.py) does what concerns several.
+2. A fault of the peer ends its connection with one reason, and disturbs nothing else.
 3. Life: connecting -> greeting -> open -> (retiring: a duplicate that only finishes what it has begun) -> closed.
-   Proved or Failed is told once, Ended once, as the last.
-4. There is one deadline at a time, and each state but the open one has it: connecting, greeting, retiring, parting,
-   closing. A dead path is the kernel's to notice (keepalive and TCP_USER_TIMEOUT, transport/sockets.py).
+   Proved or Failed is reported once.
+4. There is one deadline at a time, in each state but the open one: connecting, greeting, retiring, parting, closing.
+   The kernel notices a dead path (keepalive and TCP_USER_TIMEOUT, transport/sockets.py).
 """
 
 from __future__ import annotations
@@ -18,12 +19,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable
 
-from p2pdiloco.net.abuse_limits import FRAMES
 from p2pdiloco.net.context import Due, EndpointContext
-from p2pdiloco.net.events import Closing, Ended, Failed, Proved
+from p2pdiloco.net.events import Closing, ConnectionId, Failed, Proved
 from p2pdiloco.net.frames import (
     HANDSHAKE_KINDS,
-    FrameError,
     FrameKind,
     Parting,
     decode_goodbye,
@@ -36,31 +35,30 @@ from p2pdiloco.net.session import Session
 from p2pdiloco.protocol.ids import PeerId
 
 # -- Closing -----------------------------------------------------------------------------------------------------------
-# How far a connection has come on its way to its end: it parts, it retires for another connection, it is over.
 
 
 class CloseState:
-    """How far one connection has come in closing."""
+    """How far one connection has come in closing: it parts, retires for another connection, or is over."""
 
     __slots__ = ("_retired", "goodbye", "has_failed", "is_retiring", "over", "parting")
 
     def __init__(self) -> None:
         self.over: str | None = None
-        """Why it is over: nothing is read or sent from then on."""
+        """The reason, once nothing is read or sent any more."""
         self.parting: str | None = None
-        """Why we are leaving: nothing new is sent; what is queued is."""
+        """The reason, once we are leaving: what is queued is still sent, and nothing new."""
         self.goodbye: bytes | None = None
-        """Waits until everything that is sent in parts is acknowledged."""
+        """The GOODBYE frame, while parts that were sent are not acknowledged."""
         self.is_retiring = False
-        """Another connection stays: what is begun here is finished."""
+        """Another connection stays: this one finishes what has begun."""
         self.has_failed = False
-        """It is told that there will be no proof."""
+        """Failed was reported."""
         self._retired: set[str] = set()
-        """Which of "us" and "them" has said that another connection stays."""
+        """Sides ("us", "them") that have said that another connection stays."""
 
     @property
     def is_ending(self) -> bool:
-        """Saying or having said goodbye, or over."""
+        """Whether it is parting or over."""
         return self.over is not None or self.parting is not None
 
     @property
@@ -69,67 +67,68 @@ class CloseState:
         return self.over or self.parting or ""
 
     @property
-    def is_said(self) -> bool:
-        """The goodbye is out, or in the outbox."""
+    def is_goodbye_queued(self) -> bool:
+        """Whether the GOODBYE is sent, or in the outbox."""
         return self.parting is not None and self.goodbye is None
 
     @property
     def have_both_retired(self) -> bool:
-        """Each side has said that another connection stays."""
+        """Whether both sides have said that another connection stays."""
         return len(self._retired) == 2
 
-    def retires(self, who: str) -> bool:
-        """``who`` ("us" or "them") says that another connection stays; False: that was said."""
+    def record_retired(self, who: str) -> bool:
+        """Note that ``who`` ("us" or "them") has said that another connection stays; False: it had."""
         is_news = who not in self._retired
         self._retired.add(who)
         return is_news
 
 
 # -- Connection --------------------------------------------------------------------------------------------------------
-# One connection to one peer, without I/O: its life, from the handshake to the goodbye.
 
 
 class Connection:
-    """See the module's rules."""
+    """One connection to one peer, from the handshake to the goodbye; see the module's rules."""
 
     def __init__(
         self,
-        commons: EndpointContext,
+        id: ConnectionId,
+        context: EndpointContext,
         *,
         role: Role,
         host: str,
         dialled: Dialled,
     ) -> None:
+        self.id = id
         self.role = role
         self.host = host
         """The numeric address of the other side's machine."""
-        self.heard_at = commons.agenda.now
-        """When bytes came last."""
+        self.received_at = context.now
+        """When bytes were last received."""
         self.local: Hello | None = None
-        """What we said; set once TLS is up."""
+        """Our HELLO, once TLS is established."""
         self.remote: Hello | None = None
-        """What the other side said; set once proved."""
-        self.primary = self
-        """The one whose lane we are; ourselves if we are none."""
-        self.conversation = Session(self, commons)
+        """The other side's HELLO, once it is proved."""
+        self.session = Session(id, context)
         self.is_paused = True
-        """The channel is not up, or takes no more at present."""
+        """The socket is not there yet, or takes no more at present."""
+        self.is_lost = False
+        """Its socket is closed."""
         self._copied: deque[memoryview] = deque()
-        """By ``receive``, and not read."""
-        self._commons = commons
+        """Data of ``receive_data`` that was not parsed yet."""
+        self._context = context
         self._dialled = dialled
         self._handshake: Handshake | None = None
         self._end = CloseState()
-        self._is_deaf = False
-        """Set when the peer broke the rules: it is told so, and no longer listened to."""
+        self._ignores_input = False
+        """The peer was refused, or broke the rules: nothing of it is read any more."""
         self._overdue_reason = "no channel came about in time"
-        self._set_deadline(commons.limits.handshake_s, self._overdue_reason)
+        self._set_deadline(context.limits.handshake_s, self._overdue_reason)
 
     # -- what it is --------------------------------------------------------------------------------------------------
 
     @property
     def peer(self) -> PeerId:
-        """Whose connection this is; only after the handshake."""
+        """The peer at the other end; only after the handshake."""
         assert self.remote is not None
         return PeerId(self.remote.peer)
 
@@ -139,17 +138,17 @@ class Connection:
 
     @property
     def is_open(self) -> bool:
-        """Proved, and neither lost nor parting."""
+        """Whether it is proved, and not ending."""
         return self.remote is not None and not self.is_ending
 
     @property
     def is_ending(self) -> bool:
-        """Saying or having said goodbye, or lost."""
+        """Whether it is parting or over."""
         return self._end.is_ending
 
     @property
     def is_over(self) -> bool:
-        """Nothing is read or sent any more."""
+        """Whether nothing is read or sent any more."""
         return self._end.over is not None
 
     @property
@@ -159,52 +158,42 @@ class Connection:
 
     @property
     def has_waiting_bulk(self) -> bool:
-        """There is bulk, and the other side takes it: only the kernel or the budget holds it back."""
-        return self._end.over is None and self.conversation.has_waiting_bulk
+        """Whether there is bulk that the other side takes, so that only the kernel or the budget holds it back."""
+        return self._end.over is None and self.session.has_waiting_bulk
 
     @property
     def greeting(self) -> Hello:
-        """The dialler's, which names lane, bond and attempt. Only after the handshake."""
+        """The dialler's HELLO, which names lane, bond and attempt; only after the handshake."""
         hello = self.local if self.role is Role.DIALLER else self.remote
         assert hello is not None
         return hello
 
     # -- what the endpoint calls -------------------------------------------------------------------------------------
 
-    def up(self, fingerprint: bytes) -> None:
-        """The encrypted channel is there, with the listener's certificate of this ``fingerprint``."""
+    def handle_tls_established(self, fingerprint: bytes) -> None:
+        """TLS is established: send our HELLO. ``fingerprint``: of the listener's certificate."""
         if self._end.over is not None:
             return
         self.is_paused = False
-        self._handshake = self._commons.greeter.handshake(self.role, fingerprint, self._dialled)
+        self._handshake = self._context.greeter.handshake(self.role, fingerprint, self._dialled)
         self.local = self._handshake.hello
-        self._set_deadline(self._commons.limits.handshake_s, "the handshake took too long")
-        self.conversation.put(encode_frame(FrameKind.HELLO, 0, self._handshake.hello_body))
+        self._set_deadline(self._context.limits.handshake_s, "the handshake took too long")
+        self.session.send_frame(encode_frame(FrameKind.HELLO, 0, self._handshake.hello_body))
 
-    def lost(self, reason: str) -> None:
-        """The socket is closed."""
+    def handle_lost(self, reason: str) -> None:
+        """End: the socket is closed."""
+        self.is_lost = True
         reason = self._end.over = self._end.reason or reason
         self._set_deadline(None)
-        self._fail(ConnectionError(reason))
-        self._stop()
-        self.conversation.end(reason)
-        for lane in list(self.conversation.lanes.members) if self.primary is self else []:
-            if lane is not self:
-                lane.abort(f"its primary connection ended: {reason}")
-        self._commons.agenda.tell(Ended(self, reason))
+        self._fail_handshake(ConnectionError(reason))
+        self._release()
+        self.session.handle_lost(reason)
 
-    def overdue(self) -> None:
-        """The deadline has passed."""
+    def handle_deadline(self) -> None:
+        """Close at once: the deadline has passed."""
         if self._end.over is not None:
-            self._commons.agenda.tell(Closing(self, is_flushed=False))
+            self._context.emit(Closing(self.id, is_flushed=False))
         self.abort(self._overdue_reason)
-
-    def become_lane_of(self, primary: Connection) -> bool:
-        """Proved, and bound to ``primary``. False: that has enough."""
-        is_bound = self.conversation.become_lane_of(primary.conversation)
-        if is_bound:
-            self.primary = primary
-        return is_bound
 
     def send(self, body: bytes, payload: memoryview | None, priority: float, topic: Hashable | None = None) -> bool:
         """Queue a message. False: no room, or not open.
@@ -212,108 +201,112 @@ class Connection:
         Raises:
             ValueError: ``body`` is longer than CONTROL_LIMIT.
         """
-        return self.is_open and self.conversation.send(body, payload, priority, topic)
+        return self.is_open and self.session.send_message(body, payload, priority, topic)
 
     def retire(self) -> None:
-        """Another connection took over: finish what is begun, then close. The other side does the same."""
+        """Finish what has begun, then close, since another connection serves. The other side does the same."""
         if self._end.is_retiring or self._end.over is not None:
             return
         self._end.is_retiring = True
-        self._set_deadline(self._commons.limits.retire_s, "the duplicate connection did not finish in time")
-        self._commons.agenda.touch(self)
+        self._set_deadline(self._context.limits.retire_s, "the duplicate connection did not finish in time")
+        self._context.touch(self.id)
 
-    def part(self, parting: Parting, reason: str) -> None:
+    def close(self, parting: Parting, reason: str) -> None:
         """Send what is queued, then GOODBYE, then close; all within ``part_s``."""
         if self.is_ending:
             return
         self._end.parting = reason
-        self._set_deadline(self._commons.limits.part_s, reason)
+        self._set_deadline(self._context.limits.part_s, reason)
         self._end.goodbye = encode_goodbye(parting, reason)
-        self.conversation.takes_parts = self.primary is self
-        self._commons.agenda.touch(self)
+        self.session.takes_parts = not self.session.is_lane
+        self._context.touch(self.id)
 
     def abort(self, reason: str) -> None:
         """Close now; what is queued is lost."""
         if self._end.over is None:
             self._end.over = reason
-            self._stop()
+            self._release()
             self._set_deadline(None)
-            self._commons.agenda.tell(Closing(self, is_flushed=False))
+            self._context.emit(Closing(self.id, is_flushed=False))
 
     def turn_away(self, parting: Parting, reason: str) -> None:
-        """Refuse a connection that has not served anybody: say why, and listen no longer."""
-        self._deafen()
-        self.part(parting, reason)
+        """Refuse a connection that has not served anybody: say why, and read nothing more of it."""
+        self._stop_listening()
+        self.close(parting, reason)
 
     def break_off(self, reason: str) -> None:
-        """The peer broke the rules: tell it, and listen no longer."""
-        self.conversation.forget()
+        """Close because the peer broke the rules: say so, drop what is queued, and read nothing more."""
+        self.session.drop_queued()
         self.turn_away(Parting.BROKEN, reason)
 
     def buffer(self) -> memoryview:
         """Where the next bytes are to be read. Never empty; valid until ``advance``."""
-        return self.conversation.inbox.buffer()
+        return self.session.inbox.buffer()
 
     def advance(self, count: int) -> bool:
-        """``count`` bytes were read into ``buffer()``. False: nothing follows yet. Else go through the endpoint's
-        events."""
-        if self._is_deaf or self._end.over is not None:
+        """``count`` bytes were read into ``buffer()``. False: there is nothing to do yet; else go through the
+        endpoint's events."""
+        if self._ignores_input or self._end.over is not None:
             return False
-        if not self.conversation.inbox.advance(count) and self._commons.grants.bytes_per_s is None:
+        if not self.session.inbox.advance(count) and self._context.grants.bytes_per_s is None:
             return False
-        self._commons.agenda.unread[self] = None
+        self._context.unread[self.id] = None
         return True
 
-    def receive(self, data: bytes) -> None:
-        """``data`` came: as ``advance``, copied."""
-        if not self._is_deaf and self._end.over is None:
+    def receive_data(self, data: bytes) -> None:
+        """Take received data, as ``buffer`` and ``advance`` do, with a copy."""
+        if not self._ignores_input and self._end.over is None:
             self._copied.append(memoryview(data))
-            self._commons.agenda.unread[self] = None
+            self._context.unread[self.id] = None
 
-    def step(self) -> bool:
-        """Handle the next frame of what came. False: there is no other."""
-        self.heard_at = self._commons.agenda.now
-        self.conversation.settle_offer()
-        if self._is_deaf or self._end.over is not None:
+    def handle_next_frame(self) -> bool:
+        """Handle the next frame of what was received. False: there is no other.
+
+        Raises:
+            FrameError: the peer broke the format, or a rule of the session. The endpoint breaks off, also with the
+                primary of a lane.
+        """
+        self.received_at = self._context.now
+        self.session.decline_offer()
+        if self._ignores_input or self._end.over is not None:
             return False
         try:
-            event = self.conversation.inbox.next()
+            event = self.session.inbox.next_event()
             if event is None:
                 return self._read_copied()
             if isinstance(event, Frame) and event.kind in HANDSHAKE_KINDS:
-                self._live(event.kind, event.body)
+                self._handle_handshake_frame(event.kind, event.body)
             else:
-                self.conversation.handle(event)
+                self.session.handle_event(event)
         except HandshakeError as error:
-            self._fail(error)
-            self._deafen()
-            self.part(Parting.REFUSED, str(error))
-        except FrameError as error:
-            if self.remote is not None:
-                self._commons.scores.blame(self.peer, FRAMES, self._commons.agenda.now)
-            for connection in {self: None, self.primary: None}:
-                connection.break_off(f"broken frames: {error}")
-        talk = self.conversation
-        return talk.inbox.has_more or talk.has_offer or bool(self._copied)
+            self._fail_handshake(error)
+            self._stop_listening()
+            self.close(Parting.REFUSED, str(error))
+        return self.has_unread
 
-    def settle(self) -> None:
-        """Something has ended or was queued: say goodbye if all is said, close if that is out."""
-        talk, end = self.conversation, self._end
-        if end.over is not None or not (end.parting is not None or end.is_retiring or talk.is_overrun):
+    @property
+    def has_unread(self) -> bool:
+        """Whether ``handle_next_frame`` has something to do."""
+        return self.session.inbox.has_more or self.session.has_offer or bool(self._copied)
+
+    def advance_closing(self) -> None:
+        """Take the next step of closing: send the GOODBYE when all else is sent, close when that is out."""
+        session, end = self.session, self._end
+        if end.over is not None or not (end.parting is not None or end.is_retiring or session.is_overrun):
             return
-        if talk.is_overrun:
+        if session.is_overrun:
             self.abort("the peer does not read")
             return
-        if end.goodbye is not None and (self.primary is not self or talk.lanes.is_idle):
-            talk.outbox.part(end.goodbye)
+        if end.goodbye is not None and (session.is_lane or session.lanes.is_idle):
+            session.outbox.put_goodbye(end.goodbye)
             end.goodbye = None
-        if not talk.outbox.is_empty or self.is_paused:
+        if not session.outbox.is_empty or self.is_paused:
             return
-        if end.is_said:
-            self._close(end.reason)
-        elif end.is_retiring and talk.is_idle:
-            if end.retires("us"):
-                talk.put(encode_goodbye(Parting.DUPLICATE, "another connection of ours stays"))
+        if end.is_goodbye_queued:
+            self._close_socket(end.reason)
+        elif end.is_retiring and session.is_idle:
+            if end.record_retired("us"):
+                session.send_frame(encode_goodbye(Parting.DUPLICATE, "another connection of ours stays"))
             else:
                 self._close_if_both_retired()
 
@@ -325,76 +318,76 @@ class Connection:
         buffer[:count] = data[:count]
         if count < len(data):
             self._copied.appendleft(data[count:])
-        self.conversation.inbox.advance(count)
+        self.session.inbox.advance(count)
         return True
 
     # -- reading -----------------------------------------------------------------------------------------------------
 
-    def _live(self, kind: FrameKind, body: bytes) -> None:
+    def _handle_handshake_frame(self, kind: FrameKind, body: bytes) -> None:
         assert self._handshake is not None
         match kind:
             case FrameKind.HELLO:
                 proof = self._handshake.proof_after(body)
                 if self.role is Role.DIALLER:
-                    self.conversation.put(encode_frame(FrameKind.PROOF, 0, proof))
+                    self.session.send_frame(encode_frame(FrameKind.PROOF, 0, proof))
             case FrameKind.PROOF:
                 self.remote = self._handshake.finish(body)
                 if self.role is Role.LISTENER:
-                    self.conversation.put(encode_frame(FrameKind.PROOF, 0, self._handshake.proof))
+                    self.session.send_frame(encode_frame(FrameKind.PROOF, 0, self._handshake.proof))
                 self._set_deadline(None)
-                self.conversation.open(self.peer)
-                self._commons.shaper.open(self.peer, self)
-                self._commons.agenda.touch(self)
-                self._commons.agenda.tell(Proved(self))
+                self.session.open(self.peer)
+                self._context.shaper.open(self.peer, self.id)
+                self._context.touch(self.id)
+                self._context.emit(Proved(self.id))
             case _:
-                self._farewell(*decode_goodbye(body))
+                self._handle_goodbye(*decode_goodbye(body))
 
-    def _farewell(self, parting: Parting, reason: str) -> None:
+    def _handle_goodbye(self, parting: Parting, reason: str) -> None:
         if parting is Parting.DUPLICATE and self.remote is not None:
-            self._end.retires("them")
+            self._end.record_retired("them")
             if not self._end.is_retiring:
                 # The other connection may still be on its way to us. Until it is here, this one serves.
-                self._set_deadline(self._commons.limits.retire_s, "no other connection came")
+                self._set_deadline(self._context.limits.retire_s, "no other connection came")
             self._close_if_both_retired()
             return
-        self._fail(MismatchError(reason or "the peer left"))
-        self._close(reason or "the peer left")
+        self._fail_handshake(MismatchError(reason or "the peer left"))
+        self._close_socket(reason or "the peer left")
 
-    def _deafen(self) -> None:
-        self._is_deaf = True
-        self.conversation.inbox.clear()
+    def _stop_listening(self) -> None:
+        self._ignores_input = True
+        self.session.inbox.clear()
 
     # -- parting -----------------------------------------------------------------------------------------------------
 
-    def _fail(self, error: Exception) -> None:
-        """If it is not proved, it never will be."""
+    def _fail_handshake(self, error: Exception) -> None:
+        """Report that the handshake has failed, if the peer is not proved."""
         if self.remote is None and not self._end.has_failed:
             self._end.has_failed = True
-            self._commons.agenda.tell(Failed(self, error))
+            self._context.emit(Failed(self.id, error))
 
-    def _stop(self) -> None:
-        """Nothing more is sent or granted."""
-        self._commons.shaper.close(self)
-        if self.conversation.account is not None:
-            self._commons.grants.close(self.conversation.account)
-        self.conversation.outbox.clear()
-        self.conversation.inbox.clear()
+    def _release(self) -> None:
+        """Drop what is queued, and leave the budgets."""
+        self._context.shaper.close(self.id)
+        if self.session.account is not None:
+            self._context.grants.close(self.session.account)
+        self.session.outbox.clear()
+        self.session.inbox.clear()
 
-    def _close(self, reason: str) -> None:
-        """Let what was written go out, then close, within ``part_s``."""
+    def _close_socket(self, reason: str) -> None:
+        """Close the socket after what was written is out, within ``part_s``."""
         self._end.over = reason
-        self._stop()
-        self._set_deadline(self._commons.limits.part_s, reason)
-        self._commons.agenda.tell(Closing(self, is_flushed=True))
+        self._release()
+        self._set_deadline(self._context.limits.part_s, reason)
+        self._context.emit(Closing(self.id, is_flushed=True))
 
     def _close_if_both_retired(self) -> None:
         if self._end.have_both_retired and self._end.over is None:
-            self._close("another connection of ours stays")
+            self._close_socket("another connection of ours stays")
 
     def _set_deadline(self, delay_s: float | None, reason: str = "") -> None:
-        """The one deadline that runs; a new one replaces it."""
+        """Set the connection's one deadline; None: there is none."""
         self._overdue_reason = reason
         if delay_s is None:
-            self._commons.agenda.deadlines.cancel((Due.LIFE, self))
+            self._context.deadlines.cancel((Due.CONNECTION, self.id))
         else:
-            self._commons.agenda.deadlines.set((Due.LIFE, self), self._commons.agenda.now + delay_s)
+            self._context.deadlines.set((Due.CONNECTION, self.id), self._context.now + delay_s)

@@ -1,4 +1,4 @@
-"""What is to be done next: what is to be told, who may have something to send, and what is due when.
+"""The context of an endpoint: what its connections share, its queue of events, and its deadlines.
 
 The parts of an endpoint write into it and never call upwards; ``net/endpoint.py`` reads it.
 
@@ -14,20 +14,14 @@ import itertools
 from collections import deque
 from collections.abc import Hashable
 from enum import Enum
-from typing import TYPE_CHECKING, Self
-
-from msgspec import Struct
 
 from p2pdiloco.net.abuse_limits import Reputation
+from p2pdiloco.net.events import ConnectionId, Event
 from p2pdiloco.net.flow_control import Granter, Grants
 from p2pdiloco.net.handshake import Greeter
-from p2pdiloco.net.limits import ConnectionLimits, TransportLimits
+from p2pdiloco.net.limits import TransportLimits
 from p2pdiloco.net.rate_limit import Shaper
 from p2pdiloco.wire.buffer_pool import Blocks
-
-if TYPE_CHECKING:
-    from p2pdiloco.net.connection import Connection
-    from p2pdiloco.net.events import Event
 
 
 class Deadlines:
@@ -72,62 +66,49 @@ class Deadlines:
         return key
 
 
-class EventQueue:
-    """See the module's docstring."""
+class Due(Enum):
+    """Kind of a deadline: the first element of its key, or all of it."""
 
-    def __init__(self) -> None:
-        self.events: deque[Event] = deque()
-        self.touched: dict[Connection, None] = {}
-        """Connections of which something was queued or has ended, longest waiting first."""
-        self.unread: dict[Connection, None] = {}
-        """Connections to which bytes came that were not looked at."""
-        self.deadlines = Deadlines()
+    CONNECTION = "connection"
+    """With the connection: it closes."""
+    REQUEST = "request"
+    """With the connection and the request's number: our request fails."""
+    ANSWER = "answer"
+    """With the connection and the request's number: the peer's request is refused."""
+    PATH_INFO = "path info"
+    """PathInfoWanted is due."""
+
+
+class EndpointContext:
+    """State that all connections of one endpoint share: limits, budgets, memory, and what is to be done next."""
+
+    def __init__(self, greeter: Greeter, limits: TransportLimits) -> None:
+        self.limits = limits.connection
+        self.greeter = greeter
+        self.blocks = Blocks(limit_bytes=limits.reused_bytes)
+        self.shaper: Shaper[ConnectionId] = Shaper(None if limits.up_bytes_per_s == "auto" else limits.up_bytes_per_s)
+        self.grants = Grants(
+            Granter(
+                window_bytes=limits.connection.window_bytes,
+                total_bytes=limits.window_bytes,
+                bytes_per_s=limits.down_bytes_per_s,
+            )
+        )
+        self.scores = Reputation()
         self.now = 0.0
         """The time of the last call from outside."""
+        self.deadlines = Deadlines()
+        self.events: deque[Event] = deque()
+        """Not handed out yet."""
+        self.touched: dict[ConnectionId, None] = {}
+        """Connections of which something was queued or has ended, longest waiting first."""
+        self.unread: dict[ConnectionId, None] = {}
+        """Connections with received bytes that were not parsed yet."""
 
-    def tell(self, event: Event) -> None:
+    def emit(self, event: Event) -> None:
+        """Queue an event for whoever drives the endpoint."""
         self.events.append(event)
 
-    def touch(self, connection: Connection) -> None:
+    def touch(self, connection: ConnectionId) -> None:
+        """Something of ``connection`` was queued or has ended: look whether it has something to send."""
         self.touched[connection] = None
-
-
-# -- Endpoint context --------------------------------------------------------------------------------------------------
-# What all connections of one endpoint share.
-
-
-class Due(Enum):
-    """What a deadline is for."""
-
-    LIFE = "life"
-    QUESTION = "question"
-    ASKING = "asking"
-    LOOK = "look"
-
-
-class EndpointContext(Struct, frozen=True):
-    limits: ConnectionLimits
-    agenda: EventQueue
-    blocks: Blocks
-    shaper: Shaper[Connection]
-    grants: Grants
-    greeter: Greeter
-    scores: Reputation
-
-    @classmethod
-    def of(cls, greeter: Greeter, limits: TransportLimits) -> Self:
-        """Of a new endpoint."""
-        granter = Granter(
-            window_bytes=limits.connection.window_bytes,
-            total_bytes=limits.window_bytes,
-            bytes_per_s=limits.down_bytes_per_s,
-        )
-        return cls(
-            limits=limits.connection,
-            agenda=EventQueue(),
-            blocks=Blocks(limit_bytes=limits.reused_bytes),
-            shaper=Shaper(None if limits.up_bytes_per_s == "auto" else limits.up_bytes_per_s),
-            grants=Grants(granter),
-            greeter=greeter,
-            scores=Reputation(),
-        )

@@ -1,33 +1,33 @@
-"""What an endpoint tells whoever drives it.
+"""Events that an endpoint hands to whoever drives it.
 
-The first group is for the user of the transport, the second for whoever holds the sockets.
+The first group is for the user of the transport, the second for whoever holds the sockets. Events name connections by
+their ids; ``Endpoint.connection`` gives the connection, until its ``Ended`` was handed out.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import NewType
 
 from msgspec import Struct
 
 from p2pdiloco.net.frames import Start
 from p2pdiloco.wire.request_reply import RequestError, Response
 
-if TYPE_CHECKING:
-    from p2pdiloco.net.connection import Connection
-    from p2pdiloco.net.session import Session
+ConnectionId = NewType("ConnectionId", int)
+"""Names one connection of an endpoint; never used twice."""
 
 
-class Question(Struct, frozen=True):
-    """One of our requests."""
+class OutgoingRequest(Struct, frozen=True):
+    """Names one of our requests."""
 
-    connection: Connection
+    connection: ConnectionId
     number: int
 
 
-class Asking(Struct, frozen=True):
-    """One of the peer's requests."""
+class IncomingRequest(Struct, frozen=True):
+    """Names one of the peer's requests."""
 
-    connection: Connection
+    connection: ConnectionId
     number: int
 
 
@@ -37,39 +37,40 @@ class Asking(Struct, frozen=True):
 class Connected(Struct, frozen=True):
     """The peer of ``connection`` can be sent to."""
 
-    connection: Connection
+    connection: ConnectionId
 
 
 class Disconnected(Struct, frozen=True):
-    """The peer is gone. What was queued for it is lost."""
+    """The peer of ``connection`` is gone. What was queued for it is lost."""
 
-    connection: Connection
+    connection: ConnectionId
     reason: str
 
 
 class TwinRefused(Struct, frozen=True):
-    """Two processes have the identity of ``kept``'s peer: the earlier one came back as ``connection``, and was refused.
-    Told once a peer."""
+    """Two processes have the identity of one peer: the earlier one came back as ``connection``, and was refused, since
+    the later one is connected as ``kept``. Reported once a peer."""
 
-    connection: Connection
-    kept: Connection
+    connection: ConnectionId
+    kept: ConnectionId
 
 
 class Message(Struct, frozen=True):
-    """A message came. ``payload`` is the user's own, writable memory. ``Endpoint.hold``: it is not taken yet."""
+    """A message. ``payload`` is the user's own, writable memory. ``Endpoint.hold_payload`` if the user has not taken it
+    yet."""
 
-    connection: Connection
+    connection: ConnectionId
     body: bytes
     payload: memoryview | None
 
 
 class Offered(Struct, frozen=True):
-    """A payload of ``size`` bytes is to come with a message. ``Endpoint.accept`` takes it, before the next event is
-    looked at; else it is refused, and the sender stops."""
+    """A payload of ``size`` bytes is to come with a message. Call ``Endpoint.accept_payload`` before the next event is
+    taken; else it is refused, and the sender stops."""
 
-    connection: Connection
-    receiver: Session
-    """Of the connection or of one of its lanes."""
+    connection: ConnectionId
+    receiver: ConnectionId
+    """The connection, or the lane of it, over which the payload comes."""
     stream: int
     start: Start
     body: bytes
@@ -79,30 +80,30 @@ class Offered(Struct, frozen=True):
         return self.start.total
 
 
-class Asked(Struct, frozen=True):
-    """The peer asks: ``Endpoint.answer`` or ``Endpoint.refuse``."""
+class RequestReceived(Struct, frozen=True):
+    """A request of the peer's: call ``Endpoint.send_answer`` or ``Endpoint.refuse_request``."""
 
-    asking: Asking
+    request: IncomingRequest
     body: bytes
 
 
-class Withdrawn(Struct, frozen=True):
-    """Nobody waits for this answer any more."""
+class RequestWithdrawn(Struct, frozen=True):
+    """The peer does not want the answer to its request any more."""
 
-    asking: Asking
+    request: IncomingRequest
 
 
-class Answered(Struct, frozen=True):
-    """The answer to a question of ours."""
+class AnswerReceived(Struct, frozen=True):
+    """The answer to a request of ours."""
 
-    question: Question
+    request: OutgoingRequest
     response: Response
 
 
-class Unanswered(Struct, frozen=True):
-    """There will be no answer."""
+class RequestFailed(Struct, frozen=True):
+    """A request of ours gets no answer."""
 
-    question: Question
+    request: OutgoingRequest
     error: RequestError
 
 
@@ -110,56 +111,56 @@ class Unanswered(Struct, frozen=True):
 
 
 class Proved(Struct, frozen=True):
-    """The handshake is done."""
+    """The peer of ``connection`` has proved its identity."""
 
-    connection: Connection
+    connection: ConnectionId
 
 
 class Failed(Struct, frozen=True):
-    """There will be no proof: HandshakeError, or ConnectionError if the connection was lost before."""
+    """The handshake has failed: HandshakeError, or ConnectionError if the connection was lost before."""
 
-    connection: Connection
+    connection: ConnectionId
     error: Exception
 
 
 class Closing(Struct, frozen=True):
-    """Close the connection's socket: ``is_flushed`` after all that was written is out, else at once. Then say
-    ``Endpoint.lost``."""
+    """Close the connection's socket: after all that was written is out (``is_flushed``), or at once. Then call
+    ``Endpoint.handle_connection_lost``."""
 
-    connection: Connection
+    connection: ConnectionId
     is_flushed: bool
 
 
 class Ended(Struct, frozen=True):
-    """The last of a connection."""
+    """The connection's last event: its id names nothing any more."""
 
-    connection: Connection
+    connection: ConnectionId
     reason: str
 
 
 class Paced(Struct, frozen=True):
-    """Let the kernel send at most at this rate on the connection; None: no limit."""
+    """Have the kernel send at most at this rate on the connection; None: no limit."""
 
-    connection: Connection
+    connection: ConnectionId
     bytes_per_s: float | None
 
 
 class LaneWanted(Struct, frozen=True):
-    """Dial a further connection beside ``primary``, and tell ``Endpoint.lane_dialled`` whether that went well."""
+    """Dial a further connection beside ``primary``, then call ``Endpoint.handle_lane_dialled``."""
 
-    primary: Connection
+    primary: ConnectionId
     lane: int
     bond: bytes
 
 
-class LookWanted(Struct, frozen=True):
-    """Tell ``Endpoint.saw`` what the kernel knows of these connections."""
+class PathInfoWanted(Struct, frozen=True):
+    """Call ``Endpoint.handle_path_info`` with what the kernel knows of these connections."""
 
-    connections: tuple[Connection, ...]
+    connections: tuple[ConnectionId, ...]
 
 
-class Learned(Struct, frozen=True):
-    """What the link up carries was measured anew."""
+class UplinkMeasured(Struct, frozen=True):
+    """A new estimate of what the link carries upwards."""
 
     bytes_per_s: float
 
@@ -170,16 +171,16 @@ Event = (
     | TwinRefused
     | Message
     | Offered
-    | Asked
-    | Withdrawn
-    | Answered
-    | Unanswered
+    | RequestReceived
+    | RequestWithdrawn
+    | AnswerReceived
+    | RequestFailed
     | Proved
     | Failed
     | Closing
     | Ended
     | Paced
     | LaneWanted
-    | LookWanted
-    | Learned
+    | PathInfoWanted
+    | UplinkMeasured
 )

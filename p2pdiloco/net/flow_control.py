@@ -1,4 +1,4 @@
-"""Credits: a receiver tells each sender how far its bulk may go, and so keeps its own down budget and memory.
+"""Credit-based flow control: a receiver tells each sender how far its bulk may go, by its down budget and memory.
 
 A credit is a count of payload bytes (those in chunks, dropped ones included) since the connection's start, like QUIC's
 MAX_DATA: it only grows, and both ends count the same bytes. Every connection starts with FIRST_CREDIT.
@@ -38,7 +38,7 @@ SLICE_LEAST, SLICE_MOST = 16 << 10, 1 << 20
 
 
 class Account:
-    """What one connection's sender may send. The driver keeps ``received``, ``demand``, ``untaken`` and
+    """How much one connection's sender may send. The endpoint keeps ``received``, ``demand``, ``untaken`` and
     ``round_trip_s`` up to date."""
 
     __slots__ = ("demand", "granted", "peer", "received", "round_trip_s", "untaken")
@@ -53,18 +53,21 @@ class Account:
 
     @property
     def coming(self) -> int:
-        """Granted, and not received."""
+        """Bytes that are granted and not received."""
         return self.granted - self.received
 
     @property
     def outstanding(self) -> int:
-        """Granted, and neither received nor taken."""
+        """Bytes that are granted, and not received or not taken by the user."""
         return self.coming + self.untaken
 
 
 class Granter:
-    """Who is granted what, and when. ``window_bytes``: the most that one account has outstanding; ``total_bytes``: the
-    most that all have together (but FIRST_CREDIT each at least)."""
+    """Decides which account is granted how much, and when.
+
+    window_bytes: the most that one account has outstanding.
+    total_bytes: the most that all have together (but FIRST_CREDIT each at least).
+    """
 
     def __init__(self, *, window_bytes: int, total_bytes: int, bytes_per_s: float | None = None) -> None:
         assert window_bytes >= FIRST_CREDIT
@@ -72,9 +75,9 @@ class Granter:
         self._total_bytes = total_bytes
         self._schedule = Pacer(bytes_per_s)
         self._accounts: dict[Account, None] = {}
-        """In the order of their turns within a peer."""
+        """All accounts, in the order of their turns within a peer."""
         self._served: dict[Hashable, int] = {}
-        """Granted to each peer; one that comes back from a pause starts at the others' level."""
+        """Bytes granted to each peer. One that comes back from a pause starts at the others' level."""
         self._level = 0
 
     @property
@@ -91,13 +94,13 @@ class Granter:
         self._accounts[account] = None
 
     def close(self, account: Account) -> None:
-        """What was granted and did not come will not come."""
+        """Forget an account: what was granted and was not received will not come."""
         self._accounts.pop(account, None)
         if all(other.peer != account.peer for other in self._accounts):
             self._served.pop(account.peer, None)
 
     def top_up(self, account: Account) -> bool:
-        """Without a budget: whether ``account`` was granted more."""
+        """Grant ``account`` more, where there is no budget; whether it was."""
         outstanding, most = account.outstanding, account.demand + AHEAD_BYTES
         if outstanding > most // 2:  # a narrower window is seldom
             return False
@@ -108,7 +111,7 @@ class Granter:
         return True
 
     def grant(self, now: float) -> list[Account]:
-        """With a budget: grant what is due; those whose ``granted`` grew."""
+        """Grant what is due, where there is a budget; the accounts whose ``granted`` grew."""
         grown: dict[Account, None] = {}
         while self._schedule.is_ready(now) and (chosen := self._choose()) is not None:
             account, count = chosen
@@ -128,7 +131,7 @@ class Granter:
         return self._schedule.ready_at()
 
     def _choose(self) -> tuple[Account, int] | None:
-        """Who is next: of the accounts that want and have room, one of the peer that was granted least."""
+        """The next account and its bytes: of those that want and have room, one of the peer that was granted least."""
         rate = self._schedule.bytes_per_s
         assert rate is not None
         wanting = [account for account in self._accounts if account.demand > account.coming]
@@ -150,7 +153,7 @@ class Granter:
 
 
 class Spending:
-    """The sender's side of one connection: what it may still send."""
+    """The sender's side of one connection: how much it may still send."""
 
     __slots__ = ("granted", "sent")
 
@@ -163,7 +166,7 @@ class Spending:
         return self.granted - self.sent
 
     def extend(self, granted: int) -> None:
-        """A CREDIT came.
+        """Take the credit of a CREDIT frame.
 
         Raises:
             FrameError: it takes back what was granted.
@@ -174,11 +177,13 @@ class Spending:
 
 
 # -- Credit grants for the down budget ---------------------------------------------------------------------------------
-# The down budget: who is told how far its bulk may go (net/flow_control.py decides), and when to look again.
 
 
 class Grants:
-    """All connections' accounts. What returns accounts returns those whose ``granted`` grew: tell their senders."""
+    """The accounts of all connections, and when to look at them again. ``Granter`` decides.
+
+    Methods that return accounts return those whose ``granted`` grew: their senders are to be told.
+    """
 
     def __init__(self, granter: Granter) -> None:
         self._granter = granter
@@ -189,25 +194,23 @@ class Grants:
         """When ``grant`` may have something to grant; None: not before something happens."""
 
     def set_budget(self, bytes_per_s: float | None, now: float) -> list[Account]:
-        """Bytes per second over all senders; None: no limit. What is granted already may still come."""
+        """Set how many bytes per second all senders may send; None: no limit. What is granted may still come."""
         self._granter.set_budget(bytes_per_s, now)
         self.bytes_per_s = bytes_per_s
         self.due_at = None
-        return list(
-            dict.fromkeys(grown for account in self._granter.accounts() for grown in self.progressed(account, now))
-        )
+        return list(dict.fromkeys(grown for account in self._granter.accounts() for grown in self.update(account, now)))
 
     def open(self, account: Account, now: float) -> list[Account]:
         self._granter.open(account)
         self._accounts.add(account)
-        return self.progressed(account, now)
+        return self.update(account, now)
 
     def close(self, account: Account) -> None:
         self._granter.close(account)
         self._accounts.discard(account)
 
-    def progressed(self, account: Account, now: float) -> list[Account]:
-        """Something was received, announced or taken."""
+    def update(self, account: Account, now: float) -> list[Account]:
+        """Bytes of ``account`` were received, announced or taken: grant more."""
         if account not in self._accounts or self.due_at is not None:
             return []
         if self.bytes_per_s is not None:
@@ -215,7 +218,7 @@ class Grants:
         return [account] if self._granter.top_up(account) else []
 
     def grant(self, now: float) -> list[Account]:
-        """``due_at`` is reached, or nothing was due."""
+        """Grant what is due; call it when ``due_at`` has come."""
         grown = self._granter.grant(now)
         self.due_at = self._granter.next_at()
         return grown

@@ -124,7 +124,7 @@ class Header(Struct, frozen=True, gc=False):
 
 
 class Use(IntEnum):
-    """What a payload belongs to."""
+    """Kind of message that a payload belongs to."""
 
     MESSAGE = 0
     ANSWER = 1
@@ -147,7 +147,7 @@ class Start(NamedTuple):
 
     use: Use
     request: int
-    """Of an answer: the request's number; else 0."""
+    """The request's number, of an answer; else 0."""
     size: int
     part: Part | None = None
     """None: the stream is the whole payload."""

@@ -1,22 +1,22 @@
-"""Two peers prove to each other who they are, over a TLS channel that proves nothing by itself.
+"""The handshake: two peers prove to each other who they are, over a TLS channel that proves nothing by itself.
 
-Both sides send HELLO at once (what they speak, who they are, a fresh nonce), then PROOF, the listener only after the
-dialler's was good: a signature with the peer id's key over a context string, the signer's role, the fingerprint of the
-TLS certificate that the *listener* showed, and both HELLOs with their nonces; behind it, the certificates that make the
+Both sides send HELLO at once (protocol, identity, a fresh nonce), then PROOF, the listener only after the dialler's was
+good. PROOF is a signature with the peer id's key over a context string, the signer's role, the fingerprint of the TLS
+certificate that the *listener* showed, and both HELLOs with their nonces; behind it come the certificates that make the
 key a member's. So:
 - the key of the claimed peer id is proved (signature over both nonces);
 - a man in the middle who ends TLS himself shows another certificate, and both proofs fail (fingerprint);
 - a proof cannot be replayed (nonces), nor reflected to its maker (role);
-- a certificate serves whoever has its key, and nobody who has only seen it.
+- a certificate serves only the owner of its key.
 
-A private run is not named: instead of its id, HELLO has a tag that only who knows the id can make or recognize, for
-this channel and this direction. Who dials and is no member learns the peer's id, and nothing else: it gets no PROOF, so
-no certificate.
+A private run is not named. Instead of its id, HELLO has a tag that only peers which know the id can make or recognise,
+for this channel and this direction. A dialler that is no member learns the listener's peer id and nothing else: it
+gets no PROOF, so no certificate.
 
 Rules of this file:
 1. Bytes in, bytes out; the keys and the nonce come from outside.
-2. Whatever is wrong is HandshakeError with a sentence for people: it is sent to the other side as GOODBYE.
-3. Nothing but HELLO, PROOF and GOODBYE is read before the other side has proved its key and its membership.
+2. Every fault is a HandshakeError with a sentence for people: it is sent to the other side as GOODBYE.
+3. Only HELLO, PROOF and GOODBYE are read before the other side has proved its key and its membership.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ from p2pdiloco.protocol.ids import PeerId, RunId, digest_of
 
 MAGIC = "p2pdiloco"
 WIRE_VERSION = 4
-"""How peers talk: frames, and the messages in them. Raised when two releases would not understand each other; both are
-then told so. (A run's own version is its manifest's: a run goes on when all of its peers take a newer release.)"""
+"""Version of the wire protocol: frames, and the messages in them. It is raised when two releases would not understand
+each other; both are then told so. (A run's own version is its manifest's: a run goes on when all of its peers take a
+newer release.)"""
 CONTEXT = b"p2pdiloco handshake 1\x00"
 TAG_CONTEXT = b"p2pdiloco run 1\x00"
 NONCE_BYTES = 32
@@ -48,7 +49,7 @@ Verify = Callable[[PeerId, bytes, bytes], bool]
 
 
 class Role(Enum):
-    """Which end of the connection one is."""
+    """The end of a connection at which a peer is."""
 
     DIALLER = b"D"
     LISTENER = b"L"
@@ -59,7 +60,7 @@ class Role(Enum):
 
 
 class HandshakeError(ValueError):
-    """The two sides do not fit, or the other one is not who it says. The text is for both."""
+    """The two sides do not fit, or the other one is not the peer that it says. The text is for both."""
 
 
 class MismatchError(HandshakeError):
@@ -67,10 +68,10 @@ class MismatchError(HandshakeError):
 
 
 class Dialled(NamedTuple):
-    """What a dialler wants of a connection; a listener wants nothing."""
+    """The dialler's wishes for a connection; a listener has none."""
 
     expected: PeerId | None = None
-    """Who must be at the other end; None: anybody."""
+    """The peer that must be at the other end; None: any."""
     lane: int = 0
     bond: bytes = b""
     is_relayed: bool = False
@@ -80,12 +81,12 @@ ANYBODY = Dialled()
 
 
 class Hello(Struct, frozen=True, kw_only=True):
-    """What a side says first. Unknown fields of later releases are ignored."""
+    """The first message of each side. Unknown fields of later releases are ignored."""
 
     magic: Annotated[str, Meta(max_length=32)]
     version: Annotated[int, Meta(ge=0, le=2**31)]
     run: Annotated[str, Meta(max_length=64)]
-    """"" for a private run, or for who does not know its run yet."""
+    """"" for a private run, or if the peer does not know its run yet."""
     peer: Annotated[str, Meta(min_length=1, max_length=64)]
     nonce: Annotated[bytes, Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
     """Fresh for every connection."""
@@ -94,19 +95,19 @@ class Hello(Struct, frozen=True, kw_only=True):
     attempt: Annotated[int, Meta(ge=0, le=2**62)]
     """Grows with every connection that the peer takes part in: of two that it dialled, the later one counts."""
     lane: Annotated[int, Meta(ge=0, le=2**16)] = 0
-    """Dialler only: 0 for a connection of its own right, else the number of a lane (net/multipath.py)."""
+    """Dialler only: 0 for a primary connection, else the number of a lane (net/multipath.py)."""
     bond: Annotated[bytes, Meta(max_length=NONCE_BYTES)] = b""
-    """With a lane: the nonce of the HELLO with which its dialler began the primary connection."""
+    """With a lane: the nonce of the dialler's HELLO on the primary connection."""
     is_relayed: bool = False
-    """Dialler only: a meeting point carries the bytes, so a direct connection of the two is better."""
+    """Dialler only: a relay carries the bytes, so a direct connection of the two is better."""
     tag: Annotated[bytes, Meta(max_length=NONCE_BYTES)] = b""
-    """Of a private run (``tag_of``)."""
+    """Stands for the id of a private run (``tag_of``)."""
     observes: bool = False
-    """It only asks, and takes no part."""
+    """It takes no part in a run, and only asks."""
 
 
 class Handshake:
-    """One side's half: send ``hello_body``, then ``proof_after(their hello)``; ``finish(their proof)`` ends it."""
+    """One side of a handshake: send ``hello_body``, then ``proof_after(their hello)``; ``finish(their proof)``."""
 
     def __init__(
         self,
@@ -120,14 +121,14 @@ class Handshake:
         run: str = "",
         door: Authorizer | None = None,
     ) -> None:
-        """``run``: ours, also if HELLO does not name it."""
+        """``run``: this peer's, also if HELLO does not name it."""
         self._role = role
         self._run = run
         self._door: Authorizer = door or OpenAuthorizer()
         self.hello = hello
-        """Ours."""
+        """Our HELLO."""
         self._expected = expected
-        """Who must be at the other end; None: anybody."""
+        """The peer that must be at the other end; None: any."""
         self._fingerprint = fingerprint
         self._sign = sign
         self._verify = verify
@@ -206,8 +207,8 @@ class Handshake:
 
 
 class Greeter:
-    """What one process says first on all its connections. ``nonce`` gives NONCE_BYTES fresh random bytes; who
-    ``observes`` takes no part."""
+    """Begins the handshakes of one process. ``nonce`` gives NONCE_BYTES fresh random bytes; a process that ``observes``
+    takes no part."""
 
     def __init__(
         self,
@@ -234,7 +235,7 @@ class Greeter:
         self._attempt = 0
 
     def handshake(self, role: Role, fingerprint: bytes, dialled: Dialled) -> Handshake:
-        """Our half, over the channel whose listener showed the certificate with ``fingerprint``."""
+        """Our side of a handshake, over the channel whose listener showed the certificate with ``fingerprint``."""
         self._attempt += 1
         nonce, is_private = self._nonce(), self._door.is_private
         hello = Hello(
@@ -264,17 +265,17 @@ class Greeter:
 
 
 def tag_of(run: str, role: Role, fingerprint: bytes, nonce: bytes) -> bytes:
-    """What the side with ``role`` says instead of a private run's id, on the channel whose listener showed the
-    certificate with ``fingerprint``. Seen, it is of no use on another channel."""
+    """Tag that the side with ``role`` sends instead of a private run's id, on the channel whose listener showed the
+    certificate with ``fingerprint``. It is of no use on another channel."""
     return bytes.fromhex(digest_of(TAG_CONTEXT, role.value, fingerprint, nonce, run.encode()))
 
 
 def transcript(fingerprint: bytes, dialler_hello: bytes, listener_hello: bytes) -> bytes:
-    """What both proofs cover, every part with its length."""
+    """Bytes that both proofs cover: fingerprint and HELLOs, each with its length."""
     parts = (fingerprint, dialler_hello, listener_hello)
     return b"".join(struct.pack(">I", len(part)) + part for part in parts)
 
 
 def signed_bytes(role: Role, covered: bytes) -> bytes:
-    """What the side with ``role`` signs."""
+    """Bytes that the side with ``role`` signs."""
     return CONTEXT + role.value + covered

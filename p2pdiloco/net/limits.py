@@ -1,4 +1,4 @@
-"""Bounds of what peers can make us hold, and deadlines, in one place."""
+"""Bounds of the memory and connections that peers can make this one hold, and deadlines, in one place."""
 
 from __future__ import annotations
 
@@ -16,32 +16,33 @@ class ConnectionLimits(Struct, frozen=True, kw_only=True):
     """Bounds of one connection."""
 
     outbox_bytes: int = 1 << 30
-    """Payload bytes that may wait to be sent (they are shared, not copied)."""
+    """Most payload bytes that wait to be sent (they are shared, not copied)."""
     control_bytes: int = 16 << 20
-    """Control bytes that may wait to be sent."""
+    """Most control bytes that wait to be sent."""
     inbox_bytes: int = 128 << 20
-    """Payload bytes in progress from the peer; what does not fit is refused. A sender opens payloads of one priority up
-    to ``outbox.GROUP_BYTES`` and one more, so this must hold twice the largest payload and that: here 60 MiB."""
+    """Most payload bytes in progress from the peer; what does not fit is refused. A sender opens payloads of one
+    priority up to ``send_queue.GROUP_BYTES`` and one more, so this must hold that and twice the largest payload: here
+    60 MiB."""
     window_bytes: int = 64 << 20
-    """Bulk that the peer may send beyond what came and was taken: what a long path holds (100 ms at 5 Gbit/s). Beside
-    it there are the payloads in progress (``inbox_bytes``)."""
+    """Most bulk that the peer may send beyond what was received and taken: as much as a long path holds (100 ms at
+    5 Gbit/s). The payloads in progress (``inbox_bytes``) come on top."""
     requests: int = 256
-    """Requests of ours that wait for an answer."""
+    """Most requests of ours that wait for an answer."""
     answers: int = 16
-    """Requests of the peer that are being answered."""
+    """Most requests of the peer that are being answered."""
     answer_s: float = 60.0
-    """What an answer may take to compute."""
+    """Time that the user has to answer a request."""
     handshake_s: float = 10.0
-    """From the first byte to a proved peer."""
+    """Time from the first byte to a proved peer."""
     retire_s: float = 30.0
-    """What a duplicate connection may take to finish what it has begun."""
+    """Time that a duplicate connection has to finish what has begun."""
     part_s: float = 5.0
-    """What flushing may take when we leave."""
+    """Time that flushing may take when a connection closes."""
 
     @classmethod
     def for_payloads(cls, largest_bytes: int) -> Self:
-        """Room for payloads of ``largest_bytes``: one that is under way, a more urgent one, and those that share the
-        turns with it."""
+        """Limits with room for payloads of ``largest_bytes``: one that is under way, a more urgent one, and those that
+        share the turns with it."""
         return cls(inbox_bytes=2 * largest_bytes + 2 * GROUP_BYTES)
 
 
@@ -50,7 +51,7 @@ class TransportLimits(Struct, frozen=True, kw_only=True):
 
     connection: ConnectionLimits = ConnectionLimits()
     connections: int = 512
-    """Proved peers at once. One more takes the place of one of a machine that holds more, or is refused."""
+    """Most proved peers at once. One more replaces one of a machine that holds more, or is refused."""
     handshakes: int = 64
     """Accepted connections that have not proved themselves. One more takes the place of the oldest of the machine that
     holds most."""
@@ -67,14 +68,14 @@ class TransportLimits(Struct, frozen=True, kw_only=True):
     reused_bytes: int = 256 << 20
     """Payload memory kept for reuse."""
     window_bytes: int = 1 << 30
-    """As a connection's, over all of them."""
+    """As ``ConnectionLimits.window_bytes``, over all connections."""
     up_bytes_per_s: UpBudget = None
     """Sent over all connections, control included; control never waits. None: no limit. 4 to 10 % under the link.
     "auto": learned from what the kernel says was delivered, and 10 % under that (net/bandwidth.py)."""
     down_bytes_per_s: float | None = None
     """Bulk received over all connections. None: no limit."""
     lanes: int | Literal["auto"] = "auto"
-    """Connections of a pair that we dial: more than one fill long fat paths. "auto": by round trip and budget."""
+    """Connections of each pair that we dial: more than one fill long fat paths. "auto": by round trip and budget."""
     lane_idle_s: float = 60.0
     """Without bulk for so long, a pair's further connections are closed; the next bulk has them dialled again."""
     congestion: str = "bbr"

@@ -1,18 +1,18 @@
 """Payloads in parts: one payload over several connections ("lanes") of one pair.
 
-A payload is cut into parts of PART_BYTES. Every part travels as a stream of its own on whichever lane has room next,
-and says where it belongs (frames.Part), so that lanes need no order among each other and each part is read straight
-into its place. The receiver acknowledges every part on its lane. What a lost lane has not acknowledged is sent again on
-the others; what comes twice is counted once.
+A payload is split into parts of PART_BYTES. Each part is a stream of its own on the lane that has room next, and says
+where it belongs (frames.Part), so that lanes need no order among each other and each part is read straight into its
+place. The receiver acknowledges every part on its lane. Parts that a lost lane has not acknowledged are sent again on
+the others; a part that comes twice counts once.
 
 Why parts and acknowledgements, and not one stream to each lane: a single large payload must fill the link too, and a
 slow lane must not hold up what was given to it early. Why send parts again, and not fail: what a dead lane had taken is
 a few MiB, and the other lanes live.
 
 Rules of this file:
-1. Bytes and decisions only: no sockets, no clock. Lanes are any hashable names.
-2. Bounded: payload bytes that wait, payloads in progress, what is remembered of those that are over.
-3. The lowest priority number goes first, and at equal priority what was put first: few payloads are in progress.
+1. Bytes and decisions only: no sockets, no clock. Lanes are any hashable objects (net/session.py uses its sessions).
+2. Bounded: payload bytes that wait, payloads in progress, and numbers of those that are over.
+3. The lowest priority number goes first, and at equal priority the payload that was put first: few are in progress.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from p2pdiloco.net.send_queue import SendQueue
 
 PART_BYTES = 1 << 20
 REMEMBERED = 1024
-"""Payloads that are over, whose late parts are known to be late."""
+"""Payloads that are over whose numbers are kept, to recognise late parts."""
 
 LaneName = TypeVar("LaneName", bound=Hashable)
 
@@ -43,7 +43,7 @@ class Piece(NamedTuple):
 
 
 class _Outgoing:
-    """A payload of which some part is not acknowledged."""
+    """A payload with parts that are not acknowledged."""
 
     __slots__ = (
         "body",
@@ -74,7 +74,7 @@ class _Outgoing:
         self.unacknowledged = set(self.todo)
         self.topic = topic
         self.is_known = False
-        """The other side may have heard of it."""
+        """A part of it was given to a lane."""
 
     @property
     def is_begun(self) -> bool:
@@ -88,18 +88,18 @@ class Splitter(Generic[LaneName]):
         self._payload_limit = payload_limit
         self._payloads: dict[int, _Outgoing] = {}
         self._lanes: dict[LaneName, dict[int, tuple[int, int]]] = {}
-        """For each lane and stream that is not acknowledged: payload and offset."""
+        """Payload and offset of each part that is not acknowledged, by lane and stream."""
         self._held_bytes = 0
         self._next_number = 0
 
     @property
     def is_idle(self) -> bool:
-        """Everything is acknowledged."""
+        """Whether everything is acknowledged."""
         return not self._payloads
 
     @property
     def queued_bytes(self) -> int:
-        """Not given to any lane."""
+        """Bytes that were not given to any lane yet."""
         return sum(
             min(PART_BYTES, len(payload.payload) - offset)
             for payload in self._payloads.values()
@@ -115,7 +115,7 @@ class Splitter(Generic[LaneName]):
         priority: float,
         topic: Hashable | None = None,
     ) -> bool:
-        """Queue a payload (not an empty one); it takes the place of one with its ``topic`` of which no part is out.
+        """Queue a payload (not an empty one). It replaces one with its ``topic`` of which no part was given to a lane.
         False: no room."""
         assert len(payload)
         if topic is not None:
@@ -131,7 +131,7 @@ class Splitter(Generic[LaneName]):
         return True
 
     def next(self, lane: LaneName) -> Piece | None:
-        """The next part, for ``lane``, which then says ``gave`` or ``put_back``; None: nothing waits."""
+        """The next part, for ``lane``; call ``assign`` or ``put_back`` with it. None: nothing waits."""
         waiting = [payload for payload in self._payloads.values() if payload.todo]
         if len(self._payloads) - len(waiting) + sum(payload.is_begun for payload in waiting) >= OPEN_STREAMS_LIMIT:
             waiting = [payload for payload in waiting if payload.is_begun]
@@ -144,18 +144,18 @@ class Splitter(Generic[LaneName]):
         part = Part(chosen.number, len(chosen.payload), offset)
         return Piece(Start(chosen.use, chosen.request, len(data), part), chosen.body, data, chosen.priority)
 
-    def gave(self, lane: LaneName, stream: int, piece: Piece) -> None:
-        """``piece`` is ``lane``'s ``stream``."""
+    def assign(self, lane: LaneName, stream: int, piece: Piece) -> None:
+        """Note that ``piece`` goes out as this ``stream`` of ``lane``."""
         assert piece.start.part is not None
         self._lanes.setdefault(lane, {})[stream] = (piece.start.part.payload, piece.start.part.offset)
 
     def put_back(self, piece: Piece) -> None:
-        """The lane has no room for the part that it was to be given."""
+        """Queue a part again for which its lane has no room."""
         assert piece.start.part is not None
         self._payloads[piece.start.part.payload].todo.appendleft(piece.start.part.offset)
 
     def acknowledge(self, lane: LaneName, stream: int) -> None:
-        """The part is there. Raises nothing: one of a payload that was given up is no error."""
+        """The receiver has the part. A part of a payload that was given up is no error."""
         number, offset = self._lanes.get(lane, {}).pop(stream, (-1, -1))
         if (payload := self._payloads.get(number)) is None:
             return
@@ -163,19 +163,19 @@ class Splitter(Generic[LaneName]):
         if not payload.unacknowledged:
             self._forget(number)
 
-    def lose(self, lane: LaneName) -> None:
-        """The lane is lost: what it has not acknowledged waits again, first of its payload."""
+    def requeue(self, lane: LaneName) -> None:
+        """Queue again what a lost lane has not acknowledged, before the rest of each payload."""
         for number, offset in self._lanes.pop(lane, {}).values():
             if (payload := self._payloads.get(number)) is not None:
                 payload.todo.appendleft(offset)
 
     def refuse(self, lane: LaneName, stream: int) -> list[tuple[LaneName, int]]:
-        """The receiver does not want the payload of this part (or has it): forget it. The parts that are out."""
+        """Give up the payload of a part that the receiver does not want, or has; its parts that are on their way."""
         number, _ = self._lanes.get(lane, {}).get(stream, (-1, -1))
         return self._give_up(number)
 
     def withdraw(self, request: int) -> list[tuple[LaneName, int]]:
-        """The asker does not want the answer to ``request``. The parts that are out."""
+        """Give up the answer to ``request``, which is not wanted any more; its parts that are on their way."""
         found = [p.number for p in self._payloads.values() if p.use is Use.ANSWER and p.request == request]
         return [part for number in found for part in self._give_up(number)]
 
@@ -200,8 +200,8 @@ class Splitter(Generic[LaneName]):
         self._held_bytes -= len(self._payloads.pop(number).payload)
 
 
-class Known(Enum):
-    """What the receiver knows of a part's payload."""
+class PayloadState(Enum):
+    """State of a part's payload at the receiver."""
 
     NEW = 0
     OPEN = 1
@@ -210,7 +210,7 @@ class Known(Enum):
 
 
 class Whole(NamedTuple):
-    """A payload all of whose parts came."""
+    """A payload all of whose parts were received."""
 
     start: Start
     body: bytes
@@ -218,7 +218,7 @@ class Whole(NamedTuple):
 
 
 class _Incoming:
-    """A payload of which some part did not come."""
+    """A payload with parts that were not received yet."""
 
     __slots__ = ("body", "done", "filled", "payload", "start")
 
@@ -229,15 +229,15 @@ class _Incoming:
 
 
 class Reassembler:
-    """The receiver's side. ``allocate`` gives the memory for a payload (net/blocks.py)."""
+    """The receiver's side. ``allocate`` gives the memory for a payload (wire/buffer_pool.py)."""
 
     def __init__(self, *, allocate: Callable[[int], memoryview]) -> None:
         self._allocate = allocate
         self._payloads: dict[int, _Incoming] = {}
         self._over: dict[int, None] = {}
 
-    def look(self, start: Start) -> Known:
-        """What is known of the payload that a part belongs to.
+    def state_of(self, start: Start) -> PayloadState:
+        """State of the payload that a part belongs to.
 
         Raises:
             FrameError: the part does not fit its payload, or there are too many.
@@ -245,32 +245,32 @@ class Reassembler:
         assert start.part is not None
         number = start.part.payload
         if number in self._over:
-            return Known.OVER
+            return PayloadState.OVER
         if (payload := self._payloads.get(number)) is not None:
             if payload.start.total != start.total or payload.start.use is not start.use:
                 raise FrameError("a part of another payload")
-            return Known.OPEN
+            return PayloadState.OPEN
         if len(self._payloads) >= 2 * OPEN_STREAMS_LIMIT:
             raise FrameError(f"more than {2 * OPEN_STREAMS_LIMIT} payloads in parts at once")
-        return Known.NEW
+        return PayloadState.NEW
 
     def admit(self, start: Start, body: bytes) -> None:
-        """A new payload is taken."""
+        """Take a new payload: allocate its memory."""
         assert start.part is not None
         self._payloads[start.part.payload] = _Incoming(start, body, self._allocate(start.total))
 
     def refuse(self, start: Start) -> None:
-        """A new payload is not taken; or one that is open is given up, here or there."""
+        """Refuse a new payload, or give up one that is open."""
         assert start.part is not None
         self._end(start.part.payload)
 
-    def place(self, start: Start) -> memoryview:
-        """Where the part of an open payload goes."""
+    def place_of(self, start: Start) -> memoryview:
+        """The memory for a part of an open payload."""
         assert start.part is not None
         return self._payloads[start.part.payload].payload[start.part.offset : start.part.offset + start.size]
 
     def complete(self, start: Start) -> Whole | None:
-        """The part is there; the payload, if that was the last of it."""
+        """Note that a part was received; the whole payload, if it was the last one."""
         assert start.part is not None
         payload = self._payloads.get(start.part.payload)
         if payload is None or start.part.offset in payload.done:
@@ -283,14 +283,14 @@ class Reassembler:
         return Whole(payload.start, payload.body, payload.payload)
 
     def withdraw(self, request: int) -> None:
-        """We do not want the answer to ``request`` any more."""
+        """Give up the answer to ``request``, which is not wanted any more."""
         for number, payload in list(self._payloads.items()):
             if payload.start.use is Use.ANSWER and payload.start.request == request:
                 self._end(number)
 
     @property
     def held_bytes(self) -> int:
-        """Of payloads in progress."""
+        """Memory of the payloads in progress."""
         return sum(payload.start.total for payload in self._payloads.values())
 
     def clear(self) -> None:
@@ -304,23 +304,22 @@ class Reassembler:
 
 
 # -- Lanes: several TCP connections for one pair of peers --------------------------------------------------------------
-# One TCP connection does not fill a long fat path: its window is bounded by the kernel's buffers (docs: measured). On
-# long fat paths the side that dialled the primary connection dials lanes too: TLS connections with the same handshake,
-# whose HELLO names the lane's number and the primary's nonce. Payloads are then sent in parts over all of them
-# (net/multipath.py); control and everything else stays on the primary.
+# One TCP connection does not fill a long fat path: the kernel's buffers bound its window (docs: measured). There, the
+# side that dialled the primary connection dials lanes, too: TLS connections with the same handshake, whose HELLO has
+# the lane's number and the primary's nonce. Payloads then go in parts over all of them; control and everything else
+# stays on the primary.
 #
-# Rules of this file:
-# 1. Lanes live and end with their primary. A lane that is lost loses nothing: its parts are sent again on the others.
+# 1. Lanes end with their primary. A lane that is lost loses nothing: its parts are sent again on the others.
 # 2. Each connection has its own credit, outbox and inbox; the budget counts them as one peer.
-# 3. A lane is not given more than it can soon send, so that a slow one delays little.
+# 3. A lane gets no more than it can soon send, so that a slow one delays little.
 
 
 LANES_LIMIT = 16
 """Connections of a pair, the primary included."""
 SPREAD_LEAST_BYTES = 64 << 10
-"""Smaller payloads go on the primary, whole."""
+"""Smaller payloads are not split, and go over the primary."""
 AHEAD_BYTES = 4 << 20
-"""Given to a lane that waits for credit: announced, so that credit comes for it."""
+"""Most bytes given to a lane that waits for credit: they are announced, so that it is granted."""
 
 
 class Lanes(Generic[LaneName]):
@@ -328,52 +327,52 @@ class Lanes(Generic[LaneName]):
 
     def __init__(self, primary: LaneName, *, payload_limit: int, allocate: Callable[[int], memoryview]) -> None:
         self.members: dict[LaneName, None] = {primary: None}
-        self.spreader: Splitter[LaneName] = Splitter(payload_limit=payload_limit)
-        self.assembler = Reassembler(allocate=allocate)
+        self.splitter: Splitter[LaneName] = Splitter(payload_limit=payload_limit)
+        self.reassembler = Reassembler(allocate=allocate)
 
     @property
     def is_idle(self) -> bool:
-        """No payload of ours is on its way in parts."""
-        return self.spreader.is_idle
+        """Whether no payload of ours is under way in parts."""
+        return self.splitter.is_idle
 
-    def takes(self, size: int) -> bool:
-        """Whether a payload of ``size`` bytes is to be sent in parts."""
+    def splits(self, size: int) -> bool:
+        """Whether a payload of ``size`` bytes is split."""
         return len(self.members) > 1 and size >= SPREAD_LEAST_BYTES
 
     def put(
         self, use: Use, request: int, body: bytes, payload: memoryview, priority: float, topic: Hashable | None = None
     ) -> bool:
         """Send a payload in parts. False: no room."""
-        return self.spreader.put(use, request, body, payload, priority, topic)
+        return self.splitter.put(use, request, body, payload, priority, topic)
 
     def join(self, lane: LaneName) -> bool:
-        """A further connection is proved. False: there are enough."""
+        """Add a lane. False: there are enough."""
         if len(self.members) >= LANES_LIMIT:
             return False
         self.members[lane] = None
         return True
 
     def leave(self, lane: LaneName) -> bool:
-        """A further connection is lost. False: it was none of these."""
+        """Remove a lane that is lost. False: it was none of these."""
         if lane not in self.members:
             return False
         del self.members[lane]
-        self.spreader.lose(lane)
+        self.splitter.requeue(lane)
         return True
 
-    def end(self) -> None:
-        """The primary is lost."""
-        self.spreader.clear()
-        self.assembler.clear()
+    def clear(self) -> None:
+        """Drop all payloads: the primary is lost."""
+        self.splitter.clear()
+        self.reassembler.clear()
 
     def refill(self, lane: LaneName, outbox: SendQueue, credit_bytes: int) -> None:
-        """Give ``lane`` parts to send, if it has little left."""
+        """Queue parts in ``lane``'s ``outbox``, if it has little left."""
         while (left := outbox.payload_bytes) < (PART_BYTES if credit_bytes > left else AHEAD_BYTES):
-            piece = self.spreader.next(lane)
+            piece = self.splitter.next(lane)
             if piece is None:
                 return
             stream = outbox.put_payload(piece.start, piece.body, piece.data, piece.priority)
             if stream is None:
-                self.spreader.put_back(piece)
+                self.splitter.put_back(piece)
                 return
-            self.spreader.gave(lane, stream, piece)
+            self.splitter.assign(lane, stream, piece)

@@ -1,8 +1,8 @@
-"""What follows from what the kernel knows of the ways to other peers: lanes, round trips, the learned budget.
+"""Decisions that follow from what the kernel knows of the paths to other peers: lanes, round trips, the learned budget.
 
 Rules of this file:
-1. Pure: LookWanted asks, ``saw`` brings what the kernel says.
-2. Nothing is asked while nobody needs it.
+1. Pure: PathInfoWanted asks for what the kernel knows, ``handle_paths`` takes it.
+2. Nothing is asked for while nobody needs it.
 """
 
 from __future__ import annotations
@@ -15,20 +15,19 @@ from typing import Literal
 from p2pdiloco.net.bandwidth import DeliveryRateSampler, Path
 from p2pdiloco.net.connection import Connection
 from p2pdiloco.net.context import Due, EndpointContext
-from p2pdiloco.net.events import LaneWanted, Learned, LookWanted
+from p2pdiloco.net.events import ConnectionId, LaneWanted, PathInfoWanted, UplinkMeasured
 from p2pdiloco.net.frames import Parting
 from p2pdiloco.net.handshake import Role
 from p2pdiloco.net.limits import TransportLimits, UpBudget
 from p2pdiloco.net.multipath import LANES_LIMIT
 
 # -- Number of lanes ---------------------------------------------------------------------------------------------------
-# How many lanes a pair has: dialled while there is bulk on a long path, closed when there was none for a while.
+# A pair has more lanes the longer its path is. They are dialled while there is bulk, and closed when there was none for
+# a while; the primary stays.
 #
-# Rules of this file:
-# 1. Pure: time is a number. ``lanes_for`` says how many a path wants; a pair without bulk for a while keeps its
-#    primary.
-# 2. Dials are bounded: DIALS at once, after failures with growing pauses.
-# 3. Lanes that are closed say goodbye after what they carry; what the other side had on them it sends again elsewhere.
+# 1. Dials are bounded: DIALS at once, with growing pauses after failures.
+# 2. Lanes that are closed say goodbye after what they carry. What the other side had queued on them it sends again on
+#    other lanes.
 
 
 WINDOW_BYTES = {"bbr": 2.9e6}
@@ -36,14 +35,14 @@ OTHER_WINDOW_BYTES = 3.7e6
 SPARE = 2.0
 """Measured: 8 were needed where rate x round trip / window is 4 to 5, and 12 to 16 where it is 9 to 11."""
 SUPPOSED_BYTES_PER_S = 125e6
-"""Where no budget is given."""
+"""Assumed rate where no budget is given."""
 DIALS = 4
 LOOK_S, PAUSE_MOST_S = 1.0, 60.0
-"""Between looks whether a lane is missing or idle; after failures."""
+"""Between looks whether a lane is missing or idle: usually, and at most after failures."""
 
 
 def lanes_for(wanted: int | Literal["auto"], path: Path | None, bytes_per_s: float | None) -> int:
-    """Connections for a pair over ``path`` at ``bytes_per_s``: by its length, not by what waits on it."""
+    """How many connections a pair needs over ``path`` at ``bytes_per_s``: by the path's length, not by what waits."""
     if wanted != "auto":
         return min(max(1, wanted), LANES_LIMIT)
     if path is None or path.is_local:
@@ -61,18 +60,27 @@ class Idleness:
         self._count = 0
         self._grew_at = now
 
-    def look(self, count: int, now: float) -> bool:
-        """Whether it stands still since ``idle_s`` at least."""
+    def update(self, count: int, now: float) -> bool:
+        """Take the count as of now; whether it has stood still for ``idle_s``."""
         if count != self._count:
             self._count, self._grew_at = count, now
         return now - self._grew_at >= self._idle_s
 
 
 class LaneKeeper:
-    """The lanes of one pair whose primary connection we dialled. Ask ``look`` what to dial, every ``pause_s``."""
+    """The lanes of one pair whose primary connection we dialled. Call ``plan_lanes`` every ``pause_s``."""
 
-    def __init__(self, primary: Connection, wanted: int | Literal["auto"], idle_s: float, now: float) -> None:
+    def __init__(
+        self,
+        primary: Connection,
+        connections: Mapping[ConnectionId, Connection],
+        wanted: int | Literal["auto"],
+        idle_s: float,
+        now: float,
+    ) -> None:
+        """``connections``: all that the endpoint has, the pair's lanes among them."""
         self._primary = primary
+        self._connections = connections
         self._wanted = wanted
         self._idleness = Idleness(idle_s, now)
         self._dialled = 0
@@ -80,26 +88,28 @@ class LaneKeeper:
         self._number = 0
         self.pause_s = LOOK_S
 
-    def look(self, path: Path | None, bytes_per_s: float | None, now: float) -> list[LaneWanted]:
-        """Close lanes that are idle; the lanes that are missing. ``bytes_per_s``: what the user says that the link
-        carries (what is measured over too few lanes would keep them few)."""
-        primary, lanes = self._primary, self._primary.conversation.lanes
-        is_idle = self._idleness.look(self._bulk_bytes(), now) and not primary.conversation.queued_bytes
+    def plan_lanes(self, path: Path | None, bytes_per_s: float | None, now: float) -> list[LaneWanted]:
+        """Close lanes that are idle; return the lanes to dial.
+
+        ``bytes_per_s``: what the link carries, as the user says. (An estimate over too few lanes would keep them few.)
+        """
+        primary, session = self._primary, self._primary.session
+        is_idle = self._idleness.update(self._bulk_bytes(), now) and not session.queued_bytes
         if not primary.is_open or self._dialled:
             return []
         if is_idle:
-            for lane in lanes.members:
-                if lane is not primary:
-                    lane.part(Parting.LEAVING, "the lane was idle")
+            for lane in session.lanes.members:
+                if lane is not session:
+                    self._connections[lane.connection].close(Parting.LEAVING, "the lane was idle")
             return []
         if primary.greeting.is_relayed:
             return []  # a relay carries one connection of a pair
-        missing = lanes_for(self._wanted, path, bytes_per_s) - len(lanes.members)
+        missing = lanes_for(self._wanted, path, bytes_per_s) - len(session.lanes.members)
         self._dialled, self._failed = max(0, min(missing, DIALS)), False
-        return [self._next() for _ in range(self._dialled)]
+        return [self._next_lane() for _ in range(self._dialled)]
 
-    def dialled(self, is_there: bool) -> bool:
-        """One of those that were to be dialled is there, or failed. Whether to look again at once."""
+    def handle_dialled(self, is_there: bool) -> bool:
+        """The dial of a lane has ended. Whether to look for missing lanes again at once."""
         self._dialled -= 1
         self._failed |= not is_there
         if self._dialled:
@@ -108,151 +118,142 @@ class LaneKeeper:
         return not self._failed
 
     def _bulk_bytes(self) -> int:
-        """Of the pair so far. A lane that is lost takes its count away: that is a change too."""
-        traffics = [lane.conversation.traffic for lane in self._primary.conversation.lanes.members]
+        """Bulk bytes of the pair so far. A lane that is lost takes its count away, which is a change, too."""
+        traffics = [lane.traffic for lane in self._primary.session.lanes.members]
         return sum(traffic.sent_bulk + traffic.received_bulk for traffic in traffics)
 
-    def _next(self) -> LaneWanted:
+    def _next_lane(self) -> LaneWanted:
         self._number = self._number % (2**16 - 1) + 1
-        return LaneWanted(self._primary, self._number, self._primary.greeting.nonce)
-
-
-def bind(lane: Connection, primaries: list[Connection]) -> None:
-    """A lane is proved: it belongs to the connection whose dialler's nonce it names. What the other side has sent on
-    one that belongs to none is not heard, nor acknowledged: it is sent again on another."""
-    for primary in primaries:
-        if (
-            primary.is_open
-            and primary.primary is primary
-            and primary.greeting.nonce == lane.greeting.bond
-            and primary.peer == lane.peer
-            and primary.role is lane.role
-        ):
-            if not lane.become_lane_of(primary):
-                enough = len(primary.conversation.lanes.members)
-                lane.turn_away(Parting.LEAVING, f"{enough} lanes are enough")
-            return
-    lane.turn_away(Parting.LEAVING, "a lane of a connection that is not here")
+        return LaneWanted(self._primary.id, self._number, self._primary.greeting.nonce)
 
 
 # -- Path monitor ------------------------------------------------------------------------------------------------------
-# What follows from what the kernel knows of the ways to other peers: lanes, round trips, the learned budget.
 
 
 NEWS = 1.25
-"""A change of the learned budget by this factor is told."""
+"""A change of the estimate by this factor is reported."""
 
 
 class PathMonitor:
-    """See the module's rules. ``connections``: all there are, as they come and go."""
+    """Asks for what the kernel knows of the connections, and decides by it; see the module's rules.
+
+    ``connections``: all that the endpoint has, as they come and go.
+    """
 
     def __init__(
-        self, commons: EndpointContext, limits: TransportLimits, connections: Mapping[Connection, object]
+        self, context: EndpointContext, limits: TransportLimits, connections: Mapping[ConnectionId, Connection]
     ) -> None:
-        self._commons = commons
+        self._context = context
         self._limits = limits
         self._connections = connections
         self._up = limits.up_bytes_per_s
-        self._gauge: DeliveryRateSampler[Connection] = DeliveryRateSampler()
+        self._sampler: DeliveryRateSampler[ConnectionId] = DeliveryRateSampler()
         self._gauged_at = float("-inf")
-        self._keepers: dict[Connection, LaneKeeper] = {}
-        self._kept_at: dict[Connection, float] = {}
+        self._keepers: dict[ConnectionId, LaneKeeper] = {}
+        self._kept_at: dict[ConnectionId, float] = {}
         """When each keeper is to look again."""
         self._rounds_at = float("-inf")
-        """When round trips were asked for."""
+        """When round trips were last asked for."""
         self._told: float | None = None
 
     @property
     def chosen_bytes_per_s(self) -> float | None:
-        """What the user says that the link carries; None: nothing is said."""
-        return self._up if isinstance(self._up, float | int) else self._commons.grants.bytes_per_s
+        """What the link carries, as the user says; None: the user says nothing."""
+        return self._up if isinstance(self._up, float | int) else self._context.grants.bytes_per_s
 
     @property
     def line_bytes_per_s(self) -> float | None:
-        """What the link carries upwards, as the user says or as was learned; infinite: all connections stay on this
-        machine; None: not known."""
+        """What the link carries upwards, as the user says or as measured; None: not known. Infinite: all connections
+        stay on this machine."""
         if self._up != "auto":
             return self._up
-        return math.inf if self._gauge.is_local else self._gauge.capacity.estimate
+        return math.inf if self._sampler.is_local else self._sampler.estimator.estimate
 
     def set_budget(self, up: UpBudget) -> None:
-        """Bytes per second that may be sent, from now on."""
+        """Set the budget for sending."""
         if up != self._up:
-            self._gauge.reset()
+            self._sampler.reset()
         self._up = up
-        self._commons.shaper.set_budget(self._gauge.capacity.budget if up == "auto" else up, self._commons.agenda.now)
-        self.plan()
+        self._context.shaper.set_budget(self._sampler.estimator.budget if up == "auto" else up, self._context.now)
+        self.schedule()
 
-    def serves(self, connection: Connection) -> None:
-        """``connection`` serves its peer from now on."""
+    def add_serving(self, connection: Connection) -> None:
+        """Watch a connection that serves its peer from now on."""
         if connection.role is Role.DIALLER and self._limits.lanes != 1:
-            now = self._commons.agenda.now
-            self._keepers[connection] = LaneKeeper(connection, self._limits.lanes, self._limits.lane_idle_s, now)
-            self._kept_at[connection] = now
-        self.plan()
+            self._keepers[connection.id] = LaneKeeper(
+                connection, self._connections, self._limits.lanes, self._limits.lane_idle_s, self._context.now
+            )
+            self._kept_at[connection.id] = self._context.now
+        self.schedule()
 
-    def forget(self, connection: Connection) -> None:
-        """``connection`` serves no more."""
+    def remove(self, connection: ConnectionId) -> None:
+        """Forget a connection that serves no more."""
         self._keepers.pop(connection, None)
         self._kept_at.pop(connection, None)
 
-    def lane_dialled(self, primary: Connection, is_there: bool) -> None:
-        """A lane that was wanted is proved, or failed."""
+    def handle_lane_dialled(self, primary: ConnectionId, is_there: bool) -> None:
+        """The dial of a lane that was wanted has ended."""
         keeper = self._keepers.get(primary)
         if keeper is not None:
-            look_again = keeper.dialled(is_there)
-            self._kept_at[primary] = self._commons.agenda.now + (0.0 if look_again else keeper.pause_s)
-            self.plan()
+            look_again = keeper.handle_dialled(is_there)
+            self._kept_at[primary] = self._context.now + (0.0 if look_again else keeper.pause_s)
+            self.schedule()
 
-    def plan(self) -> None:
+    def schedule(self) -> None:
         """Set the deadline of the next look."""
         times = list(self._kept_at.values())
         if self._up == "auto" and self._connections:
-            times.append(self._gauged_at + self._gauge.look_s)
-        if self._commons.grants.bytes_per_s is not None and self._connections:
+            times.append(self._gauged_at + self._sampler.interval_s)
+        if self._context.grants.bytes_per_s is not None and self._connections:
             times.append(self._rounds_at + LOOK_S)
-        deadlines = self._commons.agenda.deadlines
+        deadlines = self._context.deadlines
         if times:
-            deadlines.set(Due.LOOK, min(times))
+            deadlines.set(Due.PATH_INFO, min(times))
         else:
-            deadlines.cancel(Due.LOOK)
+            deadlines.cancel(Due.PATH_INFO)
 
-    def look(self) -> None:
-        """It is time: ask for what is needed."""
-        now = self._commons.agenda.now
+    def request_paths(self) -> None:
+        """Ask for what the kernel knows of the connections for which that is due."""
+        now = self._context.now
         needed = {connection: None for connection, at in self._kept_at.items() if at <= now}
-        has_rounds = self._commons.grants.bytes_per_s is not None and self._rounds_at + LOOK_S <= now
+        has_rounds = self._context.grants.bytes_per_s is not None and self._rounds_at + LOOK_S <= now
         if has_rounds:
             self._rounds_at = now
-        if has_rounds or (self._up == "auto" and self._gauged_at + self._gauge.look_s <= now):
-            needed |= {connection: None for connection in self._connections if connection.is_proved}
+        if has_rounds or (self._up == "auto" and self._gauged_at + self._sampler.interval_s <= now):
+            proved = [found.id for found in self._connections.values() if found.is_proved and not found.is_lost]
+            needed |= dict.fromkeys(proved)
         if needed:
-            self._commons.agenda.tell(LookWanted(tuple(needed)))
+            self._context.emit(PathInfoWanted(tuple(needed)))
         elif self._up == "auto":
             self._gauged_at = now
         if not needed:
-            self.plan()
+            self.schedule()
 
-    def saw(self, paths: Mapping[Connection, Path]) -> None:
-        """What the kernel says; connections of which it says nothing are left out."""
-        now = self._commons.agenda.now
+    def handle_paths(self, paths: Mapping[ConnectionId, Path]) -> None:
+        """Take what the kernel knows, of the connections of which it knows something."""
+        now = self._context.now
         for connection, path in paths.items():
-            if connection.conversation.account is not None:
-                connection.conversation.account.round_trip_s = path.round_trip_s
-        if self._up == "auto" and self._gauged_at + self._gauge.look_s <= now:
+            found = self._connections.get(connection)
+            if found is not None and found.session.account is not None:
+                found.session.account.round_trip_s = path.round_trip_s
+        if self._up == "auto" and self._gauged_at + self._sampler.interval_s <= now:
             self._gauged_at = now
-            if self._gauge.look(paths, lambda connection: connection.has_waiting_bulk, now):
-                self._commons.shaper.set_budget(self._gauge.capacity.budget, now)
-                self._tell()
+            if self._sampler.sample(paths, self._has_waiting_bulk, now):
+                self._context.shaper.set_budget(self._sampler.estimator.budget, now)
+                self._emit_estimate()
         for primary, keeper in list(self._keepers.items()):
             if self._kept_at[primary] <= now:
                 self._kept_at[primary] = now + keeper.pause_s
-                for wanted in keeper.look(paths.get(primary), self.chosen_bytes_per_s, now):
-                    self._commons.agenda.tell(wanted)
-        self.plan()
+                for wanted in keeper.plan_lanes(paths.get(primary), self.chosen_bytes_per_s, now):
+                    self._context.emit(wanted)
+        self.schedule()
 
-    def _tell(self) -> None:
-        estimate, told = self._gauge.capacity.estimate, self._told
+    def _has_waiting_bulk(self, connection: ConnectionId) -> bool:
+        found = self._connections.get(connection)
+        return found is not None and found.has_waiting_bulk
+
+    def _emit_estimate(self) -> None:
+        estimate, told = self._sampler.estimator.estimate, self._told
         if estimate is not None and (told is None or not told / NEWS < estimate < told * NEWS):
             self._told = estimate
-            self._commons.agenda.tell(Learned(estimate))
+            self._context.emit(UplinkMeasured(estimate))

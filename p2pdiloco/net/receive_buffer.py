@@ -1,14 +1,16 @@
 """Frames out of bytes, with payloads read straight into their place.
 
-The driver asks for a ``buffer`` to read into, reads n bytes, says ``advance(n)``, and takes events from ``next`` until
-there is none. Small reads land in a staging buffer of 16 KiB; the rest of a chunk lands in its payload, without a copy.
+The driver asks for a ``buffer`` to read into, reads n bytes, calls ``advance(n)``, and takes events from ``next_event``
+until there is none. Small reads land in a staging buffer of 16 KiB; the rest of a chunk lands in its payload, without
+a copy.
 
 Rules of this file:
-1. No sockets, no clock. Everything is bounded: a frame, the open streams; payload bytes are what ``take`` was given.
-2. A stream that begins is an event, before a byte of it is allocated: until ``take`` gives it a place, what comes of it
-   is read and dropped.
+1. No sockets, no clock. Everything is bounded: a frame, the open streams, and payload bytes, for which ``receive_into``
+   gives the memory.
+2. A stream that begins is an event, before a byte of it is allocated. Its bytes are read and dropped until
+   ``receive_into`` gives it a place.
 3. Chunks beyond what was ``granted`` break the format: a sender keeps to its credit (net/flow_control.py).
-4. Events come lazily: what follows a frame is not looked at before the frame's event was taken.
+4. Events come lazily: the bytes after a frame are parsed after the frame's event was taken.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ STAGING_BYTES = 16 << 10
 
 
 class Frame(Struct, frozen=True):
-    """A whole frame that is no part of a stream."""
+    """A whole frame that does not belong to a stream."""
 
     kind: FrameKind
     stream: int
@@ -42,7 +44,7 @@ class Frame(Struct, frozen=True):
 
 
 class Begun(Struct, frozen=True):
-    """A stream was announced. Without ``take`` its bytes are dropped."""
+    """A stream begins. Without ``receive_into`` its bytes are dropped."""
 
     stream: int
     start: Start
@@ -50,7 +52,7 @@ class Begun(Struct, frozen=True):
 
 
 class Completed(Struct, frozen=True):
-    """A whole stream. ``payload`` is the memory that ``take`` was given."""
+    """A whole stream. ``payload`` is the memory that ``receive_into`` was given."""
 
     stream: int
     start: Start
@@ -59,7 +61,7 @@ class Completed(Struct, frozen=True):
 
 
 class Aborted(Struct, frozen=True):
-    """A stream that its sender gave up."""
+    """A stream that its sender has given up."""
 
     stream: int
     start: Start
@@ -69,7 +71,7 @@ Event = Frame | Begun | Completed | Aborted
 
 
 class _Stream:
-    """One stream on its way in. ``payload`` is None while it has no place."""
+    """A stream that is being received. ``payload`` is None while it has no place."""
 
     __slots__ = ("body", "filled", "payload", "start")
 
@@ -80,37 +82,37 @@ class _Stream:
 
 
 class ReceiveBuffer:
-    """See the module's rules."""
+    """Parser of one connection's received bytes; see the module's rules."""
 
     def __init__(self) -> None:
         self._streams: dict[int, _Stream] = {}
         self._allowed = HANDSHAKE_KINDS
         self._staging = memoryview(bytearray(STAGING_BYTES))
         self._position = self._end = 0
-        """Of what is staged and not looked at."""
+        """Begin and end of the staged bytes that were not parsed."""
         self._header: Header | None = None
         self._target: memoryview | None = None
         """Where the current body goes; None while it is dropped."""
         self._filled = 0
-        """Bytes of the current body that came."""
+        """Bytes of the current body that were received."""
         self.control_bytes = 0
         self.bulk_bytes = 0
-        """Received so far in whole frames; ``bulk`` is what chunks carry, dropped ones included."""
+        """Bytes received in whole frames; ``bulk`` is the content of chunks, dropped ones included."""
         self.granted = FIRST_CREDIT
-        """Chunk bytes that may come, since the start."""
+        """Chunk bytes that the sender may send, since the start."""
         self.demand_bytes = 0
-        """Announced payload bytes that did not come yet (of whole frames), dropped ones included."""
+        """Announced payload bytes that were not received yet in whole frames, dropped ones included."""
         self.held_bytes = 0
         """Memory of the streams in progress that are payloads of their own."""
 
     @property
     def arrived_bytes(self) -> int:
-        """As ``bulk_bytes``, with what is here of a chunk that is not whole yet."""
+        """As ``bulk_bytes``, and the part that is here of a chunk that is not whole yet."""
         header = self._header
         return self.bulk_bytes + (self._filled if header is not None and header.kind is FrameKind.CHUNK else 0)
 
     def open(self) -> None:
-        """The handshake is done: messages may come, handshakes may not."""
+        """The handshake is done: allow messages, and handshake frames no more."""
         self._allowed = OPEN_KINDS
 
     def buffer(self) -> memoryview:
@@ -131,11 +133,11 @@ class ReceiveBuffer:
 
     @property
     def has_more(self) -> bool:
-        """Bytes are here that were not looked at."""
+        """Whether there are bytes that were not parsed."""
         return self._position < self._end
 
-    def next(self) -> Event | None:
-        """The next event; None: all that came was looked at, read more.
+    def next_event(self) -> Event | None:
+        """The next event; None: everything is parsed, read more.
 
         Raises:
             FrameError: the peer broke the format; the connection is of no use any more.
@@ -161,15 +163,15 @@ class ReceiveBuffer:
             if (event := self._finish(self._header)) is not None:
                 return event
 
-    def take(self, stream: int, place: memoryview) -> None:
-        """What comes of a stream that has just begun goes to ``place``, which is as long as the stream."""
+    def receive_into(self, stream: int, place: memoryview) -> None:
+        """Receive a stream that has just begun into ``place``, which is as long as the stream."""
         entry = self._streams[stream]
         entry.payload = place
         if entry.start.part is None:
             self.held_bytes += entry.start.size
 
     def drop(self, payload: int) -> list[int]:
-        """What comes of parts of this payload from now on goes nowhere. The streams that bring such."""
+        """Drop what is received of this payload's parts from now on; the numbers of the streams that bring them."""
         dropped = []
         for number, stream in self._streams.items():
             part = stream.start.part
@@ -187,8 +189,8 @@ class ReceiveBuffer:
         self._position = self._end = self.demand_bytes = self.held_bytes = 0
 
     def _is_in_chunk(self) -> bool:
-        """All that is staged is a chunk's header and the beginning of its body, which is begun. Most reads are that:
-        the driver is spared a turn."""
+        """Whether all that is staged is a chunk's header and the beginning of its body; then the body is begun. Most
+        reads are that, and spare the driver a turn."""
         rest = self._end - self._position - HEADER.size
         if self._header is not None or rest < 0:
             return False
@@ -198,14 +200,14 @@ class ReceiveBuffer:
                 return False
             self._begin(header)
         except FrameError:
-            return False  # ``next`` says what is wrong
+            return False  # ``next_event`` says what is wrong
         self._position += HEADER.size
         self._take_staged(header)
         self._keep_rest()
         return True
 
     def _whole(self, header: Header) -> Event | None:
-        """A frame all of which is staged."""
+        """Parse a frame all of which is staged."""
         begin = self._position
         self._position += header.length
         return self._control(header, bytes(self._staging[begin : self._position]))
@@ -240,14 +242,14 @@ class ReceiveBuffer:
         self._position += count
 
     def _keep_rest(self) -> None:
-        """Everything is looked at, but for less than a header: room for more."""
+        """Make room for more: everything is parsed, except less than a header."""
         left = self._end - self._position
         if self._position:
             self._staging[:left] = bytes(self._staging[self._position : self._end])
         self._position, self._end = 0, left
 
     def _finish(self, header: Header) -> Event | None:
-        """The current frame is whole."""
+        """Handle the current frame, which is whole."""
         target = self._target
         self._header = self._target = None
         if header.kind is not FrameKind.CHUNK:

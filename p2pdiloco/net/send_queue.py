@@ -1,16 +1,16 @@
-"""What one connection still has to send, and in which order.
+"""The send queue of one connection: what is still to be sent, and in which order.
 
 Rules of this file:
-1. Control frames first, in the order in which they were put.
+1. Control frames go first, in the order in which they were put.
 2. Then chunks: the stream with the lowest priority number first, streams of equal priority in turns.
-3. The parting GOODBYE last, when all else is out.
-4. Bounded in control bytes and in payload bytes; ``put`` says False rather than grow.
+3. The GOODBYE goes last, when all else is out.
+4. Control bytes and payload bytes are bounded; ``put`` returns False when there is no room.
 5. Payloads are shared, not copied: their owner must not change them until they are sent.
 6. Streams share the turns while there are fewer than GROUP of them with fewer than GROUP_BYTES left: the receiver holds
    memory for all that are open. A more urgent one may open beyond that, up to OPEN_STREAMS_LIMIT.
 7. A stream is announced (its start goes out) as soon as it may share the turns, even while no chunk may be sent: the
    receiver grants credit to those who want (net/flow_control.py).
-8. What has a topic is dropped when something newer of the same topic is put before its first chunk went out.
+8. A payload with a topic is dropped when a newer one of the same topic is put before its first chunk went out.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from p2pdiloco.net.frames import (
 )
 
 GROUP = 16
-"""Streams that take turns at once."""
+"""Most streams that take turns at once."""
 GROUP_BYTES = 8 << 20
 """Payloads of 64 MiB in 16 turns would make the receiver touch a GiB of fresh pages (measured: 1.7 times the CPU)."""
 BATCH_BYTES = 64 << 10
@@ -52,7 +52,7 @@ class Slice(NamedTuple):
 
 
 class _Stream:
-    """One stream on its way out."""
+    """A stream that is being sent."""
 
     __slots__ = ("is_announced", "number", "payload", "priority", "sent", "start", "start_frame", "topic", "urgency")
 
@@ -81,7 +81,7 @@ _urgency = attrgetter("urgency")
 
 
 class SendQueue:
-    """See the module's rules. All sizes are in bytes."""
+    """Frames and payloads of one connection that wait to be sent; see the module's rules. All sizes are in bytes."""
 
     def __init__(self, *, control_limit: int, payload_limit: int, chunk_bytes: int = CHUNK_LIMIT) -> None:
         assert 0 < chunk_bytes <= CHUNK_LIMIT
@@ -94,22 +94,22 @@ class SendQueue:
         self._waiting: list[tuple[float, int, _Stream]] = []
         self._open: list[_Stream] = []
         self._open_bytes = 0
-        """Not handed out, of those that are open."""
+        """Bytes of open streams that were not handed out yet."""
         self._streams: dict[int, _Stream] = {}
         self._topics: dict[Hashable, _Stream] = {}
-        """The latest stream of each topic that is not out yet."""
+        """The latest stream of each topic that was not sent to its end yet."""
         self._parting: bytes | None = None
         self._counter = itertools.count(1)
         self._next_number = 0
 
     @property
     def is_empty(self) -> bool:
-        """Nothing is left to send, the GOODBYE included."""
+        """Whether nothing is left to send, the GOODBYE included."""
         return not (self._control or self._streams or self._parting)
 
     @property
     def has_bulk(self) -> bool:
-        """A chunk could be sent."""
+        """Whether there are payload bytes to send."""
         return self._payload_bytes > 0
 
     @property
@@ -133,8 +133,7 @@ class SendQueue:
     def put_payload(
         self, start: Start, body: bytes, payload: memoryview, priority: float, topic: Hashable | None = None
     ) -> int | None:
-        """Queue a stream; it takes the place of an earlier one with its ``topic`` that is not begun. Its number; None:
-        no room.
+        """Queue a stream; its number. It replaces an earlier one with its ``topic`` that has not begun. None: no room.
 
         Raises:
             ValueError: ``body`` is longer than CONTROL_LIMIT.
@@ -158,14 +157,14 @@ class SendQueue:
         return number
 
     def withdraw(self, request: int) -> None:
-        """The asker does not want the answer to ``request``: forget its rest."""
+        """Drop the rest of the answer to ``request``, which is not wanted any more."""
         for stream in list(self._streams.values()):
             start = stream.start
             if start.use is Use.ANSWER and start.request == request and start.part is None:
                 self.cancel(stream.number)
 
     def cancel(self, number: int) -> None:
-        """The receiver does not want the stream: forget its rest. A stream that is already out is no error."""
+        """Drop the rest of a stream that the receiver does not want. A stream that is sent already is no error."""
         found = self._streams.get(number)
         if found is None:
             return
@@ -184,12 +183,12 @@ class SendQueue:
         else:
             self._control_bytes -= len(found.start_frame)
 
-    def part(self, frame: bytes) -> None:
-        """Send ``frame`` (a GOODBYE) when all else is out."""
+    def put_goodbye(self, frame: bytes) -> None:
+        """Send a GOODBYE frame when all else is out."""
         self._parting = frame
 
     def clear(self) -> None:
-        """Forget everything, and release the payloads."""
+        """Drop everything, and release the payloads."""
         self._control.clear()
         self._waiting.clear()
         self._open.clear()
@@ -199,7 +198,7 @@ class SendQueue:
         self._control_bytes = self._payload_bytes = self._open_bytes = 0
 
     def next(self, bulk_bytes: int = CHUNK_LIMIT) -> Slice | None:
-        """What to write next, with at most ``bulk_bytes`` of a payload; None if there is nothing, or only payloads
+        """The next bytes to write, with at most ``bulk_bytes`` of a payload; None if there is nothing, or only payloads
         and ``bulk_bytes`` is 0."""
         if self._control:
             return Slice(self._join_control(), NOTHING)
@@ -231,7 +230,7 @@ class SendQueue:
         return frames[0] if len(frames) == 1 else b"".join(frames)
 
     def _announce(self) -> bytes:
-        """Open what may share the turns; the start frames."""
+        """Open the streams that may share the turns; their start frames."""
         if not self._waiting:
             return b""
         starts = []

@@ -1,7 +1,8 @@
-"""What goes over one connection once both sides are proved: messages, requests and answers, parts, credit.
+"""The session of one connection: messages, requests and answers, parts and credit, once both sides are proved.
 
 Rules of this file:
-1. Frames in, frames and events out; the life of the connection (handshake, retiring, parting) is connection.py's.
+1. Frames in, frames and events out; the life of the connection (handshake, retiring, closing) is net/connection.py's.
+   A session knows its connection's id, and the sessions of its lanes.
 2. A lane's parts belong to its primary's messages and answers: what is whole is told as the primary's.
 3. Nothing waits: what has no room is refused, and a peer that lets control pile up is cut off (``is_overrun``).
 4. A payload that was handed over is nobody else's: no stream writes into it any more.
@@ -11,11 +12,20 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Hashable
-from typing import TYPE_CHECKING
 
 from p2pdiloco.net.bandwidth import Traffic
-from p2pdiloco.net.context import Due, EndpointContext, EventQueue
-from p2pdiloco.net.events import Answered, Asked, Asking, Message, Offered, Question, Unanswered, Withdrawn
+from p2pdiloco.net.context import Due, EndpointContext
+from p2pdiloco.net.events import (
+    AnswerReceived,
+    ConnectionId,
+    IncomingRequest,
+    Message,
+    Offered,
+    OutgoingRequest,
+    RequestFailed,
+    RequestReceived,
+    RequestWithdrawn,
+)
 from p2pdiloco.net.flow_control import Account, Spending
 from p2pdiloco.net.frames import (
     CONTROL_LIMIT,
@@ -32,259 +42,259 @@ from p2pdiloco.net.frames import (
     encode_request,
     encode_text,
 )
-from p2pdiloco.net.multipath import Known, Lanes
+from p2pdiloco.net.multipath import Lanes, PayloadState
 from p2pdiloco.net.receive_buffer import Aborted, Begun, Completed, Event, Frame, ReceiveBuffer
 from p2pdiloco.net.send_queue import SendQueue, Slice
 from p2pdiloco.wire.request_reply import Answer, RequestError, RequestRefused, Response
 
-if TYPE_CHECKING:
-    from p2pdiloco.net.connection import Connection
-
-
 # -- Requests ----------------------------------------------------------------------------------------------------------
-# Requests over one connection: the questions that we asked, and those that we are asked.
-# Rules of this file:
-# 1. Each half is bounded: so many questions of ours wait, so many of the peer's are being answered.
-# 2. Every question ends once: answered, refused, too large, timed out, withdrawn, or disconnected.
+# Each half is bounded: the requests of ours that wait, and the peer's requests that are being answered. Every request
+# ends once: answered, refused, too large, timed out, withdrawn, or disconnected.
 
 
-class Questions:
-    """Ours. ``connection`` is whose they are, for events and deadlines."""
+class OutgoingRequests:
+    """Our requests over one connection that wait for an answer."""
 
-    def __init__(self, connection: Connection, agenda: EventQueue, limit: int) -> None:
+    def __init__(self, connection: ConnectionId, context: EndpointContext) -> None:
         self._connection = connection
-        self._agenda = agenda
-        self._limit = limit
+        self._context = context
         self._waiting: dict[int, tuple[int, float]] = {}
-        """By number: bytes that the answer's payload may have, and the seconds that were given for it."""
+        """By number: how many bytes the answer's payload may have, and how many seconds the answer may take."""
         self._numbers = itertools.count(1)
 
     @property
     def numbers(self) -> list[int]:
-        """Of those that wait for an answer."""
+        """Numbers of the requests that wait for an answer."""
         return list(self._waiting)
 
     def begin(self, max_payload: int, timeout_s: float) -> int:
-        """The number of a new question.
+        """Begin a request; its number.
 
         Raises:
             RequestError: too many wait.
         """
-        if len(self._waiting) >= self._limit:
+        if len(self._waiting) >= self._context.limits.requests:
             raise RequestError(f"{len(self._waiting)} requests to this peer wait already")
         number = next(self._numbers) % STREAM_WRAP
         self._waiting[number] = (max_payload, timeout_s)
-        self._agenda.deadlines.set((Due.QUESTION, self._connection, number), self._agenda.now + timeout_s)
+        self._context.deadlines.set((Due.REQUEST, self._connection, number), self._context.now + timeout_s)
         return number
 
-    def most_bytes(self, number: int) -> int | None:
-        """What the answer's payload may have; None: the question does not wait."""
+    def max_payload_of(self, number: int) -> int | None:
+        """How many bytes the answer's payload may have; None: the request does not wait any more."""
         entry = self._waiting.get(number)
         return entry[0] if entry is not None else None
 
-    def too_late(self, number: int) -> RequestError:
-        """What is said at the deadline."""
+    def timeout_error(self, number: int) -> RequestError:
+        """The error of a request whose deadline has passed."""
         return RequestError(f"no answer within {self._waiting[number][1]:g} s")
 
     def end(self, number: int) -> bool:
-        """Nobody waits for the answer any more. False: nobody did."""
-        self._agenda.deadlines.cancel((Due.QUESTION, self._connection, number))
-        self._agenda.touch(self._connection)
+        """Stop waiting for an answer. False: nobody waited."""
+        self._context.deadlines.cancel((Due.REQUEST, self._connection, number))
+        self._context.touch(self._connection)
         return self._waiting.pop(number, None) is not None
 
     def resolve(self, number: int, response: Response) -> None:
-        """The answer is here. One to a question that was given up is dropped."""
+        """Report the answer to a request. An answer that nobody waits for is dropped."""
         if self.end(number):
-            self._agenda.tell(Answered(Question(self._connection, number), response))
+            self._context.emit(AnswerReceived(OutgoingRequest(self._connection, number), response))
 
     def reject(self, number: int, error: RequestError) -> None:
-        """There will be no answer."""
+        """Report that a request gets no answer."""
         if self.end(number):
-            self._agenda.tell(Unanswered(Question(self._connection, number), error))
+            self._context.emit(RequestFailed(OutgoingRequest(self._connection, number), error))
 
 
-class Askings:
-    """The peer's."""
+class IncomingRequests:
+    """The peer's requests over one connection that are being answered."""
 
-    def __init__(self, connection: Connection, agenda: EventQueue, limit: int) -> None:
+    def __init__(self, connection: ConnectionId, context: EndpointContext) -> None:
         self._connection = connection
-        self._agenda = agenda
-        self._limit = limit
+        self._context = context
         self._open: dict[int, int] = {}
-        """By number: bytes that the answer's payload may have."""
+        """By number: how many bytes the answer's payload may have."""
 
     @property
     def numbers(self) -> list[int]:
-        """Of those that are being answered."""
+        """Numbers of the requests that are being answered."""
         return list(self._open)
 
-    def begin(self, number: int, max_payload: int, body: bytes, answer_s: float) -> bool:
-        """The peer asks; an answer may take ``answer_s``. False: it asks too much at once.
+    def begin(self, number: int, max_payload: int, body: bytes) -> bool:
+        """Report a request of the peer's. False: too many are being answered.
 
         Raises:
             FrameError: a number that is in use.
         """
         if number in self._open:
             raise FrameError(f"request {number} came twice")
-        if len(self._open) >= self._limit:
+        if len(self._open) >= self._context.limits.answers:
             return False
         self._open[number] = max_payload
-        self._agenda.deadlines.set((Due.ASKING, self._connection, number), self._agenda.now + answer_s)
-        self._agenda.tell(Asked(Asking(self._connection, number), body))
+        self._context.deadlines.set(
+            (Due.ANSWER, self._connection, number), self._context.now + self._context.limits.answer_s
+        )
+        self._context.emit(RequestReceived(IncomingRequest(self._connection, number), body))
         return True
 
     def end(self, number: int) -> int | None:
-        """It is answered. The bytes that the answer's payload may have; None: nobody wants it."""
-        self._agenda.deadlines.cancel((Due.ASKING, self._connection, number))
-        self._agenda.touch(self._connection)
+        """End a request. How many bytes the answer's payload may have; None: the peer does not want it any more."""
+        self._context.deadlines.cancel((Due.ANSWER, self._connection, number))
+        self._context.touch(self._connection)
         return self._open.pop(number, None)
 
     def withdraw(self, number: int) -> bool:
-        """Nobody wants the answer any more. False: nobody did."""
+        """Report that the peer does not want an answer any more. False: the request had ended."""
         is_open = self.end(number) is not None
         if is_open:
-            self._agenda.tell(Withdrawn(Asking(self._connection, number)))
+            self._context.emit(RequestWithdrawn(IncomingRequest(self._connection, number)))
         return is_open
 
 
 # -- Session -----------------------------------------------------------------------------------------------------------
-# What goes over one connection once both sides are proved: messages, requests and answers, parts, credit.
 
 
 class Session:
-    """See the module's rules. ``connection`` is whose it is, for events and deadlines."""
+    """Everything that goes over one connection after its handshake; see the module's rules.
 
-    def __init__(self, connection: Connection, commons: EndpointContext) -> None:
-        limits = commons.limits
+    The endpoint reads ``inbox``, ``outbox`` and ``account`` and calls the rest; what happens is told to ``context``.
+    """
+
+    def __init__(self, connection: ConnectionId, context: EndpointContext) -> None:
+        limits = context.limits
         self.connection = connection
+        """Named in events, deadlines and calls to the context."""
         self.primary = self
-        """Ourselves, unless we are a lane's."""
-        self.lanes: Lanes[Connection] = Lanes(
-            connection, payload_limit=limits.outbox_bytes, allocate=commons.blocks.take
-        )
-        """Ours, or the primary's."""
+        """The session of the primary connection, if this is a lane's; else this one."""
+        self.lanes: Lanes[Session] = Lanes(self, payload_limit=limits.outbox_bytes, allocate=context.blocks.take)
+        """All connections of the pair, shared with the primary's session."""
         self.takes_parts = True
         """Whether this connection carries further parts."""
         self.inbox = ReceiveBuffer()
         self.outbox = SendQueue(control_limit=limits.control_bytes, payload_limit=limits.outbox_bytes)
         self.spending = Spending()
         self.account: Account | None = None
-        self.questions = Questions(connection, commons.agenda, limits.requests)
-        self.askings = Askings(connection, commons.agenda, limits.answers)
+        self.outgoing = OutgoingRequests(connection, context)
+        self.incoming = IncomingRequests(connection, context)
         self.is_overrun = False
+        """The peer does not read: frames that the protocol needs had no room."""
         self.sent = Traffic()
-        self._commons = commons
-        self._agenda = commons.agenda
+        self._context = context
         self._offer: Offered | None = None
 
     # -- life --------------------------------------------------------------------------------------------------------
 
     def open(self, peer: Hashable) -> None:
-        """The other side is proved to be ``peer``."""
+        """Begin: the other side is proved to be ``peer``."""
         self.inbox.open()
         self.account = Account(peer)
 
     def become_lane_of(self, primary: Session) -> bool:
-        """False: that has enough."""
-        if not primary.lanes.join(self.connection):
+        """Carry parts of ``primary``'s payloads from now on. False: it has enough lanes."""
+        if not primary.lanes.join(self):
             return False
         self.primary, self.lanes = primary, primary.lanes
         self._touch_lanes()
         return True
 
-    def forget(self) -> None:
-        """Nothing that waits is sent any more."""
+    def drop_queued(self) -> None:
+        """Drop everything that waits to be sent."""
         self.outbox.clear()
-        if self.primary is self:
-            self.lanes.spreader.clear()
+        if not self.is_lane:
+            self.lanes.splitter.clear()
 
-    def end(self, reason: str) -> None:
-        """The connection is lost."""
+    def handle_lost(self, reason: str) -> None:
+        """End: the connection is lost. Its requests fail."""
         self.inbox.clear()
         self.outbox.clear()
         self._offer = None
-        if self.primary is self:
-            self.lanes.end()
-        elif self.lanes.leave(self.connection):
+        if not self.is_lane:
+            self.lanes.clear()
+        elif self.lanes.leave(self):
             self._touch_lanes()
-        for number in self.questions.numbers:
-            self.questions.reject(number, RequestError(f"disconnected: {reason}"))
-        for number in self.askings.numbers:
-            self.askings.withdraw(number)
+        for number in self.outgoing.numbers:
+            self.outgoing.reject(number, RequestError(f"disconnected: {reason}"))
+        for number in self.incoming.numbers:
+            self.incoming.withdraw(number)
+
+    @property
+    def is_lane(self) -> bool:
+        """Whether the connection is a lane of another one."""
+        return self.primary is not self
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is asked, answered, or on its way in parts."""
-        return self.lanes.is_idle and not self.questions.numbers and not self.askings.numbers
+        """Whether no request, answer or payload in parts is under way."""
+        return self.lanes.is_idle and not self.outgoing.numbers and not self.incoming.numbers
 
     @property
     def queued_bytes(self) -> int:
         """Bytes that wait to be sent."""
-        return self.outbox.queued_bytes + (self.lanes.spreader.queued_bytes if self.primary is self else 0)
+        return self.outbox.queued_bytes + (self.lanes.splitter.queued_bytes if not self.is_lane else 0)
 
     @property
     def traffic(self) -> Traffic:
-        """Bytes so far; a stream that is under way counts with the chunks that are through."""
+        """Bytes so far; of a stream that is under way, the chunks that are through."""
         return Traffic(self.sent.sent_control, self.sent.sent_bulk, self.inbox.control_bytes, self.inbox.bulk_bytes)
 
     # -- out ---------------------------------------------------------------------------------------------------------
 
-    def put(self, frame: bytes) -> bool:
+    def send_frame(self, frame: bytes) -> bool:
         """Queue a frame that the protocol itself needs."""
         is_queued = self.outbox.put(frame)
         self.is_overrun |= not is_queued
-        self._agenda.touch(self.connection)
+        self._context.touch(self.connection)
         return is_queued
 
-    def send(self, body: bytes, payload: memoryview | None, priority: float, topic: Hashable | None) -> bool:
+    def send_message(self, body: bytes, payload: memoryview | None, priority: float, topic: Hashable | None) -> bool:
         """Queue a message. False: no room.
 
         Raises:
             ValueError: ``body`` is longer than CONTROL_LIMIT.
         """
-        self._agenda.touch(self.connection)
+        self._context.touch(self.connection)
         if payload is None:
             return self.outbox.put(encode_frame(FrameKind.MESSAGE, 0, body))
-        return self._put_payload(Use.MESSAGE, 0, body, payload, priority, topic)
+        return self._send_payload(Use.MESSAGE, 0, body, payload, priority, topic)
 
-    def ask(self, body: bytes, timeout_s: float, max_payload: int) -> Question:
+    def send_request(self, body: bytes, timeout_s: float, max_payload: int) -> OutgoingRequest:
         """Queue a request.
 
         Raises:
             RequestError: there is no room for it.
             ValueError: ``body`` is longer than CONTROL_LIMIT.
         """
-        number = self.questions.begin(max_payload, timeout_s)
+        number = self.outgoing.begin(max_payload, timeout_s)
         try:
             if not self.outbox.put(encode_request(number, max_payload, body)):
                 raise RequestError("too much waits to be sent to this peer")
         except (RequestError, ValueError):
-            self.questions.end(number)
+            self.outgoing.end(number)
             raise
-        self._agenda.touch(self.connection)
-        return Question(self.connection, number)
+        self._context.touch(self.connection)
+        return OutgoingRequest(self.connection, number)
 
-    def time_out(self, number: int) -> None:
-        """The answer did not come in time."""
-        error = self.questions.too_late(number)
-        self.withdraw(number)
-        self._agenda.tell(Unanswered(Question(self.connection, number), error))
+    def expire_request(self, number: int) -> None:
+        """Fail a request whose answer did not come in time."""
+        error = self.outgoing.timeout_error(number)
+        self.withdraw_request(number)
+        self._context.emit(RequestFailed(OutgoingRequest(self.connection, number), error))
 
-    def withdraw(self, number: int) -> None:
-        """We do not want the answer any more: the other side need not send it."""
-        if self.questions.end(number):
-            self.lanes.assembler.withdraw(number)
-            self.put(encode_frame(FrameKind.WITHDRAW, number))
+    def withdraw_request(self, number: int) -> None:
+        """Tell the peer that the answer is not wanted any more."""
+        if self.outgoing.end(number):
+            self.lanes.reassembler.withdraw(number)
+            self.send_frame(encode_frame(FrameKind.WITHDRAW, number))
 
-    def answer(self, number: int, answer: Answer) -> None:
-        """The answer to a request of the peer's. To one that was withdrawn: nothing.
+    def send_answer(self, number: int, answer: Answer) -> None:
+        """Answer a request of the peer's. An answer to one that was withdrawn is dropped.
 
         Raises:
             ValueError: its body is longer than CONTROL_LIMIT.
         """
         if len(answer.body) > CONTROL_LIMIT:
             raise ValueError(f"an answer's body of {len(answer.body)} bytes; the limit is {CONTROL_LIMIT}")
-        max_payload = self.askings.end(number)
+        max_payload = self.incoming.end(number)
         if max_payload is None:
             return
         if answer.payload is None:
@@ -292,32 +302,32 @@ class Session:
         else:
             payload = memoryview(answer.payload).cast("B")
             if len(payload) > max_payload:
-                self._say_no(number, f"the answer has {len(payload)} bytes, more than {max_payload}")
+                self._send_refusal(number, f"the answer has {len(payload)} bytes, more than {max_payload}")
                 return
-            is_queued = self._put_payload(Use.ANSWER, number, answer.body, payload, answer.priority, None)
+            is_queued = self._send_payload(Use.ANSWER, number, answer.body, payload, answer.priority, None)
         if not is_queued:
-            self._say_no(number, "busy: too much waits to be sent to you")
+            self._send_refusal(number, "busy: too much waits to be sent to you")
 
-    def refuse(self, number: int, text: str) -> None:
-        """There is no answer to a request of the peer's."""
-        if self.askings.end(number) is not None:
-            self._say_no(number, text)
+    def refuse_request(self, number: int, text: str) -> None:
+        """Refuse a request of the peer's, for a reason."""
+        if self.incoming.end(number) is not None:
+            self._send_refusal(number, text)
 
-    def tell_credit(self) -> None:
-        """The account has grown."""
+    def send_credit(self) -> None:
+        """Tell the peer how much it may send: its account has grown."""
         assert self.account is not None
         self.inbox.granted = self.account.granted
-        self.put(encode_credit(self.account.granted))
+        self.send_frame(encode_credit(self.account.granted))
 
     def next_control(self) -> Slice | None:
-        """Bytes that go at once."""
+        """The next control bytes, which are sent at once; None: there are none."""
         piece = self.outbox.next(0)
         if piece is not None:
             self.sent.sent_control += len(piece.head)
         return piece
 
     def next_bulk(self, most: int) -> Slice | None:
-        """The next chunk; None: there is none, or the other side takes no more now."""
+        """The next chunk of a payload; None: there is none, or the other side takes no more now."""
         self.refill()
         if not self.has_waiting_bulk:
             return None
@@ -330,179 +340,179 @@ class Session:
 
     @property
     def has_waiting_bulk(self) -> bool:
-        """There is bulk, and the other side takes it: only the kernel or the budget holds it back."""
+        """Whether there is bulk that the other side takes, so that only the kernel or the budget holds it back."""
         return self.outbox.has_bulk and self.spending.left > 0
 
     def refill(self) -> None:
-        """Take parts to send."""
+        """Queue parts of payloads that are split over the lanes."""
         if self.takes_parts and not self.lanes.is_idle:
-            self.lanes.refill(self.connection, self.outbox, self.spending.left)
+            self.lanes.refill(self, self.outbox, self.spending.left)
 
-    def _put_payload(
+    def _send_payload(
         self, use: Use, request: int, body: bytes, payload: memoryview, priority: float, topic: Hashable | None
     ) -> bool:
         start = Start(use, request, len(payload))
-        self._agenda.touch(self.connection)
-        if not self.lanes.takes(len(payload)):
+        self._context.touch(self.connection)
+        if not self.lanes.splits(len(payload)):
             return self.outbox.put_payload(start, body, payload, priority, topic) is not None
         is_queued = self.lanes.put(use, request, body, payload, priority, topic)
         self._touch_lanes()
         return is_queued
 
-    def _say_no(self, number: int, text: str) -> None:
-        """If even that has no room, the asker's own deadline ends its wait."""
+    def _send_refusal(self, number: int, text: str) -> None:
+        """Refuse. If even that has no room, the peer's own deadline ends its request."""
         self.outbox.put(encode_frame(FrameKind.REFUSAL, number, encode_text(text)))
-        self._agenda.touch(self.connection)
+        self._context.touch(self.connection)
 
     def _touch_lanes(self) -> None:
-        for member in self.lanes.members:
-            self._agenda.touch(member)
+        for lane in self.lanes.members:
+            self._context.touch(lane.connection)
 
     # -- in ----------------------------------------------------------------------------------------------------------
 
-    def handle(self, event: Event) -> None:
-        """A frame or a payload came.
+    def handle_event(self, event: Event) -> None:
+        """Handle a frame or a payload.
 
         Raises:
             FrameError: it has no place here.
         """
         match event:
             case Frame():
-                self._frame(event.kind, event.stream, event.body)
+                self._handle_frame(event.kind, event.stream, event.body)
             case Begun():
-                self._begun(event)
+                self._handle_stream_start(event)
             case Completed(start=start) if start.part is None:
                 self.primary.deliver(start, event.body, event.payload)
             case Completed():
-                self.put(encode_frame(FrameKind.ACK, event.stream))
-                if (whole := self.lanes.assembler.complete(event.start)) is not None:
-                    self._seal(event.start)
+                self.send_frame(encode_frame(FrameKind.ACK, event.stream))
+                if (whole := self.lanes.reassembler.complete(event.start)) is not None:
+                    self._cancel_duplicates(event.start)
                     self.primary.deliver(*whole)
             case Aborted(start=start):
                 if start.part is not None:
-                    self.lanes.assembler.refuse(start)
+                    self.lanes.reassembler.refuse(start)
                 if start.use is Use.ANSWER:
-                    self.primary.questions.reject(start.request, RequestError("the peer stopped its answer"))
+                    self.primary.outgoing.reject(start.request, RequestError("the peer stopped its answer"))
 
     def deliver(self, start: Start, body: bytes, payload: memoryview) -> None:
-        """A whole payload is here."""
+        """Report a whole payload."""
         if start.use is Use.MESSAGE:
-            self._agenda.tell(Message(self.connection, body, payload))
+            self._context.emit(Message(self.connection, body, payload))
         else:
-            self.questions.resolve(start.request, Response(body, payload))
+            self.outgoing.resolve(start.request, Response(body, payload))
 
     @property
     def has_offer(self) -> bool:
-        """``settle_offer`` is due, after the user has had its turn."""
+        """Whether ``decline_offer`` is due, after the user has had its turn."""
         return self._offer is not None
 
-    def settle_offer(self) -> None:
-        """What was offered and not accepted is refused."""
+    def decline_offer(self) -> None:
+        """Refuse the payload that was offered, if the user has not accepted it."""
         if (offer := self._offer) is not None:
             self._offer = None
-            self._decline(offer.stream, offer.start)
+            self._decline_stream(offer.stream, offer.start)
 
-    def accept(self, offer: Offered) -> None:
-        """The payload that was offered is taken."""
+    def accept_offer(self, offer: Offered) -> None:
+        """Take the payload that was offered."""
         if self._offer is offer:
             self._offer = None
-            self._take(offer.stream, offer.start, offer.body)
+            self._receive_stream(offer.stream, offer.start, offer.body)
 
-    def _frame(self, kind: FrameKind, number: int, body: bytes) -> None:
+    def _handle_frame(self, kind: FrameKind, number: int, body: bytes) -> None:
         match kind:
             case FrameKind.MESSAGE:
-                self._agenda.tell(Message(self.connection, body, None))
+                self._context.emit(Message(self.connection, body, None))
             case FrameKind.REQUEST:
-                self._asked(number, *decode_request(body))
+                self._handle_request(number, *decode_request(body))
             case FrameKind.ANSWER:
-                self.questions.resolve(number, Response(body, None))
+                self.outgoing.resolve(number, Response(body, None))
             case FrameKind.REFUSAL:
-                self.questions.reject(number, RequestRefused(decode_text(body)))
+                self.outgoing.reject(number, RequestRefused(decode_text(body)))
             case FrameKind.WITHDRAW:
-                self._withdrawn(number)
+                self._handle_withdraw(number)
             case FrameKind.CANCEL:
-                self._cancelled(number)
+                self._handle_cancel(number)
             case FrameKind.ACK:
-                self.lanes.spreader.acknowledge(self.connection, number)
+                self.lanes.splitter.acknowledge(self, number)
                 if self.lanes.is_idle:
-                    self._agenda.touch(self.primary.connection)
+                    self._context.touch(self.primary.connection)
             case FrameKind.CREDIT:
                 self.spending.extend(decode_credit(body))
-                self._agenda.touch(self.connection)
+                self._context.touch(self.connection)
             case _:
                 raise FrameError(f"a {kind.name} frame has no place here")
 
-    def _asked(self, number: int, max_payload: int, body: bytes) -> None:
-        if not self.askings.begin(number, max_payload, body, self._commons.limits.answer_s):
-            self._say_no(number, f"busy: {len(self.askings.numbers)} requests of yours are being answered")
+    def _handle_request(self, number: int, max_payload: int, body: bytes) -> None:
+        if not self.incoming.begin(number, max_payload, body):
+            self._send_refusal(number, f"busy: {len(self.incoming.numbers)} requests of yours are being answered")
 
-    def answer_overdue(self, number: int) -> None:
-        """The user took too long over its answer."""
-        self.askings.withdraw(number)
-        self._say_no(number, f"the answer took longer than {self._commons.limits.answer_s:g} s")
+    def expire_answer(self, number: int) -> None:
+        """Refuse a request that the user did not answer in time."""
+        self.incoming.withdraw(number)
+        self._send_refusal(number, f"the answer took longer than {self._context.limits.answer_s:g} s")
 
-    def _withdrawn(self, number: int) -> None:
-        self.askings.withdraw(number)
+    def _handle_withdraw(self, number: int) -> None:
+        self.incoming.withdraw(number)
         self.outbox.withdraw(number)
-        self._forget_parts(self.lanes.spreader.withdraw(number))
+        self._cancel_parts(self.lanes.splitter.withdraw(number))
 
-    def _cancelled(self, stream: int) -> None:
-        """The other side does not want this stream, nor anything of the payload that it is a part of."""
+    def _handle_cancel(self, stream: int) -> None:
+        """Stop a stream that the other side does not want, and with it the payload that it is a part of."""
         self.outbox.cancel(stream)
-        self._forget_parts(self.lanes.spreader.refuse(self.connection, stream))
+        self._cancel_parts(self.lanes.splitter.refuse(self, stream))
 
-    def _forget_parts(self, parts: list[tuple[Connection, int]]) -> None:
+    def _cancel_parts(self, parts: list[tuple[Session, int]]) -> None:
         for lane, stream in parts:
-            lane.conversation.outbox.cancel(stream)
-            self._agenda.touch(lane)
-        self._agenda.touch(self.connection)
-        self._agenda.touch(self.primary.connection)
+            lane.outbox.cancel(stream)
+            self._context.touch(lane.connection)
+        self._context.touch(self.connection)
+        self._context.touch(self.primary.connection)
 
-    def _begun(self, event: Begun) -> None:
-        """A stream begins: find its place, or ask whether it is wanted."""
+    def _handle_stream_start(self, event: Begun) -> None:
+        """Find the place of a stream that begins, or ask the user whether it is wanted."""
         start = event.start
-        known = Known.NEW if start.part is None else self.lanes.assembler.look(start)
-        if known is Known.OPEN:
-            self.inbox.take(event.stream, self.lanes.assembler.place(start))
-        elif known is Known.OVER or not self._has_room(start):
-            self._decline(event.stream, start)
+        known = PayloadState.NEW if start.part is None else self.lanes.reassembler.state_of(start)
+        if known is PayloadState.OPEN:
+            self.inbox.receive_into(event.stream, self.lanes.reassembler.place_of(start))
+        elif known is PayloadState.OVER or not self._has_room(start):
+            self._decline_stream(event.stream, start)
         elif start.use is Use.MESSAGE:
-            self._offer = Offered(self.primary.connection, self, event.stream, start, event.body)
-            self._agenda.tell(self._offer)
-        elif self.primary._wants(start):
-            self._take(event.stream, start, event.body)
+            self._offer = Offered(self.primary.connection, self.connection, event.stream, start, event.body)
+            self._context.emit(self._offer)
+        elif self.primary._wants_answer(start):
+            self._receive_stream(event.stream, start, event.body)
         else:
-            self._decline(event.stream, start)
+            self._decline_stream(event.stream, start)
 
     def _has_room(self, start: Start) -> bool:
-        held_bytes = self.inbox.held_bytes if start.part is None else self.lanes.assembler.held_bytes
-        return held_bytes + start.total <= self._commons.limits.inbox_bytes
+        held_bytes = self.inbox.held_bytes if start.part is None else self.lanes.reassembler.held_bytes
+        return held_bytes + start.total <= self._context.limits.inbox_bytes
 
-    def _wants(self, start: Start) -> bool:
-        """Whether the payload of an answer may come."""
-        most = self.questions.most_bytes(start.request)
+    def _wants_answer(self, start: Start) -> bool:
+        """Whether the payload of an answer is wanted."""
+        most = self.outgoing.max_payload_of(start.request)
         if most is not None and start.total > most:
-            self.questions.reject(start.request, RequestError(f"the answer has {start.total} bytes, more than {most}"))
+            self.outgoing.reject(start.request, RequestError(f"the answer has {start.total} bytes, more than {most}"))
             return False
         return most is not None
 
-    def _take(self, stream: int, start: Start, body: bytes) -> None:
+    def _receive_stream(self, stream: int, start: Start, body: bytes) -> None:
         if start.part is not None:
-            self.lanes.assembler.admit(start, body)
-            self.inbox.take(stream, self.lanes.assembler.place(start))
+            self.lanes.reassembler.admit(start, body)
+            self.inbox.receive_into(stream, self.lanes.reassembler.place_of(start))
         elif start.size:
-            self.inbox.take(stream, self._commons.blocks.take(start.size))
+            self.inbox.receive_into(stream, self._context.blocks.take(start.size))
         else:
             self.primary.deliver(start, body, memoryview(bytearray()))
 
-    def _decline(self, stream: int, start: Start) -> None:
+    def _decline_stream(self, stream: int, start: Start) -> None:
         if start.part is not None:
-            self.lanes.assembler.refuse(start)
-        self.put(encode_frame(FrameKind.CANCEL, stream))
+            self.lanes.reassembler.refuse(start)
+        self.send_frame(encode_frame(FrameKind.CANCEL, stream))
 
-    def _seal(self, start: Start) -> None:
-        """The payload is whole: streams that bring something of it once more write nowhere, and are to stop."""
+    def _cancel_duplicates(self, start: Start) -> None:
+        """A payload is whole: drop and cancel streams that bring parts of it once more."""
         assert start.part is not None
         for lane in self.lanes.members:
-            for stream in lane.conversation.inbox.drop(start.part.payload):
-                lane.conversation.put(encode_frame(FrameKind.CANCEL, stream))
+            for stream in lane.inbox.drop(start.part.payload):
+                lane.send_frame(encode_frame(FrameKind.CANCEL, stream))

@@ -27,7 +27,6 @@ from typing import Literal
 import msgspec
 import psutil
 
-from p2pdiloco.codec import compression
 from p2pdiloco.discovery.clock_sync import SharedClock
 from p2pdiloco.peer.options import LearnerOptions
 from p2pdiloco.protocol.manifest import PROTOCOL_VERSION, Layout, Manifest
@@ -70,10 +69,7 @@ def software() -> Finding:
     packages = ", ".join(
         f"{name} {version(name)}" for name in ("p2pdiloco", "torch", "hivemind", "uvloop", "zstandard")
     )
-    decoder = ", the system's libzstd decodes" if compression.AVAILABLE else ""
-    return Finding(
-        "ok", "software", f"Python {platform.python_version()}, {packages}{decoder}, protocol {PROTOCOL_VERSION}"
-    )
+    return Finding("ok", "software", f"Python {platform.python_version()}, {packages}, protocol {PROTOCOL_VERSION}")
 
 
 def machine() -> Finding:

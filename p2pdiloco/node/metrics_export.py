@@ -1,8 +1,9 @@
-"""Tells a node's numbers to programs that draw experiments (``--log-to``), each in a process of its own.
+"""Exports a node's metrics to the targets of ``--log-to``, each by a process (``observability/exporters.py``).
 
 Rules of this file:
-1. A process that is slow misses lines, one that ends is told of in the log and not started again: training goes on.
-2. At the node's end it has a bounded time to hand over what it holds.
+1. A process that reads too slowly misses lines. One that ends is reported in the log and not started again. Training
+   goes on in both cases.
+2. At the node's end each process has a bounded time to hand over what it holds.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Self
 import msgspec
 
 from p2pdiloco.observability.exporters import COMPLAINT, Numbers
-from p2pdiloco.observability.prometheus import NAMES, single
+from p2pdiloco.observability.prometheus import METRICS, unlabelled
 from p2pdiloco.observability.snapshot import RunSnapshot
 from p2pdiloco.util import logs
 from p2pdiloco.util.tasks import Tasks
@@ -30,25 +31,25 @@ log = logs.get("log-to")
 COMMAND = (sys.executable, "-P", "-m", "p2pdiloco.observability.exporters")
 EVERY_S = 10.0
 MOST_WAITING = 256 << 10
-"""Bytes that a process has not read: what comes then is left out."""
+"""Unread bytes of a process's input from which on lines are skipped."""
 LONGEST = 4096
 END_S = 10.0
-COUNTERS = tuple(metric.name for metric in NAMES if metric.kind == "counter")
+COUNTERS = tuple(metric.name for metric in METRICS if metric.kind == "counter")
 
 
 class MetricsExport:
-    """``async with MetricsExport(targets, look)``: of pictures of ``look``, now and then, and of the last one."""
+    """While entered, sends a snapshot to each target every ``every_s`` seconds, and a last one at the end."""
 
     def __init__(
         self,
         targets: Sequence[str],
-        look: Callable[[], RunSnapshot],
+        take_snapshot: Callable[[], RunSnapshot],
         every_s: float = EVERY_S,
         troubles: dict[str, str] | None = None,
     ) -> None:
         """``troubles``: see ``Tasks``."""
         self._targets = targets
-        self._look = look
+        self._take_snapshot = take_snapshot
         self._every_s = every_s
         self._processes: list[asyncio.subprocess.Process] = []
         self._tasks = Tasks(troubles)
@@ -66,20 +67,24 @@ class MetricsExport:
                     start_new_session=True,  # a terminal's Ctrl+C is the node's alone
                 )
             except OSError as error:
-                log.warning("nothing is logged there", target=target, reason=error.strerror)
+                log.warning(
+                    "metrics are not logged to this target: its process does not start",
+                    target=target,
+                    reason=error.strerror,
+                )
                 continue
             self._processes.append(process)
-            self._tasks.keep(partial(self._hear, target, process), name=f"log to {target}")
+            self._tasks.keep(partial(self._report_complaints, target, process), name=f"log to {target}")
         if self._processes:
-            self._tasks.keep(self._keep, name="tell exporters")
+            self._tasks.keep(self._send_regularly, name="send metrics")
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            self._tell()
-            await asyncio.gather(*(self._end(process) for process in self._processes))
+            self._send()
+            await asyncio.gather(*(self._finish(process) for process in self._processes))
         finally:
             for process in self._processes:
                 if process.returncode is None:
@@ -87,28 +92,28 @@ class MetricsExport:
                     await process.wait()
             await self._tasks.__aexit__(kind, error, trace)
 
-    async def _end(self, process: asyncio.subprocess.Process) -> None:
+    async def _finish(self, process: asyncio.subprocess.Process) -> None:
         assert process.stdin is not None
         process.stdin.close()
         with suppress(TimeoutError):
             await asyncio.wait_for(process.wait(), END_S)
 
-    async def _keep(self) -> None:
+    async def _send_regularly(self) -> None:
         while True:
             await asyncio.sleep(self._every_s)
-            self._tell()
+            self._send()
 
-    def _tell(self) -> None:
+    def _send(self) -> None:
         data = b""
         for process in self._processes:
             assert process.stdin is not None
             pipe = process.stdin.transport
             if not pipe.is_closing() and pipe.get_write_buffer_size() < MOST_WAITING:
-                data = data or msgspec.json.encode(line_of(self._look())) + b"\n"
+                data = data or msgspec.json.encode(numbers_of(self._take_snapshot())) + b"\n"
                 process.stdin.write(data)
 
-    async def _hear(self, target: str, process: asyncio.subprocess.Process) -> None:
-        """What it complains of; of a library's words the last, when it ends before us."""
+    async def _report_complaints(self, target: str, process: asyncio.subprocess.Process) -> None:
+        """Log the process's complaints, and the last line of its standard error if it fails."""
         assert process.stderr is not None
         rest = last = b""
         while piece := await process.stderr.read(LONGEST):
@@ -119,20 +124,20 @@ class MetricsExport:
                     log.warning(line.removeprefix(COMPLAINT).decode(errors="replace"))
         if await process.wait():
             why = (rest or last).decode(errors="replace").strip() or f"status {process.returncode}"
-            log.warning(f"nothing is logged to {target} any more: {why}")
+            log.warning(f"metrics are no longer logged to {target}: {why}")
 
 
-def line_of(picture: RunSnapshot) -> Numbers:
-    """What is told of it."""
+def numbers_of(snapshot: RunSnapshot) -> Numbers:
+    """Return the finite values of ``snapshot``."""
     values = {
-        name: float(value) for name, value in single(picture).items() if value is not None and math.isfinite(value)
+        name: float(value) for name, value in unlabelled(snapshot).items() if value is not None and math.isfinite(value)
     }
     return Numbers(
-        run=picture.title.run,
-        name=picture.title.name,
-        peer=picture.title.me,
+        run=snapshot.title.run,
+        name=snapshot.title.name,
+        peer=snapshot.title.me,
         at=time.time(),
-        step=picture.course.step,
+        step=snapshot.course.step,
         values=values,
         counters=tuple(name for name in COUNTERS if name in values),
     )

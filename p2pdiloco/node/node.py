@@ -18,7 +18,6 @@ from typing import Self
 import msgspec
 
 from p2pdiloco.discovery.directory import Directory
-from p2pdiloco.nat.request_router import RequestRouter
 from p2pdiloco.net.handshake import WIRE_VERSION
 from p2pdiloco.node.eta import EtaEstimator, duration, presented
 from p2pdiloco.node.local_host import LocalHost
@@ -119,7 +118,6 @@ class Node:
                 standing=self.membership_sync,
             )
             stack.callback(self.peer.driver.close)
-            handler = RequestRouter(self.peer)
             journal: Journal | None = None
             if self.options.has_journal:
                 journal = stack.enter_context(Journal(folder / "journal.bin", self.peer.config))
@@ -129,7 +127,7 @@ class Node:
                 listen=await asyncio.to_thread(port_memory.again, self.options.link.listen, ports),
                 run=manifest.run,
                 version=WIRE_VERSION,
-                handler=handler,
+                handler=self.peer,
                 limits=TransportLimits(
                     connection=ConnectionLimits.for_payloads(8 * max(s.elements for s in layout.shards)),
                     up_bytes_per_s=self.options.link.up_bytes_per_s,
@@ -143,7 +141,6 @@ class Node:
                 self._mine.identity,
                 self.directory,
                 self.transport,
-                handler,
                 announced=self.options.link.announce,
                 relay_bytes_per_s=self.options.link.relay_bytes_per_s,
                 maps_port=self.options.link.maps_port,
@@ -164,7 +161,6 @@ class Node:
                 self.reachability.ladder,
                 heard_of=lambda: self.peer.machine.view.heard_by_others,
             )
-            handler.learn, handler.parted = self.peer_manager.told, self.peer_manager.disconnected
             figures = SwarmStatus(self.peer, self.status, self._ask_status)
             self.telemetry = Telemetry(
                 self.peer, self.transport, self.status, figures, journal, self.membership_sync.left_s

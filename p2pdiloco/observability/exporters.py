@@ -1,12 +1,13 @@
-"""Hands a node's numbers to a program that draws experiments, in a process of its own::
+"""Exports a node's metrics to an experiment tracker or an OpenTelemetry collector, in a process of its own::
 
     python -m p2pdiloco.observability.exporters tensorboard:DIR | wandb:PROJECT | trackio:PROJECT | otlp:URL
 
 Rules of this file:
-1. The node writes one JSON object a line to standard input, and nothing of what happens here touches it: libraries,
-   their threads and their networks live and die in this process.
-2. A library is imported when it is chosen. One that is missing is named with the extra that has it, before a peer runs.
-3. Names are those of ``/metrics`` (``prometheus.py``), without their prefix but for OpenTelemetry; the step is the
+1. The node writes one JSON object a line to standard input. Nothing that happens here affects the node: the libraries,
+   their threads and their connections live in this process.
+2. A library is imported when its target is chosen. If it is missing, the error names the extra that installs it, before
+   a peer runs.
+3. Names are those of ``/metrics`` (``prometheus.py``), without their prefix except for OpenTelemetry. The step is the
    run's global step.
 """
 
@@ -14,10 +15,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import logging
+import math
 import sys
-import urllib.error
-import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from typing import Any, Protocol
 
@@ -25,15 +26,20 @@ import msgspec
 
 PREFIX = "p2pdiloco_"
 COMPLAINT = b"p2pdiloco: "
-"""Begins what the node's user should read at once."""
-POST_S = 10.0
+"""Prefix of a line on standard error that the node logs as a warning at once."""
+EXPORT_S = 5.0
 OTLP_PATH = "/v1/metrics"
-KINDS = {"tensorboard": "tensorboard", "wandb": "wandb", "trackio": "trackio", "otlp": ""}
-"""And the library of each, which is the extra's name, too."""
+KINDS = {
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
+    "trackio": "trackio",
+    "otlp": "opentelemetry.exporter.otlp.proto.http",
+}
+"""Module that each kind of target needs. The extra that installs it has the kind's name."""
 
 
 class Numbers(msgspec.Struct, frozen=True, kw_only=True):
-    """What a node tells, every few seconds."""
+    """The metrics of a node at one time."""
 
     run: str
     name: str
@@ -43,53 +49,60 @@ class Numbers(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     values: dict[str, float]
     counters: tuple[str, ...] = ()
-    """Those that only grow, in one life of the node."""
+    """Names of the values that only grow during one life of the node."""
 
 
 class Exporter(Protocol):
-    """To one program. Whatever it raises ends this process, and nothing else."""
+    """Writes to one target. An exception that it raises ends this process, and nothing else."""
 
     def log(self, line: Numbers) -> None:
-        """Take it."""
+        """Export one line."""
 
     def close(self) -> None:
-        """Nothing comes any more."""
+        """Hand over what is left; no line follows."""
 
 
 class TargetError(ValueError):
-    """It cannot be logged there; the message says what to do."""
+    """Metrics cannot be logged to this target; the message says what to do."""
 
 
-def split(target: str) -> tuple[str, str]:
-    """Kind and place.
+def parse_target(target: str) -> tuple[str, str]:
+    """Return the kind and the place of ``target``.
 
     Raises:
-        TargetError: there is no such kind, no place is named, or its library is not installed.
+        TargetError: there is no such kind, no place is given, or the kind's library is not installed.
     """
     kind, _, place = target.partition(":")
     if kind not in KINDS or not place:
         raise TargetError(f"{target!r}: write tensorboard:DIR, wandb:PROJECT, trackio:PROJECT or otlp:URL")
     if kind == "otlp" and not place.startswith(("http://", "https://")):
         raise TargetError(f"{target!r}: write otlp:http://HOST:4318, a collector's address for OTLP over HTTP")
-    if KINDS[kind] and find_spec(KINDS[kind]) is None:
+    if not _is_installed(KINDS[kind]):
         raise TargetError(f"{kind} is not installed here: pip install 'p2pdiloco[{kind}]'")
     return kind, place
 
 
-def opened(target: str, first: Numbers) -> Exporter:
-    """Ready for lines like ``first``.
+def _is_installed(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # not even its package
+        return False
+
+
+def open_exporter(target: str, first: Numbers) -> Exporter:
+    """Return the exporter to ``target`` for ``first`` and the lines that follow it.
 
     Raises:
-        TargetError: as of ``split``.
+        TargetError: as ``parse_target``.
     """
-    kind, place = split(target)
+    kind, place = parse_target(target)
     exporters: dict[str, Callable[[str, Numbers], Exporter]]
     exporters = {"tensorboard": TensorBoard, "wandb": Wandb, "trackio": Trackio, "otlp": Otlp}
     return exporters[kind](place, first)
 
 
 class TensorBoard:
-    """Event files below DIR, a folder a peer."""
+    """Event files in a folder for each peer below DIR."""
 
     def __init__(self, place: str, first: Numbers) -> None:
         self._event = importlib.import_module("tensorboard.compat.proto.event_pb2").Event
@@ -109,7 +122,7 @@ class TensorBoard:
 
 
 class Wandb:
-    """A run a peer, in a group of the run's name; its environment variables are Weights & Biases' own."""
+    """A Weights & Biases run for each peer, in a group with the run's name. Its own environment variables apply."""
 
     def __init__(self, place: str, first: Numbers) -> None:
         self._wandb: Any = importlib.import_module("wandb")
@@ -132,7 +145,7 @@ class Wandb:
 
 
 class Trackio:
-    """Likewise, in trackio's own folder, or where its environment variables say."""
+    """A trackio run for each peer, in trackio's own folder, or where its environment variables say."""
 
     def __init__(self, place: str, first: Numbers) -> None:
         self._trackio: Any = importlib.import_module("trackio")
@@ -149,63 +162,85 @@ class Trackio:
 
 
 class Otlp:
-    """To an OpenTelemetry collector, by OTLP over HTTP with JSON, which needs no library. What it does not take is
-    lost, and the next is tried."""
+    """An OpenTelemetry collector, by OTLP over HTTP. The SDK's environment variables (``OTEL_EXPORTER_OTLP_HEADERS``,
+    ...) apply. A line that the collector does not accept is lost."""
 
     def __init__(self, place: str, first: Numbers) -> None:
-        self._address = place.rstrip("/")
-        if not self._address.endswith(OTLP_PATH):
-            self._address += OTLP_PATH
-        self._began = first.at
-        self._is_told = False
+        sdk: Any = importlib.import_module("opentelemetry.sdk.metrics")
+        export: Any = importlib.import_module("opentelemetry.sdk.metrics.export")
+        otlp: Any = importlib.import_module("opentelemetry.exporter.otlp.proto.http.metric_exporter")
+        resources: Any = importlib.import_module("opentelemetry.sdk.resources")
+        self._observation: Any = importlib.import_module("opentelemetry.metrics").Observation
+        address = place.rstrip("/")
+        self._address = address if address.endswith(OTLP_PATH) else address + OTLP_PATH
+        exporter = otlp.OTLPMetricExporter(endpoint=self._address, timeout=EXPORT_S)
+        # Nothing is exported by a timer, but each line when it comes (``force_flush``).
+        reader = export.PeriodicExportingMetricReader(exporter, export_interval_millis=math.inf)
+        about = {"service.name": "p2pdiloco", "service.instance.id": first.peer, "p2pdiloco.run": first.name}
+        self._provider = sdk.MeterProvider([reader], resources.Resource.create(about))
+        self._meter = self._provider.get_meter("p2pdiloco")
+        self._instruments: set[str] = set()
+        self._values: dict[str, float] = {}
+        self._errors = _ErrorMessages()
+        self._is_failing = False
+        logger = logging.getLogger("opentelemetry")
+        logger.handlers, logger.propagate = [self._errors], False
 
     def log(self, line: Numbers) -> None:
         """As of ``Exporter``."""
-        data = msgspec.json.encode(otlp_body(line, self._began))
-        asked = urllib.request.Request(self._address, data, {"Content-Type": "application/json"})
-        try:
-            with urllib.request.urlopen(asked, timeout=POST_S):
-                self._is_told = False
-        except (OSError, urllib.error.URLError) as error:
-            if not self._is_told:
-                what = f"the collector at {self._address} takes nothing ({error}): is it running, with OTLP over HTTP?"
-                sys.stderr.buffer.write(COMPLAINT + what.encode() + b"\n")
-                sys.stderr.flush()
-            self._is_told = True
+        self._values = line.values
+        for name in line.values.keys() - self._instruments:
+            is_counter = name in line.counters
+            create = self._meter.create_observable_counter if is_counter else self._meter.create_observable_gauge
+            create(PREFIX + name, callbacks=[self._observe(name)])
+            self._instruments.add(name)
+        self._errors.messages.clear()
+        self._provider.force_flush()
+        if self._errors.messages and not self._is_failing:
+            complain(
+                f"the collector at {self._address} does not accept metrics ({self._errors.messages[-1]}): "
+                "is it running, with OTLP over HTTP?"
+            )
+        self._is_failing = bool(self._errors.messages)
 
     def close(self) -> None:
         """As of ``Exporter``."""
+        self._provider.shutdown()
+
+    def _observe(self, name: str) -> Callable[[object], Iterator[Any]]:
+        def observe(_: object) -> Iterator[Any]:
+            if name in self._values:
+                yield self._observation(self._values[name])
+
+        return observe
 
 
-def otlp_body(line: Numbers, began: float) -> dict[str, object]:
-    """What the protocol calls an ExportMetricsServiceRequest, in its JSON."""
-    now = str(round(line.at * 1e9))
+class _ErrorMessages(logging.Handler):
+    """Keeps the error messages of the SDK, which it logs instead of raising."""
 
-    def metric(name: str, value: float) -> dict[str, object]:
-        point: dict[str, object] = {"asDouble": value, "timeUnixNano": now}
-        if name not in line.counters:
-            return {"name": PREFIX + name, "gauge": {"dataPoints": [point]}}
-        point["startTimeUnixNano"] = str(round(began * 1e9))
-        return {
-            "name": PREFIX + name,
-            "sum": {"dataPoints": [point], "aggregationTemporality": 2, "isMonotonic": True},
-        }
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.messages: list[str] = []
 
-    told = {"service.name": "p2pdiloco", "service.instance.id": line.peer, "p2pdiloco.run": line.name}
-    attributes = [{"key": key, "value": {"stringValue": value}} for key, value in told.items()]
-    metrics = [metric(name, value) for name, value in line.values.items()]
-    scope = {"scope": {"name": "p2pdiloco"}, "metrics": metrics}
-    return {"resourceMetrics": [{"resource": {"attributes": attributes}, "scopeMetrics": [scope]}]}
+    def emit(self, record: logging.LogRecord) -> None:
+        """As of ``logging.Handler``."""
+        self.messages.append(record.getMessage())
+
+
+def complain(text: str) -> None:
+    """Have the node log ``text`` as a warning."""
+    sys.stderr.buffer.write(COMPLAINT + text.encode() + b"\n")
+    sys.stderr.flush()
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Until standard input ends."""
+    """Export each line of standard input until it ends."""
     (target,) = sys.argv[1:] if argv is None else argv
     exporter: Exporter | None = None
     with contextlib.suppress(KeyboardInterrupt):  # a terminal's Ctrl+C is for the node, which then closes our input
         for text in sys.stdin.buffer:
             line = msgspec.json.decode(text, type=Numbers)
-            exporter = exporter or opened(target, line)
+            exporter = exporter or open_exporter(target, line)
             exporter.log(line)
     if exporter is not None:
         exporter.close()

@@ -1,4 +1,4 @@
-"""Numbers and times as people read them in a terminal; the page writes them alike (``page.js``). Pure."""
+"""Formats numbers and times for people in a terminal, in the same way as the page (``page.js``)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ MINUTE, HOUR, DAY = 60, 3600, 86400
 
 
 def amount(value: float | None) -> str:
-    """Of tokens or parameters: ``1.24 M``."""
+    """Format a number of tokens or parameters: ``1.24 M``."""
     if value is None:
         return "-"
     scaled, unit = _scaled(value, ("", " k", " M", " G", " T"))
@@ -18,23 +18,23 @@ def amount(value: float | None) -> str:
 
 
 def volume(value: float) -> str:
-    """Of bytes: ``12.5 MB``."""
+    """Format a number of bytes: ``12.5 MB``."""
     scaled, unit = _scaled(value, (" B", " kB", " MB", " GB", " TB"))
     return f"{scaled:.1f}{unit}" if scaled < 100 and unit != " B" else f"{round(scaled)}{unit}"
 
 
 def percent(value: float | None, digits: int = 1) -> str:
-    """Of a share, 0 to 1."""
+    """Format a fraction from 0 to 1: ``12.5 %``."""
     return "-" if value is None else f"{100 * value:.{digits}f} %"
 
 
 def loss(value: float | None) -> str:
-    """In nats."""
+    """Format a loss in nats."""
     return "-" if value is None else f"{value:.3f}"
 
 
 def duration(seconds: float) -> str:
-    """``3 h 07 min``."""
+    """Format a duration: ``3 h 07 min``."""
     whole = round(max(0.0, min(seconds, 1e12)))
     if whole < MINUTE:
         return f"{whole} s"
@@ -46,7 +46,7 @@ def duration(seconds: float) -> str:
 
 
 def clock(at: float) -> str:
-    """The time of day, here."""
+    """Format a Unix time as the local time of day."""
     try:
         return time.strftime("%H:%M:%S", time.localtime(at))
     except (OverflowError, ValueError, OSError):

@@ -1,6 +1,6 @@
-"""The same picture as the page's, in a terminal (``p2pdiloco top``): textual draws it, ``panels`` says what.
+"""The textual app of ``p2pdiloco top``: shows the same snapshot as the page; ``tui_layout`` lays out its panels.
 
-Rule of this file: it looks about once a second, draws what it saw last, and never ends since nobody answers.
+Rule of this file: it takes a snapshot about once a second, shows the last one, and goes on when nobody answers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, VerticalScroll
 from textual.content import Content
 from textual.theme import Theme
-from textual.widgets import Footer, Static
+from textual.widgets import Footer, ProgressBar, Static
 
 from p2pdiloco.observability import tui_layout
 from p2pdiloco.observability.event_schema import plain
@@ -23,7 +23,7 @@ EVERY_S = 1.0
 DARK, LIGHT = "p2pdiloco-dark", "p2pdiloco-light"
 SPEEDS = (1.0, 4.0, 10.0, 60.0, 600.0)
 LEAP = 0.05
-"""Of a recording, at one press."""
+"""Fraction of a recording that one key press moves by."""
 CARDS = 6
 THEMES = (
     Theme(
@@ -57,7 +57,7 @@ THEMES = (
 
 
 class Top(App[None]):
-    """Shows a source until it is quit."""
+    """Shows a source until the user quits."""
 
     TITLE = "p2pdiloco top"
     ENABLE_COMMAND_PALETTE = False
@@ -66,6 +66,7 @@ class Top(App[None]):
     Screen { background: $background; }
     #head, #course { height: 1; }
     #head { background: $surface; }
+    #done { width: 1fr; padding: 0 1; } #done Bar { width: 1fr; } #step { width: auto; }
     #troubles { display: none; background: $error 15%; color: $error; border-left: outer $error; padding: 0 1; }
     #body { scrollbar-size-vertical: 1; }
     .row { height: auto; }
@@ -94,21 +95,23 @@ class Top(App[None]):
         super().__init__()
         self.source = source
         self.seen: Sighting | None = None
-        """What is shown."""
+        """The snapshot and history that are shown."""
         self.lost = "connecting"
-        """Why nobody answers; empty: somebody does."""
+        """Why the source does not answer; empty if it does."""
         self.is_over_time = False
         self._every_s = every_s
         self._speed = source.speed if isinstance(source, Tape) and source.speed else SPEEDS[2]
 
     def get_theme_variable_defaults(self) -> dict[str, str]:
-        """What our themes have besides textual's."""
+        """Return the variables that our themes add to textual's."""
         return THEMES[0].variables
 
     def compose(self) -> ComposeResult:
-        """All panels; what they show comes later."""
+        """Create the panels, still empty."""
         yield Static(id="head")
-        yield Static(id="course")
+        with Horizontal(id="course"):
+            yield ProgressBar(total=1.0, show_percentage=False, show_eta=False, id="done")
+            yield Static(id="step")
         yield Static(id="troubles")
         with VerticalScroll(id="body"):
             with Horizontal(id="cards", classes="row"):
@@ -124,7 +127,7 @@ class Top(App[None]):
         yield Footer()
 
     def on_mount(self) -> None:
-        """Begin to look."""
+        """Start to take snapshots."""
         for theme in THEMES:
             self.register_theme(theme)
         self.theme = DARK
@@ -132,11 +135,11 @@ class Top(App[None]):
         self.run_worker(self._keep_looking(), exclusive=True)
 
     def on_resize(self) -> None:
-        """The room is another one."""
+        """Lay out the panels anew for the new size."""
         self.call_after_refresh(self.draw)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Keys of recordings are for recordings."""
+        """Hide the keys for recordings where the source is none."""
         return action not in ("pause", "leap", "speed") or isinstance(self.source, Tape)
 
     async def _keep_looking(self) -> None:
@@ -146,7 +149,7 @@ class Top(App[None]):
                 await asyncio.sleep(self._every_s)
 
     async def look(self) -> None:
-        """Once."""
+        """Take one snapshot and show it."""
         try:
             self.seen, self.lost = await self.source.look(), ""
         except UnseenError as error:
@@ -154,14 +157,16 @@ class Top(App[None]):
         self.draw()
 
     def draw(self) -> None:
-        """What was seen last, in the room that is there."""
+        """Show the last snapshot."""
         if self.seen is None:
             self._panel("head").update(Content(f" {self.lost}"))
             return
         picture, history = self.seen
         width = self.size.width
         self._panel("head").update(tui_layout.heading(picture, self._pulse(), bool(self.lost), width))
-        self._panel("course").update(tui_layout.progress(picture, width))
+        done, step = tui_layout.progress(picture)
+        self.query_one("#done", ProgressBar).update(progress=done)
+        self._panel("step").update(step)
         troubles = self._panel("troubles")
         told = [*picture.troubles, *([self.lost] if self.lost else [])]
         troubles.update(Content("\n".join(plain(one) for one in told)))
@@ -193,16 +198,16 @@ class Top(App[None]):
     # -- keys ----------------------------------------------------------------------------------------------------------
 
     def action_over_time(self) -> None:
-        """Curves over time, or over tokens again."""
+        """Draw the curves over time, or over tokens again."""
         self.is_over_time = not self.is_over_time
         self.draw()
 
     def action_other_theme(self) -> None:
-        """Light or dark."""
+        """Switch between light and dark."""
         self.theme = LIGHT if self.theme == DARK else DARK
 
     async def action_pause(self) -> None:
-        """Stand still, or go on; from the end, go on from the beginning."""
+        """Pause a recording, or play on; at its end, play from the beginning."""
         if isinstance(self.source, Tape) and self.seen is not None:
             at, tape = self.seen.picture.at, self.source.recording
             is_standing = not self.source.speed
@@ -210,14 +215,14 @@ class Top(App[None]):
             await self.look()
 
     async def action_leap(self, way: int) -> None:
-        """Back, or on."""
+        """Move back or forth in a recording."""
         if isinstance(self.source, Tape) and self.seen is not None:
             tape = self.source.recording
             self.source.go(self.seen.picture.at + way * LEAP * (tape.ends - tape.begins), self.source.speed)
             await self.look()
 
     async def action_speed(self, way: int) -> None:
-        """Faster, or slower."""
+        """Play a recording faster or slower."""
         if isinstance(self.source, Tape) and self.seen is not None:
             at = min(range(len(SPEEDS)), key=lambda i: abs(SPEEDS[i] - self._speed))
             self._speed = SPEEDS[max(0, min(len(SPEEDS) - 1, at + way))]

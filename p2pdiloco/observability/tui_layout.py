@@ -1,8 +1,8 @@
-"""What ``p2pdiloco top`` shows of a picture, panel by panel, as coloured text for textual. Pure.
+"""Lays out a snapshot for ``p2pdiloco top``, panel by panel, as styled text for textual. Pure functions.
 
 Rules of this file:
-1. Numbers come from the picture as they are: nothing is worked out here that the page works out otherwise.
-2. What others have written goes through ``plain``: no letter of it moves the cursor, changes colours, or makes a line.
+1. Numbers are taken from the snapshot as they are, so that the page shows the same.
+2. Text of other peers goes through ``plain``: it cannot move the cursor, change colours, or begin a line.
 """
 
 from __future__ import annotations
@@ -21,28 +21,27 @@ from p2pdiloco.observability.snapshot import Headline, History, PeerRow, Point, 
 from p2pdiloco.util.logs import short
 
 # -- Text charts -------------------------------------------------------------------------------------------------------
-# Curves, bars and lanes in letters. Pure: numbers in, lines of text out; colours are the terminal's.
+# Curves, bars and lanes in characters.
 
 
 BRAILLE = 0x2800
 DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
-"""Of a letter four rows of two."""
+"""Bits of the dots of a braille character: four rows of two."""
 BARS = " ▁▂▃▄▅▆▇█"
-EIGHTHS = " ▏▎▍▌▋▊▉█"
 LABEL = 7
-"""Letters left of a curve."""
+"""Characters left of a curve, for the axis labels."""
 SMOOTHED = 80
-"""Points of the training loss that are drawn."""
+"""Most points of the training loss that are drawn."""
 
 CROWD = 8
-"""Of more comings and goings only the axis tells."""
+"""Most arrivals and departures that get a line through the curve; of more, only the axis has marks."""
 
 Kind = str
-"""``main``, ``second``, ``good``, ``error``, ``quiet``: what a letter belongs to; "": empty."""
+"""Style of a character: ``main``, ``second``, ``good``, ``error`` or ``quiet``; "": empty."""
 
 
 class Cell(NamedTuple):
-    """One letter."""
+    """One character and its style."""
 
     letter: str
     kind: Kind
@@ -53,7 +52,8 @@ EMPTY = Cell(" ", "")
 
 
 def curve(history: History, width: int, height: int, *, over_time: bool) -> list[Line]:
-    """The held-out loss and the training loss, with who came and went; nothing measured yet: no lines."""
+    """Draw the held-out loss and the training loss, with marks where peers came and went. No lines: nothing is measured
+    yet, or there is no room."""
     held, train = list(history.held_out), thinned(history.train, SMOOTHED)
     points = held + train
     if not points or width < LABEL + 8 or height < 4:
@@ -77,7 +77,7 @@ def curve(history: History, width: int, height: int, *, over_time: bool) -> list
             column = int((at - low) / (high - low) * (columns - 1))
             axis[column] = Cell("┴", _tone(mark))
             if len(history.marks) <= CROWD:
-                canvas.stand(column, _tone(mark))
+                canvas.draw_vertical(column, _tone(mark))
     canvas.draw([place(p) for p in train], "second")
     canvas.draw([place(p) for p in held], "main")
     lines = []
@@ -93,15 +93,9 @@ def curve(history: History, width: int, height: int, *, over_time: bool) -> list
     return lines
 
 
-def bar(share: float, width: int) -> str:
-    """Of a share, 0 to 1, in eighths of letters."""
-    eighths = round(max(0.0, min(1.0, share)) * width * 8)
-    full, rest = divmod(eighths, 8)
-    return ("█" * full + (EIGHTHS[rest] if rest else "")).ljust(width)[:width]
-
-
 def lane(given: Sequence[int], columns: int, width: int, most: float) -> str:
-    """What a peer gave in ``columns`` columns of time, as small bars; ``most``: of a column of any peer."""
+    """Draw the tokens that a peer gave in each of ``columns`` columns of time as small bars; ``most``: tokens of the
+    tallest column of any peer."""
     if columns <= 0 or width <= 0:
         return " " * max(0, width)
     width_of = max(columns / width, 1.0)
@@ -115,27 +109,27 @@ def lane(given: Sequence[int], columns: int, width: int, most: float) -> str:
 
 
 def thinned(points: Sequence[Point], most: int) -> list[Point]:
-    """At most so many, each the mean of its neighbours' values."""
+    """Return at most ``most`` points, each with the mean value of neighbouring ``points``."""
     size = max(1, math.ceil(len(points) / most))
     parts = [points[i : i + size] for i in range(0, len(points), size)]
     return [(part[-1][0], part[-1][1], sum(p[2] for p in part) / len(part)) for part in parts]
 
 
 class _Canvas:
-    """Letters of eight dots each."""
+    """A canvas of braille characters, eight dots each."""
 
     def __init__(self, columns: int, rows: int) -> None:
         self._columns, self._rows = columns, rows
         self._dots: dict[tuple[int, int], int] = {}
         self._kinds: dict[tuple[int, int], Kind] = {}
-        self._stands: dict[int, Kind] = {}
+        self._verticals: dict[int, Kind] = {}
 
-    def stand(self, column: int, kind: Kind) -> None:
-        """A line from top to bottom, where nothing is drawn."""
-        self._stands[column] = kind
+    def draw_vertical(self, column: int, kind: Kind) -> None:
+        """Draw a vertical line where nothing else is drawn."""
+        self._verticals[column] = kind
 
     def draw(self, places: list[tuple[float, float]], kind: Kind) -> None:
-        """Through places in dots, from the left and from the top; what is drawn later lies above."""
+        """Draw a line through ``places``, in dots from the left and from the top, above what is drawn already."""
         if len(places) == 1:
             self._dot(*places[0], kind)
         for (x0, y0), (x1, y1) in pairwise(places):
@@ -153,12 +147,12 @@ class _Canvas:
         self._kinds[cell] = kind
 
     def row(self, row: int) -> Line:
-        """One line of letters."""
+        """Return one row of characters."""
         return [
             Cell(chr(BRAILLE + self._dots[row, column]), self._kinds[row, column])
             if (row, column) in self._dots
-            else Cell("┊", self._stands[column])
-            if column in self._stands
+            else Cell("┊", self._verticals[column])
+            if column in self._verticals
             else EMPTY
             for column in range(self._columns)
         ]
@@ -169,7 +163,7 @@ def _tone(mark: Headline) -> Kind:
 
 
 def _tokens_at(points: list[Point], at: float) -> float:
-    """Merged by then, by the points around."""
+    """Tokens merged by the time ``at``, by the points before it."""
     before = [p for p in points if p[1] <= at]
     return max((p[0] for p in before), default=-1.0)
 
@@ -179,7 +173,6 @@ def _ends(left: str, right: str, width: int) -> str:
 
 
 # -- Panels of the terminal view ---------------------------------------------------------------------------------------
-# What ``p2pdiloco top`` shows of a picture, panel by panel, as coloured text for textual. Pure.
 
 
 STYLES = {
@@ -195,7 +188,7 @@ STYLES = {
 RUNNING = ("training", "following")
 OVER = ("finished", "ended")
 LANE_LEAST, LANE_MOST = 10, 60
-"""Letters for a peer's lane."""
+"""Characters for a peer's lane."""
 MERGES_SHOWN = 8
 SAMPLE_LINES = 12
 
@@ -204,7 +197,7 @@ Part = tuple[str, str]
 
 
 def heading(picture: RunSnapshot, pulse: str, is_lost: bool, width: int) -> Content:
-    """The run's name, what this peer does, and whether it answers."""
+    """Lay out the run's name, what this peer does, and whether it answers."""
     title, phase = picture.title, plain(picture.course.phase)
     size = f"{amount(title.parameters)} parameters · " if title.parameters else ""
     left = [(f" {plain(title.name)}", "bold"), (f"  run {plain(title.run)[:12]} · ", STYLES["quiet"])]
@@ -214,8 +207,8 @@ def heading(picture: RunSnapshot, pulse: str, is_lost: bool, width: int) -> Cont
     return _apart(left, right, width)
 
 
-def progress(picture: RunSnapshot, width: int) -> Content:
-    """How far the run has come."""
+def progress(picture: RunSnapshot) -> tuple[float, Content]:
+    """Return the fraction that is done of the run (or of the recording), and a line with the step and the time left."""
     course = picture.course
     done, told = course.done, f"step {course.step:,}" + (f" of {course.total_steps:,}" if course.total_steps else "")
     if course.left_s is not None and course.phase not in OVER:
@@ -225,14 +218,11 @@ def progress(picture: RunSnapshot, width: int) -> Content:
         told += f" · {duration(picture.at - tape.begins)} of {duration(tape.ends - tape.begins)}"
         if done is None:
             done = (picture.at - tape.begins) / max(1e-9, tape.ends - tape.begins)
-    right = f" {percent(done):>7}  {told} "
-    room = max(4, width - len(right) - 1)
-    filled = bar(done or 0.0, room)
-    return Content.assemble(" ", (filled, f"{STYLES['main']} on $line"), (right, ""))
+    return done or 0.0, Content(f" {percent(done):>7}  {told} ")
 
 
 def cards(picture: RunSnapshot) -> list[tuple[str, str, str]]:
-    """Of each card what it is, its number, and what stands below."""
+    """Return title, number and footnote of each card."""
     course, count, link, costs = picture.course, picture.headcount, picture.link, picture.costs
     mine = next((row for row in picture.peers if row.is_me), None)
     gave = f"this machine {percent(mine.share)}" if mine and mine.share > 0 else "nothing of this one"
@@ -260,14 +250,14 @@ def cards(picture: RunSnapshot) -> list[tuple[str, str, str]]:
 
 
 def card(told: tuple[str, str, str]) -> Content:
-    """One of them."""
+    """Lay out one card."""
     what, number, below = told
     parts = (f"{what}\n", STYLES["quiet"]), (f"{number}\n", "bold"), (below, STYLES["quiet"])
     return Content.assemble(*parts)
 
 
 def losses(history: History, width: int, height: int, *, over_time: bool) -> Content:
-    """The curves with their legend."""
+    """Lay out the loss curves with their legend."""
     lines = curve(history, width, height - 1, over_time=over_time)
     if not lines:
         return Content.styled("the first loss will be drawn here", STYLES["quiet"])
@@ -281,7 +271,7 @@ def losses(history: History, width: int, height: int, *, over_time: bool) -> Con
 
 
 def headlines(picture: RunSnapshot, width: int, height: int) -> Content:
-    """What happened, the newest first."""
+    """Lay out the headlines, newest first."""
     parts: list[Part] = []
     for told in picture.headlines[:height]:
         parts.append((f"{clock(told.at)} ", STYLES["quiet"]))
@@ -290,13 +280,13 @@ def headlines(picture: RunSnapshot, width: int, height: int) -> Content:
 
 
 class Column(NamedTuple):
-    """Of a table."""
+    """A column of a table."""
 
     name: str
     width: int
     is_number: bool = False
     least_room: int = 0
-    """It is left out of a narrower table."""
+    """Least width of the table that shows this column."""
 
 
 PEER_COLUMNS = (
@@ -315,7 +305,7 @@ PEER_COLUMNS = (
 
 
 def peers(picture: RunSnapshot, history: History, width: int) -> Content:
-    """A row for each, with what it gave over time."""
+    """Lay out a row for each peer, with the tokens that it gave over time."""
     shown = [column for column in PEER_COLUMNS if column.least_room <= width]
     if not any(row.reach for row in picture.peers):  # a recording
         shown = [column for column in shown if column.name != "trip"]
@@ -370,7 +360,7 @@ def _peer_words(row: PeerRow, at: float, gave: str) -> dict[str, Part]:
 
 
 def merges(picture: RunSnapshot) -> Content:
-    """Who merged what, lately."""
+    """Lay out the latest merges."""
     parts: list[Part] = [("when      shard  version  merged by  learners     tokens", STYLES["quiet"])]
     for row in picture.merges[:MERGES_SHOWN]:
         parts.append((f"\n{clock(row.at)}  {row.shard:>5}  {row.version:>7}  ", ""))
@@ -380,7 +370,7 @@ def merges(picture: RunSnapshot) -> Content:
 
 
 def counted(picture: RunSnapshot, width: int) -> Content:
-    """How often what happened, and the newest text of the model."""
+    """Lay out the cost, the counts of events, and the newest sample of the model."""
     parts: list[Part] = []
     bill = picture.account
     if bill is not None and bill.cost is not None:
@@ -395,7 +385,7 @@ def counted(picture: RunSnapshot, width: int) -> Content:
 
 
 def hue(peer: str) -> str:
-    """A peer's colour, the same as on the page."""
+    """Return the peer's colour, the same as on the page."""
     number = 0
     for letter in peer[-8:]:
         number = (number * 31 + ord(letter)) & 0xFFFFFFFF
@@ -413,7 +403,7 @@ def _fit(text: str, width: int) -> str:
 
 
 def _apart(left: Sequence[Part], right: Sequence[Part], width: int) -> Content:
-    """On one line, at both ends."""
+    """Lay out ``left`` and ``right`` at the ends of one line."""
     room = max(0, width - sum(len(text) for text, _ in right))
     kept: list[Part] = []
     for text, style in left:

@@ -30,7 +30,7 @@ import msgspec
 from aiohttp import web
 
 from p2pdiloco.observability.connection_limits import PageConnections, PageLimits
-from p2pdiloco.observability.prometheus import CONTENT_TYPE, exposition, is_healthy, is_ready
+from p2pdiloco.observability.prometheus import expose, unhealthy_reason, unready_reason
 from p2pdiloco.observability.snapshot import History, RunSnapshot
 from p2pdiloco.util import logs
 
@@ -215,14 +215,14 @@ class PageServer:
         return _json(self._view(request).history())
 
     async def _metrics(self, request: web.Request) -> web.StreamResponse:
-        text = exposition(self._view(request).picture())
-        return web.Response(body=text.encode(), headers={"Content-Type": CONTENT_TYPE})
+        body, content_type = expose(self._view(request).picture(), request.headers.get("Accept", ""))
+        return web.Response(body=body, headers={"Content-Type": content_type})
 
     async def _health(self, request: web.Request) -> web.StreamResponse:
-        return _verdict(is_healthy(self._view(request).picture()))
+        return _verdict(unhealthy_reason(self._view(request).picture()))
 
     async def _ready(self, request: web.Request) -> web.StreamResponse:
-        return _verdict(is_ready(self._view(request).picture()))
+        return _verdict(unready_reason(self._view(request).picture()))
 
     def _view(self, request: web.Request) -> Sight:
         try:

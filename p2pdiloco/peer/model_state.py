@@ -382,12 +382,6 @@ class ModelState:
             return
         for number, (body, span) in enumerate(zip(bodies, self._chunks(shard), strict=True)):
             theta, momentum = self.theta[span], self.momentum[span]
-            mine = None if own is None else own[number]
-            buffer = None if to.buffer is None else to.buffer[span]
-            if is_plain and outer_optimizer.step_and_hand_over(
-                body, mine, theta, momentum, buffer, is_added=to.is_added, **factors
-            ):
-                continue
             change = quantization.decode_chunk(body, self._scratch.gradient[: theta.numel()])
             outer_optimizer.outer_step(theta, momentum, change, **factors)
             to.take(number, span, theta, change)

@@ -14,13 +14,14 @@ Rules of this file:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import median_low
 from typing import Annotated, Final
 
 import msgspec
 from msgspec import Meta
 
 from p2pdiloco.protocol.config import MAX_COUNT
-from p2pdiloco.protocol.medians import lower_median, medians_of_others
+from p2pdiloco.protocol.medians import medians_of_others
 from p2pdiloco.protocol.norm_bound import MEMORY, OCTAVE, octaves, power, running_mean
 
 MOST_TIMES: Final = 4
@@ -65,7 +66,7 @@ class TokenCounts(msgspec.Struct, frozen=True, array_like=True):
 
         The lower median of ``counted`` moves the mean, by a bounded step.
         """
-        usual = running_mean(self.versions, self.octaves, octaves(lower_median(counted)))
+        usual = running_mean(self.versions, self.octaves, octaves(median_low(counted)))
         return TokenCounts(*usual, min(self.merged + merged, MAX_COUNT))
 
 

@@ -39,7 +39,7 @@ from p2pdiloco.util.files import write_atomically
 from p2pdiloco.util.tasks import Tasks
 from p2pdiloco.wire.control_messages import decode_as, encode
 from p2pdiloco.wire.directory_records import PeerRecord
-from p2pdiloco.wire.request_reply import RequestError, RequestRefused
+from p2pdiloco.wire.request_reply import Answer, RequestError, RequestRefused
 
 log = logs.get("roster")
 
@@ -136,6 +136,8 @@ class PeerManager:
         """Which life of each connected peer knows what of us."""
         self._saved: dict[str, list[str]] = {}
         self._curiosity = LookupPolicy(transport.peer_id, heard_of)
+        transport.answer_requests(Reachable, self._answer_reachable)
+        transport.add_disconnect_callback(self.disconnected)
 
     @property
     def known(self) -> int:
@@ -180,6 +182,10 @@ class PeerManager:
             self._learn(peer, record, asyncio.get_running_loop().time())
             if peer in self._known:
                 self._known[peer].is_first_hand = True
+
+    async def _answer_reachable(self, peer: PeerId, request: Reachable) -> Answer:
+        self.told(peer, request.record)
+        return Answer(b"")
 
     async def withdraw(self) -> None:
         """Take our record back."""

@@ -25,7 +25,6 @@ from p2pdiloco.discovery.directory import Directory
 from p2pdiloco.nat.port_mapping import Lease, PortMapping
 from p2pdiloco.nat.rendezvous_client import POINTS, RendezvousClient
 from p2pdiloco.nat.rendezvous_server import RendezvousServer
-from p2pdiloco.nat.request_router import RequestRouter
 from p2pdiloco.net.handshake import WIRE_VERSION
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.swarm.connect import ConnectFallback
@@ -64,7 +63,6 @@ class Reachability:
         identity: Identity,
         directory: Directory,
         transport: Transport,
-        handler: RequestRouter,
         *,
         announced: Sequence[str],
         relay_bytes_per_s: float | None,
@@ -80,14 +78,13 @@ class Reachability:
         self._announced = list(announced)
         self._members = members
         self._tasks = Tasks(troubles)
-        outside, dialler = RequestRouter(Observer()), Dialler()
-        self._outside = Transport(identity, listen="", run="", version=WIRE_VERSION, handler=outside, observes=True)
+        dialler = Dialler()
+        self._outside = Transport(identity, listen="", run="", version=WIRE_VERSION, handler=Observer(), observes=True)
         self._rendezvous = RendezvousClient(
             transport, self._outside, dialler, self._tasks, lambda peer: peer in members()
         )
         self._rendezvous.points_of = lambda peer: members()[peer].points if peer in members() else ()
-        handler.rendezvous = outside.rendezvous = self._rendezvous
-        self._point = handler.point = RendezvousServer(transport, relay_bytes_per_s)
+        self.point = RendezvousServer(transport, relay_bytes_per_s)
         self.ladder = ConnectFallback(transport, dialler, self._rendezvous, lambda: self.seen)
         self._asked_at: dict[PeerId, float] = {}
         self._said = ""
@@ -226,7 +223,7 @@ class Reachability:
         for text in where[:TRIED]:
             elsewhere = tuple(other for other in where[:TRIED] if other != text)
             try:
-                attendance = await self._rendezvous.attend(text, ports, self._point.token, elsewhere)
+                attendance = await self._rendezvous.attend(text, ports, self.point.token, elsewhere)
                 break
             except DialError as error:
                 log.debug("a meeting point does not answer", address=text, reason=str(error))
@@ -281,13 +278,12 @@ async def looked_up(directory: Directory, listen: Sequence[str], patience_s: flo
     Raises:
         OSError: the port is taken.
     """
-    identity, handler, said = Identity.ephemeral(), RequestRouter(Observer()), asyncio.Event()
-    async with Transport(identity, listen=listen, run="", version=WIRE_VERSION, handler=handler) as transport:
+    identity, said = Identity.ephemeral(), asyncio.Event()
+    async with Transport(identity, listen=listen, run="", version=WIRE_VERSION, handler=Observer()) as transport:
         reachability = Reachability(
             identity,
             directory,
             transport,
-            handler,
             announced=(),
             relay_bytes_per_s=0.0,
             maps_port=True,

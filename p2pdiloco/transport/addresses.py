@@ -24,14 +24,14 @@ TEXT_LIMIT = 512
 
 
 class Address(msgspec.Struct, frozen=True, kw_only=True):
-    """Where to dial or to listen."""
+    """An address to dial or to listen at."""
 
     family: Family
     host: str
     port: int
     """0 (only to listen): any free port."""
     peer: PeerId | None = None
-    """Who is expected to answer there."""
+    """The peer that is expected to answer there; None: any."""
 
     def __str__(self) -> str:
         suffix = f"/p2p/{self.peer}" if self.peer else ""

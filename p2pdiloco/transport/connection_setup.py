@@ -1,14 +1,16 @@
-"""Where sockets wait that were accepted: until they have said what they are, and until it is their turn.
+"""Set-up of connections: from a socket that was accepted or dialled to a channel whose peer has proved its identity.
 
 Rules of this file:
-1. Nothing is made for a stranger before it has said a whole greeting (a TLS ClientHello): a socket and a line in a
-   table are all it costs. Whose turn it is then, net/abuse_limits.py says.
-2. Who says nothing, says it in crumbs, or something else, is closed; by the first byte others may take what is no
-   connection of ours, and say afterwards whether anything came of it.
-3. The kernel wakes us for a whole greeting, not for each byte (SO_RCVLOWAT).
-4. A machine of which many were turned away, here or by who took them, is shut out for a while, by the kernel where it
-   does that (transport/connection_setup.py). Handshakes that fail shut nobody out: they are paid from a budget
-   (net/abuse_limits.py), and a newcomer may share an address with many.
+1. A socket that was accepted costs one line in a table until its peer has sent a whole greeting (a TLS ClientHello).
+   net/abuse_limits.py decides which greeting is answered next.
+2. A peer that sends nothing, only a part of a greeting, or something else is closed. Sockets on which another protocol
+   is spoken go to a taker, by their first byte; the taker reports whether the socket was of use.
+3. The kernel wakes this process for a whole greeting, not for each byte (SO_RCVLOWAT).
+4. A machine of which many sockets were turned away, here or by a taker, is blocked for a while: by the kernel where it
+   can, else after accept. Failed handshakes block nobody: they are paid from a budget (net/abuse_limits.py), and a
+   newcomer may share an address with many.
+5. The endpoint (net/endpoint.py) limits how many peers may prove themselves at a time.
+6. A dial that fails says why, in a sentence for people.
 """
 
 from __future__ import annotations
@@ -39,13 +41,9 @@ from p2pdiloco.util import logs
 from p2pdiloco.util.tasks import Tasks
 
 # -- Kernel blocklist --------------------------------------------------------------------------------------------------
-# Machines that the kernel does not let through to a listening socket: what comes from them is dropped before it is a
-# connection, and costs this process nothing.
-#
-# Rules of this file:
-# 1. Linux alone knows how: a classic BPF program on the listener (SO_ATTACH_FILTER; no rights are needed), which looks
-#    at the sender's address. Elsewhere, and where the kernel says no, ``close_to`` says so; who accepts closes then.
-# 2. What is accepted inherits the program: ``lift`` takes it off.
+# The kernel drops packets of blocked machines before they become a connection, at no cost to this process. It is a
+# classic BPF program on the listener (SO_ATTACH_FILTER; no rights are needed) that looks at the sender's address. Only
+# Linux has that.
 
 
 SO_ATTACH_FILTER, SO_DETACH_FILTER = 26, 27
@@ -61,15 +59,15 @@ Instruction = tuple[int, int, int, int]
 """Code, jump if true, jump if false, constant."""
 
 
-def close_to(listener: socket.socket, machines: Sequence[str]) -> bool:
-    """From now on nothing of ``machines`` (``net.admission.machine_of``) arrives at ``listener``, of others all; False:
-    the kernel does not do that."""
+def block(listener: socket.socket, machines: Sequence[str]) -> bool:
+    """Have the kernel drop what ``machines`` (as of ``machine_of``) send to ``listener``, and nothing else. False: the
+    kernel cannot do that."""
     if sys.platform != "linux":
         return False
     if not machines:
-        lift(listener)
+        unblock(listener)
         return True
-    wanted = program(listener.family, machines)
+    wanted = filter_program(listener.family, machines)
     code = b"".join(struct.pack("=HBBI", *instruction) for instruction in wanted)
     held = ctypes.create_string_buffer(code, len(code))
     try:
@@ -81,22 +79,22 @@ def close_to(listener: socket.socket, machines: Sequence[str]) -> bool:
     return True
 
 
-def lift(raw: socket.socket) -> None:
-    """All comes through."""
+def unblock(raw: socket.socket) -> None:
+    """Take the program off ``raw``. Sockets inherit it from the listener that accepted them."""
     with suppress(OSError):  # there is none
         raw.setsockopt(socket.SOL_SOCKET, SO_DETACH_FILTER, 0)
 
 
-def program(family: int, machines: Iterable[str]) -> list[Instruction]:
-    """What drops the packets of ``machines``; those of another family never come."""
+def filter_program(family: int, machines: Iterable[str]) -> list[Instruction]:
+    """BPF program that drops the packets of ``machines``; those of another family never arrive."""
     if family == socket.AF_INET:
-        words = [_words(machine) for machine in machines if ":" not in machine]
+        words = [_address_words(machine) for machine in machines if ":" not in machine]
         found = [(LOAD_WORD, 0, 0, NETWORK_HEADER + IPV4_SENDER)]
         for (address,) in words:
             found += [(JUMP_IF_EQUAL, 0, 1, address), (RETURN, 0, 0, 0)]
     else:
         found = []
-        for high, low in (_words(machine) for machine in machines if ":" in machine):
+        for high, low in (_address_words(machine) for machine in machines if ":" in machine):
             found += [
                 (LOAD_WORD, 0, 0, NETWORK_HEADER + IPV6_SENDER),
                 (JUMP_IF_EQUAL, 0, 3, high),
@@ -107,57 +105,60 @@ def program(family: int, machines: Iterable[str]) -> list[Instruction]:
     return [*found, (RETURN, 0, 0, EVERYTHING)]
 
 
-def _words(machine: str) -> tuple[int, ...]:
-    """Of an IPv4 address one, of an IPv6 line its two."""
+def _address_words(machine: str) -> tuple[int, ...]:
+    """The 32-bit words that a program compares: one of an IPv4 address, two of an IPv6 line."""
     if ":" in machine:
         return struct.unpack(">II", ipaddress.IPv6Address(f"{machine}::").packed[:8])
     return struct.unpack(">I", ipaddress.IPv4Address(machine).packed)
 
 
 # -- Pre-handshake pool ------------------------------------------------------------------------------------------------
-# Where sockets wait that were accepted: until they have said what they are, and until it is their turn.
+# Accepted sockets wait until they have sent a whole greeting, and then for their turn.
 
 
 log = logs.get("transport")
 
 ACCEPT_PAUSE_S = 0.2
-"""After the machine ran out of file descriptors."""
-AT_ONCE = 64
-"""Sockets that are accepted before anything else is done."""
+"""Pause after this machine ran out of file descriptors."""
+ACCEPTS_AT_ONCE = 64
+"""Sockets to accept before the event loop goes on."""
 HEAD_BYTES = 5
-"""Of a TLS record: kind, version, length."""
+"""Head of a TLS record: kind, version, length."""
 HANDSHAKE_RECORD = b"\x16\x03"
 RECORD_BYTES = 1 << 14
-SIEVE_S = 0.1
-"""After a machine is shut out: others go with it."""
+BLOCKLIST_S = 0.1
+"""From a machine's last failure to its block, so that one program blocks several."""
 
 Taker = Callable[[socket.socket], Awaitable[bool]]
-"""Takes, and closes, a socket on which somebody speaks another protocol; whether anything came of it."""
+"""Serves and closes a socket on which another protocol is spoken. False: it was of no use."""
 
 
 class Met(NamedTuple):
-    """A connected socket, and the address that it stands for."""
+    """A socket that hole punching or a relay has connected, and the address that it stands for."""
 
     raw: socket.socket
     address: Address
     is_relayed: bool
 
 
-class Visitor:
-    """A socket that waits."""
+class PendingSocket:
+    """An accepted socket whose peer has not proved anything yet."""
 
     def __init__(self, raw: socket.socket, host: str, since: float) -> None:
         self.raw = raw
         self.host = host
         self.since = since
         self.wanted_bytes = 0
-        """Of which the kernel tells; 0: it is not asked."""
+        """The kernel wakes us when so many are there; 0: the socket is not watched."""
 
 
 class HandshakePool:
-    """See the module's rules. ``let_in``: proves who greets, closes the socket if nothing comes of it, and returns
-    whether something has. ``turned_away``: is told of each that is closed here: its host and why. ``takers``: by the
-    first byte of what is no connection."""
+    """Accepted sockets, until their greeting is answered; see the module's rules.
+
+    let_in: shakes hands with a peer that has greeted, and closes the socket if that fails; whether it succeeded.
+    turned_away: called with the host of each socket that is closed here, and why.
+    takers: serve sockets that are no connections, by their first byte.
+    """
 
     def __init__(
         self,
@@ -173,15 +174,15 @@ class HandshakePool:
         self._takers = takers
         self._wait_s = limits.connection.handshake_s
         self._tasks = tasks
-        self._silent: Room[Visitor] = Room(limits.silent)
-        self._reception: HandshakeQueue[Visitor] = HandshakeQueue(
+        self._silent: Room[PendingSocket] = Room(limits.silent)
+        self._reception: HandshakeQueue[PendingSocket] = HandshakeQueue(
             per_s=limits.failures_per_s, at_once=limits.failures_at_once, places=limits.silent
         )
         self._exclusion = Exclusion(failures=limits.shut_out_after, time_s=limits.shut_out_s)
-        self._sieving: asyncio.TimerHandle | None = None
-        """When machines are shut out, or heard again."""
+        self._blocklist_timer: asyncio.TimerHandle | None = None
+        """Updates the blocklist when the next block begins or ends."""
         self._shut_out = 0
-        """Machines, when last that was done."""
+        """Number of machines on the blocklist."""
         self._listeners: set[socket.socket] = set()
         self._turn: asyncio.TimerHandle | None = None
         self._sweep: asyncio.TimerHandle | None = None
@@ -190,18 +191,18 @@ class HandshakePool:
         """Accept, until cancelled."""
         loop = asyncio.get_running_loop()
         self._listeners.add(listener)
-        self._sieve()
+        self._update_blocklist()
         self._resume(listener)
         try:
             await loop.create_future()
         finally:
             self._listeners.discard(listener)
             loop.remove_reader(listener.fileno())
-            self._empty()
+            self._close_all()
 
     def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
-        for _ in range(AT_ONCE):
+        for _ in range(ACCEPTS_AT_ONCE):
             try:
                 raw, where = listener.accept()
             except (BlockingIOError, ConnectionError):
@@ -212,135 +213,135 @@ class HandshakePool:
                 loop.call_later(ACCEPT_PAUSE_S, self._resume, listener)
                 return
             machine, now = machine_of(where[0]), loop.time()
-            if self._sieving is not None:
-                lift(raw)
+            if self._blocklist_timer is not None:
+                unblock(raw)
             if self._exclusion.has(machine, now):
                 raw.close()
                 continue
             raw.setblocking(False)
-            visitor = Visitor(raw, where[0], now)
-            out = self._silent.enter(visitor, machine)
+            pending = PendingSocket(raw, where[0], now)
+            out = self._silent.enter(pending, machine)
             if out is not None:
                 self._turn_away(out, "it made room for a newcomer: it took long to say what it is")
             if self._sweep is None:
-                self._sweep = loop.call_later(self._wait_s, self._look_for_the_slow)
-            self._look(visitor)
+                self._sweep = loop.call_later(self._wait_s, self._drop_slow)
+            self._inspect(pending)
 
     def _resume(self, listener: socket.socket) -> None:
         if listener in self._listeners:
             asyncio.get_running_loop().add_reader(listener.fileno(), self._accept, listener)
 
-    def _look(self, visitor: Visitor) -> None:
-        """At what it has said so far."""
+    def _inspect(self, pending: PendingSocket) -> None:
+        """Decide by what it has sent so far."""
         try:
-            said = visitor.raw.recv(HEAD_BYTES, socket.MSG_PEEK)
+            said = pending.raw.recv(HEAD_BYTES, socket.MSG_PEEK)
             taker = self._takers.get(said[:1])
             if not said:
-                self._turn_away(visitor, "it went without a word")
-            elif visitor.wanted_bytes == HEAD_BYTES > len(said):
-                self._turn_away(visitor, "it went in the middle of its greeting")
+                self._turn_away(pending, "it went without a word")
+            elif pending.wanted_bytes == HEAD_BYTES > len(said):
+                self._turn_away(pending, "it went in the middle of its greeting")
             elif taker is not None:
-                self._silent.leave(visitor)
-                self._unwatch(visitor)
-                self._tasks.spawn(self._give(taker, visitor), name="take one")
+                self._silent.leave(pending)
+                self._stop_watching(pending)
+                self._tasks.spawn(self._hand_over(taker, pending), name="take one")
             elif not said.startswith(HANDSHAKE_RECORD[: len(said)]):
-                self._turn_away(visitor, "what it says is not our TLS")
+                self._turn_away(pending, "what it says is not our TLS")
             elif len(said) < HEAD_BYTES:
-                self._await(visitor, HEAD_BYTES)
+                self._wait_for_bytes(pending, HEAD_BYTES)
             elif (length := HEAD_BYTES + int.from_bytes(said[3:5], "big")) > HEAD_BYTES + RECORD_BYTES:
-                self._turn_away(visitor, "what it says is not our TLS")
-            elif len(visitor.raw.recv(length, socket.MSG_PEEK)) == length:
-                self._greets(visitor)
-            elif visitor.wanted_bytes == length:
-                self._turn_away(visitor, "it went in the middle of its greeting")
+                self._turn_away(pending, "what it says is not our TLS")
+            elif len(pending.raw.recv(length, socket.MSG_PEEK)) == length:
+                self._queue_handshake(pending)
+            elif pending.wanted_bytes == length:
+                self._turn_away(pending, "it went in the middle of its greeting")
             else:
-                self._await(visitor, length)
+                self._wait_for_bytes(pending, length)
         except BlockingIOError:
-            self._await(visitor, 1)
+            self._wait_for_bytes(pending, 1)
         except OSError as error:
-            self._turn_away(visitor, str(error))
+            self._turn_away(pending, str(error))
 
-    def _await(self, visitor: Visitor, wanted_bytes: int) -> None:
+    def _wait_for_bytes(self, pending: PendingSocket, wanted_bytes: int) -> None:
         if wanted_bytes > 1:
-            visitor.raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wanted_bytes)
-        if not visitor.wanted_bytes:
-            asyncio.get_running_loop().add_reader(visitor.raw.fileno(), self._look, visitor)
-        visitor.wanted_bytes = wanted_bytes
+            pending.raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wanted_bytes)
+        if not pending.wanted_bytes:
+            asyncio.get_running_loop().add_reader(pending.raw.fileno(), self._inspect, pending)
+        pending.wanted_bytes = wanted_bytes
 
-    def _unwatch(self, visitor: Visitor) -> None:
-        if visitor.wanted_bytes:
-            visitor.wanted_bytes = 0
-            asyncio.get_running_loop().remove_reader(visitor.raw.fileno())
+    def _stop_watching(self, pending: PendingSocket) -> None:
+        if pending.wanted_bytes:
+            pending.wanted_bytes = 0
+            asyncio.get_running_loop().remove_reader(pending.raw.fileno())
 
-    def _greets(self, visitor: Visitor) -> None:
-        self._silent.leave(visitor)
-        self._unwatch(visitor)
-        out = self._reception.room.enter(visitor, machine_of(visitor.host))
+    def _queue_handshake(self, pending: PendingSocket) -> None:
+        self._silent.leave(pending)
+        self._stop_watching(pending)
+        out = self._reception.room.enter(pending, machine_of(pending.host))
         if out is not None:
             self._turn_away(out, "it made room for a newcomer: too many greet at once")
-        self._next()
+        self._answer_next()
 
-    def _next(self) -> None:
-        """Answer whose turn it is."""
+    def _answer_next(self) -> None:
+        """Answer the greetings whose turn it is."""
         loop = asyncio.get_running_loop()
         if self._turn is not None:
             self._turn.cancel()
             self._turn = None
-        while (visitor := self._reception.next(loop.time())) is not None:
-            self._tasks.spawn(self._answer(visitor), name="accept one")
+        while (pending := self._reception.next(loop.time())) is not None:
+            self._tasks.spawn(self._answer(pending), name="accept one")
         due_s = self._reception.due(loop.time())
         if due_s is not None:
-            self._turn = loop.call_later(due_s, self._next)
+            self._turn = loop.call_later(due_s, self._answer_next)
 
-    async def _answer(self, visitor: Visitor) -> None:
+    async def _answer(self, pending: PendingSocket) -> None:
         with suppress(OSError):
-            visitor.raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
+            pending.raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
         is_proved = False
         try:
-            is_proved = await self._let_in(visitor.raw)
+            is_proved = await self._let_in(pending.raw)
         finally:
             now = asyncio.get_running_loop().time()
-            self._reception.ended(machine_of(visitor.host), now, is_proved=is_proved)
-        self._next()
+            self._reception.ended(machine_of(pending.host), now, is_proved=is_proved)
+        self._answer_next()
 
-    async def _give(self, taker: Taker, visitor: Visitor) -> None:
-        if not await taker(visitor.raw):
-            self._came_to_nothing(visitor)
+    async def _hand_over(self, taker: Taker, pending: PendingSocket) -> None:
+        if not await taker(pending.raw):
+            self._count_failure(pending)
 
-    def _look_for_the_slow(self) -> None:
+    def _drop_slow(self) -> None:
         loop = asyncio.get_running_loop()
         too_long = loop.time() - self._wait_s
         for room, why in (
             (self._silent, f"it said nothing whole for {self._wait_s:.0f} s"),
             (self._reception.room, "too many greet at once"),
         ):
-            for visitor in [visitor for visitor in room.holders if visitor.since <= too_long]:
-                self._turn_away(visitor, why)
-        since = [visitor.since for room in (self._silent, self._reception.room) for visitor in room.holders]
-        self._sweep = loop.call_at(min(since) + self._wait_s, self._look_for_the_slow) if since else None
+            for pending in [pending for pending in room.holders if pending.since <= too_long]:
+                self._turn_away(pending, why)
+        since = [pending.since for room in (self._silent, self._reception.room) for pending in room.holders]
+        self._sweep = loop.call_at(min(since) + self._wait_s, self._drop_slow) if since else None
 
-    def _turn_away(self, visitor: Visitor, why: str) -> None:
-        self._silent.leave(visitor)
-        self._reception.room.leave(visitor)
-        self._unwatch(visitor)
-        visitor.raw.close()
-        self._turned_away(visitor.host, why)
-        self._came_to_nothing(visitor)
+    def _turn_away(self, pending: PendingSocket, why: str) -> None:
+        self._silent.leave(pending)
+        self._reception.room.leave(pending)
+        self._stop_watching(pending)
+        pending.raw.close()
+        self._turned_away(pending.host, why)
+        self._count_failure(pending)
 
-    def _came_to_nothing(self, visitor: Visitor) -> None:
-        loop, machine = asyncio.get_running_loop(), machine_of(visitor.host)
+    def _count_failure(self, pending: PendingSocket) -> None:
+        loop, machine = asyncio.get_running_loop(), machine_of(pending.host)
         if self._exclusion.failed(machine, loop.time()):
-            soon = loop.time() + SIEVE_S
-            if self._sieving is not None and self._sieving.when() > soon:
-                self._sieving.cancel()
-                self._sieving = None
-            self._sieving = self._sieving or loop.call_at(soon, self._sieve)
+            soon = loop.time() + BLOCKLIST_S
+            if self._blocklist_timer is not None and self._blocklist_timer.when() > soon:
+                self._blocklist_timer.cancel()
+                self._blocklist_timer = None
+            self._blocklist_timer = self._blocklist_timer or loop.call_at(soon, self._update_blocklist)
 
-    def _sieve(self) -> None:
-        """Shut out who is to be, and have who was be heard again."""
+    def _update_blocklist(self) -> None:
+        """Block the machines that are shut out now, and no others."""
         loop = asyncio.get_running_loop()
         machines = self._exclusion.machines(loop.time())
-        by_kernel = [close_to(listener, machines) for listener in self._listeners]
+        by_kernel = [block(listener, machines) for listener in self._listeners]
         if len(machines) > self._shut_out:
             log.warning(
                 "machines are not heard for a while: what came from them said nothing",
@@ -350,70 +351,66 @@ class HandshakePool:
             )
         self._shut_out = len(machines)
         ends = self._exclusion.ends()
-        self._sieving = None if ends is None else loop.call_at(ends, self._sieve)
+        self._blocklist_timer = None if ends is None else loop.call_at(ends, self._update_blocklist)
 
-    def _empty(self) -> None:
-        for timer in (self._turn, self._sweep, self._sieving):
+    def _close_all(self) -> None:
+        for timer in (self._turn, self._sweep, self._blocklist_timer):
             if timer is not None:
                 timer.cancel()
-        self._turn = self._sweep = self._sieving = None
+        self._turn = self._sweep = self._blocklist_timer = None
         for room in (self._silent, self._reception.room):
-            for visitor in list(room.holders):
-                room.leave(visitor)
-                self._unwatch(visitor)
-                visitor.raw.close()
+            for pending in list(room.holders):
+                room.leave(pending)
+                self._stop_watching(pending)
+                pending.raw.close()
 
 
 # -- Connection set-up -------------------------------------------------------------------------------------------------
-# Dialling and accepting: from a socket to a channel whose other side is proved.
-# Rules of this file:
-# 1. Who is accepted waits in an anteroom until it has greeted; how many may prove themselves at a time is the
-#    endpoint's business (net/endpoint.py). One log line for each that fails, of at most LINES_A_MINUTE; the next
-#    minute's first line tells how many had none.
-# 2. A dial that fails says why, in a sentence for people.
 
 
 LINES_A_MINUTE = 20
 NARROW_LIMIT = 256
 TRIED_ADDRESSES = 4
-"""Of the addresses that a name resolves to."""
+"""Most addresses of a name that are tried."""
 
 NewChannel = Callable[[Role, str, Address, Dialled], Channel]
-"""(our role, the other machine's numeric address, where we met it, what we want) -> a channel that is not made yet."""
-GiveUp = Callable[[Channel, str], None]
-"""Nothing came of this channel."""
-
-
-Again = Callable[[PeerId, Dialled], Awaitable[PeerId]]
-"""Makes a further direct connection to a peer that was met at a meeting point."""
+"""(our role, the other machine's numeric address, the address that was dialled, what we want) -> a channel without a
+socket."""
+Abandon = Callable[[Channel, str], None]
+"""Gives up a channel, for a reason."""
+DialMet = Callable[[PeerId, Dialled], Awaitable[PeerId]]
+"""Makes a further direct connection to a peer that was met at a rendezvous server."""
 
 
 class ConnectionSetup:
-    """See the module's rules. ``others``: by the first byte of what is no connection (a meeting point's lines, the
-    directory's daemon); ``again``: of whoever meets peers; none at first."""
+    """Dials and accepts for a transport; see the module's rules.
+
+    takers: serve sockets that are no connections (rendezvous channels, the directory's daemon), by their first byte.
+    dial_met: set by the rendezvous client, if there is one.
+    """
 
     def __init__(
         self,
         new_channel: NewChannel,
-        give_up: GiveUp,
+        abandon: Abandon,
         *,
         tls: TlsContexts,
         limits: TransportLimits,
         tasks: Tasks,
     ) -> None:
         self._new_channel = new_channel
-        self._give_up = give_up
+        self._abandon = abandon
         self._tls = tls
         self._congestion = limits.congestion
         self._close_s = limits.connection.part_s
-        self.others: dict[bytes, Taker] = {}
-        self._anteroom = HandshakePool(self._accept, self._tell, takers=self.others, limits=limits, tasks=tasks)
-        self.again: Again | None = None
+        self.takers: dict[bytes, Taker] = {}
+        self._pool = HandshakePool(self._accept, self._log_failure, takers=self.takers, limits=limits, tasks=tasks)
+        self.dial_met: DialMet | None = None
         self._minute = float("-inf")
         self._failures = 0
-        """In this minute."""
-        self.narrow: dict[str, None] = {}
-        """Hosts to which long packets vanish."""
+        """Failed handshakes in this minute."""
+        self.narrow_hosts: dict[str, None] = {}
+        """Hosts on whose path long packets are lost."""
         self._listeners: list[socket.socket] = []
 
     async def dial(self, target: Address, lane: int = 0, bond: bytes = b"") -> PeerId:
@@ -425,31 +422,32 @@ class ConnectionSetup:
             Impostor: somebody else answers there, or is in between.
             DialError: anything else.
         """
-        raw = await connect(target, congestion=self._congestion, narrow=self.narrow)
+        raw = await connect(target, congestion=self._congestion, narrow=self.narrow_hosts)
         channel = self._new_channel(Role.DIALLER, _host_of(raw), target, Dialled(target.peer, lane, bond))
-        return await self._proved(channel, raw)
+        return await self._open(channel, raw)
 
     async def adopt(self, role: Role, met: Met, wanted: Dialled) -> PeerId:
-        """As ``dial``, on a socket that is connected already. For the listener of the two ``wanted`` says nothing."""
+        """Prove each other as ``dial`` does, on a socket that is connected already. ``wanted`` is ignored if we are
+        the listener of the two."""
         dialled = wanted._replace(is_relayed=met.is_relayed) if role is Role.DIALLER else ANYBODY
         channel = self._new_channel(role, _host_of(met.raw), met.address, dialled)
         channel.is_met = True
-        return await self._proved(channel, met.raw)
+        return await self._open(channel, met.raw)
 
     async def dial_lane(self, channel: Channel, lane: int, bond: bytes) -> None:
         """A further connection beside ``channel``, whose primary it is; raises as ``dial``."""
         peer = channel.connection.peer
         if not channel.is_met:
             await self.dial(msgspec.structs.replace(channel.address, peer=peer), lane, bond)
-        elif self.again is None or channel.connection.greeting.is_relayed:
+        elif self.dial_met is None or channel.connection.greeting.is_relayed:
             raise DialError("a relay carries one connection of a pair")
         else:
-            await self.again(peer, Dialled(peer, lane, bond))
+            await self.dial_met(peer, Dialled(peer, lane, bond))
 
-    async def _proved(self, channel: Channel, raw: socket.socket) -> PeerId:
+    async def _open(self, channel: Channel, raw: socket.socket) -> PeerId:
         target = channel.address
         try:
-            return await self._prove(channel, raw)
+            return await self._shake_hands(channel, raw)
         except MismatchError as error:
             raise PeerRefused(f"{target}: {error}") from error
         except HandshakeError as error:
@@ -463,23 +461,23 @@ class ConnectionSetup:
         """Accept, until cancelled."""
         if listener not in self._listeners:
             self._listeners.append(listener)
-        await self._anteroom.serve(listener)
+        await self._pool.serve(listener)
 
-    def lost(self, channel: Channel, error: Exception | None) -> None:
-        """A socket is closed. If what we sent was acknowledged no more, on what was a good connection shortly before,
-        the way loses what is long (a tunnel with a smaller MTU, and nobody tells): segments are shorter from now on."""
+    def check_path_mtu(self, channel: Channel, error: Exception | None) -> None:
+        """Look at a lost connection: if it was good shortly before and nothing that we sent was acknowledged, the path
+        loses long packets (a tunnel with a smaller MTU that sends no ICMP). Segments are shorter from now on."""
         if not isinstance(error, TimeoutError):
             return
         connection, now = channel.connection, asyncio.get_running_loop().time()
-        is_heard = now - connection.heard_at < sockets.DEAD_AFTER_S / 2
+        is_heard = now - connection.received_at < sockets.DEAD_AFTER_S / 2
         if not connection.is_proved or not (is_heard or now - channel.began_at < 2 * sockets.DEAD_AFTER_S):
             return
         if connection.role is Role.LISTENER:
             for listener in self._listeners:
                 sockets.shorten(listener)
-        self.narrow[connection.host] = None
-        if len(self.narrow) > NARROW_LIMIT:
-            del self.narrow[next(iter(self.narrow))]
+        self.narrow_hosts[connection.host] = None
+        if len(self.narrow_hosts) > NARROW_LIMIT:
+            del self.narrow_hosts[next(iter(self.narrow_hosts))]
         log.warning(
             "nothing that was sent to a peer was acknowledged: long packets may vanish on the way; from now on "
             f"segments have {sockets.SHORT_BYTES} bytes",
@@ -488,7 +486,7 @@ class ConnectionSetup:
         )
 
     async def _accept(self, raw: socket.socket) -> bool:
-        """Who greets; whether it is let in."""
+        """Shake hands with a peer that has greeted; whether it is let in."""
         try:
             address = addresses.of_socket(*raw.getpeername()[:2])
         except OSError:
@@ -497,13 +495,13 @@ class ConnectionSetup:
         sockets.tune(raw, congestion=self._congestion)
         channel = self._new_channel(Role.LISTENER, address.host, address, ANYBODY)
         try:
-            await self._prove(channel, raw)
+            await self._shake_hands(channel, raw)
         except (OSError, HandshakeError) as error:
-            self._tell(address.host, _reason_of(error))
+            self._log_failure(address.host, _reason_of(error))
             return False
         return True
 
-    def _tell(self, host: str, reason: str) -> None:
+    def _log_failure(self, host: str, reason: str) -> None:
         now, untold = asyncio.get_running_loop().time(), 0
         if now - self._minute >= 60.0:
             untold = max(0, self._failures - LINES_A_MINUTE)
@@ -512,7 +510,7 @@ class ConnectionSetup:
         if self._failures <= LINES_A_MINUTE:
             log.warning("dropped a stranger", host=host, reason=reason, **({"and_before": untold} if untold else {}))
 
-    async def _prove(self, channel: Channel, raw: socket.socket) -> PeerId:
+    async def _shake_hands(self, channel: Channel, raw: socket.socket) -> PeerId:
         """Encrypt ``raw``, and wait until the other side has proved itself. The endpoint has the deadline.
 
         Raises:
@@ -547,7 +545,7 @@ class ConnectionSetup:
                     opening.exception()  # nobody else asks how it ended
             if channel.transport is None:
                 raw.close()
-            self._give_up(channel, why)
+            self._abandon(channel, why)
 
 
 async def connect(address: Address, *, congestion: str, narrow: Container[str] = ()) -> socket.socket:

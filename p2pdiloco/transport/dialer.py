@@ -1,9 +1,10 @@
-"""Dials what others have published or told, within the budget of net/abuse_limits.py.
+"""Dials of addresses that were learned from others, within the budget of net/abuse_limits.py.
 
 Rules of this file:
-1. A name counts as the machines that it stands for, and these are dialled, not the name: a directory full of names of
-   one machine buys no more dials than one address, and who asks a name twice may hear two things.
-2. Where a meeting point sends us is dialled on its word (``may_dial``), until somebody has proved himself there.
+1. A name counts as the machines that it stands for, and these are dialled, not the name. So a directory full of names
+   of one machine buys no more dials than one address, and no name is resolved twice with two results.
+2. An address that a rendezvous server names is dialled on its word (``may_dial``), and counts as failed until a peer
+   has proved itself there.
 """
 
 from __future__ import annotations
@@ -19,22 +20,22 @@ from p2pdiloco.transport.addresses import Address
 from p2pdiloco.transport.transport import DialError, PeerRefused, Transport
 
 MACHINES = 4
-"""Of those that a name stands for."""
+"""Most machines of one name that are dialled."""
 
 
 class Dialler:
-    """One a process: what is dialled for the run's peers and for meeting points counts together."""
+    """Dials within a budget. One a process: dials of the run's peers and of rendezvous servers count together."""
 
     def __init__(self) -> None:
         self._dials = DialRateLimit()
 
     def may_dial(self, peer: PeerId, address: Address) -> bool:
-        """Whether ``peer`` may be dialled at that numeric address, on others' word; it counts as in vain until it has
-        ``proved`` itself there."""
+        """Whether ``peer`` may be dialled at that numeric address, on others' word. The dial counts as failed until
+        ``record_success``."""
         return self._dials.begin(peer, address.host, address.port, asyncio.get_running_loop().time())
 
-    def proved(self, peer: PeerId, address: Address) -> None:
-        """It is there."""
+    def record_success(self, peer: PeerId, address: Address) -> None:
+        """``peer`` has proved itself at ``address``: the dial does not count as failed."""
         self._dials.proved(peer, address.host, address.port)
 
     async def dial(self, transport: Transport, address: str, timeout_s: float) -> PeerId:
@@ -70,9 +71,9 @@ class Dialler:
         try:
             peer = await transport.dial(str(machine), timeout_s)
         except PeerRefused:
-            self.proved(wanted, machine)
+            self.record_success(wanted, machine)
             raise
-        self.proved(peer, machine)
+        self.record_success(peer, machine)
         return peer
 
 

@@ -1,4 +1,4 @@
-"""Who a peer is: an Ed25519 key in libp2p's private-key format, shared with the DHT daemon.
+"""A peer's identity: an Ed25519 key in libp2p's private-key format, shared with the DHT daemon.
 
 Rules of this file:
 1. A signature can be checked by anyone who knows the peer id alone (wire/peer_ids.py).

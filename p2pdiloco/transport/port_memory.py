@@ -1,10 +1,10 @@
-"""The ports of a peer's last life, taken again where any would do: what others remember of it, and its invites, stay
-true.
+"""Ports of the peer's last process, which the next one takes again where any port would do: addresses that others
+remember, and invites, stay valid.
 
 Rules of this file:
-1. It is a hint: without the file, or where a port is taken, any free one is taken.
-2. What is remembered stays, also while somebody else has it: of two processes that share a folder the first has its
-   port again.
+1. The file is a hint: without it, or if a port is in use, any free port is taken.
+2. A remembered port stays, also while another process has it: of two processes that share a folder the first gets its
+   port back.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from p2pdiloco.util.files import write_atomically
 log = logs.get("directory")
 
 FILE_LIMIT = 1024
-"""Bytes that are read."""
+"""Most bytes that are read."""
 _Ports = dict[str, Annotated[int, Meta(ge=1, le=65535)]]
 
 
 def again(wanted: str | Sequence[str], path: Path) -> tuple[str, ...]:
-    """The multiaddrs ``wanted``, those of any port with the one that ``path`` remembers, if it is free. Blocks."""
+    """The multiaddrs ``wanted``; those with any port get the port that ``path`` remembers, if it is free. Blocks."""
     known = _read(path)
     return tuple(_again(text, known) for text in ([wanted] if isinstance(wanted, str) else wanted))
 
@@ -49,7 +49,7 @@ def _again(text: str, known: _Ports) -> str:
 
 
 def remember(listening: Iterable[str], path: Path) -> None:
-    """Of each family the first port in ``listening``, multiaddrs, if none is known yet. Blocks."""
+    """Write the first port of each family in ``listening`` (multiaddrs) to ``path``, if none is known yet. Blocks."""
     known = _read(path)
     found = dict(known)
     for text in listening:

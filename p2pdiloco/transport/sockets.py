@@ -1,4 +1,4 @@
-"""TCP sockets as this project wants them, and why a dial failed in words.
+"""TCP sockets: options, listeners, what the kernel knows of a connection, and sentences for failed dials.
 
 Rules of this file:
 1. SO_RCVBUF and SO_SNDBUF are never set: that switches the kernel's autotuning off (docs: measured).
@@ -32,17 +32,17 @@ DEAD_AFTER_S = 20
 UNSENT_BYTES = 32 << 10
 """Measured beside slices of 128 KiB at 2.5 Gbit/s: a request under bulk takes 1.4 ms, with 128 KiB here 1.6 to 2.0."""
 SHORT_BYTES = 1200
-"""Of a segment, where longer packets vanish."""
+"""Largest segment on a path on which longer packets are lost."""
 SO_MAX_PACING_RATE = 47
 """Linux; the socket module has no name for it."""
 UNLIMITED_RATE = 2**64 - 1
 TCP_INFO_BYTES = 256
 ROUND_TRIP_OFFSET = 68
-"""Of tcpi_rtt (microseconds) in Linux's struct tcp_info."""
+"""Offset of tcpi_rtt (microseconds) in Linux's struct tcp_info."""
 ACKED_OFFSET = 120
-"""Of tcpi_bytes_acked (64 bits; Linux 4.1)."""
+"""Offset of tcpi_bytes_acked (64 bits; Linux 4.1)."""
 LEAST_ROUND_TRIP_OFFSET = 148
-"""Of tcpi_min_rtt (microseconds, over some minutes; Linux 4.9)."""
+"""Offset of tcpi_min_rtt (microseconds, over some minutes; Linux 4.9)."""
 CONGESTION_NAME_BYTES = 16
 BACKLOG = 1024
 
@@ -52,15 +52,15 @@ class DialError(Exception):
 
 
 class Impostor(DialError):  # noqa: N818
-    """Whoever answers there is not who it should be, or somebody is in between; the text says which."""
+    """Another peer answers there than was expected, or somebody is in between; the text says which."""
 
 
 class PeerRefused(DialError):  # noqa: N818
-    """The other side answered, and said no."""
+    """The other side refused us; the text is its reason."""
 
 
 def check_numeric(address: Address) -> None:
-    """Names are for those who dial.
+    """Check that an address has no name: names are for dialling.
 
     Raises:
         ValueError: a name instead of a numeric address.
@@ -112,12 +112,12 @@ def sharing_port(family: int, port: int) -> socket.socket:
 
 
 def local_addresses(listener: socket.socket) -> list[Address]:
-    """Where others may reach ``listener``: for a wildcard every address of this machine, loopback last."""
+    """Addresses at which others may reach ``listener``: for a wildcard all of this machine, loopback last."""
     return reachable(of_socket(*listener.getsockname()[:2]))
 
 
 def reachable(listening: Address) -> list[Address]:
-    """The same for an address with a port."""
+    """Addresses at which others may reach a listener at ``address``, which has a port."""
     host, port = listening.host, listening.port
     if host not in ("0.0.0.0", "::"):
         return [of_socket(host, port)]
@@ -126,14 +126,14 @@ def reachable(listening: Address) -> list[Address]:
 
 
 def _own_hosts(family: int) -> list[str]:
-    """This machine's addresses, loopback last; without those that are good on one link only."""
+    """This machine's addresses, loopback last, without link-local ones."""
     nics = [nic for nics in psutil.net_if_addrs().values() for nic in nics]
     found = dict.fromkeys(nic.address for nic in nics if nic.family == family and "%" not in nic.address)
     return sorted(found, key=is_loopback)
 
 
 def is_loopback(host: str) -> bool:
-    """Whether it is of this machine alone; a name is not."""
+    """Whether a host is a loopback address; a name is not."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -147,7 +147,7 @@ def everywhere(port: int = 0) -> tuple[str, ...]:
 
 
 def has_route(host: str) -> bool:
-    """Whether this machine knows a way to a numeric host; nothing is sent. Of a name nobody can tell yet."""
+    """Whether this machine has a route to a numeric host; nothing is sent. True for a name, which is not resolved."""
     try:
         family = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET
     except ValueError:
@@ -189,20 +189,20 @@ def shorten(raw: socket.socket) -> None:
 
 
 def hang_up(raw: socket.socket) -> None:
-    """Both ways, whatever else uses it: who does finds its end, and closes it."""
+    """Shut a socket down in both directions. Whoever reads it finds the end, and closes it."""
     with suppress(OSError):  # it has gone
         raw.shutdown(socket.SHUT_RDWR)
 
 
 def pace(connection: socket.socket, bytes_per_s: float | None) -> None:
-    """Let the kernel send at most at this rate (None: no limit). Follows a change within 20 ms (docs: measured)."""
+    """Have the kernel send at most at this rate (None: no limit). Follows a change within 20 ms (docs: measured)."""
     rate = UNLIMITED_RATE if bytes_per_s is None else max(1, int(bytes_per_s))
     with suppress(OSError):
         connection.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, struct.pack("=Q", rate))
 
 
 def path_of(connection: socket.socket) -> Path | None:
-    """None where the kernel does not tell."""
+    """What the kernel knows of a connection's path; None: it does not tell."""
     try:
         info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_BYTES)
         name = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, CONGESTION_NAME_BYTES)
@@ -225,7 +225,7 @@ def path_of(connection: socket.socket) -> Path | None:
 
 
 def explain(error: BaseException, address: Address) -> str:
-    """Why talking to ``address`` failed, as a sentence."""
+    """A sentence on why a connection to ``address`` failed."""
     where = f"{address.host} port {address.port}"
     match error:
         case ConnectionRefusedError():
@@ -250,7 +250,7 @@ def explain(error: BaseException, address: Address) -> str:
 
 
 class Listeners:
-    """See the module's rules. ``wanted``: multiaddrs; "" or none: nothing is accepted."""
+    """The listening sockets of a process. ``wanted``: multiaddrs; "" or none: nothing is accepted."""
 
     def __init__(self, wanted: str | Sequence[str]) -> None:
         texts = [wanted] if isinstance(wanted, str) else wanted
@@ -281,12 +281,12 @@ class Listeners:
         return listen(wanted)
 
     def addresses(self) -> list[Address]:
-        """Where others may reach us: for a wildcard every address of this machine, loopback last."""
+        """Addresses at which others may reach us: for a wildcard all of this machine, loopback last."""
         found = [address for one in self._sockets for address in local_addresses(one)]
         return sorted(dict.fromkeys(found), key=lambda address: is_loopback(address.host))
 
     def close(self) -> None:
-        """Accept nobody any more."""
+        """Close all listeners."""
         for one in self._sockets:
             one.close()
         self._sockets.clear()
@@ -307,7 +307,7 @@ class Congestion:
         self._has_warned = False
 
     def note(self, path: Path | None) -> None:
-        """A connection is there."""
+        """Look at the path of a new connection."""
         if self._has_warned or not self._wanted or path is None or path.congestion == self._wanted:
             return
         self._has_warned = True
@@ -319,5 +319,5 @@ class Congestion:
 
 
 def count(paths: Iterable[Path | None]) -> dict[str, int]:
-    """How many connections use which, as the kernel says."""
+    """How many connections use each congestion control, as the kernel says."""
     return dict(Counter(path.congestion for path in paths if path is not None))

@@ -1,6 +1,6 @@
-"""One TLS connection's socket, in asyncio's hands: bytes to and from a connection without I/O (net/connection.py).
+"""The asyncio protocol of one TLS socket: passes bytes to and from a connection without I/O (net/connection.py).
 
-A BufferedProtocol: bytes are decrypted straight into the place where they belong.
+It is a BufferedProtocol: bytes are decrypted straight into the place where they belong.
 """
 
 from __future__ import annotations
@@ -21,22 +21,26 @@ LOW_WATER_BYTES = 8 << 10
 """Encrypted bytes that the kernel does not take yet: control cannot overtake them."""
 
 
-class Driver(Protocol):
-    """Whoever drives the endpoint."""
+class ChannelDriver(Protocol):
+    """Callbacks of a channel: what happens at its socket."""
 
-    def made(self, channel: Channel) -> None: ...
+    def on_connected(self, channel: Channel) -> None:
+        """TLS is established."""
 
-    def read(self) -> None: ...
+    def on_data(self) -> None:
+        """Received bytes are to be parsed."""
 
-    def writable(self, channel: Channel, is_writable: bool) -> None: ...
+    def on_writable(self, channel: Channel, is_writable: bool) -> None:
+        """The kernel takes more bytes, or takes no more at present."""
 
-    def lost(self, channel: Channel, reason: str, error: Exception | None = None) -> None: ...
+    def on_lost(self, channel: Channel, reason: str, error: Exception | None = None) -> None:
+        """The socket is closed."""
 
 
 class Channel(asyncio.BufferedProtocol):
-    """See the module's docstring. ``address``: of the other side's socket, or the one that was dialled."""
+    """One TLS socket; see the module's docstring. ``address``: the other side's, or the one that was dialled."""
 
-    def __init__(self, connection: Connection, address: Address, driver: Driver) -> None:
+    def __init__(self, connection: Connection, address: Address, driver: ChannelDriver) -> None:
         loop = asyncio.get_running_loop()
         self.connection = connection
         self.address = address
@@ -48,17 +52,17 @@ class Channel(asyncio.BufferedProtocol):
         """The reason, once the connection has ended."""
         self.began_at = loop.time()
         self.is_met = False
-        """It came about by a meeting point, so that its address cannot be dialled again."""
+        """A rendezvous server brought it about, so its address cannot be dialled again."""
         self.opening: asyncio.Task[object] | None = None
-        """Makes the TLS channel."""
+        """The TLS handshake, while it is under way."""
         self.transport: asyncio.Transport | None = None
         self._driver = driver
 
-    def tell(self, event: Proved | Failed | Closing | Ended | Paced) -> None:
-        """What became of the connection."""
+    def handle_event(self, event: Proved | Failed | Closing | Ended | Paced) -> None:
+        """Do what the endpoint wants of this connection's socket, and complete the futures."""
         match event:
-            case Proved(connection) if not self.proved.done():
-                self.proved.set_result(connection.peer)
+            case Proved() if not self.proved.done():
+                self.proved.set_result(self.connection.peer)
             case Failed(_, error) if not self.proved.done():
                 self.proved.set_exception(error)
             case Closing(_, is_flushed):
@@ -69,6 +73,7 @@ class Channel(asyncio.BufferedProtocol):
                 self.gone.set_result(reason)
 
     def write(self, piece: Slice) -> None:
+        """Send the next bytes."""
         assert self.transport is not None
         if len(piece.chunk):
             self.transport.writelines((piece.head, piece.chunk))
@@ -86,7 +91,8 @@ class Channel(asyncio.BufferedProtocol):
             self.transport.abort()
 
     def path(self) -> Path | None:
-        """What the kernel knows of the way to the other side; None if the connection is over, or it does not tell."""
+        """What the kernel knows of the path to the other side; None: the connection is over, or the kernel does not
+        tell."""
         raw = self.transport.get_extra_info("socket") if self.transport is not None else None
         return sockets.path_of(raw) if raw is not None and not self.connection.is_over else None
 
@@ -101,10 +107,10 @@ class Channel(asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
         self.transport.set_write_buffer_limits(high=HIGH_WATER_BYTES, low=LOW_WATER_BYTES)
-        self._driver.made(self)
+        self._driver.on_connected(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._driver.lost(self, f"connection lost: {exc}" if exc else "the other side closed the connection", exc)
+        self._driver.on_lost(self, f"connection lost: {exc}" if exc else "the other side closed the connection", exc)
 
     def get_buffer(self, sizehint: int) -> memoryview:
         buffer = self.connection.buffer()
@@ -113,13 +119,13 @@ class Channel(asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:
         if self.connection.advance(nbytes):
-            self._driver.read()
+            self._driver.on_data()
 
     def eof_received(self) -> None:
         """TLS has no half-open connections: the transport closes."""
 
     def pause_writing(self) -> None:
-        self._driver.writable(self, False)
+        self._driver.on_writable(self, False)
 
     def resume_writing(self) -> None:
-        self._driver.writable(self, True)
+        self._driver.on_writable(self, True)

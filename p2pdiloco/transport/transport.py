@@ -1,9 +1,9 @@
 """The transport: an endpoint (net/endpoint.py, where everything is decided) on asyncio's sockets.
 
 Rules of this file:
-1. What comes from sockets, timers and the user goes into the endpoint; a *turn* then hands out its events and writes
-   what it wants to send. There is one timer.
-2. A message goes down one way: socket, ``Channel``, endpoint, ``_tell``, handler.
+1. What comes from sockets, timers and the user goes into the endpoint; a *turn* (``_turn``) then hands out its events
+   and writes what it wants to send. There is one timer.
+2. A message goes down one way: socket, ``Channel``, endpoint, ``_handle_event``, handler.
 3. ``send`` never waits. What does not fit is refused at once.
 """
 
@@ -12,21 +12,22 @@ from __future__ import annotations
 import asyncio
 import os
 import ssl
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, TypeVar
+
+import msgspec
 
 from p2pdiloco.net import events as ev
 from p2pdiloco.net.authorization import Authorizer
 from p2pdiloco.net.bandwidth import Traffic
 from p2pdiloco.net.connection import Connection
 from p2pdiloco.net.endpoint import LEAVING, Endpoint
-from p2pdiloco.net.events import Event
+from p2pdiloco.net.events import ConnectionId
 from p2pdiloco.net.handshake import NONCE_BYTES, Dialled, Greeter, Hello, Role
 from p2pdiloco.net.limits import ConnectionLimits, TransportLimits, UpBudget
 from p2pdiloco.net.rate_limit import TURN_BYTES
-from p2pdiloco.net.send_queue import Slice
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.transport import addresses, sockets
 from p2pdiloco.transport.addresses import Address
@@ -37,106 +38,23 @@ from p2pdiloco.transport.tls import TlsContexts, remote_fingerprint
 from p2pdiloco.transport.tls_connection import Channel
 from p2pdiloco.util import logs
 from p2pdiloco.util.tasks import Tasks
+from p2pdiloco.wire.control_messages import decode_as, encode
 from p2pdiloco.wire.request_reply import Answer, RequestError, RequestRefused, Response
-
-# -- Endpoint driver ---------------------------------------------------------------------------------------------------
-# The turns of an endpoint in an event loop: what happened is told, what it wants to send is written, a timer set.
-
 
 LEAST_WAIT_S = 0.001
 """Event loops count in milliseconds; what waits for less would spin."""
 
-
-class EndpointDriver:
-    """Call ``turn`` after everything that happens to ``endpoint``. ``start`` it within the event loop."""
-
-    def __init__(
-        self, endpoint: Endpoint, tell: Callable[[Event], None], write: Callable[[Connection, Slice], None]
-    ) -> None:
-        self._endpoint = endpoint
-        self._tell = tell
-        self._write = write
-        self._timer: tuple[float, asyncio.Handle] | None = None
-        self._is_in_turn = False
-        self._loop: asyncio.AbstractEventLoop
-
-    def start(self) -> None:
-        self._loop = asyncio.get_running_loop()
-
-    def stop(self) -> None:
-        """No turn comes by itself any more."""
-        if self._timer is not None:
-            self._timer[1].cancel()
-            self._timer = None
-
-    def now(self) -> float:
-        return self._loop.time()
-
-    def turn(self, bulk_bytes: int = 0) -> None:
-        """Hand out what happened and write what is to be written, until there is nothing; then set the timer."""
-        if self._is_in_turn:
-            return
-        self._is_in_turn, endpoint, has_sent = True, self._endpoint, False
-        try:
-            while True:
-                now = self._loop.time()
-                for event in endpoint.events(now):
-                    self._tell(event)
-                if not bulk_bytes and not endpoint.has_control:
-                    break
-                has_sent = True
-                for connection, piece in endpoint.to_send(now, bulk_bytes):
-                    self._write(connection, piece)
-                bulk_bytes = 0
-                if not endpoint.has_events and not endpoint.has_control:
-                    break
-        finally:
-            self._is_in_turn = False
-            if has_sent or endpoint.has_new_deadline or endpoint.has_events:
-                self._set_timer()
-
-    def turn_soon(self) -> None:
-        """A turn with bulk, when the event loop comes round."""
-        if not self._is_in_turn:
-            self._set(self._loop.time(), self._loop.time())
-
-    def _set_timer(self) -> None:
-        now = self._loop.time()
-        if self._endpoint.has_events:
-            self._set(now, now)  # The user's defect has ended the turn.
-        elif self._timer is None or self._timer[0] > now:
-            at = self._endpoint.next_deadline()
-            if at is not None:
-                self._set(at, now)
-
-    def _set(self, at: float, now: float) -> None:
-        """One timer: an earlier one stays."""
-        if self._timer is not None:
-            if self._timer[0] <= at:
-                return
-            self._timer[1].cancel()
-        if at <= now:
-            handle = self._loop.call_soon(self._wake)
-        else:
-            handle = self._loop.call_at(max(at, now + LEAST_WAIT_S), self._wake)
-        self._timer = (at, handle)
-
-    def _wake(self) -> None:
-        self._timer = None
-        self._endpoint.wake(self._loop.time())
-        self.turn(TURN_BYTES)
-
-
 # -- Transport callbacks -----------------------------------------------------------------------------------------------
-# What a transport tells and asks its user.
 
 
 class TransportHandler(Protocol):
-    """What a transport tells its user. All but ``answer`` are called on the event loop: be quick, never block."""
+    """Callbacks of a transport. All but ``answer`` are called on the event loop: be quick, never block."""
 
     def connected(self, peer: PeerId, address: str, is_observer: bool, inbound: bool) -> None:
-        """``peer`` can be sent to. ``address``: its socket's, as a multiaddr; of an inbound one not where it listens.
-        ``is_observer``: it named no run (``status``, or a joiner that does not know its run yet)."""
+        """``peer`` can be sent to.
+
+        ``address`` is its socket's, as a multiaddr; a peer that dialled us listens elsewhere. ``is_observer``: it takes
+        no part (``status``, or a joiner that does not know its run yet)."""
 
     def disconnected(self, peer: PeerId, reason: str) -> None:
         """``peer`` is gone. What was queued for it is lost."""
@@ -148,10 +66,10 @@ class TransportHandler(Protocol):
         what the peer may send (``window_bytes``). It must not depend on more bulk to come from that peer."""
 
     def admit(self, peer: PeerId, body: bytes, size: int) -> bool:
-        """Whether to take the payload of ``size`` bytes that comes with ``body``. Asked before memory is taken."""
+        """Whether to take the payload of ``size`` bytes that comes with ``body``. Called before memory is allocated."""
 
     async def answer(self, peer: PeerId, body: bytes) -> Answer:
-        """The answer to a request.
+        """Answer a request.
 
         Raises:
             RequestRefused: the text goes to the asker.
@@ -159,7 +77,7 @@ class TransportHandler(Protocol):
 
 
 class Observer:
-    """A transport's handler that takes no part."""
+    """A handler for a transport that takes no part in a run: it ignores messages and refuses the rest."""
 
     def connected(self, peer: PeerId, address: str, is_observer: bool, inbound: bool) -> None:
         """Nothing to do."""
@@ -168,76 +86,18 @@ class Observer:
         """Nothing to do."""
 
     def message(self, peer: PeerId, body: bytes, payload: memoryview | None) -> None:
-        """Heartbeats and the like are not for us."""
+        """Nothing to do: heartbeats and the like are for members."""
 
     def admit(self, peer: PeerId, body: bytes, size: int) -> bool:
-        """No payloads."""
+        """Take no payloads."""
         return False
 
     async def answer(self, peer: PeerId, body: bytes) -> Answer:
-        """Nobody asks an observer."""
+        """Refuse."""
         raise RequestRefused("this peer only observes")
 
 
-# -- Requests ----------------------------------------------------------------------------------------------------------
-# Requests as whoever waits sees them: a question is a future, the answer to another's question is a task.
-
-
-class Requests:
-    """Ours and the others'."""
-
-    def __init__(self, endpoint: Endpoint, pump: EndpointDriver, tasks: Tasks, handler: TransportHandler) -> None:
-        self._endpoint = endpoint
-        self._pump = pump
-        self._tasks = tasks
-        self._handler = handler
-        self._asked: dict[ev.Question, asyncio.Future[Response]] = {}
-        self._answering: dict[ev.Asking, asyncio.Task[None]] = {}
-
-    async def ask(self, peer: PeerId, body: bytes, timeout_s: float, max_payload: int) -> Response:
-        """As ``Transport.request``."""
-        question = self._endpoint.ask(peer, body, self._pump.now(), timeout_s=timeout_s, max_payload=max_payload)
-        answered: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
-        self._asked[question] = answered
-        self._pump.turn()
-        try:
-            return await answered
-        finally:
-            if self._asked.pop(question, None) is not None:
-                self._endpoint.withdraw(question)
-                self._pump.turn()
-
-    def tell(self, event: ev.Asked | ev.Withdrawn | ev.Answered | ev.Unanswered) -> None:
-        """To whom it concerns."""
-        match event:
-            case ev.Asked(asking, body):
-                task = self._tasks.spawn(self._answer(asking, body), name=f"answer {asking.number}")
-                self._answering[asking] = task
-                task.add_done_callback(lambda _: self._answering.pop(asking, None))
-            case ev.Withdrawn(asking):
-                if (running := self._answering.get(asking)) is not None:
-                    running.cancel()
-            case ev.Answered(question, response):
-                if (answered := self._asked.pop(question, None)) is not None and not answered.done():
-                    answered.set_result(response)
-            case ev.Unanswered(question, error):
-                if (answered := self._asked.pop(question, None)) is not None and not answered.done():
-                    answered.set_exception(error)
-
-    async def _answer(self, asking: ev.Asking, body: bytes) -> None:
-        try:
-            self._endpoint.answer(asking, await self._handler.answer(asking.connection.peer, body))
-        except RequestRefused as refusal:
-            self._endpoint.refuse(asking, str(refusal))
-        except Exception:
-            self._endpoint.refuse(asking, "an internal error; the peer's log has it")
-            raise
-        finally:
-            self._pump.turn()
-
-
 # -- Transport ---------------------------------------------------------------------------------------------------------
-# The transport: an endpoint (net/endpoint.py, where everything is decided) on asyncio's sockets.
 
 
 __all__ = [
@@ -253,6 +113,8 @@ __all__ = [
 ]
 
 log = logs.get("transport")
+
+RequestKind = TypeVar("RequestKind", bound=msgspec.Struct)
 
 
 class Transport:
@@ -293,21 +155,28 @@ class Transport:
             observes=observes,
         )
         self._endpoint = Endpoint(self._greeter, self._limits)
-        self._pump = EndpointDriver(
-            self._endpoint, self._tell, lambda connection, piece: self._channels[connection].write(piece)
-        )
         self._tls = TlsContexts()
         self._tasks = Tasks()
-        self.strangers = ConnectionSetup(
+        self.setup = ConnectionSetup(
             self._new_channel,
-            self._give_up,
+            self._abandon,
             tls=self._tls,
             limits=self._limits,
             tasks=self._tasks,
         )
-        self._channels: dict[Connection, Channel] = {}
-        self._requests = Requests(self._endpoint, self._pump, self._tasks, handler)
+        self._channels: dict[ConnectionId, Channel] = {}
+        self._requests: dict[ev.OutgoingRequest, asyncio.Future[Response]] = {}
+        """Our requests that wait for an answer."""
+        self._answers: dict[ev.IncomingRequest, asyncio.Task[None]] = {}
+        """Tasks that answer the peers' requests."""
+        self._answerers: dict[bytes, Callable[[PeerId, bytes], Awaitable[Answer]]] = {}
+        """Functions that answer requests instead of the handler, by the encoded tags of the requests' kinds."""
+        self._disconnect_callbacks: list[Callable[[PeerId, str], None]] = []
         self._congestion = sockets.Congestion(self._limits.congestion)
+        self._loop: asyncio.AbstractEventLoop
+        self._timer: tuple[float, asyncio.Handle] | None = None
+        """When the next turn comes by itself."""
+        self._is_in_turn = False
 
     # -- life --------------------------------------------------------------------------------------------------------
 
@@ -318,11 +187,11 @@ class Transport:
             OSError: a listen address is taken or not ours.
             ValueError: it is a name.
         """
+        self._loop = asyncio.get_running_loop()
         self._listeners.open()
-        self._pump.start()
         await self._tasks.__aenter__()
         for listener in self._listeners:
-            self._tasks.keep(partial(self.strangers.accept_all, listener), name=f"accept at {listener.getsockname()}")
+            self._tasks.keep(partial(self.setup.accept_all, listener), name=f"accept at {listener.getsockname()}")
         return self
 
     async def __aexit__(
@@ -330,38 +199,40 @@ class Transport:
     ) -> None:
         """Say goodbye to all, flush, close; bounded by ``part_s``."""
         doomed = list(self._channels.values())
-        self._endpoint.leave(LEAVING, self._pump.now())
-        self._pump.turn()
+        self._endpoint.leave(LEAVING, self._loop.time())
+        self._turn()
         if doomed:
             await asyncio.wait([channel.gone for channel in doomed], timeout=self._limits.connection.part_s + 1.0)
         for channel in list(self._channels.values()):
-            self._endpoint.abort(channel.connection, LEAVING, self._pump.now())
-        self._pump.turn()
+            self._endpoint.abort(channel.connection.id, LEAVING, self._loop.time())
+        self._turn()
         await self._tasks.__aexit__(kind, error, trace)
-        self._pump.stop()
+        if self._timer is not None:
+            self._timer[1].cancel()
+            self._timer = None
         self._listeners.close()
 
     # -- for the user ------------------------------------------------------------------------------------------------
 
     @property
     def peer_id(self) -> PeerId:
-        """Ours."""
+        """This peer's id."""
         return self._greeter.peer
 
     @property
     def troubles(self) -> dict[str, str]:
-        """Of what accepts; see ``Tasks``."""
+        """Failures of the tasks that accept; see ``Tasks``."""
         return self._tasks.troubles
 
     def life_of(self, peer: PeerId) -> str | None:
-        """That of the process at the other end, if there is one."""
+        """The life of the process at the other end; None: ``peer`` is not connected."""
         connection = self._endpoint.serving.get(peer)
         return None if connection is None or connection.remote is None else connection.remote.life.hex()
 
     def channel_of(self, peer: PeerId) -> Channel | None:
-        """The one that serves ``peer``."""
+        """The channel of the connection that serves ``peer``; None: it is not connected."""
         connection = self._endpoint.serving.get(peer)
-        return None if connection is None or not connection.is_open else self._channels.get(connection)
+        return None if connection is None or not connection.is_open else self._channels.get(connection.id)
 
     def listen_addresses(self) -> list[str]:
         """Multiaddrs with our peer id; for a wildcard one per address of this machine, loopback last."""
@@ -374,12 +245,12 @@ class Transport:
     def queued_bytes(self, peer: PeerId) -> int:
         """Bytes that wait to be sent to ``peer``, beyond what the kernel holds."""
         connection = self._endpoint.serving.get(peer)
-        return connection.conversation.queued_bytes if connection is not None else 0
+        return connection.session.queued_bytes if connection is not None else 0
 
     def lanes(self, peer: PeerId) -> int:
         """Connections to ``peer`` over which payloads are spread; 0: not connected."""
         connection = self._endpoint.serving.get(peer)
-        return len(connection.conversation.lanes.members) if connection is not None else 0
+        return len(connection.session.lanes.members) if connection is not None else 0
 
     def traffic(self) -> Traffic:
         """Bytes on all connections since the start."""
@@ -400,7 +271,7 @@ class Transport:
             raise DialError(f"{address} is this peer itself")
         try:
             async with asyncio.timeout(timeout_s):
-                return await self.strangers.dial(target)
+                return await self.setup.dial(target)
         except TimeoutError:
             raise DialError(f"{target}: no answer within {timeout_s:g} s") from None
 
@@ -425,9 +296,9 @@ class Transport:
         view = memoryview(payload).cast("B") if payload is not None else None
         is_queued = self._endpoint.send(peer, body, view, priority, topic)
         if view is None:
-            self._pump.turn()
+            self._turn()
         else:
-            self._pump.turn_soon()  # Bulk goes in a turn of its own anyway.
+            self._turn_soon()  # Bulk goes in a turn of its own anyway.
         return is_queued
 
     async def request(self, peer: PeerId, body: bytes, *, timeout_s: float, max_payload: int = 0) -> Response:
@@ -438,28 +309,56 @@ class Transport:
             RequestError: not connected, disconnected, timed out, too large.
             ValueError: ``body`` is longer than 1 MiB.
         """
-        return await self._requests.ask(peer, body, timeout_s, max_payload)
+        asked = self._endpoint.send_request(peer, body, self._loop.time(), timeout_s=timeout_s, max_payload=max_payload)
+        answered: asyncio.Future[Response] = self._loop.create_future()
+        self._requests[asked] = answered
+        self._turn()
+        try:
+            return await answered
+        finally:
+            if self._requests.pop(asked, None) is not None:
+                self._endpoint.withdraw_request(asked)
+                self._turn()
+
+    def answer_requests(
+        self, kind: type[RequestKind], answer: Callable[[PeerId, RequestKind], Awaitable[Answer]]
+    ) -> None:
+        """Have ``answer`` answer requests of ``kind``, a tagged struct, instead of the handler. Those that are
+        malformed are refused."""
+
+        async def answer_encoded(peer: PeerId, body: bytes) -> Answer:
+            try:
+                request = decode_as(body, kind)
+            except ValueError as error:
+                raise RequestRefused(f"malformed request: {error}") from error
+            return await answer(peer, request)
+
+        self._answerers[encode(kind.__struct_config__.tag)] = answer_encoded
+
+    def add_disconnect_callback(self, callback: Callable[[PeerId, str], None]) -> None:
+        """Call ``callback`` with each peer that is gone and the reason, after the handler."""
+        self._disconnect_callbacks.append(callback)
 
     def disconnect(self, peer: PeerId, reason: str) -> None:
-        """Part from ``peer``: what is queued is flushed for ``part_s`` seconds; it is told ``reason``."""
-        self._endpoint.part(peer, reason, self._pump.now())
-        self._pump.turn()
+        """Disconnect ``peer``: flush what is queued, for ``part_s`` seconds at most, and tell it ``reason``."""
+        self._endpoint.disconnect(peer, reason, self._loop.time())
+        self._turn()
 
     def hang_up(self, peer: PeerId, reason: str) -> None:
         """End the connection with ``peer`` at once; what waits to be sent is lost."""
         if (connection := self._endpoint.serving.get(peer)) is not None:
-            self._endpoint.abort(connection, reason, self._pump.now())
-            self._pump.turn()
+            self._endpoint.abort(connection.id, reason, self._loop.time())
+            self._turn()
 
     def blame(self, peer: PeerId) -> None:
-        """``peer`` sent a body that cannot be read. Too many of them, and it is cut off for a while."""
-        self._endpoint.blame(peer, self._pump.now())
-        self._pump.turn()
+        """Report that ``peer`` sent a malformed body. Too many of them cut it off for a while."""
+        self._endpoint.blame(peer, self._loop.time())
+        self._turn()
 
     def set_budget(self, up_bytes_per_s: UpBudget, down_bytes_per_s: float | None) -> None:
         """Bytes per second over all connections from now on, as in TransportLimits; None: no limit."""
-        self._endpoint.set_budget(up_bytes_per_s, down_bytes_per_s, self._pump.now())
-        self._pump.turn()
+        self._endpoint.set_budget(up_bytes_per_s, down_bytes_per_s, self._loop.time())
+        self._turn()
 
     @property
     def up_bytes_per_s(self) -> float | None:
@@ -468,23 +367,23 @@ class Transport:
 
     @property
     def line_bytes_per_s(self) -> float | None:
-        """What the link carries upwards, told or learned; infinite: all connections stay on this machine; None: not
-        known."""
+        """What the link carries upwards, as the user says or as measured; None: not known. Infinite: all connections
+        stay on this machine."""
         return self._endpoint.line_bytes_per_s
 
-    def pace(self, peer: PeerId, bytes_per_s: float | None) -> None:
+    def set_cap(self, peer: PeerId, bytes_per_s: float | None) -> None:
         """Limit what is sent to ``peer`` beside the budget; None lifts it. Lasts until it disconnects."""
-        self._endpoint.set_cap(peer, bytes_per_s, self._pump.now())
-        self._pump.turn()
+        self._endpoint.set_cap(peer, bytes_per_s, self._loop.time())
+        self._turn()
 
     def congestion(self) -> dict[str, int]:
         """How many connections use which congestion control, as the kernel says."""
         return sockets.count(channel.path() for channel in self._channels.values())
 
-    # -- what happens at sockets (Driver) ----------------------------------------------------------------------------
+    # -- events of the channels (ChannelDriver) ----------------------------------------------------------------------
 
-    def made(self, channel: Channel) -> None:
-        """The channel is encrypted."""
+    def on_connected(self, channel: Channel) -> None:
+        """TLS is established: the handshake of the peers can begin."""
         assert channel.transport is not None
         if channel.connection.is_over:
             channel.transport.abort()
@@ -495,114 +394,204 @@ class Transport:
             else:
                 fingerprint = remote_fingerprint(channel.transport.get_extra_info("ssl_object"))
         except ssl.SSLError as error:
-            self._endpoint.abort(channel.connection, str(error), self._pump.now())
+            self._endpoint.abort(channel.connection.id, str(error), self._loop.time())
         else:
-            self._endpoint.up(channel.connection, fingerprint, self._pump.now())
-        self._pump.turn()
+            self._endpoint.handle_tls_established(channel.connection.id, fingerprint, self._loop.time())
+        self._turn()
 
-    def read(self) -> None:
-        """Bytes came that are to be looked at."""
-        self._pump.turn()
+    def on_data(self) -> None:
+        """Received bytes are to be parsed."""
+        self._turn()
 
-    def writable(self, channel: Channel, is_writable: bool) -> None:
-        """The kernel takes more, or is slow."""
+    def on_writable(self, channel: Channel, is_writable: bool) -> None:
+        """The kernel takes more bytes, or takes no more at present."""
         if not is_writable:
-            self._endpoint.pause(channel.connection)
+            self._endpoint.pause_writing(channel.connection.id)
             return
-        self._endpoint.resume(channel.connection)
-        self._pump.turn()
+        self._endpoint.resume_writing(channel.connection.id)
+        self._turn()
 
-    def lost(self, channel: Channel, reason: str, error: Exception | None = None) -> None:
+    def on_lost(self, channel: Channel, reason: str, error: Exception | None = None) -> None:
         """The socket is closed."""
-        self.strangers.lost(channel, error)
-        self._endpoint.lost(channel.connection, reason, self._pump.now())
-        self._pump.turn()
+        self.setup.check_path_mtu(channel, error)
+        self._endpoint.handle_connection_lost(channel.connection.id, reason, self._loop.time())
+        self._turn()
 
     def _new_channel(self, role: Role, host: str, address: Address, dialled: Dialled) -> Channel:
-        now = self._pump.now()
-        connection = self._endpoint.begin(role, now, host=host, dialled=dialled)
-        channel = self._channels[connection] = Channel(connection, address, self)
-        self._pump.turn()
+        now = self._loop.time()
+        connection = self._endpoint.add_connection(role, now, host=host, dialled=dialled)
+        channel = self._channels[connection] = Channel(self._endpoint.connection(connection), address, self)
+        self._turn()
         return channel
 
-    def _give_up(self, channel: Channel, reason: str) -> None:
-        """Whoever opened it is done with it: if it is not proved, nothing came of it."""
+    def _abandon(self, channel: Channel, reason: str) -> None:
+        """Close a channel whose set-up has ended, unless its peer is proved."""
         if channel.transport is None:
-            self.lost(channel, reason)
+            self.on_lost(channel, reason)
         elif not channel.connection.is_proved and not channel.connection.is_ending:
-            self._endpoint.abort(channel.connection, reason, self._pump.now())
-            self._pump.turn()
+            self._endpoint.abort(channel.connection.id, reason, self._loop.time())
+            self._turn()
 
-    # -- what the endpoint tells -----------------------------------------------------------------------------------
+    # -- turns -------------------------------------------------------------------------------------------------------
 
-    def _tell(self, event: ev.Event) -> None:
-        """To whom it concerns."""
+    def _turn(self, bulk_bytes: int = 0) -> None:
+        """Hand out what happened and write what is to be written, until there is nothing; then set the timer. Called
+        after everything that happens to the endpoint."""
+        if self._is_in_turn:
+            return
+        self._is_in_turn, endpoint, has_sent = True, self._endpoint, False
+        try:
+            while True:
+                now = self._loop.time()
+                for event in endpoint.events(now):
+                    self._handle_event(event)
+                if not bulk_bytes and not endpoint.has_control:
+                    break
+                has_sent = True
+                for connection, piece in endpoint.to_send(now, bulk_bytes):
+                    self._channels[connection].write(piece)
+                bulk_bytes = 0
+                if not endpoint.has_events and not endpoint.has_control:
+                    break
+        finally:
+            self._is_in_turn = False
+            if has_sent or endpoint.has_new_deadline or endpoint.has_events:
+                self._set_timer()
+
+    def _turn_soon(self) -> None:
+        """A turn with bulk, when the event loop comes round."""
+        if not self._is_in_turn:
+            self._turn_at(self._loop.time(), self._loop.time())
+
+    def _set_timer(self) -> None:
+        now = self._loop.time()
+        if self._endpoint.has_events:
+            self._turn_at(now, now)  # The user's defect has ended the turn.
+        elif self._timer is None or self._timer[0] > now:
+            at = self._endpoint.next_deadline()
+            if at is not None:
+                self._turn_at(at, now)
+
+    def _turn_at(self, at: float, now: float) -> None:
+        """A turn with bulk at a time; an earlier timer stays."""
+        if self._timer is not None:
+            if self._timer[0] <= at:
+                return
+            self._timer[1].cancel()
+        if at <= now:
+            handle = self._loop.call_soon(self._on_timer)
+        else:
+            handle = self._loop.call_at(max(at, now + LEAST_WAIT_S), self._on_timer)
+        self._timer = (at, handle)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        self._endpoint.wake(self._loop.time())
+        self._turn(TURN_BYTES)
+
+    # -- events of the endpoint --------------------------------------------------------------------------------------
+
+    def _handle_event(self, event: ev.Event) -> None:
+        """Pass an event on to the handler, to whoever waits for an answer, or to the connection's channel."""
         match event:
             case ev.Message():
-                taken = self._handler.message(event.connection.peer, event.body, event.payload)
+                taken = self._handler.message(
+                    self._endpoint.connection(event.connection).peer, event.body, event.payload
+                )
                 if taken is not None:
-                    self._hold(event, taken)
+                    self._hold_until_taken(event, taken)
             case ev.Offered():
-                if self._handler.admit(event.connection.peer, event.body, event.size):
-                    self._endpoint.accept(event)
-            case ev.Asked() | ev.Withdrawn() | ev.Answered() | ev.Unanswered():
-                self._requests.tell(event)
+                if self._handler.admit(self._endpoint.connection(event.connection).peer, event.body, event.size):
+                    self._endpoint.accept_payload(event)
+            case ev.RequestReceived(request, body):
+                peer = self._endpoint.connection(request.connection).peer
+                task = self._tasks.spawn(self._answer(request, peer, body), name=f"answer {request.number}")
+                self._answers[request] = task
+                task.add_done_callback(lambda _: self._answers.pop(request, None))
+            case ev.RequestWithdrawn(request):
+                if (running := self._answers.get(request)) is not None:
+                    running.cancel()
+            case ev.AnswerReceived(asked, response):
+                if (answered := self._requests.pop(asked, None)) is not None and not answered.done():
+                    answered.set_result(response)
+            case ev.RequestFailed(asked, error):
+                if (answered := self._requests.pop(asked, None)) is not None and not answered.done():
+                    answered.set_exception(error)
             case ev.Connected(connection):
-                self._connected(self._channels[connection])
+                self._handle_connected(self._channels[connection])
             case ev.Disconnected(connection, reason):
-                self._say(connection)("disconnected", peer=connection.peer, reason=reason)
-                self._handler.disconnected(connection.peer, reason)
+                gone = self._endpoint.connection(connection)
+                self._logger(gone)("disconnected", peer=gone.peer, reason=reason)
+                for callback in (self._handler.disconnected, *self._disconnect_callbacks):
+                    callback(gone.peer, reason)
             case ev.TwinRefused(connection, kept):
                 where = {"kept": str(self._channels[kept].address), "refused": str(self._channels[connection].address)}
-                log.warning("two processes have one identity: a copied state folder?", peer=connection.peer, **where)
+                peer = self._endpoint.connection(connection).peer
+                log.warning("two processes have one identity: a copied state folder?", peer=peer, **where)
             case ev.LaneWanted():
-                self._tasks.spawn(self._dial_lane(event), name=f"lane of {event.primary.peer}")
-            case ev.LookWanted(connections):
+                peer = self._endpoint.connection(event.primary).peer
+                self._tasks.spawn(self._dial_lane(event, peer), name=f"lane of {peer}")
+            case ev.PathInfoWanted(connections):
                 found = {connection: self._channels[connection].path() for connection in connections}
-                self._endpoint.saw({connection: path for connection, path in found.items() if path}, self._pump.now())
-            case ev.Learned(bytes_per_s):
+                self._endpoint.handle_path_info(
+                    {connection: path for connection, path in found.items() if path}, self._loop.time()
+                )
+            case ev.UplinkMeasured(bytes_per_s):
                 log.info("measured what the link up carries", mbit_per_s=round(bytes_per_s * 8 / 1e6, 1))
             case ev.Ended(connection):
-                self._channels.pop(connection).tell(event)
+                self._channels.pop(connection).handle_event(event)
             case _:
-                self._channels[event.connection].tell(event)
+                self._channels[event.connection].handle_event(event)
 
-    def _connected(self, channel: Channel) -> None:
+    def _handle_connected(self, channel: Channel) -> None:
         connection, peer, address = channel.connection, channel.connection.peer, str(channel.address)
         inbound = connection.role is Role.LISTENER
         is_observer = _observes(connection.remote)
         self._congestion.note(channel.path())
         by = {"by": "relay" if connection.greeting.is_relayed else "punching"} if channel.is_met else {}
-        self._say(connection)("connected", peer=peer, address=address, inbound=inbound, observer=is_observer, **by)
+        self._logger(connection)("connected", peer=peer, address=address, inbound=inbound, observer=is_observer, **by)
         self._handler.connected(peer, address, is_observer, inbound)
 
-    def _say(self, connection: Connection) -> Callable[..., None]:
-        """Observers come and go by the dozen, and who joins is one of them first: that is for debugging."""
+    def _logger(self, connection: Connection) -> Callable[..., None]:
+        """Observers come and go by the dozen, and every joiner begins as one: those are logged for debugging only."""
         observes = not self._greeter.run or self._greeter.observes
         return log.debug if observes or _observes(connection.remote) else log.info
 
-    def _hold(self, message: ev.Message, taken: asyncio.Future[Any]) -> None:
-        hold = self._endpoint.hold(message)
+    async def _answer(self, request: ev.IncomingRequest, peer: PeerId, body: bytes) -> None:
+        # The tag of a struct that is encoded as an array follows the array's header, which has one byte.
+        found = (answer for tag, answer in self._answerers.items() if body.startswith(tag, 1))
+        try:
+            self._endpoint.send_answer(request, await next(found, self._handler.answer)(peer, body))
+        except RequestRefused as refusal:
+            self._endpoint.refuse_request(request, str(refusal))
+        except Exception:
+            self._endpoint.refuse_request(request, "an internal error; the peer's log has it")
+            raise
+        finally:
+            self._turn()
+
+    def _hold_until_taken(self, message: ev.Message, taken: asyncio.Future[Any]) -> None:
+        hold = self._endpoint.hold_payload(message)
 
         def release(_: object) -> None:
-            self._endpoint.release(hold, self._pump.now())
-            self._pump.turn()
+            self._endpoint.release_payload(hold, self._loop.time())
+            self._turn()
 
         taken.add_done_callback(release)
 
-    async def _dial_lane(self, wanted: ev.LaneWanted) -> None:
+    async def _dial_lane(self, wanted: ev.LaneWanted, peer: PeerId) -> None:
         is_there = False
         try:
             async with asyncio.timeout(self._limits.connection.handshake_s):
-                await self.strangers.dial_lane(self._channels[wanted.primary], wanted.lane, wanted.bond)
+                await self.setup.dial_lane(self._channels[wanted.primary], wanted.lane, wanted.bond)
             is_there = True
         except (KeyError, DialError, OSError) as error:
-            log.info("a lane could not be dialled", peer=wanted.primary.peer, reason=str(error))
+            log.info("a lane could not be dialled", peer=peer, reason=str(error))
         finally:
-            self._endpoint.lane_dialled(wanted, is_there, self._pump.now())
-            self._pump.turn()
+            self._endpoint.handle_lane_dialled(wanted, is_there, self._loop.time())
+            self._turn()
 
 
 def _observes(hello: Hello | None) -> bool:
-    """It only asks, or does not know its run yet."""
+    """Whether a peer takes no part, or does not know its run yet."""
     return hello is not None and (hello.observes or not (hello.run or hello.tag))

@@ -1,11 +1,11 @@
-"""Structured logs: one event, one line, in text for people or in JSON for machines.
+"""Structured logs: one event, one line, in text for people or in JSON for machines; and a terminal's status line.
 
 Rules of this file:
-1. A line has the time (UTC), the level, the peer that speaks (its short id), the logger, the event's name, and fields.
-   In a terminal it has the time of day, the event's name, and fields.
-2. Whatever a remote peer wrote is quoted, and what a terminal would obey in it is escaped (also what is beyond ASCII:
-   C1 controls, line separators, marks that turn the direction of writing), so that nobody forges a line.
-3. Below it is the standard library's logging, so that hivemind, asyncio and warnings come out in the same shape.
+1. A line has the time (UTC), the level, the short id of the peer that logs it, the logger, the event's name, and
+   fields. In a terminal it has the time of day, the event's name, and fields.
+2. Text of a remote peer is quoted, and its control characters are escaped (also those beyond ASCII: C1 controls, line
+   separators, marks that turn the direction of writing), so that nobody forges a line.
+3. It is built on the standard library's logging, so that hivemind, asyncio and warnings have the same format.
 
     log = logs.get("transport")
     log.info("connected", peer=peer, address=address)
@@ -25,42 +25,42 @@ from contextvars import ContextVar
 from typing import Literal, TextIO
 
 # -- Status line of a terminal -----------------------------------------------------------------------------------------
-# A terminal's last line, which is written over (a download's bar), while what else is written goes above it.
+# The last line of a terminal, such as a download's progress bar. It is redrawn in place; other lines go above it.
 
 
 CLEAR = "\r\x1b[K"
 
 
 class BottomLine:
-    """See the module. Any thread may use it."""
+    """A status line at the bottom of a terminal. Any thread may use it."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._text = ""
         self._stream: TextIO | None = None
-        """Where it stands; None: there is none."""
+        """The terminal that shows it; None: no line is shown."""
 
     def draw(self, text: str, stream: TextIO) -> None:
-        """``text`` is the line now. It is one that fits in the terminal."""
+        """Show ``text``, which must fit in one line of the terminal."""
         with self._lock:
             self._text, self._stream = text, stream
             self._write(CLEAR + text)
 
     def leave(self) -> None:
-        """It stays as it is, and what is written next goes below it."""
+        """Leave the line as it is; further lines go below it."""
         with self._lock:
             self._write("\n")
             self._stream = None
 
     def clear(self) -> None:
-        """There is none any more."""
+        """Remove the line."""
         with self._lock:
             self._write(CLEAR)
             self._stream = None
 
     @contextmanager
     def lifted(self) -> Iterator[None]:
-        """Whole lines are written to the terminal meanwhile."""
+        """Hide the line while the caller writes whole lines to the terminal."""
         with self._lock:
             self._write(CLEAR)
             try:
@@ -78,32 +78,31 @@ class BottomLine:
 
 
 bottom_line = BottomLine()
-"""This process's."""
+"""The status line of this process."""
 
 
 # -- Logs --------------------------------------------------------------------------------------------------------------
-# Structured logs: one event, one line, in text for people or in JSON for machines.
 
 
 LogFormat = Literal["text", "json"]
 
 ROOT = "p2pdiloco"
 FOREIGN = ("asyncio", "py.warnings")
-"""Loggers of others whose warnings belong in our log."""
+"""Loggers of libraries whose warnings belong in our log."""
 
 LEVELS = {10: "debug", 20: "info", 30: "warning", 40: "error", 50: "critical"}
 PLAIN = re.compile(r"[A-Za-z0-9_.,:/@+\-\[\]%…]+")
 LEFT_BEHIND = re.compile(r"Task was destroyed but it is pending!\ntask: <[^<]*coro=<Event\.wait\(\)")
-"""hivemind's search through the directory leaves a task that waits for its end (``traverse.py``), which asyncio tells
-as an error when it is collected. Nothing of ours waits for an event in a task of its own."""
+"""hivemind's search through the directory leaves a pending task behind (``traverse.py``), which asyncio reports as an
+error when it is collected. None of our tasks only waits for an event."""
 FIELD_LIMIT = 2048
-"""Characters of one field's value; the rest is cut."""
+"""Most characters of a field's value; the rest is cut."""
 
 _speaker: ContextVar[str] = ContextVar("p2pdiloco_log_speaker", default="-")
 
 
 class EventLog:
-    """A named source of events. Cheap; make one per module."""
+    """A named source of events. It is cheap; make one per module."""
 
     def __init__(self, logger: logging.Logger) -> None:
         self._logger = logger
@@ -121,7 +120,7 @@ class EventLog:
         self._write(logging.ERROR, event, fields)
 
     def failure(self, event: str, error: BaseException, **fields: object) -> None:
-        """A defect of ours: an error with ``error``'s traceback."""
+        """Log a defect of this program as an error, with the traceback of ``error``."""
         if self._logger.isEnabledFor(logging.ERROR):
             self._logger.error(event, exc_info=error, extra={"fields": fields})
 
@@ -131,36 +130,37 @@ class EventLog:
 
 
 def get(name: str) -> EventLog:
-    """The log called ``name`` (``transport``, ``directory``, ...)."""
+    """Return the log called ``name`` (``transport``, ``directory``, ...)."""
     return EventLog(logging.getLogger(f"{ROOT}.{name}"))
 
 
 def speak_as(peer: str) -> None:
-    """Name the peer whose events the current task, and the tasks that it starts, will write."""
+    """Name the peer whose events the current task, and the tasks that it starts, log."""
     _speaker.set(short(peer))
 
 
 def short(peer: str) -> str:
-    """The last 6 characters of a peer id: its first ones are the same for all."""
+    """Return the last 6 characters of a peer id; the first ones are the same for all peers."""
     return peer[-6:] if len(peer) > 12 else peer or "-"
 
 
 def printable(text: str, keeps: str = "") -> str:
-    """What others wrote, for a terminal: nothing in it that is obeyed there, or ends the line; ``keeps``: but these."""
+    """Replace every control character of ``text`` by a space, except those in ``keeps``, so that a terminal obeys
+    nothing in it."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in keeps else " " for c in text)
 
 
 def escaped(text: str) -> str:
-    """JSON of one line, whose strings may be others' words: what is not printable in them is written as JSON does."""
+    """Escape the characters of ``text``, a line of JSON, that are not printable."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else json.dumps(c)[1:-1] for c in text)
 
 
 def configure(level: str = "info", format: LogFormat = "text", stream: TextIO | None = None) -> None:
-    """Send this process's events of at least ``level`` to ``stream`` (standard error). May be called again.
+    """Log this process's events of at least ``level`` to ``stream`` (default: standard error). May be called again.
 
     Raises:
         ValueError: ``level`` or ``format`` is not one of the allowed words.
@@ -188,7 +188,7 @@ def _is_worth_telling(record: logging.LogRecord) -> bool:
 
 
 class TerminalHandler(logging.StreamHandler[TextIO]):
-    """Above the bottom line, if there is one."""
+    """Writes above the status line, if there is one."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """As of ``logging.Handler``."""
@@ -208,13 +208,13 @@ class TextFormatter(logging.Formatter):
         return " ".join(parts)
 
     def _head(self, record: logging.LogRecord) -> list[str]:
-        """What comes before the event."""
+        """The parts of the line before the event's name."""
         return [_time_of(record), f"{_level_of(record):<7}", _speaker.get(), _name_of(record)]
 
 
 class TerminalFormatter(TextFormatter):
-    """``11:08:27 connected peer=d4e5f6 address=/ip4/...``, for the one who watches: local time, and nothing that is the
-    same in each line. What is more than news says so."""
+    """``11:08:27 connected peer=d4e5f6 address=/ip4/...``, for a person at a terminal: local time, and nothing that is
+    the same in each line. A level above ``info`` is shown."""
 
     def _head(self, record: logging.LogRecord) -> list[str]:
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))

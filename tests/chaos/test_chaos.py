@@ -20,7 +20,7 @@ POLL_S = 0.05
 
 @pytest.mark.timeout(600)
 def test_two_minutes_of_chaos_keep_every_promise(tmp_path: Path) -> None:
-    """A short ``make chaos``: a peer is killed, stopped, cut off or spoilt every four seconds, and all of them at once."""
+    """As ``make chaos``: a peer is killed, stopped, cut off or spoilt every four seconds, and once all at once."""
     out = tmp_path / "out"
     command = [sys.executable, "-m", "tests.chaos", "--plan", "short", "--out", str(out)]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=540, check=False)

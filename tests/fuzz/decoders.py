@@ -117,9 +117,9 @@ def _greet(data: bytes) -> None:
 def _connection(data: bytes) -> None:
     """An endpoint whose other side says ``data`` instead of greeting."""
     endpoint = Endpoint(_greeter(), TransportLimits(lanes=1))
-    connection = endpoint.begin(Role.LISTENER, 0.0, host="10.0.0.1")
-    endpoint.up(connection, bytes(32), 0.0)
-    endpoint.receive(connection, data, 0.0)
+    connection = endpoint.add_connection(Role.LISTENER, 0.0, host="10.0.0.1")
+    endpoint.handle_tls_established(connection, bytes(32), 0.0)
+    endpoint.receive_data(connection, data, 0.0)
     for _ in range(4):
         list(endpoint.events(0.0))
         list(endpoint.to_send(0.0))
@@ -201,7 +201,10 @@ DECODERS: dict[str, Decoder] = {
     "greeting": Decoder(_greet, _hello),
     "message": Decoder(control_messages.decode_message, lambda rng: encoded(Message, rng)),
     "request": Decoder(control_messages.decode_request, lambda rng: encoded(control_messages.Request, rng)),
-    "introduction": Decoder(messages.decode_introduction, lambda rng: encoded(messages.Introduction, rng)),
+    "attend": _as(messages.Attend),
+    "meet": _as(messages.Meet),
+    "called": _as(messages.Called),
+    "reachable": _as(messages.Reachable),
     "line": Decoder(_line, lambda rng: encoded(messages.Seen, rng)),
     "router": Decoder(_router_answers, _router_sample),
     "attended": _as(messages.Attended),

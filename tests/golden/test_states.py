@@ -42,7 +42,7 @@ def connections() -> str:
                 talk(world, cuts_primaries=True)
                 world.run(world.now + 1.0)
                 if seed % 2 and world.bob.id in world.ann.endpoint.serving:
-                    world.ann.endpoint.part(world.bob.id, "leaving", world.now)
+                    world.ann.endpoint.disconnect(world.bob.id, "leaving", world.now)
                     world.ann.turn()
                 world.run(world.now + 200.0)
     return picture.mermaid()

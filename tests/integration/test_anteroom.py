@@ -14,7 +14,7 @@ import uvloop
 from p2pdiloco.net.limits import ConnectionLimits, TransportLimits
 from p2pdiloco.transport import connection_setup, sockets
 from p2pdiloco.transport.addresses import parse
-from p2pdiloco.transport.connection_setup import SIEVE_S, HandshakePool
+from p2pdiloco.transport.connection_setup import BLOCKLIST_S, HandshakePool
 from p2pdiloco.util.tasks import Tasks
 
 LIMITS = TransportLimits(
@@ -147,14 +147,14 @@ def test_a_machine_of_which_many_were_turned_away_is_not_heard_for_a_while(
     monkeypatch: pytest.MonkeyPatch, is_sieved: bool, said: bytes
 ) -> None:
     is_shut = asyncio.Event()
-    close_to = connection_setup.close_to
+    block = connection_setup.block
 
     def shut(listener: socket.socket, machines: Sequence[str]) -> bool:
         if machines:
             is_shut.set()
-        return is_sieved and close_to(listener, machines)
+        return is_sieved and block(listener, machines)
 
-    monkeypatch.setattr(connection_setup, "close_to", shut)
+    monkeypatch.setattr(connection_setup, "block", shut)
 
     async def main() -> None:
         async with house(is_proved=False) as there:
@@ -170,7 +170,7 @@ def test_a_machine_of_which_many_were_turned_away_is_not_heard_for_a_while(
             await there.hear_the_end(*await late)
             if is_sieved:  # the kernel of the one that calls tries again, by itself
                 assert there.greeted == [GREETING] * 2
-                assert asyncio.get_running_loop().time() - began >= LIMITS.shut_out_s - 2 * SIEVE_S
+                assert asyncio.get_running_loop().time() - began >= LIMITS.shut_out_s - 2 * BLOCKLIST_S
             else:
                 assert there.greeted == [GREETING]
             assert len(there.away) + len(there.taken) == turned_away

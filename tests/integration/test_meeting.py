@@ -16,7 +16,6 @@ from p2pdiloco.nat import hole_punching, rendezvous_client, rendezvous_server
 from p2pdiloco.nat import messages as intro
 from p2pdiloco.nat.rendezvous_client import RendezvousClient
 from p2pdiloco.nat.rendezvous_server import Relay, RendezvousServer
-from p2pdiloco.nat.request_router import RequestRouter
 from p2pdiloco.net import abuse_limits
 from p2pdiloco.net.handshake import WIRE_VERSION, Role
 from p2pdiloco.net.path_monitor import LaneKeeper
@@ -52,16 +51,19 @@ class One:
 
     def __init__(self, tasks: Tasks, listen: str = "", version: int = 1) -> None:
         self.ear = Ear()
-        self.handler = RequestRouter(self.ear)
         self.transport = Transport(
             Identity.ephemeral(),
             listen=listen,
             run="",
             version=version,
-            handler=self.handler,
+            handler=self.ear,
             limits=TransportLimits(lanes=LANES),
         )
-        self.handler.rendezvous = self.rendezvous = RendezvousClient(self.transport, self.transport, Dialler(), tasks)
+        self.rendezvous = RendezvousClient(self.transport, self.transport, Dialler(), tasks)
+
+    def serve(self, bytes_per_s: float | None) -> None:
+        """Be a meeting point, too."""
+        self.point = RendezvousServer(self.transport, bytes_per_s)
 
     @property
     def id(self) -> PeerId:
@@ -73,7 +75,7 @@ async def meeting(bytes_per_s: float | None = None, version: int = 1) -> AsyncIt
     """Ann and Bob, who listen nowhere, and a meeting point with its address."""
     async with Tasks() as tasks:
         ann, bob, hub = One(tasks, "", version), One(tasks, "", version), One(tasks, LISTEN, version)
-        hub.handler.point = RendezvousServer(hub.transport, bytes_per_s)
+        hub.serve(bytes_per_s)
         async with hub.transport, ann.transport, bob.transport:
             (address,) = hub.transport.listen_addresses()
             for one in (ann, bob):
@@ -101,8 +103,7 @@ def test_two_that_nobody_can_dial_meet_directly() -> None:
             assert not channel.connection.greeting.is_relayed
             assert ann.transport.send(bob.id, b"hello", b"x" * 100_000)
             await until(lambda: bob.ear.heard == [(b"hello", b"x" * 100_000)])
-            assert hub.handler.point is not None
-            assert hub.handler.point.relay.carried_bytes == 0
+            assert hub.point.relay.carried_bytes == 0
             assert took_s < 1.0
 
     run(work)
@@ -158,7 +159,7 @@ def test_where_no_direct_connection_comes_about_the_line_is_the_relay(monkeypatc
             payload = bytes(range(256)) * 4000
             assert ann.transport.send(bob.id, b"hello", payload)
             await until(lambda: bob.ear.heard == [(b"hello", payload)])
-            point = hub.handler.point
+            point = hub.point
             assert point is not None
             assert point.introducer.joined == 1
             assert point.relay.carried_bytes > len(payload)
@@ -214,11 +215,10 @@ def test_lanes_beside_a_punched_connection_are_punched_too() -> None:
             for one in (ann, bob):
                 await until(lambda one=one: one.ear.heard == [(b"hello", payload)])
             mine = [channel for channel in ann.transport._channels.values() if channel.connection.peer == bob.id]
-            assert [channel.is_met and bool(channel.connection.conversation.traffic.sent_bulk) for channel in mine] == [
+            assert [channel.is_met and bool(channel.connection.session.traffic.sent_bulk) for channel in mine] == [
                 True
             ] * LANES
-            assert hub.handler.point is not None
-            assert hub.handler.point.relay.carried_bytes == 0
+            assert hub.point.relay.carried_bytes == 0
 
     run(work)
 
@@ -235,7 +235,9 @@ def test_a_relay_carries_one_connection_of_a_pair(monkeypatch: pytest.MonkeyPatc
             await until(lambda: bob.ear.heard == [(b"hello", payload)])
             assert ann.transport.lanes(bob.id) == 1
             (channel,) = (one for one in ann.transport._channels.values() if one.connection.peer == bob.id)
-            assert LaneKeeper(channel.connection, LANES, 60.0, 0.0).look(None, None, 0.0) == [], "nor are others tried"
+            assert LaneKeeper(channel.connection, {}, LANES, 60.0, 0.0).plan_lanes(None, None, 0.0) == [], (
+                "nor are others tried"
+            )
 
     run(work)
 
@@ -253,7 +255,7 @@ def test_a_flood_of_calls_by_a_liar_opens_few_lines() -> None:
                 opened += 1
                 held.append(raw)
 
-            hub.transport.strangers.others[intro.OPENING[:1]] = say_nothing
+            hub.transport.setup.takers[intro.OPENING[:1]] = say_nothing
             refused: list[str] = []
             for number in range(4 * rendezvous_client.CALLS_AT_ONCE):
                 call = encode(intro.Called(Identity.ephemeral().peer_id, bytes([number]) * intro.TICKET_BYTES, True))
@@ -310,7 +312,7 @@ def test_who_is_called_knocks_few_times_where_a_liar_says_that_others_are(monkey
                 over += 1
                 return False
 
-            hub.transport.strangers.others[intro.OPENING[:1]] = lie
+            hub.transport.setup.takers[intro.OPENING[:1]] = lie
             await call_often(hub, ann.id, 8)
             await until(lambda: over == 8)
             assert len(came) == 3
@@ -325,7 +327,7 @@ def test_a_point_that_says_it_is_elsewhere_has_few_lines_opened_there(monkeypatc
     async def work() -> None:
         async with Tasks() as tasks, a_victim() as (port, came):
             ann, hub = One(tasks, LISTEN), One(tasks)
-            hub.handler.point = RendezvousServer(hub.transport, None)
+            hub.serve(None)
             async with hub.transport, ann.transport:
                 await hub.transport.dial(f"{ann.transport.listen_addresses()[0]}")
                 await ann.rendezvous.attend(f"/ip4/127.0.0.1/tcp/{port}/p2p/{hub.id}", (), b"")
@@ -373,7 +375,7 @@ def test_a_point_outside_the_run_that_a_record_names_costs_no_place() -> None:
     async def work() -> None:
         async with meeting() as (ann, bob, _, _), Tasks() as tasks:
             hub = One(tasks, LISTEN)
-            hub.handler.point = RendezvousServer(hub.transport, None)
+            hub.serve(None)
             async with hub.transport:
                 (address,) = hub.transport.listen_addresses()
                 await bob.rendezvous.attend(address, (), b"")
@@ -421,10 +423,10 @@ def test_who_attends_learns_whether_it_can_be_dialled() -> None:
     async def work() -> None:
         async with meeting() as (_, _, hub, address), Tasks() as tasks:
             kim = One(tasks, LISTEN)
-            kim.handler.point = RendezvousServer(kim.transport, 0.0)
+            kim.serve(0.0)
             async with kim.transport:
                 port = int(kim.transport.listen_addresses()[0].split("/")[4])
-                token = kim.handler.point.token
+                token = kim.point.token
                 told = (await kim.rendezvous.attend(address, (port, port), token)).told
                 assert (told.host, told.answers, told.relays) == ("127.0.0.1", (True, True), True)
                 (other,) = hub.transport.listen_addresses()
@@ -532,7 +534,7 @@ def test_what_times_out_shortly_after_a_good_handshake_is_a_narrow_way(monkeypat
             monkeypatch.setattr(hole_punching.sockets, "shorten", shortened.append)
             await ann.transport.dial(address)
             assert shortened == []
-            ann.transport.lost(channel, "connection lost", TimeoutError(110, "Connection timed out"))
+            ann.transport.on_lost(channel, "connection lost", TimeoutError(110, "Connection timed out"))
             await ann.transport.dial(address)
             assert len(shortened) == 1
 
@@ -546,7 +548,7 @@ def test_a_punched_way_that_is_narrow_is_punched_anew_with_short_segments(monkey
             channel = ann.transport.channel_of(bob.id)
             assert channel is not None
             assert channel.is_met
-            ann.transport.lost(channel, "connection lost", TimeoutError(110, "Connection timed out"))
+            ann.transport.on_lost(channel, "connection lost", TimeoutError(110, "Connection timed out"))
             await ann.rendezvous.reach(bob.id, [address])
             channel = ann.transport.channel_of(bob.id)
             assert channel is not None
@@ -563,14 +565,14 @@ def test_a_line_that_says_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch)
 
     async def work() -> None:
         async with meeting() as (_, _, hub, address):
-            loop, point, worth = asyncio.get_running_loop(), hub.handler.point, []
+            loop, point, worth = asyncio.get_running_loop(), hub.point, []
             assert point is not None
 
             async def line(raw: socket.socket) -> bool:
                 worth.append(await point.line(raw))
                 return worth[-1]
 
-            hub.transport.strangers.others[intro.OPENING[:1]] = line
+            hub.transport.setup.takers[intro.OPENING[:1]] = line
             for said in (b"p", intro.encode_opening(bytes(16), 1), b"p" * 34, intro.OPENING):
                 raw = socket.socket()
                 raw.setblocking(False)

@@ -41,7 +41,7 @@ def is_heard(listener: socket.socket, sender: str) -> bool:
         with suppress(BlockingIOError):
             accepted, where = listener.accept()
             with accepted:
-                connection_setup.lift(accepted)
+                connection_setup.unblock(accepted)
                 assert where[0] == sender
                 accepted.settimeout(10.0)
                 return accepted.recv(5) == b"hello"
@@ -57,13 +57,13 @@ def test_who_is_shut_out_is_not_heard_and_everybody_else_is(listener: socket.soc
         others = ["255.255.255.255", "1.0.0.127"]
     for sender in shut_out + heard:
         assert is_heard(listener, sender)
-    assert connection_setup.close_to(listener, [machine_of(host) for host in shut_out + others])
+    assert connection_setup.block(listener, [machine_of(host) for host in shut_out + others])
     assert [is_heard(listener, sender) for sender in shut_out] == [False] * len(shut_out)
     assert [is_heard(listener, sender) for sender in heard] == [True] * len(heard)
-    assert connection_setup.close_to(listener, [machine_of(host) for host in others])
+    assert connection_setup.block(listener, [machine_of(host) for host in others])
     for sender in shut_out + heard:
         assert is_heard(listener, sender)
-    assert connection_setup.close_to(listener, [])
+    assert connection_setup.block(listener, [])
     assert is_heard(listener, shut_out[0])
 
 
@@ -71,5 +71,5 @@ def test_the_kernel_takes_as_many_as_are_ever_shut_out(listener: socket.socket) 
     """A program counts as memory of its socket's, of which there is 20 KB at least."""
     machines = [f"255.254.{number // 256}.{number % 256}" for number in range(SHUT_OUT)]
     machines += [f"ffff:fffe:ffff:{number:x}" for number in range(SHUT_OUT)]
-    assert connection_setup.close_to(listener, machines)
+    assert connection_setup.block(listener, machines)
     assert is_heard(listener, "::1" if listener.family == socket.AF_INET6 else "127.0.0.1")

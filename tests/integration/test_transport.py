@@ -14,6 +14,7 @@ import uvloop
 from msgspec import msgpack
 from waiting import until
 
+from p2pdiloco.nat.messages import Attend, Meet
 from p2pdiloco.net.frames import HEADER, FrameKind, encode_frame
 from p2pdiloco.net.handshake import MAGIC, Hello
 from p2pdiloco.protocol.ids import PeerId
@@ -31,6 +32,7 @@ from p2pdiloco.transport.transport import (
     Transport,
     TransportLimits,
 )
+from p2pdiloco.wire.control_messages import encode
 
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 MIB = 1 << 20
@@ -61,6 +63,7 @@ class Recorder:
         self.losses: list[tuple[PeerId, str]] = []
         self.messages: list[tuple[PeerId, bytes, bytes | None]] = []
         self.asked: list[tuple[bytes, int]] = []
+        self.answering: list[bytes] = []
         self.admits = True
         self.may_answer = asyncio.Event()
 
@@ -85,7 +88,11 @@ class Recorder:
             case b"break":
                 raise KeyError("a defect")
             case b"wait":
-                await self.may_answer.wait()
+                self.answering.append(body)
+                try:
+                    await self.may_answer.wait()
+                finally:
+                    self.answering.remove(body)
                 return Answer(b"waited")
             case b"large":
                 return Answer(b"here", bytes(3 * MIB))
@@ -412,6 +419,57 @@ def test_requests(run: Callable[[Main], None]) -> None:
                 await last
             with pytest.raises(RequestError, match="not connected"):
                 await ask(b"hello")
+
+    run(main())
+
+
+def test_a_request_that_nobody_waits_for_any_more_is_cancelled_at_the_other_side(run: Callable[[Main], None]) -> None:
+    async def main() -> None:
+        async with peer() as (ann, heard_by_ann), peer() as (bob, _):
+            await bob.dial(where(ann), 5.0)
+            asking = asyncio.create_task(bob.request(ann.peer_id, b"wait", timeout_s=20.0))
+            await until(lambda: heard_by_ann.answering == [b"wait"])
+            asking.cancel()
+            await until(lambda: not heard_by_ann.answering)
+            assert (await bob.request(ann.peer_id, b"hello", timeout_s=5.0)).body == b"re: hello"
+
+    run(main())
+
+
+def test_requests_of_a_kind_go_to_who_answers_these_and_all_others_to_the_handler(run: Callable[[Main], None]) -> None:
+    async def attend(peer: PeerId, request: Attend) -> Answer:
+        if not request.token:
+            raise RequestRefused("no token")
+        return Answer(request.token)
+
+    async def main() -> None:
+        async with peer() as (ann, _), peer() as (bob, _):
+            ann.answer_requests(Attend, attend)
+            await bob.dial(where(ann), 5.0)
+
+            async def ask(body: bytes) -> bytes:
+                return (await bob.request(ann.peer_id, body, timeout_s=5.0)).body
+
+            assert await ask(encode(Attend((1,), b"token"))) == b"token"
+            assert await ask(b"hello") == b"re: hello"
+            assert await ask(encode(Meet("bob", True))) == b"re: " + encode(Meet("bob", True))
+            with pytest.raises(RequestRefused, match="no token"):
+                await ask(encode(Attend()))
+            with pytest.raises(RequestRefused, match="malformed request"):
+                await ask(encode(Attend((1,), b"token"))[:-1])
+
+    run(main())
+
+
+def test_who_waits_to_hear_that_a_peer_is_gone_does_so_after_the_handler(run: Callable[[Main], None]) -> None:
+    async def main() -> None:
+        async with peer() as (ann, heard_by_ann), peer() as (bob, _):
+            gone: list[tuple[PeerId, str, int]] = []
+            ann.add_disconnect_callback(lambda who, why: gone.append((who, why, len(heard_by_ann.losses))))
+            await bob.dial(where(ann), 5.0)
+            bob.disconnect(ann.peer_id, "enough")
+            await until(lambda: gone)
+            assert gone == [(bob.peer_id, "enough", 1)]
 
     run(main())
 

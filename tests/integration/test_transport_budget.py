@@ -72,12 +72,12 @@ def test_a_cap_holds_one_peer_back_and_not_the_others(run: Any) -> None:
         async with peer() as (ann, _), peer() as (bob, heard_by_bob), peer() as (eve, heard_by_eve):
             await ann.dial(where(bob), 5.0)
             await ann.dial(where(eve), 5.0)
-            ann.pace(bob.peer_id, A_TRICKLE)
+            ann.set_cap(bob.peer_id, A_TRICKLE)
             assert ann.send(bob.peer_id, b"", bytes(4 * MIB))
             assert ann.send(eve.peer_id, b"", bytes(4 * MIB))
             await until(lambda: heard_by_eve.messages)
             assert not heard_by_bob.messages
-            ann.pace(bob.peer_id, None)
+            ann.set_cap(bob.peer_id, None)
             await until(lambda: heard_by_bob.messages)
 
     run(main())
@@ -142,7 +142,7 @@ def test_a_sender_that_exceeds_its_credit_is_dropped(run: Any) -> None:
         async with peer() as (ann, _), transport as bob, peer() as (eve, _):
             await ann.dial(where(bob), 5.0)
             await eve.dial(where(bob), 5.0)
-            ann._endpoint.serving[bob.peer_id].conversation.spending.sent = -(1 << 40)
+            ann._endpoint.serving[bob.peer_id].session.spending.sent = -(1 << 40)
             for _ in range(8):
                 assert ann.send(bob.peer_id, b"", bytes(MIB))
             await until(lambda: holder.losses)
@@ -195,7 +195,7 @@ def test_the_learned_budget_follows_what_is_delivered(run: Any, monkeypatch: pyt
             await ann.dial(where(bob), 5.0)
             ann.set_budget("auto", None)
             assert ann.up_bytes_per_s is None
-            ann.pace(bob.peer_id, 20e6)
+            ann.set_cap(bob.peer_id, 20e6)
             assert ann.send(bob.peer_id, b"bulk", bytes(60 * MIB))
             await until(lambda: ann.up_bytes_per_s is not None)
             assert 0.0 < (ann.line_bytes_per_s or 0.0) < math.inf

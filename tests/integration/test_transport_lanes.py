@@ -42,12 +42,12 @@ async def dialler(lanes: int, lane_idle_s: float = 60.0) -> AsyncIterator[tuple[
 
 
 def lanes_of(transport: Transport) -> list[Connection]:
-    return [connection for connection in transport._channels if connection.primary is not connection]
+    return [one.connection for one in transport._channels.values() if one.connection.session.is_lane]
 
 
 def cut(transport: Transport, connection: Connection) -> None:
     """As if its socket had failed."""
-    channel = transport._channels[connection].transport
+    channel = transport._channels[connection.id].transport
     assert channel is not None
     channel.abort()
 
@@ -66,7 +66,7 @@ def test_payloads_come_whole_both_ways_and_use_all_lanes(run: Any) -> None:
             for heard in (heard_by_ann, heard_by_bob):
                 await until(lambda heard=heard: len(heard.messages) == len(payloads))
                 assert {body: payload for _, body, payload in heard.messages} == payloads
-            assert all(lane.conversation.traffic.sent_bulk for lane in lanes_of(ann))
+            assert all(lane.session.traffic.sent_bulk for lane in lanes_of(ann))
             assert len(heard_by_bob.connections) == 1
             assert ann.peers() == [bob.peer_id]
             assert ann.traffic().sent_bulk >= sum(map(len, payloads.values()))
@@ -84,9 +84,7 @@ def test_a_payload_comes_whole_when_lanes_are_cut_midway(run: Any) -> None:
             ann.set_budget(100e6, None)
             assert ann.send(bob.peer_id, b"large", payload)
             for end in (ann, bob):
-                await until(
-                    lambda: all(lane.conversation.traffic.sent_bulk for lane in lanes_of(ann)) and lanes_of(ann)
-                )
+                await until(lambda: all(lane.session.traffic.sent_bulk for lane in lanes_of(ann)) and lanes_of(ann))
                 assert ann.queued_bytes(bob.peer_id) > 4 * MIB, "too late to cut"
                 cut(end, lanes_of(end)[0])
             await until(lambda: heard_by_bob.messages)
@@ -107,7 +105,7 @@ def test_answers_come_over_lanes_and_those_not_wanted_stop(run: Any) -> None:
             await until(lambda: library.lanes(ann.peer_id) == 3)
             response = await ann.request(library.peer_id, b"book", timeout_s=20.0, max_payload=64 * MIB)
             assert response.payload == librarian.payload
-            assert all(lane.conversation.traffic.received_bulk for lane in lanes_of(ann))
+            assert all(lane.session.traffic.received_bulk for lane in lanes_of(ann))
             before = library.traffic().sent_bulk
             with pytest.raises(RequestError, match="more than"):
                 await ann.request(library.peer_id, b"book", timeout_s=20.0, max_payload=1)
@@ -186,11 +184,11 @@ def test_idle_lanes_close_and_come_back_with_bulk(run: Any) -> None:
 
 def test_idleness() -> None:
     idleness = Idleness(10.0, now=0.0)
-    assert not idleness.look(0, 9.0)
-    assert idleness.look(0, 10.0)
-    assert not idleness.look(5, 11.0)
-    assert not idleness.look(5, 20.0)
-    assert idleness.look(5, 21.0)
+    assert not idleness.update(0, 9.0)
+    assert idleness.update(0, 10.0)
+    assert not idleness.update(5, 11.0)
+    assert not idleness.update(5, 20.0)
+    assert idleness.update(5, 21.0)
 
 
 def test_a_down_budget_holds_over_all_lanes(run: Any) -> None:

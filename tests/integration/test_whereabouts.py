@@ -17,7 +17,6 @@ from p2pdiloco.nat import hole_punching
 from p2pdiloco.nat import messages as intro
 from p2pdiloco.nat.rendezvous_client import Attendance
 from p2pdiloco.nat.rendezvous_server import RendezvousServer
-from p2pdiloco.nat.request_router import RequestRouter
 from p2pdiloco.net.authorization import OpenAuthorizer
 from p2pdiloco.net.handshake import WIRE_VERSION
 from p2pdiloco.protocol.ids import PeerId, RunId
@@ -94,13 +93,12 @@ class Member(Observer):
 
     def __init__(self, board: Board, listen: str, folder: Path) -> None:
         identity = Identity.ephemeral()
-        self.id, self.handler, directory = identity.peer_id, RequestRouter(self), board.of(identity.peer_id)
-        self.transport = Transport(identity, listen=listen, run=RUN, version=WIRE_VERSION, handler=self.handler)
+        self.id, directory = identity.peer_id, board.of(identity.peer_id)
+        self.transport = Transport(identity, listen=listen, run=RUN, version=WIRE_VERSION, handler=self)
         self.reachability = Reachability(
             identity,
             directory,
             self.transport,
-            self.handler,
             announced=(),
             relay_bytes_per_s=None,
             maps_port=False,
@@ -117,10 +115,6 @@ class Member(Observer):
             cast(MembershipSync, OpenRun()),
             self.reachability.ladder,
         )
-        self.handler.learn = self.peer_manager.told
-
-    def disconnected(self, peer: PeerId, reason: str) -> None:
-        self.peer_manager.disconnected(peer, reason)
 
 
 def test_a_relayed_pair_meets_at_a_member_when_the_bootstrap_dies_though_the_directory_says_nothing(
@@ -132,9 +126,8 @@ def test_a_relayed_pair_meets_at_a_member_when_the_bootstrap_dies_though_the_dir
 
     async def work() -> None:
         board = Board()
-        handler = RequestRouter(Observer())
-        hub = Transport(Identity.ephemeral(), listen=LISTEN, run="", version=WIRE_VERSION, handler=handler)
-        handler.point = RendezvousServer(hub, None)
+        hub = Transport(Identity.ephemeral(), listen=LISTEN, run="", version=WIRE_VERSION, handler=Observer())
+        bootstrap = RendezvousServer(hub, None)
         async with AsyncExitStack() as stack:
             dying = await stack.enter_async_context(AsyncExitStack())
             await dying.enter_async_context(hub)
@@ -145,10 +138,9 @@ def test_a_relayed_pair_meets_at_a_member_when_the_bootstrap_dies_though_the_dir
                 await stack.enter_async_context(one.reachability)
                 for keeping in (one.peer_manager.keep(), one.reachability.keep(lambda _: None)):
                     stack.callback(asyncio.ensure_future(keeping).cancel)
-            point = pub.handler.point
-            assert point is not None
+            point = pub.reachability.point
             await until(lambda: all(len(one.transport.peers()) == 2 for one in (ann, kim, pub)))
-            assert handler.point.introducer.joined > 0, "the bootstrap is asked first"
+            assert bootstrap.introducer.joined > 0, "the bootstrap is asked first"
             await until(lambda: point.attending == 2)
             await dying.aclose()
             await until(lambda: point.introducer.joined == 1)

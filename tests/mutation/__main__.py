@@ -149,7 +149,7 @@ def _say(card: ScoreCard) -> None:
 
 def _planted(arguments: argparse.Namespace) -> int:
     wanted = [bug for bug in BUGS if not arguments.names or bug.name in arguments.names]
-    jobs = [Job(bug.name, lambda bug=bug: plant(bug), bug.killed_by, PLANTED_S, bug.module) for bug in wanted]  # type: ignore[misc]
+    jobs = [Job(bug.name, lambda bug=bug: plant(bug), bug.killed_by, PLANTED_S) for bug in wanted]  # type: ignore[misc]
     alive = _judge_planted(jobs, arguments.jobs)
     if alive and len(alive) < len(jobs) // 20:  # alone now: what a busy machine hid, and what a test drew otherwise
         again = [job for job, _ in alive]

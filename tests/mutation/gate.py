@@ -129,28 +129,16 @@ def _job(file: str, source: str, mutant: Mutant, reach: Reach) -> Job:
     fast = [test for test in tests if not test.startswith(SEED)][:TESTS_MOST]
     took_s = sum(reach.seconds.get(test, 0.0) for test in fast)
     limit_s = LIMIT_S + SLOWER * took_s + SEED_LIMIT_S * len(seeds)
-    return Job(mutant.id, planting(mutant, source), [*fast, *seeds], limit_s, mutant.module)
+    return Job(mutant.id, planting(mutant, source), [*fast, *seeds], limit_s)
 
 
 def planting(mutant: Mutant, source: str) -> Callable[[], None]:
     """What plants it in a process."""
 
     def plant() -> None:
-        if mutant.module.endswith(".kernels"):
-            _compile_anew()
         change_on_import(mutant.module, lambda _: mutated(source, mutant.number))
 
     return plant
-
-
-def _compile_anew() -> None:
-    """numba keeps what it compiled, and does not look at constants."""
-    import os
-    import tempfile
-
-    from numba.core import config
-
-    config.CACHE_DIR = os.environ["NUMBA_CACHE_DIR"] = tempfile.mkdtemp(prefix="p2pdiloco-mutant-numba-")
 
 
 def judge_again(
@@ -168,10 +156,7 @@ def judge_again(
             found[mutant.id] = (str(path.relative_to(ROOT)), mutant, source)
     there = [name for name in names if name in found]
     chosen = random.sample(there, min(number, len(there)))
-    jobs = [
-        Job(n, planting(found[n][1], found[n][2]), _killers(n, killed[n]), LIMIT_S * 3, found[n][1].module)
-        for n in chosen
-    ]
+    jobs = [Job(n, planting(found[n][1], found[n][2]), _killers(n, killed[n]), LIMIT_S * 3) for n in chosen]
     alive = []
     for job, verdict in judge(jobs, processes):
         result = Result(found[job.name][0], found[job.name][1], verdict)

@@ -69,7 +69,7 @@ def find_reach(files: list[Path], suites: list[str], seeds: range, cache: Path) 
     place = cache / f"reach-{mark.hexdigest()[:16]}.json"
     if not place.exists():
         cache.mkdir(parents=True, exist_ok=True)
-        job = Job("reach", lambda: _trace(names, suites, seeds, place), [], LIMIT_S, "")
+        job = Job("reach", lambda: _trace(names, suites, seeds, place), [], LIMIT_S)
         for _, verdict in judge([job], 1):
             if not place.exists():
                 raise RuntimeError(f"no test could be traced: {verdict}, see {place.with_suffix('.log')}")

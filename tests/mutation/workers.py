@@ -52,13 +52,11 @@ class Job(NamedTuple):
     """Ids of pytest's and of seeds, in this order."""
     limit_s: float
     """Of computing."""
-    module: str
-    """Which ``plant`` changes, that it is not imported yet; empty: any may be."""
 
 
 SLOW = (
     *("anyio.pytest_plugin", "xdist.plugin", "xdist.looponfail", "pytest_timeout", "_hypothesis_pytestplugin"),
-    *("_pytest.junitxml", "hypothesis", "torch", "numba", "scipy.linalg", "zstandard", "safetensors.torch", "blake3"),
+    *("_pytest.junitxml", "hypothesis", "torch", "zstandard", "safetensors.torch", "blake3"),
     *("cryptography.hazmat.primitives.asymmetric.ed25519", "msgspec.json", "msgspec.msgpack", "msgspec.toml", "uvloop"),
 )
 """What the fast tests import that is not ours: a second and a half of each process that does it itself."""
@@ -68,26 +66,14 @@ PLUGINS = ("pytest_timeout", "_hypothesis_pytestplugin")
 """Those that tests need, of what is installed: to find out what is takes pytest a tenth of a second."""
 
 
-KERNELS = ("p2pdiloco.codec.numba_kernels", "p2pdiloco.codec.numba_kernels")
-"""They import nothing else of ours, and take a tenth of a second, compiled as they are."""
-
-
 def import_slow() -> None:
     """What every process needs and few change. To be called once, before ``judge``."""
     for name in SLOW:
         with contextlib.suppress(ImportError):
             import_module(name)
-    with contextlib.suppress(ImportError):
-        from numba.core.registry import cpu_target
-
-        cpu_target.typing_context.refresh()  # its own types and functions, which the first kernel would load
-        cpu_target.target_context.refresh()
     import_module("torch").set_num_threads(1)
     ours = [name for name in sys.modules if name.startswith("p2pdiloco.") and "simulation" not in name]
     assert not ours, f"imported too early: {ours}"
-    for name in KERNELS:
-        with contextlib.suppress(ImportError):
-            import_module(name)
     gc.freeze()  # what is there is nobody's garbage, and no child copies it to look
     gc.disable()
 
@@ -165,8 +151,6 @@ def _be_child(job: Job, result: Any) -> None:
                 os.dup2(nothing.fileno(), descriptor)
         with tempfile.TemporaryDirectory(prefix="p2pdiloco-mutant-") as folder:
             isolate(Path(folder))
-            if job.module in ("", *KERNELS):
-                _forget_kernels(Path(folder))
             job.plant()
             verdict = run_tests(job.tests)
             json.dump(verdict, result)
@@ -175,21 +159,8 @@ def _be_child(job: Job, result: Any) -> None:
         os._exit(0)
 
 
-def _forget_kernels(folder: Path) -> None:
-    """They are imported anew, and compiled from what stands there: what is compiled already lies elsewhere, and what is
-    compiled now would be another's tomorrow."""
-    with contextlib.suppress(ImportError):
-        import_module("numba").config.CACHE_DIR = str(folder / "numba")  # type: ignore[attr-defined]
-    with contextlib.suppress(ImportError):
-        import_module("p2pdiloco.codec.native").LIBRARY = None  # type: ignore[attr-defined]
-    for name in KERNELS:
-        package, _, own = name.rpartition(".")
-        if sys.modules.pop(name, None) is not None:
-            delattr(sys.modules[package], own)
-
-
 def isolate(folder: Path) -> None:
-    """Caches of tests go to ``folder``; a kernel of another mutant is not taken for this one's."""
+    """Caches of tests go to ``folder``."""
     sys.dont_write_bytecode = True
     os.environ["HYPOTHESIS_STORAGE_DIRECTORY"] = str(folder / "hypothesis")
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"

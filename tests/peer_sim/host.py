@@ -15,8 +15,7 @@ from functools import partial
 from random import Random
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from p2pdiloco.codec import numba_kernels
-from p2pdiloco.codec.formats import scratch
+from p2pdiloco.codec import native
 from p2pdiloco.peer.host import Queue, StartLearner
 from p2pdiloco.protocol.ids import PeerId, ShardId
 from tests.machine_sim.clock import Clock
@@ -29,17 +28,13 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-HAS_KERNELS = numba_kernels.AVAILABLE
-
 WORK_S: dict[Queue, float] = {"tensors": 0.004, "checks": 0.002, "disk": 0.03, "log": 0.004}
 """Typical time of one job."""
 
 
 def compute(*, with_kernels: bool) -> None:
-    """From now on so, in this process."""
-    is_fast = with_kernels and HAS_KERNELS
-    setattr(numba_kernels, "AVAILABLE", is_fast)  # noqa: B010 (it is Final for everybody else)
-    scratch.is_fast = is_fast
+    """From now on use the C library in this process, if it is there, or torch alone."""
+    native.is_used = with_kernels and native.LIBRARY is not None
 
 
 class Timer:

@@ -2,7 +2,6 @@
 
 import contextlib
 import struct
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from p2pdiloco.codec import compression
+from p2pdiloco.codec import native
 from p2pdiloco.codec.compression import (
     STORED,
     compress,
@@ -23,17 +22,6 @@ from p2pdiloco.codec.compression import (
     unpack,
 )
 from p2pdiloco.codec.quantization import CHUNK, LARGEST_BODY, encode_vector, recipe
-
-
-@pytest.fixture(params=["zstandard", "libzstd"], autouse=True, scope="module")
-def decoder(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Both that may decode."""
-    if request.param == "libzstd" and not compression.AVAILABLE:
-        pytest.skip("no libzstd here that is worth using")
-    before = compression._contexts.decoder
-    compression._contexts.decoder = compression.Decoder() if request.param == "libzstd" else None
-    yield
-    compression._contexts.decoder = before
 
 
 def test_a_bomb_is_refused_before_it_is_unpacked() -> None:
@@ -85,10 +73,10 @@ def test_bodies_come_back_as_they_were(bodies: list[bytes], kind: type, is_store
     assert len(whole) == sum(map(len, bodies))
 
 
-@pytest.mark.parametrize("is_fast", [False, True])
-def test_stored_bodies_are_neither_coded_nor_copied(is_fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_used", [False, native.is_used])
+def test_stored_bodies_are_neither_coded_nor_copied(is_used: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """int4's: four bits each and a scale a block. With the library and without it."""
-    monkeypatch.setattr("p2pdiloco.codec.quantization.scratch.is_fast", is_fast)
+    monkeypatch.setattr(native, "is_used", is_used)
     elements = CHUNK + 1000
     values = torch.randn(elements, generator=torch.Generator().manual_seed(1))
     bodies = encode_vector(recipe("int4"), values, room=index_bytes(2))

@@ -11,7 +11,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from p2pdiloco.codec import merge, numba_kernels, shard_codec
+from p2pdiloco.codec import merge, native
 from p2pdiloco.codec.formats import HEADER
 from p2pdiloco.codec.merge import EncodedGradient, contribution
 from p2pdiloco.codec.quantization import encode_vector, recipe
@@ -28,9 +28,7 @@ weights = st.sampled_from([0.0, 1e-12, 1.0, 2.5e11, 1e30])
 def without_the_library(is_native: bool) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if not is_native:
-            patch.setattr(numba_kernels, "AVAILABLE", False)
-            patch.setattr(shard_codec, "_sum", None)
-            patch.setattr(shard_codec, "_square", None)
+            patch.setattr(native, "is_used", False)
         yield
 
 

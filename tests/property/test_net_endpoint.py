@@ -13,7 +13,7 @@ from two_endpoints import FINGERPRINT, Peer, Wire, World, book, check_quiet, sma
 
 from p2pdiloco.net.connection import Connection
 from p2pdiloco.net.endpoint import TWIN, Peers
-from p2pdiloco.net.events import Closing, Failed, Message, Offered
+from p2pdiloco.net.events import Closing, ConnectionId, Failed, Message, Offered
 from p2pdiloco.net.frames import (
     HEADER,
     FrameKind,
@@ -54,7 +54,7 @@ def talk(world: World, *, cuts_primaries: bool) -> dict[Peer, dict[bytes, bytes 
                 world.dial(here, there)
             case "cut":
                 doomed = rng.choice(world.wires)
-                if cuts_primaries or any(end.primary is not end for end in doomed.ends.values()):
+                if cuts_primaries or any(end.session.is_lane for end in doomed.ends.values()):
                     doomed.cut()
             case _:
                 world.run(world.now + rng.choice([0.001, 0.1, 3.0]))
@@ -86,7 +86,7 @@ def test_what_is_accepted_comes_once_though_lanes_are_cut_and_both_dial(seed: in
             assert here.connections == ["up"], here.connections
             check_quiet(here)
             check_answers(here)
-            serving = [c for c in here.endpoint.connections if c.primary is c]
+            serving = [c for c in here.endpoint.connections.values() if not c.session.is_lane]
             assert len(serving) == 1, "a duplicate stays"
 
 
@@ -159,7 +159,7 @@ def test_what_comes_with_a_proof_that_is_turned_away_is_not_heard() -> None:
     world.run(3.0)
     proof_and_greeting = b"".join(held)
     assert world.bob.greeting in proof_and_greeting
-    world.ann.endpoint.receive(wire.ends[world.ann], proof_and_greeting, world.now)
+    world.ann.endpoint.receive_data(wire.ends[world.ann].id, proof_and_greeting, world.now)
     world.ann.turn()
     world.run(4.0)
     assert not world.ann.messages
@@ -253,17 +253,17 @@ def test_questions_end_by_their_deadlines(seed: int) -> None:
         assert len(world.ann.answers[question]) == 1
 
 
-def drive(world: World, connection: Connection) -> tuple[bytes, list[object]]:
+def drive(world: World, connection: ConnectionId) -> tuple[bytes, list[object]]:
     """Bob's turns until nothing happens: what he wrote on the connection, what he told of it."""
     endpoint, written, told = world.bob.endpoint, b"", []
     while endpoint.has_events or endpoint.has_control:
         for event in endpoint.events(world.now):
-            if getattr(event, "connection", None) is connection:
+            if getattr(event, "connection", None) == connection:
                 told.append(event)
             else:
                 world.bob._hear(event)
         for which, piece in endpoint.to_send(world.now, 100_000):
-            if which is connection:
+            if which == connection:
                 written += piece.head + bytes(piece.chunk)
             else:
                 world.bob.wires[which].write(world.bob, piece.head + bytes(piece.chunk))
@@ -277,23 +277,24 @@ def test_garbage_of_a_stranger_ends_its_connection_and_nothing_else(garbage: byt
     world = World(1)
     world.meet()
     endpoint = world.bob.endpoint
-    connection = endpoint.begin(Role.LISTENER, world.now, host="10.0.0.66")
-    endpoint.up(connection, FINGERPRINT, world.now)
+    connection = endpoint.add_connection(Role.LISTENER, world.now, host="10.0.0.66")
+    stranger = endpoint.connection(connection)
+    endpoint.handle_tls_established(connection, FINGERPRINT, world.now)
     drive(world, connection)
     data = HEADER.pack(len(garbage), kind, 0) + garbage
     told: list[object] = []
     for begin in range(0, len(data), cut):
-        endpoint.receive(connection, data[begin : begin + cut], world.now)
+        endpoint.receive_data(connection, data[begin : begin + cut], world.now)
         told += drive(world, connection)[1]
     is_refused = any(isinstance(event, Failed) for event in told)
     is_left = kind == FrameKind.GOODBYE or len(data) < HEADER.size
     if not (is_refused or is_left):
-        assert connection.is_ending
+        assert stranger.is_ending
     world.now += 30.0
     endpoint.wake(world.now)
     told += drive(world, connection)[1]
     assert any(isinstance(event, Closing) for event in told)
-    assert connection.reason
+    assert stranger.reason
     assert world.ann.send(world.bob, b"still there?", None)
     world.run(world.now + 5.0)
     assert world.bob.messages[-1] == (b"still there?", None)
@@ -347,7 +348,7 @@ def test_a_peer_that_says_something_else_than_it_should_harms_itself_only(data: 
         world = World(seed, inbox_bytes=20_000)
         wire = world.dial(world.ann, world.bob)
         world.run(2.0)
-        world.bob.endpoint.receive(wire.ends[world.bob], bytes(said), world.now)
+        world.bob.endpoint.receive_data(wire.ends[world.bob].id, bytes(said), world.now)
         world.bob.turn()
         world.run(world.now + QUIET_S)
         if not wire.is_cut:
@@ -362,16 +363,16 @@ def test_a_peer_that_says_something_else_than_it_should_harms_itself_only(data: 
 
 def test_a_silent_stranger_is_gone_at_its_deadline() -> None:
     world = World(1)
-    connection = world.bob.endpoint.begin(Role.LISTENER, 0.0, host="10.0.0.66")
+    connection = world.bob.endpoint.add_connection(Role.LISTENER, 0.0, host="10.0.0.66")
     assert world.bob.endpoint.next_deadline() == 10.0
     world.bob.endpoint.wake(9.9)
     assert not drive(world, connection)[1]
-    world.bob.endpoint.up(connection, FINGERPRINT, 9.9)
+    world.bob.endpoint.handle_tls_established(connection, FINGERPRINT, 9.9)
     assert parse_header(drive(world, connection)[0]).kind is FrameKind.HELLO
     world.bob.endpoint.wake(19.9)
     (closing,) = drive(world, connection)[1]
     assert closing == Closing(connection, False)
-    assert connection.reason == "the handshake took too long"
+    assert world.bob.endpoint.connection(connection).reason == "the handshake took too long"
 
 
 @pytest.mark.parametrize("size", [0, 900, 20_000, 300_000])
@@ -393,15 +394,15 @@ def test_a_payload_that_was_handed_over_is_nobody_elses() -> None:
     world.run(10.0)
     endpoint = world.bob.endpoint
     primary = endpoint.serving[world.ann.id]
-    lane = next(member for member in primary.conversation.lanes.members if member is not primary)
+    lane = next(found for found in endpoint.connections.values() if found.session.is_lane)
     payloads: list[memoryview] = []
 
     def hear(connection: Connection, data: bytes) -> None:
-        endpoint.receive(connection, data, world.now)
+        endpoint.receive_data(connection.id, data, world.now)
         for event in endpoint.events(world.now):
             match event:
                 case Offered():
-                    endpoint.accept(event)
+                    endpoint.accept_payload(event)
                 case Message(_, _, payload) if payload is not None:
                     payloads.append(payload)
 
@@ -432,16 +433,16 @@ def test_a_direct_connection_takes_the_place_of_a_relayed_one_whoever_dialled_it
     world.run(60.0)
     for peer, other in ((small, large), (large, small)):
         assert peer.endpoint.serving[other.id] is direct.ends[peer]
-        assert relayed.ends[peer] not in peer.endpoint.connections
-        assert late.ends[peer] not in peer.endpoint.connections
+        assert relayed.ends[peer].id not in peer.endpoint.connections
+        assert late.ends[peer].id not in peer.endpoint.connections
 
 
 BUGS = {
-    "a lane that is lost takes its parts with it": (Splitter, "lose", lambda self, lane: None),
+    "a lane that is lost takes its parts with it": (Splitter, "requeue", lambda self, lane: None),
     "acknowledgements are not counted": (Splitter, "acknowledge", lambda self, lane, stream: None),
-    "withdrawing tells nobody": (Session, "time_out", lambda self, number: None),
+    "withdrawing tells nobody": (Session, "expire_request", lambda self, number: None),
     "duplicates stay": (Peers, "_rank", lambda self, connection: (connection.role is Role.DIALLER, 0)),
-    "what is offered is taken anyway": (Session, "settle_offer", lambda self: None),
+    "what is offered is taken anyway": (Session, "decline_offer", lambda self: None),
     "memory is not given back": (ReceiveBuffer, "_forget", lambda self, number, stream: self._streams.pop(number)),
 }
 

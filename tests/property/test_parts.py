@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from p2pdiloco.net import multipath
 from p2pdiloco.net.frames import OPEN_STREAMS_LIMIT, FrameError, Part, Start, Use
-from p2pdiloco.net.multipath import Known, Piece, Reassembler, Splitter, Whole
+from p2pdiloco.net.multipath import PayloadState, Piece, Reassembler, Splitter, Whole
 
 PART = 1000
 
@@ -32,14 +32,14 @@ def assembler() -> Reassembler:
 def deliver(receiver: Reassembler, piece: Piece, *, admits: bool = True) -> Whole | None:
     """As a conversation does it."""
     start = piece.start
-    known = receiver.look(start)
-    if known is Known.NEW and admits:
+    known = receiver.state_of(start)
+    if known is PayloadState.NEW and admits:
         receiver.admit(start, piece.body)
-    elif known is Known.NEW:
+    elif known is PayloadState.NEW:
         receiver.refuse(start)
-    if known is Known.OVER or not admits:
+    if known is PayloadState.OVER or not admits:
         return None
-    receiver.place(start)[:] = piece.data
+    receiver.place_of(start)[:] = piece.data
     return receiver.complete(start)
 
 
@@ -47,7 +47,7 @@ def give(sender: Splitter[Any], lane: Any, stream: int) -> Piece | None:
     """The next part, for this lane and stream."""
     piece = sender.next(lane)
     if piece is not None:
-        sender.gave(lane, stream, piece)
+        sender.assign(lane, stream, piece)
     return piece
 
 
@@ -92,7 +92,7 @@ def test_every_payload_comes_whole_and_once(sizes: list[int], seed: int) -> None
                     if (part := give(sender, lane, streams)) is not None:
                         out.append((lane, streams, part))
                 case "lose" if rng.random() < 0.2:
-                    sender.lose(lane)
+                    sender.requeue(lane)
                     late = [entry for entry in out if entry[0] == lane]
                     out = [entry for entry in out if entry[0] != lane]
                     lanes[lanes.index(lane)] = max(lanes) + 1
@@ -108,7 +108,7 @@ def test_every_payload_comes_whole_and_once(sizes: list[int], seed: int) -> None
                     if what == "arrive":
                         sender.acknowledge(lane, stream)
                     else:
-                        sender.lose(lane)
+                        sender.requeue(lane)
                         out = [entry for entry in out if entry[0] != lane]
         done = [whole for whole in wholes if whole is not None]
         assert sorted(whole.body for whole in done) == sorted(b"%d" % index for index in range(len(sizes)))
@@ -168,9 +168,9 @@ def part(use: Use, number: int, total: int, offset: int, size: int, request: int
 def test_what_is_refused_is_over() -> None:
     receiver = assembler()
     first, second = (part(Use.MESSAGE, 1, 2 * PART, offset, PART) for offset in (0, PART))
-    assert receiver.look(first) is Known.NEW
+    assert receiver.state_of(first) is PayloadState.NEW
     receiver.refuse(first)
-    assert receiver.look(second) is Known.OVER
+    assert receiver.state_of(second) is PayloadState.OVER
     assert receiver.held_bytes == 0
 
 
@@ -190,7 +190,7 @@ def test_a_part_of_another_payload_is_found_out(start: Start) -> None:
     receiver = assembler()
     receiver.admit(part(Use.MESSAGE, 7, 10, 0, 5), b"")
     with pytest.raises(FrameError):
-        receiver.look(start)
+        receiver.state_of(start)
 
 
 def test_payloads_in_parts_are_bounded() -> None:
@@ -198,4 +198,4 @@ def test_payloads_in_parts_are_bounded() -> None:
     for number in range(2 * OPEN_STREAMS_LIMIT):
         receiver.admit(part(Use.MESSAGE, number, 10, 0, 5), b"")
     with pytest.raises(FrameError, match="at once"):
-        receiver.look(part(Use.MESSAGE, 999, 10, 0, 5))
+        receiver.state_of(part(Use.MESSAGE, 999, 10, 0, 5))

@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from p2pdiloco.codec import numba_kernels
+from p2pdiloco.codec import native
 from p2pdiloco.codec.compression import join, payload_limit, split
-from p2pdiloco.codec.formats import HEADER, scratch
+from p2pdiloco.codec.formats import HEADER
 from p2pdiloco.codec.quantization import (
     BLOCK,
     CHUNK,
@@ -232,12 +232,12 @@ def test_the_source_is_not_touched_and_any_buffer_decodes(codec: Codec) -> None:
 
 
 @pytest.mark.parametrize("how", RECIPES)
-@pytest.mark.parametrize("is_fast", [scratch.is_fast, False])
+@pytest.mark.parametrize("is_used", [native.is_used, False])
 def test_what_is_subtracted_counts_as_if_the_difference_were_given(
-    how: Recipe, is_fast: bool, monkeypatch: pytest.MonkeyPatch
+    how: Recipe, is_used: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a last block that is not full, one of zeros, and, where a norm's square vanishes, one that kernels leave."""
-    monkeypatch.setattr(scratch, "is_fast", is_fast)
+    """With a last block that is not full, one of zeros, and, where a norm's square vanishes, one left to torch."""
+    monkeypatch.setattr(native, "is_used", is_used)
     for x in (bell(3000, 1), bell(3000, 1) * torch.logspace(-20, 0, 3000)):
         less = bell(3000, 2) * x.abs()
         x[256:512] = less[256:512]
@@ -272,7 +272,7 @@ def test_impossible_recipes_say_so() -> None:
             recipe("int4", step, block)
 
 
-@pytest.mark.skipif(not numba_kernels.AVAILABLE, reason="there are none: no compiler, no numba")
+@pytest.mark.skipif(not native.is_used, reason="no library of these sources is there: pip install -e .")
 @given(
     st.integers(0, 10**6),
     st.sampled_from([0.0, 0.335, 0.4, 1.0]),
@@ -281,10 +281,10 @@ def test_impossible_recipes_say_so() -> None:
     st.integers(0, 63),
 )
 @settings(deadline=None)
-def test_kernels_decode_to_the_same_bits_and_encode_as_well(
+def test_the_library_decodes_to_the_same_bits_and_encodes_as_well(
     seed: int, step: float, block: int, blocks: int, cut_off: int
 ) -> None:
-    """A scale by kernels may differ in its last bit, since its sum may run in another order: then nothing else may."""
+    """A scale may differ in its last bit, since its sum may run in another order: then nothing else may."""
     x = (bell(blocks * block, seed) * torch.logspace(-20, 20, blocks).repeat_interleave(block))[cut_off:].clone()
     x[:: 3 * block] *= 50  # some heavy tails
     x[-1] *= 50
@@ -296,15 +296,12 @@ def test_kernels_decode_to_the_same_bits_and_encode_as_well(
         vectors = (decode_chunk_of(body, len(x)), added)
         return [v for y in vectors for v in y.view(torch.int32).tolist()], squared_norm(body, len(x))
 
-    assert scratch.is_fast
     [body], found = encode(how, x), []
     found.append(read(body))
-    scratch.is_fast = False
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "is_used", False)
         [reference] = encode(how, x)
         found.append(read(body))
-    finally:
-        scratch.is_fast = True
     assert found[0][0] == found[1][0]
     assert found[0][1] == pytest.approx(found[1][1], rel=1e-12)
     scales, expected = (torch.frombuffer(bytearray(b[-2 * blocks :]), dtype=torch.int16) for b in (body, reference))

@@ -18,21 +18,22 @@ from p2pdiloco.net.bandwidth import Path
 from p2pdiloco.net.connection import Connection
 from p2pdiloco.net.endpoint import Endpoint
 from p2pdiloco.net.events import (
-    Answered,
-    Asked,
-    Asking,
+    AnswerReceived,
     Closing,
     Connected,
+    ConnectionId,
     Disconnected,
     Ended,
     Event,
+    IncomingRequest,
     LaneWanted,
-    LookWanted,
     Message,
     Offered,
-    Question,
-    Unanswered,
-    Withdrawn,
+    OutgoingRequest,
+    PathInfoWanted,
+    RequestFailed,
+    RequestReceived,
+    RequestWithdrawn,
 )
 from p2pdiloco.net.handshake import Dialled, Greeter, Role
 from p2pdiloco.net.limits import ConnectionLimits, TransportLimits
@@ -96,7 +97,7 @@ class Wire:
             self._world.at(at, lambda piece=piece: self._arrive(peer, piece))
         if self._queued[peer] > PIPE_BYTES and peer not in self._full:
             self._full.add(peer)
-            peer.endpoint.pause(self.ends[peer])
+            peer.endpoint.pause_writing(self.ends[peer].id)
 
     def close(self, peer: Peer, is_flushed: bool) -> None:
         """``peer`` closes its end; what it had written arrives first if ``is_flushed``."""
@@ -110,7 +111,7 @@ class Wire:
         if not self.is_cut:
             self.is_cut = True
             for peer, connection in self.ends.items():
-                peer.endpoint.lost(connection, "cut", self._world.now)
+                peer.endpoint.handle_connection_lost(connection.id, "cut", self._world.now)
                 peer.turn()
 
     def _arrive(self, peer: Peer, piece: bytes) -> None:
@@ -125,7 +126,7 @@ class Wire:
         self._read(there, memoryview(data))
         if peer in self._full and self._queued[peer] <= PIPE_BYTES // 2 and not self.is_cut:
             self._full.remove(peer)
-            peer.endpoint.resume(self.ends[peer])
+            peer.endpoint.resume_writing(self.ends[peer].id)
             peer.turn()
 
     def _read(self, peer: Peer, data: memoryview) -> None:
@@ -146,7 +147,7 @@ class Peer:
     def __init__(self, world: World, name: str, limits: TransportLimits, life: str = "") -> None:
         self.world = world
         self.id = PeerId(name)
-        self.wires: dict[Connection, Wire] = {}
+        self.wires: dict[ConnectionId, Wire] = {}
         self.messages: list[tuple[bytes, bytes | None]] = []
         self.voices: list[tuple[bytes, bytes]] = []
         """Of each message, the life that was told to be connected last, and the body."""
@@ -155,11 +156,11 @@ class Peer:
         self.connections: list[str] = []
         """"up" and "down", in the order in which they were told."""
         self.ended: list[str] = []
-        self.answers: dict[Question, list[object]] = {}
-        self.asked: dict[Question, float] = {}
+        self.answers: dict[OutgoingRequest, list[object]] = {}
+        self.asked: dict[OutgoingRequest, float] = {}
         """When each must have ended."""
         self.admits: Callable[[bytes], bool] = lambda body: True
-        self.answering: dict[Asking, bytes] = {}
+        self.answering: dict[IncomingRequest, bytes] = {}
         self.holds = 0.0
         """How likely a payload is taken only later."""
         self.life = (life or name).encode().ljust(16, b".")
@@ -202,32 +203,33 @@ class Peer:
                 self.messages.append((event.body, None if event.payload is None else bytes(event.payload)))
                 self.voices.append((self._life, event.body))
                 if event.payload is not None and world.rng.random() < self.holds:
-                    hold = self.endpoint.hold(event)
+                    hold = self.endpoint.hold_payload(event)
                     world.after(world.rng.random(), lambda: self._release(hold))
             case Offered() if self.admits(event.body):
-                self.endpoint.accept(event)
+                self.endpoint.accept_payload(event)
             case Connected(connection):
                 self.connections.append("up")
-                assert connection.remote is not None
-                self._life = connection.remote.life
+                came = self.endpoint.connection(connection)
+                assert came.remote is not None
+                self._life = came.remote.life
                 if self.greeting:
-                    self.endpoint.send(connection.peer, self.greeting, None, 0.0, None)
+                    self.endpoint.send(came.peer, self.greeting, None, 0.0, None)
             case Disconnected():
                 self.connections.append("down")
-            case Asked(asking, body):
+            case RequestReceived(asking, body):
                 self.answering[asking] = body
                 world.after(world.rng.random(), lambda: self._answer(asking))
-            case Withdrawn(asking):
+            case RequestWithdrawn(asking):
                 del self.answering[asking]
-            case Answered(question, response):
+            case AnswerReceived(question, response):
                 self.answers[question].append(response)
-            case Unanswered(question, error):
+            case RequestFailed(question, error):
                 self.answers[question].append(error)
             case LaneWanted():
                 world.after(0.01, lambda: world.dial_lane(self, event))
-            case LookWanted(connections):
+            case PathInfoWanted(connections):
                 path = Path("bbr", 0.1, 0.1)
-                self.endpoint.saw(dict.fromkeys(connections, path), world.now)
+                self.endpoint.handle_path_info(dict.fromkeys(connections, path), world.now)
             case Closing(connection, is_flushed):
                 self.wires[connection].close(self, is_flushed)
             case Ended(_, reason):
@@ -236,7 +238,7 @@ class Peer:
 
     def ask(self, other: Peer, body: bytes, timeout_s: float) -> None:
         """A request, if there is a connection."""
-        question = self.endpoint.ask(other.id, body, self.world.now, timeout_s=timeout_s, max_payload=30_000)
+        question = self.endpoint.send_request(other.id, body, self.world.now, timeout_s=timeout_s, max_payload=30_000)
         self.answers[question] = []
         self.asked[question] = self.world.now + timeout_s
         self.turn()
@@ -248,17 +250,17 @@ class Peer:
         return is_queued
 
     def _release(self, hold: Any) -> None:
-        self.endpoint.release(hold, self.world.now)
+        self.endpoint.release_payload(hold, self.world.now)
         self.turn()
 
-    def _answer(self, asking: Asking) -> None:
+    def _answer(self, asking: IncomingRequest) -> None:
         body = self.answering.pop(asking, None)
         if body == b"no":
-            self.endpoint.refuse(asking, "no")
+            self.endpoint.refuse_request(asking, "no")
         elif body == b"never":
             self.answering[asking] = body
         elif body is not None:
-            self.endpoint.answer(asking, Answer(body, book(body)))
+            self.endpoint.send_answer(asking, Answer(body, book(body)))
         self.turn()
 
 
@@ -330,26 +332,27 @@ class World:
         self, dialler: Peer, listener: Peer, lane: int = 0, bond: bytes = b"", *, is_relayed: bool = False
     ) -> Wire:
         """TCP and TLS come about at once, the rest in its time."""
-        here = dialler.endpoint.begin(
+        here = dialler.endpoint.add_connection(
             Role.DIALLER, self.now, host="10.0.0.2", dialled=Dialled(listener.id, lane, bond, is_relayed)
         )
-        there = listener.endpoint.begin(Role.LISTENER, self.now, host="10.0.0.1")
-        wire = Wire(self, {dialler: here, listener: there})
+        there = listener.endpoint.add_connection(Role.LISTENER, self.now, host="10.0.0.1")
+        wire = Wire(self, {dialler: dialler.endpoint.connection(here), listener: listener.endpoint.connection(there)})
         self.wires.append(wire)
         for peer, connection in wire.ends.items():
-            peer.wires[connection] = wire
+            peer.wires[connection.id] = wire
         for peer, connection in wire.ends.items():
-            peer.endpoint.up(connection, FINGERPRINT, self.now)
+            peer.endpoint.handle_tls_established(connection.id, FINGERPRINT, self.now)
             peer.turn()
         return wire
 
     def dial_lane(self, peer: Peer, wanted: LaneWanted) -> None:
         """Some fail."""
         other = peer.wires[wanted.primary].other(peer)
-        is_there = self.rng.random() < 0.8 and not wanted.primary.is_ending
+        primary = peer.endpoint.connections.get(wanted.primary)
+        is_there = self.rng.random() < 0.8 and primary is not None and not primary.is_ending
         if is_there:
             self.dial(peer, other, wanted.lane, wanted.bond)
-        peer.endpoint.lane_dialled(wanted, is_there, self.now)
+        peer.endpoint.handle_lane_dialled(wanted, is_there, self.now)
         peer.turn()
 
     def meet(self) -> None:
@@ -362,24 +365,24 @@ class World:
 
 def check_bounds(peer: Peer) -> None:
     """What a peer can make another hold."""
-    for connection in peer.endpoint.connections:
-        talk = connection.conversation
+    for connection in peer.endpoint.connections.values():
+        talk = connection.session
         assert talk.inbox.held_bytes <= peer.world.inbox_bytes
-        assert talk.lanes.assembler.held_bytes <= peer.world.inbox_bytes
-        assert len(talk.askings.numbers) <= 4
-        assert len(talk.questions.numbers) <= 8
+        assert talk.lanes.reassembler.held_bytes <= peer.world.inbox_bytes
+        assert len(talk.incoming.numbers) <= 4
+        assert len(talk.outgoing.numbers) <= 8
 
 
 def check_quiet(peer: Peer) -> None:
     """Nothing of what is over is left behind."""
     assert not peer.endpoint.has_events
     assert not peer.endpoint.has_control
-    for connection in peer.endpoint.connections:
-        talk = connection.conversation
+    for connection in peer.endpoint.connections.values():
+        talk = connection.session
         assert talk.is_idle
         assert talk.queued_bytes == 0
-        assert talk.inbox.held_bytes == talk.inbox.demand_bytes == talk.lanes.assembler.held_bytes == 0
+        assert talk.inbox.held_bytes == talk.inbox.demand_bytes == talk.lanes.reassembler.held_bytes == 0
     for question, ends in peer.answers.items():
         assert len(ends) == 1, (question.number, ends)
-    assert not peer.endpoint._strangers
+    assert not peer.endpoint._half_open
     assert len(peer.endpoint._accounts) <= len(peer.endpoint.connections)

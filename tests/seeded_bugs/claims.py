@@ -272,7 +272,7 @@ BUGS = (
         "the usual follows one version at once",
         "counted_tokens",
         "TokenCounts.after",
-        "lower_median",
+        "median_low",
         "max",
         "whoever declares most decides what is usual",
         "test_plausibility.py::test_what_is_usual_is_the_median_of_each_version_and_moves_slowly",

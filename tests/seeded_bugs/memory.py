@@ -38,7 +38,7 @@ BUGS = (
         where="round_to",
         old="bits + odd + 32767",
         new="bits",
-        harm="peers without numba have other bits, and are refused",
+        harm="peers without the C library have other bits, and are refused",
         killed_by=(f"{_OUTER_TESTS}::test_kernel_and_torch_give_the_same_bits_and_the_change",),
     ),
     Bug(
@@ -47,7 +47,7 @@ BUGS = (
         where="round_to",
         old="bits >> 16 & 1",
         new="1",
-        harm="peers without numba have other bits, and are refused",
+        harm="peers without the C library have other bits, and are refused",
         killed_by=(f"{_OUTER_TESTS}::test_rounding_to_bfloat16_is_that_of_torch_also_at_ties_and_at_the_ends",),
     ),
     Bug(

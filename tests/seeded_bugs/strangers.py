@@ -63,7 +63,7 @@ BUGS = (
     Bug(
         name="who is turned away comes again as often as it likes",
         module="p2pdiloco.transport.connection_setup",
-        where="HandshakePool._came_to_nothing",
+        where="HandshakePool._count_failure",
         old="self._exclusion.failed(machine, loop.time())",
         new="False",
         harm="a flood from few machines takes a quarter of a processor",
@@ -72,8 +72,8 @@ BUGS = (
     Bug(
         name="who was shut out once is out for ever",
         module="p2pdiloco.transport.connection_setup",
-        where="HandshakePool._sieve",
-        old="None if ends is None else loop.call_at(ends, self._sieve)",
+        where="HandshakePool._update_blocklist",
+        old="None if ends is None else loop.call_at(ends, self._update_blocklist)",
         new="None",
         harm="who had a bad minute, or shares an address with who had, never connects again",
         killed_by=(f"{_ANTEROOM}::test_a_machine_of_which_many_were_turned_away_is_not_heard_for_a_while",),
@@ -92,7 +92,7 @@ BUGS = (
     Bug(
         name="a line's second half is not looked at",
         module="p2pdiloco.transport.connection_setup",
-        where="program",
+        where="filter_program",
         old="NETWORK_HEADER + IPV6_SENDER + 4",
         new="NETWORK_HEADER + IPV6_SENDER",
         harm="a flood over IPv6 is not shut out, or a neighbour is",
@@ -101,9 +101,9 @@ BUGS = (
     Bug(
         name="what others take costs nothing, whatever it is",
         module="p2pdiloco.transport.connection_setup",
-        where="HandshakePool._give",
-        old="if not await taker(visitor.raw):\n    self._came_to_nothing(visitor)",
-        new="await taker(visitor.raw)\nif False:\n    self._came_to_nothing(visitor)",
+        where="HandshakePool._hand_over",
+        old="if not await taker(pending.raw):\n    self._count_failure(pending)",
+        new="await taker(pending.raw)\nif False:\n    self._count_failure(pending)",
         harm="a flood that begins as the directory does is never shut out",
         killed_by=(f"{_ANTEROOM}::test_a_machine_of_which_many_were_turned_away_is_not_heard_for_a_while",),
     ),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -11,10 +13,12 @@ from p2pdiloco.cli.completion import script
 
 
 def completed(*words: str) -> list[str]:
-    """What bash offers for a line's last word."""
+    """What bash offers for the last word of a line."""
     line = " ".join(f"'{word}'" for word in ("p2pdiloco", *words))
-    ask = f"COMP_WORDS=({line}); COMP_CWORD={len(words)}; _p2pdiloco; echo ${{COMPREPLY[@]}}"
-    done = subprocess.run(["bash", "-c", f"{script()}\n{ask}"], capture_output=True, text=True, check=True, timeout=20)
+    ask = f"COMP_WORDS=({line}); COMP_CWORD={len(words)}; _shtab_p2pdiloco; echo ${{COMPREPLY[@]}}"
+    done = subprocess.run(
+        ["bash", "-c", f"{script('bash')}\n{ask}"], capture_output=True, text=True, check=True, timeout=20
+    )
     assert done.stderr == ""
     return done.stdout.split()
 
@@ -36,3 +40,19 @@ def test_commands_options_and_choices(words: tuple[str, ...], offered: list[str]
 
 def test_every_command_is_there() -> None:
     assert completed("") == list(COMMANDS)
+
+
+def test_any_other_value_is_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.toml").touch()
+    assert completed("start", "ru") == ["run.toml"]
+    assert completed("join", "x", "--data", "ru") == ["run.toml"]
+
+
+def test_zsh_reads_its_script() -> None:
+    text = script("zsh")
+    assert text.startswith("#compdef p2pdiloco")
+    for name in COMMANDS:
+        assert f"_shtab_p2pdiloco_{name}_options=(" in text
+    if shutil.which("zsh") is not None:
+        subprocess.run(["zsh", "-n"], input=text, text=True, check=True, timeout=20)

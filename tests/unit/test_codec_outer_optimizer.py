@@ -4,19 +4,20 @@ import numpy as np
 import pytest
 import torch
 
-from p2pdiloco.codec import native, numba_kernels, quantization
+from p2pdiloco.codec import native, quantization
 from p2pdiloco.codec.outer_optimizer import (
+    Factors,
     outer_step,
     outer_step_by_torch,
     rate_at,
     round_to,
-    step_and_hand_over,
     step_aside,
+    step_shard,
 )
+from p2pdiloco.codec.shard_codec import Bodies
 from p2pdiloco.protocol.manifest import Codec
 
 TYPES = (torch.float32, torch.bfloat16)
-HAS_LIBRARY = native.LIBRARY is not None
 
 
 def test_two_steps_by_hand() -> None:
@@ -156,10 +157,10 @@ def test_a_body_is_taken_and_looked_at_with_the_same_bits(elements: int, codec: 
         moved = change + quantization.decode_chunk(own, torch.empty(elements)) if mine else change
         expected = buffer + moved if is_added else moved
         t, m, to = theta.clone(), momentum.clone(), buffer.clone()
-        is_done = step_and_hand_over(body, mine, t, m, to, is_added=is_added, learning_rate=0.7, momentum_factor=0.9)
-        assert is_done == (
-            codec in ("int4", "int8", "bf16") if HAS_LIBRARY else codec == "int4" and numba_kernels.AVAILABLE
-        )
+        ours = None if mine is None else Bodies.of(mine)
+        factors = Factors(learning_rate=0.7, momentum_factor=0.9)
+        is_done = step_shard(Bodies.of(body), ours, t, m, to, is_added, factors)
+        assert is_done == (native.is_used and codec in ("int4", "int8", "bf16"))
         assert torch.equal(t, new_theta if is_done else theta)
         assert torch.equal(m, new_momentum if is_done else momentum)
         assert torch.equal(to, expected if is_done else buffer)

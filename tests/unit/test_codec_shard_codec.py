@@ -4,29 +4,28 @@ take."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
 from p2pdiloco.codec import merge, native, outer_optimizer, quantization, shard_codec
-from p2pdiloco.codec.formats import LARGEST, scratch
+from p2pdiloco.codec.formats import LARGEST
 from p2pdiloco.codec.quantization import CHUNK
 from p2pdiloco.codec.shard_codec import Bodies, encoded
 from p2pdiloco.protocol.manifest import Codec
 
-HAS_LIBRARY = native.LIBRARY is not None and hasattr(native.LIBRARY, "encode_shard")
+HAS_LIBRARY = native.LIBRARY is not None
 pytestmark = pytest.mark.skipif(not HAS_LIBRARY, reason="no library of these sources is there: pip install -e .")
 SIZES = [1, 63, 2500, CHUNK, CHUNK + 777]
 CODECS: tuple[Codec, ...] = ("int4", "int8", "bf16")
 
 
 @pytest.fixture
-def by_torch() -> Iterator[Callable[[], None]]:
+def by_torch(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Once called, nothing compiled is used any more."""
-    yield lambda: setattr(scratch, "is_fast", False)
-    scratch.is_fast = True
+    return lambda: monkeypatch.setattr(native, "is_used", False)
 
 
 def vector(size: int, seed: int) -> Tensor:
@@ -56,12 +55,13 @@ def test_a_shard_is_encoded_and_measured_as_its_chunks_are(
     how, x, less = quantization.recipe(codec, None, block), vector(size, 1), vector(size, 2)
     found, chunks = encoded(how, x, less), spans(size)
     assert found is not None
-    if codec != "int4":  # whose scales' sums may run in another order; see test_native
+    measured = shard_codec.squared_norms(found, size)
+    if codec != "int4":  # whose scales' sums may run in another order; see tests/property/test_quantize.py
         by_torch()
     assert [bytes(body) for body in found] == [bytes(quantization.encode_chunk(how, x[s], less[s])) for s in chunks]
     by_torch()
     squares = [quantization.squared_norm(body, s.stop - s.start) for body, s in zip(found, chunks, strict=True)]
-    assert shard_codec.squared_norms(found, size) == pytest.approx(squares, rel=1e-12)
+    assert measured == pytest.approx(squares, rel=1e-12)
 
 
 @pytest.mark.parametrize("codec", ["int8", "bf16"])

@@ -13,7 +13,7 @@ from p2pdiloco.access.members import Members
 from p2pdiloco.net.authorization import Authorizer, JoinerAuthorizer, MemberAuthorizer, OpenAuthorizer
 from p2pdiloco.net.connection import Connection
 from p2pdiloco.net.endpoint import Endpoint
-from p2pdiloco.net.events import Connected, Failed, Message
+from p2pdiloco.net.events import Connected, Event, Failed, Message
 from p2pdiloco.net.handshake import Dialled, Greeter, Role
 from p2pdiloco.net.limits import TransportLimits
 from p2pdiloco.protocol.ids import PeerId
@@ -65,21 +65,20 @@ class Meeting:
         seen: tuple[bytes, bytes] = (FINGERPRINT, FINGERPRINT),
     ) -> None:
         begun = (
-            (dialler, dialler.endpoint.begin(Role.DIALLER, 0.0, host="h", dialled=Dialled(expected))),
-            (listener, listener.endpoint.begin(Role.LISTENER, 0.0, host="h")),
+            (dialler, dialler.endpoint.add_connection(Role.DIALLER, 0.0, host="h", dialled=Dialled(expected))),
+            (listener, listener.endpoint.add_connection(Role.LISTENER, 0.0, host="h")),
         )
-        self.connections: dict[Party, Connection] = {}
-        self.events: list[object] = []
+        self.mine, self.theirs = (one.endpoint.connection(connection) for one, connection in begun)
+        self.events: dict[Connection, list[Event]] = {self.mine: [], self.theirs: []}
         for (one, connection), fingerprint in zip(begun, seen, strict=True):
-            one.endpoint.up(connection, fingerprint, 0.0)
+            one.endpoint.handle_tls_established(connection, fingerprint, 0.0)
         for _ in range(20):
-            for (here, _), (there, theirs) in (begun, begun[::-1]):
-                self.events += here.endpoint.events(0.0)
+            for (here, mine), (there, theirs) in (begun, begun[::-1]):
+                self.events[here.endpoint.connection(mine)] += here.endpoint.events(0.0)
                 for _, piece in here.endpoint.to_send(0.0):
                     data = piece.head + bytes(piece.chunk)
                     here.wrote.extend(data)
-                    there.endpoint.receive(theirs, data, 0.0)
-        self.mine, self.theirs = begun[0][1], begun[1][1]
+                    there.endpoint.receive_data(theirs, data, 0.0)
 
     @property
     def stands(self) -> bool:
@@ -88,8 +87,9 @@ class Meeting:
     def refusal(self, connection: Connection) -> str:
         """Why it never was one, at that end."""
         assert not self.stands
-        assert not any(isinstance(event, (Connected, Message)) for event in self.events)
-        return next(str(e.error) for e in self.events if isinstance(e, Failed) and e.connection is connection)
+        told = self.events[connection]
+        assert not any(isinstance(event, (Connected, Message)) for events in self.events.values() for event in events)
+        return next(str(e.error) for e in told if isinstance(e, Failed) and e.connection == connection.id)
 
 
 def test_members_meet_and_know_each_others_role() -> None:
@@ -136,10 +136,10 @@ def test_a_tag_that_was_seen_is_of_no_use() -> None:
     met = Meeting(ann, party(thief, OpenAuthorizer(), ""), seen=(b"t" * 32, b"t" * 32))
     met.refusal(met.mine)
     for victim in (ann, bob):
-        connection = victim.endpoint.begin(Role.LISTENER, 1.0, host="h")
-        victim.endpoint.up(connection, FINGERPRINT, 1.0)
+        connection = victim.endpoint.add_connection(Role.LISTENER, 1.0, host="h")
+        victim.endpoint.handle_tls_established(connection, FINGERPRINT, 1.0)
         before = len(victim.wrote)
-        victim.endpoint.receive(connection, bytes(ann.wrote[: ann.wrote.index(b"p2pdiloco") + 400]), 1.0)
+        victim.endpoint.receive_data(connection, bytes(ann.wrote[: ann.wrote.index(b"p2pdiloco") + 400]), 1.0)
         told = [e for e in victim.endpoint.events(1.0) if isinstance(e, Failed)]
         assert before <= len(victim.wrote)
         assert told

@@ -82,10 +82,10 @@ def feed(inbox: ReceiveBuffer, data: bytes, cut: int | random.Random = 1 << 20, 
         assert count > 0
         buffer[:count] = data[position : position + count]
         if inbox.advance(count):
-            while (event := inbox.next()) is not None:
+            while (event := inbox.next_event()) is not None:
                 events.append(event)
                 if takes and isinstance(event, Begun) and event.start.size:
-                    inbox.take(event.stream, memoryview(bytearray(event.start.size)))
+                    inbox.receive_into(event.stream, memoryview(bytearray(event.start.size)))
         position += count
     return events
 
@@ -208,7 +208,7 @@ def test_what_is_announced_but_not_begun_is_given_up() -> None:
 
 def test_goodbye_is_last() -> None:
     outbox = make_outbox()
-    outbox.part(encode_goodbye(Parting.LEAVING, "bye"))
+    outbox.put_goodbye(encode_goodbye(Parting.LEAVING, "bye"))
     put(outbox, b"", payload(2 * CHUNK), 0.0)
     outbox.put(encode_frame(FrameKind.MESSAGE, 0, b""))
     assert kinds_in(drain(outbox))[-1] == (FrameKind.GOODBYE, 0)
@@ -252,7 +252,7 @@ def test_the_middle_of_a_body_is_no_reason_to_look_for_events() -> None:
     assert not inbox.advance(49_998)
     assert not inbox.advance(1)
     assert inbox.advance(1)
-    assert isinstance(inbox.next(), Completed)
+    assert isinstance(inbox.next_event(), Completed)
 
 
 def test_there_is_always_room_to_read_into() -> None:
@@ -265,7 +265,7 @@ def test_there_is_always_room_to_read_into() -> None:
         buffer[:size] = frame
         assert inbox.advance(size)
         while inbox.has_more:
-            assert isinstance(inbox.next(), Frame)
+            assert isinstance(inbox.next_event(), Frame)
 
 
 def test_what_is_not_taken_is_dropped_without_memory() -> None:
@@ -284,10 +284,10 @@ def test_what_follows_a_frame_is_looked_at_after_it() -> None:
     data = encode_frame(FrameKind.MESSAGE, 0, b"first") + encode_start(0, whole(5), b"then") + b"garbage!!"
     inbox.buffer()[: len(data)] = data
     inbox.advance(len(data))
-    assert isinstance(inbox.next(), Frame)
-    assert isinstance(inbox.next(), Begun)
+    assert isinstance(inbox.next_event(), Frame)
+    assert isinstance(inbox.next_event(), Begun)
     with pytest.raises(FrameError):
-        inbox.next()
+        inbox.next_event()
 
 
 def test_the_beginning_of_a_chunk_is_put_away_without_a_turn_of_the_driver() -> None:
@@ -299,7 +299,7 @@ def test_the_beginning_of_a_chunk_is_put_away_without_a_turn_of_the_driver() -> 
         said.append(inbox.advance(len(data)))
     assert said == [False, False, True]
     assert inbox.arrived_bytes == 400
-    assert inbox.next() is None
+    assert inbox.next_event() is None
     (event,) = feed(inbox, encode_header(FrameKind.CHUNK, 3, 100) + b"b" * 100)
     assert isinstance(event, Completed)
     assert bytes(event.payload) == b"a" * 400 + b"b" * 100
@@ -319,7 +319,7 @@ def test_nothing_is_written_into_a_payload_that_is_handed_over(in_place: bool) -
     inbox = make_inbox()
     place = memoryview(bytearray(100))
     feed(inbox, encode_start(0, Start(Use.MESSAGE, 0, 100, Part(9, 100, 0)), b""), takes=False)
-    inbox.take(0, place)
+    inbox.receive_into(0, place)
     late = encode_header(FrameKind.CHUNK, 0, 100) + b"a" * 10
     feed(inbox, late if in_place else late[:9])
     inbox.drop(9)

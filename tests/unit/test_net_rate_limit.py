@@ -178,7 +178,7 @@ class Source:
         count = min(self.account.granted - self.account.received, self.account.demand)
         self.account.received += count
         self.account.demand -= count
-        self._grants.progressed(self.account, now)
+        self._grants.update(self.account, now)
 
 
 def test_the_down_budget_is_kept_changed_and_lifted() -> None:

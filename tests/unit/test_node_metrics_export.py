@@ -4,11 +4,11 @@ missing, is a reason for a node to wait or fail."""
 from __future__ import annotations
 
 import asyncio
-import json
 import sqlite3
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -16,10 +16,10 @@ from aiohttp import web
 from test_observability_history import ANN, chronicle, commit, progress
 
 from p2pdiloco.node import metrics_export
-from p2pdiloco.node.metrics_export import MetricsExport, line_of
+from p2pdiloco.node.metrics_export import MetricsExport, numbers_of
 from p2pdiloco.observability import exporters
-from p2pdiloco.observability.exporters import Numbers, TargetError, otlp_body, split
-from p2pdiloco.observability.prometheus import NAMES
+from p2pdiloco.observability.exporters import Numbers, TargetError, parse_target
+from p2pdiloco.observability.prometheus import METRICS
 from p2pdiloco.observability.snapshot import RunSnapshot
 
 pytestmark = pytest.mark.heavy
@@ -41,8 +41,8 @@ async def told_until(targets: list[str], is_enough: Callable[[], bool]) -> None:
 
 
 def test_a_line_has_the_numbers_that_are_known_by_the_names_of_metrics() -> None:
-    line = line_of(picture())
-    assert set(line.values) <= {metric.name for metric in NAMES}
+    line = numbers_of(picture())
+    assert set(line.values) <= {metric.name for metric in METRICS}
     assert "train_loss" not in line.values, "what is no number stays here"
     assert line.values["merged_tokens_total"] == 1000
     assert "merged_tokens_total" in line.counters
@@ -50,11 +50,14 @@ def test_a_line_has_the_numbers_that_are_known_by_the_names_of_metrics() -> None
 
 
 def test_a_collector_hears_of_it_over_http_and_may_refuse(caplog: pytest.LogCaptureFixture) -> None:
-    heard: list[dict[str, object]] = []
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
+    from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
+
+    heard: list[Any] = []
 
     async def hear(request: web.Request) -> web.Response:
-        heard.append(await request.json())
-        return web.Response(status=503 if len(heard) == 1 else 200)
+        heard.append(ExportMetricsServiceRequest.FromString(await request.read()))
+        return web.Response(status=400 if len(heard) == 1 else 200)
 
     async def whole() -> None:
         app = web.Application()
@@ -68,21 +71,18 @@ def test_a_collector_hears_of_it_over_http_and_may_refuse(caplog: pytest.LogCapt
 
     with caplog.at_level("WARNING", logger="p2pdiloco"):
         asyncio.run(whole())
-    assert caplog.text.count("takes nothing (HTTP Error 503") == 1
-    line = line_of(picture())
-    told = otlp_body(line, line.at)
-    assert _names(heard[-1]) == _names(told) == [f"p2pdiloco_{name}" for name in line.values]
-    (metric,) = [one for one in _metrics(heard[-1]) if one["name"] == "p2pdiloco_merged_tokens_total"]
-    assert metric["sum"]["isMonotonic"] is True
-    assert metric["sum"]["dataPoints"][0]["asDouble"] == 1000
-
-
-def _metrics(body: dict[str, object]) -> list[dict[str, object]]:
-    return json.loads(json.dumps(body))["resourceMetrics"][0]["scopeMetrics"][0]["metrics"]
-
-
-def _names(body: dict[str, object]) -> list[object]:
-    return [metric["name"] for metric in _metrics(body)]
+    assert caplog.text.count("does not accept metrics (Failed to export metrics batch code: 400") == 1
+    (resource,) = heard[-1].resource_metrics
+    about = {one.key: one.value.string_value for one in resource.resource.attributes}
+    assert about["service.name"] == "p2pdiloco"
+    assert about["service.instance.id"] == picture().title.me
+    (scope,) = resource.scope_metrics
+    metrics = {metric.name: metric for metric in scope.metrics}
+    assert set(metrics) == {f"p2pdiloco_{name}" for name in numbers_of(picture()).values}
+    assert metrics["p2pdiloco_step"].HasField("gauge")
+    merged = metrics["p2pdiloco_merged_tokens_total"].sum
+    assert merged.is_monotonic
+    assert merged.data_points[0].as_double == 1000
 
 
 def test_nobody_waits_for_one_that_is_gone_or_does_not_read(
@@ -95,7 +95,7 @@ def test_nobody_waits_for_one_that_is_gone_or_does_not_read(
             while not is_over(process):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
             for _ in range(100):
-                told._tell()
+                told._send()
             assert process.stdin is not None
             assert process.stdin.transport.get_write_buffer_size() < 20_000
 
@@ -118,6 +118,7 @@ def test_nobody_waits_for_one_that_is_gone_or_does_not_read(
         ("tensorboard:", "write tensorboard:DIR"),
         ("mlflow:x", "write tensorboard:DIR"),
         ("otlp:localhost:4318", "write otlp:http://HOST:4318"),
+        ("otlp:http://localhost:4318", "pip install 'p2pdiloco[otlp]'"),
         ("tensorboard:x", "pip install 'p2pdiloco[tensorboard]'"),
         ("wandb:x", "pip install 'p2pdiloco[wandb]'"),
         ("trackio:x", "pip install 'p2pdiloco[trackio]'"),
@@ -128,7 +129,7 @@ def test_what_cannot_be_used_is_said_before_a_peer_runs(
 ) -> None:
     monkeypatch.setattr(exporters, "find_spec", lambda _: None)
     with pytest.raises(TargetError, match=said.replace("[", r"\[")):
-        split(target)
+        parse_target(target)
 
 
 def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:

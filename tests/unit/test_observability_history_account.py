@@ -6,7 +6,7 @@ import msgspec
 from test_observability_history import ANN, BOB, chronicle, commit, progress
 
 from p2pdiloco.observability.history import account, closing
-from p2pdiloco.observability.prometheus import exposition
+from p2pdiloco.observability.prometheus import expose
 from p2pdiloco.observability.snapshot import LinkUse, RunSnapshot
 
 
@@ -39,5 +39,5 @@ def test_without_a_price_there_is_no_cost_and_without_tokens_no_line() -> None:
 def test_what_it_cost_is_a_metric_where_there_is_a_price() -> None:
     seen = picture()
     priced = msgspec.structs.replace(seen, account=account(seen, 1800.0, 0.4))
-    assert "p2pdiloco_spent_total 0.2" in exposition(priced)
-    assert "spent_total" not in exposition(seen)
+    assert b"p2pdiloco_spent_total 0.2" in expose(priced)[0]
+    assert b"spent_total" not in expose(seen)[0]

@@ -1,4 +1,4 @@
-"""The numbers for machines: their format, their names, and that documents and the Grafana board use no others."""
+"""The numbers for machines: their formats, their names, and that documents and the Grafana board use no others."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ import re
 from pathlib import Path
 
 import msgspec
+from prometheus_client import Metric as Family
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as read_openmetrics
+from prometheus_client.parser import text_string_to_metric_families as read_text
 from test_observability_history import ANN, BOB, chronicle, commit, progress
 
-from p2pdiloco.observability.prometheus import NAMES, PREFIX, exposition
+from p2pdiloco.observability.prometheus import METRICS, PREFIX, expose
 from p2pdiloco.observability.snapshot import RunSnapshot
 
 ROOT = Path(__file__).parents[2]
-KNOWN = {PREFIX + metric.name for metric in NAMES}
-LINE = re.compile(r'([a-z_0-9]+)(\{(?:[a-z]+="(?:[^"\\\n]|\\.)*",?)*\})? (-?[0-9.e+-]+|NaN)')
+KNOWN = {PREFIX + metric.name for metric in METRICS}
 
 
 def picture() -> RunSnapshot:
@@ -25,37 +27,65 @@ def picture() -> RunSnapshot:
     return told.picture(2.0)
 
 
-def test_each_line_is_as_prometheus_reads_it_and_every_name_is_told_once() -> None:
-    text = exposition(picture())
-    samples = [line for line in text.splitlines() if not line.startswith("#")]
-    assert len(samples) > 20
-    for line in samples:
-        assert LINE.fullmatch(line), line
-    typed = re.findall(r"^# TYPE (\S+) (gauge|counter)$", text, re.MULTILINE)
-    assert len(typed) == len({name for name, _ in typed})
-    assert {name for name, _ in typed} <= KNOWN
-    assert all((kind == "counter") == name.endswith("_total") for name, kind in typed)
-    assert f'{PREFIX}peer_share_ratio{{peer="BBBBBB"}} 0.75' in text
-    assert f"{PREFIX}merged_tokens_total 1000" in text
+def families(snapshot: RunSnapshot) -> dict[str, Family]:
+    """Metrics by their names, as Prometheus reads them."""
+    body, _ = expose(snapshot)
+    found = list(read_text(body.decode()))
+    assert len({family.name for family in found}) == len(found)
+    return {family.name: family for family in found}
+
+
+def value(family: Family, **labels: str) -> float:
+    (sample,) = [sample for sample in family.samples if sample.labels == labels]
+    return sample.value
+
+
+def test_prometheus_reads_every_name_once_with_its_kind_and_labels() -> None:
+    found = families(picture())
+    names = {sample.name for family in found.values() for sample in family.samples}
+    assert len(names) > 20
+    assert names <= KNOWN
+    for family in found.values():
+        assert family.type in ("gauge", "counter")
+        assert all((family.type == "counter") == sample.name.endswith("_total") for sample in family.samples)
+    assert value(found[f"{PREFIX}peer_share_ratio"], peer="BBBBBB") == 0.75
+    assert value(found[f"{PREFIX}merged_tokens"]) == 1000
+
+
+def test_the_words_of_others_stay_one_short_label() -> None:
+    (sample,) = families(picture())[f"{PREFIX}happened"].samples
+    assert set(sample.labels) == {"what"}
+    assert sample.labels["what"].isprintable()
+    assert "evil{} 1" in sample.labels["what"]
+    assert len(sample.labels["what"]) <= 80
+
+
+def test_a_scraper_that_asks_for_openmetrics_gets_it() -> None:
+    plain, kind = expose(picture())
+    assert kind == "text/plain; version=0.0.4; charset=utf-8"
+    body, kind = expose(picture(), "application/openmetrics-text; version=1.0.0")
+    assert kind.startswith("application/openmetrics-text; version=1.0.0")
+    assert {family.name for family in read_openmetrics(body.decode())} == set(families(picture()))
+    assert plain != body
 
 
 def test_what_is_not_known_is_left_out() -> None:
-    assert f"{PREFIX}left_seconds" not in exposition(picture())
-    assert f"{PREFIX}held_out_loss" not in exposition(picture())
+    found = families(picture())
+    assert f"{PREFIX}left_seconds" not in found
+    assert f"{PREFIX}held_out_loss" not in found
 
 
 def test_two_peers_with_the_same_end_are_told_apart() -> None:
     shown = picture()
     twin = msgspec.structs.replace(shown.peers[1], peer="12D3KooW" + "C" * 38 + "BBBBBB")
-    text = exposition(msgspec.structs.replace(shown, peers=(*shown.peers, twin)))
-    labels = re.findall(r'share_ratio\{peer="([^"]+)"', text)
-    assert len(set(labels)) == 3
+    found = families(msgspec.structs.replace(shown, peers=(*shown.peers, twin)))
+    assert len({sample.labels["peer"] for sample in found[f"{PREFIX}peer_share_ratio"].samples}) == 3
 
 
 def test_the_document_lists_them_all() -> None:
     text = (ROOT / "docs" / "watching.md").read_text()
     assert re.findall(r"^\| `(p2pdiloco_\w+)` \| (\w+) \| (.*) \|$", text, re.MULTILINE) == [
-        (PREFIX + metric.name, metric.kind, metric.help) for metric in NAMES
+        (PREFIX + metric.name, metric.kind, metric.help) for metric in METRICS
     ]
 
 

@@ -13,7 +13,7 @@ from test_observability_log_reader_playback import started, write
 from p2pdiloco.observability import formatting
 from p2pdiloco.observability.log_reader import Recording
 from p2pdiloco.observability.snapshot import Headline, History, OwnWords, PeerRow, Sample
-from p2pdiloco.observability.tui_layout import BRAILLE, EMPTY, bar, curve, lane, thinned
+from p2pdiloco.observability.tui_layout import BRAILLE, EMPTY, curve, lane, thinned
 from p2pdiloco.observability.view_sources import Sighting, Tape, UnseenError
 
 HOSTILE = "\x1b]0;evil\x07\x1b[2J\u202e[bold]x[/]\n\r" + "w" * 500
@@ -67,15 +67,7 @@ def test_without_a_loss_or_without_room_nothing_is_drawn() -> None:
     assert EMPTY.letter == " "
 
 
-def test_bars_and_lanes_are_as_wide_as_they_must_be() -> None:
-    assert [bar(share, 4) for share in (-1.0, 0.0, 0.5, 0.53125, 1.0, 7.0)] == [
-        "    ",
-        "    ",
-        "██  ",
-        "██▏ ",
-        "████",
-        "████",
-    ]
+def test_lanes_are_as_wide_as_they_must_be() -> None:
     assert lane([0, 1, 4, 8], 4, 6, 8) == " ▁▄█  "
     assert lane([0, 8] * 80, 160, 20, 8) == "█" * 20
     assert lane([], 0, 5, 0) == "     "

@@ -245,7 +245,10 @@ def test_machines_are_told_whether_it_is_healthy_and_ready() -> None:
         new.take({"time": 1.0, "event": "started", "peer": ANN, "run": "r", "is_new": True})
         shown.chronicle = new
         async with session.get(at(server, "/ready")) as answer:
-            assert (answer.status, await answer.text()) == (503, "joining: the model is not whole here yet\n")
+            assert (answer.status, await answer.text()) == (
+                503,
+                "joining: the model is not complete on this peer yet\n",
+            )
         picture = msgspec.structs.replace(new.picture(1.0), troubles=("no new version",))
         shown.picture = lambda: picture  # type: ignore[method-assign]
         async with session.get(at(server, "/health")) as answer:

@@ -11,7 +11,7 @@ from typing import cast
 import pytest
 
 from p2pdiloco.discovery.directory import Directory, DirectoryError
-from p2pdiloco.nat.messages import Reachable, decode_introduction
+from p2pdiloco.nat.messages import Reachable
 from p2pdiloco.net.authorization import OpenAuthorizer
 from p2pdiloco.net.endpoint import LEAVING
 from p2pdiloco.protocol.ids import PeerId, RunId
@@ -21,7 +21,7 @@ from p2pdiloco.swarm.lookup_policy import FEW
 from p2pdiloco.swarm.membership_sync import MembershipSync
 from p2pdiloco.swarm.peer_manager import LEFT_S, RECORD_LIFE_S, PeerManager
 from p2pdiloco.transport.transport import DialError, RequestError, RequestRefused, Transport
-from p2pdiloco.wire.control_messages import encode
+from p2pdiloco.wire.control_messages import decode_as, encode
 from p2pdiloco.wire.directory_records import PeerRecord
 from tests.peer_sim.loop import VirtualLoop
 
@@ -83,13 +83,17 @@ class Lines:
     def channel_of(self, peer: PeerId) -> None:
         return None
 
+    def answer_requests(self, kind: type[object], answer: object) -> None:
+        """Tests say what peers tell."""
+
+    def add_disconnect_callback(self, callback: object) -> None:
+        """Tests say who is gone."""
+
     async def request(self, peer: PeerId, body: bytes, *, timeout_s: float) -> None:
         await asyncio.sleep(LATENCY_S)
         if self.failing:
             raise self.failing.pop()
-        request = decode_introduction(body)
-        assert isinstance(request, Reachable)
-        self.told.append((peer, request.record.points))
+        self.told.append((peer, decode_as(body, Reachable).record.points))
 
 
 class NoWay:

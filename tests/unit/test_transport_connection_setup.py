@@ -11,7 +11,7 @@ def comes_through(family: int, machines: list[str], sender: str) -> bool:
     """What the program says of a packet with such an IP header, as the kernel reads it."""
     offset = connection_setup.IPV4_SENDER if family == socket.AF_INET else connection_setup.IPV6_SENDER
     header = bytes(offset) + socket.inet_pton(family, sender)
-    code, at, loaded = connection_setup.program(family, machines), 0, 0
+    code, at, loaded = connection_setup.filter_program(family, machines), 0, 0
     while True:
         kind, if_true, if_false, constant = code[at]
         at += 1

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -11,7 +13,7 @@ from p2pdiloco.discovery import port_multiplexer
 from p2pdiloco.discovery.port_multiplexer import FIRST, SharedPort
 from p2pdiloco.transport import sockets
 from p2pdiloco.transport.identity import Identity
-from p2pdiloco.transport.sockets import Listeners
+from p2pdiloco.transport.sockets import Congestion, Listeners
 from p2pdiloco.transport.transport import Observer, Transport
 from tests.integration.waiting import until
 
@@ -59,7 +61,7 @@ def test_what_begins_as_the_directory_does_is_handed_to_it() -> None:
         ann, bob = (
             Transport(Identity.ephemeral(), listen=LOOPBACK, run="", version=1, handler=Observer()) for _ in range(2)
         )
-        ann.strangers.others[FIRST] = carry
+        ann.setup.takers[FIRST] = carry
         async with inner, ann, bob:
             (where,) = ann.listen_addresses()
             for times in (1, 9):
@@ -102,3 +104,15 @@ def test_of_the_directorys_connections_the_largest_holders_first_makes_room(monk
             assert await asyncio.wait_for(asyncio.gather(*carrying[1:]), 5.0) == [False, False]
 
     asyncio.run(work())
+
+
+def test_a_kernel_that_refuses_a_congestion_control_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    paths: list[Any] = [None, SimpleNamespace(congestion="bbr"), SimpleNamespace(congestion="cubic")]
+    noted = Congestion("bbr")
+    for path in (*paths, *paths):
+        noted.note(path)
+    assert noted._has_warned
+    assert sockets.count(paths) == {"bbr": 1, "cubic": 1}
+    quiet = Congestion("")
+    quiet.note(paths[2])
+    assert not quiet._has_warned
