@@ -51,7 +51,7 @@ from p2pdiloco.wire.control_messages import CommitParts, SignedCommit, decode_me
 log = logs.get("node")
 
 # -- Format ------------------------------------------------------------------------------------------------------------
-# A segment is MAGIC and entries, each from the begin of a sector on, so that it is written past the system's cache. An
+# A segment is MAGIC and entries, each from the start of a sector on, so that it is written past the system's cache. An
 # entry is PREFIX, a header (the message Commit) and data (what travels with the commit; nothing, where an entry of the
 # same commit as MADE has it).
 
@@ -224,7 +224,7 @@ class CommitLog:
         self._is_bounded = True
         """Whether no checkpoint needs what is appended, but for own commits."""
         self._full: list[Path] = []
-        """The last segment that was given up because it was large."""
+        """The segment that was closed last because it was large, if any."""
         self._logged: set[Digest] = set()
         """Commits that were appended with their data since the last checkpoint began."""
         self._own: dict[Digest, _Own] = {}
@@ -273,7 +273,7 @@ class CommitLog:
 
         def write() -> None:
             if self._is_bounded and self._path is not None and self._end > self._most_own_bytes // 2:
-                self._give_up_segment()
+                self._close_large_segment()
             self._append(MADE, header, parts)
             self._sync()
 
@@ -314,6 +314,7 @@ class CommitLog:
         return await self._host.work("log", lambda: self._begin_after(heads, is_bounded=is_bounded))
 
     def _begin_after(self, heads: Sequence[Head | None], *, is_bounded: bool) -> int:
+        """Begin a segment with a copy of the own commits that ``heads`` have not left behind, durably."""
         number = next_number(self._folder, self._host.disk)
         self._begin(number)
         self._is_bounded, self._full, self._logged = is_bounded, [], set()
@@ -358,6 +359,7 @@ class CommitLog:
     # -- the segment that is appended to -------------------------------------------------------------------------------
 
     def _begin(self, number: int) -> None:
+        """Begin a segment, durably."""
         path, self._path = path_of(self._folder, number), None
         try:
             self._host.disk.write(path, [MAGIC])
@@ -396,7 +398,7 @@ class CommitLog:
             raise
         self._path = path
 
-    def _give_up_segment(self) -> None:
+    def _close_large_segment(self) -> None:
         """Close the segment, and remove the one that was closed before it."""
         assert self._path is not None
         gone, self._full, self._path = self._full, [self._path], None
@@ -471,8 +473,8 @@ class ShardReplay:
         """A commit was of no use."""
 
     def add(self, header: CommitHeader, entry: LogEntry, disk: Disk) -> None:
-        """The next entry of the log that is about this shard. A commit that was taken becomes the head, if it is what
-        it says; else nothing follows any more."""
+        """Handle the next entry about this shard: a commit that was taken becomes the head, if it is what it says; else
+        nothing follows any more."""
         head = self.saved.state.head
         if entry.kind == MADE:
             self._made[commit_id(header)] = entry
@@ -513,7 +515,7 @@ class ShardReplay:
         self.taken += 1
 
     def _proved(self, header: CommitHeader, parts: CommitParts) -> SavedState:
-        """What is proved after a commit; the chain goes on."""
+        """Advance the chain by a commit, and return what is proved then."""
         before, lineage = self.saved, self.saved.lineage
         if self._chain is None:
             self._chain = chain_of(self._manifest, before)
