@@ -29,6 +29,7 @@ import psutil
 from p2pdiloco.access.invite_code import PREFIX, clean_invite, decode_invite, is_invite
 from p2pdiloco.protocol.ids import RunId, digest_of
 from p2pdiloco.protocol.manifest import Manifest
+from p2pdiloco.timing import Backoff
 from p2pdiloco.training.node_reconnect import Found, Reunion
 from p2pdiloco.util.files import LockedError, lock, rotate
 from p2pdiloco.util.logs import printable
@@ -46,6 +47,8 @@ RETURN_S = 120.0
 """How long the node of a script that died waits for the next one."""
 RESTARTS = 5
 """Lives that a node may lose in a row before the script trains on alone."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 60.0
+"""Before a node is started again. After the first death in a row there is no pause."""
 STABLE_S = 600.0
 """A life that lasted this long proves the node sound: earlier deaths are forgotten."""
 NODE_LOG = "node.log"
@@ -136,7 +139,8 @@ class ScriptNode:
         self._said_from = 0
         """Where in the log the node's present life began."""
         self._began = time.monotonic()
-        self._lost_lives = 0
+        self._losses = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
+        """Lives that the node lost in a row."""
         self._is_ending = False
         self._again_at = 0.0
         """When the node that died is to be started again; 0: none has died."""
@@ -187,12 +191,14 @@ class ScriptNode:
         if not self._again_at:
             if not self.ending:
                 return True
-            self._lost_lives = 1 if now - self._began >= STABLE_S else self._lost_lives + 1
-            if self._lost_lives > RESTARTS:
+            if now - self._began >= STABLE_S:
+                self._losses.reset()
+            pause_s = self._losses.next_s()
+            if self._losses.failures > RESTARTS:
                 log.warning("the node died %s times in a row, the last time so: %s", RESTARTS + 1, self.ending)
                 self._is_ending = True
                 return False
-            self._again_at = now + (2.0**self._lost_lives if self._lost_lives > 1 else 0.0)
+            self._again_at = now + (pause_s if self._losses.failures > 1 else 0.0)
         if now >= self._again_at:
             self._again_at = 0.0
             is_joiner = self._wish.foundation is None

@@ -129,7 +129,7 @@ class StandIn:
 
     def train(self, steps: int, tokens: int, step_s: float = STEP_TIME_S) -> None:
         """As if it had trained, for as long as its steps take (of what one alone claims no more counts: P1a)."""
-        self._peer.peer.machine.core.pace.stood_still(SYNC_EVERY * step_s, step_s)
+        self._peer.peer.machine.core.pace.add_missed(SYNC_EVERY * step_s, step_s)
         self.steps += steps
         self.tokens += tokens
         progress = learner_ipc.Progress(

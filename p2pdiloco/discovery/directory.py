@@ -31,11 +31,12 @@ from p2pdiloco.discovery.dht import CLOCK, adopt_logging
 from p2pdiloco.discovery.p2pd import CALL_S, DirectoryError, P2pdProcess, is_loopback
 from p2pdiloco.discovery.record_cache import RecordCache
 from p2pdiloco.protocol.ids import PeerId, RunId
+from p2pdiloco.timing import Backoff
 from p2pdiloco.transport import addresses
 from p2pdiloco.transport.identity import Identity
 from p2pdiloco.util import logs
 from p2pdiloco.util.files import write_atomically
-from p2pdiloco.util.tasks import Backoff, Tasks
+from p2pdiloco.util.tasks import Tasks
 from p2pdiloco.wire.directory_records import POINTS_TOPIC, RUNS_TOPIC, TTL_LIMIT_S, Envelope, peers_topic, seal
 
 # -- Address book ------------------------------------------------------------------------------------------------------

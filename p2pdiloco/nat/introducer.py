@@ -22,15 +22,16 @@ from msgspec import Struct
 from p2pdiloco.nat.messages import RELAY, RELAYED, Seen, encode_refusal, encode_seen
 from p2pdiloco.net.abuse_limits import machine_of
 from p2pdiloco.protocol.ids import PeerId
+from p2pdiloco.timing import RateLimiter
 
 PAIRS = 256
 PAIRS_OF_PEER = 8
-ASKED_A_MINUTE = 60
-"""By peers of one machine."""
-CALLED_A_MINUTE = 60
+ASKED_BURST, ASKED_PER_S = 20, 40 / 60
+"""Introductions that peers of one machine get: never more than 60 in a minute."""
+CALLED_BURST, CALLED_PER_S = 20, 40 / 60
+"""Introductions to one peer: never more than 60 in a minute."""
 PAIR_S = 15.0
 """From the introduction to a direct connection, or to the relay."""
-MINUTE_S = 60.0
 
 
 class NotIntroducedError(Exception):
@@ -78,9 +79,9 @@ class Introducer:
         """Not joined yet, oldest first."""
         self._joined: set[frozenset[Hashable]] = set()
         self._of_peer: Counter[PeerId] = Counter()
-        self._asked: deque[tuple[float, str]] = deque()
-        """When whom: machines of askers, and peers that were called."""
-        self._lately: Counter[str] = Counter()
+        self._asked: RateLimiter[str] = RateLimiter(burst=ASKED_BURST, per_s=ASKED_PER_S)
+        """By machine of the asker."""
+        self._called: RateLimiter[PeerId] = RateLimiter(burst=CALLED_BURST, per_s=CALLED_PER_S)
         self._events: deque[Say | Hang | Joined] = deque()
         self.introduced = 0
 
@@ -98,16 +99,15 @@ class Introducer:
             NotIntroducedError: too many of something.
         """
         self.wake(now)
-        by, to = f"by {machine_of(host)}", f"to {wanted}"
+        machine = machine_of(host)
         if asker == wanted:
             raise NotIntroducedError("that is you")
-        if self._lately[by] >= ASKED_A_MINUTE or self._lately[to] >= CALLED_A_MINUTE:
-            raise NotIntroducedError("too many introductions in a minute; try again in one")
+        if self._asked.available(machine, now) < 1.0 or self._called.available(wanted, now) < 1.0:
+            raise NotIntroducedError("too many introductions; try again in a minute")
         if len(self._pairs) >= PAIRS or max(self._of_peer[asker], self._of_peer[wanted]) >= PAIRS_OF_PEER:
             raise NotIntroducedError("too many introductions at once; try again in some seconds")
-        for key in (by, to):
-            self._asked.append((now, key))
-            self._lately[key] += 1
+        self._asked.take(machine, now)
+        self._called.take(wanted, now)
         pair = _Pair((asker, wanted), tickets, now + PAIR_S, [None, None], [("", 0, 0)] * 2, [False, False])
         self._pairs[pair] = None
         for side in (0, 1):
@@ -171,11 +171,6 @@ class Introducer:
 
     def wake(self, now: float) -> None:
         """Time has passed."""
-        while self._asked and self._asked[0][0] <= now - MINUTE_S:
-            key = self._asked.popleft()[1]
-            self._lately[key] -= 1
-            if not self._lately[key]:
-                del self._lately[key]
         while self._pairs and (pair := next(iter(self._pairs))).until <= now:
             self._end(pair)
 

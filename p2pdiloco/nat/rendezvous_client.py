@@ -14,7 +14,7 @@ Rules of this file:
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 
@@ -25,6 +25,7 @@ from p2pdiloco.nat import messages as intro
 from p2pdiloco.net.handshake import Dialled, HandshakeError, Role
 from p2pdiloco.net.limits import TransportLimits
 from p2pdiloco.protocol.ids import PeerId
+from p2pdiloco.timing import TokenBucket
 from p2pdiloco.transport import addresses, sockets
 from p2pdiloco.transport.addresses import Address
 from p2pdiloco.transport.connection_setup import Met
@@ -41,7 +42,8 @@ POINTS = 3
 ATTEND_S = 8.0
 ASK_S = 8.0
 DIAL_S = 5.0
-CALLS_A_MINUTE = 120
+CALL_BURST, CALLS_PER_S = 40, 80 / 60
+"""Calls that this peer follows: never more than 120 in a minute."""
 CALLS_AT_ONCE = 16
 
 
@@ -77,7 +79,7 @@ class RendezvousClient:
         """Those that went last."""
         self.points_of: Callable[[PeerId], Iterable[str]] = lambda _: ()
         """Where a peer can be met, for further connections to it."""
-        self._calls: deque[float] = deque()
+        self._calls = TokenBucket(burst=CALL_BURST, per_s=CALLS_PER_S)
         self._coming = 0
         self._asking: Counter[PeerId] = Counter()
         """Requests to meeting points that are under way."""
@@ -173,7 +175,7 @@ class RendezvousClient:
         """Both dials on others' word, the line and the one to ``peer``, are within the dialler's budget."""
         place = (await machines(where, DIAL_S))[0]
         if not self._dialler.may_dial(point, place):
-            raise DialError(f"{place.host} is left alone for a minute: too many lines there came to nothing")
+            raise DialError(f"{place.host} is left alone for a while: too many lines there came to nothing")
 
         def may_dial(other: Address) -> bool:
             self._dialler.record_success(point, place)  # it knows our ticket
@@ -206,14 +208,10 @@ class RendezvousClient:
             RequestRefused: we do not come.
         """
         attendance = self.attended.get(point)
-        now = asyncio.get_running_loop().time()
-        while self._calls and self._calls[0] <= now - 60.0:
-            self._calls.popleft()
         if attendance is None:
             raise RequestRefused("this peer does not attend here")
-        if len(self._calls) >= CALLS_A_MINUTE or self._coming >= CALLS_AT_ONCE:
+        if self._coming >= CALLS_AT_ONCE or not self._calls.take(asyncio.get_running_loop().time()):
             raise RequestRefused("this peer was called too often")
-        self._calls.append(now)
         where = self._where(self._parsed(attendance.address), point)
         self._tasks.spawn(self._come(where, point, request), name="come to a meeting")
         return Answer(b"")

@@ -15,14 +15,16 @@ import asyncio
 import fcntl
 import os
 import socket
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 
 from p2pdiloco.nat import messages as intro
 from p2pdiloco.nat.introducer import Hang, Introducer, Joined, NotIntroducedError, Say
 from p2pdiloco.net.abuse_limits import Room, machine_of
+from p2pdiloco.net.rate_limit import Pacer
 from p2pdiloco.protocol.ids import PeerId
+from p2pdiloco.timing import RateLimiter
 from p2pdiloco.transport import addresses, sockets
 from p2pdiloco.transport.tls_connection import Channel
 from p2pdiloco.transport.transport import Transport
@@ -61,9 +63,7 @@ class Budget:
     """Bytes per second; None: no limit. Turns are taken in the order in which they were asked for."""
 
     def __init__(self, bytes_per_s: float | None) -> None:
-        self._bytes_per_s = bytes_per_s
-        self._free_at = 0.0
-        """When what was taken will have been earned."""
+        self._pacer = Pacer(bytes_per_s, burst_s=BURST_S)
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
         self._sharing = 0
         """How many waited when turns were last given."""
@@ -71,30 +71,28 @@ class Budget:
     @property
     def turn_bytes(self) -> int:
         """How much to take at a time."""
-        if self._bytes_per_s is None:
+        if self._pacer.bytes_per_s is None:
             return LARGEST_BYTES
         sharing = max(1, self._sharing, len(self._waiting))
         turn_s = min(TICK_S, max(SHORTEST_TURN_S, ROUND_S / sharing))
-        return min(LARGEST_BYTES, max(SMALL_BYTES, int(self._bytes_per_s * turn_s)))
+        return min(LARGEST_BYTES, max(SMALL_BYTES, int(self._pacer.bytes_per_s * turn_s)))
 
     def take_ahead(self, count: int) -> bool:
         """Take ``count`` bytes without waiting, if too much is not owed."""
-        if self._bytes_per_s is None:
-            return True
         now = asyncio.get_running_loop().time()
-        if self._free_at - now > MOST_DEBT_S:
+        if self._pacer.ready_at() - now > MOST_DEBT_S:
             return False
-        self._owe(count, now)
+        self._pacer.charge(count, now)
         return True
 
     async def take(self, count: int) -> None:
         """Wait until ``count`` bytes may go."""
-        if self._bytes_per_s is None:
+        if self._pacer.bytes_per_s is None:
             return
         loop = asyncio.get_running_loop()
         turn: asyncio.Future[None] = loop.create_future()
         if not self._waiting:
-            loop.call_at(self._free_at, self._give_turns)
+            loop.call_at(max(loop.time(), self._pacer.ready_at()), self._give_turns)
         self._waiting.append((count, turn))
         await turn
 
@@ -103,17 +101,13 @@ class Budget:
         loop = asyncio.get_running_loop()
         now = loop.time()
         self._sharing = len(self._waiting)
-        while self._waiting and self._free_at < now + TICK_S:
+        while self._waiting and self._pacer.ready_at() < now + TICK_S:
             count, turn = self._waiting.popleft()
             if not turn.done():
-                self._owe(count, now)
+                self._pacer.charge(count, now)
                 turn.set_result(None)
         if self._waiting:
-            loop.call_at(self._free_at, self._give_turns)
-
-    def _owe(self, count: int, now: float) -> None:
-        assert self._bytes_per_s is not None
-        self._free_at = max(self._free_at, now - BURST_S) + count / self._bytes_per_s
+            loop.call_at(self._pacer.ready_at(), self._give_turns)
 
 
 class Relay:
@@ -194,8 +188,8 @@ OPENING_S = 5.0
 CALL_S = 4.0
 """Until whoever is called has agreed."""
 DIAL_BACK_S = 2.0
-DIALS_A_MINUTE = 12
-"""Back to one machine."""
+DIAL_BURST, DIALS_PER_S = 8, 4 / 60
+"""Back to one machine: never more than 12 in a minute."""
 DIALS_AT_ONCE = 16
 BEGINNING = 96
 """Lines at once that have shown no ticket yet."""
@@ -224,8 +218,7 @@ class RendezvousServer:
         self._lines: dict[object, _Line] = {}
         self._beginning: Room[_Line] = Room(BEGINNING)
         self._timer: asyncio.TimerHandle | None = None
-        self._dials: deque[tuple[float, str]] = deque()
-        self._dialled: Counter[str] = Counter()
+        self._dials: RateLimiter[str] = RateLimiter(burst=DIAL_BURST, per_s=DIALS_PER_S)
         self._dialling = asyncio.Semaphore(DIALS_AT_ONCE)
         transport.setup.takers[intro.OPENING[:1]] = self.line
         transport.answer_requests(intro.Attend, self._answer_attend)
@@ -283,16 +276,10 @@ class RendezvousServer:
         return intro.Introduced(own)
 
     async def _dial_back(self, host: str, port: int, token: bytes) -> bool | None:
-        """Whether ``port`` answers there; None: enough was dialled in this minute."""
-        now, machine = asyncio.get_running_loop().time(), machine_of(host)
-        while self._dials and self._dials[0][0] <= now - 60.0:
-            self._dialled[self._dials.popleft()[1]] -= 1
-        self._dialled += Counter()  # what is 0 is forgotten
-        if self._dialled[machine] >= DIALS_A_MINUTE:
-            return None
-        self._dials.append((now, machine))
-        self._dialled[machine] += 1
+        """Whether ``port`` answers there; None: that machine was dialled often enough."""
         loop = asyncio.get_running_loop()
+        if not self._dials.take(machine_of(host), loop.time()):
+            return None
         raw = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
         try:
             raw.setblocking(False)

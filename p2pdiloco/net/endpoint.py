@@ -256,6 +256,8 @@ class Endpoint:
         self._peers = Peers(self._context, limits.connections, self.connections)
         self._path_monitor = PathMonitor(self._context, limits, self.connections)
         self._accounts: dict[Account, Connection] = {}
+        self._next_deadline: float | None = None
+        """The earliest of the context's deadlines when ``next_deadline`` was called last."""
         self._past_traffic = Traffic()
         """Bytes on connections that have ended."""
 
@@ -467,6 +469,7 @@ class Endpoint:
     def next_deadline(self) -> float | None:
         """When ``wake`` is to be called at the latest; in the past: at once. None: not before something happens."""
         first, context = self._context.deadlines.next(), self._context
+        self._next_deadline = first
         bulk_at, credit_at = context.shaper.next_at(), context.grants.due_at
         if bulk_at is not None and (first is None or bulk_at < first):
             first = bulk_at
@@ -475,12 +478,12 @@ class Endpoint:
     @property
     def has_new_deadline(self) -> bool:
         """Whether ``next_deadline`` may be sooner than it was. (``to_send`` may make it sooner, too.)"""
-        return self._context.deadlines.has_new or self._context.grants.due_at is not None
+        return self._context.deadlines.next() != self._next_deadline or self._context.grants.due_at is not None
 
     def wake(self, now: float) -> None:
         """Do what is due. Call it when ``next_deadline`` has come."""
         self._context.now = now
-        while (key := self._context.deadlines.due(now)) is not None:
+        while (key := self._context.deadlines.pop_due(now)) is not None:
             self._handle_deadline(key)
         due_at = self._context.grants.due_at
         if due_at is not None and due_at <= now:

@@ -20,6 +20,7 @@ from p2pdiloco.net.frames import Parting
 from p2pdiloco.net.handshake import Role
 from p2pdiloco.net.limits import TransportLimits, UpBudget
 from p2pdiloco.net.multipath import LANES_LIMIT
+from p2pdiloco.timing import Backoff
 
 # -- Number of lanes ---------------------------------------------------------------------------------------------------
 # A pair has more lanes the longer its path is. They are dialled while there is bulk, and closed when there was none for
@@ -68,7 +69,7 @@ class Idleness:
 
 
 class LaneKeeper:
-    """The lanes of one pair whose primary connection we dialled. Call ``plan_lanes`` every ``pause_s``."""
+    """The lanes of one pair whose primary connection we dialled. Call ``plan_lanes`` after each ``backoff`` pause."""
 
     def __init__(
         self,
@@ -86,7 +87,7 @@ class LaneKeeper:
         self._dialled = 0
         self._failed = False
         self._number = 0
-        self.pause_s = LOOK_S
+        self.backoff = Backoff(LOOK_S, PAUSE_MOST_S)
 
     def plan_lanes(self, path: Path | None, bytes_per_s: float | None, now: float) -> list[LaneWanted]:
         """Close lanes that are idle; return the lanes to dial.
@@ -114,7 +115,10 @@ class LaneKeeper:
         self._failed |= not is_there
         if self._dialled:
             return False
-        self.pause_s = min(2 * self.pause_s, PAUSE_MOST_S) if self._failed else LOOK_S
+        if self._failed:
+            self.backoff.next_s()
+        else:
+            self.backoff.reset()
         return not self._failed
 
     def _bulk_bytes(self) -> int:
@@ -196,7 +200,7 @@ class PathMonitor:
         keeper = self._keepers.get(primary)
         if keeper is not None:
             look_again = keeper.handle_dialled(is_there)
-            self._kept_at[primary] = self._context.now + (0.0 if look_again else keeper.pause_s)
+            self._kept_at[primary] = self._context.now + (0.0 if look_again else keeper.backoff.pause_s)
             self.schedule()
 
     def schedule(self) -> None:
@@ -243,7 +247,7 @@ class PathMonitor:
                 self._emit_estimate()
         for primary, keeper in list(self._keepers.items()):
             if self._kept_at[primary] <= now:
-                self._kept_at[primary] = now + keeper.pause_s
+                self._kept_at[primary] = now + keeper.backoff.pause_s
                 for wanted in keeper.plan_lanes(paths.get(primary), self.chosen_bytes_per_s, now):
                     self._context.emit(wanted)
         self.schedule()

@@ -42,6 +42,7 @@ from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol.ids import PeerId
+from p2pdiloco.timing import RateLimiter
 from p2pdiloco.transport.tls_connection import Channel
 from p2pdiloco.transport.transport import Transport
 from p2pdiloco.util import logs
@@ -55,7 +56,7 @@ WATCHED_S = 60.0
 """Somebody who asked for a picture so lately is looking."""
 RATE_LOOKS = 10
 """Looks over which the link's use is averaged."""
-NOTES_AT_ONCE, NOTE_EVERY_S = 10, 6.0
+NOTE_BURST, NOTES_PER_S = 10, 1 / 6
 """Of one topic."""
 LONGEST_NOTE = 500
 
@@ -100,8 +101,8 @@ class Telemetry:
         self._outlook = EtaEstimator()
         self._watched_at = -math.inf
         self._began = peer.host.now()
-        self._notes: dict[str, tuple[float, float]] = {}
-        """Of each topic how many more may be told, and since when."""
+        self._notes: RateLimiter[str] = RateLimiter(burst=NOTE_BURST, per_s=NOTES_PER_S)
+        """By topic."""
         peer.metrics.told = self.chronicle.take
 
     # -- events --------------------------------------------------------------------------------------------------------
@@ -155,13 +156,8 @@ class Telemetry:
     def _note(self, note: ef.Note) -> None:
         if note.topic == "peers":  # said already
             return
-        now = self._peer.host.now()
-        left, at = self._notes.get(note.topic, (float(NOTES_AT_ONCE), now))
-        left = min(NOTES_AT_ONCE, left + (now - at) / NOTE_EVERY_S)
-        if left >= 1.0:
+        if self._notes.take(note.topic, self._peer.host.now()):
             self._peer.metrics.write("note", level=note.level, topic=note.topic, text=note.reason[:LONGEST_NOTE])
-            left -= 1.0
-        self._notes[note.topic] = (left, now)
 
     # -- looking -------------------------------------------------------------------------------------------------------
 

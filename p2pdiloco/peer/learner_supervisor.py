@@ -31,9 +31,9 @@ from p2pdiloco.peer.options import PeerOptions
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol.ids import FragmentId, LearnerId, digest_of, learner_id, peer_of
+from p2pdiloco.timing import Backoff
 from p2pdiloco.util import logs
 from p2pdiloco.util.logs import short
-from p2pdiloco.util.tasks import Backoff
 from p2pdiloco.wire import learner_ipc
 from p2pdiloco.wire.control_messages import TROUBLE_LIMIT
 
@@ -106,7 +106,7 @@ log = logs.get("node")
 RESTARTS = 3
 """Lives that a learner may lose in a row before the peer leaves."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
-"""Before a start that failed is tried again."""
+"""Before a start that failed is tried again, or a life that was lost is followed by another."""
 STABLE_S = 600.0
 """A life that lasted this long proves the learner sound: earlier crashes are forgotten."""
 SCRIPT_S = 600.0
@@ -160,7 +160,8 @@ class LearnerSupervisor:
         self._manifest = manifest if options.learner.script else None
         self._reunion = options.learner.script or f"p2pdiloco-{digest_of(str(options.folder.absolute()).encode())}"
         """Where a learner of this folder's last life waits."""
-        self._lost_lives = 0
+        self._losses = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
+        """Lives that were lost in a row."""
         self.trouble = ""
         """Why nothing that the learner trains can be merged; empty: it can."""
         self.absence = ""
@@ -201,7 +202,7 @@ class LearnerSupervisor:
                 ended=gone,
                 reunion=self._reunion,
                 manifest=self._manifest,
-                patience_s=self._options.learner.reattach_s if self._lost_lives else SCRIPT_S,
+                patience_s=self._options.learner.reattach_s if self._losses.failures else SCRIPT_S,
             )
             try:
                 ward.process = await lives.enter_async_context(process)
@@ -229,8 +230,10 @@ class LearnerSupervisor:
             self._metrics.write("learner-lost", reason=reason, status=status)
             if ward.is_loaded:
                 self._driver.feed(ev.LearnerStopped(reason))
+            if self._host.now() - began >= STABLE_S:
+                self._losses.reset()
+            pause_s = self._losses.next_s()
             if self._manifest is not None:
-                self._lost_lives += 1
                 if not self._options.learner.reattach_s:
                     self._gave_up(1, f"the training script has left without a word: {reason}")
                     return
@@ -238,12 +241,11 @@ class LearnerSupervisor:
                     "the training script is gone, waiting for its next life", s=self._options.learner.reattach_s
                 )
                 continue
-            self._lost_lives = 1 if self._host.now() - began >= STABLE_S else self._lost_lives + 1
-            if status == MISUSED or self._lost_lives > RESTARTS:
+            if status == MISUSED or self._losses.failures > RESTARTS:
                 self._gave_up(MISUSED if status == MISUSED else 1, f"the learner cannot go on: {reason}")
                 return
-            pause_s = 2.0 ** (self._lost_lives - 1)
-            log.warning("learner lost, starting it again", reason=reason, pause_s=pause_s, life=self._lost_lives + 1)
+            life = self._losses.failures + 1
+            log.warning("learner lost, starting it again", reason=reason, pause_s=pause_s, life=life)
             await self._host.sleep(pause_s)
 
     async def _cannot_start(self, error: OSError, pause_s: float) -> None:

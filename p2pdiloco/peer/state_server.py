@@ -16,13 +16,13 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
-from p2pdiloco.net.abuse_limits import RequestRateLimit
 from p2pdiloco.peer.checkpoint_writer import CopyError, copy_shard
 from p2pdiloco.peer.driver import Driver
 from p2pdiloco.peer.signatures import Standing
 from p2pdiloco.peer.state_proof import lineage_of
 from p2pdiloco.protocol.ids import Digest, PeerId, ShardId
 from p2pdiloco.protocol.manifest import Layout, Manifest
+from p2pdiloco.timing import RateLimiter
 from p2pdiloco.wire.buffer_pool import Blocks
 from p2pdiloco.wire.control_messages import (
     GetChunk,
@@ -221,10 +221,10 @@ class RequestHandlers:
         self._status = status
         self._standing = standing
         self._turns = asyncio.Lock()
-        self._manifests = RequestRateLimit(at_once=MANIFESTS, per_s=MANIFESTS_PER_S)
+        self._manifests: RateLimiter[PeerId] = RateLimiter(burst=MANIFESTS, per_s=MANIFESTS_PER_S)
         shards = len(Layout.of(manifest).shards)
-        self._offers = RequestRateLimit(
-            at_once=OFFERS + OFFERS_OF_SHARD * shards, per_s=OFFERS_PER_S + OFFERS_OF_SHARD_PER_S * shards
+        self._offers: RateLimiter[PeerId] = RateLimiter(
+            burst=OFFERS + OFFERS_OF_SHARD * shards, per_s=OFFERS_PER_S + OFFERS_OF_SHARD_PER_S * shards
         )
         self._donor = StateServer(Layout.of(manifest), driver, self.proof)
 

@@ -258,7 +258,7 @@ class Contributions:
         core = self.core
         step = core.plausible(claim)
         if step > core.step:
-            core.pace.used(step - core.step)
+            core.pace.use(step - core.step, core.now)
             core.step = step
             if core.learner is not None:
                 core.effects.append(AdoptStep(step, self.budget.told))

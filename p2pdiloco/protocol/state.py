@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from heapq import heappop, heappush
 from typing import Literal
 
 import msgspec
@@ -14,62 +13,10 @@ from p2pdiloco.protocol.events import Mark
 from p2pdiloco.protocol.ids import Digest, FragmentId, LearnerId, PeerId, RunId, ShardId
 from p2pdiloco.protocol.membership import Membership
 from p2pdiloco.protocol.messages import Head, Message, Phase
-
-# -- Timers ------------------------------------------------------------------------------------------------------------
-
+from p2pdiloco.timing import Timers, TokenBucket
 
 Key = tuple[str, int]
 """What to look at when the time comes: a topic and, for most, a shard."""
-
-
-class Timers:
-    """At most one deadline per key. Setting a key again moves it."""
-
-    __slots__ = ("_at", "_heap")
-
-    def __init__(self) -> None:
-        self._at: dict[Key, float] = {}
-        self._heap: list[tuple[float, Key]] = []
-
-    def set(self, key: Key, at: float) -> None:
-        """Ring ``key`` at ``at`` instead of whenever it was set to."""
-        if self._at.get(key) != at:
-            self._at[key] = at
-            heappush(self._heap, (at, key))
-
-    def cancel(self, key: Key) -> None:
-        """Do not ring ``key``."""
-        self._at.pop(key, None)
-
-    def next(self) -> float | None:
-        """The earliest deadline."""
-        heap, at = self._heap, self._at
-        while heap and at.get(heap[0][1]) != heap[0][0]:
-            heappop(heap)
-        return heap[0][0] if heap else None
-
-    def pop_if_due(self, key: Key, now: float) -> bool:
-        """Whether the time of ``key`` has come; then it is removed."""
-        is_due = self._at.get(key, now + 1.0) <= now
-        if is_due:
-            del self._at[key]
-        return is_due
-
-    def pop_due(self, now: float) -> Key | None:
-        """The earliest key whose time has come, now removed; None if there is none."""
-        heap = self._heap
-        while heap and heap[0][0] <= now:
-            at, key = heappop(heap)
-            if self._at.get(key) == at:
-                del self._at[key]
-                return key
-        return None
-
-    def __contains__(self, key: Key) -> bool:
-        return key in self._at
-
-    def __len__(self) -> int:
-        return len(self._at)
 
 
 # -- Rate limit for claimed steps --------------------------------------------------------------------------------------
@@ -91,32 +38,25 @@ USUAL_STEP_S = 1.0
 
 
 class StepClaimLimit:
-    """The allowance for claims, in steps."""
+    """The allowance for claims, in steps. ``step_s``: the median step time, 0 if none is known."""
 
-    __slots__ = ("_at", "_burst", "_held")
+    __slots__ = ("_steps",)
 
     def __init__(self, sync_every: int) -> None:
-        self._burst = float(BURST_TURNS * sync_every)
-        self._held = self._burst
-        self._at = 0.0
+        self._steps = TokenBucket(burst=BURST_TURNS * sync_every, per_s=HASTE / USUAL_STEP_S)
 
-    def _fill(self, now: float, step_s: float) -> None:
-        passed_s, self._at = now - self._at, max(now, self._at)
-        filled = self._held + max(0.0, passed_s) * HASTE / (step_s or USUAL_STEP_S)
-        self._held = max(self._held, min(filled, self._burst))
-
-    def stood_still(self, seconds: float, step_s: float) -> None:
-        """This peer missed so many seconds."""
-        self._held += seconds * HASTE / (step_s or USUAL_STEP_S)
+    def add_missed(self, seconds: float, step_s: float) -> None:
+        """Allow what could have been done in the seconds that this peer missed."""
+        self._steps.grant(seconds * HASTE / (step_s or USUAL_STEP_S))
 
     def allowed(self, now: float, step_s: float) -> int:
-        """How far beyond the own step a claim counts now; ``step_s``: the median step time, 0 if none is known."""
-        self._fill(now, step_s)
-        return int(self._held)
+        """Return how far beyond the own step a claim counts."""
+        self._steps.per_s = HASTE / (step_s or USUAL_STEP_S)
+        return int(self._steps.available(now))
 
-    def used(self, steps: int) -> None:
-        """So many were believed."""
-        self._held = max(0.0, self._held - steps)
+    def use(self, steps: int, now: float) -> None:
+        """Use up as many steps as were believed."""
+        self._steps.take(now, min(steps, self._steps.available(now)))
 
 
 # -- Shared state of the machine's parts -------------------------------------------------------------------------------
@@ -277,7 +217,7 @@ class Core:
         self.longest_s = STALL_BEATS * config.heartbeat_s
         """By which a deadline may be missed."""
         self.effects: list[Effect] = []
-        self.alarms = Timers()
+        self.alarms: Timers[Key] = Timers()
         self.membership = Membership(config.peer, config.heartbeat_s)
         elements = config.sizes.elements or (0,) * config.shards
         self.chains = [
@@ -332,7 +272,7 @@ class Core:
             seconds, now = now - self.now, self.now
             self.stalled_s += seconds
             self.alarms.set(BEAT, now)
-            self.pace.stood_still(seconds, self.membership.median_step_s(self.step_time_s()))
+            self.pace.add_missed(seconds, self.membership.median_step_s(self.step_time_s()))
             self.membership.stood_still(now, seconds)
             self.note("info", "stall", f"this peer stood still for {seconds:.1f} s")
         self.now = now

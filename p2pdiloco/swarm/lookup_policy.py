@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection
 from p2pdiloco.discovery.directory import Directory, DirectoryError
 from p2pdiloco.protocol.connectivity import fingerprint
 from p2pdiloco.protocol.ids import PeerId
-from p2pdiloco.util.tasks import Backoff
+from p2pdiloco.timing import Backoff
 
 LOOK_S, LOOK_MOST_S = 2.0, 600.0
 """Between two looks."""

@@ -21,10 +21,10 @@ from typing import Protocol
 from p2pdiloco.access.certificates import NEVER, Role
 from p2pdiloco.access.members import Members, NotAMemberError
 from p2pdiloco.access.membership_log import join_statements, split_statements
-from p2pdiloco.net.abuse_limits import RequestRateLimit
 from p2pdiloco.net.authorization import MemberAuthorizer
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.swarm.credentials import Credentials, MemberFiles
+from p2pdiloco.timing import RateLimiter
 from p2pdiloco.util import logs
 from p2pdiloco.wire.control_messages import MARKS_LIMIT, GetStatements, TellStatements, encode
 from p2pdiloco.wire.request_reply import Answer, RequestError, RequestRefused, Response
@@ -91,9 +91,9 @@ class MembershipSync:
         self._is_changed = False
         self._refused: Counter[PeerId] = Counter()
         self._ignored: set[PeerId] = set()
-        self._introduced = RequestRateLimit(at_once=INTRODUCED, per_s=INTRODUCED_PER_S)
-        self._vain = RequestRateLimit(at_once=VAIN, per_s=VAIN_PER_S)
-        self._answers = RequestRateLimit(at_once=ANSWERS, per_s=ANSWERS_PER_S)
+        self._introduced: RateLimiter[PeerId] = RateLimiter(burst=INTRODUCED, per_s=INTRODUCED_PER_S)
+        self._vain: RateLimiter[PeerId] = RateLimiter(burst=VAIN, per_s=VAIN_PER_S)
+        self._answers: RateLimiter[PeerId] = RateLimiter(burst=ANSWERS, per_s=ANSWERS_PER_S)
         files.load(members)
 
     # -- who may what ------------------------------------------------------------------------------------------------

@@ -33,6 +33,7 @@ from p2pdiloco.protocol.ids import PeerId, RunId
 from p2pdiloco.swarm.connect import ConnectFallback
 from p2pdiloco.swarm.lookup_policy import LookupPolicy
 from p2pdiloco.swarm.membership_sync import MembershipSync
+from p2pdiloco.timing import Backoff
 from p2pdiloco.transport.transport import DialError, Impostor, PeerRefused, Transport
 from p2pdiloco.util import logs
 from p2pdiloco.util.files import write_atomically
@@ -53,7 +54,8 @@ NEWS_S = 1.0
 TELL_S = 8.0
 RECORD_LIFE_S = 960.0
 """Two announcements of a large run. Of all processes alike: a new one's record outlives that of the life before it."""
-LONGEST_PAUSE_S = 30.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 30.0
+"""Between two dials of a peer."""
 PATIENCE_S = 3.0
 """How long the peer with the larger id waits to be dialled."""
 SHORT_S = 5.0
@@ -71,8 +73,8 @@ ROOM = 64
 
 class _Known:
     __slots__ = (
-        "direct_tries",
-        "failures",
+        "dials",
+        "direct_looks",
         "is_dialling",
         "is_first_hand",
         "left_s",
@@ -90,7 +92,8 @@ class _Known:
         self.next_dial_at = since
         self.reached_at = since - SHORT_S
         """When a dial last succeeded."""
-        self.failures = 0
+        self.dials = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
+        """Dials that failed in a row."""
         self.refusals = 0
         """Dials that were answered by a no, or by somebody else."""
         self.is_dialling = False
@@ -100,7 +103,7 @@ class _Known:
         """The record is its own word, over a connection that lasts."""
         self.next_direct_at: float | None = None
         """When a direct way is looked for, of a peer over a relay."""
-        self.direct_tries = 0
+        self.direct_looks = Backoff(DIRECT_S, DIRECT_MOST_S)
 
 
 class PeerManager:
@@ -198,9 +201,10 @@ class PeerManager:
         if known is not None:
             known.is_first_hand = False
             known.since = known.next_dial_at = now
-            known.failures = known.failures + 1 if now - known.reached_at < SHORT_S else 0
-            if known.failures:
-                known.next_dial_at = now + min(SHORT_PAUSE_S, _pause_s(known.failures))
+            if now - known.reached_at < SHORT_S:
+                known.next_dial_at = now + min(SHORT_PAUSE_S, known.dials.next_s())
+            else:
+                known.dials.reset()
             known.left_s = self._directory.now_s() if reason == LEAVING else None
             if known.left_s is not None:
                 known.next_dial_at = now + LEFT_S
@@ -283,7 +287,7 @@ class PeerManager:
         is_other = is_back or where != (known.record.addresses, known.record.points, known.record.seen)
         is_news = any(where[:2]) and is_other
         if is_news:
-            known.failures = 0
+            known.dials.reset()
             known.next_dial_at = now
         if any(where[:2]):
             known.record = record
@@ -296,9 +300,9 @@ class PeerManager:
             return
         here = set(self._transport.peers())
         vain = [
-            (known.failures, peer)
+            (known.dials.failures, peer)
             for peer, known in self._known.items()
-            if known.failures and not known.is_dialling and peer not in here
+            if known.dials.failures and not known.is_dialling and peer not in here
         ]
         for _, peer in heapq.nlargest(missing, vain):
             del self._known[peer]
@@ -329,11 +333,11 @@ class PeerManager:
                     what = "refuses us" if isinstance(error, PeerRefused) else "is not who answers there"
                     log.warning(f"a peer {what}", peer=peer, reason=str(error), times=known.refusals)
             except DialError as error:
-                if known.left_s is None and (known.failures + 1).bit_count() == 1:
-                    log.info("no way to a peer", peer=peer, reason=str(error), times=known.failures + 1)
-            known.failures += 1
-            pause_s = _pause_s(known.failures) if known.left_s is None else LEFT_S
-            known.next_dial_at = asyncio.get_running_loop().time() + pause_s
+                times = known.dials.failures + 1
+                if known.left_s is None and times.bit_count() == 1:
+                    log.info("no way to a peer", peer=peer, reason=str(error), times=times)
+            pause_s = known.dials.next_s()
+            known.next_dial_at = asyncio.get_running_loop().time() + (pause_s if known.left_s is None else LEFT_S)
         finally:
             known.is_dialling = False
 
@@ -346,7 +350,7 @@ class PeerManager:
             if not is_relayed or known is None or self._transport.peer_id > peer:
                 continue
             if known.next_direct_at is None:
-                known.next_direct_at = now + DIRECT_S
+                known.next_direct_at = now + known.direct_looks.next_s()
             if now >= known.next_direct_at and not known.is_dialling:
                 due.append(peer)
         return due
@@ -358,14 +362,12 @@ class PeerManager:
         known.is_dialling = True
         try:
             await self._ladder.meet(peer, known.record)
-            known.direct_tries = 0
+            known.direct_looks.reset()
         except DialError as error:
             log.debug("still relayed", peer=peer, reason=str(error))
-            known.direct_tries += 1
         finally:
             known.is_dialling = False
-            pause_s = min(DIRECT_MOST_S, DIRECT_S * 2.0 ** min(known.direct_tries, 10))
-            known.next_direct_at = asyncio.get_running_loop().time() + pause_s
+            known.next_direct_at = asyncio.get_running_loop().time() + known.direct_looks.next_s()
 
     async def _save(self) -> None:
         known = {str(peer): list(k.record.addresses) for peer, k in sorted(self._known.items()) if k.record.addresses}
@@ -375,11 +377,6 @@ class PeerManager:
                 self._saved = known
             except OSError as error:
                 log.warning("peer cache not written", path=self._cache, reason=str(error))
-
-
-def _pause_s(failures: int) -> float:
-    """After so many in a row, until the next dial."""
-    return min(LONGEST_PAUSE_S, 2.0 ** min(failures, 10))
 
 
 def _load(path: Path) -> dict[str, list[str]]:

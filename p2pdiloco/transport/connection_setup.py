@@ -32,6 +32,7 @@ from p2pdiloco.net.abuse_limits import Exclusion, HandshakeQueue, Room, machine_
 from p2pdiloco.net.handshake import ANYBODY, Dialled, HandshakeError, MismatchError, Role
 from p2pdiloco.net.limits import TransportLimits
 from p2pdiloco.protocol.ids import PeerId
+from p2pdiloco.timing import TokenBucket
 from p2pdiloco.transport import addresses, sockets
 from p2pdiloco.transport.addresses import Address
 from p2pdiloco.transport.sockets import DialError, Impostor, PeerRefused
@@ -368,7 +369,7 @@ class HandshakePool:
 # -- Connection set-up -------------------------------------------------------------------------------------------------
 
 
-LINES_A_MINUTE = 20
+LINE_BURST, LINES_PER_S = 20, 10 / 60
 NARROW_LIMIT = 256
 TRIED_ADDRESSES = 4
 """Most addresses of a name that are tried."""
@@ -406,9 +407,9 @@ class ConnectionSetup:
         self.takers: dict[bytes, Taker] = {}
         self._pool = HandshakePool(self._accept, self._log_failure, takers=self.takers, limits=limits, tasks=tasks)
         self.dial_met: DialMet | None = None
-        self._minute = float("-inf")
-        self._failures = 0
-        """Failed handshakes in this minute."""
+        self._lines = TokenBucket(burst=LINE_BURST, per_s=LINES_PER_S)
+        self._untold = 0
+        """Failed handshakes since the last line."""
         self.narrow_hosts: dict[str, None] = {}
         """Hosts on whose path long packets are lost."""
         self._listeners: list[socket.socket] = []
@@ -502,13 +503,12 @@ class ConnectionSetup:
         return True
 
     def _log_failure(self, host: str, reason: str) -> None:
-        now, untold = asyncio.get_running_loop().time(), 0
-        if now - self._minute >= 60.0:
-            untold = max(0, self._failures - LINES_A_MINUTE)
-            self._minute, self._failures = now, 0
-        self._failures += 1
-        if self._failures <= LINES_A_MINUTE:
-            log.warning("dropped a stranger", host=host, reason=reason, **({"and_before": untold} if untold else {}))
+        if not self._lines.take(asyncio.get_running_loop().time()):
+            self._untold += 1
+            return
+        before = {"and_before": self._untold} if self._untold else {}
+        self._untold = 0
+        log.warning("dropped a stranger", host=host, reason=reason, **before)
 
     async def _shake_hands(self, channel: Channel, raw: socket.socket) -> PeerId:
         """Encrypt ``raw``, and wait until the other side has proved itself. The endpoint has the deadline.

@@ -67,7 +67,7 @@ class Dialler:
 
     async def _dial(self, transport: Transport, wanted: PeerId, machine: Address, timeout_s: float) -> PeerId:
         if not self.may_dial(wanted, machine):
-            raise DialError(f"{machine.host} is left alone for a minute: too many dials there came to nothing")
+            raise DialError(f"{machine.host} is left alone for a while: too many dials there came to nothing")
         try:
             peer = await transport.dial(str(machine), timeout_s)
         except PeerRefused:

@@ -295,7 +295,7 @@ async def a_victim() -> AsyncIterator[tuple[int, list[str]]]:
 
 def test_who_is_called_knocks_few_times_where_a_liar_says_that_others_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the machine that is named shuts out whoever was called: 64 that came to nothing do that."""
-    monkeypatch.setattr(abuse_limits, "A_MINUTE", 3)
+    monkeypatch.setattr(abuse_limits, "VAIN_BURST", 3)
 
     async def work() -> None:
         async with meeting() as (ann, _, hub, _), a_victim() as (port, came):
@@ -322,7 +322,7 @@ def test_who_is_called_knocks_few_times_where_a_liar_says_that_others_are(monkey
 
 def test_a_point_that_says_it_is_elsewhere_has_few_lines_opened_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has dialled us; where it can be dialled it says itself."""
-    monkeypatch.setattr(abuse_limits, "A_MINUTE", 3)
+    monkeypatch.setattr(abuse_limits, "VAIN_BURST", 3)
 
     async def work() -> None:
         async with Tasks() as tasks, a_victim() as (port, came):
@@ -442,7 +442,7 @@ def test_who_attends_learns_whether_it_can_be_dialled() -> None:
 
 
 def test_a_point_dials_a_machine_back_only_so_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rendezvous_server, "DIALS_A_MINUTE", 3)
+    monkeypatch.setattr(rendezvous_server, "DIAL_BURST", 3)
 
     async def work() -> None:
         async with meeting() as (ann, _, _, address):

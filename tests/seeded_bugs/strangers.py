@@ -55,7 +55,7 @@ BUGS = (
         name="a flood goes first",
         module="p2pdiloco.net.abuse_limits",
         where="HandshakeQueue.next",
-        old="min(waiting, key=lambda visitor: self._failures.of(waiting[visitor], now))",
+        old="min(waiting, key=lambda visitor: self._failures.count(waiting[visitor], now))",
         new="next(iter(waiting))",
         harm="while strangers flood a peer, no newcomer gets in",
         killed_by=(f"{_RECEPTION}::test_who_floods_from_many_machines_goes_behind_who_comes_for_the_first_time",),
@@ -80,13 +80,13 @@ BUGS = (
     ),
     Bug(
         name="what came to nothing is never forgotten",
-        module="p2pdiloco.net.abuse_limits",
-        where="FailureBlocklist.of",
-        old="failures * math.exp2((at - now) / FORGOTTEN_S)",
-        new="failures",
+        module="p2pdiloco.timing",
+        where="DecayingCounter.count",
+        old="count * math.exp2((at - now) / self._half_life_s)",
+        new="count",
         harm="who is looked after by a program that connects once a minute is shut out in two hours",
         killed_by=(
-            "tests/unit/test_net_abuse_limits_failures.py::test_failures_are_forgotten_in_time_and_are_no_growing_table",
+            "tests/unit/test_net_abuse_limits_failures.py::test_a_machine_that_fails_once_a_minute_is_never_shut_out",
         ),
     ),
     Bug(

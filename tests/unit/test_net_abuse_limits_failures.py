@@ -1,20 +1,8 @@
-"""What comes to nothing, counted by machine, and who is shut out for it."""
+"""Who is shut out for what came to nothing."""
 
 from __future__ import annotations
 
-from p2pdiloco.net.abuse_limits import FORGOTTEN_S, MACHINES, SHUT_OUT, Exclusion, FailureBlocklist
-
-
-def test_failures_are_forgotten_in_time_and_are_no_growing_table() -> None:
-    failures = FailureBlocklist()
-    assert [failures.add("ann", 0.0) for _ in range(4)] == [1.0, 2.0, 3.0, 4.0]
-    assert failures.of("ann", FORGOTTEN_S) == 2.0
-    assert failures.add("ann", FORGOTTEN_S) == 3.0
-    assert failures.of("bob", FORGOTTEN_S) == 0.0
-    for number in range(2 * MACHINES):
-        failures.add(f"{number}", FORGOTTEN_S)
-    assert sum(failures.of(f"{number}", FORGOTTEN_S) for number in range(2 * MACHINES)) == MACHINES
-    assert failures.of("ann", FORGOTTEN_S) == 0.0
+from p2pdiloco.net.abuse_limits import FORGOTTEN_S, SHUT_OUT, Exclusion
 
 
 def test_who_came_to_nothing_often_is_out_for_a_while_and_sooner_the_next_time() -> None:
@@ -29,6 +17,11 @@ def test_who_came_to_nothing_often_is_out_for_a_while_and_sooner_the_next_time()
     assert exclusion.machines(ends) == []
     assert exclusion.ends() is None
     assert exclusion.failed("ann", ends), "half of six, and one more"
+
+
+def test_a_machine_that_fails_once_a_minute_is_never_shut_out() -> None:
+    exclusion = Exclusion(failures=64, time_s=60.0)
+    assert not any(exclusion.failed("monitor", 60.0 * minute) for minute in range(300))
 
 
 def test_so_many_are_out_at_once() -> None:

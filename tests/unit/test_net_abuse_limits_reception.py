@@ -24,6 +24,7 @@ def fill(room: HandshakeQueue[str], machine: str, number: int) -> None:
 
 def test_who_comes_to_nothing_has_a_budget_and_who_proves_itself_costs_none() -> None:
     room = reception()
+    assert answered(room, 0.0) == []
     fill(room, "ann", 8)
     assert len(answered(room, 0.0)) == 4
     assert room.due(0.0) == 0.5

@@ -11,7 +11,7 @@ from p2pdiloco.protocol.contributions import STAY, Ledger, Walk
 from p2pdiloco.protocol.ids import Digest, PeerId, RunId, ShardId
 from p2pdiloco.protocol.machine import Machine
 from p2pdiloco.protocol.ownership import ranked_owners
-from p2pdiloco.protocol.state import Timers
+from p2pdiloco.protocol.state import BURST_TURNS, HASTE, USUAL_STEP_S, StepClaimLimit
 from tests.machine_sim.scenarios import base_config
 
 RUN = RunId("run")
@@ -110,19 +110,18 @@ def test_a_ledger_forgets_the_oldest() -> None:
     assert book.walk(2, 4) == Walk((Digest("2"), Digest("3")), ())
 
 
-def test_alarms_ring_in_order_and_once() -> None:
-    alarms = Timers()
-    alarms.set(("b", 0), 2.0)
-    alarms.set(("a", 0), 1.0)
-    alarms.set(("a", 0), 3.0)
-    alarms.set(("c", 0), 1.5)
-    alarms.cancel(("c", 0))
-    assert alarms.next() == 2.0
-    assert alarms.pop_due(1.9) is None
-    assert alarms.pop_due(9.0) == ("b", 0)
-    assert alarms.pop_due(9.0) == ("a", 0)
-    assert alarms.pop_due(9.0) is None
-    assert alarms.next() is None
+def test_the_allowance_for_claims_follows_the_median_step_and_is_used_up() -> None:
+    limit = StepClaimLimit(10)
+    assert limit.allowed(0.0, 1.0) == BURST_TURNS * 10
+    limit.use(7, 0.0)
+    assert limit.allowed(0.0, 1.0) == BURST_TURNS * 10 - 7
+    limit.use(1000, 0.0)
+    assert limit.allowed(0.0, 1.0) == 0, "more than half of all said so"
+    assert limit.allowed(1.0, 4.0) == HASTE / 4.0
+    assert limit.allowed(2.0, 0.0) == HASTE / 4.0 + HASTE / USUAL_STEP_S
+    limit.add_missed(10.0, 0.5)
+    limit.add_missed(10.0, 0.0)
+    assert limit.allowed(2.0, 0.5) == HASTE * (1 / 4 + 1 + 20 + 10), "beyond the burst: it must catch up"
 
 
 def test_a_fragments_shards_need_not_follow_each_other() -> None:

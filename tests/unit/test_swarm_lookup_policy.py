@@ -10,7 +10,6 @@ from p2pdiloco.discovery.directory import CALM_S, PEERS_MOST, SILENT_S, Director
 from p2pdiloco.protocol.connectivity import fingerprint
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.swarm.lookup_policy import FEW, LOOK_MOST_S, LOOK_S, UNMET_MOST_S, KnownPoints, LookupPolicy
-from p2pdiloco.util.tasks import Backoff
 
 ANN, BOB, CID = (PeerId(name) for name in ("ann", "bob", "cid"))
 
@@ -177,10 +176,3 @@ def test_pings_of_more_peers_than_have_room_are_forgotten() -> None:
     for number in range(PEERS_MOST + 1):
         pings.ended(PeerId(str(number)), 1.0, is_answered=True)
     assert pings.due([PeerId("0"), PeerId("1")], 1.0) == [PeerId("0")]
-
-
-def test_a_pause_doubles_until_there_is_news() -> None:
-    backoff = Backoff(2.0, 10.0)
-    assert [backoff.next_s() for _ in range(5)] == [2.0, 4.0, 8.0, 10.0, 10.0]
-    backoff.reset()
-    assert (backoff.pause_s, backoff.next_s(), backoff.pause_s) == (2.0, 2.0, 4.0)
