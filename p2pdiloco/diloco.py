@@ -213,11 +213,11 @@ class DiLoCo(SwarmView):
 
         def meet() -> bytes:
             self._companion = companion = ScriptNode(self._state, wish)
-            if companion.founds and wish.foundation is not None and self._config is not None:
+            if companion.is_founder and wish.foundation is not None and self._config is not None:
                 founding_file.write_once(
                     wish.foundation, self._config, initial, frozenset(embedding_names(self._model))
                 )
-            found = companion.meet()
+            found = companion.connect()
             visits.append(found)
             return found.manifest
 
@@ -296,7 +296,7 @@ class DiLoCo(SwarmView):
             if self._companion is not None:  # a rank has failed, or this one was told to end while it left
                 if not isinstance(sys.exc_info()[1] or error, Exception):
                     self._companion.send(signal.SIGTERM)
-                self._companion.leave_alone()
+                self._companion.release_folder()
             script_lifecycle.end(self._state)
 
     def close(self) -> None:
@@ -327,10 +327,10 @@ class DiLoCo(SwarmView):
             if companion is not None:
                 if not is_told and not link.is_alone and not self.is_complete:
                     is_told = True
-                    companion.end(signal.SIGTERM)
+                    companion.stop(signal.SIGTERM)
                 if time.monotonic() > deadline:
                     log.warning("the node does not end; it is killed (see %s)", self._log)
-                    companion.end(signal.SIGKILL)
+                    companion.stop(signal.SIGKILL)
                     deadline += self._leave_s
             time.sleep(_LOOK_S)
         self._is_linked = False
@@ -339,10 +339,10 @@ class DiLoCo(SwarmView):
         if (companion := self._companion) is None:
             return
         if number is not None:
-            companion.end(number)
+            companion.stop(number)
         status, self._companion = companion.wait(self._leave_s), None
         if status and number is None:
-            log.warning("%s (its log is %s)", companion.ended_with(status), self._log)
+            log.warning("%s (its log is %s)", companion.describe_exit(status), self._log)
 
     # -- the loop ------------------------------------------------------------------------------------------------------
 

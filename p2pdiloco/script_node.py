@@ -1,4 +1,4 @@
-"""The node of a training script: a process beside it, started again when it dies, found again by the next script.
+"""The node process of a training script: started beside it, restarted when it dies, found again by the next script.
 
 Rules of this file:
 1. One script a state folder at a time; one node, too.
@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -31,9 +30,10 @@ from p2pdiloco.protocol.ids import RunId, digest_of
 from p2pdiloco.protocol.manifest import Manifest
 from p2pdiloco.timing import Backoff
 from p2pdiloco.training.node_reconnect import Found, Reunion
+from p2pdiloco.util import status_pipe
 from p2pdiloco.util.files import LockedError, lock, rotate
 from p2pdiloco.util.logs import printable
-from p2pdiloco.util.output_markers import INVITED, LOOK_AT
+from p2pdiloco.util.status_pipe import Exited, Invited, PageAt, StatusReader
 
 log = logging.getLogger("p2pdiloco")
 
@@ -42,27 +42,25 @@ JOIN_S = 600.0
 LEAVE_S = 90.0
 """How long leaving may take beside writing the state: the node's deadlines are 20 s, and 60 s at the end of a run."""
 WRITTEN_BYTES, WRITTEN_BYTES_PER_S = 8, 50e6
-"""Of each parameter at the end, and by a slow disk of a machine that is short of memory."""
+"""What a node writes at the end for each parameter, and how fast on a slow disk of a machine short of memory."""
 RETURN_S = 120.0
 """How long the node of a script that died waits for the next one."""
 RESTARTS = 5
-"""Lives that a node may lose in a row before the script trains on alone."""
+"""How often in a row a node is restarted before the script trains on alone."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 60.0
 """Before a node is started again. After the first death in a row there is no pause."""
 STABLE_S = 600.0
-"""A life that lasted this long proves the node sound: earlier deaths are forgotten."""
+"""A node that ran this long is sound: earlier deaths no longer count."""
 NODE_LOG = "node.log"
 LOG_BYTES = 4 << 20
-"""Of what nodes said; the next life then begins another file."""
+"""A node that starts with a log larger than this begins another file."""
 NOBODY_THERE = 3
 """Exit status of a node that found nobody (``cli/main.py``)."""
 _LOOK_S = 0.05
-_IN_HELP = re.compile(r"see p2pdiloco( \w+)? --help")
-"""How a complaint of ``cli/parser.py`` ends."""
 
 
 def leaving_s(parameters: int) -> float:
-    """How long the node of so many parameters is waited for at the end, before it is killed."""
+    """Seconds that a leaving node of a model of ``parameters`` has, before it is killed."""
     return LEAVE_S + parameters * WRITTEN_BYTES / WRITTEN_BYTES_PER_S
 
 
@@ -71,15 +69,18 @@ class ScriptNodeError(Exception):
 
 
 class Wish(NamedTuple):
-    """What a script wants its node to be."""
+    """The part that a script's node is to take in a run."""
 
     name: str
-    """Of the run."""
+    """The run's name."""
     peers: tuple[str, ...]
+    """Addresses of the directory, or an invite."""
     foundation: Path | None
+    """The file that the run is founded from; None: the node joins it."""
     options: tuple[str, ...]
+    """Further words of the node's command line."""
     stay_s: float = 0.0
-    """After the run's end."""
+    """How long the node serves the model after the run's end."""
 
     @classmethod
     def of(
@@ -91,7 +92,8 @@ class Wish(NamedTuple):
         options: Sequence[str],
         stay_s: float,
     ) -> Wish:
-        """``peers``: one may be a str. ``found``: None: if there are none. ``foundation``: where that would be.
+        """``peers``: one may be a str. ``found``: whether the run is founded here; None: if there are no peers.
+        ``foundation``: the file for that.
 
         Raises:
             InviteError: one of the peers is meant as an invite and is none.
@@ -105,12 +107,13 @@ class Wish(NamedTuple):
 
 
 class ScriptNode:
-    """The node that belongs to the training script of ``folder``, and takes part as the script wishes."""
+    """The node process of the training script whose state is in ``folder``."""
 
     def __init__(self, folder: Path, wish: Wish) -> None:
-        """
+        """Lock the folder; no node is started yet.
+
         Raises:
-            CompanionError: another script has this folder now, or it has several runs of that name.
+            ScriptNodeError: another script has this folder now, or it has several runs of that name.
             OSError: it cannot be made or written.
         """
         folder.mkdir(parents=True, exist_ok=True)
@@ -123,7 +126,7 @@ class ScriptNode:
                 "stop it, or give this script a folder of its own (state=...)"
             ) from error
         self.meeting_place = f"p2pdiloco-script-{os.getuid()}-{digest_of(str(folder.resolve()).encode())}"
-        """Where the node looks for the script (``training/node_reconnect.py``)."""
+        """Name of the socket over which node and script find each other (``training/node_reconnect.py``)."""
         self.log_path = folder / NODE_LOG
         self._wish = wish
         if wish.foundation is not None and not wish.foundation.exists() and self._kept_run() is not None:
@@ -136,8 +139,10 @@ class ScriptNode:
         self._process: psutil.Process | None = None
         self._is_child = False
         self._is_resumed = False
-        self._said_from = 0
-        """Where in the log the node's present life began."""
+        self._reports: StatusReader | None = None
+        """Messages of the node process, if this script has started it."""
+        self._log_began = 0
+        """Offset in the log at which that process began."""
         self._began = time.monotonic()
         self._losses = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
         """Lives that the node lost in a row."""
@@ -146,25 +151,25 @@ class ScriptNode:
         """When the node that died is to be started again; 0: none has died."""
 
     @property
-    def founds(self) -> bool:
-        """Whether it founds the run, or founded it before."""
+    def is_founder(self) -> bool:
+        """Whether the node founds the run, or founded it before."""
         return self._wish.foundation is not None
 
-    def meet(self) -> Found:
-        """The node of the script's last life, or a new one; it says which run it is of.
+    def connect(self) -> Found:
+        """Connect to the node that the script's last process left, or start one; it names its run.
 
         Raises:
-            CompanionError: it did not come up, or there is nobody to join.
+            ScriptNodeError: the node did not come up, or nobody is there to join.
         """
         reunion = Reunion(self.meeting_place, JOIN_S, is_script=True)
         if not reunion.open():
             raise ScriptNodeError("training scripts need Linux (abstract Unix sockets)")
         try:
-            is_new = not self._find()
+            is_new = not self._find_running()
             if is_new:
-                self._start(self._found_or_join())
+                self._start(self._start_or_join_command())
             while (found := reunion.poll()) is None:
-                if self._found_nobody() and (kept := self._kept_run()) is not None:
+                if self._has_found_nobody() and (kept := self._kept_run()) is not None:
                     log.warning(
                         "nobody of run %s answers: it goes on here, from the state in %s", self._wish.name, self._folder
                     )
@@ -176,15 +181,15 @@ class ScriptNode:
                 time.sleep(_LOOK_S)
         finally:
             reunion.close()
-        if is_new:
-            for line in self._said():
-                if line.startswith((INVITED, LOOK_AT)):
-                    print(line, file=sys.stderr, flush=True)  # noqa: T201 - for whoever watches the script
+        if is_new and self._reports is not None:
+            for message in self._reports.poll():
+                if isinstance(message, Invited | PageAt):
+                    print(printable(str(message)), file=sys.stderr, flush=True)  # noqa: T201 - for the script's user
         return found
 
-    def revive(self, run: RunId) -> bool:
-        """Start the node again if it has died, after a pause; False if that was in vain too often. To be called again
-        and again while there is no link to it."""
+    def restart_if_ended(self, run: RunId) -> bool:
+        """Restart a node that has ended, after a pause; False once it has died too often. Call it again and again while
+        there is no link to the node."""
         now = time.monotonic()
         if self._is_ending:
             return False
@@ -204,10 +209,10 @@ class ScriptNode:
             is_joiner = self._wish.foundation is None
             peers = () if self._status == NOBODY_THERE else self._wish.peers
             is_here = is_joiner and run in self._runs_here()
-            self._start(self._resume(run, *peers) if is_here else self._found_or_join())
+            self._start(self._resume(run, *peers) if is_here else self._start_or_join_command())
         return True
 
-    def _found_or_join(self) -> list[str]:
+    def _start_or_join_command(self) -> list[str]:
         wish = self._wish
         if wish.foundation is not None:
             return ["start", str(wish.foundation), "--bootstrap", *wish.peers]
@@ -220,23 +225,23 @@ class ScriptNode:
         return ["join", *wish.peers, "--run", wish.name]
 
     def _resume(self, run: str, *peers: str) -> list[str]:
-        """What a node does that has a state of the run, though all others may be gone. ``peers``: one has to answer;
-        without, it looks for those that it has met before, and goes on if there is none."""
+        """The command of a node that has a state of the run, though all others may be gone. With ``peers``, one of them
+        has to answer; without, the node looks for peers that it has met before, and goes on if it finds none."""
         self._is_resumed = True
         return ["resume", str(self._folder), "--run", run, *(("--bootstrap", *peers) if peers else ())]
 
     def _kept_run(self) -> RunId | None:
-        """The run called so, and that the invite is to if there is one, of which the folder has a state.
+        """The run of this name of which the folder has a state; with an invite, the run that it is to.
 
         Raises:
-            CompanionError: there are several.
+            ScriptNodeError: there are several.
         """
         invites = set()
         for word in filter(is_invite, self._wish.peers):
             invites.add(decode_invite(word).run)
         found = [run for run in self._runs_here() if not invites or run in invites]
         if len(found) > 1:
-            self.leave_alone()
+            self.release_folder()
             raise ScriptNodeError(
                 f"{self._folder} has several runs called {self._wish.name} ({', '.join(run[:12] for run in found)}): "
                 "give the invite to one of them (initial_peers=), or this script a folder of its own (state=)"
@@ -244,7 +249,7 @@ class ScriptNode:
         return found[0] if found else None
 
     def _runs_here(self) -> list[RunId]:
-        """Runs called so of which the folder has a state."""
+        """The runs of this name of which the folder has a state."""
         found = []
         for path in self._folder.glob("*/checkpoint/manifest.msgpack"):
             with contextlib.suppress(OSError, ValueError):
@@ -253,12 +258,12 @@ class ScriptNode:
                     found.append(manifest.run)
         return found
 
-    def _found_nobody(self) -> bool:
-        """Whether the node has ended because nobody else is there, for the first time."""
+    def _has_found_nobody(self) -> bool:
+        """Whether the node has ended because nobody else of the run answers, and was not yet resumed without them."""
         return self._is_child and not self._is_resumed and bool(self.ending) and self._status == NOBODY_THERE
 
-    def _find(self) -> bool:
-        """Whether the node of the script's last life is there; it is ours then."""
+    def _find_running(self) -> bool:
+        """Take over the node that the script's last process left; False if there is none."""
         try:
             process = psutil.Process(int((self._folder / "node.pid").read_text()))
             if self.meeting_place in process.cmdline() and process.status() != psutil.STATUS_ZOMBIE:
@@ -268,7 +273,7 @@ class ScriptNode:
         return self._process is not None
 
     def _start(self, arguments: Sequence[str]) -> None:
-        """Start ``p2pdiloco`` with ``arguments``, and those that make it this script's.
+        """Start ``p2pdiloco`` with ``arguments``, and with the options that make it this script's node.
 
         Raises:
             OSError: it cannot be started.
@@ -277,39 +282,43 @@ class ScriptNode:
         command += ["--state", str(self._folder), "--learner", self.meeting_place, "--reattach-s", str(RETURN_S)]
         if self.log_path.exists() and self.log_path.stat().st_size > LOG_BYTES:
             rotate(self.log_path, keep=1, most_bytes=LOG_BYTES)
-        with open(self.log_path, "ab") as output:
-            self._said_from = output.tell()
+        with open(self.log_path, "ab") as output, status_pipe.opened() as (self._reports, status_fd):
+            self._log_began = output.tell()
             self._process = psutil.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+                [*command, status_pipe.OPTION, str(status_fd)],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=(status_fd,),
+                start_new_session=True,
             )
         self._is_child = True
         self._began = time.monotonic()
         (self._folder / "node.pid").write_text(str(self._process.pid))
 
-    def _said(self) -> list[str]:
-        """What the node has said in its present life. Other peers' words may be in it: nothing that a terminal obeys
-        is left, and nothing but a line break ends a line."""
-        with open(self.log_path, "rb") as file:
-            file.seek(self._said_from)
-            text = file.read().decode(errors="replace")
-        return [printable(line) for line in text.split("\n") if line]
-
     @property
     def ending(self) -> str:
-        """How it ended, in a sentence with its last words; empty while it lives."""
+        """How the node ended, in a sentence with the reason; empty while it runs."""
         status = self._status
-        return "" if status is None else self.ended_with(status)
+        return "" if status is None else self.describe_exit(status)
 
-    def ended_with(self, status: int | str) -> str:
-        """The same, by a status that is known."""
-        lines = self._said()
-        if len(lines) > 1 and _IN_HELP.fullmatch(lines[-1]):  # what was wrong with an option stands before it
-            lines.pop()
-        return f"the node ended with status {status}: {lines[-1] if lines else 'it said nothing'}"
+    def describe_exit(self, status: int | str) -> str:
+        """A sentence with the exit status and the reason. Other peers' words may be in it: control characters are
+        replaced."""
+        exited = None if self._reports is None else self._reports.find(Exited)
+        reason = printable(self._last_log_line() if exited is None else exited.reason, keeps="\n")
+        return f"the node ended with status {status}: {reason}"
+
+    def _last_log_line(self) -> str:
+        """The reason of a node that reports none: it crashed, or an earlier process of the script had started it."""
+        with open(self.log_path, "rb") as file:
+            file.seek(self._log_began)
+            lines = file.read().decode(errors="replace").split("\n")
+        return next(filter(None, reversed(lines)), "it said nothing")
 
     @property
     def _status(self) -> int | str | None:
-        """Its exit status, if it is known; None while it lives."""
+        """The node's exit status, "unknown" if it was no child of this process; None while it runs."""
         if self._process is None:
             return "unknown"
         if self._is_child:
@@ -321,19 +330,19 @@ class ScriptNode:
         return "unknown"
 
     def send(self, number: signal.Signals) -> None:
-        """Send it, if it lives."""
+        """Send a signal to the node, if it runs."""
         if self._process is not None:
             with contextlib.suppress(psutil.NoSuchProcess):
                 self._process.send_signal(number)
 
-    def end(self, number: signal.Signals) -> None:
-        """Send it, and start no other node."""
+    def stop(self, number: signal.Signals) -> None:
+        """Send a signal to the node, and start no other one."""
         self._is_ending = True
         self.send(number)
 
     def wait(self, timeout_s: float) -> int | None:
-        """Its exit status, if it is known; a node that does not end is killed after ``timeout_s``, and as long as it
-        is to stay. The folder is then free."""
+        """Wait until the node has ended, and release the folder; returns the exit status, if it is known. A node that
+        does not end is killed ``timeout_s`` after the time that it is to stay."""
         status: int | None = None
         if self._process is not None:
             try:
@@ -342,21 +351,21 @@ class ScriptNode:
                 self.send(signal.SIGKILL)
                 status = self._process.wait()
             self._process = None
-        self.leave_alone()
+        self.release_folder()
         return status
 
-    def leave_alone(self) -> None:
-        """The folder is free for the script's next life; the node, if there is one, waits for that."""
+    def release_folder(self) -> None:
+        """Unlock the folder for the script's next process; a node that runs waits for that."""
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
 
 
 class Return:
-    """Where the script looks out for its node when that is lost: it is started again, for the same run."""
+    """Waits for the node of a script whose link is lost, and restarts it, for the same run."""
 
     def __init__(self, companion: ScriptNode, manifest: bytes) -> None:
-        """``manifest``: as the node has told it."""
+        """``manifest``: the run's, encoded, as the node has sent it."""
         self._companion = companion
         self._manifest = manifest
         self._run = RunId(digest_of(manifest))
@@ -365,24 +374,24 @@ class Return:
 
     @property
     def is_open(self) -> bool:
-        """Whether the script looks out."""
+        """Whether the script waits for its node now."""
         return self._reunion.is_open
 
     @property
     def is_over(self) -> bool:
-        """Whether no node will come any more."""
+        """Whether the script has given up waiting."""
         return self._is_in_vain or self._reunion.is_over
 
     def open(self) -> bool:
-        """Look out from now on."""
+        """Begin to wait; False if this system cannot."""
         if not self._reunion.open():
             return False
         log.warning("the node is gone; training goes on while it is started again (see %s)", self._companion.log_path)
         return True
 
     def poll(self) -> Found | None:
-        """The node's next life, if it is there."""
-        if not self._companion.revive(self._run):
+        """The restarted node, if it has connected."""
+        if not self._companion.restart_if_ended(self._run):
             self._is_in_vain = True
             return None
         found = self._reunion.poll()
@@ -391,12 +400,12 @@ class Return:
         if found.manifest != self._manifest:
             log.warning("the node came back with another run")
             found.dismiss()
-            self._companion.end(signal.SIGKILL)
+            self._companion.stop(signal.SIGKILL)
             self._is_in_vain = True
             return None
         log.warning("the node is back")
         return found
 
     def close(self) -> None:
-        """Look out no more."""
+        """Stop waiting."""
         self._reunion.close()

@@ -34,9 +34,8 @@ from p2pdiloco.node.node import Node
 from p2pdiloco.peer.options import LinkOptions, PeerOptions
 from p2pdiloco.swarm.run_lookup import (
     DirectoryOptions,
-    dial_any,
+    RunLookup,
     fetch_manifest,
-    list_runs,
     observer_transport,
     open_directory,
 )
@@ -65,9 +64,9 @@ async def cycle(address: str, folder: Path, *, vanishes: bool) -> float:
     async with open_directory(
         identity, DirectoryOptions(listen=(LOOPBACK,), initial_peers=(address,)), None
     ) as directory:
-        run = next(iter(await list_runs(directory)))
+        run = next(iter(await RunLookup(directory).list_runs()))
         async with observer_transport(Identity.ephemeral()) as transport:
-            manifest = await fetch_manifest(transport, await dial_any(directory, transport, run), run)
+            manifest = await fetch_manifest(transport, await RunLookup(directory).dial_any(transport, run), run)
         async with Node(manifest, options, identity, directory, None) as node:
             running = asyncio.create_task(node.run(lambda line: None))
             async with asyncio.timeout(JOIN_S):
@@ -155,7 +154,7 @@ async def listed(address: str) -> int:
     async with open_directory(
         Identity.ephemeral(), DirectoryOptions(listen=(LOOPBACK,), initial_peers=(address,)), None
     ) as directory:
-        run = next(iter(await list_runs(directory)))
+        run = next(iter(await RunLookup(directory).list_runs()))
         return len(await directory.peers(run))
 
 

@@ -7,9 +7,10 @@ Processor time of the peer's own processes: its node, its learner, libp2p's daem
 
 Rules of this file:
 1. Trees (worktrees of other commits) take turns, so that a change in the machine's load meets all of them.
-2. The first step is the first ``progress`` in the peer's event log. Figures are medians of the rounds.
-3. With ``--cold`` nothing of the tree is compiled yet: no bytecode of its modules, no kernels.
-4. What imports cost is measured apart, in processes that do nothing else.
+2. The bootstrap node is of this tree, whichever tree the peers are of.
+3. The first step is the first ``progress`` in the peer's event log. Figures are medians of the rounds.
+4. With ``--cold`` nothing of the tree is compiled yet: no bytecode of its modules, no kernels.
+5. What imports cost is measured apart, in processes that do nothing else.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from pathlib import Path
 import psutil
 
 from benchmarks import bench
+from p2pdiloco.util import status_pipe
+from p2pdiloco.util.status_pipe import Listening
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 120.0
@@ -50,15 +53,22 @@ class StartError(Exception):
 class Command:
     """A command of one tree, running in a session of its own."""
 
-    def __init__(self, tree: Path, state: Path, environment: dict[str, str], *words: str) -> None:
+    def __init__(
+        self, tree: Path, state: Path, environment: dict[str, str], *words: str, pass_fds: Sequence[int] = ()
+    ) -> None:
         self.state = state
         state.mkdir(parents=True)
         self._log = state / "log.txt"
         self.began = time.monotonic()
         with open(self._log, "wb") as log:
-            command = [sys.executable, "-P", "-m", "p2pdiloco", *words, "--state", str(state)]
             self._process = subprocess.Popen(
-                command, cwd=tree, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+                [sys.executable, "-P", "-m", "p2pdiloco", *words, "--state", str(state)],
+                cwd=tree,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=pass_fds,
             )
 
     def told(self) -> str:
@@ -102,7 +112,7 @@ def starts(tree: Path, *, is_cold: bool) -> Iterator[tuple[str, dict[str, float]
     """What a founder's start and a newcomer's took.
 
     Raises:
-        StartError: somebody did not start.
+        StartError, StatusPipeError: somebody did not start.
     """
     with tempfile.TemporaryDirectory(prefix="p2pdiloco-starts-") as name, contextlib.ExitStack() as stack:
         folder = Path(name)
@@ -110,11 +120,13 @@ def starts(tree: Path, *, is_cold: bool) -> Iterator[tuple[str, dict[str, float]
             ignored = shutil.ignore_patterns("__pycache__", ".git", ".venv", "out")
             shutil.copytree(tree, folder / "tree", symlinks=True, ignore=ignored)
             tree = folder / "tree"
-        environment = {**os.environ, "PYTHONPATH": str(tree)}
-        boot = Command(tree, folder / "boot", environment, "bootstrap", "--listen", LOOPBACK)
+        own = {**os.environ, "PYTHONPATH": str(ROOT)}
+        with status_pipe.opened() as (reports, fd):
+            words: tuple[str, ...] = ("bootstrap", "--listen", LOOPBACK, status_pipe.OPTION, str(fd))
+            boot = Command(ROOT, folder / "boot", own, *words, pass_fds=(fd,))
         stack.callback(boot.end)
-        boot.wait_for("p2pdiloco join ", "log.txt")
-        address = boot.told().partition("p2pdiloco join ")[2].split()[0]
+        address = reports.wait_for(Listening, PATIENCE_S).addresses[0]
+        environment = {**os.environ, "PYTHONPATH": str(tree)}
         places = ("--host_maddrs", LOOPBACK, "--listen", LOOPBACK, "--threads", "1")
         for role, words in (
             ("start", ("stdlib-tiny", "--access", "open", "--bootstrap", address)),

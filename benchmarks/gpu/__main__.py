@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import json
 import queue
-import re
 import subprocess
 import sys
 import tempfile
@@ -28,6 +27,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from benchmarks import bench
+from p2pdiloco.util import status_pipe
+from p2pdiloco.util.status_pipe import Listening, StatusPipeError
 
 START_S = 30.0
 END_S = 60.0
@@ -107,15 +108,15 @@ def bootstrap(folder: Path) -> Iterator[list[str]]:
     """Addresses of a directory on this machine."""
     log = folder / "bootstrap.log"
     command = ["bootstrap", "--listen", "/ip4/127.0.0.1/tcp/0", "--state", str(folder / "bootstrap")]
-    with log.open("wb") as file:
-        process = subprocess.Popen([sys.executable, "-m", "p2pdiloco", *command], stdout=file, stderr=file)
+    with log.open("wb") as file, status_pipe.opened() as (reports, fd):
+        argv = [sys.executable, "-m", "p2pdiloco", *command, status_pipe.OPTION, str(fd)]
+        process = subprocess.Popen(argv, stdout=file, stderr=file, pass_fds=(fd,))
     try:
-        deadline = time.monotonic() + START_S
-        while not (found := re.findall(r"/ip4/\S+/p2p/\w+", log.read_text(errors="replace"))):
-            if time.monotonic() > deadline or process.poll() is not None:
-                raise GpuError(f"no bootstrap node: {log.read_text(errors='replace')[-2000:]}")
-            time.sleep(0.1)
-        yield found[:1]
+        try:
+            listening = reports.wait_for(Listening, START_S)
+        except StatusPipeError as error:
+            raise GpuError(f"no bootstrap node ({error}): {log.read_text(errors='replace')[-2000:]}") from error
+        yield [listening.addresses[0]]
     finally:
         process.kill()
         process.wait()

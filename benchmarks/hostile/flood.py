@@ -33,13 +33,13 @@ import psutil
 
 from benchmarks import bench
 from p2pdiloco.access.invite_code import decode_invite
-from p2pdiloco.demo.local_swarm import JOINABLE, LOOPBACK, Member, Swarm
+from p2pdiloco.demo.local_swarm import LOOPBACK, Member, Swarm
 from p2pdiloco.nat.messages import OPENING
 from p2pdiloco.net.handshake import WIRE_VERSION
 from p2pdiloco.transport import sockets
 from p2pdiloco.transport.identity import Identity
 from p2pdiloco.transport.transport import DialError, Observer, Transport
-from p2pdiloco.util.output_markers import INVITED
+from p2pdiloco.util.status_pipe import Invited, Listening
 
 START_S = 120.0
 TUNE = sockets.tune
@@ -146,15 +146,6 @@ def _strangely(connection: socket.socket, *, congestion: str) -> None:
     TUNE(connection, congestion=congestion)
 
 
-async def said(member: Member, text: str) -> str:
-    deadline = time.monotonic() + START_S
-    while (line := member.said(text)) is None:
-        if not member.is_running or time.monotonic() > deadline:
-            raise SystemExit(f"{member.name} did not start, see {member.log_path}")
-        await asyncio.sleep(0.1)
-    return line.split()[-1]
-
-
 async def trained(peers: list[Member], seconds: float) -> float:
     """Tokens a second of all of them together."""
     for peer in peers:
@@ -202,10 +193,10 @@ def free_port() -> int:
 async def measure(swarm: Swarm, options: Any) -> dict[str, dict[str, Any]]:
     config, port, elsewhere = swarm.out / "run.toml", free_port(), free_port()
     config.write_text(RUN)
-    address = await said(swarm.launch_bootstrap(), JOINABLE)
+    address = (await asyncio.to_thread(swarm.launch_bootstrap().wait_for, Listening)).addresses[0]
     listen = ("--listen", f"/ip4/127.0.0.1/tcp/{port}")
     ann = swarm.launch("ann", ["start", str(config), "--bootstrap", address], *listen)
-    invite = await said(ann, INVITED)
+    invite = (await asyncio.to_thread(ann.wait_for, Invited)).invite
     peers = [ann] if options.apart else [ann, swarm.join("bob", invite)]
     await until_training(peers)
     if options.apart:
@@ -213,7 +204,8 @@ async def measure(swarm: Swarm, options: Any) -> dict[str, dict[str, Any]]:
         keep_to(0, ann.process.pid)
         give_way()
     command = ["bootstrap", "--listen", LOOPBACK, "--meet", f"/ip4/127.0.0.1/tcp/{elsewhere}"]
-    await said(Member("other", command, swarm.out / "other", swarm.mark), JOINABLE)
+    other = Member("other", command, swarm.out / "other", swarm.mark)
+    await asyncio.to_thread(other.wait_for, Listening)
     phases = ((QUIET, 0, port), (ELSEWHERE, options.connections, elsewhere), (FLOODED, options.connections, port))
     found: dict[str, list[dict[str, Any]]] = {phase: [] for phase, _, _ in phases}
     for number in range(options.rounds):

@@ -35,7 +35,7 @@ from safetensors import safe_open
 from benchmarks import bench
 from benchmarks.memory import residence
 from benchmarks.memory.creeping import LOOPBACK, STOPPED
-from p2pdiloco.util.output_markers import invited_with
+from p2pdiloco.swarm.credentials import MemberFiles
 
 NODE = ("RssAnon", "RssShmem")
 LOOK_S = 0.2
@@ -165,7 +165,7 @@ def story(options: argparse.Namespace, folder: Path, watch: Watch) -> dict[str, 
         found["founding_s"] = wait_for([founder], "its node", lambda: pid.exists() and pid.read_text())
         watch.look_at("founder's node", *NODE, pid=int(pid.read_text()))
         found["founding_s"] += wait_for([founder], "its first step", lambda: founder.events("progress"))
-        invite = invited_with(founder.told())
+        invite = MemberFiles(next(founder.folder.glob("*/members")).parent).invite()
         join: tuple[str, ...] = (
             "p2pdiloco",
             "join",

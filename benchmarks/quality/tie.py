@@ -29,7 +29,7 @@ from benchmarks import record
 from benchmarks.quality.data import corpus, held_out_losses
 from benchmarks.quality.laboratory import Laboratory
 from benchmarks.quality.settings import Setting, to_row
-from p2pdiloco.demo.local_swarm import Member, Swarm, SwarmError, marked
+from p2pdiloco.demo.local_swarm import Member, Swarm, SwarmError, marked_processes
 from p2pdiloco.peer.checkpoint import load
 from p2pdiloco.protocol.manifest import Layout
 from p2pdiloco.training import NAME
@@ -205,7 +205,7 @@ def _learner_of(founder: Member, swarm: Swarm) -> psutil.Process:
     """
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline:
-        for process in marked(swarm.mark):
+        for process in marked_processes(swarm.mark):
             if process.name() == NAME and founder.process.pid in (p.pid for p in process.parents()):
                 return process
         time.sleep(POLL_S)

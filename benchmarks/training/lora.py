@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from benchmarks import bench
-from p2pdiloco.util.output_markers import invited_with
+from p2pdiloco.swarm.credentials import MemberFiles
 
 PIECE = 128
 """Bytes of a window."""
@@ -133,7 +133,8 @@ def run(base: Path, out: Path, rate: float, steps: int, peers: int) -> bench.Fig
             processes.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment))
         deadline = time.monotonic() + START_S
         while number + 1 < peers and not invite and time.monotonic() < deadline:
-            invite = invited_with((folder / "log").read_text(errors="replace"))
+            members = next((folder / "state").glob("*/members"), None)
+            invite = "" if members is None else MemberFiles(members.parent).invite()
             time.sleep(0.2)
     if any(process.wait() for process in processes):
         raise SystemExit(f"a peer failed: see {out}/*/log")

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -31,6 +30,8 @@ from benchmarks.netbed.topology import address, address6, find_topology
 from benchmarks.wan.sites import network, on_sigterm
 from p2pdiloco.node.resource_guard import pause
 from p2pdiloco.protocol.ids import LearnerId, peer_of
+from p2pdiloco.util import status_pipe
+from p2pdiloco.util.status_pipe import Invited, Listening
 
 START_S = 90.0
 POLL_S = 0.1
@@ -93,15 +94,22 @@ class Home:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._log = self.folder / "log"
         words = [words[0], "--state", str(self.folder / "state"), "--log-format", "json", *words[1:]]
-        with self._log.open("ab") as log:
-            self.process = self.begin(made.site(site), words, log)
+        with self._log.open("ab") as log, status_pipe.opened() as (self.reports, status_fd):
+            self.process = self.begin(made.site(site), words, log, status_fd)
 
     @staticmethod
-    def begin(namespace: str, words: Sequence[str], log: IO[bytes]) -> subprocess.Popen[bytes]:
+    def begin(namespace: str, words: Sequence[str], log: IO[bytes], status_fd: int) -> subprocess.Popen[bytes]:
         """Start the command that is its process."""
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-        argv = command(namespace, [sys.executable, "-m", "p2pdiloco", *words])
-        return subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
+        words = [*words, status_pipe.OPTION, str(status_fd)]
+        return subprocess.Popen(
+            command(namespace, [sys.executable, "-m", "p2pdiloco", *words]),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env=environment,
+            pass_fds=(status_fd,),
+        )
 
     def told(self) -> str:
         """All that it said."""
@@ -188,17 +196,16 @@ def gathered(
     homes: list[Home] = []
     try:
         bootstrap = Home(made, 0, folder, ["bootstrap", *(hub or ["--listen", f"/ip4/{address(0)}/tcp/31337"])])
-        wait_for(lambda: "To found" in bootstrap.told(), [bootstrap], START_S, "bootstrap")
-        told: list[str] = re.findall(r"p2pdiloco join (\S+)", bootstrap.told())
+        listening: Listening = wait_for(lambda: bootstrap.reports.find(Listening), [bootstrap], START_S, "bootstrap")
 
         def where(site: int) -> str:
             """By IPv6 from where there is nothing else."""
             family = "/ip6/" if made.topology.sites[site].ip == "6" else "/ip4/"
-            return next(text for text in told if text.startswith(family))
+            return next(text for text in listening.addresses if text.startswith(family))
 
         own = ["--threads", "1", "--data", str(corpus), "--stay-s", "0", "--page", "off"]
         homes.append(Home(made, sites[0], folder, ["start", str(config), "--bootstrap", where(sites[0]), *own]))
-        wait_for(lambda: "to join from" in homes[0].told(), homes, START_S, "the founder's run")
+        wait_for(lambda: homes[0].reports.find(Invited), homes, START_S, "the founder's run")
         if rests:
             homes[0].rest()
         joiners = [site for site in sites[1:] if site not in absent]

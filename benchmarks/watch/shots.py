@@ -21,7 +21,7 @@ from p2pdiloco.observability.log_reader import Recording, player
 from p2pdiloco.observability.tui import Top
 from p2pdiloco.observability.view_sources import Tape
 from p2pdiloco.observability.web_server import PageServer
-from p2pdiloco.util.output_markers import LOOK_AT
+from p2pdiloco.util.status_pipe import PageAt
 
 LIMIT_S = 420.0
 LOADED = "typeof picture !== 'undefined' && picture !== null && history !== null"
@@ -123,11 +123,9 @@ async def show_run(out: Path) -> None:
         config = find_run("stdlib-tiny")
         founder = await asyncio.to_thread(swarm.start_founder, "A", config, bootstrap, "--page", "auto")
         other = swarm.join("B", bootstrap)
-        while (line := founder.said(LOOK_AT)) is None:
-            assert founder.is_running, "the founder ended"
-            await asyncio.sleep(0.2)
+        page = await asyncio.to_thread(founder.wait_for, PageAt)
         async with browser() as tab:
-            await tab.open(line.split()[-1], 1280, 900)
+            await tab.open(page.url, 1280, 900)
             for name, step in (("two", 60), ("killed", 110), ("joined", 190)):
                 await _until_step(swarm, step)
                 await tab.until(LOADED, "the page shows something")

@@ -52,7 +52,7 @@ def size(text: str) -> float:
 
 
 def file(text: str) -> Path:
-    """Where a file is to be written: not known to be a folder before long work is done for it."""
+    """The path of a file to write: not known to be a folder before long work is done for it."""
     path = Path(text)
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"{text!r} is a folder: name a file")
@@ -62,7 +62,7 @@ def file(text: str) -> Path:
 
 
 def page_place(text: str) -> str:
-    """Where a page is served: a port, perhaps after a host; ``auto``, ``off``."""
+    """An address to serve a page at: a port, perhaps after a host; ``auto``, ``off``."""
     host, _, port = text.rpartition(":")
     if text in ("auto", "off") or (port.isdecimal() and int(port) < 65536 and not host.startswith("/")):
         return text
@@ -70,7 +70,7 @@ def page_place(text: str) -> str:
 
 
 def notified(text: str) -> str:
-    """Who is told of alerts: an address, or a command that is there. That it is not would show when it is needed."""
+    """The receiver of alerts: an address, or a command that exists. A missing one would only show when it is needed."""
     if text.startswith(("http://", "https://")):
         return text
     try:

@@ -22,7 +22,7 @@ from p2pdiloco.transport.identity import IdentityError
 from p2pdiloco.wire.peer_ids import key_of
 
 SHOWN_PEERS = 16
-"""Of those that came by one invite."""
+"""How many peers that came by one invite are named."""
 ANOTHER = "a new invite for others: p2pdiloco invite"
 
 

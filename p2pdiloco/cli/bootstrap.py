@@ -11,6 +11,7 @@ from functools import partial
 
 import msgspec
 
+from p2pdiloco.cli import peer_options
 from p2pdiloco.cli.errors import as_command_errors
 from p2pdiloco.discovery import port_multiplexer
 from p2pdiloco.discovery.directory import Directory, DirectoryError
@@ -22,6 +23,7 @@ from p2pdiloco.transport.identity import Identity, IdentityError
 from p2pdiloco.transport.sockets import everywhere
 from p2pdiloco.transport.transport import Observer, Transport
 from p2pdiloco.util import logs
+from p2pdiloco.util.status_pipe import Listening
 from p2pdiloco.util.tasks import Tasks
 from p2pdiloco.wire.directory_records import PointRecord
 
@@ -74,12 +76,7 @@ async def _serve(arguments: argparse.Namespace) -> int:
         async with directory, transport, Tasks() as tasks:
             announce = partial(_announce, directory, transport, arguments.announce)
             tasks.keep(announce, name="announce the meeting point")
-            print("This directory node is up. To found a run, type on a machine that trains:", flush=True)
-            for address in directory.visible_addresses()[:1]:
-                print(f"  p2pdiloco start CONFIG.toml --bootstrap {address}", flush=True)
-            print("Others join it with the invite that this prints; a run that is open to all, with", flush=True)
-            for address in directory.visible_addresses():
-                print(f"  p2pdiloco join {address}", flush=True)
+            peer_options.say(Listening(tuple(directory.visible_addresses())))
             await stop.wait()
             if pairs := point.introducer.joined:
                 print(f"{pairs} pairs of peers were connected over this node alone: they meet again where another is")
@@ -87,7 +84,7 @@ async def _serve(arguments: argparse.Namespace) -> int:
 
 
 def _meeting_addresses(listen: list[str], meet: list[str] | None) -> list[str]:
-    """As the user says; else the port after the directory's, wherever that listens."""
+    """The addresses of the rendezvous server: the user's, or the port after each of the directory's."""
     if meet:
         return meet
     found = []

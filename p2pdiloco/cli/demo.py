@@ -21,7 +21,7 @@ from p2pdiloco.swarm.run_index import ConfigError
 
 RUN = "run.toml"
 WRITTEN = {RUN, "bootstrap", "report.json", "loss.png"}
-"""What a demo's folder has, beside its peers."""
+"""Names in a demo's folder, beside its peers' folders."""
 
 
 async def run(arguments: argparse.Namespace) -> int:
@@ -60,7 +60,7 @@ def _check_replaceable(out: Path) -> None:
     """An earlier demo's folder is replaced, nothing else is.
 
     Raises:
-        Complaint: it holds something that no demo has written.
+        CommandError: it holds something that no demo has written.
     """
     if out.exists() and not out.is_dir():
         raise CommandError(f"--out {out} is a file: name a folder", REPAIR)

@@ -17,7 +17,7 @@ from p2pdiloco.node.diagnostics import Finding, Gift
 from p2pdiloco.peer.options import LearnerOptions
 from p2pdiloco.swarm.credentials import CredentialsError
 from p2pdiloco.swarm.reachability import looked_up
-from p2pdiloco.swarm.run_lookup import DirectoryOptions, LookupFailedError, RunAnswer, inquire, open_directory
+from p2pdiloco.swarm.run_lookup import DirectoryOptions, LookupFailedError, RunAnswer, RunLookup, open_directory
 from p2pdiloco.transport import addresses
 from p2pdiloco.transport.identity import Identity
 from p2pdiloco.transport.sockets import everywhere
@@ -43,7 +43,7 @@ async def run(arguments: argparse.Namespace) -> int:
 
 
 def show(findings: list[Finding], gifts: dict[str, Gift], *, as_json: bool) -> None:
-    """What was found, for people or programs."""
+    """Print the findings for people or programs."""
     if as_json:
         print(escaped(msgspec.json.encode({"findings": findings, "would_give": gifts}).decode()))
     else:
@@ -73,8 +73,8 @@ async def _directory(arguments: argparse.Namespace) -> tuple[list[Finding], list
             findings.append(_packets(first))
             findings.append(await _reach(directory, tuple(arguments.listen or everywhere())))
             try:
-                runs = await inquire(
-                    directory, invite, arguments.run, lambda: peer_options.open_identity(arguments), needs_manifest=True
+                runs = await RunLookup(directory).ask_runs(
+                    invite, arguments.run, lambda: peer_options.open_identity(arguments), needs_manifest=True
                 )
             except LookupFailedError as error:
                 remedy = "start one: p2pdiloco start CONFIG.toml; or look at --run, or ask for a new invite"

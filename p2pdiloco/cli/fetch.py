@@ -20,7 +20,7 @@ from p2pdiloco.transport.identity import IdentityError
 
 async def run(arguments: argparse.Namespace) -> int:
     """Join as one who does not train, and leave with the state."""
-    addresses, wanted = _asked(arguments)
+    addresses, wanted = _addresses_and_name(arguments)
     with as_command_errors(
         repair=(ConfigError, FolderInUseError, IdentityError, ValueError), nobody=(DirectoryError, LookupFailedError)
     ):
@@ -29,10 +29,10 @@ async def run(arguments: argparse.Namespace) -> int:
         identity = peer_options.open_identity(arguments)
         with identity.hold():
             ending = await join(wanted, options, directory, identity, choose, peer_options.say)
-    return ending.status if not ending.status else peer_options.end(ending)
+    return ending.status if not ending.status else peer_options.report_ending(ending)
 
 
-def _asked(arguments: argparse.Namespace) -> tuple[list[str], str | None]:
+def _addresses_and_name(arguments: argparse.Namespace) -> tuple[list[str], str | None]:
     """Addresses or an invite, and the run's name, which may stand in their place where the directory was met before."""
     addresses = [word for word in arguments.address if word.startswith("/") or is_invite(word)]
     names = [word for word in arguments.address if word not in addresses] + ([arguments.run] if arguments.run else [])

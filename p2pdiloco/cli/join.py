@@ -33,7 +33,9 @@ async def run(arguments: argparse.Namespace) -> int:
         directory = peer_options.directory_options(arguments, arguments.address)
         identity = peer_options.open_identity(arguments)
         with identity.hold():
-            return peer_options.end(await join(arguments.run, options, directory, identity, choose, peer_options.say))
+            return peer_options.report_ending(
+                await join(arguments.run, options, directory, identity, choose, peer_options.say)
+            )
 
 
 def choose(runs: dict[RunId, RunRecord]) -> RunId:

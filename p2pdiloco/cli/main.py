@@ -22,6 +22,7 @@ from p2pdiloco.cli.arguments import COMMANDS, add_common_arguments
 from p2pdiloco.cli.errors import FAILED, INTERRUPTED, CommandError
 from p2pdiloco.cli.parser import Parser, meant
 from p2pdiloco.training import PASSIVE
+from p2pdiloco.util import status_pipe
 from p2pdiloco.version import VERSION
 
 MOVED = {
@@ -37,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        arguments = _parse(words)
+        arguments = _parse(_attach_status_pipe(words))
         module = _load(arguments.command)
         if argv is None and hasattr(module, "prepare"):  # this process is the command, and nothing else
             module.prepare(arguments)
@@ -91,6 +92,7 @@ def execute(run: Callable[[argparse.Namespace], Coroutine[None, None, int]], arg
         status: int = uvloop.run(_until_terminated(run(arguments)))
         return status
     except CommandError as error:
+        status_pipe.writer.report_exit(error.status, str(error))
         print("p2pdiloco:", logs.printable(str(error), keeps="\n"), file=sys.stderr)
         return error.status
     except BrokenPipeError:  # ``p2pdiloco events ... | head``
@@ -101,13 +103,27 @@ def execute(run: Callable[[argparse.Namespace], Coroutine[None, None, int]], arg
 
 
 async def _until_terminated(work: Coroutine[None, None, int]) -> int:
-    """Until a command has a way of its own to leave, SIGTERM cancels it as Ctrl+C does: what is open is closed."""
+    """Run a command. SIGTERM cancels it as Ctrl+C does, unless the command handles it itself."""
     import asyncio
 
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     return await work
+
+
+def _attach_status_pipe(words: Sequence[str]) -> list[str]:
+    """Take ``--status-fd N``, which the program that started this one gives to any command, off the command line before
+    the rest of it can be wrong; returns the rest."""
+    hidden = Parser(prog="p2pdiloco", add_help=False, allow_abbrev=False)
+    hidden.add_argument(status_pipe.OPTION, type=int)
+    found, rest = hidden.parse_known_args(words)
+    try:
+        if found.status_fd is not None:
+            status_pipe.writer.attach(found.status_fd)
+    except OSError as error:
+        hidden.error(f"{status_pipe.OPTION} {found.status_fd}: {error.strerror}")
+    return rest
 
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
@@ -137,7 +153,7 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def _description(name: str) -> str:
-    """What the command's module says of it; the module is not imported for that."""
+    """The description of a command: its module's docstring, read without importing the module."""
     spec = find_spec(f"p2pdiloco.cli.{name}")
     assert spec is not None
     assert spec.origin is not None

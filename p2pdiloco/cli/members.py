@@ -32,8 +32,8 @@ async def run(arguments: argparse.Namespace) -> int:
             return 0
         first, *others = _peers(arguments)
         if arguments.json:
-            below = {"others": [{"state": str(one.state), **one.told()} for one in others]} if others else {}
-            print(json.dumps({**first.told(), **below}))
+            below = {"others": [{"state": str(one.state), **one.to_json()} for one in others]} if others else {}
+            print(json.dumps({**first.to_json(), **below}))
             return 0
         for one in (first, *others):
             where = "" if one is first and one.state == arguments.state else f"  in {one.state}"
@@ -48,13 +48,13 @@ async def run(arguments: argparse.Namespace) -> int:
 
 
 class _Peer(NamedTuple):
-    """What one state folder has."""
+    """The peer of one state folder, and its runs."""
 
     state: Path
     peer: PeerId | None
     runs: list[KeptRun]
 
-    def told(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         return {"peer": self.peer, "runs": {kept.manifest.run: _rows(kept) for kept in self.runs}}
 
 

@@ -11,7 +11,7 @@ from p2pdiloco.cli.errors import as_command_errors
 from p2pdiloco.node.dashboard import split_place
 from p2pdiloco.observability.log_reader import Recording, player
 from p2pdiloco.observability.web_server import PageServer, is_loopback, new_token
-from p2pdiloco.util.output_markers import sight
+from p2pdiloco.util.status_pipe import PageAt
 
 
 async def run(arguments: argparse.Namespace) -> int:
@@ -22,6 +22,6 @@ async def run(arguments: argparse.Namespace) -> int:
         token = "" if is_loopback(host) else new_token()
         server = PageServer(lambda query: player(recording, query, arguments.speed), host, port or 0, token)
         async with server:
-            peer_options.say(sight(server.address))
+            peer_options.say(PageAt(server.address))
             await asyncio.Event().wait()
         return 0

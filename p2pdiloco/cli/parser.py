@@ -6,6 +6,8 @@ import argparse
 from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
+from p2pdiloco.util import status_pipe
+
 
 class Parser(argparse.ArgumentParser):
     """Its messages name the nearest command or option to one that does not exist."""
@@ -40,6 +42,7 @@ class Parser(argparse.ArgumentParser):
         )
         if "arguments are required" in message and self._taker:
             message += f" ({self._taker} takes all that follows it: put it last)"
+        status_pipe.writer.report_exit(2, message)
         self.exit(2, f"{self.prog}: {message}\nsee {self.prog} --help\n")
 
 

@@ -1,4 +1,4 @@
-"""What ``start``, ``join`` and ``resume`` have in common: a peer's own options, and how it ends."""
+"""The common part of ``start``, ``join`` and ``resume``: a peer's own options, and how it ends."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from p2pdiloco.swarm.run_lookup import DirectoryOptions, check_directory_address
 from p2pdiloco.transport import addresses
 from p2pdiloco.transport.identity import KEY_FILE, Identity
 from p2pdiloco.transport.sockets import check_numeric, everywhere
+from p2pdiloco.util import status_pipe
 from p2pdiloco.util.logs import bottom_line, printable
+from p2pdiloco.util.status_pipe import StatusMessage
 
 if TYPE_CHECKING:
     from p2pdiloco.peer.ending import Ending  # which loads torch, and who only looks does without
@@ -82,18 +84,18 @@ def _keeps_average(arguments: argparse.Namespace) -> bool:
 
 
 def has_learner(arguments: argparse.Namespace) -> bool:
-    """Whether this peer trains, by a program of ours."""
+    """Whether this peer trains with the built-in learner."""
     return not arguments.learner and not getattr(arguments, "follow", False)
 
 
 def open_identity(arguments: argparse.Namespace, state: Path | None = None) -> Identity:
-    """The peer's key; a new one at the first time. ``state``: its folder, if it is not the one that was named."""
+    """The peer's key, made at the first time. ``state``: the peer's folder, if it is not --state."""
     return Identity.load_or_create(arguments.identity_path or (state or arguments.state) / KEY_FILE)
 
 
 def kept_identity(arguments: argparse.Namespace, state: Path) -> Identity | None:
-    """The key of the peer whose folder is ``state``, if it has one: nothing is written. The file that the user may have
-    named is that of --state."""
+    """The key of the peer whose folder is ``state``, if it has one; writes nothing. A key file that the user has named
+    is that of --state."""
     named = arguments.identity_path if state == arguments.state else None
     return Identity.load(named or state / KEY_FILE)
 
@@ -132,12 +134,16 @@ def with_invite(words: list[str]) -> tuple[Invite | None, tuple[str, ...]]:
 
 
 def _is_meant_as_invite(word: str) -> bool:
-    """Also one of which only a piece was copied, where no run's name has a place."""
+    """Whether a word begins as an invite does, though it may be incomplete. Only for words that are no run's name."""
     return word.strip().startswith(PREFIX)
 
 
-def say(line: str) -> None:
-    """To the user, at once; to a terminal nothing that it would obey: a model writes what it was taught."""
+def say(told: str | StatusMessage) -> None:
+    """Print a line for the user at once; without control characters on a terminal, since a model writes what it was
+    taught. A message also goes to the program that started this one, if it reads the status pipe."""
+    line = str(told)
+    if isinstance(told, StatusMessage):
+        status_pipe.writer.report(told)
     if not sys.stdout.isatty():
         print(line, flush=True)
         return
@@ -146,8 +152,8 @@ def say(line: str) -> None:
 
 
 def ask(question: str) -> str | None:
-    """What the user answers; None: nobody is at a terminal, or it was left with Ctrl+D. Within the event loop, on the
-    main thread: all stands still meanwhile, so that Ctrl+C, which the loop would take, is taken here.
+    """The user's answer; None if there is no terminal, or it was left with Ctrl+D. Blocks the event loop, on the main
+    thread, and so handles Ctrl+C itself.
 
     Raises:
         KeyboardInterrupt: Ctrl+C.
@@ -164,9 +170,10 @@ def ask(question: str) -> str | None:
         signal.signal(signal.SIGINT, before)
 
 
-def end(ending: Ending) -> int:
-    """Say how it ended; the exit status."""
+def report_ending(ending: Ending) -> int:
+    """Tell the user how the peer ended; returns the exit status."""
     bottom_line.clear()  # of a download that came to no end
+    status_pipe.writer.report_exit(ending.status, ending.reason)
     if ending.status:
         print("p2pdiloco:", printable(ending.reason, keeps="\n"), file=sys.stderr)
     else:

@@ -45,7 +45,7 @@ def wanted_of(config: RunConfig, peers: int, step_s: float) -> Wanted:
     """The run of a configuration, with the model's own fragments.
 
     Raises:
-        Complaint: its model's sizes are not in the configuration.
+        CommandError: its model's sizes are not in the configuration.
     """
     if config.model.folder:
         raise CommandError("model.folder: this model's sizes are in a folder; plan needs model.config instead", REPAIR)

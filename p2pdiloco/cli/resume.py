@@ -24,7 +24,7 @@ def prepare(arguments: argparse.Namespace) -> None:
 
 
 async def run(arguments: argparse.Namespace) -> int:
-    """Go on."""
+    """Continue the run."""
     with as_command_errors(
         repair=(ConfigError, CheckpointError, FolderInUseError, IdentityError, ValueError), nobody=(DirectoryError,)
     ):
@@ -34,6 +34,6 @@ async def run(arguments: argparse.Namespace) -> int:
         with identity.hold():
             if arguments.known_good:
                 peer_options.say(go_back([*arguments.folders, arguments.state]))
-            return peer_options.end(
+            return peer_options.report_ending(
                 await resume(arguments.folders, arguments.run, options, directory, identity, peer_options.say)
             )

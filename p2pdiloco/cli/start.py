@@ -46,7 +46,7 @@ async def run(arguments: argparse.Namespace) -> int:
             else:
                 decide = _decider(arguments, config)
                 ending = await start(config, options, directory, identity, decide, peer_options.say)
-            return peer_options.end(ending)
+            return peer_options.report_ending(ending)
 
 
 def _config(arguments: argparse.Namespace) -> RunConfig:

@@ -17,7 +17,7 @@ from p2pdiloco.protocol.ids import RunId
 from p2pdiloco.swarm.credentials import Credentials
 from p2pdiloco.swarm.invitations import credentials_of, kept_addresses
 from p2pdiloco.swarm.run_index import ConfigError, kept_run
-from p2pdiloco.swarm.run_lookup import DirectoryOptions, LookupFailedError, RunAnswer, inquire, open_directory
+from p2pdiloco.swarm.run_lookup import DirectoryOptions, LookupFailedError, RunAnswer, RunLookup, open_directory
 from p2pdiloco.transport.identity import Identity
 from p2pdiloco.util.logs import printable, short
 from p2pdiloco.wire.control_messages import PeerStatus
@@ -38,13 +38,14 @@ async def _show(arguments: argparse.Namespace) -> int:
         wanted, addresses, mine = _of_this_machine(arguments, names)
     options = DirectoryOptions(initial_peers=addresses)
     async with open_directory(Identity.ephemeral(), options, None) as directory:
-        found = await inquire(directory, invite, wanted, lambda: peer_options.open_identity(arguments), mine=mine)
+        lookup = RunLookup(directory)
+        found = await lookup.ask_runs(invite, wanted, lambda: peer_options.open_identity(arguments), mine=mine)
     show(found, as_json=arguments.json)
     return 0 if any(one.peers for one in found) else NOBODY_THERE
 
 
 def show(found: list[RunAnswer], *, as_json: bool) -> None:
-    """What was found, for people or programs."""
+    """Print the answers for people or programs."""
     for answers in found:
         if answers.trouble:
             print("p2pdiloco:", printable(answers.trouble), file=sys.stderr)

@@ -1,12 +1,13 @@
-"""A swarm of real processes on this machine, started with the commands that a user types, and what each peer's own
-event log says about it. The demo, the chaos runs and the integration tests are made of these.
+"""A swarm of real processes on this machine, started with the commands that a user types, and watched through each
+peer's own event log. The demo, the chaos runs and the integration tests use it.
 
 Rules of this file:
-1. Every process carries the swarm's mark in its environment, so that what is left of it can be counted, and ended.
-2. They die with whoever started them, even by SIGKILL (Linux); a stopped one needs ``reaper.py``.
-3. A clock is wrong where ``wrong_clock/`` comes first in a process's import path: Python's, which is what a peer's
+1. Every process carries the swarm's mark in its environment, so that processes that are left can be counted, and ended.
+2. They die with the process that started them, even by SIGKILL (Linux); a stopped one needs ``reaper.py``.
+3. A process reports over its status pipe when it is up, and how it is joined. Nobody searches what it prints.
+4. A clock is wrong where ``wrong_clock/`` comes first in a process's import path: Python's, which is what a peer's
    program reads; nothing else of the machine, and nothing of ours is changed for it.
-4. A peer's folder outlives its processes: the next process on it is the same peer. What the next one would overwrite
+5. A peer's folder outlives its processes: the next process on it is the same peer. What the next one would overwrite
    (journal, report) is kept under a number.
 """
 
@@ -26,17 +27,15 @@ from typing import IO, Any
 
 import psutil
 
-from p2pdiloco.util.output_markers import INVITED
+from p2pdiloco.util import status_pipe
 from p2pdiloco.util.process import die_with_parent
+from p2pdiloco.util.status_pipe import Invited, Listening, Message, StatusPipeError
 
 MARK = "P2PDILOCO_SWARM"
 """Environment variable that every process of one swarm inherits."""
-"""Read by changed_code/sitecustomize.py alone."""
 START_S = 60.0
 STOP_S = 30.0
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
-JOINABLE = "p2pdiloco join "
-"""What a bootstrap node says before its address."""
 
 
 class SwarmError(Exception):
@@ -44,7 +43,7 @@ class SwarmError(Exception):
 
 
 class View:
-    """What one peer's ``metrics.jsonl`` has told so far."""
+    """The state of one peer by its event log, ``metrics.jsonl``."""
 
     def __init__(self) -> None:
         self.peer = ""
@@ -59,15 +58,15 @@ class View:
         self.current_at = 0.0
         """Unix time at which it last had a whole state."""
         self.began_training_at = 0.0
-        """Unix time of its learner's first word; 0: none yet."""
+        """Unix time of its learner's first progress; 0: none yet."""
         self.trained_at = 0.0
-        """Unix time of its learner's last word."""
+        """Unix time of its learner's last progress."""
         self.held_out: list[tuple[float, float, int]] = []
         """(Unix time, loss, version)"""
         self.commits: list[dict[str, Any]] = []
 
-    def take(self, line: dict[str, Any]) -> None:
-        """One line of the event log."""
+    def apply(self, line: dict[str, Any]) -> None:
+        """Update the state by one line of the event log."""
         match line["event"]:
             case "started":
                 self.peer = line["peer"]
@@ -103,8 +102,8 @@ class Member:
         environment: Mapping[str, str] | None = None,
         clock_off_s: float = 0.0,
     ) -> None:
-        """``environment``: variables that its process has besides this one's. ``clock_off_s``: how far its wall clock
-        is ahead, so that the times in its event log can be compared with ours."""
+        """``environment``: additional variables of its process. ``clock_off_s``: how far its wall clock is ahead, so
+        that the times in its event log can be compared with this process's."""
         self.name = name
         self.folder = folder
         self.log_path = folder / "log.txt"
@@ -114,16 +113,19 @@ class Member:
         self._clock_off_s = clock_off_s
         self._read: dict[Path, int] = {}
         folder.mkdir(parents=True, exist_ok=True)
-        self._log_began = self.log_path.stat().st_size if self.log_path.exists() else 0
-        with open(self.log_path, "ab") as log:
+        with open(self.log_path, "ab") as log, status_pipe.opened() as (self.reports, status_fd):
+            self._log_began = log.tell()
             variables = {**os.environ, MARK: mark, **(environment or {})}
-            self.process = self.begin([*arguments, "--state", str(folder)], log, variables)
+            self.process = self.begin([*arguments, "--state", str(folder)], log, variables, status_fd)
 
     @staticmethod
-    def begin(arguments: Sequence[str], log: IO[bytes], environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    def begin(
+        arguments: Sequence[str], log: IO[bytes], environment: dict[str, str], status_fd: int
+    ) -> subprocess.Popen[bytes]:
         """Start the command that is its process."""
         return subprocess.Popen(
-            [sys.executable, "-P", "-m", "p2pdiloco", *arguments],
+            [sys.executable, "-P", "-m", "p2pdiloco", *arguments, status_pipe.OPTION, str(status_fd)],
+            pass_fds=(status_fd,),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -134,7 +136,7 @@ class Member:
 
     @property
     def is_running(self) -> bool:
-        """Whether its node process is there."""
+        """Whether its node process runs."""
         return self.process.poll() is None
 
     @property
@@ -144,7 +146,7 @@ class Member:
 
     @property
     def ended_badly(self) -> bool:
-        """Whether it ended otherwise than it should."""
+        """Whether it ended with an error, and was not killed on purpose."""
         return not self.was_killed and self.process.poll() not in (None, 0)
 
     def kill(self) -> None:
@@ -154,16 +156,27 @@ class Member:
         self.process.wait()
 
     def run_folder(self) -> Path | None:
-        """Where this peer writes about the run, once it does."""
+        """The run's folder in this peer's state folder, once there is one."""
         found = sorted(self.folder.glob("*/metrics.jsonl"), key=lambda path: path.stat().st_mtime)
         return found[-1].parent if found else None
 
-    def said(self, text: str) -> str | None:
-        """The first line with ``text`` in what this process told its user."""
+    def wait_for(self, kind: type[Message], timeout_s: float = START_S) -> Message:
+        """Its first report of this kind.
+
+        Raises:
+            SwarmError: it ended before, or takes too long.
+        """
+        try:
+            return self.reports.wait_for(kind, timeout_s)
+        except StatusPipeError as error:
+            tail = "\n".join(self.output()[-5:])
+            raise SwarmError(f"{self.name} did not start ({error}), its log ends with:\n{tail}") from error
+
+    def output(self) -> list[str]:
+        """The lines that this process has printed for people."""
         with open(self.log_path, "rb") as log:
             log.seek(self._log_began)
-            lines = log.read().decode(errors="replace").splitlines()
-        return next((line for line in lines if text in line), None)
+            return log.read().decode(errors="replace").splitlines()
 
     def refresh(self) -> None:
         """Read what is new in its event log."""
@@ -180,16 +193,16 @@ class Member:
         for line in whole.splitlines():
             with contextlib.suppress(ValueError):  # torn by a kill or a full disk
                 event = json.loads(line)
-                self.view.take({**event, "time": event["time"] - self._clock_off_s})
+                self.view.apply({**event, "time": event["time"] - self._clock_off_s})
 
     def report(self) -> dict[str, Any] | None:
-        """What it wrote at its end."""
+        """The report that it wrote at its end."""
         folder = self.run_folder()
         path = None if folder is None else folder / "report.json"
         return None if path is None or not path.exists() else json.loads(path.read_bytes())
 
     def line(self) -> str:
-        """Where it stands, for people."""
+        """A line for people: what it does, and how far it is."""
         view = self.view
         state = "killed" if self.was_killed else "training" if self.is_running else "done"
         loss = "-" if view.loss is None else f"{view.loss:.3f}"
@@ -204,7 +217,7 @@ OPEN = ("--access", "open")
 
 
 class Swarm:
-    """All processes of one swarm. ``options`` are every peer's, beside those of its command."""
+    """All processes of one swarm. ``options`` are added to every peer's command."""
 
     def __init__(self, out: Path, options: Sequence[str] = ()) -> None:
         self.out = out
@@ -218,19 +231,19 @@ class Swarm:
         return next(m for m in reversed(self.members) if m.name == name)
 
     def launch_bootstrap(self) -> Member:
-        """Start the bootstrap node, which will say ``JOINABLE`` and its address."""
+        """Start the bootstrap node, which will report ``Listening``."""
         self.bootstrap = Member("bootstrap", ["bootstrap", "--listen", LOOPBACK], self.out / "bootstrap", self.mark)
         self._started = True
         return self.bootstrap
 
     def start_bootstrap(self) -> str:
-        """Start the bootstrap node and wait for it; returns the address that it prints."""
-        return self._wait_for(self.launch_bootstrap(), JOINABLE).split()[-1]
+        """Start the bootstrap node and wait for it; returns its address."""
+        return self.launch_bootstrap().wait_for(Listening).addresses[0]
 
     def start_founder(self, name: str, config: Path, address: str, *more: str) -> Member:
         """Start the peer that founds the run, and wait until it can be joined. ``more``: further options."""
         member = self.launch(name, ["start", str(config), *OPEN, "--bootstrap", address], *more)
-        self._wait_for(member, INVITED)
+        member.wait_for(Invited)
         return member
 
     def join(self, name: str, address: str, *more: str) -> Member:
@@ -245,29 +258,17 @@ class Swarm:
         environment: Mapping[str, str] | None = None,
         clock_off_s: float = 0.0,
     ) -> Member:
-        """Start a peer, or start it again on its folder: it then takes the place of the process that was. The last two
-        arguments are ``Member``'s."""
+        """Start a peer, or start it again on its folder as the same peer. The last two arguments are ``Member``'s."""
         folder = self.out / f"peer-{name}"
-        _keep_what_is_there(folder)
+        _number_earlier_files(folder)
         listen = () if "--listen" in more else ("--listen", LOOPBACK)
         words = [*command, *_PEER, *listen, *self._options, *more]
         member = Member(name, words, folder, self.mark, environment, clock_off_s)
         self.members.append(member)
         return member
 
-    def _wait_for(self, member: Member, text: str) -> str:
-        deadline = time.monotonic() + START_S
-        while time.monotonic() < deadline:
-            if (line := member.said(text)) is not None:
-                return line
-            if not member.is_running:
-                break
-            time.sleep(0.1)
-        tail = "\n".join(member.log_path.read_text().splitlines()[-5:])
-        raise SwarmError(f"{member.name} did not start (status {member.status}), its log ends with:\n{tail}")
-
     def stop(self) -> None:
-        """Ask everything to leave in order; what has not after a while is killed."""
+        """Ask all processes to leave in order, and kill those that do not within ``STOP_S``."""
         everyone = [*self.members, *([self.bootstrap] if self._started else [])]
         for member in everyone:
             if member.is_running:
@@ -283,24 +284,24 @@ class Swarm:
         self.wait_until_alone()
 
     def wait_until_alone(self) -> None:
-        """Children that notice their parent's end by themselves get a moment to do so."""
+        """Give children time to notice their parent's end by themselves."""
         deadline = time.monotonic() + 5.0
         while self.leftovers() and time.monotonic() < deadline:
             time.sleep(0.1)
 
     def leftovers(self) -> list[str]:
         """Processes of this swarm that still run."""
-        return [f"{process.pid} {_name(process)}" for process in marked(self.mark)]
+        return [f"{process.pid} {_name(process)}" for process in marked_processes(self.mark)]
 
     def kill_leftovers(self) -> None:
-        """Nothing of the swarm survives it."""
-        for process in marked(self.mark):
+        """Kill all processes of this swarm that still run."""
+        for process in marked_processes(self.mark):
             with contextlib.suppress(psutil.Error):
                 process.kill()
 
 
-def marked(mark: str) -> list[psutil.Process]:
-    """The processes that bear a swarm's mark, but for our own and the dead that nobody has reaped."""
+def marked_processes(mark: str) -> list[psutil.Process]:
+    """The processes with a swarm's mark, without this process and zombies."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -319,7 +320,7 @@ def _name(process: psutil.Process) -> str:
         return "gone"
 
 
-def _keep_what_is_there(folder: Path) -> None:
+def _number_earlier_files(folder: Path) -> None:
     for path in (*folder.glob("*/journal.bin"), *folder.glob("*/report.json")):
         number = 1 + len(list(path.parent.glob(f"{path.stem}-*{path.suffix}")))
         path.rename(path.with_name(f"{path.stem}-{number}{path.suffix}"))

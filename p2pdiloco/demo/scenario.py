@@ -1,4 +1,4 @@
-"""The demo's plot: a swarm on this machine, with a kill, a late joiner and a dead bootstrap node.
+"""The demo's scenario: a swarm on this machine, with a kill, a late joiner and a dead bootstrap node.
 
 Rules of this file:
 1. Every part is a real process that talks to the others over loopback sockets and a real DHT, started with the same
@@ -17,14 +17,11 @@ from collections.abc import Callable, Sequence
 
 from p2pdiloco.demo.local_swarm import Member, Swarm, SwarmError
 from p2pdiloco.protocol.manifest import RunConfig
-from p2pdiloco.util.output_markers import LOOK_AT
-
-# -- Result ------------------------------------------------------------------------------------------------------------
-# What the demo's plot made happen.
+from p2pdiloco.util.status_pipe import PageAt
 
 
 class Story:
-    """What happened, and when."""
+    """What happened in a demo, and when."""
 
     def __init__(self, began_unix: float) -> None:
         self.began_unix = began_unix
@@ -33,13 +30,9 @@ class Story:
         self.version_at_kill = 0
         self.late: Member | None = None
         self.bootstrap_killed_unix = 0.0
-        """0: it was not."""
+        """0: it was not killed."""
         self.members: list[Member] = []
         self.leftovers: list[str] = []
-
-
-# -- Scenario ----------------------------------------------------------------------------------------------------------
-# The demo's plot: a swarm on this machine, with a kill, a late joiner and a dead bootstrap node.
 
 
 KILL_AT = 0.35
@@ -77,9 +70,9 @@ def play(swarm: Swarm, config: RunConfig, limit_s: float, is_interrupted: Callab
             member.refresh()
             if member.ended_badly:
                 raise SwarmError(f"peer {member.name} ended with status {member.status}, see {member.log_path}")
-        if not is_page_told and (line := founder.said(LOOK_AT)) is not None:
+        if not is_page_told and (page := founder.reports.find(PageAt)) is not None:
             is_page_told = True
-            screen.say(f"{line}  to see it live")
+            screen.say(f"{page}  to see it live")
         share = founder.view.step / config.inner.steps
         if share >= KILL_AT and story.killed is None:
             story.killed = swarm["B"]
@@ -111,12 +104,12 @@ class _Screen:
         self._line_at = 0.0
 
     def say(self, text: str) -> None:
-        """Something happened."""
+        """Print a line about an event above the table."""
         self._erase()
         print(f"  * {text}", flush=True)
 
     def show(self, members: Sequence[Member], elapsed_s: float) -> None:
-        """Where every peer stands."""
+        """Print the state of all peers."""
         if self._is_terminal:
             self._erase()
             lines = [self._summary(members, elapsed_s), *(m.line() for m in members)]

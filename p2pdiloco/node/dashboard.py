@@ -19,7 +19,7 @@ from p2pdiloco.observability.history import RunHistory
 from p2pdiloco.observability.log_reader import LOG, lines
 from p2pdiloco.observability.snapshot import History, RunSnapshot
 from p2pdiloco.util import logs
-from p2pdiloco.util.output_markers import sight
+from p2pdiloco.util.status_pipe import PageAt, Say
 
 if TYPE_CHECKING:
     from p2pdiloco.node.telemetry import Telemetry
@@ -30,15 +30,15 @@ OFF = "off"
 AUTO = "auto"
 FIRST_PORT, PORTS = 7373, 16
 FRESH_S = 0.9
-"""A picture so young is shown to the next looker, too."""
+"""How long a snapshot is shown to further visitors."""
 READ_BYTES = 8 << 20
-"""Of the event log of earlier lives."""
+"""How much is read of the event log of earlier lives."""
 SLICE = 50
 """Lines at once: well under a millisecond."""
 
 
 class LiveView:
-    """What all lookers of one node see."""
+    """The snapshots that all visitors of one node's page see."""
 
     def __init__(self, telemetry: Telemetry, clock: Callable[[], float] = time.monotonic) -> None:
         self._lookout = telemetry
@@ -46,24 +46,24 @@ class LiveView:
         self._made: tuple[float, RunSnapshot] | None = None
 
     def picture(self) -> RunSnapshot:
-        """Made once a second, for all."""
+        """The snapshot of this second."""
         now = self._clock()
         if self._made is None or now - self._made[0] >= FRESH_S:
             self._made = (now, self._lookout.watched())
         return self._made[1]
 
     def history(self) -> History:
-        """What led to it."""
+        """The history that led to it."""
         return self._lookout.chronicle.history()
 
     @property
     def mark(self) -> int:
-        """Of the history."""
+        """Changes when the history does."""
         return self._lookout.chronicle.mark
 
 
 def split_place(place: str) -> tuple[str, int | None]:
-    """Host and port of ``--page``; None: any. ``7373``, ``0.0.0.0:7373``, ``auto``."""
+    """Host and port of a word of ``--page`` (``7373``, ``0.0.0.0:7373``, ``auto``); port None: any."""
     if place == AUTO:
         return "127.0.0.1", None
     host, _, port = place.rpartition(":")
@@ -71,8 +71,8 @@ def split_place(place: str) -> tuple[str, int | None]:
 
 
 @asynccontextmanager
-async def served(telemetry: Telemetry, folder: Path, place: str, say: Callable[[str], None]) -> AsyncIterator[None]:
-    """Serve a node's page and tell its address.
+async def serve_page(telemetry: Telemetry, folder: Path, place: str, say: Say) -> AsyncIterator[None]:
+    """Serve a node's page, and tell the user its address.
 
     Raises:
         OSError: the port that its user named is taken.
@@ -86,7 +86,7 @@ async def served(telemetry: Telemetry, folder: Path, place: str, say: Callable[[
         kept_token,
     )
 
-    await remember(telemetry.chronicle, folder)
+    await load_history(telemetry.chronicle, folder)
     host, port = split_place(place)
     view = LiveView(telemetry)
     token = "" if is_loopback(host) else await asyncio.to_thread(kept_token, folder)
@@ -96,12 +96,12 @@ async def served(telemetry: Telemetry, folder: Path, place: str, say: Callable[[
     async with server:
         with suppress(OSError):
             (folder / "page.port").write_text(str(server.port))
-        say(sight(server.address))
+        say(PageAt(server.address))
         yield
 
 
-async def remember(chronicle: RunHistory, folder: Path) -> None:
-    """What this peer's earlier lives have logged."""
+async def load_history(chronicle: RunHistory, folder: Path) -> None:
+    """Read the event log of this peer's earlier lives into ``chronicle``."""
     try:
         for number, line in enumerate(lines(folder / LOG, READ_BYTES)):
             chronicle.take(line)

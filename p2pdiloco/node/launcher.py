@@ -12,22 +12,13 @@ import psutil
 
 from p2pdiloco.access.invite_code import Invite
 from p2pdiloco.discovery.directory import Directory
-from p2pdiloco.node.dashboard import served
+from p2pdiloco.node.dashboard import serve_page
 from p2pdiloco.node.metrics_export import MetricsExport
 from p2pdiloco.node.node import Node
 from p2pdiloco.node.notifier import Notifier
-from p2pdiloco.node.results import finished
+from p2pdiloco.node.results import finished_message
 from p2pdiloco.node.run_creation import found, found_from_script, with_own_places
-from p2pdiloco.node.run_folder import (
-    CHECKPOINT,
-    chosen_run,
-    founded_earlier,
-    has_finished,
-    hold,
-    own_state,
-    standings,
-    told,
-)
+from p2pdiloco.node.run_folder import CHECKPOINT, RunStore, describe_state, has_finished, hold
 from p2pdiloco.node.shutdown_signals import leave_when_asked
 from p2pdiloco.observability.alerts import Alert
 from p2pdiloco.observability.history import closing
@@ -50,19 +41,15 @@ from p2pdiloco.swarm.invitations import (
     kept_credentials,
     refuse_a_stranger,
 )
-from p2pdiloco.swarm.run_index import ConfigError, folder_of
+from p2pdiloco.swarm.run_index import ConfigError, folder_of, is_meant
 from p2pdiloco.swarm.run_lookup import (
     FIND_S,
     AllRefuseError,
     DirectoryOptions,
     LookupFailedError,
-    dial_any,
+    RunLookup,
     fetch_manifest,
-    find_namesake,
     has_met,
-    has_state,
-    is_live,
-    list_runs,
     observer_transport,
     open_directory,
     pick_runs,
@@ -71,6 +58,7 @@ from p2pdiloco.training.data_sources import tell_sources
 from p2pdiloco.training.learner_main import device_of
 from p2pdiloco.transport.identity import Identity
 from p2pdiloco.util import logs
+from p2pdiloco.util.status_pipe import Say
 from p2pdiloco.wire.directory_records import RunRecord
 
 log = logs.get("session")
@@ -81,7 +69,7 @@ back one by one."""
 LOOK_S = 1.0
 """How long a founder looks for another run of that name."""
 NODE_BYTES = 16
-"""A parameter's, in a node: state and momentum, and what it shares with its learner."""
+"""Memory of a node for each parameter: state and momentum, and what it shares with its learner."""
 
 
 async def start(
@@ -90,10 +78,10 @@ async def start(
     directory_options: DirectoryOptions,
     identity: Identity,
     decide: Callable[[RunId, RunRecord], str],
-    say: Callable[[str], None],
+    say: Say,
 ) -> Ending:
-    """Go on with the run of this configuration that lies below the state folder, or found it and train it. ``decide``
-    is asked if another run of that name is live: the name to found this one under, or "" to join that one.
+    """Continue the run of this configuration in the state folder, or found it. If another run of that name is live,
+    ``decide`` returns the name to found this one under, or "" to join that one.
 
     Raises:
         ConfigError, DirectoryError, CheckpointError, FolderInUseError, LookupFailedError, NameTakenError, OSError,
@@ -102,26 +90,26 @@ async def start(
     logs.speak_as(identity.peer_id)
     device_of(options.learner.device)
     options = with_own_places(options, config)
-    earlier = await asyncio.to_thread(founded_earlier, config, options.folder)
+    earlier = await asyncio.to_thread(RunStore(options.folder).founded_from, config)
     if earlier is not None:
         with hold(options.folder, earlier):
             patience_s = await asyncio.to_thread(_patience_s, earlier, options)
             async with open_directory(identity, directory_options, options.folder, patience_s) as directory:
-                return await _go_on(earlier, None, options, identity, directory, say)
+                return await _continue_run(earlier, None, options, identity, directory, say)
     manifest, initial = await asyncio.to_thread(found, config, identity.peer_id, options)
     async with open_directory(identity, directory_options, options.folder) as directory:
-        other = await find_namesake(directory, manifest, LOOK_S if directory_options.initial_peers else 0.0)
+        other = await RunLookup(directory).find_namesake(manifest, LOOK_S if directory_options.initial_peers else 0.0)
         name = config.name if other is None else decide(*other)
         if other is not None and not name:
             initial.take()
-            return await _join(other[0], options, identity, directory, say)
+            return await _join_run(other[0], options, identity, directory, say)
         if name != config.name:
             renamed = msgspec.structs.replace(config, name=name)
             manifest, initial = await asyncio.to_thread(found, renamed, identity.peer_id, options)
         if warning := few_turns(manifest.config):
             say(f"warning: {warning}")
         with hold(options.folder, manifest):
-            return await _go_on(manifest, initial, options, identity, directory, say)
+            return await _continue_run(manifest, initial, options, identity, directory, say)
 
 
 async def start_from_script(
@@ -129,9 +117,9 @@ async def start_from_script(
     options: PeerOptions,
     directory_options: DirectoryOptions,
     identity: Identity,
-    say: Callable[[str], None],
+    say: Say,
 ) -> Ending:
-    """Found the run of a training script, or go on with it from this folder's checkpoint.
+    """Found the run of a training script, or continue it from this folder's checkpoint.
 
     Raises:
         ConfigError, DirectoryError, FolderInUseError, OSError: with a sentence for the user.
@@ -140,13 +128,13 @@ async def start_from_script(
     manifest, new = await asyncio.to_thread(found_from_script, foundation, identity.peer_id)
     initial: InitialState | None = new
     with hold(options.folder, manifest):
-        directory_options = await asyncio.to_thread(_needed, directory_options, options, manifest)
-        if manifest.run in await asyncio.to_thread(standings, [options.folder]):
+        directory_options = await asyncio.to_thread(_without_needless_peers, directory_options, options, manifest)
+        if manifest.run in await asyncio.to_thread(RunStore(options.folder).standings):
             new.take()  # a checkpoint is read next, and two models need twice the memory
             initial = None
         async with open_directory(identity, directory_options, options.folder) as directory:
             again = partial(found_from_script, foundation, identity.peer_id)
-            return await _go_on(manifest, initial, options, identity, directory, say, again=again)
+            return await _continue_run(manifest, initial, options, identity, directory, say, again=again)
 
 
 async def join(
@@ -155,7 +143,7 @@ async def join(
     directory_options: DirectoryOptions,
     identity: Identity,
     choose: Callable[[dict[RunId, RunRecord]], RunId],
-    say: Callable[[str], None],
+    say: Say,
 ) -> Ending:
     """Find a run, get its manifest from its peers, and take part.
 
@@ -171,16 +159,16 @@ async def join(
         if invite
         else kept_credentials(options.folder, wanted, identity)
     )
-    kept = await asyncio.to_thread(_kept, options, wanted, mine, directory_options.initial_peers)
+    kept = await asyncio.to_thread(_unfinished_run, options, wanted, mine, directory_options.initial_peers)
     patience_s = 0.0 if kept is None else WAKE_S
     async with open_directory(identity, directory_options, options.folder, patience_s) as directory:
         if mine is not None:
             run = mine.run
         else:
-            runs = await list_runs(directory, patience_s=FIND_S if kept is None else 0.0)
+            runs = await RunLookup(directory).list_runs(patience_s=FIND_S if kept is None else 0.0)
             run = choose(pick_runs(runs, wanted)) if runs or kept is None else kept.run
         is_kept = kept is not None and kept.run == run
-        return await _join(run, options, identity, directory, say, mine, wanted, kept if is_kept else None)
+        return await _join_run(run, options, identity, directory, say, mine, wanted, kept if is_kept else None)
 
 
 async def resume(
@@ -189,9 +177,9 @@ async def resume(
     options: PeerOptions,
     directory_options: DirectoryOptions,
     identity: Identity,
-    say: Callable[[str], None],
+    say: Say,
 ) -> Ending:
-    """Go on with a run from the best of the checkpoints under ``folders`` and of this peer's own.
+    """Continue a run from the heaviest of the checkpoints in ``folders`` and in this peer's own folder.
 
     Raises:
         ConfigError, CheckpointError, DirectoryError, FolderInUseError, OSError, ValueError: with a sentence for the
@@ -199,32 +187,32 @@ async def resume(
     """
     logs.speak_as(identity.peer_id)
     device_of(options.learner.device)
-    manifest = await asyncio.to_thread(chosen_run, folders, wanted)
+    manifest = await asyncio.to_thread(RunStore(*folders).choose, wanted)
     refuse_a_stranger(manifest, identity, options.folder, directory_options.invite, folders)
-    await asyncio.to_thread(_has_what_it_takes, manifest, options, say)
+    await asyncio.to_thread(_check_machine_and_data, manifest, options, say)
     with hold(options.folder, manifest):
-        directory_options = await asyncio.to_thread(_needed, directory_options, options, manifest)
+        directory_options = await asyncio.to_thread(_without_needless_peers, directory_options, options, manifest)
         patience_s = await asyncio.to_thread(_patience_s, manifest, options, folders)
         async with open_directory(identity, directory_options, options.folder, patience_s) as directory:
             invite = directory_options.invite
-            return await _go_on(manifest, None, options, identity, directory, say, folders, invite)
+            return await _continue_run(manifest, None, options, identity, directory, say, folders, invite)
 
 
-async def _join(
+async def _join_run(
     run: RunId,
     options: PeerOptions,
     identity: Identity,
     directory: Directory,
-    say: Callable[[str], None],
+    say: Say,
     mine: Credentials | None = None,
     wanted: str | None = None,
     kept: Manifest | None = None,
 ) -> Ending:
-    """Take part in a run that others train; of a private one ``mine`` opens the doors. With ``kept``, the run's
-    manifest, this peer has a state of it, and goes on from there if none of the others is there yet."""
+    """Take part in a run that others train; ``mine`` are the credentials for a private one. ``kept`` is the run's
+    manifest if this peer has a state of it: then it continues from there if no other peer is there yet."""
     async with observer_transport(Identity.ephemeral(), mine) as transport:
         try:
-            peers = await dial_any(directory, transport, run, patience_s=FIND_S if kept is None else 0.0)
+            peers = await RunLookup(directory).dial_any(transport, run, patience_s=FIND_S if kept is None else 0.0)
             manifest = await fetch_manifest(transport, peers, run)
         except AllRefuseError:
             raise
@@ -233,35 +221,35 @@ async def _join(
                 raise
             log.warning("no other peer of the run is there yet, going on from the state here", reason=str(error))
             manifest = kept
-    if wanted not in (None, manifest.config.name) and not run.startswith(wanted or ""):
+    if not is_meant(wanted, manifest.config.name, run):
         raise ConfigError(f"the invite is to run {manifest.config.name} ({run[:12]}), not to {wanted}")
     say(f"joining run {manifest.config.name} ({run[:12]}), {Layout.of(manifest).elements:,} parameters")
-    await asyncio.to_thread(_has_what_it_takes, manifest, options, say)
+    await asyncio.to_thread(_check_machine_and_data, manifest, options, say)
     with hold(options.folder, manifest) as folder:
         settings = msgspec.structs.replace(options, folder=folder)
         try:
-            own = await asyncio.to_thread(own_state, [options.folder], manifest)
+            own = await asyncio.to_thread(RunStore(options.folder).load_state, manifest)
         except CheckpointError as error:
             log.warning("checkpoint not used, the state comes from the swarm", reason=str(error))
             own = None
         return await take_part(manifest, settings, identity, directory, own, mine, say)
 
 
-async def _go_on(
+async def _continue_run(
     manifest: Manifest,
     initial: InitialState | None,
     options: PeerOptions,
     identity: Identity,
     directory: Directory,
-    say: Callable[[str], None],
+    say: Say,
     folders: Sequence[Path] = (),
     invite: Invite | None = None,
     again: Callable[[], tuple[Manifest, InitialState]] | None = None,
 ) -> Ending:
-    """Take part as one whom others join, from the heaviest state here; ``initial`` is for where there is none, and is
-    made ``again`` where what there is cannot be read. The run's folder is held."""
+    """Take part as a peer that others can join, from the heaviest state on this machine. Without one, it begins with
+    ``initial``, and makes that ``again`` if the state cannot be read. The caller holds the run's folder."""
     try:
-        own = await asyncio.to_thread(own_state, [options.folder, *folders], manifest)
+        own = await asyncio.to_thread(RunStore(options.folder, *folders).load_state, manifest)
     except CheckpointError as error:
         if not options.learner.script:
             raise
@@ -272,54 +260,54 @@ async def _go_on(
     folder = folder_of(options.folder, manifest.run)
     mine = credentials_of(manifest, identity, folder, invite)
     asking = None if manifest.config.access == "open" else mine
-    if initial is not None and (own is not None or await has_state(directory, manifest.run, asking)):
+    if initial is not None and (own is not None or await RunLookup(directory).has_state(manifest.run, asking)):
         initial.take()  # nobody has a use for version 0: this very run has come farther, here or elsewhere
         initial = None
     is_over = own is not None and has_finished(manifest, own.shards)
     if own is not None:
         initial = own
-        say(told(manifest, own))
-        if is_over and not options.learner.script and not await is_live(directory, manifest.run, asking):
+        say(describe_state(manifest, own))
+        if is_over and not options.learner.script and not await RunLookup(directory).is_live(manifest.run, asking):
             if not options.stay_s:
-                return Ending(0, finished(manifest, folder))
+                return Ending(0, finished_message(manifest, folder))
             options = msgspec.structs.replace(options, is_follower=True)  # it only serves
     settings = msgspec.structs.replace(options, folder=folder)
     goes = is_over and bool(options.learner.script) and not options.stay_s  # before anybody has joined
     return await take_part(manifest, settings, identity, directory, initial, mine, say, shows_how_to_join=not goes)
 
 
-def _kept(options: PeerOptions, wanted: str | None, mine: Credentials | None, peers: Sequence[str]) -> Manifest | None:
-    """The unfinished run that this command has joined before and of which a state lies here: the run that it names, or
-    the only one, if one of ``peers`` was met from here. None: there is none, or nobody is to be waited for."""
+def _unfinished_run(
+    options: PeerOptions, wanted: str | None, mine: Credentials | None, peers: Sequence[str]
+) -> Manifest | None:
+    """The unfinished run that the user means and that has a state here. Without a word of the user's, it is the only
+    one, if one of ``peers`` was met from here. None if there is none, or if this peer is not to wait for others."""
     if options.is_fetching or options.learner.script:
         return None
-    here = [one.manifest for one in standings([options.folder]).values() if not one.is_finished]
-    if mine is not None:
-        here = [manifest for manifest in here if manifest.run == mine.run]
-    elif wanted is not None:
-        here = [manifest for manifest in here if manifest.config.name == wanted or manifest.run.startswith(wanted)]
-    elif not has_met(options.folder, peers):
+    if mine is None and wanted is None and not has_met(options.folder, peers):
         return None
+    found = RunStore(options.folder).standings(wanted if mine is None else mine.run)
+    here = [standing.manifest for standing in found.values() if not standing.is_finished]
     return here[0] if len(here) == 1 else None
 
 
 def _patience_s(manifest: Manifest, options: PeerOptions, folders: Sequence[Path] = ()) -> float:
-    """How long others are waited for with this peer's state of the run. A training script does not wait: it goes on
-    alone, and the others find it."""
-    standing = standings([options.folder, *folders]).get(manifest.run)
+    """How long a peer with a state of the run waits for others. A training script does not wait: it continues alone,
+    and the others find it."""
+    standing = RunStore(options.folder, *folders).standings().get(manifest.run)
     return 0.0 if standing is None or standing.is_finished or options.learner.script else WAKE_S
 
 
-def _needed(directory_options: DirectoryOptions, options: PeerOptions, manifest: Manifest) -> DirectoryOptions:
-    """Where the run is over and its script wants the result, nobody else is needed."""
-    standing = standings([options.folder]).get(manifest.run) if options.learner.script else None
-    if standing is None or not standing.is_finished:
+def _without_needless_peers(
+    directory_options: DirectoryOptions, options: PeerOptions, manifest: Manifest
+) -> DirectoryOptions:
+    """The options without initial peers where a script only wants the result of a run that is over."""
+    if not options.learner.script or not RunStore(options.folder).is_finished(manifest.run):
         return directory_options
     return msgspec.structs.replace(directory_options, initial_peers=())
 
 
-def _has_what_it_takes(manifest: Manifest, options: PeerOptions, say: Callable[[str], None]) -> None:
-    """Whether this machine can hold the model and has what its learner trains on, which is told.
+def _check_machine_and_data(manifest: Manifest, options: PeerOptions, say: Callable[[str], None]) -> None:
+    """Check that this machine can hold the model, and tell the user which data its learner trains on.
 
     Raises:
         ConfigError: it cannot hold the model.
@@ -344,11 +332,11 @@ def _has_what_it_takes(manifest: Manifest, options: PeerOptions, say: Callable[[
             say(line)
 
 
-def _has_script(manifest: Manifest, options: PeerOptions) -> None:
-    """Whether a run of training scripts can be trained here, before its state is fetched for nothing.
+def _require_script(manifest: Manifest, options: PeerOptions) -> None:
+    """Refuse to train a run of training scripts without one, before its state is fetched for nothing.
 
     Raises:
-        ConfigError: it cannot; the message says how it is, and what a peer without a script can do.
+        ConfigError: here is no script; the message says what to do with or without one.
     """
     config = manifest.config
     if config.model.kind == "external" and not options.is_follower and not options.learner.script:
@@ -369,27 +357,27 @@ async def take_part(
     directory: Directory,
     initial: InitialState | None,
     mine: Credentials | None,
-    say: Callable[[str], None],
+    say: Say,
     *,
     shows_how_to_join: bool = False,
 ) -> Ending:
-    """Run a node until it ends, with signals heeded.
+    """Run a node until it ends; SIGINT and SIGTERM make it leave in order.
 
     Raises:
         IdentityError: another process takes part with this identity.
         ConfigError: the run is one of training scripts, and here is none.
-        CredentialsError: this peer is no member, or not any more.
+        CredentialsError: this peer is no member.
         OSError: a port is taken, a folder is not writable.
     """
     is_open = manifest.config.access == "open"
     mine = mine or Credentials(manifest.run, b"", identity)
     options = await asyncio.to_thread(as_granted, manifest, mine, options, say)
-    _has_script(manifest, options)
+    _require_script(manifest, options)
     await refuse_to_be_one(directory, manifest.run, identity.peer_id, None if is_open else mine)
     await asyncio.to_thread(keep_addresses, options.folder, directory.meeting_places())
     if shows_how_to_join:
-        for line in await asyncio.to_thread(how_to_join, manifest, mine, options.folder, directory):
-            say(line)
+        for invited in await asyncio.to_thread(how_to_join, manifest, mine, options.folder, directory):
+            say(invited)
     tell = say if shows_how_to_join else None
     async with Node(manifest, options, identity, directory, initial, mine) as node:
         keeping = partial(
@@ -404,16 +392,16 @@ async def take_part(
         node.host.keep(keeping, name="meeting places")
         with leave_when_asked(node, options.machine.spot):
             async with (
-                served(node.telemetry, options.folder, options.watch.page, say),
+                serve_page(node.telemetry, options.folder, options.watch.page, say),
                 Notifier(options.watch.notify, identity.peer_id) as notifier,
                 MetricsExport(options.watch.log_to, node.telemetry.picture, troubles=node.host.troubles),
             ):
                 node.telemetry.tell = notifier.tell
-                return await node.run(say, partial(_tell_end, node, notifier, say))
+                return await node.run(say, partial(_announce_end, node, notifier, say))
 
 
-def _tell_end(node: Node, notifier: Notifier, say: Callable[[str], None], ending: Ending) -> None:
-    """Of this machine's part, before what has come out is served. Who leaves, or fails, is not done."""
+def _announce_end(node: Node, notifier: Notifier, say: Callable[[str], None], ending: Ending) -> None:
+    """Tell the user what this machine gave, and notify when the run is complete; before the model is served."""
     if given := closing(node.telemetry.picture().account):
         say(given)
     if node.has_finished:

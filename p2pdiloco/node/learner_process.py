@@ -25,7 +25,7 @@ from typing import Self
 
 from p2pdiloco.training import PASSIVE, PROGRAM
 from p2pdiloco.training.node_reconnect import find_learner, peer_credentials
-from p2pdiloco.util import logs
+from p2pdiloco.util import logs, status_pipe
 from p2pdiloco.util.files import rotate
 from p2pdiloco.util.process import ProcessHandle
 from p2pdiloco.wire import learner_ipc
@@ -92,6 +92,7 @@ def bear() -> None:
         _waiting = PreforkedLearner(pid, ours)
         return
     ours.close()
+    status_pipe.writer.close()
     status = 1
     try:
         os.setsid()  # Ctrl+C is for the node

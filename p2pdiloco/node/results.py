@@ -1,5 +1,5 @@
-"""What came out of a run, as it lies on this machine: found by a folder, or by the run's name in the state folder. A
-peer that uses the folder now is not disturbed: checkpoints appear whole."""
+"""The results of runs on this machine: found by a folder, or by the run's name in the state folder. A running peer is
+not disturbed: checkpoints appear whole."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from p2pdiloco.node.run_folder import chosen_run, has_run
+from p2pdiloco.node.run_folder import RunStore
 from p2pdiloco.peer.checkpoint import Checkpoint, CheckpointError, best_of, load_all, places
 from p2pdiloco.peer.ema import RunningAverage, span
 from p2pdiloco.protocol.manifest import Layout, Manifest
@@ -22,7 +22,7 @@ from p2pdiloco.wire.control_messages import PeerStatus
 log = logs.get("session")
 
 TRIES = 3
-"""A checkpoint that a running peer replaces while it is read is looked for again."""
+"""How often a checkpoint is looked for that a running peer replaces while it is read."""
 
 
 class Result(NamedTuple):
@@ -31,14 +31,14 @@ class Result(NamedTuple):
     checkpoint: Checkpoint
     step: int
     tokens: int
-    """Merged in it, averaged over the shards by their size."""
+    """Merged tokens, averaged over the shards by their size."""
     folders: tuple[Path, ...]
-    """Where it was looked for."""
+    """Where the checkpoint was found."""
     averaged: int = 0
-    """Not the newest version is meant but the average of about so many."""
+    """Over how many versions the model is averaged; 0: it is the newest version."""
 
     def about(self, wanted: Format) -> About:
-        """For those who load an export in that format."""
+        """The description that an export in that format carries."""
         manifest = self.checkpoint.manifest
         return About(
             run=manifest.run,
@@ -64,10 +64,10 @@ def find_result(source: str, state: Path, wanted: str | None) -> Result:
     folders = [Path(source) if is_folder else state]
     below = peers_below(folders[0])
     name = wanted if is_folder else source
-    if below and not has_run(folders, name) and has_run(below, name):
+    if below and not RunStore(*folders).standings(name) and RunStore(*below).standings(name):
         folders = below
     try:
-        manifest = chosen_run(folders, name)
+        manifest = RunStore(*folders).choose(name)
     except CheckpointError as error:
         raise CheckpointError(str(error) if is_folder else f"{_nothing(source, state)} ({error})") from error
     for left in reversed(range(TRIES)):
@@ -81,7 +81,7 @@ def find_result(source: str, state: Path, wanted: str | None) -> Result:
 
 def _is_export_of(source: str, state: Path) -> bool:
     """Whether a folder has no run, and is called as one in ``state`` is: ``p2pdiloco export`` makes such folders."""
-    return not has_run([Path(source)], None) and (has_run([state], source) or has_run(peers_below(state), source))
+    return not RunStore(Path(source)).standings() and bool(RunStore(state, *peers_below(state)).standings(source))
 
 
 def average_of(result: Result) -> RunningAverage | None:
@@ -119,8 +119,8 @@ def model_of(result: Result, *, is_averaged: bool) -> tuple[Result, Tensor]:
 
 
 def farewell(status: PeerStatus, folder: Path, *, is_scripts: bool = False) -> list[str]:
-    """For the user of a peer that holds what the run has come to: what it is, where it lies, what to do with it. A run
-    that ``is_scripts``' has a model that only they can have write."""
+    """Lines for the user at the run's end: the result, where it lies, what to do with it. Only training scripts
+    generate text with the model of their run (``is_scripts``)."""
     is_complete = status.step >= status.total_steps and not status.participating
     stands = "is complete:" if is_complete else "as it is now:"
     loss = "" if status.held_out_loss is None else f"held-out loss {status.held_out_loss:.3f} nats a token, "
@@ -133,8 +133,8 @@ def farewell(status: PeerStatus, folder: Path, *, is_scripts: bool = False) -> l
     ]
 
 
-def finished(manifest: Manifest, folder: Path) -> str:
-    """Why a run does not go on, and where its model is."""
+def finished_message(manifest: Manifest, folder: Path) -> str:
+    """A sentence for the user who continues a run that is finished: where its model is, and what to do with it."""
     is_scripts = manifest.config.model.kind == "external"
     use = "make files of it: p2pdiloco export" if is_scripts else "have it write: p2pdiloco generate"
     return (

@@ -36,7 +36,7 @@ from p2pdiloco.peer.host import sweep
 from p2pdiloco.peer.peer import InitialState
 from p2pdiloco.protocol.ids import RunId, digest_of
 from p2pdiloco.protocol.manifest import MANIFEST, Manifest, RunConfig
-from p2pdiloco.swarm.run_index import folder_of
+from p2pdiloco.swarm.run_index import folder_of, is_meant
 from p2pdiloco.util import logs
 from p2pdiloco.util.files import LOCAL, LockedError, lock, write_atomically
 from p2pdiloco.wire.control_messages import StateProof
@@ -60,7 +60,7 @@ class Standing(NamedTuple):
 
     manifest: Manifest
     weight: int
-    """Of the heaviest checkpoint, in tokens of all shards."""
+    """Tokens of all shards in the heaviest checkpoint."""
     step: int
 
     @property
@@ -71,7 +71,7 @@ class Standing(NamedTuple):
 
 @contextlib.contextmanager
 def hold(state: Path, manifest: Manifest) -> Iterator[Path]:
-    """The run's folder, made if it is not there, for this process alone.
+    """Make and lock the run's folder for this process.
 
     Raises:
         FolderInUseError: another process has it.
@@ -98,91 +98,85 @@ def hold(state: Path, manifest: Manifest) -> Iterator[Path]:
         os.close(descriptor)
 
 
-def standings(folders: Iterable[Path]) -> dict[RunId, Standing]:
-    """The runs that have checkpoints in ``folders`` or below them, by their indices alone."""
-    found: dict[RunId, Standing] = {}
-    for place in places(folders):
-        for _, index in indices(place):
-            standing = _standing(place, index)
-            if standing is not None and (index.run not in found or standing.weight > found[index.run].weight):
-                found[index.run] = standing
-    return found
+class RunStore:
+    """The runs that have checkpoints in some folders or below them: how far each has come, which one is meant, and its
+    state. Each method reads the disk, and blocks."""
 
+    def __init__(self, *folders: Path) -> None:
+        """``folders``: the peer's own state folder first, where it has one."""
+        self._folders = folders
 
-def founded_earlier(config: RunConfig, state: Path) -> Manifest | None:
-    """The run of this configuration below ``state``: the one that has come farthest, of those that are not finished.
+    def standings(self, wanted: str | None = None) -> dict[RunId, Standing]:
+        """The runs that a user means by ``wanted``, by their checkpoints' indices alone."""
+        found: dict[RunId, Standing] = {}
+        for place in places(self._folders):
+            for _, index in indices(place):
+                standing = _standing(place, index)
+                if standing is not None and (index.run not in found or standing.weight > found[index.run].weight):
+                    found[index.run] = standing
+        return {run: one for run, one in found.items() if is_meant(wanted, one.manifest.config.name, run)}
 
-    Raises:
-        NameTakenError: there is an unfinished run of that name with another configuration.
-    """
-    alike = [s for s in standings([state]).values() if s.manifest.config.name == config.name]
-    same = [s for s in alike if is_founded_from(s.manifest.config, config)]
-    if same:
-        return max(same, key=lambda s: (not s.is_finished, s.weight)).manifest
-    for other in alike:
-        if not other.is_finished:
-            run = other.manifest.run
-            raise NameTakenError(
-                f"{folder_of(state, run)} holds run {config.name} ({run[:12]}) of another configuration, at step "
-                f"{other.step} of {other.manifest.config.inner.steps}. To go on with that one: p2pdiloco resume "
-                f"{state} --run {run[:12]}. To found this one beside it: add --name {config.name}-2"
-            )
-    return None
+    def is_finished(self, run: RunId) -> bool:
+        """Whether there is a state of the run after its last step."""
+        standing = self.standings().get(run)
+        return standing is not None and standing.is_finished
 
+    def choose(self, wanted: str | None) -> Manifest:
+        """The run that a user means by ``wanted``.
 
-def chosen_run(folders: Sequence[Path], wanted: str | None) -> Manifest:
-    """The run that is wanted, of those that lie in ``folders``.
+        Raises:
+            CheckpointError: there is none, or there are several.
+        """
+        found = self.standings(wanted)
+        if not found:
+            every = self.standings()
+            if not every:
+                load_all(self._folders)  # which says what is wrong with what lies there
+            raise CheckpointError(f"no checkpoint is of a run {wanted!r}: --run is one of {_names(every)}")
+        if len(found) > 1:
+            raise CheckpointError(f"the checkpoints are of several runs ({_names(found)}): name one with --run")
+        return next(iter(found.values())).manifest
 
-    Raises:
-        CheckpointError: there is none, or there are several.
-    """
-    every = standings(folders)
-    chosen = _called(wanted, every)
-    if not every:
-        load_all(folders)  # which says what is wrong with what lies there
-    if not chosen:
-        names = ", ".join(sorted(f"{s.manifest.config.name} ({run[:12]})" for run, s in every.items()))
-        raise CheckpointError(f"no checkpoint is of a run {wanted!r}: --run is one of {names}")
-    if len(chosen) > 1:
-        names = ", ".join(sorted(f"{m.config.name} ({m.run[:12]})" for m in chosen))
-        raise CheckpointError(f"the checkpoints are of several runs ({names}): name one with --run")
-    return chosen[0]
+    def founded_from(self, config: RunConfig) -> Manifest | None:
+        """The run of this configuration: the one that has come farthest, of those that are not finished.
 
+        Raises:
+            NameTakenError: there is an unfinished run of that name with another configuration.
+        """
+        alike = [s for s in self.standings().values() if s.manifest.config.name == config.name]
+        same = [s for s in alike if is_founded_from(s.manifest.config, config)]
+        if same:
+            return max(same, key=lambda s: (not s.is_finished, s.weight)).manifest
+        for other in alike:
+            if not other.is_finished:
+                run, state = other.manifest.run, self._folders[0]
+                raise NameTakenError(
+                    f"{folder_of(state, run)} holds run {config.name} ({run[:12]}) of another configuration, at step "
+                    f"{other.step} of {other.manifest.config.inner.steps}. To go on with that one: p2pdiloco resume "
+                    f"{state} --run {run[:12]}. To found this one beside it: add --name {config.name}-2"
+                )
+        return None
 
-def has_run(folders: Sequence[Path], wanted: str | None) -> bool:
-    """Whether a run that is wanted lies in ``folders``."""
-    return bool(_called(wanted, standings(folders)))
+    def load_state(self, manifest: Manifest) -> InitialState | None:
+        """The heaviest state of the run; else what a join that was cut off had downloaded into the first folder, where
+        the run's folder is held. None: there is nothing of it.
 
-
-def _called(wanted: str | None, every: dict[RunId, Standing]) -> list[Manifest]:
-    """Those of that name, or whose id begins so; None: all."""
-    return [
-        standing.manifest
-        for run, standing in every.items()
-        if wanted in (None, standing.manifest.config.name) or run.startswith(wanted or "")
-    ]
-
-
-def own_state(folders: Sequence[Path], manifest: Manifest) -> InitialState | None:
-    """The heaviest state of the run in ``folders`` and below; else what a join that was cut off had downloaded into the
-    first of them, whose folder is held. None: there is nothing of it.
-
-    Raises:
-        CheckpointError: there are checkpoints, and none can be used.
-    """
-    mine = folder_of(folders[0], manifest.run)
-    if manifest.run in standings(folders):
-        best = best_of(load_all(folders, manifest.run))
-        state_client.clear_kept(mine / state_client.INCOMING)  # of a join before that: nobody would look at it again
-        return InitialState(best.shards, best.theta, best.momentum)
-    load(mine / CHECKPOINT, run=manifest.run)  # which complains if what lies there cannot be read
-    kept = state_client.load(mine / state_client.INCOMING, manifest)
-    return None if kept is None else InitialState(kept.shards, kept.theta, kept.momentum)
+        Raises:
+            CheckpointError: there are checkpoints, and none can be used.
+        """
+        own = folder_of(self._folders[0], manifest.run)
+        if manifest.run in self.standings():
+            best = best_of(load_all(self._folders, manifest.run))
+            state_client.clear_kept(own / state_client.INCOMING)  # of a join before that: nobody would look at it again
+            return InitialState(best.shards, best.theta, best.momentum)
+        load(own / CHECKPOINT, run=manifest.run)  # which complains if what lies there cannot be read
+        kept = state_client.load(own / state_client.INCOMING, manifest)
+        return None if kept is None else InitialState(kept.shards, kept.theta, kept.momentum)
 
 
 def go_back(folders: Sequence[Path]) -> str:
-    """Put aside, in ``folders`` and below them, what is newer than the checkpoints that are known to be good; what was
-    done, for the user. Blocks.
+    """Put aside, in ``folders`` and below them, the checkpoints that are newer than the last known good one; returns a
+    sentence for the user. Blocks.
 
     Raises:
         CheckpointError: nothing is known to be good.
@@ -212,18 +206,22 @@ def go_back(folders: Sequence[Path]) -> str:
 
 
 def has_finished(manifest: Manifest, shards: Iterable[StateProof]) -> bool:
-    """Whether a run is over at these heads."""
+    """Whether a run is complete at these heads."""
     return max((proof.state.step for proof in shards), default=0) >= manifest.config.inner.steps
 
 
-def told(manifest: Manifest, state: InitialState) -> str:
-    """For the user: what a peer begins with."""
+def describe_state(manifest: Manifest, state: InitialState) -> str:
+    """The state that a peer begins with, as its user reads it."""
     heads = [proof.state.head for proof in state.shards]
     versions = f"{min(h.version for h in heads)} to {max(h.version for h in heads)}"
     return (
         f"going on with run {manifest.config.name} ({manifest.run[:12]}) from versions {versions} of its shards, "
         f"{max(proof.state.counts.merged for proof in state.shards):,} tokens"
     )
+
+
+def _names(found: dict[RunId, Standing]) -> str:
+    return ", ".join(sorted(f"{one.manifest.config.name} ({run[:12]})" for run, one in found.items()))
 
 
 def _standing(place: Path, index: Index) -> Standing | None:

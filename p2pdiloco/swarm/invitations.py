@@ -20,11 +20,11 @@ from p2pdiloco.peer.options import PeerOptions
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.protocol.manifest import Manifest
 from p2pdiloco.swarm.credentials import Credentials, CredentialsError, MemberFiles, accepted, make_invite, members_of
-from p2pdiloco.swarm.run_index import folder_of, manifests_here
+from p2pdiloco.swarm.run_index import folder_of, is_meant, manifests_here
 from p2pdiloco.transport.identity import KEY_FILE, Identity
 from p2pdiloco.util import logs
 from p2pdiloco.util.files import write_atomically
-from p2pdiloco.util.output_markers import invitation, private_invitation, script_invitation
+from p2pdiloco.util.status_pipe import Invited, Say
 
 log = logs.get("invites")
 
@@ -95,8 +95,7 @@ def refuse_a_stranger(
 def kept_credentials(state: Path, wanted: str | None, identity: Identity) -> Credentials | None:
     """Of a private run that is called ``wanted`` (a name, or the beginning of an id) and was joined here before."""
     for manifest in manifests_here(state) if wanted else []:
-        is_wanted = manifest.config.name == wanted or manifest.run.startswith(wanted or "")
-        if is_wanted and manifest.config.access != "open":
+        if is_meant(wanted, manifest.config.name, manifest.run) and manifest.config.access != "open":
             with contextlib.suppress(CredentialsError):
                 return credentials_of(manifest, identity, folder_of(state, manifest.run))
     return None
@@ -207,21 +206,24 @@ def as_granted(manifest: Manifest, mine: Credentials, options: PeerOptions, say:
     return options
 
 
-def how_to_join(manifest: Manifest, mine: Credentials, folder: Path, directory: Directory) -> list[str]:
-    """For the founder's user."""
+def how_to_join(manifest: Manifest, mine: Credentials, folder: Path, directory: Directory) -> list[Invited]:
+    """How others join the run, for the user of a peer that may invite them. A run of training scripts is joined by a
+    script, which ``p2pdiloco join`` has not."""
     name, is_scripts = manifest.config.name, manifest.config.model.kind == "external"
+    usage = 'initial_peers=["{}"]' if is_scripts else "p2pdiloco join {}"
     if manifest.config.access == "open":
         where = dict.fromkeys((*directory.visible_addresses(), *directory.meeting_places()))
-        return [script_invitation(address) if is_scripts else invitation(address, name) for address in where]
+        run = "" if is_scripts else f" --run {name}"
+        return [Invited(address, usage.format(address) + run) for address in where]
     grant = grant_here(manifest, mine, folder, time.time())
     if grant.role is not Role.ADMIN:
         return []
     if manifest.config.access == "list":
-        made = "made for a peer by p2pdiloco invite --peer ID"
-        own = f"{script_invitation('INVITE')}, {made} --run {name} --state {shlex.quote(str(folder.parent))}"
-        return [own if is_scripts else private_invitation(f"INVITE, {made}")]
+        made = f"{usage.format('INVITE')}, made for a peer by p2pdiloco invite --peer ID"
+        where_made = f" --run {name} --state {shlex.quote(str(folder.parent))}" if is_scripts else ""
+        return [Invited("", made + where_made)]
     invite = shown_invite(manifest, mine, grant, folder, directory.meeting_places())
-    return [script_invitation(invite) if is_scripts else private_invitation(invite)]
+    return [Invited(invite, usage.format(invite))]
 
 
 async def keep_meeting_places(
@@ -230,7 +232,7 @@ async def keep_meeting_places(
     folder: Path,
     directory: Directory,
     is_dialable: Callable[[], bool | None],
-    say: Callable[[str], None] | None,
+    say: Say | None,
 ) -> None:
     """Until cancelled, keep for invites to come where newcomers find the directory: a bootstrap may go, and come back.
     ``is_dialable``: whether others have dialled our own node of it; None: nobody has tried. ``say``: tell of what
@@ -266,8 +268,8 @@ async def keep_meeting_places(
             say(AGAIN if is_again else NOBODY_COMES)
             continue
         say(MOVED)
-        for line in await asyncio.to_thread(how_to_join, manifest, mine, folder, directory):
-            say(line)
+        for invited in await asyncio.to_thread(how_to_join, manifest, mine, folder, directory):
+            say(invited)
 
 
 def _are_of(places: Sequence[str], peer: PeerId) -> bool:

@@ -1,4 +1,4 @@
-"""The runs that have folders here, by their manifests: what commands need that look, and take no part.
+"""The runs that have folders on this machine, by their manifests: for commands that do not take part.
 
 Rule of this file: a state folder may have other peers' state folders in it, as the default one has those of training
 scripts. A run that it has itself comes first; one of theirs is theirs, with their key.
@@ -33,17 +33,22 @@ class KeptRun(NamedTuple):
 
     @property
     def folder(self) -> Path:
-        """The run's own."""
+        """The run's own folder."""
         return folder_of(self.state, self.manifest.run)
 
 
+def is_meant(wanted: str | None, name: str, run: RunId) -> bool:
+    """Whether a user who writes ``wanted`` means this run: its name, or the beginning of its id. None means any run."""
+    return wanted is None or name == wanted or run.startswith(wanted)
+
+
 def folder_of(state: Path, run: RunId) -> Path:
-    """Where a peer with this state folder keeps ``run``."""
+    """The folder in which a peer with this state folder keeps ``run``."""
     return state / run[:NAME_LETTERS]
 
 
 def manifests_here(state: Path) -> list[Manifest]:
-    """Of all runs that have a folder in ``state``."""
+    """The manifests of all runs that have a folder in ``state``."""
     found = []
     for path in sorted(state.glob(f"*/{MANIFEST}")):
         try:
@@ -60,7 +65,7 @@ def peers_below(state: Path) -> list[Path]:
 
 
 def kept_runs(state: Path) -> list[KeptRun]:
-    """All that have a folder in ``state``, then those of other peers in it."""
+    """The runs that have a folder in ``state``, then those of other peers in it."""
     return [KeptRun(place, manifest) for place in (state, *peers_below(state)) for manifest in manifests_here(place)]
 
 
@@ -70,11 +75,7 @@ def kept_run(state: Path, wanted: str | None) -> KeptRun:
     Raises:
         ConfigError: there is none, or there are several.
     """
-    fitting = [
-        k
-        for k in kept_runs(state)
-        if wanted in (None, k.manifest.config.name) or k.manifest.run.startswith(wanted or "")
-    ]
+    fitting = [kept for kept in kept_runs(state) if is_meant(wanted, kept.manifest.config.name, kept.manifest.run)]
     chosen = [kept for kept in fitting if kept.state == state] or fitting
     if not chosen:
         what = "no run" if wanted is None else f"no run {wanted}"

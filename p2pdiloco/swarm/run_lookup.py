@@ -1,4 +1,4 @@
-"""Asking around as an observer, before or without taking part: which runs are there, their manifests, their status."""
+"""What an observer learns before it takes part, or without: which runs there are, their manifests and statuses."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from p2pdiloco.protocol.manifest import Layout, Manifest
 from p2pdiloco.protocol.manifest_validation import MAX_MANIFEST_BYTES, decode_manifest
 from p2pdiloco.swarm.connect import ConnectFallback
 from p2pdiloco.swarm.credentials import Credentials, accepted
+from p2pdiloco.swarm.run_index import is_meant
 from p2pdiloco.transport import addresses, port_memory
 from p2pdiloco.transport.dialer import Dialler
 from p2pdiloco.transport.identity import Identity
@@ -37,11 +38,13 @@ log = logs.get("lookup")
 FIND_S = 15.0
 """How long a run or a peer may take to appear in the directory."""
 ASK_S = 8.0
+PATIENCE_S = 5.0
+"""The same, for an observer who does not join."""
 STRAGGLERS_S = 3.0
 """Once a peer is reached, the others have so long: who is gone stays in the directory for minutes. A relay takes half
 of that; and one peer may lie."""
 MOST_DIALS = 64
-"""Of the peers in the directory, at a time; of more, random ones: a directory may lie."""
+"""How many peers of the directory are dialed at a time; of more, a random sample, since a directory may lie."""
 
 
 CACHE = "directory.json"
@@ -49,7 +52,7 @@ CACHE = "directory.json"
 
 
 class LookupFailedError(Exception):
-    """What was looked for is not to be had; the message says what to do."""
+    """The run, or its peers, cannot be found; the message says what to do."""
 
 
 class AllRefuseError(LookupFailedError):
@@ -122,27 +125,154 @@ def observer_transport(identity: Identity, credentials: Credentials | None = Non
     )
 
 
-async def list_runs(directory: Directory, *, patience_s: float = FIND_S) -> dict[RunId, RunRecord]:
-    """All runs in the directory; waits for the first one for up to ``patience_s`` seconds.
+class RunAnswer(NamedTuple):
+    """What an observer learns of one run."""
 
-    Raises:
-        DirectoryError: the directory does not answer.
-    """
-    deadline = asyncio.get_running_loop().time() + patience_s
-    while True:
-        found = {}
-        for run, record in (await directory.runs()).items():
+    run: RunId
+    record: RunRecord
+    peers: tuple[PeerStatus, ...] = ()
+    """The statuses of the peers that answer."""
+    addresses: tuple[str, ...] = ()
+    """Addresses at which they were reached."""
+    manifest: Manifest | None = None
+    """The run's manifest, where it was asked for."""
+    trouble: str = ""
+    """Why no peer was reached; empty if one was."""
+
+
+class RunLookup:
+    """Asks a directory, and the peers of its runs, as an observer."""
+
+    def __init__(self, directory: Directory) -> None:
+        self._directory = directory
+
+    async def list_runs(self, *, patience_s: float = FIND_S) -> dict[RunId, RunRecord]:
+        """All runs in the directory; waits for the first one for up to ``patience_s`` seconds.
+
+        Raises:
+            DirectoryError: the directory does not answer.
+        """
+        deadline = asyncio.get_running_loop().time() + patience_s
+        while True:
+            found = {}
+            for run, record in (await self._directory.runs()).items():
+                try:
+                    found[run] = decode_as(record, RunRecord)
+                except ValueError:
+                    log.debug("malformed run record ignored", run=run)
+            if found or asyncio.get_running_loop().time() >= deadline:
+                return found
+            await asyncio.sleep(0.5)
+
+    async def dial_any(self, transport: Transport, run: RunId, *, patience_s: float = FIND_S) -> list[PeerId]:
+        """Connect to the peers of the run that answer; wait for the first one for up to ``patience_s`` seconds, and
+        for others STRAGGLERS_S more.
+
+        Raises:
+            LookupFailedError: nobody answers; or, AllRefuseError, all refuse us; with each one's reason.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + patience_s
+        reasons: dict[PeerId, str] = {}
+        records: dict[PeerId, bytes] = {}
+        async with ladder_of(transport, lambda peer: peer in records) as ladder:
+            while True:
+                try:
+                    records = await self._directory.peers(run)
+                except DirectoryError as error:
+                    records, reasons[PeerId("directory")] = {}, str(error)
+                chosen = sorted(random.sample(sorted(records.items()), min(len(records), MOST_DIALS)))
+                reached = await _wait_for_peers([_dial_peer(ladder, peer, record, reasons) for peer, record in chosen])
+                peers = [peer for peer in reached if isinstance(peer, str)]
+                if peers:
+                    return peers
+                are_all_refusing = bool(reached) and all(isinstance(answer, PeerRefused) for answer in reached)
+                if are_all_refusing or loop.time() >= deadline:
+                    detail = (
+                        "; ".join(f"{peer}: {reason}" for peer, reason in sorted(reasons.items()))
+                        or "no peer is announced"
+                    )
+                    failed = AllRefuseError if are_all_refusing else LookupFailedError
+                    raise failed(
+                        f"no peer of run {run[:12]} can be reached ({detail}). If nobody trains it any more: "
+                        "p2pdiloco resume DIR on a machine that has its state"
+                    )
+                await asyncio.sleep(0.5)
+
+    async def find_namesake(self, manifest: Manifest, patience_s: float) -> tuple[RunId, RunRecord] | None:
+        """Another run of that name which somebody trains now."""
+        for run, record in sorted((await self.list_runs(patience_s=patience_s)).items()):
+            if record.name == manifest.config.name and run != manifest.run and await self.is_live(run):
+                return run, record
+        return None
+
+    async def has_state(self, run: RunId, credentials: Credentials | None) -> bool:
+        """Whether some peer of the run can give its state."""
+        async with self._connected(run, credentials) as (transport, peers):
+            answers = await asyncio.gather(*(ask_status(transport, peer) for peer in peers))
+        return any(answer is not None and answer.phase != "joining" for answer in answers)
+
+    async def is_live(self, run: RunId, credentials: Credentials | None = None) -> bool:
+        """Whether a peer of the run can be reached."""
+        async with self._connected(run, credentials) as (_, peers):
+            return bool(peers)
+
+    async def ask_runs(
+        self,
+        invite: Invite | None,
+        wanted: str | None,
+        identity: Callable[[], Identity],
+        *,
+        mine: Credentials | None = None,
+        needs_manifest: bool = False,
+    ) -> list[RunAnswer]:
+        """What peers tell of the run that ``invite`` or ``mine`` open; without them, of the open runs that a user means
+        by ``wanted``. ``identity``: of the peer for which an invite may be.
+
+        Raises:
+            LookupFailedError: there is no such run, or nobody of the invite's can be reached.
+            DirectoryError: the directory does not answer.
+            CredentialsError: the invite is for another peer.
+        """
+        if mine is not None:
+            return [await self._ask_private_run(mine.run, mine)]
+        if invite is None:
+            runs = pick_runs(await self.list_runs(patience_s=PATIENCE_S), wanted)
+            return [await self._ask_open_run(run, runs[run], needs_manifest) for run in sorted(runs)]
+        shown = accepted(invite, Identity.ephemeral() if invite.peer is None else identity())
+        return [await self._ask_private_run(invite.run, shown)]
+
+    @contextlib.asynccontextmanager
+    async def _connected(
+        self, run: RunId, credentials: Credentials | None
+    ) -> AsyncIterator[tuple[Transport, list[PeerId]]]:
+        """An observer's transport, and the peers of the run that answer at once."""
+        async with observer_transport(Identity.ephemeral(), credentials) as transport:
             try:
-                found[run] = decode_as(record, RunRecord)
-            except ValueError:
-                log.debug("malformed run record ignored", run=run)
-        if found or asyncio.get_running_loop().time() >= deadline:
-            return found
-        await asyncio.sleep(0.5)
+                peers = await self.dial_any(transport, run, patience_s=0.0)
+            except LookupFailedError:
+                peers = []
+            yield transport, peers
+
+    async def _ask_private_run(self, run: RunId, mine: Credentials) -> RunAnswer:
+        async with observer_transport(Identity.ephemeral(), mine) as transport:
+            peers = await self.dial_any(transport, run, patience_s=PATIENCE_S)
+            manifest = await fetch_manifest(transport, peers, run)
+            record = RunRecord(manifest.config.name, Layout.of(manifest).elements)
+            return await _with_statuses(RunAnswer(run, record, manifest=manifest), transport, peers)
+
+    async def _ask_open_run(self, run: RunId, record: RunRecord, needs_manifest: bool) -> RunAnswer:
+        async with observer_transport(Identity.ephemeral()) as transport:
+            try:
+                peers = await self.dial_any(transport, run, patience_s=PATIENCE_S)
+                manifest = await fetch_manifest(transport, peers, run) if needs_manifest else None
+            except LookupFailedError as error:
+                return RunAnswer(run, record, trouble=str(error))
+            return await _with_statuses(RunAnswer(run, record, manifest=manifest), transport, peers)
 
 
 def pick_runs(runs: dict[RunId, RunRecord], wanted: str | None) -> dict[RunId, RunRecord]:
-    """Those called ``wanted`` (a name, or the beginning of an id), or all.
+    """The runs that a user means by ``wanted``.
 
     Raises:
         LookupFailedError: there is none.
@@ -152,9 +282,7 @@ def pick_runs(runs: dict[RunId, RunRecord], wanted: str | None) -> dict[RunId, R
             "the directory knows no run that is open to all: has anybody started one with this bootstrap address? "
             "A private run is not told to strangers: ask whoever takes part in it for an invite"
         )
-    if wanted is None:
-        return runs
-    found = {run: record for run, record in runs.items() if record.name == wanted or run.startswith(wanted)}
+    found = {run: record for run, record in runs.items() if is_meant(wanted, record.name, run)}
     if not found:
         names = ", ".join(sorted(f"{record.name} ({run[:12]})" for run, record in runs.items()))
         raise LookupFailedError(f"no run is called {wanted!r}; say --run with one that the directory knows: {names}")
@@ -163,8 +291,8 @@ def pick_runs(runs: dict[RunId, RunRecord], wanted: str | None) -> dict[RunId, R
 
 @contextlib.asynccontextmanager
 async def ladder_of(transport: Transport, is_known: Callable[[PeerId], bool]) -> AsyncIterator[ConnectFallback]:
-    """For a ``transport`` that only asks: peers by their addresses, or through meeting points. ``is_known``: whom it
-    wants."""
+    """Dials the peers of an observer's ``transport`` by their addresses, or through meeting points. ``is_known``:
+    whether it wants a peer."""
     async with observer_transport(Identity.ephemeral()) as outside, Tasks() as tasks:
         dialler = Dialler()
         yield ConnectFallback(
@@ -172,48 +300,11 @@ async def ladder_of(transport: Transport, is_known: Callable[[PeerId], bool]) ->
         )
 
 
-async def dial_any(
-    directory: Directory, transport: Transport, run: RunId, *, patience_s: float = FIND_S
-) -> list[PeerId]:
-    """Connect to the peers of the run that answer; waits for the first one for up to ``patience_s`` seconds, and for
-    others STRAGGLERS_S more.
-
-    Raises:
-        LookupFailedError: nobody answers; or, AllRefuseError, all refuse us; with each one's reason.
-    """
-    loop = asyncio.get_running_loop()
-    deadline = loop.time() + patience_s
-    reasons: dict[PeerId, str] = {}
-    records: dict[PeerId, bytes] = {}
-    async with ladder_of(transport, lambda peer: peer in records) as ladder:
-        while True:
-            try:
-                records = await directory.peers(run)
-            except DirectoryError as error:
-                records, reasons[PeerId("directory")] = {}, str(error)
-            chosen = sorted(random.sample(sorted(records.items()), min(len(records), MOST_DIALS)))
-            reached = await _reached([_climb_to(ladder, peer, record, reasons) for peer, record in chosen])
-            peers = [peer for peer in reached if isinstance(peer, str)]
-            if peers:
-                return peers
-            are_all_refusing = bool(reached) and all(isinstance(answer, PeerRefused) for answer in reached)
-            if are_all_refusing or loop.time() >= deadline:
-                detail = (
-                    "; ".join(f"{peer}: {reason}" for peer, reason in sorted(reasons.items())) or "no peer is announced"
-                )
-                failed = AllRefuseError if are_all_refusing else LookupFailedError
-                raise failed(
-                    f"no peer of run {run[:12]} can be reached ({detail}). If nobody trains it any more: "
-                    "p2pdiloco resume DIR on a machine that has its state"
-                )
-            await asyncio.sleep(0.5)
-
-
-async def _reached(
-    climbs: Sequence[Coroutine[Any, Any, PeerId | PeerRefused | None]],
+async def _wait_for_peers(
+    dials: Sequence[Coroutine[Any, Any, PeerId | PeerRefused | None]],
 ) -> list[PeerId | PeerRefused | None]:
-    """How those ended that did in time."""
-    tasks = [asyncio.create_task(climb, name="reach a peer") for climb in climbs]
+    """The results of the dials that end in time: until STRAGGLERS_S after the first peer is reached."""
+    tasks = [asyncio.create_task(dial, name="reach a peer") for dial in dials]
     waiting = set(tasks)
     try:
         while waiting and not any(task.done() and isinstance(task.result(), str) for task in tasks):
@@ -227,7 +318,7 @@ async def _reached(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _climb_to(
+async def _dial_peer(
     ladder: ConnectFallback, peer: PeerId, record: bytes, reasons: dict[PeerId, str]
 ) -> PeerId | PeerRefused | None:
     """The peer; or its refusal, which another try would not change; or None, and the reason in ``reasons``."""
@@ -278,101 +369,7 @@ async def ask_status(transport: Transport, peer: PeerId) -> PeerStatus | None:
     )
 
 
-async def find_namesake(directory: Directory, manifest: Manifest, patience_s: float) -> tuple[RunId, RunRecord] | None:
-    """Another run of that name which somebody trains now."""
-    for run, record in sorted((await list_runs(directory, patience_s=patience_s)).items()):
-        if record.name == manifest.config.name and run != manifest.run and await is_live(directory, run):
-            return run, record
-    return None
-
-
-async def has_state(directory: Directory, run: RunId, credentials: Credentials | None) -> bool:
-    """Whether some peer of the run can give its state."""
-    async with observer_transport(Identity.ephemeral(), credentials) as transport:
-        try:
-            peers = await dial_any(directory, transport, run, patience_s=0.0)
-        except LookupFailedError:
-            return False
-        answers = await asyncio.gather(*(ask_status(transport, peer) for peer in peers))
-    return any(answer is not None and answer.phase != "joining" for answer in answers)
-
-
-async def is_live(directory: Directory, run: RunId, credentials: Credentials | None = None) -> bool:
-    """Whether a peer of the run can be reached."""
-    async with observer_transport(Identity.ephemeral(), credentials) as transport:
-        try:
-            return bool(await dial_any(directory, transport, run, patience_s=0.0))
-        except LookupFailedError:
-            return False
-
-
-# -- Status queries from outside ---------------------------------------------------------------------------------------
-# What the peers of a run answer to somebody who is outside: for ``status`` and ``doctor``.
-
-
-PATIENCE_S = 5.0
-
-
-class RunAnswer(NamedTuple):
-    """Of one run."""
-
-    run: RunId
-    record: RunRecord
-    peers: tuple[PeerStatus, ...] = ()
-    """What those tell of themselves that can be reached and answer."""
-    addresses: tuple[str, ...] = ()
-    """Where they were reached."""
-    manifest: Manifest | None = None
-    """Where it was asked for."""
-    trouble: str = ""
-    """Why nobody was reached; empty: somebody was."""
-
-
-async def inquire(
-    directory: Directory,
-    invite: Invite | None,
-    wanted: str | None,
-    identity: Callable[[], Identity],
-    *,
-    mine: Credentials | None = None,
-    needs_manifest: bool = False,
-) -> list[RunAnswer]:
-    """Of the run that ``invite`` opens, or ``mine`` do; without, of the open runs called ``wanted``, or all.
-    ``identity``: of the peer for which an invite may be.
-
-    Raises:
-        LookupFailedError: there is no such run, or nobody of the invite's can be reached.
-        DirectoryError: the directory does not answer.
-        CredentialsError: the invite is for another peer.
-    """
-    if mine is not None:
-        return [await _of_private(directory, mine.run, mine)]
-    if invite is None:
-        runs = pick_runs(await list_runs(directory, patience_s=PATIENCE_S), wanted)
-        return [await _of_open(directory, run, runs[run], needs_manifest) for run in sorted(runs)]
-    shown = accepted(invite, Identity.ephemeral() if invite.peer is None else identity())
-    return [await _of_private(directory, invite.run, shown)]
-
-
-async def _of_private(directory: Directory, run: RunId, mine: Credentials) -> RunAnswer:
-    async with observer_transport(Identity.ephemeral(), mine) as transport:
-        peers = await dial_any(directory, transport, run, patience_s=PATIENCE_S)
-        manifest = await fetch_manifest(transport, peers, run)
-        record = RunRecord(manifest.config.name, Layout.of(manifest).elements)
-        return await _asked(RunAnswer(run, record, manifest=manifest), transport, peers)
-
-
-async def _of_open(directory: Directory, run: RunId, record: RunRecord, needs_manifest: bool) -> RunAnswer:
-    async with observer_transport(Identity.ephemeral()) as transport:
-        try:
-            peers = await dial_any(directory, transport, run, patience_s=PATIENCE_S)
-            manifest = await fetch_manifest(transport, peers, run) if needs_manifest else None
-        except LookupFailedError as error:
-            return RunAnswer(run, record, trouble=str(error))
-        return await _asked(RunAnswer(run, record, manifest=manifest), transport, peers)
-
-
-async def _asked(found: RunAnswer, transport: Transport, peers: list[PeerId]) -> RunAnswer:
+async def _with_statuses(found: RunAnswer, transport: Transport, peers: list[PeerId]) -> RunAnswer:
     told = await asyncio.gather(*(ask_status(transport, peer) for peer in peers))
     channels = [channel for peer in peers if (channel := transport.channel_of(peer)) is not None]
     return found._replace(

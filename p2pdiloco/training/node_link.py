@@ -170,7 +170,7 @@ class Visit(Protocol):
 
 
 class Meeting(Protocol):
-    """Where a learner without a node looks out for the next one (``reunion.Reunion``, ``companion.Return``)."""
+    """How a learner without a node waits for the next one (``node_reconnect.Reunion``, ``script_node.Return``)."""
 
     @property
     def is_open(self) -> bool:

@@ -82,7 +82,7 @@ def _fresh_folder(out: Path) -> Path:
     """An earlier run's folder is replaced, nothing else is.
 
     Raises:
-        Complaint: it holds something that is no chaos run.
+        CommandError: it holds something that is no chaos run.
     """
     if out.exists() and not out.is_dir():
         raise CommandError(f"--out {out} is a file: name a folder", REPAIR)

@@ -21,12 +21,12 @@ from tests.chaos.evidence import Evidence, Struck
 from tests.chaos.schedule import COUNTED, LEAVE_S
 
 BLOCKED_SHARE = 0.01
-"""Of the time that a learner trained: the kernel may put a thread to sleep in a call that waits for nobody."""
+"""Allowed share of a learner's training time: the kernel may suspend a thread in a call that waits for nobody."""
 MIN_COMPARED = 3
 """Versions that several peers must have taken in the quiet time."""
 
 TWIN_S = 50.0
-"""What a copy has to start, to find out, and to end."""
+"""Time for a copy to start, to detect the original, and to end."""
 TWIN_STATUS = 2
 TWIN_SENTENCE = "another process takes part with this peer's identity"
 CLOCK_S = 10.0
@@ -51,9 +51,9 @@ class Window(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def judge(evidence: Evidence) -> list[Verdict]:
-    """All promises."""
+    """The verdicts on all promises."""
     return [
-        _faults_came(evidence),
+        _faults_happened(evidence),
         _one_model(evidence),
         _tokens(evidence),
         _versions(evidence),
@@ -74,7 +74,7 @@ def _verdict(name: str, problems: list[str], kept: str) -> Verdict:
     return Verdict(name=name, is_kept=not problems, sentence=problems[0] + more if problems else kept)
 
 
-def _faults_came(evidence: Evidence) -> Verdict:
+def _faults_happened(evidence: Evidence) -> Verdict:
     drawn, done = len(evidence.schedule.faults), len(evidence.faults)
     kinds = len({fault.kind for fault in evidence.faults})
     problems = [f"none of {drawn} faults could be done"] if drawn and not done else []
@@ -292,13 +292,13 @@ def _no_leftovers(evidence: Evidence) -> Verdict:
 
 
 class Goodput(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of the learners' time and tokens."""
+    """The learners' time and tokens, and how much of them was merged."""
 
     of_living: float
     """Share of the time in which their peers' processes were there and not stopped, from each peer's first step to its
     last, that ended in merged tokens. Starting, catching up and waiting for a node are in that time."""
     of_all: float
-    """The same of all time, dead or alive."""
+    """The same for all time, alive or not."""
     tokens_merged: float
     """Share of all tokens trained, by living and dead learners, that the last state has merged. Of a learner that was
     killed the last second's are not counted."""

@@ -1,4 +1,4 @@
-"""What a chaos run tells while it runs: lines of ``happened.jsonl`` for the judge, and its status for a person."""
+"""The log of a chaos run while it runs: lines of ``happened.jsonl`` for the judge, and its status for a person."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ class Happening(msgspec.Struct, frozen=True, kw_only=True):
     status: int | None = None
     """Exit status, for ended and twin (None: it had not ended)."""
     is_expected: bool = True
-    """For ended: it was killed or asked to leave."""
+    """Whether a peer that ended was killed or asked to leave."""
     text: str = ""
-    """What was done, or what a twin said."""
+    """A description of the fault, or why a twin ended."""
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
-    """For the person who watches."""
+    """The state of the run, for a person."""
 
     phase: str
     seconds: float
@@ -55,11 +55,11 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     """Name and state of each."""
     version: int
     last: str
-    """What was done last."""
+    """The last fault."""
 
 
 class Diary:
-    """What has happened in a run, as it happens: written down with its time, and told. ``with`` it the file is open."""
+    """Writes happenings of a run to a file with their times, and reports its status. A context manager."""
 
     def __init__(self, path: Path, tell: Callable[[Status], None]) -> None:
         self._path = path
@@ -99,5 +99,5 @@ class Diary:
         return is_due
 
     def tell(self, peers: tuple[tuple[str, str], ...], version: int) -> None:
-        """Where the run stands. ``peers``: name and state."""
+        """Report the status of the run. ``peers``: name and state."""
         self._tell(Status(phase=self.phase, seconds=self.now(), peers=peers, version=version, last=self.last))

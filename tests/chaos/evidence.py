@@ -1,4 +1,4 @@
-"""What a chaos run left behind, read from its folder: schedule, happenings, and each peer's event log, report,
+"""The evidence of a chaos run, read from its folder: schedule, happenings, and each peer's event log, report,
 checkpoint and journals. The judge and the timeline see nothing else.
 
 Rules of this file:
@@ -54,13 +54,13 @@ class Life(msgspec.Struct, frozen=True, kw_only=True):
     ended: float
     status: int | None
     is_expected: bool
-    """It was killed, or asked to end."""
+    """Whether it was killed, or asked to leave."""
     blocked_s: float = 0.0
     """Time that its learners waited for somebody."""
     trained_s: float = 0.0
     """From its learners' first word to their last."""
     leave_s: float | None = None
-    """What leaving took, if it was asked to in the middle of the run."""
+    """Duration of leaving, if it was asked to leave during the run."""
     lost_tokens: int = 0
     """Unmerged when it left."""
 
@@ -83,7 +83,7 @@ class LearnerLife(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int
     """Trained, by its last line."""
     compute_s: float
-    """That its steps took, by its last line."""
+    """Duration of its steps, by its last line."""
 
 
 class Left(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,7 +99,7 @@ class Left(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PeerEvidence(msgspec.Struct, frozen=True, kw_only=True):
-    """What one peer left."""
+    """The evidence of one peer."""
 
     name: str
     lives: tuple[Life, ...] = ()
@@ -107,7 +107,7 @@ class PeerEvidence(msgspec.Struct, frozen=True, kw_only=True):
     learners: tuple[LearnerLife, ...] = ()
     left: Left | None = None
     marks: dict[str, tuple[int, ...]] = {}
-    """Of its last checkpoint: learner -> merged tokens, by shard."""
+    """Learner -> merged tokens by shard, in its last checkpoint."""
     told_of_clock: int = 0
     """Lives that were told that their machine's clock is wrong."""
     journal_events: int = 0
@@ -143,7 +143,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     hostile: tuple[HostilePeer, ...] = ()
     """The others."""
     last: str
-    """Who left last."""
+    """The name of the peer that left last."""
     leftovers: tuple[str, ...]
 
 

@@ -14,7 +14,7 @@ BEGAN = 1000.0
 SETTLING, SETTLED, OVER = BEGAN + 60.0, BEGAN + 80.0, BEGAN + 90.0
 SHARDS = 2
 TOKENS = 80_000
-SAID = "p2pdiloco: another process takes part with this peer's identity (12D3..., at /ip4/...)"
+SAID = "another process takes part with this peer's identity (12D3..., at /ip4/...)"
 RUN = RunConfig(name="made-up", model=ModelConfig(context=100), inner=InnerConfig(batch=10, steps=1000))
 PLAN = Plan(name="made-up", peers=3, seconds=60.0, settle_s=20.0, run=RUN)
 

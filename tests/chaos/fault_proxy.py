@@ -22,14 +22,14 @@ from typing import Self
 
 READ_BYTES = 1 << 16
 HELD_BYTES = 1 << 20
-"""What one direction of a connection may hold in the relay."""
+"""Bytes that the relay buffers for one direction of a connection."""
 STRANGER = "?"
-"""Who speaks when nobody knows: a peer that has just ended, or somebody from outside."""
+"""The sender where it is unknown: a peer that has just ended, or a process from outside."""
 _FLIP = 0x10
 
 
 class Link:
-    """What happens to bytes from one peer to another."""
+    """The state of the link from one peer to another."""
 
     def __init__(self) -> None:
         self.delay_s = 0.0
@@ -59,7 +59,7 @@ class _Pipe:
 
     def __init__(self, link: Link, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.is_dead = False
-        """It carries nothing any more, whatever becomes of the link."""
+        """This connection is dead, even if the link is mended."""
         self._link = link
         self._reader = reader
         self._writer = writer
@@ -69,7 +69,7 @@ class _Pipe:
         self._free_at = 0.0
 
     async def run(self) -> None:
-        """Until the end of what is read has been written, or either side breaks."""
+        """Forward until the end of the stream, or until either side fails."""
         reading = asyncio.create_task(self._read(), name="relay: read")
         try:
             await self._write()
@@ -135,10 +135,10 @@ class _Relay:
         self.connections: dict[asyncio.Task[None], str] = {}
         """Each with the peer that dialled."""
         self.pipes: dict[asyncio.Task[None], dict[str, _Pipe]] = {}
-        """Of each, by who speaks."""
+        """By the sender."""
 
     async def open(self) -> None:
-        self._server = await asyncio.start_server(self._accepted, self._host, 0)
+        self._server = await asyncio.start_server(self._on_accept, self._host, 0)
         self.port = self._server.sockets[0].getsockname()[1]
 
     async def close(self) -> None:
@@ -148,7 +148,7 @@ class _Relay:
             task.cancel()
         await asyncio.gather(*self.connections, return_exceptions=True)
 
-    async def _accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _on_accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
         dialler = self._network.whose(writer.get_extra_info("peername")[1]) or STRANGER
@@ -201,7 +201,7 @@ class Network:
             await relay.close()
 
     def port(self, peer: str) -> int:
-        """Of the relay before ``peer``."""
+        """The port of the relay before ``peer``."""
         return self._relays[peer].port
 
     def link(self, speaker: str, hearer: str) -> Link:

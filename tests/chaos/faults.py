@@ -48,7 +48,7 @@ class Peer:
         self.member: Member | None = None
         self.is_stopped = False
         self.is_leaving = False
-        """It was asked to end."""
+        """Whether it was asked to leave."""
         self.back_at: float | None = None
         """When it is to be started again, on the runner's clock."""
         self.follows: str | None = None
@@ -57,7 +57,7 @@ class Peer:
         self.fault: int | None = None
         """From which it is coming back."""
         self.hunt: int | None = None
-        """By which it is killed in its next checkpoint."""
+        """The fault that kills it in its next checkpoint."""
 
     @property
     def is_up(self) -> bool:
@@ -76,7 +76,7 @@ class Peer:
 
     @property
     def is_sound(self) -> bool:
-        """It can carry the run on."""
+        """Whether it can continue the run."""
         return self.is_training and not self.is_stopped and not self.is_leaving
 
     def node(self) -> psutil.Process:
@@ -117,7 +117,7 @@ class Hand:
         self._network = network
         self._plan = plan
         self._stopped: dict[int, psutil.Process] = {}
-        """By fault."""
+        """Saved by the number of the fault."""
         self._copies: dict[int, dict[str, bytes]] = {}
         """Checkpoint folders, by fault."""
 
@@ -197,7 +197,7 @@ class Hand:
                 return f"{network.reset(fault.peers[0])} connections of {who} reset"
 
     def undo(self, fault: Fault) -> None:
-        """What lasts ends. What was killed is started again by the runner."""
+        """End a fault that lasts. The runner restarts what was killed."""
         network = self._network
         match fault.kind:
             case "rollback":
@@ -249,12 +249,12 @@ class Hand:
 
 
 def twin_of(fault: Fault) -> str:
-    """What the copy is called that a fault starts beside its peer."""
+    """The name of the copy that a fault starts beside its peer."""
     return f"{fault.peers[0]}-twin-{fault.number}"
 
 
 def _copy_folder(peer: Peer, name: str) -> None:
-    """What a user copies who moves a peer to another machine, and leaves the first one running."""
+    """Copy a peer's folder as a user does who moves it to another machine, and leaves the first one running."""
     assert peer.member is not None
     to = peer.member.folder.with_name(f"peer-{name}")
     for path in sorted(peer.member.folder.rglob("*")):
@@ -272,7 +272,7 @@ def _kill(peer: Peer) -> None:
 
 
 def _checkpoints(peer: Peer) -> Path:
-    """Where its checkpoints are.
+    """The folder of its checkpoints.
 
     Raises:
         NotNow: there is none yet.

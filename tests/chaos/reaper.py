@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 
 import psutil
 
-from p2pdiloco.demo.local_swarm import marked
+from p2pdiloco.demo.local_swarm import marked_processes
 
 ROUNDS = 20
 PAUSE_S = 0.25
@@ -36,7 +36,7 @@ def main(mark: str) -> int:
     while os.read(sys.stdin.fileno(), 1):
         pass
     for _ in range(ROUNDS):
-        left = marked(mark)
+        left = marked_processes(mark)
         if not left:
             return 0
         for process in left:

@@ -23,9 +23,9 @@ from typing import Any
 import msgspec
 import psutil
 
-from p2pdiloco.demo.local_swarm import JOINABLE, OPEN, START_S, Member, Swarm, SwarmError
+from p2pdiloco.demo.local_swarm import OPEN, Member, Swarm, SwarmError
 from p2pdiloco.protocol.manifest import RunConfig
-from p2pdiloco.util.output_markers import INVITED
+from p2pdiloco.util.status_pipe import Exited, Invited, Listening
 from tests.chaos.changed_peers import launch
 from tests.chaos.event_log import Diary, Status
 from tests.chaos.fault_proxy import Network
@@ -35,20 +35,20 @@ from tests.chaos.schedule import LEAVE_S, Fault, Schedule
 
 TICK_S = 0.1
 READY_S = 120.0
-"""All must train by then, at the start and before the settling."""
+"""Deadline until all peers train, at the start and before the settling."""
 RETRY_S = 2.0
 TRIES = 20
 """Starts of a peer that finds nobody (exit status 3), before it counts as ended by itself."""
 NOBODY_THERE = 3
 END_S = 40.0
-"""What leaving in order may take."""
+"""How long leaving in order may take."""
 GONE_S = 10.0
-"""What the children of ended processes may take to notice."""
+"""How long the children of ended processes may take to notice."""
 PORTS = range(20000, 32000)
 """Below the ports that the kernel gives to outgoing connections."""
 CHECKPOINT_S = 5.0
 REATTACH_S = 60.0
-"""As users have it: a learner outlives its node."""
+"""The default of users: a learner outlives its node."""
 
 
 class Runner:
@@ -66,7 +66,7 @@ class Runner:
         self._swarm = Swarm(out, options)
         ports = _free_ports(len(self.plan.names))
         self._peers = {n: Peer(n, self.plan.region_of(n), p) for n, p in zip(self.plan.names, ports, strict=True)}
-        self._network = Network({peer.name: peer.port for peer in self._peers.values()}, self._whose)
+        self._network = Network({peer.name: peer.port for peer in self._peers.values()}, self._peer_at_port)
         self._hand = Hand(self._peers, self._network, self.plan)
         self._active: list[Fault] = []
         self._twins: dict[int, Member] = {}
@@ -100,10 +100,10 @@ class Runner:
 
     async def _start(self) -> None:
         bootstrap = self._swarm.launch_bootstrap()
-        self._address = (await self._said(bootstrap, JOINABLE)).split()[-1]
+        self._address = (await asyncio.to_thread(bootstrap.wait_for, Listening)).addresses[0]
         first, *others = self._peers.values()
         self._founding = ["start", str(self.out / "run.toml"), *OPEN, "--bootstrap", self._address]
-        await self._said(self._launch(first), INVITED)
+        await asyncio.to_thread(self._launch(first).wait_for, Invited)
         for peer in others:
             self._launch(peer)
         await self._all_train("the swarm did not come up")
@@ -174,14 +174,14 @@ class Runner:
             self._undo(fault)
         for peer in self._peers.values():
             if peer.member is not None and not peer.member.is_running:
-                self._ended(peer, peer.member)
+                self._handle_end(peer, peer.member)
             if peer.back_at is not None and peer.back_at <= now:
                 self._bring_back(peer)
         if self._diary.is_due():
-            self._look()
+            self._refresh()
         await asyncio.sleep(TICK_S)
 
-    def _look(self) -> None:
+    def _refresh(self) -> None:
         for peer in self._peers.values():
             if peer.member is not None:
                 peer.member.refresh()
@@ -215,7 +215,7 @@ class Runner:
             self._blackout(fault)
 
     def _blackout(self, fault: Fault) -> None:
-        """What else was going on ends with it; one resumes, then the others join it."""
+        """End all other faults; one peer resumes later, then the others join it."""
         for other in [other for other in self._active if other is not fault]:
             self._undo(other)
         first, *others = fault.peers
@@ -235,16 +235,16 @@ class Runner:
         self._diary.note("undone", fault=fault.number)
 
     def _end_twin(self, fault: Fault, twin: Member) -> None:
-        """It should have ended by itself, and said why."""
-        status, said = twin.status, twin.said("p2pdiloco: ") or ""
+        """End a copy of a peer, which should have ended by itself with a reason."""
+        status, exited = twin.status, twin.reports.find(Exited)
         if twin.is_running:
             for process in psutil.Process(twin.process.pid).children(recursive=True):
                 with contextlib.suppress(psutil.Error):
                     process.kill()  # its learner would wait for it
             twin.kill()
-        self._diary.note("twin", peer=fault.peers[0], fault=fault.number, status=status, text=said)
+        self._diary.note("twin", peer=fault.peers[0], fault=fault.number, status=status, text=str(exited or ""))
 
-    def _ended(self, peer: Peer, member: Member) -> None:
+    def _handle_end(self, peer: Peer, member: Member) -> None:
         """Its node is gone: written down once, and started again unless it was the end of the run."""
         peer.member = None
         member.refresh()
@@ -289,14 +289,6 @@ class Runner:
 
     # -- waiting -------------------------------------------------------------------------------------------------------
 
-    async def _said(self, member: Member, text: str) -> str:
-        deadline = time.monotonic() + START_S
-        while (line := member.said(text)) is None:
-            if not member.is_running or time.monotonic() > deadline:
-                raise SwarmError(f"{member.name} did not start (status {member.status}), see {member.log_path}")
-            await asyncio.sleep(TICK_S)
-        return line
-
     async def _all_train(self, complaint: str) -> None:
         deadline = time.monotonic() + READY_S
         honest = [peer for name, peer in self._peers.items() if not self.plan.lies(name)]
@@ -306,7 +298,7 @@ class Runner:
                 raise SwarmError(f"{complaint} within {READY_S:.0f} s: {missing}; see {self.out}")
             await self._tick()
 
-    def _whose(self, port: int) -> str | None:
+    def _peer_at_port(self, port: int) -> str | None:
         """The peer whose node holds a local port."""
         for peer in self._peers.values():
             if peer.member is None or not peer.is_up:

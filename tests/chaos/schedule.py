@@ -1,4 +1,4 @@
-"""What a chaos run is to do: a plan from a TOML file, and the schedule of faults drawn from it and a seed.
+"""The faults of a chaos run: a plan from a TOML file, and the schedule of faults drawn from it and a seed.
 
 Rules of this file:
 1. Pure: the same plan and seed give the same schedule, to the byte. It is written before anything runs.
@@ -41,7 +41,7 @@ Kind = Literal[
     "break",
 ]
 LIES = frozenset({"values", "tokens", "others", "steps", "heads", "blocks", "weight", "tiny", "flip", "noise"})
-"""What a hostile peer may tell (``byzantine.py``)."""
+"""The lies of hostile peers (``byzantine.py``)."""
 COUNTED = frozenset({"values", "others"})
 """Lies that honest peers write down as faults; the rest is within what they believe, or has no effect."""
 LINK_KINDS = frozenset({"cut", "mute", "one-way", "split", "slow", "corrupt", "break"})
@@ -71,7 +71,7 @@ DURATIONS_S: dict[Kind, tuple[float, float]] = {
 for ``one-way``: what the peers are given to find out, and to meet again, since nobody undoes it;
 for ``twins``: what the copy that is started beside its original is given to start, find out, and end."""
 RECOVERY_S = 12.0
-"""What starting again, and catching up, is given before a peer's processes are hit again."""
+"""Time for a restart and for catching up, before a peer's processes are hit again."""
 LEARNER_LIVES = 3
 """Kills of one peer's learner in one schedule, so that no node runs out of its learner's lives."""
 BLACKOUT_CALM_S = 30.0
@@ -79,7 +79,7 @@ BLACKOUT_CALM_S = 30.0
 
 MOST_CLOCK_S = 10 * 365 * 86_400.0
 LEAVE_S = 20.0
-"""What a peer that is asked to leave is given to have everything merged."""
+"""Time for a peer that is asked to leave to have everything merged."""
 
 Weight = Annotated[float, Meta(ge=0.0, le=1e6)]
 RegionName = Annotated[str, Meta(min_length=1, max_length=16, pattern=r"^[a-z0-9-]+\Z")]
@@ -92,7 +92,7 @@ class PlanError(Exception):
 
 
 class Slow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a slow link is."""
+    """Delay and rate of a slow link."""
 
     delay_s: Annotated[float, Meta(ge=0.0, le=10.0)] = 0.3
     """Added in each direction."""
@@ -100,16 +100,16 @@ class Slow(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class Least(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What must come of it at least, as shares."""
+    """The least shares that a run must reach."""
 
     goodput: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
-    """Of the learners' time alive, what ended in merged tokens."""
+    """Share of the learners' time alive that ended in merged tokens."""
     merged: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
-    """Of all tokens trained, those of learners that were killed included, what was merged."""
+    """Share of all trained tokens that was merged; tokens of learners that were killed count."""
 
 
 class Oddities(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is not as it should be with single peers, from the start on."""
+    """Defects of single peers from the start on."""
 
     clocks_off_s: Annotated[tuple[float, ...], Meta(max_length=26)] = ()
     """How far the peers' wall clocks are off, in their order, from the start on; 0 for those that are not named."""
@@ -154,11 +154,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return tuple(chr(ord("A") + index) for index in range(self.peers))
 
     def region_of(self, name: str) -> str:
-        """Where a peer is."""
+        """The region of a peer."""
         return self.regions[self.names.index(name) % len(self.regions)]
 
     def lies(self, name: str) -> str:
-        """That a peer tells; empty: it is honest."""
+        """The lies of a peer; empty if it is honest."""
         index = self.names.index(name)
         return self.odd.hostile[index] if index < len(self.odd.hostile) else ""
 
@@ -168,7 +168,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return self.odd.clocks_off_s[index] if index < len(self.odd.clocks_off_s) else 0.0
 
     def members_of(self, region: str) -> tuple[str, ...]:
-        """Who is there."""
+        """The peers of a region."""
         return tuple(name for name in self.names if self.region_of(name) == region)
 
 
@@ -190,7 +190,7 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Schedule(msgspec.Struct, frozen=True, kw_only=True):
-    """What is written first."""
+    """The content of ``schedule.json``."""
 
     seed: int
     plan: Plan
@@ -249,7 +249,7 @@ def _read_config(path: Path) -> RunConfig:
 
 
 def plan_problems(plan: Plan) -> list[str]:
-    """What fields that are right each for itself get wrong together."""
+    """Contradictions between fields that are valid on their own."""
     found = []
     if plan.run is None:
         found.append("name a run's file in config, or describe the run in [run]")

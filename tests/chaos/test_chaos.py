@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from p2pdiloco.demo.local_swarm import Member, Swarm, marked
+from p2pdiloco.demo.local_swarm import Member, Swarm, marked_processes
 
 GONE_S = 20.0
 POLL_S = 0.05
@@ -43,7 +43,7 @@ def test_a_swarm_whose_runner_is_killed_is_reaped_even_when_stopped(tmp_path: Pa
         member = Command("still", ["bootstrap", "--listen", "/ip4/127.0.0.1/tcp/0"], tmp_path / "still", swarm.mark)
         os.kill(member.process.pid, signal.SIGSTOP)
         deadline = time.monotonic() + GONE_S
-        while [process.pid for process in marked(swarm.mark)] != [
+        while [process.pid for process in marked_processes(swarm.mark)] != [
             member.process.pid
         ]:  # its environment comes with exec
             assert time.monotonic() < deadline

@@ -52,7 +52,7 @@ LINK_LINES = {
     "corrupt": -0.33,
     "break": -0.33,
 }
-"""Where in its peer's row a fault of a link is drawn; those of processes lie on the bar."""
+"""Position in its peer's row of a fault of a link; faults of processes are drawn on the bar."""
 
 
 def draw(evidence: Evidence, verdicts: Sequence[Verdict], path: Path) -> None:

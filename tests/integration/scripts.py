@@ -14,6 +14,8 @@ from typing import Any
 import psutil
 from waiting import wait_until
 
+from p2pdiloco.swarm.credentials import MemberFiles
+
 START_S = 240.0
 """Everything that starts torch several times, on a busy machine."""
 FOUND = ("--found", "--access", "open")
@@ -46,8 +48,12 @@ def report(folder: Path) -> dict[str, Any]:
 
 def until_founded(folder: Path) -> None:
     """Wait for the run that the script of this state folder founds."""
-    told = folder / "node.log"
-    wait_until(lambda: told.exists() and "to join from another machine" in told.read_text(), START_S, "the run")
+    wait_until(lambda: events(folder, "started"), START_S, "the run")
+
+
+def invite_of(folder: Path) -> str:
+    """The invite that the founder of this state folder keeps and shows; empty if there is none yet."""
+    return next((invite for path in folder.glob("*/members") if (invite := MemberFiles(path.parent).invite())), "")
 
 
 def until_ready(folder: Path, lives: int = 1) -> None:

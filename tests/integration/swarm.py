@@ -88,6 +88,11 @@ def swarm_in(folder: Path) -> Iterator[Swarm]:
     assert not any(member.is_running for member in swarm.members)
 
 
+def printed(member: Member, text: str) -> str | None:
+    """The first line with ``text`` in what its process told its user."""
+    return next((line for line in member.output() if text in line), None)
+
+
 def log_lines(member: Member) -> list[str]:
     """What it told its user."""
     return member.log_path.read_text().splitlines()

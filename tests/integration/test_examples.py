@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 from documents import VOCABULARY, make_texts, write_tokenizer
-from scripts import END_S, START_S, report
+from scripts import END_S, START_S, invite_of, report
 from waiting import wait_until
 
-from p2pdiloco.util.output_markers import invited_with
-
 ROOT = Path(__file__).parents[2]
+STATE = Path(".local/state/p2pdiloco")
+"""In a user's home."""
 pytestmark = pytest.mark.skipif(
     not all(map(find_spec, ("transformers", "accelerate", "peft"))),
     reason="needs the extra hf: pip install -c constraints.txt '.[hf]'",
@@ -55,10 +55,6 @@ def start(script: Path, home: Path, base: Path, *invite: str) -> subprocess.Pope
         )
 
 
-def invite_in(log: Path) -> str:
-    return invited_with(log.read_text())
-
-
 def assert_exported(run: str, home: Path, like: str, model: Any) -> None:
     """What ``p2pdiloco export`` writes is the model that the script has saved, which is the swarm's."""
     import torch
@@ -89,8 +85,10 @@ def test_it_works_as_printed_by_two_peers(name: str, run: str, base: Path, tmp_p
     assert f"python peers/{name}.py MODEL TEXTS.jsonl INVITE" in script.read_text()
     processes = [start(script, tmp_path / "a", base)]
     try:
-        wait_until(lambda: invite_in(tmp_path / "a" / "log"), START_S, "an invite")
-        processes.append(start(script, tmp_path / "b", base, invite_in(tmp_path / "a" / "log")))
+        founder = tmp_path / "a" / STATE / run
+        wait_until(lambda: invite_of(founder), START_S, "an invite")
+        wait_until(lambda: invite_of(founder) in (tmp_path / "a" / "log").read_text(), START_S, "that it is shown")
+        processes.append(start(script, tmp_path / "b", base, invite_of(founder)))
         statuses = [process.wait(END_S) for process in processes]
     finally:
         for process in processes:
@@ -98,7 +96,7 @@ def test_it_works_as_printed_by_two_peers(name: str, run: str, base: Path, tmp_p
                 process.kill()
                 process.wait()
     assert statuses == [0, 0], [(tmp_path / one / "log").read_text()[-2000:] for one in "ab"]
-    reports = [report(tmp_path / one / ".local" / "state" / "p2pdiloco" / run) for one in "ab"]
+    reports = [report(tmp_path / one / STATE / run) for one in "ab"]
     assert reports[0]["digests"] == reports[1]["digests"]
     assert all(one["tokens_trained"] > 0 and one["tokens_unmerged"] == 0 for one in reports)
 

@@ -32,7 +32,7 @@ from p2pdiloco.protocol import messages
 from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol.ids import DIGEST_BYTES, Digest, PeerId, RunId, ShardId, digest_of, learner_id
 from p2pdiloco.protocol.messages import SIGNATURE_BYTES
-from p2pdiloco.swarm.run_lookup import list_runs
+from p2pdiloco.swarm.run_lookup import RunLookup
 from p2pdiloco.transport.identity import Identity
 from p2pdiloco.transport.transport import Observer, Transport
 from p2pdiloco.wire.control_messages import CommitParts, decode_message, encode, join_commit
@@ -140,7 +140,7 @@ async def attack(address: str, victims: list[Member], begin: Callable[[], object
     """Join as ``Hostile`` and stay until the victims have counted every kind of fault, and made some versions."""
     identity = Identity.ephemeral()
     async with Directory(identity, listen=[LOOPBACK], announce=[], initial_peers=[address]) as directory:
-        (run,) = await list_runs(directory)
+        (run,) = await RunLookup(directory).list_runs()
         hostile = Hostile(identity, run)
         async with hostile.transport as transport:
             for record in (await directory.peers(run)).values():

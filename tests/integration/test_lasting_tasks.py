@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import IO, Any
 
 import pytest
-from swarm import START_S, advance, contributes, ended, learner_of, swarm_in, until, write_config
+from swarm import START_S, advance, contributes, ended, learner_of, printed, swarm_in, until, write_config
 from waiting import wait_until
 
 from p2pdiloco.demo.local_swarm import Member
+from p2pdiloco.util import status_pipe
+from p2pdiloco.util.status_pipe import PageAt
 
 FAILING_ROSTER = """
 import sys
@@ -46,9 +48,12 @@ sys.exit(main())
 def with_program(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Peers that are started from now on are processes of this program."""
 
-    def begin(arguments: Sequence[str], log: IO[bytes], environment: dict[str, str]) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-P", "-c", program, *arguments]
-        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment)
+    def begin(
+        arguments: Sequence[str], log: IO[bytes], environment: dict[str, str], status_fd: int
+    ) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-P", "-c", program, *arguments, status_pipe.OPTION, str(status_fd)]
+        outputs = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log, "pass_fds": (status_fd,)}
+        return subprocess.Popen(command, env=environment, **outputs)
 
     monkeypatch.setattr(Member, "begin", staticmethod(begin))
 
@@ -63,9 +68,7 @@ def events(member: Member, kind: str) -> list[dict[str, Any]]:
 
 def troubles(member: Member) -> float:
     """As its metrics tell them."""
-    line = member.said("http://127.0.0.1:")
-    assert line is not None
-    address = next(word for word in line.split() if word.startswith("http://127.0.0.1:")).rstrip("/")
+    address = member.wait_for(PageAt, START_S).url.rstrip("/")
     with urllib.request.urlopen(f"{address}/metrics", timeout=10.0) as answer:
         told = answer.read().decode()
     return sum(float(one.split()[-1]) for one in told.splitlines() if one.startswith("p2pdiloco_troubles"))
@@ -99,7 +102,7 @@ def test_a_learner_that_cannot_be_started_is_told_and_tried_again(tmp_path: Path
         path = kill_learner_and_block_its_log(ann)
         until(ann, lambda: len(events(ann, "learner-not-started")) >= 2, what="two tries")
         assert "Is a directory" in events(ann, "learner-not-started")[0]["reason"]
-        assert ann.said("the learner cannot be started, trying again: free what it lacks")
+        assert printed(ann, "the learner cannot be started, trying again: free what it lacks")
         until(ann, lambda: alerts(ann, are_over=False), what="an alert")
         assert "the learner cannot be started: Is a directory" in alerts(ann, are_over=False)[0]
         assert troubles(ann) == 1
@@ -123,7 +126,7 @@ def test_a_peer_that_ends_without_its_learner_says_so(tmp_path: Path) -> None:
         until(ann, lambda: events(ann, "learner-not-started"), what="a try")
         ann.process.terminate()
         assert ended(ann) == 1
-        assert ann.said("this peer had no learner: the learner cannot be started: Is a directory")
+        assert printed(ann, "this peer had no learner: the learner cannot be started: Is a directory")
 
 
 @pytest.mark.timeout(300)
@@ -141,7 +144,7 @@ def test_a_task_of_a_node_that_fails_is_told_and_started_again(tmp_path: Path, m
         )
         assert troubles(bob) == 1
         until(ann, lambda: contributes(ann, bob, 0), what="both at work")
-        assert bob.said("task failed, starting it again")
+        assert printed(bob, "task failed, starting it again")
         until(bob, lambda: alerts(bob, are_over=True), what="the alert's end")
         assert troubles(bob) == 0
 
@@ -156,4 +159,4 @@ def test_a_learner_that_nobody_can_look_after_any_more_ends_the_peer(
         with_program(FAILING_SUPERVISION, monkeypatch)
         ann = swarm.launch("A", ["start", str(config), "--access", "open", "--bootstrap", address])
         assert ended(ann) == 1
-        assert ann.said("p2pdiloco: internal error: KeyError('a defect'); please report it with")
+        assert printed(ann, "p2pdiloco: internal error: KeyError('a defect'); please report it with")

@@ -10,7 +10,7 @@ import psutil
 import pytest
 import uvloop
 from forked import run
-from swarm import PEER, START_S, advance, contributes, ended, log_lines, swarm_in, until, write_config
+from swarm import PEER, START_S, advance, contributes, ended, log_lines, printed, swarm_in, until, write_config
 from waiting import wait_until
 
 from p2pdiloco.access.certificates import CERTIFICATE_BYTES, HINT_BYTES, NO_CAP, Role
@@ -25,7 +25,7 @@ from p2pdiloco.swarm.credentials import Credentials, accepted, invite_key, make_
 from p2pdiloco.swarm.run_lookup import observer_transport
 from p2pdiloco.transport.identity import Identity
 from p2pdiloco.transport.transport import DialError, Observer, PeerRefused, Transport
-from p2pdiloco.util.output_markers import INVITED
+from p2pdiloco.util.status_pipe import Invited
 from p2pdiloco.wire.control_messages import TellStatements, encode
 
 
@@ -40,9 +40,10 @@ def has_logged(member: Member, *words: str) -> bool:
 
 
 def invited(member: Member) -> str:
-    """The invite that a founder's terminal shows."""
-    wait_until(lambda: member.said(INVITED), START_S, "an invite")
-    return str(member.said(INVITED)).split()[-1]
+    """The invite that a founder reports, as its terminal shows it."""
+    invited = member.wait_for(Invited, START_S)
+    assert printed(member, str(invited)) == f"to join from another machine:  p2pdiloco join {invited.invite}"
+    return invited.invite
 
 
 async def refused(transport: Transport, address: str) -> str:

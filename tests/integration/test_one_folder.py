@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from swarm import advance, children_of, ended, log_lines, swarm_in, until, wait_gone, write_config
+from swarm import advance, children_of, ended, log_lines, printed, swarm_in, until, wait_gone, write_config
 from waiting import wait_until
 
 from p2pdiloco.demo.local_swarm import Member, Swarm
@@ -94,6 +94,6 @@ def test_a_finished_run_is_said_to_be_finished(tmp_path: Path) -> None:
         for command in (["start", config], ["resume", str(swarm["A"].folder)]):
             member = swarm.launch("A", command)
             assert ended(member) == 0, log_lines(member)
-            assert "is finished, all 20 steps of it, and its model lies in" in str(member.said("ended: "))
+            assert "is finished, all 20 steps of it, and its model lies in" in str(printed(member, "ended: "))
             assert saved(member) == before
             assert len(run_folders(member)) == 1

@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 from forked import run
-from swarm import PEER, START_S, ended, learners_held, log_lines, report_of, swarm_in, write_config
+from swarm import PEER, START_S, ended, learners_held, log_lines, printed, report_of, swarm_in, write_config
 from waiting import wait_until
 
-from p2pdiloco.demo.local_swarm import Member
 from p2pdiloco.peer.checkpoint import load
-from p2pdiloco.util.output_markers import INVITED
+from p2pdiloco.util.status_pipe import Invited
 
 SERVED = "it is served to whoever comes"
 
@@ -32,9 +31,9 @@ def test_who_comes_after_the_end_gets_the_model(tmp_path: Path) -> None:
         ann = swarm.start_founder("A", config, address, "--stay-s", "300", "--average")
         with learners_held(ann):
             bob = swarm.join("B", address)
-            wait_until(lambda: bob.said("trains on"), START_S, "B")
+            wait_until(lambda: printed(bob, "trains on"), START_S, "B")
         assert ended(bob) == 0
-        wait_until(lambda: ann.said(SERVED), START_S, "the end of the run")
+        wait_until(lambda: printed(ann, SERVED), START_S, "the end of the run")
         told = log_lines(ann)
         run = ann.run_folder()
         assert f"p2pdiloco generate {run}" in "\n".join(told)
@@ -65,12 +64,6 @@ def test_who_comes_after_the_end_gets_the_model(tmp_path: Path) -> None:
         assert ann.is_running
 
 
-def invited(member: Member) -> str:
-    """The invite that a founder prints."""
-    wait_until(lambda: member.said(INVITED), START_S, f"an invite of {member.name}")
-    return str(member.said(INVITED)).split()[-1]
-
-
 def fetched(invite: str, state: Path) -> list[str]:
     """What ``p2pdiloco fetch`` has got, as digests."""
     assert "run tiny is complete" in command("fetch", invite, "--state", state, *PEER)
@@ -83,8 +76,8 @@ def test_a_private_runs_model_is_fetched_by_invite_and_served_again_later(tmp_pa
     config = write_config(tmp_path, inner_steps=40, access="invite")
     with swarm_in(tmp_path) as swarm:
         ann = swarm.launch("A", ["start", str(config)], "--stay-s", "300")
-        invite = invited(ann)
-        wait_until(lambda: ann.said(SERVED), START_S, "the end of the run")
+        invite = ann.wait_for(Invited, START_S).invite
+        wait_until(lambda: printed(ann, SERVED), START_S, "the end of the run")
         digests = report_of(ann)["digests"]
         assert fetched(invite, tmp_path / "first") == digests
         ann.process.terminate()
@@ -93,12 +86,12 @@ def test_a_private_runs_model_is_fetched_by_invite_and_served_again_later(tmp_pa
         gone = run("fetch", invite, "--state", tmp_path / "none", *PEER, timeout_s=START_S)
         assert (gone.returncode, "Traceback" in gone.stderr) == (3, False), "nobody is there, which it says"
         again = swarm.launch("A", ["resume", str(ann.folder)], "--stay-s", "300")
-        invite = invited(again)
-        wait_until(lambda: again.said(SERVED), START_S, "somebody who serves")
+        invite = again.wait_for(Invited, START_S).invite
+        wait_until(lambda: printed(again, SERVED), START_S, "somebody who serves")
         assert fetched(invite, tmp_path / "second") == digests
         assert again.is_running
         again.process.terminate()
         assert ended(again) == 0
         assert swarm.launch("A", ["resume", str(ann.folder)], "--stay-s", "0")
         assert ended(swarm["A"]) == 0
-        assert swarm["A"].said("p2pdiloco generate"), "what to do with it"
+        assert printed(swarm["A"], "p2pdiloco generate"), "what to do with it"

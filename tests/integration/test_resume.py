@@ -8,12 +8,25 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from swarm import START_S, advance, children_of, contributes, ended, log_lines, swarm_in, until, wait_gone, write_config
+from swarm import (
+    START_S,
+    advance,
+    children_of,
+    contributes,
+    ended,
+    log_lines,
+    printed,
+    swarm_in,
+    until,
+    wait_gone,
+    write_config,
+)
 from waiting import wait_until
 
 from p2pdiloco.cli.errors import INTERRUPTED, NOBODY_THERE
 from p2pdiloco.demo.local_swarm import Member, Swarm
 from p2pdiloco.peer.checkpoint import best_of, load_all
+from p2pdiloco.util.status_pipe import Invited
 
 
 def states(member: Member) -> list[Path]:
@@ -48,8 +61,7 @@ def test_a_run_whose_peers_all_died_goes_on(tmp_path: Path) -> None:
         folders = [member.folder for member in (ann, bob)]
         left = best_of(load_all(folders))
         cid = swarm.launch("C", ["resume", *map(str, folders)])
-        wait_until(lambda: cid.said("to join from another machine"), what="an address to join")
-        address = str(cid.said("to join from another machine")).split(" join ")[-1].split()[0]
+        address = cid.wait_for(Invited, START_S).invite
         until(cid, lambda: cid.view.commits, what="new versions")
         assert cid.view.commits[0]["version"] <= max(p.state.head.version for p in left.shards) + 1
         assert min(c["tokens"] for c in cid.view.commits) > min(p.state.head.tokens for p in left.shards)
@@ -76,7 +88,7 @@ def after_a_power_failure(
             "B": ["join", address, "--checkpoint-s", "1"],
         }
         ann = swarm.launch("A", commands["A"])
-        wait_until(lambda: ann.said("to join from another machine"), START_S, "a founder")
+        ann.wait_for(Invited, START_S)
         bob = swarm.launch("B", commands["B"])
         until(ann, lambda: contributes(ann, bob, 0), what="both at work")
         for member in (ann, bob):
@@ -95,8 +107,8 @@ def test_a_run_wakes_up_without_its_bootstrap(tmp_path: Path, order: str) -> Non
     """The same commands again, one after the other: the peers meet and merge together."""
     with after_a_power_failure(tmp_path) as (swarm, commands, version):
         first = swarm.launch(order[0], commands[order[0]])
-        wait_until(lambda: first.said(WAITING) or not first.is_running, START_S, "one that waits")
-        told = first.said(WAITING)
+        wait_until(lambda: printed(first, WAITING) or not first.is_running, START_S, "one that waits")
+        told = printed(first, WAITING)
         assert told is not None, log_lines(first)[-1]
         assert "left_s=600" in told, "how long"
         second = swarm.launch(order[1], commands[order[1]])
@@ -111,13 +123,13 @@ def test_who_waits_for_the_others_can_be_ended_and_who_has_no_state_does_not_wai
     with after_a_power_failure(tmp_path) as (swarm, commands, _):
         for number in (signal.SIGTERM, signal.SIGINT):
             waiting = swarm.launch("B", commands["B"])
-            until(waiting, lambda waiting=waiting: waiting.said(WAITING), what="one that waits")  # type: ignore[misc]
+            until(waiting, lambda waiting=waiting: printed(waiting, WAITING), what="one that waits")  # type: ignore[misc]
             waiting.process.send_signal(number)
             assert ended(waiting, 10.0) == INTERRUPTED
         newcomer = swarm.launch("C", commands["B"])
         assert ended(newcomer) == NOBODY_THERE
-        assert newcomer.said("none of the initial peers answers")
-        assert not newcomer.said(WAITING)
+        assert printed(newcomer, "none of the initial peers answers")
+        assert not printed(newcomer, WAITING)
 
 
 @pytest.mark.timeout(300)
@@ -125,7 +137,7 @@ def test_who_has_a_state_joins_though_none_of_the_others_is_there_yet(tmp_path: 
     """The bootstrap is there, and knows the run by what has not expired yet, or not at all."""
     with after_a_power_failure(tmp_path, keeps_bootstrap=True) as (swarm, commands, version):
         bob = swarm.launch("B", commands["B"])
-        until(bob, lambda: bob.said("no other peer of the run is there yet, going on from the state here"))
+        until(bob, lambda: printed(bob, "no other peer of the run is there yet, going on from the state here"))
         until(bob, lambda: bob.view.version > version, what="new versions")
         ann = swarm.launch("A", commands["A"])
         until(ann, lambda: contributes(ann, bob, version), what="both at work together")

@@ -19,23 +19,24 @@ from scripts import (
     events,
     heed_interrupts,
     held,
+    invite_of,
     kill_node,
     report,
     until_founded,
     until_merged,
     until_ready,
 )
-from swarm import PEER, swarm_in
+from swarm import PEER, printed, swarm_in
 from waiting import wait_until
 
 from p2pdiloco import script_lifecycle
-from p2pdiloco.access.invite_code import is_invite
 from p2pdiloco.demo.local_swarm import Member
-from p2pdiloco.util.output_markers import INVITED, invited_with
+from p2pdiloco.util.status_pipe import Invited
 
 SCRIPT = Path(__file__).parents[2] / "peers" / "own_script.py"
 
 
+HOW_TO_JOIN = "to join from another machine"
 ALONE = f"{script_lifecycle.NOT_BEGUN}; this trains alone"
 NOTEBOOK = """
 import copy, sys, time, torch, p2pdiloco
@@ -153,7 +154,7 @@ def test_two_scripts_train_one_model(tmp_path: Path) -> None:
         address = swarm.start_bootstrap()
         founder = start(tmp_path / "a", "--run", "sines", "--peer", address, "--found", "--steps", "400")
         until_founded(tmp_path / "a")
-        invite = invite_in((tmp_path / "a" / "node.log").read_text())
+        invite = invite_of(tmp_path / "a")
         with held(founder.pid, SCRIPT.name):
             other = start(tmp_path / "b", "--run", "sines", "--peer", invite, "--seed", "1")
             until_ready(tmp_path / "b")
@@ -256,7 +257,7 @@ def test_a_node_that_was_killed_comes_back_to_its_script_as_the_same_peer(tmp_pa
     for out in outputs:
         assert "training goes on while it is started again" in out
         assert "the node is back" in out
-    assert 'to join from another machine:  initial_peers=["/ip4/' in outputs[0], "the founder tells how to join"
+    assert f'{HOW_TO_JOIN}:  initial_peers=["/ip4/' in outputs[0], "the founder tells how to join"
     last = report(tmp_path / "b")
     merged = [one for one in events(tmp_path / "b", "commit") if last["learner"] in one["contributors"]]
     assert merged, "who is interrupted without a node waits for it, and gives what was trained meanwhile"
@@ -335,7 +336,7 @@ def test_a_script_that_is_started_after_the_end_finds_the_result(tmp_path: Path)
         address = swarm.start_bootstrap()
         founder = start(tmp_path / "a", "--run", "sines", "--peer", address, "--found", "--steps", "60")
         until_founded(tmp_path / "a")
-        invite = invite_in((tmp_path / "a" / "node.log").read_text())
+        invite = invite_of(tmp_path / "a")
         with held(founder.pid, SCRIPT.name):
             other = start(tmp_path / "b", "--run", "sines", "--peer", invite, "--seed", "1")
             until_ready(tmp_path / "b")
@@ -351,7 +352,7 @@ def test_a_script_that_is_started_after_the_end_finds_the_result(tmp_path: Path)
         found = json.loads((tmp_path / name / "result.json").read_text())
         assert (found["sum"], found["step"] >= 60) == (total, True)
         assert "run sines is complete at step 60: " in out, "its loop makes a step all the same"
-        assert INVITED not in out
+        assert HOW_TO_JOIN not in out
 
     gets_it("a", "--peer", address, "--found")  # the bootstrap node has gone, too
     gets_it("b", "--peer", invite)
@@ -359,13 +360,8 @@ def test_a_script_that_is_started_after_the_end_finds_the_result(tmp_path: Path)
         command = ("resume", str(tmp_path / "a"), "--stay-s", "300", *PEER)
         serving = Member("A", command, tmp_path / "a", swarm.mark)  # by the founder: nobody else is a member here
         swarm.members.append(serving)
-        wait_until(lambda: serving.said("it is served"), START_S, "somebody who serves")
-        gets_it("c", "--peer", invite_in(serving.log_path.read_text()))
-
-
-def invite_in(text: str) -> str:
-    assert is_invite(invited_with(text))
-    return invited_with(text)
+        wait_until(lambda: printed(serving, "it is served"), START_S, "somebody who serves")
+        gets_it("c", "--peer", serving.wait_for(Invited, START_S).invite)
 
 
 @pytest.mark.timeout(900)

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 from forked import run
-from swarm import START_S, contributes, ended, log_lines, swarm_in, until
-from waiting import wait_until
+from swarm import START_S, contributes, ended, log_lines, printed, swarm_in, until
 
-from p2pdiloco.util.output_markers import INVITED
+from p2pdiloco.util.status_pipe import Invited
 
 TEXT = (Path(__file__).parents[2] / "docs" / "tutorial.md").read_text(encoding="utf-8")
 COMMANDS = [
@@ -36,8 +35,7 @@ def test_its_commands_do_what_it_says(tmp_path: Path) -> None:
             ]
 
         ann = swarm.launch("ann", typed(start))
-        wait_until(lambda: ann.said(INVITED), START_S, "an invite")
-        known["invite"] = str(ann.said(INVITED)).split()[-1]
+        known["invite"] = ann.wait_for(Invited, START_S).invite
         asked = run(*typed(doctor), "--seconds", "0.5", "--state", tmp_path / "doctor", timeout_s=START_S)
         assert asked.returncode == 0, asked.stdout + asked.stderr
         for word in ("1 peer answers, 869,504 parameters", "tokens/s", "GB needed", "Mbit/s in each direction"):
@@ -49,7 +47,7 @@ def test_its_commands_do_what_it_says(tmp_path: Path) -> None:
         assert (table.returncode, "2 known, 2 live" in table.stdout) == (0, True), table.stdout + table.stderr
         bob.process.terminate()
         assert ended(bob) == 0
-        assert bob.said("this machine gave") is not None
+        assert printed(bob, "this machine gave") is not None
         wrote = run(*typed(generate), "--tokens", "8", "--state", bob.folder, timeout_s=START_S)
         assert (wrote.returncode, "def " in wrote.stdout) == (0, True), wrote.stdout + wrote.stderr
         ann.process.terminate()

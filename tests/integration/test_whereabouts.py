@@ -27,7 +27,7 @@ from p2pdiloco.swarm.connect import DIAL_S
 from p2pdiloco.swarm.membership_sync import MembershipSync
 from p2pdiloco.swarm.peer_manager import PeerManager
 from p2pdiloco.swarm.reachability import Reachability
-from p2pdiloco.swarm.run_lookup import dial_any, observer_transport
+from p2pdiloco.swarm.run_lookup import RunLookup, observer_transport
 from p2pdiloco.transport.identity import Identity
 from p2pdiloco.transport.transport import Observer, Transport
 from p2pdiloco.wire.control_messages import encode
@@ -167,7 +167,7 @@ def test_who_asks_around_does_not_wait_for_those_who_are_gone(tmp_path: Path, mo
                 board.first[Identity.ephemeral().peer_id] = encode(PeerRecord((where,)))
                 board.first[pub.id] = encode(PeerRecord(tuple(pub.transport.listen_addresses())))
                 began = asyncio.get_running_loop().time()
-                assert await dial_any(board.of(asking.peer_id), asking, RUN) == [pub.id]
+                assert await RunLookup(board.of(asking.peer_id)).dial_any(asking, RUN) == [pub.id]
                 assert asyncio.get_running_loop().time() - began < DIAL_S
 
     asyncio.run(work())

@@ -33,7 +33,7 @@ def seeds_of(arguments: argparse.Namespace) -> range:
     """The seeds that are asked for.
 
     Raises:
-        Complaint: ``--seeds`` is no range.
+        CommandError: ``--seeds`` is no range.
     """
     return parse_seeds(arguments.seeds) if arguments.fresh is None else fresh_seeds(arguments.fresh)
 
@@ -42,7 +42,7 @@ def parse_seeds(text: str) -> range:
     """``A-B`` or ``A``.
 
     Raises:
-        Complaint: neither.
+        CommandError: neither.
     """
     found = re.fullmatch(r"([0-9]{1,18})(?:-([0-9]{1,18}))?", text)
     if found is None or (found[2] is not None and int(found[2]) < int(found[1])):

@@ -65,7 +65,7 @@ def _check(config: ProtocolConfig, entries: Iterator[Entry]) -> str:
     """One line about a journal that replays as it was recorded.
 
     Raises:
-        Complaint: it does not; the line tells where.
+        CommandError: it does not; the line tells where.
     """
     number, began, last = 0, 0.0, 0.0
     for number, entry, effects in replay(config, entries):

@@ -99,7 +99,7 @@ def parse_pieces(text: str) -> tuple[int, int]:
     """``K/N``.
 
     Raises:
-        Complaint: it is not, or there is no such piece.
+        CommandError: it is not, or there is no such piece.
     """
     found = re.fullmatch(r"(\d+)/(\d+)", text)
     if found is None or not 1 <= int(found[1]) <= int(found[2]):

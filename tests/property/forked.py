@@ -19,6 +19,8 @@ from collections.abc import Callable, Sequence
 from multiprocessing.reduction import DupFd
 from typing import IO, Any
 
+from p2pdiloco.util.status_pipe import OPTION
+
 PROGRAM = "p2pdiloco.training.learner_main"
 NICE = 10
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -76,16 +78,19 @@ class Learner(Process):
         super().__init__(_learn, list(arguments), given)
 
 
-def begin(arguments: Sequence[str], log: IO[bytes], environment: dict[str, str]) -> Process:
+def begin(arguments: Sequence[str], log: IO[bytes], environment: dict[str, str], status_fd: int) -> Process:
     """A node, in the place of ``Member.begin``."""
     assert environment.get("PYTHONPATH") == os.environ.get("PYTHONPATH"), "other modules take a process of its own"
     told = _Descriptor(log.fileno())
-    return Process(_command, list(arguments), told, told, environment)
+    return Process(_command, list(arguments), told, told, environment, _Descriptor(status_fd))
 
 
-def begin_in(namespace: str, arguments: Sequence[str], log: IO[bytes], change: Callable[[], None]) -> Process:
+def begin_in(
+    namespace: str, arguments: Sequence[str], log: IO[bytes], status_fd: int, change: Callable[[], None]
+) -> Process:
     """A node in a network namespace, in the place of ``Home.begin``; it calls ``change`` first. It needs root."""
-    return Process(_command_in, namespace, change, list(arguments), _Descriptor(log.fileno()), dict(os.environ))
+    told, reports = _Descriptor(log.fileno()), _Descriptor(status_fd)
+    return Process(_command_in, namespace, change, list(arguments), told, dict(os.environ), reports)
 
 
 def run(*words: object, timeout_s: float) -> subprocess.CompletedProcess[str]:
@@ -128,17 +133,24 @@ def _learn(arguments: list[str], descriptors: dict[str, int]) -> None:
 
 
 def _command_in(
-    namespace: str, change: Callable[[], None], arguments: list[str], told: int, environment: dict[str, str]
+    namespace: str,
+    change: Callable[[], None],
+    arguments: list[str],
+    told: int,
+    environment: dict[str, str],
+    status_fd: int,
 ) -> None:
     from benchmarks.netbed import namespace_exec
 
     namespace_exec.enter(namespace)
     namespace_exec.own_sys()
     change()
-    _command(arguments, told, told, environment)
+    _command(arguments, told, told, environment, status_fd)
 
 
-def _command(arguments: list[str], out: int, told: int, environment: dict[str, str]) -> None:
+def _command(
+    arguments: list[str], out: int, told: int, environment: dict[str, str], status_fd: int | None = None
+) -> None:
     from p2pdiloco.cli.main import main
     from p2pdiloco.node import learner_process
     from p2pdiloco.training import learner_main
@@ -156,5 +168,6 @@ def _command(arguments: list[str], out: int, told: int, environment: dict[str, s
     os.close(out)
     if told != out:
         os.close(told)
-    sys.argv = ["p2pdiloco", *arguments]
+    reports = () if status_fd is None else (OPTION, str(status_fd))
+    sys.argv = ["p2pdiloco", *arguments, *reports]
     sys.exit(main())

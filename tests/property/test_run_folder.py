@@ -23,13 +23,10 @@ from p2pdiloco.codec.digests import state_digest
 from p2pdiloco.node.run_folder import (
     FolderInUseError,
     NameTakenError,
-    chosen_run,
+    RunStore,
     folder_of,
-    founded_earlier,
     has_finished,
     hold,
-    own_state,
-    standings,
 )
 from p2pdiloco.peer.checkpoint import CheckpointError, load, save
 from p2pdiloco.peer.peer import InitialState
@@ -151,16 +148,16 @@ class World:
         folders = [self.state]
         match command:
             case "start":
-                manifest = founded_earlier(MANIFEST.config, self.state) or MANIFEST
+                manifest = RunStore(self.state).founded_from(MANIFEST.config) or MANIFEST
             case "resume" if self.copy.exists():
                 folders.append(self.copy)
-                manifest = chosen_run([self.copy], None)
+                manifest = RunStore(self.copy).choose(None)
             case _:
                 manifest = MANIFEST
         assert manifest == MANIFEST
         folder = self.lives.enter_context(hold(self.state, manifest))
         assert folder == folder_of(self.state, MANIFEST.run)
-        own = own_state(folders, manifest)
+        own = RunStore(*folders).load_state(manifest)
         assert (own is None) == (self.saved == [0, 0])
         tokens = [0, 0] if own is None else [proof.state.head.tokens for proof in own.shards]
         assert tokens == self.saved, f"{command} went on from {tokens}, and {self.saved} are there"
@@ -264,7 +261,7 @@ def test_of_several_states_each_shards_heaviest_is_taken_whatever_is_newer_on_th
     old.save()
     old = Peer(world, folder, None)  # and one in the same folder, with a higher number
     old.save()
-    found = own_state([tmp_path / "state"], MANIFEST)
+    found = RunStore(tmp_path / "state").load_state(MANIFEST)
     assert found is not None
     assert [proof.state.head.version for proof in found.shards] == [5, 1]
 
@@ -274,9 +271,9 @@ def test_a_spoilt_manifest_hides_no_checkpoint(tmp_path: Path) -> None:
     with hold(tmp_path / "state", MANIFEST):
         assert (folder / "manifest.msgpack").read_bytes() == MANIFEST.encode(), "a second copy"
     (folder / "checkpoint" / "manifest.msgpack").write_bytes(b"spoilt")
-    assert standings([tmp_path / "state"])[MANIFEST.run].step == 12
-    assert own_state([tmp_path / "state"], MANIFEST) is not None
-    assert founded_earlier(MANIFEST.config, tmp_path / "state") == MANIFEST
+    assert RunStore(tmp_path / "state").standings()[MANIFEST.run].step == 12
+    assert RunStore(tmp_path / "state").load_state(MANIFEST) is not None
+    assert RunStore(tmp_path / "state").founded_from(MANIFEST.config) == MANIFEST
     (folder / "manifest.msgpack").write_bytes(make_manifest(seed=9).encode())
     assert load_versions(tmp_path / "state") is None, "another run's manifest is not this run's"
     with hold(tmp_path / "state", MANIFEST):
@@ -285,7 +282,7 @@ def test_a_spoilt_manifest_hides_no_checkpoint(tmp_path: Path) -> None:
 
 def load_versions(state: Path) -> list[int] | None:
     try:
-        found = own_state([state], MANIFEST)
+        found = RunStore(state).load_state(MANIFEST)
     except CheckpointError:
         return None
     return None if found is None else [proof.state.head.version for proof in found.shards]
@@ -296,38 +293,38 @@ def test_spoilt_checkpoints_are_no_reason_to_begin_again(tmp_path: Path) -> None
     for path in (folder / "checkpoint").glob("state-*.json"):
         path.write_bytes(b"spoilt")
     with pytest.raises(CheckpointError, match="no checkpoint in"):
-        own_state([tmp_path / "state"], MANIFEST)
+        RunStore(tmp_path / "state").load_state(MANIFEST)
 
 
 def test_a_finished_run_is_known_as_such(tmp_path: Path) -> None:
     with_checkpoint(tmp_path / "state", STEPS // 4)
-    standing = standings([tmp_path / "state"])[MANIFEST.run]
+    standing = RunStore(tmp_path / "state").standings()[MANIFEST.run]
     assert standing.is_finished
-    assert founded_earlier(MANIFEST.config, tmp_path / "state") == MANIFEST
-    own = own_state([tmp_path / "state"], MANIFEST)
+    assert RunStore(tmp_path / "state").founded_from(MANIFEST.config) == MANIFEST
+    own = RunStore(tmp_path / "state").load_state(MANIFEST)
     assert own is not None
     assert has_finished(MANIFEST, own.shards)
     longer = msgspec.structs.replace(MANIFEST.config, inner=InnerConfig(steps=2 * STEPS))
-    assert founded_earlier(longer, tmp_path / "state") is None, "a finished run does not keep its name"
+    assert RunStore(tmp_path / "state").founded_from(longer) is None, "a finished run does not keep its name"
 
 
 def test_a_name_with_another_configuration_is_told_with_both_commands(tmp_path: Path) -> None:
     with_checkpoint(tmp_path / "state", 3)
     changed = msgspec.structs.replace(MANIFEST.config, seed=1)
     with pytest.raises(NameTakenError, match=rf"resume {tmp_path}/state --run {MANIFEST.run[:12]}.*--name story-2"):
-        founded_earlier(changed, tmp_path / "state")
-    assert founded_earlier(msgspec.structs.replace(changed, name="story-2"), tmp_path / "state") is None
+        RunStore(tmp_path / "state").founded_from(changed)
+    assert RunStore(tmp_path / "state").founded_from(msgspec.structs.replace(changed, name="story-2")) is None
 
 
 def test_of_several_runs_the_user_says_which(tmp_path: Path) -> None:
     with_checkpoint(tmp_path / "state", 3)
     with_checkpoint(tmp_path / "state", 1, make_manifest("other", seed=3))
     with pytest.raises(CheckpointError, match="name one with --run"):
-        chosen_run([tmp_path / "state"], None)
-    assert chosen_run([tmp_path / "state"], "story") == MANIFEST
-    assert chosen_run([tmp_path / "state"], MANIFEST.run[:8]) == MANIFEST
+        RunStore(tmp_path / "state").choose(None)
+    assert RunStore(tmp_path / "state").choose("story") == MANIFEST
+    assert RunStore(tmp_path / "state").choose(MANIFEST.run[:8]) == MANIFEST
     with pytest.raises(CheckpointError, match="no checkpoint is of a run 'x'"):
-        chosen_run([tmp_path / "state"], "x")
+        RunStore(tmp_path / "state").choose("x")
 
 
 @pytest.mark.heavy
@@ -371,7 +368,7 @@ def test_of_an_unfinished_and_a_finished_run_the_unfinished_one_goes_on(tmp_path
     with_checkpoint(tmp_path / "state", STEPS // 4)
     other = msgspec.structs.replace(MANIFEST, founder=Identity.ephemeral().peer_id)
     with_checkpoint(tmp_path / "state", 2, other)
-    assert founded_earlier(MANIFEST.config, tmp_path / "state") == other
+    assert RunStore(tmp_path / "state").founded_from(MANIFEST.config) == other
 
 
 def test_what_a_join_had_downloaded_does_not_stay_beside_a_checkpoint(tmp_path: Path) -> None:

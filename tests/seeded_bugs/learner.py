@@ -67,7 +67,7 @@ BUGS = (
     Bug(
         name="who goes on alone asks for the bootstrap again",
         module=_COMPANION,
-        where="ScriptNode.meet",
+        where="ScriptNode.connect",
         old="self._resume(kept)",
         new="self._resume(kept, *self._wish.peers)",
         harm="all others have gone, and the script ends with a state of the run in its folder",
@@ -282,6 +282,17 @@ BUGS = (
         ),
         harm="a node hangs after a copy that came too late",
         killed_by=(f"{_QUEUE}::test_work_that_is_called_off_holds_nobody_up",),
+    ),
+    Bug(
+        name="a learner holds its node's status pipe open",
+        module="p2pdiloco.node.learner_process",
+        where="bear",
+        old="status_pipe.writer.close()",
+        new="status_pipe.writer",
+        harm="whoever has started a node is not told of its death while its learner lives",
+        killed_by=(
+            "tests/unit/test_util_status_pipe.py::test_a_learner_that_outlives_its_node_does_not_keep_the_pipe_open",
+        ),
     ),
     Bug(
         name="threads share their scratch",

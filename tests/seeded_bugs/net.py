@@ -150,7 +150,7 @@ BUGS = (
     Bug(
         name="who asks around waits for all whom the directory names",
         module="p2pdiloco.swarm.run_lookup",
-        where="_reached",
+        where="_wait_for_peers",
         old="asyncio.wait(waiting, timeout=STRAGGLERS_S)",
         new="asyncio.wait(waiting)",
         harm="a newcomer waits for those who have gone, whose records stay for eight minutes",

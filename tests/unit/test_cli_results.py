@@ -14,7 +14,7 @@ import torch
 
 import p2pdiloco
 from p2pdiloco.cli.main import main
-from p2pdiloco.node.results import farewell, finished
+from p2pdiloco.node.results import farewell, finished_message
 from p2pdiloco.node.run_creation import make_manifest, version_zero
 from p2pdiloco.peer.checkpoint import save
 from p2pdiloco.peer.ema import RunningAverage, weight
@@ -177,12 +177,12 @@ def test_the_end_tells_path_loss_tokens_and_the_next_command() -> None:
 
 
 def test_a_finished_run_says_where_its_model_is_and_how_to_serve_it(tmp_path: Path) -> None:
-    said = finished(leave(tmp_path, "story"), Path("/state/aaaa"))
+    said = finished_message(leave(tmp_path, "story"), Path("/state/aaaa"))
     for told in ("is finished, all 1000 steps", "p2pdiloco generate /state/aaaa", "resume /state/aaaa --stay-s 3600"):
         assert told in said
     manifest = leave(tmp_path, "script")
     config = msgspec.structs.replace(manifest.config, model=ModelConfig(kind="external"))
-    said = finished(msgspec.structs.replace(manifest, config=config), Path("/state/aaaa"))
+    said = finished_message(msgspec.structs.replace(manifest, config=config), Path("/state/aaaa"))
     assert ("generate" in said, "p2pdiloco export /state/aaaa" in said) == (False, True)
 
 

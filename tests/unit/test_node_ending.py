@@ -34,7 +34,9 @@ class Ended(Node):
 
     async def end(self, ending: Ending) -> None:
         notifier = cast(Notifier, SimpleNamespace(tell=self._alerted))
-        await self._wind_up(ending, self.told.append, lambda e: launcher._tell_end(self, notifier, self.told.append, e))
+        await self._wind_up(
+            ending, self.told.append, lambda e: launcher._announce_end(self, notifier, self.told.append, e)
+        )
 
     def status(self) -> Any:
         return None

@@ -14,13 +14,14 @@ from msgspec.structs import replace
 
 from p2pdiloco.node import launcher
 from p2pdiloco.node.run_creation import found_from_script
+from p2pdiloco.node.run_folder import RunStore
 from p2pdiloco.peer import checkpoint
 from p2pdiloco.peer.ending import Ending
 from p2pdiloco.peer.options import LearnerOptions, PeerOptions
 from p2pdiloco.peer.peer import InitialState
 from p2pdiloco.protocol.manifest import Manifest, ModelConfig, RunConfig, ScheduleConfig
 from p2pdiloco.swarm.run_index import ConfigError, folder_of
-from p2pdiloco.swarm.run_lookup import DirectoryOptions
+from p2pdiloco.swarm.run_lookup import DirectoryOptions, RunLookup
 from p2pdiloco.training import founding_file
 from p2pdiloco.transport.identity import Identity
 
@@ -70,7 +71,7 @@ def test_a_scripts_node_goes_on_from_its_checkpoint_or_begins(
         for tensors in folder.glob("*.safetensors"):
             tensors.write_bytes(tensors.read_bytes()[:-1] + b"\x55")
 
-    def own_state(*given: Any) -> InitialState | None:
+    def load_state(*given: Any) -> InitialState | None:
         assert len(taken) == (what != "nothing"), "version 0 is let go before a checkpoint is read"
         return read(*given)
 
@@ -78,11 +79,11 @@ def test_a_scripts_node_goes_on_from_its_checkpoint_or_begins(
         taken.append(self)
         return take(self)
 
-    read = launcher.own_state
+    read = RunStore.load_state
+    monkeypatch.setattr(RunStore, "load_state", load_state)
+    monkeypatch.setattr(RunLookup, "has_state", none_has_a_state)
     for name, value in (
-        ("own_state", own_state),
         ("open_directory", nobody),
-        ("has_state", none_has_a_state),
         ("take_part", brought.take_part),
         ("has_finished", lambda *_: "the end" in what),
     ):

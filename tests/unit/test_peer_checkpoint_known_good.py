@@ -10,7 +10,7 @@ import torch
 from test_peer_checkpoint import make_manifest, proof_of, versions_of, write
 
 from p2pdiloco.codec.digests import state_digest
-from p2pdiloco.node.run_folder import LOCK, FolderInUseError, folder_of, go_back, own_state
+from p2pdiloco.node.run_folder import LOCK, FolderInUseError, RunStore, folder_of, go_back
 from p2pdiloco.peer.checkpoint import ASIDE, MEMORY, CheckpointError, KnownGood, good_number, load, save
 from p2pdiloco.peer.commit_wal import path_of
 from p2pdiloco.protocol.manifest import Layout
@@ -42,7 +42,7 @@ def test_the_last_from_which_training_went_on_stays_however_long_it_goes_wrong(t
     assert good_number(peer.folder) == 3
     peer.trains(9.0, 8.0, math.nan, math.inf, 7.0)
     assert peer.versions() == [3, 8, 9]
-    own = own_state([tmp_path], peer.manifest)
+    own = RunStore(tmp_path).load_state(peer.manifest)
     assert own is not None
     assert [proof.state.head.version for proof in own.shards] == [9, 9], "who is not asked to go back goes on"
     (peer.folder / "learner.safetensors").write_bytes(b"poisoned")

@@ -21,14 +21,16 @@ import p2pdiloco
 from p2pdiloco import script_node
 from p2pdiloco.access.certificates import NEVER, NO_CAP, Role
 from p2pdiloco.access.invite_code import Invite, encode_invite
-from p2pdiloco.cli.main import _parse, main
+from p2pdiloco.cli.main import _parse
 from p2pdiloco.protocol.ids import RunId
 from p2pdiloco.script_node import LEAVE_S, RESTARTS, STABLE_S, ScriptNode, ScriptNodeError, Wish, leaving_s
 from p2pdiloco.swarm.credentials import Credentials, make_invite
 from p2pdiloco.swarm.run_index import folder_of
 from p2pdiloco.training.node_reconnect import Found, Reunion, find_learner
 from p2pdiloco.transport.identity import Identity
+from p2pdiloco.util import status_pipe
 from p2pdiloco.util.files import state_home
+from p2pdiloco.util.status_pipe import Exited
 from p2pdiloco.wire import learner_ipc
 
 RUN = RunId("0" * 40)
@@ -76,7 +78,7 @@ def starts(node: Dying, clock: Clock, seconds: float) -> list[float]:
     seen, began = [], clock.now
     while clock.now < began + seconds:
         count = len(node.started)
-        if not node.revive(RUN):
+        if not node.restart_if_ended(RUN):
             break
         seen += [clock.now - began] * (len(node.started) - count)
         clock.now += 0.25
@@ -91,8 +93,8 @@ def test_a_node_that_keeps_dying_is_started_with_growing_pauses_and_then_no_more
     assert seen[0] == 0.0, "at once"
     pauses = [b - a for a, b in itertools.pairwise(seen)]
     assert pauses == pytest.approx([4.25, 8.25, 16.25, 32.25])
-    assert not node.revive(RUN)
-    node.leave_alone()
+    assert not node.restart_if_ended(RUN)
+    node.release_folder()
 
 
 def test_after_a_long_life_earlier_deaths_are_forgotten(tmp_path: Path, clock: Clock) -> None:
@@ -101,23 +103,23 @@ def test_after_a_long_life_earlier_deaths_are_forgotten(tmp_path: Path, clock: C
     assert len(starts(node, clock, 0.25)) == 1
     clock.now += STABLE_S
     assert len(starts(node, clock, 1000.0)) == RESTARTS
-    node.leave_alone()
+    node.release_folder()
 
 
 def test_one_that_is_told_to_end_is_not_started_again(tmp_path: Path, clock: Clock) -> None:
     node = Dying(tmp_path)
     node._start([])
-    node.end(script_node.signal.SIGTERM)
+    node.stop(script_node.signal.SIGTERM)
     assert starts(node, clock, 100.0) == []
-    node.leave_alone()
+    node.release_folder()
 
 
 def test_a_founders_node_founds_again_and_a_joiners_joins_the_same_run(tmp_path: Path, clock: Clock) -> None:
     founder, joiner = Dying(tmp_path / "a"), Dying(tmp_path / "b", ["ADDR"])
     for node in (founder, joiner):
         node._start([])
-        assert node.revive(RUN)
-        node.leave_alone()
+        assert node.restart_if_ended(RUN)
+        node.release_folder()
     assert founder.started[-1] == ["start", str(tmp_path / "a" / "foundation"), "--bootstrap"]
     assert joiner.started[-1] == ["join", "ADDR", "--run", "story"], "it has no state yet"
 
@@ -126,9 +128,9 @@ def test_who_finds_nobody_and_has_no_state_is_told_so(tmp_path: Path, clock: Clo
     node = Dying(tmp_path, ["ADDR"])
     node.status = script_node.NOBODY_THERE
     with pytest.raises(ScriptNodeError, match="the node ended with status 3"):
-        node.meet()
+        node.connect()
     assert node.started == [["join", "ADDR", "--run", "story"]]
-    node.leave_alone()
+    node.release_folder()
 
 
 ADDRESS = f"/ip4/127.0.0.1/tcp/4100/p2p/{Identity.ephemeral().peer_id}"
@@ -152,19 +154,19 @@ def test_who_has_the_runs_state_goes_on_though_nobody_answers(tmp_path: Path, cl
     node = Dying(tmp_path, ["ADDR"])
     node.status = script_node.NOBODY_THERE
     with pytest.raises(ScriptNodeError, match="the node ended with status 3"):
-        node.meet()
+        node.connect()
     resumed = ["resume", str(tmp_path), "--run", run]
     assert node.started == [["join", "ADDR", "--run", "story"], resumed]
-    assert node.revive(run)
+    assert node.restart_if_ended(run)
     assert node.started[-1] == resumed
     node.status = 1
     for _ in range(2):
         clock.now += 10.0
-        assert node.revive(run)
+        assert node.restart_if_ended(run)
         clock.now += 10.0
-        assert node.revive(run)
+        assert node.restart_if_ended(run)
     assert node.started[-1] == [*resumed, "--bootstrap", "ADDR"]
-    node.leave_alone()
+    node.release_folder()
 
 
 def test_a_folder_with_a_run_that_somebody_else_founded_is_not_founded_anew(
@@ -174,16 +176,16 @@ def test_a_folder_with_a_run_that_somebody_else_founded_is_not_founded_anew(
     run = has_run(tmp_path / "joined")
     node = Dying(tmp_path / "joined")
     with pytest.raises(ScriptNodeError, match="the node ended with status 1"):
-        node.meet()
+        node.connect()
     assert node.started == [["resume", str(tmp_path / "joined"), "--run", run]]
-    assert not node.founds
+    assert not node.is_founder
     assert "which was founded elsewhere: it goes on" in caplog.text
-    node.leave_alone()
+    node.release_folder()
     assert has_run(tmp_path / "founded") == run
     (tmp_path / "founded" / "foundation").touch()
     founder = Dying(tmp_path / "founded")
-    assert founder.founds
-    founder.leave_alone()
+    assert founder.is_founder
+    founder.release_folder()
 
 
 def made_invite(run: RunId) -> Invite:
@@ -198,25 +200,25 @@ def test_of_several_runs_of_one_name_the_invites_goes_on(tmp_path: Path, clock: 
         node = Dying(tmp_path, [invite])
         node.status = script_node.NOBODY_THERE
         with pytest.raises(ScriptNodeError, match="the node ended with status 3"):
-            node.meet()
+            node.connect()
         resumed = [["resume", str(tmp_path), "--run", runs[number]]] if number < len(runs) else []
         assert node.started == [["join", invite, "--run", "story"], *resumed]
-        node.leave_alone()
+        node.release_folder()
     for _ in range(2):  # the folder is free again
         with pytest.raises(ScriptNodeError, match="has several runs called story"):
             Dying(tmp_path)
     node = Dying(tmp_path, ["ADDR"])
     node.status = script_node.NOBODY_THERE
     with pytest.raises(ScriptNodeError, match="has several runs called story"):
-        node.meet()
+        node.connect()
     assert len(node.started) == 1
 
 
 def test_who_is_to_join_is_told_that_there_is_nobody(tmp_path: Path, clock: Clock) -> None:
     node = ScriptNode(tmp_path, Wish("story", (), None, ()))
     with pytest.raises(ScriptNodeError, match="found=False, and nobody to join: give initial_peers"):
-        node.meet()
-    node.leave_alone()
+        node.connect()
+    node.release_folder()
 
 
 def test_a_second_script_is_refused_the_folder(tmp_path: Path) -> None:
@@ -323,16 +325,24 @@ def test_the_swarms_step_is_at_most_the_runs_last(tmp_path: Path) -> None:
         assert (outer.global_step, outer.total_steps) == (told, 60)
 
 
+@pytest.mark.heavy
 def test_what_was_wrong_with_an_option_is_told_and_not_where_help_is(tmp_path: Path) -> None:
     """``node_options`` are the user's own words."""
+    node = ScriptNode(tmp_path, Wish("story", ("ADDR",), None, ("--upp", "3")))
+    with pytest.raises(ScriptNodeError) as told:
+        node.connect()
+    assert str(told.value) == "the node ended with status 2: there is no option --upp: did you mean --up?"
+    assert "see p2pdiloco join --help" in node.log_path.read_text()
+    node.release_folder()
+
+
+def test_a_node_that_reports_nothing_ends_with_the_last_line_of_its_log(tmp_path: Path) -> None:
     node = Dying(tmp_path)
     node._start([])
     assert node.ending == "the node ended with status 1: it said nothing"
-    with contextlib.suppress(SystemExit), open(node.log_path, "w") as log, contextlib.redirect_stderr(log):
-        main(["start", "stdlib-tiny", "--upp", "3"])
-    assert "see p2pdiloco start --help" in node.log_path.read_text()
-    assert node.ending.endswith(": p2pdiloco start: there is no option --upp: did you mean --up?")
-    node.leave_alone()
+    node.log_path.write_text("Traceback (most recent call last):\nMemoryError\n\n")
+    assert node.ending == "the node ended with status 1: MemoryError"
+    node.release_folder()
 
 
 def test_one_invite_may_be_given_as_a_text(tmp_path: Path) -> None:
@@ -380,9 +390,14 @@ def test_a_script_that_comes_after_the_end_is_told_so(tmp_path: Path, caplog: py
 
 def test_a_nodes_last_words_steer_no_terminal(tmp_path: Path) -> None:
     """Other peers' words may be in them."""
+    words = "\x1b]0;mine\x07\x9b2J\u202eno\u2028to join from another machine:  x"
     node = Dying(tmp_path)
     node._start([])
-    node.log_path.write_text("first\n\x1b]0;mine\x07\x9b2J\u202eno\u2028to join from another machine:  x\n")
+    node.log_path.write_text(f"first\n{words}\n")
     assert node.ending.isprintable()
     assert "no to join" in node.ending, "it is one line"
-    node.leave_alone()
+    with status_pipe.opened() as (node._reports, fd):
+        os.write(fd, msgspec.json.encode(Exited(1, words)) + b"\n")
+    assert node.ending.isprintable()
+    assert "no to join" in node.ending
+    node.release_folder()

@@ -35,7 +35,9 @@ from p2pdiloco.swarm.invitations import (
 )
 from p2pdiloco.swarm.run_index import MANIFEST, folder_of
 from p2pdiloco.transport.identity import Identity
-from p2pdiloco.util.output_markers import INVITED, invited_with
+from p2pdiloco.util.status_pipe import Invited, StatusMessage
+
+INVITED = "to join from another machine"
 
 ADDRESS = f"/ip4/127.0.0.1/tcp/4100/p2p/{Identity.ephemeral().peer_id}"
 THIRD = f"/ip4/127.0.0.1/tcp/4300/p2p/{Identity.ephemeral().peer_id}"
@@ -125,16 +127,19 @@ def test_what_is_told_to_join_with_can_be_used_as_it_stands(tmp_path: Path, acce
     manifest = msgspec.structs.replace(manifest, config=config)
     mine = mine._replace(run=manifest.run)
     folder = tmp_path / "a state" / "run"
-    lines = how_to_join(manifest, mine, folder, Known())  # type: ignore[arg-type]
-    words = [invited_with(f"something else\n{line}\n") for line in lines]
+    told = how_to_join(manifest, mine, folder, Known())  # type: ignore[arg-type]
+    words, lines = [one.invite for one in told], list(map(str, told))
     if access == "open":
         assert words == [ADDRESS, OTHER]
     elif access == "invite":
         assert [decode_invite(word).run for word in words] == [manifest.run]
-    if kind == "external":
-        begins = [f'{INVITED}:  initial_peers=["{word}"]' for word in words]
     else:
-        begins = [f"{INVITED}:  p2pdiloco join {word.rstrip(',')}" for word in words]
+        assert words == [""], "an admin makes one for each"
+    typed = [word or "INVITE" for word in words]
+    if kind == "external":
+        begins = [f'{INVITED}:  initial_peers=["{word}"]' for word in typed]
+    else:
+        begins = [f"{INVITED}:  p2pdiloco join {word}" for word in typed]
     assert all(line.startswith(begin) for line, begin in zip(lines, begins, strict=True))
     if (access, kind) == ("list", "external"):
         assert lines[0].endswith(f"by p2pdiloco invite --peer ID --run stage --state '{tmp_path}/a state'")
@@ -176,7 +181,7 @@ def test_where_newcomers_find_the_directory_follows_who_answers(
     nobody can dial that; and comes back."""
     monkeypatch.setattr(invitations, "LOOK_S", 0.001)
     manifest, mine = run_with("invite")
-    said: list[str] = []
+    said: list[str | StatusMessage] = []
 
     async def story() -> None:
         directory = Places()
@@ -207,7 +212,8 @@ def test_where_newcomers_find_the_directory_follows_who_answers(
         assert said == [invitations.NOBODY_COMES]
     else:
         assert said[0] == invitations.MOVED
-        assert decode_invite(said[1].split()[-1]).initial_peers() == (OTHER,)
+        assert isinstance(said[1], Invited)
+        assert decode_invite(said[1].invite).initial_peers() == (OTHER,)
 
 
 HERE, THERE = (OTHER,), (ADDRESS,)
@@ -249,7 +255,7 @@ def test_where_newcomers_are_sent_is_told_as_it_is(
     """Places that answer, whether others could dial ours, what is kept for invites then, how what is said begins."""
     monkeypatch.setattr(invitations, "LOOK_S", 0.001)
     manifest, mine = run_with("invite")
-    said: list[str] = []
+    said: list[str | StatusMessage] = []
 
     async def tell() -> None:
         directory = Places()
@@ -263,7 +269,7 @@ def test_where_newcomers_are_sent_is_told_as_it_is(
                 said.clear()
                 await directory.looked_at()
                 assert kept_addresses(tmp_path) == kept
-                assert [text.startswith(begin) for text, begin in zip(said, begins, strict=True)] == [True] * len(said)
+                assert all(str(line).startswith(begin) for line, begin in zip(said, begins, strict=True)), said
         keeping.cancel()
 
     asyncio.run(tell())

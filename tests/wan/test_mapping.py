@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,8 @@ from benchmarks.netbed.namespace_exec import command
 from benchmarks.netbed.namespaces import TestbedError
 from benchmarks.netbed.testbed import Testbed
 from benchmarks.netbed.topology import address
+from p2pdiloco.util import status_pipe
+from p2pdiloco.util.status_pipe import Listening
 
 pytestmark = pytest.mark.xdist_group("wan")  # namespaces are the machine's
 
@@ -55,9 +57,9 @@ def made() -> Iterator[Testbed]:
 
 
 @contextmanager
-def started(namespace: str, *argv: str) -> Iterator[subprocess.Popen[str]]:
-    pipe = subprocess.PIPE
-    process = subprocess.Popen(command(namespace, [sys.executable, *argv]), stdin=pipe, stdout=pipe, text=True)
+def started(namespace: str, *argv: str, pass_fds: Sequence[int] = ()) -> Iterator[subprocess.Popen[str]]:
+    pipe, words = subprocess.PIPE, command(namespace, [sys.executable, *argv])
+    process = subprocess.Popen(words, stdin=pipe, stdout=pipe, text=True, pass_fds=pass_fds)
     try:
         yield process
     finally:
@@ -93,13 +95,12 @@ def test_a_user_is_told_what_the_router_maps(made: Testbed, tmp_path: Path) -> N
     """By who has dialled it there."""
     router = f"{made.site(HOME)}.home"
     listen = ("--listen", f"/ip4/{address(HUB)}/tcp/31337", "--state", str(tmp_path))
-    with (
-        started(made.site(HUB), "-m", "p2pdiloco", "bootstrap", *listen) as hub,
-        started(router, "-m", "tests.wan.mapper", router, "pcp") as mapper,
-    ):
+    with status_pipe.opened() as (reports, fd), ExitStack() as stack:
+        bootstrap = ("-m", "p2pdiloco", "bootstrap", *listen, status_pipe.OPTION, str(fd))
+        stack.enter_context(started(made.site(HUB), *bootstrap, pass_fds=(fd,)))
+        mapper = stack.enter_context(started(router, "-m", "tests.wan.mapper", router, "pcp"))
         assert line(mapper) == "up"
-        while "p2pdiloco join " not in (said := line(hub)):
-            assert said
-        with started(made.site(HOME), "-m", "p2pdiloco", "doctor", said.rpartition(" ")[2]) as doctor:
+        known = reports.wait_for(Listening, 60.0).addresses[0]
+        with started(made.site(HOME), "-m", "p2pdiloco", "doctor", known) as doctor:
             found = doctor.communicate(timeout=150)[0]
     assert "answers from outside: the router maps it to this machine (PCP)" in found, found

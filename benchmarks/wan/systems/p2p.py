@@ -13,9 +13,11 @@ from torch import Tensor, nn
 
 import p2pdiloco
 from benchmarks.wan.task import Task, copies, put
+from p2pdiloco.util import status_pipe
+from p2pdiloco.util.status_pipe import Listening
 
 RUN = "wan"
-JOINABLE = "p2pdiloco join "
+START_S = 60.0
 
 
 class Peer:
@@ -35,11 +37,11 @@ class Peer:
 
     def _start_bootstrap(self) -> str:
         command = [sys.executable, "-m", "p2pdiloco", "bootstrap", "--listen", self._listen()]
-        self._bootstrap = subprocess.Popen(
-            [*command, "--state", str(self._folder / "bootstrap")], stdout=subprocess.PIPE, text=True
-        )
-        assert self._bootstrap.stdout is not None
-        return next(line for line in self._bootstrap.stdout if JOINABLE in line).split()[-1]
+        command += ["--state", str(self._folder / "bootstrap")]
+        with status_pipe.opened() as (reports, fd):
+            argv = [*command, status_pipe.OPTION, str(fd)]
+            self._bootstrap = subprocess.Popen(argv, stdout=subprocess.DEVNULL, pass_fds=(fd,))
+        return reports.wait_for(Listening, START_S).addresses[0]
 
     def _listen(self) -> str:
         return f"/ip4/{self._config['host']}/tcp/0"
