@@ -10,14 +10,13 @@ Rules of this file:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Protocol, TypeVar, assert_never
 
-import msgspec
-
 from p2pdiloco.peer.codec_selection import CodecChoice
-from p2pdiloco.peer.durable_commits import DurableCommits
+from p2pdiloco.peer.commit_wal import CommitLog
+from p2pdiloco.peer.convictions import ConvictionFile
 from p2pdiloco.peer.ema import RunningAverage
 from p2pdiloco.peer.host import Handle, Host
 from p2pdiloco.peer.integrity import SpoiltStateError
@@ -33,7 +32,7 @@ from p2pdiloco.peer.model_state import (
 )
 from p2pdiloco.peer.payload_cache import PayloadCache
 from p2pdiloco.peer.payload_store import PayloadStore
-from p2pdiloco.peer.signatures import OPEN, Standing, check_equivocation
+from p2pdiloco.peer.signatures import OPEN, Standing
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
@@ -90,7 +89,8 @@ class Driver:
         around: DriverCallbacks,
         codecs: CodecChoice,
         standing: Standing,
-        own: DurableCommits,
+        commit_log: CommitLog,
+        convictions: ConvictionFile,
         store: PayloadStore,
         average: RunningAverage | None = None,
     ) -> None:
@@ -104,7 +104,8 @@ class Driver:
         self.store = store
         self.average = average
         """If this peer keeps one."""
-        self.own = own
+        self.commit_log = commit_log
+        self._convictions = convictions
         self.traffic = PayloadTraffic([s.elements for s in state.layout.shards])
         self._timer: Handle | None = None
         self.is_closed = False
@@ -116,31 +117,17 @@ class Driver:
         if self._timer is not None:
             self._timer.cancel()
 
-    def made_earlier(self) -> list[msg.CommitHeader]:
-        """Commits of this peer's earlier lives, which it may have sent. Blocks."""
+    def load_own_commits(self, heads: Sequence[msg.Head | None]) -> list[msg.CommitHeader]:
+        """Commits of this peer's earlier lives, which it may have sent and ``heads`` do not contain. Blocks."""
         found = []
-        for header, data in self.own.load():
+        for header, data in self.commit_log.load(heads):
             try:
                 self.payload_cache.commit(memoryview(data), header, OPEN)()
             except ValueError as error:
                 log.warning("a commit of an earlier life cannot be used", version=header.version, reason=str(error))
                 continue
-            if header.owner == self.identity.peer_id:
-                found.append(header)
+            found.append(header)
         return found
-
-    def convicted_earlier(self) -> ev.Convictions:
-        """Owners that may own nothing, by what this peer's earlier lives have seen. Blocks."""
-        found = self.own.load_convictions()
-        proofs = []
-        for proof in found.proofs:
-            try:
-                check_equivocation(proof, OPEN)
-            except ValueError as error:
-                log.warning("a proof of an earlier life is none", owner=proof.owner, reason=str(error))
-                continue
-            proofs.append(proof)
-        return msgspec.structs.replace(found, proofs=tuple(proofs))
 
     # -- events --------------------------------------------------------------------------------------------------------
 
@@ -159,7 +146,7 @@ class Driver:
             return
         self._set_timer()
         if self.payload_cache.sweep(self.machine, now):
-            self.own.keep_convictions(self.machine.view.convictions())
+            self._convictions.save(self.machine.view.convictions())
             self.job(self.state.shifts.memory.rest, lambda _: None)
 
     def _set_timer(self) -> None:
@@ -213,8 +200,8 @@ class Driver:
                 topic = f"contribution {shard}"  # A later one covers an earlier one's tokens (rule T5).
                 told = encode(message)
                 self.store.fetch(held, lambda data: self._deliver(effect.peers, told, data, topic), lambda: None)
-            case msg.Commit() if self.own.is_writing(commit := msg.commit_id(message.header)):
-                self.own.when_kept(commit, lambda: None if self.is_closed else self._send(effect))
+            case msg.Commit() if self.commit_log.is_appending(commit := msg.commit_id(message.header)):
+                self.commit_log.when_durable(commit, lambda: None if self.is_closed else self._send(effect))
             case msg.Commit(header=header):
                 advice = partial(self._advise_to_fetch, effect.peers, header.shard)
                 parts = self.payload_cache.parts(header)
@@ -358,14 +345,14 @@ class Driver:
             return
         self.payload_cache.sign(effect.id, header)
         parts = self.payload_cache.parts(header) if header.owner == self.identity.peer_id else None
-        if parts is not None and payload.data is not None:  # else it was kept when it was made
-            self.own.keep(header, parts[1](payload.data))
+        if parts is not None and payload.data is not None:  # else it was appended when it was made
+            self.commit_log.append_own(header, parts[1](payload.data))
         moves, disk = self.payload_cache.moves(header.shard, effect, self.host.disk), self.host.disk
         self.job(
             lambda: self._looked(
                 header.shard, self.state.apply(header, effect.id, payload.read(disk), digests, moves())
             ),
-            lambda shifts: self._applied_when_kept(header.shard, effect.id, shifts),
+            lambda shifts: self._applied_when_durable(header.shard, effect.id, shifts),
             self._failed("apply", header.shard, header.owner),
             shard=header.shard,
         )
@@ -387,9 +374,9 @@ class Driver:
             self.average.look(shard, self.state.theta[piece.start : piece.stop])
         return shifts
 
-    def _applied_when_kept(self, shard: ShardId, head: Digest, shifts: Shifts) -> None:
+    def _applied_when_durable(self, shard: ShardId, head: Digest, shifts: Shifts) -> None:
         self.around.shifts_ready(shifts)
-        self.own.when_kept(head, lambda: self.feed(ev.Applied(shard, head)))
+        self.commit_log.when_durable(head, lambda: self.feed(ev.Applied(shard, head)))
 
     def _applied(self, shard: ShardId, head: Digest, shifts: Shifts) -> None:
         self.around.shifts_ready(shifts)

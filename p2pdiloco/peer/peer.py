@@ -20,10 +20,10 @@ from p2pdiloco.codec.compression import payload_limit
 from p2pdiloco.codec.digests import list_bytes
 from p2pdiloco.peer.checkpoint_writer import CheckpointWriter
 from p2pdiloco.peer.codec_selection import CodecChoice
+from p2pdiloco.peer.commit_wal import CommitLog
+from p2pdiloco.peer.convictions import ConvictionFile
 from p2pdiloco.peer.disk_budget import DiskBudget
 from p2pdiloco.peer.driver import Driver
-from p2pdiloco.peer.durable_commits import FOLDER as OWN_COMMITS
-from p2pdiloco.peer.durable_commits import DurableCommits
 from p2pdiloco.peer.ema import WIDTH as AVERAGE_BYTES
 from p2pdiloco.peer.ema import RunningAverage
 from p2pdiloco.peer.ending import APART, End, Ending, ordinary_ending
@@ -38,7 +38,7 @@ from p2pdiloco.peer.payload_store import PayloadStore
 from p2pdiloco.peer.scrubber import CorruptShardPolicy, Scrubber
 from p2pdiloco.peer.signatures import Everybody, Standing
 from p2pdiloco.peer.state_client import INCOMING, PartialDownloads, StateClient
-from p2pdiloco.peer.state_proof import SavedState, ancestors, unbroken
+from p2pdiloco.peer.state_proof import SavedState, ancestors, unbroken_lineage
 from p2pdiloco.peer.state_server import RequestHandlers
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
@@ -120,13 +120,27 @@ class Peer:
             rate=lambda: host.links.up_bytes_per_s,
             line=lambda: host.links.line_bytes_per_s,
         )
-        own = DurableCommits(options.folder / OWN_COMMITS, host, layout.elements)
+        checkpoints = options.folder / "checkpoint"
+        commit_log = CommitLog(checkpoints, host, identity.peer_id, layout)
+        self._convictions = ConvictionFile(options.folder, host)
         average = RunningAverage(manifest.run, self.layout) if options.machine.keeps_average else None
         saved_width = self.state.form.width + (0 if average is None else AVERAGE_BYTES)
         a_day, are_timed = options.write_bytes_per_day, options.are_checkpoints_timed
         budget = DiskBudget(a_day, layout.elements, saved_width, are_timed=are_timed)
         store = PayloadStore(host, options, budget)
-        self.driver = Driver(self.machine, self.state, identity, host, self, codecs, standing, own, store, average)
+        self.driver = Driver(
+            self.machine,
+            self.state,
+            identity,
+            host,
+            self,
+            codecs,
+            standing,
+            commit_log,
+            self._convictions,
+            store,
+            average,
+        )
         self.inspection = MessageVerifier(self.driver, standing)
         arrivals = PartialDownloads(layout, self.state.form.width, options.folder / INCOMING, metrics, host)
         self._downloads = StateClient(manifest, layout, self.driver, self.inspection, arrivals, self.fault)
@@ -140,7 +154,7 @@ class Peer:
             sent_bytes=sent_bytes,
         )
         self._saver = CheckpointWriter(
-            options.folder / "checkpoint",
+            checkpoints,
             manifest,
             self.driver,
             self._respondent.proof,
@@ -167,7 +181,7 @@ class Peer:
                 proofs = self.driver.payload_cache.shelves[piece.shard].proofs
                 if proof.header is not None:
                     proofs[proof.state.head.id] = (proof.header, proof.signature)
-                lineage = unbroken(proof, proof.lineage) if isinstance(proof, SavedState) else ()
+                lineage = unbroken_lineage(proof, proof.lineage) if isinstance(proof, SavedState) else ()
                 proofs.update((commit_id(c.header), (c.header, c.signature)) for c in lineage)
                 lineages.append(ancestors(proof, lineage))
                 shards.append(proof.state)
@@ -178,14 +192,17 @@ class Peer:
             self._downloads.arrivals.begin(missing)
         if self.driver.average is not None:
             self.driver.average.begin(self.options.folder / "checkpoint", self.host.disk, self.state)
-        own, convictions = tuple(self.driver.made_earlier()), self.driver.convicted_earlier()
-        self.driver.feed(ev.Started(tuple(shards), tuple(lineages), own, convictions))
+        heads: list[msg.Head | None] = [None] * len(self.layout.shards)
+        for state in shards:
+            heads[state.head.shard] = state.head
+        own = tuple(self.driver.load_own_commits(heads))
+        self.driver.feed(ev.Started(tuple(shards), tuple(lineages), own, self._convictions.load()))
 
     async def live(self) -> Ending:
         """Take part, after ``begin``, until something ends it."""
         self.host.keep(partial(self._saver.keep_saving, self.options.checkpoint_s), name="checkpoints")
-        self.host.keep(Scrubber(self.driver).keep, name="scrub")
-        self.host.keep(CorruptShardPolicy(self.driver).keep, name="fallback")
+        self.host.keep(Scrubber(self.driver).run, name="scrub")
+        self.host.keep(CorruptShardPolicy(self.driver).run, name="fallback")
         async with AsyncExitStack() as lives:
             if not self.options.is_follower:
                 self.host.spawn(self._look_after_learner(lives), name="learner")

@@ -29,22 +29,22 @@ PATIENCE_S = 60.0
 
 
 class Scrubber:
-    """Of one peer's global state."""
+    """Scrubs one peer's global state."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self._host = driver.host
         self._began_at = self._host.now()
 
-    async def keep(self) -> None:
-        """Until cancelled."""
+    async def run(self) -> None:
+        """Verify one chunk after another until cancelled."""
         state = self._driver.state
         while True:
             took_s = 0.0
             for shard in range(len(state.layout.shards)):
                 for chunk in state.integrity.unverified(ShardId(shard)):
                     began = self._host.now()
-                    if not await self._is_whole(ShardId(shard), chunk):
+                    if not await self._verify(ShardId(shard), chunk):
                         break
                     took_s = self._host.now() - began
                     await self._host.sleep(took_s / SHARE)
@@ -53,8 +53,8 @@ class Scrubber:
                 self._driver.job(state.integrity.look_again, lambda _: None)
             await self._host.sleep(max(LOOK_S, took_s / SHARE))
 
-    async def _is_whole(self, shard: ShardId, chunk: int) -> bool:
-        """Look at one chunk, after all earlier work."""
+    async def _verify(self, shard: ShardId, chunk: int) -> bool:
+        """Verify one chunk, after all earlier work; whether it has its digest."""
         looked: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
 
         def tell(is_whole: bool) -> None:
@@ -90,25 +90,25 @@ ALONE_S = 45.0
 
 
 class CorruptShardPolicy:
-    """Of one peer."""
+    """Decides whether a peer asks again for a corrupted shard or accepts it as it is."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
         self._host = driver.host
         self._alone_since: dict[ShardId, float] = {}
-        """Of spoilt shards, since when there was nobody to be asked."""
+        """Since when there was nobody to be asked for a spoilt shard."""
 
-    async def keep(self) -> None:
-        """Until cancelled."""
+    async def run(self) -> None:
+        """Look for corrupted shards that nobody is asked for any more, until cancelled."""
         while True:
             for piece in self._driver.state.layout.shards:
                 if not self._driver.state.integrity.is_spoilt(piece.shard):
                     self._alone_since.pop(piece.shard, None)
                 elif self._driver.machine.view.is_given_up(piece.shard):
-                    self._given_up(piece.shard)
+                    self._resolve(piece.shard)
             await self._host.sleep(LOOK_S)
 
-    def _given_up(self, shard: ShardId) -> None:
+    def _resolve(self, shard: ShardId) -> None:
         driver, now, view = self._driver, self._host.now(), self._driver.machine.view
         if view.live and self._alone_since.pop(shard, None) is not None:
             driver.feed(ev.Failed("state", shard, None, "somebody is here again who may have it"))

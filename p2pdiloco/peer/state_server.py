@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
-from p2pdiloco.peer.checkpoint_writer import CopyError, copied
+from p2pdiloco.peer.checkpoint_writer import CopyError, copy_shard
 from p2pdiloco.peer.driver import Driver
 from p2pdiloco.peer.signatures import Standing
 from p2pdiloco.peer.state_proof import lineage_of
@@ -183,7 +183,7 @@ class StateServer:
         self, shard: ShardId, data: memoryview, chunks: range | None, then: Callable[[Digest, bytes], T]
     ) -> T:
         try:
-            return await copied(self._driver, shard, data, then, chunks=chunks)
+            return await copy_shard(self._driver, shard, data, then, chunks=chunks)
         except CopyError as error:
             raise RequestRefused(str(error)) from None
 

@@ -239,7 +239,7 @@ BUGS = (
         name="a checkpoint is copied while the worker is in the middle of something",
         module=_SAVER,
         where="CheckpointWriter._copied",
-        old="await copied(self._driver, shard, data, prove, is_checked=False)",
+        old="await copy_shard(self._driver, shard, data, prove, is_checked=False)",
         new="prove(*self._driver.state.copy(shard, data, is_checked=False))",
         harm="what is written is torn where a version is being taken on the worker thread",
         killed_by=(f"{_SAVER_TESTS}::test_what_is_written_is_copied_between_two_jobs",),
