@@ -11,7 +11,7 @@ Rules of this file:
 3. Checkpoints of several peers of a run can be put together: of each shard the heaviest head, by the protocol's own
    rule. Where they come from, and in which order, does not matter.
 4. What a crash left half-written, or without its index, is swept at the next save and at the peer's start.
-5. What is read back is led on by what was committed since (``segments``).
+5. What is read back is led on by what was committed since (``commit_wal``).
 """
 
 from __future__ import annotations
@@ -29,14 +29,13 @@ from torch import Tensor
 
 from p2pdiloco.codec.digests import StateForm, packed
 from p2pdiloco.peer import commit_wal
-from p2pdiloco.peer.commit_wal import numbers, path_of
+from p2pdiloco.peer.commit_wal import CHECKPOINT_PREFIX, next_number, numbers, path_of
 from p2pdiloco.peer.host import PART, Disk, replace
 from p2pdiloco.peer.state_proof import SavedState, proven_digest
 from p2pdiloco.protocol.chain import is_heavier
 from p2pdiloco.protocol.ids import RunId, digest_of
 from p2pdiloco.protocol.manifest import MANIFEST, Layout, Manifest
 from p2pdiloco.protocol.manifest_validation import decode_manifest
-from p2pdiloco.protocol.messages import Head
 from p2pdiloco.util import logs
 from p2pdiloco.util.files import LOCAL
 from p2pdiloco.wire.control_messages import StateProof
@@ -44,7 +43,6 @@ from p2pdiloco.wire.control_messages import StateProof
 log = logs.get("node")
 
 FORMAT = 4
-PREFIX = "state-"
 GOOD = ".good"
 AVERAGE = "average.bin"
 """A running average of the parameters, where one is kept (``ema.py``)."""
@@ -75,7 +73,7 @@ class Index(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """What was read back."""
+    """A checkpoint that was read back and checked."""
 
     manifest: Manifest
     shards: tuple[SavedState, ...]
@@ -99,7 +97,7 @@ class Draft:
 
     @property
     def number(self) -> int:
-        """By which it is called."""
+        """The number in its name."""
         return self._number
 
     @property
@@ -107,21 +105,20 @@ class Draft:
         path = _tensors(self._folder, self._number)
         return path.with_name(f".{path.name}{PART}")
 
-    @property
-    def heads(self) -> list[Head]:
-        """Heads of its shards, in order."""
-        return [saved.state.head for saved in self._shards]
+    def begin(self, number: int) -> None:
+        """Begin the checkpoint of that number, which no other in the folder has.
 
-    def begin(self) -> None:
-        """Raises OSError: the disk is full or not writable."""
+        Raises:
+            OSError: the disk is full or not writable.
+        """
         folder, disk = self._folder, self._disk
         sweep_halves(folder, disk)
-        self._number = next_number(folder, disk)
+        self._number = number
         replace(disk, folder / MANIFEST, [self._manifest.encode()])
         disk.write(self._part, [_header(Layout.of(self._manifest), self._form)])
 
     def add(self, saved: SavedState, data: memoryview) -> None:
-        """The next shard, as it travels.
+        """Append the next shard, as it travels.
 
         Raises:
             OSError: the disk is full.
@@ -137,7 +134,8 @@ class Draft:
             self._disk.sync(self._part)
 
     def finish(self, *, keep: int) -> None:
-        """It is there; of all in the folder the newest ``keep`` stay, and the one that is known to be good.
+        """Give the checkpoint its name; of all in the folder keep the newest ``keep`` and the one that is known to be
+        good.
 
         Raises:
             OSError: it is not there.
@@ -153,10 +151,11 @@ class Draft:
             if old != good:
                 disk.remove(_index(folder, old))
                 disk.remove(_tensors(folder, old))
-        commit_wal.remove(folder, disk, before=min(there[:keep]))
+        if len(there) >= keep:
+            commit_wal.remove(folder, disk, before=min(there[:keep]))
 
     def discard(self) -> None:
-        """Nothing of it stays, as far as the disk can do that."""
+        """Remove what was written, as far as the disk allows it."""
         if self._number:
             with contextlib.suppress(OSError):
                 self._disk.remove(self._part)
@@ -183,7 +182,7 @@ def save(
     """
     draft = Draft(folder, manifest, disk)
     try:
-        draft.begin()
+        draft.begin(next_number(folder, disk))
         for piece, proof in zip(Layout.of(manifest).shards, shards, strict=True):
             saved = proof if isinstance(proof, SavedState) else SavedState(proof.state, proof.header, proof.signature)
             span = slice(piece.start, piece.stop)
@@ -201,12 +200,14 @@ def sweep_halves(folder: Path, disk: Disk = LOCAL) -> list[str]:
         OSError: it cannot be removed.
     """
     names = disk.names(folder)
-    ours = (f".{PREFIX}", f".{MANIFEST}.", f".{AVERAGE}.")
+    ours = (f".{CHECKPOINT_PREFIX}", f".{MANIFEST}.", f".{AVERAGE}.")
     halves = [name for name in names if name.endswith(PART) and name.startswith(ours)]
     halves += [
         name
         for name in names
-        if name.startswith(PREFIX) and name.endswith(".safetensors") and f"{Path(name).stem}.json" not in names
+        if name.startswith(CHECKPOINT_PREFIX)
+        and name.endswith(".safetensors")
+        and f"{Path(name).stem}.json" not in names
     ]
     for name in halves:
         disk.remove(folder / name)
@@ -295,14 +296,9 @@ def best_of(checkpoints: Iterable[Checkpoint]) -> Checkpoint:
     return Checkpoint(manifest=first.manifest, shards=tuple(shards), theta=theta, momentum=momentum)
 
 
-def next_number(folder: Path, disk: Disk) -> int:
-    """Which no checkpoint and no segment in ``folder`` has."""
-    return max([0, *_numbers(disk, folder), *commit_wal.numbers(folder, disk)]) + 1
-
-
 def stem(number: int) -> str:
-    """What its files are called, but for their suffixes."""
-    return f"{PREFIX}{number:08d}"
+    """The name of a checkpoint's files, without suffix."""
+    return f"{CHECKPOINT_PREFIX}{number:08d}"
 
 
 def _index(folder: Path, number: int) -> Path:
@@ -314,7 +310,7 @@ def _tensors(folder: Path, number: int) -> Path:
 
 
 def mark_good(folder: Path, number: int, disk: Disk = LOCAL) -> None:
-    """This checkpoint, and no other, is known to be good (``known_good``).
+    """Mark this checkpoint, and no other, as known to be good.
 
     Raises:
         OSError: the mark cannot be written.
@@ -327,17 +323,17 @@ def mark_good(folder: Path, number: int, disk: Disk = LOCAL) -> None:
 
 
 def good_number(folder: Path, disk: Disk = LOCAL) -> int | None:
-    """Of the checkpoint in ``folder`` that is known to be good, if there is one."""
+    """The number of the checkpoint in ``folder`` that is known to be good, if there is one."""
     names = disk.names(folder)
-    marked = (name.removeprefix(PREFIX).removesuffix(GOOD) for name in names if name.endswith(GOOD))
+    marked = (name.removeprefix(CHECKPOINT_PREFIX).removesuffix(GOOD) for name in names if name.endswith(GOOD))
     there = set(_numbers(disk, folder))
     return max((int(number) for number in marked if number.isdecimal() and int(number) in there), default=None)
 
 
 def _numbers(disk: Disk, folder: Path) -> list[int]:
-    """Of the checkpoints in ``folder``, newest first."""
-    names = (name for name in disk.names(folder) if name.startswith(PREFIX) and name.endswith(".json"))
-    stems = (name.removeprefix(PREFIX).removesuffix(".json") for name in names)
+    """Numbers of the checkpoints in ``folder``, newest first."""
+    names = (name for name in disk.names(folder) if name.startswith(CHECKPOINT_PREFIX) and name.endswith(".json"))
+    stems = (name.removeprefix(CHECKPOINT_PREFIX).removesuffix(".json") for name in names)
     return sorted((int(stem) for stem in stems if stem.isdecimal()), reverse=True)
 
 
@@ -387,8 +383,8 @@ def _read(disk: Disk, folder: Path, number: int) -> Checkpoint:
 
 
 def _header(layout: Layout, form: StateForm) -> bytes:
-    """Of a safetensors file with a tensor ``shard.N`` for each shard, as it travels: float32 [2 * n], or bytes [6 * n]
-    where momentum has another type."""
+    """The header of a safetensors file with a tensor ``shard.N`` for each shard, as it travels: float32 [2 * n], or
+    bytes [6 * n] where momentum has another type."""
     dtype, size = ("F32", 4) if form.momentum == torch.float32 else ("U8", 1)
     entries = {
         f"shard.{piece.shard}": {
@@ -421,7 +417,7 @@ ASIDE = "aside-"
 
 
 class KnownGood:
-    """Which checkpoint of one folder is known to be good, during one life of its peer."""
+    """Judges and marks the checkpoints of one folder, during one life of its peer."""
 
     def __init__(self, folder: Path, disk: Disk) -> None:
         self._folder = folder
@@ -430,9 +426,9 @@ class KnownGood:
         self._waiting: int | None = None
         """The checkpoint that was written last."""
 
-    def written(self, number: int, loss: float | None) -> bool:
-        """A checkpoint is there, and this peer's learner has had ``loss`` since the last one: whether that one is good.
-        Blocks.
+    def judge_previous(self, number: int, loss: float | None) -> bool:
+        """Judge the checkpoint before ``number``, which is there now, by the ``loss`` of this peer's learner since;
+        mark it if it is good, and say so. Blocks.
 
         Raises:
             OSError: it cannot be marked.
@@ -453,7 +449,7 @@ class KnownGood:
 
 
 def _asides() -> Iterator[str]:
-    """Of the first time, the second, and so on: none writes over another's."""
+    """Prefixes for files that are put aside, one for each time: none writes over another's."""
     yield ASIDE
     yield from (f"{ASIDE}{time}-" for time in count(2))
 

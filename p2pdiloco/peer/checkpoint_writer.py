@@ -12,42 +12,36 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections import deque
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
-from p2pdiloco.peer import commit_wal
 from p2pdiloco.peer.checkpoint import Draft, KnownGood
+from p2pdiloco.peer.commit_wal import CommitLog, LoggedCommit
 from p2pdiloco.peer.disk_budget import DAY_S, HOUR_S, DiskBudget
 from p2pdiloco.peer.driver import CopyError, Driver
-from p2pdiloco.peer.durable_commits import DurableCommits
 from p2pdiloco.peer.ema import RunningAverage
 from p2pdiloco.peer.host import Host
-from p2pdiloco.peer.learner_updates import Payload
 from p2pdiloco.peer.metrics import Metrics
 from p2pdiloco.peer.model_state import ModelState
 from p2pdiloco.peer.payload_cache import PayloadCache
-from p2pdiloco.peer.payload_store import Held
 from p2pdiloco.peer.state_proof import SavedState
 from p2pdiloco.protocol.ids import Digest, ShardId
 from p2pdiloco.protocol.manifest import Layout, Manifest
-from p2pdiloco.protocol.messages import CommitHeader, Head, commit_id
+from p2pdiloco.protocol.messages import commit_id
 from p2pdiloco.protocol.view import MachineView
 from p2pdiloco.util import logs
-from p2pdiloco.wire.control_messages import CommitParts
 
-# -- Write-ahead log ---------------------------------------------------------------------------------------------------
-# Commits since the last checkpoint, appended beside it while the peer goes on: a crash costs what was committed in the
-# last ``EVERY_S`` seconds, however seldom whole checkpoints are written.
+# -- Following the commits ---------------------------------------------------------------------------------------------
+# Commits since the last checkpoint are appended to the write-ahead log while the peer goes on: a crash costs what was
+# committed in the last ``EVERY_S`` seconds, however seldom whole checkpoints are written.
 #
 # Rules of this file:
-# 1. A segment is begun with a checkpoint, before its first shard is copied (``segments``). Of each shard every commit
-#    after the head of then is appended, in order. Where one is missing (a state was fetched in its place, its payload
-#    is gone, the disk took nothing) nothing of that shard follows until the next checkpoint, which comes sooner then.
-# 2. Commits that make more bytes than the budget has are not written, only counted, until a checkpoint finds that they
-#    have become fewer.
+# 1. Of each shard every commit after the head of when the segment was begun is appended, in order; own commits are
+#    there already. Where one is missing (a state was fetched in its place, its payload is gone) nothing of that shard
+#    follows until the next checkpoint, which comes sooner then. What a disk did not take is tried again.
+# 2. Commits that make more bytes than the budget has are only counted, but for own ones, until a checkpoint finds that
+#    they have become fewer.
 
 
 log = logs.get("node")
@@ -56,113 +50,94 @@ EVERY_S = 10.0
 """Between two looks at what was committed."""
 
 
-class _Entry(NamedTuple):
-    """A commit to be appended."""
-
-    header: CommitHeader
-    held: Held
-    parts_of: Callable[[Payload], CommitParts]
-
-
-class CommitLog:
-    """The log of commits that one life of a peer keeps in ``folder``."""
+class CommitFollower:
+    """Appends to the log what others commit, within the disk's budget, in one life of a peer."""
 
     def __init__(
-        self, folder: Path, view: MachineView, payload_cache: PayloadCache, host: Host, budget: DiskBudget
+        self, view: MachineView, payload_cache: PayloadCache, commit_log: CommitLog, host: Host, budget: DiskBudget
     ) -> None:
         self.every_s = EVERY_S
-        self._folder = folder
         self._view = view
         self._payload_cache = payload_cache
+        self._commit_log = commit_log
         self._host = host
         self._budget = budget
-        self._path: Path | None = None
-        """The segment that is written; None: commits are only counted."""
+        self._is_following = False
+        """Whether commits are appended; else they are only counted."""
         self._heads: list[Digest | None] = [None] * len(view.heads())
-        """By shard, where the segment has come to; None: nothing can follow."""
+        """By shard, where the log has come to; None: nothing can follow."""
         self._counted = self._own = 0
-        """Bytes of commits since then; of those, that were written as this peer's own (``own_commits``), too."""
+        """Bytes of commits since the segment was begun; of those, this peer's own, which are written in any case."""
         self._since = self._host.now()
-        self._looked_at = self._host.now()
+        self._with_average_at = self._host.now()
+        self._is_failing = False
+        """The disk did not take the last commits."""
 
     @property
     def is_due(self) -> bool:
         """Whether it is time to look again."""
-        return self._host.now() - self._looked_at >= self.every_s
+        return self._host.now() - self._with_average_at >= self.every_s
 
-    async def begin(self, number: int) -> None:
-        """A segment for the checkpoint of that number, which is about to be copied.
+    async def begin(self) -> int:
+        """Begin the segment of the checkpoint that is about to be copied; the number of both.
 
         Raises:
             OSError: the disk takes nothing.
         """
         await self.follow()  # the checkpoint may be torn: then those before lead on
-        fits = self._path is not None or self._rate() <= self._budget.most_log_bytes_per_day
-        self._counted, self._own, self._since = 0, 0, self._host.now()
-        self._heads = [None if head is None else head.id for head in self._view.heads()]
-        self._path = None
-        if fits:
-            path = commit_wal.path_of(self._folder, number)
-            await self._host.work("disk", lambda: self._create(path))
-            self._path = path
-        self._tell()
-
-    def _create(self, path: Path) -> None:
-        self._host.disk.write(path, [b""])
-        self._host.disk.sync(path)
-        self._host.disk.sync_folder(path.parent)
+        heads = self._view.heads()
+        fits = self._a_day(self._counted) <= self._budget.most_log_bytes_per_day
+        number = await self._commit_log.begin_segment(heads, is_bounded=not fits)
+        self._is_following, self._counted, self._own, self._since = fits, 0, 0, self._host.now()
+        self._heads = [None if head is None else head.id for head in heads]
+        self._update_budget()
+        return number
 
     async def follow(self) -> None:
-        """Append what was committed since the last look; it is on the disk then."""
-        self._looked_at = self._host.now()
-        entries, heads = list[_Entry](), list(self._heads)
+        """Append what was committed since the last look, and sync it."""
+        self._with_average_at = self._host.now()
+        commits, heads = list[LoggedCommit](), list(self._heads)
         for shard, known in enumerate(self._heads):
             found = None if known is None else self._after(ShardId(shard), known)
             heads[shard] = None if found is None else commit_id(found[-1].header) if found else known
-            entries += found or []
-        mine = self._view.me
-        self._own += sum(entry.held.size for entry in entries if entry.header.owner == mine)
-        self._counted += sum(entry.held.size for entry in entries)
-        path = self._path
-        if path is not None and entries:
+            commits += found or []
+        if self._is_following and commits:
             try:
-                await self._host.work("disk", lambda: self._append(path, entries))
-            except (OSError, ValueError) as error:
-                reason = os.strerror(error.errno or 0) if isinstance(error, OSError) else str(error)
-                log.warning("commits are not kept until the next checkpoint", folder=self._folder, reason=reason)
-                self._path = None
+                lost = await self._commit_log.append(commits)
+            except OSError as error:
+                if not self._is_failing:
+                    log.warning(
+                        "commits are not written, until the disk takes them", reason=os.strerror(error.errno or 0)
+                    )
+                self._is_failing = True
+                return
+            heads = [None if shard in lost else head for shard, head in enumerate(heads)]
+        self._is_failing = False
+        mine = self._view.me
+        self._own += sum(commit.held.size for commit in commits if commit.header.owner == mine)
+        self._counted += sum(commit.held.size for commit in commits)
         self._heads = heads
-        self._tell()
+        self._update_budget()
 
-    def _after(self, shard: ShardId, known: Digest) -> list[_Entry] | None:
+    def _after(self, shard: ShardId, known: Digest) -> list[LoggedCommit] | None:
         """A shard's commits after a head; None: they are not all here."""
         commits = self._view.commits_after(shard, known)
         if commits is None:
             return None
         parts = [self._payload_cache.commit_parts(header) for header in commits]
-        entries = [_Entry(header, *one) for header, one in zip(commits, parts, strict=True) if one is not None]
-        return entries if len(entries) == len(commits) else None
-
-    def _append(self, path: Path, entries: list[_Entry]) -> None:
-        """On the disk's thread."""
-        for header, held, parts_of in entries:
-            self._host.disk.append(path, commit_wal.packed(header, parts_of(held.read(self._host.disk))))
-        self._host.disk.sync(path)
-
-    def _rate(self) -> float:
-        return self._a_day(self._counted + self._own)
+        found = [LoggedCommit(header, *one) for header, one in zip(commits, parts, strict=True) if one is not None]
+        return found if len(found) == len(commits) else None
 
     def _a_day(self, size: int) -> float:
         return size * DAY_S / max(self._host.now() - self._since, HOUR_S)
 
-    def _tell(self) -> None:
-        """The budget."""
-        rate = self._rate()
-        if rate > self._budget.most_log_bytes_per_day and self._path is not None:
+    def _update_budget(self) -> None:
+        rate = self._a_day(self._counted)
+        if rate > self._budget.most_log_bytes_per_day and self._is_following:
             log.info("commits are more than the disk's budget has: checkpoints alone are written")
-            self._path = None
-        self._budget.log_bytes_per_day = self._a_day(self._own) if self._path is None else rate
-        self._budget.is_logged = self._path is not None and None not in self._heads
+            self._is_following = False
+        self._budget.log_bytes_per_day = rate if self._is_following else self._a_day(self._own)
+        self._budget.is_logged = self._is_following and None not in self._heads
 
 
 # -- Checkpoint writer -------------------------------------------------------------------------------------------------
@@ -179,7 +154,7 @@ COST_SHARE = 0.02
 
 
 class CheckpointWriter:
-    """A node's checkpoints in ``folder``; the newest ``keep`` stay."""
+    """Writes a node's checkpoints into ``folder`` and keeps the newest ``keep``."""
 
     def __init__(
         self,
@@ -189,7 +164,7 @@ class CheckpointWriter:
         view: MachineView,
         state: ModelState,
         payload_cache: PayloadCache,
-        own_commits: DurableCommits,
+        commit_log: CommitLog,
         average: RunningAverage | None,
         host: Host,
         metrics: Metrics,
@@ -204,7 +179,6 @@ class CheckpointWriter:
         self._view = view
         self._state = state
         self._payload_cache = payload_cache
-        self._own_commits = own_commits
         self._average = average
         self._host = host
         self._metrics = metrics
@@ -212,13 +186,11 @@ class CheckpointWriter:
         self._save_learner = save_learner
         self._layout = Layout.of(manifest)
         self._budget = budget
-        self._log = CommitLog(folder, view, payload_cache, host, budget)
+        self._follower = CommitFollower(view, payload_cache, commit_log, host, budget)
         self._known_good = KnownGood(folder, host.disk)
         self._one_at_a_time = asyncio.Lock()
         self._saved_mark: int | None = None
         """Of the heads in the last checkpoint."""
-        self._heads: deque[list[Head]] = deque(maxlen=keep)
-        """Heads of the checkpoints that are there, as far as they were written in this life."""
 
     async def keep_saving(self, every_s: float) -> None:
         """Write a checkpoint when there is something new, as often as ``COST_SHARE`` and the budget allow and, but for
@@ -230,7 +202,7 @@ class CheckpointWriter:
             least_s = 0.0 if self._saved_mark is None else self._budget.checkpoint_s()
             every_s = max(wanted_s, least_s)
             due_at = waits_since + max(LOOK_S, least_s, min(rest_s, every_s))
-            await self._host.sleep(max(SHORT_S, min(due_at - self._host.now(), self._log.every_s)))
+            await self._host.sleep(max(SHORT_S, min(due_at - self._host.now(), self._follower.every_s)))
             now = self._host.now()
             if now - learner_saved_at >= max(wanted_s, self._budget.learner_s()):
                 self._save_learner()
@@ -244,10 +216,10 @@ class CheckpointWriter:
             waits_since = self._host.now()
 
     async def _follow(self) -> None:
-        """What was committed is on the disk, too."""
+        """Bring what was committed to the disk."""
         async with self._one_at_a_time:
             if not self._driver.is_closed:
-                await self._log.follow()
+                await self._follower.follow()
 
     async def save(self, *, is_last: bool) -> bool:
         """Write a checkpoint if anything is new. False: it should have been written, and was not."""
@@ -271,9 +243,6 @@ class CheckpointWriter:
             self._driver.submit(self._state.integrity.invalidate, lambda _: None)  # it is found and mended
         else:
             self._saved_mark = mark
-            self._heads.append(draft.heads)
-            if len(self._heads) == self._keep:
-                self._own_commits.forget(self._heads[0])
             self._metrics.write("checkpoint", is_last=is_last)
             await self._judge(draft.number)
             return True
@@ -283,10 +252,10 @@ class CheckpointWriter:
         return False
 
     async def _judge(self, number: int) -> None:
-        """Whether the checkpoint before this one is good, by how training went since."""
+        """Judge the checkpoint before this one by how training went since."""
         loss = self._metrics.loss
         try:
-            if await self._host.work("disk", lambda: self._known_good.written(number, loss)):
+            if await self._host.work("disk", lambda: self._known_good.judge_previous(number, loss)):
                 self._metrics.write("checkpoint-good", loss=loss)
         except OSError as error:
             log.warning("no checkpoint is marked as good", reason=os.strerror(error.errno or 0))
@@ -298,16 +267,16 @@ class CheckpointWriter:
             CopyError: a shard is never there.
             OSError, ValueError: as ``Draft`` does.
         """
-        await self._host.work("disk", draft.begin)
-        await self._log.begin(draft.number)
+        number = await self._follower.begin()
+        await self._host.work("disk", partial(draft.begin, number))
         width = self._state.form.width
         room = memoryview(bytearray(width * max(piece.elements for piece in self._layout.shards)))
         for piece in self._layout.shards:
             data = room[: width * piece.elements]
             saved = await self._copied(piece.shard, data)
             await self._host.work("disk", partial(draft.add, saved, data))
-            if self._log.is_due:
-                await self._log.follow()
+            if self._follower.is_due:
+                await self._follower.follow()
         await self._host.work("disk", partial(draft.finish, keep=self._keep))
         if self._average is not None:
             await self._average.save(self._folder, self._host)

@@ -1,4 +1,4 @@
-"""What a peer may write to its disk in a day, and who of its parts gets how much of it.
+"""How much a peer may write to its disk in a day, and how that is divided among its parts.
 
 Rules of this file:
 1. Commits since the last checkpoint come first, as long as they fit into ``LOG_SHARE``: of a version of the model they
@@ -25,8 +25,8 @@ UNLOGGED_SHARE = 0.5
 
 
 class DiskBudget:
-    """Of a peer whose checkpoints have ``elements`` parameters of ``width`` bytes each. ``bytes_per_day`` None: no
-    limit."""
+    """The budget of a peer whose checkpoints have ``elements`` parameters of ``width`` bytes each. ``bytes_per_day``
+    None: no limit."""
 
     def __init__(self, bytes_per_day: float | None, elements: int, width: int, *, are_timed: bool = False) -> None:
         self._bytes_per_day = bytes_per_day
@@ -34,17 +34,17 @@ class DiskBudget:
         self._elements = elements
         self._width = width
         self.log_bytes_per_day = 0.0
-        """Written now, of commits."""
+        """Bytes of commits that are written in a day, at the present rate."""
         self.is_logged = False
         """Whether commits lead on from the last checkpoint."""
 
     @property
     def most_log_bytes_per_day(self) -> float:
-        """Of commits; inf: no limit."""
+        """The most bytes of commits in a day; inf: no limit."""
         return float("inf") if self._bytes_per_day is None else LOG_SHARE * self._bytes_per_day
 
     def checkpoint_s(self) -> float:
-        """Between two checkpoints, at least; never more than an hour, where commits do not lead on from the last."""
+        """The least seconds between two checkpoints; at most an hour, where commits do not lead on from the last."""
         if self._bytes_per_day is None or self._are_timed:
             return 0.0
         share = LOGGED_SHARE if self.is_logged else UNLOGGED_SHARE
@@ -52,13 +52,13 @@ class DiskBudget:
         return between_s if self.is_logged else min(HOUR_S, between_s)
 
     def learner_s(self) -> float:
-        """Between two savings of the learner's own state, at least."""
+        """The least seconds between two savings of the learner's own state."""
         if self._bytes_per_day is None or self._are_timed:
             return 0.0
         return LEARNER_BYTES * self._elements * DAY_S / (LEARNER_SHARE * self._bytes_per_day)
 
     def spare_bytes_per_s(self) -> float | None:
-        """What nobody else writes; None: no limit."""
+        """Bytes a second that checkpoints, commits and the learner leave for payloads; None: no limit."""
         if self._bytes_per_day is None:
             return None
         spare = (self._bytes_per_day - self.log_bytes_per_day) / DAY_S

@@ -10,14 +10,13 @@ Rules of this file:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import NamedTuple, TypeVar
 
-import msgspec
-
 from p2pdiloco.peer.codec_selection import CodecChoice
-from p2pdiloco.peer.durable_commits import DurableCommits
+from p2pdiloco.peer.commit_wal import CommitLog
+from p2pdiloco.peer.convictions import ConvictionFile
 from p2pdiloco.peer.ema import RunningAverage
 from p2pdiloco.peer.host import Handle, Host, within
 from p2pdiloco.peer.integrity import SpoiltStateError
@@ -33,7 +32,7 @@ from p2pdiloco.peer.model_state import (
 )
 from p2pdiloco.peer.payload_cache import PayloadCache
 from p2pdiloco.peer.payload_store import PayloadStore
-from p2pdiloco.peer.signatures import OPEN, check_equivocation
+from p2pdiloco.peer.signatures import OPEN
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
@@ -76,7 +75,8 @@ class Driver:
         state: ModelState,
         payload_cache: PayloadCache,
         store: PayloadStore,
-        own_commits: DurableCommits,
+        commit_log: CommitLog,
+        convictions: ConvictionFile,
         codecs: CodecChoice,
         host: Host,
         metrics: Metrics,
@@ -87,7 +87,8 @@ class Driver:
     ) -> None:
         self.payload_cache = payload_cache
         self.store = store
-        self.own_commits = own_commits
+        self.commit_log = commit_log
+        self._convictions = convictions
         self.traffic = PayloadTraffic([s.elements for s in state.layout.shards])
         self.is_closed = False
         self._machine = machine
@@ -108,31 +109,17 @@ class Driver:
         if self._timer is not None:
             self._timer.cancel()
 
-    def load_own_commits(self) -> list[msg.CommitHeader]:
-        """Read the commits of this peer's earlier lives, which it may have sent. Blocks."""
+    def load_own_commits(self, heads: Sequence[msg.Head | None]) -> list[msg.CommitHeader]:
+        """Commits of this peer's earlier lives, which it may have sent and ``heads`` do not contain. Blocks."""
         found = []
-        for header, data in self.own_commits.load():
+        for header, data in self.commit_log.load(heads):
             try:
                 self.payload_cache.verify_commit(memoryview(data), header, OPEN)()
             except ValueError as error:
                 log.warning("a commit of an earlier life cannot be used", version=header.version, reason=str(error))
                 continue
-            if header.owner == self._view.me:
-                found.append(header)
+            found.append(header)
         return found
-
-    def load_convictions(self) -> ev.Convictions:
-        """Read which owners may own nothing, by what this peer's earlier lives have seen. Blocks."""
-        found = self.own_commits.load_convictions()
-        proofs = []
-        for proof in found.proofs:
-            try:
-                check_equivocation(proof, OPEN)
-            except ValueError as error:
-                log.warning("a proof of an earlier life is none", owner=proof.owner, reason=str(error))
-                continue
-            proofs.append(proof)
-        return msgspec.structs.replace(found, proofs=tuple(proofs))
 
     # -- events --------------------------------------------------------------------------------------------------------
 
@@ -151,7 +138,7 @@ class Driver:
             return
         self._set_timer()
         if self.payload_cache.sweep(self._machine, now):
-            self.own_commits.keep_convictions(self._view.convictions())
+            self._convictions.save(self._view.convictions())
             self.submit(self._state.shifts.memory.release_unused, lambda _: None)
 
     def _set_timer(self) -> None:
@@ -199,8 +186,8 @@ class Driver:
                 topic = f"contribution {shard}"  # A later one covers an earlier one's tokens (rule T5).
                 told = encode(message)
                 self.store.fetch(held, lambda data: self._deliver(effect.peers, told, data, topic), lambda: None)
-            case msg.Commit() if self.own_commits.is_writing(commit := msg.commit_id(message.header)):
-                self.own_commits.when_kept(commit, lambda: None if self.is_closed else self._send(effect))
+            case msg.Commit() if self.commit_log.is_appending(commit := msg.commit_id(message.header)):
+                self.commit_log.when_durable(commit, lambda: None if self.is_closed else self._send(effect))
             case msg.Commit(header=header):
                 advice = partial(self._advise_to_fetch, effect.peers, header.shard)
                 parts = self.payload_cache.commit_parts(header)
@@ -392,8 +379,8 @@ class Driver:
             return
         self.payload_cache.sign_commit(effect.id, header)
         parts = self.payload_cache.commit_parts(header) if header.owner == self._view.me else None
-        if parts is not None and payload.data is not None:  # else it was kept when it was made
-            self.own_commits.keep(header, parts[1](payload.data))
+        if parts is not None and payload.data is not None:  # else it was appended when it was made
+            self.commit_log.append_own(header, parts[1](payload.data))
         moves, disk = self.payload_cache.read_moves(header.shard, effect, self._host.disk), self._host.disk
         self.submit(
             lambda: self._with_average(
@@ -423,7 +410,7 @@ class Driver:
 
     def _finish_apply(self, shard: ShardId, head: Digest, shifts: Shifts) -> None:
         self._emit(shifts)
-        self.own_commits.when_kept(head, lambda: self.feed(ev.Applied(shard, head)))
+        self.commit_log.when_durable(head, lambda: self.feed(ev.Applied(shard, head)))
 
     def _finish_install(self, shard: ShardId, head: Digest, shifts: Shifts) -> None:
         self._emit(shifts)

@@ -46,9 +46,9 @@ class Disk(Protocol):
     def write(self, path: Path, parts: Iterable[Buffer]) -> None:
         """A new file of ``parts``, one after the other; its folder is made. Not durable before ``sync``."""
 
-    def put(self, path: Path, at: int, part: Buffer) -> None:
-        """``part`` from ``at`` on, where a sector of 4096 bytes begins, in a file that is made if it is not there. What
-        comes behind it in its last sector is lost. Not durable before ``sync``."""
+    def put(self, path: Path, at: int, *parts: Buffer) -> None:
+        """``parts``, one after the other, from ``at`` on, where a sector of 4096 bytes begins, in a file that is made
+        if it is not there. What comes behind them in their last sector is lost. Not durable before ``sync``."""
 
     def append(self, path: Path, part: Buffer) -> None:
         """``part`` at the end of a file that is there. Not durable before ``sync``."""
@@ -103,10 +103,10 @@ def sweep(disk: Disk, folder: Path) -> list[str]:
 
 T = TypeVar("T")
 
-Queue = Literal["tensors", "checks", "disk", "own"]
+Queue = Literal["tensors", "checks", "disk", "log"]
 """Where long work runs, in the order in which it came: what touches the global state (of each shard in that order);
-checks of what others sent, so that a flood of payloads does not delay our own merges; files; own commits, which wait
-for no checkpoint."""
+checks of what others sent, so that a flood of payloads does not delay our own merges; files; the write-ahead log, since
+own commits wait for no checkpoint."""
 
 
 class Links(Protocol):

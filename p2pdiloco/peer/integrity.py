@@ -1,4 +1,5 @@
-"""Is a shard's state what its head stands for? Its owner signed its chunks' digests; memory flips a bit now and then.
+"""Verifies that a shard's state is what its head stands for: the owner signed the digests of its chunks, and memory
+flips a bit now and then.
 
 Rules of this file:
 1. A chunk that was seen to have its digest counts as verified until the head moves, or ``look_again`` is said.
@@ -52,7 +53,7 @@ class Integrity:
         self._unsigned.add(shard)
 
     def verify(self, shard: ShardId, chunk: int, theta: Tensor, momentum: Tensor) -> None:
-        """See whether one chunk still has its digest.
+        """Verify that one chunk still has its digest.
 
         Raises:
             SpoiltStateError: it has not; the shard is of no use until its state was installed anew.

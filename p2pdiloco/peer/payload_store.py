@@ -67,12 +67,12 @@ class FileAllocator:
 
     def __init__(self) -> None:
         self.end = 0
-        """Behind the last that is taken."""
+        """The end of the last place that is allocated."""
         self._gaps: list[Place] = []
         """In order; no two touch, and none ends at ``end``."""
 
-    def take(self, size: int) -> Place:
-        """A place for ``size`` bytes."""
+    def allocate(self, size: int) -> Place:
+        """Allocate a place for ``size`` bytes."""
         size = place_bytes(size)
         for index, gap in enumerate(self._gaps):
             if gap.size >= size:
@@ -81,8 +81,8 @@ class FileAllocator:
         self.end += size
         return Place(self.end - size, size)
 
-    def give(self, place: Place) -> None:
-        """Free ``place``, which was taken and is not needed any more."""
+    def free(self, place: Place) -> None:
+        """Free a place that was allocated and is not needed any more."""
         index = bisect.bisect(self._gaps, place)
         if index < len(self._gaps) and self._gaps[index].at == place.end:
             place = Place(place.at, place.size + self._gaps.pop(index).size)
@@ -94,8 +94,8 @@ class FileAllocator:
         else:
             self._gaps.insert(index, place)
 
-    def taken_bytes(self) -> int:
-        """Of all places that were not given back."""
+    def allocated_bytes(self) -> int:
+        """Bytes of all places that were not freed."""
         return self.end - sum(gap.size for gap in self._gaps)
 
 
@@ -139,7 +139,7 @@ class Held:
         return self.size
 
     def read(self, disk: Disk) -> Payload:
-        """Its bytes. Blocks if they are in a file.
+        """Return its bytes. Blocks if they are in a file.
 
         Raises:
             ValueError: the disk has lost or altered them.
@@ -158,7 +158,7 @@ class Held:
 
 
 class PayloadStore:
-    """The file of one life, of what the ``budget`` has to spare."""
+    """Keeps payloads in the file of one life, which is written with what the ``budget`` has to spare."""
 
     def __init__(self, host: Host, options: PeerOptions, budget: DiskBudget) -> None:
         self._host = host
@@ -175,7 +175,7 @@ class PayloadStore:
         host.work("disk", lambda: host.disk.remove_folder(folder))
 
     def window_bytes(self, elements: int, share: float) -> int:
-        """Of a shard of ``elements`` parameters, ``share`` of the model: what stays in memory."""
+        """How many bytes of payloads stay in memory for a shard of ``elements`` parameters, ``share`` of the model."""
         return int(max(WINDOW_BYTES_PER_PARAMETER * elements, self._least_bytes * share))
 
     def may_write(self) -> bool:
@@ -193,7 +193,7 @@ class PayloadStore:
             held.data = None
         if held.path is not None or held.data is None:
             return
-        place = self.places.take(held.size)
+        place = self.places.allocate(held.size)
         held.path, held.at = self._path, place.at
         self._allowed -= held.size
         data = held.data
@@ -208,7 +208,7 @@ class PayloadStore:
                 return
             held.path = None
             if all(place != doomed for _, doomed in self._doomed):  # else it was dropped meanwhile
-                self._give_back([place])
+                self._free([place])
             if self._failed_at is None:
                 log.warning("payloads stay in memory", folder=self._path.parent, reason=str(error))
             self._failed_at = self._host.now()
@@ -240,21 +240,21 @@ class PayloadStore:
         self._host.work("disk", lambda: held.read(self._host.disk)).add_done_callback(done)
 
     def drop(self, dropped: Sequence[Held]) -> None:
-        """Nobody needs these; their places are free when the last who still reads them is done."""
+        """Give up payloads that nobody needs; their places are freed when the last reader is done."""
         for held in dropped:
             if held.path is not None:
                 self._doomed.append((weakref.ref(held), Place(held.at, place_bytes(held.size))))
 
     def sweep(self) -> None:
-        """Free the places of what was dropped."""
+        """Free the places of dropped payloads that nobody reads any more."""
         gone = [place for held, place in self._doomed if held() is None]
         if gone:
             self._doomed = [(held, place) for held, place in self._doomed if held() is not None]
-            self._give_back(gone)
+            self._free(gone)
 
-    def _give_back(self, places: Sequence[Place]) -> None:
+    def _free(self, places: Sequence[Place]) -> None:
         for place in places:
-            self.places.give(place)
+            self.places.free(place)
         if not self.places.end:
             self._host.work("disk", partial(self._remove, self._path))
 

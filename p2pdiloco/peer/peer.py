@@ -20,10 +20,10 @@ from p2pdiloco.codec.compression import payload_limit
 from p2pdiloco.codec.digests import list_bytes
 from p2pdiloco.peer.checkpoint_writer import CheckpointWriter
 from p2pdiloco.peer.codec_selection import CodecChoice
+from p2pdiloco.peer.commit_wal import CommitLog
+from p2pdiloco.peer.convictions import ConvictionFile
 from p2pdiloco.peer.disk_budget import DiskBudget
 from p2pdiloco.peer.driver import Defect, Driver, Observed, Output
-from p2pdiloco.peer.durable_commits import FOLDER as OWN_COMMITS
-from p2pdiloco.peer.durable_commits import DurableCommits
 from p2pdiloco.peer.ema import WIDTH as AVERAGE_BYTES
 from p2pdiloco.peer.ema import RunningAverage
 from p2pdiloco.peer.ending import APART, End, Ending, ordinary_ending
@@ -39,7 +39,7 @@ from p2pdiloco.peer.payload_store import PayloadStore
 from p2pdiloco.peer.scrubber import CorruptShardPolicy, Scrubber
 from p2pdiloco.peer.signatures import Everybody, Standing
 from p2pdiloco.peer.state_client import INCOMING, PartialDownloads, StateClient
-from p2pdiloco.peer.state_proof import SavedState, ancestors, unbroken
+from p2pdiloco.peer.state_proof import SavedState, ancestors, unbroken_lineage
 from p2pdiloco.peer.state_server import RequestHandlers, StateServer
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
@@ -117,7 +117,9 @@ class Peer:
         budget = DiskBudget(a_day, layout.elements, saved_width, are_timed=are_timed)
         store = PayloadStore(host, options, budget)
         payload_cache = PayloadCache(layout, identity, manifest.run, standing, store)
-        own_commits = DurableCommits(options.folder / OWN_COMMITS, host, layout.elements)
+        checkpoints = options.folder / "checkpoint"
+        commit_log = CommitLog(checkpoints, host, identity.peer_id, layout)
+        self._convictions = ConvictionFile(options.folder, host)
         codecs = CodecChoice(
             manifest.config,
             layout,
@@ -131,7 +133,8 @@ class Peer:
             state,
             payload_cache,
             store,
-            own_commits,
+            commit_log,
+            self._convictions,
             codecs,
             host,
             metrics,
@@ -169,13 +172,13 @@ class Peer:
             sent_bytes=sent_bytes,
         )
         self.checkpoint_writer = CheckpointWriter(
-            options.folder / "checkpoint",
+            checkpoints,
             manifest,
             self.driver,
             view,
             state,
             payload_cache,
-            own_commits,
+            commit_log,
             average,
             host,
             metrics,
@@ -200,7 +203,7 @@ class Peer:
                 let_go(theta[span])  # else there are two of the model for seconds
                 if proof.header is not None:
                     self._payload_cache.keep_proof(proof.header, proof.signature)
-                lineage = unbroken(proof, proof.lineage) if isinstance(proof, SavedState) else ()
+                lineage = unbroken_lineage(proof, proof.lineage) if isinstance(proof, SavedState) else ()
                 for earlier in lineage:
                     self._payload_cache.keep_proof(earlier.header, earlier.signature)
                 lineages.append(ancestors(proof, lineage))
@@ -212,8 +215,11 @@ class Peer:
             self._downloads.arrivals.begin(missing)
         if self.average is not None:
             self.average.begin(self.options.folder / "checkpoint", self.host.disk, self.state)
-        own, convictions = tuple(self.driver.load_own_commits()), self.driver.load_convictions()
-        self.driver.feed(ev.Started(tuple(shards), tuple(lineages), own, convictions))
+        heads: list[msg.Head | None] = [None] * len(self.layout.shards)
+        for state in shards:
+            heads[state.head.shard] = state.head
+        own = tuple(self.driver.load_own_commits(heads))
+        self.driver.feed(ev.Started(tuple(shards), tuple(lineages), own, self._convictions.load()))
 
     async def live(self) -> Ending:
         """Take part, after ``begin``, until something ends it."""

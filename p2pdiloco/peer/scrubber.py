@@ -101,7 +101,7 @@ class CorruptShardPolicy:
         self._view = view
         self._host = host
         self._alone_since: dict[ShardId, float] = {}
-        """Of spoilt shards, since when there was nobody to be asked."""
+        """Since when there was nobody to be asked for a spoilt shard."""
 
     async def run(self) -> None:
         """Run until cancelled."""

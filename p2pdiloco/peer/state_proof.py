@@ -96,7 +96,7 @@ def _check_tokens(header: CommitHeader, parent: CommitHeader) -> None:
 
 
 def _nothing(manifest: Manifest) -> Trained:
-    """Of a run whose data are in blocks."""
+    """The trained blocks of version 0 of a run whose data are in blocks."""
     blocks = manifest.blocks.number
     return BlockLedger(blocks).state() if blocks else Trained()
 
@@ -132,8 +132,8 @@ def checked_offer(
     return offer
 
 
-def unbroken(proof: StateProof, lineage: Sequence[SignedCommit]) -> tuple[SignedCommit, ...]:
-    """As much of ``lineage``, which was read from a disk, as leads to ``proof`` in an unbroken line."""
+def unbroken_lineage(proof: StateProof, lineage: Sequence[SignedCommit]) -> tuple[SignedCommit, ...]:
+    """The end of ``lineage``, which was read from a disk, that leads to ``proof`` in an unbroken line."""
     header, found = proof.header, list[SignedCommit]()
     for earlier in reversed(lineage):
         if header is None or header.parent != commit_id(earlier.header):
@@ -156,7 +156,8 @@ def owner_of(proof: StateProof) -> PeerId:
 
 
 def lineage_of(commits: Iterable[tuple[CommitHeader, bytes] | None]) -> tuple[SignedCommit, ...]:
-    """Of a log's signed commits, newest first, as many as travel with an offer: an unbroken line, oldest first."""
+    """As many of a log's signed commits, which come newest first, as travel with an offer: an unbroken line, oldest
+    first."""
     found, size = list[SignedCommit](), 0
     for commit in commits:
         size += 0 if commit is None else len(encode(commit))

@@ -296,8 +296,10 @@ def pick_runs(runs: dict[RunId, RunRecord], wanted: str | None) -> dict[RunId, R
 async def observer_connector(
     transport: Transport, is_known: Callable[[PeerId], bool]
 ) -> AsyncIterator[ConnectFallback]:
-    """Connects an observer's ``transport`` to peers, by their addresses or through meeting points. ``is_known``: whether
-    it wants a peer."""
+    """Connects an observer's ``transport`` to peers, by their addresses or through meeting points.
+
+    ``is_known``: whether the observer wants a peer.
+    """
     async with observer_transport(Identity.ephemeral()) as outside, Tasks() as tasks:
         dialler = Dialler()
         yield ConnectFallback(transport, dialler, RendezvousClient(transport, outside, dialler, tasks, is_known))

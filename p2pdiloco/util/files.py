@@ -184,9 +184,9 @@ class LocalDisk:
         """A new file of ``parts``."""
         self._write(path, None, parts)
 
-    def put(self, path: Path, at: int, part: Buffer) -> None:
-        """``part`` from ``at`` on, and whatever behind it up to the sector's end."""
-        self._write(path, at, (part,))
+    def put(self, path: Path, at: int, *parts: Buffer) -> None:
+        """``parts`` from ``at`` on, and whatever behind them up to the sector's end."""
+        self._write(path, at, parts)
 
     def _write(self, path: Path, at: int | None, parts: Iterable[Buffer]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)

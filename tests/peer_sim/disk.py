@@ -71,12 +71,12 @@ class SimulatedDisk:
         """A new file; a full disk takes the beginning of it."""
         self._put(path, b"", b"".join(bytes(part) for part in parts))
 
-    def put(self, path: Path, at: int, part: Buffer) -> None:
+    def put(self, path: Path, at: int, *parts: Buffer) -> None:
         """Into a file; a full disk takes the beginning of it."""
         old, name = self.files.get(str(path), b""), str(path)
         was_altered = bool(old) and name in self.altered
         try:
-            self._put(path, old[:at].ljust(at, b"\0"), bytes(part))
+            self._put(path, old[:at].ljust(at, b"\0"), b"".join(parts))
         finally:
             if name in self.files:
                 self.files[name] += old[len(self.files[name]) :]

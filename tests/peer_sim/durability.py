@@ -315,7 +315,7 @@ class Durability:
             for held in shelf.payloads.values()
             if held.path is not None
         ]
-        left_over = peer.driver.store.places.taken_bytes() - sum(place_bytes(one.size) for one in held)
+        left_over = peer.driver.store.places.allocated_bytes() - sum(place_bytes(one.size) for one in held)
         if left_over > MOST_LEFT_OVER * place_bytes(1) and self._is_reliable(host):
             checks.violated(10, f"{name[-6:]} keeps {left_over} bytes on its disk for payloads that it has dropped")
 

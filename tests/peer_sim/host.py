@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-WORK_S: dict[Queue, float] = {"tensors": 0.004, "checks": 0.002, "disk": 0.03, "own": 0.004}
+WORK_S: dict[Queue, float] = {"tensors": 0.004, "checks": 0.002, "disk": 0.03, "log": 0.004}
 """Typical time of one job."""
 
 

@@ -19,28 +19,28 @@ def test_places_share_nothing_and_gaps_are_used(steps: list[tuple[bool, int]]) -
             before, gaps = places.end, set(range(0, places.end, SECTOR_BYTES))
             for one in taken:
                 gaps -= {*range(one.at, one.end, SECTOR_BYTES)}
-            place = places.take(number)
+            place = places.allocate(number)
             wanted = {*range(0, place.size, SECTOR_BYTES)}
             fits = [at for at in sorted(gaps) if {at + one for one in wanted} <= gaps]
             assert place == Place(fits[0] if fits else before, place_bytes(number))
             taken.append(place)
         else:
-            places.give(taken.pop(number % len(taken)))
+            places.free(taken.pop(number % len(taken)))
         taken.sort()
         assert all(one.end <= other.at for one, other in itertools.pairwise(taken))
         assert all(not one.at % SECTOR_BYTES and not one.size % SECTOR_BYTES for one in taken)
-        assert places.taken_bytes() == sum(one.size for one in taken)
+        assert places.allocated_bytes() == sum(one.size for one in taken)
         assert places.end == max((one.end for one in taken), default=0)
 
 
 @given(st.lists(st.integers(1, 40_000), min_size=1, max_size=20), st.randoms(use_true_random=False))
 def test_when_all_is_given_back_the_file_is_empty(sizes: list[int], random: object) -> None:
     places = FileAllocator()
-    taken = [places.take(size) for size in sizes]
+    taken = [places.allocate(size) for size in sizes]
     random.shuffle(taken)  # type: ignore[attr-defined]
     for one in taken:
-        places.give(one)
-    assert (places.end, places.taken_bytes()) == (0, 0)
+        places.free(one)
+    assert (places.end, places.allocated_bytes()) == (0, 0)
 
 
 @given(st.integers(0, 1 << 30))
@@ -56,8 +56,8 @@ def test_pieces_of_nearly_one_size_leave_no_slivers() -> None:
     kept = {life: deque[Place]() for life in (5, 32)}
     for _ in range(60 * 20):
         for life, places_of in kept.items():
-            places_of.append(places.take(int(random.gauss(535_000, 1500))))
+            places_of.append(places.allocate(int(random.gauss(535_000, 1500))))
             if len(places_of) > 20 * life:
-                places.give(places_of.popleft())
+                places.free(places_of.popleft())
     assert len({place.size for places_of in kept.values() for place in places_of}) <= 2
-    assert places.end <= 1.05 * places.taken_bytes()
+    assert places.end <= 1.05 * places.allocated_bytes()

@@ -39,21 +39,21 @@ BUGS = (
     ),
     Bug(
         name="a restart forgets who may own nothing",
-        module="p2pdiloco.peer.durable_commits",
-        where="DurableCommits.keep_convictions",
-        old="if known == self._convictions:\n    return",
+        module="p2pdiloco.peer.convictions",
+        where="ConvictionFile.save",
+        old="if known == self._saved:\n    return",
         new="return",
         harm="who is killed and comes back gives to an owner that all have barred, alone if it is alone",
-        killed_by=("tests/unit/test_peer_durable_commits.py::test_a_restart_forgets_no_ban_that_is_running",),
+        killed_by=("tests/unit/test_peer_convictions.py::test_a_restart_forgets_no_ban_that_is_running",),
     ),
     Bug(
         name="proofs of earlier lives are believed as they lie there",
-        module="p2pdiloco.peer.driver",
-        where="Driver.load_convictions",
+        module="p2pdiloco.peer.convictions",
+        where="ConvictionFile.load",
         old="check_equivocation(proof, OPEN)",
         new="pass",
         harm="a spoilt file bars an honest owner",
-        killed_by=("tests/unit/test_peer_durable_commits.py::test_a_restart_forgets_no_ban_that_is_running",),
+        killed_by=("tests/unit/test_peer_convictions.py::test_a_restart_forgets_no_ban_that_is_running",),
     ),
     # -- what members sign ---------------------------------------------------------------------------------------------
     Bug(

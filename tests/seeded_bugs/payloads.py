@@ -26,7 +26,7 @@ BUGS = (
     Bug(
         name="a place that is given back does not join the gap before it",
         module="p2pdiloco.peer.payload_store",
-        where="FileAllocator.give",
+        where="FileAllocator.free",
         old="index and self._gaps[index - 1].end == place.at",
         new="False",
         harm="the disk fills with gaps that are too small",

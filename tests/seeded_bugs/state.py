@@ -9,7 +9,9 @@ _SHIFTS = "p2pdiloco.peer.learner_updates"
 _STATE_TESTS = "tests/unit/test_peer_model_state.py"
 _CONSERVATION = "tests/property/test_conservation.py::test_every_token_trained_stands_in_the_parameters_once"
 _SHIFT_TESTS = "tests/unit/test_peer_learner_updates.py"
-_OWN_TESTS = "tests/unit/test_peer_durable_commits.py"
+_LOG = "p2pdiloco.peer.commit_wal"
+_LOG_TESTS = "tests/unit/test_peer_commit_wal.py"
+_CONVICTION_TESTS = "tests/unit/test_peer_convictions.py"
 
 BUGS = (
     Bug(
@@ -19,25 +21,70 @@ BUGS = (
         old="self._driver.feed(ev.Received(peer, message))\nself.report_contradictions()",
         new="self.report_contradictions()\nself._driver.feed(ev.Received(peer, message))",
         harm="its payload is swept, and the state is fetched instead",
-        killed_by=(f"{_OWN_TESTS}::test_a_commit_that_proves_something_is_taken_before_anything_is_swept",),
+        killed_by=(f"{_CONVICTION_TESTS}::test_a_commit_that_proves_something_is_taken_before_anything_is_swept",),
     ),
     Bug(
         name="a commit is sent before it is on the disk",
         module="p2pdiloco.peer.driver",
         where="Driver._send",
-        old="self.own_commits.is_writing((commit := msg.commit_id(message.header)))",
-        new="self.own_commits.is_writing((commit := msg.commit_id(message.header))) and False",
+        old="self.commit_log.is_appending((commit := msg.commit_id(message.header)))",
+        new="self.commit_log.is_appending((commit := msg.commit_id(message.header))) and False",
         harm="who is killed in between makes another one, and is convicted",
-        killed_by=(f"{_OWN_TESTS}::test_a_commit_is_sent_and_counts_when_it_is_on_the_disk",),
+        killed_by=(f"{_LOG_TESTS}::test_a_commit_is_sent_and_counts_when_it_is_on_the_disk",),
     ),
     Bug(
         name="own commits are removed with the first checkpoint",
-        module="p2pdiloco.peer.checkpoint_writer",
-        where="CheckpointWriter._save",
-        old="len(self._heads) == self._keep",
-        new="self._heads",
+        module="p2pdiloco.peer.checkpoint",
+        where="Draft.finish",
+        old="len(there) >= keep",
+        new="there",
         harm="with the newest checkpoint torn a peer makes other commits in their place",
-        killed_by=(f"{_OWN_TESTS}::test_what_checkpoints_hold_is_removed",),
+        killed_by=(f"{_LOG_TESTS}::test_what_checkpoints_hold_is_removed",),
+    ),
+    Bug(
+        name="own commits stay behind where the next checkpoint may not hold them",
+        module=_LOG,
+        where="CommitLog._begin_after",
+        old="_is_left(own.header, heads)",
+        new="own",
+        harm="who is killed after that checkpoint makes another commit, and is convicted",
+        killed_by=(f"{_LOG_TESTS}::test_a_segment_begins_with_own_commits_that_its_checkpoint_may_not_hold",),
+    ),
+    Bug(
+        name="own commits have no bound",
+        module=_LOG,
+        where="CommitLog.append_own",
+        old="self._is_bounded and self._path is not None and self._end > self._most_own_bytes // 2",
+        new="False",
+        harm="an owner that the budget lets write few checkpoints fills its disk",
+        killed_by=(f"{_LOG_TESTS}::test_own_commits_that_no_checkpoint_needs_are_bounded",),
+    ),
+    Bug(
+        name="the checksums of the log are not compared",
+        module=_LOG,
+        where="entries",
+        old="has_checksums and checksum != zlib.crc32(body, zlib.crc32(prefix[CHECKSUM_BYTES:]))",
+        new="False",
+        harm="a peer begins with a commit that it never made, and sends it",
+        killed_by=(f"{_LOG_TESTS}::test_an_altered_header_ends_its_segment",),
+    ),
+    Bug(
+        name="what could not be synced is appended to",
+        module=_LOG,
+        where="CommitLog._sync",
+        old="(path, self._path) = (self._path, None)",
+        new="path = self._path",
+        harm="what is written after a disk's error lies behind what is lost, and is lost, too",
+        killed_by=(f"{_LOG_TESTS}::test_after_a_failed_sync_another_segment_is_begun",),
+    ),
+    Bug(
+        name="own commits of an earlier release are forgotten",
+        module=_LOG,
+        where="CommitLog.load",
+        old="self._import_old()",
+        new="pass",
+        harm="who was killed before it was upgraded makes another commit, and is convicted",
+        killed_by=(f"{_LOG_TESTS}::test_what_an_earlier_release_has_written_is_read",),
     ),
     Bug(
         name="signed commits are not compared",
@@ -46,7 +93,7 @@ BUGS = (
         old="self._contradictions += [proof] if proof.is_one else []",
         new="pass",
         harm="an owner splits the swarm as often as it likes",
-        killed_by=(f"{_OWN_TESTS}::test_a_peer_that_makes_two_commits_of_a_version_owns_no_more",),
+        killed_by=(f"{_CONVICTION_TESTS}::test_a_peer_that_makes_two_commits_of_a_version_owns_no_more",),
     ),
     Bug(
         name="a proof's signatures are not verified",
@@ -55,7 +102,7 @@ BUGS = (
         old="check_equivocation(proof, self._register)",
         new="pass",
         harm="anybody convicts anybody",
-        killed_by=(f"{_OWN_TESTS}::test_a_proof_that_is_none_is_its_senders_fault",),
+        killed_by=(f"{_CONVICTION_TESTS}::test_a_proof_that_is_none_is_its_senders_fault",),
     ),
     # -- the shift queue -----------------------------------------------------------------------------------------------
     Bug(
@@ -282,12 +329,12 @@ BUGS = (
     ),
     Bug(
         name="an own commit is whatever its file says",
-        module="p2pdiloco.peer.durable_commits",
-        where="DurableCommits.load",
-        old="not isinstance(message, Commit) or self._path(message.header).name != name",
-        new="not isinstance(message, Commit)",
-        harm="a flipped bit in an old commit ends the peer at its next checkpoint",
-        killed_by=(f"{_OWN_TESTS}::test_a_commit_that_the_disk_has_altered_is_none",),
+        module=_LOG,
+        where="CommitLog.load",
+        old="is_own and header.shard < len(heads) and not _is_left(header, heads)",
+        new="is_own",
+        harm="a commit of a shard that is not there ends the peer at its next checkpoint",
+        killed_by=(f"{_LOG_TESTS}::test_a_commit_of_a_shard_that_is_not_there_is_none",),
     ),
     Bug(
         name="an altered state is gone on with as soon as nobody is here",

@@ -30,7 +30,7 @@ class Peer:
         for loss in losses:
             self.version += 1
             write(self.folder, (self.version, self.version), self.manifest, keep=2)
-            self.known.written(self.version, loss)
+            self.known.judge_previous(self.version, loss)
 
     def versions(self) -> list[int]:
         return sorted(int(path.stem.removeprefix("state-")) for path in self.folder.glob("state-*.json"))

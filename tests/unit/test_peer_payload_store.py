@@ -70,9 +70,9 @@ def test_all_but_the_newest_are_in_a_file_whose_places_are_used_again(tmp_path: 
             await rested(stage)
             held, places = held_by(ann), ann.driver.store.places
             assert are_apart(held)
-            assert places.taken_bytes() == len(held) * SECTOR_BYTES
-            assert places.end <= 2 * places.taken_bytes()
-            assert file_of(ann).stat().st_size <= 2 * places.taken_bytes()
+            assert places.allocated_bytes() == len(held) * SECTOR_BYTES
+            assert places.end <= 2 * places.allocated_bytes()
+            assert file_of(ann).stat().st_size <= 2 * places.allocated_bytes()
 
     act(story)
 
@@ -130,11 +130,11 @@ def test_what_comes_again_is_in_memory_again(tmp_path: Path) -> None:
             shelf.put(digest, b"payload")
             assert shelf.payloads[digest] is held
             assert held.data == b"payload"
-            before, written = store.places.taken_bytes(), held.at
+            before, written = store.places.allocated_bytes(), held.at
             store.spill(held)
             assert held.data is None
             assert held.at == written
-            assert store.places.taken_bytes() == before
+            assert store.places.allocated_bytes() == before
 
     act(story)
 
@@ -228,13 +228,13 @@ class Full(LocalDisk):
     is_full = True
     tries = 0
 
-    def put(self, path: Path, at: int, part: Buffer) -> None:
+    def put(self, path: Path, at: int, *parts: Buffer) -> None:
         if self.is_full:
             self.tries += 1
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(b"half")
             raise OSError(errno.ENOSPC, "No space left on device")
-        super().put(path, at, part)
+        super().put(path, at, *parts)
 
 
 def test_a_full_disk_costs_memory_and_no_payload(tmp_path: Path) -> None:
@@ -269,7 +269,7 @@ def test_no_more_is_written_than_a_day_allows(tmp_path: Path) -> None:
             ann = await stage.found(payload_memory_bytes=0, write_bytes_per_day=24.0)
             await stage.train(ann, *map(float, range(1, 25)))
             await rested(stage)
-            assert ann.driver.store.places.taken_bytes() <= 2 * SECTOR_BYTES, (
+            assert ann.driver.store.places.allocated_bytes() <= 2 * SECTOR_BYTES, (
                 "what an hour allows, and the one that went beyond"
             )
             ledgers = ann.machine.contributions.ledgers
@@ -345,7 +345,7 @@ def test_what_was_dropped_while_it_could_not_be_written_frees_its_place_once(tmp
             assert disk.tries == 1
             del held
             store.sweep()
-            assert (store.places.end, store.places.taken_bytes()) == (0, 0)
+            assert (store.places.end, store.places.allocated_bytes()) == (0, 0)
 
     act(story)
 
