@@ -52,7 +52,7 @@ def crowd(folder: Path, peers: int = 64, minutes: int = 60, seed: int = 7) -> Pa
             is_live = comes[i] <= minute < goes[i]
             if is_live != (i in live):
                 (live.add if is_live else live.discard)(i)
-                event = "came" if is_live else "went"
+                event = "joined" if is_live else "left"
                 lines += [{"time": now, "event": event, "peer": ids[i], "live": len(live)}]
                 lines += [{"time": now, "event": "peers", "live": len(live)}]
         shard = turn % 24

@@ -159,7 +159,7 @@ def top(sub: argparse.ArgumentParser) -> None:
 def events(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("folder", nargs="?", type=Path, metavar="FOLDER", help="where they have logged (default: --state)")
     sub.add_argument("--follow", action="store_true", help="go on with what is logged from now on, until interrupted")
-    sub.add_argument("--kind", metavar="KIND,...", help="only these, such as came,went,alert (docs/watching.md)")
+    sub.add_argument("--kind", metavar="KIND,...", help="only these kinds, such as joined,left (docs/watching.md)")
     sub.add_argument("--peer", default="", metavar="ID", help="only of the peer whose id ends so")
     sub.add_argument("--since", type=lifetime, metavar="TIME", help="only the last 90m, 12h or 30d")
     sub.add_argument(

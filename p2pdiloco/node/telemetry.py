@@ -168,9 +168,9 @@ class Telemetry:
         self._peer.metrics.write("peers", live=len(live) + 1)
         for peer in live:
             if peer not in was:
-                self._peer.metrics.write("came", peer=peer, live=len(live) + 1)
+                self._peer.metrics.write("joined", peer=peer, live=len(live) + 1)
         for peer in sorted(was.difference(live)):
-            self._peer.metrics.write("went", peer=peer, live=len(live) + 1)
+            self._peer.metrics.write("left", peer=peer, live=len(live) + 1)
 
     def _write_note(self, note: ef.Note) -> None:
         if note.topic == "peers":  # said already

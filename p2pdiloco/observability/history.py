@@ -130,7 +130,7 @@ KEPT_MARKS = 64
 MOST_PEERS = 1024
 MOST_SHARDS = 4096
 MOST_COUNTS = 64
-COMING_AND_GOING = ("came", "went")
+MEMBERSHIP_EVENTS = ("joined", "left")
 QUIET_S = 30.0
 """A peer of a recording that has told nothing for so long is shown as gone."""
 
@@ -194,7 +194,7 @@ class RunHistory:
                 self._count(f"fault: {line['what']}")
             case "note" if line["topic"] in ("fork", "refusal"):
                 self._count(line["topic"])
-            case "came" | "went":
+            case "joined" | "left":
                 self._word(source if source != self.title.me else str(line["peer"]), at)
             case "started" if source == self.title.me:
                 self._course = msgspec.structs.replace(self._course, phase="joining" if line["is_new"] else "starting")
@@ -209,7 +209,7 @@ class RunHistory:
             text = told.text if source == self.title.me else f"{source[-6:]}: {told.text}"
             headline = Headline(at=at, level=told.level, text=text)
             self.headlines.append(headline)
-            if line["event"] in COMING_AND_GOING and source == self.title.me:
+            if line["event"] in MEMBERSHIP_EVENTS and source == self.title.me:
                 self._past.marks.append(headline)
 
     def _count(self, what: str) -> None:

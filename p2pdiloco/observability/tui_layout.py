@@ -328,7 +328,7 @@ def peers(picture: RunSnapshot, history: History, width: int) -> Content:
 def _peer_words(row: PeerRow, at: float, gave: str) -> dict[str, Part]:
     words, reach = row.words, row.reach
     normal = "" if row.is_live else STYLES["quiet"]
-    role = "gone" if not row.is_live else "trains" if row.is_participating else "follows"
+    role = "left" if not row.is_live else "trains" if row.is_participating else "follows"
     if row.is_live and words is not None and words.phase != "training":
         role = plain(words.phase)
     way = ""

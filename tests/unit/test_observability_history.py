@@ -140,11 +140,11 @@ def test_headlines_and_counts_are_bounded() -> None:
 
 def test_who_came_and_went_is_a_mark_of_the_history() -> None:
     told = chronicle(1)
-    told.take({"time": 1.0, "event": "came", "peer": BOB, "live": 2})
-    told.take({"time": 5.0, "event": "went", "peer": BOB, "live": 1})
-    told.take({"time": 5.0, "event": "went", "peer": CID, "live": 1}, BOB)
+    told.take({"time": 1.0, "event": "joined", "peer": BOB, "live": 2})
+    told.take({"time": 5.0, "event": "left", "peer": BOB, "live": 1})
+    told.take({"time": 5.0, "event": "left", "peer": CID, "live": 1}, BOB)
     assert [(m.at, m.level) for m in told.history().marks] == [(1.0, "good"), (5.0, "warning")]
-    assert told.history().marks[1].text == "BBBBBB has gone; 1 peer is live"
+    assert told.history().marks[1].text == "BBBBBB left; 1 peer is live"
 
 
 def test_a_curve_covers_all_of_a_long_run_in_few_points_and_has_the_newest() -> None:

@@ -68,14 +68,14 @@ def test_a_line_that_never_ends_is_not_kept(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_events_are_chosen_and_told_in_sentences(tmp_path: Path) -> None:
-    came = {"time": 103.0, "event": "came", "peer": BOB, "live": 2}
+    came = {"time": 103.0, "event": "joined", "peer": BOB, "live": 2}
     evil = {"time": 104.0, "event": "note", "level": "info", "topic": "fork", "text": "\x1b[2J\n" + "w" * 999}
-    write(tmp_path / "metrics.jsonl", started(100.0, ANN), came, evil, {"time": 105.0, "event": "came"})
+    write(tmp_path / "metrics.jsonl", started(100.0, ANN), came, evil, {"time": 105.0, "event": "joined"})
     events = list(Tails(tmp_path).before())
-    assert [event.at for event in events if Choice(kinds=["came"]).has(event)] == [103.0, 105.0]
+    assert [event.at for event in events if Choice(kinds=["joined"]).has(event)] == [103.0, 105.0]
     assert [event.at for event in events if Choice(peer=ANN[-6:], since=104.0).has(event)] == [104.0, 105.0]
     assert not any(Choice(peer=BOB[-6:]).has(event) for event in events)
-    assert told(events[1]).endswith("AAAAAA  came              BBBBBB has come; 2 peers are live")
+    assert told(events[1]).endswith("AAAAAA  joined            BBBBBB joined; 2 peers are live")
     assert all("\x1b" not in told(event) and "\n" not in told(event) for event in events)
 
 

@@ -26,7 +26,7 @@ def told() -> History:
         at = {"time": 10.0 * version, "step": 8 * version, "tokens": 1000 * version, "version": version}
         shown.take({**at, "event": "evaluation", "loss": 5.0 / version})
         shown.take(progress(10.0 * version, 500 * version, loss=6.0 / version))
-    shown.take({"time": 150.0, "event": "came", "peer": BOB, "live": 2})
+    shown.take({"time": 150.0, "event": "joined", "peer": BOB, "live": 2})
     return shown.history()
 
 

@@ -133,7 +133,7 @@ function showPeers(p) {
     if (share.firstChild.data !== percents) share.firstChild.data = percents;
     if (share.lastChild.firstChild.style.width !== width) share.lastChild.firstChild.style.width = width;
     if (w && w.trouble) tell(role, w.trouble, "bad");
-    else tell(role, !row.is_live ? "gone" : w && w.phase !== "training" ? w.phase : row.is_participating ? "trains" : "follows", "");
+    else tell(role, !row.is_live ? "left" : w && w.phase !== "training" ? w.phase : row.is_participating ? "trains" : "follows", "");
     tell(rate, w ? amount(w.tokens_per_s) : "–");
     tell(ofLoss, w ? loss(w.loss) : "–");
     tell(version, w ? (w.version_min === w.version_max ? String(w.version_max) : w.version_min + "–" + w.version_max) : "–");
