@@ -1,4 +1,4 @@
-"""What a run would ask of its peers' lines, memory and money, before it is founded.
+"""Forecast of what a run will ask of its peers' bandwidth, memory and money, before it is created.
 
 Rules of this file:
 1. Pure numbers; all peers and their lines are alike. Utilisation is by the public model (``bandwidth.py``), the rest is

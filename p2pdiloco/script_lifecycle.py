@@ -1,4 +1,4 @@
-"""What of this process takes part in runs.
+"""Registry of the runs in which this process takes part, and their orderly end with the process.
 
 Rules of this file:
 1. One part a state folder. Who takes part again without having left (a notebook's cell that was interrupted and is run

@@ -32,7 +32,7 @@ import uvloop
 
 from benchmarks import bench, record
 from benchmarks.wire import plots
-from p2pdiloco.net.rate_limit import slice_bytes
+from p2pdiloco.net.traffic_shaping import slice_bytes
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.transport.identity import Identity
 from p2pdiloco.transport.tls import TlsContexts

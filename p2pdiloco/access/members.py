@@ -1,4 +1,4 @@
-"""Who is a member of a run, by its access rule, the chains that are shown, and what is known of bans.
+"""Membership of a run, decided by its access rule, the certificate chains that peers show, and known bans.
 
 A peer that came by an invite is *seen* here once it has connected to this peer, which proves its key, and has shown its
 chain. While only others tell of it, it is *unseen*: whoever holds an invite can certify any number of keys.

@@ -1,4 +1,4 @@
-"""What members tell each other of members: introductions (a peer's whole chain), bans, and closed invites, each signed.
+"""Signed statements about members: introductions (a peer's whole chain), bans, and closed invites.
 
 An introduction is ``i`` and a chain that begins at the founder. A ban is ``b``, the banned key (32 bytes; a peer's or
 an invite's), the banning admin's signature (64), its key (32), and its chain, empty for the founder. The closing of an

@@ -1,4 +1,5 @@
-"""What can be typed. Nothing here imports what commands need, so that help and complaints come at once."""
+"""Arguments of all commands. This module imports nothing that commands need, so help and usage errors appear at
+once."""
 
 from __future__ import annotations
 

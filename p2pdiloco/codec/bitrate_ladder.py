@@ -1,4 +1,4 @@
-"""Which codec a sender uses where the run leaves it the choice: the finest whose transfer fits the time there is.
+"""Choice of a codec by available bandwidth: the finest one whose transfer fits into the time there is.
 
 A payload names its codec, so receivers need not know. Bytes and errors are of outer gradients of a small transformer
 (docs/lab-notes.md; ``python -m benchmarks.wire.codec`` measures them); only the order and the sizes matter here.

@@ -1,4 +1,4 @@
-"""Which tensor belongs to which fragment.
+"""Assignment of tensors to fragments.
 
 Rules of this file:
 1. Greedy bin-packing, largest tensor first: each tensor goes to the bin that is least full. No bin is more than 4/3 of

@@ -1,4 +1,4 @@
-"""How an owner merges the contributions for one shard.
+"""Merge of the contributions for one shard: weights, length bounds, and the average.
 
 Legend: v_m is learner m's outer gradient (Theta - theta_m), w_m its weight, W the sum of the weights.
 

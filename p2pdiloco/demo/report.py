@@ -1,4 +1,4 @@
-"""What the demo showed: numbers, a plot, a sample of text, and whether each promise was kept."""
+"""Report of the demo: numbers, a plot, a text sample, and whether each promise was kept."""
 
 from __future__ import annotations
 

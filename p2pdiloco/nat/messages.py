@@ -1,4 +1,4 @@
-"""How two peers meet through a third that both can dial, a *meeting point*: requests to it, what is said on a *line*.
+"""Messages of a rendezvous: requests to a *meeting point* that both peers can dial, and what is sent on a *line* to it.
 
 Requests go over ordinary connections, so both keys are proved. A line is a TCP connection of its own to the meeting
 point's data port. It begins with 34 bytes: OPENING, the local port, and a ticket that the point gave this peer alone:

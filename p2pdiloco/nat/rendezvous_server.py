@@ -22,7 +22,7 @@ from contextlib import suppress
 from p2pdiloco.nat import messages as intro
 from p2pdiloco.nat.introducer import Hang, Introducer, Joined, NotIntroducedError, Say
 from p2pdiloco.net.abuse_limits import Room, machine_of
-from p2pdiloco.net.rate_limit import Pacer
+from p2pdiloco.net.traffic_shaping import Pacer
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.timing import RateLimiter
 from p2pdiloco.transport import addresses, sockets

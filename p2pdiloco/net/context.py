@@ -15,7 +15,7 @@ from p2pdiloco.net.events import ConnectionId, Event
 from p2pdiloco.net.flow_control import Granter, Grants
 from p2pdiloco.net.handshake import Greeter
 from p2pdiloco.net.limits import TransportLimits
-from p2pdiloco.net.rate_limit import Shaper
+from p2pdiloco.net.traffic_shaping import Shaper
 from p2pdiloco.timing import Timers
 from p2pdiloco.wire.buffer_pool import Blocks
 

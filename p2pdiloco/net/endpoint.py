@@ -71,8 +71,8 @@ from p2pdiloco.net.frames import FrameError, Parting
 from p2pdiloco.net.handshake import ANYBODY, Dialled, Greeter, Role
 from p2pdiloco.net.limits import TransportLimits, UpBudget
 from p2pdiloco.net.path_monitor import PathMonitor
-from p2pdiloco.net.rate_limit import TURN_BYTES
 from p2pdiloco.net.send_queue import Slice
+from p2pdiloco.net.traffic_shaping import TURN_BYTES
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.wire.request_reply import Answer, RequestError
 

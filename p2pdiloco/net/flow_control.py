@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 from p2pdiloco.net.frames import FIRST_CREDIT, FrameError
-from p2pdiloco.net.rate_limit import Pacer
+from p2pdiloco.net.traffic_shaping import Pacer
 
 AHEAD_BYTES = 4 << 20
 """Granted beyond the demand if there is no budget, so that a payload need not wait for a round trip."""

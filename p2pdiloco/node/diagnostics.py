@@ -1,4 +1,4 @@
-"""What ``doctor`` finds of this machine, before any run is looked at.
+"""Checks of ``doctor`` on this machine, before any run is looked at.
 
 Rules of this file:
 1. A finding says what is the case; one that is not in order says what to do. ``failure``: a peer does not work here;

@@ -1,5 +1,4 @@
-"""Where a run stands, for people: how long it will take, and how much of it is done here, by what was seen in the last
-minute."""
+"""Estimate of a run's remaining time and of this peer's share, from the last minute."""
 
 from __future__ import annotations
 

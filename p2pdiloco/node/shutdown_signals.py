@@ -1,4 +1,4 @@
-"""What asks a peer to leave: people and schedulers by signals, clouds by a note at their metadata address.
+"""Requests to leave: signals from people and schedulers, preemption notices from cloud metadata servers.
 
 Rules of this file:
 1. All of them are one thing, leaving in order: what is unmerged is contributed, the state saved, within ``--leave-s``.

@@ -1,4 +1,4 @@
-"""What a node shows of itself.
+"""Collects what a node shows of itself for page, ``top``, metrics and alerts.
 
 The events of its machine become lines of the event log. Together with the present status, the connections and what
 other peers answer they become the picture that page, ``top``, metrics and alerts show.

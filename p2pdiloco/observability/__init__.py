@@ -1,1 +1,1 @@
-"""What a person sees of a run: one description of a moment, shown by page, ``top``, metrics and alarms."""
+"""Views of a run for people: one snapshot, shown by page, ``top``, metrics and alerts."""

@@ -1,4 +1,4 @@
-"""When a person should be told without looking: stuck, alone, diverging, disk, membership, done. Pure.
+"""Conditions under which a person is alerted: stuck, alone, diverging, disk, membership, done. Pure.
 
 Rules of this file:
 1. An alert is told once when it begins and once when it is over. What lasts shorter than ``PATIENCE_S`` is none.

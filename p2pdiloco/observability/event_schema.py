@@ -1,4 +1,4 @@
-"""What happened, in a sentence that needs no knowledge of the code. Pure.
+"""Kinds of logged events, and a sentence for each that needs no knowledge of the code. Pure.
 
 Rule of this file: a sentence is one line of at most ``LONGEST`` characters, whatever others have put into it.
 """

@@ -1,4 +1,4 @@
-"""What a peer's events add up to: a picture and its history, the same for a peer that lives and for a recording.
+"""Aggregation of a peer's events into a snapshot and its history, live or from a recording.
 
 Rules of this file:
 1. A picture is a function of the events, in their order; time is in them, or given.

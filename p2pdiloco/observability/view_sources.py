@@ -1,4 +1,4 @@
-"""Where pictures come from for who is no browser: the page of a peer that lives, or what peers have logged.
+"""Sources of snapshots for programs other than the browser: the page of a live peer, or recorded event logs.
 
 Rules of this file:
 1. A page is asked with GET alone, with the token in a header, and no redirection is followed. What it answers is

@@ -1,5 +1,5 @@
-"""When and how a node writes its checkpoints: one shard after the other, copied between two jobs on the worker thread
-and written by the disk's.
+"""Writes a node's checkpoints, one shard at a time: each is copied between two jobs on the worker thread and written by
+the disk thread.
 
 Neither training nor merging notices, and no more than one shard is in memory twice. A full disk is reported and tried
 again; the checkpoints that are there stay.

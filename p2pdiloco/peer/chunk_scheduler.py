@@ -1,4 +1,4 @@
-"""Which chunk is asked from which donor.
+"""Decides which chunk of a state is requested from which donor.
 
 Every chunk of the shards that are being fetched is wanted until it is here. Each donor is kept busy with as many bytes
 as it delivers in ``AHEAD_S``, so donors share the load by their rates as measured here, whatever limits them.

@@ -1,4 +1,4 @@
-"""Which owners may own nothing, on the disk: a restart does not forget it (rule E2b)."""
+"""Owners that may not own anything, kept on disk so that a restart does not forget them (rule E2b)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much a peer may write to its disk in a day, and how that is divided among its parts.
+"""Budget of bytes that a peer may write to its disk in a day, and its division among the peer's parts.
 
 Rules of this file:
 1. Commits since the last checkpoint come first, as long as they fit into ``LOG_SHARE``: of a version of the model they

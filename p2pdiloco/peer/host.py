@@ -1,4 +1,4 @@
-"""What a peer needs of the world, in one place: time, long work, other peers, its learner, its disk.
+"""Interface between a peer and the world: time, long work, other peers, its learner, its disk.
 
 Rules of this file:
 1. Nothing in ``peer/`` knows threads, sockets, processes, files or clocks: it has a host. ``hosts/`` is the world as it

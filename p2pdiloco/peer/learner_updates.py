@@ -1,4 +1,4 @@
-"""What the learner is still to be told: its parameters move by *shifts*, which it adds at a step boundary.
+"""Updates that the learner has not received yet: its parameters move by *shifts*, which it adds at a step boundary.
 
 Rules of this file:
 1. The learner's parameters are never read or written here. A shift is (new global - old global), plus own contributions

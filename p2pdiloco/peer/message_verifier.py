@@ -1,4 +1,5 @@
-"""What others sent is looked at before the machine hears of it: digests, signatures, members; beside the event loop.
+"""Verifies messages of others before the machine sees them: digests, signatures, members; outside the event loop's
+thread.
 
 Rules of this file:
 1. What is not as it should be is dropped, and its sender counted. What names somebody who is not known as a member

@@ -1,4 +1,4 @@
-"""What happened to a peer, for people and plots: one JSON object a line in ``metrics.jsonl``, and running totals.
+"""Event log of a peer, one JSON object a line in ``metrics.jsonl``, and running totals.
 
 A full disk costs lines, never the peer.
 """

@@ -1,4 +1,4 @@
-"""What one peer chooses for itself; nothing here has to agree with anybody else's choice."""
+"""Options that each peer chooses for itself; they need not agree with those of other peers."""
 
 from __future__ import annotations
 

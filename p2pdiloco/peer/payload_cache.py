@@ -1,4 +1,4 @@
-"""What travels with messages, as long as it is here: payloads, and of commits the signatures and the digests of chunks.
+"""Cache of payloads, commit signatures and chunk digests, kept while the state machine may still need them.
 
 Rules of this file:
 1. What a peer sent comes in when it is whole, matches its digests, and bears the signatures that it needs. Checking is

@@ -1,4 +1,4 @@
-"""Where payloads are kept: the newest in memory, the others in a file of the run's folder.
+"""Store of payloads: the newest in memory, the others in a file of the run's folder.
 
 Rules of this file:
 1. What is kept is decided elsewhere (``Machine.payloads``); here only where. What is still to be merged or applied

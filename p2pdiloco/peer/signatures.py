@@ -1,4 +1,4 @@
-"""Who said what: contributions signed by their learners' peers, commits by their owners.
+"""Checks of signatures: contributions by their learners' peers, commits by their owners.
 
 Rules of this file:
 1. A learner's id names its peer, whose id is its public key: what is said in a learner's name is checked with nothing

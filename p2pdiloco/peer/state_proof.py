@@ -1,4 +1,4 @@
-"""What proves that a shard's state is the run's: the commit that its owner signed, or the manifest at version 0."""
+"""Proofs that a shard's state is the run's: the commit that its owner signed, or the manifest at version 0."""
 
 from __future__ import annotations
 

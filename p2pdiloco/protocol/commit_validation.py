@@ -1,4 +1,4 @@
-"""Whose word a state needs before it is taken.
+"""Decides whose word a fetched state needs before it is taken, and remembers rejected commits and equivocations.
 
 A state comes with its *lineage*: the commits that led to it, as far as its donor's log reaches, all signed and checked.
 A peer stands by a state if a head that it has told of itself is that state's, or lies in its lineage.

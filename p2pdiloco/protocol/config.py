@@ -1,4 +1,4 @@
-"""How much of what a peer declares is believed: numbers that no honest peer exceeds, from the manifest alone.
+"""Limits on what a peer may declare: numbers that no honest peer exceeds, derived from the manifest alone.
 
 Rules of this file:
 1. A number that goes into a chain (tokens, steps, blocks, a commit's step) is judged by the chain and these limits

@@ -1,4 +1,5 @@
-"""How well each peer is connected, as those say who hear it: the best connected own where some pairs never meet.
+"""Connectivity of each peer as the others report it: where some pairs never connect, the best connected peers own
+shards.
 
 Heartbeats tell whom their sender hears, as fingerprints, when that has changed. Rules of this file:
 1. Nobody's word for itself is enough: that X reaches Z counts if X says that it hears Z and, where we hear Z ourselves,

@@ -1,4 +1,4 @@
-"""How many tokens each contribution of a merge counts for: no more than four times what the others' do.
+"""Number of tokens for which each contribution of a merge counts: at most four times those of the others.
 
 Nothing proves how many tokens a learner trained. A chain's tokens decide which of two chains wins and when a run's
 budget is spent, so a peer must not be able to declare as many as it likes.

@@ -1,4 +1,5 @@
-"""Which of the run's data have been trained, and which a learner takes next. Pure; no coordinator.
+"""Blocks of the run's data that have been trained, and the one that a learner takes next. Pure; there is no
+coordinator.
 
 Each epoch's samples lie in a random order (``training.corpus``), cut into equal, numbered blocks. Block n of the run is
 block n % blocks of epoch n // blocks.

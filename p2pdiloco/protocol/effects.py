@@ -1,4 +1,4 @@
-"""What the machine asks for. Effects run in order; long work comes back as an event."""
+"""Outputs of the machine. Effects run in order; long work comes back as an event."""
 
 from __future__ import annotations
 

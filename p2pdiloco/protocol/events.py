@@ -1,4 +1,4 @@
-"""What the machine is told. The only way anything reaches it; a journal is a list of (now, event)."""
+"""Inputs of the machine. Nothing else reaches it; a journal is a list of (now, event)."""
 
 from __future__ import annotations
 

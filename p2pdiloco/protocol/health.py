@@ -1,4 +1,4 @@
-"""What a person must be told: this learner gives nothing that can be used, or does not answer, or versions do not come.
+"""Warnings for people: the learner gives nothing that can be used, does not answer, or no versions are made.
 
 Rules of this file:
 1. A trouble is said once when it begins and once when it is over, and stands in the status meanwhile.

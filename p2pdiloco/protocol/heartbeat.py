@@ -1,4 +1,4 @@
-"""Who comes, speaks and goes, and what follows from it; heartbeats, by which a peer says that it is there itself.
+"""Heartbeats, and handling of peers that appear, answer and disappear.
 
 Who is live ``membership`` decides. Rules of this file:
 1. What several heartbeats change is looked at together (rule W8); a connection that ends, immediately.

@@ -1,4 +1,4 @@
-"""What a configuration or a manifest may say: whatever is impossible, or more than a peer can bear, is refused in a
+"""Validation of configurations and manifests: what is impossible, or more than a peer can bear, is refused in a
 sentence before anything is hashed, allocated or looped over.
 
 Rules of this file:

@@ -1,4 +1,4 @@
-"""Who is here, decided from direct connections only. The directory's hints never make a peer live.
+"""Liveness of peers, decided from direct connections only. The directory's hints never make a peer live.
 
 Rules of this file:
 1. A peer is live while it is connected, was heard within its deadline, and echoes what we sent: a peer that we hear but

@@ -1,4 +1,4 @@
-"""What peers say to each other. Plain, frozen, checked on decoding; every size is bounded here.
+"""Messages between peers: frozen, checked on decoding, with a bound on every size.
 
 A message is a small control body. Two of them travel with a payload (compressed outer gradients), which the machine
 knows only by its digest: ``Contribution`` and ``Commit``. Whoever drives the machine keeps payloads and attaches them.

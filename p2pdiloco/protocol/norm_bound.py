@@ -1,4 +1,4 @@
-"""How long a merged step may be: so many times what the chain's steps have been before.
+"""Bound on the length of a merged step, as a multiple of the chain's earlier steps.
 
 A commit declares the length (Euclidean norm) of its merged outer gradient. The chain keeps a running mean of how long
 these were for an inner step, and takes no commit that leaps far beyond it.

@@ -1,4 +1,5 @@
-"""Who merges a shard's next version: weighted rendezvous hashing, so that no election and no lease is needed.
+"""Selection of the peer that merges a shard's next version, by weighted rendezvous hashing; needs no election and no
+lease.
 
 Every peer ranks the same candidates alike. Two peers that see different candidates may rank differently; the worst that
 follows is a fork, which heals (see ``chain``).

@@ -1,4 +1,4 @@
-"""How a peer takes commits and states: in order, heaviest chain first, from whoever has them.
+"""Takes commits and states of others: in order, heaviest chain first, from any peer that has them.
 
 Rules of this file:
 1. A commit is applied only on top of its parent; one shard applies one thing at a time. Children that came early wait.

@@ -1,4 +1,5 @@
-"""What the parts of the machine share: configuration, time, chains, the learner's counters, and the list of effects."""
+"""State that the parts of the machine share: configuration, time, chains, the learner's counters, and the list of
+effects."""
 
 from __future__ import annotations
 

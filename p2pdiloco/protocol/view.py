@@ -1,4 +1,4 @@
-"""What those around a machine may read of it, whenever they like. Nothing here changes anything.
+"""Read-only view of the machine for the code around it.
 
 What people are told is ``status``; what is to be done are effects.
 """

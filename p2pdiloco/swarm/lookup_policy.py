@@ -1,4 +1,4 @@
-"""When the directory is asked: only when needed, since the cost of a lookup grows with the run.
+"""Decides when the directory is asked: only when needed, since the cost of a lookup grows with the run.
 
 Rules of this file:
 1. Peers. A peer that is alone looks every LOOK_S. It looks soon when an unknown peer connects, when one disconnects,

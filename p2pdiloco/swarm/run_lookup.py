@@ -1,4 +1,4 @@
-"""What an observer learns before it takes part, or without: which runs there are, their manifests and statuses."""
+"""Lookup of runs by an observer: which runs there are, their manifests and statuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is wrong in what a founder has written, in words: the key as it is written, what stands there, what may.
+"""Error messages for configurations: the key as it is written, the value that stands there, the values that may.
 
 msgspec says it in the words of its types; whoever writes a configuration need not know those.
 """

@@ -1,5 +1,5 @@
-"""What a peer trains on: named by the user of its machine, or shipped with the program, never by a manifest. It is told
-to the user, and looked for, before anything is fetched for it."""
+"""Data sources of a peer: named by the user of its machine, or shipped with the program, never by a manifest. They
+are shown to the user and looked for before anything is fetched for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a built-in learner trains next: blocks of data that its node has given to it, between them random windows."""
+"""Supplies a built-in learner with data: blocks that its node has assigned to it, and random windows between them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which files are a run's data on this machine, and which of them are held out.
+"""Files of a run's data on this machine, and which of them are held out.
 
 Rules of this file:
 1. A file is held out by a hash of its relative path, so peers with the same files hold out the same ones, whatever

@@ -1,4 +1,4 @@
-"""What a training script founds its run with: the settings and the first parameters of its model, in one file.
+"""File with which a training script creates its run: the settings and the first parameters of its model.
 
 The script writes it, its node reads it and makes of it the manifest and version 0. So a script needs nothing of a node.
 

@@ -1,4 +1,4 @@
-"""Where a learner whose node has died is found by the node's next life.
+"""Reconnects a learner whose node has died with the node's next life.
 
 A Unix socket in Linux's abstract namespace, named by the peer's folder: it leaves no file behind. Whoever connects must
 be the same user, and brings the new shared memory along; the connection is then the learner's link. A training script

@@ -1,4 +1,4 @@
-"""What is a learner's own, on its peer's disk: the inner optimizer's state, and where it is in its data.
+"""Persists the learner's own state on its peer's disk: the inner optimizer, and its position in the data.
 
 Global parameters are not here; the swarm has them. So this file never has to match a version: optimizer moments that
 are some steps old beside newer parameters are still far better than none.

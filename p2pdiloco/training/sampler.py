@@ -1,4 +1,4 @@
-"""Which samples of a dataset are this peer's, so that scripts with the same data train different ones.
+"""Sampler that gives each peer its own samples of a dataset, so that scripts with the same data train different ones.
 
 Rules of this file:
 1. An epoch of the swarm is a random order of all samples, the same at every peer, cut into pieces; a piece belongs to

@@ -1,4 +1,4 @@
-"""What this machine's learner would do, measured with the run's model for some seconds (``p2pdiloco doctor``)::
+"""Measures what a learner on this machine would do with the run's model, for some seconds (``p2pdiloco doctor``)::
 
     python -m p2pdiloco.training.speed_trial --manifest PATH [--seconds 8] [--device cpu] [--data PATH] [--tokenizer
                             PATH] [--model PATH] [--threads N]

@@ -1,4 +1,5 @@
-"""Whether a script's optimizer trains the parameters that travel: it changes them, and starts from what is in them.
+"""Checks that a script's optimizer trains the parameters that travel: that it changes them, and starts from what is in
+them.
 
 An optimizer that keeps a copy of the parameters (float32 master weights, Lookahead's slow weights) and writes that copy
 back removes what came from the other peers. To see it, a known change, the *probe*, is added to a sample of the

@@ -1,4 +1,4 @@
-"""What a script's optimizer steps count for.
+"""Counts steps and tokens of a script's optimizer.
 
 Rules of this file:
 1. Tokens add up until the optimizer steps: micro-batches of a gradient accumulation are one step.

@@ -1,5 +1,5 @@
-"""What a training script sees of the other peers, and does because of them: its samples are not theirs, and if they are
-it is warned."""
+"""A training script's view of the other peers: assigns it samples of its own, and warns if peers train the same
+ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many threads torch trains with: as many as make the fastest steps now, beside whatever else this machine does.
+"""Tunes the number of torch threads to the fastest steps, whatever else the machine does.
 
 Rules of this file:
 1. It is measured with real steps: each number is tried for a few, the median counts, and of two that are nearly as fast

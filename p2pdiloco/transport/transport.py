@@ -28,7 +28,7 @@ from p2pdiloco.net.endpoint import LEAVING, Endpoint
 from p2pdiloco.net.events import ConnectionId
 from p2pdiloco.net.handshake import NONCE_BYTES, Dialled, Greeter, Hello, Role
 from p2pdiloco.net.limits import ConnectionLimits, TransportLimits, UpBudget
-from p2pdiloco.net.rate_limit import TURN_BYTES
+from p2pdiloco.net.traffic_shaping import TURN_BYTES
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.transport import addresses, port_memory, sockets
 from p2pdiloco.transport.addresses import Address

@@ -1,4 +1,4 @@
-"""What the node and its learner say to each other over their Unix stream socket.
+"""Messages between a node and its learner over their Unix stream socket.
 
 A frame is a 4-byte big-endian length and that many bytes of MessagePack: one tagged struct.
 

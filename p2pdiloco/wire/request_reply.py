@@ -1,4 +1,4 @@
-"""What a request is answered with, and why it is not."""
+"""Replies to requests, and reasons for refusing one."""
 
 from __future__ import annotations
 

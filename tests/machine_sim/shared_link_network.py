@@ -153,7 +153,7 @@ class SharedNetwork(Network):
 # -- One uplink and one downlink for each peer, shared by all of its connections, as homes and sites have --------------
 # Rules of this file:
 # 1. Connections with bulk share an uplink equally, byte by byte; one parcel of a connection goes at a time, the most
-#    urgent first (``net/rate_limit.py``, ``net/send_queue.py``).
+#    urgent first (``net/traffic_shaping.py``, ``net/send_queue.py``).
 # 2. Control does not wait for bulk, only for control; bulk pays for the bytes.
 # 3. A downlink takes what comes in the order in which it comes, at its own rate.
 # 4. Pure: time is a number, connections are any objects; what is to happen later goes through ``schedule``.

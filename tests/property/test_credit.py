@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from p2pdiloco.net.flow_control import AHEAD_BYTES, SLACK_S, Account, Granter, Spending
 from p2pdiloco.net.frames import FIRST_CREDIT, FrameError
-from p2pdiloco.net.rate_limit import BURST_S
+from p2pdiloco.net.traffic_shaping import BURST_S
 
 KIB, MIB = 1 << 10, 1 << 20
 WINDOW = 8 * MIB

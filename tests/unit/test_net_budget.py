@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from p2pdiloco.net.rate_limit import (
+from p2pdiloco.net.traffic_shaping import (
     DEBT_S,
     SLICE_LEAST,
     SLICE_MOST,

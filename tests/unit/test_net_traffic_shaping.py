@@ -8,7 +8,7 @@ import pytest
 
 from p2pdiloco.net.flow_control import AHEAD_BYTES, Account, Granter, Grants
 from p2pdiloco.net.frames import FIRST_CREDIT
-from p2pdiloco.net.rate_limit import PACING_HEADROOM, Shaper
+from p2pdiloco.net.traffic_shaping import PACING_HEADROOM, Shaper
 
 MB = 1_000_000
 GB = 1_000_000_000

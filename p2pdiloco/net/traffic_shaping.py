@@ -1,6 +1,6 @@
 """The up budget: whose bulk is written next, and how fast the kernel may send it.
 
-Two things keep the budget. The schedule in user space (net/rate_limit.py) is exact over all peers: bulk is handed to
+Two things keep the budget. The schedule in user space, in this module, is exact over all peers: bulk is handed to
 sockets at the budget's rate and no faster; control is written at once and counted, so that bulk yields to it. The
 kernel's pacing per socket smooths what was handed over, and takes over when this process is late: each socket is paced
 at the peer's share of the budget, and PACING_HEADROOM more, so that what is late can be made up for and the kernel's
