@@ -381,7 +381,7 @@ class DiLoCo(SwarmView):
         if self._link is not None:
             self._link.load_global()
             if self._check is not None:
-                self._check.moved()
+                self._check.on_parameters_set()
         elif self._wish is not None:
             raise DiLoCoError(script_lifecycle.NOT_BEGUN)
 
@@ -398,7 +398,7 @@ class DiLoCo(SwarmView):
                 for (_, p), before in zip(self._named, own, strict=False):
                     p.copy_(before)
             if self._check is not None:
-                self._check.moved()
+                self._check.on_parameters_set()
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         if self._check is None or not self._is_linked or self._begun_in != os.getpid():

@@ -65,7 +65,7 @@ class Ban(Struct, frozen=True):
 
     def keeps(self, guest: PeerId) -> bool:
         """Whether ``guest``, which came by the invite, stays a member."""
-        return self.kept is not None and _kept(guest) in self.kept
+        return self.kept is not None and _kept_key(guest) in self.kept
 
 
 def introduction(grant: Grant) -> bytes:
@@ -85,7 +85,7 @@ def closing(run: RunId, invite: PeerId, kept: Iterable[PeerId], by: Grant, sign:
     Raises:
         ValueError: more than KEPT_LIMIT would stay.
     """
-    stay = sorted({_kept(peer) for peer in kept})
+    stay = sorted({_kept_key(peer) for peer in kept})
     if len(stay) > KEPT_LIMIT:
         raise ValueError(f"{len(stay)} peers came by the invite, and at most {KEPT_LIMIT} can be named as staying")
     listed = _KEPT.pack(len(stay)) + b"".join(stay)
@@ -215,5 +215,5 @@ def _closed_bytes(run: RunId, signer: PeerId, invite: PeerId, listed: bytes) -> 
     return CLOSING_CONTEXT + run.encode() + b"\x00" + key_of(signer) + key_of(invite) + listed
 
 
-def _kept(peer: PeerId) -> bytes:
+def _kept_key(peer: PeerId) -> bytes:
     return key_of(peer)[:KEPT_BYTES]

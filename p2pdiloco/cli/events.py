@@ -13,7 +13,7 @@ import msgspec
 from p2pdiloco.cli.errors import as_command_errors
 from p2pdiloco.cli.parser import meant
 from p2pdiloco.observability.event_schema import BY_NAME
-from p2pdiloco.observability.log_reader import Choice, LoggedEvent, Tails, told
+from p2pdiloco.observability.log_reader import Choice, LoggedEvent, Tails, describe
 from p2pdiloco.util.logs import escaped
 
 LOOK_S = 0.5
@@ -51,4 +51,4 @@ def _choice(arguments: argparse.Namespace) -> Choice:
 
 def _print(event: LoggedEvent, as_json: bool) -> None:
     line = {**event.line, "source": event.source}
-    print(escaped(msgspec.json.encode(line).decode()) if as_json else told(event), flush=True)
+    print(escaped(msgspec.json.encode(line).decode()) if as_json else describe(event), flush=True)

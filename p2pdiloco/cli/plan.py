@@ -37,7 +37,7 @@ async def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(msgspec.json.encode({"plan": plan, "advice": advice}).decode())
     else:
-        print("\n".join(told(plan, advice, wanted)))
+        print("\n".join(describe(plan, advice, wanted)))
     return 0
 
 
@@ -76,7 +76,7 @@ def _bytes(codec: str, step: float | None) -> float:
     return sizes[name]
 
 
-def told(plan: Forecast, advice: Advice | None, wanted: Wanted) -> list[str]:
+def describe(plan: Forecast, advice: Advice | None, wanted: Wanted) -> list[str]:
     """What people read."""
     others = [f"{name} {100 * share:.3g} %" for name, share in plan.utilisation.items() if name != "p2pdiloco"]
     late = "on time" if plan.is_on_time else f"late: tau is {wanted.overlap}"

@@ -92,7 +92,7 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]  # lightning is not typed 
         """Count the batch; accumulated ones add up."""
         if self.outer is None:
             return
-        self.outer.saw(batch)
+        self.outer.record_batch(batch)
         if self._tokens is not None:
             self.outer.count(self._tokens(batch))
 

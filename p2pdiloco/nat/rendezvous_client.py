@@ -97,7 +97,7 @@ class RendezvousClient:
         return [one.observation for one in (self.attended or self._left).values()]
 
     @property
-    def seen(self) -> tuple[str, ...]:
+    def observed_hosts(self) -> tuple[str, ...]:
         """Hosts as which meeting points see this peer."""
         return tuple(dict.fromkeys(told.host for told in self.observations))[:POINTS]
 

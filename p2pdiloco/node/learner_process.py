@@ -96,7 +96,7 @@ def bear() -> None:
     status = 1
     try:
         os.setsid()  # Ctrl+C is for the node
-        arguments = _told(theirs)
+        arguments = _receive_arguments(theirs)
         status = 0 if arguments is None else learner_main.main(arguments)
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else 1
@@ -115,7 +115,7 @@ def take() -> PreforkedLearner | None:
     return found
 
 
-def _told(theirs: socket.socket) -> list[str] | None:
+def _receive_arguments(theirs: socket.socket) -> list[str] | None:
     """In the new process: the learner's arguments, once there are any, with its output where it belongs."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with theirs:

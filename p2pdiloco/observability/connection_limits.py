@@ -67,7 +67,7 @@ class PageConnections:
         """``connection`` has an open stream, and makes room for nobody: the server limits streams by their number."""
         self._waiting.leave(connection)
 
-    def lost(self, connection: PageConnection) -> None:
+    def remove(self, connection: PageConnection) -> None:
         """``connection`` is closed."""
         self._waiting.leave(connection)
         self._by_handler.pop(connection.handler, None)
@@ -121,7 +121,7 @@ class PageConnection(asyncio.Protocol):
         self._transport = None
         if self._deadline is not None:
             self._deadline.cancel()
-        self._connections.lost(self)
+        self._connections.remove(self)
         self.handler.connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:

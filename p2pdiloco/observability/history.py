@@ -101,7 +101,7 @@ class LaneBook:
                     lane[:] = [sum(lane[i : i + 2]) for i in range(0, len(lane), 2)]
         return max(0, int((at - self.began) / self.column_s))
 
-    def gave(self, peer: str, at: float, tokens: int) -> None:
+    def add_tokens(self, peer: str, at: float, tokens: int) -> None:
         """Tokens of a peer were merged."""
         self._add(peer, 0, at, tokens)
 
@@ -241,7 +241,7 @@ class RunHistory:
             if giver is not None:
                 giver.merged += size / whole * given
                 giver.seen = at
-            self._past.lanes.gave(peer, at, given)
+            self._past.lanes.add_tokens(peer, at, given)
         giver = self._giver(owner)
         if giver is not None:
             giver.commits += 1
@@ -354,7 +354,7 @@ class RunHistory:
 
     def history(self) -> History:
         """What led here."""
-        return self._past.told(self.mark)
+        return self._past.as_history(self.mark)
 
 
 class _Past:
@@ -367,7 +367,7 @@ class _Past:
         self.lanes = LaneBook()
         self.marks: deque[Headline] = deque(maxlen=KEPT_MARKS)
 
-    def told(self, mark: int) -> History:
+    def as_history(self, mark: int) -> History:
         book = self.lanes
         return History(
             mark=mark,

@@ -319,7 +319,7 @@ class Tails:
         return sorted(found, key=lambda event: event.at)
 
 
-def told(event: LoggedEvent) -> str:
+def describe(event: LoggedEvent) -> str:
     """One line for people."""
     kind = plain(event.line.get("event", ""))
     try:

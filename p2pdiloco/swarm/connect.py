@@ -53,7 +53,7 @@ class ConnectFallback:
             Impostor: another peer answers at its only address.
             DialError: anything else, with the reasons of all attempts.
         """
-        where = dialable(record, frozenset(self._rendezvous.seen))
+        where = dialable(record, frozenset(self._rendezvous.observed_hosts))
         reasons: list[str] = []
         ways: list[tuple[float, Coroutine[Any, Any, PeerId]]] = [
             (number * STAGGER_S, self._dialler.dial(self._transport, _with_peer_id(address, peer), DIAL_S))

@@ -120,7 +120,10 @@ class Reachability:
         """How others can reach this peer."""
         own = self._announced or list(dict.fromkeys([*self._outside_addresses(), *self._transport.listen_addresses()]))
         return PeerRecord(
-            tuple(own[:MOST_ADDRESSES]), seen=self.client.seen, points=self.points, is_point=self.is_dialable is True
+            tuple(own[:MOST_ADDRESSES]),
+            seen=self.client.observed_hosts,
+            points=self.points,
+            is_point=self.is_dialable is True,
         )
 
     @property
@@ -250,19 +253,18 @@ class Reachability:
 
     def describe(self) -> str:
         """A sentence for the user."""
-        seen, lease = ", ".join(self.client.seen) or "nobody knows which address", self._lease
+        seen, lease = ", ".join(self.client.observed_hosts) or "nobody knows which address", self._lease
         if self.is_dialable:
             mapped = f": the router maps it to this machine ({lease.by})" if lease else ""
-            return (
-                f"{', '.join(f'{host}:{self.outside_port}' for host in self.client.seen)} answers from outside{mapped}"
-            )
+            places = ", ".join(f"{host}:{self.outside_port}" for host in self.client.observed_hosts)
+            return f"{places} answers from outside{mapped}"
         if self.is_dialable is None:
             return f"seen as {seen}; nobody has dialled back yet"
         via = f"{len(self.client.attended)} meeting point{'s' * (len(self.client.attended) > 1)}"
         how = f"seen as {seen}, and cannot be dialled there: others are met through {via}, by punching or a relay"
         if lease is None:
             return f"{how} (a port forwarded to {self.port}, with --listen and --announce, would do without)"
-        if lease.host and lease.host not in self.client.seen:
+        if lease.host and lease.host not in self.client.observed_hosts:
             return (
                 f"{how} (the router maps its port {lease.port}, but its own address is {lease.host}: behind a "
                 "carrier's NAT forwarding does not help)"

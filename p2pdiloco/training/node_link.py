@@ -85,7 +85,7 @@ class Health:
         self.problem = ""
         """What was told last; empty: all is well."""
 
-    def lost(self, loss: float, step: int) -> str | None:
+    def check_loss(self, loss: float, step: int) -> str | None:
         """The loss of a step is this. What is to be told, if that is news."""
         self._spoilt.discard(None)
         if math.isfinite(loss):
@@ -260,7 +260,7 @@ class NodeLink:
         self.counts.tokens += tokens
         self.counts.global_step += 1
         if loss is not None:
-            self._tell_health(self._health.lost(loss, self.counts.global_step))
+            self._tell_health(self._health.check_loss(loss, self.counts.global_step))
             loss = loss if math.isfinite(loss) else None
         progress = Progress(
             steps=self.counts.steps,

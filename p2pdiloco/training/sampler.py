@@ -106,7 +106,7 @@ class FirstBatches:
         self.digests: tuple[str, ...] = ()
         self._told = 0
 
-    def saw(self, *values: Any) -> None:
+    def add(self, *values: Any) -> None:
         """A batch: tensors, and whatever holds them."""
         if not self.is_full:
             tensors = [t for value in values for t in _tensors(value)]

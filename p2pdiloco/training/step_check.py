@@ -97,7 +97,7 @@ class StepCheck:
         self._held: set[int] = set()
         """Parameters of optimizers that have stepped."""
         self._any_hook: Any = None
-        self._see(optimizer)
+        self._note_optimizer(optimizer)
         self._slices = _slices([p for _, p in named if id(p) in self._held])
         self._sizes: Tensor | None = None
         """Of the probe, by slices; None: no step has been seen."""
@@ -132,7 +132,7 @@ class StepCheck:
     def begin(self) -> None:
         """The parameters are the run's, and training begins."""
         if self._named:
-            self._any_hook = register_optimizer_step_post_hook(self._see)
+            self._any_hook = register_optimizer_step_post_hook(self._note_optimizer)
         self.rest()
 
     # -- around a step -------------------------------------------------------------------------------------------------
@@ -156,7 +156,7 @@ class StepCheck:
         now = self._take_off()
         self._steps += 1
         if self._steps == COVERED_STEPS:
-            self._see_no_more()
+            self._stop_noting_optimizers()
             self._tell_untrained()
         if before is not None and probe is not None and now is not None:
             self._judge_step(now + probe - before, probe)
@@ -178,7 +178,7 @@ class StepCheck:
             self._from = self._at_rest
         self._came = None if self._stepped is None else self._at_rest - self._stepped
 
-    def moved(self) -> None:
+    def on_parameters_set(self) -> None:
         """The parameters were set to others on purpose."""
         self._from = self._stepped = None
         self.rest()
@@ -187,7 +187,7 @@ class StepCheck:
         """Leave the parameters as they are without this."""
         self._take_off()
         self._at_rest = None
-        self._see_no_more()
+        self._stop_noting_optimizers()
 
     def problem(self) -> str:
         """Why what is trained must not be merged; empty: it may."""
@@ -304,10 +304,10 @@ class StepCheck:
         else:  # fused optimizers, and those that write to p.data, change no version
             self._idle.append((now == self._at_rest).all())
 
-    def _see(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _note_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._held.update(id(p) for group in optimizer.param_groups for p in group["params"])
 
-    def _see_no_more(self) -> None:
+    def _stop_noting_optimizers(self) -> None:
         if self._any_hook is not None:
             self._any_hook.remove()
             self._any_hook = None

@@ -55,7 +55,7 @@ class SwarmView:
     def sampler(self, dataset: Any) -> OwnSamples:
         """For ``DataLoader(dataset, sampler=...)``: samples that no other peer takes in this epoch of the swarm,
         following who comes and goes (``sampler.py``). Its passes are as long as ``dataset``."""
-        return OwnSamples(len(dataset), self._known)
+        return OwnSamples(len(dataset), self._known_peers)
 
     def shard(self, dataset: Dataset[Any]) -> Dataset[Any]:
         """This peer's part of ``dataset``, by who trains now, for whatever goes through it: it stays the same when
@@ -67,12 +67,12 @@ class SwarmView:
     def share(self, loader: Any) -> bool:
         """Have a ``DataLoader``, which nobody goes through yet, draw this peer's samples (``sampler``). False, and
         nothing is changed, if it has a sampler of its user's own, or no length."""
-        return self._has_run and share_loader(loader, self._known)
+        return self._has_run and share_loader(loader, self._known_peers)
 
-    def saw(self, *batch: Any) -> None:
+    def record_batch(self, *batch: Any) -> None:
         """A batch that is trained, as tensors or what holds them: peers that train the same are warned. The first few
         count; those that the model is called with are seen anyway."""
-        self._batches.saw(*batch)
+        self._batches.add(*batch)
 
     def _wait_for_swarm(self, wanted: int) -> None:
         """Until so many peers train, this one included; at least until it is known who does."""
@@ -102,7 +102,7 @@ class SwarmView:
                 last_step,
             )
 
-    def _known(self) -> tuple[str, tuple[str, ...]]:
+    def _known_peers(self) -> tuple[str, tuple[str, ...]]:
         swarm = None if self._link is None else self._link.swarm
         return ("", ()) if swarm is None else (swarm.me, swarm.peers)
 
@@ -121,7 +121,7 @@ class SwarmView:
     def _on_call(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """The model is called."""
         if module.training and torch.is_grad_enabled():
-            self._batches.saw(*args, kwargs)
+            self._batches.add(*args, kwargs)
         if self._batches.is_full:
             self._look_no_more()
 

@@ -18,7 +18,7 @@ BUGS = (
     Bug(
         name="a number that is too large ends what reads the log",
         module="p2pdiloco.observability.log_reader",
-        where="told",
+        where="describe",
         old="(KeyError, TypeError, ValueError, AttributeError, ArithmeticError)",
         new="(KeyError, TypeError, ValueError, AttributeError)",
         harm="one damaged line, and `events` ends in a traceback",
@@ -36,7 +36,7 @@ BUGS = (
     Bug(
         name="what is no news is shown as it is logged",
         module="p2pdiloco.observability.log_reader",
-        where="told",
+        where="describe",
         old="detail(event.line)",
         new="None",
         harm="nine lines of ten that `events` prints are field=value",

@@ -163,14 +163,14 @@ def test_a_curve_covers_all_of_a_long_run_in_few_points_and_has_the_newest() -> 
 def test_lanes_widen_and_lose_nothing() -> None:
     book = LaneBook()
     for second in range(1000):
-        book.gave("ann", 100.0 + second, 3)
+        book.add_tokens("ann", 100.0 + second, 3)
         book.merged("bob", 100.0 + second)
     given, _ = book.lanes["ann"]
     assert (sum(given), sum(book.lanes["bob"][1])) == (3000, 1000)
     assert len(given) <= MOST_COLUMNS
     assert book.column_s == 8.0
     for number in range(2 * MOST_LANES):
-        book.gave(f"peer {number}", 1200.0, 1)
+        book.add_tokens(f"peer {number}", 1200.0, 1)
     assert len(book.lanes) == MOST_LANES
 
 

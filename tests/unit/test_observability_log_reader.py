@@ -15,7 +15,7 @@ from test_observability_log_reader_playback import started, write
 
 from p2pdiloco.cli.main import main
 from p2pdiloco.observability.event_schema import BY_NAME, EVENTS, described, faults_of
-from p2pdiloco.observability.log_reader import Choice, LoggedEvent, RecordingError, Tail, Tails, told
+from p2pdiloco.observability.log_reader import Choice, LoggedEvent, RecordingError, Tail, Tails, describe
 from p2pdiloco.util.files import rotate
 
 ROOT = Path(__file__).parents[2]
@@ -75,8 +75,8 @@ def test_events_are_chosen_and_told_in_sentences(tmp_path: Path) -> None:
     assert [event.at for event in events if Choice(kinds=["joined"]).has(event)] == [103.0, 105.0]
     assert [event.at for event in events if Choice(peer=ANN[-6:], since=104.0).has(event)] == [104.0, 105.0]
     assert not any(Choice(peer=BOB[-6:]).has(event) for event in events)
-    assert told(events[1]).endswith("AAAAAA  joined            BBBBBB joined; 2 peers are live")
-    assert all("\x1b" not in told(event) and "\n" not in told(event) for event in events)
+    assert describe(events[1]).endswith("AAAAAA  joined            BBBBBB joined; 2 peers are live")
+    assert all("\x1b" not in describe(event) and "\n" not in describe(event) for event in events)
 
 
 def test_the_command_tells_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -100,16 +100,16 @@ def test_every_kind_is_told_in_words() -> None:
         filled = {field.name: examples.get(field.form, {f"{ANN}/abc": 1500}) for field in kind.fields}
         nulls = {field.name: None for field in kind.fields if field.or_null}
         for fields in (filled, {**filled, **nulls}):
-            words = told(LoggedEvent(100.0, ANN, {"time": 100.0, "event": kind.name, **fields}))
+            words = describe(LoggedEvent(100.0, ANN, {"time": 100.0, "event": kind.name, **fields}))
             assert kind.name in words
             assert "None" not in words, words
             assert not any(f"{name}=" in words for name in fields), f"{kind.name} is shown as it is logged: {words}"
     given = {"shard": 3, "version": 7, "step": 1200, "owner": BOB, "contributors": {f"{ANN}/abc": 1500}}
-    merged = told(LoggedEvent(100.0, ANN, {"event": "commit", **given}))
+    merged = describe(LoggedEvent(100.0, ANN, {"event": "commit", **given}))
     assert merged.endswith("shard 3 is at version 7, step 1,200, merged by BBBBBB; tokens of AAAAAA (1.50 k)")
     huge = {"event": "fetched", "shard": 1, "version": 1, "bytes": 10**400}
-    assert f"bytes=1{'0' * 50}" in told(LoggedEvent(100.0, ANN, huge)), "no division of it is a number"
-    assert told(LoggedEvent(100.0, ANN, {"event": "later", "x": 1})).endswith("later             x=1")
+    assert f"bytes=1{'0' * 50}" in describe(LoggedEvent(100.0, ANN, huge)), "no division of it is a number"
+    assert describe(LoggedEvent(100.0, ANN, {"event": "later", "x": 1})).endswith("later             x=1")
 
 
 # -- the schema --------------------------------------------------------------------------------------------------------

@@ -63,7 +63,7 @@ class Ways:
         self.tried: dict[str, float] = {}
         self.left: list[str] = []
         self.attended: list[str] = []
-        self.seen = ()
+        self.observed_hosts = ()
 
     async def dial(self, address: str, timeout_s: float) -> PeerId:
         return await self._try(address.partition("/p2p/")[0])
@@ -156,7 +156,7 @@ class Victim:
     def __init__(self) -> None:
         self.dials = 0
         self.attended: list[str] = []
-        self.seen = ()
+        self.observed_hosts = ()
 
     async def dial(self, address: str, timeout_s: float) -> PeerId:
         self.dials += 1

@@ -148,8 +148,8 @@ def test_the_first_batches_are_told_once_and_then_nobody_looks() -> None:
     assert [len(told) for told in link.told] == [1, 2, 3, 4]
     assert not model._forward_pre_hooks
     same, other = FirstBatches(), FirstBatches()
-    same.saw({"x": torch.zeros(2, 4)})
-    other.saw([torch.zeros(2, 4, dtype=torch.bfloat16)], "no tensor", None)
+    same.add({"x": torch.zeros(2, 4)})
+    other.add([torch.zeros(2, 4, dtype=torch.bfloat16)], "no tensor", None)
     assert same.digests[0] == link.told[-1][0], "however it is wrapped"
     assert same.digests != other.digests
     assert all(len(digest) == 16 for digest in link.told[-1])

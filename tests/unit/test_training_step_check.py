@@ -262,7 +262,7 @@ def test_parameters_that_are_set_on_purpose_are_honest() -> None:
         if bench.steps % 5 == 0:
             for p, other in zip(bench.model.parameters(), theirs.parameters(), strict=True):
                 p.copy_(other.lerp_(p, 0.5))
-            bench.check.moved()
+            bench.check.on_parameters_set()
 
     assert set(bench.problems(WINDOW, load)) == {""}
 
