@@ -124,7 +124,7 @@ def test_a_script_sees_the_swarm() -> None:
     seen = view(Link())
     assert (seen.peers, seen.swarm) == (PEERS, {"loss": 1.5})
     data: Dataset[Any] = TensorDataset(torch.arange(2000))
-    shards = [view(Link())._known() for _ in PEERS]
+    shards = [view(Link())._known_peers() for _ in PEERS]
     assert shards[0] == ("ann", PEERS)
     part = seen.shard(data)
     assert sorted(int(sample[0]) for sample in part) == sorted(own("ann", 2000).epoch(0))  # type: ignore[attr-defined]
