@@ -87,7 +87,7 @@ def _tokens() -> None:
         many = replace(event, steps=event.steps * RANGE_TURNS, tokens=event.tokens * RANGE_TURNS * BATCH_ROOM)
         sound(self, many)
 
-    _put(Contributions, "snapshotted", snapshotted)
+    _put(Contributions, "on_snapshot", snapshotted)
 
 
 def _is_many_tokens(message: msg.Message) -> bool:
@@ -133,7 +133,7 @@ def _tell_all(message: Callable[[heartbeat.Heartbeats], msg.Message]) -> None:
         sound(self, known)
         self.core.send(tuple(view.peer for view in known), message(self))
 
-    _put(heartbeat.Heartbeats, "greet", greet)
+    _put(heartbeat.Heartbeats, "send_heartbeats", greet)
 
 
 def _blocks() -> None:
@@ -151,8 +151,8 @@ def _weight() -> None:
         sound(self, views)
         self.core.config = honest
 
-    _put(heartbeat.Heartbeats, "greet", greet)
-    _put(aggregation.Aggregation, "consider", lambda self, shard: None)
+    _put(heartbeat.Heartbeats, "send_heartbeats", greet)
+    _put(aggregation.Aggregation, "merge_if_due", lambda self, shard: None)
 
 
 def _tiny() -> None:
@@ -207,6 +207,7 @@ def _is_given(message: msg.Message) -> bool:
 
 
 def _put(owner: Any, name: str, value: Any) -> None:
+    assert hasattr(owner, name), f"{owner} has no {name}: the lie would change nothing"
     setattr(owner, name, value)
 
 

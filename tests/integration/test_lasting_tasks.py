@@ -40,7 +40,8 @@ from p2pdiloco.cli.main import main
 from p2pdiloco.peer.learner_supervisor import LearnerSupervisor
 def fail(self, name):
     raise KeyError("a defect")
-LearnerSupervisor.ward_of = fail
+assert LearnerSupervisor.new_child
+LearnerSupervisor.new_child = fail
 sys.exit(main())
 """
 

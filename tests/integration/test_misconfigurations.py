@@ -501,7 +501,7 @@ def test_what_doctor_finds_of_a_run(
 ) -> None:
     address, _, founder = found
     wrong = SharedClock()
-    wrong.join([3600.0] * 3)
+    wrong.adopt([3600.0] * 3)
     monkeypatch.setattr(doctor, "CLOCK", wrong)
     monkeypatch.setattr(doctor.diagnostics, "path_mtu", lambda host, _: diagnostics.judged_mtu(1000, host))
     monkeypatch.setattr(diagnostics, "memory_bytes", lambda: 10**6)

@@ -47,11 +47,12 @@ def main() -> int:
     again.add_argument("--simulator-seeds", type=int, default=60)
     planted = sub.add_parser("planted")
     planted.add_argument("names", nargs="*", help="of bugs; default: all")
+    planted.add_argument("--sample", type=int, default=0, help="so many of them; 0: all")
     check = sub.add_parser("check")
     check.add_argument("--again", type=int, default=30, help="killed mutants that are judged again")
     for one in (run, again):
         one.add_argument("--tests", nargs="+", default=SUITES, help="patterns of files (default: unit and property)")
-    for one in (run, check):
+    for one in (run, planted, check):
         one.add_argument("--seed", type=int, help="of the sample; default: a fresh one, which is printed")
     for one in (run, again, planted, check):
         one.add_argument("--jobs", type=int, default=1)
@@ -149,6 +150,8 @@ def _say(card: ScoreCard) -> None:
 
 def _planted(arguments: argparse.Namespace) -> int:
     wanted = [bug for bug in BUGS if not arguments.names or bug.name in arguments.names]
+    if 0 < arguments.sample < len(wanted):
+        wanted = Random(_seed(arguments.seed)).sample(wanted, arguments.sample)
     jobs = [Job(bug.name, lambda bug=bug: plant(bug), bug.killed_by, PLANTED_S) for bug in wanted]  # type: ignore[misc]
     alive = _judge_planted(jobs, arguments.jobs)
     if alive and len(alive) < len(jobs) // 20:  # alone now: what a busy machine hid, and what a test drew otherwise
