@@ -1,6 +1,7 @@
-"""``p2pdiloco ban``: End the membership of a peer, or revoke an invite with all who came with it, for good. A peer's
-ban also closes the invite by which it came: those who are in by it stay, and nobody else is let in. The ban is signed
-here; a peer that runs on this state folder spreads it within seconds, else the next one that does."""
+"""``p2pdiloco ban``: Remove a peer, or revoke an invite and remove all peers that came by it, for good. A ban of a
+peer also closes the invite by which it came: peers that are already in stay, and nobody else is admitted. A running
+peer with this state folder spreads the ban within seconds; otherwise the next one does.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""``p2pdiloco bootstrap``: Run a DHT node that peers can use as their first address. It holds no model and merges
-nothing; a run goes on without it."""
+"""``p2pdiloco bootstrap``: Run a directory (DHT) node that peers can use as their first address. It holds no model
+and merges nothing; a run continues without it.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""``p2pdiloco completion``: Print a script by which a shell completes commands, options, their choices and files. It is
-made from the command line's own definition; completing starts no Python. After an update, print it again."""
+"""``p2pdiloco completion``: Print a script with which a shell completes commands, options, their choices and files.
+Print it again after an update.
+"""
 
 from __future__ import annotations
 

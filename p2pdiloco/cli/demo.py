@@ -1,5 +1,6 @@
-"""``p2pdiloco demo``: Show a swarm on this machine in a minute or two: found a run, train it, kill a peer, let one
-join late, kill the bootstrap node, finish, and judge what came of it."""
+"""``p2pdiloco demo``: Run a small swarm on this machine for a minute or two: create a run, train it, kill a peer,
+let one join late, stop the bootstrap node, finish, and report whether all guarantees held.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""``p2pdiloco doctor``: Check what this machine can do as a peer, and say how to mend what it cannot. With an address
-it also checks that the directory answers from here, and whether others can dial back; with an invite, or where the
-directory knows a run, what this machine would give to it: tokens/s with its model, memory, disk. Status 1 if something
-failed."""
+"""``p2pdiloco doctor``: Check what this machine can do as a peer, and say how to fix what it cannot. With an
+address, also check that the directory answers and whether others can dial this machine; with an invite, or if the
+directory knows a run, also measure tokens/s with its model, memory and disk. The exit status is 1 if a check failed.
+"""
 
 from __future__ import annotations
 

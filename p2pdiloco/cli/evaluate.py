@@ -1,5 +1,6 @@
 """``p2pdiloco evaluate``: Measure the held-out loss of a run's newest checkpoint on this machine, and of its running
-average, where a follower or a peer with --average has kept one. The run may go on meanwhile."""
+average if there is one. The run may continue meanwhile.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""``p2pdiloco events``: Tell what peers have logged (metrics.jsonl), in sentences or as JSON, and go on as they log.
-FOLDER is a peer's state folder (the default: --state), a run's folder in it, or the folder of a demo or a chaos run."""
+"""``p2pdiloco events``: Print the events that peers have logged (metrics.jsonl), as sentences or as JSON. FOLDER is
+a peer's state folder (default: --state), a run's folder in it, or the folder of a demo or a chaos run.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""``p2pdiloco export``: Make files of a run's model that others load: a folder for Hugging Face's transformers (hf),
-adapters for peft, or plain safetensors. The run may go on meanwhile; from another machine's peers, fetch it first."""
+"""``p2pdiloco export``: Write a run's model to files for other programs: a folder for Hugging Face transformers
+(hf), adapters for peft, or plain safetensors. The run may continue meanwhile. Use fetch first if the run's peers are
+on other machines.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""``p2pdiloco fetch``: Get what a run has come to from whoever holds it, finished or not, and go. It then lies in
---state, for p2pdiloco generate and export."""
+"""``p2pdiloco fetch``: Download the model of a run, finished or not, from the peers that hold it. It is stored in
+--state, for p2pdiloco generate and export.
+"""
 
 from __future__ import annotations
 

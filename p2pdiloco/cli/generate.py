@@ -1,5 +1,6 @@
-"""``p2pdiloco generate``: Have a run's model continue a text. The run may go on meanwhile: what is read is its newest
-checkpoint. What ``p2pdiloco export`` has written is read, too."""
+"""``p2pdiloco generate``: Sample text from a run's newest checkpoint, or from a folder that ``p2pdiloco export`` has
+written. The run may continue meanwhile.
+"""
 
 from __future__ import annotations
 

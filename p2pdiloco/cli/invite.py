@@ -1,5 +1,6 @@
-"""``p2pdiloco invite``: Make an invite to a run that this machine's peer has founded, or is an admin of. It is one
-line: whoever has it joins with ``p2pdiloco join``, and nothing else. Nobody is asked, and no peer need be running."""
+"""``p2pdiloco invite``: Make an invite to a run of which this machine's peer is the founder or an admin. It is one
+line of text: everyone who has it can join with ``p2pdiloco join``. No peer needs to be running.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""``p2pdiloco join``: Find a run through any directory address, get its manifest and state from its peers, and
-train."""
+"""``p2pdiloco join``: Find a run through any directory address, download its manifest and state from its peers, and
+train.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""``p2pdiloco launch``: Rent machines that join a run, through SkyPilot (the extra sky), within a budget: one that
-costs more an hour than it allows is not taken; each peer ends in order when its hours are over, and is given back."""
+"""``p2pdiloco launch``: Rent machines that join a run, through SkyPilot (the extra sky), within a budget. A machine
+that costs more per hour than the budget allows is not rented. Each peer leaves in order when its hours are over, and
+the machine is returned.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """``p2pdiloco``: the command line.
 
-Exit status: 0 in order; 1 something failed while running; 2 the command, configuration or data must be repaired;
-3 nobody could be reached, or what was looked for does not exist; 4 the run is complete here, but peers that were lost
-at once may have a second model of it; 130 interrupted before it had begun.
+Exit status: 0 success; 1 a failure while running; 2 fix the command, configuration or data; 3 nobody could be reached,
+or the requested run does not exist; 4 the run is complete here, but peers that were lost together may have another
+model of it; 130 interrupted before it began.
 """
 
 from __future__ import annotations

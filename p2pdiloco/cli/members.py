@@ -1,6 +1,6 @@
-"""``p2pdiloco members``: Show who is a member of the runs in --state: role, until when, by whom, banned or not; and
-this machine's own peer id. It is what this machine's peer knows; nobody is asked, and nothing is written, but with --id
-a key where there is none."""
+"""``p2pdiloco members``: List the members of the runs in --state: role, expiry, inviter, whether banned; and the
+peer id of this machine. The list is what this machine's peer knows.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""``p2pdiloco page``: Play what a run's peers have logged, on the same page that a live peer serves. FOLDER is a peer's
-state folder, a run's folder in it, or the folder of a demo or a chaos run."""
+"""``p2pdiloco page``: Replay the event logs of a run's peers on the page that live peers serve. FOLDER is a peer's
+state folder, a run's folder in it, or the folder of a demo or a chaos run.
+"""
 
 from __future__ import annotations
 

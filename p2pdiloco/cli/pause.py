@@ -1,5 +1,6 @@
-"""``p2pdiloco pause``: Let this machine's peers rest: their learners make no steps, and give others the processors. It
-lasts, also over restarts, until p2pdiloco pause --end. SIGUSR2 to a peer does the same, and ends it, in turns."""
+"""``p2pdiloco pause``: Pause the learners on this machine, to give its processors to others. A pause lasts, also
+across restarts, until p2pdiloco pause --end. SIGUSR2 to a peer toggles its pause.
+"""
 
 from __future__ import annotations
 

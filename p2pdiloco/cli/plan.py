@@ -1,5 +1,6 @@
-"""``p2pdiloco plan``: Say what a run would ask of each peer's line, memory and money, and which H, tau and codec fit
-the line. Arithmetic: nothing is founded, and nobody is asked."""
+"""``p2pdiloco plan``: Estimate what a run needs of each peer's link, memory and money, and which H, tau and codec
+fit the link. Nothing is created.
+"""
 
 from __future__ import annotations
 

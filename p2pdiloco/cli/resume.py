@@ -1,6 +1,7 @@
-"""``p2pdiloco resume``: Go on with a run whose peers have all died, from the checkpoints that are left: of each shard
-the heaviest head in any of them. Further peers of the run simply join again; who comes first makes no difference.
-With ``--known-good`` from the checkpoint before something went wrong."""
+"""``p2pdiloco resume``: Continue a run whose peers have all stopped, from their checkpoints: the heaviest head of
+each shard is used. Further peers simply join again, in any order. With ``--known-good``, go back to the checkpoint
+before something went wrong.
+"""
 
 from __future__ import annotations
 

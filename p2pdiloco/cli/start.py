@@ -1,5 +1,6 @@
-"""``p2pdiloco start``: Found a run from a TOML file (make and publish its manifest and version 0) and train it. Where
---state holds a run of the same configuration, founded, joined or resumed, it goes on with that one."""
+"""``p2pdiloco start``: Create a run from a TOML file and train it. If --state already holds a run with the same
+configuration, continue that run.
+"""
 
 from __future__ import annotations
 

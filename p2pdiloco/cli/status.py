@@ -1,5 +1,7 @@
-"""``p2pdiloco status``: Show the runs that a directory knows, with their peers. known: announced in the directory;
-live: connected and heard; participating: with a learner that can contribute; averaged: learners in the last merge."""
+"""``p2pdiloco status``: Show the runs that a directory knows, and their peers. known: announced in the directory;
+live: connected and responding; participating: with a learner that can contribute; averaged: learners in the last
+merge.
+"""
 
 from __future__ import annotations
 

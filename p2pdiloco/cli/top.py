@@ -1,6 +1,7 @@
-"""``p2pdiloco top``: Show a run in this terminal: the picture that its page has. WHAT is a page's address, as a peer
-prints it; a peer's state folder (the default: --state), which is shown live while that peer runs; or what peers have
-logged, as for `p2pdiloco page`."""
+"""``p2pdiloco top``: Show a run in this terminal, like its page in a browser. WHAT is the address of a page, as a
+peer prints it; the state folder of a peer (default: --state), which is shown live while the peer runs; or a folder
+with event logs, as for `p2pdiloco page`.
+"""
 
 from __future__ import annotations
 
