@@ -99,21 +99,21 @@ def _codec(line: Line) -> str:
 
 
 def _fetched(line: Line) -> str:
-    return f"shard {line['shard']} came, of version {line['version']}: {formatting.volume(line['bytes'])}"
+    return f"downloaded shard {line['shard']}, version {line['version']}: {formatting.volume(line['bytes'])}"
 
 
 _GOOD = {"join": "good", "finish": "good"}
 _TOPICS = {
     "peers": "peers",
     "fork": "a fork healed",
-    "repair": "the state here was altered, and is fetched again",
+    "repair": "corrupted state is fetched again",
     "join": "the whole state is here",
     "stall": "a standstill",
-    "takeover": "an owner is gone, another one takes its place",
-    "commit": "a commit was not taken",
+    "takeover": "an owner was lost, another one takes over",
+    "commit": "a commit was rejected",
     "alone": "this peer merges alone",
     "stuck": "no new versions",
-    "poisoned": "the learner gives nothing that can be used",
+    "poisoned": "the learner's values cannot be used",
     "silent": "the learner does not answer",
     "finish": "the run is complete",
     "leave": "leaving",
@@ -123,20 +123,22 @@ _TOPICS = {
 }
 _WRITERS: dict[str, Callable[[Line], Sentence | None]] = {
     "started": lambda line: Sentence("info", "this peer starts" + (" anew" if line["is_new"] else " with its state")),
-    "current": lambda line: Sentence("good", f"it has the whole model, at step {line['step']:,}"),
+    "current": lambda line: Sentence("good", f"this peer has the whole model, at step {line['step']:,}"),
     "downloaded": lambda line: Sentence(
-        "info", f"it downloaded {line['bytes'] / 1e6:,.1f} MB of state in {line['seconds']:.1f} s"
+        "info", f"this peer downloaded {line['bytes'] / 1e6:,.1f} MB of state in {line['seconds']:.1f} s"
     ),
     "learner-ready": lambda line: Sentence("info", f"the learner is ready, on {line['device']}"),
-    "learner-adopted": lambda line: Sentence("good", "the learner of this peer's last life goes on"),
+    "learner-adopted": lambda line: Sentence("good", "this peer took over the learner of its previous process"),
     "learner-lost": lambda line: Sentence("error", f"the learner ended: {line['reason']}"),
     "learner-not-started": lambda line: Sentence("error", f"the learner cannot be started: {line['reason']}"),
-    "learner-trouble": lambda line: Sentence("warning", f"the learner is in trouble, it goes on: {line['reason']}"),
-    "learner-unable": lambda line: Sentence("error", f"nothing of the learner can be merged: {line['reason']}"),
-    "learner-able": lambda line: Sentence("good", "what the learner trains can be merged again"),
+    "learner-trouble": lambda line: Sentence("warning", f"the learner has a problem and continues: {line['reason']}"),
+    "learner-unable": lambda line: Sentence("error", f"the learner's progress is not merged: {line['reason']}"),
+    "learner-able": lambda line: Sentence("good", "the learner's progress is merged again"),
     "checkpoint-failed": lambda line: Sentence("error", f"the checkpoint could not be written: {line['reason']}"),
-    "checkpoint-good": lambda line: Sentence("info", "training goes on as before: the checkpoint before this is good"),
-    "fault": lambda line: Sentence("warning", f"{short(line['peer'])} sent a {line['what']} against the rules"),
+    "checkpoint-good": lambda line: Sentence(
+        "info", "the previous checkpoint is marked as good: training continued normally after it"
+    ),
+    "fault": lambda line: Sentence("warning", f"{short(line['peer'])} sent a {line['what']} that breaks the rules"),
     "joined": lambda line: Sentence("good", f"{short(line['peer'])} joined; {_live(line)}"),
     "left": lambda line: Sentence("warning", f"{short(line['peer'])} left; {_live(line)}"),
     "alert": lambda line: Sentence("good" if line["is_over"] else "error", line["text"]),
@@ -153,9 +155,7 @@ _DETAILS: dict[str, Callable[[Line], str]] = {
     "evaluation": lambda line: f"held-out loss {formatting.loss(line['loss'])}, step {line['step']:,}",
     "progress": _progress,
     "codec": _codec,
-    "checkpoint": lambda line: (
-        "the last checkpoint is on the disk" if line["is_last"] else "a checkpoint is on the disk"
-    ),
+    "checkpoint": lambda line: "the last checkpoint is written" if line["is_last"] else "a checkpoint is written",
     "sample": lambda line: f"step {line['step']:,}, the model writes: {line['text']}",
 }
 
@@ -205,8 +205,8 @@ EVENTS = (
     Event("current", "this peer holds the whole model", _fields("whole", "step")),
     Event("joining", "a newcomer begins to download state", (*_fields("whole", "shards of"), *_TRANSFER)),
     Event("transfer", "how far the download is", _TRANSFER),
-    Event("fetched", "a shard's state came", (*_fields("whole", "shard version bytes"), *_fields("text", "head"))),
-    Event("downloaded", "all of it came", (*_fields("whole", "bytes"), *_fields("number", "seconds"))),
+    Event("fetched", "a shard's state is downloaded", (*_fields("whole", "shard version bytes"), *_fields("text", "head"))),
+    Event("downloaded", "the whole state is downloaded", (*_fields("whole", "bytes"), *_fields("number", "seconds"))),
     Event("peers", "so many peers are live, this one included", _fields("whole", "live")),
     Event("joined", "a peer is live", (*_fields("text", "peer"), *_fields("whole", "live"))),
     Event("left", "a peer is no longer live", (*_fields("text", "peer"), *_fields("whole", "live"))),
@@ -247,7 +247,7 @@ EVENTS = (
         "a payload was encoded; ``error`` is relative",
         (*_fields("text", "direction codec"), *_fields("whole", "shard bytes"), Field("error", "number")),
     ),
-    Event("checkpoint", "a checkpoint is on the disk", (Field("is_last", "yes or no"),)),
+    Event("checkpoint", "a checkpoint is written", (Field("is_last", "yes or no"),)),
     Event("checkpoint-failed", "none could be written", _REASON),
     Event("checkpoint-good", "the one before the newest is known to be good", (Field("loss", "number", True),)),
     Event(
