@@ -205,7 +205,7 @@ EVENTS = (
     Event("current", "this peer holds the whole model", _fields("whole", "step")),
     Event("joining", "a newcomer begins to download state", (*_fields("whole", "shards of"), *_TRANSFER)),
     Event("transfer", "how far the download is", _TRANSFER),
-    Event("fetched", "a shard's state is downloaded", (*_fields("whole", "shard version bytes"), *_fields("text", "head"))),
+    Event("fetched", "a shard is downloaded", (*_fields("whole", "shard version bytes"), *_fields("text", "head"))),
     Event("downloaded", "the whole state is downloaded", (*_fields("whole", "bytes"), *_fields("number", "seconds"))),
     Event("peers", "so many peers are live, this one included", _fields("whole", "live")),
     Event("joined", "a peer is live", (*_fields("text", "peer"), *_fields("whole", "live"))),
