@@ -147,8 +147,8 @@ def step_aside(
     learning_rate: float,
     momentum_factor: float,
 ) -> None:
-    """What ``theta`` and ``momentum`` become with the merged outer gradient of one chunk's body (``formats``), as
-    ``new``; all are [n] of one chunk, with the types of ``outer_step``.
+    """Compute ``new`` from ``theta``, ``momentum`` and the merged outer gradient in one chunk's body (``formats``); all
+    are [n] of one chunk, with the types of ``outer_step``.
 
     Raises:
         ValueError: the body is malformed.

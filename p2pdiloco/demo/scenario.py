@@ -21,7 +21,7 @@ from p2pdiloco.util.status_pipe import PageAt
 
 
 class Story:
-    """What happened in a demo, and when."""
+    """Events of a demo, with their times."""
 
     def __init__(self, began_unix: float) -> None:
         self.began_unix = began_unix

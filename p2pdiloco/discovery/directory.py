@@ -196,7 +196,7 @@ CHECK = "check that it is running, and that its port can be reached from here"
 
 
 def explain_failure(reason: str) -> tuple[str, str]:
-    """What an error of the daemon means, and what to do."""
+    """Explain an error of the daemon, and say what to do."""
     for part, what, remedy in _CAUSES:
         if part in reason:
             return what, remedy

@@ -93,7 +93,7 @@ class RendezvousClient:
 
     @property
     def observations(self) -> list[intro.Attended]:
-        """What meeting points told about this peer."""
+        """How meeting points observe this peer."""
         return [one.observation for one in (self.attended or self._left).values()]
 
     @property

@@ -84,7 +84,7 @@ class BandwidthEstimator:
 
 
 class Path(Struct, frozen=True):
-    """What the kernel knows of one connection's path."""
+    """The kernel's measurements of one connection's path."""
 
     congestion: str
     """The congestion control in use."""

@@ -218,8 +218,8 @@ class Peers:
             lane.turn_away(Parting.LEAVING, f"{len(primary.session.lanes.members)} lanes are enough")
 
     def _rank(self, connection: Connection) -> tuple[bool, bool, int]:
-        """Which of two connections stays, the same at both ends: a direct one; one dialled by the smaller id; the
-        latest of one dialler."""
+        """Rank a connection among those of one peer, so that both ends keep the same one: a direct one; then one that
+        the smaller id dialled; then the latest of one dialler."""
         greeting = connection.greeting
         return (
             not greeting.is_relayed,

@@ -235,14 +235,12 @@ class CommitLog:
     def load(self, heads: Sequence[Head | None]) -> list[tuple[CommitHeader, bytes]]:
         """Read the own commits of earlier lives that ``heads``, by shard, have not left behind, with their data, which
         is not checked. For the start, before anything is appended. Blocks."""
-        self._import_old()
-        found = {}
+        found = self._import_old(heads)
         for number in numbers(self._folder, self._host.disk):
             path = path_of(self._folder, number)
             try:
                 for header, entry in entries(path, self._host.disk, self._most_data_bytes):
-                    is_own = header.owner == self._me and entry.data_bytes > 0
-                    if is_own and header.shard < len(heads) and not _is_left(header, heads):
+                    if entry.data_bytes and self._is_needed(header, heads):
                         commit = commit_id(header)
                         found[commit] = entry.read(self._host.disk)
                         self._own[commit] = _Own(header, entry)
@@ -250,20 +248,34 @@ class CommitLog:
                 log.warning("commits of an earlier life cannot be read", path=path, reason=str(error))
         return sorted(found.values(), key=lambda commit: (commit[0].shard, commit[0].version))
 
-    def _import_old(self) -> None:
-        """Append the own commits that an earlier release left in files of their own, and then remove the files."""
-        folder = self._folder.parent / OLD_FOLDER
-        for name in self._host.disk.names(folder):
+    def _import_old(self, heads: Sequence[Head | None]) -> dict[Digest, tuple[CommitHeader, bytes]]:
+        """Append the own commits that an earlier release left in files of their own, and then remove the files. Return
+        those that are needed, also where the disk takes nothing: rule E1 holds for them, too."""
+        folder, disk = self._folder.parent / OLD_FOLDER, self._host.disk
+        found = {}
+        for name in disk.names(folder):
             if not name.endswith(OLD_SUFFIX):
                 continue
             try:
-                data = self._host.disk.read(folder / name)
-                end = OLD_LENGTH_BYTES + int.from_bytes(data[:OLD_LENGTH_BYTES], "big")
-                self._append(MADE, _decoded(data[OLD_LENGTH_BYTES:end]), [data[end:]])
-                self._sync()
-                self._host.disk.remove(folder / name)
+                content = disk.read(folder / name)
+                end = OLD_LENGTH_BYTES + int.from_bytes(content[:OLD_LENGTH_BYTES], "big")
+                header, data = _decoded(content[OLD_LENGTH_BYTES:end]), content[end:]
             except (OSError, ValueError) as error:
                 log.warning("a commit of an earlier release cannot be read", name=name, reason=str(error))
+                continue
+            if self._is_needed(header, heads):
+                found[commit_id(header)] = header, data
+            try:
+                self._append(MADE, header, [data])
+                self._sync()
+                disk.remove(folder / name)
+            except OSError as error:
+                log.warning("a commit of an earlier release stays in its file", name=name, reason=str(error))
+        return found
+
+    def _is_needed(self, header: CommitHeader, heads: Sequence[Head | None]) -> bool:
+        """Whether this is an own commit that ``heads`` have not left behind."""
+        return header.owner == self._me and header.shard < len(heads) and not _is_left(header, heads)
 
     def append_own(self, header: CommitHeader, parts: CommitParts) -> None:
         """Append an own commit and sync it, unless the log has it."""
