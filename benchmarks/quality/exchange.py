@@ -20,6 +20,7 @@ from torch import Tensor
 from benchmarks.quality.headings import agreed, turned
 from benchmarks.quality.settings import Setting
 from p2pdiloco.codec import compression, merge, outer_optimizer, quantization
+from p2pdiloco.codec.agreement import AgreementHistory
 from p2pdiloco.codec.formats import BLOCK, CHUNK, FORMATS
 from p2pdiloco.protocol.ids import ShardId
 from p2pdiloco.protocol.manifest import Codec, Layout, TensorSpec
@@ -117,6 +118,10 @@ class Exchange:
         self._owners: dict[ShardId, int] = {}
         """Who made each shard's last step."""
         self._draws = random.Random(f"owners {setting.seed}")
+        self._agreement = AgreementHistory()
+        """As if one peer owned all shards."""
+        self.lowered = 0
+        """Contributions that weighed less because most others disagreed."""
         self.given = 0
         self.shortened = 0
         """Contributions, and how many of them did not count as long as they were."""
@@ -164,7 +169,12 @@ class Exchange:
         return drawn.mul_(length / float(drawn.norm()))
 
     def commit(
-        self, shard: ShardId, gradients: Sequence[merge.Gradient], weights: Sequence[float], steps: Sequence[int]
+        self,
+        shard: ShardId,
+        learners: Sequence[int],
+        gradients: Sequence[merge.Gradient],
+        weights: Sequence[float],
+        steps: Sequence[int],
     ) -> Tensor:
         """Merge, and make the outer step; returns new - old global parameters, float32 [elements]."""
         span, rule = self.span(shard), self.layout.shards[shard].merge
@@ -178,7 +188,8 @@ class Exchange:
                 parts = [merge.Vector(_decoded(v)[cut]) for v in gradients]
                 merge.merge(rule, parts, weights, steps, self._setting.sync_every, merged[cut])
         elif self._setting.bounded:
-            merge.merge(rule, gradients, weights, steps, self._setting.sync_every, merged)
+            factors = self._factors(learners, gradients) if self._setting.agreement else None
+            merge.merge(rule, gradients, weights, steps, self._setting.sync_every, merged, factors)
             norms = [v.norm() for v in gradients]
             counted = merge.counted_lengths(norms, steps, self._setting.sync_every)
             self.given += len(norms)
@@ -223,6 +234,11 @@ class Exchange:
         )
         self._round(self.momentum[span])
         return change
+
+    def _factors(self, learners: Sequence[int], gradients: Sequence[merge.Gradient]) -> list[float]:
+        factors = self._agreement.judge(list(map(str, learners)), gradients).factors
+        self.lowered += sum(factor < 1.0 for factor in factors)
+        return factors
 
     def _owner_of(self, shard: ShardId) -> int:
         kind, _, spell = self._setting.owners.partition("@")

@@ -34,7 +34,7 @@ from benchmarks.quality.moments import Moments
 from benchmarks.quality.settings import Setting
 from benchmarks.quality.stacked import Stack
 from p2pdiloco.codec.fragments import tensor_specs
-from p2pdiloco.codec.merge import token_weight
+from p2pdiloco.codec.merge import Gradient, token_weight
 from p2pdiloco.protocol.aggregation import QuorumView, decide, grace_window_s
 from p2pdiloco.protocol.ids import ShardId
 from p2pdiloco.protocol.manifest import Layout, make_layout
@@ -55,6 +55,14 @@ class Result(NamedTuple):
     """Held-out loss of the global model by batches of windows."""
     theta: Tensor
     figures: dict[str, float]
+
+
+class Contribution(NamedTuple):
+    """A learner's outer gradient for one shard, with what it declares."""
+
+    gradient: Gradient
+    steps: int
+    tokens: int
 
 
 class Laboratory:
@@ -318,18 +326,22 @@ class Laboratory:
         ready_at = max(now, turn.opened_at + self.setting.overlap)
         self.exchange.inner_share = self._inner_share
         for shard in self.layout.fragments[turn.fragment]:
-            weights, made = [], []
-            for index, one in given:
-                steps, tokens = self.members[index].marks[shard]
-                made.append(max(0, one.steps - steps))
-                weights.append(token_weight(max(0, one.tokens - tokens), made[-1]))
-            change = self.exchange.commit(shard, [one.parcels[shard].gradient for _, one in given], weights, made)
+            sent = [self._sent(turn, shard, index) for index, _ in given]
+            weights = [token_weight(one.tokens, one.steps) for one in sent]
+            change = self.exchange.commit(
+                shard, [index for index, _ in given], [s.gradient for s in sent], weights, [s.steps for s in sent]
+            )
             for index, member in enumerate(self.members):
                 self._send(member, turn.given.get(index), shard, change, ready_at)
         if self.setting.shares_moments:
             self._moments.share(self.layout.fragments[turn.fragment])
         for index, _ in given:
             self._contributions[index] += 1
+
+    def _sent(self, turn: Turn, shard: ShardId, index: int) -> Contribution:
+        """What the learner of this index contributes to a shard of an open turn."""
+        one, (steps, tokens) = turn.given[index], self.members[index].marks[shard]
+        return Contribution(one.parcels[shard].gradient, max(0, one.steps - steps), max(0, one.tokens - tokens))
 
     def _send(self, member: Member, given: Given | None, shard: ShardId, merged: Tensor, ready_at: float) -> None:
         """One commit to one learner: what it adds, and its new mark."""
@@ -391,6 +403,7 @@ class Laboratory:
             "global_steps": float(self._step),
             "up_bytes_per_parameter": out.up_bytes / out.up_parameters if out.up_parameters else 0.0,
             "down_bytes_per_parameter": out.down_bytes / out.down_parameters if out.down_parameters else 0.0,
+            "lowered_share": out.lowered / max(1, out.given),
             "shortened_share": out.shortened / max(1, out.given),
             "smallest_share_of_turns": min(self._contributions) / max(1, max(self._contributions)),
         }

@@ -67,6 +67,8 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     bounded: bool = False
     """No contribution weighs more than the median of the others, or counts as more than twice as long (shipped); see
     ``correction``."""
+    agreement: bool = False
+    """Contributions that most others disagree with weigh less (shipped, with ``bounded``); see ``correction``."""
     noise: float = 0.0
     """The last learner's contributions are noise, so many times as long as the others'; 0: it is honest."""
     correction: bool = False

@@ -133,11 +133,15 @@ def merge(
     steps: Sequence[int],
     turn_steps: int,
     out: Tensor,
+    factors: Sequence[float] | None = None,
 ) -> Accord:
     """Merge by ``rule`` into ``out``; see the two functions. Each contribution declares its weight (``token_weight``)
-    and its inner steps. ``turn_steps``: inner steps of a turn (H)."""
+    and its inner steps. ``turn_steps``: inner steps of a turn (H). ``factors``: multiply the weights, once they are
+    bounded (``agreement``)."""
     norms = [_length(v) for v in gradients]
     weights, lengths = counted_weights(weights), counted_lengths(norms, steps, turn_steps)
+    if factors is not None:
+        weights = [w * f for w, f in zip(weights, factors, strict=True)]
     match rule:
         case "direct":
             length = direct_mean(gradients, weights, out, lengths)

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from p2pdiloco.codec import bitrate_ladder, compression, digests, merge, outer_optimizer, quantization
+from p2pdiloco.codec.agreement import AgreementHistory
 from p2pdiloco.codec.compression import Body
 from p2pdiloco.codec.digests import StateForm, as_bytes
 from p2pdiloco.codec.shard_codec import Bodies
@@ -231,6 +232,7 @@ class ModelState:
         self.integrity = Integrity([quantization.chunk_count(shard.elements) for shard in layout.shards])
         self._staged: dict[ShardId, Staged] = {}
         self._pending_merges = PendingMerges()
+        self._agreement = AgreementHistory()
         self._own: dict[ShardId, tuple[Payload, Bodies]] = {}
         """This learner's newest contribution and its bodies: half a byte a parameter, or decompressed twice."""
         self._scratch = _Scratch(max(shard.elements for shard in layout.shards), self.form.momentum)
@@ -461,7 +463,8 @@ class ModelState:
                 raise ContributionError(contributor.learner, str(error)) from error
             weights.append(merge.token_weight(contributor.tokens, contributor.steps))
         steps, merged = [c.steps for c, _ in given], self._scratch.merged[: piece.elements]
-        accord = merge.merge(piece.merge, gradients, weights, steps, self._turn_steps, merged)
+        judgement = self._agreement.judge([c.learner for c, _ in given], gradients)
+        accord = merge.merge(piece.merge, gradients, weights, steps, self._turn_steps, merged, judgement.factors)
         self._pending_merges.add_owed(shard, merged)
         how = how or self._down
         bodies, length = merge.encode(how, merged, longest, compression.index_bytes(len(self._chunks(shard))))

@@ -216,7 +216,7 @@ def test_the_exchange_is_the_nodes(up: Any, down: Any, merge: Any, correction: b
     """Three peers' real nodes and the laboratory's exchange make three turns with the same learners: the same bits."""
     elements, shard = 3000, ShardId(0)
     setting = Setting(learners=2, up=up, down=down, outer_rate=0.7, outer_momentum=0.4, merge=merge)
-    setting = msgspec.structs.replace(setting, correction=correction, bounded=True)
+    setting = msgspec.structs.replace(setting, correction=correction, bounded=True, agreement=True)
     tensors = (TensorSpec(name="all", shape=(elements,), merge="rda", fragment=FragmentId(0)),)
     layout = make_layout(tensors, 1, 1 << 20, merge)
     random = torch.Generator().manual_seed(5)
@@ -244,7 +244,7 @@ def test_the_exchange_is_the_nodes(up: Any, down: Any, merge: Any, correction: b
         payloads = [node.encode(learner) for node, learner in zip(nodes, learners, strict=True)]
         weights = [token_weight(tokens, steps) for steps, tokens in counts]
         steps = [steps for steps, _ in counts]
-        change = exchange.commit(shard, [parcel.gradient for parcel in parcels], weights, steps)
+        change = exchange.commit(shard, [0, 1, 2], [parcel.gradient for parcel in parcels], weights, steps)
         contributors = [Contributor(n.learner, 0, t, 0, s) for n, (s, t) in zip(nodes, counts, strict=True)]
         head = nodes[0].state.heads[0]
         assert head is not None
@@ -318,7 +318,7 @@ def test_a_flattened_merge_has_equal_singular_values_and_its_length() -> None:
         snapshot = exchange.theta + torch.randn(layout.elements, generator=torch.Generator().manual_seed(1))
         for shard in layout.shards:
             parcel = exchange.contribute(shard.shard, snapshot)
-            exchange.commit(shard.shard, [parcel.gradient], [1.0], [1])
+            exchange.commit(shard.shard, [0], [parcel.gradient], [1.0], [1])
         at = {laboratory.specs[i].name: start for i, start in zip(layout.order, layout.starts, strict=True)}
         moved = exchange.theta - Laboratory(laboratory.setting, text_).exchange.theta
         matrix = next(spec for spec in laboratory.specs if "blocks" in spec.name and len(spec.shape) == 2)

@@ -1,0 +1,137 @@
+"""Agreement between the contributions of a merge.
+
+The owner weighs a contribution less if it points away from what most others found, now and in its learner's past. That
+bounds what a few members can do to the model with gradients of ordinary length and weight, and accuses nobody.
+
+For the contributions of a merge, with v their outer gradients:
+
+1. Agreement a_i is the median over the others of cos(v_i, v_j); of two middle values it is the larger. The smaller half
+   of the members can therefore not lower the agreement of an honest one.
+2. History h_i is the owner's own running mean of a_i for that learner, over all shards. It is never sent.
+3. The factor of a contribution's weight is max(F(a_i), F(h_i)), where F(x) = min(1, max(``FLOOR``, ``SLOPE`` x / m))
+   and m is the lower median of all x. Where m is within the noise of random vectors nothing can be judged, and F is 1.
+4. A large shard is judged by a random sample of its elements, which the owner draws when all contributions are in, so
+   that nobody knows where it will not look.
+
+``benchmarks.hostile.rules`` measures this rule beside others.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import threading
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from p2pdiloco.codec.formats import CHUNK
+from p2pdiloco.codec.merge import SHORTEST, Gradient
+
+FLOOR: Final = 0.1
+"""The least factor. A learner that nobody agrees with may be the only one with its kind of data."""
+SLOPE: Final = 4.0
+"""A contribution counts in full from a quarter of the usual agreement on."""
+DECAY: Final = 0.9
+"""Share of a learner's history that each new merge keeps."""
+PIECES: Final = 4
+PIECE: Final = CHUNK // 4
+"""A larger shard is judged by so many pieces of so many elements, each from another chunk."""
+REMEMBERED: Final = 4096
+"""Learners in the history; the one that has not contributed for longest is forgotten first."""
+JUDGED: Final = 3
+"""Contributions needed: two always agree equally with each other."""
+
+
+class Judgement(NamedTuple):
+    """What the agreement of a merge's contributions comes to, in their order."""
+
+    factors: list[float]
+    """By which to multiply the weights, from ``FLOOR`` to 1."""
+    agreements: list[float]
+    """a_i, from -1 to 1; empty if there were too few contributions to judge."""
+
+
+class AgreementHistory:
+    """One owner's memory of how far each learner has agreed with the others."""
+
+    def __init__(self) -> None:
+        self._means: dict[str, float] = {}
+        """Ordered by the last contribution, the oldest first."""
+        self._draw = random.Random()
+        self._lock = threading.Lock()
+        """Shards are merged on several threads."""
+
+    def __len__(self) -> int:
+        """The number of learners that are remembered."""
+        return len(self._means)
+
+    def judge(self, learners: Sequence[str], gradients: Sequence[Gradient]) -> Judgement:
+        """Compare the contributions of one merge, and add them to the history.
+
+        Args:
+            learners: the id of each contribution's learner.
+            gradients: their outer gradients, all with the same number of elements.
+        """
+        present = [index for index, gradient in enumerate(gradients) if gradient.norm() >= SHORTEST]
+        factors, agreements = [1.0] * len(gradients), [0.0] * len(gradients)
+        if len(present) < JUDGED:
+            return Judgement(factors, [])
+        cosines, compared = self._cosines([gradients[index] for index in present])
+        now = [_upper_median(row[:place] + row[place + 1 :]) for place, row in enumerate(cosines.tolist())]
+        means = [self._remember(learners[index], value) for index, value in zip(present, now, strict=True)]
+        noise = 1.0 / math.sqrt(compared)
+        both = zip(_factors(now, 3.0 * noise), _factors(means, noise), strict=True)
+        for index, value, pair in zip(present, now, both, strict=True):
+            factors[index], agreements[index] = max(pair), value
+        return Judgement(factors, agreements)
+
+    def _cosines(self, gradients: Sequence[Gradient]) -> tuple[Tensor, int]:
+        """Cosines between all ``gradients``, float64 [n, n], and the number of elements that they rest on."""
+        elements = gradients[0].elements
+        pieces = self._pieces(elements)
+        gram = torch.zeros(len(gradients), len(gradients), dtype=torch.float64)
+        chunk_values = torch.empty(min(CHUNK, elements))
+        rows = torch.empty(len(gradients), max(piece.stop - piece.start for _, piece in pieces))
+        for chunk, piece in pieces:
+            values = chunk_values[: min(CHUNK, elements - chunk * CHUNK)]
+            part = rows[:, : piece.stop - piece.start]
+            for row, gradient in zip(part, gradients, strict=True):
+                gradient.add_to(values.zero_(), chunk, 1.0 / gradient.norm())
+                row.copy_(values[piece])
+            gram += part @ part.T
+        lengths = gram.diagonal().sqrt().clamp(min=1e-30)
+        return gram / lengths / lengths[:, None], sum(piece.stop - piece.start for _, piece in pieces)
+
+    def _pieces(self, elements: int) -> list[tuple[int, slice]]:
+        """The elements to compare: chunks, and a range in each."""
+        chunks = -(-elements // CHUNK)
+        if chunks <= 1:
+            return [(0, slice(0, elements))]
+        found = []
+        for chunk in sorted(self._draw.sample(range(chunks), min(PIECES, chunks))):
+            size = min(CHUNK, elements - chunk * CHUNK)
+            start = self._draw.randrange(max(1, size - PIECE + 1))
+            found.append((chunk, slice(start, min(start + PIECE, size))))
+        return found
+
+    def _remember(self, learner: str, value: float) -> float:
+        with self._lock:
+            mean = DECAY * self._means.pop(learner, value) + (1.0 - DECAY) * value
+            self._means[learner] = mean
+            if len(self._means) > REMEMBERED:
+                del self._means[next(iter(self._means))]
+        return mean
+
+
+def _upper_median(values: list[float]) -> float:
+    return sorted(values)[len(values) // 2]
+
+
+def _factors(values: Sequence[float], noise: float) -> list[float]:
+    usual = sorted(values)[(len(values) - 1) // 2]
+    if usual <= noise:
+        return [1.0] * len(values)
+    return [min(1.0, max(FLOOR, SLOPE * value / usual)) for value in values]

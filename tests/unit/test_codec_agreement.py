@@ -1,0 +1,135 @@
+"""Contributions that most others disagree with weigh less; nothing is judged where nothing can be."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from p2pdiloco.codec import agreement
+from p2pdiloco.codec.agreement import FLOOR, AgreementHistory, Judgement
+from p2pdiloco.codec.formats import CHUNK
+from p2pdiloco.codec.merge import Vector, merge
+
+ELEMENTS = 1 << 15
+
+
+def honest(count: int, seed: int, elements: int = ELEMENTS, spread: float = 2.0) -> list[Tensor]:
+    """Vectors with a direction in common, and noise of their own: cosines of 1 / (1 + spread ** 2)."""
+    generator = torch.Generator().manual_seed(seed)
+    common = torch.randn(elements, generator=generator)
+    return [common + spread * torch.randn(elements, generator=generator) for _ in range(count)]
+
+
+def judged(history: AgreementHistory, vectors: list[Tensor]) -> Judgement:
+    names = [f"learner {index}" for index in range(len(vectors))]
+    return history.judge(names, [Vector(v) for v in vectors])
+
+
+def test_honest_contributions_count_in_full() -> None:
+    history = AgreementHistory()
+    for turn in range(20):
+        assert judged(history, honest(5, turn)).factors == [1.0] * 5
+
+
+def test_a_contribution_that_points_away_from_the_others_keeps_a_tenth() -> None:
+    vectors = honest(3, 1)
+    lie = -sum(vectors, torch.zeros(ELEMENTS))
+    found = judged(AgreementHistory(), [*vectors, lie])
+    assert found.factors == [1.0, 1.0, 1.0, FLOOR]
+    assert found.agreements[3] < 0.0 < min(found.agreements[:3])
+
+
+def test_liars_that_are_fewer_than_half_of_the_others_lower_nobody_honest() -> None:
+    """Three of seven that agree with each other entirely, and with nobody else."""
+    drift = torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(20))
+    factors = judged(AgreementHistory(), [*honest(4, 2), drift, drift, drift]).factors
+    assert factors[:4] == [1.0] * 4
+    assert max(factors[4:]) < 0.5
+
+
+def test_two_contributions_are_not_judged() -> None:
+    v = honest(1, 3)[0]
+    assert judged(AgreementHistory(), [v, -v]) == Judgement([1.0, 1.0], [])
+
+
+def test_vectors_without_anything_in_common_are_not_judged() -> None:
+    generator = torch.Generator().manual_seed(4)
+    assert (
+        judged(AgreementHistory(), [torch.randn(ELEMENTS, generator=generator) for _ in range(6)]).factors == [1.0] * 6
+    )
+
+
+def test_a_contribution_of_zeros_is_nobodys_other() -> None:
+    zeros, vectors = torch.zeros(ELEMENTS), honest(3, 5)
+    found = judged(AgreementHistory(), [zeros, *vectors])
+    assert found.factors == [1.0] * 4
+    assert found.agreements[0] == 0.0
+    assert found.agreements[1:] == judged(AgreementHistory(), vectors).agreements
+
+
+def test_a_good_past_forgives_one_merge_and_not_many() -> None:
+    history = AgreementHistory()
+    for turn in range(30):
+        judged(history, honest(4, turn))
+    factors = []
+    for turn in range(30, 60):
+        *vectors, last = honest(4, turn)
+        factors.append(judged(history, [*vectors, -last]).factors[3])
+    assert factors[0] == 1.0, "one bad batch"
+    assert factors[-1] == FLOOR
+
+
+def test_a_bad_past_is_no_penalty_once_a_learner_agrees() -> None:
+    history = AgreementHistory()
+    for turn in range(30):
+        *vectors, last = honest(4, turn)
+        judged(history, [*vectors, -last])
+    assert judged(history, honest(4, 30)).factors == [1.0] * 4
+
+
+@pytest.mark.parametrize("place", [0, 3, 4])
+def test_a_lie_in_any_chunk_of_a_large_shard_is_seen(place: int) -> None:
+    """The sample is drawn anew for each merge."""
+    elements = 5 * CHUNK + 1000
+    vectors = honest(4, 6, elements)
+    span = slice(place * CHUNK, (place + 1) * CHUNK)
+    vectors[3][span] = -20.0 * vectors[3][span].abs()
+    history = AgreementHistory()
+    lowest = [min(found.agreements) for found in (judged(history, vectors) for _ in range(12))]
+    assert min(lowest) < 0.05 < max(lowest), "in some merges it is looked at, in others it is not"
+
+
+def test_a_sample_says_what_all_elements_say() -> None:
+    vectors = honest(4, 7, 6 * CHUNK)
+    expected = 1.0 / (1.0 + 2.0**2)
+    assert judged(AgreementHistory(), vectors).agreements == pytest.approx([expected] * 4, abs=0.02)
+
+
+def test_lengths_do_not_matter() -> None:
+    vectors = honest(4, 8)
+    scaled = [v * scale for v, scale in zip(vectors, (1e-20, 1.0, 1e15, 3.0), strict=True)]
+    assert judged(AgreementHistory(), scaled).agreements == pytest.approx(
+        judged(AgreementHistory(), vectors).agreements
+    )
+
+
+def test_the_history_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agreement, "REMEMBERED", 5)
+    history = AgreementHistory()
+    for turn in range(10):
+        names = [f"learner {turn} {index}" for index in range(3)]
+        history.judge(names, [Vector(v) for v in honest(3, turn)])
+    assert len(history) == 5
+
+
+@pytest.mark.parametrize("rule", ["direct", "rda"])
+def test_factors_multiply_weights_within_their_bounds(rule: str) -> None:
+    """Weight is bounded by what the others declare, not by what agreement leaves of it."""
+    vectors = [Vector(v) for v in honest(4, 9)]
+    merged, expected = torch.empty(ELEMENTS), torch.empty(ELEMENTS)
+    merge(rule, vectors, [1.0, 1.0, 1.0, 50.0], [4] * 4, 4, merged, [1.0, 1.0, FLOOR, 1.0])  # type: ignore[arg-type]
+    merge(rule, vectors, [1.0, 1.0, 1.0, 1.0], [4] * 4, 4, expected, [1.0, 1.0, FLOOR, 1.0])  # type: ignore[arg-type]
+    assert torch.equal(merged, expected)
+    merge(rule, vectors, [1.0] * 4, [4] * 4, 4, expected)  # type: ignore[arg-type]
+    assert not torch.allclose(merged, expected)
