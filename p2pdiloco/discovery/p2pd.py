@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import tempfile
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+import psutil
 
 from p2pdiloco.discovery.dht import (
     BUCKET,
@@ -49,6 +51,11 @@ PING_S = 0.7
 """A DHT node that is silent for so long is skipped. With hivemind's 3 s, and every third node frozen, a store took 10
 s."""
 
+SOCKET_FOLDER = "p2pdiloco-p2pd-"
+"""Beginning of the name of the folder for p2pd's control sockets; the id of this process follows."""
+LONGEST_SOCKET_BASE = 40
+"""Bytes: the path of a Unix socket has at most 107."""
+
 
 class DirectoryError(Exception):
     """The directory cannot be reached or used; the text says what was tried and what to do."""
@@ -73,6 +80,7 @@ class P2pdProcess:
         self._nat_port_map = nat_port_map
         self._validator = SignedRecords()
         self._is_serving = True
+        self._socket_folder: Path | None = None
         self._p2p: Any = None
         self._node: Any = None
         self.visible: list[str] = []
@@ -100,9 +108,13 @@ class P2pdProcess:
         identity_path, is_temporary = self._identity.path, False
         if identity_path is None:
             identity_path, is_temporary = await asyncio.to_thread(_write_temporary_identity, self._identity), True
+        if self._socket_folder is None:
+            self._socket_folder = await asyncio.to_thread(_make_socket_folder)
+        # hivemind puts p2pd's control sockets into /tmp, with the rights of the umask: any user could command p2pd.
+        private: Any = type("P2P", (P2P,), {"_UNIX_SOCKET_PREFIX": f"/unix{self._socket_folder}/"})
         try:
             with confined():
-                self._p2p = await P2P.create(
+                self._p2p = await private.create(
                     host_maddrs=self._listen,
                     announce_maddrs=self._announce or None,
                     identity_path=str(identity_path),
@@ -167,6 +179,9 @@ class P2pdProcess:
                 with suppress(ProcessLookupError):
                     p2p._child.kill()
                 await p2p._child.wait()
+        if self._socket_folder is not None:
+            await asyncio.to_thread(shutil.rmtree, self._socket_folder, ignore_errors=True)
+            self._socket_folder = None
 
     async def wait_for_exit(self) -> bool:
         """Wait until p2pd has ended; False at once if it does not run."""
@@ -277,6 +292,19 @@ class P2pdProcess:
             return float(answer.dht_time) - (asked + CLOCK.now()) / 2
         except (TimeoutError, P2PHandlerError, P2PDaemonError, ControlFailure, OSError, EOFError, ValueError):
             return None
+
+
+def _make_socket_folder() -> Path:
+    """A folder that only this user may enter, for p2pd's control sockets. Folders of processes that were killed go."""
+    base = Path(tempfile.gettempdir())
+    if len(str(base)) > LONGEST_SOCKET_BASE:
+        base = Path("/tmp")
+    for left in base.glob(f"{SOCKET_FOLDER}*"):
+        pid = left.name.removeprefix(SOCKET_FOLDER).partition("-")[0]
+        with suppress(OSError):
+            if left.stat().st_uid == os.getuid() and pid.isdecimal() and not psutil.pid_exists(int(pid)):
+                shutil.rmtree(left, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f"{SOCKET_FOLDER}{os.getpid()}-", dir=base))
 
 
 def _write_temporary_identity(identity: Identity) -> Path:

@@ -73,6 +73,32 @@ def daemon_of(directory: Directory) -> int:
     return pid
 
 
+def test_other_users_cannot_command_the_daemon(
+    run: Callable[[Main], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its control sockets lie in a folder of this user alone, which goes with it; so do those of killed peers."""
+    monkeypatch.setattr(p2pd.tempfile, "tempdir", "/tmp")
+    leftover = Path(f"/tmp/{p2pd.SOCKET_FOLDER}{2**31 - 2}-of-a-killed-peer")
+    leftover.mkdir(exist_ok=True)
+
+    def folders() -> list[Path]:
+        return list(Path("/tmp").glob(f"{p2pd.SOCKET_FOLDER}{os.getpid()}-*"))
+
+    def check() -> None:
+        assert len(folders()) == 2
+        for folder in folders():
+            assert folder.stat().st_mode & 0o777 == 0o700
+            assert any(path.is_socket() for path in folder.iterdir())
+        assert not leftover.exists()
+
+    async def main() -> None:
+        async with member() as boot, member(where(boot)):
+            check()
+
+    run(main())
+    assert folders() == []
+
+
 def test_peers_find_each_others_records(run: Callable[[Main], None], tmp_path: Path) -> None:
     async def main() -> None:
         identity = Identity.load_or_create(tmp_path / "identity")
