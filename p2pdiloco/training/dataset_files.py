@@ -12,7 +12,8 @@ import hashlib
 import os
 import sysconfig
 from collections.abc import Iterator
-from pathlib import Path
+from fnmatch import fnmatch
+from pathlib import Path, PurePath
 
 import msgspec
 from torch import Tensor
@@ -23,6 +24,9 @@ _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", 
 _BUCKETS = 1 << 32
 PATTERNS = {"text": "*.txt", "jsonl": "*.jsonl", "parquet": "*.parquet"}
 """Files of documents, by ``data.kind``."""
+
+_KEYS = ("id_rsa*", "id_ecdsa*", "id_ed25519*", "id_dsa*", "*.pem", "*.key")
+"""Names of private keys."""
 
 
 class CorpusError(ValueError):
@@ -68,11 +72,21 @@ def find_files(config: DataConfig, data: str | None) -> tuple[Path, list[Path]]:
         raise CorpusError(f"{root} is no folder: set data.path, or give --data, with a folder of text files")
     try:
         found = [p for p in (_library(root) if is_stdlib else root.rglob(pattern)) if p.is_file()]
+        found = [p for p in found if not is_private(p.relative_to(root))]
     except (OSError, ValueError, NotImplementedError) as error:
         raise CorpusError(f"{root} cannot be searched for {pattern!r}: {error}") from error
     if not found:
-        raise CorpusError(f"{root} has no file that matches {pattern!r}: change data.pattern, or give another folder")
+        raise CorpusError(
+            f"{root} has no file that matches {pattern!r}, hidden files and keys aside: change data.pattern, or give "
+            "another folder"
+        )
     return root, sorted(found, key=lambda p: p.relative_to(root).as_posix())
+
+
+def is_private(path: PurePath) -> bool:
+    """Whether a file, named relative to the data's folder, is hidden or looks like a key. The founder of a run chooses
+    the pattern of its files, and must not choose these from another user's folder."""
+    return any(part.startswith(".") for part in path.parts) or any(fnmatch(path.name, name) for name in _KEYS)
 
 
 def _library(root: Path) -> Iterator[Path]:

@@ -21,7 +21,7 @@ from p2pdiloco.protocol.manifest import (
 )
 from p2pdiloco.training.corpus import Batches, Blocks, cut_into_blocks, data_digest, held_out_batches, load_corpus
 from p2pdiloco.training.data_sources import tell_sources
-from p2pdiloco.training.dataset_files import Corpus, CorpusError, is_held_out
+from p2pdiloco.training.dataset_files import Corpus, CorpusError, find_files, is_held_out
 from p2pdiloco.training.evaluation import held_out_loss
 from p2pdiloco.training.models import build_model, generate, is_embedding, loss, named_tensors
 from p2pdiloco.training.optimizers import learning_rate
@@ -123,6 +123,21 @@ def test_what_a_manifest_says_of_folders_is_never_read(tmp_path: Path, kind: Any
     with pytest.raises(CorpusError) as caught:
         load_corpus(config, str(tmp_path / "own"))
     assert "private" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", [".env", ".ssh/id_rsa", "deep/.hidden/notes.txt", "id_ed25519", "server.key", "a.pem"])
+@pytest.mark.parametrize("pattern", ["*", "**/*", ".*", "id_*", "*.key"])
+def test_a_pattern_reaches_no_hidden_file_and_no_key(tmp_path: Path, name: str, pattern: str) -> None:
+    """The founder of the run chooses the pattern; the folder is the joiner's."""
+    secret = tmp_path / "a" / name
+    secret.parent.mkdir(parents=True)
+    secret.write_text("secret")
+    with pytest.raises(CorpusError, match="hidden files and keys aside"):
+        find_files(DataConfig(kind="files", pattern=pattern), str(tmp_path / "a"))
+    (tmp_path / "a" / "plain.txt").write_text("text")
+    if pattern in ("*", "**/*"):
+        _, found = find_files(DataConfig(kind="files", pattern=pattern), str(tmp_path / "a"))
+        assert [path.name for path in found] == ["plain.txt"]
 
 
 def test_what_will_be_read_is_told_before(tmp_path: Path) -> None:
