@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 MOST_WEIGHT: Final = 1.0
 """How many times the median of the others' weights a contribution's may be."""
-LONGEST: Final = 2.0
+LONGEST: Final = 1.5
 """How many times as long as the median of the others a contribution may count."""
 SHORTEST: Final = 2.0**-100
 MOST: Final = LARGEST / 2

@@ -48,6 +48,14 @@ def test_liars_that_are_fewer_than_half_of_the_others_lower_nobody_honest() -> N
     assert max(factors[4:]) < 0.5
 
 
+def test_liars_that_are_half_of_the_others_lower_nobody_honest() -> None:
+    """One of three: the larger of two agreements is that with the other honest one."""
+    first, second = honest(2, 10)
+    factors = judged(AgreementHistory(), [first, second, -first - second]).factors
+    assert factors[:2] == [1.0, 1.0]
+    assert factors[2] == FLOOR
+
+
 def test_two_contributions_are_not_judged() -> None:
     v = honest(1, 3)[0]
     assert judged(AgreementHistory(), [v, -v]) == Judgement([1.0, 1.0], [])

@@ -146,16 +146,16 @@ def test_one_of_four_that_sends_noise_does_not_lengthen_the_step(rule: MergeRule
     assert float(beside.norm()) < 1.5 * float(alone.norm())
 
 
-def test_a_contribution_counts_as_twice_the_others_median_at_most() -> None:
-    assert counted_lengths([1.0, 2.0, 3.0, 100.0], [24] * 4, 24) == [1.0, 2.0, 3.0, 4.0]
-    assert counted_lengths([1.0, 3.0, 100.0], [24] * 3, 24) == [1.0, 3.0, 6.0]
-    assert counted_lengths([1.0, 100.0], [24] * 2, 24) == [1.0, 2.0]
+def test_a_contribution_is_at_most_half_as_long_again_as_the_others_median() -> None:
+    assert counted_lengths([1.0, 2.0, 3.0, 100.0], [24] * 4, 24) == [1.0, 2.0, 3.0, 3.0]
+    assert counted_lengths([1.0, 3.0, 100.0], [24] * 3, 24) == [1.0, 3.0, 4.5]
+    assert counted_lengths([1.0, 100.0], [24] * 2, 24) == [1.0, 1.5]
     assert counted_lengths([100.0], [24], 24) == [100.0]
 
 
 def test_declared_steps_lengthen_a_contribution_to_a_turns_at_most() -> None:
     """Whoever declares the steps of 64 turns goes no farther than whoever declares those of one."""
-    assert counted_lengths([1.0, 1.0, 1.0, 40.0], [24, 24, 24, 64 * 24], 24) == [1.0, 1.0, 1.0, 2.0]
+    assert counted_lengths([1.0, 1.0, 1.0, 40.0], [24, 24, 24, 64 * 24], 24) == [1.0, 1.0, 1.0, 1.5]
     assert counted_lengths([1.0, 5.0], [4, 24], 24) == [1.0, 5.0], "a newcomer's first contribution is no measure"
     assert counted_lengths([0.0, 0.0, 3.0], [24, 24, 24], 24) == [0.0, 0.0, 3.0]
     assert counted_lengths([2.0, 3.0], [0, 0], 24) == [2.0, 3.0]

@@ -100,6 +100,17 @@ def peers(request: pytest.FixtureRequest) -> tuple[Peer, Peer]:
     return Peer(outer), Peer(outer)
 
 
+def test_a_contribution_that_most_others_disagree_with_hardly_moves_the_merge() -> None:
+    owner, learner = Peer(rule="direct"), Peer(rule="direct")
+    common = bell(1)
+    honest = [common + bell(2 + i) for i in range(3)]
+    payloads = [learner.contribute(gradient) for gradient in [*honest, -common]]
+    merged = decoded(owner.merge(payloads)[1].payload)
+    expected = (sum(honest, torch.zeros(ELEMENTS)) - 0.1 * common) / 3.1
+    assert float((merged - expected).norm() / expected.norm()) < 0.2
+    assert float(merged @ common / common.norm() ** 2) > 0.9
+
+
 def test_all_peers_get_the_same_bits_and_the_owners_digests(peers: tuple[Peer, Peer]) -> None:
     owner, other = peers
     for round_ in range(3):
