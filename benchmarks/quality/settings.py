@@ -65,8 +65,8 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     curve_samples: int = 0
     """Held-out windows that are measured on the way, spread over all; 0: all of them."""
     bounded: bool = False
-    """No contribution weighs more than the median of the others, or counts as more than 1.5 times as long (shipped); see
-    ``correction``."""
+    """No contribution weighs more than the median of the others, or counts as more than 1.5 times as long (shipped);
+    see ``correction``."""
     agreement: bool = False
     """Contributions that most others disagree with weigh less (shipped, with ``bounded``); see ``correction``."""
     noise: float = 0.0
