@@ -24,6 +24,7 @@ CIRCLES = {
     frozenset({"training.multi_rank", "training.node_link"}),
 }
 """Modules that know each other's types, still."""
+DEFINITIONS = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 PARTS = "core|replication|aggregation|contributions|shutdown|evaluations|heartbeats|repair|block_assignment"
 
 
@@ -75,6 +76,25 @@ def test_each_word_of_the_glossary_is_used_in_the_code() -> None:
     assert len(words) > 30
     parts = {part for word in words for part in re.findall(r"[a-z]{2,}", word)} - {"window"}
     assert not {part for part in parts if not used & {part, part + "s", part.rstrip("e") + "ing"}}
+
+
+def defined() -> set[str]:
+    """Classes, functions, and methods with their class's name, of the package."""
+    found = {item.name for tree in modules().values() for item in ast.walk(tree) if isinstance(item, DEFINITIONS)}
+    for _, item in classes():
+        found.update(f"{item.name}.{method.name}" for method in item.body if isinstance(method, DEFINITIONS))
+    return found
+
+
+def test_the_architecture_page_names_only_files_and_functions_that_exist() -> None:
+    quoted = re.findall(r"`([^`\n]+)`", (ROOT / "docs" / "architecture.md").read_text())
+    paths = {text for text in quoted if re.fullmatch(r"[\w/]+(/|\.py|\.c)|\w+\.toml", text)}
+    names = {text for text in quoted if re.fullmatch(r"[A-Za-z_]\w*(\.[a-z_]\w*)?", text)}
+    known = defined()
+    assert len(paths) > 60
+    assert len(names) > 25
+    assert {path for path in paths if not (PACKAGE / path).exists() and not (ROOT / path).exists()} == set()
+    assert {name for name in names - paths if name not in known} == set()
 
 
 def test_no_class_name_has_two_meanings_but_those_that_are_known_for_it() -> None:
