@@ -16,7 +16,7 @@ from benchmarks.scale import plots
 from p2pdiloco.planner import SYSTEMS, Training, least_rate, sustained
 
 CODECS = {"bf16": 1.348, "int8": 0.954, "int4": 0.428, "int4-coarse": 0.271, "int2": 0.208}
-"""Bytes a parameter, measured (docs/wire.md); the paper's int4 is 0.5 without scales and zstd."""
+"""Bytes a parameter, measured (docs/results.md); the paper's int4 is 0.5 without scales and zstd."""
 SIZES = (2e9, 5e9, 12e9, 30e9, 100e9)
 PEERS = (2, 4, 8, 16, 32, 64)
 RATES = tuple(10.0 ** (7 + i / 4) for i in range(17))

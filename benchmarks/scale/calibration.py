@@ -6,7 +6,7 @@ Rules of this file:
 1. Both sides run the protocol's machine with the same manifest. Real peers are node processes in sites of a throttled
    network, their learners wait instead of computing (calibration_peer.py); simulated ones share uplinks.
 2. Payloads of the simulator are as large as those that the real peers sent: how well bytes of a codec are known is
-   another matter (docs/wire.md). All else is a setting.
+   another matter (docs/results.md). All else is a setting.
 3. Turns that are announced in the window count, with what became of them within ``DRAIN_S`` after it.
 4. Real bytes are those of all interfaces, with acknowledgements; simulated ones are messages and payloads with headers.
 """

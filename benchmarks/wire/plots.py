@@ -3,8 +3,8 @@
     python -m benchmarks.wire.plots                 # docs/plots, from the rows in results/
 
 Rules of this file:
-1. The rows of the figures that docs/wire.md tells are kept in ``results/rows.jsonl``; a new measurement's ``--json``
-   takes their place there. Those of deb444e were copied from docs/wire.md and its pictures, in their three digits.
+1. The rows of the figures that docs/results.md tells are kept in ``results/rows.jsonl``; a new measurement's ``--json``
+   takes their place there. Those of deb444e were copied from docs/wire.md as it was then, in three digits.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ RESULTS = Path(__file__).parent / "results" / "rows.jsonl"
 PLOTS = Path(__file__).parents[2] / "docs" / "plots"
 LINKS = {"lo": "loopback", "2.5gbit": "2.5 Gbit/s", "1gbit": "1 Gbit/s", "200mbit": "200 Mbit/s"}
 SHOWN = ("int2 rms 1.224", "int4 rms 1", "int4 rms 0.4", "e3m0", "int8 absmax", "bf16")
-"""Codecs whose speeds are drawn, those of docs/wire.md; of the others bytes and error alone."""
+"""Codecs whose speeds are drawn, those of docs/results.md; of the others bytes and error alone."""
 SHIPPED = "int4 rms 0.4"
 
 

@@ -21,7 +21,7 @@ from p2pdiloco.training.models import outline
 from p2pdiloco.training.parameters import embedding_names, trainable
 
 OTHERS = {"e3m0": 0.44}
-"""Bytes a parameter of codecs that are on no ladder (docs/wire.md)."""
+"""Bytes a parameter of codecs that are on no ladder (docs/results.md)."""
 
 
 async def run(arguments: argparse.Namespace) -> int:

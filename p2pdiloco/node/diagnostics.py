@@ -292,7 +292,7 @@ CHECKPOINT_BYTES_A_PARAMETER = 8
 INNER_STATE_BYTES_A_PARAMETER = 8
 LOG_BYTES = 100 << 20
 SENT_BYTES_A_PARAMETER = 0.44
-"""Of one exchange: int4 with its scales (docs/wire.md)."""
+"""Of one exchange: int4 with its scales (docs/results.md)."""
 LIMIT_S = 240.0
 """Beyond the steps themselves: to load torch, data and model."""
 
