@@ -5,7 +5,7 @@ by what FILE says (``RouterPlan`` as JSON), which it reads again on SIGHUP.
 
 Rules of this file:
 1. Devices take packets of up to 64 KiB that are still to be segmented, so one read and one write carry about 44
-   segments, while the links' MTU stays 1500. Measured: docs/testbed.md.
+   segments, while the links' MTU stays 1500.
 2. A packet leaves ``delay`` plus or minus up to ``jitter`` (uniform) after it came, never before one that came earlier
    on its path. Losses are drawn for segments, as gaps between losses, so that a path without losses costs nothing.
 3. What waits is bounded; beyond that, packets are lost.
