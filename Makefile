@@ -61,7 +61,7 @@ fuzz: $(READY) ## every decoder of others' bytes, for SECONDS=600, with what is 
 
 # SAMPLE mutants of each package (0: all, a day of one core); the seed makes the sample repeatable.
 SAMPLE ?= 150
-mutants: $(READY) ## planted bugs, and SAMPLE mutants a package against the fast tests and seeds (an hour): docs/testing.md
+mutants: $(READY) ## planted bugs, and SAMPLE mutants a package against the fast tests and seeds (an hour): tests/README.md
 	@$(BIN)/python -m tests.mutation planted --jobs 2
 	@$(BIN)/python -m tests.mutation run --sample $(SAMPLE) --jobs 2 --json out/mutation/run.json --check
 

@@ -6,7 +6,7 @@
     check     what CI does: mutants that tests once killed must still die, and a fresh sample is told
     accept    take runs' JSON files into the baseline
 
-docs/testing.md tells more.
+tests/README.md tells more.
 """
 
 from __future__ import annotations
