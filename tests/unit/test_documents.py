@@ -25,6 +25,9 @@ DOCUMENTS = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
     ROOT / "CHANGELOG.md",
+    ROOT / "SECURITY.md",
+    ROOT / "tests" / "README.md",
+    ROOT / "benchmarks" / "netbed" / "README.md",
     *(path for path in sorted((ROOT / "docs").glob("*.md")) if path.name != "lab-notes.md"),
 ]
 """Lab notes tell what was run then."""
@@ -53,7 +56,8 @@ def mentions() -> list[Mention]:
         lines += re.findall(r"^    (\S.*)$", text, re.MULTILINE)
         whole = [(re.split(r"\s+#\s", line)[0].strip().removeprefix("$ "), True) for line in lines]
         named = [(line, False) for line in re.findall(r"`((?:p2pdiloco|python -m|make) [^`\n]+)`", text)]
-        found += [Mention(path.name, line, is_whole) for line, is_whole in whole + named]
+        name = path.relative_to(ROOT).as_posix().removeprefix("docs/")
+        found += [Mention(name, line, is_whole) for line, is_whole in whole + named]
     return list(dict.fromkeys(found))
 
 
@@ -91,7 +95,7 @@ SHARED = (ROOT / "benchmarks" / "bench.py", ROOT / "tests" / "machine_sim" / "ar
 
 @pytest.mark.parametrize("mention", typed("python -m"), ids=lambda one: f"{one.document}: {one.text}")
 def test_a_module_is_there_and_has_those_options(mention: Mention) -> None:
-    words = words_of(mention.text)[2:]
+    words = words_of(mention.text.partition(" -- ")[0])[2:]  # what follows is a command of its own
     if words[0].partition(".")[0] not in ("benchmarks", "tests", "p2pdiloco"):
         return
     spec = find_spec(words[0])
