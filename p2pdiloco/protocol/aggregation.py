@@ -76,7 +76,9 @@ class OwnCommitLog:
 
 
 # -- Quorum and grace window -------------------------------------------------------------------------------------------
-# Source: arXiv 2604.21428, "adaptive grace window"; gamma and the smoothing are unpublished, see docs/decisions.md.
+# Source: arXiv 2604.21428, "adaptive grace window". It publishes neither gamma nor the smoothing: ours are
+# ``grace_share`` of the manifest and ``SMOOTHING``. Owners often wait longer:
+# docs/adr/0035-owners-wait-for-usual-answers.md
 
 
 class QuorumView(NamedTuple):

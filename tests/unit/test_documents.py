@@ -29,6 +29,7 @@ DOCUMENTS = [
     ROOT / "tests" / "README.md",
     ROOT / "benchmarks" / "netbed" / "README.md",
     *(path for path in sorted((ROOT / "docs").glob("*.md")) if path.name != "lab-notes.md"),
+    *sorted((ROOT / "docs" / "adr").glob("*.md")),
 ]
 """Lab notes tell what was run then."""
 VALUES = {"N": "2", "RATE": "10mbit", "S": "2", "T": "3", "SECONDS": "60", "FILE": "file", "NAME": "name"}
