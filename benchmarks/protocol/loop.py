@@ -3,7 +3,7 @@
     python benchmarks/protocol/loop.py [--shards 960] [--fragments 24] [--peers 8] [--seconds 60]
 
 A simulated world of peers that train; each event's processor time (not the wall's, so that a busy machine does not
-count) is taken at one of them. Figures: docs/lab-notes.md.
+count) is taken at one of them. Figures: benchmarks/notes.md.
 """
 
 from __future__ import annotations

@@ -126,7 +126,7 @@ def save(path: Path, content: bytes) -> None:
 CALM_S, SILENT_S = 60.0, 8.0
 """Longest interval between two pings of a peer that answers, and of one that does not."""
 FEW = 8
-"""Beyond so many peers, the intervals of those that answer grow in proportion."""
+"""Beyond so many peers, the intervals of those that answer grow in proportion (benchmarks/notes.md, idle traffic)."""
 PEERS_MOST = 512
 
 

@@ -33,7 +33,8 @@ HEADROOM = 0.9
 SEARCH_GAIN, PROBE_GAIN = 2.0, 1.25
 GROWTH = 1.1
 PATIENCE = 3
-"""Windows. One is not enough: a process that is scheduled late measures little in it."""
+"""Windows without growth that end the search. One is not enough: a process that is scheduled late measures little in
+it. With one, a busy machine stayed at 1,180 of 2,380 Mbit/s for ten seconds (2026-11-21)."""
 CRUISE_WINDOWS = 20
 MEMORY_WINDOWS = 100
 FLOOR_BYTES_PER_S = 125_000.0

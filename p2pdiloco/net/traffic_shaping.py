@@ -35,7 +35,8 @@ DEBT_S = 1.0
 SLICE_S = 0.002
 """A slice takes about this long, so that what overtakes it waits no longer."""
 SLICE_LEAST, SLICE_MOST = 16 << 10, 128 << 10
-"""One TLS record; what is encrypted and decrypted in a tenth of a millisecond."""
+"""One TLS record; what is encrypted and decrypted in a tenth of a millisecond. Slices of at most 64 KiB took 15 % more
+CPU (benchmarks/notes.md, control under bulk)."""
 SLICE_UNLIMITED = 256 << 10
 """Where there is no budget: one chunk, for a tenth less CPU."""
 
@@ -213,10 +214,13 @@ def pacing_rates(
 
 
 TURN_BYTES = 128 << 10
+"""Bulk that is written in one turn of the event loop (benchmarks/notes.md, control under bulk)."""
 REFRESH_S = 0.02
 IDLE_REFRESHES = 50
 """Peers that sent nothing for so long are not counted in the shares."""
 PACING_HEADROOM = 1.25
+"""Times its share at which the kernel paces a peer. At 4 a request under bulk took 10 to 16 ms, because the receiver's
+socket fills (benchmarks/notes.md, control under bulk)."""
 PACING_STEP = 0.05
 PACING_LEAST = 1_000_000.0
 """Bytes per second. The kernel's pacing holds control back too, so below this it is left to the schedule."""

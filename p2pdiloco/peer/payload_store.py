@@ -36,11 +36,13 @@ from p2pdiloco.util.files import SECTOR_BYTES
 # 1. Pure. Two pieces never share a sector (``SECTOR_BYTES``): each can be written past the system's cache.
 # 2. The first gap that is large enough is taken; what is given back joins the gaps beside it, and the file's end.
 # 3. Pieces of nearly one size, as a shard's are, get places of one size: else each leaves a sliver of its gap, and
-#    there are thousands of them to be looked through (docs/lab-notes.md).
+#    there are thousands of them to be looked through.
 
 
 STEPS = 32
-"""Sizes of places per power of two, where these are whole sectors: at most 1/32 is unused."""
+"""Sizes of places per power of two, where these are whole sectors: at most 1/32 is unused. Measured with 500 shards
+over 120 turns: 1,638 gaps and 1.0 ms for the slowest search, against 4,589 gaps and 8.2 ms with places of any number of
+sectors (benchmarks/notes.md)."""
 
 
 def place_bytes(size: int) -> int:
