@@ -26,12 +26,11 @@ DOCUMENTS = [
     ROOT / "CONTRIBUTING.md",
     ROOT / "CHANGELOG.md",
     ROOT / "SECURITY.md",
-    ROOT / "tests" / "README.md",
-    ROOT / "benchmarks" / "netbed" / "README.md",
-    *(path for path in sorted((ROOT / "docs").glob("*.md")) if path.name != "lab-notes.md"),
+    *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "docs" / "adr").glob("*.md")),
+    *sorted((ROOT / "tests").glob("*.md")),
+    *sorted((ROOT / "benchmarks").rglob("*.md")),
 ]
-"""Lab notes tell what was run then."""
 VALUES = {"N": "2", "RATE": "10mbit", "S": "2", "T": "3", "SECONDS": "60", "FILE": "file", "NAME": "name"}
 """What stands for a number, or for a word."""
 STORIES = {"--story NAME": "--story partition-and-heal"}
