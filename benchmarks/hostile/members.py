@@ -5,7 +5,8 @@ with changed code, against the same run without these.
     python -m benchmarks.hostile.members --peers 8 --liars 2 --attacks tokens+flip
 
 A row is an attack: the held-out loss that the honest founder measures, and the same of the run without liars when its
-peers have had as many honest tokens merged; how many honest tokens the run merged until its budget of tokens was spent.
+peers have had as many honest tokens merged; how many honest tokens the run merged until its budget of tokens was spent;
+and how many of the liars the logs of honest peers name.
 The lies are those of ``tests.chaos.byzantine``; an attack that no liar has sent is an error.
 """
 
@@ -45,6 +46,7 @@ COLUMNS: tuple[bench.Column, ...] = (
     ("ratio", "ratio", ".3f"),
     ("worst ratio", "worst_ratio", ".3f"),
     ("honest tokens at the end", "honest_share", ".0%"),
+    ("liars named", "named", "d"),
 )
 
 
@@ -63,6 +65,8 @@ class Outcome(NamedTuple):
     """In the order of their versions."""
     honest_tokens: int
     """Tokens of honest peers that were merged until the end."""
+    named: int
+    """Liars that an honest peer's log names: most others disagree with what they contribute."""
 
     def loss_at(self, tokens: int) -> float:
         """The held-out loss when so many honest tokens were merged, between two looks by a straight line."""
@@ -114,10 +118,14 @@ def run(out: Path, options: argparse.Namespace, honest: int, lies: Sequence[str]
     finally:
         swarm.stop()
         swarm.kill_leftovers()
-    return outcome(founder, {member.view.peer for member in members})
+    for liar in liars:
+        liar.refresh()
+    told = [text for member in members for text in member.view.warnings if "point away" in text]
+    named = sum(any(liar.view.peer in text for text in told) for liar in liars)
+    return outcome(founder, {member.view.peer for member in members}, named)
 
 
-def outcome(founder: Member, honest: set[str]) -> Outcome:
+def outcome(founder: Member, honest: set[str], named: int) -> Outcome:
     """Read a run's outcome from the founder's event log."""
     merged, by_version = 0, {0: 0}
     for commit in sorted(founder.view.commits, key=lambda line: line["version"]):
@@ -125,7 +133,7 @@ def outcome(founder: Member, honest: set[str]) -> Outcome:
         by_version[commit["version"]] = merged
     measured = {version: loss for _, loss, version in founder.view.held_out}
     looks = [Look(by_version[version], loss) for version, loss in sorted(measured.items()) if version in by_version]
-    return Outcome(looks, merged)
+    return Outcome(looks, merged, named)
 
 
 def main() -> None:
@@ -155,6 +163,7 @@ def main() -> None:
                 "held_out_honest": same,
                 "ratio": last.loss / same,
                 "worst_ratio": max(look.loss / alone.loss_at(look.tokens) for look in reached),
+                "named": found.named,
                 "honest_share": found.honest_tokens / (options.steps * honest * STEP_TOKENS),
             }
             bench.write(options, "hostile/members", {"attack": attack}, rows[attack])

@@ -41,6 +41,8 @@ PIECE: Final = CHUNK // 4
 """A larger shard is judged by so many pieces of so many elements, each from another chunk."""
 REMEMBERED: Final = 4096
 """Learners in the history; the one that has not contributed for longest is forgotten first."""
+DISSENTS_AFTER: Final = 12
+"""Judged merges after which a learner that still disagrees is named."""
 JUDGED: Final = 3
 """Contributions needed: two always agree equally with each other."""
 
@@ -54,11 +56,22 @@ class Judgement(NamedTuple):
     """a_i, from -1 to 1; empty if there were too few contributions to judge."""
 
 
+class _Record(NamedTuple):
+    """One learner's past."""
+
+    mean: float
+    """h_i."""
+    usual: float = 0.0
+    """Running mean of the usual agreement in the merges that could be judged."""
+    judged: int = 0
+    """Merges that could be judged."""
+
+
 class AgreementHistory:
     """One owner's memory of how far each learner has agreed with the others."""
 
     def __init__(self) -> None:
-        self._means: dict[str, float] = {}
+        self._records: dict[str, _Record] = {}
         """Ordered by the last contribution, the oldest first."""
         self._draw = random.Random()
         self._lock = threading.Lock()
@@ -66,7 +79,7 @@ class AgreementHistory:
 
     def __len__(self) -> int:
         """The number of learners that are remembered."""
-        return len(self._means)
+        return len(self._records)
 
     def judge(self, learners: Sequence[str], gradients: Sequence[Gradient]) -> Judgement:
         """Compare the contributions of one merge, and add them to the history.
@@ -81,8 +94,9 @@ class AgreementHistory:
             return Judgement(factors, [])
         cosines, compared = self._cosines([gradients[index] for index in present])
         now = [_upper_median(row[:place] + row[place + 1 :]) for place, row in enumerate(cosines.tolist())]
-        means = [self._remember(learners[index], value) for index, value in zip(present, now, strict=True)]
         noise = 1.0 / math.sqrt(compared)
+        usual = _lower_median(now) if _lower_median(now) > 3.0 * noise else 0.0
+        means = [self._remember(learners[index], value, usual) for index, value in zip(present, now, strict=True)]
         both = zip(_factors(now, 3.0 * noise), _factors(means, noise), strict=True)
         for index, value, pair in zip(present, now, both, strict=True):
             factors[index], agreements[index] = max(pair), value
@@ -117,21 +131,45 @@ class AgreementHistory:
             found.append((chunk, slice(start, min(start + PIECE, size))))
         return found
 
-    def _remember(self, learner: str, value: float) -> float:
+    def _remember(self, learner: str, value: float, usual: float) -> float:
+        """Add an agreement to a learner's past; returns its new mean. ``usual``: that of the merge, 0 if unknown."""
         with self._lock:
-            mean = DECAY * self._means.pop(learner, value) + (1.0 - DECAY) * value
-            self._means[learner] = mean
-            if len(self._means) > REMEMBERED:
-                del self._means[next(iter(self._means))]
+            last = self._records.pop(learner, _Record(value))
+            mean = DECAY * last.mean + (1.0 - DECAY) * value
+            found = last._replace(mean=mean)
+            if usual:
+                mean_usual = DECAY * (last.usual or usual) + (1.0 - DECAY) * usual
+                found = _Record(mean, mean_usual, last.judged + 1)
+            self._records[learner] = found
+            if len(self._records) > REMEMBERED:
+                del self._records[next(iter(self._records))]
         return mean
 
+    def dissenters(self) -> dict[str, int]:
+        """Learners that have long disagreed with most others, with the number of their contributions that were judged.
 
-def _upper_median(values: list[float]) -> float:
+        Wrong data, a wrong learning rate or a hostile member looks like this. The weight of such a contribution is
+        low already; this is for people.
+        """
+        with self._lock:
+            records = dict(self._records)
+        return {
+            learner: record.judged
+            for learner, record in records.items()
+            if record.judged >= DISSENTS_AFTER and SLOPE * record.mean < record.usual
+        }
+
+
+def _upper_median(values: Sequence[float]) -> float:
     return sorted(values)[len(values) // 2]
 
 
+def _lower_median(values: Sequence[float]) -> float:
+    return sorted(values)[(len(values) - 1) // 2]
+
+
 def _factors(values: Sequence[float], noise: float) -> list[float]:
-    usual = sorted(values)[(len(values) - 1) // 2]
+    usual = _lower_median(values)
     if usual <= noise:
         return [1.0] * len(values)
     return [min(1.0, max(FLOOR, SLOPE * value / usual)) for value in values]

@@ -64,6 +64,7 @@ class View:
         self.held_out: list[tuple[float, float, int]] = []
         """(Unix time, loss, version)"""
         self.commits: list[dict[str, Any]] = []
+        self.warnings: list[str] = []
 
     def apply(self, line: dict[str, Any]) -> None:
         """Update the state by one line of the event log."""
@@ -86,6 +87,8 @@ class View:
                 if line["shard"] == 0:
                     self.version, self.merged_tokens = line["version"], line["tokens"]
                     self.commits.append(line)
+            case "note" if line["level"] == "warning":
+                self.warnings.append(line["text"])
             case _:
                 pass
 

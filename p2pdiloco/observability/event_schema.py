@@ -120,6 +120,7 @@ _TOPICS = {
     "merge": "a merge failed",
     "learner": "the learner",
     "fetch": "a state is fetched",
+    "agreement": "contributions disagree",
 }
 _WRITERS: dict[str, Callable[[Line], Sentence | None]] = {
     "started": lambda line: Sentence("info", "this peer starts" + (" anew" if line["is_new"] else " with its state")),

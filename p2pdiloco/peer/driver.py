@@ -36,7 +36,7 @@ from p2pdiloco.peer.signatures import OPEN
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
-from p2pdiloco.protocol.ids import Digest, PeerId, ShardId, digest_of, peer_of
+from p2pdiloco.protocol.ids import Digest, LearnerId, PeerId, ShardId, digest_of, peer_of
 from p2pdiloco.protocol.machine import Machine
 from p2pdiloco.util import logs
 from p2pdiloco.wire.control_messages import encode, join_commit
@@ -102,6 +102,8 @@ class Driver:
         self._average = average
         self._timer: Handle | None = None
         self._has_left = False
+        self._dissenters: frozenset[str] = frozenset()
+        """Learners that were named for pointing away from most others."""
 
     def close(self) -> None:
         """Handle no more events; running work ends without effect."""
@@ -364,6 +366,15 @@ class Driver:
             length=float(f"{merged.length:.4g}"),
             cosine=None if cosine is None else round(cosine, 4),
         )
+        found = self._state.dissenters()
+        for learner in sorted(found.keys() - self._dissenters):
+            text = (
+                f"{found[learner]} contributions of {peer_of(LearnerId(learner))} point away from most others': its "
+                "data or learning rate may be wrong; they weigh less"
+            )
+            self._metrics.write("note", level="warning", topic="agreement", text=text)
+            log.warning(text)
+        self._dissenters = frozenset(found)
 
     def _finish_merge(self, effect: ef.Merge, merged: MergeResult) -> None:
         result, cached = digest_of(merged.digests), self.payload_cache.shards[effect.shard]

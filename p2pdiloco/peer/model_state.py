@@ -483,6 +483,10 @@ class ModelState:
             found.append(digests.chunk_digest(*self._next_chunk(body, span, factors)))
         return b"".join(found)
 
+    def dissenters(self) -> dict[str, int]:
+        """See ``AgreementHistory.dissenters``; of the merges that this peer made."""
+        return self._agreement.dissenters()
+
     def merge_error(self, shard: ShardId, payload: Payload) -> float:
         """Relative error of the first chunk of what was just merged."""
         span = self._chunks(shard)[0]

@@ -44,7 +44,7 @@ from p2pdiloco.peer.state_server import RequestHandlers, StateServer
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
-from p2pdiloco.protocol.ids import Digest, PeerId, peer_of
+from p2pdiloco.protocol.ids import Digest, LearnerId, PeerId, peer_of
 from p2pdiloco.protocol.machine import Machine
 from p2pdiloco.protocol.manifest import Layout, Manifest
 from p2pdiloco.protocol.messages import SIGNATURE_BYTES
@@ -269,8 +269,18 @@ class Peer:
     def trouble(self) -> str:
         """What a person should look at, the learner's or the swarm's; empty if there is nothing."""
         supervision = self.supervision
-        learners = "; ".join(filter(None, (supervision.absence, supervision.trouble)))
+        learners = "; ".join(filter(None, (supervision.absence, supervision.trouble, self._dissent())))
         return (learners or "; ".join(self.machine.status().troubles))[:TROUBLE_LIMIT]
+
+    def _dissent(self) -> str:
+        """Say whether this peer's own contributions point away from the others', in the merges that it made itself."""
+        for learner, times in self.state.dissenters().items():
+            if peer_of(LearnerId(learner)) == self.config.peer:
+                return (
+                    f"the last {times} contributions of this peer that it could compare point away from the others': "
+                    "check its data and its learning rate"
+                )
+        return ""
 
     @property
     def is_over(self) -> bool:

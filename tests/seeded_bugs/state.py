@@ -322,6 +322,15 @@ BUGS = (
         ),
     ),
     Bug(
+        name="a learner that agrees again is named for ever",
+        module=_AGREEMENT,
+        where="AgreementHistory._remember",
+        old="DECAY * last.mean + (1.0 - DECAY) * value",
+        new="min(last.mean, DECAY * last.mean + (1.0 - DECAY) * value)",
+        harm="a machine whose data was corrected keeps a tenth of its weight, and its user is still told to look",
+        killed_by=(f"{_AGREEMENT_TESTS}::test_a_learner_that_long_disagrees_is_named_until_it_agrees_again",),
+    ),
+    Bug(
         name="the same part of every shard is compared",
         module=_AGREEMENT,
         where="AgreementHistory._pieces",

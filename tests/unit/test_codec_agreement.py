@@ -96,6 +96,25 @@ def test_a_bad_past_is_no_penalty_once_a_learner_agrees() -> None:
     assert judged(history, honest(4, 30)).factors == [1.0] * 4
 
 
+def test_a_learner_that_long_disagrees_is_named_until_it_agrees_again() -> None:
+    history, named = AgreementHistory(), []
+    for turn in range(30):
+        *vectors, last = honest(4, turn)
+        judged(history, [*vectors, -last if turn < 16 else last])
+        named.append(history.dissenters())
+    assert named[10] == {}, "eleven are too few"
+    assert named[11] == {"learner 3": 12}
+    assert named[15] == {"learner 3": 16}
+    assert named[29] == {}
+
+
+def test_nobody_is_named_where_nothing_can_be_judged() -> None:
+    history, generator = AgreementHistory(), torch.Generator().manual_seed(12)
+    for _ in range(30):
+        judged(history, [torch.randn(ELEMENTS, generator=generator) for _ in range(5)])
+    assert history.dissenters() == {}
+
+
 @pytest.mark.parametrize("place", [0, 3, 4])
 def test_a_lie_in_any_chunk_of_a_large_shard_is_seen(place: int) -> None:
     """The sample is drawn anew for each merge."""
