@@ -48,6 +48,7 @@ from p2pdiloco.protocol.ids import Digest, LearnerId, PeerId, peer_of
 from p2pdiloco.protocol.machine import Machine
 from p2pdiloco.protocol.manifest import Layout, Manifest
 from p2pdiloco.protocol.messages import SIGNATURE_BYTES
+from p2pdiloco.timing import RateLimiter
 from p2pdiloco.training.shared_memory import SharedVectors, let_go
 from p2pdiloco.transport.identity import Identity
 from p2pdiloco.util import logs
@@ -59,6 +60,11 @@ from p2pdiloco.wire.request_reply import Answer
 
 
 log = logs.get("node")
+
+MESSAGES_PER_S = 200
+MESSAGE_BURST = 2000
+"""Messages of one kind, without a payload, that a peer may send. An honest peer sends a few for each turn of a
+fragment. What comes beyond is dropped and counted like a message that cannot be read, until the sender is cut off."""
 
 
 class InitialState:
@@ -103,6 +109,7 @@ class Peer:
         self.metrics = metrics
         standing = standing or Everybody()
         self._end = End()
+        self._rates: RateLimiter[tuple[PeerId, type]] = RateLimiter(burst=MESSAGE_BURST, per_s=MESSAGES_PER_S)
         self.state = ModelState(
             layout,
             manifest.config.outer,
@@ -368,6 +375,10 @@ class Peer:
             message = decode_message(body) if isinstance(body, bytes) else body
         except ValueError as error:
             self.metrics.report_fault(peer, "message", str(error))
+            self.host.links.blame(peer)
+            return None
+        if payload is None and not self._rates.take((peer, type(message)), self.host.now()):
+            self.metrics.report_fault(peer, "flood", f"more than {MESSAGES_PER_S} {type(message).__name__} a second")
             self.host.links.blame(peer)
             return None
         standing = self.verifier.standing

@@ -20,6 +20,17 @@ _DOORS_TESTS = "tests/unit/test_net_authorization.py"
 
 BUGS = (
     Bug(
+        name="floods are taken",
+        module="p2pdiloco.peer.peer",
+        where="Peer.message",
+        old="payload is None and not self._rates.take((peer, type(message)), self.host.now())",
+        new="False",
+        harm="one member that sends nothing but small messages takes the others' processors, and stays",
+        killed_by=(
+            "tests/unit/test_peer_floods.py::test_a_flood_of_one_kind_is_dropped_and_costs_its_sender_the_connection",
+        ),
+    ),
+    Bug(
         name="text far behind an invite is ignored",
         module=_INVITES,
         where="decode_invite",
