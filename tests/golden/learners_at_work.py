@@ -1,5 +1,7 @@
-"""Prints the picture of a learner's life, as its peer sees it in worlds of whole peers, which want a process of their
-own (``tests.peer_sim.worker``)."""
+"""Prints the diagram of a learner's states as its peer sees them, in simulations of whole peers.
+
+These simulations need a process of their own (``tests.peer_sim.worker``).
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""State machines as they are seen at work: what becomes of an object's state, by which of its functions, in a picture.
+"""Draws the state machines of objects from what running code does: their states, and the functions that change them.
 
 Rules of this file:
-1. Nothing is declared: a state is what a function says of an object, an arrow is a change that was seen. So the code
-   needs no framework, and a picture cannot show what does not happen.
-2. An arrow has the name of the function in which the change came about.
+1. Nothing is declared: a function says in which state an object is, and each observed change becomes an arrow. The code
+   needs no framework, and a diagram cannot show a change that does not occur.
+2. An arrow has the name of the function in which the change occurred.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from typing import Any
 import pytest
 
 NOTHING = "[*]"
-"""What every object comes from, in Mermaid."""
+"""The initial state, in Mermaid."""
 
 
 class Picture:
-    """The changes that were seen of one kind of object."""
+    """The observed state changes of one kind of object."""
 
     def __init__(self) -> None:
         self.arrows: dict[tuple[str, str], set[str]] = {}
         self._last: dict[int, tuple[object, str]] = {}
 
     def see(self, whose: object, state: str, cause: str) -> None:
-        """``whose`` is in ``state`` now; ``cause`` has brought it there, if it was in another."""
+        """Record that ``whose`` is in ``state``; ``cause`` is the reason if it was in another state before."""
         _, before = self._last.get(id(whose), (whose, NOTHING))
         self._last[id(whose)] = (whose, state)  # kept, so that its id stays its own
         if state != before:
             self.arrows.setdefault((before, state), set()).add("" if before == NOTHING else cause)
 
     def mermaid(self) -> str:
-        """As GitHub draws it."""
+        """Return the diagram in Mermaid's language, which GitHub draws."""
         lines = [
             f"    {before} --> {after}" + (f" : {', '.join(sorted(causes))}" if causes != {""} else "")
             for (before, after), causes in sorted(self.arrows.items())
@@ -44,8 +44,8 @@ class Picture:
 
 @contextmanager
 def attributes_of(kind: type, state_of: Callable[[Any], str | None], *parts: type) -> Iterator[Picture]:
-    """Look whenever an attribute is set, of one of ``kind`` or of the ``parts`` that it has. ``state_of`` says None of
-    what is not whole yet."""
+    """Look at an object of ``kind`` whenever an attribute of it or of one of its ``parts`` is set. ``state_of`` returns
+    None for an object that is not complete yet."""
     picture = Picture()
     wholes: dict[int, object] = {}
 
@@ -66,7 +66,7 @@ def attributes_of(kind: type, state_of: Callable[[Any], str | None], *parts: typ
 
 @contextmanager
 def calls_of(kind: type, method: str, state_of: Callable[[Any], str]) -> Iterator[Picture]:
-    """Look after each call of ``method``; the cause is the kind of its first argument."""
+    """Look at an object after each call of ``method``; the cause is the type of the call's first argument."""
     picture = Picture()
     called = getattr(kind, method)
 
