@@ -1,51 +1,64 @@
-"""docs/protocol.md and the tests in this folder name each other."""
+"""Each rule of docs/protocol.md has a test, each test of this folder has a rule, and docs/protocol-tests.md says which.
+
+A rule is a paragraph that begins with its id in bold. A test names its rules at the beginning of its docstring.
+"""
 
 from __future__ import annotations
 
-import ast
 import re
-from pathlib import Path
 
-HERE = Path(__file__).parent
-DOCUMENT = HERE.parents[2] / "docs" / "protocol.md"
-RULE = re.compile(r"^\| ([A-Z]\d[a-z]?) \| (.+?) \| (`test_.+`) \|$", re.MULTILINE)
-"""A rule's line: its id, its sentence, the tests that would fail without it."""
-LINE = re.compile(r"^\| ([A-Z]\d[a-z]?) \|", re.MULTILINE)
-ID = re.compile(r"\b[A-Z]\d[a-z]?\b")
+from tests.golden.protocol_tests import ID, PAGE, SPECIFICATION, rules_of_tests
 
-
-def rules() -> dict[str, set[str]]:
-    """Each rule's id, with the tests that the document names."""
-    return {rule: set(re.findall(r"`(test_\w+)`", named)) for rule, _, named in RULE.findall(DOCUMENT.read_text())}
+RULE = re.compile(r"(?:\A|\n\n)\*\*([A-Z]\d[a-z]?)\*\* ([A-Z`].+?[.])(?=\n\n|\n?\Z)", re.DOTALL)
+"""A rule's paragraph: its id, and its sentences."""
+BOLD_ID = re.compile(r"\*\*([A-Z]\d[a-z]?)\*\*")
+ROW = re.compile(r"^\| ([A-Z]\d[a-z]?) \| (.+) \|$", re.MULTILINE)
+"""A row of the appendix: a rule's id, and links to its tests."""
+LINK = re.compile(r"\[`(test_\w+)`\]\([\w./]*/(test_\w+\.py)\)")
 
 
-def marked() -> dict[str, set[str]]:
-    """Each test of this folder but these, with the rules that its docstring begins with (up to the colon or stop)."""
-    found: dict[str, set[str]] = {}
-    for path in sorted(HERE.glob("test_*.py")):
-        if path.name != Path(__file__).name:
-            for node in ast.parse(path.read_text()).body:
-                if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
-                    assert node.name not in found, f"{node.name} is there twice"
-                    found[node.name] = set(ID.findall(re.split(r"[:.]", ast.get_docstring(node) or "")[0]))
-    return found
+def rules() -> dict[str, str]:
+    """Return the text of each rule by its id."""
+    found = RULE.findall(SPECIFICATION.read_text(encoding="utf-8"))
+    assert len(found) == len(dict(found)), "an id is there twice"
+    return dict(found)
+
+
+def appendix() -> dict[str, set[tuple[str, str]]]:
+    """Return the tests of each rule, as file and name, that the appendix lists."""
+    rows = ROW.findall(PAGE.read_text(encoding="utf-8"))
+    assert len(rows) == len(dict(rows)), "a rule has two rows"
+    return {rule: {(file, test) for test, file in LINK.findall(links)} for rule, links in rows}
 
 
 def test_every_line_of_a_rule_names_a_test() -> None:
-    lines = LINE.findall(DOCUMENT.read_text())
-    assert len(lines) == len(set(lines)), "an id is there twice"
-    assert sorted(lines) == sorted(rules())
-    assert len(lines) > 90
+    """At least one docstring carries the rule's id, and the appendix lists the test."""
+    text, known = SPECIFICATION.read_text(encoding="utf-8"), rules()
+    assert sorted(BOLD_ID.findall(text)) == sorted(known), "an id in bold begins a paragraph of whole sentences"
+    carried = set().union(*rules_of_tests().values())
+    assert sorted(known.keys() - carried) == []
+    assert sorted(rule for rule in known if not appendix().get(rule)) == []
+    assert len(known) > 90
 
 
 def test_every_test_that_a_rule_names_carries_the_rules_id() -> None:
-    carried = marked()
-    missing = [
-        f"{rule}: {test}" for rule, named in rules().items() for test in named if rule not in carried.get(test, ())
-    ]
-    assert missing == []
+    carried = rules_of_tests()
+    named = {(rule, *test) for rule, tests in appendix().items() for test in tests}
+    assert named == {(rule, *test) for test, rules_of_test in carried.items() for rule in rules_of_test}
 
 
 def test_every_test_carries_the_id_of_a_rule_that_is_in_the_document() -> None:
     known = rules().keys()
-    assert [test for test, carried in marked().items() if not carried or carried - known] == []
+    assert [test for test, carried in rules_of_tests().items() if not carried or carried - known] == []
+
+
+def test_no_two_tests_have_the_same_name() -> None:
+    """Documents and seeded bugs find a test by its name alone."""
+    names = [test for _, test in rules_of_tests()]
+    assert sorted(names) == sorted(set(names))
+
+
+def test_every_id_that_the_document_mentions_is_a_rule_or_the_beginning_of_some() -> None:
+    text, known = SPECIFICATION.read_text(encoding="utf-8"), rules()
+    mentioned = set(ID.findall(re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)))
+    assert {one for one in mentioned if not any(rule.startswith(one) for rule in known)} == set()
