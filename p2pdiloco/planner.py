@@ -135,7 +135,7 @@ DAY_S: Final = 86400.0
 PAYLOAD_SHARE: Final = 1448 / 1514
 """Payload in a full packet."""
 CONTROL_BYTES: Final = 220
-"""A small message on the line (117 bytes measured, docs/protocol.md, and 104 of headers)."""
+"""A small message on the line (117 bytes measured, benchmarks/protocol/README.md, and 104 of headers)."""
 NODE_BYTES: Final = 9.0
 """A parameter that a node holds (``python -m benchmarks.memory``),"""
 NODE_FIXED_BYTES: Final = 45e6

@@ -2,7 +2,7 @@
 
     python -m benchmarks.protocol.churn [--json FILE] [--hours 4] [--only NAME]
 
-The figures are in docs/protocol.md, "Measured".
+The figures are in benchmarks/protocol/README.md.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     python -m benchmarks.protocol.meshes [--json FILE] [--minutes 20] [--worlds 3] [--only NAME]
 
 Eight peers train one shard over 40 ms links (H = 24, a step takes 1 to 1.5 s). Of each mesh so many worlds are made,
-with other pairs and other speeds. The figures are in docs/protocol.md, "Measured".
+with other pairs and other speeds. The figures are in benchmarks/protocol/README.md.
 """
 
 from __future__ import annotations
