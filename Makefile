@@ -97,7 +97,7 @@ bench-wire: $(READY) ## codec, transport and exchange: tables, JSON and plots in
 
 WAN := $(BIN)/python -m benchmarks.wan
 WAN_OUT := out/wan
-bench-wan: $(READY) ## the comparisons over throttled links, whole (root; an hour and a half): docs/benchmarks.md
+bench-wan: $(READY) ## the comparisons over throttled links, whole (root; an hour and a half): docs/results.md
 	@for one in speed bandwidth fragments utilisation hardware day; do \
 	  $(WAN).$$one --json $(WAN_OUT)/$$one.jsonl --plot $(WAN_OUT)/$$one.png || exit 1; done
 	@$(WAN).utilisation --shipped --json $(WAN_OUT)/shipped.jsonl --plot $(WAN_OUT)/shipped.png

@@ -145,11 +145,11 @@ LEARNER_BYTES: Final = 16.0
 STATE_BYTES: Final = 8.0
 """A parameter that a newcomer fetches: parameters and momentum."""
 MOST_OVERLAP: Final = 8
-"""Steps that a recommended exchange may take: more was not measured (docs/quality.md)."""
+"""Steps that a recommended exchange may take; a longer overlap costs loss (benchmarks/quality/README.md)."""
 MOST_SYNC_EVERY: Final = 768
 CODECS: Final = (("int4", 0.43), ("int4-coarse", 0.27))
 """What is advised, with its bytes a parameter and way: the shipped one, and step 1.0, which costs 0.5 % of loss and
-saves a third of the bytes (docs/quality.md)."""
+saves a third of the bytes (docs/results.md)."""
 
 
 class PeerLines(msgspec.Struct, frozen=True, kw_only=True):

@@ -65,7 +65,7 @@ def _of(name: str, base: Setting | None = None, **changes: object) -> Claim:
 
 
 def claims() -> list[Claim]:
-    """All that docs/quality.md speaks of, in the order in which it is shown: what ships, what it was chosen among, and
+    """All that docs/results.md speaks of, in the order in which it is shown: what ships, what it was chosen among, and
     what shipped before."""
     adamw = msgspec.structs.replace(MUON, inner="adamw", learning_rate=4e-3)
     near: dict[str, Any] = {**OFTEN, **EACH_SIX}

@@ -1,4 +1,4 @@
-"""Tables and plots of docs/quality.md, from the rows of results.
+"""Tables and plots behind docs/results.md, from the rows of results.
 
 Rules of this file:
 1. A gap is relative to data parallel with its best learning rate, same model, tokens and global batch, seed by seed:

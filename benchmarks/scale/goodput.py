@@ -4,7 +4,7 @@ the paper's table.
     python -m benchmarks.scale.goodput --json FILE [--plot FILE] [--short] [--only TEXT] [--hours 16]
 
 Cells that ``--json`` has are not made again. Islands of chips: islands.py; the protocol in virtual time: worlds.py.
-docs/scale.md has the tables.
+docs/results.md has the tables.
 """
 
 from __future__ import annotations

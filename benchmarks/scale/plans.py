@@ -3,7 +3,7 @@
     python -m benchmarks.scale.plans
 
 Rules of this file:
-1. What was measured is docs/benchmarks.md's ("Utilisation", ``python -m benchmarks.wan.utilisation``): 3.3M parameters,
+1. What was measured is docs/results.md's ("Utilization", ``python -m benchmarks.wan.utilisation``): 3.3M parameters,
    H = 24, int4, all turns kept. Nothing is measured here.
 """
 

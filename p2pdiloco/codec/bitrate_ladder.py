@@ -40,7 +40,7 @@ of a core for each 100 MB that they save. Measured: 98 MB for int4, 42 for int8,
 (benchmarks/notes.md)."""
 _DOWN: Final = {"int2": Rung("int2", recipe("int4", 1.6), 0.21, 0.46)}
 """Where it is another for a merged step: three levels cut off its largest values, which nothing averages out
-(docs/quality.md)."""
+(benchmarks/quality/README.md)."""
 
 
 def downward(rung: Rung) -> Rung:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 log = logs.get("node")
 
 POWER: Final = 16
-"""docs/quality.md, "Good at any time"."""
+"""docs/results.md, "Running average"."""
 WIDTH: Final = 4
 """Bytes of a parameter."""
 

@@ -118,7 +118,7 @@ class InnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     optimizer: Literal["adamw", "muon"] | UnsetType = UNSET
     """``muon``: for the matrices between embedding and output head (training/optimizers.py), AdamW for the rest.
-    Several learners with small batches lose less by it (docs/quality.md). Left out: ``muon``, for adapters
+    Several learners with small batches lose less by it (docs/results.md). Left out: ``muon``, for adapters
     ``adamw``."""
     steps: Positive = 1000
     """Global step at which the run is complete. With ``tokens`` only a bound, and filled in: twice as many as one
@@ -128,8 +128,8 @@ class InnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     after the warm-up, and falls with the last ``decay_share`` of the tokens."""
     decay_share: Annotated[float, Meta(gt=0.0, le=1.0)] | UnsetType = UNSET
     """Of the run, at its end: the rate falls in a line, after it was stable. Left out: 0.2 where there is a budget of
-    tokens, 0.95 in a run of steps (docs/quality.md). A manifest without it is of an earlier release, whose runs of
-    steps had a cosine from the warm-up on."""
+    tokens, 0.95 in a run of steps (benchmarks/quality/README.md). A manifest without it is of an earlier release,
+    whose runs of steps had a cosine from the warm-up on."""
     batch: Samples = 16
     """Samples per inner step of one learner."""
     learning_rate: Rate = 1e-3
@@ -184,7 +184,7 @@ class OuterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     learning_rate: Rate = 0.4
     momentum: Share = 0.7
     """What RDA merges keeps its length, so rate / (1 - momentum), how far a turn goes in the end, is 1.3, not the 7 of
-    DiLoCo's shrinking mean; momentum averages several turns (docs/quality.md)."""
+    DiLoCo's shrinking mean; momentum averages several turns (benchmarks/quality/README.md)."""
     bias_correction: bool | UnsetType = UNSET
     """Momentum begins at 0, so that without it the first turns go less far: the rate of a shard's version v is divided
     by 1 - momentum^(v + 1). Left out: in runs of few turns, where rate / (1 - momentum) is at most 2

@@ -40,25 +40,26 @@ PARTS: Final = {
 """The settings that are filled in."""
 ENOUGH_TURNS: Final = 40
 """Turns of a fragment in a run, below which its founder is warned, and the outer momentum's bias is corrected;
-docs/quality.md has the figures."""
+docs/results.md has the figures."""
 SHORT_TURNS: Final = 80
 """Of a run of a larger model that would have fewer than ``ENOUGH_TURNS``."""
 USUAL_TURN: Final = ScheduleConfig().sync_every
 SHORTEST_TURN: Final = 6
 """Steps, where traffic does not matter: with turns so frequent the plain mean of the learners ends lower than RDA with
-momentum every 24 steps, whatever the number of steps and of learners (docs/quality.md)."""
+momentum every 24 steps, whatever the number of steps and of learners (benchmarks/quality/README.md)."""
 SMALL: Final = 1 << 23
 """Parameters of a model for which traffic does not matter: with 4 bits every 6 steps a peer says and hears about 0.14
 bytes a parameter and step each, here 1.2 MB."""
 RATE_AT_ONE: Final = 0.1
 """Muon's inner rate times the root of the width: of what was run, data parallel ends lowest with 0.016 at width 48,
-0.008 at 96 (0.016 is 0.8 % worse), three learners with 0.004, the highest tried, at 128 (docs/quality.md)."""
+0.008 at 96 (0.016 is 0.8 % worse), three learners with 0.004, the highest tried, at 128
+(benchmarks/quality/README.md)."""
 LARGEST_RATE: Final = 0.016
 DECAY_SHARE: Final = 0.2
 """Of a budget of tokens, at its end: the rate falls."""
 LINE_SHARE: Final = 0.95
 """Of a run of steps: the rate falls in a line from the warm-up on, and not as a cosine, as in releases before
-(docs/quality.md has both)."""
+(benchmarks/quality/README.md has both)."""
 SPARE_STEPS: Final = 2
 """Times the steps that one learner alone needs for the budget: what is lost is trained again."""
 LARGEST_GAIN: Final = 2.0
@@ -68,7 +69,7 @@ nothing to average it with."""
 
 def is_bias_corrected(outer: OuterConfig, turns: int) -> bool:
     """Whether the outer momentum of a new run of so many turns is: where the first ones are much of it, and go no
-    farther than they should. (Of 80 turns it costs 0.1 to 0.3 % of the loss: docs/quality.md.)"""
+    farther than they should. (Of 80 turns it costs 0.1 to 0.3 % of the loss: docs/results.md.)"""
     return turns < ENOUGH_TURNS and outer.learning_rate / (1.0 - outer.momentum) <= LARGEST_GAIN
 
 

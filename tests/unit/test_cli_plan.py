@@ -26,7 +26,7 @@ FAST = PeerLines(up_bits_per_s=1e9, down_bits_per_s=1e9, round_trip_s=0.04)
 
 @pytest.mark.parametrize("run", plans.RUNS, ids=lambda run: run.name)
 def test_bytes_and_utilisation_are_near_those_measured_over_throttled_lines(run: plans.Measured) -> None:
-    """docs/benchmarks.md, "Utilisation": where all turns were kept."""
+    """docs/results.md, "Utilization": where all turns were kept."""
     row = plans.compared(run)
     assert abs(row["bytes_error"]) <= plans.ALLOWED
     assert abs(row["utilisation_error"]) <= plans.ALLOWED

@@ -109,10 +109,10 @@ def test_a_module_is_there_and_has_those_options(mention: Mention) -> None:
 
 @pytest.mark.heavy
 def test_a_plan_is_what_the_document_shows(capsys: pytest.CaptureFixture[str]) -> None:
-    (mention,) = [one for one in typed("p2pdiloco plan") if one.document == "scale.md" and one.is_whole]
+    (mention,) = [one for one in typed("p2pdiloco plan") if one.document == "results.md" and one.is_whole]
     assert main(shlex.split(mention.text)[1:]) == 0
     told = capsys.readouterr().out.splitlines()
-    text = (ROOT / "docs" / "scale.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
     assert [line for line in told if f"    {line}\n" not in text] == []
 
 
