@@ -1,14 +1,11 @@
-"""What all benchmarks share: options, rows, medians, tables.
+"""Shared parts of all benchmarks: options, result rows, medians and tables.
 
     options = bench.parser(__doc__, rows="system").parse_args()
     bench.write(options, "wan/speed", {"system": "ddp"}, figures)
     print(bench.table("system", COLUMNS, {"ddp": figures}))
 
-Pictures are plots.py's, what a row says of its machine record.py's.
-
-Rules of this file:
-1. Every benchmark has ``--json``, to which rows are appended, and most have ``--plot``.
-2. A row's settings are all options but those that say where something is written.
+``plots.py`` draws, and ``record.py`` adds versions, commit and machine to each row. Every benchmark has ``--json``,
+which appends rows, and most have ``--plot``. A row's settings are all options except output locations.
 """
 
 from __future__ import annotations
@@ -47,11 +44,11 @@ def parser(
     ``rows``: of what there is one in ``--json``."""
     text = " ".join((doc or "").split("\n\n")[0].split())
     found = argparse.ArgumentParser(prog=_name(), description=text, formatter_class=_Help)
-    found.add_argument("--json", type=Path, metavar="FILE", help=f"append one object a {rows}")
+    found.add_argument("--json", type=Path, metavar="FILE", help=f"append one JSON object per {rows}")
     if has_plot:
-        found.add_argument("--plot", type=Path, metavar="FILE", help="write a PNG here")
+        found.add_argument("--plot", type=Path, metavar="FILE", help="write a plot (PNG)")
     if has_keep:
-        found.add_argument("--keep", metavar="FOLDER", help="leave logs and state here")
+        found.add_argument("--keep", metavar="FOLDER", help="keep logs and state in this folder")
     return found
 
 

@@ -1,8 +1,7 @@
-"""Pictures: what all benchmarks' plots share. Needs matplotlib (``pip install -e '.[plot]'``).
+"""Shared parts of the benchmarks' plots; needs matplotlib (``pip install -e '.[plot]'``).
 
-Rules of this file:
-1. Figures in, one PNG out; nothing is measured here.
-2. p2pdiloco is always drawn in the same colour, the others in greys and quiet colours.
+Figures go in, one PNG comes out; nothing is measured here. p2pdiloco always has the same colour, the others have greys
+and quiet colours.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
-"""Rows of results as JSON, so that two runs can be compared years later.
+"""Result rows as JSON, one object per line, with everything that is needed to compare runs years later.
 
-Rules of this file:
-1. One JSON object a line; a file is only ever appended to.
-2. Every row says what was measured (``benchmark``, ``settings``, ``figures``) and on what: versions, git commit,
-   machine, congestion control, and the load that others put on the machine when the row was written.
+A file is only ever appended to. A row has the benchmark, its settings and figures, versions, git commit, machine,
+congestion control, and the machine's load when the row was written.
 """
 
 from __future__ import annotations

@@ -1,17 +1,16 @@
-"""Everybody is killed at once and the run is resumed from what lies on the disks: what work is lost?
+"""Work that is lost when all peers are killed at once and the run is resumed from their disks.
 
     python -m benchmarks.churn.blackout --json out/blackout.jsonl
 
-Real processes: a founder and others train with journals. All nodes and learners get SIGKILL in the same moment, one
-peer resumes from all folders, and trains again.
+The peers are real processes with journals. All nodes and learners get SIGKILL at the same moment; then one peer resumes
+from all folders and trains again.
 
-Rules of this file:
-1. What a learner had trained at its death is the last step in its node's journal, plus the steps that its step time
-   allows between that entry and the kill (journals are written through once a second), so it is rather too much.
-2. The overlap is long enough for four learners on two cores: at 2 steps of 0.1 s many contributions come after their
-   version's grace window and wait a whole period for the next (``--overlap 2`` shows it).
-3. What is left of it is its mark in the resumed run's checkpoint, the mean of all shards: a learner's fragments are
-   merged at different times.
+- A learner's progress at its death is the last step in its node's journal, plus the steps that its step time allows
+  until the kill, because journals are synced once a second. This is an upper bound.
+- What survives is the learner's mark in the resumed run's checkpoint, averaged over all shards, because fragments are
+  merged at different times.
+- The default overlap is long enough for four learners on two cores. With ``--overlap 2`` and steps of 0.1 s, many
+  contributions miss their version and wait for the next one.
 """
 
 from __future__ import annotations
@@ -117,10 +116,10 @@ def _marks(folders: list[Path]) -> dict[str, float]:
 def main() -> int:
     """Measure, print, write; exit status 1 if a learner lost more than H steps."""
     parser = bench.parser(__doc__, has_plot=False)
-    parser.add_argument("--peers", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=20.0, help="of training before it")
-    parser.add_argument("--checkpoint-s", type=float, default=60.0, help="the peers'")
+    parser.add_argument("--peers", type=int, default=4, help="number of peers")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds; figures are medians")
+    parser.add_argument("--seconds", type=float, default=20.0, help="seconds of training before the kill")
+    parser.add_argument("--checkpoint-s", type=float, default=60.0, help="--checkpoint-s of the peers")
     parser.add_argument("--overlap", type=int, default=6, help="schedule.overlap, in steps")
     options = parser.parse_args()
     lost = []

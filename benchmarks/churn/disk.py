@@ -1,14 +1,11 @@
-"""What a peer of 10 million parameters writes to its disk at defaults::
+"""Bytes that a peer with 10 million parameters writes to its disk with the default options.
 
     python -m benchmarks.churn.disk [--config stdlib-10m] [--minutes 8] [--json out/disk.json]
 
-Two peers of one run; what the kernel counts for the node and its children (``/proc/PID/io``, write_bytes and
-cancelled_write_bytes), and the growth of logs.
-
-Rules of this file:
-1. The first minute, with what a start writes, does not count. Checkpoints come at intervals that the budget sets
-   (``--write-gb``; 12 minutes at 10 million parameters), so that a short run sees none or one: they are left out of
-   what is extrapolated, and the budget is added.
+Two peers train one run. The figures are the kernel's counters for the node and its children (write_bytes and
+cancelled_write_bytes in ``/proc/PID/io``) and the growth of the logs. The first minute does not count. Checkpoints come
+at intervals that the budget sets (``--write-gb``; 12 minutes for this model), so a short run has one or none: they are
+left out of the extrapolation, and the budget is added instead.
 """
 
 from __future__ import annotations
@@ -60,8 +57,8 @@ def checkpoints(member: Member) -> int:
 def main() -> int:
     """Measure, print, write; exit status 1 if a day's bytes are over the budget."""
     parser = bench.parser(__doc__, has_plot=False)
-    parser.add_argument("--config", default="stdlib-10m")
-    parser.add_argument("--minutes", type=float, default=8.0)
+    parser.add_argument("--config", default="stdlib-10m", help="shipped configuration")
+    parser.add_argument("--minutes", type=float, default=8.0, help="duration of the measurement")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="p2pdiloco-disk-", dir=Path.cwd()) as folder:
         swarm = Swarm(Path(folder))

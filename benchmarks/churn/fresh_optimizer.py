@@ -1,14 +1,11 @@
-"""What a peer loses that comes back without its inner optimizer's state.
+"""Loss of a learner that returns without the state of its inner optimizer.
 
     python -m benchmarks.churn.fresh_optimizer --json out/fresh.jsonl --plot out/fresh.png
 
-One learner trains; then it goes on in four ways on the same batches: with its own state (what a peer that comes back
-with its folder does), with a state of some steps ago (its last save), with a fresh optimizer that warms up (what a peer
-without one does), and with a fresh one at full rate. Held-out losses after some more steps, as gaps to the first way.
-
-Rules of this file:
-1. Everything is the built-in learner's: model, optimizers, learning rate, clipping, corpus.
-2. Gaps are means over seeds, with their standard error; the ways share batches and held-out windows within a seed.
+One learner trains, then continues in four ways on the same batches: with its own state, with a state that is some steps
+old (its last save), with a fresh optimizer that warms up, and with a fresh optimizer at full rate. Model, optimizers,
+learning rate, clipping and corpus are those of the built-in learner. Figures are gaps in held-out loss to the first
+way: mean and standard error over seeds, which share batches and held-out windows.
 """
 
 from __future__ import annotations
@@ -119,9 +116,9 @@ def plot(path: Path, figures: dict[str, Any]) -> None:
 def main() -> None:
     """Measure, print, write."""
     parser = bench.parser(__doc__)
-    parser.add_argument("--config", type=Path, default=SHIPPED / "stdlib-tiny.toml")
-    parser.add_argument("--before", type=int, default=400, help="steps before it goes")
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--config", type=Path, default=SHIPPED / "stdlib-tiny.toml", help="configuration of the run")
+    parser.add_argument("--before", type=int, default=400, help="steps before the learner leaves")
+    parser.add_argument("--seeds", type=int, default=3, help="number of seeds")
     options = parser.parse_args()
     torch.set_num_threads(1)
     config = msgspec.toml.decode(options.config.read_bytes(), type=RunConfig)

@@ -1,18 +1,16 @@
-"""Joining a run: the time until a newcomer has every shard, against a raw copy of as many bytes over the same links.
+"""Time until a newcomer has every shard, compared with a raw copy of as many bytes over the same links.
 
     python -m benchmarks.churn.join --link 1gbit --parameters 100e6
     python -m benchmarks.churn.join --link 200mbit --bottleneck up --json out/join.jsonl --plot out/join.png
 
-Rules of this file:
-1. Every peer is a process of its own, on shaped links in a network namespace of its own (``benchmarks.wire.links``,
-   needs root). All links carry the same rate, so the newcomer's is the bottleneck; with ``--bottleneck up`` the donors
-   may send a quarter of it each.
-2. In one round follow each other, over the same links: the raw copy (one blocking TCP connection a donor, equal
-   shares), a join from all donors, and a join in which a donor is killed (SIGKILL) when half of the bytes are there.
-   The figures are medians of the rounds, and ratios of those.
-3. A newcomer whose heads differ from the donors' fails the benchmark.
-4. What serving costs a training donor is told by a training loop beside donor 0: its steps a second, and a CPU second.
-   It has a processor of its own, as a learner has; all peers share the others.
+- Each peer is a process on a shaped link in its own network namespace (``benchmarks.wire.links``; needs root). All
+  links have the same rate, so the newcomer's is the bottleneck; with ``--bottleneck up`` each donor may send a quarter
+  of it.
+- A round has three parts over the same links: the raw copy (one blocking TCP connection per donor, equal shares), a
+  join, and a join in which a donor gets SIGKILL when half of the bytes have arrived. Figures are medians of the rounds.
+- The benchmark fails if the newcomer's heads differ from the donors'.
+- ``--load`` runs a training loop beside donor 0, on a processor of its own, and reports its steps per second and per
+  CPU second: this is what serving costs a donor that trains.
 """
 
 from __future__ import annotations
@@ -286,14 +284,21 @@ RATIOS = {"join / raw copy (target 1.3)": "join_per_raw", "killed / join (target
 def main() -> int:
     """The command line."""
     parser = bench.parser(__doc__)
-    parser.add_argument("--link", choices=links.RATES, default="1gbit")
-    parser.add_argument("--bottleneck", choices=["down", "up"], default="down")
-    parser.add_argument("--parameters", type=float, default=100e6)
-    parser.add_argument("--donors", type=int, default=3)
-    parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--calm", action="store_true", help="kill nobody")
-    parser.add_argument("--load", type=float, default=0.0, metavar="S", help="train beside donor 0, S seconds before")
-    parser.add_argument("--verbose", action="store_true", help="let the peers write to standard error")
+    parser.add_argument("--link", choices=links.RATES, default="1gbit", help="rate of all links")
+    parser.add_argument(
+        "--bottleneck",
+        choices=["down", "up"],
+        default="down",
+        help="whose link is the limit: the newcomer (down) or the donors (up)",
+    )
+    parser.add_argument("--parameters", type=float, default=100e6, help="parameters of the model")
+    parser.add_argument("--donors", type=int, default=3, help="number of donors")
+    parser.add_argument("--rounds", type=int, default=1, help="rounds; figures are medians")
+    parser.add_argument("--calm", action="store_true", help="without the join in which a donor is killed")
+    parser.add_argument(
+        "--load", type=float, default=0.0, metavar="S", help="train beside donor 0; measure S seconds before the join"
+    )
+    parser.add_argument("--verbose", action="store_true", help="show the peers' standard error")
     options = parser.parse_args()
     try:
         figures = measure(options)

@@ -1,11 +1,8 @@
-"""One peer of ``join``: a donor that holds a run, or a newcomer that downloads it.
+"""One peer of ``benchmarks.churn.join``: a donor that holds a run, or a newcomer that downloads it.
 
-Node, machine, driver, global state and transport are the real ones. There is no learner: what a learner does meanwhile
-is measured beside the donor, by a training loop in a process of its own (role ``load``).
-
-Rules of this file:
-1. A join lasts from the first fetch that the machine asks for to the moment at which every shard is installed.
-2. The newcomer tells when half of the bytes are there, and at the end the digest over all heads.
+Node, state machine, driver, global state and transport are the real ones. There is no learner; a separate process (role
+``load``) stands in for one. A join lasts from the first fetch that the state machine requests until every shard is
+installed. The newcomer reports when half of the bytes have arrived, and at the end the digest of all heads.
 """
 
 from __future__ import annotations

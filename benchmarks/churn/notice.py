@@ -1,17 +1,15 @@
-"""Machines that are taken back: what a peer has trained and not given when it is told, and when it is gone::
+"""Tokens that are lost when a peer leaves because its machine is taken back, and the time it takes to leave.
 
     python -m benchmarks.churn.notice [--worlds 200] [--tries 20] [--json out/notice.json]
 
-First whole peers in simulated worlds, each of which loses one of its peers in order at a random moment, then a swarm of
+First come simulated worlds of whole peers, each of which loses one peer in order at a random moment. Then a swarm of
 three real peers: one after the other gets a spot notice at its metadata address (aws, gcp, azure in turn) or SLURM's
 SIGUSR1, and is started again on its folder.
 
-Rules of this file:
-1. Nothing else goes wrong: what faults do beside it is a matter of ``python -m tests.machine_sim`` and ``chaos``.
-2. What is lost is not asked of the leaver alone. In a world it is what the marks of those who stay on lack of what the
-   learner has trained; of real peers, what the commits that another one has heard lack of what the leaver reports.
-3. A peer has ``--leave-s`` to go (20 s), and is asked at the latest 5 s after a cloud's notice
-   (``node/shutdown_signals.py``).
+- No other fault is injected; ``python -m tests.machine_sim`` and ``python -m tests.chaos`` do that.
+- The leaver's own report is not trusted: lost tokens are those that the remaining peers' marks lack (simulated), or
+  that the commits which another peer received lack (real).
+- A peer has ``--leave-s`` (20 s) to leave, and notices a cloud's notice within 5 s (``node/shutdown_signals.py``).
 """
 
 from __future__ import annotations
@@ -207,9 +205,9 @@ def summary(title: str, found: list[Left]) -> dict[str, float]:
 def main() -> int:
     """Measure, print, write; exit status 1 if a token was lost, or a peer was late."""
     parser = bench.parser(__doc__, has_plot=False)
-    parser.add_argument("--worlds", type=int, default=200, help="simulated")
-    parser.add_argument("--tries", type=int, default=20, help="with real processes")
-    parser.add_argument("--seed", type=int, default=1, help="of both")
+    parser.add_argument("--worlds", type=int, default=200, help="number of simulated worlds")
+    parser.add_argument("--tries", type=int, default=20, help="departures of real processes")
+    parser.add_argument("--seed", type=int, default=1, help="seed of both")
     options = parser.parse_args()
     is_bad = False
     if options.worlds:

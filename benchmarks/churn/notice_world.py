@@ -1,4 +1,4 @@
-"""Worlds of ``benchmarks.churn.notice``, in a process of their own, a line of JSON each::
+"""Simulated worlds of ``benchmarks.churn.notice`` in a process of their own; prints one line of JSON per world.
 
 python -m benchmarks.churn.notice_world SEED...
 """

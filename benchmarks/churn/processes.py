@@ -1,4 +1,4 @@
-"""What benchmarks with real processes share: their run's file, and patience."""
+"""Shared parts of the churn benchmarks with real processes: the run's file, and waiting with a deadline."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""What ``join`` is compared with: as many bytes over blocking TCP connections, one from each donor's place, and nothing
-else. Only the standard library, so that it starts at once."""
+"""Raw copy that ``benchmarks.churn.join`` is compared with: blocking TCP connections, one from each donor's place.
+
+It uses only the standard library, so that it starts at once.
+"""
 
 from __future__ import annotations
 

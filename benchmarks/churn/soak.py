@@ -1,16 +1,13 @@
-"""Peers join and leave, over and over; those that stay must not grow.
+"""Growth of peers' memory, descriptors and threads while others join and leave.
 
     python -m benchmarks.churn.soak --cycles 1000 --json out/soak.jsonl
 
-Three peers stay (one trains, two follow): real processes. In this process followers come one after the other: each has
-an identity, a libp2p daemon and a state folder of its own, fetches all states, and leaves in order; every fifth one
-vanishes without a word. Memory, descriptors and threads of those that stay are read every few cycles, and at the end
-what the directory still lists.
+Three real peers stay (one trains, two follow). In this process followers come one after the other, each with its own
+identity, libp2p daemon and state folder; each fetches all states and leaves in order, and every fifth one vanishes. The
+remaining nodes (without learner and daemon) are measured every few cycles, and the directory's entries at the end.
 
-Rules of this file:
-1. The first tenth of the cycles is warm-up. Growth is the median of the last tenth over that of the second. Threads
-   are told and not judged: they come from pools, which grow to a bound when first busy.
-2. What is measured is the node's process alone, not its learner nor its daemon.
+The first tenth of the cycles is warm-up. Growth is the median of the last tenth over that of the second. Threads are
+reported but not judged, because pools grow to a bound when they are first busy.
 """
 
 from __future__ import annotations
@@ -161,7 +158,7 @@ async def listed(address: str) -> int:
 def main() -> None:
     """Measure, print, write; exit status 1 if those that stay grew, or something is left."""
     parser = bench.parser(__doc__, has_plot=False)
-    parser.add_argument("--cycles", type=int, default=1000)
+    parser.add_argument("--cycles", type=int, default=1000, help="number of joins")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="p2pdiloco-soak-") as folder:
         figures = uvloop.run(soak(options.cycles, Path(folder)))

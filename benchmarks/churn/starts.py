@@ -1,16 +1,15 @@
-"""What a peer's start costs, from the command to its learner's first step, and where that goes::
+"""CPU time of a peer's start, from the command to its learner's first step, by process.
 
     python -m benchmarks.churn.starts [--rounds 5] [--tree FOLDER ...] [--cold] [--json FILE]
 
-A bootstrap, a founder (``start``) and a newcomer (``join``) of ``stdlib-tiny``, each by the command that a user types.
-Processor time of the peer's own processes: its node, its learner, libp2p's daemon.
+A bootstrap node, a founder (``start``) and a newcomer (``join``) of ``stdlib-tiny`` are started with the commands that
+a user types. Counted is the CPU time of node, learner and libp2p daemon; medians of the rounds.
 
-Rules of this file:
-1. Trees (worktrees of other commits) take turns, so that a change in the machine's load meets all of them.
-2. The bootstrap node is of this tree, whichever tree the peers are of.
-3. The first step is the first ``progress`` in the peer's event log. Figures are medians of the rounds.
-4. With ``--cold`` nothing of the tree is compiled yet: no bytecode of its modules, no kernels.
-5. What imports cost is measured apart, in processes that do nothing else.
+- Trees (worktrees of other commits) take turns, so that a change in the machine's load affects all of them. The
+  bootstrap node is always of this tree.
+- The first step is the first ``progress`` event in the peer's log.
+- With ``--cold`` nothing of the tree is compiled yet: no bytecode, no kernels.
+- Imports are also measured apart, in processes that do nothing else.
 """
 
 from __future__ import annotations
@@ -155,9 +154,15 @@ def imports(tree: Path, module: str) -> float:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, record."""
     parser = bench.parser(__doc__, rows="tree and role", has_plot=False)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--tree", type=Path, action="append", metavar="FOLDER", help="(default: this one)")
-    parser.add_argument("--cold", action="store_true", help="with nothing compiled")
+    parser.add_argument("--rounds", type=int, default=5, help="starts of each tree")
+    parser.add_argument(
+        "--tree",
+        type=Path,
+        action="append",
+        metavar="FOLDER",
+        help="tree to measure; may be repeated (default: this one)",
+    )
+    parser.add_argument("--cold", action="store_true", help="start without compiled files")
     options = parser.parse_args(argv)
     trees: list[Path] = [tree.resolve() for tree in options.tree or [ROOT]]
     runs: dict[str, list[Mapping[str, float | None]]] = {}

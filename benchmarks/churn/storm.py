@@ -1,16 +1,11 @@
-"""What a storm of faults costs the model: held-out loss of a chaos run against a calm run at the same tokens.
+"""Held-out loss of a chaos run, compared with a calm run at the same number of merged tokens.
 
     python -m tests.chaos --plan half-hour --seed 7 --out out/storm
     python -m benchmarks.churn.storm out/storm --json out/storm.jsonl --plot out/storm.png
 
-Reads a chaos run's folder, then starts the same run again with as many peers and no faults, until it has merged as many
-tokens, and compares.
-
-Rules of this file:
-1. Both losses are the global model's on the same held-out windows, at the same number of merged tokens: that of the
-   storm's last evaluation. Each is a straight line through its last evaluations, read there, since a single one
-   has the noise of a moment.
-2. The calm run's peers share the machine as the storm's did; nothing else differs.
+Reads the chaos run's folder, then repeats the run with as many peers and no faults until it has merged as many tokens.
+Both losses are the global model's on the same held-out windows, read from a straight line through the last evaluations,
+because a single evaluation is noisy. The calm run's peers share the machine as the others did.
 """
 
 from __future__ import annotations

@@ -1,15 +1,12 @@
-"""What taking part costs a learner on a GPU, in one command of a few minutes::
+"""Step time and memory of a learner on a GPU, inside a run and outside; takes a few minutes.
 
     python -m benchmarks.gpu [--device cuda] [--parameters 1.1e9] [--steps 250] [--seconds 450] [--json out/gpu.json]
 
-Two models of TinyLlama's shape train on one device, in bfloat16, on noise: first by themselves, then as the scripts of
-two peers with a node each, which exchange all of it every ``--sync-every`` steps; then one of them as the only rank of
-an NCCL group. Each row: times of a step by the device's events, device and host memory, bytes over the bus. With
-``--device cpu --parameters 2e5 --steps 20 --sync-every 24 --fragments 12`` it is a rehearsal.
-
-Rules of this file:
-1. Two that train apart on one device are the baseline of two that train together on it.
-2. A row is written as soon as it is measured; what does not end in its share of ``--seconds`` is left out and told.
+Two models of TinyLlama's shape train on noise in bfloat16 on one device: first by themselves (the baseline), then as
+two peers with a node each, which exchange the whole model every ``--sync-every`` steps; then one of them as the only
+rank of an NCCL group. A row has step times by the device's events, device and host memory, and bytes over the bus. Each
+row is written as soon as it is measured; a case that does not end within its share of ``--seconds`` is left out, with a
+message. ``--device cpu --parameters 2e5 --steps 20 --sync-every 24 --fragments 12`` is a rehearsal.
 """
 
 from __future__ import annotations
@@ -168,14 +165,14 @@ def figures(found: Sequence[dict[str, Any]], apart_s: float | None, sync_every: 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, record."""
     parser = bench.parser(__doc__, has_plot=False, has_keep=True)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--parameters", type=float, default=1.1e9)
-    parser.add_argument("--context", type=int, default=1024)
-    parser.add_argument("--batch", type=int, default=4, help="samples a step")
-    parser.add_argument("--steps", type=int, default=250, help="steps that are timed: two turns")
+    parser.add_argument("--device", default="cuda", help="torch device")
+    parser.add_argument("--parameters", type=float, default=1.1e9, help="parameters of the model, roughly")
+    parser.add_argument("--context", type=int, default=1024, help="tokens per sample")
+    parser.add_argument("--batch", type=int, default=4, help="samples per step")
+    parser.add_argument("--steps", type=int, default=250, help="timed steps; the default covers two exchanges")
     parser.add_argument("--sync-every", type=int, default=120, help="H")
     parser.add_argument("--fragments", type=int, default=24, help="P")
-    parser.add_argument("--seconds", type=float, default=450.0, help="for everything")
+    parser.add_argument("--seconds", type=float, default=450.0, help="time limit of the whole benchmark")
     options = parser.parse_args(argv)
     names = ("device", "parameters", "context", "batch", "steps", "sync_every", "fragments")
     common = [word for name in names for word in (f"--{name.replace('_', '-')}", str(getattr(options, name)))]

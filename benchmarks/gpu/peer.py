@@ -1,6 +1,6 @@
-"""One process of ``benchmarks.gpu``: a transformer that trains on noise, by itself or as a peer's script.
+"""One process of ``benchmarks.gpu``: a transformer that trains on noise, alone or as a peer's script.
 
-It prints an object when it stands ready, begins when a line comes, and prints what it found.
+It prints an object when it is ready, starts when it reads a line, and prints its figures.
 """
 
 from __future__ import annotations
@@ -96,11 +96,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--sync-every", type=int, default=240)
     parser.add_argument("--fragments", type=int, default=24)
-    parser.add_argument("--state", type=Path, help="take part in the run, with this folder")
-    parser.add_argument("--peers", nargs="*", default=[], help="the directory's addresses")
+    parser.add_argument("--state", type=Path, help="join the run, with this state folder")
+    parser.add_argument("--peers", nargs="*", default=[], help="bootstrap addresses")
     parser.add_argument("--founds", action="store_true")
     parser.add_argument("--wait-for", type=int, default=1)
-    parser.add_argument("--group", help="be a torch.distributed group of one rank with this backend")
+    parser.add_argument("--group", help="backend of a torch.distributed group of one rank")
     options = parser.parse_args(argv)
     device = torch.device(options.device)
     if options.group:

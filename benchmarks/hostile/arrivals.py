@@ -1,11 +1,11 @@
-"""What a stranger's connection costs the peer that accepts it: processor time of its transport an arrival.
+"""CPU time that a stranger's connection costs the peer that accepts it.
 
-    python -m benchmarks.hostile.arrivals                  # 8,000 of each kind
-    python -m benchmarks.hostile.arrivals --number 500     # that all of it works
+    python -m benchmarks.hostile.arrivals                  # 8,000 connections of each kind
+    python -m benchmarks.hostile.arrivals --number 500     # quick check that it works
 
-Silent ones say nothing, slow ones the first byte of a greeting, loud ones garbage. They come from another process, from
-250 addresses of this machine, 50 at a time; the oldest of 400 goes for each that comes. Refused ones, an eighth as
-many, prove an identity and are of another run; their budget is lifted here, and nobody is shut out.
+*Silent* connections send nothing, *slow* ones the first byte of a greeting, *loud* ones garbage. They come from another
+process, 250 addresses of this machine and 50 at a time; the oldest of 400 is dropped for each new one. *Refused* ones,
+an eighth as many, prove an identity and belong to another run; their rate limit is lifted here, and no host is blocked.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ async def measure(kind: str, number: int) -> float:
 
 def main() -> None:
     parser = bench.parser(__doc__, rows="kind", has_plot=False)
-    parser.add_argument("--number", type=int, default=8000)
+    parser.add_argument("--number", type=int, default=8000, help="connections of each kind")
     options = parser.parse_args()
     found = {kind: {"us": uvloop.run(measure(kind, options.number))} for kind in (*SAID, REFUSED)}
     for kind, row in found.items():

@@ -1,18 +1,18 @@
-"""Floods beside training: how fast two peers of a private run train before and under them, what memory the flooded one
-takes, and how long a newcomer with an invite needs.
+"""Training speed, memory and join time of a private run while one of its peers is flooded.
 
-    python -m benchmarks.hostile.flood                       # 10,000 connections from 250 addresses, 30 s each phase
-    python -m benchmarks.hostile.flood --connections 300 --identities 16 --seconds 8     # that all of it works
+    python -m benchmarks.hostile.flood                       # 10,000 connections from 250 addresses, 30 s per phase
+    python -m benchmarks.hostile.flood --connections 300 --identities 16 --seconds 8     # quick check that it works
     python -m benchmarks.hostile.flood --apart --rounds 3    # the flooded peer has a core to itself
 
-A quarter of the connections say nothing, a quarter say a byte a second, a quarter say garbage, a quarter begin as a
-line to a meeting point does; all come again. Strangers of fresh identities, all from one address more, greet as fast as
-they are refused. All of it comes from this machine, so the flooding takes the peers' processors, too: of the step rate
-that is most of what is lost where there are few. So there is a phase with the same flood at another node (a bootstrap):
-what lies between that and the flood at the peer itself is what the flood costs the peer. Phases come in turns, and a
-rate is the median of its phase's; what the flooded node's own process takes of a processor stands beside it. With
-``--apart`` the flooded peer is alone in its run and on its processor, and all else gives way to the newcomer on the
-other. The directory is not flooded.
+A quarter of the connections is silent, a quarter sends a byte per second, a quarter garbage, and a quarter begins like
+a connection to a meeting point; all reconnect. Strangers with fresh identities greet from one further address as fast
+as they are refused. The directory is not flooded.
+
+The flood comes from this machine and takes the peers' processors, which explains most of the lost step rate. Therefore
+one phase floods another node (a bootstrap node): the cost is the difference between that phase and a flood of the peer
+itself. Phases alternate, and a rate is the median of its phases; the flooded node's share of a processor is reported
+too. With ``--apart`` the flooded peer is alone in its run and on its core, and on the other core everything gives way
+to the newcomer.
 """
 
 from __future__ import annotations
@@ -267,13 +267,13 @@ async def until_training(peers: list[Member]) -> None:
 
 def main() -> None:
     parser = bench.parser(__doc__, rows="phase", has_plot=False)
-    parser.add_argument("--connections", type=int, default=10_000)
-    parser.add_argument("--identities", type=int, default=512)
+    parser.add_argument("--connections", type=int, default=10_000, help="connections of the flood")
+    parser.add_argument("--identities", type=int, default=512, help="fresh identities that greet")
     parser.add_argument(
-        "--apart", action="store_true", help="the flooded peer alone on core 0, flood and newcomer on core 1"
+        "--apart", action="store_true", help="flooded peer alone on core 0, flood and newcomer on core 1"
     )
-    parser.add_argument("--seconds", type=float, default=30.0, help="each phase")
-    parser.add_argument("--rounds", type=int, default=1, help="of all phases")
+    parser.add_argument("--seconds", type=float, default=30.0, help="duration of each phase")
+    parser.add_argument("--rounds", type=int, default=1, help="rounds of all phases")
     options = parser.parse_args()
     resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
     with tempfile.TemporaryDirectory() as folder:

@@ -1,13 +1,12 @@
-"""Loss of honest peers beside members that lie about what they have trained: real peers on this machine, some of them
-with changed code, against the same run without these.
+"""Loss of honest peers beside members that lie about their training: real peers, some with changed code.
 
     python -m benchmarks.hostile.members                                  # one of four, every attack: ten minutes
     python -m benchmarks.hostile.members --peers 8 --liars 2 --attacks tokens+flip
 
-A row is an attack: the held-out loss that the honest founder measures, and the same of the run without liars when its
-peers have had as many honest tokens merged; how many honest tokens the run merged until its budget of tokens was spent;
-and how many of the liars the logs of honest peers name.
-The lies are those of ``tests.chaos.byzantine``; an attack that no liar has sent is an error.
+A row is an attack: the held-out loss that the honest founder measures, the loss of the run without liars at the same
+number of merged honest tokens, the honest tokens that were merged before the run's token budget was spent, and how many
+liars the logs of honest peers name. The lies are those of ``tests.chaos.byzantine``; an attack that no liar has sent is
+an error.
 """
 
 from __future__ import annotations
@@ -139,12 +138,12 @@ def outcome(founder: Member, honest: set[str], named: int) -> Outcome:
 def main() -> None:
     """The command line."""
     parser = bench.parser(__doc__, rows="attack", has_plot=False, has_keep=True)
-    parser.add_argument("--peers", type=int, default=4, help="all of them")
-    parser.add_argument("--liars", type=int, default=1, help="of them")
-    parser.add_argument("--steps", type=int, default=300, help="inner steps of each learner that the budget is for")
-    parser.add_argument("--attacks", nargs="+", default=list(ATTACKS), help="lies, joined by +")
-    parser.add_argument("--merge", choices=["rda", "direct"], help="outer rule; left out: as a run of this size has it")
-    parser.add_argument("--timeout-s", type=float, default=600.0, help="for one run")
+    parser.add_argument("--peers", type=int, default=4, help="number of peers, liars included")
+    parser.add_argument("--liars", type=int, default=1, help="number of liars")
+    parser.add_argument("--steps", type=int, default=300, help="inner steps per learner that the token budget allows")
+    parser.add_argument("--attacks", nargs="+", default=list(ATTACKS), help="attacks; join several lies by +")
+    parser.add_argument("--merge", choices=["rda", "direct"], help="merge rule (default: that of a run of this size)")
+    parser.add_argument("--timeout-s", type=float, default=600.0, help="time limit of one run")
     options = parser.parse_args()
     honest = options.peers - options.liars
     with tempfile.TemporaryDirectory() as temporary:

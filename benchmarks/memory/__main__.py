@@ -1,14 +1,11 @@
-"""What a peer's memory and disk are for, in bytes a parameter::
+"""Memory and disk of a peer by component, in bytes per parameter.
 
     python -m benchmarks.memory [--parameters 30e6] [--rounds 100] [--json out/memory.json]
 
-Two real nodes exchange the whole model round after round (learners are the stand-ins of ``benchmarks.wire.exchange``),
-rest, and are asked what they hold, and what a checkpoint takes beyond that. A real learner of about as many parameters
-in a process of its own tells what taking part adds to it.
-
-Rules of this file:
-1. Memory is PSS, by component, less what the process held before it made a state.
-2. What docs/operating.md states (``formula``, and the limits beside it) must hold, else the status is 1.
+Two real nodes exchange the whole model round after round, with stand-in learners (``benchmarks.wire.exchange``). Then
+they rest and report what they hold, and what a checkpoint takes beyond that. A real learner of about as many parameters
+in a process of its own shows what a run adds to it. Memory is PSS, less what the process held before it created a
+state. The exit status is 1 if the limits that docs/operating.md states are exceeded.
 """
 
 from __future__ import annotations
@@ -73,9 +70,9 @@ def formula(parameters: int) -> float:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, record."""
     parser = bench.parser(__doc__, has_plot=False)
-    parser.add_argument("--parameters", type=float, default=30e6)
-    parser.add_argument("--rounds", type=int, default=100)
-    parser.add_argument("--verbose", action="store_true", help="show what the peers say")
+    parser.add_argument("--parameters", type=float, default=30e6, help="parameters of the model")
+    parser.add_argument("--rounds", type=int, default=100, help="exchanges of the whole model")
+    parser.add_argument("--verbose", action="store_true", help="show the peers' output")
     options = parser.parse_args(argv)
     parameters = int(options.parameters)
     try:

@@ -1,8 +1,6 @@
-"""The training script of ``benchmarks.memory.together``: a model that creeps in place, so that it needs no gradients
-and no optimizer's state, and the script's own memory is what taking part takes.
+"""Training script of ``benchmarks.memory.together``: a model that changes in place, without gradients or optimizer.
 
-Rules of this file:
-1. A step moves a sixth of the model's matrices by ``GROWTH``, and then sleeps: processors are the nodes'.
+A step scales a sixth of the model's matrices by ``GROWTH`` and then sleeps, so the nodes have the processors.
 """
 
 from __future__ import annotations

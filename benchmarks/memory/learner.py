@@ -1,8 +1,7 @@
-"""What taking part adds to a learner's memory: a real learner in this process, told by a script instead of a node.
+"""Memory that a run adds to a learner: a real learner in this process, driven by a script instead of a node.
 
-It trains alone, then with everything that a node asks for: snapshots, shifts, evaluations, saving its own state. The
-most that it holds of its own in the second time, less that in the first, is what the swarm adds. What it shares with
-its node is the node's in these figures.
+It trains alone, then with everything that a node requests: snapshots, shifts, evaluations, saving its own state. The
+difference of the two peaks is what the run adds. Memory that it shares with its node counts as the node's.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""A node that tells what its memory is for: the peer of ``benchmarks.wire.exchange``, with two questions more.
+"""Node that reports its memory by component: the peer of ``benchmarks.wire.exchange`` with two more questions.
 
-Rules of this file:
-1. What the process held before it made a state (Python, torch, kernels that have worked once) is not counted.
-2. Checkpoints are written only when they are asked for, so that a node is seen at rest.
+Not counted is what the process held before it created a state (Python, torch, kernels that have run once). Checkpoints
+are written only on request, so that a node can be measured at rest.
 """
 
 from __future__ import annotations

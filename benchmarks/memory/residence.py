@@ -1,6 +1,6 @@
-"""Where a process's memory is, by the kernel's word (Linux).
+"""Memory of a process by kind, as the kernel reports it (Linux).
 
-Only the standard library, since whoever is measured reads this of itself.
+Only the standard library, because the measured process reads this about itself.
 """
 
 from __future__ import annotations

@@ -1,16 +1,14 @@
-"""Two peers of a large model on this machine, end to end: what each of them holds at most, and writes::
+"""Peak memory and disk of two peers with a large model on this machine, from founding to export.
 
     python -m benchmarks.memory.together [--parameters 1.1e9] [--steps 300] [--step-s 1] [--json FILE]
 
-A script founds a run (``creeping.py``; a turn of every fragment in 24 steps); ``p2pdiloco join --follow`` joins it.
-When the follower has written two checkpoints and commits since, it is killed (SIGKILL) and started again. When the run
-is complete and both have ended, ``p2pdiloco export`` writes the model of each, which must be the same: the status is 1
-if it is not. "The end" is from the learner's last step until both have ended.
+A script founds a run (``creeping.py``; every fragment is exchanged once in 24 steps); ``p2pdiloco join --follow`` joins
+it. When the follower has written two checkpoints and commits since, it gets SIGKILL and is started again. After the run
+``p2pdiloco export`` writes both models, which must be equal; otherwise the exit status is 1. "The end" lasts from the
+learner's last step until both peers have ended.
 
-Rules of this file:
-1. Memory is RssAnon and RssShmem of a node, and RssAnon of the script, which shares its node's. What is clean in the
-   page cache is nobody's.
-2. If the system runs out of memory, these are the processes that it should end.
+Memory is RssAnon and RssShmem of a node, and RssAnon of the script, which shares its node's memory; clean pages of the
+page cache count for nobody. If the system runs out of memory, it should kill these processes first.
 """
 
 from __future__ import annotations
@@ -251,9 +249,11 @@ def check(mine: Path, theirs: Path, *, steps: int) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, record."""
     parser = bench.parser(__doc__, has_plot=False, has_keep=True)
-    parser.add_argument("--parameters", type=float, default=1.1e9)
-    parser.add_argument("--steps", type=int, default=300, help="a turn of all fragments is 24")
-    parser.add_argument("--step-s", type=float, default=1.0)
+    parser.add_argument("--parameters", type=float, default=1.1e9, help="parameters of the model")
+    parser.add_argument(
+        "--steps", type=int, default=300, help="steps of the run; all fragments are exchanged once in 24"
+    )
+    parser.add_argument("--step-s", type=float, default=1.0, help="seconds per step")
     options = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what was seen is told, and nobody stays
     Path("/proc/self/oom_score_adj").write_text("900", encoding="ascii")

@@ -1,4 +1,4 @@
-"""What churn costs the protocol: forks, tokens, control traffic, differing views. Simulated time, one core.
+"""Cost of churn to the protocol: forks, tokens, control traffic, differing views of membership (simulated time).
 
     python -m benchmarks.protocol.churn [--json FILE] [--hours 4] [--only NAME]
 
@@ -268,7 +268,7 @@ def main() -> None:
     """Measure, print, write."""
     parser = bench.parser(__doc__, has_plot=False)
     parser.add_argument("--hours", type=float, default=4.0, help="simulated hours of churn")
-    parser.add_argument("--only", help="measure only what has this in its name")
+    parser.add_argument("--only", help="measure only cases whose name contains this")
     options = parser.parse_args()
     for name, measure in measurements(options.hours).items():
         if options.only is None or options.only in name:

@@ -1,9 +1,9 @@
-"""How long the event loop of one peer of a run of many shards is busy with one event: the machine, and the sweep.
+"""Time that one event keeps the event loop of a peer with many shards busy: state machine and cache sweep.
 
     python benchmarks/protocol/loop.py [--shards 960] [--fragments 24] [--peers 8] [--seconds 60]
 
-A simulated world of peers that train; each event's processor time (not the wall's, so that a busy machine does not
-count) is taken at one of them. Figures: benchmarks/notes.md.
+Peers of a simulated world train. The CPU time of each event is measured at one of them, so a busy machine does not
+matter. benchmarks/notes.md has the figures.
 """
 
 from __future__ import annotations

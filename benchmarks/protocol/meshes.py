@@ -1,9 +1,10 @@
-"""What a run makes of meshes in which not everybody can connect to everybody. Simulated time, one core.
+"""Training in meshes in which not every pair of peers can connect (simulated time, one core).
 
     python -m benchmarks.protocol.meshes [--json FILE] [--minutes 20] [--worlds 3] [--only NAME]
 
-Eight peers train one shard over 40 ms links (H = 24, a step takes 1 to 1.5 s). Of each mesh so many worlds are made,
-with other pairs and other speeds. The figures are in benchmarks/protocol/README.md.
+Eight peers train one shard over 40 ms links (H = 24, a step takes 1 to 1.5 s). Each mesh is simulated ``--worlds``
+times, with other pairs and other speeds. The figures are in
+benchmarks/protocol/README.md.
 """
 
 from __future__ import annotations
@@ -87,9 +88,9 @@ def main() -> None:
     """Measure, print, write."""
     parser = bench.parser(__doc__, has_plot=False)
     parser.add_argument("--minutes", type=float, default=20.0, help="simulated minutes of each world")
-    parser.add_argument("--worlds", type=int, default=3, help="of each mesh")
-    parser.add_argument("--peers", type=int, default=PEERS)
-    parser.add_argument("--only", help="measure only what has this in its name")
+    parser.add_argument("--worlds", type=int, default=3, help="worlds per mesh")
+    parser.add_argument("--peers", type=int, default=PEERS, help="number of peers")
+    parser.add_argument("--only", help="measure only cases whose name contains this")
     options = parser.parse_args()
     for name, mesh in MESHES.items():
         if options.only is None or options.only in name:

@@ -1,4 +1,4 @@
-"""What signatures cost: bytes and microseconds a contributor and commit, and a whole lineage.
+"""Size and CPU time of signatures, per contributor and commit, and of a whole lineage.
 
 python -m benchmarks.protocol.signatures [--contributors 8] [--versions 32]
 """
@@ -24,9 +24,9 @@ TRIES = 5
 
 def main() -> None:
     """Print what was measured."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--contributors", type=int, default=8)
-    parser.add_argument("--versions", type=int, default=32)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--contributors", type=int, default=8, help="contributors per commit (default: 8)")
+    parser.add_argument("--versions", type=int, default=32, help="versions of the lineage (default: 32)")
     arguments = parser.parse_args()
     peers = [Identity.ephemeral() for _ in range(arguments.contributors)]
     line = lineage(peers, arguments.versions)

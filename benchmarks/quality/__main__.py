@@ -1,8 +1,10 @@
-"""The quality laboratory::
+"""Quality laboratory: what codec, merge rule and schedule cost in loss (README.md has the method).
 
-python -m benchmarks.quality run SWEEP ...    run the cells of these sweeps that are not in the results yet
-python -m benchmarks.quality list             the sweeps, and how much of each is there
+python -m benchmarks.quality list             sweeps, and how many of their cells have results
+python -m benchmarks.quality run SWEEP ...    run the cells of these sweeps that have no result yet
 python -m benchmarks.quality table            what is claimed: one row each, with baselines
+python -m benchmarks.quality report           all other tables and plots
+python -m benchmarks.quality tie              real processes compared with the laboratory
 """
 
 from __future__ import annotations
@@ -18,21 +20,26 @@ from p2pdiloco.demo.local_swarm import SwarmError
 
 def main(argv: Sequence[str] | None = None) -> int:
     """See the module."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.quality", description="The quality laboratory.")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.quality",
+        description="Quality laboratory: what codec, merge rule and schedule cost in loss.",
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser("run", help="run sweeps")
     run.add_argument("sweeps", nargs="+", choices=sorted(sweeps.SWEEPS))
-    run.add_argument("--eager", action="store_true", help="without torch.compile (slower, but for the first minute)")
-    commands.add_parser("list", help="the sweeps")
-    report_ = commands.add_parser("report", help="tables and plots")
-    report_.add_argument("--plots", type=Path, help="a folder for the plots, e.g. docs/plots")
-    table = commands.add_parser("table", help="every claim's row: three seeds, test split, token efficiency")
-    table.add_argument("--json", type=Path, help="append the rows here")
+    run.add_argument("--eager", action="store_true", help="without torch.compile (slower after the first minute)")
+    commands.add_parser("list", help="list the sweeps")
+    report_ = commands.add_parser("report", help="print all tables and draw the plots")
+    report_.add_argument("--plots", type=Path, help="folder for the plots, e.g. docs/plots")
+    table = commands.add_parser("table", help="print one row per claim: loss, gap, token efficiency")
+    table.add_argument("--json", type=Path, help="append the rows to this file")
     tie_ = commands.add_parser("tie", help="compare with real processes")
     tie_.add_argument("--out", type=Path, default=Path("out/quality/tie"))
     tie_.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    tie_.add_argument("--json", type=Path, help="append rows of results here")
-    tie_.add_argument("--time-limit", type=float, default=600.0, metavar="SECONDS", help="of one real run")
+    tie_.add_argument("--json", type=Path, help="append the results to this file")
+    tie_.add_argument(
+        "--time-limit", type=float, default=600.0, metavar="SECONDS", help="limit for one run of real processes"
+    )
     options = parser.parse_args(argv)
     match options.command:
         case "run":

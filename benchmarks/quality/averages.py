@@ -1,10 +1,11 @@
-"""Running averages of the global model, which cost no traffic: what each would be worth at the run's end.
+"""Running averages of the global model, and the loss of each at the run's end; they cost no traffic.
 
-Rules of this file:
-1. Averages look at the global parameters once in H steps, when every fragment has had its turn.
-2. EMA: the weight of a look falls by the same factor with each; LAWA (arXiv 2209.14981): the mean of the last looks.
-   Poly (polynomial decay, arXiv 1212.1824): look k counts (p + 1) / (k + p), so that about the last k / (p + 1) looks
-   count, a part of the run so far, whatever its length; p = 0 is the mean of all.
+An average looks at the global parameters once in H steps, when every fragment has been exchanged.
+
+- EMA: a look's weight falls by the same factor with each later look.
+- LAWA (arXiv 2209.14981): the mean of the last looks.
+- Polynomial decay (arXiv 1212.1824): look k has weight (p + 1) / (k + p), so about the last k / (p + 1) looks count,
+  whatever the run's length; p = 0 is the mean of all looks.
 """
 
 from __future__ import annotations

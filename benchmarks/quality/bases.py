@@ -1,4 +1,4 @@
-"""Settings that cells are changes of: what was shipped at some time, and what is."""
+"""Base settings of the cells: what ships, and what shipped before."""
 
 from __future__ import annotations
 

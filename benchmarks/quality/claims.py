@@ -1,14 +1,12 @@
-"""What is claimed of a model's quality, one row each; what ships comes first.
+"""Claims about a model's quality, one row each; what ships comes first.
 
-Rules of this file:
-1. The held-out windows are two halves, every second 2 kB of each file: *validation*, by which a setting or a rate is
-   chosen, and *test*, which is shown. (Cut in the middle they would be other packages, one of them harder, and per cent
-   of a higher loss look better.)
+1. The held-out windows are two halves, every second 2 kB of each file: *validation* chooses settings and rates, *test*
+   is shown. (A cut in the middle would put other packages into each half, one of them harder.)
 2. A gap is relative to data parallel with the same inner optimizer, model, tokens and batch, at its best learning rate,
-   seed by seed; and to one learner that has the outer optimizer, too, which is better than data parallel.
-3. Token efficiency is the share of its tokens after which data parallel has the same loss: runs of that length, with
-   schedules of their own, the best rate for each length; between two lengths loss is a line over the logarithm.
-4. What was not run is a row without figures. Where there are fewer than three seeds the row says how many.
+   seed by seed; and to one learner with the outer optimizer, which is better than data parallel.
+3. Token efficiency is the share of its tokens after which data parallel has the same loss. It comes from runs of that
+   length with schedules and best rates of their own; between two lengths, loss is linear in the logarithm.
+4. A claim that was not run is a row without figures. A row says how many seeds it has.
 """
 
 from __future__ import annotations

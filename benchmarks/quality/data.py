@@ -1,9 +1,8 @@
-"""Real text for the laboratory: the standard library's source, as ``training.corpus`` reads and splits it.
+"""Text of the laboratory: the standard library's source, read and split as ``training.corpus`` does it.
 
-Rules of this file:
-1. Every step has one list of windows for all learners, drawn from the seed; learner m has its m-th part. So runs with
-   1, 2, 4 or 8 learners, and data parallel, see the same samples in the same steps.
-2. The held-out windows are the whole held-out split, side by side: no choice, and the same for every run.
+Every step has one list of windows for all learners, drawn from the seed; learner m has its m-th part. So runs with 1,
+2, 4 or 8 learners and data parallel see the same samples in the same steps. The held-out windows are the whole held-out
+split, side by side, and the same for every run.
 """
 
 from __future__ import annotations

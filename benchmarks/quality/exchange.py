@@ -1,10 +1,8 @@
-"""The outer half of the laboratory: what is sent, how it is merged, what it does to the global parameters.
+"""Outer half of the laboratory: encoding, merging and the outer step.
 
-Rules of this file:
-1. The shipped path is ``tensors/`` itself: quantizers, merge rules, the outer step, in the order in which
-   ``peer.global_state`` calls them; a test compares the two. Payloads are compressed to be measured.
-2. What ``tensors/`` does not have (fp32 and top-k payloads, Delayed Nesterov, restarts, other roundings) is here,
-   short, for comparison.
+The shipped path is ``p2pdiloco.codec`` itself (quantizers, merge rules, outer step), in the order in which the peer
+calls it; a test compares the two. Payloads are compressed to count their bytes. What the product does not have (fp32
+and top-k payloads, Delayed Nesterov, restarts, other roundings) is implemented here for comparison.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
-"""Contributions turned before they are merged, where learners' data differ and so do their directions.
+"""Contributions that are turned before they are merged, for learners whose data and directions differ.
 
-Rules of this file:
-1. The momentum is the outer optimizer's, before this turn: where the run has been going.
-2. ``heloco`` (after arXiv 2606.00271): what has a cosine of less than ``strength`` with the momentum is turned towards
-   it at the same length; what points against it loses that part of it. ``surgery`` (PCGrad, arXiv 2001.06782): of two
-   contributions that point against each other each loses what is against the other. ``agree``: an element of the
-   merged step is shortened by how far signs differ (the size of their mean, to the power of ``strength``), and the
-   step is as long as before.
+The momentum is the outer optimizer's before this exchange, the direction in which the run was going.
+
+- ``heloco`` (after arXiv 2606.00271): a contribution whose cosine with the momentum is below ``strength`` is turned
+  towards it at the same length; one that points against it loses that component.
+- ``surgery`` (PCGrad, arXiv 2001.06782): of two contributions that point against each other, each loses the component
+  against the other.
+- ``agree``: an element of the merged step is shortened by how far signs differ (the size of their mean, to the power of
+  ``strength``); the whole step keeps its length.
 """
 
 from __future__ import annotations

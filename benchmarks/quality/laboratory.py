@@ -1,18 +1,16 @@
-"""One run: learners train, turns fall due, contributions are merged, learners take the commits. All in one process.
+"""One run of the laboratory: learners train, contributions are merged, learners take the commits, in one process.
 
-Time is counted in steps of the fastest learner. With learners that are alike everything happens at whole steps; with
-speeds, absences and cuts every learner has its own clock, and events come from a heap.
+Time is counted in steps of the fastest learner. With equal learners everything happens at whole steps; with speeds,
+absences and cuts each learner has its own clock, and events come from a heap. Nothing depends on the machine's clock.
 
-Rules of this file:
-1. The schedule is the protocol's: fragment p is due where the global step is its offset modulo H, whoever reaches that
-   step announces the turn, everybody answers at its next step's end. ``protocol.quorum`` decides when the owner merges.
-   The global step is that of the learner that is furthest ahead.
-2. A commit reaches a learner at its first step's end ``overlap`` steps after the turn, or later if it was made later:
-   the whole time that the schedule allows for an exchange is used.
-3. A contribution covers what its learner trained since its mark; carry is the node's shift: new global - old global,
+1. The schedule is the protocol's: fragment p is due where the global step, that of the learner furthest ahead, equals
+   its offset modulo H. The learner that reaches that step announces the turn, and the others answer at the end of their
+   next step. ``protocol.aggregation`` decides when the owner merges.
+2. A commit reaches a learner at the end of its first step ``overlap`` steps after the turn, or later if it was made
+   later: an exchange takes all the time that the schedule allows.
+3. A contribution covers what its learner trained since its mark. Carry is the node's shift: new global - old global,
    plus what was sent if it was merged.
-4. At the end everybody's unmerged progress is merged, in one more turn of every fragment (``protocol.farewell``).
-5. Nothing depends on the machine's clock.
+4. At the end, one more turn of every fragment merges everybody's remaining progress, as real peers do.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the laboratory keeps about learners, turns, and commits under way."""
+"""State of the laboratory's learners, open turns, and commits on their way."""
 
 from __future__ import annotations
 

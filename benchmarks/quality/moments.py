@@ -1,10 +1,9 @@
-"""The learners' inner momentum: shared when a fragment is merged, or turned towards where the merged model went.
+"""Inner momentum of the learners, shared when a fragment is merged or turned towards the merged step.
 
-Rules of this file:
-1. ``share``: an upper bound. The moments of all learners become their mean, in float32 and at once; to send them would
-   cost as many bytes again as the contributions.
-2. ``head`` (after FedCM, arXiv 2106.10874): costs nothing. Muon does not ask how long its momentum is, so a matrix's
-   buffer is blended with the direction of the merged step, made as long as the buffer.
+- ``share`` is an upper bound: the moments of all learners become their mean, in float32 and at once. Sending them would
+  cost as many bytes again as the contributions.
+- ``head`` (after FedCM, arXiv 2106.10874) costs nothing. Muon ignores the length of its momentum, so a matrix's buffer
+  is blended with the direction of the merged step, scaled to the buffer's length.
 """
 
 from __future__ import annotations

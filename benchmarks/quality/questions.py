@@ -1,7 +1,6 @@
-"""Sweeps that each answer one question about the outer half; ``sweeps`` has those of what is claimed.
+"""Sweeps that each answer one question about the outer half; ``sweeps`` has those behind the claims.
 
-Rules of this file:
-1. Cells are what ships, but for what is asked: Muon, contributions bounded, momentum's bias corrected in short runs.
+Cells are what ships, except for the question: Muon, bounded contributions, bias-corrected momentum in short runs.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Tables and plots behind docs/results.md, from the rows of results.
 
-Rules of this file:
-1. A gap is relative to data parallel with its best learning rate, same model, tokens and global batch, seed by seed:
-   with the same inner optimizer, and with AdamW.
-2. Where there are several seeds the table has the mean and, after +-, the standard deviation over seeds of what stands
-   before it. With one seed it has no +-.
+A gap is relative to data parallel with its best learning rate and the same model, tokens and global batch, seed by
+seed: with the same inner optimizer, and with AdamW. With several seeds the table has the mean and, after +-, the
+standard deviation over seeds.
 """
 
 from __future__ import annotations

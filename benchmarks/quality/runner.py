@@ -1,9 +1,8 @@
-"""Cells of the laboratory, one after the other, with their results on the disk.
+"""Runs cells of the laboratory one after the other and keeps their results on disk.
 
-Rules of this file:
-1. A result is written the moment it is there, as one line in one write; a cell whose line is there is not run again.
-   So a run may be stopped, and several processes may share a list: a file with a process's id claims a cell.
-2. A cell that fails is told of and left out; the others go on.
+A result is written as one line as soon as it is there, and a cell that has a line is not run again. So a run may be
+stopped, and several processes may share a list: a file with a process's id claims a cell. A cell that fails is reported
+and skipped.
 """
 
 from __future__ import annotations

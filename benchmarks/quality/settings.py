@@ -1,9 +1,7 @@
-"""What one cell of the laboratory is: every number that its result depends on.
+"""Settings of one cell: every number that its result depends on.
 
-Rules of this file:
-1. A cell is named by its settings and nothing else: the same settings give the same bits on one machine, and a row that
-   is there already is not computed again.
-2. Fields that are left out have the values below: those of the sweeps' small model and of the shipped schedule.
+A cell is named by its settings alone; the same settings give the same bits on one machine. Omitted fields have the
+values below: those of the sweeps' small model and of the schedule that shipped when the sweeps were written.
 """
 
 from __future__ import annotations

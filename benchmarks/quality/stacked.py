@@ -1,10 +1,8 @@
-"""Several learners' transformers as one batched computation: small matrices of one learner leave a core half idle.
+"""Transformers of several learners as one batched computation, because one small model leaves a core half idle.
 
-Rules of this file:
-1. The same arithmetic as ``training.transformer`` and ``training.learner``, with one more dimension in front; a test
-   compares losses and parameters with the plain ones.
-2. Learner k's loss depends on its own parameters alone, so the gradient of the losses' sum is each learner's own.
-   Clipping is each learner's own, too. AdamW works element by element, so it needs no change.
+The arithmetic is that of ``training.transformer`` and ``training.learner`` with one more leading dimension; a test
+compares losses and parameters. Learner k's loss depends on its own parameters alone, so the gradient of the losses' sum
+is each learner's own. Each learner clips its own gradient. AdamW works element by element and needs no change.
 """
 
 from __future__ import annotations

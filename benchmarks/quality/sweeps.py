@@ -1,4 +1,4 @@
-"""Which cells are run, by name, in the order of their worth."""
+"""Cells of each sweep by name, the most useful ones first."""
 
 from __future__ import annotations
 

@@ -1,14 +1,12 @@
-"""The tie: the same run by real processes over real sockets, and in the laboratory.
+"""Comparison of the laboratory with real processes: the same run over real sockets, and in the laboratory.
 
-The real swarm is started with the commands that a user types. Its founder would train alone until the others are there,
-so its learner's process is stopped until they are current. The laboratory gets what the swarm's clocks made of the
-settings: the tokens that were merged, the turns that they were merged in (so its H), who trained alone how long, and
-how fast each learner was: of two that share tokens unequally the faster one makes more steps, which is worth much in a
-short run. What is left is order and timing: other samples, commits that come sooner or later than ``overlap`` steps.
+The swarm is started with the commands that a user types. Its founder's learner is paused until the others have joined.
+The laboratory gets what the swarm's clocks made of the settings: the merged tokens, the turns they were merged in (so
+its H), who trained alone for how long, and each learner's speed. What still differs is order and timing: other samples,
+and commits that come sooner or later than ``overlap`` steps.
 
-Rules of this file:
-1. Both final models are evaluated by the same code on the same windows.
-2. The verdict compares the difference of the means with the standard error of that difference over seeds.
+Both final models are evaluated by the same code on the same windows. The verdict compares the difference of the means
+with its standard error over seeds.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Compute utilisation by line, by the public model (``p2pdiloco/planner.py``): the published cells beside
-ours, and what each system needs, 2B to 100B parameters, 2 to 64 peers, 10 Mbit/s to 100 Gbit/s, each codec. Arithmetic;
-beside it stands what ``benchmarks.wan.bandwidth`` measured over throttled lines.
+"""Compute utilization by line rate, by the public bandwidth model (``p2pdiloco/planner.py``).
 
     python -m benchmarks.scale.bandwidth [--json FILE] [--plot FILE]
+
+Pure arithmetic: the published cells beside ours, what each system needs for 2B to 100B parameters, 2 to 64 peers, 10
+Mbit/s to 100 Gbit/s and every codec, and what ``benchmarks.wan.bandwidth`` measured over throttled lines.
 """
 
 from __future__ import annotations

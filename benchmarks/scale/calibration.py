@@ -1,14 +1,14 @@
-"""Is the simulator's network right? Real peers over throttled lines beside simulated ones with the same settings.
+"""Simulator's network against real peers: both over throttled lines with the same settings.
 
     python -m benchmarks.scale.calibration --json FILE [--peers 16] [--up 2mbit] [--down 4mbit] [--seconds 150]
 
-Rules of this file:
-1. Both sides run the protocol's machine with the same manifest. Real peers are node processes in sites of a throttled
-   network, their learners wait instead of computing (calibration_peer.py); simulated ones share uplinks.
-2. Payloads of the simulator are as large as those that the real peers sent: how well bytes of a codec are known is
-   another matter (docs/results.md). All else is a setting.
-3. Turns that are announced in the window count, with what became of them within ``DRAIN_S`` after it.
-4. Real bytes are those of all interfaces, with acknowledgements; simulated ones are messages and payloads with headers.
+1. Both sides run the protocol's state machine with the same manifest. Real peers are node processes in the sites of a
+   throttled network, with learners that wait instead of computing (calibration_peer.py); simulated ones share uplinks.
+2. The simulator's payloads have the sizes that the real peers sent, because the bytes of a codec are another question
+   (docs/results.md). Everything else is a setting.
+3. Counted are the turns that are announced in the window, and what became of them within ``DRAIN_S`` after it.
+4. Real bytes are those of all interfaces, acknowledgements included; simulated ones are messages and payloads with
+   headers.
 """
 
 from __future__ import annotations
@@ -235,24 +235,24 @@ COLUMNS: list[bench.Column] = [
 def options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = bench.parser(__doc__, rows="setting", has_plot=False)
-    parser.add_argument("--peers", type=int, default=16)
-    parser.add_argument("--topology", help="a shipped one, or a file, with as many sites, instead of equal lines")
-    parser.add_argument("--up", default="2mbit", help="each peer's line")
-    parser.add_argument("--down", default="4mbit")
-    parser.add_argument("--up-budget", type=float, help="a peer's --up, as a share of the line (default: learned)")
-    parser.add_argument("--down-budget", type=float, help="likewise --down (default: none)")
-    parser.add_argument("--round-trip-ms", type=float, default=40.0)
-    parser.add_argument("--parameters", type=int, default=1_200_000)
-    parser.add_argument("--fragments", type=int, default=12)
-    parser.add_argument("--max-shard", type=int, default=1 << 20, help="parameters: a fragment may be several shards")
-    parser.add_argument("--sync-every", type=int, default=24)
-    parser.add_argument("--overlap", type=int, default=4)
-    parser.add_argument("--step-s", type=float, default=1.0)
-    parser.add_argument("--jitter", type=float, default=0.2, help="steps take up to this share more or less")
-    parser.add_argument("--seconds", type=float, default=96.0, help="that count")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--verified", action="store_true", help="measure all lines before, which takes minutes")
-    parser.add_argument("--payload", type=float, help="simulate alone, with payloads of so many bytes")
+    parser.add_argument("--peers", type=int, default=16, help="number of peers")
+    parser.add_argument("--topology", help="shipped topology or file with as many sites, instead of equal lines")
+    parser.add_argument("--up", default="2mbit", help="line rate of each peer, up")
+    parser.add_argument("--down", default="4mbit", help="line rate of each peer, down")
+    parser.add_argument("--up-budget", type=float, help="--up of each peer, as a share of the line (default: learned)")
+    parser.add_argument("--down-budget", type=float, help="--down of each peer, as a share of the line (default: none)")
+    parser.add_argument("--round-trip-ms", type=float, default=40.0, help="round trip between two sites")
+    parser.add_argument("--parameters", type=int, default=1_200_000, help="parameters of the model")
+    parser.add_argument("--fragments", type=int, default=12, help="number of fragments (P)")
+    parser.add_argument("--max-shard", type=int, default=1 << 20, help="largest shard, in parameters")
+    parser.add_argument("--sync-every", type=int, default=24, help="steps between two turns of a fragment (H)")
+    parser.add_argument("--overlap", type=int, default=4, help="overlap in steps (tau)")
+    parser.add_argument("--step-s", type=float, default=1.0, help="seconds per step")
+    parser.add_argument("--jitter", type=float, default=0.2, help="largest deviation of a step's time, as a share")
+    parser.add_argument("--seconds", type=float, default=96.0, help="duration of the measurement")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the simulation")
+    parser.add_argument("--verified", action="store_true", help="measure all lines first (takes minutes)")
+    parser.add_argument("--payload", type=float, help="only simulate, with payloads of this many bytes")
     return parser.parse_args(argv)
 
 

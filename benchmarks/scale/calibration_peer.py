@@ -1,12 +1,9 @@
-"""A peer of the calibration run: the node, its machine, state, signatures, transport and sockets are the real ones.
+"""Peer of the calibration run: node, state machine, state, signatures, transport and sockets are the real ones.
 
 Only the learner is a stand-in: it steps by the clock and computes nothing, so that a small machine holds many of them.
-Its outer gradients are noise, another one each turn.
-
-Rules of this file:
-1. As a learner does, it takes commands at step boundaries, in order; before its first step at once.
-2. Told ``connect``, it dials those before it; ``go``: it steps from then on; ``told``: it says what it has seen. It
-   answers everything else with the interface's bytes.
+Its outer gradients are noise, new in each turn. Like a real learner it takes commands at step boundaries, in order, and
+at once before its first step. ``connect`` makes it dial the peers before it, ``go`` starts its steps, ``told`` returns
+what it has observed; it answers everything else with the interface's byte counts.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Goodput while chips fail: data parallel, elastic data parallel, and learners under this project's protocol, beside
-the paper's table.
+"""Goodput while chips fail: data parallel, elastic data parallel and p2pdiloco, beside the paper's table.
 
     python -m benchmarks.scale.goodput --json FILE [--plot FILE] [--short] [--only TEXT] [--hours 16]
 
-Cells that ``--json`` has are not made again. Islands of chips: islands.py; the protocol in virtual time: worlds.py.
-docs/results.md has the tables.
+Cells that are in ``--json`` are not made again. islands.py simulates islands of chips, worlds.py the protocol in
+virtual time. docs/results.md has the table.
 """
 
 from __future__ import annotations
@@ -115,10 +114,12 @@ def shown(name: str, figures: Figures) -> dict[str, Any]:
 def main() -> None:
     """Make what is missing, tell all."""
     parser = bench.parser(__doc__, rows="cell")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--hours", type=float, help="simulated, of each cell (default: 16 over its peers, 0.25 to 4)")
-    parser.add_argument("--only", default="", help="cells that have this in their names")
-    parser.add_argument("--short", action="store_true", help="that all of it works, not what it shows")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the world")
+    parser.add_argument(
+        "--hours", type=float, help="simulated hours per cell (default: 16 / peers, between 0.25 and 4)"
+    )
+    parser.add_argument("--only", default="", help="only cells whose name contains this")
+    parser.add_argument("--short", action="store_true", help="one short cell, as a quick check")
     options = parser.parse_args()
     found = bench.fill(options, "scale/goodput", "cell", cells(options))
     rows = {name: shown(name, one) for name, one in found.items()}

@@ -1,14 +1,14 @@
-"""Islands of chips that fail: how much of its time one computes. Drawn, not a formula.
+"""Islands of chips that fail: the share of its time that an island computes, by simulation.
 
-Rules of this file:
-1. Chips fail independently (Poisson), or whole racks of them at once; how long detection, restart and repair take is
-   drawn from an exponentiated Weibull, of which the paper gives the family and no constant.
-2. An *elastic* island stops for a moment and goes on without the slice of the chip that failed. A slice that is back is
-   taken in at the next stop, and if none comes for a while, at one of its own. An island that is not elastic stops
-   until everything runs again from its last checkpoint.
-3. What fails while the island stands is dealt with in the same stop.
-4. The constants are fitted to the paper's two data-parallel rows, and to nothing else (``python -m
-   benchmarks.scale.islands`` does it again).
+    python -m benchmarks.scale.islands            # fit the constants again
+
+1. Chips fail independently (Poisson), or in whole racks. Times of detection, restart and repair are drawn from an
+   exponentiated Weibull; the paper gives the family and no constants.
+2. An *elastic* island stops briefly and continues without the slice of the failed chip. A repaired slice is taken in at
+   the next stop, or at one of its own if none comes for a while. Other islands stop until everything runs again from
+   the last checkpoint.
+3. Failures during a stop are handled in the same stop.
+4. The constants are fitted to the paper's two data-parallel rows and to nothing else.
 """
 
 from __future__ import annotations

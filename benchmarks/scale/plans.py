@@ -1,10 +1,9 @@
-"""``plan`` beside what throttled runs measured: bytes a step, and the share of the time that learners compute.
+"""Predictions of ``p2pdiloco plan`` beside throttled runs: bytes per step and compute utilization.
 
     python -m benchmarks.scale.plans
 
-Rules of this file:
-1. What was measured is docs/results.md's ("Utilization", ``python -m benchmarks.wan.utilisation``): 3.3M parameters,
-   H = 24, int4, all turns kept. Nothing is measured here.
+Nothing is measured here. The measurements are those of ``python -m benchmarks.wan.utilisation``: 3.3M parameters, H =
+24, int4, all turns kept.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ def compared(run: Measured) -> dict[str, float]:
 def main() -> None:
     """Print."""
     argparse.ArgumentParser(
-        prog="python -m benchmarks.scale.plans", description="plan beside measurements"
+        prog="python -m benchmarks.scale.plans", description="predictions of plan beside throttled runs"
     ).parse_args()
     print(bench.table("run", COLUMNS, {run.name: compared(run) for run in RUNS}))
 

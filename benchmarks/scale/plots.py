@@ -1,4 +1,4 @@
-"""Pictures of the tables of docs/results.md, for a talk: figures in, one PNG out."""
+"""Plots of the scale benchmarks: figures in, one PNG out."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Whole sites that fail, which the paper does not report: one of four regions for an hour, one provider for a day,
-rolling maintenance of all. The protocol's own machines in virtual time; chips do not fail here, so that what is missing
-is the failure's alone.
+"""Failures of whole sites: one of four regions for an hour, one provider for a day, rolling maintenance of all.
 
     python -m benchmarks.scale.regions --json FILE [--plot FILE] [--short] [--only TEXT]
+
+The protocol's own state machines run in virtual time. Chips do not fail here, so every loss comes from the outage.
 """
 
 from __future__ import annotations
@@ -183,9 +183,9 @@ COLUMNS: list[bench.Column] = [
 def main() -> None:
     """Measure, print, write."""
     parser = bench.parser(__doc__, rows="outage")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--only", default="", help="outages that have this in their names")
-    parser.add_argument("--short", action="store_true", help="one short outage, to see that it works")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the world")
+    parser.add_argument("--only", default="", help="only outages whose name contains this")
+    parser.add_argument("--short", action="store_true", help="one short outage, as a quick check")
     options = parser.parse_args()
     wanted = {"two of eight for a quarter of an hour": SHORT} if options.short else OUTAGES
     works = ((name, partial(measured, outage, options.seed)) for name, outage in wanted.items())

@@ -1,10 +1,8 @@
-"""What was seen of a swarm's turns: when each was announced, when its commit was made and taken, by whom it was fed.
+"""Observations of a swarm's turns: when each was announced, committed and applied, and who contributed.
 
-The same events are noted for a real node and for a simulated process: what its machine was told, what it answered.
-
-Rules of this file:
-1. All times are of one clock, which all noting sides share.
-2. Who notes for one peer alone writes it as JSON; ``gather`` makes one of all.
+The same events are recorded for a real node and for a simulated process: what its state machine received, and what it
+answered. All times are of one clock that all observers share. An observer of a single peer writes JSON; ``gather``
+merges these files.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Worlds in which each peer's learner is an island of many chips: the protocol's own machines, driven in virtual time.
+"""Simulated worlds in which each learner is an island of many chips, under the protocol's own state machines.
 
-Rules of this file:
-1. What is told of a run is counted in its heaviest chains and in its commits, after a warm-up, never computed.
-2. Invariants are checked as in every simulated world; a violation is part of the result.
+All figures are counted in the heaviest chains and their commits after a warm-up, never computed. Invariants are checked
+as in every simulated world; a violation is part of the result.
 """
 
 from __future__ import annotations

@@ -1,16 +1,14 @@
-"""A learner's steps beside other work on the same cores::
+"""Steps of a learner beside other work on the same cores.
 
     python -m benchmarks.training.busy [--loops 2] [--seconds 15] [--json out/busy.json]
 
-The built-in transformer of `stdlib-tiny` is trained in a process that is as nice as a learner is, beside ``--loops``
-processes that only compute: as torch comes, with threads that sleep while they wait (what a node starts its learner
-with), and with that and as many threads as measured steps say (``training/thread_tuning.py``).
+The built-in transformer of ``stdlib-tiny`` trains at a learner's niceness beside ``--loops`` processes that only
+compute, in three ways: with torch's defaults, with threads that sleep while they wait (a node starts its learner like
+this), and also with the number of threads that measured steps choose (``training/thread_tuning.py``). Steps of the
+first second do not count; steps in which thread counts are tried do.
 
-Rules of this file:
-1. Steps of the first second do not count; those in which threads are tried do.
-2. What the CPU allows is measured in the same minute, so that the machine may do other things besides: the processor
-   time that a plain loop of the same niceness gets in the learner's place, times the steps that a learner of one
-   thread makes in a second of processor time.
+The upper bound is measured in the same minute, so the machine may do other things besides: the CPU time that a plain
+loop of the same niceness gets in the learner's place, times the steps per CPU second of a learner with one thread.
 """
 
 from __future__ import annotations
@@ -108,10 +106,10 @@ def measure(kind: str, environment: Mapping[str, str], loops: int, seconds: floa
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("::")[0])
-    parser.add_argument("--loops", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=15.0)
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--loops", type=int, default=2, help="processes that only compute (default: 2)")
+    parser.add_argument("--seconds", type=float, default=15.0, help="length of each measurement (default: 15)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="append the results here")
     parser.add_argument("--kind", choices=sorted(KINDS), help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.kind is not None:

@@ -1,15 +1,14 @@
-"""Adapters (LoRA) by one machine and by two, in equal time::
+"""LoRA adapters trained by one peer and by two, for the same number of steps each.
 
     python -m benchmarks.training.lora [--steps 600] [--json out/lora.json]
 
 A small Llama has read one text (Python's help topics) and is fine-tuned on another (the standard library's code) by
-transformers' Trainer: by one peer alone without a swarm, then by two with ``DiLoCoCallback``, each process with one
-thread. All make as many steps. What is told: seconds from the first step to the last, and the held-out loss of the
-adapters that were saved, loaded by ``peft.PeftModel``.
+transformers' Trainer: by one process without a run, then by two with ``DiLoCoCallback``, one thread per process.
+Reported are the seconds from the first step to the last, and the held-out loss of the saved adapters, loaded by
+``peft.PeftModel``.
 
-Rules of this file:
-1. Bytes are the tokens; held out is every eighth piece, the same for all, and the code of nobody's training.
-2. The learning rate of both is the one of ``RATES`` that is best for one peer alone.
+Bytes are the tokens. Every eighth piece of text is held out, the same for all processes. The learning rate is the one
+of ``RATES`` that is best for one peer alone.
 """
 
 from __future__ import annotations
@@ -149,7 +148,7 @@ COLUMNS = (("rate", "rate", ".0e"), ("seconds", "seconds", ".1f"), ("held-out lo
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print."""
     parser = bench.parser(__doc__, rows="number of peers", has_plot=False, has_keep=True)
-    parser.add_argument("--steps", type=int, default=600, help="of each peer")
+    parser.add_argument("--steps", type=int, default=600, help="steps of each peer")
     parser.add_argument("--one", nargs=6, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.one:

@@ -1,16 +1,13 @@
-"""What ``p2pdiloco.DiLoCo`` costs the training loop, on a model of 10 million parameters::
+"""Cost of ``p2pdiloco.DiLoCo`` to a training loop, with a model of 10 million parameters.
 
     python -m benchmarks.training.overhead [--steps 40] [--batch 4] [--fragments 24] [--threads 2]
                                            [--json out/overhead.json] [--plot out/overhead.png]
 
-The wrapper is joined to a run of its own, with a real node beside it, that has no exchange due. Every other step's
-optimizer is hooked, the steps between are not, so that whatever else the machine does hits both alike: the cost when
-nothing is due is the median difference of neighbours. A snapshot and a shift of each fragment are then done through the
-same link, without the node, and compared with the median step.
-
-Rules of this file:
-1. CPU time of this thread is shown beside wall time: on a busy machine it is the one to believe.
-2. One process: what an island's two collectives a step cost is not in here.
+The wrapper has joined a run of its own, with a real node beside it and no exchange due. Every other step's optimizer is
+hooked, so that other work on the machine affects both kinds alike; the cost is the median difference of neighbours.
+Then a snapshot and a shift of each fragment are done through the same link, without the node, and compared with the
+median step. On a busy machine trust the CPU time of this thread, which stands beside wall time. The two collectives per
+step of an island of several ranks are not included.
 """
 
 from __future__ import annotations
@@ -59,10 +56,10 @@ def clocked(call: Callable[[], object]) -> Took:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, record."""
     parser = bench.parser(__doc__)
-    parser.add_argument("--steps", type=int, default=40, help="pairs of steps")
-    parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--fragments", type=int, default=24)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=40, help="pairs of steps to measure")
+    parser.add_argument("--batch", type=int, default=4, help="samples per step")
+    parser.add_argument("--fragments", type=int, default=24, help="number of fragments")
+    parser.add_argument("--threads", type=int, default=2, help="threads of torch")
     options = parser.parse_args(argv)
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)

@@ -1,17 +1,16 @@
-"""The slowest line on which each system computes 95 % of the time, by bisecting the rate of all lines.
+"""Slowest line on which each system computes 95 % of the time, by bisecting the rate of all lines.
 
     python -m benchmarks.wan.bandwidth --json out/wan/bandwidth.jsonl --plot out/wan/bandwidth.png
 
-Rules of this file:
-1. Four sites with equal lines and paths; the training goes on while the rates change. The rate that was found is
-   measured on the links themselves afterwards, and refused if it is off.
-2. Data parallel: step time over the mean of the steps made at a rate. DiLoCo: the time that one exchange stops all is
-   measured every few steps, and set against ``--sync-every`` steps of computing.
-3. p2pdiloco's learners do not wait, so a slow line costs turns instead. A rate is enough if learners compute 95 % of
-   the time *and* 95 % of the turns' commits were made while they trained: what is paid for is what comes.
-4. Bytes are those of the interface, with all control traffic, at the rate that was found.
+1. Four sites have equal lines and paths; training goes on while the rates change. The rate that is found is measured on
+   the links themselves afterwards, and refused if it is off.
+2. Data parallel: step time over the mean of the steps at a rate. DiLoCo: the time for which one exchange stops all
+   workers is measured every few steps and set against ``--sync-every`` steps of computing.
+3. p2pdiloco's learners do not wait; a slow line costs turns instead. A rate is enough if learners compute 95 % of the
+   time *and* 95 % of the turns' commits were made while they trained.
+4. Bytes are those of the interface, with all control traffic, at the rate that is found.
 5. Paths are short (``--round-trip-ms 2``): data parallel's last bucket passes 2 (M - 1) hops after the backward pass,
-   and with 20 ms it computes less than 95 % of a step of 0.6 s on any line. p2pdiloco has ``tau`` steps for that.
+   and with 20 ms it computes less than 95 % of a 0.6 s step on any line. p2pdiloco has ``tau`` steps for that.
 """
 
 from __future__ import annotations
@@ -234,13 +233,13 @@ def _options() -> argparse.Namespace:
         "--cases",
         nargs="*",
         default=["ddp", "ddp-bf16", "diloco", "p2pdiloco 24/24/4", "p2pdiloco 48/24/8"],
-        help="ddp, ddp-bf16, diloco, 'p2pdiloco H/P/tau'",
+        help="systems: ddp, ddp-bf16, diloco, 'p2pdiloco H/P/tau'",
     )
-    parser.add_argument("--step-s", type=float, default=0.6, help="an accelerator's step")
+    parser.add_argument("--step-s", type=float, default=0.6, help="step time of the emulated accelerator")
     parser.add_argument("--sync-every", type=int, default=100, help="DiLoCo's H")
-    parser.add_argument("--round-trip-ms", type=float, default=2.0, help="of each pair")
-    parser.add_argument("--window-s", type=float, default=8.0, help="least time at a rate")
-    parser.add_argument("--probes", type=int, default=12, help="rates tried at most")
+    parser.add_argument("--round-trip-ms", type=float, default=2.0, help="round trip of each pair of sites")
+    parser.add_argument("--window-s", type=float, default=8.0, help="shortest time at one rate")
+    parser.add_argument("--probes", type=int, default=12, help="maximum number of rates to try")
     return parser.parse_args()
 
 

@@ -1,4 +1,4 @@
-"""What a peer's event log says of the swarm's commits."""
+"""Commits of a swarm, read from a peer's event log."""
 
 from __future__ import annotations
 

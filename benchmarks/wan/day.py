@@ -1,12 +1,10 @@
-"""A day in the life of a swarm, in minutes: lines get slow and lossy and good again, a region is lost and comes back, a
-newcomer joins over a slow line. One timeline.
+"""Timeline of a swarm while lines slow down, a path loses packets, a region dies and a newcomer joins.
 
     python -m benchmarks.wan.day --json out/wan/day.jsonl --plot out/wan/day.png
 
-Rules of this file:
-1. What happens, and when (in tenths of the whole), is ``HAPPENINGS``; what a line or path becomes is the testbed's
-   schedule. Everybody trains as fast as ever: what is shown is what that costs.
-2. Shown for each site: tokens a second, what it sent, whether it was there. For the swarm: commits and held-out loss.
+The "day" takes minutes; ``HAPPENINGS`` lists its events in tenths of the whole, and the testbed's schedule changes
+lines and paths. Everybody else trains at full speed, so the timeline shows what the events cost: for each site tokens
+per second, bytes sent and presence; for the swarm commits and held-out loss.
 """
 
 from __future__ import annotations
@@ -166,9 +164,9 @@ def main() -> int:
 
 def _options() -> argparse.Namespace:
     parser = bench.parser(__doc__, rows="day", has_keep=True)
-    parser.add_argument("--step-s", type=float, default=0.5, help="an accelerator's step")
-    parser.add_argument("--seconds", type=float, default=300.0, help="of the whole day")
-    parser.add_argument("--snapshot-every", type=int, default=10, help="steps")
+    parser.add_argument("--step-s", type=float, default=0.5, help="step time of the emulated accelerator")
+    parser.add_argument("--seconds", type=float, default=300.0, help="length of the whole timeline")
+    parser.add_argument("--snapshot-every", type=int, default=10, help="steps between two snapshots")
     return parser.parse_args()
 
 

@@ -1,8 +1,7 @@
-"""What follows from workers' words: rates, utilisation, time to a loss.
+"""Figures computed from the workers' reports: rates, utilization, time to a loss.
 
-Rules of this file:
-1. Pure, but for reading what workers said.
-2. A rate is that of the time after the first exchange, utilisation that of the whole time.
+Pure functions, except for reading the reports. A rate covers the time after the first exchange, utilization the whole
+time.
 """
 
 from __future__ import annotations

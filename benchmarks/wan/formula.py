@@ -1,11 +1,11 @@
-"""What a link must carry for a given compute utilisation: arithmetic, no measurement. Beside the public model
-(``p2pdiloco.planner``) it has what a real link costs: headers, round trips, loss, control.
+"""Line rate needed for a given compute utilization: arithmetic, no measurement.
 
-Rules of this file:
+Unlike the public model (``p2pdiloco.planner``) it includes what a real link costs: headers, round trips, loss, control.
+
 1. Pure numbers: bits, seconds, bits per second on the wire.
-2. All links of a swarm are alike; a peer's line is used by its own sending and, the other way, by what it gets.
-3. Compute utilisation is compute / (compute + stall), as in the simulator of the Decoupled DiLoCo family (forward pass
-   a third of the step, backward pass two thirds, deadline at the end of the step, or of the overlap).
+2. All links of a swarm are alike. Sending and receiving use the two directions of a peer's line.
+3. Compute utilization is compute / (compute + stall), as in the simulator of the Decoupled DiLoCo family: the forward
+   pass takes a third of the step, the backward pass two thirds; the deadline is the end of the step, or of the overlap.
 """
 
 from __future__ import annotations

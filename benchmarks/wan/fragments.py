@@ -1,14 +1,14 @@
-"""Fragments as large as those of a 1B-parameter model, on lines of 2 to 5 Gbit/s: no training, only the exchange.
+"""Exchange of fragments as large as those of a 1B-parameter model, over lines of 2 to 5 Gbit/s; no training.
 
     python -m benchmarks.wan.fragments --json out/wan/fragments.jsonl --plot out/wan/fragments.png
 
-Rules of this file:
-1. Four sites; the node, machine, driver and transport are the real ones (``benchmarks.wire.exchange_peer``): outer
-   gradients are quantized, sent to the owners, merged, sent to all, applied, proved by digests. A wrong result fails.
+1. Four sites; node, state machine, driver and transport are the real ones (``benchmarks.wire.exchange_peer``). Outer
+   gradients are quantized, sent to the owners, merged, sent to all, applied and proved by digests. A wrong result
+   fails.
 2. The limit is the time that the payload's bytes need on a site's line, in full packets, without round trips.
-3. With ``--in-flight n`` n fragments are due at once, as behind each other on a busy line; the time is all's, by n.
-4. Four peers share this machine's processors, which four sites would not: the CPU seconds of a peer are told beside
-   the wall time, and the time that the processors alone need (all CPU seconds by the number of cores) beside the limit.
+3. With ``--in-flight n``, n fragments are due at once, as on a busy line; the time is that of all, divided by n.
+4. Four peers share this machine's processors, which four sites would not. So the CPU seconds of a peer stand beside the
+   wall time, and all CPU seconds divided by the number of cores stand beside the limit.
 """
 
 from __future__ import annotations
@@ -176,11 +176,11 @@ def main() -> int:
 
 def _options() -> argparse.Namespace:
     parser = bench.parser(__doc__, rows="line", has_keep=True)
-    parser.add_argument("--parameters", type=float, default=42e6, help="of a fragment")
-    parser.add_argument("--gbps", type=float, nargs="*", default=[2.0, 2.5, 5.0])
-    parser.add_argument("--in-flight", type=int, nargs="*", default=[1, 3])
-    parser.add_argument("--round-trip-ms", type=float, default=60.0)
-    parser.add_argument("--rounds", type=int, default=5, help="after one warm-up")
+    parser.add_argument("--parameters", type=float, default=42e6, help="parameters of a fragment")
+    parser.add_argument("--gbps", type=float, nargs="*", default=[2.0, 2.5, 5.0], help="line rates")
+    parser.add_argument("--in-flight", type=int, nargs="*", default=[1, 3], help="fragments that are due at once")
+    parser.add_argument("--round-trip-ms", type=float, default=60.0, help="between two sites")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds after one warm-up")
     return parser.parse_args()
 
 

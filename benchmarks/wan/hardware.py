@@ -1,15 +1,19 @@
-"""Unequal learners, dying peers, borrowed machines: p2pdiloco's wall time to a held-out loss.
+"""Time to a held-out loss with unequal learners, dying peers and borrowed machines.
 
     python -m benchmarks.wan.hardware --json out/wan/hardware.jsonl --plot out/wan/hardware.png
 
-Rules of this file:
-1. Six sites on the links of ``home-lines`` speed; four of them train in every scenario, with the model of ``task``.
-   ``equal``: all with the same step time. ``1:1:2:4``: two with that, one with twice, one with four times as long (step
-   times are paced, as everywhere here; nothing depends on which share of a processor a control group would give).
-   ``churn``: equal, and every ``--kill-s`` seconds all that runs in one of the sites but the first is killed (SIGKILL)
-   and started again on the same folder. ``scavenging``: equal, and in the second third of the time two more train.
-2. The loss is that of the global parameters at site 0, which nobody kills; the fixed loss is the same for all.
-3. Speed is a scenario's time to the loss against ``equal``'s; tokens are those that all learners made until then.
+Six sites have links as fast as those of ``home-lines``; four of them train in every scenario, the model is that of
+``task``. Step times are paced.
+
+- ``equal``: all have the same step time.
+- ``1:1:2:4``: two have that step time, one twice and one four times as long.
+- ``churn``: equal; every ``--kill-s`` seconds all processes of one site, never the first, get SIGKILL and are started
+  again on the same folder.
+- ``scavenging``: equal; in the second third of the time two more peers train.
+
+The loss is that of the global parameters at site 0, which is never killed; the fixed loss is the same for all
+scenarios. Speed is a scenario's time to the loss over that of ``equal``; tokens are those that all learners made until
+then.
 """
 
 from __future__ import annotations
@@ -158,14 +162,12 @@ def main() -> int:
 
 def _options() -> argparse.Namespace:
     parser = bench.parser(__doc__, rows="scenario", has_keep=True)
-    parser.add_argument("--scenarios", nargs="*", choices=SCENARIOS, default=list(SCENARIOS))
-    parser.add_argument("--step-s", type=float, default=0.5, help="an accelerator's step")
-    parser.add_argument("--seconds", type=float, default=240.0, help="of a scenario")
-    parser.add_argument("--kill-s", type=float, default=30.0, help="between two kills")
-    parser.add_argument(
-        "--loss", type=float, help="the fixed held-out loss (default: the lowest that all reach + 1 %%)"
-    )
-    parser.add_argument("--snapshot-every", type=int, default=10, help="steps")
+    parser.add_argument("--scenarios", nargs="*", choices=SCENARIOS, default=list(SCENARIOS), help="scenarios to run")
+    parser.add_argument("--step-s", type=float, default=0.5, help="step time of the emulated accelerator")
+    parser.add_argument("--seconds", type=float, default=240.0, help="duration of a scenario")
+    parser.add_argument("--kill-s", type=float, default=30.0, help="seconds between two kills")
+    parser.add_argument("--loss", type=float, help="fixed held-out loss (default: the lowest that all reach + 1 %%)")
+    parser.add_argument("--snapshot-every", type=int, default=10, help="steps between two snapshots")
     return parser.parse_args()
 
 

@@ -1,10 +1,10 @@
-"""Homes behind routers train together: who gets in, whose progress is merged, what a relay carries.
+"""Peers in homes behind routers: who joins, whose progress is merged, and what relays carry; needs root.
 
-    python -m benchmarks.wan.homes --json out/homes.json           # topology homes; as root
-    python -m benchmarks.wan.homes --kill-bootstrap                # the small public machine dies when all are in
+    python -m benchmarks.wan.homes --json out/homes.json           # topology homes
+    python -m benchmarks.wan.homes --kill-bootstrap                # the small public machine dies when all have joined
 
-Real processes by the commands of README.md, in the sites of a testbed: a bootstrap in the first site, which is public,
-and a peer in each of the others; the second founds the run.
+Real processes are started with the commands of README.md in the sites of a testbed: a bootstrap node in the first site,
+which is public, and a peer in each of the others; the second founds the run.
 """
 
 from __future__ import annotations
@@ -310,11 +310,11 @@ def _is_relayed_to_all(name: str, ways: dict[str, str]) -> bool:
 def main() -> int:
     """Make the testbed, measure it, train on it, write and print."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0] if __doc__ else "")
-    parser.add_argument("--topology", default="homes", help="default: %(default)s")
+    parser.add_argument("--topology", default="homes", help="name of a topology (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=1500, help="global steps (default: %(default)s)")
-    parser.add_argument("--kill-bootstrap", action="store_true", help="once all are in")
-    parser.add_argument("--unverified", action="store_true", help="do not measure the links")
-    parser.add_argument("--json", type=Path, help="write the outcome here")
+    parser.add_argument("--kill-bootstrap", action="store_true", help="kill the bootstrap node when all have joined")
+    parser.add_argument("--unverified", action="store_true", help="do not measure the links first")
+    parser.add_argument("--json", type=Path, help="write the result to this file")
     options = parser.parse_args()
     on_sigterm()
     source = find_topology(options.topology).read_text()

@@ -1,13 +1,13 @@
-"""What it takes two peers to meet: seconds until the first connection, and what a relay costs.
+"""Time until two peers are connected, and the cost of a relay.
 
-    python -m benchmarks.wan.meeting --json out/meeting.json       # both; as root
+    python -m benchmarks.wan.meeting --json out/meeting.json       # both; needs root
     python -m benchmarks.wan.meeting --relay                       # the relay alone; needs no root
-    python -m benchmarks.wan.meeting --joins                       # the seconds alone
+    python -m benchmarks.wan.meeting --joins                       # the times alone
 
-Seconds are those from the start of ``p2pdiloco join`` to its first connection with a peer of the run, and of these
-those since its directory was up (before that it is Python that starts): dialled directly (the founder is public),
-punched (both behind port-keeping routers), relayed (one behind a router that draws ports). A
-relay's processor time and throughput are measured on this machine's loopback, in a process that does nothing else.
+Times run from the start of ``p2pdiloco join`` to its first connection with a peer of the run; the part after its
+directory is up is reported too (before that, Python starts). Peers are dialled directly (the founder is public),
+punched (both behind port-keeping routers), or relayed (one behind a router that changes ports). A relay's CPU time and
+throughput are measured on this machine's loopback, in a process that does nothing else.
 """
 
 from __future__ import annotations
@@ -160,8 +160,8 @@ def carry(bytes_per_s: float, descriptors: list[int]) -> int:
 def main() -> int:
     """Measure, write, print."""
     parser = bench.parser(__doc__, has_plot=False)
-    parser.add_argument("--relay", action="store_true", help="the relay alone")
-    parser.add_argument("--joins", action="store_true", help="the joins alone")
+    parser.add_argument("--relay", action="store_true", help="measure only the relay")
+    parser.add_argument("--joins", action="store_true", help="measure only the joins")
     parser.add_argument("--repeats", type=int, default=5, help="joins of each kind (default: %(default)s)")
     parser.add_argument("--round-trip-ms", type=float, default=40.0, help="between two sites (default: %(default)s)")
     parser.add_argument("--carry", nargs="+", help=argparse.SUPPRESS)

@@ -1,11 +1,10 @@
-"""A step that takes as long as on an accelerator, whatever processor shares this machine.
+"""Paced steps: each takes as long as on an accelerator, whatever processor this machine has.
 
-Rules of this file:
-1. The step is really computed, layer by layer; after each layer the loop waits until an accelerator with this step time
-   would be done with it: the forward pass takes a third, the backward pass two thirds, layers equal shares of it. So
-   gradients become ready as they would there, and what overlaps communication with the backward pass (torch DDP) can.
+1. The step is really computed, layer by layer. After each layer the loop waits until an accelerator with this step time
+   would be done: a third of it for the forward pass, two thirds for the backward pass, equal shares for the layers. So
+   gradients become ready as they would there, and torch DDP can overlap communication with the backward pass.
 2. ``COMPUTE_SHARE`` of the step is for the two passes, the rest for clipping and the inner optimizer.
-3. A step that the machine was too busy for is late; late steps are counted and told, not hidden.
+3. A step that this machine was too slow for is late; late steps are counted and reported.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Pictures of the comparisons, for a talk: figures in, one PNG out."""
+"""Plots of the comparisons over throttled links: figures in, one PNG out."""
 
 from __future__ import annotations
 

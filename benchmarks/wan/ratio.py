@@ -1,10 +1,10 @@
-"""Which links our small model must have to be as badly off as the 12B run of the paper on 2 to 5 Gbit/s.
+"""Line rates that are as slow for our small model as 2 to 5 Gbit/s are for the paper's 12B run.
 
-A data-parallel step sends 2 (M - 1) / M of the gradients' bytes over a site's line. 12B parameters in bf16, M = 4:
-36 GB = 288 Gbit. Its step time is not published; the family's public simulator takes 1 s for 5B parameters, so 2.4 s
-on the same accelerators: 120 Gbit/s wanted, 24 times what 5 Gbit/s and 60 times what 2 Gbit/s carry. Ours sends
-float32, and its lines are slower by as much as it wants less. Round trips are those of the four regions, not scaled: in
-units of a step they are 2.4 / ``step_s`` times as long as for the 12B run, which is to nobody's advantage.
+A data-parallel step sends 2 (M - 1) / M of the gradients' bytes over a site's line: for 12B parameters in bf16 and M =
+4, 36 GB = 288 Gbit. The step time is not published. The family's public simulator takes 1 s for 5B parameters, so 2.4 s
+on the same accelerators: the run wants 120 Gbit/s, 24 times what 5 Gbit/s and 60 times what 2 Gbit/s carry. Our model
+sends float32, and its lines are slower by as much as it wants less. Round trips are those of the four regions, not
+scaled: in units of a step they are 2.4 / ``step_s`` times as long as for the 12B run, which favours no system.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""Workers in the sites of a throttled network, and what they say.
+"""Workers in the sites of a throttled network, and their reports.
 
-Rules of this file:
-1. One series: a testbed is made and measured (``must_agree``), lines are opened wide while workers find each other,
-   which no figure contains, and are as asked for again before the first step.
-2. Whatever ends a program (SIGTERM included) takes its testbed down, and with it all that runs in it. After a SIGKILL
-   the workers die with it, and ``python -m benchmarks.netbed clean``, or the next start, removes the rest.
-3. All of a worker's words are kept with who said them: ``Words``.
+1. A testbed is created and measured for each series (``must_agree``). Lines are opened wide while workers find each
+   other, which is in no figure, and are restored before the first step.
+2. However a program ends (SIGTERM included), its testbed and everything in it ends too. After a SIGKILL the workers die
+   with it; ``python -m benchmarks.netbed clean``, or the next start, removes the rest.
+3. All reports are kept with the worker that sent them: ``Words``.
 """
 
 from __future__ import annotations

@@ -1,17 +1,16 @@
-"""The same training by five systems over the same throttled links: tokens a second, time to a fixed held-out loss.
+"""Time to a fixed held-out loss of five systems with the same training over the same throttled links.
 
     python -m benchmarks.wan.speed --json out/wan/speed.jsonl --plot out/wan/speed.png
 
-Rules of this file:
-1. Four sites, one worker each; model, batches, inner optimizer and step time are the same for all (``task``), and the
-   links, as badly off as the 12B run's (``ratio``).
-2. A system that cannot make all steps before ``--cap-s`` (data parallel: ``--ddp-s``) is measured for as long as that.
-   If it has not reached the loss by then, data parallel's time is extrapolated, and marked: the steps that it needs
-   without a network (``task.reference``, same seed and batches, gradients in float32) times its measured seconds a
-   step. The others' is a lower bound.
-3. The loss: that of the system's global model or of worker 0's own, whichever is lower at that moment, between two
-   snapshots on a straight line.
-4. Tokens a second are counted after the first exchange (DDP: after its first step), utilisation over the whole time.
+1. Four sites, one worker each. Model, batches, inner optimizer and step time are the same for all (``task``); the links
+   are as slow for this model as those of the paper's 12B run (``ratio``).
+2. A system that cannot make all steps before ``--cap-s`` (data parallel: ``--ddp-s``) is measured for that long. If it
+   has not reached the loss by then, its time is a lower bound. Data parallel's time is extrapolated, and marked: the
+   steps that it needs without a network (``task.reference``, same seed and batches, float32 gradients) times its
+   measured step time.
+3. The loss is that of the system's global model or of worker 0's own, whichever is lower at that moment, on a straight
+   line between two snapshots.
+4. Tokens per second are counted after the first exchange (DDP: after its first step), utilization over the whole time.
 """
 
 from __future__ import annotations
@@ -214,20 +213,26 @@ def _read(path: Path) -> tuple[dict[str, dict[str, Any]], list[tuple[int, float]
 
 def _options() -> argparse.Namespace:
     parser = bench.parser(__doc__, rows="system", has_keep=True)
-    parser.add_argument("--systems", nargs="*", choices=SETTINGS, default=list(SETTINGS))
-    parser.add_argument("--step-s", type=float, default=0.4, help="an accelerator's step")
-    parser.add_argument("--batch", type=int, default=task.BATCH, help="windows of its batch")
-    parser.add_argument("--steps", type=int, default=400, help="of each worker")
-    parser.add_argument("--cap-s", type=float, default=600.0, help="most seconds of one system")
-    parser.add_argument("--ddp-s", type=float, default=300.0, help="seconds that DDP is measured")
+    parser.add_argument("--systems", nargs="*", choices=SETTINGS, default=list(SETTINGS), help="systems to run")
+    parser.add_argument("--step-s", type=float, default=0.4, help="step time of the emulated accelerator")
+    parser.add_argument("--batch", type=int, default=task.BATCH, help="windows per worker and step")
+    parser.add_argument("--steps", type=int, default=400, help="steps of each worker")
+    parser.add_argument("--cap-s", type=float, default=600.0, help="time limit of one system, in seconds")
+    parser.add_argument("--ddp-s", type=float, default=300.0, help="time limit of DDP, in seconds")
+    parser.add_argument("--loss", type=float, help="fixed held-out loss (default: the lowest that all reach + 1 %%)")
     parser.add_argument(
-        "--loss", type=float, help="the fixed held-out loss (default: the lowest that all reach + 1 %%)"
+        "--judge",
+        type=Path,
+        help="measure nothing; evaluate the --json file of an earlier run, e.g. with another --loss",
     )
-    parser.add_argument("--judge", type=Path, help="measure nothing: judge an earlier run's --json, by another --loss")
     parser.add_argument(
-        "--outer", nargs=2, type=float, metavar=("RATE", "MOMENTUM"), help="of DiLoCo and torchft, to tune them"
+        "--outer",
+        nargs=2,
+        type=float,
+        metavar=("RATE", "MOMENTUM"),
+        help="outer settings of DiLoCo and torchft, for tuning",
     )
-    parser.add_argument("--snapshot-every", type=int, default=10, help="steps")
+    parser.add_argument("--snapshot-every", type=int, default=10, help="steps between two snapshots")
     return parser.parse_args()
 
 

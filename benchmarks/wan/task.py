@@ -1,10 +1,9 @@
-"""What every system trains: the same small transformer, data, inner optimizer and step time.
+"""Training task of every system: the same small transformer, data, inner optimizer and step time.
 
-Rules of this file:
-1. Worker i of any system sees the same batches in the same order, and begins with the same parameters.
-2. A system is what happens besides: ``System``. It is asked for parameters that it would publish as its global model,
-   and those, and the worker's own, are evaluated after the end; the better of the two counts.
-3. Imports nothing that the environments of the baselines lack (torch, msgspec, psutil).
+1. Worker i of any system sees the same batches in the same order and starts with the same parameters.
+2. A system is everything else: ``System``. It is asked for the parameters that it would publish as its global model.
+   These and the worker's own are evaluated after the end, and the better of the two counts.
+3. Imports only what the baselines' environments have (torch, msgspec, psutil).
 """
 
 from __future__ import annotations

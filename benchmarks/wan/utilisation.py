@@ -1,15 +1,14 @@
-"""How much of their time p2pdiloco's learners compute, by rate, round trip, loss, H and codec: formula and measurement.
+"""Compute utilization of p2pdiloco's learners by rate, round trip, loss, H and codec: formula and measurement.
 
     python -m benchmarks.wan.utilisation --json out/wan/utilisation.jsonl --plot out/wan/utilisation.png
     python -m benchmarks.wan.utilisation --shipped        # on every shipped topology
 
-Rules of this file:
-1. The table is the formula's (``formula``), for all cells; ``MEASURED`` are measured, too, each on links that were
-   measured first. All cells have four sites, equal lines and paths, and the model of ``task``.
-2. Learners never wait for the link, so what a bad one costs are turns: predicted is the share of turns that a line can
-   carry, and whether a fragment is there within its overlap; measured are compute utilisation and the share of turns
-   that were committed.
-3. Shipped topologies are as they are, their schedules included, with one worker a site.
+1. ``formula`` gives the table for all cells; those of ``MEASURED`` are measured too, each on links that were measured
+   first. All cells have four sites, equal lines and paths, and the model of ``task``.
+2. Learners never wait for the link, so a bad one costs turns. Predicted are the share of turns that a line can carry,
+   and whether a fragment arrives within its overlap; measured are compute utilization and the share of turns with a
+   commit.
+3. Shipped topologies are used unchanged, schedules included, with one worker per site.
 """
 
 from __future__ import annotations
@@ -241,12 +240,17 @@ def main() -> int:
 
 def _options() -> argparse.Namespace:
     parser = bench.parser(__doc__, rows="cell", has_keep=True)
-    parser.add_argument("--shipped", action="store_true", help="on the shipped topologies instead of the cells")
-    parser.add_argument("--formula", action="store_true", help="print the formula's whole table, measure nothing")
-    parser.add_argument("--topologies", nargs="*", default=sorted(p.stem for p in SHIPPED.glob("*.toml")))
-    parser.add_argument("--cells", type=int, default=len(MEASURED), help="measure the first so many")
-    parser.add_argument("--step-s", type=float, default=0.5, help="an accelerator's step")
-    parser.add_argument("--seconds", type=float, default=24.0, help="measured in a cell")
+    parser.add_argument("--shipped", action="store_true", help="measure the shipped topologies instead of the cells")
+    parser.add_argument("--formula", action="store_true", help="print the predictions for all cells; measure nothing")
+    parser.add_argument(
+        "--topologies",
+        nargs="*",
+        default=sorted(p.stem for p in SHIPPED.glob("*.toml")),
+        help="with --shipped: topologies to measure",
+    )
+    parser.add_argument("--cells", type=int, default=len(MEASURED), help="number of cells to measure")
+    parser.add_argument("--step-s", type=float, default=0.5, help="step time of the emulated accelerator")
+    parser.add_argument("--seconds", type=float, default=24.0, help="duration of a cell")
     return parser.parse_args()
 
 

@@ -1,10 +1,8 @@
-"""One worker of any system, in its site: ``python -m benchmarks.wan.worker '{...}'``. One JSON object a line both ways
-(``benchmarks.wire.line``).
+"""One worker of any system, in its site: ``python -m benchmarks.wan.worker '{...}'``.
 
-Rules of this file:
-1. Told ``connect``, it joins the others; told ``go``, it trains from a common moment on, for ``steps`` steps or
-   ``cap_s`` seconds, and tells each step. The end of its input ends it.
-2. Snapshots are evaluated after the last step, when the link and the clock do not matter any more.
+It exchanges one JSON object per line in both directions (``benchmarks.wire.line``). ``connect`` makes it join the
+others; ``go`` makes it train from a common moment on, for ``steps`` steps or ``cap_s`` seconds, and report each step.
+The end of its input ends it. Snapshots are evaluated after the last step, when link and clock no longer matter.
 """
 
 from __future__ import annotations

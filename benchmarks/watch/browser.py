@@ -1,6 +1,6 @@
-"""A real headless browser, driven over Chromium's debugging protocol: what stands on a page, and how it looks.
+"""Headless browser, driven by Chromium's debugging protocol: text and pictures of a page.
 
-``P2PDILOCO_BROWSER`` names one that is not in the path.
+``P2PDILOCO_BROWSER`` names a browser that is not in the path.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Processor time of all that a node does to be looked at: events into the log and the chronicle, pictures for lookers,
-histories, alerts, metrics. A second of a run of ``--peers`` with ``--versions`` a second is told again and again, and
-each part is timed by the processor's clock; shares are of one core. What the node is asked beside (status of the
-machine, connections) is not in it.
+"""CPU time that a node spends on being watched: event log, pictures, histories, alerts, metrics.
 
     python -m benchmarks.watch.cost --peers 64 --versions 10
+
+One second of a run with ``--peers`` and ``--versions`` per second is replayed again and again, and each part is timed
+by CPU time; shares are of one core. What the node collects besides (status of machine and connections) is not included.
 """
 
 from __future__ import annotations
@@ -100,9 +100,9 @@ def _of(chronicle: RunHistory, now: float) -> RunSnapshot:
 
 def main() -> None:
     """Measure, print."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--peers", type=int, default=64)
-    parser.add_argument("--versions", type=int, default=10, help="a second")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--peers", type=int, default=64, help="peers of the run (default: 64)")
+    parser.add_argument("--versions", type=int, default=10, help="versions per second (default: 10)")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as made:
         recording = Recording(crowd(Path(made) / "crowd", peers=arguments.peers))

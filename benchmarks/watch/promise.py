@@ -1,11 +1,10 @@
-"""Does a machine give what ``doctor`` says that it would? Rounds of ``doctor``, then of a peer that joins and trains.
+"""Tokens per second that ``doctor`` predicts, beside what a peer then reaches.
 
     python -m benchmarks.watch.promise [--rounds 3] [--seconds 20] [--json FILE]
 
-Rules of this file:
-1. A follower holds the run meanwhile: whoever is measured has the machine as it is when nobody else trains here.
-2. What is reached is counted from the peer's own event log, from its learner's 20th step on, over wall time: copies,
-   merges and everything else that a node does are in it.
+Each round runs ``doctor``, then a peer that joins and trains; meanwhile a follower holds the run, so the measured peer
+has the machine to itself. The reached rate comes from the peer's event log, from its learner's 20th step on, over wall
+time: copies, merges and all other work of the node are included.
 """
 
 from __future__ import annotations
@@ -62,8 +61,8 @@ def tokens_a_step() -> int:
 def main() -> int:
     """Measure, compare."""
     parser = bench.parser(__doc__, has_plot=False)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=20.0, help="that a peer's tokens are counted")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of doctor and join")
+    parser.add_argument("--seconds", type=float, default=20.0, help="how long a peer's tokens are counted")
     options = parser.parse_args()
     pairs = []
     with tempfile.TemporaryDirectory(prefix="p2pdiloco-promise-") as place:

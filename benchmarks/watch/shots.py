@@ -1,8 +1,10 @@
-"""Looks at a page as a person does: a real run of small peers at three moments (one is killed, another joins late),
-and a made-up recording of 64 peers. Pictures lie in --out; ``--crowd`` makes the last alone, ``--terminal`` those of
-``top`` (SVG), for which no browser is needed.
+"""Pictures of the page and of the terminal view, for documents and for a look by eye.
 
     python -m benchmarks.watch.shots --out out/shots
+
+A real run of small peers is photographed at three moments (one peer is killed, another joins late), and a made-up
+recording of 64 peers. ``--crowd`` makes only the recording's pictures, ``--terminal`` only those of the terminal view
+(SVG), which need no browser.
 """
 
 from __future__ import annotations
@@ -151,10 +153,10 @@ async def _until_step(swarm: Swarm, step: int) -> None:
 
 def main() -> None:
     """Make the pictures."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("out/shots"))
-    parser.add_argument("--crowd", action="store_true", help="only the made-up recording")
-    parser.add_argument("--terminal", action="store_true", help="only `top`")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--out", type=Path, default=Path("out/shots"), help="output folder (default: out/shots)")
+    parser.add_argument("--crowd", action="store_true", help="only the pictures of the made-up recording")
+    parser.add_argument("--terminal", action="store_true", help="only the terminal view")
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     if arguments.terminal:

@@ -1,13 +1,13 @@
-"""Is a picture of 64 peers smooth? The made-up recording is played at sixty times its speed on the page in a headless
-browser, and in ``top``: what each picture costs whom, and how long the page's thread is held.
+"""Drawing time of a page and a terminal view with 64 peers.
 
     python -m benchmarks.watch.smooth --peers 64 --seconds 15
 
-Rules of this file:
-1. A page is smooth if its thread is free again within a fiftieth of a second, so that scrolling and keys are answered
-   at once. What a picture and a history take of it, layout included, is the least of several: others may want the
-   cores. Frames, and tasks of more than 50 ms, are as they were on this machine meanwhile.
-2. A headless browser draws in software, which is dearer than a screen's.
+A made-up recording is played at sixty times its speed on the page in a headless browser, and in the terminal view.
+
+- A page is smooth if its thread is free again within 20 ms, so that scrolling and keys respond at once. The time of a
+  picture and of a history, layout included, is the least of several, because other work may want the cores. Frames, and
+  tasks of more than 50 ms, are reported as this machine had them.
+- A headless browser draws in software, which costs more than a screen's GPU.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ async def of_terminal(recording: Recording, moment: float, looks: int) -> dict[s
 def main() -> int:
     """Measure, print."""
     parser = bench.parser(__doc__, has_plot=False)
-    parser.add_argument("--peers", type=int, default=64)
-    parser.add_argument("--seconds", type=float, default=15.0, help="that the page is watched")
+    parser.add_argument("--peers", type=int, default=64, help="peers of the recording")
+    parser.add_argument("--seconds", type=float, default=15.0, help="duration of the measurement")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="p2pdiloco-smooth-") as folder:
         recording = Recording(crowd(Path(folder), options.peers))

@@ -1,13 +1,12 @@
-"""What an exchange costs a peer in arithmetic alone, on one thread, beside what its bytes take::
+"""CPU time of an exchange's arithmetic alone, on one thread, beside the time that its bytes take.
 
     python -m benchmarks.wire.arithmetic [--peers 2] [--parameters 100e6] [--codec int4] [--rounds 5] [--json FILE]
 
-The tensors of ``--peers`` peers exchange in one process, without loops, network, signatures or disks: each encodes what
-it gives, merges the shards that it owns, and takes every version. A figure is the processor time of one peer, the
-median of the rounds after one warm-up. What a peer sends and receives costs it encryption and copies in the kernel
-beside that (``--tls`` CPU s/GB at both ends together, by ``benchmarks.wire.transport``). The sum is what no exchange of
-this design can be faster than where a peer has one core; what ``benchmarks.wire.exchange`` takes beyond it is loops,
-signatures, disks and waiting.
+The tensors of ``--peers`` peers exchange in one process, without loops, network, signatures or disks: each encodes its
+contribution, merges the shards that it owns, and applies every version. A figure is the CPU time of one peer, the
+median of the rounds after one warm-up. Encryption and kernel copies are added by the bytes (``--tls`` CPU s/GB at both
+ends together, from ``benchmarks.wire.transport``). With one core per peer no exchange of this design can be faster than
+this sum; what ``benchmarks.wire.exchange`` takes beyond it is loops, signatures, disks and waiting.
 """
 
 from __future__ import annotations
@@ -157,13 +156,13 @@ def exchange(peers: Sequence[Tensors], version: int) -> Shares:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, record."""
     parser = bench.parser(__doc__, has_plot=False)
-    parser.add_argument("--peers", type=int, default=2)
-    parser.add_argument("--parameters", type=float, default=100e6)
-    parser.add_argument("--codec", choices=get_args(CodecChoice)[1:], default="int4")
+    parser.add_argument("--peers", type=int, default=2, help="number of peers")
+    parser.add_argument("--parameters", type=float, default=100e6, help="parameters of the model")
+    parser.add_argument("--codec", choices=get_args(CodecChoice)[1:], default="int4", help="codec, both ways")
     parser.add_argument("--uncoded", action="store_true", help="without Huffman codes, as on a fast line (int4, int8)")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=5, help="rounds after one warm-up")
     parser.add_argument("--tls", type=float, default=1.4, help="CPU s/GB, both ends together")
-    parser.add_argument("--gbit", type=float, default=1.0, help="of the line that the sum is compared with")
+    parser.add_argument("--gbit", type=float, default=1.0, help="line rate that the sum is compared with")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
     parameters = int(options.parameters)

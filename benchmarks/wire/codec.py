@@ -1,16 +1,16 @@
-"""Codecs: bytes, error and speed a core, beside what bounds them.
+"""Bytes, error and speed of every codec, beside their bounds.
 
     python -m benchmarks.wire.codec --json out/codec.json --plot out/codec.png
 
-- Size: the payload's bytes a parameter beside the bound: Shannon entropy of each chunk's symbols, and two bytes a
-  scale. bf16's symbols are its two bytes, each with an entropy of its own.
+- Size: the payload's bytes per parameter beside the bound: Shannon entropy of each chunk's symbols, plus two bytes per
+  scale. The symbols of bf16 are its two bytes, each with an entropy of its own.
 - Error: ||x - decoded|| / ||x||.
-- Speed: GB of float32 in a second of one thread's CPU time (others may want the cores; waiting for one is not counted,
-  but what they take of caches, memory and clock is), the fastest and the median of ``--repeat``. Beside it, measured in
-  turns with it: memcpy of the same vector chunk by chunk, zstd alone on the same bodies, the quantizer alone, and the
-  digest of the vector's bytes chunk by chunk (a state has twice as many: parameters and momentum).
+- Speed: GB of float32 per second of one thread's CPU time, the fastest and the median of ``--repeat``. (Other work
+  costs no waiting time this way, but still takes caches, memory bandwidth and clock rate.) Measured in turns with it:
+  memcpy of the same vector chunk by chunk, zstd alone on the same bodies, the quantizer alone, and the digest of the
+  vector's bytes (a state has twice as many: parameters and momentum).
 
-Data: ``gradient`` is what a learner would send: base minus parameters after H steps of the tiny transformer on Python's
+Data: ``gradient`` is a real outer gradient, base minus parameters after H steps of the tiny transformer on Python's
 standard library, trained here. ``bell`` is Gaussian, ``tails`` Student's t with 3 degrees of freedom.
 """
 
@@ -195,7 +195,7 @@ COLUMNS = (
 def main() -> None:
     """See the module."""
     parser = bench.parser(__doc__)
-    parser.add_argument("--repeat", type=int, default=9)
+    parser.add_argument("--repeat", type=int, default=9, help="repetitions of each measurement")
     parser.add_argument(
         "--rounds", type=int, default=2, help="rounds to train for the outer gradient; the last is taken"
     )

@@ -1,15 +1,14 @@
-"""One exchange of a whole model among peers (reduce and spread), side by side with what others offer.
+"""One exchange of a whole model among peers (reduce and spread), side by side with other systems.
 
     python -m benchmarks.wire.exchange --system p2pdiloco --peers 2 --parameters 100e6 --codec int4 --link 1gbit
     python -m benchmarks.wire.exchange --all --passes 2 --json out/exchange.jsonl --plot out/exchange.png
 
-Rules of this file:
-1. Every peer is a process of its own, on shaped links in a network namespace of its own (``links``, needs root).
+1. Each peer is a process on a shaped link in a network namespace of its own (``links``; needs root).
 2. A figure is the median of the rounds after one warm-up. With ``--passes 2`` the systems take turns (A B C A B C), so
-   that a change in the machine's load meets all of them.
-3. The clock runs from the first peer's start to the last peer's end. hivemind's runs for the all-reduce alone, without
-   its matchmaking; p2pdiloco's includes the outer step, digests and signatures, which the others do not have.
-4. A round whose result is wrong, or that differs between peers, fails the benchmark.
+   that a change in the machine's load affects all of them.
+3. The clock runs from the first peer's start to the last peer's end. hivemind's covers the all-reduce alone, without
+   matchmaking; p2pdiloco's includes the outer step, digests and signatures, which the others do not have.
+4. A round whose result is wrong, or differs between peers, fails the benchmark.
 """
 
 from __future__ import annotations
@@ -187,19 +186,19 @@ def main() -> int:
 
 def _options() -> argparse.Namespace:
     parser = bench.parser(__doc__)
-    parser.add_argument("--all", action="store_true", help="the whole table; --only LINK for one link of it")
-    parser.add_argument("--only", choices=links.RATES, help="with --all")
-    parser.add_argument("--system", choices=SYSTEMS, default="p2pdiloco")
+    parser.add_argument("--all", action="store_true", help="the whole table; with --only LINK one link of it")
+    parser.add_argument("--only", choices=links.RATES, help="with --all: only this link")
+    parser.add_argument("--system", choices=SYSTEMS, default="p2pdiloco", help="system to measure")
     parser.add_argument(
-        "--codec", help="int4, int8, bf16; hivemind: uint8, fp16, fp32; torchft: fp32; gloo: bf16, fp32"
+        "--codec", help="p2pdiloco: int4, int8, bf16; hivemind: uint8, fp16, fp32; torchft: fp32; gloo: bf16, fp32"
     )
-    parser.add_argument("--link", choices=links.RATES, default="lo")
-    parser.add_argument("--peers", type=int, default=2, help="2: each has a core of two")
-    parser.add_argument("--parameters", type=float, default=100e6)
-    parser.add_argument("--rounds", type=int, default=5, help="after one warm-up")
-    parser.add_argument("--passes", type=int, default=1, help="share the rounds out: all systems, then all again")
-    parser.add_argument("--merge", choices=["rda", "direct"], default="rda")
-    parser.add_argument("--verbose", action="store_true", help="let the peers write to standard error")
+    parser.add_argument("--link", choices=links.RATES, default="lo", help="link to measure; all but lo need root")
+    parser.add_argument("--peers", type=int, default=2, help="number of peers; with 2 on two cores each has its own")
+    parser.add_argument("--parameters", type=float, default=100e6, help="parameters of the model")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds after one warm-up")
+    parser.add_argument("--passes", type=int, default=1, help="split the rounds into passes over all systems")
+    parser.add_argument("--merge", choices=["rda", "direct"], default="rda", help="merge rule of p2pdiloco")
+    parser.add_argument("--verbose", action="store_true", help="show the peers' standard error")
     return parser.parse_args()
 
 

@@ -1,14 +1,13 @@
-"""A p2pdiloco peer without training: the node, its machine, driver, global state and transport are the real ones.
+"""p2pdiloco peer without training: node, state machine, driver, global state and transport are the real ones.
 
-Only the learner is a stand-in: it answers at once where a real one answers at its next step boundary, and its snapshot
-is filled beforehand, since copying parameters is the learner's work. An exchange is a turn of all fragments at once:
-outer gradients are encoded, sent to the shards' owners, merged, encoded again, spread, decoded, applied by the outer
-step with its momentum, proved by digests, and handed to the learner as shifts.
+Only the learner is a stand-in. It answers at once where a real one answers at its next step boundary, and its snapshot
+is filled beforehand, because copying parameters is the learner's work. An exchange is one turn of all fragments at
+once: outer gradients are encoded, sent to the shards' owners, merged, encoded again, spread, decoded, applied by the
+outer step with its momentum, proved by digests, and handed to the learner as shifts.
 
-Rules of this file:
-1. Peer 0's learner announces the turns. The others have made one step by then, so that everybody has tokens to give;
-   all weights are equal (``SYNC_EVERY``).
-2. What came out is checked against a merge and an outer step of the gradients that were put in, on CHECKED shards.
+Peer 0's learner announces the turns, after the others have made one step, so that everybody has tokens to contribute;
+all weights are equal (``SYNC_EVERY``). The result is compared with a merge and an outer step of the inputs, on CHECKED
+shards.
 """
 
 from __future__ import annotations

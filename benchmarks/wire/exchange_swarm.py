@@ -1,4 +1,4 @@
-"""The peers of one exchange: processes on shaped links, told what to do line by line, judged by what they answer."""
+"""Peers of one exchange: processes on shaped links that are driven and checked line by line."""
 
 from __future__ import annotations
 

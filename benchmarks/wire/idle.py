@@ -1,14 +1,11 @@
-"""What peers say to each other when nothing goes on, directory included::
+"""Traffic of idle peers, directory included; needs root.
 
     python -m benchmarks.wire.idle [--peers 16] [--settle-s 90] [--seconds 60] [--json out/idle.json]
 
-So many followers of a tiny run, each with a directory node of its own, ``A_PROCESS`` in a process, in a network
-namespace whose loopback carries nothing else (needs root): its counter, less what the first seconds cost, by peers and
-seconds.
-
-Rules of this file:
-1. Everybody has met everybody before anything is counted, and hears everybody afterwards, else it fails.
-2. A peer sends and receives that much each, headers of IP and TCP included.
+``--peers`` followers of a tiny run, each with its own directory node and ``A_PROCESS`` to a process, share a network
+namespace whose loopback carries nothing else. The figure is the growth of its counter after the first seconds, divided
+by peers and seconds; a peer sends and receives that much each, headers of IP and TCP included. The benchmark fails
+unless everybody has met everybody before the count begins, and hears everybody afterwards.
 """
 
 from __future__ import annotations
@@ -126,10 +123,10 @@ def measured(peers: int, settle_s: float, seconds: float) -> dict[str, float]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, record."""
     parser = bench.parser(__doc__, has_plot=False)
-    parser.add_argument("--peers", type=int, default=16)
-    parser.add_argument("--settle-s", type=float, default=90.0, help="after all have met, before it is counted")
-    parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--inside", action="store_true", help="the namespace is made already")
+    parser.add_argument("--peers", type=int, default=16, help="number of peers")
+    parser.add_argument("--settle-s", type=float, default=90.0, help="seconds between the last meeting and the count")
+    parser.add_argument("--seconds", type=float, default=60.0, help="duration of the count")
+    parser.add_argument("--inside", action="store_true", help="run in the current namespace")
     options = parser.parse_args(argv)
     if not options.inside:
         command = [sys.executable, "-m", "benchmarks.wire.idle", "--inside", *(argv or sys.argv[1:])]

@@ -1,5 +1,7 @@
-"""Some of the peers of ``benchmarks.wire.idle``, in one process: followers of a tiny run, each with a directory node of
-its own. They say where the first one's directory is, and whenever they are asked, how many others each hears."""
+"""Some of the peers of ``benchmarks.wire.idle``, in one process: followers of a tiny run with a directory node each.
+
+They print the address of the first one's directory and, on request, how many others each one hears.
+"""
 
 from __future__ import annotations
 

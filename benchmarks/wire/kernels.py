@@ -1,8 +1,8 @@
-"""The codec's C library against torch alone: what an installation without a compiler costs.
+"""Speed of the codec's C library against torch, which an installation without a compiler uses.
 
     python -m benchmarks.wire.kernels --elements 1e7 --json out/kernels.json
 
-Milliseconds of one thread's CPU time for one shard in int4, the fastest of ``--repeat``: encoding, decoding, checking a
+Milliseconds of one thread's CPU time for one int4 shard, the fastest of ``--repeat``: encoding, decoding, checking a
 contribution (its norm), merging four contributions, and the outer step with an own contribution taken back.
 """
 
@@ -69,7 +69,7 @@ def main() -> None:
     """See the module."""
     parser = bench.parser(__doc__, has_plot=False)
     parser.add_argument("--elements", type=float, default=1e7, help="parameters of the shard")
-    parser.add_argument("--repeat", type=int, default=9)
+    parser.add_argument("--repeat", type=int, default=9, help="repetitions of each measurement")
     options = parser.parse_args()
     torch.set_num_threads(1)
     results = {}

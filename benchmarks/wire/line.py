@@ -1,11 +1,10 @@
-"""How ``exchange`` speaks with its peers: one JSON object a line, over the peer's standard input and output.
+"""Line protocol between ``benchmarks.wire.exchange`` and its peers: one JSON object per line over stdin and stdout.
 
-Only the standard library, since the baselines' peers run in environments of their own.
+Only the standard library, because the baselines' peers run in environments of their own.
 
-Rules of this file:
-1. A peer is told ``connect`` (all addresses), then for each round ``prepare``, ``go``, ``check``, and answers each; the
+1. A peer gets ``connect`` (all addresses), then ``prepare``, ``go`` and ``check`` for each round, and answers each; the
    end of its input ends it.
-2. Standard output belongs to the answers: whatever libraries print goes to standard error.
+2. Standard output carries answers only: whatever libraries print goes to standard error.
 3. Times are CLOCK_MONOTONIC in seconds, which all processes of a machine share.
 """
 

@@ -1,19 +1,18 @@
-"""Shaped links between namespaces: what a benchmark runs on instead of the internet.
+"""Shaped links between network namespaces, on which benchmarks run instead of the internet.
 
-A peer sits in its own network namespace; its link goes to an *edge* namespace that routes, where tc's token buckets
-limit both directions, and from there to a bridge that all edges share::
+A peer has its own network namespace. Its link leads to an *edge* namespace that routes, where tc's token buckets limit
+both directions, and from there to a bridge that all edges share::
 
     peer 0: eth0 -- access [edge 0] backbone -- (bridge) -- backbone [edge 1] access -- eth0 :peer 1
                        ^ tbf: down       ^ tbf: up
 
-Rules of this file:
 1. Both buckets see forwarded traffic. On a sender's own interface the kernel would push back on its socket instead of
    queueing and dropping, which no router on the internet does.
-2. A bucket is deeper than one offloaded packet (64 KiB) by far, else tc segments it in software: measured exact to
-   5 Gbit/s with ``burst = max(256 kB, 0.5 ms of rate)``. Each direction queues up to ``QUEUE_S``.
-3. Names carry the process that made them. What a killed process left is removed by the next one, or by
-   ``python -m benchmarks.wire.links clean``; what a living one uses is left alone.
-4. The link "lo" is a namespace of its own with nothing but a loopback interface, so that its counters count only us.
+2. A bucket is much deeper than one offloaded packet (64 KiB), otherwise tc segments it in software: measured exact to 5
+   Gbit/s with ``burst = max(256 kB, 0.5 ms of rate)``. Each direction queues up to ``QUEUE_S``.
+3. Names contain the id of the process that made them. The next process, or ``python -m benchmarks.wire.links clean``,
+   removes what a killed one left behind, and leaves alone what a running one uses.
+4. The link "lo" is a namespace with nothing but a loopback interface, so that its counters count only this benchmark.
    Without root it is the machine's own loopback.
 """
 

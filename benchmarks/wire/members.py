@@ -1,4 +1,4 @@
-"""What membership costs a greeting: ``python -m benchmarks.wire.members``. Bytes, and processor time of one thread."""
+"""Bytes and CPU time that membership adds to a greeting, on one thread: ``python -m benchmarks.wire.members``."""
 
 from __future__ import annotations
 

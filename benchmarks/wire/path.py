@@ -1,18 +1,18 @@
-"""The whole path of a contribution (quantize, zstd, TLS, zstd, dequantize), and how much of a link it fills.
+"""Path of a contribution (quantize, zstd, TLS, zstd, dequantize), and the share of a link that it fills.
 
     python -m benchmarks.wire.path --json out/path.json
     python -m benchmarks.wire.path --link long --codec bf16 --repeat 5
 
-Two processes: one encodes outer gradients of SHARD parameters, each at once, on one thread, and keeps the transport
-fed; the other decodes each payload on one thread, as a node does. Payloads are Huffman-coded where a node that knows
-the link would do so (``peer.codec_choice``). Each row has, over a window of ``--seconds``:
+One process encodes outer gradients of SHARD parameters on one thread and keeps the transport busy; another decodes each
+payload on one thread, as a node does. Payloads are Huffman-coded where a node that knows the link would do so
+(``peer.codec_choice``). Each row has, over a window of ``--seconds``:
 
 - ``cpu_s_per_wire_gb``: CPU seconds of both ends together (user and system) per GB of payload on the wire;
-- ``link_share``: payload received, as a share of what the link carries of TCP payload. Bytes are pending all the time.
+- ``link_share``: received payload as a share of what the link can carry. Bytes are pending all the time.
 
 Links: ``lo``, those of ``links`` (no delay), and ``long``: 1 Gbit/s, 100 ms round trip, 0.1 % loss each way, by
-``benchmarks.netbed``. Shaped links need root; their up budget is UP_SHARE of the link. The testbed's router takes part
-of the two cores, so what the long path shows is a lower bound.
+``benchmarks.netbed``. Shaped links need root; their up budget is UP_SHARE of the link. The testbed's router uses part
+of the two cores, so the figures of the long path are lower bounds.
 """
 
 from __future__ import annotations
@@ -237,10 +237,12 @@ def main() -> None:
         uvloop.run(serve(line.begin()))
         return
     parser = bench.parser(__doc__, has_plot=False)
-    parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=4.0)
-    parser.add_argument("--link", action="append", choices=LINKS, help="default: all, or lo alone without root")
-    parser.add_argument("--codec", action="append", choices=CODECS)
+    parser.add_argument("--repeat", type=int, default=5, help="runs of each case")
+    parser.add_argument("--seconds", type=float, default=4.0, help="duration of a run")
+    parser.add_argument("--link", action="append", choices=LINKS, help="default: all as root, otherwise lo")
+    parser.add_argument(
+        "--codec", action="append", choices=CODECS, help="codec to measure; may be repeated (default: all)"
+    )
     options = parser.parse_args()
     rows = {}
     for link in options.link or (LINKS if os.geteuid() == 0 else LINKS[:1]):

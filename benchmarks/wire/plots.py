@@ -1,10 +1,9 @@
-"""What codecs, transport and exchange measured, drawn from the rows that were written::
+"""Plots of codec, transport and exchange, drawn from rows that were written earlier.
 
-    python -m benchmarks.wire.plots                 # docs/plots, from the rows in results/
+    python -m benchmarks.wire.plots                 # into docs/plots, from the rows in results/
 
-Rules of this file:
-1. The rows of the figures that docs/results.md tells are kept in ``results/rows.jsonl``; a new measurement's ``--json``
-   takes their place there. Those of deb444e were copied from docs/wire.md as it was then, in three digits.
+``results/rows.jsonl`` keeps the rows behind docs/results.md; a new measurement's ``--json`` replaces them. The rows of
+commit deb444e were copied from a table, with three digits.
 """
 
 from __future__ import annotations
@@ -150,8 +149,8 @@ def conditions(rows: Rows) -> str:
 def main() -> None:
     """Draw what is kept."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.wire.plots", description="Draw docs/plots/wire-*.png.")
-    parser.add_argument("--rows", type=Path, default=RESULTS, help="what --json has written (default: %(default)s)")
-    parser.add_argument("--out", type=Path, default=PLOTS, help="folder (default: %(default)s)")
+    parser.add_argument("--rows", type=Path, default=RESULTS, help="rows written by --json (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=PLOTS, help="output folder (default: %(default)s)")
     options = parser.parse_args()
     rows = [json.loads(line) for line in options.rows.read_text(encoding="utf-8").splitlines()]
     for name, draw in (("codec", codec), ("transport", transport), ("exchange", exchange)):

@@ -1,9 +1,9 @@
-"""What several threads for tensors are worth: one node's part in an exchange, without any network::
+"""Speed of one node's part of an exchange with several merge threads, without a network.
 
     python -m benchmarks.wire.tensor_threads [--parameters 120e6] [--threads 1 2 4] [--rounds 5] [--json FILE]
 
-Every shard of a model is encoded, merged with another contribution and stepped, as a peer does that owns all of them.
-A figure is the median of the rounds after one warm-up; the numbers of threads take turns.
+Every shard of a model is encoded, merged with another contribution and stepped, as by a peer that owns all of them. A
+figure is the median of the rounds after one warm-up; the numbers of threads take turns.
 """
 
 from __future__ import annotations
@@ -92,9 +92,9 @@ async def measure(parameters: int, numbers: Sequence[int], rounds: int) -> dict[
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print, record."""
     parser = bench.parser(__doc__, has_plot=False)
-    parser.add_argument("--parameters", type=float, default=120e6)
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--parameters", type=float, default=120e6, help="parameters of the model")
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2, 4], help="numbers of threads to compare")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds after one warm-up")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
     medians = asyncio.run(measure(int(options.parameters), options.threads, options.rounds))

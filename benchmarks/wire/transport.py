@@ -1,15 +1,15 @@
-"""The transport between two processes of this machine: throughput and CPU, budgets, and control under bulk.
+"""Transport between two processes of this machine: throughput and CPU time, budgets, and control under bulk.
 
     python -m benchmarks.wire.transport --json out/transport.json --plot out/transport.png
 
-- ``throughput``: one pair over loopback at several payload sizes, beside a raw blocking TLS socket pair, in turns.
-  CPU seconds are of both ends together, per GB of payload.
+- ``throughput``: one pair over loopback at several payload sizes, in turns with a raw blocking TLS socket pair. CPU
+  seconds are of both ends together, per GB of payload.
 - ``budget``: the largest deviation from an up or down budget over any second while bulk is pending, as the receiver
   counts it (windows of a second that begin every SAMPLE_S).
-- ``round trip``: of a request the size of a heartbeat, idle and under bulk at the same budget, and what one chunk takes
-  at that budget.
+- ``round trip``: of a request the size of a heartbeat, idle and under bulk at the same budget, and the time of one
+  chunk at that budget.
 
-Figures are medians of ``--repeat`` runs; of a deviation the worst is given too. Loopback has no delay and no loss.
+Figures are medians of ``--repeat`` runs; for a deviation the worst is reported too. Loopback has no delay and no loss.
 """
 
 from __future__ import annotations
@@ -363,8 +363,8 @@ async def measure(options: argparse.Namespace) -> Rows:
 
 def main() -> None:
     parser = bench.parser(__doc__)
-    parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--only", action="append", choices=PARTS)
+    parser.add_argument("--repeat", type=int, default=5, help="runs of each measurement")
+    parser.add_argument("--only", action="append", choices=PARTS, help="measure only this part; may be repeated")
     options = parser.parse_args()
     rows = uvloop.run(measure(options))
     if options.plot is not None:

@@ -1,4 +1,4 @@
-"""Systems whose workers wait for each other in all-reduces over gloo: torch DDP, and DiLoCo (arXiv 2311.08105)."""
+"""Systems whose workers wait for each other in all-reduces over gloo: torch DDP and DiLoCo (arXiv 2311.08105)."""
 
 from __future__ import annotations
 

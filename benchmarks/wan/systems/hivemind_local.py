@@ -1,5 +1,8 @@
-"""hivemind.Optimizer with local updates: workers train on, and average their parameters in the background, compressed,
-once all together have trained ``sync_every`` steps each. Runs in its own environment."""
+"""hivemind.Optimizer with local updates; runs in a virtual environment of its own.
+
+Workers train on, and average their parameters in the background, compressed, once all together have trained
+``sync_every`` steps each.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""p2pdiloco as its users have it: a bootstrap node, and ``p2pdiloco.DiLoCo`` around each worker's loop, with its node
-in a process of its own."""
+"""p2pdiloco as a user runs it: a bootstrap node, and ``p2pdiloco.DiLoCo`` around each worker's loop.
+
+Each worker's node is a process of its own.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""torchft's Streaming DiLoCo: its own classes, manager and lighthouse. Runs in its own environment.
+"""torchft's Streaming DiLoCo with its own classes, manager and lighthouse; runs in a virtual environment of its own.
 
-Its quantized all-reduce needs Triton, hence a GPU: float32 here. Its checkpoint transport is not used (equal parameters
-at the start), since it announces host names, which do not exist between namespaces.
+Its quantized all-reduce needs Triton and a GPU, so it sends float32 here. Its checkpoint transport is not used, because
+it announces host names, which do not exist between namespaces; all workers start with equal parameters.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A virtual environment for each baseline, made when it is first asked for: what they pin must not touch ours.
+"""Virtual environments of the baselines, created at first use, because their pinned versions must not touch ours.
 
-``python -m benchmarks.wire.baselines.environments`` makes all of them under ``out/venvs``.
+``python -m benchmarks.wire.baselines.environments`` creates all of them under ``out/venvs``.
 """
 
 from __future__ import annotations

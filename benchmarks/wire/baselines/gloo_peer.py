@@ -1,7 +1,7 @@
-"""A peer that averages with torch.distributed's all-reduce over gloo: what a data-parallel step's gradients take.
+"""Peer that averages with torch.distributed's all-reduce over gloo, as the gradients of a data-parallel step.
 
-In bf16 as torch's hook ``bf16_compress_hook`` does it: each rank rounds its share of the mean, these are added up in
-bf16, and the sum is widened again. Rounding is a part of what is timed.
+In bf16 it does what torch's ``bf16_compress_hook`` does: each rank rounds its share of the mean, the shares are added
+up in bf16, and the sum is widened again. Rounding is part of the timed work.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A peer that averages with hivemind's DecentralizedAverager. Runs in its own environment (``environments``).
+"""Peer that averages with hivemind's DecentralizedAverager; runs in a virtual environment of its own.
 
-Timed is the all-reduce alone, without matchmaking (which takes seconds, and is reported apart). hivemind averages and
-does nothing more: no outer step, no digest, no signature. Its memory lies in several processes and is not measured.
+Timed is the all-reduce alone; matchmaking takes seconds and is reported apart. hivemind only averages: no outer step,
+no digest, no signature. Its memory lies in several processes and is not measured.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A peer that moves as many bytes as an exchange does, and does nothing else: blocking sockets, no TLS, threads.
+"""Peer that only moves as many bytes as an exchange does: blocking sockets, threads, no TLS.
 
-Each pair of peers has one connection in each direction; all are full at once. That is the limit of the link, or without
-one of the kernel. Only the standard library.
+Each pair of peers has one connection in each direction, and all are full at once. This is the limit of the link, or of
+the kernel where there is none. Only the standard library.
 """
 
 from __future__ import annotations

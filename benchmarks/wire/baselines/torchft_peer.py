@@ -1,7 +1,7 @@
-"""A peer that averages with the all-reduce of torchft's ProcessGroupGloo, in float32. Runs in its own environment.
+"""Peer that averages with the all-reduce of torchft's ProcessGroupGloo in float32; runs in an environment of its own.
 
-torchft gathers its peers by a lighthouse, outside of what is timed here: the group is set up once, and each round is
-one all-reduce of the whole vector, as torchft's DiLoCo does for a fragment.
+torchft gathers its peers through a lighthouse, which is not timed: the group is set up once, and each round is one
+all-reduce of the whole vector, as torchft's DiLoCo does for a fragment.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the baselines average that add up one vector: filled anew for each round, and compared with the mean."""
+"""Vector that the baselines average: filled anew for each round, and compared with the mean afterwards."""
 
 from __future__ import annotations
 
