@@ -1,13 +1,16 @@
 """The manifest: the immutable description of a run, and the layout of its parameters that follows from it.
 
 Rules of this file:
-1. Everything here is plain data: frozen structs that decode from TOML (a founder's configuration) and from MessagePack
-   (a manifest fetched from another peer) with every field bounded. Unknown fields are errors. What several fields say
-   together is checked in ``manifest_validation.py``.
-2. A run is named by its manifest's digest, so whatever two peers must agree on to merge bit for bit belongs here, and
-   whatever a peer may choose alone (addresses, device, budgets) does not.
-3. The manifest holds the digests of version 0 of every shard. A chain that does not start there is not this run's, so a
-   newcomer with fresh weights can never seed an existing run.
+1. Everything here is plain data: frozen structs that decode from TOML (a founder's file) and from MessagePack (a
+   manifest fetched from another peer). Every field has bounds, and unknown fields are errors. Constraints between
+   fields are checked in ``manifest_validation.py``.
+2. A run is named by the digest of its manifest. Everything that two peers must agree on to merge bit for bit belongs
+   here; everything that a peer may choose alone (addresses, device, budgets) does not.
+3. The manifest holds the digests of version 0 of every shard. A chain that starts elsewhere belongs to another run, so
+   a newcomer with fresh weights can never seed an existing run.
+4. docs/configuration.md is generated from the docstrings of the configuration structs
+   (``tests/golden/configuration_page.py``). A sentence that begins with ``Unit:`` or ``Default:`` goes into a column of
+   its own. ``Default:`` is written where the founder's program fills in a value (``manifest_defaults.py``).
 """
 
 from __future__ import annotations
@@ -22,21 +25,21 @@ from p2pdiloco.protocol.data_blocks import MAX_BLOCKS
 from p2pdiloco.protocol.ids import Digest, FragmentId, PeerId, RunId, ShardId, digest_of
 
 MANIFEST = "manifest.msgpack"
-"""The file that holds one."""
+"""Name of the file that holds a manifest."""
 PROTOCOL_VERSION = 4
 """Raised whenever peers of two releases could no longer merge together."""
 
 MAX_HELD_OUT = 1 << 20
-"""Bytes of held-out samples in a manifest."""
+"""Maximum size of the held-out samples in a manifest, in bytes."""
 
 Target = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9_.]+\Z")]
 Name = Annotated[str, Meta(min_length=1, max_length=64, pattern=r"^(?!\.{1,2}\Z)[A-Za-z0-9._-]+\Z")]
-"""It names folders, too: a script's state, an export."""
+"""Also used as the name of a folder: a script's state, an export."""
 Positive = Annotated[int, Meta(ge=1, le=2**40)]
 Side = Annotated[int, Meta(ge=1, le=2**16)]
 Samples = Annotated[int, Meta(ge=1, le=2**20)]
 Count = Annotated[int, Meta(ge=1, le=4096)]
-"""What is built one by one."""
+"""Number of modules that are built one by one."""
 Rate = Annotated[float, Meta(gt=0.0, le=1e3)]
 Share = Annotated[float, Meta(ge=0.0, lt=1.0)]
 Codec = Literal["int4", "int8", "bf16", "int2", "e3m0"]
@@ -49,193 +52,210 @@ Access = Literal["open", "invite", "list"]
 
 
 class LoraConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Low-rank adapters of a Hugging Face model (LoRA, arXiv 2106.09685). Only they are trained, and travel; every peer
-    has the weights that they are for in a folder of its own."""
+    """Low-rank adapters (LoRA, arXiv 2106.09685) on a Hugging Face model. Only the adapters are trained and sent. Every
+    peer has the base weights in a folder of its own (``--model``). Without this table all weights are trained."""
 
     rank: Annotated[int, Meta(ge=1, le=4096)] = 8
+    """Rank of each adapter. A larger one trains and sends more parameters."""
     alpha: Annotated[float, Meta(gt=0.0, le=1e6)] = 16.0
-    """What an adapter computes is scaled by alpha / rank."""
+    """Scale of the adapters: their output is multiplied by ``alpha / rank``. Twice the rank is usual."""
     targets: Annotated[tuple[Target, ...], Meta(min_length=1, max_length=64)] = ("q_proj", "v_proj")
-    """Names of the linear layers that get one, in every block."""
+    """Names of the linear layers that get an adapter, in every block."""
     base_digest: Annotated[str, Meta(pattern=r"^([0-9a-f]{40})?\Z")] = ""
-    """Of the base's weights; the founder's is filled in, and a joiner's must be the same."""
+    """Digest of the base weights. A joiner with other weights is refused. Leave it out. Default: filled in."""
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A byte-level decoder-only transformer (RMSNorm, RoPE, SwiGLU), a causal language model of Hugging Face's
-    transformers, or a training script's own model."""
+    """The model: the built-in decoder-only transformer on bytes (RMSNorm, RoPE, SwiGLU), or a causal language model of
+    Hugging Face transformers. ``width``, ``depth``, ``heads`` and ``vocabulary`` apply to the built-in one alone."""
 
     kind: Literal["transformer", "huggingface", "external"] = "transformer"
-    """``huggingface``: ``config`` or ``folder``, and ``context``. ``external``: the other fields mean nothing; learners
-    are scripts (``p2pdiloco.DiLoCo``)."""
+    """Kind of model. ``transformer``: built in. ``huggingface``: set ``config`` or ``folder``, and ``context``.
+    ``external``: a training script's own model (``p2pdiloco.DiLoCo``); a TOML file cannot use it."""
     config: dict[str, Any] = {}
-    """For ``huggingface``: what its config.json would say, ``model_type`` first
-    (``protocol/manifest_validation.py``)."""
+    """For ``huggingface``: the content of config.json, with ``model_type``. The weights begin at random. Keys that
+    could fetch code or weights are refused."""
     folder: Annotated[str, Meta(max_length=4096)] = ""
-    """For ``huggingface``, instead of ``config``: the founder's folder with config.json, and weights as safetensors to
-    begin from. Means nothing in a manifest."""
+    """For ``huggingface``, instead of ``config``: the founder's folder with config.json and the safetensors to begin
+    with. It stays on the founder's machine and is not part of the manifest."""
     lora: LoraConfig | None = None
-    """For ``huggingface`` with a ``folder``: train adapters on its weights instead of all of them."""
+    """For ``huggingface`` with ``folder``: train adapters instead of all weights. See the table below."""
     width: Side = 128
-    """Residual stream; divisible by ``heads``."""
+    """Size of the residual stream. A multiple of ``2 * heads``."""
     depth: Count = 4
     """Number of blocks."""
     heads: Count = 4
+    """Number of attention heads."""
     context: Samples = 128
-    """Tokens a sample has."""
+    """Length of a sample. ``inner.batch`` times ``context`` may be at most 67,108,864. Unit: tokens."""
     vocabulary: Annotated[int, Meta(ge=2, le=2**20)] = 256
-    """Byte-level models use 256."""
+    """Number of tokens. Bytes need 256; for documents, use at least the size of the tokenizer."""
 
 
 class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where a peer finds its corpus. Files are split by a hash of their relative path, so that peers with the same
-    files agree on what is held out."""
+    """The training data. The run describes them, and each peer supplies them: paths never travel. Files are held out by
+    a hash of their relative path, so peers with the same files hold out the same ones."""
 
     kind: Literal["stdlib", "files", "text", "jsonl", "parquet"] = "stdlib"
-    """``stdlib``: the source of the machine's own Python standard library. ``files``: every file below a folder, as
-    bytes. ``text``, ``jsonl``, ``parquet``: documents, as tokens of ``tokenizer``."""
+    """Kind of data. ``stdlib``: the source of the machine's own Python standard library, as bytes. ``files``: files of
+    a folder, as bytes. ``text``, ``jsonl``, ``parquet``: documents, as tokens of ``tokenizer``."""
     path: Annotated[str, Meta(max_length=4096)] = ""
-    """The founder's folder (or a single file of documents); who joins says ``--data``. Means nothing in a manifest."""
+    """The founder's folder, or a single file of documents. Joiners pass ``--data``. It is not part of the manifest."""
     pattern: Annotated[str, Meta(max_length=256)] = ""
-    """Which files below that folder; left out: ``*.py`` for bytes, else the kind's own, such as ``*.jsonl``."""
+    """Glob pattern of the files below the folder. Default: ``*.py`` for ``files``, else ``*.txt``, ``*.jsonl`` or
+    ``*.parquet``."""
     tokenizer: Annotated[str, Meta(max_length=4096)] = ""
-    """For documents: the founder's folder with tokenizer.json; who joins has it among its data, or says
-    ``--tokenizer``. Means nothing in a manifest."""
+    """For documents: the founder's folder with tokenizer.json. Joiners keep a copy in their data folder or pass
+    ``--tokenizer``. It is not part of the manifest."""
     tokenizer_digest: Annotated[str, Meta(max_length=40)] = ""
-    """Of tokenizer.json; the founder's is filled in, and a joiner's must be the same."""
+    """Digest of tokenizer.json. A joiner with another tokenizer is refused. Leave it out. Default: filled in."""
     column: Annotated[str, Meta(min_length=1, max_length=256)] = "text"
-    """Where ``jsonl`` and ``parquet`` have a document's text."""
+    """For ``jsonl`` and ``parquet``: the column that holds the text."""
     separator: Annotated[str, Meta(max_length=256)] = ""
-    """Token that is put after each document, such as "</s>"; empty: none."""
+    """For documents: a token to append to each one, such as ``</s>``. Empty: no separator."""
     held_out_share: Annotated[float, Meta(gt=0.0, le=0.5)] = 0.05
+    """Share of the files or documents that are held out for evaluation. Each one goes to one split as a whole."""
     block: Annotated[int, Meta(ge=0, le=2**30)] = 128
-    """Samples in a block of data, rounded up to whole batches; each block is trained once an epoch, by whoever takes
-    it. 0: no blocks, every learner draws its samples at random."""
+    """Size of a data block. Peers with the same data share an epoch's blocks, so each one is trained once. It is
+    rounded up to whole batches, and adjusted to the size of the data. 0: no blocks; every learner draws its samples at
+    random. Unit: samples."""
 
 
 class InnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The inner optimizer; clipping, warm-up, and a rate that falls in a line over the *global* step."""
+    """The inner optimizer of each learner, and the length of the run. Training scripts bring an optimizer of their own
+    and use ``steps`` alone."""
 
     optimizer: Literal["adamw", "muon"] | UnsetType = UNSET
-    """``muon``: for the matrices between embedding and output head (training/optimizers.py), AdamW for the rest.
-    Several learners with small batches lose less by it (docs/results.md). Left out: ``muon``, for adapters
-    ``adamw``."""
+    """``muon`` is for the matrices between embedding and output head, with AdamW for the rest. Several learners with
+    small batches lose less quality with it. Default: ``muon``; ``adamw`` for adapters."""
     steps: Positive = 1000
-    """Global step at which the run is complete. With ``tokens`` only a bound, and filled in: twice as many as one
-    learner alone would make."""
+    """Global step at which the run is complete. With ``tokens`` it is filled in, and is only an upper bound. Unit:
+    steps."""
     tokens: Annotated[int, Meta(ge=1, le=2**50)] | UnsetType = UNSET
-    """Instead of ``steps``: the run is complete when so many are merged, whoever trained them. The rate is then stable
-    after the warm-up, and falls with the last ``decay_share`` of the tokens."""
+    """Token budget, instead of ``steps``: the run is complete when this many tokens are merged. Use it if the number
+    of learners is not known. Unit: tokens. Default: none."""
     decay_share: Annotated[float, Meta(gt=0.0, le=1.0)] | UnsetType = UNSET
-    """Of the run, at its end: the rate falls in a line, after it was stable. Left out: 0.2 where there is a budget of
-    tokens, 0.95 in a run of steps (benchmarks/quality/README.md). A manifest without it is of an earlier release,
-    whose runs of steps had a cosine from the warm-up on."""
+    """Share of the run, at its end, over which the learning rate falls linearly. Before it, the rate is constant.
+    Default: 0.95, or 0.2 with ``tokens``."""
     batch: Samples = 16
-    """Samples per inner step of one learner."""
+    """Batch size of one learner. Unit: samples."""
     learning_rate: Rate = 1e-3
-    """Peak. Left out of a run's file: Muon's of a small built-in model 0.1 / sqrt(width), at most 0.016
-    (``defaults.with_usual_rate``); else 0.001, which suits larger ones."""
+    """Peak learning rate. 0.001 suits larger models. Default: 0.001; with ``muon`` and a built-in model of at most
+    8 million parameters ``0.1 / sqrt(width)``, at most 0.016."""
     final_share: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
-    """Share of the peak that is left at the run's end."""
+    """Share of the peak learning rate that is left at the end of the run."""
     warmup: Annotated[int, Meta(ge=0, le=2**40)] = 50
-    """Steps of linear warm-up; at most ``steps``."""
+    """Length of the linear warm-up; at most ``steps``. Unit: steps."""
     weight_decay: Annotated[float, Meta(ge=0.0, le=10.0)] = 0.1
+    """Decoupled weight decay, for matrices only."""
     beta1: Share = 0.9
+    """AdamW's beta1."""
     beta2: Share = 0.95
+    """AdamW's beta2."""
     clip: Annotated[float, Meta(ge=0.0, le=1e6)] = 1.0
-    """Largest norm of the whole gradient; 0 switches clipping off."""
+    """Maximum norm of the gradient over all parameters. 0: no clipping."""
 
 
 class ScheduleConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """When fragments are exchanged, and how long an owner waits (Decoupled DiLoCo, arXiv 2604.21428)."""
+    """When fragments are exchanged, and how long an owner waits (Decoupled DiLoCo, arXiv 2604.21428). The model is cut
+    into fragments; each fragment has one exchange, or turn, every ``sync_every`` steps."""
 
     fragments: Side = 24
-    """P. At most the number of tensors. Left out of a run's file together with H: as H."""
+    """Number of fragments (P). At most the number of tensors. ``sync_every`` must be a multiple of it. Default: 24;
+    equal to ``sync_every`` if both are left out."""
     sync_every: Positive = 24
-    """H: each fragment has one turn every H steps. At least P, so that no two fragments are due at the same step. Left
-    out of a run's file: 6 for a small model; else 24, in a short run so many fewer that there are 80 turns
-    (``defaults.in_turns``)."""
+    """Steps between two exchanges of a fragment (H). A smaller H sends more and learns better. Unit: steps. Default: 6
+    for a built-in model of at most 8 million parameters; else 24, or fewer in a run below 960 steps, so that it has
+    80 turns, but at least 6."""
     overlap: Positive = 2
-    """tau: inner steps that an exchange may take before it is late; less than H."""
+    """Steps that an exchange may take before it is late (tau). Less than ``sync_every``. On slow links use a larger
+    one: ``p2pdiloco plan`` recommends a value. Unit: steps."""
     min_quorum: Positive = 1
-    """K: an owner never merges fewer contributions."""
+    """Minimum number of contributions in a merge (K). If fewer learners take part, all of them. Keep 1 unless learners
+    are equally fast: an owner waits for the K-th."""
     grace_share: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.7
-    """gamma: share of the remaining overlap that the owner waits for late learners."""
+    """Share of the remaining overlap for which the owner waits for late learners (gamma). 0: it does not wait."""
     # Measured: in an exchange a shard of any size costs a peer 2 ms of processor time. 4 Mi parameters take 1.2 times
     # less in all, but leave a fragment of a model of 60 million parameters with one owner (benchmarks/notes.md).
     max_shard: Annotated[int, Meta(ge=1024, le=2**32)] = 1 << 21
-    """Largest shard in parameters; a fragment is cut into equal shards no larger than this."""
+    """Maximum size of a shard. A fragment is cut into equal shards, and each shard is merged by one owner. For a small
+    model, reduce it so that every peer owns some shards. Unit: parameters."""
     heartbeat_s: Annotated[float, Meta(ge=0.1, le=60.0)] | UnsetType = UNSET
-    """Between two heartbeats of a peer in a small swarm; beyond 16 peers it grows by itself. Who is silent for three is
-    lost. Left out: 1 s."""
+    """Time between two heartbeats of a peer. Beyond 16 peers it grows by itself. A peer that misses three is lost.
+    Unit: seconds. Default: 1."""
     log_length: Annotated[int, Meta(ge=4, le=1024)] | UnsetType = UNSET
-    """Versions of a shard that every peer can send again, and take back: a network that was cut for longer costs the
-    smaller side what it trained before. Left out: what 768 steps make, at least 32
-    (``protocol/manifest_defaults.py``)."""
+    """Versions of a shard that every peer keeps and can take back. After a longer network cut, the smaller side loses
+    the work that it did before these versions. Unit: versions. Default: what 768 steps make, at least 32."""
     needs_majority: bool | UnsetType = UNSET
-    """A peer merges nothing to which not more than half have answered of all who train, those included that are missing
-    since they were lost at once: of a run that was cut in two only the larger side goes on, so nobody ends with a
-    second model. Left out: both go on, and one side's progress is merged again when they meet."""
+    """``true``: a peer merges only while more than half of the learners answer. Then a run that is cut in two cannot
+    end with two models, and the smaller side stops. ``false``: both sides continue. When they meet again, the heavier
+    model wins and the other side's recent progress is merged into it. Default: ``false``."""
 
 
 class OuterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The outer optimizer: SGD with Nesterov momentum, and how learners take a commit."""
+    """The outer optimizer: SGD with Nesterov momentum on the merged updates. If this table and ``sync_every`` are left
+    out and H comes out below 24, the run uses ``merge = "direct"``, ``learning_rate = 1.0`` and ``momentum = 0.0``."""
 
     learning_rate: Rate = 0.4
+    """Outer learning rate. With ``merge = "rda"``, keep ``learning_rate / (1 - momentum)`` near 1.3. DiLoCo's usual
+    quotient of 7 is for a plain mean, which shrinks the updates."""
     momentum: Share = 0.7
-    """What RDA merges keeps its length, so rate / (1 - momentum), how far a turn goes in the end, is 1.3, not the 7 of
-    DiLoCo's shrinking mean; momentum averages several turns (benchmarks/quality/README.md)."""
+    """Outer momentum: it averages several turns."""
     bias_correction: bool | UnsetType = UNSET
-    """Momentum begins at 0, so that without it the first turns go less far: the rate of a shard's version v is divided
-    by 1 - momentum^(v + 1). Left out: in runs of few turns, where rate / (1 - momentum) is at most 2
-    (``protocol/manifest_defaults.py``)."""
+    """Divide the rate of version v by ``1 - momentum^(v + 1)``, so that the first turns go as far as later ones.
+    Default: ``true`` in runs of fewer than 40 turns with ``learning_rate / (1 - momentum)`` of at most 2."""
     momentum_type: MomentumType | UnsetType = UNSET
-    """What momentum is kept in, on every peer: bfloat16 takes 2 of 4 bytes a parameter of memory, disk and downloads.
-    Left out: bfloat16, but float32 with a momentum above 0.99."""
+    """Type in which peers keep the momentum. ``bfloat16`` halves its memory, disk space and download. Default:
+    ``bfloat16``; ``float32`` if ``momentum`` is above 0.99."""
     merge: MergeRule = "rda"
-    """Radial-directional averaging, or the direct mean. Embeddings always use the direct mean."""
+    """Merge rule. ``rda``: radial-directional averaging, which keeps the length of the updates. ``direct``: the plain
+    mean. Embeddings always use the plain mean."""
     adopt: Literal["carry", "overwrite"] = "carry"
-    """``carry`` keeps the steps made since the snapshot; ``overwrite`` is the paper's rule and throws them away."""
+    """How learners take a merged fragment. ``carry`` keeps the steps that they made during the exchange; ``overwrite``,
+    the rule of the paper, discards them."""
 
 
 class CodecConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How outer gradients travel: ``up`` from learner to owner, ``down`` from owner to everybody."""
+    """How updates are compressed: ``up`` from learner to owner, ``down`` from owner to all peers."""
 
     up: CodecChoice = "int4"
-    """"auto": each sender takes the finest codec whose transfer fits the overlap on its link
-    (codec/bitrate_ladder.py)."""
+    """Codec of contributions. ``auto``: each sender takes the finest codec whose transfer fits into the overlap on its
+    link."""
     down: CodecChoice = "int4"
+    """Codec of merged updates."""
     coarsest: Coarsest = "int4"
-    """What "auto" may come down to: bytes a parameter and relative error are 1.35 and 0.002 for bf16, 0.96 and 0.006
-    for int8, 0.43 and 0.12 for int4, 0.27 and 0.28 for int4-coarse (step 1.0), 0.21 and 0.40 for int2
-    (downwards int4 with a step of 1.6: 0.21 and 0.46)."""
+    """Coarsest codec that ``auto`` may choose. The table below has their sizes and errors."""
     up_step: Step | None = None
-    """Distance of two neighbouring symbols, in root mean squares of a block of 256; coarser is fewer bytes and more
-    error. 0: the block's largest value becomes the largest symbol. Left out: the codec's own (int4 0.4, int2 1.224,
-    int8 0). bf16 and e3m0 (as in Streaming DiLoCo, always scaled by the largest value) have none. For int4, in bytes
-    a parameter and relative error: 0.335 is 0.46 and 0.115, 0.4 is 0.43 and 0.12, 1.0 is 0.27 and 0.29."""
+    """Quantization step of ``up``: the distance of two levels, as a multiple of the root mean square of a block of 256
+    values. A larger step gives fewer bytes and more error. 0: scale by the largest value of the block. ``bf16`` and
+    ``e3m0`` have none. Default: the codec's own (int4 0.4, int2 1.224, int8 0)."""
     down_step: Step | None = None
+    """Quantization step of ``down``. Default: the codec's own."""
 
 
 class EvaluationConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Held-out loss of the global model, measured by one peer for all."""
+    """Held-out loss of the global model. Peers take turns in measuring it."""
 
     every: Annotated[int, Meta(ge=0, le=2**40)] = 5
-    """Versions of shard 0 between two evaluations; 0 switches them off."""
+    """Interval between two measurements, in versions of shard 0. 0: no evaluation. Unit: versions."""
     samples: Side = 64
+    """Number of held-out samples in a measurement. Unit: samples."""
     shared: bool | UnsetType = UNSET
-    """The founder's held-out samples go into the manifest, where everybody who is let in can read them, and all measure
-    on these: one curve, whoever's data differ. Left out: only if they are of the standard library."""
+    """``true``: put held-out samples of the founder (at most 1 MiB) into the manifest, so that all peers measure on the
+    same ones. Everybody who is admitted can read them. Use it where peers' data differ. Default: ``true`` for
+    ``stdlib``, else ``false``."""
 
 
 class RunConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a founder writes: one TOML file a run."""
+    """Keys above the first table."""
 
     name: Name
+    """Name of the run, as people see it. The run itself is identified by the digest of its manifest."""
     access: Access = "invite"
-    """Who may take part: ``invite``: whoever has an invite; ``list``: whom the founder or an admin has named; ``open``:
-    everybody who reaches a peer. A run that is not open tells strangers nothing (access/members.py)."""
+    """Who may join. ``invite``: holders of an invite. ``list``: only peers that the founder or an admin has named.
+    ``open``: everybody who reaches a peer. Only an open run is visible to strangers."""
     seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
+    """Seed of the initial weights."""
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     inner: InnerConfig = InnerConfig()
@@ -253,8 +273,8 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     merge: MergeRule
     fragment: FragmentId
     fragments: Annotated[tuple[FragmentId, ...], Meta(min_length=2, max_length=2**12)] | UnsetType = UNSET
-    """Of a tensor that is too large for one fragment: its rows are cut into so many parts, alike but for one row, and
-    each is in one of these; ``fragment`` is the first. Left out: all of it is in ``fragment``."""
+    """For a tensor that is too large for one fragment: the fragments of its parts. Its rows are cut evenly, and
+    ``fragment`` is the first of these. Left out: the whole tensor is in ``fragment``."""
 
     @property
     def elements(self) -> int:
@@ -265,7 +285,7 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return n
 
     def parts(self) -> list[tuple[FragmentId, int, int]]:
-        """What of it is in which fragment: first element, and one past the last."""
+        """Return the parts of the tensor: fragment, first element, one past the last element."""
         if self.fragments is UNSET:
             return [(self.fragment, 0, self.elements)]
         rows, number = self.shape[0], len(self.fragments)
@@ -277,36 +297,36 @@ class BlockSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """How the run's training data are cut into blocks. A peer whose data differ draws its samples at random."""
 
     number: Annotated[int, Meta(ge=0, le=MAX_BLOCKS)] = 0
-    """Blocks in an epoch; 0 for none."""
+    """Number of blocks in an epoch; 0: no blocks."""
     samples: Annotated[int, Meta(ge=0, le=2**40)] = 0
-    """In a block; whole batches."""
+    """Samples in a block; a multiple of the batch."""
     data: Annotated[Digest, Meta(max_length=40)] = Digest("")
     """Digest of the training split."""
 
 
 class HeldOut(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Samples that all peers of a run measure its model on."""
+    """Held-out samples on which all peers of a run measure its model."""
 
     symbol: Literal[1, 4]
-    """Bytes of a token; little-endian."""
+    """Bytes per token, little-endian."""
     samples: Annotated[bytes, Meta(min_length=1, max_length=MAX_HELD_OUT)]
-    """One after the other, ``context`` + 1 tokens each."""
+    """The samples in sequence, ``context`` + 1 tokens each."""
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A founded run: the configuration, the tensors in their fragments, and the digests of version 0."""
+    """A run as created: its configuration, the fragment of each tensor, and the digests of version 0."""
 
     protocol: int = PROTOCOL_VERSION
     founder: Annotated[PeerId, Meta(min_length=1, max_length=128)]
     config: RunConfig
     tensors: Annotated[tuple[TensorSpec, ...], Meta(min_length=1, max_length=2**16)]
     genesis: Annotated[tuple[Annotated[Digest, Meta(max_length=40)], ...], Meta(min_length=1, max_length=2**16)]
-    """Digest of every shard's version 0, in the order of the layout."""
+    """Digest of version 0 of every shard, in the order of the layout."""
     blocks: BlockSpec = BlockSpec()
     held_out: HeldOut | UnsetType = UNSET
 
     def encode(self) -> bytes:
-        """The canonical bytes: what is hashed, stored and sent."""
+        """Return the canonical bytes, which are hashed, stored and sent."""
         return msgspec.msgpack.encode(self)
 
     @property
@@ -333,10 +353,10 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
-    """How the tensors lie in one flat float32 vector, and how that is cut into fragments and shards.
+    """Positions of the tensors in one flat float32 vector, and its division into fragments and shards.
 
-    Tensors lie fragment after fragment; inside a fragment those merged by the direct mean come first, so that every
-    shard has one merge rule. Tensors that are cut among fragments lie whole behind all others.
+    Tensors are ordered by fragment. Inside a fragment, tensors merged by the plain mean come first, so that every shard
+    has one merge rule. Tensors that are split among fragments stay whole and come after all others.
     """
 
     order: tuple[int, ...]
@@ -350,7 +370,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
 
     @staticmethod
     def of(manifest: Manifest) -> Layout:
-        """The layout that every peer of the run derives from its manifest."""
+        """Derive the layout from the manifest; every peer of the run gets the same one."""
         return make_layout(
             manifest.tensors,
             manifest.config.schedule.fragments,

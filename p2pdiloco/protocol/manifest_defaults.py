@@ -1,5 +1,5 @@
-"""Settings of a run that its founder left out, and that follow from its size. They are put into the manifest when it is
-founded; a manifest without them is of a release that had the ``OLD`` ones.
+"""Default settings that depend on the size of a run. They are written into the manifest when the run is created. A
+manifest without them comes from an earlier release, whose values are the ``OLD`` constants.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ OLD_LOG_LENGTH: Final = 32
 OLD_HEARTBEAT_S: Final = 1.0
 OLD_MOMENTUM_TYPE: Final = "float32"
 LONG_MOMENTUM: Final = 0.99
-"""Beyond it what bfloat16 rounds off, which goes to the parameters at once (``codec/outer_optimizer.py``), is more than
-a fifth of a step."""
+"""Largest outer momentum that is kept in bfloat16. Above it, the rounding error of bfloat16, which is applied to the
+parameters at once (``codec/outer_optimizer.py``), exceeds a fifth of a step."""
 LOG_STEPS: Final = 768
-"""Steps of a fork that heals without loss: at any H as many as 32 versions have at the default H of 24."""
+"""Length of a fork, in steps, that heals without loss: 32 versions at the default H of 24."""
 MOST_LOGGED: Final = 1 << 18
-"""Commits in all logs of a peer: about 1 kB each."""
+"""Maximum number of commits in all logs of a peer; a commit takes about 1 kB."""
 
 
 PARTS: Final = {
@@ -37,49 +37,52 @@ PARTS: Final = {
     "schedule": ("heartbeat_s", "log_length"),
     "outer": ("bias_correction", "momentum_type"),
 }
-"""The settings that are filled in."""
+"""Settings that are filled in, by table."""
 ENOUGH_TURNS: Final = 40
-"""Turns of a fragment in a run, below which its founder is warned, and the outer momentum's bias is corrected;
-docs/results.md has the figures."""
+"""Turns of a fragment in a run. With fewer, the founder is warned, and the bias of the outer momentum is corrected."""
 SHORT_TURNS: Final = 80
-"""Of a run of a larger model that would have fewer than ``ENOUGH_TURNS``."""
+"""Turns of a run of a larger model that would have fewer than ``ENOUGH_TURNS`` at the default H."""
 USUAL_TURN: Final = ScheduleConfig().sync_every
 SHORTEST_TURN: Final = 6
-"""Steps, where traffic does not matter: with turns so frequent the plain mean of the learners ends lower than RDA with
-momentum every 24 steps, whatever the number of steps and of learners (benchmarks/quality/README.md)."""
+"""H in steps, where traffic does not matter. With turns this frequent, the plain mean of the learners ends at a lower
+loss than RDA with momentum every 24 steps, for every number of steps and learners that was measured."""
 SMALL: Final = 1 << 23
-"""Parameters of a model for which traffic does not matter: with 4 bits every 6 steps a peer says and hears about 0.14
-bytes a parameter and step each, here 1.2 MB."""
+"""Maximum size of a model for which traffic does not matter, in parameters. With int4 every 6 steps a peer sends, and
+receives, about 0.14 bytes per parameter and step: 1.2 MB for this size."""
 RATE_AT_ONE: Final = 0.1
-"""Muon's inner rate times the root of the width: of what was run, data parallel ends lowest with 0.016 at width 48,
-0.008 at 96 (0.016 is 0.8 % worse), three learners with 0.004, the highest tried, at 128
-(benchmarks/quality/README.md)."""
+"""Muon's learning rate times the square root of the width. Best measured rates: with data parallelism 0.016 at width 48
+and 0.008 at 96 (0.016 is 0.8 % worse); with three learners 0.004, the highest tried, at 128."""
 LARGEST_RATE: Final = 0.016
 DECAY_SHARE: Final = 0.2
-"""Of a budget of tokens, at its end: the rate falls."""
+"""Share of a token budget, at its end, over which the learning rate falls."""
 LINE_SHARE: Final = 0.95
-"""Of a run of steps: the rate falls in a line from the warm-up on, and not as a cosine, as in releases before
-(benchmarks/quality/README.md has both)."""
+"""Share of a run of steps over which the learning rate falls linearly, from the warm-up on. (Earlier releases used a
+cosine.)"""
 SPARE_STEPS: Final = 2
-"""Times the steps that one learner alone needs for the budget: what is lost is trained again."""
+"""Multiple of the steps that one learner alone needs for a token budget: lost work is trained again."""
 LARGEST_GAIN: Final = 2.0
-"""Largest rate / (1 - momentum) for which momentum's bias is corrected: the first turn's merge alone goes so far, with
-nothing to average it with."""
+"""Largest rate / (1 - momentum) with bias correction: the first turn goes that far by itself, with nothing to average
+it with."""
 
 
 def is_bias_corrected(outer: OuterConfig, turns: int) -> bool:
-    """Whether the outer momentum of a new run of so many turns is: where the first ones are much of it, and go no
-    farther than they should. (Of 80 turns it costs 0.1 to 0.3 % of the loss: docs/results.md.)"""
+    """Return whether a new run of so many turns corrects the bias of the outer momentum: if the first turns are a large
+    part of the run, and correction does not make them go too far. (With 80 turns it costs 0.1 to 0.3 % of the loss.)"""
     return turns < ENOUGH_TURNS and outer.learning_rate / (1.0 - outer.momentum) <= LARGEST_GAIN
 
 
 def in_turns(config: RunConfig, said: Collection[str], said_outer: Collection[str] = ()) -> RunConfig:
-    """``config`` with the H that its founder left out, and the P, if that is left out, too; ``said``: which keys of the
-    schedule were written, ``said_outer``: of the outer optimizer. With a ``SMALL`` model in so few fragments
-    ``SHORTEST_TURN`` steps, if exchanges take half of it at most; else 24, or where that makes fewer than
-    ``ENOUGH_TURNS``, so many fewer that there are ``SHORT_TURNS``; a multiple of P and never less than
-    ``SHORTEST_TURN``. Where it is fewer than 24 and nothing of the outer optimizer is written, the plain mean at rate 1
-    without momentum."""
+    """Return ``config`` with H (``sync_every``) filled in if it was left out, and P (``fragments``) likewise.
+
+    A ``SMALL`` model gets ``SHORTEST_TURN`` steps, if the overlap is at most half of that and P is no larger. Others
+    get 24; a run with fewer than ``ENOUGH_TURNS`` turns at 24 gets a smaller H, so that it has ``SHORT_TURNS``. H is a
+    multiple of P and at least ``SHORTEST_TURN``. If H is below 24 and nothing of the outer optimizer is written, the
+    plain mean with rate 1 and no momentum is filled in.
+
+    Args:
+        said: keys that the founder wrote in the schedule.
+        said_outer: keys that the founder wrote in the outer optimizer.
+    """
     schedule, outer, steps = config.schedule, config.outer, config.inner.steps
     if "sync_every" in said:
         return config
@@ -100,9 +103,12 @@ def in_turns(config: RunConfig, said: Collection[str], said_outer: Collection[st
 
 
 def with_usual_rate(config: RunConfig, said: Collection[str]) -> RunConfig:
-    """``config`` with the inner rate that its founder left out, where it is known what is near the best: Muon's, of a
-    ``SMALL`` built-in model, falls with the root of the width. ``said``: which keys of the inner optimizer were
-    written."""
+    """Return ``config`` with the inner learning rate filled in, if it was left out and a good one is known: Muon's, for
+    a ``SMALL`` built-in model, falls with the square root of the width.
+
+    Args:
+        said: keys that the founder wrote in the inner optimizer.
+    """
     inner, model = config.inner, config.model
     if "learning_rate" in said or inner.optimizer == "adamw" or _parameters(model) > SMALL:
         return config
@@ -111,24 +117,24 @@ def with_usual_rate(config: RunConfig, said: Collection[str]) -> RunConfig:
 
 
 def _parameters(model: ModelConfig) -> float:
-    """About how many a built-in transformer has; others are taken for large."""
+    """Estimate the parameters of a built-in transformer; any other model counts as large."""
     if model.kind != "transformer":
         return math.inf
     return 12 * model.depth * model.width**2 + 2 * model.vocabulary * model.width
 
 
 def most_logged(shards: int) -> int:
-    """The largest log length for which all logs together have room."""
+    """Return the largest log length for which all logs together have room."""
     return max(OLD_LOG_LENGTH, MOST_LOGGED // shards)
 
 
 def log_length(sync_every: int, shards: int) -> int:
-    """Versions that are logged of a shard: what ``LOG_STEPS`` steps make, as far as there is room."""
+    """Return the versions to log of each shard: those of ``LOG_STEPS`` steps, as far as there is room."""
     return max(OLD_LOG_LENGTH, min(-(-LOG_STEPS // sync_every), most_logged(shards)))
 
 
 def completed(config: RunConfig, shards: int) -> RunConfig:
-    """``config`` as it is founded: nothing is left out."""
+    """Return ``config`` with every default filled in, as it goes into the manifest."""
     schedule, inner = config.schedule, config.inner
     if inner.optimizer is UNSET:
         inner = msgspec.structs.replace(inner, optimizer=inner_optimizer(config.model))
@@ -155,7 +161,7 @@ def completed(config: RunConfig, shards: int) -> RunConfig:
 
 
 def without_left_out(config: RunConfig, written: RunConfig) -> RunConfig:
-    """A run's ``config`` without what its founder left out in ``written``."""
+    """Return a run's ``config`` without the settings that its founder left out in ``written``."""
     parts = {}
     for name in ("inner", "schedule", "outer"):
         left: dict[str, object] = {
@@ -168,12 +174,12 @@ def without_left_out(config: RunConfig, written: RunConfig) -> RunConfig:
 
 
 def inner_optimizer(model: ModelConfig) -> Literal["adamw", "muon"]:
-    """A new run's: Muon where a built-in learner trains whole matrices; adapters' were not measured."""
+    """Return the optimizer of a new run: Muon where a built-in learner trains whole matrices, else AdamW."""
     return "muon" if model.kind != "external" and model.lora is None else "adamw"
 
 
 def few_turns(config: RunConfig) -> str:
-    """What to tell a founder whose run has few turns, and what would do; empty if it has enough."""
+    """Return a warning for the founder of a run with few turns, with a remedy; empty if it has enough."""
     inner, schedule = config.inner, config.schedule
     turns = inner.steps // schedule.sync_every
     if turns >= ENOUGH_TURNS or inner.tokens is not UNSET:  # then it depends on how many come
@@ -187,20 +193,20 @@ def few_turns(config: RunConfig) -> str:
 
 
 def momentum_type(outer: OuterConfig) -> MomentumType:
-    """A run's, whichever release has founded it."""
+    """Return the momentum type of a run that any release created."""
     return OLD_MOMENTUM_TYPE if outer.momentum_type is UNSET else outer.momentum_type
 
 
 def budget(inner: InnerConfig) -> int:
-    """A run's tokens; 0: it ends by steps."""
+    """Return the token budget of a run; 0: it ends by steps."""
     return 0 if inner.tokens is UNSET else inner.tokens
 
 
 def heartbeat_s(schedule: ScheduleConfig) -> float:
-    """A run's, whichever release has founded it."""
+    """Return the heartbeat interval of a run that any release created."""
     return OLD_HEARTBEAT_S if schedule.heartbeat_s is UNSET else schedule.heartbeat_s
 
 
 def logged(schedule: ScheduleConfig) -> int:
-    """The log length of a run, whichever release has founded it."""
+    """Return the log length of a run that any release created."""
     return OLD_LOG_LENGTH if schedule.log_length is UNSET else schedule.log_length

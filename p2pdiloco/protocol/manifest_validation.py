@@ -1,12 +1,12 @@
-"""Validation of configurations and manifests: what is impossible, or more than a peer can bear, is refused in a
-sentence before anything is hashed, allocated or looped over.
+"""Validation of configurations and manifests. An impossible or too expensive one is refused, with a sentence, before
+anything is hashed, allocated or iterated over.
 
 Rules of this file:
-1. A manifest is read from a stranger. Each field has bounds of its own (``manifest.py``); here are those of several
-   together. What they allow costs this peer time and memory in proportion to the manifest's own bytes, and to what a
-   model of so many parameters costs anyway.
-2. Paths in a manifest mean nothing. What lies on a machine is named by its owner (``--data``, ``--tokenizer``,
-   ``--model``, a founder's own TOML file), and no function here or above it reads them from a manifest.
+1. A manifest comes from an untrusted peer. ``manifest.py`` bounds each field; this module checks fields against each
+   other. The cost of an accepted manifest is proportional to its own size and to the cost of a model of that many
+   parameters.
+2. Paths in a manifest are ignored. The owner of a machine names its files (``--data``, ``--tokenizer``, ``--model``, a
+   founder's own TOML file), and no function here or in a caller reads a path from a manifest.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from p2pdiloco.protocol.manifest_defaults import logged, most_logged
 
 # -- Hugging Face model configurations ---------------------------------------------------------------------------------
 # Rules of this file:
-# 1. Plain values only, bounded in number, depth and size. Nothing here knows transformers; whether a key exists for a
-#    model type is checked where the model is built (``training/huggingface.py``).
-# 2. Keys that make transformers fetch or run code, or load other weights, are refused: ``auto_map``,
-#    ``attn_implementation`` (kernels from the hub), ``quantization_config`` and the like; so is whatever is private.
+# 1. Only plain values are accepted, bounded in number, depth and size. Nothing here depends on transformers:
+#    ``training/huggingface.py`` checks whether a key exists for a model type when it builds the model.
+# 2. Private keys are refused, and so are keys that make transformers fetch or run code, or load other weights:
+#    ``auto_map``, ``attn_implementation`` (kernels from the hub), ``quantization_config`` and similar ones.
 
 
 MAX_BYTES = 1 << 16
@@ -36,9 +36,9 @@ MAX_ITEMS = 1024
 MAX_TEXT = 256
 MAX_INTEGER = 2**31
 MAX_COUNT = 4096
-"""Layers, heads, experts: whatever is built one by one."""
+"""Maximum number of modules that are built one by one: layers, heads, experts."""
 MAX_BUILT = 1 << 16
-"""Layers times experts."""
+"""Maximum of layers times experts."""
 
 _KEY = re.compile(r"[a-z][a-z0-9_]{0,63}")
 _COUNT = re.compile(r"(num|n)_")
@@ -61,7 +61,7 @@ _REFUSED = frozenset(
 
 
 def architecture_problems(config: Mapping[str, object]) -> list[str]:
-    """What is impossible in ``model.config``, one sentence each; empty if sound."""
+    """Return the errors in ``model.config``, one sentence each; empty if it is valid."""
     if not isinstance(config.get("model_type"), str) or not _KEY.fullmatch(str(config["model_type"])):
         return ['model.config must have a model_type, such as "llama"']
     vocabulary = config.get("vocab_size")
@@ -88,7 +88,7 @@ def architecture_problems(config: Mapping[str, object]) -> list[str]:
 
 
 def _built(config: Mapping[str, object]) -> int:
-    """Layers times experts, those of parts (``text_config``) included."""
+    """Return layers times experts, including those of nested parts (``text_config``)."""
     built = 1
     for key, value in config.items():
         if isinstance(value, dict):
@@ -125,16 +125,16 @@ def _value_problems(value: object, limit: int, depth: int) -> list[str]:
 MAX_MANIFEST_BYTES = 1 << 22
 MAX_PARAMETERS = 1 << 36
 MAX_BATCH_TOKENS = 1 << 26
-"""Of one learner's step."""
+"""Maximum number of tokens in one step of a learner."""
 MAX_TABLE = 1 << 28
-"""Elements of the tables of positions."""
+"""Maximum number of elements in the tables of rotary positions."""
 
 
 def decode_manifest(data: bytes, run: RunId) -> Manifest:
-    """Decode and check a manifest that another peer sent.
+    """Decode and validate a manifest that another peer sent.
 
     Raises:
-        ValueError: it does not match ``run``'s digest, is malformed, or describes an impossible run.
+        ValueError: it does not match the digest ``run``, is malformed, or describes an impossible run.
     """
     if len(data) > MAX_MANIFEST_BYTES:
         raise ValueError(f"the manifest has {len(data)} bytes, more than the {MAX_MANIFEST_BYTES} allowed")
@@ -157,7 +157,7 @@ def decode_manifest(data: bytes, run: RunId) -> Manifest:
 
 
 def manifest_problems(manifest: Manifest) -> list[str]:
-    """What is impossible in a manifest whose configuration is sound; empty if nothing is."""
+    """Return the errors in a manifest whose configuration is valid, one sentence each; empty if there are none."""
     config, tensors, blocks = manifest.config, manifest.tensors, manifest.blocks
     if any(t.fragments is not UNSET and not _is_cut_soundly(t.shape, t.fragment, t.fragments) for t in tensors):
         return ["the manifest cuts a tensor into more parts than it has rows, or says two things of the first"]
@@ -189,7 +189,7 @@ def _is_cut_soundly(shape: tuple[int, ...], first: FragmentId, fragments: tuple[
 
 
 def _count_shards(manifest: Manifest) -> int:
-    """As many as ``Layout.of`` would make, without making them."""
+    """Count the shards that ``Layout.of`` would make, without making them."""
     config = manifest.config
     elements: dict[tuple[int, str], int] = {}
     cut: list[int] = []
@@ -203,14 +203,17 @@ def _count_shards(manifest: Manifest) -> int:
 
 
 def without_places(config: RunConfig) -> RunConfig:
-    """``config`` as it travels: what its founder wrote of folders and files on the own machine is left out."""
+    """Return ``config`` without the founder's folders and files, as it is put into the manifest."""
     data = msgspec.structs.replace(config.data, path="", tokenizer="")
     return msgspec.structs.replace(config, data=data, model=msgspec.structs.replace(config.model, folder=""))
 
 
 def config_problems(config: RunConfig, *, tensors: int | None = None) -> list[str]:
-    """What is impossible in ``config``, one sentence each, naming the field and the allowed values; empty if sound.
-    ``tensors``: how many the model has, once that is known."""
+    """Return the errors in ``config``, one sentence each, with the field and the allowed values; empty if it is valid.
+
+    Args:
+        tensors: number of tensors of the model; None: not known yet.
+    """
     return [*_model_problems(config), *_schedule_problems(config, tensors), *_other_problems(config)]
 
 
