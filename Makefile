@@ -86,7 +86,7 @@ checked: ## install into VENV what hashes.txt names and nothing else, each file 
 audit: $(TOOLS)/bin/python ## known vulnerabilities of the versions in hashes.txt (asks PyPI; what it cannot ask for is a failure)
 	@$(TOOLS)/bin/pip-audit -r hashes.txt --no-deps --disable-pip --strict --progress-spinner off
 
-golden: $(READY) ## write the golden transcripts, docs/states.md and docs/protocol-tests.md, to be read and committed
+golden: $(READY) ## write anew what is generated: transcripts, states, protocol tests, configuration, API
 	@$(BIN)/python -m pytest -q tests/golden --update
 
 bench-wire: $(READY) ## codec, transport and exchange: tables, JSON and plots in out/bench (root for shaped links; long)
