@@ -35,7 +35,7 @@ from p2pdiloco.wire.request_reply import Answer, RequestError, RequestRefused
 # -- Relay -------------------------------------------------------------------------------------------------------------
 # Relays bytes between two sockets, unread, within a budget that all pairs share.
 # Rules of this file:
-# 1. ``splice`` moves them inside the kernel: they never come into this process (measured: docs/connectivity.md).
+# 1. ``splice`` moves them inside the kernel: they never come into this process (measured: docs/networks.md).
 # 2. Directions take turns: of n directions that have something to send, each gets an n-th of the budget. Bytes worth
 #    TICK_S go at once and are earned afterwards, since waking up is most of the cost of a turn.
 # 3. Small pieces may overtake, now and then: heartbeats and requests of one pair do not wait behind bulk of another.
