@@ -1,9 +1,9 @@
 """Conditions under which a person is alerted: stuck, alone, diverging, disk, membership, done. Pure.
 
 Rules of this file:
-1. An alert is told once when it begins and once when it is over. What lasts shorter than ``PATIENCE_S`` is none.
-2. It is judged from the picture and two amounts of this machine (room on the disk, time left of the membership), and
-   time is a number. Looked at every few seconds, each kind is noticed within a minute.
+1. An alert is sent once when it begins and once when it ends. A condition shorter than ``PATIENCE_S`` is no alert.
+2. Alerts depend on the snapshot and two amounts of this machine: free disk space and the time left of the membership.
+   Time is a parameter. Checked every few seconds, each kind is noticed within a minute.
 """
 
 from __future__ import annotations
@@ -28,6 +28,16 @@ WORSE = 0.15
 """A held-out loss that is so much above the best recent one, as a share,"""
 WORSE_NATS = 0.3
 """and by so much at least."""
+OVER: dict[Kind, str] = {
+    "stuck": "new versions are merged again",
+    "alone": "this peer is no longer alone",
+    "diverging": "the held-out loss is back near its best",
+    "disk": "there is enough disk space again",
+    "membership": "the membership does not end soon any more",
+    "trouble": "the problem is solved",
+    "done": "the run is not complete any more",
+}
+"""The sentence when an alert ends."""
 LEAST_ROOM_BYTES = 1 << 30
 MEMBERSHIP_S = 86400.0
 
@@ -72,7 +82,7 @@ class Alerts:
         for kind in [kind for kind in self._since if kind not in found]:
             del self._since[kind]
             if self.present.pop(kind, None) is not None:
-                told.append(Alert(kind=kind, text=f"{kind}: over", is_over=True))
+                told.append(Alert(kind=kind, text=OVER[kind], is_over=True))
         return told
 
     def _found(self, now: float, picture: RunSnapshot, room_bytes: float | None) -> dict[Kind, str]:
@@ -87,7 +97,7 @@ class Alerts:
         self._most_live = max(self._most_live, live)
         if live == 1 and self._most_live > 1 and picture.course.phase in ("training", "following"):
             found["alone"] = (
-                "all other peers are gone: this one goes on alone. Look at the link (where nobody can be dialled, at "
+                "all other peers are gone; this one continues alone. Check the link (if no peer can be dialled, also "
                 "the bootstrap that relayed), or start another peer"
             )
         loss = picture.course.held_out_loss
@@ -98,10 +108,10 @@ class Alerts:
             best = min(self._losses)
             if loss - best > max(WORSE_NATS, WORSE * best):
                 found["diverging"] = (
-                    f"the held-out loss is {loss:.3f}, and was {best:.3f}: look at who joined, and at rates"
+                    f"the held-out loss is {loss:.3f} and was {best:.3f}: check who joined, and the learning rates"
                 )
         if room_bytes is not None and room_bytes < LEAST_ROOM_BYTES:
-            found["disk"] = f"{room_bytes / 1e6:,.0f} MB are left on the disk of the state folder: make room"
+            found["disk"] = f"{room_bytes / 1e6:,.0f} MB are left on the disk of the state folder: free some space"
         left_s = self._membership_left_s()
         if left_s is not None and left_s < MEMBERSHIP_S:
             found["membership"] = f"the membership ends in {max(0.0, left_s) / 3600:.1f} hours: ask for a new invite"
@@ -119,4 +129,4 @@ class Alerts:
         since_s = now - self._moved_at
         if not self._pause_s or since_s < max(STUCK_S, STUCK_TURNS * self._pause_s):
             return ""
-        return f"no new version for {since_s:.0f} s: look for learners that give nothing, and at the links"
+        return f"no new version for {since_s:.0f} s: check for learners that contribute nothing, and the links"
