@@ -162,18 +162,18 @@ _DETAILS: dict[str, Callable[[Line], str]] = {
 
 
 # -- Event schema ------------------------------------------------------------------------------------------------------
-# What stands in ``metrics.jsonl``: one JSON object a line, of these kinds, with these fields (docs/watching.md).
+# Contents of ``metrics.jsonl``: one JSON object a line, with these kinds and fields (docs/watching.md).
 # Rules of this file:
-# 1. Kinds and fields are only added. A reader leaves out what it does not know.
+# 1. Kinds and fields are only added. A reader skips what it does not know.
 # 2. Each line has ``time`` (Unix time in seconds) and ``event`` (its kind).
 
 
-Form = Literal["text", "whole", "number", "yes or no", "tokens by learner"]
+Form = Literal["text", "integer", "number", "boolean", "tokens by learner"]
 FORMS: dict[Form, tuple[type, ...]] = {
     "text": (str,),
-    "whole": (int,),
+    "integer": (int,),
     "number": (int, float),
-    "yes or no": (bool,),
+    "boolean": (bool,),
     "tokens by learner": (dict,),
 }
 
@@ -201,85 +201,87 @@ def _fields(form: Form, names: str, *, or_null: bool = False) -> tuple[Field, ..
 _TRANSFER = (*_fields("number", "done_mb of_mb mb_per_s"), Field("left_s", "number", True))
 _REASON = _fields("text", "reason")
 EVENTS = (
-    Event("started", "a node's life begins", (*_fields("text", "peer run"), Field("is_new", "yes or no"))),
-    Event("ended", "and ends, with this exit status", (Field("status", "whole"), *_REASON)),
-    Event("current", "this peer holds the whole model", _fields("whole", "step")),
-    Event("joining", "a newcomer begins to download state", (*_fields("whole", "shards of"), *_TRANSFER)),
-    Event("transfer", "how far the download is", _TRANSFER),
-    Event("fetched", "a shard is downloaded", (*_fields("whole", "shard version bytes"), *_fields("text", "head"))),
-    Event("downloaded", "the whole state is downloaded", (*_fields("whole", "bytes"), *_fields("number", "seconds"))),
-    Event("peers", "so many peers are live, this one included", _fields("whole", "live")),
-    Event("joined", "a peer is live", (*_fields("text", "peer"), *_fields("whole", "live"))),
-    Event("left", "a peer is no longer live", (*_fields("text", "peer"), *_fields("whole", "live"))),
+    Event("started", "a node starts", (*_fields("text", "peer run"), Field("is_new", "boolean"))),
+    Event("ended", "a node ends, with this exit status", (Field("status", "integer"), *_REASON)),
+    Event("current", "this peer holds the whole model", _fields("integer", "step")),
+    Event("joining", "the download of the state begins", (*_fields("integer", "shards of"), *_TRANSFER)),
+    Event("transfer", "progress of the download", _TRANSFER),
+    Event("fetched", "a shard was downloaded", (*_fields("integer", "shard version bytes"), *_fields("text", "head"))),
+    Event(
+        "downloaded", "the whole state was downloaded", (*_fields("integer", "bytes"), *_fields("number", "seconds"))
+    ),
+    Event("peers", "number of live peers, with this one", _fields("integer", "live")),
+    Event("joined", "a peer became live", (*_fields("text", "peer"), *_fields("integer", "live"))),
+    Event("left", "a peer is no longer live", (*_fields("text", "peer"), *_fields("integer", "live"))),
     Event(
         "commit",
-        "a new version of a shard is applied here; ``tokens`` are the chain's",
+        "a shard version was applied; `tokens` is the total of the chain",
         (
-            *_fields("whole", "shard version step tokens"),
+            *_fields("integer", "shard version step tokens"),
             *_fields("text", "head owner"),
             Field("contributors", "tokens by learner"),
         ),
     ),
     Event(
         "merge",
-        "this peer merged a version, so long; ``cosine`` is the contributions' mean, null of one",
+        "this peer merged a version; `length` is its norm, `cosine` the mean between contributions",
         (
-            *_fields("whole", "shard version contributors shortened"),
+            *_fields("integer", "shard version contributors shortened"),
             Field("length", "number"),
             Field("cosine", "number", True),
         ),
     ),
     Event(
         "evaluation",
-        "held-out loss of the model, the median over members",
-        (*_fields("whole", "version tokens step"), Field("loss", "number")),
+        "held-out loss, median over members",
+        (*_fields("integer", "version tokens step"), Field("loss", "number")),
     ),
     Event(
         "progress",
-        "this peer's learner, once a second at most; amounts are of this life of the node",
+        "the local learner, at most once a second; counts since the node started",
         (
-            *_fields("whole", "step steps tokens sent_bytes"),
+            *_fields("integer", "step steps tokens sent_bytes"),
             Field("loss", "number", True),
             *_fields("number", "step_time_s compute_s blocked_s"),
         ),
     ),
     Event(
         "codec",
-        "a payload was encoded; ``error`` is relative",
-        (*_fields("text", "direction codec"), *_fields("whole", "shard bytes"), Field("error", "number")),
+        "a payload was encoded; `error` is relative",
+        (*_fields("text", "direction codec"), *_fields("integer", "shard bytes"), Field("error", "number")),
     ),
-    Event("checkpoint", "a checkpoint is written", (Field("is_last", "yes or no"),)),
-    Event("checkpoint-failed", "none could be written", _REASON),
-    Event("checkpoint-good", "the one before the newest is known to be good", (Field("loss", "number", True),)),
+    Event("checkpoint", "a checkpoint was written", (Field("is_last", "boolean"),)),
+    Event("checkpoint-failed", "a checkpoint could not be written", _REASON),
+    Event("checkpoint-good", "the previous checkpoint is known to be good", (Field("loss", "number", True),)),
     Event(
         "learner-ready",
-        "a learner has loaded the model",
-        (*_fields("text", "learner device"), *_fields("whole", "parameters inner_steps")),
+        "the learner has loaded the model",
+        (*_fields("text", "learner device"), *_fields("integer", "parameters inner_steps")),
     ),
-    Event("learner-adopted", "the learner of the node's last life goes on", _fields("whole", "pid")),
-    Event("learner-lost", "the learner ended", (*_REASON, *_fields("whole", "status"))),
+    Event("learner-adopted", "the learner of the previous node was taken over", _fields("integer", "pid")),
+    Event("learner-lost", "the learner ended", (*_REASON, *_fields("integer", "status"))),
     Event(
         "learner-not-started",
-        "no learner could be started; the next try is after a pause",
+        "the learner could not be started; retry after `pause_s`",
         (*_REASON, *_fields("number", "pause_s")),
     ),
-    Event("learner-trouble", "the learner is in trouble, it goes on", _REASON),
-    Event("learner-unable", "nothing of the learner can be merged", _REASON),
-    Event("learner-able", "it can again", ()),
-    Event("fault", "another peer broke the rules", _fields("text", "peer what")),
-    Event("note", "what the protocol says of itself", _fields("text", "level topic text")),
+    Event("learner-trouble", "the learner has a problem and continues", _REASON),
+    Event("learner-unable", "the learner's progress cannot be merged", _REASON),
+    Event("learner-able", "it can be merged again", ()),
+    Event("fault", "another peer broke a rule", _fields("text", "peer what")),
+    Event("note", "a message of the protocol", _fields("text", "level topic text")),
     Event(
         "alert",
-        "for a person (see above)",
-        (*_fields("text", "kind text"), Field("is_over", "yes or no")),
+        "an alert began or ended",
+        (*_fields("text", "kind text"), Field("is_over", "boolean")),
     ),
-    Event("sample", "a text that the model wrote", (*_fields("whole", "step"), *_fields("text", "text"))),
+    Event("sample", "text that the model generated", (*_fields("integer", "step"), *_fields("text", "text"))),
 )
 BY_NAME = {event.name: event for event in EVENTS}
 
 
 def faults_of(line: dict[str, Any]) -> Iterable[str]:
-    """What in a line is not as it stands here."""
+    """Yield the deviations of a line from this schema."""
     event = BY_NAME.get(line.get("event", ""))
     if event is None:
         yield f"unknown kind {line.get('event')!r}"
@@ -297,9 +299,12 @@ def faults_of(line: dict[str, Any]) -> Iterable[str]:
 
 
 def _has_form(value: object, form: Form) -> bool:
-    return isinstance(value, FORMS[form]) and (form == "yes or no" or not isinstance(value, bool))
+    return isinstance(value, FORMS[form]) and (form == "boolean" or not isinstance(value, bool))
 
 
-def described(field: Field) -> str:
-    """As the document names it."""
-    return f"`{field.name}` ({field.form}{', or null' if field.or_null else ''})"
+def described(event: Event) -> str:
+    """Describe the fields of an event as the document does: names grouped by form."""
+    groups: dict[str, list[str]] = {}
+    for field in event.fields:
+        groups.setdefault(f"{field.form}{' or null' if field.or_null else ''}", []).append(f"`{field.name}`")
+    return "; ".join(f"{form}: {', '.join(names)}" for form, names in groups.items()) or "-"

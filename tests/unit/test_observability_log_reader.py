@@ -95,7 +95,7 @@ def test_where_nothing_is_it_is_said(tmp_path: Path) -> None:
 
 
 def test_every_kind_is_told_in_words() -> None:
-    examples = {"text": "12D3KooW" + "w" * 44, "whole": 3, "number": 1.5, "yes or no": False}
+    examples = {"text": "12D3KooW" + "w" * 44, "integer": 3, "number": 1.5, "boolean": False}
     for kind in EVENTS:
         filled = {field.name: examples.get(field.form, {f"{ANN}/abc": 1500}) for field in kind.fields}
         nulls = {field.name: None for field in kind.fields if field.or_null}
@@ -165,5 +165,5 @@ def test_what_is_otherwise_is_named(line: dict[str, Any], fault: str) -> None:
 def test_the_document_lists_the_events() -> None:
     text = (ROOT / "docs" / "watching.md").read_text().partition("## Events")[2]
     assert re.findall(r"^\| `([\w-]+)` \| (.*?) \| (.*?) \|$", text, re.MULTILINE) == [
-        (event.name, event.help, ", ".join(map(described, event.fields)) or "-") for event in EVENTS
+        (event.name, event.help, described(event)) for event in EVENTS
     ]

@@ -84,9 +84,11 @@ def test_two_peers_with_the_same_end_are_told_apart() -> None:
 
 def test_the_document_lists_them_all() -> None:
     text = (ROOT / "docs" / "watching.md").read_text()
-    assert re.findall(r"^\| `(p2pdiloco_\w+)` \| (\w+) \| (.*) \|$", text, re.MULTILINE) == [
-        (PREFIX + metric.name, metric.kind, metric.help) for metric in METRICS
+    assert re.findall(r"^\| `(p2pdiloco_\w+)` \| (.*) \|$", text, re.MULTILINE) == [
+        (PREFIX + metric.name, metric.help) for metric in METRICS
     ]
+    assert "`_total` are counters, all others gauges" in text
+    assert [metric.name for metric in METRICS if (metric.kind == "counter") != metric.name.endswith("_total")] == []
 
 
 def test_the_board_shows_nothing_that_is_not_told() -> None:
