@@ -317,7 +317,7 @@ class Members:
         anchors = [g for g in self._known.values() if g.role is Role.ADMIN and hint_of(g.subject) == chain.hint]
         if not anchors:
             raise UnknownAdminError(
-                "whoever signed it is no admin that is known here: ask for an invite by whoever founded the run"
+                "its signer is not an admin of this run, as far as is known here: ask the founder for an invite"
             )
         for number, anchor in enumerate(anchors, 1):
             try:
@@ -339,10 +339,10 @@ class Members:
             )
         if (ban := self.ban_of(grant)) is not None:
             if any(step.subject == ban.subject and step.kind is Kind.INVITE for step in grant.path):
-                state = "lets in nobody new" if ban.is_closing else "is revoked"
+                state = "is closed to newcomers" if ban.is_closing else "is revoked"
                 what, remedy = f"{grant.subject} came with {ban.subject}, which {state}", "ask for a new invite"
             else:
-                what, remedy = f"{ban.subject} is banned", "if that is an error, ask them, or whoever founded the run"
+                what, remedy = f"{ban.subject} is banned", "if that is a mistake, ask them or the founder of the run"
             raise NotAMemberError(f"{what} (by {ban.by.subject}): {remedy}")
 
     def _introduce(self, grant: Grant, statement: bytes, teller: PeerId | None) -> bool:

@@ -81,8 +81,8 @@ def machine() -> Finding:
     return Finding(
         "warning",
         "machine",
-        f"{told}; {waiting:.1f} processes want the cores already",
-        "what a learner reaches here is what they leave: join --only-when-idle rests while they run, or stop them",
+        f"{told}; {waiting:.1f} processes compete for the cores already",
+        "stop them, or join with --only-when-idle, which pauses while they run",
     )
 
 
@@ -105,15 +105,15 @@ def accelerator(device: str) -> Finding:
         return Finding(
             "failure",
             "accelerator",
-            f"torch {torch.__version__} sees none for --device {device}",
+            f"torch {torch.__version__} sees no device for --device {device}",
             "install the driver and torch's build for it (https://pytorch.org), or train with --device cpu",
         )
     if kind in ("cuda", "mps"):
         return Finding("ok", "accelerator", torch.cuda.get_device_name(0) if has_cuda else "Apple GPU")
     if has_cuda or has_mps:
         better = "cuda" if has_cuda else "mps"
-        return Finding("note", "accelerator", "there is one, and training would not use it", f"--device {better}")
-    return Finding("note", "accelerator", "none that torch sees; training runs on the CPU")
+        return Finding("note", "accelerator", "one is available, but training would not use it", f"--device {better}")
+    return Finding("note", "accelerator", "torch sees none; training runs on the CPU")
 
 
 def shared_memory() -> Finding:
@@ -131,7 +131,7 @@ def open_files() -> Finding:
     way = f"ulimit -n {min(4096, hard) if hard > 0 else 4096}" + (
         "" if hard == resource.RLIM_INFINITY or hard >= LEAST_FILES else ", and more in /etc/security/limits.conf"
     )
-    return Finding("warning", "open files", f"{soft} at once: enough for few peers alone", way)
+    return Finding("warning", "open files", f"at most {soft}: enough for a few peers only", way)
 
 
 def congestion_control() -> Finding:
@@ -141,7 +141,7 @@ def congestion_control() -> Finding:
     with socket.socket() as probe:
         try:
             probe.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"bbr")
-            return Finding("ok", "congestion control", "BBR can be had for each connection")
+            return Finding("ok", "congestion control", "BBR is available")
         except OSError:
             default = probe.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0").decode()
     return Finding(
@@ -218,7 +218,7 @@ def folder(state: Path) -> Finding:
     if not users:
         return Finding("ok", "peers here", "none runs with that state folder")
     return Finding(
-        "note", "peers here", f"running: {', '.join(users)}", "for another peer of the same run give another --state"
+        "note", "peers here", f"running: {', '.join(users)}", "for another peer of the same run, give another --state"
     )
 
 
@@ -231,7 +231,7 @@ def identity(state: Path) -> Finding:
         Identity.load_or_create(path)
     except (IdentityError, OSError) as error:
         return Finding(
-            "failure", "identity", str(error), "restore it, or move it away: the peer is a new one to others then"
+            "failure", "identity", str(error), "restore it, or move it away: the peer then gets a new identity"
         )
     if path.stat().st_mode & 0o077:
         return Finding("warning", "identity", f"others on this machine may read {path}", f"chmod 600 {path}")
@@ -265,14 +265,14 @@ def path_mtu(host: str, port: int) -> Finding:
 def judged_mtu(mtu: int, host: str) -> Finding:
     """Of that many bytes."""
     if mtu >= TUNNEL_MTU:
-        return Finding("ok", "packets", f"of {mtu:,} bytes to {host}")
+        return Finding("ok", "packets", f"up to {mtu:,} bytes to {host}")
     if mtu >= LEAST_MTU:
-        return Finding("note", "packets", f"of {mtu:,} bytes to {host}: a tunnel or a VPN; peers take care of that")
+        return Finding("note", "packets", f"at most {mtu:,} bytes to {host}: a tunnel or a VPN; peers adapt to it")
     return Finding(
         "warning",
         "packets",
-        f"of {mtu:,} bytes alone to {host}",
-        f"raise the MTU of the interface (ip link), {LEAST_MTU:,} at least",
+        f"at most {mtu:,} bytes to {host}",
+        f"raise the MTU of the interface (ip link) to at least {LEAST_MTU:,}",
     )
 
 
@@ -386,22 +386,22 @@ def _speed(manifest: Manifest, trial: SpeedTrial | None, peers: Sequence[PeerSta
     told += f": {share:.1%} of what all would train"
     left = _left_s(manifest, trial, peers)
     if left is not None and left < 120.0:
-        remedy = "the run is nearly over: p2pdiloco fetch gets what comes out"
+        remedy = "the run is nearly over: p2pdiloco fetch downloads its model"
         return Finding("note", "speed", f"{told}; the run ends in {left:.0f} s", remedy)
     if share < 0.01:
         remedy = "join with a GPU (--device), more --threads, or follow with --follow"
-        return Finding("note", "speed", f"{told}: others hardly feel it", remedy)
+        return Finding("note", "speed", f"{told}: a very small share", remedy)
     return Finding("ok", "speed", told)
 
 
 def _data(trial: SpeedTrial) -> Finding:
     if trial.has_blocks:
-        return Finding("ok", "data", "it is there, and the run's")
+        return Finding("ok", "data", "found, and the same as the run's")
     return Finding(
         "note",
         "data",
-        "it is not the run's, byte for byte: this peer would train random pieces of its own",
-        "give --data as the founder has it, if it is to train what nobody else trains",
+        "found, but different from the run's: this peer would draw random samples from it",
+        "use the founder's files with --data to share the work without repetition",
     )
 
 
@@ -411,7 +411,7 @@ def _memory(node: int, learner: int, is_measured: bool, free: int) -> Finding:
     told += f"{free / 1e9:.2f} free"
     if free >= 1.25 * (node + learner):
         return Finding("ok", "memory", told)
-    remedy = "stop what uses it, take a machine with more, or follow without training (--follow)"
+    remedy = "stop other programs, use a machine with more memory, or follow without training (--follow)"
     return Finding("warning" if free >= node + learner else "failure", "memory", told, remedy)
 
 

@@ -153,6 +153,6 @@ def _result(checkpoint: Checkpoint, folders: Sequence[Path]) -> Result:
 
 def _nothing(source: str, state: Path) -> str:
     return (
-        f"{source} is no folder, and {state} has no run of that name: give a peer's state folder (a training script's "
-        "is its state=), name that with --state, or get the run from its peers: p2pdiloco fetch ADDR"
+        f"{source} is not a folder, and {state} has no run of that name: give a peer's state folder (a training "
+        "script's is its state=), name that with --state, or get the run from its peers: p2pdiloco fetch ADDR"
     )

@@ -90,7 +90,7 @@ def decode_config(data: bytes, path: Path) -> RunConfig:
     except msgspec.ValidationError as error:
         raise ConfigError(f"{path}: {in_words(error, msgspec.toml.decode(data), RunConfig)}") from error
     except (msgspec.DecodeError, ValueError) as error:
-        raise ConfigError(f"{path} is no TOML ({error}): write lines such as inner.steps = 400") from error
+        raise ConfigError(f"{path} is not valid TOML ({error}): write lines such as inner.steps = 400") from error
     problems = config_problems(config)
     inner, schedule = config.inner, config.schedule
     if schedule.sync_every > inner.steps and inner.tokens is UNSET:

@@ -187,8 +187,8 @@ def few_turns(config: RunConfig) -> str:
     shorter = inner.steps // ENOUGH_TURNS // schedule.fragments * schedule.fragments
     remedy = f"schedule.sync_every = {shorter} or " if shorter > schedule.overlap else ""
     return (
-        f"a run of {inner.steps} steps has {turns} turns of {schedule.sync_every} steps, and learns less than one of "
-        f"{ENOUGH_TURNS} would: {remedy}inner.steps = {ENOUGH_TURNS * schedule.sync_every} has as many"
+        f"a run of {inner.steps} steps has only {turns} turns of {schedule.sync_every} steps, and would learn more "
+        f"with {ENOUGH_TURNS}: set {remedy}inner.steps = {ENOUGH_TURNS * schedule.sync_every}"
     )
 
 

@@ -70,7 +70,7 @@ def architecture_problems(config: Mapping[str, object]) -> list[str]:
     try:
         size = len(msgspec.msgpack.encode(config))
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        return [f"model.config holds what is no plain value: {error}"]
+        return [f"model.config has a value that is not plain: {error}"]
     if size > MAX_BYTES:
         return [f"model.config has {size} bytes, at most {MAX_BYTES} are allowed"]
     problems = []
@@ -112,11 +112,11 @@ def _value_problems(value: object, limit: int, depth: int) -> list[str]:
             if not depth or len(value) > MAX_ITEMS:
                 return [f"is nested deeper than {MAX_DEPTH}, or has more than {MAX_ITEMS} items"]
             if isinstance(value, dict) and not all(isinstance(k, str) and len(k) <= MAX_TEXT for k in value):
-                return ["has keys that are no short texts"]
+                return ["has keys that are not short strings"]
             items = value.values() if isinstance(value, dict) else value
             return [problem for item in items for problem in _value_problems(item, limit, depth - 1)][:1]
         case _:
-            return [f"is a {type(value).__name__}, no plain value"]
+            return [f"is a {type(value).__name__}, not a plain value"]
 
 
 # -- Configurations and manifests --------------------------------------------------------------------------------------
@@ -140,7 +140,9 @@ def decode_manifest(data: bytes, run: RunId) -> Manifest:
         raise ValueError(f"the manifest has {len(data)} bytes, more than the {MAX_MANIFEST_BYTES} allowed")
     found = RunId(digest_of(data))
     if found != run:
-        raise ValueError(f"the manifest's digest is {found}, the run is {run}: it was altered, or is another run's")
+        raise ValueError(
+            f"the manifest's digest is {found}, the run is {run}: it was altered, or belongs to another run"
+        )
     try:
         manifest = msgspec.msgpack.decode(data, type=Manifest)
     except RecursionError as error:
@@ -160,7 +162,9 @@ def manifest_problems(manifest: Manifest) -> list[str]:
     """Return the errors in a manifest whose configuration is valid, one sentence each; empty if there are none."""
     config, tensors, blocks = manifest.config, manifest.tensors, manifest.blocks
     if any(t.fragments is not UNSET and not _is_cut_soundly(t.shape, t.fragment, t.fragments) for t in tensors):
-        return ["the manifest cuts a tensor into more parts than it has rows, or says two things of the first"]
+        return [
+            "the manifest cuts a tensor into more parts than it has rows, or contradicts itself about the first part"
+        ]
     if any(not 0 <= fragment < config.schedule.fragments for t in tensors for fragment, _, _ in t.parts()):
         return ["the manifest puts a tensor into a fragment that does not exist"]
     if len({t.name for t in tensors}) < len(tensors):
@@ -180,7 +184,9 @@ def manifest_problems(manifest: Manifest) -> list[str]:
     ):
         return ["the manifest's held-out samples are cut short"]
     if blocks.number and (not blocks.samples or blocks.samples % config.inner.batch):
-        return [f"the manifest's blocks of {blocks.samples} samples are no whole batches of {config.inner.batch}"]
+        return [
+            f"the manifest's blocks of {blocks.samples} samples are not a multiple of the batch, {config.inner.batch}"
+        ]
     return []
 
 
@@ -231,7 +237,7 @@ def _model_problems(config: RunConfig) -> list[str]:
     if model.kind == "huggingface" and not model.folder:
         problems += architecture_problems(model.config)
     elif model.kind == "huggingface" and model.config:
-        problems.append("model.folder and model.config say the same: leave one out")
+        problems.append("model.folder and model.config exclude each other: leave one out")
     if model.lora is not None and model.kind != "huggingface":
         problems.append(f'model.lora needs model.kind = "huggingface", it is "{model.kind}"')
     elif model.lora is not None and not model.folder and not model.lora.base_digest:
@@ -276,5 +282,5 @@ def _other_problems(config: RunConfig) -> list[str]:
         if codec == "auto" and step is not None:
             problems.append(f'codec.{name}_step = {step} has no meaning with codec.{name} = "auto": leave it out')
     if data.pattern.startswith("/") or ".." in data.pattern.split("/"):
-        problems.append(f"data.pattern = {data.pattern!r} leaves the folder of the data: name files below it")
+        problems.append(f"data.pattern = {data.pattern!r} leaves the data folder: name files below it")
     return problems

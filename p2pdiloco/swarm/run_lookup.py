@@ -282,13 +282,15 @@ def pick_runs(runs: dict[RunId, RunRecord], wanted: str | None) -> dict[RunId, R
     """
     if not runs:
         raise LookupFailedError(
-            "the directory knows no run that is open to all: has anybody started one with this bootstrap address? "
-            "A private run is not told to strangers: ask whoever takes part in it for an invite"
+            "the directory lists no open run: has anybody started one with this bootstrap address? "
+            "Private runs are not listed: ask a member for an invite"
         )
     found = {run: record for run, record in runs.items() if is_meant(wanted, record.name, run)}
     if not found:
         names = ", ".join(sorted(f"{record.name} ({run[:12]})" for run, record in runs.items()))
-        raise LookupFailedError(f"no run is called {wanted!r}; say --run with one that the directory knows: {names}")
+        raise LookupFailedError(
+            f"no run is called {wanted!r}: choose another one with --run; the directory knows: {names}"
+        )
     return found
 
 
@@ -353,8 +355,8 @@ async def fetch_manifest(transport: Transport, peers: list[PeerId], run: RunId) 
         except (RequestError, ValueError) as error:
             reasons.append(f"{peer}: {error}")
     raise LookupFailedError(
-        f"no peer gave a manifest of run {run[:12]} that can be trusted ({'; '.join(reasons)}): "
-        "compare releases (p2pdiloco doctor ADDR), and take an address from somebody whom you know"
+        f"no peer sent a valid manifest of run {run[:12]} ({'; '.join(reasons)}): "
+        "compare releases (p2pdiloco doctor ADDR), or use the address of a peer that you trust"
     )
 
 

@@ -62,14 +62,14 @@ def find_files(config: DataConfig, data: str | None) -> tuple[Path, list[Path]]:
     path = sysconfig.get_paths()["stdlib"] if is_stdlib else data
     if not path:
         raise CorpusError(
-            f"the run trains on files ({config.kind}, {pattern}) that each peer has for itself, and none are named "
-            "here: give --data FOLDER (who founds it may set data.path)"
+            f"the run trains on files ({config.kind}, {pattern}), and each peer supplies its own: "
+            "give --data FOLDER (the founder may also set data.path)"
         )
     root = Path(path).expanduser()
     if config.kind in PATTERNS and root.is_file():
         return root.parent, [root]
     if not root.is_dir():
-        raise CorpusError(f"{root} is no folder: set data.path, or give --data, with a folder of text files")
+        raise CorpusError(f"{root} is not a folder: set data.path, or give --data, with a folder of text files")
     try:
         found = [p for p in (_library(root) if is_stdlib else root.rglob(pattern)) if p.is_file()]
         found = [p for p in found if not is_private(p.relative_to(root))]

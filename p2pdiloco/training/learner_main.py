@@ -99,7 +99,7 @@ def device_of(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise ValueError(f"--device {name} is none that torch knows: use cpu, cuda, cuda:1 or mps") from None
+        raise ValueError(f"--device {name} is not a device that torch knows: use cpu, cuda, cuda:1 or mps") from None
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(
             f"--device {name}: torch sees no CUDA device here; install the driver and torch's build for it "

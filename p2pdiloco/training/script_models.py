@@ -224,7 +224,8 @@ def find_folder(place: str, option: str) -> Path:
         if isinstance(found := try_to_load_from_cache(place, "config.json"), str):
             return Path(found).parent
     raise ArchitectureError(
-        f"{place} is no folder, and no model of that name is in this machine's Hugging Face cache: give {option} FOLDER"
+        f"{place} is not a folder, and no model of that name is in this machine's Hugging Face cache: "
+        f"give {option} FOLDER"
     )
 
 

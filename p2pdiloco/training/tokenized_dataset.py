@@ -132,7 +132,9 @@ def _write(folder: Path, documents: Iterator[Document], config: DataConfig, toke
     if config.separator:
         token = encoder.token_to_id(config.separator)
         if token is None:
-            raise CorpusError(f"data.separator = {config.separator!r} is no token of the tokenizer: choose one that is")
+            raise CorpusError(
+                f"data.separator = {config.separator!r} is not a token of the tokenizer: choose one of its tokens"
+            )
         separator = [token]
     temporary = folder.with_name(f"{folder.name}.{os.getpid()}")
     _sweep(folder.parent)
@@ -172,7 +174,7 @@ def _load_tokenizer(data: bytes) -> Any:
     try:
         return Tokenizer.from_str(data.decode())
     except Exception as error:  # tokenizers raises nothing more special
-        raise CorpusError(f"tokenizer.json is no tokenizer: {error}") from error
+        raise CorpusError(f"tokenizer.json is not a tokenizer: {error}") from error
 
 
 def _documents(config: DataConfig, root: Path, files: Iterable[Path]) -> Iterator[Document]:

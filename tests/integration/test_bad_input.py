@@ -71,7 +71,7 @@ def user(tmp_path: Path, capsys: pytest.CaptureFixture[str], own_logging: None) 
             ["schedule.fragments = 200", "at most", "tensors"],
         ),
         ({"model_width": 30}, ["model.width = 30", "multiple of"]),
-        ({"data_path": "/nowhere"}, ["/nowhere is no folder", "--data"]),
+        ({"data_path": "/nowhere"}, ["/nowhere is not a folder", "--data"]),
         ({"data_pattern": "*.rst"}, ["has no file that matches '*.rst'", "data.pattern"]),
         ({"model_context": 100_000}, ["the training split of", "a sample needs 100001", "add files"]),
     ],

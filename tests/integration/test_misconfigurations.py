@@ -55,7 +55,7 @@ from tests.typed import main
 pytestmark = [pytest.mark.usefixtures("own_logging"), pytest.mark.heavy]
 FAILED, REPAIR, NOBODY_THERE = 1, 2, 3
 DOCUMENT = Path(__file__).parents[2] / "docs" / "troubleshooting.md"
-INDUCED = ("A command ends", "`doctor` finds it")
+INDUCED = ("Errors of commands", "Findings of `doctor`")
 """Sections of the document whose rows are induced here."""
 FEWEST = 30
 NOBODY = "12D3KooWFBqHtZsnYhFyqTpV8N2Ynw3YwMxt2TDXZqKpY2Y4RgvC"
@@ -111,7 +111,7 @@ TYPED = [
     ),
     Mistake("argument --page: ... is not a port, HOST:PORT, auto or off", "join x --page 99999", "HOST:PORT"),
     Mistake("...: no such file; did you mean ...? shipped with p2pdiloco: ...", "start stdlib-tyni", "stdlib-tiny?"),
-    Mistake("FILE is no TOML (...): write ...", "start broken.toml", "write lines such as"),
+    Mistake("FILE is not valid TOML (...): write ...", "start broken.toml", "write lines such as"),
     Mistake("there is no key ...: did you mean ...?", "start typo.toml", "did you mean inner.steps?"),
     Mistake("KEY = VALUE: write ...", "start negative.toml", "a whole number of at least 1"),
     Mistake("KEY = VALUE: choose one of ...", "start codec.toml", "int4"),
@@ -119,8 +119,8 @@ TYPED = [
     Mistake("schedule.sync_every = N must be a multiple of ...", "start uneven.toml", "schedule.fragments = 3"),
     Mistake("schedule.fragments = N must be at most the model's ... tensors", "start many.toml", "must be at most"),
     Mistake('model.kind = "external" is for training scripts', "start script.toml", "with p2pdiloco.DiLoCo"),
-    Mistake("FOLDER is no folder: set data.path, or give --data", "start nowhere.toml", "--data"),
-    Mistake("the run trains on files (...) that each peer has for itself", "start pathless.toml", "--data FOLDER"),
+    Mistake("FOLDER is not a folder: set data.path, or give --data", "start nowhere.toml", "--data"),
+    Mistake("the run trains on files (...), and each peer supplies its own", "start pathless.toml", "--data FOLDER"),
     Mistake("FOLDER has no file that matches ...", "start pattern.toml", "change data.pattern"),
     Mistake("the ... split of FOLDER has ..., a sample needs ...", "start short.toml", "add files"),
     Mistake("no tokenizer.json in FOLDER", "start llama.toml", "--tokenizer"),
@@ -155,7 +155,7 @@ TYPED = [
         "the identity file ... cannot be created", f"join {DEAD} --state /proc/x", "give another folder with --state"
     ),
     Mistake("--device NAME: torch sees no CUDA device here", f"join {DEAD} --device cuda", "--device cpu"),
-    Mistake("--device NAME is none that torch knows", f"join {DEAD} --device gpu", "use cpu, cuda"),
+    Mistake("--device NAME is not a device that torch knows", f"join {DEAD} --device gpu", "use cpu, cuda"),
     Mistake("there is no checkpoint in FOLDER", "resume nothing", "name a state folder"),
     Mistake("no checkpoint in FOLDER can be used", "resume half", "Take another peer's folder"),
     Mistake("FOLDER has no run", "invite --state nothing", "is --state the folder of the peer"),
@@ -183,29 +183,29 @@ OF_OTHERS = {
     "none of the initial peers answers (...: another key answers there)": "take the address that this peer prints now",
     "none of the initial peers answers (...: no route to host)": "take an /ip4 address",
     "none of the initial peers answers (...: no answer)": "open or forward its port",
-    "the directory knows no run that is open to all": "for an invite",
+    "the directory lists no open run": "for an invite",
     "no run is called NAME": "the directory knows: ",
     "there are several runs, name one with --run": "--run",
     "protocol versions differ": "run the same release",
-    "no peer gave a manifest of run ... that can be trusted": "p2pdiloco doctor ADDR",
+    "no peer sent a valid manifest of run ...": "p2pdiloco doctor ADDR",
     "a peer of run NAME needs ..., --max-memory allows ...": "allow more",
     "a node of run NAME needs ... of memory for the model": "join from a larger one",
     "the membership of ... expired at ...": "ask for a new invite",
-    "... is banned (by ...)": "whoever founded the run",
+    "... is banned (by ...)": "the founder of the run",
     "... came with ..., which is revoked": "ask for a new invite",
-    "... came with ..., which lets in nobody new": "ask for a new invite",
-    "whoever signed it is no admin that is known here": "ask for an invite by whoever founded the run",
+    "... came with ..., which is closed to newcomers": "ask for a new invite",
+    "its signer is not an admin of this run": "ask the founder for an invite",
 }
 FOUND = {
-    "... processes want the cores already": "--only-when-idle",
-    "N at once: enough for few peers alone": "ulimit -n",
+    "... processes compete for the cores already": "--only-when-idle",
+    "at most N: enough for a few peers only": "ulimit -n",
     "BBR is refused, connections use ...": "modprobe tcp_bbr",
-    "torch ... sees none for --device cuda": "--device cpu",
+    "torch ... sees no device for --device cuda": "--device cpu",
     "FOLDER, ... GB free, ... needed at most": "make room",
     "running: ... (process N)": "give another --state",
     "others on this machine may read ...": "chmod 600",
     "this machine's clock is ... behind that of ...": "timedatectl set-ntp true",
-    "of ... bytes alone to ...": "raise the MTU",
+    "at most ... bytes to ...": "raise the MTU",
     "cannot listen at ...": "choose another port",
     "... GB needed (...), ... free": "--follow",
     "a learner cannot train here": "--data",
@@ -404,7 +404,7 @@ def test_what_other_peers_say(
     told("no run is called NAME", [*join, address, "--run", "nobody-knows"])
     told("there are several runs, name one with --run", [*join, address])
     told("protocol versions differ", [*join, address, "--run", "tomorrow"])
-    told("no peer gave a manifest of run ... that can be trusted", [*join, address, "--run", "lies"])
+    told("no peer sent a valid manifest of run ...", [*join, address, "--run", "lies"])
     status, _, _ = user.types(["status", address, "--run", "lies"])
     assert status == NOBODY_THERE, "who says that it trains the run does not say how it stands"
     small = [*join, address, "--run", "small", "--max-memory", "1kb"]
@@ -413,15 +413,15 @@ def test_what_other_peers_say(
     expired = invite_of(founder, address, not_after=int(time.time()) - 5)
     told("the membership of ... expired at ...", [*join, expired])
     told("... came with ..., which is revoked", [*join, invite_of(founder, address, secret=b"r" * 16)])
-    told("... came with ..., which lets in nobody new", [*join, invite_of(founder, address, secret=b"c" * 16)])
+    told("... came with ..., which is closed to newcomers", [*join, invite_of(founder, address, secret=b"c" * 16)])
     impostor = Credentials(manifest.run, b"", Identity.ephemeral())
-    told("whoever signed it is no admin that is known here", [*join, invite_of(impostor, address)])
+    told("its signer is not an admin of this run", [*join, invite_of(impostor, address)])
     key = Path("banned.key")
     key.write_bytes(BANNED.to_file_bytes())
     told("... is banned (by ...)", [*join, invite_of(founder, address), "--identity_path", str(key)])
     monkeypatch.setattr(run_lookup, "PATIENCE_S", 0.1)
     with directory_with() as empty:
-        told("the directory knows no run that is open to all", ["status", empty])
+        told("the directory lists no open run", ["status", empty])
 
 
 @pytest.mark.parametrize(
@@ -485,10 +485,10 @@ def test_what_doctor_finds_here(user: User, monkeypatch: pytest.MonkeyPatch, tmp
         diagnostics.os.close(held)
     findings = Findings(msgspec.json.encode({"findings": local}).decode())
     for says, verdict in (
-        ("... processes want the cores already", "warning"),
-        ("N at once: enough for few peers alone", "warning"),
+        ("... processes compete for the cores already", "warning"),
+        ("at most N: enough for a few peers only", "warning"),
         ("BBR is refused, connections use ...", "note"),
-        ("torch ... sees none for --device cuda", "failure"),
+        ("torch ... sees no device for --device cuda", "failure"),
         ("FOLDER, ... GB free, ... needed at most", "failure"),
         ("running: ... (process N)", "note"),
         ("others on this machine may read ...", "warning"),
@@ -510,7 +510,7 @@ def test_what_doctor_finds_of_a_run(
     assert status == FAILED
     findings = Findings(told)
     findings.name("this machine's clock is ... behind that of ...", "warning")
-    findings.name("of ... bytes alone to ...", "warning")
+    findings.name("at most ... bytes to ...", "warning")
     findings.name("cannot listen at ...", "failure")
     findings.name("a learner cannot train here", "failure")
     findings.name("... GB needed (...), ... free", "failure")

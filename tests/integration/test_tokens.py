@@ -123,7 +123,7 @@ def test_a_column_and_a_separator_that_are_not_there_are_named(tmp_path: Path) -
     write_documents(tmp_path / "parquet", "parquet", make_texts(50))
     with pytest.raises(CorpusError, match=r"no column 'body': set data.column to one of \['number', 'text'\]"):
         load(tmp_path, config("parquet", column="body"))
-    with pytest.raises(CorpusError, match="is no token of the tokenizer"):
+    with pytest.raises(CorpusError, match="is not a token of the tokenizer"):
         load(tmp_path, config("parquet", separator="<eos>"))
 
 

@@ -81,7 +81,7 @@ def test_a_busy_machine_and_a_container_s_limit_are_named(tmp_path: Path, monkey
     monkeypatch.setattr(diagnostics.os, "getloadavg", lambda: (0.1, 0.0, 0.0))
     is_found(diagnostics.machine(), "ok", "cores")
     monkeypatch.setattr(diagnostics.os, "getloadavg", lambda: (99.0, 0.0, 0.0))
-    is_found(diagnostics.machine(), "warning", "99.0 processes want the cores", "--only-when-idle")
+    is_found(diagnostics.machine(), "warning", "99.0 processes compete for the cores", "--only-when-idle")
     (tmp_path / "limit").write_text("1000000\n")
     (tmp_path / "used").write_text("400000\n")
     monkeypatch.setattr(diagnostics, "CGROUP_LIMITS", (str(tmp_path / "limit"), "/nowhere"))
@@ -93,9 +93,9 @@ def test_a_busy_machine_and_a_container_s_limit_are_named(tmp_path: Path, monkey
 
 def test_few_open_files_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(diagnostics.resource, "getrlimit", lambda _: (256, 4096))
-    is_found(diagnostics.open_files(), "warning", "256 at once", "ulimit -n 4096")
+    is_found(diagnostics.open_files(), "warning", "at most 256", "ulimit -n 4096")
     monkeypatch.setattr(diagnostics.resource, "getrlimit", lambda _: (256, 256))
-    is_found(diagnostics.open_files(), "warning", "256 at once", "limits.conf")
+    is_found(diagnostics.open_files(), "warning", "at most 256", "limits.conf")
     monkeypatch.setattr(diagnostics.resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     is_found(diagnostics.open_files(), "ok", "any number")
 
@@ -119,7 +119,7 @@ def test_what_slows_connections_is_named(tmp_path: Path, monkeypatch: pytest.Mon
 def test_small_packets_are_named() -> None:
     is_found(diagnostics.judged_mtu(1500, "host"), "ok", "1,500")
     is_found(diagnostics.judged_mtu(1420, "host"), "note", "a tunnel or a VPN")
-    is_found(diagnostics.judged_mtu(1000, "host"), "warning", "1,000 bytes alone", "raise the MTU")
+    is_found(diagnostics.judged_mtu(1000, "host"), "warning", "at most 1,000 bytes", "raise the MTU")
     if sys.platform == "linux":
         is_found(diagnostics.path_mtu("127.0.0.1", 9), "ok", "to 127.0.0.1")
     is_found(diagnostics.path_mtu("256.1.1.1", 9), "note", "does not tell")
@@ -176,12 +176,12 @@ def test_what_a_machine_lacks_is_told(manifest: Manifest, tmp_path: Path) -> Non
     is_found(judged(TRIAL, free=100_000_000)["memory"], "failure", "0.10 free", "--follow")
     is_found(judged(None)["memory"], "ok", "estimated")
     is_found(judged(None)["speed"], "note", "not measured")
-    broken = SpeedTrial(trouble="/nowhere is no folder: say --data FOLDER")
+    broken = SpeedTrial(trouble="/nowhere is not a folder: say --data FOLDER")
     is_found(judged(broken)["speed"], "failure", "cannot train here", "--data FOLDER")
-    is_found(judged(TRIAL, status(tokens_per_second=1e9))["speed"], "note", "others hardly feel it", "--device")
+    is_found(judged(TRIAL, status(tokens_per_second=1e9))["speed"], "note", "a very small share", "--device")
     is_found(judged(TRIAL, status(step=300, tokens_per_second=1.0))["speed"], "note", "the run ends in 30 s", "fetch")
     other = msgspec.structs.replace(TRIAL, has_blocks=False)
-    is_found(judged(other)["data"], "note", "not the run's", "--data")
+    is_found(judged(other)["data"], "note", "different from the run's", "--data")
 
 
 @pytest.mark.heavy

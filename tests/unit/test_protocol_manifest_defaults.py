@@ -94,7 +94,7 @@ def test_a_run_of_few_turns_is_warned_of_and_told_what_would_do() -> None:
         return few_turns(RunConfig(name="run", inner=InnerConfig(steps=steps), schedule=ScheduleConfig(**schedule)))
 
     assert told(960) == ""
-    assert "480 steps has 20 turns" in told(480, fragments=12)
+    assert "480 steps has only 20 turns" in told(480, fragments=12)
     assert "schedule.sync_every = 12 or inner.steps = 960" in told(480, fragments=12)
     assert "sync_every =" not in told(480, fragments=24)
 

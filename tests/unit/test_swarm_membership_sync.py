@@ -483,7 +483,7 @@ def test_a_banned_peer_does_not_come_back_with_a_new_key_anywhere(tmp_path: Path
                 False,
                 False,
             ]
-            with pytest.raises(NotAMemberError, match="lets in nobody new"):
+            with pytest.raises(NotAMemberError, match="is closed to newcomers"):
                 place.doors[place.there[one.peer]].admit(never.peer, never.chain)
 
     played(tmp_path, story)

@@ -306,7 +306,7 @@ def test_signals(start: Callable[..., Node]) -> None:
 
 def test_data_that_is_missing_is_named(start: Callable[..., Node], tmp_path: Path) -> None:
     node = start("--data", str(tmp_path / "nowhere"))
-    assert "nowhere is no folder" in node.until(learner_ipc.Failed).reason
+    assert "nowhere is not a folder" in node.until(learner_ipc.Failed).reason
     assert node.end() == 2
 
 

@@ -56,7 +56,7 @@ def test_a_sound_configuration_has_no_problems() -> None:
         ({"hidden_act": "x" * 1000}, "letters"),
         ({"rope_parameters": {"a": [[[[1]]]]}}, "nested"),
         ({"layer_types": ["x" * 200] * 1000}, "bytes"),
-        ({"bos_token_id": b"raw"}, "no plain value"),
+        ({"bos_token_id": b"raw"}, "not a plain value"),
     ],
 )
 def test_what_is_not_plain_bounded_data_is_refused(changes: dict[str, Any], told: str) -> None:

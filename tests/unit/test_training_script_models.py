@@ -316,13 +316,13 @@ def test_who_gives_too_little_is_told_what_to_give(tmp_path: Path) -> None:
         for wanted in ("hf", "peft"):
             with pytest.raises(ValueError, match=r"--like FOLDER, with their adapter_config\.json.*FOLDER/NAME"):
                 written(model, tmp_path / "out", wanted, **places)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"is no folder, and no model .* give --like FOLDER"):
+    with pytest.raises(ValueError, match=r"is not a folder, and no model .* give --like FOLDER"):
         written(model, tmp_path / "out", "hf", like=tmp_path / "nowhere")
 
     written(model, tmp_path / "out", "hf", like=like)
     assert_same(loaded(tmp_path / "out"), model)  # adapter_config.json names the base
     told = json.loads((like / "adapter_config.json").read_text())
-    for named, said in (("no/such-model", "no/such-model is no folder"), (None, "give --model FOLDER")):
+    for named, said in (("no/such-model", "no/such-model is not a folder"), (None, "give --model FOLDER")):
         (like / "adapter_config.json").write_text(json.dumps(told | {"base_model_name_or_path": named}))
         with pytest.raises(ValueError, match=said):
             written(model, tmp_path / "out", "hf", like=like)
@@ -379,7 +379,7 @@ def test_a_name_of_the_hub_is_looked_for_in_the_cache_and_nowhere_else(
     written(model, tmp_path / "out", "hf", like=Path("someone/small"))
     assert_same(loaded(tmp_path / "out"), model)
     for name in ("someone/large", "../../etc", "a b"):
-        with pytest.raises(ValueError, match="is no folder, and no model"):
+        with pytest.raises(ValueError, match="is not a folder, and no model"):
             find_folder(name, "--model")
 
 
