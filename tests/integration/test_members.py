@@ -70,7 +70,7 @@ def test_who_has_the_invite_takes_part_and_nobody_else_learns_of_the_run(tmp_pat
         # Strangers: who asks the directory, who knows a peer's address, and who knows even the run.
         status, said = command("status", bootstrap, state=tmp_path / "stranger")
         assert status == 3, said
-        assert "ask whoever takes part in it for an invite" in said
+        assert "ask a member for an invite" in said
         invite = decode_invite(text)
         founder = Identity.load_or_create(ann.folder / "identity.key")
         address = data_address(ann)
