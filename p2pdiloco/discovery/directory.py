@@ -518,8 +518,8 @@ class Directory:
         try:
             while (left_s := until - loop.time()) > 0.0:
                 log.warning(
-                    "waiting for another peer of the run: this peer has a state, listens where it was before, and "
-                    "tries those that it has met again and again",
+                    "waiting for another peer of the run: this peer has a state, listens on its previous addresses, "
+                    "and keeps trying the peers that it knows",
                     address=(self.bootstrap_addresses() or ["-"])[0],
                     peers=sum(peer != self.peer_id for peer in self._book.peers()),
                     left_s=round(left_s),
@@ -531,8 +531,8 @@ class Directory:
             self._answered.cancel()
             self._answered = None
         raise DirectoryError(
-            f"no other peer has answered for {self._patience_s / 60:.0f} minutes; {refusal}. To go on without the "
-            "others from the state that lies here: p2pdiloco resume FOLDER, without --bootstrap"
+            f"no other peer has answered for {self._patience_s / 60:.0f} minutes; {refusal}. To continue alone "
+            "from the state in this folder: p2pdiloco resume FOLDER, without --bootstrap"
         )
 
     async def _join(self, answered: list[PeerId]) -> None:

@@ -240,7 +240,7 @@ def load(folder: Path, disk: Disk = LOCAL, run: RunId | None = None) -> Checkpoi
     if reasons:
         raise CheckpointError(
             f"no checkpoint in {folder} can be used: {'; '.join(reasons)}. Take another peer's folder, or a copy of "
-            "this one; or move it away and join, if somebody still trains the run"
+            "this one; or move it away and join again, if the run still has peers"
         )
     return None
 

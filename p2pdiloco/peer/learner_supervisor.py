@@ -263,8 +263,8 @@ class LearnerSupervisor:
         self.absence = f"the learner cannot be started: {error.strerror or error}"
         self._metrics.write("learner-not-started", reason=str(error), pause_s=pause_s)
         log.warning(
-            "the learner cannot be started, trying again: free what it lacks (processes, file descriptors, room, the "
-            "right to write its log)",
+            "the learner cannot be started, trying again: free what it needs (processes, file descriptors, disk space, "
+            "permission to write its log)",
             reason=str(error),
             pause_s=pause_s,
         )

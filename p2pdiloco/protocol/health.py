@@ -65,7 +65,7 @@ class HealthWarnings:
         if turns >= POISONED_TURNS and not self.poisoned:
             self.poisoned = (
                 f"the learner's outer gradients cannot be encoded, {turns} turns in a row ({reason}): "
-                "what it trains is not merged, and the others go on without it. Look at its loss, and restart it"
+                "its progress is not merged, and the others continue without it. Check its loss, and restart it"
             )
             self._update_ability()
             self.core.note("warning", "poisoned", self.poisoned)
@@ -83,7 +83,7 @@ class HealthWarnings:
         if learner is None or self.silent or since_s <= max(SILENT_S, SILENT_STEPS * learner.step_time_s):
             return
         self.silent = (
-            f"the learner has not answered for {since_s:.0f} s: the others go on without it. Look at its process, and "
+            f"the learner has not answered for {since_s:.0f} s: the others continue without it. Check its process, and "
             "restart it if it hangs"
         )
         self._update_ability()
@@ -115,11 +115,11 @@ class HealthWarnings:
         if since_s <= max(core.config.stuck_s, STUCK_PERIODS * period_s):
             if self.stuck:
                 self.stuck = ""
-                core.note("info", "stuck", "versions come again")
+                core.note("info", "stuck", "new versions are merged again")
         elif not self.stuck:
             able = len(core.membership.participating) + core.is_participating()
             self.stuck = (
-                f"no new version of shard {shard} for {since_s:.0f} s: {able} learners contribute, an owner merges no "
-                f"fewer than {core.config.min_quorum}. Look for learners that give nothing, and at the links"
+                f"no new version of shard {shard} for {since_s:.0f} s: {able} learners contribute, a merge "
+                f"needs {core.config.min_quorum}. Check for learners that contribute nothing, and the links"
             )
             core.note("warning", "stuck", self.stuck)

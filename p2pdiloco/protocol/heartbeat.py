@@ -103,10 +103,10 @@ class Heartbeats:
 
     def _note_partition(self, detector: PartitionDetector) -> None:
         if detector.is_apart:
-            told = f"lost {len(detector.missing)} of them at once: they may go on with a model of their own"
+            told = f"lost {len(detector.missing)} peers at once: they may continue with a model of their own"
             self.core.note("warning", "apart", told)
         else:
-            self.core.note("info", "apart", "most of those who were here are here again")
+            self.core.note("info", "apart", "most of the lost peers are connected again")
 
     def send_heartbeats(self, views: Iterable[PeerView]) -> None:
         """Send a heartbeat to each of these peers."""

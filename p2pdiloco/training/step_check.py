@@ -59,23 +59,23 @@ COVERED_STEPS = 32
 MOST_NAMED = 3
 
 REPLACED = (
-    "parameter {name} is not the tensor any more that p2pdiloco.DiLoCo began with (replaced in the model, or "
-    "p.data = ...): what is trained in its place does not travel, and nothing that is trained here is merged. Make "
-    "such changes before, or close() DiLoCo and make it anew after"
+    "parameter {name} is no longer the tensor that was given to p2pdiloco.DiLoCo (it was replaced in the model, or by "
+    "p.data = ...): nothing that is trained here is merged. Replace parameters before DiLoCo is created, or close() it "
+    "and create a new one afterwards"
 )
 OWN_COPY = (
-    "the optimizer, or the loop around it, puts back its own copy of the parameters, and so undoes what comes from the "
-    "other peers ({lost:.0%} of a change were gone): nothing that is trained here is merged. Such are float32 master "
-    "weights and Lookahead. Use an optimizer without them, or give DiLoCo the copy that is trained as its model"
+    "the optimizer, or the loop around it, restores its own copy of the parameters, and so undoes the updates from "
+    "other peers ({lost:.0%} of a change was lost): nothing that is trained here is merged. Float32 master weights and "
+    "Lookahead do this. Use an optimizer without a copy, or give DiLoCo the copy that is trained as its model"
 )
 IDLE = (
-    "{steps} steps of the optimizer have changed no parameter of the model: nothing is merged until one does. Is the "
-    "loss that of the model that DiLoCo was given, and not of a copy of it?"
+    "{steps} optimizer steps changed no parameter of the model: nothing is merged until one does. Check that the loss "
+    "is computed with the model that was given to DiLoCo, not with a copy of it"
 )
 UNTRAINED = (
-    "no optimizer that has stepped in {steps} steps holds {names} of the model's {number} trainable parameters: they "
-    "are merged as they are, and hold back what other peers train there. Give them to the optimizer, or freeze them "
-    "(requires_grad_(False)) at all peers alike"
+    "no optimizer that stepped in the last {steps} steps holds {names} of the model's {number} trainable parameters: "
+    "they are merged unchanged, which slows down their training on other peers. Give them to an optimizer, or freeze "
+    "them (requires_grad_(False)) on all peers"
 )
 
 

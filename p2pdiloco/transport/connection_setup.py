@@ -345,7 +345,7 @@ class HandshakePool:
         by_kernel = [block(listener, machines) for listener in self._listeners]
         if len(machines) > self._shut_out:
             log.warning(
-                "machines are not heard for a while: what came from them said nothing",
+                "machines are blocked for a while: their connections sent nothing valid",
                 number=len(machines),
                 last=machines[-1],
                 by="the kernel" if all(by_kernel) else "us, one by one",

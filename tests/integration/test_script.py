@@ -297,9 +297,9 @@ def test_a_script_whose_loss_is_not_finite_is_told_and_the_others_go_on(tmp_path
 @pytest.mark.parametrize(
     ("how", "reason"),
     [
-        ("master weights", "puts back its own copy of the parameters"),
-        ("a copy", "have changed no parameter of the model"),
-        ("replaced", "parameter 1.weight is not the tensor any more"),
+        ("master weights", "restores its own copy of the parameters"),
+        ("a copy", "changed no parameter of the model"),
+        ("replaced", "parameter 1.weight is no longer the tensor"),
     ],
 )
 def test_what_does_not_train_the_models_parameters_is_told_in_the_first_turn_and_never_merged(

@@ -36,7 +36,7 @@ def test_who_is_lost_with_as_many_as_stay_may_be_cut_off() -> None:
     assert missing(stage) == 0
     effects = lose(stage, C)
     assert missing(stage) == 2
-    assert "lost 2 of them at once" in notes(effects, "apart")[0]
+    assert "lost 2 peers at once" in notes(effects, "apart")[0]
     lose(stage, D)
     assert missing(stage) == 3
 
@@ -82,7 +82,7 @@ def test_who_stood_still_and_says_goodbye_is_not_missing() -> None:
     assert missing(stage) == 2
     effects = stage.hear(B, msg.Leaving("the run is complete"))
     assert missing(stage) == 0
-    assert "here again" in notes(effects, "apart")[-1]
+    assert "connected again" in notes(effects, "apart")[-1]
 
 
 def test_nobody_hears_who_has_said_goodbye() -> None:
@@ -121,7 +121,7 @@ def test_it_is_over_when_most_are_here_again() -> None:
         assert missing(stage) == (2 if last == C else 3)
         effects = stage.meet(last)
         assert missing(stage) == 0
-        assert "here again" in notes(effects, "apart")[-1]
+        assert "connected again" in notes(effects, "apart")[-1]
 
 
 def test_a_cut_is_noticed_bit_by_bit() -> None:
