@@ -1,5 +1,7 @@
-"""Decoupled DiLoCo without a syncer, peer to peer. For training scripts: ``p2pdiloco.DiLoCo``; for what came of a run:
-``p2pdiloco.load_model`` and ``load_into``."""
+"""Peer-to-peer training of language models with Decoupled DiLoCo.
+
+``DiLoCo`` connects a training script to a run. ``load_model`` and ``load_into`` load what a run has trained.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ __all__ = ["DiLoCo", "DiLoCoError", "load_into", "load_model"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import torch and all that only when it is asked for: most commands need none of it."""
+    """Import torch only when needed: most commands do not use it."""
     if name in ("load_into", "load_model"):
         from p2pdiloco.training import export
 

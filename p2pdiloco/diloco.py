@@ -1,23 +1,26 @@
-"""A run joined from the user's own training script::
+"""``p2pdiloco.DiLoCo``: train in a run from your own training loop.
 
-    with p2pdiloco.DiLoCo(model, optimizer, run="story", initial_peers=[address], tokens_per_step=8192) as outer:
+Example::
+
+    with p2pdiloco.DiLoCo(model, optimizer, run="story", initial_peers=INVITE, tokens_per_step=8192) as outer:
         for batch in batches:
             loss = model(batch)
             loss.backward()
-            optimizer.step()          # all that is needed: the wrapper hooks it
+            optimizer.step()          # DiLoCo hooks into this call
             optimizer.zero_grad()
             if outer.is_complete:
                 break
 
-The script is the learner; a node runs beside it as a process of its own (``script_node.py``), so the loop never waits
+The script is the learner. Its node runs beside it in a process of its own (``script_node.py``), so the loop never waits
 for the network. Without ``run`` nothing happens, and the script trains alone. Under ``torchrun`` all ranks are one peer
-(``training/multi_rank.py``), each of them with the same lines.
+(``training/multi_rank.py``); each rank runs the same lines.
 
 Rules of this file:
-1. Only trainable parameters travel, in the model's own order; frozen ones, buffers, the inner optimizer's state stay.
-2. A step is what the optimizer makes: one that a GradScaler skipped is none, and neither are its tokens.
-3. Whatever becomes of the node, the script's loop goes on: it then trains alone, and says so once.
-4. What the ranks of an island decide, they decide from what all of them know.
+1. Only trainable parameters are exchanged, in the model's order. Frozen parameters, buffers and the state of the inner
+   optimizer stay on the machine.
+2. A step is one that the optimizer made. A step that a GradScaler skipped does not count, and neither do its tokens.
+3. The script's loop continues whatever happens to the node. It then trains alone, and one warning says so.
+4. The ranks of an island base common decisions on values that all ranks have.
 """
 
 from __future__ import annotations
@@ -59,15 +62,15 @@ _LOOK_S = 0.05
 
 
 class DiLoCoError(Exception):
-    """The run cannot be founded or joined; the message says why and what to do."""
+    """A run cannot be created or joined, or ``DiLoCo`` is used wrongly. The message says why and what to do."""
 
 
 class DiLoCo(SwarmView):
-    """Decoupled DiLoCo around an inner training loop; see the module.
+    """Connects a training loop to a run (Decoupled DiLoCo, arXiv 2604.21428).
 
-    Use it as a context manager, or ``start`` and ``close`` it where that does not do (notebooks). ``model`` and
-    ``optimizer`` must be as they are trained: after ``.to(device)``, DDP, ``fully_shard`` and ``torch.compile``. With
-    several optimizers, give the one that steps last.
+    Use it as a context manager, or call ``start`` and ``close`` (in notebooks). ``start`` loads the run's parameters
+    into the model. From then on ``DiLoCo`` hooks into ``optimizer.step()``: it sends the model's changes to the other
+    peers, and adds theirs to the model in place. It never waits for the network there.
     """
 
     def __init__(
@@ -96,33 +99,49 @@ class DiLoCo(SwarmView):
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         """
-        Args:
-            run: the run's name; None: train alone, unchanged.
-            initial_peers: an invite, as the founder prints it; of an open run, directory addresses, as ``p2pdiloco
-                bootstrap`` and ``p2pdiloco start`` print them. One alone may be a str.
-            found: found the run here, from this model's parameters. None: if there are no ``initial_peers``.
-            tokens_per_step: what an optimizer step of this process counts for, unless ``count`` says otherwise.
-            grad_scaler: with one, tokens counted for a step that it skips are dropped.
-            total_steps: global step at which the run is complete.
-            sync_every: H, steps from one exchange of a fragment to its next.
-            n_fragments: P, pieces of the model that are exchanged in turn; divides ``sync_every``.
-            fragment_sync_delay: tau, inner steps that an exchange may take before it is late.
-            min_quorum: K, contributions without which nothing is merged, as long as so many peers train.
-            outer_lr, outer_momentum: of the outer optimizer, SGD with Nesterov momentum.
-            codec: of the outer gradients, both ways: "int4", "int8", "bf16", "int2", "e3m0", "auto".
-            access: who may take part: "invite", "list" or "open".
-            state: the peer's folder: identity, checkpoints, logs. Default: ``~/.local/state/p2pdiloco/RUN``, or
-                ``$XDG_STATE_HOME/p2pdiloco/RUN``.
-            wait_for_peers: peers, this one included, that must train before this one begins; waited for ten minutes.
-            stay_s: how long the script stays after the run's end, to serve the result to those who come later.
-            node_options: further arguments of ``p2pdiloco join``, such as ``("--up", "20mbit")``.
-            process_group: the ranks that are this peer, if torch.distributed has more than one. None: all.
+        The arguments from ``total_steps`` to ``access`` belong to the run. The script that creates the run sets them;
+        all other scripts take over the run's values, and ignore their own.
 
-        ``total_steps`` to ``access`` are the founder's choice; who joins takes the run's.
+        Args:
+            model: The model, as it is trained: after ``.to(device)``, DDP, ``fully_shard`` and ``torch.compile``.
+                Parameters with ``requires_grad`` are exchanged as float32, whatever their floating-point dtype is here.
+                All peers need the same names, shapes and order.
+            optimizer: The optimizer that trains the model's parameters. With several optimizers, the one that steps
+                last.
+            run: Name of the run, at most 64 letters, digits, dots, dashes and underscores. None: train alone.
+            initial_peers: The invite that the first script prints. In a run with ``access="open"``, multiaddrs of
+                directory nodes instead. A single one may be a str.
+            found: Whether this script creates the run, with the model's parameters as version 0. None: only if
+                ``initial_peers`` is empty. Pass True to create a run at the directory that ``initial_peers`` names. If
+                ``state`` already holds the run, that run continues.
+            tokens_per_step: Tokens that one optimizer step trains in this process, at most 2^24. The merge weights this
+                peer's progress by them, so all peers must count the same unit. ``count`` overrides it for a step.
+            grad_scaler: The GradScaler that the loop uses. Steps that it skips are then not counted.
+            total_steps: Global step at which the run is complete. The default is practically endless.
+            sync_every: H, steps between two exchanges of the same fragment.
+            n_fragments: P, number of parts into which the model is divided. They are exchanged one after the other. P
+                must divide ``sync_every`` and be at most the number of trainable tensors.
+            fragment_sync_delay: tau, optimizer steps that an exchange may take. Less than ``sync_every``. Raise it if
+                steps are short or links are slow.
+            min_quorum: Contributions needed for a merge. If fewer peers train, all of them are enough.
+            outer_lr: Learning rate of the outer optimizer (SGD with Nesterov momentum).
+            outer_momentum: Momentum of the outer optimizer, from 0 to below 1.
+            codec: Encoding of the exchanged changes: ``"int4"``, ``"int8"``, ``"bf16"``, ``"int2"`` or ``"e3m0"``.
+                ``"auto"``: each sender takes the finest one that its link can carry in time.
+            access: Who may join: ``"invite"`` (holders of an invite), ``"list"`` (only peers that an admin names) or
+                ``"open"`` (anyone).
+            state: Folder of this peer: identity, checkpoints, logs. One script uses it at a time. Default:
+                ``~/.local/state/p2pdiloco/RUN``, or ``$XDG_STATE_HOME/p2pdiloco/RUN``.
+            wait_for_peers: Number of training peers, this one included, to wait for in ``start``. After ten minutes
+                training begins without them, with a warning.
+            stay_s: Seconds for which ``close`` keeps serving the result of a complete run to peers that come later.
+            node_options: Further arguments of ``p2pdiloco join`` for the node, such as ``("--up", "20mbit")``.
+            process_group: The ranks that form this peer, if ``torch.distributed`` is initialized. None: all ranks.
 
         Raises:
-            DiLoCoError: a setting is not one, or impossible with another; an invite is none; the model has nothing to
-                train, or the optimizer trains none of it.
+            DiLoCoError: An argument or a combination is not allowed; an invite has a typo; the model has no trainable
+                parameter; the optimizer holds none of them; or the optimizer does not call torch's step hooks.
+            ValueError: The model is wrapped in ``FullyShardedDataParallel``. Use ``fully_shard`` instead.
         """
         super().__init__(model, has_run=run is not None)
         self._optimizer = optimizer
@@ -170,10 +189,17 @@ class DiLoCo(SwarmView):
     # -- the run -------------------------------------------------------------------------------------------------------
 
     def start(self) -> Self:
-        """Found or join the run; the model's parameters are then the run's.
+        """Create or join the run, and load its parameters into the model. Entering the ``with`` block calls it.
+
+        It may take minutes: it starts the node and downloads the run's state. All ranks of an island call it. Without
+        ``run`` it does nothing.
+
+        Returns:
+            This object.
 
         Raises:
-            DiLoCoError: that failed; on all ranks of an island alike. Or it was begun before.
+            DiLoCoError: The run could not be created or joined (on all ranks alike); the model is not the run's; the
+                trainable parameters have changed since the constructor; or this object takes part already.
         """
         if self._wish is None:
             return self
@@ -205,9 +231,9 @@ class DiLoCo(SwarmView):
         return self
 
     def _lead_to_manifest(self, wish: Wish) -> tuple[Visit | None, Manifest, bytes]:
-        """The node whom the leader of an island meets, and the manifest, decoded and as the node has told it."""
+        """The leader's connection to its node, and the run's manifest: decoded, and encoded as the node sent it."""
         initial: Sequence[tuple[str, Tensor]] = ()
-        if wish.foundation is not None:  # of an island a copy at its leader
+        if wish.foundation is not None:  # an island: a copy at its leader
             initial = self._named if self._island is None else self._island.gather(self._named)
         visits: list[Visit] = []
 
@@ -277,8 +303,8 @@ class DiLoCo(SwarmView):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """``close``; all ranks of an island leave together, but a rank that fails leaves alone, and the peer stays for
-        the island's next life."""
+        """``close``. All ranks of an island leave together. A rank that fails leaves alone; the peer's node stays until
+        the island is restarted."""
         if self._begun_in != os.getpid():
             return
         self._begun_in = 0
@@ -300,11 +326,16 @@ class DiLoCo(SwarmView):
             script_lifecycle.end(self._state)
 
     def close(self) -> None:
-        """Contribute what is unmerged, and leave: of a run that is complete when the others are, too."""
+        """Contribute unmerged progress, and leave the run. Leaving the ``with`` block calls it.
+
+        It waits for the node: 20 s for unmerged progress, longer for large models and at the end of a run, plus
+        ``stay_s``. A node that hangs is killed. A second call does nothing. The model keeps its own parameters; call
+        ``load_global`` for the run's. All ranks of an island call it.
+        """
         self.__exit__(None, None, None)
 
     def _leave_at_once(self) -> None:
-        """An island's other ranks may go on: this one has failed then, if no person ended it."""
+        """At the exit of the process. A rank of an island has failed then, unless a user interrupted it."""
         self.__exit__(None, None if self._island is None else getattr(sys, "last_value", None), None)
 
     def _hook_steps(self) -> None:
@@ -320,7 +351,7 @@ class DiLoCo(SwarmView):
         return leaving_s(sum(parameter.numel() for _, parameter in self._named))
 
     def _part(self) -> None:
-        """Have the node leave, and do what it asks for meanwhile. One that was lost is waited for before."""
+        """Ask the node to leave, and serve its requests meanwhile. Wait first for a node that is being restarted."""
         link, companion, is_told = self._link, self._companion, False
         deadline = time.monotonic() + self._leave_s
         while link is not None and self._is_linked and link.boundary():
@@ -347,36 +378,56 @@ class DiLoCo(SwarmView):
     # -- the loop ------------------------------------------------------------------------------------------------------
 
     def count(self, tokens: int, loss: float | Tensor | None = None) -> None:
-        """The step under way trains ``tokens`` tokens in this process (several calls add up, as micro-batches do), at
-        this ``loss``, for the status. A loss that is a tensor is looked at once a second at most, so that a GPU need
-        not be waited for."""
+        """Count tokens of the optimizer step under way, instead of ``tokens_per_step``.
+
+        Several calls before one ``optimizer.step()`` add up, as micro-batches do.
+
+        Args:
+            tokens: Tokens that this process trains. With several ranks, each counts its own.
+            loss: Loss for status and metrics, a number or a tensor with one element. A tensor is read at most once a
+                second, because reading one waits for the GPU.
+        """
         self._tally.count(tokens, loss)
 
     def report(self, loss: float | Tensor) -> None:
-        """The latest loss, for the status, if it is not told to ``count``."""
+        """Report the loss for status and metrics, if ``count`` does not.
+
+        Args:
+            loss: As for ``count``.
+        """
         self._tally.report(loss)
 
     @property
     def is_complete(self) -> bool:
-        """Whether the run needs no more steps: it is complete, or this peer is asked to leave."""
+        """Whether to stop training: the run is complete, or this peer is leaving. False without a run.
+
+        It stays False if the node is lost for good and the script trains alone. So also bound the loop by your own
+        number of steps.
+        """
         return self._link is not None and not self._link.is_training
 
     @property
     def global_step(self) -> int:
-        """The swarm's, at most the run's last; 0 without a run."""
+        """The run's step, an int from 0 to ``total_steps``; 0 without a run. Base learning-rate schedules on it.
+
+        It grows by 1 with each step of this script, and follows the fastest peer whenever an exchange arrives. So it is
+        about the same at all peers.
+        """
         return 0 if self._link is None else min(self._link.counts.global_step, self._link.last_step)
 
     @property
     def total_steps(self) -> int:
-        """The run's last step; 0 without a run."""
+        """The step at which the run is complete; 0 without a run."""
         return 0 if self._link is None else self._link.last_step
 
     def load_global(self) -> None:
-        """Set the model's parameters to the global ones of now, or of the end: without this learner's own progress
-        since its last contribution. All ranks of an island call it.
+        """Load the run's parameters into the model, in place.
+
+        This drops progress of this script that is not merged yet, so call it after ``close``; for evaluation while
+        training use ``global_parameters``. All ranks of an island call it. Without ``run`` it does nothing.
 
         Raises:
-            DiLoCoError: it was not begun.
+            DiLoCoError: ``start`` was never called.
         """
         if self._link is not None:
             self._link.load_global()
@@ -387,8 +438,14 @@ class DiLoCo(SwarmView):
 
     @contextlib.contextmanager
     def global_parameters(self) -> Iterator[None]:
-        """Inside the block the model holds the swarm's parameters, for evaluation or to be saved; after it its own
-        again. No optimizer steps inside. All ranks of an island enter it."""
+        """Context manager: inside the block the model holds the run's parameters, for evaluation or saving.
+
+        Afterwards it holds its own again. The block must not step the optimizer. It takes memory for a copy of the
+        trainable parameters on their device. All ranks of an island enter it.
+
+        Raises:
+            DiLoCoError: ``start`` was never called.
+        """
         own = [p.detach().clone() for _, p in self._named] if self._link is not None else []
         try:
             self.load_global()
@@ -429,8 +486,10 @@ class DiLoCo(SwarmView):
 
 
 def _require_training(named: Sequence[tuple[str, Tensor]], optimizer: torch.optim.Optimizer) -> None:
-    """Raises:
-    DiLoCoError: ``optimizer`` trains none of these parameters, or its steps cannot be seen.
+    """Check that the optimizer trains the model, and that its steps can be hooked.
+
+    Raises:
+        DiLoCoError: It holds none of these parameters, or does not call torch's step hooks.
     """
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if not any(id(p) in held for _, p in named):
@@ -448,7 +507,7 @@ def _require_training(named: Sequence[tuple[str, Tensor]], optimizer: torch.opti
 
 
 def _island(group: dist.ProcessGroup | None, leave_s: float) -> RankGroup | None:
-    """The island that this process is a rank of; None if it is alone."""
+    """The island to which this process belongs; None if it is the only rank."""
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size(group) <= 1:
         return None
     from p2pdiloco.training.multi_rank import RankGroup

@@ -1,1 +1,1 @@
-"""``p2pdiloco.DiLoCo`` as a callback of other libraries' trainers. Each module needs its library."""
+"""Callbacks for the Hugging Face Trainer and for Lightning. Each module needs its library."""

@@ -1,19 +1,19 @@
-"""Lightning's Trainer in a run::
+"""Lightning's Trainer in a run.
+
+Example::
 
     from p2pdiloco.integrations.lightning import DiLoCoCallback
 
-    callback = DiLoCoCallback(run="story", initial_peers=[address], tokens=lambda batch: batch.numel())
+    callback = DiLoCoCallback(run="story", initial_peers=INVITE, tokens=lambda batch: batch.numel())
     Trainer(callbacks=[callback]).fit(module, loader)
 
 Needs the extra ``p2pdiloco[lightning]``. With several devices all ranks are one peer.
 
 Rules of this file:
-1. Each peer trains samples of its own: the sampler of torch's that the loader has is replaced (``share_data=False``: it
-   is not; nor is one of its user's own).
-2. What is logged (``trainer.logged_metrics``, and so TensorBoard, W&B) has the swarm's figures, as ``swarm/...``. A
-   founder's ``total_steps`` are the Trainer's, where it knows them.
-3. One optimizer: with several (manual optimization), the last one's steps are the run's.
-4. At the end the module holds the swarm's parameters.
+1. Each peer trains samples of its own: torch's sampler in the loader is replaced.
+2. The figures of the run are logged as ``swarm/...``.
+3. With several optimizers (manual optimization), the steps of the last one are the run's.
+4. Schedules with ``interval="step"`` and ``frequency=1`` follow the run's step, if both have the same number of steps.
 """
 
 from __future__ import annotations
@@ -40,12 +40,10 @@ log = logging.getLogger("p2pdiloco")
 
 
 class DiLoCoCallback(Callback):  # type: ignore[misc]  # lightning is not typed for mypy here
-    """Founds or joins a run when training begins, ends training when the run is complete, and leaves.
+    """Joins or creates the run when training begins, stops training when the run is complete, and leaves.
 
-    Takes what ``p2pdiloco.DiLoCo`` takes but the model and the optimizer. ``tokens``: how many a batch has; without it
-    each optimizer step counts ``tokens_per_step``. ``load_global``: whether the module holds the swarm's parameters at
-    the end (else this peer's own). ``follow_schedule``: whether schedules that go by single steps follow the run's
-    step, where the trainer makes as many as the run has (else, and there, they go by this peer's own).
+    ``trainer.logged_metrics``, and so TensorBoard and W&B, get the figures of ``DiLoCo.swarm`` as ``swarm/...``. The
+    loss that ``training_step`` returns is reported to the run. With several optimizers, the last one's steps count.
     """
 
     def __init__(
@@ -58,6 +56,20 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]  # lightning is not typed 
         follow_schedule: bool = True,
         **options: Any,
     ) -> None:
+        """
+        Args:
+            run: Name of the run; None: train alone.
+            tokens: Function from a batch to its number of tokens. Accumulated batches add up. None: each optimizer step
+                counts ``tokens_per_step``.
+            load_global: Whether the module holds the run's parameters after training. False: this peer's own.
+            share_data: Whether to replace torch's sampler in the train loader, so that peers with the same dataset
+                train different samples. Iterable datasets and samplers of your own are left as they are, with a
+                warning.
+            follow_schedule: Whether schedules with ``interval="step"`` follow the run's step, if the trainer makes as
+                many steps as the run has. False: they follow the trainer's steps.
+            options: Further arguments of ``p2pdiloco.DiLoCo``, except ``model`` and ``optimizer``. ``total_steps``
+                defaults to the trainer's number of steps, if it is known; ``grad_scaler`` to the trainer's.
+        """
         self._run = run
         self._share_data = share_data
         self._follow_schedule = follow_schedule
@@ -66,10 +78,14 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]  # lightning is not typed 
         self._load_global = load_global
         self._options = options
         self.outer: DiLoCo | None = None
-        """The run that this takes part in, while it trains."""
+        """The ``DiLoCo`` object while training; None before and after."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Join. Raises DiLoCoError if that fails."""
+        """Join the run.
+
+        Raises:
+            DiLoCoError: The run could not be joined.
+        """
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         options = {"grad_scaler": scaler, **self._options}
         steps = trainer.max_steps if trainer.max_steps > 0 else trainer.estimated_stepping_batches
@@ -89,7 +105,7 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]  # lightning is not typed 
             self._schedules.follow(one.scheduler for one in each_step)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Count the batch; accumulated ones add up."""
+        """Count the batch. Accumulated batches add up."""
         if self.outer is None:
             return
         self.outer.record_batch(batch)
@@ -99,7 +115,7 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]  # lightning is not typed 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """The status shows the loss; stop when the run is complete."""
+        """Report the loss, log the run's figures, and stop when the run is complete."""
         if self.outer is None:
             return
         self._follow(trainer)
@@ -112,7 +128,7 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]  # lightning is not typed 
             trainer.should_stop = True
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Leave in order."""
+        """Leave the run, and load its parameters."""
         outer, self.outer, self._schedules = self.outer, None, None
         if outer is not None:
             outer.__exit__(None, None, None)
@@ -120,7 +136,7 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]  # lightning is not typed 
                 outer.load_global()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Leave as a failing script leaves."""
+        """Leave the run as a failing script does."""
         outer, self.outer, self._schedules = self.outer, None, None
         if outer is not None:
             outer.__exit__(type(exception), exception, exception.__traceback__)

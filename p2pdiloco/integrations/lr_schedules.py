@@ -1,5 +1,5 @@
-"""Learning-rate schedules of a trainer's, in a run: they follow the run's step. Who joins late, or comes back, would
-else begin at the peak, while the others are at the end, and end there with the run."""
+"""Lets learning-rate schedules follow the run's step. A script that joins late or restarts would otherwise begin at the
+peak rate while the other peers have almost finished."""
 
 from __future__ import annotations
 
@@ -16,11 +16,18 @@ log = logging.getLogger("p2pdiloco")
 
 
 class Schedules:
-    """Of one part in a run: they follow if they are as long as the run is, whose rate they then give. Those of a
-    trainer that makes fewer steps would be over before the run is, and rise again or stay at nothing."""
+    """The schedules of one trainer in one run.
+
+    They follow the run only if the trainer makes as many steps as the run has. A shorter schedule would be over before
+    the run is; a warning says that the schedule then follows the trainer's own steps.
+    """
 
     def __init__(self, outer: DiLoCo, steps: float) -> None:
-        """``steps``: the trainer's."""
+        """
+        Args:
+            outer: The run, joined.
+            steps: Number of steps that the trainer makes.
+        """
         self._outer = outer
         self._is_as_long = steps == outer.total_steps
         if outer.total_steps and not self._is_as_long:
@@ -32,24 +39,34 @@ class Schedules:
             )
 
     def follow(self, schedulers: Iterable[Any]) -> None:
-        """Bring them to the run's step."""
+        """Advance schedules to the run's step. Call it after each optimizer step.
+
+        Args:
+            schedulers: As for the function ``follow``.
+        """
         if self._is_as_long:
             for scheduler in schedulers:
                 follow(scheduler, self._outer.global_step)
 
 
 def follow(scheduler: Any, step: int) -> None:
-    """Bring ``scheduler`` (torch's, or what a library has around one) to ``step``, if it is behind. One that goes by a
-    measurement, that counts its calls and takes no more (OneCycleLR), or does not count (ChainedScheduler), or is none
-    of torch's, stays as it is."""
+    """Advance one schedule to ``step``, if it is behind. It is never set back.
+
+    These schedules are left as they are: ``ReduceLROnPlateau``, ``OneCycleLR``, ``ChainedScheduler``, and anything that
+    is not a schedule of torch.
+
+    Args:
+        scheduler: A schedule of ``torch.optim.lr_scheduler``, or an object that holds one as ``.scheduler``.
+        step: The step to advance to, such as ``outer.global_step``.
+    """
     inner = getattr(scheduler, "scheduler", scheduler)
     if not isinstance(inner, LRScheduler) or isinstance(inner, ReduceLROnPlateau | OneCycleLR):
         return
     at = getattr(inner, "last_epoch", step)
     if isinstance(inner, LambdaLR) and step > at:
-        inner.last_epoch = step - 1  # its rate depends on nothing else
+        inner.last_epoch = step - 1  # its rate depends on nothing but the step
         at = step - 1
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of steps before the optimizer's first
+        warnings.simplefilter("ignore")  # "lr_scheduler.step() before optimizer.step()"
         for _ in range(at, step):
             inner.step()

@@ -1,19 +1,20 @@
-"""The Hugging Face Trainer in a run::
+"""The Hugging Face Trainer in a run.
+
+Example::
 
     from p2pdiloco.integrations.transformers import DiLoCoCallback
 
-    Trainer(model, args, train_dataset=data, callbacks=[DiLoCoCallback(run="story", initial_peers=[address])]).train()
+    Trainer(model, args, train_dataset=data, callbacks=[DiLoCoCallback(run="story", initial_peers=INVITE)]).train()
 
 Needs the extra ``p2pdiloco[hf]``. Under torchrun all ranks are one peer.
 
 Rules of this file:
-1. Each peer trains samples of its own: the Trainer's sampler, which would draw the same at all of them, is replaced
-   (``share_data=False``: it is not; nor is one that is not torch's or accelerate's random or sequential one).
-2. Tokens are those that the model sees while it trains: the size of its inputs, padding included, in this process.
-3. What the Trainer logs has the swarm's figures, as ``swarm/...``. A founder's ``total_steps`` are the Trainer's.
-4. The learning rate's schedule follows the run's step, where it is as long (``follow_schedule=False``: it does not).
-5. At the end the model holds the swarm's parameters, so that ``save_model`` saves those. ``load_best_model_at_end``
-   is switched off: the Trainer would put back an earlier model before this leaves, and the swarm merge that.
+1. Each peer trains samples of its own: the Trainer's sampler is replaced, because it would draw the same at all peers.
+2. The tokens that count are those of the model's inputs in training, padding included, in this process.
+3. The figures of the run are added to what the Trainer logs, as ``swarm/...``.
+4. The learning-rate schedule follows the run's step, if both have the same number of steps.
+5. ``load_best_model_at_end`` is switched off: the Trainer would load an earlier model before the callback leaves, and
+   the run would merge that as progress.
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ _INPUTS = ("input_ids", "inputs_embeds", "pixel_values", "input_features")
 
 
 class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not typed for mypy here
-    """Founds or joins a run when training begins, ends training when the run is complete, and leaves.
+    """Joins or creates the run when training begins, stops training when the run is complete, and leaves.
 
-    Takes what ``p2pdiloco.DiLoCo`` takes but the model and the optimizer. ``load_global``: whether the model holds the
-    swarm's parameters at the end (else this peer's own). ``follow_schedule``: whether the schedule follows the run's
-    step, where the Trainer's ``max_steps`` are the run's (else, and there, it goes by this peer's own).
+    The Trainer's logs, and so TensorBoard and W&B, get the figures of ``DiLoCo.swarm`` as ``swarm/...``. The loss that
+    the Trainer logs is reported to the run. Tokens are counted from the size of the model's inputs (padding included).
+    ``load_best_model_at_end`` is switched off, because it would put an earlier model into the run.
     """
 
     def __init__(
@@ -58,6 +59,17 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
         follow_schedule: bool = True,
         **options: Any,
     ) -> None:
+        """
+        Args:
+            run: Name of the run; None: train alone.
+            load_global: Whether the model holds the run's parameters after training. False: this peer's own.
+            share_data: Whether to replace torch's or accelerate's sampler, so that peers with the same dataset train
+                different samples. Iterable datasets and samplers of your own are left as they are, with a warning.
+            follow_schedule: Whether the learning-rate schedule follows the run's step, if the Trainer makes as many
+                steps as the run has. False: it follows the Trainer's steps.
+            options: Further arguments of ``p2pdiloco.DiLoCo``, except ``model`` and ``optimizer``. ``total_steps``
+                defaults to the Trainer's number of steps, ``grad_scaler`` to the Trainer's.
+        """
         self._run = run
         self._share_data = share_data
         self._follow_schedule = follow_schedule
@@ -66,17 +78,21 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
         self._load_global = load_global
         self._handle: Any = None
         self.outer: DiLoCo | None = None
-        """The run that this takes part in, while it trains."""
+        """The ``DiLoCo`` object while training; None before and after."""
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Join. Raises DiLoCoError if that fails. The Trainer may begin anew without an end (``auto_find_batch_size``,
-        an interrupted ``train()``): what took part until then leaves first."""
+        """Join the run. If the Trainer begins again without having ended (``auto_find_batch_size``, an interrupted
+        ``train``), leave first.
+
+        Raises:
+            DiLoCoError: The run could not be joined.
+        """
         self._leave()
         model, wrapped = kwargs["model"], kwargs["optimizer"]
         _go_first(self)
-        optimizer = getattr(wrapped, "optimizer", wrapped)  # inside accelerate's
+        optimizer = getattr(wrapped, "optimizer", wrapped)  # accelerate wraps it
         options = {"grad_scaler": getattr(wrapped, "scaler", None), **self._options}
         if self._run is not None and args.load_best_model_at_end:
             log.warning(
@@ -104,7 +120,7 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
             self.outer.count(inputs.numel() if not inputs.is_floating_point() else inputs.shape[:2].numel())
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """The status shows the loss that the Trainer logs."""
+        """Report the loss, and add the run's figures to the logs."""
         loss = (kwargs.get("logs") or {}).get("loss")
         if self.outer is not None and loss is not None:
             self.outer.report(float(loss))
@@ -125,7 +141,7 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Leave in order."""
+        """Leave the run, and load its parameters."""
         outer = self.outer
         self._leave()
         if outer is not None and self._load_global:
@@ -141,8 +157,8 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
 
 
 def _go_first(callback: TrainerCallback) -> None:
-    """Put ``callback`` before those that report (TensorBoard, W&B), so that they see what it adds to the logs. The
-    Trainer puts its users' callbacks last, and shows its list to none of them."""
+    """Move ``callback`` before the callbacks that report (TensorBoard, W&B), so that they see what it adds to the logs.
+    The Trainer appends its users' callbacks, and does not pass its list to them."""
     for callbacks in gc.get_referrers(callback):
         if isinstance(callbacks, list) and any(isinstance(one, DefaultFlowCallback) for one in callbacks):
             callbacks.remove(callback)

@@ -50,7 +50,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
 class ExportError(ValueError):
-    """An export cannot be written or loaded; the message says why and what to do."""
+    """An export cannot be written or loaded. The message says why and what to do. A subclass of ``ValueError``."""
 
 
 class About(msgspec.Struct, frozen=True, kw_only=True):
@@ -410,12 +410,18 @@ def _copy_files(place: Path, folder: Path, names: Iterable[str]) -> None:
 
 
 def load_model(folder: str | os.PathLike[str]) -> nn.Module:
-    """The built-in transformer that ``export --format safetensors`` has written: float32 on the CPU, in evaluation
-    mode; tokens int64 [batch, time] to logits [batch, time, vocabulary], and bytes are tokens.
+    """Load an export of the built-in transformer, written by ``p2pdiloco export --format safetensors``.
+
+    Args:
+        folder: The folder that ``export`` wrote, or its ``model.safetensors``.
+
+    Returns:
+        The model in float32 on the CPU, in evaluation mode. It maps tokens, int64 of shape [batch, time], to logits,
+        float32 of shape [batch, time, vocabulary]. Tokens are bytes: 0 to 255.
 
     Raises:
-        ExportError: there is none, or it is of another kind.
-        OSError: it cannot be read.
+        ExportError: The folder has no such export, or one of another kind of model.
+        OSError: The file cannot be read.
     """
     path = Path(folder)
     path = path / WEIGHTS if path.is_dir() else path
@@ -433,12 +439,18 @@ def load_model(folder: str | os.PathLike[str]) -> nn.Module:
 
 
 def load_into(model: nn.Module, folder: str | os.PathLike[str]) -> None:
-    """Set the parameters of ``model`` that a run trained to those of an export (a folder, or its file), whatever
-    ``torch.compile``, DDP and ``fully_shard`` have made of them, frozen or not. Others, and buffers, stay.
+    """Load an export into a model of your own: copy each tensor that the run trained to the parameter of that name.
+
+    Other parameters, and buffers, stay as they are. Values are converted to the parameter's dtype and device.
+
+    Args:
+        model: The model that the run's scripts trained. It may be compiled, or wrapped in DDP or ``fully_shard``, and
+            its parameters may be frozen.
+        folder: The folder that ``p2pdiloco export --format safetensors`` wrote, or its ``model.safetensors``.
 
     Raises:
-        ExportError: it has not all of them, or some of other shapes.
-        OSError: it cannot be read.
+        ExportError: The model lacks a tensor of the export, has one in another shape, or is on the meta device.
+        OSError: The file cannot be read.
     """
     path = Path(folder)
     path = path / WEIGHTS if path.is_dir() else path

@@ -1,4 +1,4 @@
-"""A training script's view of the other peers: assigns it samples of its own, and warns if peers train the same
+"""A training script's view of the other peers: gives it samples of its own, and warns if two peers train the same
 ones."""
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LOOK_S = 0.05
 
 
 class SwarmView:
-    """One script's; the link to its node is there while it takes part."""
+    """Base class of ``DiLoCo``: the peers, the run's figures, and the division of the data."""
 
     def __init__(self, model: nn.Module, *, has_run: bool) -> None:
         self._model = model
@@ -40,38 +40,81 @@ class SwarmView:
 
     @property
     def peers(self) -> tuple[str, ...]:
-        """Ids of the peers that train, this one included; empty without a run."""
+        """Ids of the peers that train, this one included: a sorted tuple of str, empty without a run."""
         swarm = None if self._link is None else self._link.swarm
         return () if swarm is None else swarm.peers
 
     @property
     def swarm(self) -> Mapping[str, float]:
-        """How all peers stand together: ``loss`` (training, weighted by tokens), ``peers``, ``version``, ``step``,
-        ``tokens`` (merged), ``tokens_per_s``, ``share`` (this peer's, of that), ``sent_mb``, ``received_mb`` and, where
-        the run measures it, ``held_out``; those that are known."""
+        """Figures of the run, by name; empty without a run. All are floats. A figure that is unknown is left out.
+
+        - ``loss``: training loss of the peers, weighted by their tokens per second.
+        - ``peers``: number of peers that train.
+        - ``step``, ``version``: the run's step, and the lowest version of any part of the model.
+        - ``tokens``: tokens merged so far. ``tokens_per_s``: of all peers together.
+        - ``share``: this peer's part of ``tokens_per_s``, from 0 to 1.
+        - ``sent_mb``, ``received_mb``: traffic of this peer in MB (10^6 bytes).
+        """
         swarm = None if self._link is None else self._link.swarm
         return {} if swarm is None else swarm.figures
 
     def sampler(self, dataset: Any) -> OwnSamples:
-        """For ``DataLoader(dataset, sampler=...)``: samples that no other peer takes in this epoch of the swarm,
-        following who comes and goes (``sampler.py``). Its passes are as long as ``dataset``."""
+        """Sampler that draws samples which no other peer draws in the same epoch: ``DataLoader(dataset, sampler=...)``.
+
+        An epoch of the run is one random order of the dataset, divided among the peers that train. The sampler follows
+        peers that join or leave: what a peer trained before another one joined may be trained again. One pass of the
+        sampler has ``len(dataset)`` samples, so it spans several epochs of the run. All ranks of an island would draw
+        the same samples; use ``share`` there. Without a run it draws all samples in a fixed random order.
+
+        Args:
+            dataset: A dataset with a length, the same at all peers.
+
+        Raises:
+            ValueError: The dataset is empty.
+        """
         return OwnSamples(len(dataset), self._known_peers)
 
     def shard(self, dataset: Dataset[Any]) -> Dataset[Any]:
-        """This peer's part of ``dataset``, by who trains now, for whatever goes through it: it stays the same when
-        others come or go (``sampler`` follows them). Without a run all of it."""
+        """This peer's part of a dataset, for any loader. Call it after ``start``.
+
+        The part is fixed by the peers that train at this moment: it does not follow peers that join or leave later, as
+        ``sampler`` does. It may be empty if there are more peers than samples.
+
+        Args:
+            dataset: A dataset with a length, the same at all peers.
+
+        Returns:
+            A ``torch.utils.data.Subset``; without a run, the dataset itself.
+
+        Raises:
+            ValueError: The dataset is empty.
+        """
         if not self._has_run:
             return dataset
         return Subset(dataset, list(self.sampler(dataset).epoch(0)))
 
     def share(self, loader: Any) -> bool:
-        """Have a ``DataLoader``, which nobody goes through yet, draw this peer's samples (``sampler``). False, and
-        nothing is changed, if it has a sampler of its user's own, or no length."""
+        """Replace the sampler of a ``DataLoader`` by ``sampler``, before the first iteration.
+
+        A ``DistributedSampler`` is replaced too: each rank of an island then draws its own part of the peer's samples.
+
+        Args:
+            loader: A ``DataLoader`` with torch's random, sequential or distributed sampler (or accelerate's).
+
+        Returns:
+            False if nothing was replaced: without a run, for iterable datasets, and for samplers of your own.
+        """
         return self._has_run and share_loader(loader, self._known_peers)
 
     def record_batch(self, *batch: Any) -> None:
-        """A batch that is trained, as tensors or what holds them: peers that train the same are warned. The first few
-        count; those that the model is called with are seen anyway."""
+        """Record a batch by which peers detect that they train the same data.
+
+        Only needed if the model is not called with the batch itself. The first four batches count. Peers with equal
+        batches print a warning.
+
+        Args:
+            batch: Tensors, or lists, tuples and dicts of tensors.
+        """
         self._batches.add(*batch)
 
     def _wait_for_swarm(self, wanted: int) -> None:
