@@ -71,6 +71,9 @@ class DiLoCo(SwarmView):
     Use it as a context manager, or call ``start`` and ``close`` (in notebooks). ``start`` loads the run's parameters
     into the model. From then on ``DiLoCo`` hooks into ``optimizer.step()``: it sends the model's changes to the other
     peers, and adds theirs to the model in place. It never waits for the network there.
+
+    ``optimizer.step()`` raises ``RuntimeError`` if the parameters have moved to other memory since ``start``
+    (``model.to()``, ``load_state_dict(assign=True)``, ``p.data = ...``).
     """
 
     def __init__(
