@@ -161,7 +161,7 @@ class DiLoCo(SwarmView):
         self._config: RunConfig | None = None
         if run is not None:
             if not self._named:
-                raise DiLoCoError("the model has no parameter that requires a gradient: nothing would travel")
+                raise DiLoCoError("the model has no parameter that requires a gradient: there is nothing to exchange")
             _require_training(self._named, optimizer)
             given = {
                 "run": run,
@@ -207,11 +207,11 @@ class DiLoCo(SwarmView):
         if self._wish is None:
             return self
         if self._begun_in:
-            raise DiLoCoError(f"this takes part in run {self._wish.name} already: close it first")
+            raise DiLoCoError(f"already joined run {self._wish.name}: call close() before start()")
         if [id(p) for _, p in trainable(self._model)] != [id(p) for _, p in self._named]:
             raise DiLoCoError(
-                "the model trains other parameters than when DiLoCo was made (replaced, frozen or unfrozen since): "
-                "make DiLoCo when model and optimizer are complete"
+                "the model's trainable parameters have changed since DiLoCo was created (replaced, frozen, unfrozen): "
+                "create DiLoCo when model and optimizer are complete"
             )
         _require_training(self._named, self._optimizer)
         self._island = _island(self._process_group, self._leave_s)
@@ -254,13 +254,13 @@ class DiLoCo(SwarmView):
             data = meet() if self._island is None else self._island.lead(meet, DiLoCoError)
             manifest = msgspec.msgpack.decode(data, type=Manifest)
         except (ScriptNodeError, founding_file.FoundationError, OSError) as error:
-            remedy = ": the state folder cannot be used, name another (state=)" if isinstance(error, OSError) else ""
+            remedy = ": the state folder cannot be used; choose another (state=)" if isinstance(error, OSError) else ""
             raise DiLoCoError(f"{error}{remedy}") from error
         except ValueError as error:
-            raise DiLoCoError(f"the node did not say which run it is of ({error}); see {self._log}") from error
+            raise DiLoCoError(f"the node sent no valid manifest ({error}): see its log, {self._log}") from error
         if manifest.config.model.kind != "external":
             raise DiLoCoError(
-                f"run {manifest.config.name} is no run of training scripts: p2pdiloco join takes part in it"
+                f"run {manifest.config.name} was not created by a training script: join it with p2pdiloco join"
             )
         return (visits[0] if visits else None), manifest, data
 
@@ -278,7 +278,7 @@ class DiLoCo(SwarmView):
             assert visit is not None
             vectors, channel = visit.attach(layout.elements)
         except ValueError as error:
-            raise DiLoCoError(f"this model is not run {manifest.config.name}'s: {error}") from error
+            raise DiLoCoError(f"this model does not match run {manifest.config.name}: {error}") from error
         steps = manifest.config.inner.steps
         is_sharded = any(hasattr(p, "to_local") for _, p in self._named)  # a rank has pieces, and none of the whole
         self._check = check = StepCheck(self._model, self._optimizer, () if is_sharded else self._named)
@@ -292,7 +292,7 @@ class DiLoCo(SwarmView):
             time.sleep(_LOOK_S)
         if not self._link.is_loaded:
             ending = "" if self._companion is None else self._companion.ending
-            raise DiLoCoError(ending or f"the node left before the run was joined; its log is {self._log}")
+            raise DiLoCoError(ending or f"the node ended before it had joined the run: see its log, {self._log}")
         if self._companion is not None:
             self._tell_end(manifest.config.name, steps)
         self._wait_for_swarm(self._wait_for_peers)
@@ -363,7 +363,7 @@ class DiLoCo(SwarmView):
                     is_told = True
                     companion.stop(signal.SIGTERM)
                 if time.monotonic() > deadline:
-                    log.warning("the node does not end; it is killed (see %s)", self._log)
+                    log.warning("the node does not exit and is killed (see %s)", self._log)
                     companion.stop(signal.SIGKILL)
                     deadline += self._leave_s
             time.sleep(_LOOK_S)
@@ -483,7 +483,7 @@ class DiLoCo(SwarmView):
             time.sleep(_LOOK_S)
             self._is_linked = link.boundary()
         if not self._is_linked and not link.is_dismissed:
-            log.warning("the node is gone: training goes on alone (see %s)", self._log)
+            log.warning("the node is lost: from now on this script trains alone (see %s)", self._log)
         check.rest()
         self._stepped_at = time.perf_counter()
 
@@ -497,15 +497,15 @@ def _require_training(named: Sequence[tuple[str, Tensor]], optimizer: torch.opti
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if not any(id(p) in held for _, p in named):
         raise DiLoCoError(
-            "the optimizer holds none of the model's trainable parameters, so that the model that travels would never "
-            "change. Make the optimizer from this model's parameters, after whatever replaces them (fully_shard, an "
-            "adapter); of a model and its copy (deepcopy, an average, float32 master weights) give DiLoCo the one that "
-            "the optimizer holds"
+            "the optimizer holds none of the model's trainable parameters, so the exchanged model would never change. "
+            "Create the optimizer from this model's parameters, after anything that replaces them (fully_shard, an "
+            "adapter). If the model has copies (deepcopy, an average, float32 masters), give DiLoCo the one that the "
+            "optimizer holds"
         )
     if not getattr(type(optimizer).step, "hooked", False) or not hasattr(optimizer, "_optimizer_step_pre_hooks"):
         raise DiLoCoError(
-            f"steps of this {type(optimizer).__name__} cannot be seen: it is around another optimizer, and calls none "
-            "of torch's step hooks. Give DiLoCo the optimizer inside it"
+            f"this {type(optimizer).__name__} does not call torch's step hooks, so DiLoCo cannot see its steps. It "
+            "probably wraps another optimizer: give DiLoCo that one"
         )
 
 

@@ -97,7 +97,9 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]  # lightning is not typed 
         self._follow(trainer)
         loader = trainer.train_dataloader
         if self._run is not None and self._share_data and not self.outer.share(loader):
-            log.warning("the Trainer's data are drawn by a sampler of its own: see that each peer has other ones")
+            log.warning(
+                "the training data's sampler cannot be replaced: make sure that each peer trains different data"
+            )
 
     def _follow(self, trainer: Trainer) -> None:
         if self._schedules is not None:

@@ -32,8 +32,8 @@ class Schedules:
         self._is_as_long = steps == outer.total_steps
         if outer.total_steps and not self._is_as_long:
             log.warning(
-                "the trainer makes %s steps and the run has %s: its learning rate goes by its own steps, wherever the "
-                "others' is. Give all peers the run's number of steps",
+                "the trainer makes %s steps and the run has %s: its learning rate follows its own steps. Give all "
+                "peers the run's number of steps",
                 steps,
                 outer.total_steps,
             )

@@ -96,8 +96,8 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
         options = {"grad_scaler": getattr(wrapped, "scaler", None), **self._options}
         if self._run is not None and args.load_best_model_at_end:
             log.warning(
-                "load_best_model_at_end is switched off: it would put back this peer's model of an earlier step, which "
-                "counts as progress of the run; the model holds the swarm's parameters at the end"
+                "load_best_model_at_end is switched off: it would load an earlier model, and the run would merge that "
+                "as progress. After training the model holds the run's parameters"
             )
             args.load_best_model_at_end = False
         if state is not None and state.max_steps > 0:
@@ -105,7 +105,9 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
         self.outer = DiLoCo(model, optimizer, run=self._run, **options).__enter__()
         loader = kwargs.get("train_dataloader")
         if self._run is not None and self._share_data and not self.outer.share(loader):
-            log.warning("the Trainer's data are drawn by a sampler of its own: see that each peer has other ones")
+            log.warning(
+                "the training data's sampler cannot be replaced: make sure that each peer trains different data"
+            )
         if self._run is not None and self._follow_schedule:
             self._schedules = Schedules(self.outer, state.max_steps)
             self._schedules.follow([kwargs.get("lr_scheduler")])
