@@ -98,7 +98,7 @@ def main() -> int:
     if options.lora:
         model = get_peft_model(model, LoraConfig(r=8, target_modules=["q_proj", "v_proj", "gate_proj", "down_proj"]))
     frozen = float(sum(p.double().sum() for p in model.parameters() if not p.requires_grad))
-    loopback = ("--listen", "/ip4/127.0.0.1/tcp/0", "--host_maddrs", "/ip4/127.0.0.1/tcp/0")
+    loopback = ("--listen", "/ip4/127.0.0.1/tcp/0", "--directory-listen", "/ip4/127.0.0.1/tcp/0")
     callback = DiLoCoCallback(
         run=options.run,
         initial_peers=options.peer,

@@ -61,7 +61,7 @@ def main() -> int:
         model = DistributedDataParallel(network)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     torch.manual_seed(1000 * options.seed + 10 * life + rank)  # each rank's own data
-    loopback = ("--listen", "/ip4/127.0.0.1/tcp/0", "--host_maddrs", "/ip4/127.0.0.1/tcp/0")
+    loopback = ("--listen", "/ip4/127.0.0.1/tcp/0", "--directory-listen", "/ip4/127.0.0.1/tcp/0")
     with p2pdiloco.DiLoCo(
         model,
         optimizer,

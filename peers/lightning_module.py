@@ -62,7 +62,7 @@ def main() -> int:
     torch.set_num_threads(1)
     seed_everything(options.seed)
     module = Sines(options.step_s)
-    loopback = ("--listen", "/ip4/127.0.0.1/tcp/0", "--host_maddrs", "/ip4/127.0.0.1/tcp/0")
+    loopback = ("--listen", "/ip4/127.0.0.1/tcp/0", "--directory-listen", "/ip4/127.0.0.1/tcp/0")
     callback = DiLoCoCallback(
         run=options.run,
         tokens=lambda batch: len(batch[0]),

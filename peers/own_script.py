@@ -43,7 +43,7 @@ def main() -> int:
     before = frozen.weight.clone()
     model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), frozen, nn.Tanh(), nn.Linear(32, 1))
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=3e-3)
-    loopback = ("--listen", "/ip4/127.0.0.1/tcp/0", "--host_maddrs", "/ip4/127.0.0.1/tcp/0")
+    loopback = ("--listen", "/ip4/127.0.0.1/tcp/0", "--directory-listen", "/ip4/127.0.0.1/tcp/0")
     leaving = ("--leave-s", options.leave_s)
     with p2pdiloco.DiLoCo(
         model,

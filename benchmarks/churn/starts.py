@@ -126,7 +126,7 @@ def starts(tree: Path, *, is_cold: bool) -> Iterator[tuple[str, dict[str, float]
         stack.callback(boot.end)
         address = reports.wait_for(Listening, PATIENCE_S).addresses[0]
         environment = {**os.environ, "PYTHONPATH": str(tree)}
-        places = ("--host_maddrs", LOOPBACK, "--listen", LOOPBACK, "--threads", "1")
+        places = ("--directory-listen", LOOPBACK, "--listen", LOOPBACK, "--threads", "1")
         for role, words in (
             ("start", ("stdlib-tiny", "--access", "open", "--bootstrap", address)),
             ("join", (address,)),

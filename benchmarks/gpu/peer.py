@@ -28,7 +28,7 @@ HEAD = 64
 LARGE = 1e8
 """Parameters, from which a model's vocabulary is as large as a language model's."""
 WARM_STEPS = 3
-LOOPBACK = ("--listen", "/ip4/127.0.0.1/tcp/0", "--host_maddrs", "/ip4/127.0.0.1/tcp/0")
+LOOPBACK = ("--listen", "/ip4/127.0.0.1/tcp/0", "--directory-listen", "/ip4/127.0.0.1/tcp/0")
 
 
 def shape(parameters: float, context: int) -> ModelConfig:

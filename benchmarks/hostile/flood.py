@@ -203,7 +203,7 @@ async def measure(swarm: Swarm, options: Any) -> dict[str, dict[str, Any]]:
         keep_to(1, os.getpid())  # and all that is started from now on
         keep_to(0, ann.process.pid)
         give_way()
-    command = ["bootstrap", "--listen", LOOPBACK, "--meet", f"/ip4/127.0.0.1/tcp/{elsewhere}"]
+    command = ["bootstrap", "--listen", LOOPBACK, "--rendezvous", f"/ip4/127.0.0.1/tcp/{elsewhere}"]
     other = Member("other", command, swarm.out / "other", swarm.mark)
     await asyncio.to_thread(other.wait_for, Listening)
     phases = ((QUIET, 0, port), (ELSEWHERE, options.connections, elsewhere), (FLOODED, options.connections, port))

@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         n_fragments=TURN,
         fragment_sync_delay=3,
         state=options.state,
-        node_options=("--listen", LOOPBACK, "--host_maddrs", LOOPBACK),
+        node_options=("--listen", LOOPBACK, "--directory-listen", LOOPBACK),
     ) as outer:
         while not outer.is_complete:
             optimizer.step()

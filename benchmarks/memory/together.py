@@ -176,7 +176,7 @@ def story(options: argparse.Namespace, folder: Path, watch: Watch) -> dict[str, 
         join += (
             "--listen",
             LOOPBACK,
-            "--host_maddrs",
+            "--directory-listen",
             LOOPBACK,
             "--write-gb",
             "100000",

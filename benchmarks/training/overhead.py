@@ -35,7 +35,7 @@ from p2pdiloco.training.shared_memory import SharedVectors
 
 MODEL = ModelConfig(width=384, depth=6, heads=6, context=256)
 """10.8 million parameters: that of stdlib-10m.toml."""
-LOOPBACK = ("--listen", "/ip4/127.0.0.1/tcp/0", "--host_maddrs", "/ip4/127.0.0.1/tcp/0")
+LOOPBACK = ("--listen", "/ip4/127.0.0.1/tcp/0", "--directory-listen", "/ip4/127.0.0.1/tcp/0")
 REPEATS = 5
 
 

@@ -69,6 +69,13 @@ def page_place(text: str) -> str:
     raise argparse.ArgumentTypeError(f"{text!r} is not a port, HOST:PORT, auto or off")
 
 
+def served_place(text: str) -> str:
+    """As ``page_place``, for a page that is certainly served."""
+    if text == "off":
+        raise argparse.ArgumentTypeError("'off' is not a port, HOST:PORT or auto")
+    return page_place(text)
+
+
 def notified(text: str) -> str:
     """The receiver of alerts: an address, or a command that exists. A missing one would only show when it is needed."""
     if text.startswith(("http://", "https://")):
@@ -131,6 +138,15 @@ def up_budget(text: str) -> float | Literal["auto"] | None:
         argparse.ArgumentTypeError: not a rate.
     """
     return "auto" if text.lower() == "auto" else bytes_per_second(text)
+
+
+def relay_rate(text: str) -> float | None:
+    """As ``bytes_per_second``; 0 for ``off``. For argparse.
+
+    Raises:
+        argparse.ArgumentTypeError: not a rate.
+    """
+    return 0.0 if text.lower() == "off" else bytes_per_second(text)
 
 
 # -- Durations ---------------------------------------------------------------------------------------------------------

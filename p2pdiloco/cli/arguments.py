@@ -1,10 +1,13 @@
 """Arguments of all commands. This module imports nothing that commands need, so help and usage errors appear at
-once."""
+once.
+
+Every option that takes a value says at the end of its help what happens without it: ``(default: X)``.
+"""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,48 +20,435 @@ from p2pdiloco.cli.argument_types import (
     logged,
     notified,
     page_place,
+    relay_rate,
+    served_place,
     size,
     up_budget,
 )
 from p2pdiloco.util.files import state_home
 
-# -- Options of export, evaluate, generate and fetch -------------------------------------------------------------------
+MOST_THREADS = 1024
+"""OpenMP ends the process where there are many more."""
+MOST_STEPS = 1_000_000
+
+# -- Options of several commands ---------------------------------------------------------------------------------------
+
+
+def add_common_arguments(sub: argparse.ArgumentParser, *, is_quiet: bool) -> None:
+    """Add the options of all commands: ``--state``, if the command has not placed it itself, and those of logs."""
+    if "--state" not in sub._option_string_actions:
+        _add_state(sub)
+    group = _group(sub, "reporting")
+    group.add_argument(
+        "--log-level",
+        default="warning" if is_quiet else "info",
+        choices=["debug", "info", "warning", "error"],
+        help="least severe level that is logged (default: %(default)s)",
+    )
+    group.add_argument(
+        "--log-format", default="text", choices=["text", "json"], help="format of log lines (default: %(default)s)"
+    )
+
+
+def _group(sub: argparse.ArgumentParser, title: str) -> argparse._ActionsContainer:
+    """The group of that title, added if it is missing."""
+    found = [group for group in sub._action_groups if group.title == title]
+    return found[0] if found else sub.add_argument_group(title)
+
+
+def _add_state(sub: argparse._ActionsContainer, *, is_used: bool = True) -> None:
+    sub.add_argument(
+        "--state",
+        type=Path,
+        default=state_home(),
+        metavar="DIR",
+        help="folder for keys, checkpoints and caches of one peer (default: %(default)s)"
+        if is_used
+        else argparse.SUPPRESS,
+    )
+
+
+def _add_identity(sub: argparse._ActionsContainer, default: str = "identity.key") -> None:
+    sub.add_argument(
+        "--identity",
+        type=Path,
+        metavar="FILE",
+        help=f"file with the peer's private key, created if missing (default: STATE/{default})",
+    )
+
+
+def _add_run(sub: argparse._ActionsContainer, holder: str) -> None:
+    """``holder``: what may know several runs."""
+    sub.add_argument(
+        "--run",
+        metavar="NAME",
+        help=f"name of the run, or the beginning of its id (default: the only run in {holder})",
+    )
+
+
+def _add_bootstrap(sub: argparse._ActionsContainer, text: str, default: str) -> None:
+    sub.add_argument(
+        "--bootstrap",
+        action="extend",
+        nargs="*",
+        default=[],
+        metavar="ADDR",
+        help=f"{text}; takes all words that follow (default: {default})",
+    )
+
+
+def _add_listen(sub: argparse._ActionsContainer, default: str = "any port, IPv4 and IPv6") -> None:
+    sub.add_argument(
+        "--listen",
+        action="append",
+        metavar="MULTIADDR",
+        help=f"address to listen on, such as /ip4/0.0.0.0/tcp/4242; repeatable (default: {default})",
+    )
+
+
+def _add_announce(sub: argparse._ActionsContainer) -> None:
+    sub.add_argument(
+        "--announce",
+        action="append",
+        default=[],
+        metavar="MULTIADDR",
+        help="address to publish, for a forwarded port; repeatable (default: this machine's own)",
+    )
+
+
+def _add_relay(sub: argparse._ActionsContainer) -> None:
+    sub.add_argument(
+        "--relay",
+        type=relay_rate,
+        default="50mbit",
+        metavar="RATE|off",
+        help="maximum rate for relaying between other peers that cannot connect; none: no limit, off: do not relay "
+        "(default: %(default)s)",
+    )
+
+
+def _add_network(sub: argparse._ActionsContainer) -> None:
+    """Add options for addresses and bandwidth."""
+    _add_listen(sub)
+    _add_announce(sub)
+    sub.add_argument(
+        "--no-port-mapping",
+        dest="map",
+        action="store_false",
+        help="do not ask the router for a port mapping (PCP, NAT-PMP, UPnP)",
+    )
+    sub.add_argument(
+        "--directory-listen",
+        nargs="*",
+        metavar="MULTIADDR",
+        help="addresses to listen on for the directory (default: any port, IPv4 and IPv6)",
+    )
+    sub.add_argument(
+        "--directory-announce",
+        nargs="*",
+        default=[],
+        metavar="MULTIADDR",
+        help="directory addresses to publish, for a forwarded port (default: this machine's own)",
+    )
+    _add_relay(sub)
+    sub.add_argument(
+        "--up",
+        type=up_budget,
+        default="auto",
+        metavar="RATE",
+        help="maximum send rate, such as 2.5gbit, 100mbit or none; auto: 90 %% of the measured capacity "
+        "(default: %(default)s)",
+    )
+    sub.add_argument(
+        "--down", type=bytes_per_second, metavar="RATE", help="maximum receive rate, such as 100mbit (default: none)"
+    )
+
+
+def _add_device(sub: argparse._ActionsContainer) -> None:
+    sub.add_argument(
+        "--data",
+        metavar="DIR",
+        help="folder, or file of documents, to train on; a run cannot choose one for you (default: the standard "
+        "library, if the run trains on it)",
+    )
+    sub.add_argument(
+        "--device", default="cpu", help="device to train on: cpu, cuda, cuda:1, mps (default: %(default)s)"
+    )
+
+
+def _add_training_files(sub: argparse._ActionsContainer) -> None:
+    sub.add_argument("--tokenizer", metavar="DIR", help="folder with tokenizer.json (default: --data)")
+    sub.add_argument(
+        "--model",
+        metavar="DIR",
+        help="folder with the safetensors files of the base model, for runs that train adapters (LoRA) (default: none)",
+    )
+
+
+def _add_threads(sub: argparse._ActionsContainer) -> None:
+    sub.add_argument(
+        "--threads",
+        type=at_least(0, MOST_THREADS),
+        default=0,
+        metavar="N",
+        help="number of torch threads for training; 0: chosen by measured step times (default: %(default)s)",
+    )
+
+
+# -- bootstrap, start, join, resume, fetch -----------------------------------------------------------------------------
+
+
+def _bootstrap(sub: argparse.ArgumentParser) -> None:
+    _add_listen(sub, "/ip4/0.0.0.0/tcp/31337 and /ip6/::/tcp/31337")
+    _add_announce(sub)
+    _add_bootstrap(sub, "other directory nodes to connect to", "none")
+    sub.add_argument(
+        "--rendezvous",
+        action="append",
+        metavar="MULTIADDR",
+        help="rendezvous address for peers that cannot connect, which may be one of --listen; repeatable (default: the "
+        "port after each of --listen)",
+    )
+    _add_relay(sub)
+    _add_identity(sub, "bootstrap.key")
+
+
+def _start(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("config", metavar="CONFIG", help="TOML file, or name of a shipped one, such as stdlib-tiny")
+    sub.add_argument("--name", metavar="NAME", help="name of the run (default: the file's)")
+    sub.add_argument(
+        "--access",
+        choices=["open", "invite", "list"],
+        help="who may join; open: anyone, invite: holders of an invite, list: only peers that you name (default: the "
+        "file's, else invite)",
+    )
+    _add_bootstrap(sub, "addresses of directory nodes, or an invite", "none, this peer is the first")
+    _add_peer(sub)
+
+
+def _join(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument(
+        "address",
+        nargs="+",
+        metavar="INVITE|ADDR",
+        help="an invite; for an open run, the multiaddr of a directory node, with /p2p/ID",
+    )
+    _add_run(sub, "the directory")
+    sub.add_argument("--follow", action="store_true", help="follow the global model without training")
+    _add_peer(sub)
+
+
+def _resume(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument(
+        "folders", nargs="+", type=Path, metavar="DIR", help="state folders of the run's peers, or copies of them"
+    )
+    _add_run(sub, "the folders")
+    sub.add_argument(
+        "--known-good",
+        action="store_true",
+        help="go back to the newest checkpoint after which training continued normally, and put newer ones aside",
+    )
+    _add_bootstrap(sub, "addresses of directory nodes, or an invite", "none, this peer is the first")
+    _add_peer(sub)
+
+
+def _fetch(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument(
+        "address",
+        nargs="+",
+        metavar="INVITE|RUN|ADDR",
+        help="an invite; for an open run, the multiaddr of any directory node or peer, with /p2p/ID; or the name of a "
+        "run whose directory is known from before",
+    )
+    _add_run(sub, "the directory")
+    _add_state(sub)
+    _add_network(_group(sub, "network"))
+    _add_identity(_group(sub, "storage"))
+    sub.set_defaults(
+        device="cpu",
+        threads=0,
+        data=None,
+        tokenizer=None,
+        model=None,
+        checkpoint_s=1e6,
+        write_gb=19.0,
+        keep_checkpoints=2,
+        merge_threads=0,
+        leave_s=20.0,
+        reattach_s=0.0,
+        learner="",
+        journal=False,
+    )
+
+
+def _add_peer(sub: argparse.ArgumentParser) -> None:
+    """Add the options that start, join and resume share, those that most users need first."""
+    _add_device(sub)
+    _add_state(sub)
+    _add_network(_group(sub, "network"))
+    _add_storage(_group(sub, "storage"))
+    _add_machine(_group(sub, "machine"))
+    _add_reporting(_group(sub, "reporting"))
+    sub.add_argument("--learner", default="", metavar="NAME", help=argparse.SUPPRESS)  # p2pdiloco.DiLoCo's node
+    sub.add_argument("--journal", action="store_true", help=argparse.SUPPRESS)  # for tests.machine_sim.replay
+
+
+def _add_storage(sub: argparse._ActionsContainer) -> None:
+    _add_identity(sub)
+    _add_training_files(sub)
+    sub.add_argument(
+        "--checkpoint-s",
+        type=between(1, 1e6, "seconds"),
+        metavar="T",
+        help="maximum seconds between checkpoints; if given, checkpoints ignore --write-gb (default: 60, or longer if "
+        "--write-gb requires it)",
+    )
+    sub.add_argument(
+        "--write-gb",
+        type=between(0.001, 1e6, "gigabytes"),
+        default=19.0,
+        metavar="GB",
+        help="disk-write budget in GB per day; a checkpoint is written at least hourly nonetheless (default: "
+        "%(default)g)",
+    )
+    sub.add_argument(
+        "--keep-checkpoints",
+        type=at_least(1),
+        default=2,
+        metavar="N",
+        help="number of recent checkpoints to keep (default: %(default)s)",
+    )
+    sub.add_argument(
+        "--average",
+        action="store_true",
+        default=None,
+        help="keep a running average of the weights, 4 bytes per parameter, as followers do",
+    )
+    sub.add_argument("--no-average", dest="average", action="store_false", default=None, help=argparse.SUPPRESS)
+
+
+def _add_machine(sub: argparse._ActionsContainer) -> None:
+    _add_threads(sub)
+    sub.add_argument(
+        "--merge-threads",
+        type=at_least(0, MOST_THREADS),
+        default=0,
+        metavar="N",
+        help="number of threads for merging; 0: half of the cores, at most 4 (default: %(default)s)",
+    )
+    sub.add_argument(
+        "--max-memory",
+        type=size,
+        metavar="SIZE",
+        help="maximum memory of node and learner, such as 8gb; a peer that needs more leaves (default: no limit)",
+    )
+    sub.add_argument("--only-when-idle", action="store_true", help="pause training while others use the processors")
+    sub.add_argument("--on-battery", action="store_true", help="continue training while the machine runs on battery")
+    sub.add_argument(
+        "--spot",
+        type=cloud,
+        metavar="CLOUD",
+        help="leave when this cloud preempts the machine: aws, gcp or azure (default: do not ask a cloud)",
+    )
+    sub.add_argument(
+        "--leave-s",
+        type=between(0, 3600, "seconds"),
+        default=20.0,
+        metavar="T",
+        help="maximum seconds for a graceful shutdown (default: %(default)g)",
+    )
+    sub.add_argument(
+        "--stay-s",
+        type=between(0, 1e9, "seconds"),
+        metavar="T",
+        help="seconds to serve the model after the run is complete; 0: leave at once (default: 600)",
+    )
+    sub.add_argument(
+        "--reattach-s",
+        type=between(0, 86400, "seconds"),
+        default=60.0,
+        metavar="T",
+        help="seconds that the learner trains on after its node was killed, until a node with the same --state takes "
+        "it over; 0: it ends at once (default: %(default)g)",
+    )
+
+
+def _add_reporting(sub: argparse._ActionsContainer) -> None:
+    sub.add_argument(
+        "--page",
+        type=page_place,
+        default="auto",
+        metavar="[HOST:]PORT|off",
+        help="address of this peer's page for browsers; auto: a free port of this machine; with a HOST, the page "
+        "requires a token (default: %(default)s)",
+    )
+    sub.add_argument(
+        "--price",
+        type=between(0, 1e6),
+        metavar="P",
+        help="price of this machine per hour, for the summary at the end (default: none)",
+    )
+    sub.add_argument(
+        "--notify",
+        type=notified,
+        default="",
+        metavar="COMMAND|URL",
+        help="command to run, or URL to post to, when this peer is stuck, alone, diverging, short of disk, or done "
+        "(default: none)",
+    )
+    sub.add_argument(
+        "--log-to",
+        type=logged,
+        action="append",
+        default=[],
+        metavar="KIND:PLACE",
+        help="send metrics every ten seconds to tensorboard:DIR, wandb:PROJECT, trackio:PROJECT or otlp:URL; "
+        "repeatable (default: none)",
+    )
+
+
+# -- export, generate, evaluate ----------------------------------------------------------------------------------------
 
 
 def export(sub: argparse.ArgumentParser) -> None:
-    _add_source(sub, model="folder with the weights (safetensors) that the run began with and did not train")
+    _add_source(sub)
     sub.add_argument(
         "--format",
         choices=["hf", "safetensors", "peft"],
-        help="default: hf; peft for adapters (LoRA), safetensors for runs of scripts",
+        help="hf for transformers, peft for adapters (LoRA), or safetensors for plain tensors (default: safetensors "
+        "for runs of training scripts, peft for other runs with adapters, else hf)",
     )
-    sub.add_argument("--out", type=Path, metavar="DIR", help="folder to write (default: ./NAME)")
+    sub.add_argument("--out", type=Path, metavar="DIR", help="folder to write (default: the run's name)")
     _add_average(sub)
+    _add_model_files(
+        sub,
+        "folder with the safetensors files that the run began with, for what the run did not train (default: none)",
+        "folder with a tokenizer.json to copy into the export (default: none)",
+    )
     sub.add_argument(
         "--like",
         metavar="DIR",
         help="for a run of training scripts: folder with the config.json of the same model, or with the "
-        "adapter_config.json of its adapters (LoRA)",
+        "adapter_config.json of its adapters (default: none)",
     )
 
 
 def generate(sub: argparse.ArgumentParser) -> None:
-    _add_source(sub)
-    _add_average(sub)
+    _add_source(sub, also=", or a folder that export has written")
     sub.add_argument("--prompt", default="", metavar="TEXT", help="text to continue (default: a line break)")
     sub.add_argument(
-        "--tokens", type=at_least(1), default=200, metavar="N", help="number of tokens, at most (default: %(default)s)"
+        "--tokens", type=at_least(1), default=200, metavar="N", help="maximum number of tokens (default: %(default)s)"
     )
     sub.add_argument(
         "--temperature",
         type=between(0, 100),
         default=0.7,
         metavar="T",
-        help="sampling temperature; 0 takes the likeliest token (default: 0.7)",
+        help="sampling temperature; 0: always take the likeliest token (default: %(default)g)",
     )
-    sub.add_argument(
-        "--seed", type=at_least(0), default=0, metavar="S", help="seed of the sampling (default: %(default)s)"
-    )
+    sub.add_argument("--seed", type=at_least(0), default=0, metavar="S", help="random seed (default: %(default)s)")
+    _add_average(sub)
+    _add_model_files(sub)
 
 
 def evaluate(sub: argparse.ArgumentParser) -> None:
@@ -74,18 +464,27 @@ def evaluate(sub: argparse.ArgumentParser) -> None:
         metavar="N",
         help="number of windows of --data (default: as many as the run's peers use)",
     )
+    _add_training_files(sub)
 
 
-def _add_source(
-    sub: argparse.ArgumentParser, model: str = "folder with the safetensors that the run's adapters are for"
-) -> None:
+def _add_source(sub: argparse.ArgumentParser, also: str = "") -> None:
     """A run's state on this machine."""
     sub.add_argument(
-        "source", metavar="RUN", help="a peer's state folder, or the name (or beginning of the id) of a run in --state"
+        "source",
+        metavar="RUN",
+        help=f"name of a run in --state, or the beginning of its id; or a peer's state folder{also}",
     )
-    sub.add_argument("--run", metavar="NAME", help="name or beginning of the id, if the folder holds several runs")
-    sub.add_argument("--tokenizer", metavar="DIR", help="folder with the run's tokenizer.json")
+    _add_run(sub, "RUN")
+
+
+def _add_model_files(
+    sub: argparse.ArgumentParser,
+    model: str = "folder with the safetensors files of the base model, for runs that train adapters (LoRA) (default: "
+    "none)",
+    tokenizer: str = "folder with the run's tokenizer.json, for models that read tokens (default: none)",
+) -> None:
     sub.add_argument("--model", metavar="DIR", help=model)
+    sub.add_argument("--tokenizer", metavar="DIR", help=tokenizer)
 
 
 def _add_average(sub: argparse.ArgumentParser) -> None:
@@ -96,133 +495,124 @@ def _add_average(sub: argparse.ArgumentParser) -> None:
     )
 
 
-# -- Network options ---------------------------------------------------------------------------------------------------
-# Options about connections, which several commands have.
+# -- status, watch -----------------------------------------------------------------------------------------------------
 
 
-def add_network(sub: argparse._ActionsContainer) -> None:
-    """Add options for addresses and bandwidth."""
+def _status(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
-        "--listen",
-        action="append",
-        metavar="MULTIADDR",
-        help="address to listen on for peers, such as /ip4/0.0.0.0/tcp/4242; repeatable (default: any port, IPv4 and "
-        "IPv6)",
+        "address",
+        nargs="+",
+        metavar="INVITE|ADDR|NAME",
+        help="an invite; for open runs, the multiaddr of a directory node, with /p2p/ID; for a run on this machine, "
+        "its name",
     )
     sub.add_argument(
-        "--announce",
-        action="append",
-        default=[],
-        metavar="MULTIADDR",
-        help="address to publish to peers, if a port is forwarded; repeatable",
+        "--run", metavar="NAME", help="show only this run, by name or beginning of its id (default: all runs)"
     )
-    sub.add_argument(
-        "--no-map",
-        dest="map",
-        action="store_false",
-        help="do not ask the router for a port mapping (PCP, NAT-PMP, UPnP)",
-    )
-    sub.add_argument(
-        "--host_maddrs",
-        "--directory-listen",
-        nargs="*",
-        metavar="MULTIADDR",
-        help="addresses to listen on for the directory (default: any port, IPv4 and IPv6)",
-    )
-    sub.add_argument(
-        "--announce_maddrs",
-        nargs="*",
-        default=[],
-        metavar="MULTIADDR",
-        help="directory addresses to publish, if a port is forwarded",
-    )
-    add_relay(sub)
-    sub.add_argument(
-        "--up",
-        type=up_budget,
-        default="auto",
-        metavar="RATE",
-        help="maximum send rate, such as 2.5gbit, 100mbit or none (default: auto, 90 %% of the measured capacity)",
-    )
-    sub.add_argument("--down", type=bytes_per_second, metavar="RATE", help="maximum receive rate (default: no limit)")
+    sub.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    _add_identity(sub)
 
 
-def add_relay(sub: argparse._ActionsContainer) -> None:
-    """Add options for relaying between other peers."""
+def watch(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
-        "--relay",
-        type=bytes_per_second,
-        default="50mbit",
-        metavar="RATE",
-        help="maximum rate for relaying between peers that cannot connect; none: no limit (default: %(default)s)",
+        "what",
+        nargs="?",
+        metavar="WHAT",
+        help="a peer's state folder, a folder with event logs, or the address of a peer's page (default: --state)",
     )
-    sub.add_argument("--no-relay", dest="relay", action="store_const", const=0.0, help="do not relay for others")
-
-
-# -- Options of top, page and events -----------------------------------------------------------------------------------
-# What can be typed after the commands that look; see ``arguments``, which those of peers have.
-
-
-def page(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("folder", type=Path, metavar="FOLDER", help="folder with event logs of peers")
     sub.add_argument(
-        "--port",
-        type=page_place,
-        default="auto",
+        "--page",
+        type=served_place,
         metavar="[HOST:]PORT",
-        help="address of the page (default: a free port)",
+        help="serve the recording of a folder as a page for browsers at this address; auto: a free port of this "
+        "machine (default: draw in this terminal)",
     )
-    sub.add_argument(
-        "--speed", type=between(0, 10_000, "times"), default=10.0, metavar="X", help="playback speed (default: 10)"
-    )
-
-
-def top(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument(
-        "what", nargs="?", metavar="WHAT", help="address of a page, or folder with event logs (default: --state)"
-    )
+    sub.add_argument("--events", action="store_true", help="print the events that peers have logged")
     sub.add_argument(
         "--speed",
         type=between(0, 10_000, "times"),
-        default=10.0,
         metavar="X",
-        help="playback speed of a recording; 0: show its end (default: 10)",
+        help="playback speed of a recording; 0: show its end, or print events without pauses (default: 10; with "
+        "--events 0)",
     )
+    group = sub.add_argument_group("with --events")
+    group.add_argument("--follow", action="store_true", help="also print new events, until interrupted")
+    group.add_argument(
+        "--kind",
+        metavar="KIND,...",
+        help="print only these kinds, such as joined,left; docs/watching.md lists them (default: all)",
+    )
+    group.add_argument(
+        "--peer", default="", metavar="ID", help="print only events of the peer whose id ends with ID (default: all)"
+    )
+    group.add_argument(
+        "--since",
+        type=lifetime,
+        metavar="TIME",
+        help="print only events of the last TIME, such as 90m, 12h or 30d (default: all)",
+    )
+    group.add_argument("--json", action="store_true", help="print one JSON object per line")
 
 
-def events(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("folder", nargs="?", type=Path, metavar="FOLDER", help="folder with event logs (default: --state)")
-    sub.add_argument("--follow", action="store_true", help="also print new events, until interrupted")
+# -- members -----------------------------------------------------------------------------------------------------------
+
+
+def _members_add(sub: argparse.ArgumentParser) -> None:
+    _add_run(sub, "--state")
     sub.add_argument(
-        "--kind", metavar="KIND,...", help="print only these kinds, such as joined,left (docs/watching.md)"
+        "--role",
+        choices=["follower", "learner", "admin"],
+        default="learner",
+        help="role of those who join with the invite; an admin can add and ban (default: %(default)s)",
     )
-    sub.add_argument("--peer", default="", metavar="ID", help="print only events of the peer whose id ends with ID")
     sub.add_argument(
-        "--since", type=lifetime, metavar="TIME", help="print only events of the last TIME, such as 90m, 12h or 30d"
+        "--expires",
+        type=lifetime,
+        metavar="TIME",
+        help="lifetime of the invite and of memberships by it, such as 12h or 30d (default: unlimited)",
     )
     sub.add_argument(
-        "--speed",
-        type=between(0, 10_000, "times"),
-        default=0.0,
-        metavar="X",
-        help="replay with the original pauses, X times as fast (default: 0, without pauses)",
+        "--peer", metavar="ID", help="make the invite for this peer alone (default: for anyone who has it)"
     )
-    sub.add_argument("--json", action="store_true", help="print one JSON object a line, with the peer that logged it")
+    sub.add_argument(
+        "--max-weight", type=between(0, 1e9), metavar="W", help="maximum weight when owners are selected (default: 1)"
+    )
+    _add_bootstrap(sub, "addresses of directory nodes that the invite names", "the run's")
+    _add_identity(sub)
 
 
-# -- Options of demo and plan ------------------------------------------------------------------------------------------
-# Arguments of ``demo`` and ``plan``; see ``arguments``, which those of peers have.
+def _members_ban(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument(
+        "who",
+        metavar="PEER|INVITE",
+        help="id of a peer to remove; or an invite, or its id, to remove all peers that joined with it",
+    )
+    _add_run(sub, "--state")
+    _add_identity(sub)
 
 
-MOST_STEPS, MOST_SEEDS, LARGEST_SEED, MOST_PROCESSES = 1_000_000, 1_000_000_000, 2**63 - 1, 1024
-"""Beyond any use, and no more than what is done with the numbers bears."""
+def _members_list(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument(
+        "--run", metavar="NAME", help="show only this run, by name or beginning of its id (default: all runs)"
+    )
+    sub.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    sub.add_argument("--id", action="store_true", help="print only the peer id of this machine, created if missing")
+    _add_identity(sub)
+
+
+# -- Other commands ----------------------------------------------------------------------------------------------------
 
 
 def demo(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
-        "--out", type=Path, default=Path("out/demo"), metavar="DIR", help="folder for the report (default: %(default)s)"
+        "--out", type=Path, default=Path("out/demo"), metavar="DIR", help="folder to write (default: %(default)s)"
     )
-    sub.add_argument("--config", default="stdlib-tiny", metavar="CONFIG", help="TOML file, or name of a shipped one")
+    sub.add_argument(
+        "--config",
+        default="stdlib-tiny",
+        metavar="CONFIG",
+        help="TOML file, or name of a shipped one (default: %(default)s)",
+    )
     sub.add_argument(
         "--steps",
         type=at_least(1, MOST_STEPS),
@@ -234,224 +624,42 @@ def demo(sub: argparse.ArgumentParser) -> None:
         type=between(1, 86400, "seconds"),
         default=420.0,
         metavar="SECONDS",
-        help="give up after this long (default: 420)",
+        help="seconds after which the demo fails (default: %(default)g)",
     )
-
-
-def plan(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("config", metavar="CONFIG", help="a run's TOML file, or the name of a shipped one")
-    sub.add_argument("--peers", type=at_least(2, 1_000_000), required=True, metavar="N", help="number of learners")
-    sub.add_argument(
-        "--link",
-        type=bytes_per_second,
-        required=True,
-        metavar="RATE",
-        help="send rate of each peer's link, such as 20mbit",
-    )
-    sub.add_argument(
-        "--down", type=bytes_per_second, metavar="RATE", help="receive rate of each peer's link (default: as --link)"
-    )
-    sub.add_argument(
-        "--rtt",
-        type=between(0, 10_000, "milliseconds"),
-        default=50.0,
-        metavar="MS",
-        help="round-trip time in ms (default: 50)",
-    )
-    sub.add_argument(
-        "--step-time", type=between(0.001, 3600, "seconds"), required=True, metavar="S", help="seconds per inner step"
-    )
-    sub.add_argument("--price", type=between(0, 1000), default=0.0, metavar="P", help="price of a GB sent (default: 0)")
-    sub.add_argument("--json", action="store_true", help="print one JSON object")
-
-
-# -- All commands ------------------------------------------------------------------------------------------------------
-# What can be typed. Nothing here imports what commands need, so that help and complaints come at once.
-
-
-class Command(NamedTuple):
-    """A command; its module has ``async run(arguments) -> exit status``, and a docstring that describes it."""
-
-    help: str
-    add_arguments: Callable[[argparse.ArgumentParser], None]
-    is_quiet: bool = False
-    """The answer goes to the terminal; only warnings are logged."""
-
-
-MOST_THREADS = 1024
-"""OpenMP ends the process where there are many more."""
-
-
-def _bootstrap(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument(
-        "--listen",
-        action="append",
-        metavar="MULTIADDR",
-        help="address to listen on; repeatable (default: /ip4/0.0.0.0/tcp/31337)",
-    )
-    sub.add_argument(
-        "--announce",
-        action="append",
-        default=[],
-        metavar="MULTIADDR",
-        help="address to publish, if a port is forwarded; repeatable",
-    )
-    sub.add_argument(
-        "--identity",
-        type=Path,
-        metavar="FILE",
-        help="key file, created if missing; with it the address stays the same after a restart",
-    )
-    sub.add_argument(
-        "--initial-peers", nargs="*", default=[], metavar="ADDR", help="other directory nodes to connect to"
-    )
-    sub.add_argument(
-        "--meet",
-        action="append",
-        metavar="MULTIADDR",
-        help="rendezvous address for peers that cannot connect; may be one of --listen (default: the port after it)",
-    )
-    add_relay(sub)
-
-
-def _start(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("config", metavar="CONFIG", help="TOML file, or name of a shipped one, such as stdlib-tiny")
-    sub.add_argument("--name", metavar="NAME", help="name of the run (default: the file's)")
-    sub.add_argument(
-        "--access",
-        choices=["open", "invite", "list"],
-        help="who may join: anyone, holders of an invite, or only peers that you name (default: the file's, else "
-        "invite)",
-    )
-    _add_bootstrap(sub)
-    _add_peer(sub)
-
-
-def _join(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument(
-        "address",
-        nargs="+",
-        metavar="INVITE|ADDR",
-        help="an invite; for an open run, the multiaddr of a directory node, with /p2p/ID",
-    )
-    sub.add_argument("--run", metavar="NAME", help="name or beginning of the id, if the directory knows several runs")
-    sub.add_argument("--follow", action="store_true", help="follow the global model without training")
-    _add_peer(sub)
-
-
-def _resume(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument(
-        "folders", nargs="+", type=Path, metavar="DIR", help="state folders of the run's peers, or copies of them"
-    )
-    sub.add_argument("--run", metavar="NAME", help="name or beginning of the id, if the folders hold several runs")
-    sub.add_argument(
-        "--known-good",
-        action="store_true",
-        help="go back to the newest checkpoint after which training continued normally, and put newer ones aside",
-    )
-    _add_bootstrap(sub)
-    _add_peer(sub)
-
-
-def _status(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument(
-        "address",
-        nargs="+",
-        metavar="INVITE|ADDR|NAME",
-        help="an invite; for open runs, the multiaddr of a directory node, with /p2p/ID; for a run on this machine, "
-        "its name",
-    )
-    sub.add_argument("--run", metavar="NAME", help="show only this run")
-    sub.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
-    _add_identity(sub)
-
-
-def _invite(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("--run", metavar="NAME", help="name or beginning of the id, if --state holds several runs")
-    sub.add_argument("--role", choices=["follower", "learner", "admin"], default="learner", help="default: %(default)s")
-    sub.add_argument(
-        "--expires",
-        type=lifetime,
-        metavar="TIME",
-        help="lifetime of the invite and of memberships by it, such as 12h or 30d (default: unlimited)",
-    )
-    sub.add_argument(
-        "--max-weight", type=between(0, 1e9), metavar="W", help="maximum weight when owners are selected (default: 1)"
-    )
-    sub.add_argument("--peer", metavar="ID", help="make the invite for this peer alone")
-    sub.add_argument(
-        "--address",
-        action="append",
-        default=[],
-        metavar="MULTIADDR",
-        help="directory node that the invite names; repeatable (default: the run's)",
-    )
-    _add_identity(sub)
-
-
-def _ban(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument(
-        "who",
-        metavar="PEER|INVITE",
-        help="a peer, which is removed, and whose invite then admits nobody new; or an invite or its id, with which "
-        "all "
-        "peers that came by it are removed",
-    )
-    sub.add_argument("--run", metavar="NAME", help="name or beginning of the id, if --state holds several runs")
-    _add_identity(sub)
-
-
-def _members(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("--run", metavar="NAME", help="show only this run")
-    sub.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    sub.add_argument("--id", action="store_true", help="print only the peer id of this machine, created if missing")
-    _add_identity(sub)
-
-
-def _fetch(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument(
-        "address",
-        nargs="+",
-        metavar="INVITE|RUN|ADDR",
-        help="an invite; for an open run, the multiaddr of any directory node or peer, with /p2p/ID; or the name of a "
-        "run whose directory is known from before",
-    )
-    sub.add_argument("--run", metavar="NAME", help="name or beginning of the id, if the directory knows several runs")
-    add_network(sub)
-    _add_identity(sub)
-    sub.set_defaults(
-        device="cpu",
-        threads=0,
-        data=None,
-        tokenizer=None,
-        model=None,
-        checkpoint_s=1e6,
-        write_gb=19.0,
-        keep_checkpoints=2,
-        tensor_threads=0,
-        leave_s=20.0,
-        reattach_s=0.0,
-        learner="",
-        journal=False,
-    )
+    _add_state(sub, is_used=False)
 
 
 def _pause(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("--run", metavar="NAME", help="pause only this run, by name or beginning of the id")
+    sub.add_argument(
+        "--run", metavar="NAME", help="pause only this run, by name or beginning of its id (default: all runs)"
+    )
     sub.add_argument("--end", action="store_true", help="end the pause")
 
 
 def _launch(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("invite", metavar="INVITE", help="invite with which the machines join")
-    sub.add_argument("--dollars", type=between(0.01, 1e7, "dollars"), required=True, metavar="USD", help="maximum cost")
     sub.add_argument(
-        "--hours", type=between(0.1, 8760, "hours"), default=4.0, metavar="T", help="hours per machine (default: 4)"
+        "--dollars",
+        type=between(0.01, 1e7, "dollars"),
+        required=True,
+        metavar="USD",
+        help="maximum cost of all machines together (required)",
+    )
+    sub.add_argument(
+        "--hours",
+        type=between(0.1, 8760, "hours"),
+        default=4.0,
+        metavar="T",
+        help="hours per machine (default: %(default)g)",
     )
     sub.add_argument(
         "--machines", type=at_least(1, 1000), default=1, metavar="N", help="number of machines (default: %(default)s)"
     )
     sub.add_argument(
-        "--gpu", default="", metavar="KIND", help="accelerator in SkyPilot's notation, such as A100:1 or L4:1"
+        "--gpu",
+        default="",
+        metavar="KIND",
+        help="accelerator in SkyPilot's notation, such as A100:1 or L4:1 (default: none)",
     )
     sub.add_argument(
         "--infra",
@@ -463,207 +671,102 @@ def _launch(sub: argparse.ArgumentParser) -> None:
         "--no-spot", action="store_true", help="rent on-demand machines, which are not preempted and cost more"
     )
     sub.add_argument(
-        "--options", default="", metavar="WORDS", help="further options for p2pdiloco join, as one quoted string"
+        "--options",
+        default="",
+        metavar="WORDS",
+        help="further options for p2pdiloco join, as one quoted string (default: none)",
     )
     sub.add_argument(
         "--source", metavar="WHAT", help="what pip installs on the machines (default: this checkout, or release)"
     )
-    sub.add_argument("--out", type=Path, metavar="FILE", help="only write the task to FILE (-: standard output)")
+    sub.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="only write the task to FILE; -: to standard output (default: start the machines)",
+    )
+    _add_state(sub, is_used=False)
 
 
-def _completion(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("shell", choices=["bash", "zsh"], help='in ~/.bashrc: eval "$(p2pdiloco completion bash)"')
+def plan(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("config", metavar="CONFIG", help="a run's TOML file, or the name of a shipped one")
+    sub.add_argument(
+        "--peers", type=at_least(2, 1_000_000), required=True, metavar="N", help="number of learners (required)"
+    )
+    sub.add_argument(
+        "--up",
+        type=bytes_per_second,
+        required=True,
+        metavar="RATE",
+        help="send rate of each peer's link, such as 20mbit (required)",
+    )
+    sub.add_argument(
+        "--down", type=bytes_per_second, metavar="RATE", help="receive rate of each peer's link (default: as --up)"
+    )
+    sub.add_argument(
+        "--rtt",
+        type=between(0, 10_000, "milliseconds"),
+        default=50.0,
+        metavar="MS",
+        help="round-trip time in milliseconds (default: %(default)g)",
+    )
+    sub.add_argument(
+        "--step-time",
+        type=between(0.001, 3600, "seconds"),
+        required=True,
+        metavar="S",
+        help="seconds per inner step (required)",
+    )
+    sub.add_argument(
+        "--price", type=between(0, 1000), default=0.0, metavar="P", help="price per GB sent (default: %(default)g)"
+    )
+    sub.add_argument("--json", action="store_true", help="print one JSON object")
+    _add_state(sub, is_used=False)
 
 
 def _doctor(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("address", nargs="*", metavar="INVITE|ADDR", help="invite or address with which you would join")
-    sub.add_argument("--run", metavar="NAME", help="name or beginning of the id, if the directory knows several runs")
-    sub.add_argument(
-        "--listen", action="append", metavar="MULTIADDR", help="address to try to listen on (default: any port)"
-    )
+    _add_run(sub, "the directory")
+    _add_device(sub)
+    _add_training_files(sub)
+    _add_threads(sub)
     sub.add_argument(
         "--seconds",
         type=between(0, 600, "seconds"),
         default=8.0,
         metavar="T",
-        help="seconds of trial training; 0: none (default: 8)",
+        help="seconds of trial training; 0: none (default: %(default)g)",
     )
+    _add_listen(sub)
     sub.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
-    _add_learner(sub)
     _add_identity(sub)
 
 
-def _add_learner(sub: argparse._ActionsContainer) -> None:
-    """Add options for the device and the data."""
-    sub.add_argument(
-        "--device", default="cpu", help="device to train on: cpu, cuda, cuda:1, mps (default: %(default)s)"
-    )
-    sub.add_argument(
-        "--threads",
-        type=at_least(0, MOST_THREADS),
-        default=0,
-        help="number of torch threads for training; 0: chosen by measured step times (default: 0)",
-    )
-    sub.add_argument(
-        "--data", metavar="DIR", help="folder, or file of documents, to train on; a run cannot choose one for you"
-    )
-    sub.add_argument("--tokenizer", metavar="DIR", help="folder with tokenizer.json (default: --data)")
-    sub.add_argument(
-        "--model", metavar="DIR", help="folder with the safetensors that the run's adapters (LoRA) are trained on"
-    )
+# -- All commands ------------------------------------------------------------------------------------------------------
 
 
-def _add_peer(sub: argparse.ArgumentParser) -> None:
-    """Add the options that start, join and resume share."""
-    _add_learner(sub.add_argument_group("training"))
-    add_network(sub.add_argument_group("network"))
-    _add_storage(sub.add_argument_group("storage"))
-    _add_machine(sub.add_argument_group("machine and shutdown"))
-    _add_reporting(sub.add_argument_group("reporting"))
-    sub.add_argument("--learner", default="", metavar="NAME", help=argparse.SUPPRESS)  # p2pdiloco.DiLoCo's node
+def _nothing(_: argparse.ArgumentParser) -> None:
+    pass
 
 
-def _add_storage(sub: argparse._ActionsContainer) -> None:
-    _add_identity(sub)
-    sub.add_argument(
-        "--checkpoint-s",
-        type=between(1, 1e6, "seconds"),
-        metavar="T",
-        help="maximum seconds between checkpoints, which then ignore --write-gb (default: 60, or longer to keep to it)",
-    )
-    sub.add_argument(
-        "--write-gb",
-        type=between(0.001, 1e6, "gigabytes"),
-        default=19.0,
-        metavar="GB",
-        help="disk-write budget in GB per day; a checkpoint is written at least hourly nonetheless (default: "
-        "%(default)g)",
-    )
-    sub.add_argument(
-        "--keep-checkpoints",
-        type=at_least(1),
-        default=2,
-        metavar="N",
-        help="number of recent checkpoints to keep (default: 2)",
-    )
-    sub.add_argument(
-        "--average",
-        action=argparse.BooleanOptionalAction,
-        help="keep a running average of the weights, 4 bytes per parameter (default: only with --follow)",
-    )
+class Command(NamedTuple):
+    """A command; its module has ``async run(arguments) -> exit status``, and a docstring that describes it."""
+
+    help: str
+    add_arguments: Callable[[argparse.ArgumentParser], None] = _nothing
+    is_quiet: bool = False
+    """The answer goes to the terminal; only warnings are logged."""
+    parts: Mapping[str, Command] = {}
+    """Commands that are typed after this one. The module has ``async run_PART``, with a docstring, for each."""
+    usual_part: str = ""
+    """The one that is run if none is typed."""
 
 
-def _add_machine(sub: argparse._ActionsContainer) -> None:
-    sub.add_argument(
-        "--tensor-threads",
-        type=at_least(0, MOST_THREADS),
-        default=0,
-        metavar="N",
-        help="number of threads for merging; 0: half of the cores, at most 4 (default: 0)",
-    )
-    sub.add_argument(
-        "--leave-s",
-        type=between(0, 3600, "seconds"),
-        default=20.0,
-        metavar="T",
-        help="maximum seconds for a graceful shutdown (default: 20)",
-    )
-    sub.add_argument(
-        "--reattach-s",
-        type=between(0, 86400, "seconds"),
-        default=60.0,
-        metavar="T",
-        help="seconds that the learner trains on after its node was killed, until it is restarted with the same "
-        "--state; "
-        "0: end at once (default: %(default)g)",
-    )
-    sub.add_argument(
-        "--stay-s",
-        type=between(0, 1e9, "seconds"),
-        metavar="T",
-        help="seconds to serve the model after the run is complete; 0: leave at once (default: 600)",
-    )
-    sub.add_argument(
-        "--spot", type=cloud, metavar="CLOUD", help="leave when this cloud preempts the machine: aws, gcp or azure"
-    )
-    sub.add_argument(
-        "--max-memory",
-        type=size,
-        metavar="SIZE",
-        help="maximum memory of node and learner, such as 8gb; a peer that needs more leaves (default: no limit)",
-    )
-    sub.add_argument("--only-when-idle", action="store_true", help="pause the learner while others use the processors")
-    sub.add_argument("--on-battery", action="store_true", help="train on battery too (default: pause)")
-
-
-def _add_reporting(sub: argparse._ActionsContainer) -> None:
-    sub.add_argument(
-        "--page",
-        type=page_place,
-        default="auto",
-        metavar="[HOST:]PORT|off",
-        help="address of this peer's page for browsers; a HOST other than this machine requires a token (default: a "
-        "free "
-        "port on this machine)",
-    )
-    sub.add_argument(
-        "--price",
-        type=between(0, 1e6),
-        metavar="PER_HOUR",
-        help="cost of this machine per hour, for the summary at the end",
-    )
-    sub.add_argument(
-        "--notify",
-        type=notified,
-        default="",
-        metavar="COMMAND|URL",
-        help="command to run, or URL to post to, when this peer is stuck, alone, diverging, short of disk, or done",
-    )
-    sub.add_argument(
-        "--log-to",
-        type=logged,
-        action="append",
-        default=[],
-        metavar="KIND:PLACE",
-        help="also send metrics every ten seconds to tensorboard:DIR, wandb:PROJECT, trackio:PROJECT or otlp:URL; "
-        "repeatable",
-    )
-    sub.add_argument(
-        "--journal", action="store_true", help="record every event, for python -m tests.machine_sim.replay"
-    )
-
-
-def _add_identity(sub: argparse._ActionsContainer) -> None:
-    sub.add_argument("--identity_path", type=Path, metavar="FILE", help="key file (default: STATE/identity.key)")
-
-
-def _add_bootstrap(sub: argparse.ArgumentParser) -> None:
-    """For those who may be the first of a network."""
-    sub.add_argument(
-        "--bootstrap",
-        "--initial_peers",
-        nargs="*",
-        default=[],
-        metavar="ADDR",
-        help="addresses of directory nodes, or an invite (default: this peer is the first)",
-    )
-
-
-def add_common_arguments(sub: argparse.ArgumentParser, *, is_quiet: bool) -> None:
-    """What all commands take."""
-    levels = ["debug", "info", "warning", "error"]
-    sub.add_argument("--log-level", default="warning" if is_quiet else "info", choices=levels)
-    sub.add_argument(
-        "--log-format", default="text", choices=["text", "json"], help="format of log lines (default: text)"
-    )
-    sub.add_argument(
-        "--state",
-        type=Path,
-        default=state_home(),
-        metavar="DIR",
-        help="folder for keys, checkpoints and caches of one peer (default: %(default)s)",
-    )
-
+MEMBERS = {
+    "add": Command("make an invite to one of your runs", _members_add, is_quiet=True),
+    "ban": Command("remove a peer, or all peers that joined with an invite", _members_ban, is_quiet=True),
+    "list": Command("list the members of this machine's runs", _members_list, is_quiet=True),
+}
 
 COMMANDS = {
     "demo": Command("run a small swarm on this machine that trains, loses and gains peers", demo, is_quiet=True),
@@ -676,15 +779,10 @@ COMMANDS = {
     "generate": Command("sample text from a run's model", generate, is_quiet=True),
     "evaluate": Command("measure the held-out loss of a run's model, and of its average", evaluate, is_quiet=True),
     "status": Command("show runs and their peers", _status, is_quiet=True),
-    "top": Command("show a run, live or recorded, in this terminal", top, is_quiet=True),
-    "page": Command("replay a recorded run on the page that live peers serve", page, is_quiet=True),
-    "events": Command("print the events that peers have logged", events, is_quiet=True),
-    "invite": Command("make an invite to one of your runs", _invite, is_quiet=True),
-    "ban": Command("remove a peer, or all peers that came by an invite", _ban, is_quiet=True),
-    "members": Command("list the members of this machine's runs", _members, is_quiet=True),
+    "watch": Command("watch a run, live or recorded: in this terminal, as a page, or as events", watch, is_quiet=True),
+    "members": Command("add, ban or list the members of your runs", parts=MEMBERS, usual_part="list"),
     "pause": Command("pause the learners on this machine", _pause, is_quiet=True),
     "launch": Command("rent machines that join a run, through SkyPilot, within a budget", _launch, is_quiet=True),
-    "completion": Command("print a completion script for a shell", _completion, is_quiet=True),
     "plan": Command("estimate the bandwidth, memory and cost of a run", plan, is_quiet=True),
     "doctor": Command("check what this machine can do as a peer", _doctor, is_quiet=True),
 }

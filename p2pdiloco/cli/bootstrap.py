@@ -41,12 +41,12 @@ async def run(arguments: argparse.Namespace) -> int:
 
 
 async def _serve(arguments: argparse.Namespace) -> int:
-    listen, meet = arguments.listen or list(everywhere(PORT)), arguments.meet
+    listen, meet = arguments.listen or list(everywhere(PORT)), arguments.rendezvous
     for text in arguments.announce:
         addresses.parse(text)
     for text in (*listen, *(meet or ())):
         sockets.check_numeric(addresses.parse(text))
-    check_directory_addresses(arguments.initial_peers)
+    check_directory_addresses(arguments.bootstrap)
     identity = Identity.load_or_create(arguments.identity or arguments.state / "bootstrap.key")
     logs.speak_as(identity.peer_id)
     stop = asyncio.Event()
@@ -64,7 +64,7 @@ async def _serve(arguments: argparse.Namespace) -> int:
         identity,
         listen=inner,
         announce=announced,
-        initial_peers=arguments.initial_peers,
+        initial_peers=arguments.bootstrap,
         cache_path=arguments.state / "bootstrap-directory.json",
     )
     with identity.hold():

@@ -12,13 +12,14 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from p2pdiloco.cli.arguments import COMMANDS, add_common_arguments
+from p2pdiloco.cli import spellings
+from p2pdiloco.cli.arguments import COMMANDS, Command, add_common_arguments
 from p2pdiloco.cli.errors import FAILED, INTERRUPTED, CommandError
 from p2pdiloco.cli.parser import Parser, meant
 from p2pdiloco.training import PASSIVE
@@ -42,7 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         module = _load(arguments.command)
         if argv is None and hasattr(module, "prepare"):  # this process is the command, and nothing else
             module.prepare(arguments)
-        return execute(module.run, arguments)
+        part = getattr(arguments, "part", None)
+        return execute(getattr(module, f"run_{part}" if part else "run"), arguments)
     except KeyboardInterrupt:  # while it is still being imported
         return INTERRUPTED
 
@@ -95,7 +97,7 @@ def execute(run: Callable[[argparse.Namespace], Coroutine[None, None, int]], arg
         status_pipe.writer.report_exit(error.status, str(error))
         print("p2pdiloco:", logs.printable(str(error), keeps="\n"), file=sys.stderr)
         return error.status
-    except BrokenPipeError:  # ``p2pdiloco events ... | head``
+    except BrokenPipeError:  # ``p2pdiloco watch --events ... | head``
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except (KeyboardInterrupt, asyncio.CancelledError):
@@ -128,39 +130,91 @@ def _attach_status_pipe(words: Sequence[str]) -> list[str]:
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
     """The command line; only the chosen command's own arguments are there."""
+    words, notices = spellings.translate(words)
+    for notice in notices:
+        print(notice, file=sys.stderr)
     top = Parser(
         prog="p2pdiloco",
         description="Train one language model together, peer to peer, over the internet.",
         epilog=" ".join((__doc__ or "").split("\n\n", 1)[1].split()),
     )
-    top.add_argument("--version", action="version", version=f"p2pdiloco {VERSION}")
-    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    chosen = next((word for word in words if not word.startswith("-")), None)
-    later = next((word for word in words if word in COMMANDS), None)
-    if later and words[0].startswith("-") and words[0] not in ("-h", "--help", "--version"):
-        top.error(f"options come after the command: p2pdiloco {later} ...")
-    if chosen in MOVED:
-        top.error(f"{chosen} is a tool of this repository now, and no command: in a clone, {MOVED[chosen]}")
-    if chosen is not None and chosen not in COMMANDS:
-        top.error(f"there is no command {chosen}{meant(chosen, COMMANDS)}")
-    for name, command in COMMANDS.items():
-        sub = commands.add_parser(name, help=command.help, description=_description(name) if name == chosen else None)
-        if name == chosen:
-            command.add_arguments(sub)
-            add_common_arguments(sub, is_quiet=command.is_quiet)
-            sub.check(words[words.index(name) + 1 :])
+    top.add_argument("--version", action="version", version=f"p2pdiloco {VERSION}", help="print the version and exit")
+    top.add_argument(
+        "--print-completion",
+        action=_PrintCompletion,
+        choices=["bash", "zsh"],
+        help='print a completion script for a shell; in ~/.bashrc: eval "$(p2pdiloco --print-completion bash)"',
+    )
+    first = next(iter(words), "")
+    if first.startswith("-"):
+        later = next((word for word in words if word in COMMANDS), None)
+        if later and first not in ("-h", "--help", "--version"):
+            top.error(f"options come after the command: p2pdiloco {later} ...")
+        top.check(words)
+    elif first in MOVED:
+        top.error(f"{first} is a tool of this repository now, and no command: in a clone, {MOVED[first]}")
+    elif first in COMMANDS and (part := COMMANDS[first].usual_part) and _is_left_out(words[1:]):
+        words.insert(1, part)
+    _add_commands(top, COMMANDS, words)
     return top.parse_args(words)
 
 
-def _description(name: str) -> str:
-    """The description of a command: its module's docstring, read without importing the module."""
-    spec = find_spec(f"p2pdiloco.cli.{name}")
+def _is_left_out(words: Sequence[str]) -> bool:
+    """Whether ``words`` begin with no part of a command, and do not ask which there are."""
+    return not words or (words[0].startswith("-") and words[0] not in ("-h", "--help"))
+
+
+class _PrintCompletion(argparse.Action):
+    """Print the script, and exit."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, _: argparse.Namespace, shell: object, __: object = None
+    ) -> None:
+        from p2pdiloco.cli.completion import script
+
+        print(script(str(shell)))
+        parser.exit()
+
+
+def _add_commands(parser: Parser, table: Mapping[str, Command], words: Sequence[str], path: str = "") -> None:
+    """Add the commands of ``table`` to ``parser``; the arguments only of that with which ``words`` begin. ``path``: the
+    command that ``parser`` is of."""
+    chosen, *rest = words or [""]
+    if chosen and not chosen.startswith("-") and chosen not in table:
+        before = f"{path} " if path else ""
+        parser.error(f"there is no command {before}{chosen}{meant(chosen, table, before)}")
+    commands = parser.add_subparsers(dest="part" if path else "command", required=True, metavar="COMMAND")
+    for name, command in table.items():
+        is_chosen = name == chosen
+        description = _description(path or name, name if path else "") if is_chosen else None
+        sub = commands.add_parser(name, help=command.help, description=description)
+        if is_chosen and command.parts:
+            _add_commands(sub, command.parts, rest, name)
+        elif is_chosen:
+            command.add_arguments(sub)
+            add_common_arguments(sub, is_quiet=command.is_quiet)
+            sub.check(rest)
+
+
+def _description(command: str, part: str) -> str:
+    """The description of a command: its module's docstring, or that of its function for ``part``, read without
+    importing the module."""
+    spec = find_spec(f"p2pdiloco.cli.{command}")
     assert spec is not None
     assert spec.origin is not None
     import ast
 
-    text = ast.get_docstring(ast.parse(Path(spec.origin).read_text(encoding="utf-8"))) or ""
-    return " ".join(text.split(": ", 1)[-1].split())
+    module = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+    if not part:
+        return _in_one_line((ast.get_docstring(module) or "").split(": ", 1)[-1])
+    (function,) = [
+        node for node in module.body if isinstance(node, ast.AsyncFunctionDef) and node.name == f"run_{part}"
+    ]
+    return _in_one_line(ast.get_docstring(function) or "")
+
+
+def _in_one_line(docstring: str) -> str:
+    return " ".join(docstring.replace("``", "").split())
 
 
 if __name__ == "__main__":

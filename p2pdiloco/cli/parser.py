@@ -26,7 +26,7 @@ class Parser(argparse.ArgumentParser):
             if (action := self._option_string_actions.get(name)) is not None and action.nargs == "*":
                 self._taker = name
             if name.startswith("--") and not any(option.startswith(name) for option in known):
-                self.error(f"there is no option {name}{meant(name, known)}")
+                self.error(f"there is no option {name}{meant(name, self._shown())}")
 
     def _option_strings(self) -> Iterable[str]:
         yield from self._option_string_actions
@@ -34,6 +34,14 @@ class Parser(argparse.ArgumentParser):
             if isinstance(action, argparse._SubParsersAction):
                 for sub in action.choices.values():
                     yield from sub._option_string_actions
+
+    def _shown(self) -> Iterable[str]:
+        """The options that help shows."""
+        return (
+            option
+            for option in self._option_strings()
+            if (action := self._option_string_actions.get(option)) is None or action.help != argparse.SUPPRESS
+        )
 
     def error(self, message: str) -> NoReturn:
         """The sentence, and where to read on; status 2."""
@@ -46,9 +54,9 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}\nsee {self.prog} --help\n")
 
 
-def meant(word: str, known: Iterable[str]) -> str:
-    """``: did you mean ...?`` if one of ``known`` is near."""
+def meant(word: str, known: Iterable[str], before: str = "") -> str:
+    """``: did you mean ...?`` if one of ``known``, all of which stand behind ``before``, is near."""
     import difflib
 
     near = difflib.get_close_matches(word, sorted(known), n=1)
-    return f": did you mean {near[0]}?" if near else ""
+    return f": did you mean {before}{near[0]}?" if near else ""

@@ -65,7 +65,7 @@ def peer_options(arguments: argparse.Namespace, folder: Path) -> PeerOptions:
             only_when_idle=getattr(arguments, "only_when_idle", False),
             is_battery_used=getattr(arguments, "on_battery", False),
             keeps_average=_keeps_average(arguments),
-            tensor_threads=arguments.tensor_threads,
+            tensor_threads=arguments.merge_threads,
             price_per_hour=getattr(arguments, "price", None),
         ),
         watch=WatchOptions(
@@ -90,13 +90,13 @@ def has_learner(arguments: argparse.Namespace) -> bool:
 
 def open_identity(arguments: argparse.Namespace, state: Path | None = None) -> Identity:
     """The peer's key, made at the first time. ``state``: the peer's folder, if it is not --state."""
-    return Identity.load_or_create(arguments.identity_path or (state or arguments.state) / KEY_FILE)
+    return Identity.load_or_create(arguments.identity or (state or arguments.state) / KEY_FILE)
 
 
 def kept_identity(arguments: argparse.Namespace, state: Path) -> Identity | None:
     """The key of the peer whose folder is ``state``, if it has one; writes nothing. A key file that the user has named
     is that of --state."""
-    named = arguments.identity_path if state == arguments.state else None
+    named = arguments.identity if state == arguments.state else None
     return Identity.load(named or state / KEY_FILE)
 
 
@@ -108,13 +108,13 @@ def directory_options(arguments: argparse.Namespace, initial_peers: list[str]) -
     """
     invite, first = with_invite(initial_peers)
     check_directory_addresses(first)
-    for address in arguments.announce_maddrs:
+    for address in arguments.directory_announce:
         addresses.parse(address)
-    for address in arguments.host_maddrs or ():
+    for address in arguments.directory_listen or ():
         check_numeric(addresses.parse(address))
     return DirectoryOptions(
-        listen=tuple(arguments.host_maddrs or everywhere()),
-        announce=tuple(arguments.announce_maddrs),
+        listen=tuple(arguments.directory_listen or everywhere()),
+        announce=tuple(arguments.directory_announce),
         initial_peers=first,
         invite=invite,
     )

@@ -29,10 +29,10 @@ async def run(arguments: argparse.Namespace) -> int:
     with as_command_errors(repair=(ConfigError, ArchitectureError, ValueError), nobody=()):
         config = read_config(find_run(arguments.config))
         wanted = wanted_of(config, arguments.peers, arguments.step_time)
-    if arguments.link is None:
-        raise CommandError("--link none: a plan needs a rate, such as 20mbit", REPAIR)
-    down = arguments.down if arguments.down is not None else arguments.link
-    lines = PeerLines(up_bits_per_s=8 * arguments.link, down_bits_per_s=8 * down, round_trip_s=arguments.rtt / 1000)
+    if arguments.up is None:
+        raise CommandError("--up none: a plan needs a rate, such as 20mbit", REPAIR)
+    down = arguments.up if arguments.down is None else arguments.down
+    lines = PeerLines(up_bits_per_s=8 * arguments.up, down_bits_per_s=8 * down, round_trip_s=arguments.rtt / 1000)
     plan = make_plan(wanted, lines, price_a_gb=arguments.price)
     advice = advise(wanted, lines)
     if arguments.json:

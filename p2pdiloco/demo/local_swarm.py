@@ -329,5 +329,5 @@ def _number_earlier_files(folder: Path) -> None:
         path.rename(path.with_name(f"{path.stem}-{number}{path.suffix}"))
 
 
-_PEER = ["--host_maddrs", LOOPBACK, "--threads", "1", "--leave-s", "10", "--reattach-s", "0"]
+_PEER = ["--directory-listen", LOOPBACK, "--threads", "1", "--leave-s", "10", "--reattach-s", "0"]
 _PEER += ["--stay-s", "0", "--page", "off"]

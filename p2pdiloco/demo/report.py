@@ -235,5 +235,5 @@ def print_report(report: dict[str, Any], out: Path) -> None:
     print(f"  plot: {report['plot']}")
     print(f"  saved in {out}: report.json, and every peer's logs and checkpoint")
     state = out / "peer-A"
-    print(f"  play it back in a browser: p2pdiloco page {out}")
+    print(f"  play it back in a browser: p2pdiloco watch {out} --page auto")
     print(f"  have it write more: p2pdiloco generate {state}; make files of it: p2pdiloco export {state} --out model")

@@ -1,7 +1,7 @@
-"""Collects what a node shows of itself for page, ``top``, metrics and alerts.
+"""Collects what a node shows of itself for page, terminal view, metrics and alerts.
 
 The events of its machine become lines of the event log. Together with the present status, the connections and what
-other peers answer they become the picture that page, ``top``, metrics and alerts show.
+other peers answer they become the picture that page, terminal view, metrics and alerts show.
 
 Rules of this file:
 1. Nothing here decides anything of the protocol, and nothing waits for it.

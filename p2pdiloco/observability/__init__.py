@@ -1,1 +1,1 @@
-"""Views of a run for people: one snapshot, shown by page, ``top``, metrics and alerts."""
+"""Views of a run for people: one snapshot, shown by page, terminal view, metrics and alerts."""

@@ -207,7 +207,7 @@ def _manifest(folder: Path, run: str) -> Manifest | None:
 
 
 # -- Reading event logs ------------------------------------------------------------------------------------------------
-# Event logs read as they grow, and told again as they went (``p2pdiloco events``).
+# Event logs read as they grow, and told again as they went (``p2pdiloco watch --events``).
 # Rules of this file:
 # 1. Nothing is kept but the part of a line that is not written to its end, and of that at most ``LONGEST_LINE``.
 # 2. A log that is moved aside is read to its end before the new one; what cannot be read is left out.

@@ -1,4 +1,4 @@
-"""One moment of a run as one peer sees it, and what led to it: all that page, ``top``, metrics and alarms show.
+"""One moment of a run as one peer sees it, and what led to it: all that page, terminal view, metrics and alarms show.
 
 Rules of this file:
 1. Everything here is plain, finite, bounded and ready for JSON. Whoever shows it computes nothing new.

@@ -1,4 +1,4 @@
-"""The textual app of ``p2pdiloco top``: shows the same snapshot as the page; ``tui_layout`` lays out its panels.
+"""The textual app of ``p2pdiloco watch``: shows the same snapshot as the page; ``tui_layout`` lays out its panels.
 
 Rule of this file: it takes a snapshot about once a second, shows the last one, and goes on when nobody answers.
 """
@@ -59,7 +59,7 @@ THEMES = (
 class Top(App[None]):
     """Shows a source until the user quits."""
 
-    TITLE = "p2pdiloco top"
+    TITLE = "p2pdiloco watch"
     ENABLE_COMMAND_PALETTE = False
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (110, "-wide"), (150, "-broad")]  # noqa: RUF012 (as textual declares it)
     CSS = """

@@ -1,4 +1,4 @@
-"""Lays out a snapshot for ``p2pdiloco top``, panel by panel, as styled text for textual. Pure functions.
+"""Lays out a snapshot for ``p2pdiloco watch``, panel by panel, as styled text for textual. Pure functions.
 
 Rules of this file:
 1. Numbers are taken from the snapshot as they are, so that the page shows the same.

@@ -157,8 +157,9 @@ async def found(place: str, speed: float) -> Source:
         return Page(place)
     if place.startswith(("/ip4/", "/ip6/", "/dns", "p2pdiloco")):
         raise UnseenError(
-            "that tells of a directory, not of a page. For a table of the run: p2pdiloco status ADDR; to look at a "
-            "peer of this machine: p2pdiloco top, or top STATE, or top http://... (the peer prints it)"
+            "that is the address of a directory, not of a page. For a table of the run: p2pdiloco status ADDR. To "
+            "watch a peer of this machine: p2pdiloco watch, p2pdiloco watch STATE, or p2pdiloco watch http://... (the "
+            "peer prints that address)"
         )
     folder = Path(place)
     for address in await asyncio.to_thread(pages_in, folder):

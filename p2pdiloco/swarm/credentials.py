@@ -84,7 +84,7 @@ def credentials_from_invite(invite: Invite, identity: Identity) -> Credentials:
     if invite.peer is not None and invite.peer != identity.peer_id:
         raise CredentialsError(
             f"the invite is for the peer {invite.peer}, and this one is {identity.peer_id}: join with that one's "
-            "--state (or --identity_path), or ask for an invite for this one"
+            "--state (or --identity), or ask for an invite for this one"
         )
     key = identity if invite.peer is not None else invite_key(invite.secret)
     first = Certificate(

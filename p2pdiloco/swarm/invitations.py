@@ -226,7 +226,7 @@ def how_to_join(manifest: Manifest, mine: Credentials, folder: Path, directory: 
     if grant.role is not Role.ADMIN:
         return []
     if manifest.config.access == "list":
-        made = f"{usage.format('INVITE')}, made for a peer by p2pdiloco invite --peer ID"
+        made = f"{usage.format('INVITE')}, made for a peer by p2pdiloco members add --peer ID"
         where_made = f" --run {name} --state {shlex.quote(str(folder.parent))}" if is_scripts else ""
         return [Invited("", made + where_made)]
     invite = load_or_make_invite(manifest, mine, grant, folder, directory.meeting_places())

@@ -24,7 +24,7 @@ START_S = 120.0
 GONE_S = 20.0
 """How soon what lost its parent must be gone."""
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
-PEER = ("--listen", LOOPBACK, "--host_maddrs", LOOPBACK)
+PEER = ("--listen", LOOPBACK, "--directory-listen", LOOPBACK)
 TEXT = "swarm trains one model every peer holds same bits while owners merge what"
 WORDS = TEXT.split()
 

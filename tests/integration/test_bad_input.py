@@ -88,8 +88,8 @@ def test_ports_in_use(user: User) -> None:
         taken = f"/ip4/127.0.0.1/tcp/{other.getsockname()[1]}"
         words = (f"cannot listen on {taken}", "in use", "choose another port")
         user.is_told(REPAIR, *words, by=["bootstrap", "--listen", taken])
-        user.is_told(REPAIR, *words, by=["start", config, "--host_maddrs", taken, "--listen", LOOPBACK])
-        user.is_told(REPAIR, *words, by=["start", config, "--host_maddrs", LOOPBACK, "--listen", taken])
+        user.is_told(REPAIR, *words, by=["start", config, "--directory-listen", taken, "--listen", LOOPBACK])
+        user.is_told(REPAIR, *words, by=["start", config, "--directory-listen", LOOPBACK, "--listen", taken])
 
 
 # -- a swarm that is there, with peers that are not what they say ------------------------------------------------------

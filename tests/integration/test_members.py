@@ -123,7 +123,7 @@ def test_who_has_the_invite_takes_part_and_nobody_else_learns_of_the_run(tmp_pat
         assert "the founder" in said
         bob.refresh()
         wait_until(lambda: bob.view.peer in command("members", state=ann.folder)[1], START_S, "bob among the members")
-        status, said = command("ban", text, state=ann.folder)
+        status, said = command("members", "ban", text, state=ann.folder)
         assert status == 0, said
         wait_until(lambda: has_logged(ann, "parting from a peer", "is revoked"), START_S, "the end of a membership")
         assert ended(bob) == 2
@@ -134,7 +134,7 @@ def test_who_has_the_invite_takes_part_and_nobody_else_learns_of_the_run(tmp_pat
         assert "its invite is revoked" in command("members", state=ann.folder)[1]
 
         # Another invite is another matter; its holder learns of the ban.
-        status, said = command("invite", "--expires", "2h", "--max-weight", "0.5", state=ann.folder)
+        status, said = command("members", "add", "--expires", "2h", "--max-weight", "0.5", state=ann.folder)
         assert status == 0, said
         eve = swarm.launch("E", ["join", said.strip()])
         until(ann, lambda: contributes(ann, eve, 0), what="contributions of who has the new invite")
@@ -160,9 +160,9 @@ def test_a_banned_peer_does_not_come_back_and_made_up_members_keep_nobody_out(tm
         wait_until(lambda: eve.view.peer in command("members", state=ann.folder)[1], START_S, "eve among the members")
         wait_until(lambda: bob.view.peer in command("members", state=ann.folder)[1], START_S, "bob among the members")
 
-        status, said = command("ban", eve.view.peer, state=ann.folder)
+        status, said = command("members", "ban", eve.view.peer, state=ann.folder)
         assert status == 0, said
-        assert "nobody new is let in by it; a new invite for others: p2pdiloco invite" in said
+        assert "nobody new is let in by it; a new invite for others: p2pdiloco members add" in said
         assert ended(eve) == 2
         for name in ("new", "newer"):
             status, said = command("join", text, *PEER, "--data", str(tmp_path / "corpus"), state=tmp_path / name)
@@ -177,7 +177,7 @@ def test_a_banned_peer_does_not_come_back_and_made_up_members_keep_nobody_out(tm
         bob = swarm.launch("B", ["join", text])
         until(ann, lambda: contributes(ann, bob, before), what="contributions of who stays, and came back")
 
-        status, said = command("invite", state=ann.folder)
+        status, said = command("members", "add", state=ann.folder)
         assert status == 0, said
         fay = swarm.launch("F", ["join", said.strip()])
         until(ann, lambda: contributes(ann, fay, 0), what="contributions of who has the new invite")

@@ -25,7 +25,7 @@ from benchmarks.netbed import namespaces
 from p2pdiloco.access.certificates import NEVER, NO_CAP, Role
 from p2pdiloco.access.invite_code import encode_invite
 from p2pdiloco.access.membership_log import ban, closing
-from p2pdiloco.cli import doctor, top
+from p2pdiloco.cli import doctor, watch
 from p2pdiloco.discovery import directory
 from p2pdiloco.discovery.clock_sync import SharedClock
 from p2pdiloco.net.authorization import MemberAuthorizer
@@ -148,7 +148,7 @@ TYPED = [
     Mistake("listen on a numeric address", "bootstrap --listen /dns/localhost/tcp/0", "/ip4/0.0.0.0/tcp/0"),
     Mistake(
         "the identity file ... is not a libp2p Ed25519 private key",
-        f"join {DEAD} --identity_path notes.txt",
+        f"join {DEAD} --identity notes.txt",
         "restore it",
     ),
     Mistake(
@@ -158,8 +158,8 @@ TYPED = [
     Mistake("--device NAME is not a device that torch knows", f"join {DEAD} --device gpu", "use cpu, cuda"),
     Mistake("there is no checkpoint in FOLDER", "resume nothing", "name a state folder"),
     Mistake("no checkpoint in FOLDER can be used", "resume half", "Take another peer's folder"),
-    Mistake("FOLDER has no run", "invite --state nothing", "is --state the folder of the peer"),
-    Mistake("no peer has logged anything below FOLDER", "page nothing", "name a state folder"),
+    Mistake("FOLDER has no run", "members add --state nothing", "is --state the folder of the peer"),
+    Mistake("no peer has logged anything below FOLDER", "watch nothing --page auto", "name a state folder"),
     Mistake("FILE is not a journal", "tests.machine_sim.replay notes.txt", "--journal"),
     Mistake("FILE: No such file or directory", "tests.machine_sim.replay nowhere.bin", "mend the path"),
     Mistake("--out ... is a file", "demo --out notes.txt", "name a folder"),
@@ -321,15 +321,18 @@ def test_what_the_machine_is_like(user: User, monkeypatch: pytest.MonkeyPatch, t
     folder = folder_of(tmp_path / "mine", manifest.run)
     folder.mkdir(parents=True)
     (folder / MANIFEST).write_bytes(manifest.encode())
-    told("run NAME (...) takes members only, and FOLDER has no certificate", f"invite --state mine --address {DEAD}")
+    told(
+        "run NAME (...) takes members only, and FOLDER has no certificate",
+        f"members add --state mine --bootstrap {DEAD}",
+    )
     me = Identity.load_or_create(tmp_path / "mine/identity.key")
     MemberFiles(folder).write_chain(founder.chain_for(me.peer_id, Role.LEARNER))
-    told("this peer is a ROLE of run NAME, and only admins invite", f"invite --state mine --address {DEAD}")
+    told("this peer is a ROLE of run NAME, and only admins invite", f"members add --state mine --bootstrap {DEAD}")
     told("the invite is for the peer ..., and this one is ...", f"join {invite_of(founder, peer=NOBODY)}")
     monkeypatch.setattr(data_sources, "find_spec", lambda _: None)
     told("run NAME needs transformers", "start llama.toml")
-    monkeypatch.setattr(top, "find_spec", lambda _: None)
-    told("top draws with textual, which is not installed here", "top")
+    monkeypatch.setattr(watch, "find_spec", lambda _: None)
+    told("watch draws with textual, which is not installed here", "watch")
     monkeypatch.setenv("PATH", str(tmp_path))
     told("the program sky is not there", f"launch {invite} --dollars 5")
     monkeypatch.setattr(namespaces.os, "geteuid", lambda: 1000)
@@ -418,7 +421,7 @@ def test_what_other_peers_say(
     told("its signer is not an admin of this run", [*join, invite_of(impostor, address)])
     key = Path("banned.key")
     key.write_bytes(BANNED.to_file_bytes())
-    told("... is banned (by ...)", [*join, invite_of(founder, address), "--identity_path", str(key)])
+    told("... is banned (by ...)", [*join, invite_of(founder, address), "--identity", str(key)])
     monkeypatch.setattr(run_lookup, "PATIENCE_S", 0.1)
     with directory_with() as empty:
         told("the directory lists no open run", ["status", empty])

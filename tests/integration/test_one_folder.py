@@ -67,7 +67,7 @@ def test_start_resume_and_start_go_on_from_each_others_state_and_nobody_disturbs
         assert len(run_folders(ann)) == 1
 
         held = {path.name for path in ann.folder.iterdir()} | {"directory.json"}  # which A itself writes after a while
-        second = Member("A2", [*start, "--identity_path", str(tmp_path / "other.key")], ann.folder, swarm.mark)
+        second = Member("A2", [*start, "--identity", str(tmp_path / "other.key")], ann.folder, swarm.mark)
         assert f"is in use by process {ann.process.pid}" in complaint(second)
         assert "--state" in complaint(second)
         assert {path.name for path in ann.folder.iterdir()} <= held, "it writes nothing"

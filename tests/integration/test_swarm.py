@@ -49,7 +49,7 @@ def complete(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Member]]
         with (
             learners_held(founder),
             learners_held(
-                swarm.join("B", address, "--journal"), swarm.join("C", address, "--journal", "--tensor-threads", "3")
+                swarm.join("B", address, "--journal"), swarm.join("C", address, "--journal", "--merge-threads", "3")
             ),
         ):
             until(founder, lambda: founder.view.live == 3, what="three live peers")

@@ -1,4 +1,4 @@
-"""``p2pdiloco ban``: whom it puts out, which invite it closes, and that it says so."""
+"""``p2pdiloco members ban``: whom it puts out, which invite it closes, and that it says so."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Home:
 
 
 def said(home: Home, capsys: pytest.CaptureFixture[str], who: str, status: int = 0) -> str:
-    assert main(["ban", who, "--state", str(home.state)]) == status
+    assert main(["members", "ban", who, "--state", str(home.state)]) == status
     told = capsys.readouterr()
     return told.out + told.err
 
@@ -88,9 +88,9 @@ def test_a_peers_ban_closes_the_invite_by_which_it_came(tmp_path: Path, capsys: 
     assert home.standing(ann, bob, eve) == [True, True, False]
     assert (home.is_let_in(shown), home.is_let_in(other)) == (False, True)
     assert f"closed the invite by which it came, {key_in(shown)}: nobody new is let in by it" in told
-    assert "a new invite for others: p2pdiloco invite" in told
+    assert "a new invite for others: p2pdiloco members add" in told
     assert "its next start shows another one" in told
-    assert f"2 peers are still in that came by it; to end that, too: p2pdiloco ban {key_in(shown)}" in told
+    assert f"2 peers are still in that came by it; to end that, too: p2pdiloco members ban {key_in(shown)}" in told
     assert ann in told
     assert bob in told
     assert home.files.invite() == ""

@@ -10,6 +10,7 @@ import pytest
 
 from p2pdiloco.cli.arguments import COMMANDS
 from p2pdiloco.cli.completion import script
+from p2pdiloco.cli.main import main
 
 
 def completed(*words: str) -> list[str]:
@@ -31,7 +32,9 @@ def completed(*words: str) -> list[str]:
         (("start", "--boot"), ["--bootstrap"]),
         (("start", "x", "--access", ""), ["open", "invite", "list"]),
         (("export", "x", "--format", "s"), ["safetensors"]),
-        (("completion", "b"), ["bash"]),
+        (("--print-completion", "b"), ["bash"]),
+        (("members", ""), ["add", "ban", "list"]),
+        (("members", "add", "--exp"), ["--expires"]),
     ],
 )
 def test_commands_options_and_choices(words: tuple[str, ...], offered: list[str]) -> None:
@@ -49,10 +52,17 @@ def test_any_other_value_is_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert completed("join", "x", "--data", "ru") == ["run.toml"]
 
 
+def test_the_program_prints_the_script(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--print-completion", "bash"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == script("bash") + "\n"
+
+
 def test_zsh_reads_its_script() -> None:
     text = script("zsh")
     assert text.startswith("#compdef p2pdiloco")
-    for name in COMMANDS:
+    for name in (*COMMANDS, *(f"members_{part}" for part in COMMANDS["members"].parts)):
         assert f"_shtab_p2pdiloco_{name}_options=(" in text
     if shutil.which("zsh") is not None:
         subprocess.run(["zsh", "-n"], input=text, text=True, check=True, timeout=20)

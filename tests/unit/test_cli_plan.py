@@ -70,7 +70,7 @@ def test_a_fragment_of_one_shard_is_sent_to_all_by_one_owner() -> None:
 
 
 def test_the_command_says_what_to_expect(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["plan", "stdlib-tiny", "--peers", "4", "--link", "1mbit", "--step-time", "1", "--price", "0.09"]
+    words = ["plan", "stdlib-tiny", "--peers", "4", "--up", "1mbit", "--step-time", "1", "--price", "0.09"]
     assert main(words) == 0
     assert "turns kept" in capsys.readouterr().out
     assert main([*words, "--json"]) == 0
@@ -81,7 +81,7 @@ def test_the_command_says_what_to_expect(capsys: pytest.CaptureFixture[str]) -> 
 
 @pytest.mark.parametrize(
     ("words", "told"),
-    [(["stdlib-tiny", "--link", "none"], "needs a rate"), (["lora", "--link", "1mbit"], "model.folder")],
+    [(["stdlib-tiny", "--up", "none"], "needs a rate"), (["lora", "--up", "1mbit"], "model.folder")],
 )
 def test_what_cannot_be_planned_is_said(words: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *words, "--peers", "4", "--step-time", "1"]) == 2

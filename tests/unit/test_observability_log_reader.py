@@ -81,11 +81,11 @@ def test_events_are_chosen_and_told_in_sentences(tmp_path: Path) -> None:
 
 def test_the_command_tells_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path / "metrics.jsonl", started(100.0, ANN), progress(101.0, 5))
-    assert main(["events", str(tmp_path), "--kind", "progress", "--json"]) == 0
+    assert main(["watch", "--events", str(tmp_path), "--kind", "progress", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {**progress(101.0, 5), "source": ANN}
-    assert main(["events", str(tmp_path), "--kind", "progres"]) == 2
+    assert main(["watch", "--events", str(tmp_path), "--kind", "progres"]) == 2
     assert "did you mean progress?" in capsys.readouterr().err
-    assert main(["events", str(tmp_path / "nothing")]) == 2
+    assert main(["watch", "--events", str(tmp_path / "nothing")]) == 2
     assert "no peer has logged anything" in capsys.readouterr().err
 
 

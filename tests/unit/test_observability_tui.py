@@ -1,4 +1,4 @@
-"""``p2pdiloco top`` in a terminal that nobody sees, and what it draws."""
+"""``p2pdiloco watch`` in a terminal that nobody sees, and what it draws."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ def test_what_is_told_to_join_with_can_be_used_as_it_stands(tmp_path: Path, acce
         begins = [f"{INVITED}:  p2pdiloco join {word}" for word in typed]
     assert all(line.startswith(begin) for line, begin in zip(lines, begins, strict=True))
     if (access, kind) == ("list", "external"):
-        assert lines[0].endswith(f"by p2pdiloco invite --peer ID --run stage --state '{tmp_path}/a state'")
+        assert lines[0].endswith(f"by p2pdiloco members add --peer ID --run stage --state '{tmp_path}/a state'")
 
 
 def test_addresses_are_kept_for_invites_that_are_made_later(tmp_path: Path) -> None:
@@ -177,8 +177,8 @@ class Places:
 def test_where_newcomers_find_the_directory_follows_who_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_dialable: bool | None
 ) -> None:
-    """A bootstrap has gone: an invite that is made now, here or by ``p2pdiloco invite``, names who is there, unless
-    nobody can dial that; and comes back."""
+    """A bootstrap has gone: an invite that is made now, here or by ``p2pdiloco members add``, names who is there,
+    unless nobody can dial that; and comes back."""
     monkeypatch.setattr(invitations, "LOOK_S", 0.001)
     manifest, mine = run_with("invite")
     said: list[str | StatusMessage] = []

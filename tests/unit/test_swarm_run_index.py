@@ -65,10 +65,10 @@ def test_a_scripts_run_is_invited_to_and_paused_by_name_with_the_scripts_key(
 ) -> None:
     manifest = leave(tmp_path / "story", "story")
     ours = Identity.load_or_create(tmp_path / KEY_FILE)
-    invite = decode_invite(said(capsys, "invite", "--run", "story", "--state", tmp_path))
+    invite = decode_invite(said(capsys, "members", "add", "--run", "story", "--state", tmp_path))
     assert invite.run == manifest.run
     assert credentials_from_invite(invite, ours).chain
-    assert "banned" in said(capsys, "ban", ours.peer_id, "--run", "story", "--state", tmp_path)
+    assert "banned" in said(capsys, "members", "ban", ours.peer_id, "--run", "story", "--state", tmp_path)
     assert list((folder_of(tmp_path / "story", manifest.run) / "members" / "new").iterdir())
     assert str(tmp_path / "story") in said(capsys, "pause", "--state", tmp_path)
     assert not (tmp_path / manifest.run[:12]).exists(), "all is kept with the script's peer"
@@ -86,7 +86,7 @@ def test_members_tells_each_peer_with_its_runs(tmp_path: Path, capsys: pytest.Ca
     assert (other["state"], other["peer"]) == (str(tmp_path / "story"), FOUNDER.peer_id)
     assert [row["key"] for row in other["runs"][theirs.run]] == [FOUNDER.peer_id]
     (tmp_path / KEY_FILE).rename(tmp_path / "key")
-    told = said(capsys, "members", "--state", tmp_path, "--identity_path", tmp_path / "key").splitlines()
+    told = said(capsys, "members", "--state", tmp_path, "--identity", tmp_path / "key").splitlines()
     assert [line.split()[2] for line in told[:2]] == [ours, FOUNDER.peer_id]
     told = said(capsys, "members", "--run", "story", "--state", tmp_path).splitlines()
     assert told[0] == f"this peer  {FOUNDER.peer_id}  in {tmp_path / 'story'}"

@@ -38,7 +38,7 @@ def test_ipv6_alone_and_port_443_alone_meet_a_home_through_one_port(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hasty.begin(monkeypatch)
-    hub = [word for where in PORTS for word in ("--listen", where, "--meet", where)]
+    hub = [word for where in PORTS for word in ("--listen", where, "--rendezvous", where)]
     try:
         with (
             network(SOURCE, is_verified=False) as made,

@@ -65,7 +65,7 @@ class Peer:
             min_quorum=config.get("min_quorum", 1),
             codec=config["codec"],
             state=self._folder,
-            node_options=("--listen", listen, "--host_maddrs", listen, *budget),
+            node_options=("--listen", listen, "--directory-listen", listen, *budget),
         )
         self._outer.__enter__()
 
