@@ -181,7 +181,7 @@ def _add_training_files(sub: argparse._ActionsContainer) -> None:
     sub.add_argument(
         "--model",
         metavar="DIR",
-        help="folder with the safetensors files of the base model, for runs that train adapters (LoRA) (default: none)",
+        help="for runs that train adapters (LoRA): folder with the safetensors files of the base model (default: none)",
     )
 
 
@@ -199,7 +199,7 @@ def _add_threads(sub: argparse._ActionsContainer) -> None:
 
 
 def _bootstrap(sub: argparse.ArgumentParser) -> None:
-    _add_listen(sub, "/ip4/0.0.0.0/tcp/31337 and /ip6/::/tcp/31337")
+    _add_listen(sub, "port 31337, IPv4 and IPv6")
     _add_announce(sub)
     _add_bootstrap(sub, "other directory nodes to connect to", "none")
     sub.add_argument(
@@ -348,7 +348,7 @@ def _add_machine(sub: argparse._ActionsContainer) -> None:
         "--spot",
         type=cloud,
         metavar="CLOUD",
-        help="leave when this cloud preempts the machine: aws, gcp or azure (default: do not ask a cloud)",
+        help="leave when this cloud preempts the machine: aws, gcp or azure (default: none)",
     )
     sub.add_argument(
         "--leave-s",
@@ -379,8 +379,8 @@ def _add_reporting(sub: argparse._ActionsContainer) -> None:
         type=page_place,
         default="auto",
         metavar="[HOST:]PORT|off",
-        help="address of this peer's page for browsers; auto: a free port of this machine; with a HOST, the page "
-        "requires a token (default: %(default)s)",
+        help="address of this peer's page for browsers; auto: a free port of this machine; where other machines can "
+        "reach HOST, the page requires a token (default: %(default)s)",
     )
     sub.add_argument(
         "--price",
@@ -422,7 +422,7 @@ def export(sub: argparse.ArgumentParser) -> None:
     _add_average(sub)
     _add_model_files(
         sub,
-        "folder with the safetensors files that the run began with, for what the run did not train (default: none)",
+        "folder with the safetensors files that the run began with, to complete what it trained (default: none)",
         "folder with a tokenizer.json to copy into the export (default: none)",
     )
     sub.add_argument(
@@ -479,7 +479,7 @@ def _add_source(sub: argparse.ArgumentParser, also: str = "") -> None:
 
 def _add_model_files(
     sub: argparse.ArgumentParser,
-    model: str = "folder with the safetensors files of the base model, for runs that train adapters (LoRA) (default: "
+    model: str = "for runs that train adapters (LoRA): folder with the safetensors files of the base model (default: "
     "none)",
     tokenizer: str = "folder with the run's tokenizer.json, for models that read tokens (default: none)",
 ) -> None:
@@ -491,7 +491,7 @@ def _add_average(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--average",
         action="store_true",
-        help="use the running average of the weights, which followers and peers with --average keep",
+        help="use the running average of the weights; followers keep one, and peers that run with --average",
     )
 
 
@@ -575,7 +575,10 @@ def _members_add(sub: argparse.ArgumentParser) -> None:
         "--peer", metavar="ID", help="make the invite for this peer alone (default: for anyone who has it)"
     )
     sub.add_argument(
-        "--max-weight", type=between(0, 1e9), metavar="W", help="maximum weight when owners are selected (default: 1)"
+        "--max-weight",
+        type=between(0, 1e9),
+        metavar="W",
+        help="maximum weight of the new members when owners are selected; peers ask for 1 (default: no limit)",
     )
     _add_bootstrap(sub, "addresses of directory nodes that the invite names", "the run's")
     _add_identity(sub)
@@ -611,7 +614,7 @@ def demo(sub: argparse.ArgumentParser) -> None:
         "--config",
         default="stdlib-tiny",
         metavar="CONFIG",
-        help="TOML file, or name of a shipped one (default: %(default)s)",
+        help=argparse.SUPPRESS,  # for developers
     )
     sub.add_argument(
         "--steps",
@@ -624,7 +627,7 @@ def demo(sub: argparse.ArgumentParser) -> None:
         type=between(1, 86400, "seconds"),
         default=420.0,
         metavar="SECONDS",
-        help="seconds after which the demo fails (default: %(default)g)",
+        help=argparse.SUPPRESS,  # for continuous integration
     )
     _add_state(sub, is_used=False)
 
@@ -677,7 +680,9 @@ def _launch(sub: argparse.ArgumentParser) -> None:
         help="further options for p2pdiloco join, as one quoted string (default: none)",
     )
     sub.add_argument(
-        "--source", metavar="WHAT", help="what pip installs on the machines (default: this checkout, or release)"
+        "--source",
+        metavar="WHAT",
+        help=argparse.SUPPRESS,  # for developers: what pip installs on the machines, if not this checkout or release
     )
     sub.add_argument(
         "--out",

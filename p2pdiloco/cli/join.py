@@ -1,5 +1,5 @@
-"""``p2pdiloco join``: Find a run through any directory address, download its manifest and state from its peers, and
-train.
+"""``p2pdiloco join``: Find a run by an invite or the address of a directory node, download its manifest and state
+from its peers, and train.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """``p2pdiloco launch``: Rent machines that join a run, through SkyPilot (the extra sky), within a budget. A machine
-that costs more per hour than the budget allows is not rented. Each peer leaves in order when its hours are over, and
-the machine is returned.
+that costs more per hour than the budget allows is not rented. Each peer shuts down gracefully when its hours are over,
+and the machine is returned.
 """
 
 from __future__ import annotations

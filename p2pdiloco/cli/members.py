@@ -176,8 +176,8 @@ def _shown(peers: list[PeerId]) -> Iterator[str]:
 
 
 async def run_list(arguments: argparse.Namespace) -> int:
-    """List the members of the runs in --state: role, expiry, inviter, and whether banned; and the peer id of this
-    machine. The list is what this machine's peer knows."""
+    """List the members of the runs in --state as far as this machine's peer knows them: role, expiry, inviter, and
+    whether banned; and the peer id of this machine."""
     with as_command_errors(repair=(ConfigError, IdentityError, ValueError), nobody=()):
         if arguments.id:
             place = None if arguments.run is None else kept_run(arguments.state, arguments.run).state

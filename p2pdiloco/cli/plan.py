@@ -1,5 +1,5 @@
-"""``p2pdiloco plan``: Estimate what a run needs of each peer's link, memory and money, and which H, tau and codec
-fit the link. Nothing is created.
+"""``p2pdiloco plan``: Estimate the bandwidth, memory and money that a run needs of each peer, and which H, tau and
+codec fit the link. Nothing is created.
 """
 
 from __future__ import annotations

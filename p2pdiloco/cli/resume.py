@@ -1,6 +1,6 @@
-"""``p2pdiloco resume``: Continue a run whose peers have all stopped, from their checkpoints: the heaviest head of
-each shard is used. Further peers simply join again, in any order. With ``--known-good``, go back to the checkpoint
-before something went wrong.
+"""``p2pdiloco resume``: Continue a run whose peers have all stopped, from the checkpoints in their state folders: of
+each shard, the version in which most tokens are merged. Other peers then join again, in any order. With
+``--known-good``, go back to the checkpoint before something went wrong.
 """
 
 from __future__ import annotations

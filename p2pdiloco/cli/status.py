@@ -1,6 +1,6 @@
-"""``p2pdiloco status``: Show the runs that a directory knows, and their peers. known: announced in the directory;
-live: connected and responding; participating: with a learner that can contribute; averaged: learners in the last
-merge.
+"""``p2pdiloco status``: Show the runs that a directory knows, and their peers. Of the peers of a run, known ones are
+announced in the directory, live ones are connected and respond, and participating ones have a learner that can
+contribute; "weight averaged" counts the learners in the last merge.
 """
 
 from __future__ import annotations

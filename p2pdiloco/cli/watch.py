@@ -1,7 +1,7 @@
-"""``p2pdiloco watch``: Watch a run, live or recorded. Without an option, draw it in this terminal, like its page in a
-browser: live while a peer runs whose state folder or page WHAT names, else from its event logs. --page serves the event
-logs of a folder as a page. --events prints them, as sentences or as JSON. A folder is a peer's state folder, a run's
-folder in it, or the folder of a demo.
+"""``p2pdiloco watch``: Watch a run, live or recorded. By default, draw the run in this terminal, as its page in a
+browser does: live while the peer runs that WHAT names, else from its event logs. With --page, serve the event logs of a
+folder as a page. With --events, print them as sentences or as JSON. A folder is a peer's state folder, a run's folder
+in it, or the folder of a demo.
 """
 
 from __future__ import annotations
