@@ -41,10 +41,10 @@ async def run(arguments: argparse.Namespace) -> int:
 
 
 async def _serve(arguments: argparse.Namespace) -> int:
-    listen, meet = arguments.listen or list(everywhere(PORT)), arguments.rendezvous
+    listen, rendezvous = arguments.listen or list(everywhere(PORT)), arguments.rendezvous
     for text in arguments.announce:
         addresses.parse(text)
-    for text in (*listen, *(meet or ())):
+    for text in (*listen, *(rendezvous or ())):
         sockets.check_numeric(addresses.parse(text))
     check_directory_addresses(arguments.bootstrap)
     identity = Identity.load_or_create(arguments.identity or arguments.state / "bootstrap.key")
@@ -53,10 +53,10 @@ async def _serve(arguments: argparse.Namespace) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    transport = Transport(identity, listen=_meeting_addresses(listen, meet), run="", version=WIRE_VERSION)
+    transport = Transport(identity, listen=_meeting_addresses(listen, rendezvous), run="", version=WIRE_VERSION)
     server = RendezvousServer(transport, arguments.relay)
     inner, announced = listen, arguments.announce
-    if meet and set(listen) <= set(meet):  # both at one port: the daemon listens behind it
+    if rendezvous and set(listen) <= set(rendezvous):  # both at one port: the daemon listens behind it
         port = _free_port()
         transport.setup.takers[port_multiplexer.FIRST] = port_multiplexer.SharedPort(port).carry
         inner, announced = [f"/ip4/127.0.0.1/tcp/{port}"], announced or _expanded(listen)
@@ -74,14 +74,16 @@ async def _serve(arguments: argparse.Namespace) -> int:
             peer_options.say(Listening(tuple(directory.visible_addresses())))
             await stop.wait()
             if pairs := server.introducer.relayed_pairs:
-                print(f"{pairs} pairs of peers were connected over this node alone: they meet again where another is")
+                print(
+                    f"{pairs} pairs of peers were connected only through this node; they reconnect through another one"
+                )
     return 0
 
 
-def _meeting_addresses(listen: list[str], meet: list[str] | None) -> list[str]:
+def _meeting_addresses(listen: list[str], rendezvous: list[str] | None) -> list[str]:
     """The addresses of the rendezvous server: the user's, or the port after each of the directory's."""
-    if meet:
-        return meet
+    if rendezvous:
+        return rendezvous
     found = []
     for first in map(addresses.parse, listen):
         wanted = msgspec.structs.replace(first, port=first.port + 1 if 0 < first.port < LAST_PORT else 0)

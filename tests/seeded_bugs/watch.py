@@ -21,7 +21,7 @@ BUGS = (
         where="describe",
         old="(KeyError, TypeError, ValueError, AttributeError, ArithmeticError)",
         new="(KeyError, TypeError, ValueError, AttributeError)",
-        harm="one damaged line, and `events` ends in a traceback",
+        harm="one damaged line, and `watch --events` ends in a traceback",
         killed_by=(f"{_READER_TESTS}::test_every_kind_is_told_in_words",),
     ),
     Bug(
@@ -39,7 +39,7 @@ BUGS = (
         where="describe",
         old="detail(event.line)",
         new="None",
-        harm="nine lines of ten that `events` prints are field=value",
+        harm="nine lines of ten that `watch --events` prints are field=value",
         killed_by=(f"{_READER_TESTS}::test_every_kind_is_told_in_words",),
     ),
     Bug(

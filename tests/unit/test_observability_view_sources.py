@@ -1,4 +1,5 @@
-"""Where ``top`` gets its pictures: a page over a real socket, a state folder of a peer that lives or is gone."""
+"""Where ``p2pdiloco watch`` gets its pictures: a page over a real socket, a state folder of a peer that lives or is
+gone."""
 
 from __future__ import annotations
 
