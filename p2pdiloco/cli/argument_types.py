@@ -48,7 +48,7 @@ def size(text: str) -> float:
         digits = lower.removesuffix(unit)
         if digits != lower and digits.replace(".", "", 1).isdecimal() and float(digits) > 0:
             return float(digits) * factor
-    raise argparse.ArgumentTypeError(f"{text!r} is no size: say 500mb or 8gb")
+    raise argparse.ArgumentTypeError(f"{text!r} is not a size: write 500mb or 8gb")
 
 
 def file(text: str) -> Path:
@@ -83,7 +83,7 @@ def notified(text: str) -> str:
     try:
         words = shlex.split(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no command ({error}): close its quotation marks") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a command ({error}): close its quotation marks") from None
     if words and shutil.which(words[0]) is None:
         raise argparse.ArgumentTypeError(
             f"there is no command {words[0]!r}: give its path, make it executable (chmod +x), or give an address "

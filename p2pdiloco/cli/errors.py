@@ -48,9 +48,7 @@ def _of_system(error: OSError) -> CommandError:
             REPAIR,
         )
     if error.filename and error.errno in OWNER_ERRORS:
-        return CommandError(
-            f"{text}; change whose it is (ls -ld tells), or name another place, as with --state", REPAIR
-        )
+        return CommandError(f"{text}; change its owner (see ls -ld), or name another place, as with --state", REPAIR)
     if error.errno in PORT_ERRORS:
         return CommandError(f"{text}; choose another port (0: any free one), or stop what listens there", REPAIR)
     if error.errno in DISK_ERRORS:

@@ -110,5 +110,8 @@ async def _hand_over(sky: str, text: str, machines: int) -> int:
             if status:
                 print(f"p2pdiloco: sky launch ended with status {status} for {name}", file=sys.stderr)
                 return FAILED
-            print(f"{name} joins; what it says: sky logs {name}; to give it back earlier: sky down {name}", flush=True)
+            print(
+                f"{name} joins the run; to read its log: sky logs {name}; to return it early: sky down {name}",
+                flush=True,
+            )
     return 0

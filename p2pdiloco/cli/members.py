@@ -85,11 +85,11 @@ async def run_ban(arguments: argparse.Namespace) -> int:
         if grant.role is not Role.ADMIN:
             raise CommandError(
                 f"this peer is a {grant.role.name.lower()} of run {manifest.config.name}, and only admins ban: ask "
-                "one of them for it (p2pdiloco members tells who they are)",
+                "an admin (p2pdiloco members lists them)",
                 REPAIR,
             )
         if subject == manifest.founder:
-            raise CommandError("that is the founder's key, which nobody bans", REPAIR)
+            raise CommandError("this key is the founder's, and a founder cannot be banned", REPAIR)
         files, members = MemberFiles(folder), members_of(manifest)
         files.load(members)
         target = members.grant_of(subject)
@@ -105,7 +105,7 @@ async def run_ban(arguments: argparse.Namespace) -> int:
         print(f"banned from run {manifest.config.name}: {subject}")
         out = [one.subject for one in members.known() if subject in {step.subject for step in one.steps}]
         if out:
-            print(f"with it {_are(out)} out, whose membership came from it:")
+            print(f"{_are(out)} out too, because their membership depends on it:")
             print(*_shown(out), sep="\n")
         if _is_shown(files, subject):
             files.write_invite("")  # the next start shows another one
@@ -118,39 +118,40 @@ async def run_ban(arguments: argparse.Namespace) -> int:
 def _close_invite_of(
     subject: PeerId, members: Members, files: MemberFiles, mine: Credentials, by: Grant
 ) -> Iterator[str]:
-    """Let nobody new in by the invite by which the banned peer came, if that is known; what came of it, in lines."""
+    """Close the invite with which the banned peer joined, if that is known; yields what happened, in lines."""
     target = members.grant_of(subject)
     if not members.is_private:
         yield "this run is open to all, so whoever was banned can come back with another key"
         return
     if target is None:
         yield (
-            "by which invite it came is not known here, so none was closed: if it was a peer, it may come back with "
+            "this peer does not know with which invite it joined, so no invite was closed, and it may come back with "
             "another key"
         )
         return
     invite = target.steps[-1]
     if invite.kind is not Kind.INVITE:
-        yield "it was let in by name, so there is no invite by which it could come back with another key"
+        yield "it was admitted by name, so there is no invite with which it could come back under another key"
         return
     if members.ban_of(invite) is not None:
-        yield f"the invite by which it came, {invite.subject}, lets in nobody new already"
+        yield f"the invite with which it joined, {invite.subject}, was closed already"
         return
     if not members.may_ban(by, invite):
         yield (
-            f"the invite by which it came, {invite.subject}, makes admins, so only an admin nearer to the founder can "
-            f"close it: until one bans {invite.subject}, whoever holds it may come with another key"
+            f"the invite with which it joined, {invite.subject}, makes admins, so only an admin nearer to the founder "
+            f"can close it: until one bans {invite.subject}, whoever holds it may come with another key"
         )
         return
     grants = [(one, members.grant_of(one)) for one in members.guests_of(invite.subject)]
     stay = [one for one, grant in grants if grant is None or members.ban_of(grant) is None]
     files.queue_statement(closing(mine.run, invite.subject, stay, by, mine.identity.sign))
-    yield f"closed the invite by which it came, {invite.subject}: nobody new is let in by it; {ANOTHER}"
+    yield f"closed the invite with which it joined, {invite.subject}: nobody new is let in by it; {ANOTHER}"
     if _is_shown(files, invite.subject):
         files.write_invite("")
         yield "it was the invite that this peer shows when it starts: its next start shows another one"
     if stay:
-        yield f"{_are(stay)} still in that came by it; to end that, too: p2pdiloco members ban {invite.subject}"
+        to_do = f"to remove them, too: p2pdiloco members ban {invite.subject}"
+        yield f"{_are(stay)} still in the run with that invite; {to_do}"
         yield from _shown(stay)
 
 

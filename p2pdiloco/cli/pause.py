@@ -18,6 +18,6 @@ async def run(arguments: argparse.Namespace) -> int:
         several = [] if arguments.run else kept_runs(arguments.state)
         for kept in several or [kept_run(arguments.state, arguments.run)]:
             resource_guard.pause(kept.folder, is_paused=not arguments.end)
-            what = "goes on" if arguments.end else "rests until p2pdiloco pause --end"
-            peer_options.say(f"run {kept.manifest.config.name} ({kept.folder}): its peer here {what}")
+            what = "continues" if arguments.end else "is paused until p2pdiloco pause --end"
+            peer_options.say(f"run {kept.manifest.config.name} ({kept.folder}): training here {what}")
     return 0

@@ -87,19 +87,22 @@ def test_a_peers_ban_closes_the_invite_by_which_it_came(tmp_path: Path, capsys: 
     told = said(home, capsys, eve)
     assert home.standing(ann, bob, eve) == [True, True, False]
     assert (home.is_let_in(shown), home.is_let_in(other)) == (False, True)
-    assert f"closed the invite by which it came, {key_in(shown)}: nobody new is let in by it" in told
+    assert f"closed the invite with which it joined, {key_in(shown)}: nobody new is let in by it" in told
     assert "a new invite for others: p2pdiloco members add" in told
     assert "its next start shows another one" in told
-    assert f"2 peers are still in that came by it; to end that, too: p2pdiloco members ban {key_in(shown)}" in told
+    assert (
+        f"2 peers are still in the run with that invite; to remove them, too: p2pdiloco members ban {key_in(shown)}"
+        in told
+    )
     assert ann in told
     assert bob in told
     assert home.files.invite() == ""
-    assert "lets in nobody new already" in said(home, capsys, bob)
+    assert "was closed already" in said(home, capsys, bob)
     assert home.standing(ann, bob) == [True, False]
     told = said(home, capsys, key_in(shown))
     assert home.standing(ann) == [False]
-    assert "3 peers are out, whose membership came from it" in told
-    assert "not known here" not in told
+    assert "3 peers are out too, because their membership depends on it" in told
+    assert "does not know" not in told
 
 
 def test_an_invites_ban_puts_out_all_who_came_by_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -109,7 +112,7 @@ def test_an_invites_ban_puts_out_all_who_came_by_it(tmp_path: Path, capsys: pyte
     many, ann = [home.joins(leaked) for _ in range(20)], home.joins(other)
     told = said(home, capsys, leaked)
     assert home.standing(ann, *many) == [True] + 20 * [False]
-    assert "with it 20 peers are out" in told
+    assert "20 peers are out too" in told
     assert "and 4 more: p2pdiloco members" in told
     assert home.files.invite() == other
     assert "it was the invite that this peer shows when it starts" in said(home, capsys, other)
@@ -120,8 +123,8 @@ def test_where_no_invite_is_closed_it_says_why(tmp_path: Path, capsys: pytest.Ca
     home = Home(tmp_path / "private")
     ann, stranger = Identity.ephemeral(), Identity.ephemeral().peer_id
     home.joins(home.invite(peer=ann.peer_id), ann)
-    assert "let in by name" in said(home, capsys, ann.peer_id)
-    assert "is not known here, so none was closed" in said(home, capsys, stranger)
+    assert "admitted by name" in said(home, capsys, ann.peer_id)
+    assert "does not know with which invite it joined, so no invite was closed" in said(home, capsys, stranger)
     assert "open to all" in said(Home(tmp_path / "open", "open"), capsys, stranger)
 
 
