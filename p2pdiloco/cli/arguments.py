@@ -627,7 +627,7 @@ def demo(sub: argparse.ArgumentParser) -> None:
         type=between(1, 86400, "seconds"),
         default=420.0,
         metavar="SECONDS",
-        help=argparse.SUPPRESS,  # for continuous integration
+        help="seconds after which an unfinished demo fails; a slow machine may need more (default: %(default)g)",
     )
     _add_state(sub, is_used=False)
 

@@ -65,7 +65,10 @@ def play(swarm: Swarm, config: RunConfig, limit_s: float, is_interrupted: Callab
             swarm.stop()
             return None
         if time.monotonic() - began > limit_s:
-            raise SwarmError(f"the run is not over after {limit_s:.0f} s, at step {founder.view.step}")
+            raise SwarmError(
+                f"the run is at step {founder.view.step} after {limit_s:.0f} s, and not over: on a slow machine, allow "
+                "more time with --time-limit, or fewer steps with --steps"
+            )
         for member in swarm.members:
             member.refresh()
             if member.ended_badly:
