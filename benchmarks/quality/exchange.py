@@ -233,10 +233,10 @@ class Exchange:
         self._round(self.momentum[span])
         return change
 
-    def _factors(self, learners: Sequence[int], gradients: Sequence[merge.Gradient]) -> list[float]:
-        factors = self._agreement.judge(list(map(str, learners)), gradients).factors
-        self.lowered += sum(factor < 1.0 for factor in factors)
-        return factors
+    def _factors(self, learners: Sequence[int], gradients: Sequence[merge.Gradient]) -> list[float] | None:
+        found = self._agreement.judge(list(map(str, learners)), gradients).factors
+        self.lowered += sum(per_cent < 100 for per_cent in found)
+        return [per_cent / 100 for per_cent in found] or None
 
     def _owner_of(self, shard: ShardId) -> int:
         kind, _, spell = self._setting.owners.partition("@")

@@ -10,7 +10,10 @@ For the contributions of a merge, with v their outer gradients:
 2. History h_i is the owner's own running mean of a_i for that learner, over all shards. It is never sent.
 3. The factor of a contribution's weight is max(F(a_i), F(h_i)), where F(x) = min(1, max(``FLOOR``, ``SLOPE`` x / m))
    and m is the lower median of all x. Where m is within the noise of random vectors nothing can be judged, and F is 1.
-4. A large shard is judged by a random sample of its elements, which the owner draws when all contributions are in, so
+   Factors are whole per cent: the commit states them, so that everybody can make the same merge again.
+4. Fewer than three contributions cannot be compared. There a learner's past decides, and a contribution that is alone
+   counts as so much shorter (``merge``).
+5. A large shard is judged by a random sample of its elements, which the owner draws when all contributions are in, so
    that nobody knows where it will not look.
 
 ``benchmarks.hostile.rules`` measures this rule beside others.
@@ -29,8 +32,9 @@ from torch import Tensor
 
 from p2pdiloco.codec.formats import CHUNK
 from p2pdiloco.codec.merge import SHORTEST, Gradient
+from p2pdiloco.protocol.config import LEAST_FACTOR
 
-FLOOR: Final = 0.1
+FLOOR: Final = LEAST_FACTOR / 100
 """The least factor. A learner that nobody agrees with may be the only one with its kind of data."""
 SLOPE: Final = 4.0
 """A contribution counts in full from a quarter of the usual agreement on."""
@@ -44,14 +48,14 @@ REMEMBERED: Final = 4096
 DISSENTS_AFTER: Final = 12
 """Judged merges after which a learner that still disagrees is named."""
 JUDGED: Final = 3
-"""Contributions needed: two always agree equally with each other."""
+"""Contributions needed: two always agree equally with each other. Also the merges after which a past is one."""
 
 
 class Judgement(NamedTuple):
     """What the agreement of a merge's contributions comes to, in their order."""
 
-    factors: list[float]
-    """By which to multiply the weights, from ``FLOOR`` to 1."""
+    factors: list[int]
+    """How much of each weight counts, in per cent; empty: all of all."""
     agreements: list[float]
     """a_i, from -1 to 1; empty if there were too few contributions to judge."""
 
@@ -89,9 +93,10 @@ class AgreementHistory:
             gradients: their outer gradients, all with the same number of elements.
         """
         present = [index for index, gradient in enumerate(gradients) if gradient.norm() >= SHORTEST]
-        factors, agreements = [1.0] * len(gradients), [0.0] * len(gradients)
         if len(present) < JUDGED:
-            return Judgement(factors, [])
+            factors = [round(100 * self._past_factor(learner)) for learner in learners]
+            return Judgement(factors if min(factors, default=100) < 100 else [], [])
+        factors, agreements = [100] * len(gradients), [0.0] * len(gradients)
         cosines, compared = self._cosines([gradients[index] for index in present])
         now = [_upper_median(row[:place] + row[place + 1 :]) for place, row in enumerate(cosines.tolist())]
         noise = 1.0 / math.sqrt(compared)
@@ -99,8 +104,14 @@ class AgreementHistory:
         means = [self._remember(learners[index], value, usual) for index, value in zip(present, now, strict=True)]
         both = zip(_factors(now, 3.0 * noise), _factors(means, noise), strict=True)
         for index, value, pair in zip(present, now, both, strict=True):
-            factors[index], agreements[index] = max(pair), value
-        return Judgement(factors, agreements)
+            factors[index], agreements[index] = round(100 * max(pair)), value
+        return Judgement(factors if min(factors) < 100 else [], agreements)
+
+    def _past_factor(self, learner: str) -> float:
+        """F by the learner's past alone, where there are too few contributions to compare."""
+        with self._lock:
+            record = self._records.get(learner, _Record(0.0))
+        return 1.0 if record.judged < JUDGED else min(1.0, max(FLOOR, SLOPE * record.mean / record.usual))
 
     def _cosines(self, gradients: Sequence[Gradient]) -> tuple[Tensor, int]:
         """Cosines between all ``gradients``, float64 [n, n], and the number of elements that they rest on."""

@@ -140,8 +140,12 @@ def merge(
     bounded (``agreement``)."""
     norms = [_length(v) for v in gradients]
     weights, lengths = counted_weights(weights), counted_lengths(norms, steps, turn_steps)
+    scale = 1.0
     if factors is not None:
+        heaviest = max(weights, default=0.0)
         weights = [w * f for w, f in zip(weights, factors, strict=True)]
+        if heaviest:
+            scale = min(1.0, math.fsum(weights) / heaviest)
     match rule:
         case "direct":
             length = direct_mean(gradients, weights, out, lengths)
@@ -149,6 +153,8 @@ def merge(
         case "rda":
             length = radial_directional(gradients, weights, out, lengths)
             parts = [w if n else 0.0 for w, n in zip(weights, norms, strict=True)]
+    if scale < 1.0:  # no weight is left that a low factor would count beside: the contribution becomes shorter instead
+        out.mul_(scale)
     shortened = sum(counted < n for counted, n in zip(lengths, norms, strict=True))
     return Accord(_mean_cosine(parts, length * math.fsum(weights)), shortened)
 

@@ -380,7 +380,7 @@ class Driver:
         result, cached = digest_of(merged.digests), self.payload_cache.shards[effect.shard]
         cached.put(merged.payload_digest, merged.payload)
         cached.digests[result] = merged.digests
-        self.feed(ev.Merged(effect.shard, effect.base.id, merged.payload_digest, result, merged.length))
+        self.feed(ev.Merged(effect.shard, effect.base.id, merged.payload_digest, result, merged.length, merged.factors))
 
     def _apply(self, effect: ef.Apply) -> None:
         header, cached = effect.header, self.payload_cache.shards[effect.header.shard]

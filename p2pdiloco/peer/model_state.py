@@ -185,6 +185,8 @@ class MergeResult(NamedTuple):
     length: float = 0.0
     """Euclidean norm of what the payload holds."""
     accord: merge.Accord = merge.Accord(None, 0)
+    factors: tuple[int, ...] = ()
+    """How much of each contribution's weight counted, in per cent; empty: all of all."""
 
 
 class _Scratch(threading.local):
@@ -464,7 +466,8 @@ class ModelState:
             weights.append(merge.token_weight(contributor.tokens, contributor.steps))
         steps, merged = [c.steps for c, _ in given], self._scratch.merged[: piece.elements]
         judgement = self._agreement.judge([c.learner for c, _ in given], gradients)
-        accord = merge.merge(piece.merge, gradients, weights, steps, self._turn_steps, merged, judgement.factors)
+        factors = [per_cent / 100 for per_cent in judgement.factors] or None
+        accord = merge.merge(piece.merge, gradients, weights, steps, self._turn_steps, merged, factors)
         self._pending_merges.add_owed(shard, merged)
         how = how or self._down
         bodies, length = merge.encode(how, merged, longest, compression.index_bytes(len(self._chunks(shard))))
@@ -472,7 +475,7 @@ class ModelState:
         payload_digest = digest_of(payload)
         listed = self._next_digests(shard, bodies, outer_optimizer.factors_of(self._outer, version))
         self._pending_merges.put(shard, base, payload_digest, bodies, how, merged)
-        return MergeResult(payload, payload_digest, listed, length, accord)
+        return MergeResult(payload, payload_digest, listed, length, accord, tuple(judgement.factors))
 
     def _next_digests(self, shard: ShardId, bodies: Sequence[Body], factors: outer_optimizer.Factors) -> bytes:
         """Of the chunks of what a shard's state becomes with a merged outer gradient. What is signed here the others

@@ -471,7 +471,7 @@ class Aggregation:
             return None
         self.sync_s += SMOOTHING * (core.now - job.began_at - self.sync_s)
         contributors = tuple(contribution.contributor for contribution in job.contributions)
-        tokens, counts = core.chains[event.shard].count(contributors)
+        tokens, counts = core.chains[event.shard].count(contributors, event.factors)
         header = CommitHeader(
             shard=event.shard,
             version=head.version + 1,
@@ -485,6 +485,7 @@ class Aggregation:
             record=core.chains[event.shard].record_after(head.version + 1, contributors, event.length),
             length=event.length,
             counts=counts,
+            factors=event.factors,
         )
         return self.own_commits.record(header)
 

@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from p2pdiloco.protocol.config import MAX_COUNT, Limits
+from p2pdiloco.protocol.config import LEAST_FACTOR, MAX_COUNT, Limits
 from p2pdiloco.protocol.counted_tokens import NOTHING_COUNTED, TokenCounts
 from p2pdiloco.protocol.data_blocks import BlockLedger, Trained
 from p2pdiloco.protocol.events import Mark, ShardState
@@ -144,9 +144,9 @@ class Chain:
             after.add(c.blocks)
         return record_of(marks, after.state(), norm_bound)
 
-    def count(self, contributors: Sequence[Contributor]) -> tuple[int, TokenCounts]:
+    def count(self, contributors: Sequence[Contributor], factors: Sequence[int]) -> tuple[int, TokenCounts]:
         """The tokens for which the contributions of a next commit count, all together, and the counts after it."""
-        return self.counts.count([c.tokens for c in contributors], self.limits.first_tokens)
+        return self.counts.count([c.tokens for c in contributors], self.limits.first_tokens, factors)
 
     def longest(self, contributors: Iterable[Contributor]) -> float:
         """Return the largest length of a merged outer gradient of these contributors."""
@@ -182,7 +182,11 @@ class Chain:
                 return f"of learner {c.learner}: {problem}"
         if not header.contributors:
             return "it has no contributors"
-        tokens, counts = self.count(header.contributors)
+        if header.factors and len(header.factors) != len(header.contributors):
+            return "it has not one factor for each contributor"
+        if any(not LEAST_FACTOR <= factor <= 100 for factor in header.factors):
+            return f"a factor is not between {LEAST_FACTOR} and 100 per cent"
+        tokens, counts = self.count(header.contributors, header.factors)
         if header.tokens != self.head.tokens + tokens or header.counts != counts:
             return "its cumulative tokens are wrong"
         if header.step > self.latest_step():

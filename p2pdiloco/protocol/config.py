@@ -18,6 +18,8 @@ LEAD_TURNS = 16
 """A commit's global step lies at most so many turns beyond its parent's."""
 MAX_COUNT = 2**56
 """What a message's ``Count`` can hold."""
+LEAST_FACTOR = 10
+"""Per cent of its weight that a contribution keeps that most others disagree with (``codec.agreement``)."""
 BATCH_ROOM = 16
 """How much larger than the run's a peer's batch may be."""
 STEP_TOKENS = 2**24

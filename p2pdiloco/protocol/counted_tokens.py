@@ -8,7 +8,8 @@ Rules of this file:
    vote, whatever it declares: fewer than half of them cannot move the median beyond what honest peers declare.
 2. With one other contribution, or none, the chain's usual contribution counts as well: a newcomer's first contribution
    is a short one, and an owner may merge its own alone.
-3. Integers only: every peer computes the same counts, to the bit.
+3. A contribution that most others disagree with counts for as much less as its weight does (``CommitHeader.factors``).
+4. Integers only: every peer computes the same counts, to the bit.
 """
 
 from __future__ import annotations
@@ -39,13 +40,19 @@ class TokenCounts(msgspec.Struct, frozen=True, array_like=True):
     merged: Annotated[int, Meta(ge=0, le=MAX_COUNT)] = 0
     """Tokens that all contributions have declared. People are shown these; nothing is decided by them."""
 
-    def count(self, tokens: Sequence[int], first: int) -> tuple[int, TokenCounts]:
+    def count(self, tokens: Sequence[int], first: int, factors: Sequence[int] = ()) -> tuple[int, TokenCounts]:
         """Sum what contributions that declare ``tokens`` (each at least 1) count for, and add them to the record.
 
-        ``first``: as in ``counted``.
+        Args:
+            tokens: one number for each contribution.
+            first: as in ``counted``.
+            factors: how much of each contribution counts, in per cent; empty: all of all.
         """
         counted = self.counted(tokens, first)
-        return sum(counted), self.after(counted, sum(tokens))
+        weighed = (
+            [max(1, n * factor // 100) for n, factor in zip(counted, factors, strict=True)] if factors else counted
+        )
+        return sum(weighed), self.after(counted, sum(tokens))
 
     def counted(self, tokens: Sequence[int], first: int) -> list[int]:
         """Limit each contribution's declared tokens to what it counts for.

@@ -146,6 +146,8 @@ class Merged(msgspec.Struct, frozen=True, array_like=True, tag="merged"):
     result: Digest
     length: float = 0.0
     """Of the merged outer gradient, as it is in the payload."""
+    factors: tuple[int, ...] = ()
+    """How much of each contribution's weight counted, in per cent; empty: all of all."""
 
 
 class Applied(msgspec.Struct, frozen=True, array_like=True, tag="applied"):

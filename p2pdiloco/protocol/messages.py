@@ -19,6 +19,7 @@ MAX_CLAIMS = 256
 SIGNATURE_BYTES = 64
 Count = Annotated[int, Meta(ge=0, le=2**56)]
 Hex = Annotated[Digest, Meta(min_length=1, max_length=40)]
+Percent = Annotated[int, Meta(ge=0, le=100)]
 Shard = Annotated[ShardId, Meta(ge=0, le=2**24)]
 Fragment = Annotated[FragmentId, Meta(ge=0, le=2**16)]
 Learner = Annotated[LearnerId, Meta(min_length=1, max_length=160)]
@@ -98,6 +99,9 @@ class CommitHeader(msgspec.Struct, frozen=True, array_like=True):
     """Of the merged outer gradient (Euclidean norm), or more."""
     counts: TokenCounts = NOTHING_COUNTED
     """What the shard's chain knows of its contributions' tokens, after this commit."""
+    factors: Annotated[tuple[Percent, ...], Meta(max_length=MAX_CONTRIBUTORS)] = ()
+    """How much of each contribution's weight counted, in per cent: less where most others disagree with it. Empty: all
+    of all."""
 
     @property
     def steps(self) -> int:

@@ -321,6 +321,7 @@ class Checks:
             [c.steps for c in header.contributors],
             self.world.manifest.config.schedule.sync_every,
             how,
+            header.factors,
         )
         slack = (1e-2 if self.world.setting.is_exact else 0.5) * float(np.abs(expected).max()) + 1e-4
         if self.world.setting.is_exact and float(np.abs(expected - change).max()) > slack:

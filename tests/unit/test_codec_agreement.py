@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from p2pdiloco.codec import agreement
-from p2pdiloco.codec.agreement import FLOOR, AgreementHistory, Judgement
+from p2pdiloco.codec.agreement import AgreementHistory, Judgement
 from p2pdiloco.codec.formats import CHUNK
 from p2pdiloco.codec.merge import Vector, merge
+from p2pdiloco.protocol.config import LEAST_FACTOR
 
 ELEMENTS = 1 << 15
 
@@ -29,14 +30,14 @@ def judged(history: AgreementHistory, vectors: list[Tensor]) -> Judgement:
 def test_honest_contributions_count_in_full() -> None:
     history = AgreementHistory()
     for turn in range(20):
-        assert judged(history, honest(5, turn)).factors == [1.0] * 5
+        assert judged(history, honest(5, turn)).factors == []
 
 
 def test_a_contribution_that_points_away_from_the_others_keeps_a_tenth() -> None:
     vectors = honest(3, 1)
     lie = -sum(vectors, torch.zeros(ELEMENTS))
     found = judged(AgreementHistory(), [*vectors, lie])
-    assert found.factors == [1.0, 1.0, 1.0, FLOOR]
+    assert found.factors == [100, 100, 100, LEAST_FACTOR]
     assert found.agreements[3] < 0.0 < min(found.agreements[:3])
 
 
@@ -44,34 +45,31 @@ def test_liars_that_are_fewer_than_half_of_the_others_lower_nobody_honest() -> N
     """Three of seven that agree with each other entirely, and with nobody else."""
     drift = torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(20))
     factors = judged(AgreementHistory(), [*honest(4, 2), drift, drift, drift]).factors
-    assert factors[:4] == [1.0] * 4
-    assert max(factors[4:]) < 0.5
+    assert factors[:4] == [100] * 4
+    assert max(factors[4:]) < 50
 
 
 def test_liars_that_are_half_of_the_others_lower_nobody_honest() -> None:
     """One of three: the larger of two agreements is that with the other honest one."""
     first, second = honest(2, 10)
     factors = judged(AgreementHistory(), [first, second, -first - second]).factors
-    assert factors[:2] == [1.0, 1.0]
-    assert factors[2] == FLOOR
+    assert factors == [100, 100, LEAST_FACTOR]
 
 
 def test_two_contributions_are_not_judged() -> None:
     v = honest(1, 3)[0]
-    assert judged(AgreementHistory(), [v, -v]) == Judgement([1.0, 1.0], [])
+    assert judged(AgreementHistory(), [v, -v]) == Judgement([], [])
 
 
 def test_vectors_without_anything_in_common_are_not_judged() -> None:
     generator = torch.Generator().manual_seed(4)
-    assert (
-        judged(AgreementHistory(), [torch.randn(ELEMENTS, generator=generator) for _ in range(6)]).factors == [1.0] * 6
-    )
+    assert judged(AgreementHistory(), [torch.randn(ELEMENTS, generator=generator) for _ in range(6)]).factors == []
 
 
 def test_a_contribution_of_zeros_is_nobodys_other() -> None:
     zeros, vectors = torch.zeros(ELEMENTS), honest(3, 5)
     found = judged(AgreementHistory(), [zeros, *vectors])
-    assert found.factors == [1.0] * 4
+    assert found.factors == []
     assert found.agreements[0] == 0.0
     assert found.agreements[1:] == judged(AgreementHistory(), vectors).agreements
 
@@ -83,9 +81,29 @@ def test_a_good_past_forgives_one_merge_and_not_many() -> None:
     factors = []
     for turn in range(30, 60):
         *vectors, last = honest(4, turn)
-        factors.append(judged(history, [*vectors, -last]).factors[3])
-    assert factors[0] == 1.0, "one bad batch"
-    assert factors[-1] == FLOOR
+        factors.append(judged(history, [*vectors, -last]).factors)
+    assert factors[0] == [], "one bad batch"
+    assert factors[-1] == [100, 100, 100, LEAST_FACTOR]
+
+
+def test_where_too_few_can_be_compared_the_past_decides() -> None:
+    history = AgreementHistory()
+    for turn in range(10):
+        *vectors, last = honest(4, turn)
+        judged(history, [*vectors, -last])
+    liar, fine, unknown = "learner 3", "learner 0", "another"
+    lie, v = Vector(honest(1, 20)[0]), Vector(honest(1, 21)[0])
+    assert history.judge([liar], [lie]).factors == [LEAST_FACTOR]
+    assert history.judge([fine, liar], [v, lie]).factors == [100, LEAST_FACTOR]
+    assert history.judge([fine, unknown], [v, lie]).factors == []
+
+
+@pytest.mark.parametrize("rule", ["direct", "rda"])
+def test_a_contribution_alone_with_a_low_factor_counts_as_a_short_one(rule: str) -> None:
+    v = honest(1, 22)[0]
+    merged = torch.empty(ELEMENTS)
+    merge(rule, [Vector(v)], [1.0], [4], 4, merged, [0.1])  # type: ignore[arg-type]
+    assert torch.allclose(merged, 0.1 * v, rtol=1e-5)
 
 
 def test_a_bad_past_is_no_penalty_once_a_learner_agrees() -> None:
@@ -93,7 +111,7 @@ def test_a_bad_past_is_no_penalty_once_a_learner_agrees() -> None:
     for turn in range(30):
         *vectors, last = honest(4, turn)
         judged(history, [*vectors, -last])
-    assert judged(history, honest(4, 30)).factors == [1.0] * 4
+    assert judged(history, honest(4, 30)).factors == []
 
 
 def test_a_learner_that_long_disagrees_is_named_until_it_agrees_again() -> None:
@@ -155,8 +173,8 @@ def test_factors_multiply_weights_within_their_bounds(rule: str) -> None:
     """Weight is bounded by what the others declare, not by what agreement leaves of it."""
     vectors = [Vector(v) for v in honest(4, 9)]
     merged, expected = torch.empty(ELEMENTS), torch.empty(ELEMENTS)
-    merge(rule, vectors, [1.0, 1.0, 1.0, 50.0], [4] * 4, 4, merged, [1.0, 1.0, FLOOR, 1.0])  # type: ignore[arg-type]
-    merge(rule, vectors, [1.0, 1.0, 1.0, 1.0], [4] * 4, 4, expected, [1.0, 1.0, FLOOR, 1.0])  # type: ignore[arg-type]
+    merge(rule, vectors, [1.0, 1.0, 1.0, 50.0], [4] * 4, 4, merged, [1.0, 1.0, 0.1, 1.0])  # type: ignore[arg-type]
+    merge(rule, vectors, [1.0, 1.0, 1.0, 1.0], [4] * 4, 4, expected, [1.0, 1.0, 0.1, 1.0])  # type: ignore[arg-type]
     assert torch.equal(merged, expected)
     merge(rule, vectors, [1.0] * 4, [4] * 4, 4, expected)  # type: ignore[arg-type]
     assert not torch.allclose(merged, expected)

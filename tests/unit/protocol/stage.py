@@ -107,7 +107,10 @@ def genesis(config: ProtocolConfig) -> tuple[ev.ShardState, ...]:
 
 def commit_on(parent: msg.Head, *contributors: msg.Contributor, **changes: Any) -> msg.CommitHeader:
     """A sound child of ``parent``, whose chain counts nobody else, but for ``changes``."""
-    tokens, counts = _usual.get(parent.id, NOTHING_COUNTED).count([c.tokens for c in contributors] or [1], first=2**60)
+    usual, factors = _usual.get(parent.id, NOTHING_COUNTED), changes.get("factors", ())
+    if len(factors) != len(contributors):
+        factors = ()
+    tokens, counts = usual.count([c.tokens for c in contributors] or [1], 2**60, factors)
     marks = {c.learner: ev.Mark(c.tokens_to, c.steps_to, parent.version + 1) for c in contributors}
     header = msg.CommitHeader(
         shard=parent.shard,

@@ -343,6 +343,35 @@ def test_a_commit_whose_usual_is_not_the_chains_is_not_taken() -> None:
     assert stage.head() == head_of(sound)
 
 
+def test_a_contribution_that_most_others_disagree_with_counts_for_fewer_tokens() -> None:
+    """P3h: for the budget and the fork rule; what is merged is merged whole."""
+    stage = Stage(B, C, D, owners="bacd", has_learner=False, total_steps=10**6)
+    contributors = [tokens(peer, 0, 40) for peer in (B, C, D)]
+    header = stage.commit(*contributors, factors=(100, 100, 25))
+    assert header.tokens == 40 + 40 + 10
+    stage.take(header)
+    chain = stage.machine.core.chains[SHARD]
+    assert chain.head is not None
+    assert chain.head.tokens == 90
+    assert chain.counts.merged == 120
+    assert {mark.tokens for mark in chain.marks.values()} == {40}
+    assert stage.commit(tokens(B, 40, 41), tokens(C, 40, 80), factors=(10, 100)).tokens == 90 + 1 + 40, "but for one"
+
+
+def test_a_commit_whose_factors_cannot_be_is_not_taken() -> None:
+    """P3h: one for each contributor, and none below a tenth."""
+    stage = Stage(B, C, owners="bac", has_learner=False, total_steps=10**6)
+    contributors = tokens(B, 0, 40), tokens(C, 0, 40)
+    for factors, why in (((100,), "one factor for each"), ((9, 100), "is not between"), ((0, 0), "is not between")):
+        effects = stage.take(stage.commit(*contributors, factors=factors))
+        assert why in notes(effects, "commit")[0]
+    effects = stage.take(msgspec.structs.replace(stage.commit(*contributors), factors=(50, 100)))
+    assert "its cumulative tokens are wrong" in notes(effects, "commit")[0]
+    sound = stage.commit(*contributors, factors=(10, 100))
+    stage.take(sound)
+    assert stage.head() == head_of(sound)
+
+
 # -- ownership, data ---------------------------------------------------------------------------------------------------
 
 

@@ -227,6 +227,20 @@ def test_what_is_too_short_to_have_a_direction_spoils_nothing() -> None:
     assert merged.length == pytest.approx(alone.length / 2, rel=0.01), "it counts as one of zeros"
 
 
+def test_an_owner_states_how_much_each_contribution_counted() -> None:
+    """V4c: in its commit, so that everybody can make the same merge again."""
+    stage = Stage(B, C, D, has_learner=False, owners="abcd", min_quorum=3)
+    for peer in (B, C):
+        stage.offer(peer)
+    [merge] = only(stage.offer(D), ef.Merge)
+    names = (merge.shard, merge.base.id, digest("payload"), digest("result"))
+    effects = stage.tell(ev.Merged(*names, factors=(100, 10, 100)))
+    [header] = {commit.header for _, commit in sent(effects, msg.Commit)}
+    assert header.factors == (100, 10, 100)
+    assert header.tokens < header.counts.merged
+    assert stage.machine.core.chains[SHARD].problem(header) is None
+
+
 def test_an_owner_shortens_what_would_be_too_long() -> None:
     """V1d."""
     stage = Stage(B, C, has_learner=False, owners="abc", grace_share=0.0, sizes=Sizes(elements=(100,)))
