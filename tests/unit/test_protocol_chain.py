@@ -28,7 +28,7 @@ def founded(length: int = 4) -> Chain:
 
 def child(chain: Chain, *contributors: Contributor) -> CommitHeader:
     assert chain.head is not None
-    tokens, counts = chain.count(contributors or [given(A, 0, 1)])
+    tokens, counts = chain.count(contributors or [given(A, 0, 1)], ())
     return CommitHeader(
         shard=SHARD,
         version=chain.head.version + 1,
