@@ -1,10 +1,11 @@
 """The owner's side of a turn: collect contributions, close by quorum and grace window, merge, commit.
 
 Rules of this file:
-1. A contribution is accepted only for the head of its shard, from its own learner's peer or from one that hears it,
-   once per learner and version, and only with tokens that the chain has not merged.
-2. A stale contribution is refused with the newest head attached; one that is ahead of us waits until we caught up.
-3. Whoever holds contributions may merge them when its rank's time has come: there is no election.
+1. A contribution is accepted only for the current head of its shard, once per learner and version, and only with tokens
+   that the chain has not merged. Its sender is the learner's own peer, or a peer that forwards for it.
+2. A stale contribution is refused, and the newest head is attached. A contribution to a later head waits until this
+   peer has caught up.
+3. There is no election. Any peer that holds contributions may merge them once its rank's turn has come.
 """
 
 from __future__ import annotations
@@ -22,38 +23,41 @@ from p2pdiloco.protocol.messages import MAX_TEXT, CommitHeader, Contribution, He
 from p2pdiloco.protocol.ownership import ranked_owners
 from p2pdiloco.protocol.state import Core
 
-# -- Own commits: one for each parent, in all lives of this peer -------------------------------------------------------
+# -- Own commits: at most one for each parent, also across restarts of this peer ---------------------------------------
 # Rules of this file:
-# 1. An owner that comes to merge on a parent of which it has made a commit before makes the same commit again. Two
-#    would be a proof against it (``Equivocations``).
-# 2. What was made in earlier lives is told at the start: the driver keeps it before it is sent.
-# 3. One that cannot be applied here is tried again later; only who is alone makes another, after OWN_TRIES.
+# 1. An owner that merges again on a parent for which it already made a commit reuses that commit. Two different commits
+#    on one parent would be a proof of equivocation against it (``Equivocations``).
+# 2. The driver stores a commit before it sends it, and passes the commits of earlier runs of this peer in at the start.
+# 3. A commit that cannot be applied here is tried again later. Only a peer that is alone makes another one, after
+#    OWN_TRIES attempts.
 
 
 def is_left(header: CommitHeader, head: Head) -> bool:
-    """Whether ``head`` is as heavy as ``header``, and so heavier than its parent: whoever has it does not merge there
-    again."""
+    """Return whether ``head`` holds at least as many tokens as ``header``.
+
+    The head is then heavier than the commit's parent, so a peer at ``head`` does not merge on that parent again.
+    """
     return head.tokens >= header.tokens
 
 
 class OwnCommitLog:
-    """Commits that this peer has made, by shard and parent. Those that a head has left behind are forgotten."""
+    """Commits that this peer has made, by shard and parent. A commit is dropped once the head has passed it."""
 
     def __init__(self, shards: int) -> None:
         self._made: list[dict[Digest, CommitHeader]] = [{} for _ in range(shards)]
 
     def record(self, header: CommitHeader) -> CommitHeader:
-        """``header``, or what was made on its parent before."""
+        """Store ``header`` and return it, or return the commit that was made on its parent before."""
         return self._made[header.shard].setdefault(header.parent, header)
 
     def restore(self, header: CommitHeader, head: Head | None) -> bool:
-        """Whether ``header``, made in an earlier life, still matters to whoever is at ``head``."""
+        """Store a commit of an earlier run of this peer; return False if a peer at ``head`` no longer needs it."""
         if head is not None and is_left(header, head):
             return False
         return self.record(header) is header
 
     def is_own(self, header: CommitHeader) -> bool:
-        """Whether it was made here."""
+        """Return whether this peer made the commit."""
         return self._made[header.shard].get(header.parent) == header
 
     def forget(self, header: CommitHeader) -> None:
@@ -71,7 +75,7 @@ class OwnCommitLog:
         return {header.payload for header in self._made[shard].values()}
 
     def commits(self, shard: ShardId) -> set[Digest]:
-        """Their ids."""
+        """Return the ids of a shard's own commits."""
         return {commit_id(header) for header in self._made[shard].values()}
 
 
@@ -87,20 +91,20 @@ class QuorumView(NamedTuple):
     now: float
     opened_at: float
     quorum_at: float | None
-    """When the K-th contribution with tokens came, if it has."""
+    """Time at which the K-th contribution with tokens arrived; None: not yet."""
     given: int
-    """Contributions with tokens."""
+    """Number of contributions with tokens."""
     missing: int
-    """Participating peers that have not answered."""
+    """Number of participating peers that have not answered."""
     min_quorum: int
     rank: int
-    """This peer's rank among the owners: 0 merges at once, the next after the takeover time, and so on."""
+    """This peer's rank among the owners: rank 0 merges at once, the next after the takeover time, and so on."""
     takeover_s: float
     grace_s: float
 
 
 class Decision(NamedTuple):
-    """Close now, or look again at ``look_again_at`` (None: when something changes)."""
+    """Result of ``decide``: close now, or check again at ``look_again_at`` (None: when something changes)."""
 
     is_close: bool
     look_again_at: float | None
@@ -110,12 +114,12 @@ class Decision(NamedTuple):
 def grace_window_s(
     *, grace_share: float, overlap_steps: int, step_time_s: float, quorum_s: float, sync_s: float
 ) -> float:
-    """gamma * (tau * step time - (quorum time + sync time)), never below 0."""
+    """Return gamma * (tau * step time - (quorum time + sync time)), in seconds, at least 0."""
     return max(0.0, grace_share * (overlap_steps * step_time_s - (quorum_s + sync_s)))
 
 
 def decide(view: QuorumView) -> Decision:
-    """Whether to merge what is in."""
+    """Decide whether to merge the contributions collected so far."""
     if view.given < view.min_quorum:
         return Decision(False, None, f"quorum not reached: {view.given} of {view.min_quorum}")
     turn_of_rank = view.opened_at + view.rank * view.takeover_s
@@ -131,12 +135,13 @@ def decide(view: QuorumView) -> Decision:
 
 
 # -- Response times of participants ------------------------------------------------------------------------------------
-# The paper's grace window is a share of tau steps. On a long or slow path answers take longer than that, turn after
-# turn: a version would hold one learner's progress, and what the others had sent would be refused and sent again.
+# The paper's grace window is a share of tau steps. On a long or slow path answers regularly take longer than that. Each
+# version would then hold one learner's progress, and the contributions of the others would be refused and sent again.
 #
 # Rules of this file:
-# 1. Late answers count, too: a peer that was not waited for must not look as if it never answered.
-# 2. Nobody is waited for who usually takes longer than the limit: it gives what it has at its next turn.
+# 1. Late answers are measured, too. Otherwise a peer that was not waited for would look as if it never answered.
+# 2. The owner does not wait for a peer that usually takes longer than the limit. Such a peer contributes at its next
+#    turn.
 
 
 VARIATIONS = 2
@@ -144,36 +149,39 @@ VARIATIONS = 2
 
 
 class ResponseTimes:
-    """How long each peer takes to answer a turn, from its opening at this owner."""
+    """Measures how long each peer takes to answer a turn, from the moment the turn opens at this owner."""
 
     def __init__(self, shards: int) -> None:
         self._delays: dict[PeerId, tuple[float, float]] = {}
-        """Smoothed, with their variation."""
+        """Smoothed response time and its variation, in seconds."""
         self._merged: list[tuple[Digest, float] | None] = [None] * shards
-        """The base of each shard's last version, and when its turn had opened: for answers that come too late."""
+        """By shard: the base of the last version and the time its turn opened. Used to measure late answers."""
 
     def record(self, peer: PeerId, delay_s: float) -> None:
-        """An answer, so long after the opening."""
+        """Record an answer that arrived ``delay_s`` seconds after the turn opened."""
         self._delays[peer] = smoothed(*self._delays.get(peer, (0.0, 0.0)), delay_s)
 
     def end_turn(self, shard: ShardId, base: Digest, opened_at: float) -> None:
-        """Remember when the turn after ``base`` had opened, now that its version is here: later answers are late."""
+        """Record the end of the turn on ``base``, which opened at ``opened_at``: later answers are late."""
         self._merged[shard] = base, opened_at
 
     def record_late(self, peer: PeerId, shard: ShardId, base: Digest, now: float) -> None:
-        """An answer to a version that is there already."""
+        """Record an answer to a version that has been merged already."""
         merged = self._merged[shard]
         if merged is not None and merged[0] == base:
             self.record(peer, now - merged[1])
 
     def wait_s(self, absent: Iterable[PeerId], limit_s: float) -> float:
-        """How long after the opening all of ``absent`` will usually have answered who do so within ``limit_s``."""
+        """Return how many seconds after the opening the ``absent`` peers usually have answered.
+
+        Peers that usually take longer than ``limit_s`` are left out.
+        """
         known = (self._delays[peer] for peer in absent if peer in self._delays)
         usual = (mean_s + VARIATIONS * variation_s for mean_s, variation_s in known)
         return max((delay_s for delay_s in usual if delay_s <= limit_s), default=0.0)
 
     def forget(self, peer: PeerId) -> None:
-        """The peer is gone."""
+        """Drop the measurements of a peer that has left."""
         self._delays.pop(peer, None)
 
 
@@ -186,33 +194,33 @@ OWN_TRIES = 8
 
 
 def is_on_head(contribution: Contribution, head: Head) -> bool:
-    """Whether the outer gradient is relative to this head; else it is stale, or ahead of us."""
+    """Return whether the outer gradient is relative to this head; if not, it is stale or ahead of this peer."""
     return contribution.base.id == head.id
 
 
 def is_ahead(contribution: Contribution, head: Head) -> bool:
-    """Whether it may be relative to a head that this peer will reach."""
+    """Return whether the contribution may be relative to a head that this peer has yet to reach."""
     return contribution.base.version > head.version or contribution.base.tokens > head.tokens
 
 
 class Collection:
-    """Contributions to one shard's next version."""
+    """Contributions to the next version of one shard."""
 
     __slots__ = ("answered", "given", "is_closed", "opened_at", "quorum_at", "step")
 
     def __init__(self) -> None:
         self.given: dict[LearnerId, Contribution] = {}
-        """Those with tokens."""
+        """Contributions with tokens."""
         self.answered: set[PeerId] = set()
         self.opened_at: float | None = None
         self.quorum_at: float | None = None
         self.is_closed = False
-        """Being merged, or another head is being applied: contributions come too late."""
+        """A merge is running or another head is being applied: further contributions are too late."""
         self.step = 0
 
 
 class Job(NamedTuple):
-    """A merge under way."""
+    """A running merge."""
 
     base: Digest
     contributions: tuple[Contribution, ...]
@@ -221,77 +229,86 @@ class Job(NamedTuple):
 
 
 class Retry(NamedTuple):
-    """An own commit that could not be applied."""
+    """Schedule for an own commit that could not be applied."""
 
     tries: int
     at: float
-    """When it is tried again."""
+    """Time of the next attempt."""
 
 
 class Aggregation:
-    """Collects contributions for all shards, and decides when to merge them."""
+    """Collects contributions for all shards and decides when to merge them."""
 
     def __init__(self, core: Core) -> None:
         self.core = core
         self.collections = [Collection() for _ in core.chains]
         self.early: list[dict[PeerId, Contribution]] = [{} for _ in core.chains]
-        """Contributions to versions that this peer has not reached, one per peer."""
+        """By shard: contributions to versions that this peer has not reached, one per peer."""
         self.guests: set[PeerId] = set()
-        """Peers whose contributions others hand on."""
+        """Peers whose contributions arrive through other peers."""
         self.response_times = ResponseTimes(len(core.chains))
         self.turn_s = core.config.takeover_floor_s
-        """Smoothed time from a turn to its commits."""
+        """Smoothed time from the announcement of a turn to its last commit, in seconds."""
         self.sync_s = 0.0
-        """Smoothed time from closing to the commit."""
+        """Smoothed time from closing a collection to the commit, in seconds."""
         self.jobs: dict[ShardId, Job] = {}
-        """Merges under way: one for a shard, so that it is clear which one has ended."""
+        """Running merges. A shard has at most one, so that a result can be matched to its merge."""
         self.own_commits = OwnCommitLog(len(core.chains))
         self._retries: dict[ShardId, Retry] = {}
-        """Own commits that could not be applied."""
+        """Own commits that could not be applied, by shard."""
         self._unsure_until: dict[ShardId, float] = {}
-        """Shards that this peer has from its disk, of whose heads nobody has told, and until when it waits."""
+        """Shards restored from disk whose newer heads no peer has reported yet, and the time until which to wait."""
 
     # -- measured times ------------------------------------------------------------------------------------------------
 
     def record_turn(self, seconds: float) -> None:
-        """Take a turn's time into the mean, from its announcement to its last commit."""
+        """Add the duration of a turn, from its announcement to its last commit, to the mean."""
         seconds = min(seconds, self.core.config.takeover_ceiling_s)
         self.turn_s += SMOOTHING * (seconds - self.turn_s)
 
     def takeover_s(self) -> float:
-        """How long an owner may take before the next in rank is asked: the overlap, three turns, a few round trips."""
+        """Return how long an owner may take before the next in rank takes over, in seconds.
+
+        The time covers the overlap, three turns and a few round trips.
+        """
         config, membership = self.core.config, self.core.membership
         overlap = config.overlap * self.core.fastest_step_time_s()
         wanted = overlap + 3 * self.turn_s + 4 * membership.slowest_round_trip_s
         return min(max(wanted, config.takeover_floor_s), config.takeover_ceiling_s)
 
     def commit_patience_s(self) -> float:
-        """How long a commit that others have may be on its way: a turn (at most a heartbeat) and two round trips."""
+        """Return how long to wait for a commit that other peers have, in seconds.
+
+        The time covers a turn (at most one heartbeat interval) and two round trips.
+        """
         config, membership = self.core.config, self.core.membership
         return min(self.turn_s, config.heartbeat_s) + 2 * membership.slowest_round_trip_s
 
     # -- after a start -------------------------------------------------------------------------------------------------
 
     def wait_for_heads(self, shard: ShardId) -> None:
-        """From the disk, which may be older than what this peer has made: it may have made the next commit before."""
+        """Postpone merges of a shard that was restored from disk.
+
+        The state on disk may be older than this peer's last commit, so this peer may have made the next commit already.
+        """
         self._unsure_until[shard] = self.core.now + self.core.config.request_s
 
     def confirm_head(self, shard: ShardId) -> None:
-        """Merge again: nobody has a later head, or this peer has caught up."""
+        """Allow merges again: no peer has a later head, or this peer has caught up."""
         if self._unsure_until.pop(shard, None) is not None:
             self.merge_if_due(shard)
 
     # -- collect -------------------------------------------------------------------------------------------------------
 
     def open(self, shard: ShardId, step: int) -> None:
-        """Note that a turn opened: from now on this peer's rank counts."""
+        """Record that a turn opened: this peer's rank is timed from now on."""
         collection = self.collections[shard]
         if collection.opened_at is None:
             collection.opened_at = self.core.now
         collection.step = max(collection.step, step)
 
     def collect(self, sender: PeerId, contribution: Contribution) -> None:
-        """Take, keep for later, or refuse a contribution."""
+        """Accept, postpone or refuse a contribution."""
         shard, head = contribution.shard, self.core.head(contribution.shard)
         giver = peer_of(contribution.contributor.learner)
         if giver == sender:
@@ -299,7 +316,7 @@ class Aggregation:
         elif is_handed_on(self.core, sender, contribution):
             self.guests.add(giver)
         else:
-            self._refuse(sender, contribution, "the learner is not the sender's, nor of a peer that it hears")
+            self._refuse(sender, contribution, "the sender neither owns this learner nor hears its peer")
             return
         if is_on_head(contribution, head):
             reason = self._problem(contribution)
@@ -312,14 +329,17 @@ class Aggregation:
             if giver == sender and self.wants(sender, contribution):
                 self.early[shard][sender] = contribution
             else:
-                self._refuse(sender, contribution, "too much waits already for heads that are not here")
+                self._refuse(sender, contribution, "too many contributions already wait for later heads")
         else:
             self.response_times.record_late(giver, shard, contribution.base.id, self.core.now)
             self._refuse(sender, contribution, "stale")
 
     def wants(self, sender: PeerId, contribution: Contribution) -> bool:
-        """Whether the payload may come: not in another's name, and within its peer's share of what may wait for a head
-        that is not here."""
+        """Return whether the payload may be downloaded.
+
+        A forwarded contribution must be usable now. One for a later head must fit into its peer's share of
+        ``early_bytes``.
+        """
         head = self.core.chains[contribution.shard].head
         if peer_of(contribution.contributor.learner) != sender:
             is_usable = head is not None and is_on_head(contribution, head)
@@ -333,7 +353,7 @@ class Aggregation:
     def _problem(self, contribution: Contribution) -> str | None:
         c = contribution.contributor
         if c.tokens < 0 or c.steps < 0 or (c.tokens > 0) != (c.steps > 0):
-            return "its range is not a range"
+            return "its range of tokens or steps is invalid"
         if c.tokens and not contribution.payload:
             return "it has no payload"
         return self.core.chains[contribution.shard].range_problem(c)
@@ -364,7 +384,7 @@ class Aggregation:
     # -- close ---------------------------------------------------------------------------------------------------------
 
     def merge_if_due(self, shard: ShardId) -> None:
-        """Merge what is in, if it is time."""
+        """Start a merge of the collected contributions if the quorum and grace window allow it."""
         collection, core = self.collections[shard], self.core
         if collection.is_closed or shard in self.jobs or not collection.given or collection.opened_at is None:
             return
@@ -397,7 +417,7 @@ class Aggregation:
         core.effects.append(Merge(shard, head, contributions, longest))
 
     def _is_majority(self, answered: set[PeerId]) -> bool:
-        """Whether more than half have answered of all who could, those included who are missing."""
+        """Return whether more than half of all possible contributors, unreachable peers included, have answered."""
         core, membership = self.core, self.core.membership
         able = (
             len(membership.participating | self.guests)
@@ -407,7 +427,7 @@ class Aggregation:
         return 2 * len(answered) > able
 
     def merge_all_due(self) -> None:
-        """Membership changed: every collection may close now, or no longer."""
+        """Check every collection again after a change of membership."""
         for shard, collection in enumerate(self.collections):
             if collection.given:
                 self.merge_if_due(ShardId(shard))
@@ -435,7 +455,7 @@ class Aggregation:
             grace_s = max(grace_s, self.response_times.wait_s(waited_for, limit_s) - quorum_s)
         takeover_s = self.takeover_s()
         if membership.is_any_departing(absent):
-            grace_s = takeover_s  # it has no later turn
+            grace_s = takeover_s  # a departing peer has no later turn
         grace_s = min(grace_s, takeover_s)
         return QuorumView(
             now=core.now,
@@ -450,8 +470,11 @@ class Aggregation:
         )
 
     def quorum(self, collection: Collection) -> int:
-        """K, or all who can give if they are fewer: with one live learner versions advance, and at the run's end two
-        learners of which each has progress left for another shard do not wait for each other."""
+        """Return K, or the number of peers that can contribute if that is smaller.
+
+        A single live learner can thus advance versions. At the end of a run, two learners that each have progress left
+        for a different shard do not wait for each other.
+        """
         core, departing = self.core, self.core.membership.is_departing
         empty = collection.answered.difference(map(peer_of, collection.given))
         gone = sum(peer in empty and departing(peer) for peer in core.membership.participating)
@@ -461,7 +484,7 @@ class Aggregation:
     # -- commit --------------------------------------------------------------------------------------------------------
 
     def commit(self, event: Merged) -> CommitHeader | None:
-        """The merge is done: the commit to make, or None if the shard has moved on meanwhile."""
+        """Return the commit for a finished merge, or None if the shard has moved on meanwhile."""
         core, collection = self.core, self.collections[event.shard]
         head = core.head(event.shard)
         job = self.jobs.pop(event.shard, None)
@@ -490,7 +513,7 @@ class Aggregation:
         return self.own_commits.record(header)
 
     def on_merge_failed(self, shard: ShardId, culprit: PeerId | None, reason: str) -> None:
-        """A merge did not work: drop the contribution to blame (all of them if nobody is named) and look again."""
+        """Drop the contribution that made a merge fail (all of them if ``culprit`` is None), then check again."""
         collection = self.collections[shard]
         self.core.note("warning", "merge", f"shard {shard}: {reason}")
         job = self.jobs.pop(shard, None)
@@ -503,13 +526,15 @@ class Aggregation:
         self.merge_if_due(shard)
 
     def close(self, shard: ShardId) -> None:
-        """The next head is being applied: what comes now comes too late."""
+        """Close the collection: the next head is being applied, so further contributions are too late."""
         self.collections[shard].is_closed = True
         self.core.alarms.cancel(("close", shard))
 
     def on_commit_failed(self, header: CommitHeader) -> None:
-        """What was made here cannot be applied here, now: others may have it, so it is tried again. Who is alone gives
-        up at last."""
+        """Schedule another attempt for an own commit that cannot be applied here now, since other peers may have it.
+
+        A peer that is alone gives up after OWN_TRIES attempts.
+        """
         if not self.own_commits.is_own(header):
             return
         again = self._retries.get(header.shard)
@@ -519,17 +544,17 @@ class Aggregation:
         self._retries[header.shard] = Retry(tries, self.core.now + self.takeover_s())
 
     def on_repaired(self, shard: ShardId) -> None:
-        """The shard's state is what it should be: what was made on it can be applied."""
+        """Allow own commits again: the shard's state has been repaired."""
         self._retries.pop(shard, None)
         self.reopen(shard)
 
     def reopen(self, shard: ShardId) -> None:
-        """The commit could not be applied: the contributions are still there."""
+        """Open the collection again after a commit could not be applied; its contributions are kept."""
         self.collections[shard].is_closed = shard in self.jobs
         self.merge_if_due(shard)
 
     def on_head_changed(self, change: HeadChange) -> None:
-        """Collect for the shard's next version, first what came early for it."""
+        """Start to collect for the shard's next version, beginning with contributions that arrived early."""
         core, shard = self.core, change.shard
         core.alarms.cancel(("close", shard))
         opened_at = self.collections[shard].opened_at
@@ -543,13 +568,13 @@ class Aggregation:
             self.collect(sender, early[sender])
 
     def forget(self, peer: PeerId) -> None:
-        """The peer is gone: what it sent ahead of us will come again, or never."""
+        """Drop early contributions of a peer that has left. The peer sends them again if it comes back."""
         self.response_times.forget(peer)
         for early in self.early:
             early.pop(peer, None)
 
     def payloads(self, shard: ShardId) -> set[Digest]:
-        """Payloads that may still be merged here."""
+        """Return the payloads that may still be merged here."""
         held = {c.payload for c in self.collections[shard].given.values()}
         if (job := self.jobs.get(shard)) is not None:
             held.update(c.payload for c in job.contributions)

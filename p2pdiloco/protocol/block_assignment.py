@@ -1,9 +1,9 @@
-"""The blocks of data that this peer's learner is given, has trained, and has not seen merged.
+"""Assigns blocks of data to this peer's learner and tracks those that it has trained but the chain has not merged.
 
 Rules of this file:
-1. The learner always has a block in hand and one in reserve: it never waits for the next.
-2. What it has trained travels with its contribution to shard 0, by the range of tokens: whatever happens to that
-   contribution (refused, taken over, undone by a fork), its blocks share its fate.
+1. The learner always has one block in work and one in reserve, so that it never waits for the next.
+2. Trained blocks travel with the contribution to shard 0 that covers their range of tokens. They share its fate if it
+   is refused, taken over, or undone by a fork.
 """
 
 from __future__ import annotations
@@ -22,20 +22,23 @@ IN_HAND = 2
 REMEMBERED = 4096
 """Blocks trained in this life of the learner, kept for forks and for its next contributions."""
 RECENT = 16
-"""Of those, the last ones stay claimed: others may not have the commit yet that merges them."""
+"""The last of those stay claimed: other peers may not have the commit yet that merges them."""
 
 
 @lru_cache(maxsize=1024)
 def _draws(run: RunId, epoch: int, peer: PeerId) -> tuple[int, ...]:
-    """What a peer draws for each slot of an epoch, and one more for its place: 16 bits each. The highest draw is the
-    slot's first, the next its second: rendezvous hashing with equal weights, a hash for all slots at once."""
+    """Return a peer's 16-bit draw for each slot of an epoch, and one more for its starting position.
+
+    The peer with the highest draw owns the slot, the next one helps. This is rendezvous hashing with equal weights; one
+    hash yields the draws of all slots.
+    """
     drawn = shake_128(f"{run}/{epoch}/{peer}".encode()).digest(2 * SLOTS + 2)
     return unpack(f">{SLOTS + 1}H", drawn)
 
 
 @lru_cache(maxsize=256)
 def duties(run: RunId, epoch: int, peers: tuple[PeerId, ...]) -> dict[PeerId, Duty]:
-    """Return the duty of each peer in ``epoch``; ``peers`` sorted."""
+    """Return the duty of each peer in ``epoch``. ``peers`` must be sorted."""
     draws = {peer: _draws(run, epoch, peer) for peer in peers}
     own: dict[PeerId, list[int]] = {peer: [] for peer in peers}
     helped: dict[PeerId, list[int]] = {peer: [] for peer in peers}
@@ -53,29 +56,29 @@ class BlockAssignment:
     def __init__(self, core: Core) -> None:
         self.core = core
         self.is_taking = False
-        """The learner has the run's data, and trains."""
+        """Whether the learner trains on the run's data."""
         self.assigned: list[Block] = []
         self.trained: list[tuple[int, Block]] = []
-        """With the learner's tokens at the block's end; oldest first."""
+        """Trained blocks and the learner's token count at the end of each, oldest first."""
 
     def start(self, *, has_blocks: bool) -> None:
-        """Assign blocks to a new learner; ``has_blocks``: it has the run's data."""
+        """Assign blocks to a new learner. ``has_blocks`` says whether the learner has the run's data."""
         self.reset()
         self.is_taking = has_blocks and self.core.config.blocks > 0
         self.assign()
 
     def stop(self) -> None:
-        """The learner trains no more; what it holds but has not finished is free."""
+        """Stop assigning blocks: the learner no longer trains. Its unfinished blocks become free."""
         self.is_taking = False
         self.assigned.clear()
 
     def reset(self) -> None:
-        """The learner is gone."""
+        """Forget all blocks: the learner is gone."""
         self.stop()
         self.trained.clear()
 
     def on_block_finished(self, block: Block, tokens: int) -> None:
-        """The learner has trained ``block``; it had ``tokens`` tokens then."""
+        """Record that the learner has trained ``block`` and has now trained ``tokens`` tokens in total."""
         if block in self.assigned:
             self.assigned.remove(block)
             self.trained.append((tokens, block))
@@ -101,14 +104,16 @@ class BlockAssignment:
             core.effects.append(Train(block))
 
     def _duty(self, epoch: int) -> Duty:
-        """This peer's slots among those of all whose learners train."""
+        """Return this peer's duty among all peers whose learners train."""
         core = self.core
         peers = tuple(sorted({core.config.peer, *core.membership.participating}))
         return duties(core.config.run, epoch, peers)[core.config.peer]
 
     def claims(self) -> tuple[Block, ...]:
-        """Return the blocks that others should not train: those in hand, and those trained that the chain does not have
-        yet."""
+        """Return the blocks that other peers should not train.
+
+        These are the assigned blocks and the trained blocks that the chain has not merged yet.
+        """
         ledger = self.core.chains[0].ledger
         if ledger is None:
             return ()
@@ -117,7 +122,7 @@ class BlockAssignment:
         return (*self.assigned, *waiting, *(block for _, block in self.trained[recent:]))[:MAX_CLAIMS]
 
     def blocks_between(self, shard: ShardId, start: int, stop: int) -> tuple[Block, ...]:
-        """The blocks that a contribution to ``shard`` of the learner's tokens from ``start`` to ``stop`` carries."""
+        """Return the blocks that a contribution to ``shard`` carries for the learner's tokens ``start`` to ``stop``."""
         if shard != 0:
             return ()
         return tuple(sorted(block for tokens, block in self.trained if start < tokens <= stop))[:MAX_CLAIMS]

@@ -1,12 +1,12 @@
 """One shard's chain of commits as this peer sees it.
 
 Rules of this file:
-1. A commit extends the chain only if its parent is the head and no token of its ranges has been merged. A gap is
-   allowed: a learner that was reset (``overwrite``, a fork deeper than its ledger) has thrown the tokens in it away.
-2. Of two heads the one with more cumulative tokens wins; ties go to the larger id. Nothing else decides. What a
-   contribution declares counts no further than ``counted_tokens`` says.
-3. The log holds the last ``length`` commits; marks of learners that were last merged long before the head are dropped,
-   by version alone, so that every peer drops the same.
+1. A commit extends the chain only if its parent is the head and no token of its ranges has been merged. Gaps are
+   allowed: a learner that was reset (``overwrite``, a fork deeper than its ledger) has discarded the tokens in between.
+2. Of two heads the one with more cumulative tokens wins; ties go to the larger id. Nothing else decides. A
+   contribution's declared tokens count only as far as ``counted_tokens`` allows.
+3. The log holds the last ``length`` commits. Marks of learners that were last merged long before the head are dropped.
+   Only the version decides, so that every peer drops the same marks.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ MARK_LIFE_LOGS = 8
 
 
 def no_size(_payload: Digest) -> int:
-    """Count every payload as empty, for a peer that keeps all of a log."""
+    """Return 0 for every payload, for a peer that keeps a whole log regardless of its size."""
     return 0
 
 
 def genesis_head(run: RunId, shard: ShardId, result: Digest) -> Head:
-    """Version 0 of a shard: named by the run, so that chains of two runs can never meet."""
+    """Return version 0 of a shard. Its id depends on the run, so that chains of two runs never share a head."""
     return Head(shard, 0, digest_of(f"{run}/{shard}/{result}".encode()), 0)
 
 
 def is_heavier(a: Head, b: Head) -> bool:
-    """The fork rule: whether head ``a`` wins over head ``b`` of the same shard."""
+    """Return whether head ``a`` wins over head ``b`` of the same shard (fork rule)."""
     return (a.tokens, a.id) > (b.tokens, b.id)
 
 
 def record_of(marks: Mapping[LearnerId, Mark], trained: Trained, norm_bound: NormBound = NO_NORM) -> Digest:
-    """The digest of all that a state holds besides its tensors, its head and its step."""
+    """Return the digest of everything that a state holds besides its tensors, its head and its step."""
     return digest_of(_encoder.encode((sorted(marks.items()), trained, *((norm_bound,) if norm_bound.counted else ()))))
 
 
@@ -59,7 +59,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class Chain:
-    """Head, marks and recent commits of one shard. ``head`` is None until the shard's state is here."""
+    """Head, marks and recent commits of one shard. ``head`` is None until the shard's state has been installed."""
 
     __slots__ = (
         "_first",
@@ -86,12 +86,12 @@ class Chain:
         self.length = length
         self.limits = limits = limits or Limits()
         self._most_tokens = MAX_COUNT - MAX_CONTRIBUTORS * limits.range_tokens
-        """With more, the next commit might not be countable."""
+        """Beyond this many tokens the next commit might exceed the range of a ``Count``."""
         self._run_tokens = limits.run_tokens
         self.head: Head | None = None
         self.step = 0
         self.ledger = BlockLedger(blocks) if blocks and shard == 0 else None
-        """Of shard 0: which blocks of data it has merged."""
+        """Blocks of data that the chain has merged; shard 0 only."""
         self.marks: dict[LearnerId, Mark] = {}
         self.norm_bound = NO_NORM
         self.counts = NOTHING_COUNTED
@@ -99,29 +99,32 @@ class Chain:
         self.log: deque[CommitHeader] = deque(maxlen=length)
         self.log_ids: deque[Digest] = deque(maxlen=length)
         self.ancestry: deque[Digest] = deque(maxlen=length)
-        """The heads before the head, oldest first; unlike the log it outlives a fetched state, which brings its own."""
+        """Heads before the current one, oldest first. Unlike the log, a fetched state brings its own ancestry."""
 
     def extends(self, header: CommitHeader) -> bool:
-        """Whether ``header`` is a child of the head."""
+        """Return whether ``header`` is a child of the head."""
         return self.head is not None and header.parent == self.head.id and header.version == self.head.version + 1
 
     def is_merged(self, contributor: Contributor) -> bool:
-        """Whether the chain holds some of these tokens."""
+        """Return whether the chain has merged some of these tokens."""
         return contributor.tokens_from < self.marks.get(contributor.learner, NO_MARK).tokens
 
     def range_problem(self, c: Contributor) -> str | None:
-        """Why nobody can give this range to the next version (``c`` is a range), or None."""
+        """Return why range ``c`` cannot be merged into the next version, or None. ``c`` must be a valid range."""
         mark, limits = self.marks.get(c.learner, NO_MARK), self.limits
         if self.is_merged(c):
             return "its tokens are merged already"
         if c.tokens_to > mark.tokens + self._run_tokens or c.steps_to > mark.steps + limits.learner_steps:
-            return "it counts further than a learner can come in the whole run"
+            return "it exceeds the tokens or steps that a learner can make in the whole run"
         if self.head is not None and self.head.tokens > self._most_tokens:
             return "the chain cannot count further"
         return limits.range_problem(c.tokens, c.steps, len(c.blocks))
 
     def farthest(self, head: Head, lineage: Iterable[Digest]) -> float:
-        """How far the state at ``head`` can be from this one's: so many versions lie between them, and a long one."""
+        """Return an upper bound for the distance between the state at ``head`` and this one, for an outer rate of 1.
+
+        The bound is the number of versions between the two states times the largest length of an update.
+        """
         if self.head is None:
             return math.inf
         is_met = self.head.id in lineage or not set(self.ancestry).isdisjoint(lineage)
@@ -132,8 +135,10 @@ class Chain:
         return (versions + self.limits.range_steps // turn) * self.norm_bound.longest(turn, turn, self._first)
 
     def record_after(self, version: int, contributors: Sequence[Contributor], length: float = 0.0) -> Digest:
-        """What an owner signs of the chain's counts after a commit with these, ``length`` long: the digest of marks,
-        blocks and norm bound."""
+        """Return the digest that an owner signs for a commit with these contributors and update norm ``length``.
+
+        It covers the chain's marks, trained blocks and norm bound after the commit.
+        """
         marks, ledger, norm_bound = self._marks_after(version, contributors), self.ledger, self.norm_bound
         if length:
             norm_bound = norm_bound.after(length, max(c.steps for c in contributors), self.limits.turn_steps)
@@ -145,11 +150,11 @@ class Chain:
         return record_of(marks, after.state(), norm_bound)
 
     def count(self, contributors: Sequence[Contributor], factors: Sequence[int]) -> tuple[int, TokenCounts]:
-        """The tokens for which the contributions of a next commit count, all together, and the counts after it."""
+        """Return the counted tokens of the next commit's contributions, in total, and the chain's counts after it."""
         return self.counts.count([c.tokens for c in contributors], self.limits.first_tokens, factors)
 
     def longest(self, contributors: Iterable[Contributor]) -> float:
-        """Return the largest length of a merged outer gradient of these contributors."""
+        """Return the largest allowed norm of a merged outer gradient of these contributors."""
         steps = max(c.steps for c in contributors)
         return self.norm_bound.longest(steps, self.limits.turn_steps, self._first)
 
@@ -161,11 +166,11 @@ class Chain:
         return marks
 
     def latest_step(self) -> int:
-        """The largest that the next commit may have."""
+        """Return the largest global step that the next commit may have."""
         return min(self.step, self.limits.run_steps) + self.limits.lead_steps
 
     def problem(self, header: CommitHeader) -> str | None:
-        """Why ``header`` cannot be this chain's next commit, or None if it can."""
+        """Return why ``header`` cannot be this chain's next commit, or None if it can."""
         if self.head is None or not self.extends(header):
             return f"its parent {header.parent[:8]} is not the head"
         previous, givers = "", set[PeerId]()
@@ -179,7 +184,7 @@ class Chain:
                 return f"learner {c.learner} has an empty range"
             problem = self.range_problem(c)
             if problem is not None:
-                return f"of learner {c.learner}: {problem}"
+                return f"learner {c.learner}: {problem}"
         if not header.contributors:
             return "it has no contributors"
         if header.factors and len(header.factors) != len(header.contributors):
@@ -193,13 +198,15 @@ class Chain:
             return f"its step {header.step} is too far from its parent's, {self.step}"
         longest = self.longest(header.contributors)
         if not 0.0 <= header.length <= longest:
-            return f"its step is {header.length:.3g} long, and after those before it no more than {longest:.3g} fits"
+            return (
+                f"its update has length {header.length:.3g}, but at most {longest:.3g} fits the chain's earlier updates"
+            )
         if header.record != self.record_after(header.version, header.contributors, header.length):
-            return "its record is not what the chain counts with it"
+            return "its record is not the one that follows from the chain"
         return None
 
     def advance(self, header: CommitHeader, new_id: Digest) -> None:
-        """Make ``header`` (checked by ``problem``) the head."""
+        """Make ``header`` the head. The caller has checked it with ``problem``."""
         self.log.append(header)
         self.log_ids.append(new_id)
         if self.head is not None:
@@ -214,7 +221,7 @@ class Chain:
                 self.ledger.add(c.blocks)
 
     def state_problem(self, state: ShardState) -> str | None:
-        """Why no chain of this run has this state, or None."""
+        """Return why no chain of this run can have this state, or None."""
         head, limits = state.head, self.limits
         if not 0 <= state.step <= min(head.version * limits.lead_steps, limits.run_steps + limits.lead_steps):
             return f"step {state.step} cannot be reached with version {head.version}"
@@ -225,11 +232,11 @@ class Chain:
         for learner, mark in state.marks:
             counts = (mark.tokens, mark.steps, mark.version)
             if min(counts) < 0 or max(counts) > MAX_COUNT or mark.version > head.version:
-                return f"its mark of learner {learner} is none"
+                return f"its mark of learner {learner} is invalid"
         return None
 
     def replace(self, state: ShardState, lineage: Iterable[Digest] = ()) -> None:
-        """Take a fetched (or restored) state, and the heads that led to it; the log starts anew."""
+        """Install a fetched or restored state and the heads that led to it. The log starts empty."""
         self.log.clear()
         self.log_ids.clear()
         self.ancestry.clear()
@@ -243,7 +250,7 @@ class Chain:
             self.ledger.restore(state.trained)
 
     def commits_after(self, known: Digest) -> list[CommitHeader] | None:
-        """Commits from just after ``known`` to the head, or None if ``known`` is not on this chain's log."""
+        """Return the commits after ``known`` up to the head, or None if the log does not reach back to ``known``."""
         if self.head is None:
             return None
         if known == self.head.id:
@@ -254,7 +261,7 @@ class Chain:
         return None
 
     def payloads(self, size_of: SizeOf, most_bytes: int) -> set[Digest]:
-        """Of the log, the youngest first, as many as have at most ``most_bytes`` together; the head's in any case."""
+        """Return the newest payloads of the log that fit into ``most_bytes`` together; always the head's."""
         found: set[Digest] = set()
         total = 0
         for header in reversed(self.log):
@@ -265,11 +272,11 @@ class Chain:
         return found
 
     def commits(self) -> set[Digest]:
-        """Return the ids of the log's commits, and of the head, which a fetched state has without a log."""
+        """Return the ids of the log's commits and of the head. A fetched state has a head but no log."""
         return {*self.ancestry, self.head.id} if self.head is not None else set(self.log_ids)
 
     def state(self) -> ShardState:
-        """Return what travels with a state transfer."""
+        """Return the part of a state transfer that is not tensors."""
         assert self.head is not None
         trained = Trained() if self.ledger is None else self.ledger.state()
         return ShardState(
@@ -281,18 +288,18 @@ class Chain:
 
 
 class HeadChange(NamedTuple):
-    """A shard has a new head."""
+    """Event: a shard has a new head."""
 
     shard: ShardId
     previous: Head | None
-    """None: the shard had no state."""
+    """Head before the change; None: the shard had no state."""
     head: Head
     taken: CommitHeader | ShardState
     """The commit that was applied, or the state that was installed."""
 
 
 class HeadListener(Protocol):
-    """A component of the machine that keeps something by head. ``Machine`` holds all of them, in order."""
+    """A component of the machine that keeps data by head. ``Machine`` calls its listeners in a fixed order."""
 
     def on_head_changed(self, change: HeadChange) -> None:
-        """Follow a shard's new head. The chain is at that head already."""
+        """Update for a shard's new head. The chain is already at that head."""

@@ -1,19 +1,21 @@
-"""Decides whose word a fetched state needs before it is taken, and remembers rejected commits and equivocations.
+"""Decides which fetched states to accept, and remembers rejected commits and equivocations.
 
-A state comes with its *lineage*: the commits that led to it, as far as its donor's log reaches, all signed and checked.
-A peer stands by a state if a head that it has told of itself is that state's, or lies in its lineage.
+A state comes with its *lineage*: the signed and checked commits that led to it, as far back as its donor's log reaches.
+A peer *stands by* a state if it has reported that state's head, or a head in the state's lineage.
 
 Rules of this file:
-1. A newcomer has nothing to compare with: it takes what more than half of the peers that have states stand by. If for
-   long there is no such state, the run has fallen apart and the newcomer may be all that holds it together: it takes
-   one by which as many stand as by any other. Who stands by what lies before a head may have refused the head, so its
-   maker's word alone is none. Where the founder is there it, or most others, must have the head; where it is not, what
-   most have not is taken after a while, later while a run is young. Whoever is in doubt asks all the others anew.
-2. A peer that has a state takes another whose lineage meets the heads that it came by: it was seen where they part. One
-   that does not (a long absence, a deep fork, a chain that somebody made up) it takes unless more than half of all,
-   itself included, stand by its own; who has told nothing of late is asked before.
-   What led to a state outlives a restart: else forks that grew while a peer restarted would not meet.
-3. What was approved once is not judged again: a long download outlives what peers told when it began.
+1. A newcomer has no state to compare with. It takes a state that more than half of the peers with states stand by.
+   - If there is no such state for a long time, the run has fallen apart. The newcomer then takes a state that at least
+     as many peers stand by as any other.
+   - A peer that stands by an ancestor may still have refused the head. So the word of the commit's maker alone is not
+     enough. While the founder is present, the founder or most other peers must have the head. Without the founder, a
+     head that most peers lack is accepted after a delay, which is longer while a run is young.
+   - A newcomer in doubt asks all other peers for their heads again.
+2. A peer that has a state takes another one whose lineage meets its own ancestry: the fork point is then known. If the
+   lineages do not meet (a long absence, a deep fork, a fabricated chain), it takes the other state unless more than
+   half of all peers, itself included, stand by its own. It first asks peers that have not reported lately.
+   The ancestry is stored, because otherwise forks that grew during a restart would not meet.
+3. A state that was approved is not judged again, because a long download outlives the reports it was judged by.
 """
 
 from __future__ import annotations
@@ -30,11 +32,11 @@ from p2pdiloco.protocol.state import Core
 
 # -- Equivocations: two commits of one owner on one parent -------------------------------------------------------------
 # Rules of this file:
-# 1. The two are a proof that nobody can forge and everybody can check. It is kept, and told to all who are connected
-#    and all who connect later.
-# 2. Who is proved to have done it owns nothing for TERM versions of that shard's chain, which everybody counts alike;
-#    its commits are not taken from itself. From others they are: what has been built on is not taken apart.
-# 3. The honest never do it (``OwnCommitLog``). Where nobody else can own it owns all the same.
+# 1. The two commits are a proof that cannot be forged and that every peer can check. A peer keeps it and sends it to
+#    all peers that are connected or connect later.
+# 2. A convicted peer owns nothing for TERM versions of that shard's chain, which every peer counts alike. Its commits
+#    are not accepted from itself. They are accepted from other peers, because those have built on them.
+# 3. Honest peers never equivocate (``OwnCommitLog``). A convicted peer still owns where no other peer can.
 
 
 TERM = 1000
@@ -44,16 +46,16 @@ PROOFS_MOST = 64
 
 
 class Equivocations:
-    """Proofs, one an owner."""
+    """Proofs of equivocation, one for each owner, and owners that are excluded for a rejected commit."""
 
     def __init__(self, core: Core) -> None:
         self.core = core
         self.proofs: dict[PeerId, Equivocation] = {}
         self._refused: dict[PeerId, tuple[ShardId, int]] = {}
-        """Owners of commits that were refused here, with shard and version: see ``RejectedCommits``."""
+        """Owners of commits that were rejected here, with shard and version (see ``RejectedCommits``)."""
 
     def add_proof(self, proof: Equivocation, sender: PeerId | None = None) -> None:
-        """Keep a proof, whose signatures were checked, and pass it on."""
+        """Store a proof whose signatures have been checked, and forward it."""
         core = self.core
         if not proof.is_one or proof.first.shard >= len(core.chains) or self._is_served(proof):
             return
@@ -73,7 +75,7 @@ class Equivocations:
         core.send(tuple(peer for peer in core.membership.live if peer != sender), proof)
 
     def bar(self, owner: PeerId, shard: ShardId, version: int) -> None:
-        """Exclude the owner of a commit that every peer rejects which can judge it."""
+        """Exclude the owner of a commit that every peer with its parent's state rejects."""
         self._refused.pop(owner, None)
         self._refused[owner] = (shard, version)
         if len(self._refused) > PROOFS_MOST:
@@ -81,11 +83,11 @@ class Equivocations:
         self.expire()
 
     def convictions(self) -> Convictions:
-        """Return all that is known of excluded owners, for the disk."""
+        """Return all exclusions, for storage on disk."""
         return Convictions(tuple(self.proofs.values()), tuple((owner, *at) for owner, at in self._refused.items()))
 
     def restore(self, earlier: Convictions) -> None:
-        """Take over what an earlier life of this peer knew."""
+        """Restore the exclusions that an earlier run of this peer stored."""
         for proof in earlier.proofs:
             self.add_proof(proof)
         for owner, shard, version in earlier.refused:
@@ -116,13 +118,13 @@ class Equivocations:
 
 # -- Rejected commits --------------------------------------------------------------------------------------------------
 # Rules of this file:
-# 1. What makes a commit unfit (counts, record, length, values) follows from its parent's state alone, so everybody who
-#    has that state refuses it, and for good. It is remembered by its id, and so are its children: nothing that has one
-#    of them in its lineage is taken.
-# 2. If more than half of all go on from it all the same, it is this peer that errs (its arithmetic, its release), and
-#    it takes their state.
-# 3. Its owner signed it: here it owns nothing for ``TERM`` versions, as if it were proved to all. Whoever built on it
-#    is not blamed.
+# 1. Whether a commit is invalid (counts, record, length, values) follows from its parent's state alone. So every peer
+#    with that state rejects it permanently. Its id is remembered, and so are its children. No state with one of them in
+#    its lineage is accepted.
+# 2. If more than half of all peers build on it all the same, this peer is the one in error (its arithmetic or its
+#    release), and it takes their state.
+# 3. The owner signed the commit, so here it owns nothing for ``TERM`` versions, as if equivocation had been proved. A
+#    peer that built on the commit is not blamed.
 
 
 REFUSED_MOST = 4096
@@ -136,22 +138,22 @@ class RejectedCommits:
         self.core = core
         self.equivocations = equivocations
         self._ids: dict[Digest, None] = {}
-        """The oldest first."""
+        """Ids of rejected commits, oldest first; the dict serves as an ordered set."""
 
     def add(self, header: CommitHeader, commit: Digest, sender: PeerId | None, reason: str) -> None:
-        """``header`` extends the head here, and is not taken."""
+        """Reject ``header``, which extends the head here, and exclude its owner."""
         self.note(header, sender, reason)
         self.remember(commit)
         if header.owner != self.core.config.peer:
             self.equivocations.bar(header.owner, header.shard, header.version)
 
     def note(self, header: CommitHeader, sender: PeerId | None, reason: str) -> None:
-        """Say that it is not taken."""
+        """Log that a commit was rejected."""
         origin = sender or header.owner
-        self.core.note("warning", "commit", f"shard {header.shard} commit of {origin} not taken: {reason}")
+        self.core.note("warning", "commit", f"shard {header.shard} commit of {origin} rejected: {reason}")
 
     def is_refused(self, header: CommitHeader, commit: Digest) -> bool:
-        """Whether it, or what it extends, was not taken."""
+        """Return whether the commit or its parent was rejected."""
         if not self._ids:
             return False
         if commit not in self._ids and header.parent in self._ids:
@@ -159,23 +161,23 @@ class RejectedCommits:
         return commit in self._ids
 
     def holds(self, head: Digest, lineage: Iterable[Digest] = ()) -> bool:
-        """Whether a chain has a commit in it that was not taken."""
+        """Return whether a chain contains a rejected commit."""
         return bool(self._ids) and (head in self._ids or not self._ids.keys().isdisjoint(lineage))
 
     def forget(self, head: Digest, lineage: Iterable[Digest]) -> None:
-        """Forget rejected commits that were taken after all, since most peers stand by them."""
+        """Forget rejected commits that were accepted after all because most peers stand by them."""
         if self._ids:
             for commit in (head, *lineage):
                 self._ids.pop(commit, None)
 
     def remember(self, commit: Digest) -> None:
-        """Remember a rejected commit: what extends it is rejected, too."""
+        """Remember a rejected commit, so that its descendants are rejected, too."""
         while len(self._ids) >= REFUSED_MOST:
             del self._ids[next(iter(self._ids))]
         self._ids[commit] = None
 
 
-# -- Ancestry check: whose word a state needs --------------------------------------------------------------------------
+# -- Ancestry check: which peers must stand by a state before it is accepted -------------------------------------------
 
 
 DIVIDED_REQUESTS = 2
@@ -187,16 +189,16 @@ simulated meshes longer: 4.5 instead of 3.9 s in the mean (benchmarks/notes.md).
 
 
 class ReportedHead(NamedTuple):
-    """The head that a peer reported of one shard."""
+    """The head of one shard that a peer reported last."""
 
     head: Digest
     earlier: Digest
-    """The head that it told of before."""
+    """The head that it reported before."""
     at: float
 
 
 class JudgedState(NamedTuple):
-    """A state that was offered."""
+    """The verdict on a state that was offered."""
 
     head: Digest
     lineage: tuple[Digest, ...]
@@ -204,17 +206,17 @@ class JudgedState(NamedTuple):
 
 
 class AncestryCheck:
-    """Decides which offered states are taken, by the heads that peers have reported."""
+    """Decides which offered states to accept, from the heads that peers have reported."""
 
     def __init__(self, core: Core, refusals: RejectedCommits) -> None:
         self.core = core
         self._refusals = refusals
         self._reported: dict[PeerId, dict[ShardId, ReportedHead]] = {}
-        """By connected peer."""
+        """Reported heads of each connected peer."""
         self._judged: dict[ShardId, JudgedState] = {}
-        """The state that was offered last."""
+        """By shard: the verdict on the state that was offered last."""
         self._doubted_at: dict[ShardId, float] = {}
-        """When a state was refused first because too few stand by it, or have it."""
+        """By shard: the time at which a state was first refused because too few peers stand by it or have it."""
         self._asked_at = -math.inf
 
     def record_head(self, peer: PeerId, head: Head) -> None:
@@ -225,7 +227,7 @@ class AncestryCheck:
         mine[head.shard] = ReportedHead(head.id, earlier, self.core.now)
 
     def record_commit(self, peer: PeerId, head: Head, parent: Digest) -> None:
-        """``peer`` made the commit ``head`` itself, so it was at ``parent``."""
+        """Record that ``peer`` made the commit ``head``, and so was at ``parent`` before."""
         self._reported.setdefault(peer, {})[head.shard] = ReportedHead(head.id, parent, self.core.now)
 
     def forget(self, peer: PeerId) -> None:
@@ -233,37 +235,39 @@ class AncestryCheck:
         self._reported.pop(peer, None)
 
     def is_known(self, shard: ShardId) -> bool:
-        """Whether more than half of those who have states have told of theirs."""
+        """Return whether more than half of the peers with states have reported their head of ``shard``."""
         donors = self._donors()
         return 2 * sum(shard in self._reported.get(peer, ()) for peer in donors) > len(donors)
 
     def is_doubted(self, shard: ShardId) -> bool:
-        """Whether a state was refused because too few stand by it, or have it: the founder's word would do."""
+        """Return whether a state was refused because too few peers stand by it; the founder's report would suffice."""
         return shard in self._doubted_at
 
     def refusal(self, head: Head) -> str | None:
-        """Why the state at ``head``, which was offered just now, is not to be downloaded, or None."""
+        """Return why the state at ``head``, offered just now, must not be downloaded, or None."""
         judged = self._judged.get(head.shard)
         is_it = judged is not None and judged.head == head.id
         return judged.problem if judged is not None and is_it else "another state was offered meanwhile"
 
     def lineage_of(self, head: Head) -> tuple[Digest, ...]:
-        """Return the lineage of the state at ``head``, if that was offered last."""
+        """Return the lineage of the state at ``head``, or an empty tuple if another state was offered last."""
         judged = self._judged.get(head.shard)
         return judged.lineage if judged is not None and judged.head == head.id else ()
 
     def restore(self, head: Head, lineage: Sequence[Digest]) -> None:
-        """This peer begins with the state at ``head``, to which ``lineage`` led: its own checkpoint is not judged."""
+        """Approve the state at ``head`` with ``lineage`` without judging it: it is this peer's own checkpoint."""
         self._judged[head.shard] = JudgedState(head.id, tuple(lineage), None)
 
     def judge(self, peer: PeerId, head: Head, lineage: Sequence[Digest], owner: PeerId) -> str | None:
-        """Why the state at ``head``, which ``owner`` made and whose ancestors are ``lineage``, is not taken from
-        ``peer``, or None."""
+        """Return why this peer does not accept the state at ``head`` from ``peer``, or None.
+
+        ``owner`` made the commit at ``head``; ``lineage`` holds its ancestors.
+        """
         before = self._judged.get(head.shard)
         if self._refusals.holds(head.id, lineage) and not self.is_outvoted(head.shard):
             self._leave_alone(peer)
             self._judged[head.shard] = JudgedState(
-                head.id, tuple(lineage), "it has a commit in it that was not taken here"
+                head.id, tuple(lineage), "it contains a commit that was rejected here"
             )
         elif before is None or before.head != head.id or before.problem is not None:
             self._judged[head.shard] = JudgedState(head.id, tuple(lineage), self._problem(peer, head, lineage, owner))
@@ -284,67 +288,72 @@ class AncestryCheck:
             ours = {chain.head.id, *chain.ancestry}
             if 2 * sum(self._is_fresh(donor, shard) for donor in donors) <= len(donors):
                 self.core.send(tuple(donors), HeadsRequest())
-                return "its lineage does not meet ours, and the others are asked for their heads first"
+                return "its lineage does not meet ours; the other peers are asked for their heads first"
             stand = 1 + sum(self._is_at(donor, shard, ours) for donor in donors)
             if 2 * stand > len(donors) + 1:
                 self._leave_alone(peer)
-                return f"its lineage does not meet ours, by which {stand} of {len(donors) + 1} peers stand"
+                return f"its lineage does not meet ours, and {stand} of {len(donors) + 1} peers stand by ours"
         return None
 
     def _unbacked(
         self, peer: PeerId, owner: PeerId, head: Head, lineage: Sequence[Digest], donors: Sequence[PeerId]
     ) -> str | None:
-        """Why a newcomer does not take ``head``, which ``owner`` made: too few stand by it, or have it."""
+        """Return why a newcomer does not accept ``head``, made by ``owner``: too few peers stand by it or have it."""
         shard, theirs = head.shard, {head.id, *lineage}
         stand = sum(self._was_at(donor, shard, theirs) for donor in donors)
         founder = self.core.config.founder
         is_half = 2 * stand == len(donors) and founder in donors and self._was_at(founder, shard, theirs)
         is_backed = is_half or 2 * stand > len(donors)
         if not is_backed and not self._is_divided(shard, stand, theirs, donors):
-            return f"{stand} of {len(donors)} peers stand by it, and more than half must"
+            return f"{stand} of {len(donors)} peers stand by it, but more than half are needed"
         if not is_backed and founder not in donors:
             return None  # the run has fallen apart, and each made its own head
         return self._doubt(peer, owner, head, lineage, donors)
 
     def is_outvoted(self, shard: ShardId) -> bool:
-        """Whether more than half of all, this peer included, tell of heads that follow what was refused here."""
+        """Return whether more than half of all peers, this one included, report heads that follow a rejected commit."""
         donors = self._donors()
         told = (self._reported.get(donor, {}).get(shard) for donor in donors)
         return 2 * sum(one is not None and self._refusals.holds(one.head) for one in told) > len(donors) + 1
 
     def _is_divided(self, shard: ShardId, stand: int, theirs: Container[Digest], donors: Sequence[PeerId]) -> bool:
-        """Whether for long there was nothing by which most stand and, if the founder is not there, whose word counts
-        then, nothing has more than these ``stand``."""
+        """Return whether the run has been divided for long enough to accept a state without a majority.
+
+        If the founder is present, its report counts later (``_doubt``). Otherwise no other head may have more
+        supporters than these ``stand``.
+        """
         is_founders = self.core.config.founder in donors
         is_enough = is_founders or 0 < stand >= self._rivals(shard, theirs, donors)
         return is_enough and self._is_long(shard, DIVIDED_REQUESTS)
 
     def _rivals(self, shard: ShardId, theirs: Container[Digest], donors: Sequence[PeerId]) -> int:
-        """How many tell of the head, other than ``theirs``, of which most tell."""
+        """Return how many peers report the most common head that is not in ``theirs``."""
         told = (self._reported.get(donor, {}).get(shard) for donor in donors)
         return max(Counter(one.head for one in told if one is not None and one.head not in theirs).values(), default=0)
 
     def _is_long(self, shard: ShardId, requests: int) -> bool:
-        """Whether a state was refused first so many ``request_s`` ago because too few stand by it, or have it."""
+        """Return whether a state was first refused at least ``requests * request_s`` seconds ago."""
         now = self.core.now
         return now - self._doubted_at.get(shard, now) >= requests * self.core.config.request_s
 
     def _doubt(
         self, peer: PeerId, owner: PeerId, head: Head, lineage: Sequence[Digest], donors: Sequence[PeerId]
     ) -> str | None:
-        """Why a newcomer waits for others' words on ``head`` itself: who stands by what lies before it may have refused
-        it."""
+        """Return why a newcomer waits for reports on ``head`` itself, or None.
+
+        A peer that stands by an ancestor of ``head`` may have refused ``head``.
+        """
         founder, others, itself = self.core.config.founder, [donor for donor in donors if donor != owner], (head.id,)
         words = [donor for donor in others if donor == peer or self._was_at(donor, head.shard, itself)]
         if founder in (owner, *words):
             return None
-        is_most, few = 2 * len(words) > len(others), f"{len(words)} of {len(others)} have it but its maker"
+        is_most, few = 2 * len(words) > len(others), f"{len(words)} of {len(others)} peers besides its maker have it"
         if not is_most and (founder in donors or owner in self.core.membership.owners.barred):
-            return f"{few}, and the founder has not"
+            return f"{few}, and the founder does not"
         is_young = len(lineage) >= head.version and founder not in ("", self.core.config.peer, *donors)
         requests = FAR_REQUESTS if self.core.membership.connectivity.afar else 1
         if is_young and len(words) < 2 and not self._is_long(head.shard, requests):
-            return "its lineage reaches back to version 0, so the founder may come, and one or two peers alone have it"
+            return "its lineage reaches back to version 0, so the founder may come, and only one or two peers have it"
         if is_most or not others:
             return None
         if not words:
@@ -353,13 +362,13 @@ class AncestryCheck:
         return few if is_beaten or not self._is_long(head.shard, requests=1) else None
 
     def _ask(self, peers: Iterable[PeerId]) -> None:
-        """For their heads, once a heartbeat: who has what is doubted can offer it, too."""
+        """Ask peers for their heads, at most once a heartbeat. Their reports also show who else can offer a state."""
         if self.core.now - self._asked_at >= self.core.membership.beat_s():
             self._asked_at = self.core.now
             self.core.send(tuple(sorted(peers)), HeadsRequest())
 
     def _donors(self) -> list[PeerId]:
-        """Live peers that say they have all states."""
+        """Return the live peers that report to have all states."""
         peers = self.core.membership.peers
         views = ((peer, peers[peer].beat) for peer in self.core.membership.live)
         return [peer for peer, beat in views if beat is not None and beat.phase != "joining"]
@@ -377,7 +386,7 @@ class AncestryCheck:
         return told is not None and self.core.now - told.at <= self.core.config.request_s
 
     def _leave_alone(self, peer: PeerId) -> None:
-        """Do not ask the peer again for a while for what it says it has."""
+        """Ask this peer for no states for a while."""
         view = self.core.membership.peers.get(peer)
         if view is not None:
             view.ignored_until = self.core.now + self.core.config.request_s

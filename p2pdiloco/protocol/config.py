@@ -1,9 +1,9 @@
-"""Limits on what a peer may declare: numbers that no honest peer exceeds, derived from the manifest alone.
+"""Limits on the numbers that a peer may declare. They derive from the manifest alone; no honest peer exceeds them.
 
 Rules of this file:
-1. A number that goes into a chain (tokens, steps, blocks, a commit's step) is judged by the chain and these limits
-   alone, so that all peers judge alike. Who makes a commit or a contribution keeps to them by itself.
-2. What does not fit is refused before it is added to anything: no sum can leave the range of a message's ``Count``.
+1. Every number that goes into a chain (tokens, steps, blocks, a commit's step) is checked against the chain and these
+   limits alone, so that all peers come to the same verdict. An honest peer keeps its own messages within them.
+2. A number beyond its limit is refused before it is added to a sum, so no sum can exceed a message's ``Count``.
 """
 
 from __future__ import annotations
@@ -29,64 +29,67 @@ _MOST_RANGE_TOKENS = 2**42
 
 
 class Sizes(msgspec.Struct, frozen=True, kw_only=True):
-    """What one step, one block and one shard of a run hold."""
+    """Sizes of a run's steps, blocks and shards."""
 
     step_tokens: int = STEP_TOKENS
-    """Most tokens that an inner step of anybody's learner may count for."""
+    """Maximum number of tokens for which an inner step of any learner counts."""
     block_tokens: int = 1
-    """Fewest tokens of a block of data."""
+    """Minimum number of tokens in a block of data."""
     elements: tuple[int, ...] = ()
-    """Parameters of each shard; none: how long a first merged step may be is not known."""
+    """Number of parameters of each shard; if empty, the first merged update has no length limit."""
     budget: int = 0
-    """Tokens of the run, which end it before ``total_steps`` do; 0: it has none."""
+    """Token budget of the run, which may end it before ``total_steps`` do; 0: no budget."""
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """What one learner and one commit can hold."""
+    """Limits of one learner and of one commit."""
 
     step_tokens: int = STEP_TOKENS
-    """Most tokens of an inner step."""
+    """Maximum number of tokens of an inner step."""
     block_tokens: int = 1
-    """Fewest tokens of a block of data."""
+    """Minimum number of tokens in a block of data."""
     range_steps: int = RANGE_TURNS
-    """Most inner steps that a contribution declares."""
+    """Maximum number of inner steps that a contribution declares."""
     turn_steps: int = 1
-    """H."""
+    """Inner steps between two turns (H)."""
     lead_steps: int = LEAD_TURNS
-    """How far a commit's step may lie beyond its parent's."""
+    """Maximum number of steps by which a commit's step may exceed its parent's."""
     run_steps: int = 2**40
-    """Of a whole run."""
+    """Inner steps of the whole run."""
 
     @property
     def range_tokens(self) -> int:
-        """Most tokens that a contribution declares."""
+        """Maximum number of tokens that a contribution declares."""
         return min(self.range_steps * self.step_tokens, _MOST_RANGE_TOKENS)
 
     @property
     def run_tokens(self) -> int:
-        """Most tokens that one learner trains in a run."""
+        """Maximum number of tokens that one learner trains in a run."""
         return min(self.learner_steps * self.step_tokens, MAX_COUNT // 16)
 
     @property
     def first_tokens(self) -> int:
-        """What a contribution counts for that is merged alone before anything else was: a turn of the run's batches."""
+        """Tokens counted for a contribution that is merged alone before any other: one turn of the run's batches."""
         return max(1, self.turn_steps * self.step_tokens // BATCH_ROOM)
 
     @property
     def learner_steps(self) -> int:
-        """Most inner steps of one learner: it may outlive its node, and make the steps again that a run has lost."""
+        """Maximum number of inner steps of one learner.
+
+        The limit exceeds the run's steps: a learner may outlive its node, and may repeat steps that the run has lost.
+        """
         return AGAIN * self.run_steps
 
     def most_tokens(self, steps: int) -> int:
-        """Return the largest number of tokens in a contribution of so many steps."""
+        """Return the maximum number of tokens in a contribution of ``steps`` inner steps."""
         return min(steps * self.step_tokens, _MOST_RANGE_TOKENS)
 
     def most_blocks(self, tokens: int) -> int:
-        """Whose last token lies in a range of so many tokens; the first may have begun before it."""
+        """Return the largest number of blocks that can end within ``tokens`` tokens; the first may begin earlier."""
         return 1 + tokens // self.block_tokens
 
     def range_problem(self, tokens: int, steps: int, blocks: int) -> str | None:
-        """Why no learner gives this, or None."""
+        """Return why no honest learner declares such a range, or None."""
         if steps > self.range_steps:
             return f"{steps} steps are more than a contribution holds ({self.range_steps})"
         if tokens > self.most_tokens(steps):

@@ -1,14 +1,16 @@
-"""Connectivity of each peer as the others report it: where some pairs never connect, the best connected peers own
-shards.
+"""Reachability of each peer as the others report it. Where some pairs never connect, the best connected peers own.
 
-Heartbeats tell whom their sender hears, as fingerprints, when that has changed. Rules of this file:
-1. Nobody's word for itself is enough: that X reaches Z counts if X says that it hears Z and, where we hear Z ourselves,
-   Z says that it hears X.
-2. Whom only others hear, *afar*, is believed to be there if tokens of its learner came into the chain of late, under
-   its signature; in a run's first versions, always. Else a list of names that nobody bears would make its author owner.
-3. The best connected who all hear each other are *fit* to own. Where we do not know whether two meet who are both afar
-   we take it that they do, so that nobody takes itself for the best by mistake.
-4. Who was fit stays so for a while: when peers come and go, lists differ for a moment.
+A heartbeat lists the peers that its sender hears, as fingerprints, whenever that list has changed.
+
+Rules of this file:
+1. A peer's own claim is not enough. "X reaches Z" counts if X says that it hears Z and, where this peer hears Z, Z says
+   that it hears X.
+2. A peer that only others hear is *afar*. It is believed to exist if tokens of its learner, under its signature, were
+   merged recently; in a run's first versions it is always believed. Otherwise a peer could become owner by inventing
+   names that it claims to hear.
+3. The best connected peers that all hear each other are *fit* to own. Two peers that are both afar are assumed to hear
+   each other, so that no peer takes itself for the best by mistake.
+4. A peer that was fit stays fit for a while, because lists differ briefly when peers come and go.
 """
 
 from __future__ import annotations
@@ -34,55 +36,55 @@ LATELY = 16
 
 @lru_cache(maxsize=16384)
 def fingerprint(peer: PeerId) -> int:
-    """Return the number that stands for a peer in lists."""
+    """Return the number that stands for a peer in heartbeat lists."""
     return int.from_bytes(blake2b(peer.encode(), digest_size=FINGERPRINT_BYTES).digest(), "big")
 
 
 def listed(prints: Iterable[int]) -> bytes:
-    """Encode a list as heartbeats carry it."""
+    """Encode fingerprints as heartbeats carry them: sorted, four bytes each, big-endian."""
     return b"".join(one.to_bytes(FINGERPRINT_BYTES, "big") for one in sorted(prints))
 
 
 def prints_in(data: bytes) -> frozenset[int]:
-    """The fingerprints in a list; what is left of a broken one is nobody's."""
+    """Decode the fingerprints in a list; an incomplete one at the end is ignored."""
     whole = len(data) // FINGERPRINT_BYTES
     return frozenset(unpack(f">{whole}I", data[: whole * FINGERPRINT_BYTES]))
 
 
 class Connectivity:
-    """Which peers hear which, as this peer knows it."""
+    """Reachability matrix of the swarm as this peer knows it."""
 
     def __init__(self, me: PeerId) -> None:
         self.me = me
         self.lists: dict[PeerId, frozenset[int]] = {me: frozenset()}
-        """Whom each peer says it hears, this one included. Who has told nothing is taken to hear everybody."""
+        """Peers that each peer, this one included, says it hears. A peer without a list is assumed to hear all."""
         self.told_from = 1
-        """The first of our heartbeats that carries our list as it is."""
+        """Sequence number of the first own heartbeat that carries the current list."""
         self._own_list = b""
-        """It, as heartbeats carry it."""
+        """The current own list, encoded."""
         self.givers: frozenset[int] | None = None
-        """Whose tokens were merged lately; None: the run is young."""
+        """Fingerprints of peers whose tokens were merged recently; None: the run is young."""
         self.afar: frozenset[int] = frozenset()
-        """Those whom only others hear."""
+        """Fingerprints of peers that only others hear."""
         self.best: frozenset[int] = frozenset()
-        """The best connected, here or afar."""
+        """Fingerprints of the best connected peers, here or afar."""
         self.tiers: dict[PeerId, int] = {}
-        """Of those who may own and are not fit: 1 if they hear one of the best, else 2."""
+        """Candidates that are not fit: 1 if they hear one of the best, else 2."""
         self._fit: tuple[PeerId, ...] = ()
-        """Of those who may own, the best."""
+        """Candidates that are among the best."""
         self._fit_until: dict[PeerId, float] = {}
         self._judged: tuple[object, ...] = ()
-        """What ``best`` was found from."""
+        """Inputs from which ``best`` was computed."""
         self._met_at: dict[PeerId, float] = {}
-        """When each peer told a list first."""
+        """Time at which each peer sent its first list."""
         self._changes = 0
         self._version = -1
-        """Of shard 0, when ``givers`` was found."""
+        """Version of shard 0 for which ``givers`` was computed."""
 
     # -- lists ---------------------------------------------------------------------------------------------------------
 
     def update_list(self, peer: PeerId, data: bytes | None, now: float) -> bool:
-        """``peer`` says whom it hears (None: as before); True if that is another list."""
+        """Store the list that ``peer`` sent (None: unchanged). Return whether it differs from the last one."""
         if data is None:
             return False
         prints = prints_in(data)
@@ -100,17 +102,17 @@ class Connectivity:
         self.told_from = sequence + 1
 
     def list_for(self, echoed: int) -> bytes | None:
-        """Our list for a peer that has seen our heartbeat ``echoed``, unless it has it."""
+        """Return the own list for a peer that has seen own heartbeat ``echoed``, or None if it has the list already."""
         return None if echoed >= self.told_from else self._own_list
 
     def forget(self, peer: PeerId) -> None:
-        """The connection has ended."""
+        """Forget a peer whose connection has ended."""
         self.lists.pop(peer, None)
         self._fit_until.pop(peer, None)
         self._met_at.pop(peer, None)
 
     def on_goodbye(self, peer: PeerId) -> frozenset[int]:
-        """``peer`` says goodbye: whoever has not noticed hears it no more. Returns it, and whom it heard."""
+        """Remove a peer that says goodbye from all lists. Return its fingerprint and those of the peers it heard."""
         gone = frozenset((fingerprint(peer),))
         for other, prints in self.lists.items():
             if gone <= prints:
@@ -119,7 +121,7 @@ class Connectivity:
         return gone | self.lists.get(peer, frozenset())
 
     def update_givers(self, version: int, marks: Mapping[LearnerId, Mark]) -> None:
-        """Shard 0 is at this version."""
+        """Recompute the recent contributors when shard 0 reaches ``version``."""
         if version == self._version:
             return
         self._version = version
@@ -129,23 +131,26 @@ class Connectivity:
             recent = (peer_of(learner) for learner, mark in marks.items() if mark.version > version - LATELY)
             self.givers = frozenset(map(fingerprint, recent))
 
-    # -- who reaches whom ----------------------------------------------------------------------------------------------
+    # -- reachability --------------------------------------------------------------------------------------------------
 
     def hears(self, peer: PeerId, other: PeerId) -> bool:
-        """Whether ``peer`` says that it hears ``other``, or tells nothing."""
+        """Return whether ``peer`` says that it hears ``other``, or has sent no list."""
         return peer not in self.lists or self.has_listed(peer, other)
 
     def has_listed(self, peer: PeerId, other: PeerId) -> bool:
-        """Whether ``peer`` says that it hears ``other``."""
+        """Return whether ``peer`` says that it hears ``other``."""
         return fingerprint(other) in self.lists.get(peer, ())
 
     def is_afar(self, peer: PeerId) -> bool:
-        """Whether a peer that we do not hear is heard by somebody whom we do."""
+        """Return whether this peer does not hear ``peer`` but another live peer does."""
         return fingerprint(peer) in self.afar
 
     def forwards_to(self, speaker: PeerId, live: Sequence[PeerId], met_before: float) -> tuple[PeerId, ...]:
-        """Of ``live`` those who do not hear ``speaker``, and to whom, of all who hear both, this peer hands on. Who
-        came after ``met_before`` may still be about to meet others."""
+        """Return the peers in ``live`` to which this peer forwards the messages of ``speaker``.
+
+        They do not hear ``speaker``, and of all peers that hear both this one has the smallest fingerprint. Peers that
+        connected after ``met_before`` are left out, since they may still be connecting to others.
+        """
         found = []
         if self._met_at.get(speaker, met_before) > met_before:
             return ()
@@ -158,7 +163,7 @@ class Connectivity:
         return tuple(found)
 
     def judge(self, now: float, live: Sequence[PeerId], willing: Candidates, settling_s: float) -> None:
-        """Who is fit to own, of those who may and are here (``willing``, this peer perhaps among them)."""
+        """Determine which of the candidates ``willing`` are fit to own."""
         found_from = (self._changes, live, willing, self.givers)
         if found_from != self._judged:
             self._judged = found_from
@@ -176,7 +181,7 @@ class Connectivity:
     def _find_best(self, live: Sequence[PeerId], able: Collection[int]) -> None:
         me = fingerprint(self.me)
         here: dict[int, frozenset[int] | None] = {me: self.lists[self.me]}
-        for peer in live:  # hears us, whether it has said so or not
+        for peer in live:  # a live peer hears this one, whether its list says so or not
             prints = self.lists.get(peer)
             here[fingerprint(peer)] = prints if prints is None or me in prints else prints | {me}
         lists = [prints for prints in here.values() if prints is not None]
@@ -188,7 +193,7 @@ class Connectivity:
         everybody = afar | here.keys()
 
         def met_by(x: int) -> set[int]:
-            """Whom it meets: both say so, as far as they are here."""
+            """Return the peers that ``x`` meets: both sides must say so, where this peer has their lists."""
             theirs = here.get(x)
             named = everybody if theirs is None else everybody & theirs
             return {y for y in named if y != x and ((others := here.get(y)) is None or x in others)}

@@ -1,9 +1,11 @@
 """The learner's side of a turn: snapshot, encode, offer to the owner, and to the next owner if that one fails.
 
 Rules of this file:
-1. A shard has at most one open turn, and a fragment at most one snapshot being encoded. A turn that is announced while
-   the shard's last one is open is put off until that one is over; of several put off only the newest counts.
-2. A shard's turn is over when its head has moved. If that commit is an older turn's, the newest is opened at once.
+1. A shard has at most one open turn, and a fragment at most one snapshot that is being encoded. A turn that is
+   announced while the shard's previous turn is open is put off until that one ends. Of several such turns only the
+   newest counts.
+2. A shard's turn ends when its head has moved. If the new commit belongs to an older turn, the newest turn opens at
+   once.
 3. A contribution covers all of the learner's tokens that the base's chain has not merged.
 """
 
@@ -28,10 +30,10 @@ from p2pdiloco.protocol.state import Core, LearnerView
 
 # -- Token budget ------------------------------------------------------------------------------------------------------
 # Rules of this file:
-# 1. What counts is what is merged, as the chains say: it does not depend on who is fastest, on how many came, or on
-#    steps that were lost. Shards are merged one after the other; of the run's progress their mean is taken.
-# 2. When a budget ends, learners hold what they made since the last turns. That is half a turn's tokens in the mean,
-#    which merging will add: the learners stop so much earlier (C7a).
+# 1. The budget counts merged tokens, as the chains record them. It does not depend on which peer is fastest, on how
+#    many peers join, or on lost steps. Shards are merged one after the other, so the run's progress is their mean.
+# 2. When the budget ends, learners still hold the tokens trained since their last turns: half a turn's on average.
+#    Merging will add these, so the learners stop that much earlier (C7a).
 
 
 TOLD: Final = 500
@@ -39,36 +41,36 @@ TOLD: Final = 500
 
 
 class TokenBudget:
-    """The token budget of one run; without a limit it only counts."""
+    """Token budget of one run. Without a limit it does nothing."""
 
     __slots__ = ("_core", "_merged", "_newest", "_paused", "_under_way", "announced")
 
     def __init__(self, core: Core) -> None:
         self._core = core
         self._merged = [0] * len(core.chains)
-        """By shard: its chain's tokens."""
+        """By shard: tokens of its chain."""
         self._newest = [0] * len(core.chains)
-        """By shard: those of its last version."""
+        """By shard: tokens that its newest version added."""
         self._under_way = 0
-        """The sum of these."""
+        """Sum of ``_newest``."""
         self.announced = 0
-        """What the learner knows of ``merged``."""
+        """Merged tokens that the learner was last told of."""
         self._paused: LearnerId | None = None
 
     @property
     def merged(self) -> int:
-        """Tokens, the mean over the shards."""
+        """Merged tokens of the run: the mean over its shards."""
         return sum(self._merged) // len(self._merged)
 
     @property
     def is_spent(self) -> bool:
-        """Whether what is merged, and what is on its way, is all that the run is to have."""
+        """True if the merged tokens, with those under way, use up the budget."""
         total = self._core.config.sizes.budget
         return 0 < total <= self.merged + self._under_way // (2 * len(self._merged))
 
     @property
     def last_step(self) -> int:
-        """The global step at which the run ends, as far as can be told."""
+        """Estimated global step at which the run ends."""
         core = self._core
         if not core.config.sizes.budget:
             return core.config.total_steps
@@ -78,7 +80,7 @@ class TokenBudget:
         return min(core.config.total_steps, max(core.step + 1, round(core.step * rest)))
 
     def on_head_changed(self, change: HeadChange) -> None:
-        """Count the tokens of the shard's new head; tell the learner, and stop it when the budget is spent."""
+        """Count the tokens of the shard's new head. Report them to the learner, and stop it if the budget is spent."""
         core, shard, tokens = self._core, change.shard, change.head.tokens
         if not core.config.sizes.budget:
             return
@@ -92,7 +94,7 @@ class TokenBudget:
         self.stop_if_spent()
 
     def stop_if_spent(self) -> None:
-        """Stop the learner if there is nothing left to train."""
+        """Stop the learner if the budget is spent."""
         core = self._core
         learner = core.learner
         if not core.is_current or core.departure or learner is None or learner.is_paused or learner.id == self._paused:
@@ -103,17 +105,17 @@ class TokenBudget:
 
 
 # -- Ledger of own contributions to one shard --------------------------------------------------------------------------
-# A chain merges a prefix of a learner's tokens, so where a chain stands with this learner is one number: the mark.
-# Every contribution that was sent is an edge from one mark to a later one. Moving to another head moves the mark,
-# forwards or (after a fork) backwards; the walk along edges says which contributions leave the learner's delta
-# (settled) and which return to it (restored). One rule thus serves carry, refusal, takeover, forks and their healing.
+# A chain merges a prefix of a learner's tokens, so one number, the mark, says how far a chain has merged this learner.
+# Each contribution that was sent is an edge from one mark to a later one. Moving to another head moves the mark
+# forwards, or backwards after a fork. The walk along the edges says which contributions leave the learner's delta
+# (settled) and which return to it (restored). This one rule covers carry, refusal, takeover, and forks.
 #
-# Because what was *sent* (after quantization) is what leaves the delta, the quantization error stays in it and is sent
-# with the next contribution: error feedback without a buffer of its own.
+# The delta loses what was *sent*, that is, the quantized values. So the quantization error stays in it and is sent with
+# the next contribution: error feedback without a separate buffer.
 
 
 class Edge(NamedTuple):
-    """One contribution: own tokens ``start`` to ``stop``, and its payload."""
+    """One contribution: the learner's tokens from ``start`` to ``stop``, and its payload."""
 
     start: int
     stop: int
@@ -121,7 +123,7 @@ class Edge(NamedTuple):
 
 
 class Walk(NamedTuple):
-    """Payloads that leave the learner's delta, and payloads that return to it."""
+    """Payloads that leave the learner's delta (settled) and payloads that return to it (restored)."""
 
     settled: tuple[Digest, ...]
     restored: tuple[Digest, ...]
@@ -131,7 +133,7 @@ STAY = Walk((), ())
 
 
 class Ledger:
-    """The last ``depth`` contributions to one shard in this life of the learner."""
+    """The last ``depth`` contributions of the current learner to one shard."""
 
     __slots__ = ("edges",)
 
@@ -139,16 +141,16 @@ class Ledger:
         self.edges: deque[Edge] = deque(maxlen=depth)
 
     def record(self, start: int, stop: int, payload: Digest) -> None:
-        """Remember a contribution; of the same range sent twice (another base), walks take the newer."""
+        """Add a contribution. If a range was sent twice, on different bases, walks use the newer one."""
         self.edges.append(Edge(start, stop, payload))
 
     @property
     def last(self) -> int:
-        """The furthest mark that a contribution may have led to; -1 if there was none."""
+        """Furthest mark that a contribution may have led to; -1 if there was none."""
         return max((edge.stop for edge in self.edges), default=-1)
 
     def walk(self, old: int, new: int) -> Walk | None:
-        """From mark ``old`` to mark ``new`` along contributions, fewest first; None if they do not lead there."""
+        """Return the shortest path along contributions from mark ``old`` to ``new``, or None if there is none."""
         if old == new:
             return STAY
         came: dict[int, tuple[int, Edge, bool]] = {old: (old, Edge(0, 0, Digest("")), True)}
@@ -177,43 +179,44 @@ class Ledger:
 
 
 class FragmentTurn:
-    """One fragment's turns."""
+    """State of one fragment's turns."""
 
     __slots__ = ("asked_at", "encoding", "is_snapshotting", "open", "step", "steps", "tokens")
 
     def __init__(self) -> None:
         self.step = 0
-        """Of the newest turn."""
+        """Global step of the newest turn."""
         self.open: dict[ShardId, tuple[Digest, float]] = {}
-        """Shards whose turn is open: the heads they had when it opened, and when that was."""
+        """Shards with an open turn: the head at its opening, and the time of its opening."""
         self.is_snapshotting = False
         self.asked_at = 0.0
-        """When that was asked for, or the learner has answered last."""
+        """Time at which the snapshot was asked for, or at which the learner last answered."""
         self.encoding: dict[ShardId, tuple[Digest, Contributor]] = {}
-        """Shards being encoded: the heads that their outer gradients are relative to, and the ranges."""
+        """Shards that are being encoded: the head that the outer gradient is relative to, and its range."""
         self.steps = 0
-        """The learner's counters at the last snapshot."""
+        """The learner's steps at the last snapshot."""
         self.tokens = 0
+        """The learner's tokens at the last snapshot."""
 
 
 class Pending:
-    """A contribution that has not been merged or superseded."""
+    """A contribution that is neither merged nor superseded."""
 
     __slots__ = ("asked", "beyond", "contribution", "rank", "target")
 
     def __init__(self, contribution: Contribution) -> None:
         self.contribution = contribution
         self.rank = 0
-        """How many owners have let it wait."""
+        """Number of owners that have missed their takeover time."""
         self.asked: set[PeerId] = set()
-        """On this lap through the owners."""
+        """Owners that were offered it during the current pass over the ranking."""
         self.beyond: set[PeerId] = set()
-        """Those that refused it because their head wins over its base: they cannot merge it any more."""
+        """Owners that refused it because their head wins over its base, so that they can no longer merge it."""
         self.target = PeerId("")
 
 
 class Contributions:
-    """Turns of all fragments, and this learner's contributions."""
+    """Manages the turns of all fragments and this learner's contributions."""
 
     def __init__(self, core: Core, aggregation: Aggregation, block_assignment: BlockAssignment) -> None:
         self.core = core
@@ -226,7 +229,7 @@ class Contributions:
         self.budget = TokenBudget(core)
 
     def on_learner_changed(self) -> None:
-        """Drop what the last learner left unfinished."""
+        """Drop the unfinished work of the previous learner."""
         self.pending.clear()
         self.health.on_learner_changed()
         for ledger in self.ledgers:
@@ -240,8 +243,11 @@ class Contributions:
     # -- turns ---------------------------------------------------------------------------------------------------------
 
     def on_steps(self, learner: LearnerView, steps: int) -> None:
-        """The learner made ``steps`` more inner steps: announce the turns that became due. It is as many steps further
-        than where it was, or where the others are: a step during which others went on does not count twice."""
+        """Handle ``steps`` more inner steps of the learner: announce the turns that became due.
+
+        The steps are added to the step that the learner had reached, not to the swarm's. A step that took place while
+        other peers advanced does not count twice.
+        """
         config = self.core.config
         first = self.core.step + 1
         self.core.step = learner.reached = max(self.core.step, learner.reached + steps)
@@ -254,7 +260,7 @@ class Contributions:
                 self.open(FragmentId(fragment), due, is_mine=True)
 
     def adopt_step(self, claim: int) -> int:
-        """Another peer is at ``claim``: this one is, too, as far as that is believed. Returns what is believed."""
+        """Advance to the step ``claim`` that another peer reports, as far as it is plausible; return that step."""
         core = self.core
         step = core.plausible(claim)
         if step > core.step:
@@ -265,7 +271,7 @@ class Contributions:
         return step
 
     def on_current(self) -> None:
-        """All states are here: this peer is where most of them are, and no turn before that is news."""
+        """Start from the states that have arrived: take the median step of the shards and ignore earlier turns."""
         core = self.core
         steps = sorted(chain.step for chain in core.chains)
         core.step = max(core.step, min(steps[len(steps) // 2], core.config.total_steps))
@@ -278,8 +284,11 @@ class Contributions:
             hand_on_turn(self.core, sender, self.announcement(message.fragment))
 
     def open(self, fragment: FragmentId, step: int, *, is_mine: bool) -> bool:
-        """Open a turn for those of the fragment's shards whose last one is over; whether it is news. Beyond the last
-        step that is believed turns cannot be told apart: there it is as long as one of the shards has none open."""
+        """Open a turn for those shards of the fragment whose last turn is over. Return whether the turn is news.
+
+        From the last plausible step on, turns cannot be told apart. There, a turn is news as long as one of the shards
+        has none open.
+        """
         turn, core = self.turns[fragment], self.core
         shards = core.config.fragments[fragment]
         if step <= turn.step and (step < core.config.latest_step or turn.open.keys() >= set(shards)):
@@ -300,12 +309,12 @@ class Contributions:
         self.aggregation.open(shard, turn.step)
 
     def announcement(self, fragment: FragmentId) -> Turn:
-        """The newest turn as others hear it."""
+        """Return the message that announces the newest turn to other peers."""
         heads = tuple(self.core.head(shard) for shard in self.core.config.fragments[fragment])
         return Turn(fragment, self.turns[fragment].step, heads)
 
     def on_head_changed(self, change: HeadChange) -> None:
-        """End the shard's turn: what was pending is merged or stale. Open the newest turn that was put off."""
+        """End the shard's turn: a pending contribution is merged or stale. Open the newest turn that was put off."""
         core, shard = self.core, change.shard
         self.pending.pop(shard, None)
         core.alarms.cancel(("takeover", shard))
@@ -322,7 +331,7 @@ class Contributions:
     # -- snapshot and encode -------------------------------------------------------------------------------------------
 
     def _ask_for_snapshot(self, fragment: FragmentId) -> None:
-        """Unless one is under way, or all that is open has been given to."""
+        """Ask the learner for a snapshot, unless one is under way or all open shards have a contribution."""
         turn = self.turns[fragment]
         if self.core.learner is None or turn.is_snapshotting or turn.encoding:
             return
@@ -331,14 +340,14 @@ class Contributions:
             self.core.effects.append(Snapshot(fragment, turn.step))
 
     def on_snapshot(self, event: Snapshotted) -> None:
-        """The learner copied a fragment: encode its shards, or say that there is nothing to give."""
+        """Encode the shards of a fragment that the learner has copied, or report that there is nothing to give."""
         turn, core = self.turns[event.fragment], self.core
         if core.learner is None or not turn.is_snapshotting:
             return
         turn.is_snapshotting = False
         self.health.on_snapshot()
         for other in self.turns:
-            other.asked_at = core.now  # it copies one after the other
+            other.asked_at = core.now  # the learner copies fragments one after the other, so none of them is overdue
         turn.steps, turn.tokens = event.steps, event.tokens
         for shard in turn.open:
             if self.has_given(shard) or self.aggregation.collections[shard].is_closed:
@@ -351,14 +360,14 @@ class Contributions:
                 self._give_nothing(shard)
 
     def check_health(self) -> None:
-        """Update the health warnings; called at each heartbeat."""
+        """Update the health warnings. Called at each heartbeat."""
         asked = [turn.asked_at for turn in self.turns if turn.is_snapshotting]
         if asked:
             self.health.on_silence(self.core.now - min(asked))
         self.health.check_progress()
 
     def has_given(self, shard: ShardId) -> bool:
-        """Whether tokens of ours are on offer for the shard's next version."""
+        """Return whether this learner has tokens on offer for the shard's next version."""
         pending = self.pending.get(shard)
         return pending is not None and pending.contribution.contributor.tokens > 0
 
@@ -374,7 +383,7 @@ class Contributions:
             self._finished_encoding(turn, shard)
 
     def on_encode_failed(self, shard: ShardId, reason: str) -> None:
-        """Nothing to offer this time; the learner keeps its progress, and says so, that nobody waits for it."""
+        """Send an empty contribution after a failed encoding, so that no owner waits for it."""
         turn = self.turns[self.core.fragment_of[shard]]
         if shard in turn.encoding:
             self.core.note("debug", "contribution", f"shard {shard} not encoded: {reason}")
@@ -406,7 +415,7 @@ class Contributions:
         self._offer(shard)
 
     def _range(self, learner: LearnerView, shard: ShardId, turn: FragmentTurn) -> Contributor:
-        """All that the chain has not merged; of more than anybody believes, the last."""
+        """Return the range that the chain has not merged; if it exceeds the limits, its last part."""
         limits, mark = self.core.chains[shard].limits, learner.marks[shard]
         all_steps, all_tokens = max(1, turn.steps - mark.steps), turn.tokens - mark.tokens
         steps = min(all_steps, limits.range_steps)
@@ -417,7 +426,7 @@ class Contributions:
         return Contributor(learner.id, turn.tokens - tokens, turn.tokens, turn.steps - steps, turn.steps, blocks)
 
     def _offer(self, shard: ShardId) -> None:
-        """Give the pending contribution to the owner of its rank, if there is one who may merge it."""
+        """Send the pending contribution to the next owner in rank, if one is left that can merge it."""
         core, pending = self.core, self.pending[shard]
         version = pending.contribution.base.version + 1
         ranked = ranked_owners(core.config.run, shard, version, core.membership.owners.candidates)
@@ -436,7 +445,7 @@ class Contributions:
             core.send((pending.target,), pending.contribution)
 
     def on_takeover_due(self, shard: ShardId) -> None:
-        """The owner did not commit in time: the next one gets the contribution, too."""
+        """Offer the contribution to the next owner, since the current one has not committed in time."""
         pending = self.pending.get(shard)
         if pending is not None:
             pending.rank += 1
@@ -450,8 +459,10 @@ class Contributions:
             self._offer(shard)
 
     def payloads(self, shard: ShardId, size_of: SizeOf, most_bytes: float) -> set[Digest]:
-        """Of a shard's contributions what is still on offer, and the youngest that have at most ``most_bytes``
-        together: the learner may have to take them out of its delta, or back into it."""
+        """Return the payloads of a shard's contributions that are on offer, and the newest that fit ``most_bytes``.
+
+        The learner may have to take them out of its delta, or put them back.
+        """
         pending = self.pending.get(shard)
         found, total = {pending.contribution.payload} if pending is not None else set[Digest](), 0
         for edge in reversed(self.ledgers[shard].edges):
@@ -462,27 +473,30 @@ class Contributions:
         return found
 
     def on_candidates_changed(self) -> None:
-        """Owners that are gone, or on their way out: their contributions go to the new owners at once."""
+        """Offer contributions again whose owner has left or is leaving."""
         if not self.pending:
             return
         able = {peer for peer, _ in self.core.membership.owners.candidates}
         for pending in self.pending.values():
-            pending.beyond &= able  # who comes back may have less
+            pending.beyond &= able  # a peer that comes back may have an older head
         for shard in [s for s, p in self.pending.items() if p.target not in able]:
             pending = self.pending[shard]
             self.core.note("info", "takeover", f"shard {shard}: owner {pending.target} is gone, offering again")
             self._offer(shard)
 
     def on_payload_lost(self, shard: ShardId) -> None:
-        """What is on offer cannot be had here any more. The learner, who has it all, gives anew: else the same would be
-        offered until another version comes, which may need it."""
+        """Contribute again after a payload on offer was lost here.
+
+        The learner still has all of the data. Without this, the lost payload would be offered until another version
+        arrives, and that version may need this contribution.
+        """
         if self.has_given(shard):
             del self.pending[shard]
             self.core.alarms.cancel(("takeover", shard))
             self._ask_for_snapshot(self.core.fragment_of[shard])
 
     def on_refused(self, peer: PeerId, shard: ShardId, base: Digest, head: Head, reason: str) -> None:
-        """An owner refused: the learner keeps its progress and contributes it on the next turn."""
+        """Handle a refusal: the learner keeps its progress and contributes it on the next turn."""
         pending = self.pending.get(shard)
         if pending is not None and pending.contribution.base.id == base:
             if is_heavier(head, pending.contribution.base):
@@ -492,21 +506,21 @@ class Contributions:
             )
 
 
-# -- Reconciliation: which contributions leave the learner's delta, and which return to it -----------------------------
+# -- Reconciliation: contributions that leave the learner's delta, and contributions that return to it -----------------
 # Rules of this file:
-# 1. The learner's own marks decide, by the edges of its ledger.
-# 2. Nobody can speak in a learner's name: a chain that holds tokens which it never gave is not taken.
+# 1. The learner's own marks decide, along the edges of its ledger.
+# 2. No other peer can speak for a learner. A chain that holds tokens which this learner never contributed is rejected.
 
 
 class DeltaReconciliation:
-    """Says what leaves the learner's delta, and what returns to it, when a chain changes."""
+    """Determines the payloads that leave the learner's delta, or return to it, when a chain changes."""
 
     def __init__(self, core: Core, contributions: Contributions) -> None:
         self.core = core
         self.contributions = contributions
 
     def problem(self, target: CommitHeader | ShardState) -> str | None:
-        """Why what a commit or a state says of this peer's learner is not so, or None."""
+        """Return why a commit or state is wrong about this peer's learner, or None."""
         learner = self.core.learner
         if learner is None:
             return None
@@ -517,13 +531,15 @@ class DeltaReconciliation:
             to_tokens = max((c.tokens_to for c in target.contributors if c.learner == learner.id), default=0)
         if to_tokens <= max(learner.marks[shard].tokens, self.contributions.ledgers[shard].last):
             return None
-        return f"it holds tokens of this peer's learner that it has not given, up to {to_tokens}"
+        return f"it contains tokens that this peer's learner has not contributed (up to {to_tokens})"
 
     def moves(
         self, shard: ShardId, to_tokens: int | None
     ) -> tuple[LearnerId | None, tuple[Digest, ...], tuple[Digest, ...], bool]:
-        """What ``Apply`` and ``Install`` say of the learner, when the shard's chain comes to count its tokens up to
-        ``to_tokens`` (None: as before): whose delta it is, what is settled, what is restored, whether it is reset."""
+        """Return the learner's part of ``Apply`` and ``Install``: learner, settled, restored, ``is_reset``.
+
+        ``to_tokens`` is the number of its tokens that the shard's chain will have merged (None: as before).
+        """
         core, learner = self.core, self.core.learner
         walk: Walk | None = STAY
         if learner is not None and to_tokens is not None and not core.config.is_overwrite:
@@ -532,8 +548,10 @@ class DeltaReconciliation:
         return (who, (), (), True) if walk is None else (who, walk.settled, walk.restored, core.config.is_overwrite)
 
     def walk(self, shard: ShardId, to_tokens: int) -> Walk | None:
-        """What leaves the learner's delta, and what returns to it, when the shard's chain counts its tokens up to
-        ``to_tokens``; None if that cannot be told."""
+        """Return the walk for a chain that comes to count ``to_tokens`` of the learner's tokens.
+
+        Return None if no walk along the ledger leads there.
+        """
         learner = self.core.learner
         assert learner is not None
         ledger = self.contributions.ledgers[shard]
@@ -543,12 +561,12 @@ class DeltaReconciliation:
                 "warning",
                 "carry",
                 f"shard {shard}: contributions between own tokens {learner.marks[shard].tokens} and {to_tokens} are "
-                "forgotten, the learner takes the global parameters and loses its unmerged progress",
+                "no longer known, so the learner takes the global parameters and loses its unmerged progress",
             )
         return walk
 
     def on_head_changed(self, change: HeadChange) -> None:
-        """Set the learner's mark to how far the shard's chain has merged the learner."""
+        """Set the learner's mark to what the shard's chain has merged of it."""
         learner, shard = self.core.learner, change.shard
         if learner is None:
             return
@@ -562,7 +580,7 @@ class DeltaReconciliation:
             learner.discard_unmerged(shard)
 
     def mark_in(self, learner: LearnerView, state: ShardState) -> Mark:
-        """How far a state's chain has merged the learner. What it may have forgotten for its age stays merged."""
+        """Return the learner's mark in a state's chain. A mark that the chain dropped for its age still counts."""
         own = learner.marks[state.head.shard]
         is_forgotten = state.head.version - own.version > MARK_LIFE_LOGS * self.core.config.log_length
         return dict(state.marks).get(learner.id, own if is_forgotten else NO_MARK)

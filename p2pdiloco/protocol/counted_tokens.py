@@ -31,17 +31,17 @@ _FEW: Final = 2
 
 
 class TokenCounts(msgspec.Struct, frozen=True, array_like=True):
-    """What one shard's chain knows of its contributions' tokens, besides the sum of what they count for."""
+    """Statistics about the tokens of one shard's contributions, besides the counted sum."""
 
     versions: Annotated[int, Meta(ge=0, le=MEMORY)] = 0
     """Versions in the mean, at most ``MEMORY``; 0: nothing has been merged."""
     octaves: Annotated[int, Meta(ge=0, le=64 * OCTAVE)] = 0
     """The usual contribution: the mean of the logarithms to base 2, in 1,024ths (see ``norm_bound``)."""
     merged: Annotated[int, Meta(ge=0, le=MAX_COUNT)] = 0
-    """Tokens that all contributions have declared. People are shown these; nothing is decided by them."""
+    """Declared tokens of all contributions. They are displayed only; no decision uses them."""
 
     def count(self, tokens: Sequence[int], first: int, factors: Sequence[int] = ()) -> tuple[int, TokenCounts]:
-        """Sum what contributions that declare ``tokens`` (each at least 1) count for, and add them to the record.
+        """Return the counted tokens of contributions that declare ``tokens`` (each at least 1), and the next record.
 
         Args:
             tokens: one number for each contribution.
@@ -55,9 +55,9 @@ class TokenCounts(msgspec.Struct, frozen=True, array_like=True):
         return sum(weighed), self.after(counted, sum(tokens))
 
     def counted(self, tokens: Sequence[int], first: int) -> list[int]:
-        """Limit each contribution's declared tokens to what it counts for.
+        """Return the counted tokens of each contribution, given the declared ``tokens``.
 
-        ``first``: the usual contribution of a chain that has merged nothing yet, for one that is merged alone.
+        ``first`` replaces the usual contribution for one that is merged alone on a chain that has merged nothing yet.
         """
         usual = int(power(self.octaves)) if self.versions else 0
         if len(tokens) == 1:

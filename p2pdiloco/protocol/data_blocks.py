@@ -1,19 +1,18 @@
-"""Blocks of the run's data that have been trained, and the one that a learner takes next. Pure; there is no
-coordinator.
+"""Blocks of the run's data that have been trained, and the choice of a learner's next block. There is no coordinator.
 
 Each epoch's samples lie in a random order (``training.corpus``), cut into equal, numbered blocks. Block n of the run is
 block n % blocks of epoch n // blocks.
 
 Rules of this file:
 1. A block has been trained once the commit of shard 0 that merges its last token is on the chain. So peers with the
-   same head agree, and what a dead learner had not given is simply free again.
-2. Peers take free blocks, and tell each other in heartbeats which they have taken. Whoever is faster takes more. Two
-   that take the same one within a heartbeat both train it: that costs a repeated block, nothing else, and is counted.
-3. An epoch's blocks lie in slots, by their number. Of each slot one peer is the first by rendezvous hashing, and takes
-   its blocks in ascending order; a second one helps when it has nothing else to do, in descending order. So no two
-   helpers meet, and a helper meets the first at the very end. Each peer begins at a place of its own, so that those
-   who do not know each other yet rarely meet.
-4. Two epochs are open at a time: the next one is begun while the last blocks of this one are still under way.
+   same head agree, and blocks that a dead learner had not contributed are free again.
+2. Peers take free blocks and announce them in heartbeats. A faster peer takes more. Two peers that take the same block
+   within a heartbeat both train it. That costs a repeated block, nothing else, and is counted.
+3. The blocks of an epoch are divided into slots by number. Rendezvous hashing gives each slot an owner, which takes its
+   blocks in ascending order, and a helper. The helper takes blocks in descending order once it has no others, so it
+   meets the owner only at the very end. Each peer begins at its own place, so that peers that do not know each other
+   yet rarely take the same block.
+4. Two epochs are open at a time: the next one begins while the last blocks of the current one are still in training.
 """
 
 from __future__ import annotations
@@ -40,31 +39,31 @@ _BITS = bytes.maketrans(b"01", b"\x00\x01")
 
 
 class Duty(NamedTuple):
-    """What is a peer's in one epoch."""
+    """A peer's slots in one epoch."""
 
     own: Sequence[int]
-    """Slots where it is the first."""
+    """Slots that the peer owns."""
     helped: Sequence[int]
-    """Slots where it is the second."""
+    """Slots in which the peer helps."""
     place: float
-    """Where it begins, from 0 to below 1."""
+    """Fraction of the epoch at which the peer begins, in [0, 1)."""
 
 
 class Trained(msgspec.Struct, frozen=True, array_like=True):
-    """A ledger as it travels with a shard's state."""
+    """A block ledger in the form that travels with a shard's state."""
 
     epoch: Annotated[int, Meta(ge=0, le=2**40)] = 0
-    """The oldest that is open: all blocks before it have been trained."""
+    """The oldest open epoch: all blocks before it have been trained."""
     rows: tuple[Row, ...] = ()
-    """By open epoch: one bit a block."""
+    """One row for each open epoch, one bit for each block."""
     trained: Annotated[int, Meta(ge=0, le=2**56)] = 0
-    """Different blocks, over all epochs."""
+    """Number of different blocks trained, over all epochs."""
     repeated: Annotated[int, Meta(ge=0, le=2**56)] = 0
-    """Further times that blocks were trained."""
+    """Number of times that a block was trained again."""
 
 
 class BlockLedger:
-    """The blocks that one chain has trained, of an epoch of ``blocks``."""
+    """The blocks that one chain has trained, in epochs of ``blocks`` blocks."""
 
     __slots__ = ("blocks", "epoch", "repeated", "rows", "trained")
 
@@ -73,21 +72,21 @@ class BlockLedger:
         self.restore(Trained())
 
     def restore(self, state: Trained) -> None:
-        """Take another chain's; rows that are missing are empty, bits beyond the epoch are dropped."""
+        """Replace the contents by ``state``. Missing rows are empty; bits beyond the epoch are dropped."""
         self.epoch, self.trained, self.repeated = state.epoch, state.trained, state.repeated
         self.rows = [self._unpack(row) for row in state.rows[:OPEN_EPOCHS]]
         self.rows += [bytearray(self.blocks) for _ in range(OPEN_EPOCHS - len(self.rows))]
         self._close_epochs()
 
     def copied(self) -> BlockLedger:
-        """Another one with the same blocks."""
+        """Return an independent copy."""
         other = BlockLedger(self.blocks)
         other.epoch, other.trained, other.repeated = self.epoch, self.trained, self.repeated
         other.rows = [bytearray(row) for row in self.rows]
         return other
 
     def state(self) -> Trained:
-        """As it travels."""
+        """Return the ledger in the form that travels with a state."""
         return Trained(self.epoch, tuple(map(self._pack, self.rows)), self.trained, self.repeated)
 
     def _unpack(self, row: bytes) -> bytearray:
@@ -98,7 +97,7 @@ class BlockLedger:
         return int(row[::-1].translate(_DIGITS), 2).to_bytes(-(-self.blocks // 8), "little")
 
     def add(self, blocks: Iterable[Block]) -> None:
-        """A commit merges these. What is not open yet is not counted: nobody can have been given it."""
+        """Add the blocks that a commit merges. Blocks of an epoch that has not begun are ignored."""
         for block in blocks:
             epoch, index = divmod(block, self.blocks)
             if epoch < self.epoch:
@@ -116,13 +115,15 @@ class BlockLedger:
             self.epoch += 1
 
     def is_trained(self, block: Block) -> bool:
-        """Whether the chain has it."""
+        """Return whether the chain has trained ``block``."""
         epoch, index = divmod(block, self.blocks)
         return epoch < self.epoch or (epoch < self.epoch + OPEN_EPOCHS and bool(self.rows[epoch - self.epoch][index]))
 
     def next_free(self, taken: Iterable[Block], duty: Callable[[int], Duty]) -> Block | None:
-        """The next block for a peer, while ``taken`` are in others' hands or its own; ``duty(epoch)`` are its slots.
-        None if all open blocks are taken."""
+        """Return the next block for a peer, or None if all open blocks are taken.
+
+        ``taken`` holds the blocks in work at any peer; ``duty(epoch)`` returns this peer's slots.
+        """
         occupied = [bytearray(row) for row in self.rows]
         for block in taken:
             epoch, index = divmod(block, self.blocks)
@@ -145,7 +146,7 @@ class BlockLedger:
 
 
 def _first(row: bytearray, slot: int, begin: int) -> int:
-    """How many blocks after ``begin``, going round, the slot's first free one lies; -1 if it has none."""
+    """Return the distance from ``begin`` to the slot's first free block, cyclically; -1 if the slot has none."""
     blocks, lane = len(row), row[slot::SLOTS]
     at = lane.find(0, max(0, -((slot - begin) // SLOTS)))
     at = lane.find(0) if at < 0 else at
@@ -153,7 +154,7 @@ def _first(row: bytearray, slot: int, begin: int) -> int:
 
 
 def _last(row: bytearray, slot: int, begin: int) -> int:
-    """The same for its last free one."""
+    """Return the distance from ``begin`` to the slot's last free block, cyclically; -1 if the slot has none."""
     blocks, lane = len(row), row[slot::SLOTS]
     at = lane.rfind(0, 0, max(0, -((slot - begin) // SLOTS)))
     at = lane.rfind(0) if at < 0 else at

@@ -1,4 +1,4 @@
-"""Outputs of the machine. Effects run in order; long work comes back as an event."""
+"""Outputs of the machine. The driver runs effects in order; the result of long work returns as an event."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from p2pdiloco.protocol.messages import CommitHeader, Contribution, Contributor,
 
 
 class Send(msgspec.Struct, frozen=True, array_like=True, tag="send"):
-    """Send ``message`` (and its payload) to each of ``peers`` that is connected."""
+    """Send ``message``, with its payload if it has one, to each of ``peers`` that is connected."""
 
     peers: tuple[PeerId, ...]
     message: Message
@@ -28,14 +28,16 @@ class Snapshot(msgspec.Struct, frozen=True, array_like=True, tag="snapshot"):
 
 
 class Train(msgspec.Struct, frozen=True, array_like=True, tag="train"):
-    """Learner: train this block of data after those it was given before. Ends in ``BlockFinished``."""
+    """Learner: train this block of data after all blocks assigned before. Ends in ``BlockFinished``."""
 
     block: Block
 
 
 class Encode(msgspec.Struct, frozen=True, array_like=True, tag="encode"):
-    """Quantize and compress the shard's outer gradient (base minus the snapshot), and sign for its range. Ends in
-    ``Encoded`` or ``Failed``."""
+    """Quantize and compress the shard's outer gradient (base minus snapshot), and sign its range.
+
+    Ends in ``Encoded`` or ``Failed``.
+    """
 
     shard: ShardId
     base: Head
@@ -50,11 +52,11 @@ class Merge(msgspec.Struct, frozen=True, array_like=True, tag="merge"):
     base: Head
     contributions: tuple[Contribution, ...]
     longest: float = math.inf
-    """Of the merged outer gradient: a longer one is shortened."""
+    """Maximum norm of the merged outer gradient; a longer one is scaled down."""
 
 
 class Apply(msgspec.Struct, frozen=True, array_like=True, tag="apply"):
-    """Take a commit on top of the current state. Ends in ``Applied`` or ``Failed``.
+    """Apply a commit to the current state. Ends in ``Applied`` or ``Failed``.
 
     The learner's parameters move by (new global - old global), plus the payloads of ``settled`` (its own contributions
     that this commit merged, so they are no longer its delta), minus those of ``restored``. This is ``carry``.
@@ -63,11 +65,11 @@ class Apply(msgspec.Struct, frozen=True, array_like=True, tag="apply"):
     header: CommitHeader
     id: Digest
     learner: LearnerId | None
-    """Whose delta ``settled`` and ``restored`` are about; another learner's is not touched by them."""
+    """The learner that ``settled`` and ``restored`` refer to; they do not apply to any other learner."""
     settled: tuple[Digest, ...]
     restored: tuple[Digest, ...]
     is_reset: bool
-    """The learner's delta cannot be told apart any more (or the rule is ``overwrite``): take the global parameters."""
+    """Discard the learner's delta and take the global parameters: the delta is unknown, or ``overwrite`` is set."""
 
 
 class Fetch(msgspec.Struct, frozen=True, array_like=True, tag="fetch"):
@@ -86,7 +88,7 @@ class Install(msgspec.Struct, frozen=True, array_like=True, tag="install"):
     restored: tuple[Digest, ...]
     is_reset: bool
     farthest: float = math.inf
-    """How far its parameters may lie from those that are here, for each unit of the outer learning rate."""
+    """Maximum distance of its parameters from the current ones, for an outer learning rate of 1."""
 
 
 class AdoptStep(msgspec.Struct, frozen=True, array_like=True, tag="adopt-step"):
@@ -94,7 +96,7 @@ class AdoptStep(msgspec.Struct, frozen=True, array_like=True, tag="adopt-step"):
 
     step: int
     tokens: int = 0
-    """What the swarm has merged of its budget, if it has one."""
+    """Tokens of its budget that the swarm has merged; 0 without a budget."""
 
 
 class BecameCurrent(msgspec.Struct, frozen=True, array_like=True, tag="current"):
@@ -106,20 +108,20 @@ class PauseLearner(msgspec.Struct, frozen=True, array_like=True, tag="pause-lear
 
 
 class Evaluate(msgspec.Struct, frozen=True, array_like=True, tag="evaluate"):
-    """Learner: measure the global model's held-out loss. Ends in ``Evaluated`` or never."""
+    """Learner: measure the global model's held-out loss. May end in ``Evaluated``."""
 
     version: int
 
 
 class HangUp(msgspec.Struct, frozen=True, array_like=True, tag="hang-up"):
-    """End the connection with ``peer`` at once; another may take its place. Ends in ``PeerDisconnected``."""
+    """Close the connection to ``peer`` at once, so that a new one can replace it. Ends in ``PeerDisconnected``."""
 
     peer: PeerId
     reason: str
 
 
 class Leave(msgspec.Struct, frozen=True, array_like=True, tag="done"):
-    """Nothing is left to do here: save, say good-bye, exit."""
+    """The run is over for this peer: save, say goodbye, exit."""
 
     reason: str
 
@@ -133,7 +135,7 @@ class Note(msgspec.Struct, frozen=True, array_like=True, tag="note"):
 
 
 ForLearner = Snapshot | Train | AdoptStep | PauseLearner | Evaluate
-"""What the node passes on."""
+"""Effects that the node forwards to the learner."""
 
 Effect = (
     Send

@@ -1,7 +1,7 @@
-"""Held-out losses of the global model: which peer measures the next one, and the figure that this peer shows.
+"""Held-out losses of the global model: choice of the peer that measures next, and the loss that this peer shows.
 
-Each evaluation is one member's word, so a peer shows the median over members. One wrong figure among several moves it
-no farther than to a neighbouring honest one.
+An evaluation is the claim of one peer, so each peer shows the median over all peers. One wrong figure among several
+moves the median no farther than to a neighbouring honest one.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from p2pdiloco.protocol.ownership import EVALUATION_DUTY, ranked_owners
 from p2pdiloco.protocol.state import Core
 
 RECENT = 16
-"""Evaluations that were due since: an older one says nothing of the model now."""
+"""An evaluation is outdated once this many newer ones were due."""
 
 
 class Evaluations:
-    """The evaluations of one run."""
+    """Evaluations of one run."""
 
     def __init__(self, core: Core) -> None:
         self.core = core
         self.shown: Evaluation | None = None
-        """The median over members, this peer included, as of the last evaluation; each field for itself."""
+        """Field-wise median over the peers, this one included, as of the last evaluation."""
         self._latest: dict[PeerId, Evaluation] = {}
-        """Each member's, of those that are connected."""
+        """The latest evaluation of each connected peer and of this one."""
 
     def on_head_changed(self, change: HeadChange) -> None:
-        """Have the learner measure shard 0's new version, if an evaluation is due and this peer is drawn for it."""
+        """Have the learner measure shard 0's new version, if an evaluation is due and this peer is selected."""
         if change.shard != 0 or not isinstance(change.taken, CommitHeader):
             return
         core, version = self.core, change.head.version
@@ -45,13 +45,13 @@ class Evaluations:
             core.effects.append(Evaluate(version))
 
     def on_evaluated(self, event: Evaluated) -> None:
-        """Send the loss that this peer's learner has measured to all."""
+        """Send the loss that this peer's learner has measured to all peers."""
         core = self.core
         if not is_loss(event.loss):
             core.note(
                 "warning",
                 "evaluation",
-                f"the held-out loss measured here is {event.loss}, and others are not told of it: the model has "
+                f"the held-out loss measured here is {event.loss} and is not sent to other peers: the model has "
                 "diverged, or this learner's data cannot be read",
             )
             return
@@ -62,7 +62,7 @@ class Evaluations:
         core.send(core.membership.live, evaluation)
 
     def on_evaluation(self, peer: PeerId, evaluation: Evaluation) -> None:
-        """Take the loss that another peer has measured (rule S3)."""
+        """Record a loss that another peer has measured (rule S3)."""
         before = self._latest.get(peer)
         is_newer = before is None or evaluation.step > before.step
         if is_newer and is_loss(evaluation.loss) and self.core.plausible(evaluation.step) == evaluation.step:
@@ -70,7 +70,7 @@ class Evaluations:
             self._show()
 
     def _show(self) -> None:
-        """Decide the figure anew."""
+        """Recompute the evaluation that is shown."""
         core = self.core
         here = core.membership.peers.keys() | {core.config.peer}
         self._latest = {peer: one for peer, one in self._latest.items() if peer in here}
@@ -94,12 +94,15 @@ class Evaluations:
 
 
 def is_loss(value: float) -> bool:
-    """Whether this can be a held-out loss."""
+    """Return whether ``value`` can be a held-out loss."""
     return math.isfinite(value) and 0.0 <= value <= MOST_LOSS
 
 
 def median_near(ordered: list[float], near: float | None) -> float:
-    """The middle one; of an even number the middle one that is nearer to ``near`` (or the smaller, if None), so that
-    of two figures one's own is taken."""
+    """Return the median of sorted values.
+
+    Of two middle values, return the one nearer to ``near``, or the smaller if ``near`` is None. With two evaluations
+    a peer thus shows its own.
+    """
     low, high = ordered[(len(ordered) - 1) // 2], ordered[len(ordered) // 2]
     return high if near is not None and abs(high - near) < abs(low - near) else low

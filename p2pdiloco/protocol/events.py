@@ -1,4 +1,4 @@
-"""Inputs of the machine. Nothing else reaches it; a journal is a list of (now, event)."""
+"""Inputs of the machine. Nothing else reaches it, so a journal is a list of (now, event) pairs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from p2pdiloco.protocol.norm_bound import NO_NORM, NormBound
 
 
 class Mark(msgspec.Struct, frozen=True, array_like=True):
-    """How far a chain has merged one learner: its tokens and steps so far, and the version that did it."""
+    """Progress of one learner on a chain: its merged tokens and steps, and the version that merged them last."""
 
     tokens: int
     steps: int
@@ -20,7 +20,7 @@ class Mark(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ShardState(msgspec.Struct, frozen=True, array_like=True):
-    """All that the machine knows of a shard at one head; travels with a state transfer and lies in a checkpoint."""
+    """All that the machine knows of a shard at one head. State transfers and checkpoints contain it."""
 
     head: Head
     step: int
@@ -28,30 +28,30 @@ class ShardState(msgspec.Struct, frozen=True, array_like=True):
     marks: tuple[tuple[LearnerId, Mark], ...]
     """Sorted by learner."""
     trained: Trained = Trained()
-    """Shard 0: the blocks of data that its chain has merged."""
+    """Blocks of data that the chain has merged; shard 0 only."""
     norm_bound: NormBound = NO_NORM
     counts: TokenCounts = NOTHING_COUNTED
-    """What the chain knows of its contributions' tokens."""
+    """Statistics about the tokens of the chain's contributions."""
 
 
 class Convictions(msgspec.Struct, frozen=True, array_like=True):
-    """Who may own nothing, and why: what a peer keeps on its disk."""
+    """Peers that are excluded from ownership, with the reasons. Each peer stores its own on disk."""
 
     proofs: tuple[Equivocation, ...] = ()
     refused: tuple[tuple[PeerId, ShardId, int], ...] = ()
-    """Owners of commits that were not taken here, with shard and version of the latest."""
+    """Owners of commits that were rejected here, with shard and version of the latest."""
 
 
 class Started(msgspec.Struct, frozen=True, array_like=True, tag="started"):
-    """First event: the shards this peer brings (the founder's version 0, a checkpoint's, or none)."""
+    """First event: the shards that this peer has (version 0 at the run's creator, a checkpoint, or none)."""
 
     shards: tuple[ShardState, ...]
     lineages: tuple[tuple[Digest, ...], ...] = ()
-    """Of each of them the commits that led to it, oldest first, as far as they were saved; or of none."""
+    """For each shard the commits that led to it, oldest first, as far as saved; or empty."""
     own: tuple[CommitHeader, ...] = ()
-    """Commits that this peer made in earlier lives, by shard and version: none is made anew."""
+    """Commits that this peer made in earlier runs, by shard and version, so that it makes no conflicting ones."""
     convictions: Convictions = Convictions()
-    """Of earlier lives; their signatures were checked."""
+    """Exclusions stored in earlier runs; their signatures have been checked."""
 
 
 class Woke(msgspec.Struct, frozen=True, array_like=True, tag="woke"):
@@ -59,35 +59,35 @@ class Woke(msgspec.Struct, frozen=True, array_like=True, tag="woke"):
 
 
 class PeerConnected(msgspec.Struct, frozen=True, array_like=True, tag="connected"):
-    """An authenticated connection to ``peer`` stands."""
+    """An authenticated connection to ``peer`` is open."""
 
     peer: PeerId
 
 
 class PeerDisconnected(msgspec.Struct, frozen=True, array_like=True, tag="disconnected"):
-    """No connection to ``peer`` is left."""
+    """The last connection to ``peer`` has closed."""
 
     peer: PeerId
     reason: str
 
 
 class Received(msgspec.Struct, frozen=True, array_like=True, tag="received"):
-    """``peer`` sent ``message``; its payload, if it has one, is whole, matches its digest, and is at hand."""
+    """``peer`` sent ``message``. If it has a payload, that is complete, matches its digest, and is available."""
 
     peer: PeerId
     message: Message
 
 
 class LearnerStarted(msgspec.Struct, frozen=True, array_like=True, tag="learner-started"):
-    """A learner trains, starting from the global parameters at the current heads."""
+    """A learner begins to train, from the global parameters at the current heads."""
 
     learner: LearnerId
     has_blocks: bool = False
-    """It has the run's own data, and can be given blocks of it."""
+    """Whether it has the run's own data and can be assigned blocks of it."""
 
 
 class LearnerStopped(msgspec.Struct, frozen=True, array_like=True, tag="learner-stopped"):
-    """The learner is gone, and its unmerged progress with it."""
+    """The learner is gone; its unmerged progress is lost."""
 
     reason: str
 
@@ -100,11 +100,11 @@ class LearnerPaused(msgspec.Struct, frozen=True, array_like=True, tag="learner-p
 
 
 class LearnerRested(msgspec.Struct, frozen=True, array_like=True, tag="learner-rested"):
-    """The learner makes no steps for now, since its machine is wanted by others; its next ``Stepped`` ends that."""
+    """The learner pauses because other processes need its machine. Its next ``Stepped`` ends the pause."""
 
 
 class Stepped(msgspec.Struct, frozen=True, array_like=True, tag="stepped"):
-    """The learner's counters after an inner step, over its whole life."""
+    """The learner's total steps and tokens after an inner step."""
 
     steps: int
     tokens: int
@@ -112,7 +112,7 @@ class Stepped(msgspec.Struct, frozen=True, array_like=True, tag="stepped"):
 
 
 class BlockFinished(msgspec.Struct, frozen=True, array_like=True, tag="block"):
-    """The learner has trained a whole block of data; it had ``tokens`` tokens at its end."""
+    """The learner has trained a whole block of data, and had trained ``tokens`` tokens in total at its end."""
 
     block: Block
     tokens: int
@@ -128,60 +128,61 @@ class Snapshotted(msgspec.Struct, frozen=True, array_like=True, tag="snapshotted
 
 
 class Encoded(msgspec.Struct, frozen=True, array_like=True, tag="encoded"):
-    """A shard's outer gradient against ``base`` is quantized, compressed, and signed for."""
+    """A shard's outer gradient against ``base`` has been quantized, compressed and signed."""
 
     shard: ShardId
     base: Digest
     contributor: Contributor
-    """As it was asked for, with payload and signature."""
+    """The range from ``Encode``, with payload and signature."""
     payload_bytes: int
 
 
 class Merged(msgspec.Struct, frozen=True, array_like=True, tag="merged"):
-    """A merge that this peer asked for is done; nothing is applied yet."""
+    """A merge has finished. Nothing has been applied yet."""
 
     shard: ShardId
     base: Digest
     payload: Digest
     result: Digest
     length: float = 0.0
-    """Of the merged outer gradient, as it is in the payload."""
+    """Norm of the merged outer gradient in the payload."""
     factors: tuple[int, ...] = ()
     """How much of each contribution's weight counted, in per cent; empty: all of all."""
 
 
 class Applied(msgspec.Struct, frozen=True, array_like=True, tag="applied"):
-    """A commit or a fetched state is now the shard's global state, and its digest is right."""
+    """A commit or a fetched state has become the shard's global state, and its digest matches."""
 
     shard: ShardId
     head: Digest
 
 
 class StateOffered(msgspec.Struct, frozen=True, array_like=True, tag="offered"):
-    """``peer`` offers a state at ``head``, with the commits that led to it, oldest first; all its proofs were checked.
-    Whether it may be downloaded, the machine tells (``AncestryCheck.refusal``)."""
+    """``peer`` offers a state at ``head``, with the commits that led to it, oldest first. All proofs were checked.
+
+    ``AncestryCheck.refusal`` then says whether it may be downloaded.
+    """
 
     peer: PeerId
     head: Head
     lineage: tuple[Digest, ...]
     owner: PeerId = PeerId("")
-    """Who made and signed the commit at ``head``; nobody has made version 0."""
+    """The peer that made and signed the commit at ``head``; empty for version 0."""
 
 
 class Fetched(msgspec.Struct, frozen=True, array_like=True, tag="fetched"):
-    """A shard's state arrived, matches its digest, and waits to be installed."""
+    """A shard's state has arrived, matches its digest, and waits to be installed."""
 
     peer: PeerId
     state: ShardState
     lineage: tuple[Digest, ...] = ()
-    """Commits that led to it, oldest first, as far as its donor's log reaches; all were checked."""
+    """Commits that led to it, oldest first, as far as its donor's log reaches. All were checked."""
     owner: PeerId = PeerId("")
-    """Who made and signed the commit at its head; nobody has made version 0."""
+    """The peer that made and signed the commit at its head; empty for version 0."""
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
-    """Long work on a shard did not come to its end: ``work`` is the effect's name; ``give``: what
-    was encoded before is gone."""
+    """Work on a shard has failed. ``work`` names the effect; "give" means that an encoded payload was lost."""
 
     work: str
     shard: ShardId
@@ -190,13 +191,13 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
 
 
 class LeaveRequested(msgspec.Struct, frozen=True, array_like=True, tag="leave"):
-    """Leave the run in order."""
+    """Request to shut down gracefully."""
 
     reason: str
 
 
 class Contradicted(msgspec.Struct, frozen=True, array_like=True, tag="contradicted"):
-    """Among the signed commits that are here are two of one owner on one parent."""
+    """Two signed commits of one owner on one parent were found."""
 
     proof: Equivocation
 
@@ -230,7 +231,7 @@ OwnEvent = (
     | Contradicted
     | Evaluated
 )
-"""What happens here."""
+"""Events of this peer itself."""
 
 Event = Received | OwnEvent
-"""What ``Machine.handle`` takes."""
+"""Any input of ``Machine.handle``."""

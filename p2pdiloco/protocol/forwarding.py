@@ -1,12 +1,15 @@
-"""To whom a commit goes; what is passed on between two that do not hear each other: turns, contributions, commits.
+"""Recipients of commits, and forwarding of turns, contributions and commits between peers that do not hear each other.
 
-Contributions and commits are signed by who made them, so it does not matter who brings them. Rules of this file:
-1. Something goes on to a peer that, by its own list, does not hear who said it. Of all who hear both, the one with the
-   smallest fingerprint does it.
-2. A contribution makes one such step: from its learner's peer to a peer that hears the owner, to the owner.
-3. Nothing is passed on twice: only what was news here is.
-4. A newcomer that has no states yet is told of a new head and gets no commit, which it could not apply: over a thin
-   line commits without end would hold up the states that it waits for.
+Contributions and commits are signed by their makers, so any peer may deliver them.
+
+Rules of this file:
+1. A message is forwarded to a peer whose own list says that it does not hear the sender. Of all peers that hear both,
+   the one with the smallest fingerprint forwards.
+2. A contribution is forwarded once: from its learner's peer to a peer that hears the owner, and from there to the
+   owner.
+3. Only news is forwarded, so nothing is forwarded twice.
+4. A newcomer without states is told of a new head but does not get the commit, which it could not apply. On a slow link
+   a stream of commits would delay the states that it waits for.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ MEETING_BEATS = 4
 
 
 def send_commit(core: Core, peers: Sequence[PeerId], header: CommitHeader) -> None:
-    """``header`` goes to those of ``peers`` that have states; the others are told that there is such a head."""
+    """Send ``header`` to those of ``peers`` that have states, and only its head to the others."""
     views = core.membership.peers
     newcomers = [p for p in peers if (beat := views[p].beat) is not None and beat.phase == "joining"]
     core.send(tuple(p for p in peers if p not in newcomers), Commit(header))
@@ -33,19 +36,19 @@ def send_commit(core: Core, peers: Sequence[PeerId], header: CommitHeader) -> No
 
 
 def hand_on_turn(core: Core, sender: PeerId, turn: Turn) -> None:
-    """A turn that was news here goes on, as this peer announces it."""
+    """Forward a turn that is news, in the form in which this peer announces it."""
     core.send(_deaf_to(core, sender), turn)
 
 
 def hand_on_commit(core: Core, sender: PeerId, header: CommitHeader) -> None:
-    """A commit that this peer takes on its head goes on to those that hear neither who sent it nor its owner."""
+    """Forward a commit that extends this peer's head to peers that hear neither its sender nor its owner."""
     hears = core.membership.connectivity.hears
     deaf = [p for p in _deaf_to(core, sender) if p != header.owner and not hears(p, header.owner)]
     send_commit(core, deaf, header)
 
 
 def hand_on_contribution(core: Core, sender: PeerId, contribution: Contribution) -> None:
-    """What a peer gave here goes on to the owner, if that peer does not hear the owner."""
+    """Forward a contribution to the owner, if the contributing peer does not hear the owner."""
     me, membership, giver = core.config.peer, core.membership, peer_of(contribution.contributor.learner)
     if giver == me or giver != sender or not contribution.payload:
         return
@@ -56,8 +59,10 @@ def hand_on_contribution(core: Core, sender: PeerId, contribution: Contribution)
 
 
 def is_handed_on(core: Core, sender: PeerId, contribution: Contribution) -> bool:
-    """Whether ``sender`` may bring what another peer's learner gave: it says that it hears that peer. (What has no
-    payload has no signature.)"""
+    """Return whether ``sender`` may forward this contribution: it must say that it hears the learner's peer.
+
+    An empty contribution carries no signature and is never forwarded.
+    """
     giver = peer_of(contribution.contributor.learner)
     return bool(contribution.payload) and core.membership.connectivity.has_listed(sender, giver)
 

@@ -1,9 +1,9 @@
-"""Warnings for people: the learner gives nothing that can be used, does not answer, or no versions are made.
+"""Health warnings for people: the learner contributes nothing usable, does not answer, or no versions are made.
 
 Rules of this file:
-1. A trouble is said once when it begins and once when it is over, and stands in the status meanwhile.
-2. The others go on: a learner that cannot contribute does not participate, so nobody waits for it and no quorum counts
-   it.
+1. A warning is logged once when the problem begins and once when it ends. In between it is part of the status.
+2. The other peers continue: a learner that cannot contribute does not participate, so no owner waits for it and no
+   quorum counts it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LOOKS = 20
 
 
 class HealthWarnings:
-    """Warnings of this peer for people. Empty sentences: none."""
+    """Health warnings of this peer. An empty string means no warning."""
 
     def __init__(self, core: Core) -> None:
         self.core = core
@@ -34,14 +34,14 @@ class HealthWarnings:
         self.silent = ""
         self.stuck = ""
         self._failed_turns: dict[ShardId, int] = {}
-        """In a row. A shard without them: the last one was encoded."""
+        """Consecutive turns that could not be encoded, by shard."""
         self._moved_at = [0.0] * len(core.chains)
         self._idle_at = 0.0
-        """When nobody participated last."""
+        """Last time at which no learner participated."""
         self._look_at = 0.0
 
     def sentences(self) -> tuple[str, ...]:
-        """Return the warnings, for the status."""
+        """Return the current warnings, for the status."""
         return tuple(filter(None, (self.poisoned, self.silent, self.stuck)))
 
     # -- the learner ---------------------------------------------------------------------------------------------------
@@ -51,7 +51,7 @@ class HealthWarnings:
         self._failed_turns, self.poisoned, self.silent = {}, "", ""
 
     def on_encoded(self, shard: ShardId) -> None:
-        """An outer gradient of the learner's is sound."""
+        """Record that an outer gradient could be encoded."""
         self._failed_turns.pop(shard, None)
         if self.poisoned and max(self._failed_turns.values(), default=0) < POISONED_TURNS:
             self.poisoned = ""
@@ -59,8 +59,11 @@ class HealthWarnings:
             self.core.note("info", "poisoned", "the learner's outer gradients can be encoded again")
 
     def on_encode_failed(self, shard: ShardId, reason: str) -> None:
-        """Nothing of a turn's could be encoded for this shard, though its base is still the head: it would stand still
-        as long as others wait for this learner."""
+        """Record that an outer gradient could not be encoded although its base is still the head.
+
+        After POISONED_TURNS the learner stops participating. Otherwise the shard would stand still while owners wait
+        for this learner.
+        """
         turns = self._failed_turns[shard] = self._failed_turns.get(shard, 0) + 1
         if turns >= POISONED_TURNS and not self.poisoned:
             self.poisoned = (
@@ -71,14 +74,14 @@ class HealthWarnings:
             self.core.note("warning", "poisoned", self.poisoned)
 
     def on_snapshot(self) -> None:
-        """Note that the learner has answered."""
+        """Record that the learner has answered."""
         if self.silent:
             self.silent = ""
             self._update_ability()
             self.core.note("info", "silent", "the learner answers again")
 
     def on_silence(self, since_s: float) -> None:
-        """A snapshot was asked for so long ago, and has not come: nobody waits for this learner until it does."""
+        """Check a snapshot request that is ``since_s`` seconds old; a silent learner stops participating."""
         learner = self.core.learner
         if learner is None or self.silent or since_s <= max(SILENT_S, SILENT_STEPS * learner.step_time_s):
             return
@@ -97,11 +100,11 @@ class HealthWarnings:
     # -- the swarm -----------------------------------------------------------------------------------------------------
 
     def on_head_changed(self, change: HeadChange) -> None:
-        """Remember when the shard's last version came."""
+        """Record the time of the shard's new version."""
         self._moved_at[change.shard] = self.core.now
 
     def check_progress(self) -> None:
-        """Check at intervals whether every shard has had a new version lately."""
+        """Check at intervals whether every shard has had a new version recently."""
         core = self.core
         if core.now < self._look_at:
             return

@@ -1,10 +1,13 @@
-"""Heartbeats, and handling of peers that appear, answer and disappear.
+"""Heartbeats, and handling of peers that connect, answer and disappear.
 
-Who is live ``membership`` decides. Rules of this file:
-1. What several heartbeats change is looked at together (rule W8); a connection that ends, immediately.
-2. While turns go on their announcements compare heads. Heads that stand still and differ are a fork, or a loss: whose
-   heartbeats say so is counted, and asked at the next beat (rule W1c).
-3. A connection that carries one way only is ended by whoever is not heard: nobody else can know (rule L4).
+``membership`` decides which peers are live.
+
+Rules of this file:
+1. Changes in several heartbeats are evaluated together (rule W8); the end of a connection is evaluated immediately.
+2. While turns go on, their announcements compare heads. Heads that stand still and differ mean a fork or a lost
+   message. Such heartbeats are counted, and one of their senders is asked for its heads at the next beat (rule W1c).
+3. A connection that works in one direction only is closed by the peer that is not heard: no other peer can know
+   (rule L4).
 """
 
 from __future__ import annotations
@@ -46,7 +49,7 @@ class Heartbeats:
         self.block_assignment = block_assignment
 
     def on_connected(self, peer: PeerId) -> None:
-        """Note a new connection, and send a first heartbeat."""
+        """Register a new connection and send a first heartbeat."""
         if self.core.membership.connect(peer, self.core.now):
             self.send_heartbeats((self.core.membership.peers[peer],))
 
@@ -56,7 +59,7 @@ class Heartbeats:
         parted = membership.connectivity.on_goodbye(peer) if said_goodbye else NOBODY
         membership.disconnect(peer)
         self.aggregation.forget(peer)
-        self.replication.on_peers_lost((peer,))  # who had been silent is not lost anew
+        self.replication.on_peers_lost((peer,))  # ``refresh`` reports only peers that were still live
         self.refresh(why, parted=parted)
 
     def on_heartbeat(self, peer: PeerId, beat: Heartbeat) -> None:
@@ -71,14 +74,14 @@ class Heartbeats:
         deaf_s = core.now - view.deaf_since
         if deaf_s > 0.0 and deaf_s >= DEAF_BEATS * view.interval_s(core.membership.beat_s()):
             view.deaf_since = core.now
-            why = f"nothing of ours has reached it for {core.now - view.acked_at:.1f} s, though it is heard"
-            core.note("warning", "connection", f"to {peer}: {why}; another one is dialled")
+            why = f"it has received nothing from this peer for {core.now - view.acked_at:.1f} s, but is heard here"
+            core.note("warning", "connection", f"to {peer} works in one direction only: {why}; reconnecting")
             core.effects.append(HangUp(peer, why))
         if is_news and NEWS not in core.alarms:
             core.alarms.set(NEWS, core.now + NEWS_SHARE * core.membership.beat_s())
 
     def refresh(self, why_lost: str, *, parted: frozenset[int] = NOBODY) -> None:
-        """Who is live may have changed; ``parted``: one says goodbye, and whom it heard."""
+        """Evaluate liveness again. ``parted``: a peer that says goodbye and the peers it heard, as fingerprints."""
         core, chain = self.core, self.core.chains[0]
         if chain.head is not None:
             core.membership.connectivity.update_givers(chain.head.version, chain.marks)

@@ -1,4 +1,4 @@
-"""The ids that everything else is keyed by, and the one hash they are made with.
+"""Identifier types, and the one hash function that digests are made with.
 
 Rules of this file:
 1. An id is a string or an integer wrapped in a NewType, so that mypy keeps a shard from being taken for a fragment.
@@ -32,7 +32,7 @@ DIGEST_BYTES = 20
 
 
 def digest_of(*parts: bytes | memoryview) -> Digest:
-    """Digest of the concatenation of ``parts`` (bytes-like, contiguous)."""
+    """Return the digest of the concatenation of ``parts`` (bytes-like, contiguous)."""
     h = blake3()
     for part in parts:
         h.update(part)
@@ -40,10 +40,10 @@ def digest_of(*parts: bytes | memoryview) -> Digest:
 
 
 def learner_id(peer: PeerId, incarnation: str) -> LearnerId:
-    """The id of the learner that ``peer`` runs in this life."""
+    """Return the id of the learner that ``peer`` runs with this incarnation."""
     return LearnerId(f"{peer}/{incarnation}")
 
 
 def peer_of(learner: LearnerId) -> PeerId:
-    """The peer that runs ``learner``."""
+    """Return the peer that runs ``learner``."""
     return PeerId(learner.partition("/")[0])

@@ -1,11 +1,11 @@
 """The merge protocol as one deterministic machine: Decoupled DiLoCo (arXiv 2604.21428) without its syncer.
 
 Rules of this file:
-1. ``handle(event, now)`` is the only way in, its list of effects the only way out. No clock, randomness, sockets,
-   tensors or logs in here or below: the same events at the same times give the same effects, in any process.
-2. Effects are to be run in order. Long work (encode, merge, apply, fetch) is an effect that ends in an event.
+1. ``handle(event, now)`` is the only input, its list of effects the only output. There are no clocks, randomness,
+   sockets, tensors or logs here or below. The same events at the same times give the same effects, in any process.
+2. The driver runs effects in order. Long work (encode, merge, apply, fetch) is an effect that ends in an event.
 3. ``next_deadline()`` says when ``Woke`` is due if nothing else happens.
-4. Nothing that another peer says can break an assertion: what does not fit is refused or ignored, with a reason.
+4. No message of another peer can break an assertion. A bad one is refused or ignored, with a reason.
 
 One turn, top to bottom: ``Stepped`` -> ``contributions.open`` -> ``Snapshot`` / ``Snapshotted`` -> ``Encode`` /
 ``Encoded`` -> ``Contribution`` -> ``aggregation.collect`` -> ``aggregation.decide`` -> ``Merge`` / ``Merged`` ->
@@ -35,12 +35,12 @@ from p2pdiloco.protocol.state import BEAT, Core, LearnerView, ProtocolConfig
 from p2pdiloco.protocol.view import MachineView, Status, status_of
 
 # -- Invariants of one machine -----------------------------------------------------------------------------------------
-# What must hold after every event, whatever other peers do. The simulator checks the swarm's invariants
+# These hold after every event, whatever other peers do. The simulator checks the swarm's invariants
 # (``tests/machine_sim/checkers.py``).
 
 
 def check_chains(core: Core) -> None:
-    """Heads, their mark, logs. Raises AssertionError."""
+    """Check heads, their combined mark, and logs. Raises AssertionError."""
     assert not core.is_current or all(c.head is not None for c in core.chains)
     mark = 0
     for chain in core.chains:
@@ -57,7 +57,7 @@ def check_chains(core: Core) -> None:
 
 
 def check_work(core: Core, aggregation: Aggregation, contributions: Contributions, replication: Replication) -> None:
-    """Turns, what is on offer, what waits. Raises AssertionError."""
+    """Check turns, pending contributions and waiting commits. Raises AssertionError."""
     for shard, pending in contributions.pending.items():
         assert pending.contribution.base.id == core.head(shard).id, "a pending contribution's base is the head"
     for turn in contributions.turns:
@@ -77,7 +77,7 @@ ROUNDED_S = 1e-6
 
 
 class Machine:
-    """One peer's protocol state."""
+    """Protocol state machine of one peer."""
 
     def __init__(self, config: ProtocolConfig) -> None:
         self.core = Core(config)
@@ -88,9 +88,9 @@ class Machine:
         self.equivocations = Equivocations(self.core)
         refusals = RejectedCommits(self.core, self.equivocations)
         delta = DeltaReconciliation(self.core, self.contributions)
-        # All components that follow a shard's head. The order matters: the learner's marks come first, since they say
-        # whether this peer participates; a new collection is there before a turn that was put off opens in it; and a
-        # learner that has spent the budget is stopped before that turn asks it for a snapshot.
+        # Components that follow the heads of shards. The order matters. The learner's marks come first, because they
+        # decide whether this peer participates. A new collection must exist before a postponed turn opens in it. And a
+        # learner that has spent the budget must be stopped before that turn asks it for a snapshot.
         listeners = (
             delta,
             self.contributions.health,
@@ -112,12 +112,12 @@ class Machine:
         self.is_alone = False
 
     def handle(self, event: ev.Event, now: float) -> list[Effect]:
-        """Take one event at time ``now`` (seconds, never going back) and return what is to be done, in order."""
+        """Handle one event at time ``now`` (seconds, never decreasing) and return the effects, in order."""
         core = self.core
         core.effects = []
         core.pass_time(now)
         if core.alarms.pop_if_due(NEWS, core.now):
-            self.heartbeats.refresh("silent")  # who takes part is known before what they gave is judged
+            self.heartbeats.refresh("silent")  # before the event: contributions are judged by current membership
         if isinstance(event, ev.Received):  # most events
             self._on_message(event.peer, event.message)
         else:
@@ -129,7 +129,7 @@ class Machine:
         return core.effects
 
     def next_deadline(self) -> float | None:
-        """When to send ``Woke`` at the latest."""
+        """Return the latest time at which the driver must send ``Woke``, or None."""
         due = self.core.alarms.next()
         behind_s = self.core.stalled_s
         return due if due is None or not behind_s else due + behind_s + ROUNDED_S
@@ -148,7 +148,7 @@ class Machine:
                 was_current = self.core.is_current
                 self._on_applied(event.shard, event.head)
                 if self.core.is_current and not was_current:
-                    self._beat()  # from now on commits are sent here
+                    self._beat()  # the heartbeat's new phase makes other peers send commits here
             case ev.Snapshotted():
                 self.contributions.on_snapshot(event)
             case ev.Encoded():
@@ -218,7 +218,8 @@ class Machine:
         if is_alone := not core.membership.live:
             self.shutdown.solitary[event.shard] = msg.commit_id(header)
         if is_alone and not self.is_alone:
-            core.note("warning", "alone", f"shard {event.shard} version {header.version}: this peer commits alone")
+            told = f"shard {event.shard} version {header.version}: no other peer is live, so this peer merges alone"
+            core.note("warning", "alone", told)
         self.is_alone = is_alone
 
     def _on_failed(self, event: ev.Failed) -> None:
@@ -327,15 +328,15 @@ class Machine:
         replication = self.replication
         replication.on_commit(peer, header)
         _, taken = replication.applying.get(header.shard, (None, None))
-        if taken is header and header.shard not in replication.asked:  # it is news
+        if taken is header and header.shard not in replication.asked:  # only news is forwarded
             hand_on_commit(self.core, peer, header)
 
     def _are_heads(self, heads: tuple[msg.Head, ...], shards: Container[int]) -> bool:
-        """Whether these are heads of some of ``shards``, one of each."""
+        """Return whether ``heads`` belong to ``shards``, at most one each."""
         return len({h.shard for h in heads}) == len(heads) and all(h.shard in shards for h in heads)
 
     def _on_turn_message(self, peer: PeerId, message: msg.Turn | msg.Contribution | msg.Refused) -> None:
-        """Messages that only a peer with all states can take part in."""
+        """Handle a message that only a peer with all states can act on."""
         core = self.core
         if not core.is_current:
             return
@@ -359,7 +360,7 @@ class Machine:
     # -- time ---------------------------------------------------------------------------------------------------------
 
     def _beat(self) -> None:
-        """Heartbeats to all connected peers, and a look at whose heads differ from ours."""
+        """Send heartbeats to all connected peers, and ask one whose heads differ for its heads."""
         core = self.core
         membership = core.membership
         core.alarms.set(BEAT, core.now + membership.beat_s())
@@ -407,7 +408,7 @@ class Machine:
     # -- for the driver ------------------------------------------------------------------------------------------------
 
     def wants(self, peer: PeerId, contribution: msg.Contribution) -> bool:
-        """Whether memory may be taken for what comes with it."""
+        """Return whether the driver may allocate memory for the contribution's payload."""
         core = self.core
         is_known = core.is_current and peer in core.membership.peers
         is_fitting = contribution.shard < len(core.chains) and contribution.base.shard == contribution.shard
@@ -416,21 +417,26 @@ class Machine:
     def payloads(
         self, shard: ShardId, size_of: SizeOf = no_size, most_bytes: int = 0, own_bytes: float = float("inf")
     ) -> set[Digest]:
-        """A shard's payloads that this machine may still send, merge, apply or undo; the driver may drop all others.
-        Of the log those that have ``most_bytes`` together, of own contributions ``own_bytes``: what is still to be
-        merged or applied is kept whatever it weighs."""
+        """Return the shard's payloads that this machine may still send, merge, apply or undo.
+
+        The driver may drop all others. Log payloads are limited to ``most_bytes`` and own contributions to
+        ``own_bytes``, the newest first. Payloads still to be merged or applied are kept regardless of size.
+        """
         held = self.aggregation.payloads(shard) | self.replication.payloads(shard)
         held |= self.contributions.payloads(shard, size_of, own_bytes)
         return held | self.core.chains[shard].payloads(size_of, most_bytes)
 
     def at_work(self, shard: ShardId) -> set[Digest]:
-        """Of a shard's ``payloads`` those that are still to be merged or applied, here or elsewhere: without one of
-        them tokens wait for the next turn. The others serve who lags, and undo."""
+        """Return those of the shard's ``payloads`` that are still to be merged or applied, here or elsewhere.
+
+        If one of them is lost, its tokens wait for the next turn. The other payloads only serve peers that lag, or
+        undo commits.
+        """
         held = self.aggregation.payloads(shard) | self.replication.payloads(shard)
         return held | self.contributions.payloads(shard, lambda _: 1, 0)
 
     def commits(self, shard: ShardId) -> set[Digest]:
-        """A shard's commits, by id, whose owners' signatures this machine may still have to show."""
+        """Return the ids of the shard's commits whose signatures this machine may still have to show."""
         return (
             self.replication.commits(shard)
             | self.aggregation.own_commits.commits(shard)
@@ -438,15 +444,15 @@ class Machine:
         )
 
     def status(self) -> Status:
-        """For people: the node's status, logs and reports."""
+        """Return the summary for status output, logs and reports."""
         troubles = self.contributions.health.sentences()
         return status_of(self.core, self.evaluations.shown, self.weight_averaged, troubles)
 
     def check_invariants(self) -> None:
-        """What must hold after every event, whatever the others do. For tests and the simulator.
+        """Check what must hold after every event, whatever other peers do. For tests and the simulator.
 
         Raises:
-            AssertionError: a bug of ours.
+            AssertionError: This machine has a bug.
         """
         check_chains(self.core)
         check_work(self.core, self.aggregation, self.contributions, self.replication)

@@ -1,4 +1,4 @@
-"""Medians of the others' values: each value counts once, whatever its owner declares."""
+"""Medians over the other values of a list. Each value has one vote."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ Number = TypeVar("Number", int, float)
 
 
 def medians_of_others(values: Sequence[Number]) -> list[Number]:
-    """Return for each of ``values``, of which there are at least two, the median of all the others. Of two middle ones
-    it is the larger, so that one liar among three does not choose it."""
+    """Return, for each of at least two ``values``, the median of all the others.
+
+    Of two middle values the larger is taken, so that a single liar among three does not choose it.
+    """
     order = sorted(range(len(values)), key=values.__getitem__)
     middle = (len(values) - 1) // 2
     found = list(values)

@@ -1,12 +1,12 @@
 """Liveness of peers, decided from direct connections only. The directory's hints never make a peer live.
 
 Rules of this file:
-1. A peer is live while it is connected, was heard within its deadline, and echoes what we sent: a peer that we hear but
-   that does not hear us is not live, so a one-way cut looks the same from both ends.
+1. A peer is live while it is connected, was heard within its deadline, and echoes this peer's heartbeats. A peer that
+   is heard but does not hear this one is not live, so a one-way cut looks the same from both ends.
 2. Deadlines follow from measured round trips (RFC 6298's estimator) and the heartbeat interval; no other constant.
-   That interval grows with the number of connected peers, so that what heartbeats cost a peer does not.
-3. Live is not participating: a peer participates while its learner can contribute.
-4. Of those who may own, the best connected come first (``connectivity``, ``ownership``).
+   The interval grows with the number of connected peers, so that the total cost of heartbeats does not.
+3. Live does not mean participating: a peer participates while its learner can contribute.
+4. Among owner candidates, the best connected come first (``connectivity``, ``ownership``).
 """
 
 from __future__ import annotations
@@ -20,13 +20,16 @@ from p2pdiloco.protocol.messages import Heartbeat
 from p2pdiloco.protocol.ownership import Owners
 
 # -- Partition detector ------------------------------------------------------------------------------------------------
-# A peer that dies and a cut that takes it away look the same. Rules of this file:
-# 1. Those who are lost one after the other while most stay are dead, or will find out themselves that they are the
-#    fewer. If within a while as many are lost as stay, this peer included, it may be this one that was cut off: those
-#    are *missing*, and may have gone on without it.
-# 2. Whom only others heard is lost with the last of them, if that one said nothing; else it has left.
-# 3. Who was lost and says goodbye has not been cut off: it stood still, and so have left those whom it heard.
-# 4. This peer is apart until most of those whom it knew are back, or others with whom they are most.
+# A peer that dies looks the same as a peer behind a network partition.
+#
+# Rules of this file:
+# 1. Peers that are lost one by one while most stay are dead, or will themselves find that they are the minority. If
+#    within a short time at least as many peers are lost as stay, this one included, this peer may be the one that was
+#    cut off. The lost peers are then *missing*, and may have continued without it.
+# 2. A peer that only others heard is lost with the last of them, if that one was silent. If that one said goodbye, the
+#    peer has left, too.
+# 3. A lost peer that says goodbye later was not cut off: it stood still. It has left, and so have the peers it heard.
+# 4. This peer is apart until most of the peers it knew are back, or until it is in the majority together with others.
 
 
 MOST_LOST = 4096
@@ -36,26 +39,26 @@ WINDOW_BEATS = 32
 
 
 class PartitionDetector:
-    """Detects that many peers were lost at once. Peers are fingerprints (``connectivity``)."""
+    """Detects the loss of many peers at once. Peers are represented by fingerprints (``connectivity``)."""
 
     def __init__(self) -> None:
         self.silently_lost_at: float | None = None
-        """When a live peer was last lost that had not said goodbye; None again once nobody is lost but who has."""
+        """Time of the last loss of a live peer without a goodbye; None once all lost peers are back or said goodbye."""
         self.missing: set[int] = set()
         self.has_left = False
-        """This peer has gone in order: who goes after it is not lost."""
+        """This peer has left in order, so later departures do not count as losses."""
         self._here: frozenset[int] = frozenset()
-        """Heard by this peer, or by one that it hears."""
+        """Peers that are heard here, or by a peer that is."""
         self._lost: dict[int, float] = {}
-        """Without a word, and not here again; and when."""
+        """Peers lost without a goodbye that have not come back, with the time of the loss."""
 
     @property
     def is_apart(self) -> bool:
-        """As many are missing as are here, this peer included: they may have another model by now."""
+        """True if at least as many peers are missing as are here, this one included; they may have another model."""
         return bool(self.missing)
 
     def update(self, now: float, here: frozenset[int], window_s: float, *, is_silent: bool) -> None:
-        """Those are ``here`` now; ``is_silent``: one was lost that had not said goodbye."""
+        """Update the set of peers that are ``here``. ``is_silent``: one was lost without a goodbye."""
         if here == self._here and not (is_silent or self._lost or self.missing):
             return
         gone, self._here = self._here - here, here
@@ -70,7 +73,7 @@ class PartitionDetector:
         self._compare()
 
     def on_goodbye(self, those: frozenset[int]) -> None:
-        """One says goodbye, who has heard the others of ``those``."""
+        """Handle a goodbye: ``those`` are the peer that sent it and the peers it heard."""
         if those:
             self._found(those)
             self._compare()
@@ -91,7 +94,7 @@ class PartitionDetector:
 
 
 def smoothed(mean_s: float, variation_s: float, sample_s: float) -> tuple[float, float]:
-    """The new mean and variation after one more sample (RFC 6298's estimator). A mean of 0: it is the first."""
+    """Return mean and variation after one more sample (RFC 6298's estimator). A mean of 0 marks the first sample."""
     if mean_s == 0.0:
         return sample_s, sample_s / 2
     variation_s += 0.25 * (abs(sample_s - mean_s) - variation_s)
@@ -119,7 +122,7 @@ before it read what had come, comes at once."""
 
 
 class PeerView:
-    """What is known of one connected peer."""
+    """State of one connected peer."""
 
     __slots__ = (
         "acked_at",
@@ -140,39 +143,39 @@ class PeerView:
         self.peer = peer
         self.heard_at = now
         self.acked_at = now
-        """When we sent the newest heartbeat that the peer has echoed."""
+        """Send time of the newest own heartbeat that the peer has echoed."""
         self.beat: Heartbeat | None = None
         self.sequence = 0
         self.echoed = 0
-        """The newest of our heartbeats that it has seen."""
+        """Sequence number of the newest own heartbeat that the peer has seen."""
         self.round_trip_s = 0.0
         self.variation_s = 0.0
         self.mismatches = 0
-        """Heartbeats in a row whose summary of heads differs from ours."""
+        """Consecutive heartbeats whose summary of heads differs from this peer's."""
         self.deaf_since = float("inf")
-        """When the first heartbeat came of those in a row whose echoes are too old for it to be live."""
+        """Arrival of the first in the current series of heartbeats whose echoes are too old for the peer to be live."""
         self.is_behind = False
-        """What comes from it may still be what had come while this peer stood still."""
+        """Whether its messages may still be ones that had waited while this peer stood still."""
         self.ignored_until = 0.0
-        """It was asked for commits and did not answer: what it says of heavier heads does not count until then."""
+        """Until then its reports of heavier heads are ignored, because it did not answer a request for commits."""
 
     def record_round_trip(self, sample_s: float) -> None:
-        """Take a round trip's time into the mean."""
+        """Add a round-trip sample to the mean."""
         self.round_trip_s, self.variation_s = smoothed(self.round_trip_s, self.variation_s, sample_s)
 
     def interval_s(self, own_s: float) -> float:
-        """How long this peer takes between two heartbeats; we take ``own_s``."""
+        """Return the time between two heartbeats of this peer, given the own interval ``own_s``."""
         if self.beat is None or self.beat.interval_s <= own_s:
             return own_s
         return min(self.beat.interval_s, SLOWER * own_s)
 
     def deadline_s(self, own_s: float) -> float:
-        """Return how long this peer may be silent."""
+        """Return how long this peer may be silent before it stops being live, in seconds."""
         return 3 * self.interval_s(own_s) + 2 * self.round_trip_s + 4 * self.variation_s
 
 
 class Membership:
-    """All connected peers, and which of them are live."""
+    """All connected peers and their liveness."""
 
     __slots__ = (
         "_median_s",
@@ -195,32 +198,32 @@ class Membership:
         self.me = me
         self.connectivity = Connectivity(me)
         self.interval_s = interval_s
-        """Between two heartbeats in a small swarm."""
+        """Seconds between two heartbeats in a small swarm."""
         self.peers: dict[PeerId, PeerView] = {}
         self.sequence = 0
         self.sent_at: deque[float] = deque(maxlen=SENT_KEPT)
-        """When the last heartbeats were sent; the newest has number ``sequence``."""
+        """Send times of the last heartbeats; the newest has number ``sequence``."""
         self.owners = Owners(me)
         self.partition_detector = PartitionDetector()
         self.stall = (0.0, 0.0)
-        """When this peer last went on after it had stood still, and for how long it had."""
+        """End and duration of the last period in which this peer stood still."""
         self.live: tuple[PeerId, ...] = ()
-        """Sorted, without this peer."""
+        """Live peers, sorted, without this one."""
         self.participating: frozenset[PeerId] = frozenset()
-        """Of the live ones, without this peer."""
+        """Live peers that participate, without this one."""
         self._median_s: float | None = None
         self.slowest_round_trip_s = 0.0
-        """Largest smoothed round trip to a live peer; like all of these as of the last ``refresh``."""
+        """Largest smoothed round trip to a live peer. Like the fields above, it is updated by ``refresh``."""
         self.fastest_step_s = 0.0
-        """Smallest step time that a live participating peer reports; 0 if none does."""
+        """Smallest step time that a live participating peer reports; 0 if there is none."""
 
     def beat_s(self) -> float:
-        """Return the time between two of this peer's heartbeats now."""
+        """Return the current time between two of this peer's heartbeats."""
         peers = len(self.peers)
         return self.interval_s if peers <= BEAT_PEERS else self.interval_s * (peers / BEAT_PEERS)
 
     def connect(self, peer: PeerId, now: float) -> bool:
-        """Note a connection; False if there are too many."""
+        """Register a connection. Return False if there are too many."""
         if peer not in self.peers and len(self.peers) >= MAX_PEERS:
             return False
         self.peers[peer] = PeerView(peer, now)
@@ -228,13 +231,13 @@ class Membership:
         return True
 
     def disconnect(self, peer: PeerId) -> None:
-        """Forget a connection."""
+        """Remove a connection."""
         self.peers.pop(peer, None)
         self.connectivity.forget(peer)
         self.owners.forgive(peer)
 
     def record_heartbeat(self, peer: PeerId, beat: Heartbeat, now: float) -> bool:
-        """Record a heartbeat; True if it may change who is live or what they are."""
+        """Record a heartbeat. Return True if it may change which peers are live, or their roles."""
         view = self.peers.get(peer)
         if view is None:
             return False
@@ -261,8 +264,10 @@ class Membership:
         )
 
     def median_step_s(self, own_s: float) -> float:
-        """Of the step times of all who participate, with the own one (0: none); 0 if none is known. As of the last
-        ``refresh``."""
+        """Return the median step time of all participating peers and ``own_s`` (0: none); 0 if none is known.
+
+        The value is as of the last ``refresh``.
+        """
         if self._median_s is not None:
             return self._median_s
         times = sorted(t for t in (own_s, *(b.step_time_s for b in self._beats() if b.is_participating)) if t > 0.0)
@@ -270,12 +275,12 @@ class Membership:
         return self._median_s
 
     def majority_step(self, own: int) -> int:
-        """The step that more than half of all live peers say they have reached, this one (at ``own``) included."""
+        """Return the step that most live peers, this one (at ``own``) included, report to have reached."""
         steps = sorted((own, *(beat.step for beat in self._beats())))
         return steps[(len(steps) - 1) // 2]
 
     def furthest_step(self) -> int:
-        """The largest that a live peer says it has reached."""
+        """Return the largest step that a live peer reports to have reached."""
         return max((beat.step for beat in self._beats()), default=0)
 
     def _beats(self) -> list[Heartbeat]:
@@ -293,31 +298,33 @@ class Membership:
         if at > view.acked_at:
             view.acked_at = at
         if at < self.stall[0] or not is_news or (was_quiet and view.round_trip_s > 0.0):
-            return  # we were late to read it, it was told before, or it waited for what was cut
+            return  # this peer read it late, it repeats an earlier echo, or it was queued during an outage
         view.is_behind = False
         sample_s = now - at - beat.echo_held_s
-        if sample_s > -self.interval_s:  # else it says that it stood still
+        if sample_s > -self.interval_s:  # far below 0, the peer reports that it stood still itself
             view.record_round_trip(max(0.0, sample_s))
 
     def on_stall(self, now: float, seconds: float) -> None:
-        """This peer did nothing for so long, until now. Round trips that span this time are no samples, at neither
-        end."""
+        """Record that this peer stood still for ``seconds`` until now.
+
+        Round trips that span this time are not used as samples, at either end.
+        """
         self.stall = now, seconds
         for view in self.peers.values():
             view.is_behind = True
 
     def held_s(self, view: PeerView, now: float) -> float:
-        """How long ago what is echoed to a peer came; longer than it can be, if that is not known."""
+        """Return the age of the heartbeat that is echoed to a peer; too large a value if the age is not known."""
         return now - view.heard_at + (self.stall[1] + 2 * self.interval_s if view.is_behind else 0.0)
 
     def next_sequence(self, now: float) -> int:
-        """Number of the next heartbeat, which is about to be sent to everybody."""
+        """Return the number of the next heartbeat, which is about to be sent to all peers."""
         self.sequence += 1
         self.sent_at.append(now)
         return self.sequence
 
     def refresh(self, now: float) -> tuple[tuple[PeerId, ...], tuple[PeerId, ...]]:
-        """Decide anew who is live; returns who appeared and who was lost since the last time, sorted."""
+        """Determine the live peers again. Return the peers that appeared and those that were lost, both sorted."""
         live = []
         participating = []
         candidates = []
@@ -361,25 +368,25 @@ class Membership:
         return tuple(sorted(new - old)), tuple(sorted(old - new))
 
     def detect_partition(self, now: float, *, is_silent: bool) -> None:
-        """Who is here, as of the last ``refresh``; ``is_silent``: somebody was lost then who had not said goodbye."""
+        """Update the partition detector from the last ``refresh``. ``is_silent``: a peer was lost without a goodbye."""
         here = self.connectivity.lists[self.me] | self.connectivity.afar
         self.partition_detector.update(now, here, WINDOW_BEATS * self.beat_s(), is_silent=is_silent)
 
     def on_takeover_missed(self, peer: PeerId, now: float, takeover_s: float) -> None:
-        """Note that ``peer`` as an owner let ``takeover_s`` pass."""
+        """Record that ``peer`` as an owner let ``takeover_s`` seconds pass."""
         if peer in self.peers:
             self.owners.on_takeover_missed(peer, now, takeover_s, self.connectivity.tiers)
 
     def claims_of(self, peer: PeerId) -> tuple[Block, ...]:
-        """Blocks of data that ``peer`` has taken; of more than a learner holds, the first."""
+        """Return the blocks of data that ``peer`` has taken, at most MAX_HELD."""
         beat = self.peers[peer].beat
         return () if beat is None else beat.claims[:MAX_HELD]
 
     def is_any_departing(self, peers: frozenset[PeerId]) -> bool:
-        """Whether one of these live peers is on its way out."""
+        """Return whether one of these live peers is leaving."""
         return any(map(self.is_departing, peers))
 
     def is_departing(self, peer: PeerId) -> bool:
-        """Whether this live peer is on its way out."""
+        """Return whether this live peer is leaving."""
         view = self.peers.get(peer)
         return view is not None and view.beat is not None and view.beat.phase in ("leaving", "finished")

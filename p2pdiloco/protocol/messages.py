@@ -1,7 +1,7 @@
-"""Messages between peers: frozen, checked on decoding, with a bound on every size.
+"""Messages between peers: frozen, validated on decoding, with a bound on every size.
 
-A message is a small control body. Two of them travel with a payload (compressed outer gradients), which the machine
-knows only by its digest: ``Contribution`` and ``Commit``. Whoever drives the machine keeps payloads and attaches them.
+A message is a small control body. ``Contribution`` and ``Commit`` travel with a payload (compressed outer gradients),
+which the machine knows only by its digest. The driver stores payloads and attaches them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Phase = Literal["joining", "training", "following", "finished", "leaving"]
 
 
 class Contributor(msgspec.Struct, frozen=True, array_like=True):
-    """The half-open range of one learner's own tokens (and inner steps) that a contribution or commit merges."""
+    """Half-open range of one learner's tokens (and inner steps) that a contribution or commit merges."""
 
     learner: Learner
     tokens_from: Count
@@ -49,32 +49,31 @@ class Contributor(msgspec.Struct, frozen=True, array_like=True):
     steps_from: Count
     steps_to: Count
     blocks: Blocks = ()
-    """Blocks of data whose last token is in the range, sorted; of shard 0 alone."""
+    """Blocks of data whose last token is in the range, sorted; only for shard 0."""
     payload: Annotated[bytes, Meta(max_length=DIGEST_BYTES)] = b""
-    """The digest of the outer gradient, as bytes; empty: there is none, the learner has nothing to give."""
+    """Digest of the outer gradient, as bytes; empty if the learner has nothing to contribute."""
     signature: Annotated[bytes, Meta(max_length=SIGNATURE_BYTES)] = b""
-    """Of the learner's peer, over ``signed_contribution_bytes``: all of this, the run, and the head it is relative
-    to."""
+    """Signature of the learner's peer over ``signed_contribution_bytes``: the fields above, the run, the base."""
 
     @property
     def tokens(self) -> int:
-        """Tokens in the range."""
+        """Number of tokens in the range."""
         return self.tokens_to - self.tokens_from
 
     @property
     def steps(self) -> int:
-        """Inner steps in the range."""
+        """Number of inner steps in the range."""
         return self.steps_to - self.steps_from
 
 
 class Head(msgspec.Struct, frozen=True, array_like=True):
-    """A shard's latest commit at a peer: which one, and how heavy its chain is."""
+    """A shard's latest commit at a peer: its id, its version, and the weight of its chain."""
 
     shard: Shard
     version: Count
     id: Hex
     tokens: Count
-    """Cumulative tokens of the chain, as far as they count."""
+    """Cumulative counted tokens of the chain (``counted_tokens``)."""
 
 
 class CommitHeader(msgspec.Struct, frozen=True, array_like=True):
@@ -89,28 +88,28 @@ class CommitHeader(msgspec.Struct, frozen=True, array_like=True):
     contributors: Annotated[tuple[Contributor, ...], Meta(max_length=MAX_CONTRIBUTORS)]
     """Sorted by learner."""
     tokens: Count
-    """Cumulative, this commit's contributors included, as far as their tokens count (``counted_tokens``)."""
+    """Cumulative counted tokens of the chain, this commit's contributors included (``counted_tokens``)."""
     payload: Hex
     result: Hex
     """Digest of the shard's global parameters and outer momentum after this commit."""
     record: Hex
-    """Digest of what the chain counts after this commit: marks, trained blocks, norm bound (``Chain.record_after``)."""
+    """Digest of the chain's marks, trained blocks and norm bound after this commit (``Chain.record_after``)."""
     length: Annotated[float, Meta(ge=0.0, le=1e38)] = 0.0
-    """Of the merged outer gradient (Euclidean norm), or more."""
+    """Upper bound of the norm (Euclidean) of the merged outer gradient."""
     counts: TokenCounts = NOTHING_COUNTED
-    """What the shard's chain knows of its contributions' tokens, after this commit."""
+    """The chain's record of its contributions' tokens after this commit."""
     factors: Annotated[tuple[Percent, ...], Meta(max_length=MAX_CONTRIBUTORS)] = ()
     """How much of each contribution's weight counted, in per cent: less where most others disagree with it. Empty: all
     of all."""
 
     @property
     def steps(self) -> int:
-        """Inner steps of the learner that gave most of them."""
+        """Largest number of inner steps of a contributor."""
         return max((c.steps for c in self.contributors), default=0)
 
 
 def commit_id(header: CommitHeader) -> Digest:
-    """Return a commit's id, the digest of its header."""
+    """Return a commit's id: the digest of its header."""
     return digest_of(_encoder.encode(header))
 
 
@@ -118,8 +117,11 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag="heartbeat"):
-    """Liveness, round trips and a summary of heads. ``echo`` is the receiver's last sequence number that the sender
-    saw, ``echo_held_s`` how long ago, so that the receiver learns the round trip and that it is heard."""
+    """Liveness, round trips and a summary of heads.
+
+    ``echo`` is the last sequence number that the sender has seen from the receiver, and ``echo_held_s`` its age. From
+    these the receiver learns the round trip, and that it is heard.
+    """
 
     sequence: Count
     echo: Count
@@ -129,19 +131,19 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag="heartbeat"):
     step: Count
     step_time_s: Seconds
     heads_mark: Annotated[int, Meta(ge=0, le=2**63 - 1)]
-    """Exclusive-or over all shards' head ids: equal when heads are."""
+    """Exclusive-or over the head ids of all shards: equal if the heads are."""
     weight: Annotated[float, Meta(ge=0.0, le=1e12)]
-    """Share of ownership asked for (upload budget); with 0 it owns only if nobody else may."""
+    """Requested share of ownership (upload budget); with 0 the sender owns only if no other peer may."""
     claims: Blocks = ()
-    """Blocks of data in the learner's hands, or trained and not merged yet: others leave them alone."""
+    """Blocks of data that the learner has, or has trained and not seen merged; other peers leave them alone."""
     interval_s: Seconds = 0.0
-    """How long the sender may take until its next heartbeat; 0: as long as the receiver itself."""
+    """Maximum time until the sender's next heartbeat; 0: the receiver's own interval."""
     hears: Annotated[bytes, Meta(max_length=MAX_HEARD_BYTES)] | None = None
-    """Whom the sender hears, as fingerprints (``connectivity``); None: as it said last."""
+    """Peers that the sender hears, as fingerprints (``connectivity``); None: unchanged."""
 
 
 class Turn(msgspec.Struct, frozen=True, array_like=True, tag="turn"):
-    """Fragment ``fragment``'s contributions are due; ``heads`` are the announcer's, for the fragment's shards."""
+    """Contributions to ``fragment`` are due. ``heads`` are the announcer's heads of the fragment's shards."""
 
     fragment: Fragment
     step: Count
@@ -149,8 +151,10 @@ class Turn(msgspec.Struct, frozen=True, array_like=True, tag="turn"):
 
 
 class Contribution(msgspec.Struct, frozen=True, array_like=True, tag="contribution"):
-    """One learner's outer gradient for one shard, relative to ``base``. With no tokens it has no payload and says only
-    that its learner has nothing to give this time."""
+    """One learner's outer gradient for one shard, relative to ``base``.
+
+    Without tokens it has no payload, and only says that the learner has nothing to contribute this time.
+    """
 
     shard: Shard
     base: Head
@@ -165,7 +169,7 @@ class Contribution(msgspec.Struct, frozen=True, array_like=True, tag="contributi
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
-    """The owner does not merge this contribution; its newest commit follows where that helps."""
+    """The owner does not merge this contribution. ``head`` is the owner's head."""
 
     shard: Shard
     base: Hex
@@ -180,32 +184,32 @@ class Commit(msgspec.Struct, frozen=True, array_like=True, tag="commit"):
 
 
 class HeadsRequest(msgspec.Struct, frozen=True, array_like=True, tag="heads?"):
-    """Tell me your heads."""
+    """Request for all of the receiver's heads."""
 
 
 class Heads(msgspec.Struct, frozen=True, array_like=True, tag="heads"):
-    """All of the sender's heads."""
+    """All heads of the sender."""
 
     heads: Annotated[tuple[Head, ...], Meta(max_length=MAX_SHARDS)]
     step: Count
 
 
 class CommitsRequest(msgspec.Struct, frozen=True, array_like=True, tag="commits?"):
-    """Send me the commits after my head, or say that I must fetch the state."""
+    """Request for the commits after ``head``; if the receiver cannot send them, it answers ``FetchAdvised``."""
 
     shard: Shard
     head: Hex
 
 
 class FetchAdvised(msgspec.Struct, frozen=True, array_like=True, tag="fetch!"):
-    """Answer to ``CommitsRequest``: your head is not in my log, so fetch the shard's state."""
+    """Answer to ``CommitsRequest``: the requested head is not in the sender's log, so fetch the shard's state."""
 
     shard: Shard
     head: Head
 
 
 class Leaving(msgspec.Struct, frozen=True, array_like=True, tag="leaving"):
-    """The sender is gone from now on, in order."""
+    """Goodbye: the sender leaves the run in order, effective immediately."""
 
     reason: Text
 
@@ -220,7 +224,7 @@ class Evaluation(msgspec.Struct, frozen=True, array_like=True, tag="evaluation")
 
 
 class Equivocation(msgspec.Struct, frozen=True, array_like=True, tag="equivocation"):
-    """Two commits that one owner signed on one parent, with its signatures: whoever has them can check them."""
+    """Two commits that one owner signed on one parent, with its signatures. Every peer can check them."""
 
     first: CommitHeader
     second: CommitHeader
@@ -229,12 +233,12 @@ class Equivocation(msgspec.Struct, frozen=True, array_like=True, tag="equivocati
 
     @property
     def owner(self) -> PeerId:
-        """The owner that signed both commits."""
+        """The peer that signed both commits."""
         return self.first.owner
 
     @property
     def is_one(self) -> bool:
-        """Whether these commits exclude each other, whoever signed them."""
+        """True if the two commits conflict. The signatures are not checked here."""
         a, b = self.first, self.second
         return (a.owner, a.shard, a.parent) == (b.owner, b.shard, b.parent) and commit_id(a) != commit_id(b)
 
@@ -255,12 +259,12 @@ Message = (
 )
 
 
-# -- What peers sign, as bytes. Keys are in ``peer/signatures.py`` -----------------------------------------------------
-# Whoever holds the keys signs and verifies. In the machine a signature is a value that only its peer can make.
+# -- Signed statements, as bytes. Keys are in ``peer/signatures.py`` ---------------------------------------------------
+# The holder of the keys signs and verifies. To the machine a signature is a value that only its peer can make.
 #
 # Rules of this file:
-# 1. A statement begins with what kind it is and names the run: none can be taken for another's, or for another run's.
-# 2. Head ids are digests of all that led to them, so naming a head names its shard's whole chain.
+# 1. A statement begins with its kind and names the run, so it cannot be reused as another kind or in another run.
+# 2. A head id is a digest of everything that led to it, so naming a head names its shard's whole chain.
 
 
 _CONTRIBUTION = "p2pdiloco contribution"
@@ -268,11 +272,11 @@ _COMMIT = b"p2pdiloco commit\0"
 
 
 def signed_contribution_bytes(run: RunId, shard: ShardId, base: Digest, c: Contributor) -> bytes:
-    """What a learner's peer signs: this range of tokens, steps and blocks, with this payload, on this head."""
+    """Return the statement that a learner's peer signs: this range and payload, on this head, in this run."""
     given = (c.learner, c.tokens_from, c.tokens_to, c.steps_from, c.steps_to, c.blocks, c.payload)
     return _encoder.encode((_CONTRIBUTION, run, shard, base, given))
 
 
 def signed_commit_bytes(commit_id: Digest) -> bytes:
-    """What an owner signs: its header's digest, which leads to the run by the parents."""
+    """Return the statement that an owner signs: its header's id. The chain of parents leads from there to the run."""
     return _COMMIT + commit_id.encode()

@@ -1,15 +1,16 @@
-"""Bound on the length of a merged step, as a multiple of the chain's earlier steps.
+"""Bound on the length of a merged update, as a multiple of the chain's earlier updates.
 
-A commit declares the length (Euclidean norm) of its merged outer gradient. The chain keeps a running mean of how long
-these were for an inner step, and takes no commit that leaps far beyond it.
+A commit declares the length (Euclidean norm) of its merged outer gradient. The chain keeps a running mean of these
+lengths per inner step, and rejects a commit that leaps far beyond it.
 
 Rules of this file:
-1. All peers judge alike, to the bit: lengths count as integers, in 1,024ths of an octave, and no logarithm is taken
-   (between powers of two it is a straight line, at most 0.09 of an octave below).
-2. The mean is one of octaves, and nothing counts in it for more than a leap: an owner in four that leaps as far as it
-   may, each time, raises it by less than two octaves.
-3. Learners that come back from a cut give many steps at once. Beyond a turn's steps a length grows with their root: a
-   walk that goes straight on for 64 turns is 8 times as long as that, which is within a leap.
+1. All peers come to the same verdict, to the bit. Lengths are integers, in 1,024ths of an octave, and no logarithm is
+   computed: between powers of two it is a straight line, at most 0.09 of an octave below the logarithm.
+2. The mean is taken over octaves, and no version counts for more than one leap. If one version in four leaps as far as
+   allowed, every time, the mean rises by less than two octaves.
+3. Learners that return after a partition contribute many steps at once. Beyond one turn's steps the bound grows with
+   the square root of the steps. An update that goes straight on for 64 turns is 8 times as long as that bound, which is
+   within a leap.
 """
 
 from __future__ import annotations
@@ -28,20 +29,23 @@ MOST_OCTAVES = 128 * OCTAVE
 
 
 class NormBound(msgspec.Struct, frozen=True, array_like=True):
-    """The running mean of one shard's chain; travels with its state."""
+    """Running mean of one shard's chain. It travels with the shard's state."""
 
     counted: int = 0
-    """Versions, up to ``MEMORY``."""
+    """Number of versions in the mean, at most ``MEMORY``."""
     octaves: int = 0
-    """Of the length for an inner step."""
+    """Mean length per inner step, in octaves."""
 
     def longest(self, steps: int, turn_steps: int, first: float) -> float:
-        """What may come next of so many inner steps; ``first`` for each of them where nothing has come yet."""
+        """Return the maximum length of an update of ``steps`` inner steps.
+
+        ``first`` is the maximum per step for the first update of a chain.
+        """
         reach = _reach(steps, turn_steps)
         return power(self.octaves + LEAP + octaves(reach)) if self.counted else first * reach
 
     def after(self, length: float, steps: int, turn_steps: int) -> NormBound:
-        """With one more, of ``length`` > 0; what has no length does not count."""
+        """Return the bound after an update of the given length. A length of 0 does not count."""
         if not length:
             return self
         found = octaves(length) - octaves(_reach(steps, turn_steps))
@@ -50,7 +54,7 @@ class NormBound(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def is_sound(self) -> bool:
-        """Whether a chain can have it."""
+        """True if a chain can have these values."""
         return 0 <= self.counted <= MEMORY and abs(self.octaves) <= MOST_OCTAVES
 
 
@@ -58,8 +62,10 @@ NO_NORM = NormBound()
 
 
 def running_mean(counted: int, mean: int, found: int) -> tuple[int, int]:
-    """A mean of ``counted`` octaves with one more, ``found``, which moves it by at most a leap: how many are in it now
-    (at most ``MEMORY``), and the mean."""
+    """Add ``found`` to a mean of ``counted`` octaves, which moves by at most a leap.
+
+    Return the number of values in the mean now (at most ``MEMORY``), and the mean.
+    """
     if counted:
         found = min(max(found, mean - LEAP), mean + LEAP)
     counted = min(counted + 1, MEMORY)
@@ -67,13 +73,13 @@ def running_mean(counted: int, mean: int, found: int) -> tuple[int, int]:
 
 
 def octaves(length: float) -> int:
-    """The logarithm of ``length`` > 0."""
+    """Return the logarithm of ``length`` > 0 to base 2, in 1,024ths (piecewise linear)."""
     fraction, exponent = math.frexp(length)
     return (exponent - 1) * OCTAVE + int((2.0 * fraction - 1.0) * OCTAVE)
 
 
 def power(count: int) -> float:
-    """The least length of so many octaves."""
+    """Return the smallest length whose ``octaves`` are ``count``."""
     return math.ldexp(1.0 + (count % OCTAVE) / OCTAVE, count // OCTAVE)
 
 

@@ -1,8 +1,7 @@
-"""Selection of the peer that merges a shard's next version, by weighted rendezvous hashing; needs no election and no
-lease.
+"""Selection of the peer that merges a shard's next version: weighted rendezvous hashing, without election or lease.
 
-Every peer ranks the same candidates alike. Two peers that see different candidates may rank differently; the worst that
-follows is a fork, which heals (see ``chain``).
+All peers rank the same candidates in the same order. Two peers that see different candidates may rank differently; the
+worst result is a fork, which heals (see ``chain``).
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ EVALUATION_DUTY = -1
 
 @lru_cache(maxsize=8192)
 def ranked_owners(run: RunId, shard: int, version: int, candidates: Candidates) -> tuple[PeerId, ...]:
-    """Candidates in the order in which they may merge ``version`` of ``shard``; the first is the owner.
+    """Return the candidates in the order in which they may merge ``version`` of ``shard``; the first is the owner.
 
     The share of versions that a candidate owns is its weight over the sum of weights. Weights must be positive.
     """
@@ -40,10 +39,10 @@ def ranked_owners(run: RunId, shard: int, version: int, candidates: Candidates) 
 
 # -- Candidates for ownership, and their order -------------------------------------------------------------------------
 # Rules of this file:
-# 1. Weights count for at most twice the median; who asks for none owns only if nobody else may.
-# 2. The best connected come first, then those who hear one of them; those that let the takeover time pass come after
-#    all others for a while, which grows each time.
-# 3. Who is barred, or on its way out, owns only if nobody else may.
+# 1. Weights count for at most twice the median. A peer that asks for weight 0 owns only if no other peer may.
+# 2. The best connected come first, then peers that hear one of them. Peers that let the takeover time pass come last
+#    for a while, which grows each time.
+# 3. A peer that is barred or leaving owns only if no other peer may.
 
 
 MOST_WEIGHT = 2.0
@@ -58,7 +57,7 @@ MISSES_COUNTED = 4
 
 
 def capped(candidates: list[tuple[PeerId, float]]) -> Candidates:
-    """``candidates`` (sorted) with weights of at most twice the median; those without weight only if all are."""
+    """Limit the weights of ``candidates`` (sorted) to twice the median; leave out weight 0 unless all have it."""
     willing = [c for c in candidates if c[1] > 0.0]
     if not willing:
         return tuple((peer, 1.0) for peer, _ in candidates)
@@ -68,39 +67,41 @@ def capped(candidates: list[tuple[PeerId, float]]) -> Candidates:
 
 
 class Owners:
-    """Candidates for ownership, as ``me`` sees them."""
+    """Candidates for ownership, as the peer ``me`` sees them."""
 
     __slots__ = ("_asked_weights", "_me", "_missed", "barred", "candidates", "is_leaving", "own_weight", "willing")
 
     def __init__(self, me: PeerId) -> None:
         self._me = me
         self.own_weight: float | None = None
-        """What this peer asks for, once all states are here."""
+        """Weight that this peer asks for; None until it has all states."""
         self.is_leaving = False
-        """A peer on its way out owns nothing new, unless it is the last."""
+        """This peer is leaving, so it owns nothing new unless it is the last."""
         self.barred: frozenset[PeerId] = frozenset()
-        """Who is proved to have signed two commits on one parent: owns nothing, if somebody else can."""
+        """Peers that own nothing if another peer can: they equivocated or made a rejected commit."""
         self.willing: Candidates = ()
-        """Who may own, this peer included, with capped weights."""
+        """Peers that may own, this one included, with capped weights."""
         self.candidates: Candidates = ()
-        """The same, with those last that are badly connected, or were passed over."""
+        """The same peers; badly connected ones and those that missed a takeover time have tiny weights."""
         self._asked_weights: list[tuple[PeerId, float]] = []
-        """Who may own, with the weights that they ask for."""
+        """Peers that may own, with the weights that they ask for."""
         self._missed: dict[PeerId, tuple[int, float]] = {}
-        """Takeover times in a row that a connected peer let pass as an owner, and until when it owns last."""
+        """Consecutive takeover times that a connected peer missed as an owner, and until when it owns last."""
 
     @property
     def may_own(self) -> bool:
-        """Whether this peer merges at all: on its way out only if nobody else may, since whoever gave to it gives to
-        another owner at once, and a merge here would be a fork."""
+        """True if this peer merges at all. A leaving peer merges only if no other peer may.
+
+        Its contributors turn to another owner at once, so a merge here would be a fork.
+        """
         return not self.is_leaving or any(peer == self._me for peer, _ in self.candidates)
 
     def is_excluded(self, peer: PeerId) -> bool:
-        """Whether ``peer`` is barred, and somebody else can own."""
+        """Return whether ``peer`` is barred and another peer can own."""
         return peer in self.barred and all(peer != other for other, _ in self.willing)
 
     def set_candidates(self, others: list[tuple[PeerId, float]]) -> None:
-        """Set the peers that may own, with the weights that they ask for."""
+        """Set the other peers that may own, with the weights that they ask for."""
         candidates = others
         if self.own_weight is not None and not (self.is_leaving and candidates):
             candidates.append((self._me, self.own_weight))
@@ -113,7 +114,7 @@ class Owners:
             self.willing = capped(candidates)
 
     def rank(self, now: float, tiers: Mapping[PeerId, int]) -> None:
-        """Those of ``tiers`` come after others, and so does who was passed over."""
+        """Compute ``candidates``: peers in ``tiers`` and peers that missed a takeover time come after all others."""
         late = dict(tiers)
         for peer, (_, until) in self._missed.items():
             if now < until:
@@ -126,8 +127,10 @@ class Owners:
         self.candidates = tuple((peer, weight * share ** late.get(peer, 0)) for peer, weight in self.willing)
 
     def on_takeover_missed(self, peer: PeerId, now: float, takeover_s: float, tiers: Mapping[PeerId, int]) -> None:
-        """``peer`` let ``takeover_s`` pass: it owns last for as long as four laps through all owners take, four times
-        as long each time."""
+        """Record that ``peer`` let ``takeover_s`` pass as an owner.
+
+        It then owns last for as long as four passes over all owners take, and four times as long each further time.
+        """
         times, until = self._missed.get(peer, (0, 0.0))
         if now >= until:
             times = min(times + 1, MISSES_COUNTED)
@@ -135,7 +138,7 @@ class Owners:
             self.rank(now, tiers)
 
     def forgive(self, peer: PeerId) -> None:
-        """Forget the takeover times that ``peer`` let pass: its connection is another one, or gone."""
+        """Forget the missed takeover times of ``peer``: it has reconnected, disconnected, or made a commit."""
         self._missed.pop(peer, None)
 
     def on_head_changed(self, change: HeadChange) -> None:

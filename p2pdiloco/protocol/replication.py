@@ -1,11 +1,11 @@
-"""Takes commits and states of others: in order, heaviest chain first, from any peer that has them.
+"""Takes in other peers' commits and states: in order, heaviest chain first, from any peer that has them.
 
 Rules of this file:
-1. A commit is applied only on top of its parent; one shard applies one thing at a time. Children that came early wait.
-2. Another head is worth getting only if it is heavier. Commits are asked for first; the whole shard's state is fetched
-   only when our head is not in the donor's log (a fork, or too long an absence), or when there is no state yet.
-3. When the head changes, the learner's own marks decide what leaves its delta and what returns to it
-   (``DeltaReconciliation``). Other components follow the new head by ``on_head_changed``.
+1. A commit is applied only on top of its parent. A shard applies one thing at a time. Early children wait.
+2. A peer obtains another head only if it is heavier. It asks for commits first. It fetches the whole state of the shard
+   only if its head is not in the donor's log (a fork, a long absence), or if it has no state yet.
+3. When the head changes, the learner's own marks decide which payloads leave its delta and which return to it
+   (``DeltaReconciliation``). Other components follow the new head in ``on_head_changed``.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ from p2pdiloco.protocol.state import Core, ProtocolConfig, mark_bits
 
 # -- Catch-up server: commits of the log, or the advice to download the state ------------------------------------------
 # Rules of this file:
-# 1. A peer that is asked while it applies a commit answers when it has: its answer of before would lead nowhere, and
-#    who asked would wait for its deadline.
+# 1. A peer that is asked while it applies a commit answers when it has finished. Its earlier head would be of no use,
+#    and the asking peer would wait until its deadline.
 
 
 MAX_COMMITS_SENT = 32
 
 
 class LogRequests:
-    """Requests for what follows a head, and their answers."""
+    """Requests for the commits after a head, and their answers."""
 
     def __init__(self, core: Core, applying: Container[ShardId]) -> None:
         self.core = core
         self._applying = applying
-        """Shards at which work is being done."""
+        """Shards to which a commit or state is being applied."""
         self._askers: dict[ShardId, dict[PeerId, CommitsRequest]] = {}
-        """Who asked meanwhile, and what each asked last."""
+        """Peers that asked in the meantime, with the latest request of each."""
 
     def on_request(self, peer: PeerId, request: CommitsRequest) -> None:
-        """Send what follows the asker's head, or advise to fetch."""
+        """Send the commits after the requested head, or advise to fetch the state."""
         if request.shard in self._applying:
             self._askers.setdefault(request.shard, {})[peer] = request
             return
@@ -67,7 +67,7 @@ class LogRequests:
             self.core.send((peer,), Commit(header))
 
     def answer(self, shard: ShardId) -> None:
-        """The work at ``shard`` is done, or failed."""
+        """Answer the postponed requests for ``shard``, since its work is done or has failed."""
         for peer, request in self._askers.pop(shard, {}).items():
             if peer in self.core.membership.peers:
                 self.on_request(peer, request)
@@ -77,12 +77,12 @@ class LogRequests:
 
 
 class Orphans:
-    """Of all shards."""
+    """Commits of all shards that wait for their parents."""
 
     def __init__(self, config: ProtocolConfig) -> None:
         self._config = config
         self.waiting: dict[ShardId, dict[Digest, CommitHeader]] = {}
-        """By parent."""
+        """By shard and parent."""
 
     def add(self, header: CommitHeader) -> None:
         """Keep a commit until its parent is here, or there are too many."""
@@ -90,7 +90,7 @@ class Orphans:
         if len(waiting) >= self._config.log_length:
             del waiting[min(waiting, key=lambda parent: waiting[parent].version)]
         elif sum(map(len, self.waiting.values())) >= self._config.waiting_most:
-            return  # who sent it is asked again, once what waits is applied
+            return  # the sender is asked again once the waiting commits are applied
         other = waiting.get(header.parent)
         if other is None or (header.tokens, commit_id(header)) > (other.tokens, commit_id(other)):
             waiting[header.parent] = header
@@ -100,11 +100,11 @@ class Orphans:
         return list(self.waiting.get(shard, {}).values())
 
     def is_followed(self, head: Head) -> bool:
-        """Whether a child of ``head`` waits."""
+        """Return whether a child of ``head`` waits."""
         return head.id in self.waiting.get(head.shard, ())
 
     def pop_child(self, head: Head) -> tuple[CommitHeader | None, list[CommitHeader]]:
-        """The child of ``head``, and those that it leaves behind; neither waits any more."""
+        """Remove and return the child of ``head``, and the commits that ``head`` has overtaken."""
         waiting = self.waiting.get(head.shard)
         if not waiting:
             return None, []
@@ -120,7 +120,7 @@ MAX_FETCHES = 4
 
 
 class Replication:
-    """Commits and states on their way into this peer's chains."""
+    """Manages commits and states on their way into this peer's chains."""
 
     def __init__(
         self,
@@ -137,20 +137,20 @@ class Replication:
         self.contributions = contributions
         self.delta = delta
         self.listeners = listeners
-        """Told of each new head, in this order."""
+        """Components that follow each new head, in this order."""
         self.ancestry = AncestryCheck(core, refusals)
         self.applying: dict[ShardId, tuple[Digest, CommitHeader | ShardState]] = {}
-        """What each shard's next state will be, once the work is done."""
+        """Each shard's next head and the commit or state that leads to it, while it is being applied."""
         self.log_requests = LogRequests(core, self.applying)
         self.orphans = Orphans(core.config)
         self.repairing: set[ShardId] = set()
-        """Shards whose state here is not what their head stands for (see ``replication.py``)."""
+        """Shards whose state does not match their head (see ``Repair``)."""
         self.staged: dict[ShardId, ShardState] = {}
-        """A fetched state that came while something else was being applied."""
+        """Fetched states that arrived while something else was being applied."""
         self.asked: dict[ShardId, PeerId] = {}
-        """Who was asked for commits or a state."""
+        """Peers that were asked for commits or a state."""
         self.wanted: dict[ShardId, tuple[PeerId, Head]] = {}
-        """Heavier heads that were heard of, and with whom. Mostly their commits are on the way already."""
+        """Heavier heads that were reported, with the reporting peer. Usually their commits are on the way already."""
         self.offers: dict[PeerId, dict[ShardId, Head]] = {}
         """While joining: heads that donors reported."""
 
@@ -160,7 +160,7 @@ class Replication:
         """Apply another peer's commit, keep it until its parent is here, or settle a fork."""
         shard, core = header.shard, self.core
         if sender == header.owner and core.membership.owners.is_excluded(sender):
-            return  # from others it is taken: see ``Equivocations``
+            return  # other peers' copies of its commits are accepted: see ``Equivocations``
         chain = core.chains[shard]
         new_id = commit_id(header)
         if chain.head is None:
@@ -177,7 +177,7 @@ class Replication:
         if self.refusals.is_refused(header, new_id):
             self.ancestry.record_head(sender, Head(shard, header.version, new_id, header.tokens))
             if shard not in self.asked and self.is_donor(sender) and self.ancestry.is_outvoted(shard):
-                self.fetch(shard, sender)  # most have taken it: it is this peer that errs
+                self.fetch(shard, sender)  # most peers have accepted the commit, so this peer is in error
             elif self.asked.get(shard) == sender and ("asked", shard) in core.alarms:
                 self.on_request_timeout(shard)
         elif applying is not None:
@@ -189,7 +189,7 @@ class Replication:
                 self.orphans.add(header)
             self.on_head(sender, Head(shard, header.version, new_id, header.tokens))
             if shard in self.wanted and header.version <= chain.head.version:
-                core.alarms.set(("want", shard), core.now)  # of a sibling fork: nothing that follows ours is on its way
+                core.alarms.set(("want", shard), core.now)  # a sibling fork: no child of the own head is on its way
 
     def _apply_if_sound(self, sender: PeerId | None, header: CommitHeader, new_id: Digest) -> None:
         if (problem := self.core.chains[header.shard].problem(header)) is not None:
@@ -200,7 +200,7 @@ class Replication:
             self.apply(header, new_id)
 
     def apply(self, header: CommitHeader, new_id: Digest) -> None:
-        """Take a sound commit on top of the head."""
+        """Start to apply a valid commit on top of the head."""
         shard, learner = header.shard, self.core.learner
         mine = None if learner is None else next((c for c in header.contributors if c.learner == learner.id), None)
         moves = self.delta.moves(shard, None if mine is None else mine.tokens_to)
@@ -209,7 +209,7 @@ class Replication:
         self.core.effects.append(Apply(header, new_id, *moves))
 
     def on_applied(self, shard: ShardId, head_id: Digest) -> None:
-        """Make what was applied the shard's head, and tell all listeners."""
+        """Make the applied commit or state the shard's head, and notify all listeners."""
         core = self.core
         entry = self.applying.get(shard)
         if entry is None or entry[0] != head_id:
@@ -220,7 +220,7 @@ class Replication:
         old = chain.head
         self.repairing.discard(shard)
         if old is not None and old.id == head_id:
-            self.aggregation.on_repaired(shard)  # nothing else has changed
+            self.aggregation.on_repaired(shard)  # the head is unchanged, only its state was repaired
             self._next(shard)
             return
         if isinstance(target, CommitHeader):
@@ -239,7 +239,7 @@ class Replication:
         self._next(shard)
 
     def _next(self, shard: ShardId) -> None:
-        """Something, or somebody, may have been waiting for this head."""
+        """Continue the work that waited for this head: requests, a staged state, early commits."""
         self.log_requests.answer(shard)
         if (staged := self.staged.pop(shard, None)) is not None:
             self.install(staged)
@@ -252,11 +252,11 @@ class Replication:
                 self._apply_if_sound(None, header, commit_id(header))
 
     def on_apply_failed(self, shard: ShardId, reason: str) -> None:
-        """Fetch the shard's state from another peer: a commit did not give its digest, or a state did not fit."""
+        """Fetch the state from another peer: a commit gave another digest, or a state was unsuitable."""
         entry = self.applying.pop(shard, None)
         if entry is not None and isinstance(entry[1], CommitHeader):
             self.aggregation.on_commit_failed(entry[1])
-        self.core.note("warning", "repair", f"shard {shard}: {reason}; its state is fetched from a peer")
+        self.core.note("warning", "repair", f"shard {shard}: {reason}; fetching its state from another peer")
         donors = [p for p in self.core.membership.live if self.is_donor(p)]
         if entry is not None and donors:
             self.fetch(shard, donors[len(self.asked) % len(donors)])
@@ -266,8 +266,10 @@ class Replication:
             self.aggregation.reopen(shard)
 
     def reject(self, shard: ShardId, reason: str) -> None:
-        """Reject a commit whose values do not fit: every peer that can judge it does, and the shard goes on without
-        it."""
+        """Reject a commit with invalid values.
+
+        Every peer that can judge the commit rejects it, so the shard continues without it.
+        """
         new_id, target = self.applying.pop(shard)
         if isinstance(target, CommitHeader):
             self.refusals.add(target, new_id, None, reason)
@@ -275,16 +277,16 @@ class Replication:
         elif shard not in self.repairing:
             self.refusals.remember(new_id)
         self._next(shard)
-        if shard not in self.applying and shard not in self.repairing:  # else it is asked for again, eight times
+        if shard not in self.applying and shard not in self.repairing:  # ``Repair`` reopens a shard in repair
             self.aggregation.reopen(shard)
 
     # -- other heads ---------------------------------------------------------------------------------------------------
 
     def on_head(self, peer: PeerId, theirs: Head) -> None:
-        """Get a peer's head if it is heavier than ours; show ours if it is a lighter fork's."""
+        """Get a peer's head if it is heavier than this peer's; send this peer's if theirs is a lighter fork."""
         core, shard = self.core, theirs.shard
         if peer == core.config.peer:
-            return  # made in an earlier life, and not on this chain
+            return  # an own commit of an earlier run, which is not on this chain
         self.ancestry.record_head(peer, theirs)
         chain = core.chains[shard]
         if chain.head is None or shard in self.applying:
@@ -297,13 +299,13 @@ class Replication:
             known = self.wanted.get(shard)
             if shard not in self.asked and (known is None or is_heavier(theirs, known[1])):
                 self.wanted[shard] = (peer, theirs)
-                if known is None and core.is_current:  # states come first
+                if known is None and core.is_current:  # a newcomer needs states before commits
                     core.alarms.set(("want", shard), core.now + self.aggregation.commit_patience_s())
         elif theirs.id != chain.head.id and theirs.id not in chain.log_ids and theirs.version:
             core.send((peer,), Heads((chain.head,), core.step))
 
     def request_wanted(self, shard: ShardId) -> None:
-        """Request a heavier head that was reported and did not come by itself."""
+        """Request a heavier head that was reported but has not arrived by itself."""
         peer, theirs = self.wanted.pop(shard)
         head, view = self.core.head(shard), self.core.membership.peers.get(peer)
         is_asked = view is not None and self.core.now >= view.ignored_until
@@ -312,7 +314,7 @@ class Replication:
             self.core.send((peer,), CommitsRequest(shard, head.id))
 
     def on_fetch_advised(self, peer: PeerId, advice: FetchAdvised) -> None:
-        """Fetch the shard's state: the donor's log does not hold our head."""
+        """Fetch the shard's state, since the donor's log does not hold this peer's head."""
         head = self.core.chains[advice.shard].head
         if self.asked.get(advice.shard) == peer and head is not None and is_heavier(advice.head, head):
             self.fetch(advice.shard, peer)
@@ -322,7 +324,7 @@ class Replication:
         self.core.alarms.set(("asked", shard), self.core.now + self.core.config.request_s)
 
     def fetch(self, shard: ShardId, peer: PeerId) -> None:
-        """Download the shard's state, beginning at ``peer``."""
+        """Download the shard's state, starting with ``peer``."""
         self._ask(shard, peer)
         self.core.alarms.cancel(("asked", shard))  # a fetch ends by itself, in Fetched or Failed
         self.core.effects.append(Fetch(shard, peer))
@@ -333,13 +335,13 @@ class Replication:
             self.core.alarms.cancel(("asked", shard))
 
     def on_request_timeout(self, shard: ShardId) -> None:
-        """Ask others for as long again, if their heads differ: no answer came in time."""
+        """Ignore a peer's heads for a while, since its answer did not come in time."""
         view = self.core.membership.peers.get(self.asked.pop(shard, PeerId("")))
         if view is not None:
             view.ignored_until = self.core.now + self.core.config.request_s
 
     def on_fetched(self, event: Fetched) -> None:
-        """Install a fetched state if it is still the better one."""
+        """Install a fetched state if it is still better than the own one."""
         peer, state = event.peer, event.state
         shard = state.head.shard
         problem = self.core.chains[shard].state_problem(state) or self.delta.problem(state)
@@ -355,7 +357,7 @@ class Replication:
         self.fetch_missing()
 
     def install(self, state: ShardState) -> None:
-        """Replace the shard's state by a heavier one."""
+        """Start to replace the shard's state by a heavier one, or by a repaired one."""
         core, shard = self.core, state.head.shard
         head = core.chains[shard].head
         is_repair = head is not None and shard in self.repairing and state.head.id == head.id
@@ -365,7 +367,7 @@ class Replication:
         learner = core.learner
         moves = self.delta.moves(shard, None if learner is None else self.delta.mark_in(learner, state).tokens)
         if head is not None and not is_repair:
-            core.note("info", "fork", f"shard {shard}: {head.tokens} tokens give way to {state.head.tokens}")
+            core.note("info", "fork", f"shard {shard}: a fork with {state.head.tokens} tokens replaces {head.tokens}")
         farthest = (
             math.inf
             if self.ancestry.is_outvoted(shard)
@@ -376,7 +378,7 @@ class Replication:
         core.effects.append(Install(state, *moves, farthest))
 
     def on_fetch_failed(self, shard: ShardId, peer: PeerId | None, reason: str) -> None:
-        """Try another donor: this one did not deliver."""
+        """Try another donor, since this one did not deliver."""
         self.core.note("info", "fetch", f"shard {shard} from {peer}: {reason}")
         self.asked.pop(shard, None)
         if peer is not None and peer in self.offers:
@@ -390,7 +392,7 @@ class Replication:
         return Heads(tuple(c.head for c in self.core.chains if c.head is not None), self.core.step)
 
     def on_heads(self, peer: PeerId, message: Heads) -> None:
-        """Compare, and catch up where theirs are heavier."""
+        """Compare heads with a peer's, and catch up where theirs are heavier."""
         self.contributions.adopt_step(message.step)
         for theirs in message.heads:
             self.ancestry.record_head(peer, theirs)
@@ -420,18 +422,21 @@ class Replication:
                     self.fetch(shard, founder if is_asked else donors[shard % len(donors)])
 
     def become_current(self) -> None:
-        """Take part from now on, if every shard has a state."""
+        """Start to take part in the run once every shard has a state."""
         core = self.core
         if not core.is_current and all(chain.head is not None for chain in core.chains):
             core.is_current = True
             self._want_what_was_offered()
             core.membership.owners.own_weight = core.config.weight
             self.contributions.on_current()
-            core.note("info", "join", f"all {len(core.chains)} shards are here, at global step {core.step}")
+            core.note("info", "join", f"all {len(core.chains)} shards have arrived, at global step {core.step}")
             core.effects.append(BecameCurrent())
 
     def _want_what_was_offered(self) -> None:
-        """What has been committed meanwhile is not on its way: nobody sends commits to a newcomer (``forwarding``)."""
+        """Request the heads that were offered while joining.
+
+        Peers do not send commits to a newcomer (``forwarding``), so later commits are not on their way.
+        """
         for peer, heads in self.offers.items():
             for head in heads.values():
                 self.on_head(peer, head)
@@ -444,7 +449,7 @@ class Replication:
         self.core.send(tuple(p for p in peers if self.is_donor(p)), HeadsRequest())
 
     def find_donors(self) -> None:
-        """Ask one live peer after the other for its heads while joining, since offers come late or were none."""
+        """While joining, ask the live peers for their heads, one after the other; earlier offers may be missing."""
         live = self.core.membership.live
         if live:
             self.fetch_missing()
@@ -452,10 +457,11 @@ class Replication:
 
     def is_donor(self, peer: PeerId) -> bool:
         view = self.core.membership.peers.get(peer)
+        """Return whether the peer reports to have all states."""
         return view is not None and view.beat is not None and view.beat.phase != "joining"
 
     def on_peers_lost(self, lost: tuple[PeerId, ...]) -> None:
-        """Forget what lost peers were asked for by message; fetches end by themselves."""
+        """Drop requests to lost peers; fetches end by themselves."""
         for peer in lost:
             self.offers.pop(peer, None)
             self.ancestry.forget(peer)
@@ -464,13 +470,13 @@ class Replication:
             self.core.alarms.cancel(("asked", shard))
 
     def payloads(self, shard: ShardId) -> set[Digest]:
-        """Payloads of commits that wait or are being applied."""
+        """Return the payloads of commits that wait or are being applied."""
         held = {header.payload for header in self.orphans.of_shard(shard)}
         _, target = self.applying.get(shard, (None, None))
         return held | {target.payload} if isinstance(target, CommitHeader) else held
 
     def commits(self, shard: ShardId) -> set[Digest]:
-        """Commits, by id, that wait or are being applied, and those that lead to states on their way in (H3e)."""
+        """Return the ids of commits that wait or are being applied, and of the lineages of incoming states (H3e)."""
         found = {commit_id(header) for header in self.orphans.of_shard(shard)}
         commit, target = self.applying.get(shard, (None, None))
         for state in (target, self.staged.get(shard)):
@@ -480,8 +486,8 @@ class Replication:
 
 
 # -- Repair of a corrupted shard ---------------------------------------------------------------------------------------
-# ------------- Whoever finds out says ``Failed("state")``. Until another has given the shard's state, nothing is merged
-# or given here.
+# The component that finds the corruption reports ``Failed("state")``. Until another peer has sent the shard's state,
+# this peer neither merges nor contributes to the shard.
 
 
 TRIES = 8
@@ -489,17 +495,17 @@ TRIES = 8
 
 
 class Repair:
-    """Of all shards."""
+    """Repairs corrupted shards with the states of other peers."""
 
     def __init__(self, core: Core, replication: Replication, aggregation: Aggregation) -> None:
         self.core = core
         self.replication = replication
         self.aggregation = aggregation
         self.tries: dict[ShardId, int] = {}
-        """Since the shard was last sound."""
+        """Attempts since the shard was last intact."""
 
     def start(self, shard: ShardId, reason: str) -> None:
-        """Ask somebody for the state, if anybody may have it; contributions that are here wait."""
+        """Ask a donor for the state, if there may be one. Contributions that are here wait."""
         replication = self.replication
         self.core.note("warning", "repair", f"shard {shard}: {reason}")
         self.aggregation.jobs.pop(shard, None)
@@ -516,8 +522,8 @@ class Repair:
             self.aggregation.reopen(shard)
 
     def retry(self) -> None:
-        """Ask again for what has not come: who was asked did not have it, or is gone."""
+        """Ask again for states that have not come: the last donor did not have them, or has left."""
         self.tries = {shard: tries for shard, tries in self.tries.items() if shard in self.replication.repairing}
         for shard in sorted(self.replication.repairing):
             if shard not in self.replication.asked and shard not in self.replication.applying:
-                self.start(shard, "its state has not come yet")
+                self.start(shard, "its state has not arrived yet")

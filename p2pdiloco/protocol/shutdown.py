@@ -1,15 +1,15 @@
-"""Leaving in order, and the end of a run.
+"""Graceful shutdown, and the end of a run.
 
 Rules of this file:
-1. Who leaves stops training first, then opens turns for every fragment that holds unmerged progress, and goes when all
-   of it is merged or the deadline has passed.
-2. When the run is complete a peer does the same, and then stays until every live peer is at that point with the same
-   heads, so that nobody is left without the last commits.
-3. At the run's end a peer waits for its learner, whose last life may hold progress.
-4. Who is alone because others were lost without a word may be the one behind a cut: what it merged there is lost if it
-   goes and the others' fork wins. It waits for them until its deadline; and when one is back, until that one has its
-   heads, or it has theirs.
-5. So does, at the run's end, who is apart (``PartitionDetector``). What it says then is not that all is well: there
+1. A leaving peer first stops training. It then opens turns for every fragment that holds unmerged progress, and leaves
+   when all of it is merged or the deadline has passed.
+2. When the run is complete a peer does the same. It then stays until every live peer has reached that point with the
+   same heads, so that no peer is left without the last commits.
+3. At the run's end a peer waits for its learner, which may still hold progress.
+4. A peer that is alone after others were lost without a goodbye may be the one that was cut off. What it merged
+   meanwhile is lost if it leaves and the other fork wins. So it waits for lost peers until its deadline. When one is
+   back, it waits until both have the same heads.
+5. At the run's end, a peer that is apart (``PartitionDetector``) waits, too. If nobody comes back, it warns that there
    may be a second model.
 """
 
@@ -23,7 +23,7 @@ from p2pdiloco.protocol.state import Core
 
 
 class Shutdown:
-    """Leaves the run in order, or ends it."""
+    """Leaves the run in order, on request or at its end."""
 
     def __init__(self, core: Core, contributions: Contributions) -> None:
         self.core = core
@@ -31,27 +31,27 @@ class Shutdown:
         self.reason = ""
         self.is_done = False
         self.is_overdue = False
-        """It goes, or has gone, because its time was up."""
+        """Whether this peer leaves, or has left, because its deadline passed."""
         self.solitary: dict[ShardId, Digest] = {}
-        """Of each shard the last commit that this peer made when nobody was live."""
+        """Per shard, the last commit that this peer made while no other peer was live."""
         self.flush_at = 0.0
-        """When to look again at turns that are open, but to which nothing was given."""
+        """Time of the next check of turns that are open but have no contribution."""
 
     def start_leaving(self, reason: str) -> None:
-        """Start to leave, since the user wants to."""
+        """Start to leave at the user's request."""
         core = self.core
         if core.departure == "leaving":
             return
         core.departure = "leaving"
         core.membership.owners.is_leaving = True
         self.reason = reason
-        core.note("info", "leave", f"{reason}: contributing what is unmerged, for at most {core.config.leave_s:.0f} s")
+        core.note("info", "leave", f"{reason}: contributing unmerged progress, for at most {core.config.leave_s:.0f} s")
         core.alarms.set(("depart", 0), core.now + core.config.leave_s)
         if core.learner is not None and not core.learner.is_paused:
             core.effects.append(PauseLearner())
 
     def finish_run(self) -> None:
-        """Finish: the run is complete."""
+        """Start to finish, since the run is complete."""
         core = self.core
         if not core.departure:
             core.departure = "finished"
@@ -72,28 +72,28 @@ class Shutdown:
                 "warning", f"{missing} peers that were lost at once did not come back: they may have another model"
             )
         else:
-            self._leave_now("info", "all progress is merged; who was lost without a word did not come back")
+            self._leave_now("info", "all progress is merged; peers that were lost without a goodbye did not come back")
 
     def proceed(self) -> None:
-        """Do what can be done now; called after every event."""
+        """Take the next step of leaving, if it is possible now. Called after every event."""
         core = self.core
         if self.is_done:
             return
         if not core.is_current:
             if core.departure == "leaving":
-                self._leave_now("info", "nothing was joined yet")
+                self._leave_now("info", "the run was not joined yet")
             return
         if core.learner is not None and not core.learner.is_paused:
             return
         if core.learner is None and core.departure == "finished" and core.config.expects_learner:
-            return  # it may have trained on while this node was gone
+            return  # the learner may have trained on while this node was gone
         if core.unmerged_tokens():
             self._flush()
         elif not self._is_waiting() and (core.departure == "leaving" or self._others_are_done()):
             self._leave_now("info", "all progress is merged")
 
     def _flush(self) -> None:
-        """Turns out of schedule, for fragments that hold unmerged progress."""
+        """Open turns outside the schedule for fragments that hold unmerged progress."""
         core = self.core
         learner = core.learner
         assert learner is not None
@@ -108,12 +108,15 @@ class Shutdown:
             lacking = [shard for shard in rest if not self.contributions.has_given(shard)]
             if any(is_overdue or shard not in turn.open for shard in lacking):
                 self.contributions.open(FragmentId(fragment), max(core.step, turn.step + 1), is_mine=True)
-            elif rest and is_again:  # somebody is waited for who may have taken it for an older turn
+            elif rest and is_again:  # a peer that the owner waits for may have taken this for an older turn
                 core.send(core.membership.live, self.contributions.announcement(FragmentId(fragment)))
 
     def _is_waiting(self) -> bool:
-        """Whether nobody is left, or nobody has what was merged here alone, and somebody was lost lately who did not
-        say goodbye; or this peer is apart at the run's end."""
+        """Return whether to wait for peers that were recently lost without a goodbye.
+
+        That is the case if no peer is left, if no live peer has what was merged here alone, or if this peer is apart
+        at the run's end.
+        """
         core, detector = self.core, self.core.membership.partition_detector
         if core.departure == "finished" and detector.is_apart:
             return True
@@ -122,7 +125,7 @@ class Shutdown:
         return is_lately and (not core.membership.live or self._is_solitary())
 
     def _is_solitary(self) -> bool:
-        """Whether a head was made here when nobody was live, and nobody live has the same heads."""
+        """Return whether a current head was made while no peer was live, and no live peer has the same heads."""
         core = self.core
         if all(core.head(shard).id != commit for shard, commit in self.solitary.items()):
             return False
@@ -130,7 +133,7 @@ class Shutdown:
         return all(beat is None or beat.heads_mark != core.heads_mark for beat in beats)
 
     def _others_are_done(self) -> bool:
-        """Every live peer has finished with our heads."""
+        """Return whether every live peer has finished with this peer's heads."""
         core = self.core
         for peer in core.membership.live:
             beat = core.membership.peers[peer].beat

@@ -1,5 +1,4 @@
-"""State that the parts of the machine share: configuration, time, chains, the learner's counters, and the list of
-effects."""
+"""Shared state of the machine's components: configuration, time, chains, the learner's counters, effects."""
 
 from __future__ import annotations
 
@@ -17,19 +16,19 @@ from p2pdiloco.protocol.messages import Head, Message, Phase
 from p2pdiloco.timing import Timers, TokenBucket
 
 Key = tuple[str, int]
-"""What to look at when the time comes: a topic and, for most, a shard."""
+"""Key of an alarm: a topic and, for most topics, a shard."""
 
 
 # -- Rate limit for claimed steps --------------------------------------------------------------------------------------
-# The fastest learner is the first to say a new step, so one peer's claim must count; and nothing proves it. So a claim
-# counts for as much as a learner ``HASTE`` times as fast as the median could have done meanwhile, or for what more than
-# half of all live peers say of themselves.
+# The fastest learner is the first to report a new step, so the claim of a single peer must count, although it cannot be
+# proved. A claim counts as far as a learner HASTE times as fast as the median could have come in the meantime, or as
+# far as more than half of all live peers report.
 #
 # Rules of this file:
-# 1. The allowance fills with time and is used up by claims; it holds two turns' steps at most, so that patience buys no
-#    leap. Time during which this peer stood still fills it without that bound: it must catch up with what it missed.
-# 2. Those who believed a claim say it in turn. That is no second witness to a leap, since each of them was held to the
-#    same pace.
+# 1. The allowance fills with time and is used up by claims. It holds at most two turns' steps, so that waiting does not
+#    permit a leap. Time during which this peer stood still fills it without that limit, because the peer must catch up.
+# 2. Peers that believed a claim repeat it. They are not second witnesses to a leap, since each is held to the same
+#    limit.
 
 
 HASTE = 8.0
@@ -39,7 +38,7 @@ USUAL_STEP_S = 1.0
 
 
 class StepClaimLimit:
-    """The allowance for claims, in steps. ``step_s``: the median step time, 0 if none is known."""
+    """Rate limit for claimed steps. ``step_s`` is the median step time in seconds, 0 if none is known."""
 
     __slots__ = ("_steps",)
 
@@ -47,16 +46,16 @@ class StepClaimLimit:
         self._steps = TokenBucket(burst=BURST_TURNS * sync_every, per_s=HASTE / USUAL_STEP_S)
 
     def add_missed(self, seconds: float, step_s: float) -> None:
-        """Allow what could have been done in the seconds that this peer missed."""
+        """Add the steps that were possible in the seconds that this peer missed."""
         self._steps.grant(seconds * HASTE / (step_s or USUAL_STEP_S))
 
     def allowed(self, now: float, step_s: float) -> int:
-        """Return how far beyond the own step a claim counts."""
+        """Return how many steps beyond the own step a claim may lie."""
         self._steps.per_s = HASTE / (step_s or USUAL_STEP_S)
         return int(self._steps.available(now))
 
     def use(self, steps: int, now: float) -> None:
-        """Use up as many steps as were believed."""
+        """Use up the steps of an accepted claim."""
         self._steps.take(now, min(steps, self._steps.available(now)))
 
 
@@ -70,32 +69,32 @@ STALL_BEATS = 2
 
 
 class ProtocolConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything the machine must know of a run and of this peer. Times in seconds."""
+    """Configuration of the machine: the run's parameters and this peer's. Times are in seconds."""
 
     run: RunId
     peer: PeerId
     founder: PeerId = PeerId("")
-    """Whose word decides for a newcomer between as many on each side."""
+    """Creator of the run. A newcomer follows it where as many peers stand by one state as by another."""
     fragments: tuple[tuple[ShardId, ...], ...]
-    """The shards of each fragment; shard ids count up over all fragments."""
+    """Shards of each fragment; shard ids count up over all fragments."""
     sync_every: int
-    """H."""
+    """Inner steps between two turns of a fragment (H)."""
     overlap: int
-    """tau, in inner steps."""
+    """Inner steps that an exchange may take before it is late (tau)."""
     min_quorum: int
-    """K."""
+    """Number of contributions that a merge needs (K)."""
     grace_share: float
-    """gamma."""
+    """Share of the remaining overlap that the owner waits for late contributions (gamma)."""
     total_steps: int
     """Global step at which the run is complete."""
     expects_learner: bool = False
-    """A learner belongs to this peer, sooner or later; else it only follows."""
+    """Whether this peer has, or will have, a learner; if not, it only follows."""
     blocks: int = 0
-    """Of data in an epoch; 0: learners draw their data by themselves."""
+    """Blocks of data in an epoch; 0: learners choose their data themselves."""
     sizes: Sizes = Sizes()
-    """What one step, one block and one shard hold, as far as the manifest says."""
+    """Sizes of a step, a block and a shard, from the manifest."""
     early_bytes: int = 256 << 20
-    """Of payloads that may wait for a head that this peer has not reached, over all peers."""
+    """Total size of payloads that may wait for heads that this peer has not reached, over all peers."""
     is_overwrite: bool = False
     """Learners take the global parameters on each commit instead of carrying their delta."""
     evaluation_every: int = 0
@@ -108,15 +107,15 @@ class ProtocolConfig(msgspec.Struct, frozen=True, kw_only=True):
     takeover_floor_s: float = 1.0
     takeover_ceiling_s: float = 60.0
     stuck_s: float = 300.0
-    """Without a new version for so long, though learners train, is a trouble that people are told of."""
+    """A health warning is shown after this time without a new version although learners train."""
     request_s: float = 10.0
-    """How long a request for commits or state may be unanswered."""
+    """Timeout of a request for commits or a state."""
     leave_s: float = 20.0
-    """How long an orderly leave may take."""
+    """Maximum duration of a graceful shutdown."""
     needs_majority: bool = False
-    """Nothing is merged to which no more than half have answered, of all who could or are missing."""
+    """Merge only if more than half of all possible contributors, missing ones included, have answered."""
     finish_s: float = 60.0
-    """How long a peer waits for the others when the run is complete."""
+    """Maximum time that a peer waits for the others when the run is complete."""
 
     @property
     def shards(self) -> int:
@@ -125,12 +124,15 @@ class ProtocolConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def waiting_most(self) -> int:
-        """Commits that wait for their parents, over all shards: who catches up needs a whole log for a few of them."""
+        """Maximum number of commits that wait for their parents, over all shards.
+
+        A peer that catches up needs a whole log for a few of them.
+        """
         return 4 * (self.log_length + self.shards)
 
     @property
     def limits(self) -> Limits:
-        """What is believed of a contribution or a commit."""
+        """Limits on what a contribution or a commit may declare."""
         return Limits(
             step_tokens=self.sizes.step_tokens,
             block_tokens=self.sizes.block_tokens,
@@ -142,54 +144,54 @@ class ProtocolConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def latest_step(self) -> int:
-        """No claim counts beyond the last step and a turn."""
+        """Largest step that a claim may name: one turn beyond the last step."""
         return self.total_steps + self.sync_every
 
     def offset(self, fragment: FragmentId) -> int:
-        """The fragment's turn is due when the global step is this, modulo H."""
+        """Return the remainder of the global step modulo H at which the fragment's turn is due."""
         return fragment * self.sync_every // len(self.fragments)
 
 
 class LearnerView:
-    """This peer's learner: its counters over its whole life, and how far each shard's chain has merged them."""
+    """This peer's learner: its counters since it started, and how far each shard's chain has merged it."""
 
     __slots__ = ("id", "is_able", "is_paused", "is_resting", "marks", "reached", "step_time_s", "steps", "tokens")
 
     def __init__(self, learner: LearnerId, shards: int, step: int) -> None:
         self.id = learner
         self.reached = step
-        """The global step at its last step boundary."""
+        """Global step at its last step boundary."""
         self.marks = [NO_MARK] * shards
-        """By shard, as the chain counts. Kept here too because chains forget learners that were not merged for long."""
+        """Marks by shard. They are kept here too, because chains drop marks of learners not merged for a long time."""
         self.steps = 0
         self.tokens = 0
         self.step_time_s = 0.0
         self.is_paused = False
         self.is_resting = False
         self.is_able = True
-        """What it trains can be encoded: else it does not participate."""
+        """Whether its progress can be encoded and it answers; if not, it does not participate."""
 
     @property
     def is_idle(self) -> bool:
-        """It makes no steps: no more (paused), or none for now (resting)."""
+        """True if it makes no steps: paused for good, or resting for now."""
         return self.is_paused or self.is_resting
 
     def unmerged(self, shard: ShardId) -> int:
-        """Own tokens that the shard's chain does not hold."""
+        """Return the number of own tokens that the shard's chain has not merged."""
         return self.tokens - self.marks[shard].tokens
 
     def discard_unmerged(self, shard: ShardId) -> None:
-        """Count what the shard's chain does not hold as thrown away (``overwrite``)."""
+        """Treat all tokens that the shard's chain has not merged as discarded (``overwrite``)."""
         self.marks[shard] = Mark(self.tokens, self.steps, self.marks[shard].version)
 
 
 def mark_bits(head_id: Digest) -> int:
-    """Return what a head adds to ``Core.heads_mark``."""
+    """Return a head's contribution to ``Core.heads_mark``."""
     return int(head_id[:15], 16)
 
 
 class Core:
-    """Shared state. Parts of the machine read and change it only while an event is handled."""
+    """Shared state. Components read and change it only while an event is handled."""
 
     __slots__ = (
         "alarms",
@@ -212,11 +214,11 @@ class Core:
     def __init__(self, config: ProtocolConfig) -> None:
         self.config = config
         self.now = 0.0
-        """By this peer's own clock, which does not run while the peer stands still."""
+        """This peer's own clock, in seconds; it does not run while the peer stands still."""
         self.stalled_s = 0.0
-        """How far it is behind the world's."""
+        """Seconds by which the own clock lags behind the driver's."""
         self.longest_s = STALL_BEATS * config.heartbeat_s
-        """By which a deadline may be missed."""
+        """Seconds by which a deadline may be missed before this counts as a stall."""
         self.effects: list[Effect] = []
         self.alarms: Timers[Key] = Timers()
         self.membership = Membership(config.peer, config.heartbeat_s)
@@ -229,30 +231,31 @@ class Core:
         self.fragment_of = [fragment for _, fragment in placed]
         self.learner: LearnerView | None = None
         self.step = 0
-        """Global step: as far as its own learner has come, and as others' claims are believed."""
+        """Global step: the larger of the own learner's step and the accepted claims of others."""
         self.pace = StepClaimLimit(config.sync_every)
         self.is_current = False
-        """Every shard has had a state."""
+        """Whether every shard has had a state."""
         self.heads_mark = 0
+        """Exclusive-or over the ``mark_bits`` of all heads."""
         self.departure: Literal["", "leaving", "finished"] = ""
 
     def send(self, peers: tuple[PeerId, ...], message: Message) -> None:
-        """Emit a ``Send``, unless there is nobody to send to."""
+        """Emit a ``Send``, unless ``peers`` is empty."""
         if peers:
             self.effects.append(Send(peers, message))
 
     def note(self, level: Literal["debug", "info", "warning"], topic: str, reason: str) -> None:
-        """Emit a decision's reason."""
+        """Emit a ``Note``: a decision and its reason."""
         self.effects.append(Note(level, topic, reason))
 
     def head(self, shard: ShardId) -> Head:
-        """The shard's head, which must be here."""
+        """Return the shard's head, which must exist."""
         head = self.chains[shard].head
         assert head is not None
         return head
 
     def plausible(self, step: int) -> int:
-        """As much of another peer's claim to be at ``step`` as is believed: see ``StepClaimLimit``."""
+        """Return how much of another peer's claim to be at ``step`` is accepted (``StepClaimLimit``)."""
         if step <= self.step:
             return step
         step = min(step, self.config.latest_step)
@@ -260,12 +263,15 @@ class Core:
         return step if step <= allowed else max(min(step, self.membership.majority_step(self.step)), allowed)
 
     def pass_time(self, now: float) -> None:
-        """The world's clock says ``now``. If a deadline was missed by far, nothing ran here meanwhile; for this peer
-        that was no time: it neither measures it nor lets a deadline of anybody pass in it."""
+        """Advance the own clock to the driver's time ``now``.
+
+        If a deadline was missed by far, this process did not run in between. The own clock then skips that time: it is
+        not measured, and no deadline passes in it.
+        """
         now -= self.stalled_s
         if now <= self.now:
             return
-        if now - self.now <= self.longest_s:  # what was due before the last event has rung
+        if now - self.now <= self.longest_s:  # no stall: all earlier deadlines have fired
             self.now = now
             return
         due = self.alarms.next()
@@ -279,7 +285,7 @@ class Core:
         self.now = now
 
     def step_time_s(self) -> float:
-        """The learner's own; 0 without one that trains."""
+        """Return the own learner's step time in seconds; 0 if it does not train."""
         return 0.0 if self.learner is None or self.learner.is_idle else self.learner.step_time_s
 
     def fastest_step_time_s(self) -> float:
@@ -288,19 +294,19 @@ class Core:
         return min(own, others) if own and others else own or others
 
     def is_participating(self) -> bool:
-        """Whether this peer's learner may still contribute: it trains, or holds progress that is not merged."""
+        """Return whether this peer's learner may still contribute: it trains, or holds progress that is not merged."""
         learner = self.learner
         if learner is None or not self.is_current or not learner.is_able:
             return False
         return not learner.is_idle or self.unmerged_tokens() > 0
 
     def unmerged_tokens(self) -> int:
-        """The learner's own tokens not merged yet, in the shard where that is most."""
+        """Return the learner's own unmerged tokens, in the shard where there are most."""
         learner = self.learner
         return 0 if learner is None else max(learner.unmerged(chain.shard) for chain in self.chains)
 
     def phase(self) -> Phase:
-        """Return the phase that this peer reports of itself."""
+        """Return the phase that this peer reports in heartbeats."""
         if not self.is_current:
             return "joining"
         if self.departure:

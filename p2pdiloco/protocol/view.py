@@ -1,6 +1,6 @@
-"""Read-only view of the machine for the code around it.
+"""Read-only view of the machine for its driver and other code.
 
-What people are told is ``status``; what is to be done are effects.
+``status`` summarizes the machine for people; effects say what to do.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from p2pdiloco.protocol.state import Core
 
 
 class MachineView:
-    """Read access to one machine, as it is now."""
+    """Read access to the current state of one machine."""
 
     def __init__(self, core: Core, replication: Replication, evaluations: Evaluations, budget: TokenBudget) -> None:
         self._core = core
@@ -43,7 +43,7 @@ class MachineView:
 
     @property
     def sync_every(self) -> int:
-        """H: steps from one turn of a fragment to its next."""
+        """Inner steps between two turns of a fragment (H)."""
         return self._core.config.sync_every
 
     @property
@@ -53,31 +53,31 @@ class MachineView:
 
     @property
     def last_step(self) -> int:
-        """At which the run ends, as far as can be told."""
+        """Estimated global step at which the run ends."""
         return self._budget.last_step
 
     @property
     def heard_by_others(self) -> frozenset[int]:
-        """Fingerprints of all whom connected peers say they hear."""
+        """Fingerprints of all peers that connected peers say they hear."""
         lists = self._core.membership.connectivity.lists
         return frozenset().union(*(prints for peer, prints in lists.items() if peer != self.me))
 
     @property
     def is_current(self) -> bool:
-        """Every shard has had a state."""
+        """True if every shard has had a state."""
         return self._core.is_current
 
     @property
     def has_finished(self) -> bool:
-        """The run is complete here."""
+        """True if the run is complete here."""
         return self._core.departure == "finished"
 
     def merged_tokens(self) -> list[int]:
-        """By shard, the tokens that its chain's contributions have declared."""
+        """Return, by shard, the tokens that its chain's contributions have declared."""
         return [chain.counts.merged for chain in self._core.chains]
 
     def unmerged_tokens(self) -> int:
-        """The learner's own tokens not merged yet, in the shard where that is most."""
+        """Return the learner's own unmerged tokens, in the shard where there are most."""
         return self._core.unmerged_tokens()
 
     @property
@@ -87,47 +87,47 @@ class MachineView:
 
     @property
     def missing(self) -> int:
-        """Peers that were lost at once with as many as are here, and may have another model."""
+        """Number of peers missing after a suspected partition; they may have another model."""
         return len(self._core.membership.partition_detector.missing)
 
     # -- states --------------------------------------------------------------------------------------------------------
 
     @property
     def heads_mark(self) -> int:
-        """Equal at two peers when their heads are."""
+        """Digest of all heads: equal at two peers if their heads are."""
         return self._core.heads_mark
 
     def heads(self) -> list[Head | None]:
-        """Heads of all shards; None where there is no state."""
+        """Return the heads of all shards; None where there is no state."""
         return [chain.head for chain in self._core.chains]
 
     def head(self, shard: ShardId) -> Head | None:
-        """Head of one shard; None: there is no state, or no such shard."""
+        """Return the head of one shard; None if there is no state or no such shard."""
         return self._core.chains[shard].head if shard < len(self._core.chains) else None
 
     def state(self, shard: ShardId) -> ShardState:
-        """Return what travels with a shard's parameters, which must be here."""
+        """Return the part of a shard's state that is not tensors. The shard must have a state."""
         return self._core.chains[shard].state()
 
     def ancestry(self, shard: ShardId) -> Sequence[Digest]:
-        """The heads that led to a shard's head, oldest first, as far as they are known."""
+        """Return the known heads before a shard's head, oldest first."""
         return self._core.chains[shard].ancestry
 
     def commits_after(self, shard: ShardId, head: Digest) -> list[CommitHeader] | None:
-        """The commits that led from ``head`` to the shard's head; None if they are not all in the log."""
+        """Return the commits from ``head`` to the shard's head; None if they are not all in the log."""
         return self._core.chains[shard].commits_after(head)
 
     def commit_of(self, shard: ShardId, head: Digest) -> CommitHeader | None:
-        """The commit that made this head of the shard, if it is the newest one of its log."""
+        """Return the commit that made this head of the shard, if it is the newest one of its log."""
         chain = self._core.chains[shard]
         return chain.log[-1] if chain.log and chain.log_ids[-1] == head else None
 
     def newest_commits(self) -> list[CommitHeader]:
-        """The last one of each log that has one."""
+        """Return the newest commit of each log that has one."""
         return [chain.log[-1] for chain in self._core.chains if chain.log]
 
     def unfetched(self) -> list[ShardId]:
-        """Shards without a state, which nobody is asked for either."""
+        """Return the shards that have no state and are not being fetched."""
         replication = self._replication
         busy = replication.asked.keys() | replication.applying.keys() | replication.staged.keys()
         return [chain.shard for chain in self._core.chains if chain.head is None and chain.shard not in busy]
@@ -137,19 +137,19 @@ class MachineView:
         return sorted(peer for peer, heads in self._replication.offers.items() if shard in heads)
 
     def refusal(self, head: Head) -> str | None:
-        """Why the state at ``head``, which was offered just now, is not to be downloaded, or None."""
+        """Return why the state at ``head``, offered just now, must not be downloaded, or None."""
         return self._replication.ancestry.refusal(head)
 
     def is_given_up(self, shard: ShardId) -> bool:
-        """Whether a spoilt shard's state is neither asked for nor on its way."""
+        """Return whether a corrupted shard's state is neither requested nor on its way."""
         replication = self._replication
         return not any(shard in those for those in (replication.repairing, replication.asked, replication.applying))
 
-    # -- the others ----------------------------------------------------------------------------------------------------
+    # -- other peers ---------------------------------------------------------------------------------------------------
 
     @property
     def live(self) -> tuple[PeerId, ...]:
-        """Sorted, without this peer."""
+        """Live peers, sorted, without this one."""
         return self._core.membership.live
 
     @property
@@ -159,26 +159,26 @@ class MachineView:
 
     @property
     def barred(self) -> frozenset[PeerId]:
-        """Peers that own nothing: proved to have signed two commits on one parent, or maker of a rejected commit."""
+        """Peers excluded from ownership: they equivocated, or made a rejected commit."""
         return self._core.membership.owners.barred
 
     def next_owner(self, shard: ShardId) -> PeerId | None:
-        """Return the owner of the shard's next version, as it looks now; None: there is no state."""
+        """Return the current owner of the shard's next version; None if there is no state."""
         head, candidates = self.head(shard), self._core.membership.owners.candidates
         if head is None or not candidates:
             return None
         return ranked_owners(self.run, shard, head.version + 1, candidates)[0]
 
     def convictions(self) -> Convictions:
-        """Return why peers are ``barred``."""
+        """Return the reasons for which peers are ``barred``."""
         return self._replication.refusals.equivocations.convictions()
 
     def is_connected(self, peer: PeerId) -> bool:
-        """Whether there is a connection, live or not."""
+        """Return whether there is a connection, live or not."""
         return peer in self._core.membership.peers
 
     def marks(self) -> dict[PeerId, int]:
-        """The heads of all live peers that have states, as marks."""
+        """Return the ``heads_mark`` of each live peer that has states."""
         views = ((peer, self._core.membership.peers.get(peer)) for peer in self.live)
         beats = ((peer, view.beat) for peer, view in views if view is not None)
         return {peer: beat.heads_mark for peer, beat in beats if beat is not None and beat.phase != "joining"}
@@ -192,31 +192,33 @@ class MachineView:
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
-    """The machine's own picture, for people. The four membership numbers are never mixed: known (the caller's
-    directory), live, participating, weight averaged."""
+    """Summary of the machine's state, for people.
+
+    Four membership numbers are kept apart: known (from the caller's directory), live, participating, weight averaged.
+    """
 
     phase: msg.Phase
     step: int
     live: tuple[PeerId, ...]
-    """Without this peer."""
+    """Live peers, without this one."""
     participating: tuple[PeerId, ...]
-    """With this peer, if it does."""
+    """Participating peers, with this one if it participates."""
     weight_averaged: int
-    """Learners merged by the newest commit seen."""
+    """Number of learners merged by the newest commit seen."""
     heads: tuple[msg.Head, ...]
     tokens_trained: int
     tokens_unmerged: int
     evaluation: msg.Evaluation | None
     epochs: float
-    """Of the run's data, trained and merged; 0 without blocks."""
+    """Epochs of the run's data that were trained and merged; 0 without blocks."""
     blocks_repeated: float
-    """As a share of those trained."""
+    """Repeated blocks, as a share of the trained ones."""
     troubles: tuple[str, ...] = ()
-    """What a person should look at, a sentence each: ``HealthWarnings``."""
+    """Health warnings, one sentence each (``HealthWarnings``)."""
 
 
 def status_of(core: Core, evaluation: msg.Evaluation | None, weight_averaged: int, troubles: tuple[str, ...]) -> Status:
-    """The machine's picture now."""
+    """Return the current summary."""
     ledger = core.chains[0].ledger
     participating = [*core.membership.participating, *([core.config.peer] if core.is_participating() else [])]
     return Status(

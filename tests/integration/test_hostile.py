@@ -201,7 +201,7 @@ def test_a_hostile_peer_does_no_harm(tmp_path: Path) -> None:
         assert {peer for peer, _ in faults(member)} == {evil}, "nobody answers for what another said in its name"
         told = "\n".join(log_lines(member))
         assert "does not bear its peer's signature" in told
-        assert f"commit of {evil} not taken: its " in told, "its record, or its length, is not what the chain counts"
+        assert f"commit of {evil} rejected: its " in told, "its record, or its length, does not follow from the chain"
         assert "Traceback" not in told
         assert "defect" not in told
         assert len(log_lines(member)) < 500

@@ -51,7 +51,7 @@ def test_a_journal_is_told_in_lines(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert main([str(tmp_path / "journal.bin")]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("   0.000 Y4RgvC: started with s0v0")
-    assert "(join: all 1 shards are here, at global step 0)" in lines[1]
+    assert "(join: all 1 shards have arrived, at global step 0)" in lines[1]
     assert lines[-1].strip() == "leave: enough"
     assert not any("12D3KooW" in line for line in lines)
 

@@ -261,7 +261,7 @@ def test_what_few_have_is_taken_after_a_while_if_no_more_have_another() -> None:
             stage.hear(peer, msg.Heads((rival,), 0))
         for wait_s in (stage.config.request_s - 0.5, 0.6):
             effects = bring(stage, head, before.id, by=C, owner=B)
-            assert "1 of 3 have it but its maker" in notes(effects, "fetch")[0]
+            assert "1 of 3 peers besides its maker have it" in notes(effects, "fetch")[0]
             assert stage.machine.status().heads == ()
             stage.wait(wait_s)
         bring(stage, head, before.id, by=C, owner=B)
@@ -286,7 +286,7 @@ def test_where_the_founder_is_there_a_newcomer_takes_what_it_or_most_have() -> N
     stage = telling((D, before), (B, head), (C, before), founder=D)
     for _ in range(3):
         effects = bring(stage, head, before.id, by=C, owner=B)
-        assert "1 of 2 have it but its maker, and the founder has not" in notes(effects, "fetch")[0]
+        assert "1 of 2 peers besides its maker have it, and the founder does not" in notes(effects, "fetch")[0]
         assert stage.machine.status().heads == ()
         stage.wait(3 * stage.config.request_s)
     for told in ((D, head), (B, head), (C, before)), ((D, before), (B, head), (C, head), (PeerId("e"), head)):

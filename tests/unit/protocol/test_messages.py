@@ -115,7 +115,7 @@ def test_a_loss_that_is_none_is_refused_and_not_told(loss: float) -> None:
     effects = stage.tell(ev.Evaluated(0, loss))
     assert shown(stage) is None
     assert not sent(effects, msg.Evaluation)
-    assert "others are not told" in only(effects, ef.Note)[0].reason
+    assert "not sent to other peers" in only(effects, ef.Note)[0].reason
 
 
 @pytest.mark.parametrize("peer", [B, PeerId("a stranger")])

@@ -257,7 +257,7 @@ def test_a_commit_that_holds_what_a_learner_never_gave_is_not_taken_by_its_peer(
     stage.train(3)
     effects = stage.take(stage.commit(tokens(A, 0, 2000)))
     assert stage.head().version == 0
-    assert "has not given, up to 2000" in notes(effects, "commit")[0]
+    assert "has not contributed (up to 2000)" in notes(effects, "commit")[0]
     effects = stage.give(5)
     [(_, given)] = sent(effects, msg.Contribution)
     stage.take(stage.commit(given.contributor))
@@ -275,7 +275,7 @@ def test_a_state_that_holds_what_a_learner_never_gave_is_not_taken_by_its_peer()
         effects = stage.work(stage.tell(ev.Fetched(B, ev.ShardState(heavier, 4, marks), stage.lineage())))
         assert bool(only(effects, ef.Install)) == is_taken
         assert (stage.head() == heavier) == is_taken
-        assert any("has not given" in note for note in notes(effects, "fetch")) != is_taken
+        assert any("has not contributed" in note for note in notes(effects, "fetch")) != is_taken
 
 
 def counted(stage: Stage, *given: Contributor) -> int:

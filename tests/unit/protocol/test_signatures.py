@@ -168,7 +168,7 @@ def test_a_commit_is_signed_for_what_the_chain_counts_with_it() -> None:
     ):
         effects = stage.take(stage.commit(tokens(C, 0, 40), record=record_of(marks, Trained())))
         assert stage.head().version == 1
-        assert "its record is not what the chain counts" in notes(effects, "commit")[0]
+        assert "its record is not the one that follows" in notes(effects, "commit")[0]
     mine = msgspec.structs.replace(tokens(C, 0, 40), blocks=(Block(3),))
     without = stage.commit(tokens(C, 0, 40)).record
     assert "record" in notes(stage.take(stage.commit(mine, record=without)), "commit")[0]

@@ -73,7 +73,7 @@ def test_a_merged_step_is_at_most_a_leap_longer_than_those_before() -> None:
     assert stage.head().version == 2
     effects = stage.take(counted(stage, 40, 1e30))
     assert stage.head().version == 2
-    assert "1e+30 long" in notes(effects, "commit")[0]
+    assert "length 1e+30" in notes(effects, "commit")[0]
 
 
 def counted(stage: Stage, given: int, length: float) -> msg.CommitHeader:
@@ -273,7 +273,7 @@ def test_a_state_that_is_too_far_away_is_not_taken() -> None:
     assert install.farthest == pytest.approx(16 * 4.0 * (2 + 2 * stage.config.log_length + 64))
     stage.tell(ev.Failed("values", SHARD, None, "too far"))
     effects = stage.tell(ev.Fetched(B, ev.ShardState(later, 4, ()), stage.lineage()))
-    assert "was not taken here" in notes(effects, "fetch")[0]
+    assert "was rejected here" in notes(effects, "fetch")[0]
     away = msg.Head(SHARD, 500, digest("away"), 9000)
     assert stage.machine.core.chains[SHARD].farthest(away, ()) > 4 * install.farthest
     for scale, is_taken in ((1.0, True), (1e6, False)):
@@ -333,7 +333,7 @@ def test_what_was_not_taken_comes_back_by_no_way() -> None:
             assert not only(stage.hear(sender, msg.Commit(header)), ef.Apply)
     for head, lineage in ((head_of(bad), stage.lineage()), (head_of(child), (*stage.lineage(), head_of(bad).id))):
         effects = stage.work(stage.tell(ev.Fetched(B, ev.ShardState(head, 4, ()), lineage)))
-        assert "was not taken here" in notes(effects, "fetch")[0]
+        assert "was rejected here" in notes(effects, "fetch")[0]
     later = msg.Head(SHARD, 3, digest("later"), 900)
     stage.work(stage.tell(ev.Fetched(B, ev.ShardState(later, 4, ()), (*stage.lineage(), head_of(child).id))))
     assert stage.head().version == 0
