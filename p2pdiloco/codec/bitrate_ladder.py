@@ -1,11 +1,11 @@
-"""Choice of a codec by available bandwidth: the finest one whose transfer fits into the time there is.
+"""Choice of a codec by available bandwidth: the finest one whose transfer fits into the given time.
 
-A payload names its codec, so receivers need not know. Bytes and errors are of outer gradients of a small transformer
-(``python -m benchmarks.wire.codec`` measures them); only the order and the sizes matter here.
+A payload names its codec, so receivers need not know the choice. Bytes and errors below are of outer gradients of a
+small transformer (``python -m benchmarks.wire.codec`` measures them); only their order and the sizes matter here.
 
 Rules of this file:
-1. Pure: sizes and rates in, a rung of the ladder out.
-2. Nothing coarser than the run allows is ever chosen, however slow the link.
+1. The module is pure: sizes and rates in, a rung of the ladder out.
+2. No codec coarser than the run allows is ever chosen, however slow the link.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from p2pdiloco.protocol.manifest import Coarsest, CodecChoice, Step
 
 
 class Rung(NamedTuple):
-    """A recipe, what it takes and what it loses."""
+    """A recipe with its size and its error."""
 
     name: Coarsest
     recipe: Recipe
@@ -44,19 +44,24 @@ _DOWN: Final = {"int2": Rung("int2", recipe("int4", 1.6), 0.21, 0.46)}
 
 
 def downward(rung: Rung) -> Rung:
-    """What an owner takes where a learner would take ``rung``."""
+    """Return the rung that an owner uses for merged updates where a learner would use ``rung``."""
     return _DOWN.get(rung.name, rung)
 
 
 def is_dense(how: Recipe) -> bool:
-    """Whether symbols nearly fill their bits: Huffman codes save a sixth of int4's bytes and a fifteenth of int8's, but
-    a third of bf16's and half of those of int4 at step 1.0, which costs less than to send and receive them."""
+    """Return whether Huffman coding saves little because symbols nearly fill their bits.
+
+    It saves a sixth of int4's bytes and a fifteenth of int8's. It saves a third of bf16's bytes and half of int4's at
+    step 1.0, which costs less than sending and receiving them.
+    """
     return how.codec in ("int4", "int8") and how.step <= FORMATS[how.codec].step
 
 
 def choose(parameters: float, *, bytes_per_s: float | None, time_s: float, coarsest: Coarsest) -> Rung:
-    """The finest rung with which ``parameters`` are sent within ``time_s`` at ``bytes_per_s`` (None: the link is no
-    limit, as far as is known); ``coarsest`` if none fits."""
+    """Return the finest rung that sends ``parameters`` within ``time_s``, or ``coarsest`` if none does.
+
+    ``bytes_per_s`` is the available bandwidth; None means that the link is not known to be a limit.
+    """
     allowed = LADDER[: 1 + [rung.name for rung in LADDER].index(coarsest)]
     if bytes_per_s is None:
         return allowed[0]
@@ -65,5 +70,5 @@ def choose(parameters: float, *, bytes_per_s: float | None, time_s: float, coars
 
 
 def fixed(codec: CodecChoice, step: Step | None) -> Recipe:
-    """The recipe of a run's fixed choice; for "auto" one that serves where nobody chooses."""
+    """Return the recipe of a run's fixed codec. For "auto", return a default for callers that do not choose."""
     return recipe("int4") if codec == "auto" else recipe(codec, step)

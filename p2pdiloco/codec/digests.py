@@ -1,15 +1,15 @@
-"""The digest of a shard's state, chunk by chunk.
+"""Digests of a shard's state, chunk by chunk.
 
-A shard's state is cut into chunks of 256 Ki parameters, as its payloads are. A chunk's digest is that of its parameters
-followed by its outer momentum, as they lie in bytes (``states``). The list of a shard is its chunks' digests, 20 bytes
-each, one after the other; the digest of that list is the state's (a commit's ``result``).
+A shard's state is cut into chunks of 256 Ki parameters, as its payloads are. A chunk's digest covers its parameters
+followed by its outer momentum, in the byte layout below. The digest list of a shard is the concatenation of its chunks'
+digests, 20 bytes each. The digest of that list is the digest of the state (a commit's ``result``).
 
 Rules of this file:
-1. Who merges computes the whole list, and it travels with the commit. Who takes the commit checks only a sample, that
-   moves on with the version: a payload's digest and deterministic arithmetic leave bad memory and bad hardware as
-   causes of a difference, and every chunk is looked at once in at most CYCLE versions.
-2. The sample depends on nothing but the version, so that all peers refuse the same commits.
-3. Chunks can be checked one by one against the list, whoever they come from.
+1. The owner computes the whole list, and the list travels with the commit. Other peers check only a sample, which moves
+   on with the version. A payload's digest and deterministic arithmetic leave bad memory and bad hardware as causes of a
+   difference. Every chunk is checked at least once in CYCLE versions.
+2. The sample depends on the version alone, so that all peers refuse the same commits.
+3. Each chunk can be checked against the list by itself, whichever peer it comes from.
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ if TYPE_CHECKING:
 
 
 # -- Layout of a shard's state -----------------------------------------------------------------------------------------
-# How a shard's state lies in bytes, in memory, on the disk and as it travels: chunk by chunk (256 Ki parameters), of
-# each its parameters, then its momentum, little-endian. Parameters are float32, momentum is what the run's manifest
-# says.
+# A shard's state has the same byte layout in memory, on disk and on the wire: chunk by chunk (256 Ki parameters), each
+# chunk's parameters, then its momentum, little-endian. Parameters are float32; the manifest sets the type of momentum.
 
 
 _TYPES: Final[dict[MomentumType, torch.dtype]] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -40,61 +39,63 @@ THETA_BYTES: Final = 4
 
 
 class StateForm(NamedTuple):
-    """Of all states of a run."""
+    """Layout of the states of a run."""
 
     momentum: torch.dtype = torch.float32
 
     @staticmethod
     def of(outer: OuterConfig) -> StateForm:
-        """A run's, whichever release has founded it."""
+        """Return the layout of a run's states, whichever release created the run."""
         return StateForm(_TYPES[momentum_type(outer)])
 
     @property
     def width(self) -> int:
-        """Bytes of one parameter with its momentum."""
+        """Bytes of one parameter and its momentum."""
         return THETA_BYTES + self.momentum.itemsize
 
     @property
     def chunk_bytes(self) -> int:
-        """Of every chunk but a shard's last."""
+        """Bytes of every chunk but a shard's last."""
         return self.width * CHUNK
 
     def chunk_sizes(self, elements: int) -> list[int]:
-        """Bytes of the chunks of a shard of ``elements`` parameters."""
+        """Return the sizes in bytes of the chunks of a shard of ``elements`` parameters."""
         return [self.width * min(CHUNK, elements - start) for start in range(0, elements, CHUNK)]
 
     def still(self, elements: int) -> Tensor:
-        """The momentum of version 0, [elements]. Its memory comes when it is written: until then it may be read, and
-        be replaced, for nothing (``torch.zeros`` writes it)."""
+        """Return the momentum of version 0: zeros, [elements].
+
+        Its pages are allocated on the first write (``torch.zeros`` would write them at once).
+        """
         return torch.from_numpy(np.zeros(elements * self.momentum.itemsize, np.uint8)).view(self.momentum)
 
     def vectors(self, chunk: bytes | memoryview) -> tuple[Tensor, Tensor]:
-        """One chunk's parameters and momentum, float32 [n] and [n]. They share its memory; not to be written."""
+        """Return one chunk's parameters, float32 [n], and momentum, [n]. They share its memory and are read-only."""
         cut = len(chunk) // self.width * THETA_BYTES
         raw = np.frombuffer(chunk, np.uint8)
-        if not raw.flags.writeable:  # torch would warn
+        if not raw.flags.writeable:  # torch warns about read-only arrays
             raw = raw.copy()
         both = torch.from_numpy(raw)
         return both[:cut].view(torch.float32), both[cut:].view(self.momentum)
 
     def is_finite(self, chunk: bytes | memoryview) -> bool:
-        """Whether all of one chunk's parameters and momentum are."""
+        """Return whether all of one chunk's parameters and momentum are finite."""
         return all(bool(vector.isfinite().all()) for vector in self.vectors(chunk))
 
     def listed(self, data: bytes | memoryview) -> bytes:
-        """The list of the digests (``digests``) of a shard's whole state."""
+        """Return the digest list of a shard's whole state."""
         view = memoryview(data)
         cuts = (view[at : at + self.chunk_bytes] for at in range(0, len(view), self.chunk_bytes))
         return b"".join(bytes.fromhex(digest_of(cut)) for cut in cuts)
 
     def unpacked(self, data: bytes | memoryview, theta: Tensor, momentum: Tensor) -> bytes:
-        """Put a shard's whole state into ``theta``, float32 [n], and ``momentum``, [n]; the list of its digests.
+        """Copy a shard's whole state into ``theta``, float32 [n], and ``momentum``, [n]; return its digest list.
 
         Raises:
-            ValueError: it has another size.
+            ValueError: ``data`` has the wrong size.
         """
         if len(data) != self.width * theta.numel():
-            raise ValueError(f"it has {len(data)} bytes, not {self.width * theta.numel()}")
+            raise ValueError(f"the state has {len(data)} bytes, not {self.width * theta.numel()}")
         values, at = np.frombuffer(data, np.uint8), 0
         for start in range(0, theta.numel(), CHUNK):
             for vector in (theta, momentum):
@@ -105,19 +106,18 @@ class StateForm(NamedTuple):
 
 
 def packed(theta: Tensor, momentum: Tensor) -> memoryview:
-    """A shard's whole state, float32 [n] and its momentum [n]."""
+    """Return a shard's whole state in bytes, from its parameters, float32 [n], and its momentum, [n]."""
     cuts = (slice(start, start + CHUNK) for start in range(0, theta.numel(), CHUNK))
     return np.concatenate([as_bytes(v[cut]) for cut in cuts for v in (theta, momentum)]).data
 
 
 def as_bytes(vector: Tensor) -> NDArray[np.uint8]:
-    """A vector's bytes; nothing is copied if it is contiguous."""
+    """Return a vector's bytes, without a copy if it is contiguous."""
     found: NDArray[np.uint8] = vector.detach().contiguous().view(torch.uint8).numpy()
     return found
 
 
 # -- Digests -----------------------------------------------------------------------------------------------------------
-# The digest of a shard's state, chunk by chunk.
 
 
 CYCLE: Final = 8
@@ -125,33 +125,33 @@ CYCLE: Final = 8
 
 
 def list_bytes(elements: int) -> int:
-    """Length of the list of a shard of ``elements`` parameters."""
+    """Return the length in bytes of the digest list of a shard of ``elements`` parameters."""
     return DIGEST_BYTES * -(-elements // CHUNK)
 
 
 def chunk_digest(theta: Tensor, momentum: Tensor) -> bytes:
-    """The digest of one chunk, both [at most 256 Ki]. Nothing is copied; the hash runs without the GIL."""
+    """Return the digest of one chunk, both [at most 256 Ki]. Nothing is copied; the hash runs without the GIL."""
     return bytes.fromhex(digest_of(as_bytes(theta).data, as_bytes(momentum).data))
 
 
 def digest_list(theta: Tensor, momentum: Tensor) -> bytes:
-    """The list of a shard's state, both [n]."""
+    """Return the digest list of a shard's state, both [n]."""
     starts = range(0, theta.numel(), CHUNK)
     return b"".join(chunk_digest(theta[at : at + CHUNK], momentum[at : at + CHUNK]) for at in starts)
 
 
 def state_digest(theta: Tensor, momentum: Tensor) -> Digest:
-    """The digest of a shard's state, both [n]."""
+    """Return the digest of a shard's state, both [n]."""
     return digest_of(digest_list(theta, momentum))
 
 
 def is_chunk(digests: bytes, index: int, theta: Tensor, momentum: Tensor) -> bool:
-    """Whether ``digests`` lists this state, [at most 256 Ki], as chunk ``index``."""
+    """Return whether ``digests`` lists this state, [at most 256 Ki], as chunk ``index``."""
     return chunk_digest(theta, momentum) == digests[DIGEST_BYTES * index : DIGEST_BYTES * (index + 1)]
 
 
 def sample(elements: int, version: int) -> range:
-    """Which chunks of a shard are checked when it takes ``version``: one of up to eight, every eighth of more."""
+    """Return the chunks of a shard that are checked for ``version``: one of up to eight, every eighth of more."""
     chunks = -(-elements // CHUNK)
     stride = max(1, min(CYCLE, chunks))
     return range(-version % stride, chunks, stride)

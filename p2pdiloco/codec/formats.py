@@ -1,6 +1,6 @@
-"""One chunk's body in bytes: what it holds, and what is checked before any of it is read.
+"""Binary format of one chunk's body, and the checks before any of it is used.
 
-A vector is cut into chunks of 256 Ki elements; every chunk becomes one body that says all a decoder needs (all integers
+A vector is cut into chunks of 256 Ki elements. Each chunk becomes one self-contained body (all integers
 little-endian)::
 
     version  uint8    2
@@ -11,9 +11,9 @@ little-endian)::
     scales   bfloat16[ceil(n / block)]                                       (bf16: none)
 
 Rules of this file:
-1. A body comes from a hostile peer. Nothing of it is used before the header, the length and every scale are checked:
-   what ``quantization`` makes of it is finite.
-2. What is opened lives in this thread's scratch (see ``scratch``): use it before opening the next.
+1. A body may come from a hostile peer. Its header, its length and every scale are checked before anything is used, so
+   the values that ``quantization`` decodes are finite.
+2. An opened body lives in this thread's scratch (see ``scratch``): use it before opening the next one.
 """
 
 from __future__ import annotations
@@ -37,12 +37,13 @@ if TYPE_CHECKING:
 
 
 # -- Payload formats ---------------------------------------------------------------------------------------------------
-# What can be chosen about a payload: the codec, its step, its block.
+# A payload's encoding has three parameters: codec, step, block.
+#
 # Rules of this file:
-# 1. A recipe's ``step`` is a block's scale in units of its root mean square. A coarser one gives smaller symbols, which
-#    zstd turns into fewer bytes: the smooth way to trade bytes for error.
-# 2. A block with so large a value that clipping it would cost more than coarser symbols do (a rare token's row in an
-#    embedding) is scaled by its largest value instead; with step 0 all are.
+# 1. A recipe's ``step`` is a block's scale in units of its root mean square. A larger step gives smaller symbols, which
+#    zstd turns into fewer bytes. It is a smooth way to trade bytes for error.
+# 2. A block may hold a value so large that clipping it would cost more than coarser symbols do, such as a rare token's
+#    row in an embedding. Such a block is scaled by its largest value instead. With step 0 all blocks are.
 # 3. int2 has three levels (-1, 0, 1). On outer gradients four levels lose to int4 with step 1.2, and three beat int4
 #    with step 1.5 (benchmarks/notes.md).
 
@@ -56,15 +57,15 @@ BLOCKS: Final = (64, 128, 256, 512, 1024, 2048, 4096)
 
 
 class Format(NamedTuple):
-    """A codec's constants."""
+    """Constants of a codec."""
 
     number: int
-    """In the header."""
+    """The codec's number in the header."""
     bits: int
     largest: int
     """Symbols lie in [-largest, largest]."""
     step: float
-    """The default: the least error for its bytes on outer gradients; 0 where the largest value decides."""
+    """Default step: the least error for its bytes on outer gradients; 0: blocks are scaled by their largest value."""
 
 
 FORMATS: Final[dict[Codec, Format]] = {
@@ -79,23 +80,23 @@ is the Lloyd-Max point of three levels: 0.200 bytes at 0.433 (benchmarks/notes.m
 
 
 class Recipe(NamedTuple):
-    """How to encode; a decoder need not know it. Make it with ``recipe``."""
+    """Parameters of an encoder, made by ``recipe``. A decoder does not need them."""
 
     codec: Codec
     step: float
-    """A block's scale in units of its root mean square; 0: the largest value decides."""
+    """A block's scale in units of its root mean square; 0: scale by the largest value."""
     block: int
-    """Elements that share a scale; 0: there are no scales (bf16)."""
+    """Elements that share a scale; 0: no scales (bf16)."""
     tail: float
-    """A block with a value beyond so many root mean squares is scaled by it."""
+    """A block with a value beyond this many root mean squares is scaled by that value."""
 
 
 @functools.lru_cache(maxsize=256)
 def recipe(codec: Codec, step: float | None = None, block: int = BLOCK) -> Recipe:
-    """``step`` None is the codec's own (int4 0.4, int2 1.224, int8 0). E3M0 and bf16 have none.
+    """Return a recipe. ``step`` None selects the codec's default. For bf16 and E3M0 the step is 0; bf16 has no blocks.
 
     Raises:
-        ValueError: an impossible value.
+        ValueError: ``step`` or ``block`` is not allowed.
     """
     form = FORMATS[codec]
     step = form.step if step is None else step
@@ -111,10 +112,10 @@ def recipe(codec: Codec, step: float | None = None, block: int = BLOCK) -> Recip
 
 
 def _tail(largest: int, step: float, block: int) -> float:
-    """From which value on (in root mean squares) one such value in a block makes clipping cost more than scaling by it.
+    """Return the value, in root mean squares, from which clipping one such value costs more than scaling by it.
 
-    Errors are squared and summed over the block: a step s costs block * s^2 / 12, and never more than what is lost when
-    everything but that value becomes 0.
+    Errors are squared and summed over the block. A step s costs block * s^2 / 12, and at most the loss if all other
+    values become 0.
     """
     reach = largest * step
     for at in range(1, 100 * math.isqrt(block)):
@@ -127,34 +128,35 @@ def _tail(largest: int, step: float, block: int) -> float:
 
 
 # -- Scratch memory ----------------------------------------------------------------------------------------------------
-# A thread's working memory for quantizing, cut to the size of a chunk.
+# A thread's working memory for quantization, for chunks of up to CHUNK elements.
+#
 # Rules of this file:
-# 1. Each thread has its own, made at its first use (about 3.3 MiB) and kept: encoding and decoding allocate nothing
+# 1. Each thread allocates its own at first use (about 3.3 MiB) and keeps it. Encoding and decoding allocate nothing
 #    that grows with a chunk.
-# 2. Torch is set to one thread in each thread that quantizes: two, when other work wants the cores too, took double CPU
-#    and 10 ms to 1.7 s where one took 4 to 20 ms (they wait for each other after every operation). Use more threads of
-#    your own instead; they scale, because all work is without the GIL.
-# 3. The cuts are kept as well, for the few lengths and formats that a run has: a tensor's view costs a microsecond, and
-#    a chunk would need dozens.
+# 2. Torch is set to one thread in each thread that quantizes. With two, while other work used the cores, CPU time
+#    doubled and calls took 10 ms to 1.7 s instead of 4 to 20 ms, since torch's threads wait for each other after every
+#    operation. Use more threads of your own instead: they scale, because all work releases the GIL.
+# 3. The cuts are cached for the few lengths and formats of a run. A tensor view costs a microsecond, and a chunk would
+#    need dozens.
 
 
 HEADER: Final = struct.Struct("<BBHI")
 LARGEST_BODY: Final = HEADER.size + 2 * CHUNK
-"""bf16's. No chunk's body has more bytes."""
+"""Size of bf16's body of a full chunk, the largest of all codecs."""
 
 
 def body_bytes(bits: int, block: int, elements: int) -> int:
-    """The exact length of the body of one chunk of ``elements``; see ``quantization``."""
+    """Return the exact length in bytes of the body of one chunk of ``elements``; see ``quantization``."""
     if not block:
         return HEADER.size + 2 * elements
     return HEADER.size + -(-elements // block) * (block * bits // 8 + 2)
 
 
 class Part(NamedTuple):
-    """A chunk's whole blocks, or its short last one."""
+    """A chunk's whole blocks, or its short last block."""
 
     filled: int
-    """Elements in each block; the rest is zeros."""
+    """Elements used in each block; the rest is zeros."""
     work: Tensor
     """float32 [blocks, block]"""
     wanted: Tensor
@@ -166,11 +168,11 @@ class Part(NamedTuple):
     symbols: Tensor
     """int8 [blocks * block]"""
     first: int
-    """The first block's index."""
+    """Index of the first block."""
 
 
 class Cut:
-    """The scratch for chunks of one length in one format with blocks."""
+    """Views of the scratch for chunks of one length in one format with blocks."""
 
     def __init__(self, scratch: Scratch, bits: int, block: int, elements: int) -> None:
         whole, tail = divmod(elements, block)
@@ -199,7 +201,7 @@ class Cut:
 
 
 class Scratch(threading.local):
-    """See the module."""
+    """Working memory of one thread, with a cache of its cuts."""
 
     def __init__(self) -> None:
         torch.set_num_threads(1)
@@ -218,20 +220,22 @@ scratch: Final = Scratch()
 
 
 # -- Bit packing -------------------------------------------------------------------------------------------------------
-# Symbols of a few bits to bytes and back: pure layout, whole vectors at a time.
-# Rules of this file:
-# 1. A byte holds one element of each half (4 bits) or quarter (2 bits) of the vector, never neighbours: so all work is
-#    on whole vectors, which is six times faster.
-# 2. Symbols are int8 in two's complement. Unpacking extends the sign, so any bytes give symbols in range: a hostile
-#    body needs no check here.
-# 3. Nothing is allocated; every function writes into the caller's vectors. Those it names scratch lose their content.
+# Conversion of symbols of a few bits to bytes and back, by whole vectors.
 #
-# E3M0 (a sign and three bits of exponent, as Streaming DiLoCo sends, arXiv 2501.18512) becomes an int8 symbol too: code
-# 0 is 0, code e is 2^(e-1), so 1, 2, 4 ... 64. Its value is then symbol * scale, like any other's.
+# Rules of this file:
+# 1. A byte holds one element of each half (4 bits) or quarter (2 bits) of the vector, never neighbours. All operations
+#    then work on whole vectors, which is six times faster.
+# 2. Symbols are int8 in two's complement. Unpacking extends the sign, so any bytes give symbols in range, and a hostile
+#    body needs no check here.
+# 3. Nothing is allocated; every function writes into the caller's vectors. Vectors documented as scratch lose their
+#    content.
+#
+# E3M0 (a sign and three bits of exponent, as Streaming DiLoCo sends, arXiv 2501.18512) becomes an int8 symbol, too:
+# code 0 is 0, code e is 2^(e-1), so 1, 2, 4 ... 64. Its value is then symbol * scale, as for every other codec.
 
 
 def pack(symbols: Tensor, bits: int, packed: Tensor) -> None:
-    """``symbols`` int8[m] of ``bits`` each to ``packed`` int8[m * bits / 8]; ``symbols`` become scratch."""
+    """Pack ``symbols`` int8[m] of ``bits`` each into ``packed`` int8[m * bits / 8]. ``symbols`` become scratch."""
     match bits:
         case 8:
             packed.copy_(symbols)
@@ -248,14 +252,14 @@ def pack(symbols: Tensor, bits: int, packed: Tensor) -> None:
 
 
 def unpack(packed: Tensor, bits: int, symbols: Tensor) -> None:
-    """The reverse of ``pack``."""
+    """Reverse ``pack``."""
     match bits:
         case 8:
             symbols.copy_(packed)
         case 4:
             low, high = symbols.view(2, -1)
             torch.bitwise_left_shift(packed, 4, out=low)
-            low.bitwise_right_shift_(4)  # of signed integers: the sign comes along
+            low.bitwise_right_shift_(4)  # an arithmetic shift extends the sign
             torch.bitwise_right_shift(packed, 4, out=high)
         case 2:
             for place, quarter in enumerate(symbols.view(4, -1)):
@@ -264,14 +268,14 @@ def unpack(packed: Tensor, bits: int, symbols: Tensor) -> None:
 
 
 def split_bytes(halves: Tensor, planes: Tensor) -> None:
-    """``halves`` int16[m] to ``planes`` uint8[2, m]: the high bytes, then the low ones. ``halves`` become scratch."""
+    """Split ``halves`` int16[m] into ``planes`` uint8[2, m]: high bytes, then low bytes. ``halves`` become scratch."""
     high, low = planes.view(torch.int8)
     low.copy_(halves)  # keeps the low byte
     high.copy_(halves.bitwise_right_shift_(8))
 
 
 def join_bytes(planes: Tensor, halves: Tensor, room: Tensor) -> None:
-    """The reverse of ``split_bytes``; ``room`` float32[at least m / 2] is scratch."""
+    """Reverse ``split_bytes``. ``room`` float32[at least m / 2] is scratch."""
     high, low = planes
     wide = room.view(torch.int16)[: halves.numel()]
     halves.copy_(high).bitwise_left_shift_(8)
@@ -279,8 +283,11 @@ def join_bytes(planes: Tensor, halves: Tensor, room: Tensor) -> None:
 
 
 def to_exponents(scaled: Tensor, narrow: Tensor, codes: Tensor) -> None:
-    """``scaled`` float32[m] in about [-64, 64] to E3M0 ``codes`` int8[m] in 0..15 (8 is the sign), each rounded to the
-    nearest power of two, and to zero below 3/4. ``scaled`` and ``narrow`` bfloat16[m] become scratch."""
+    """Convert ``scaled`` float32[m] in about [-64, 64] to E3M0 ``codes`` int8[m] in 0..15 (8 is the sign).
+
+    Each value is rounded to the nearest power of two, and to zero below 3/4. ``scaled`` and ``narrow`` bfloat16[m]
+    become scratch.
+    """
     halves = narrow.copy_(scaled).view(torch.int16)
     exponents = scaled.view(torch.int16)[: halves.numel()]
     torch.bitwise_and(halves, 0x7FFF, out=exponents)
@@ -290,8 +297,10 @@ def to_exponents(scaled: Tensor, narrow: Tensor, codes: Tensor) -> None:
 
 
 def from_exponents(codes: Tensor, narrow: Tensor) -> None:
-    """E3M0 ``codes`` int8[m], sign-extended from 4 bits, to symbols 0, +-1, +-2 ... +-64 in place. ``narrow``
-    uint8[2 m] is scratch."""
+    """Convert E3M0 ``codes`` int8[m], sign-extended from 4 bits, to symbols 0, +-1, +-2 ... +-64 in place.
+
+    ``narrow`` uint8[2 m] is scratch.
+    """
     exponents, powers = narrow.view(2, -1)
     torch.bitwise_and(codes.view(torch.uint8), 7, out=exponents)
     powers.fill_(1).bitwise_left_shift_(exponents).bitwise_right_shift_(1)
@@ -300,7 +309,6 @@ def from_exponents(codes: Tensor, narrow: Tensor) -> None:
 
 
 # -- Body of a chunk ---------------------------------------------------------------------------------------------------
-# One chunk's body in bytes: what it holds, and what is checked before any of it is read.
 
 
 if sys.byteorder != "little":
@@ -316,19 +324,24 @@ _INFINITE_BITS: Final = 255 << 7
 
 
 def chunk_count(elements: int) -> int:
-    """How many bodies a vector of ``elements`` becomes."""
+    """Return the number of chunks, and so of bodies, of a vector of ``elements``."""
     return -(-elements // CHUNK)
 
 
 def largest_bits(symbols: Tensor) -> int:
-    """The bits of the largest absolute value of bfloat16 ``symbols``; those of infinity and NaN are larger still."""
+    """Return the bits of the largest absolute value of bfloat16 ``symbols``. Infinity and NaN have larger bits."""
     magnitudes = scratch.work.view(torch.int16)[: symbols.numel()]
     return int(torch.bitwise_and(symbols.view(torch.int16), 0x7FFF, out=magnitudes).max())
 
 
 def opened(body: Buffer, elements: int) -> tuple[Cut | None, Codec, int]:
-    """The checked body's cut, with packed symbols and scales, its codec and its block. bf16 has no cut: its values are
-    in ``scratch.narrow``."""
+    """Check a body and open it: return its cut with packed symbols and scales, its codec and its block.
+
+    bf16 has no cut (None); its values are in ``scratch.narrow``.
+
+    Raises:
+        ValueError: the body is malformed, or has values that are not finite.
+    """
     raw = memoryview(body).cast("B")
     codec, block = _checked_header(raw, elements)
     # The copy aligns the symbols and protects them: torch cannot read a read-only buffer without a warning.
@@ -359,7 +372,7 @@ def _checked_header(raw: memoryview, elements: int) -> tuple[Codec, int]:
     if claimed != elements:
         raise ValueError(f"the body claims {claimed} elements, expected {elements}")
     if block not in ((0,) if codec == "bf16" else BLOCKS):
-        raise ValueError(f"the body has blocks of {block}, {codec} cannot")
+        raise ValueError(f"the body has blocks of {block} elements, which {codec} does not support")
     expected = body_bytes(FORMATS[codec].bits, block, elements)
     if len(raw) != expected:
         raise ValueError(f"the body has {len(raw)} bytes, {elements} elements in {codec} have {expected}")

@@ -1,11 +1,12 @@
 """Assignment of tensors to fragments.
 
 Rules of this file:
-1. Greedy bin-packing, largest tensor first: each tensor goes to the bin that is least full. No bin is more than 4/3 of
-   the best possible (Graham 1969); that is how Decoupled DiLoCo (arXiv 2604.21428) balances its fragments.
-   Where one is then larger than ``LARGEST`` times the mean (an embedding), large tensors are cut by rows, no finer than
-   needed: with parts of half a mean no bin can be larger than that, since each goes to one that is not above the mean.
-2. Nothing here depends on a set's or a dictionary's order: the same sizes give the same fragments on every machine.
+1. Greedy bin packing, largest tensor first: each tensor goes to the emptiest bin. No bin is larger than 4/3 of the
+   optimum (Graham 1969). Decoupled DiLoCo (arXiv 2604.21428) balances its fragments in the same way.
+   If a bin is then larger than ``LARGEST`` times the mean (an embedding), large tensors are cut by rows, no finer than
+   needed. With parts of half a mean no bin can exceed that size, since each part goes to a bin not above the mean.
+2. The result does not depend on the order of a set or dictionary: the same sizes give the same fragments on every
+   machine.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ MOST_PARTS: Final = 4096
 
 
 def assign_fragments(sizes: Sequence[int], fragments: int) -> list[int]:
-    """The fragment of each tensor, for tensors of ``sizes`` parameters each.
+    """Return the fragment of each tensor, for tensors of ``sizes`` parameters each.
 
-    The largest tensor comes first (ties: the lower index); among equally full bins, first the one with fewer tensors,
-    then the one with the lower number. Every fragment has a tensor when there are at least as many tensors as
+    The largest tensor comes first (ties: the lower index). Among equally full bins the one with fewer tensors comes
+    first, then the one with the lower number. Every fragment has a tensor if there are at least as many tensors as
     fragments.
 
     Raises:
@@ -52,11 +53,11 @@ def assign_fragments(sizes: Sequence[int], fragments: int) -> list[int]:
 def tensor_specs(
     named: Iterable[tuple[str, torch.Size, bool]], fragments: int, largest: float = LARGEST
 ) -> tuple[TensorSpec, ...]:
-    """The manifest's list of tensors, in the model's own order.
+    """Return the manifest's list of tensors, in the model's own order.
 
     ``named`` gives each tensor's name, its shape and whether it is an embedding. Embeddings are merged by the direct
     mean, everything else by radial-directional averaging, as in arXiv 2604.21428. No fragment is larger than
-    ``largest`` times their mean, as far as rows can be cut.
+    ``largest`` times their mean, as far as cuts between rows allow.
     """
     tensors = list(named)
     total = sum(shape.numel() for _, shape, _ in tensors)
@@ -79,13 +80,16 @@ def tensor_specs(
 
 
 def _parts(shape: torch.Size, limit: int, scale: int) -> int:
-    """Into how many a tensor is cut, so that none has more than ``limit`` / ``scale`` parameters, if its rows allow."""
+    """Return the number of parts of a tensor, so that none has more than ``limit`` / ``scale`` parameters.
+
+    A part has at least one row, so single rows may exceed the limit.
+    """
     wanted = -(-shape.numel() * scale // limit) if limit else 1
     return max(1, min(wanted, shape[0] if shape else 1, MOST_PARTS))
 
 
 def _sizes(shape: torch.Size, parts: int) -> list[int]:
-    """As ``TensorSpec.parts`` cuts."""
+    """Return the sizes of a tensor's parts, cut as ``TensorSpec.parts`` cuts them."""
     if parts == 1:
         return [shape.numel()]
     rows, row = shape[0], shape.numel() // shape[0]

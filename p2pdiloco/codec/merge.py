@@ -3,19 +3,19 @@
 Legend: v_m is learner m's outer gradient (Theta - theta_m), w_m its weight, W the sum of the weights.
 
 Rules of this file:
-1. Sums run in the order given (the caller sorts by peer id), element by element in float32; norms are float64.
-   Only the owner merges, so that its sums' order may be its machine's.
-2. phi(v) = 0 for what is shorter than ``SHORTEST``: zeros, noise that somebody sends, or several that cancel out, have
-   no direction. With that, and no contribution longer than ``MOST``, each factor and each sum is a finite float32.
-3. With no weight at all the result is zero: nobody trained, so nothing moves.
-4. Nothing proves what a contribution declares, so none counts for more than the others do: its weight is at most
-   ``MOST_WEIGHT`` times the median of the others' weights, its length at most ``LONGEST`` times the median of their
-   lengths (or of their lengths for a step, for as many steps as it is about, up to a turn's). Each contribution has one
-   vote in a median, whatever its weight. What is cut off is lost, not given again.
-5. Chunk by chunk, and of each gradient no more is decoded than the chunk at hand: memory does not grow with the peers.
+1. Sums over gradients run in the given order (the caller sorts by peer id), element by element in float32. Norms are
+   float64. Only the owner merges, so their order of summation may depend on its machine.
+2. phi(v) = 0 if v is shorter than ``SHORTEST``: zeros, noise, and gradients that cancel out have no direction. As no
+   contribution is longer than ``MOST``, each factor and each sum is a finite float32.
+3. With a total weight of 0 the result is zero: no peer trained, so nothing moves.
+4. A contribution's declarations are not proved, so none counts for more than the others do. Its weight is at most
+   ``MOST_WEIGHT`` times the median of the others' weights. Its length is at most ``LONGEST`` times the median of their
+   lengths, or of their lengths per step times its own steps (up to a turn's). Each contribution has one vote in a
+   median, whatever its weight. Progress that is cut off is lost; it is not contributed again.
+5. Merging works chunk by chunk and decodes only one chunk of each gradient. Its memory does not grow with the peers.
 
-Source: Decoupled DiLoCo, arXiv 2604.21428. Learners' outer gradients are nearly orthogonal, so that their plain mean
-shrinks like 1/sqrt(M); radial-directional averaging (RDA) keeps the mean length.
+Source: Decoupled DiLoCo, arXiv 2604.21428. Learners' outer gradients are nearly orthogonal, so their plain mean shrinks
+like 1/sqrt(M). Radial-directional averaging (RDA) keeps the mean length.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ SHORTENED = 0.9
 
 
 class Accord(NamedTuple):
-    """How much the contributions of a merge had in common."""
+    """Agreement of the contributions to a merge."""
 
     cosine: float | None
-    """The mean of the cosines between two of them, by weight; None: there were not two."""
+    """Weighted mean of the cosines between two contributions; None if there were fewer than two."""
     shortened: int
-    """How many did not count as long as they are."""
+    """Number of contributions that counted with less than their full length."""
 
 
 class Gradient(Protocol):
@@ -66,11 +66,11 @@ class Gradient(Protocol):
         """Euclidean norm, summed in float64."""
 
     def add_to(self, out: Tensor, chunk: int, factor: float) -> None:
-        """``out`` += ``factor`` * the chunk of that index; both operations rounded to float32."""
+        """Add ``factor`` times the chunk of that index to ``out``; both operations are rounded to float32."""
 
 
 class Vector:
-    """A gradient as it is."""
+    """A gradient held as a plain vector, float32 [n]."""
 
     def __init__(self, values: Tensor) -> None:
         self.elements = values.numel()
@@ -84,7 +84,7 @@ class Vector:
 
 
 class EncodedGradient:
-    """A gradient as its chunks' bodies (``formats``).
+    """A gradient held as its chunks' encoded bodies (``formats``).
 
     Raises:
         ValueError: a body is malformed, not finite or missing.
@@ -92,7 +92,7 @@ class EncodedGradient:
 
     def __init__(self, bodies: Sequence[Buffer], elements: int) -> None:
         if len(bodies) != quantization.chunk_count(elements):
-            raise ValueError(f"{len(bodies)} bodies came for {elements} elements")
+            raise ValueError(f"got {len(bodies)} bodies for {elements} elements")
         self.elements = elements
         self.bodies = bodies
         squares = shard_codec.squared_norms(bodies, elements)
@@ -109,20 +109,20 @@ class EncodedGradient:
 
 
 def contribution(bodies: Sequence[Buffer], elements: int) -> EncodedGradient:
-    """What another peer has sent, to be merged.
+    """Check a contribution of another peer and return it for merging.
 
     Raises:
-        ValueError: a body is malformed, not finite or missing, or all together are longer than ``MOST``: what is
-            merged of such a one cannot be encoded, whatever it is merged with.
+        ValueError: a body is malformed, not finite or missing, or the gradient is longer than ``MOST``, in which case
+            its merge might not be encodable.
     """
     found = EncodedGradient(bodies, elements)
     if found.norm() > MOST:
-        raise ValueError(f"it is {found.norm():.1e} long, at most {MOST:.0e} can be merged")
+        raise ValueError(f"its norm is {found.norm():.1e}; the maximum is {MOST:.0e}")
     return found
 
 
 def token_weight(tokens: int, steps: int) -> float:
-    """A contribution's weight: tokens * (tokens / steps), quantity times batch size; 0 when it made no step."""
+    """Return a contribution's weight: tokens * (tokens / steps), quantity times batch size; 0 without steps."""
     return tokens * (tokens / steps) if steps else 0.0
 
 
@@ -135,9 +135,11 @@ def merge(
     out: Tensor,
     factors: Sequence[float] | None = None,
 ) -> Accord:
-    """Merge by ``rule`` into ``out``; see the two functions. Each contribution declares its weight (``token_weight``)
-    and its inner steps. ``turn_steps``: inner steps of a turn (H). ``factors``: multiply the weights, once they are
-    bounded (``agreement``)."""
+    """Merge by ``rule`` into ``out``, float32 [n] (see ``direct_mean`` and ``radial_directional``).
+
+    Each contribution declares its weight (``token_weight``) and its inner steps. ``turn_steps`` is H.
+    ``factors`` multiply the weights after these have been limited (``agreement``).
+    """
     norms = [_length(v) for v in gradients]
     weights, lengths = counted_weights(weights), counted_lengths(norms, steps, turn_steps)
     scale = 1.0
@@ -160,25 +162,28 @@ def merge(
 
 
 def _mean_cosine(parts: Sequence[float], length: float) -> float | None:
-    """Between vectors as long as ``parts`` whose sum is ``length`` long, by that sum's square."""
+    """Return the mean cosine between vectors of the lengths ``parts`` whose sum has length ``length``.
+
+    It follows from the square of that sum.
+    """
     squares = math.fsum(p * p for p in parts)
     pairs = math.fsum(parts) ** 2 - squares
     return None if pairs <= 1e-9 * squares else (length * length - squares) / pairs
 
 
 def _length(v: Gradient) -> float:
-    """Rule 2."""
+    """Return the norm of a gradient, or 0 if it counts as having no direction (rule 2)."""
     found = v.norm()
     return found if found >= SHORTEST else 0.0
 
 
 def counted_weights(weights: Sequence[float]) -> list[float]:
-    """How much each contribution counts, by its declared weight; rule 4."""
+    """Return the weight with which each contribution counts, from the declared weights (rule 4)."""
     return [min(w, MOST_WEIGHT * typical) for w, typical in zip(weights, _typical(weights), strict=True)]
 
 
 def counted_lengths(norms: Sequence[float], steps: Sequence[int], turn_steps: int) -> list[float]:
-    """How long each contribution counts, by its gradient's norm and its declared inner steps; rule 4."""
+    """Return the length with which each contribution counts, from its norm and its declared steps (rule 4)."""
     paces = _typical([n / s if s else 0.0 for n, s in zip(norms, steps, strict=True)])
     reaches = [pace * min(s, turn_steps) if s else 0.0 for pace, s in zip(paces, steps, strict=True)]
     found = zip(norms, _typical(norms), reaches, strict=True)
@@ -186,7 +191,7 @@ def counted_lengths(norms: Sequence[float], steps: Sequence[int], turn_steps: in
 
 
 def _typical(values: Sequence[float]) -> list[float]:
-    """For each value the median of the others, those aside that are 0; infinite where there is no other."""
+    """Return, for each value, the median of the other nonzero values; infinite if there is no other."""
     known = [index for index, value in enumerate(values) if value]
     found = [math.inf] * len(values)
     if len(known) > 1:
@@ -198,11 +203,12 @@ def _typical(values: Sequence[float]) -> list[float]:
 def direct_mean(
     gradients: Sequence[Gradient], weights: Sequence[float], out: Tensor, lengths: Sequence[float] | None = None
 ) -> float:
-    """``out`` = sum_m w_m v_m / W. ``out`` is float32 [n]; ``lengths``: as which the v_m count (None: their own).
-    Returns its length.
+    """Compute ``out`` = sum_m w_m v_m / W, float32 [n], and return its length.
+
+    ``lengths`` are the lengths with which the v_m count (None: their own).
 
     Raises:
-        ValueError: see ``radial_directional``.
+        ValueError: as for ``radial_directional``.
     """
     total = _checked_total(gradients, weights, out)
     factors = [w / total if total else 0.0 for w in weights]
@@ -219,11 +225,12 @@ def _shortened(norm_: float, length: float) -> float:
 def radial_directional(
     gradients: Sequence[Gradient], weights: Sequence[float], out: Tensor, lengths: Sequence[float] | None = None
 ) -> float:
-    """``out`` = (sum_m w_m ||v_m|| / W) * phi(sum_m w_m phi(v_m) / W). ``out`` is float32 [n]; ``lengths``: as which
-    the v_m count (None: their own). Returns ||sum_m w_m phi(v_m) / W||.
+    """Compute ``out`` = (sum_m w_m ||v_m|| / W) * phi(sum_m w_m phi(v_m) / W), float32 [n].
+
+    ``lengths`` are the lengths with which the v_m count (None: their own). Return ||sum_m w_m phi(v_m) / W||.
 
     Raises:
-        ValueError: lengths differ, or a weight is negative or not finite.
+        ValueError: Sizes differ, or a weight is negative or not finite.
     """
     total = _checked_total(gradients, weights, out)
     shares = [w / total if total else 0.0 for w in weights]
@@ -232,7 +239,7 @@ def radial_directional(
     length = _weighted_sum(gradients, factors, out)
     radius = math.fsum(s * n for s, n in zip(shares, norms if lengths is None else lengths, strict=True))
     factor = radius / length if length >= SHORTEST else 0.0
-    if factor > LARGEST:  # it may be no float32
+    if factor > LARGEST:  # the factor itself may exceed float32, so scale in two steps
         out.mul_(1.0 / length)
         factor = radius
     out.mul_(factor)
@@ -240,11 +247,12 @@ def radial_directional(
 
 
 def encode(how: quantization.Recipe, merged: Tensor, longest: float, room: int = 0) -> tuple[Bodies, float]:
-    """The bodies of ``merged``, float32 [n], behind ``room`` bytes, and the length of what they hold, at most
-    ``longest``: a longer vector is made shorter, in place.
+    """Encode ``merged``, float32 [n], and return its bodies, after ``room`` bytes, and the length that they hold.
+
+    A vector longer than ``longest`` is scaled down in place.
 
     Raises:
-        ValueError: as ``quantization.encode_vector``.
+        ValueError: as for ``quantization.encode_vector``.
     """
     while True:
         bodies = quantization.encode_vector(how, merged, room=room)
@@ -256,7 +264,7 @@ def encode(how: quantization.Recipe, merged: Tensor, longest: float, room: int =
 
 def _checked_total(gradients: Sequence[Gradient], weights: Sequence[float], out: Tensor) -> float:
     if len(gradients) != len(weights):
-        raise ValueError(f"{len(gradients)} gradients came with {len(weights)} weights")
+        raise ValueError(f"got {len(gradients)} gradients and {len(weights)} weights")
     if any(v.elements != out.numel() for v in gradients):
         raise ValueError(f"a gradient's length is not {out.numel()}")
     if any(not (math.isfinite(w) and w >= 0.0) for w in weights):
@@ -265,7 +273,7 @@ def _checked_total(gradients: Sequence[Gradient], weights: Sequence[float], out:
 
 
 def _weighted_sum(gradients: Sequence[Gradient], factors: Sequence[float], out: Tensor) -> float:
-    """``out`` = sum of factor * gradient, in order; a factor of 0 leaves its gradient out. Returns its length."""
+    """Compute ``out`` = sum of factor * gradient, in order, and return its length. A factor of 0 skips its gradient."""
     encoded = [gradient.bodies for gradient in gradients if isinstance(gradient, EncodedGradient)]
     if len(encoded) == len(gradients):
         square = shard_codec.weighted_sum(encoded, factors, out)
@@ -280,7 +288,7 @@ def _weighted_sum(gradients: Sequence[Gradient], factors: Sequence[float], out: 
 
 
 def norm(v: Tensor) -> float:
-    """Euclidean norm, summed in float64."""
+    """Return the Euclidean norm, summed in float64."""
     if native.is_used and v.is_contiguous():
         return math.sqrt(native.squares(v.numpy()))
     pieces = (v[start : start + CHUNK] for start in range(0, v.numel(), CHUNK))

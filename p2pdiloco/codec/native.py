@@ -1,6 +1,6 @@
-"""The C kernels of the codec (``native.c``), where the installation compiled them; without them torch does the same.
+"""Bindings to the C kernels of the codec (``native.c``). Without the compiled library, torch computes the same results.
 
-A call releases the GIL. The caller holds the vectors that it passes, and is responsible for their lengths.
+A call releases the GIL. The caller keeps the vectors alive during the call and is responsible for their lengths.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ _VECTORS: Final = (BYTES, INT16, INT64, FLOAT32, FLOAT64)
 
 
 def function(name: str, result: Any, *arguments: Any) -> Callable[..., Any]:
-    """Return the library's function ``name``, which takes ``arguments`` (ctypes, or the vectors above). A vector goes
-    to C as its address and its number of elements. To be called only while ``is_used``.
+    """Return the library's function ``name``, which takes ``arguments`` (ctypes types, or the vector types above).
 
-    The returned function raises ``ctypes.ArgumentError`` for a vector of another dtype, or one that is not contiguous.
+    A vector is passed to C as its address and its number of elements. Call the function only while ``is_used``.
+    It raises ``ctypes.ArgumentError`` for a vector of another dtype or one that is not contiguous.
     """
     if LIBRARY is None:
         return _missing
@@ -67,7 +67,7 @@ def function(name: str, result: Any, *arguments: Any) -> Callable[..., Any]:
 
 
 def _missing(*_: Any) -> Any:
-    raise AssertionError("no library was compiled: native.is_used is False")
+    raise AssertionError("the C library is not compiled: native.is_used is False")
 
 
 squares = function("squares", ctypes.c_double, FLOAT32)

@@ -1,19 +1,19 @@
-"""The outer optimizer's step.
+"""Step of the outer optimizer.
 
 Legend: Theta are the global parameters, m the outer momentum, Delta the merged outer gradient, mu the momentum factor.
 
 Rules of this file:
 1. SGD with Nesterov momentum: m <- mu m + Delta; Theta <- Theta - lr (Delta + mu m) (DiLoCo, arXiv 2311.08105).
-   Where the run corrects the bias of m, which begins at 0, lr is that of ``rate_at``.
-   Momentum that is kept in bfloat16 is computed in float32 and rounded to the nearest (ties to even). What that took
-   off it, r, would have moved Theta by -lr r mu^2 / (1 - mu) in all later steps: Theta gets that now, so that where
-   parameters end does not depend on rounding, and small gradients are not lost in a large momentum.
-2. Every operation is one elementwise IEEE float32 multiply or add, each rounded on its own: no ``alpha=``, no addcmul,
-   no lerp, which may round once for two operations on one machine and twice on another. lr and mu are rounded to
-   float32 first. So all peers compute the same bits, and digests can be compared.
+   With bias correction (m begins at 0), lr is that of ``rate_at``.
+   Momentum stored in bfloat16 is computed in float32 and rounded to nearest (ties to even). The rounding error r would
+   have moved Theta by -lr r mu^2 / (1 - mu) in all later steps, so Theta moves by that now. The final parameters then
+   do not depend on rounding, and small gradients are not lost in a large momentum.
+2. Every operation is one elementwise IEEE float32 multiply or add, each rounded on its own. ``alpha=``, addcmul and
+   lerp are not used, because they may round once for two operations on one machine and twice on another. lr and mu
+   are rounded to float32 first. So all peers compute the same bits, and digests can be compared.
 3. Temporary memory is one chunk, whatever the size of the shard.
-4. The C library, where it is there, does the same in one pass over memory, with the same bits: it decodes, steps and
-   hands over at once.
+4. The C library, if present, does the same in one pass over memory, with the same bits: it decodes, steps, and updates
+   the caller's buffer at once.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ _NOT_NARROW = np.empty(0, np.int16)
 
 
 class Factors(TypedDict):
-    """Of one outer step."""
+    """Factors of one outer step."""
 
     learning_rate: float
     momentum_factor: float
 
 
 def factors_of(config: OuterConfig, version: int) -> Factors:
-    """Of the outer step that makes ``version`` of a shard."""
+    """Return the factors of the outer step that makes ``version`` of a shard."""
     rate, momentum = config.learning_rate, config.momentum
     if config.bias_correction is True:
         rate = rate_at(version, rate, momentum)
@@ -53,11 +53,12 @@ def factors_of(config: OuterConfig, version: int) -> Factors:
 
 
 def rate_at(version: int, learning_rate: float, momentum: float) -> float:
-    """The bias-corrected rate of the step that makes ``version`` (1 is the first) of a shard.
+    """Return the bias-corrected learning rate of the step that makes ``version`` (1 is the first) of a shard.
 
-    What merges alike goes learning_rate (1 + mu + ... + mu^version) far in that step, and learning_rate / (1 - mu) once
-    m is old; so the rate is divided by 1 - mu^(version + 1), and the first turns go as far as the later ones. How old m
-    is every peer reads from the commit. Multiplications alone: a library's power may differ from machine to machine.
+    A gradient of that step moves the parameters by learning_rate (1 + mu + ... + mu^version) if all earlier ones were
+    equal, and by learning_rate / (1 - mu) once m is old. The rate is divided by 1 - mu^(version + 1), so the first
+    turns move as far as later ones. Every peer reads the age of m from the commit. Only multiplications are used,
+    because a library's power function may differ between machines.
     """
     left, power, factor = version + 1, 1.0, momentum
     while left:
@@ -71,8 +72,10 @@ def rate_at(version: int, learning_rate: float, momentum: float) -> float:
 def outer_step(
     theta: Tensor, momentum: Tensor, gradient: Tensor, *, learning_rate: float, momentum_factor: float
 ) -> None:
-    """Update ``theta`` and ``momentum`` in place with the merged outer ``gradient``, which becomes new - old ``theta``;
-    all are float32 [n] on the CPU, but that ``momentum`` may be bfloat16.
+    """Update ``theta`` and ``momentum`` in place with the merged outer ``gradient``.
+
+    On return ``gradient`` holds the change, new - old ``theta``. All vectors are float32 [n] on the CPU; ``momentum``
+    may be bfloat16.
 
     Raises:
         ValueError: shapes or types differ.
@@ -91,20 +94,20 @@ def outer_step(
 
 
 def carry(momentum_factor: float) -> float:
-    """What one unit of momentum still moves the parameters by after this step, in units of the learning rate."""
+    """Return the future effect of one unit of momentum on the parameters, in units of the learning rate."""
     return momentum_factor * momentum_factor / (1.0 - momentum_factor)
 
 
 def outer_step_by_torch(
     theta: Tensor, momentum: Tensor, gradient: Tensor, learning_rate: float, momentum_factor: float
 ) -> None:
-    """Do ``outer_step`` by torch: the reference for the C library."""
+    """Do ``outer_step`` with torch: the reference for the C library."""
     scratch = torch.empty(min(CHUNK, theta.numel()))
     for start in range(0, theta.numel(), CHUNK):
         t = theta[start : start + CHUNK]
         delta = gradient[start : start + CHUNK]
         kept = momentum[start : start + CHUNK]
-        m = kept.float()  # itself, if it is
+        m = kept.float()  # the same tensor if it is float32 already
         m.mul_(momentum_factor)
         m.add_(delta)
         step = torch.mul(m, momentum_factor, out=scratch[: t.numel()])
@@ -119,8 +122,10 @@ def outer_step_by_torch(
 
 
 def round_to(narrow: Tensor, exact: Tensor) -> None:
-    """``narrow``, bfloat16 [n], becomes the nearest of ``exact``, float32 [n]. By the bits, since what a library makes
-    of values that are no numbers is its own affair."""
+    """Round ``exact``, float32 [n], to the nearest values in ``narrow``, bfloat16 [n].
+
+    It works on the bits, because the library's rounding of NaN is not specified.
+    """
     bits = exact.view(torch.int32)
     odd = (bits >> 16) & 1
     narrow.view(torch.int16).copy_((bits + odd + 0x7FFF) >> 16)
@@ -132,7 +137,7 @@ def _bits(momentum: Tensor) -> NDArray[np.int16]:
 
 
 def _pair(momentum: Tensor) -> tuple[NDArray[np.float32], NDArray[np.int16]]:
-    """Momentum as the C library takes it: float32 and bfloat16, of which one is empty."""
+    """Return momentum as the C library takes it: a float32 and a bfloat16 vector, one of them empty."""
     if momentum.dtype == torch.bfloat16:
         return _NOWHERE, _bits(momentum)
     return momentum.numpy(), _NOT_NARROW
@@ -147,8 +152,9 @@ def step_aside(
     learning_rate: float,
     momentum_factor: float,
 ) -> None:
-    """Compute ``new`` from ``theta``, ``momentum`` and the merged outer gradient in one chunk's body (``formats``); all
-    are [n] of one chunk, with the types of ``outer_step``.
+    """Compute ``new`` from ``theta``, ``momentum`` and the merged outer gradient in one chunk's body (``formats``).
+
+    All vectors are [n] for one chunk, with the types of ``outer_step``.
 
     Raises:
         ValueError: the body is malformed.
@@ -172,9 +178,11 @@ def step_shard(
     is_added: bool,
     factors: Factors,
 ) -> bool:
-    """Do the outer step with a shard's ``bodies`` in one call of the C library. The change of ``theta``, and the values
-    of ``own`` (bodies, too), go to ``buffer``, or ``is_added`` to what that holds. False: nothing is done, and the
-    caller must step chunk by chunk."""
+    """Do the outer step with a shard's ``bodies`` in one call of the C library.
+
+    The change of ``theta`` and the values of ``own`` (bodies, too) are written to ``buffer``, or added to it if
+    ``is_added``. Return False, without any change, if the library cannot do it; the caller then steps chunk by chunk.
+    """
     momentum_factor = factors["momentum_factor"]
     by = factors["learning_rate"], momentum_factor, carry(momentum_factor)
     return shard_codec.stepped(bodies, own, theta, _pair(momentum), buffer, is_added, by)

@@ -1,16 +1,16 @@
-"""Blockwise quantizers: a float32 vector to a stream of small bodies and back.
+"""Blockwise quantization of a float32 vector to small encoded bodies, and the reverse.
 
-``formats`` says what a body is in bytes.
+``formats`` defines the binary format of a body.
 
 Rules of this file:
-1. value = symbol * scale: exactly one float32 multiply, so every machine decodes the same bits. Encoding need not be
-   reproducible (a sum's order depends on the machine's vector width): only one peer encodes a payload.
-2. A scale is rounded to bfloat16 *before* it divides, so its rounding costs no accuracy. Scales come last because zstd
-   then codes the symbols with one table: 0.9 % fewer bytes than scales first. bf16's high bytes, of which alone
-   entropy coding can make use, are kept apart from its low ones for the same reason: 14 % fewer bytes.
+1. value = symbol * scale is exactly one float32 multiply, so every machine decodes the same bits. Encoding need not be
+   reproducible, because only one peer encodes a payload. (The order of sums depends on the machine's vector width.)
+2. A scale is rounded to bfloat16 *before* it divides, so its rounding costs no accuracy. Scales come last so that zstd
+   codes the symbols with one table: 0.9 % fewer bytes than scales first. For the same reason bf16's high bytes, the
+   only ones that entropy coding can shrink, are kept apart from its low bytes: 14 % fewer bytes.
 3. A thread's calls share its scratch, and its torch is set to one thread (see ``scratch``).
-4. Where the C library is there (``shard_codec``), it is used: decoding has the same bits; a scale of int4 may differ
-   in its last bit, because the sum that it comes from runs in another order.
+4. The C library (``shard_codec``) is used where it is present. It decodes to the same bits. A scale of int4 may differ
+   in its last bit, because the library sums in another order.
 
 4-bit outer gradients cost no measurable quality (arXiv 2501.18512, section 3.4; arXiv 2604.21428).
 """
@@ -66,15 +66,16 @@ __all__ = [
 ]
 
 _SMALLEST_SCALE: Final = 1e-30
-"""A block whose scale is smaller is all zeros."""
+"""A block with a smaller scale is encoded as zeros."""
 
 
 # ---------------------------------------------------------------------------------------------------------- encoding
 
 
 def encode_vector(recipe: Recipe, x: Tensor, less: Tensor | None = None, room: int = 0) -> Bodies:
-    """The bodies of ``x`` - ``less``, both 1-D float32 on the CPU, any length, ``less`` contiguous: one for each chunk,
-    behind ``room`` bytes.
+    """Encode ``x`` - ``less`` and return one body for each chunk, after ``room`` bytes.
+
+    Both are 1-D float32 on the CPU, of any length; ``less`` must be contiguous.
 
     Raises:
         ValueError: ``x`` has the wrong type or shape, or a value that is not finite (or beyond the codecs' range,
@@ -94,8 +95,11 @@ def encode_vector(recipe: Recipe, x: Tensor, less: Tensor | None = None, room: i
 
 
 def encode_chunk(recipe: Recipe, piece: Tensor, less: Tensor | None = None) -> memoryview:
-    """One chunk's body, of ``piece`` - ``less``; see ``encode_vector``. Both are contiguous and have 1 to 256 Ki
-    elements. It may live in this thread's scratch: use it before asking for the next, and on the same thread."""
+    """Encode ``piece`` - ``less`` and return the body of this chunk; see ``encode_vector``.
+
+    Both are contiguous and have 1 to 256 Ki elements. The body may live in this thread's scratch: use it before the
+    next call, on the same thread.
+    """
     elements, form = piece.numel(), FORMATS[recipe.codec]
     if (found := encoded(recipe, piece, less)) is not None:
         return found.memory
@@ -118,7 +122,7 @@ def encode_chunk(recipe: Recipe, piece: Tensor, less: Tensor | None = None) -> m
 
 
 def _rows(piece: Tensor, part: Part, block: int) -> Tensor:
-    """A part of a chunk as [blocks, block], padded with zeros."""
+    """Return a part of a chunk as [blocks, block], padded with zeros."""
     start, elements = part.first * block, part.symbols.numel()
     x = piece[start : start + elements]
     if x.numel() < elements:
@@ -143,9 +147,9 @@ def _require_finite(is_finite: bool) -> None:
 
 
 def _quantize(recipe: Recipe, rows: Tensor, part: Part) -> None:
-    """Symbols of ``rows``, float32 [blocks, block]; the scales are there."""
+    """Compute the symbols of ``rows``, float32 [blocks, block], from the scales already in ``part``."""
     largest = FORMATS[recipe.codec].largest
-    bound = 1.01 * largest  # of a value after scaling; 1 % for the scale's rounding
+    bound = 1.01 * largest  # largest possible value after scaling; 1 % for the scale's rounding
     if recipe.step:
         bound = max(bound, 1.01 * math.sqrt(part.filled) / recipe.step)
     torch.mul(rows, part.inverse, out=part.work)
@@ -168,14 +172,17 @@ def _scales_by_rms(recipe: Recipe, rows: Tensor, part: Part) -> None:
         part.scales.copy_(norms.mul_(recipe.step / math.sqrt(part.filled)))
         torch.reciprocal(part.inverse.squeeze(1).copy_(part.scales), out=part.inverse.squeeze(1))
         return
-    # Blocks of zeros are usual in embeddings; for the others that are out of the ordinary the largest value decides.
+    # Blocks of zeros are common in embeddings. All blocks with unusual norms are scaled by their largest value.
     is_sound = (norms >= SAFE_NORMS[0]) & (norms <= SAFE_NORMS[1])
     by_rms = norms * (recipe.step / math.sqrt(part.filled))
     _scales_by_largest(recipe, rows, part, torch.where(is_sound, by_rms, -1.0))
 
 
 def _scales_by_largest(recipe: Recipe, rows: Tensor, part: Part, known: Tensor) -> None:
-    """``known`` are scales to keep where they are positive; it may be ``part.wanted``, of which nothing is kept."""
+    """Scale blocks by their largest value where ``known`` has no positive scale.
+
+    ``known`` may be ``part.wanted``, which is overwritten; then all blocks are scaled by their largest value.
+    """
     absmax = torch.amax(torch.abs(rows, out=part.work), dim=1)
     _require_finite(float(absmax.max()) <= LARGEST)  # NaN compares false
     wanted = absmax.div_(FORMATS[recipe.codec].largest)
@@ -186,14 +193,17 @@ def _scales_by_largest(recipe: Recipe, rows: Tensor, part: Part, known: Tensor) 
 
 
 def _inverse(scales: Tensor) -> Tensor:
-    """1 / scales, [blocks, 1]. A scale of zero stands for a block of zeros: 1 rounds what is in it to 0."""
+    """Return 1 / scales, [blocks, 1]. A scale of zero marks a block of zeros; its inverse 1 rounds the content to 0."""
     wide = scales.float()
     return wide.masked_fill_(wide == 0.0, 1.0).reciprocal_().unsqueeze(1)
 
 
 def _mend_tails(recipe: Recipe, rows: Tensor, part: Part) -> None:
-    """Scale those blocks by their largest value for which clipping would cost more. The symbols are not clipped yet
-    (but at 127), so that a glance at them, four times faster than at the values, tells where to look."""
+    """Scale those blocks by their largest value for which clipping would cost more.
+
+    The symbols are clipped only at 127 so far. Scanning them to find candidates is four times faster than scanning the
+    values.
+    """
     suspicious = min(127.0, 0.99 * recipe.tail // recipe.step)
     lowest, highest = torch.aminmax(part.symbols)
     if int(highest) < suspicious and int(lowest) > -suspicious:
@@ -212,28 +222,28 @@ def _mend_tails(recipe: Recipe, rows: Tensor, part: Part) -> None:
 
 
 def decode_chunks(bodies: Iterable[Buffer], out: Tensor) -> Tensor:
-    """Dequantize the bodies of one vector, in order, into ``out`` (1-D contiguous float32 on the CPU).
+    """Dequantize the bodies of one vector, in order, into ``out`` (1-D contiguous float32 on the CPU); return it.
 
     Raises:
-        ValueError: a body is not that of its chunk of ``out``, or there are too few or too many. ``out`` may then be
-            partly overwritten.
+        ValueError: a body does not belong to its chunk of ``out``, or there are too few or too many. ``out`` may then
+            be partly overwritten.
     """
     start = 0
     for body in bodies:
         if start >= out.numel():
-            raise ValueError(f"more bodies came than the {chunk_count(out.numel())} of {out.numel()} elements")
+            raise ValueError(f"got more bodies than the {chunk_count(out.numel())} of {out.numel()} elements")
         decode_chunk(body, out[start : start + CHUNK])
         start += CHUNK
     if start < out.numel():
-        raise ValueError(f"only {start // CHUNK} of {chunk_count(out.numel())} bodies came")
+        raise ValueError(f"got only {start // CHUNK} of {chunk_count(out.numel())} bodies")
     return out
 
 
 def decode_chunk(body: Buffer, out: Tensor) -> Tensor:
-    """Dequantize one chunk's body into ``out``, which has exactly its elements; returns it.
+    """Dequantize one chunk's body into ``out``, which has exactly its elements; return it.
 
     Raises:
-        ValueError: the body is not that of ``out.numel()`` finite parameters.
+        ValueError: the body is malformed or does not hold ``out.numel()`` finite parameters.
     """
     _require_chunk(out)
     if shard_codec.decoded(body, out):
@@ -248,7 +258,7 @@ def decode_chunk(body: Buffer, out: Tensor) -> Tensor:
 
 
 def add_chunk(body: Buffer, factor: float, out: Tensor) -> None:
-    """``out`` += ``factor`` * the dequantized body, each operation rounded; see ``decode_chunk``."""
+    """Add ``factor`` times the dequantized body to ``out``, each operation rounded; see ``decode_chunk``."""
     _require_chunk(out)
     if shard_codec.decoded(body, out, factor):
         return
@@ -258,11 +268,13 @@ def add_chunk(body: Buffer, factor: float, out: Tensor) -> None:
 
 
 def squared_norm(body: Buffer, elements: int) -> float:
-    """The square of the length of one chunk's vector, in float64. With scales it is computed from the symbols, whose
-    squares' sums are exact, so that it is the same with and without the C library, to the rounding of float64.
+    """Return the squared norm of one chunk's vector, in float64.
+
+    For codecs with scales it is computed from the symbols, whose sums of squares are exact. So it is the same with and
+    without the C library, up to the rounding of float64.
 
     Raises:
-        ValueError: as ``decode_chunk``.
+        ValueError: as for ``decode_chunk``.
     """
     if (found := shard_codec.squared_norms(Bodies.of(body), elements)) is not None:
         return found[0]
@@ -277,18 +289,18 @@ def squared_norm(body: Buffer, elements: int) -> float:
 
 def _require_chunk(out: Tensor) -> None:
     if out.dim() != 1 or out.dtype != torch.float32 or not out.is_contiguous() or not 0 < out.numel() <= CHUNK:
-        raise ValueError(f"a chunk is a contiguous float32 vector of 1 to {CHUNK} elements")
+        raise ValueError(f"a chunk must be a contiguous float32 vector of 1 to {CHUNK} elements")
 
 
 def _unpack(cut: Cut, codec: Codec) -> None:
-    """The cut's symbols, to be multiplied with its scales."""
+    """Unpack the cut's symbols, to be multiplied by its scales."""
     formats.unpack(cut.packed, FORMATS[codec].bits, cut.symbols)
     if codec == "e3m0":
         formats.from_exponents(cut.symbols, scratch.narrow.view(torch.uint8)[: 2 * cut.symbols.numel()])
 
 
 def _multiply(cut: Cut, block: int, out: Tensor) -> None:
-    """out[i] = symbols[i] * scales[i // block]."""
+    """Compute out[i] = symbols[i] * scales[i // block]."""
     out.copy_(cut.symbols[: out.numel()])
     start = 0
     for part in cut.parts:

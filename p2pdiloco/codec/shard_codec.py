@@ -1,10 +1,11 @@
-"""A shard's bodies in one piece of memory, and the calls of the C library (``native``) on all of them, or on one: int4,
-int8 and bf16.
+"""A shard's bodies in one piece of memory, and calls of the C library (``native``) on one or all of them.
+
+The library supports int4, int8 and bf16.
 
 Rules of this file:
 1. A call does the same as ``quantization``, ``merge`` and ``outer_optimizer`` do chunk by chunk with torch, with the
    same bits, and nothing else.
-2. If a call cannot do it (no library; another codec; a malformed body), it returns None or False before it changes
+2. A call that cannot be done (no library, another codec, a malformed body) returns None or False before it changes
    anything. The caller then works chunk by chunk, which raises the error for a malformed body.
 """
 
@@ -45,8 +46,11 @@ _encode = native.function("encode_shard", c_bool, FLOAT32, FLOAT32, c_int64, c_i
 
 
 class Bodies(Sequence[memoryview]):
-    """The bodies of a vector's chunks, one after the other in ``whole``; not to be changed. ``ends``: where each ends
-    there. ``memory``: what ends with them, and begins with room for what is to be written before them."""
+    """Bodies of a vector's chunks, one after the other in ``whole``; read-only.
+
+    ``ends`` holds the end of each body in ``whole``. ``memory`` ends with the bodies and may begin with room for bytes
+    that the caller writes before them.
+    """
 
     def __init__(self, whole: memoryview, ends: Sequence[int], memory: memoryview | None = None) -> None:
         self._whole = whole
@@ -55,12 +59,12 @@ class Bodies(Sequence[memoryview]):
 
     @classmethod
     def after(cls, room: int, memory: memoryview, ends: Sequence[int]) -> Bodies:
-        """Those that lie in ``memory`` after ``room`` bytes."""
+        """Return the bodies that lie in ``memory`` after ``room`` bytes."""
         return cls(memory[room:], ends, memory)
 
     @classmethod
     def of(cls, body: Buffer) -> Bodies:
-        """One chunk's."""
+        """Return the body of a single chunk as a sequence."""
         whole = memoryview(body).cast("B")
         return cls(whole, [len(whole)])
 
@@ -82,7 +86,7 @@ class Bodies(Sequence[memoryview]):
         return self._whole[self._ends[index - 1] if index else 0 : end]
 
     def values(self, elements: int) -> NDArray[np.uint8] | None:
-        """All of them, if they lie where bodies of ``elements`` in one codec and blocks of one size do."""
+        """Return the bytes of all bodies; None unless they hold ``elements`` in one codec and block size."""
         if len(self._whole) < HEADER.size:
             return None
         _, number, block, _ = HEADER.unpack_from(self._whole)
@@ -99,7 +103,7 @@ def _ends(bits: int, block: int, elements: int) -> list[int]:
 
 
 def encoded(recipe: Recipe, x: Tensor, less: Tensor | None = None, room: int = 0) -> Bodies | None:
-    """The bodies of ``x`` - ``less``, both float32 [n], contiguous, behind ``room`` bytes; None: chunk by chunk."""
+    """Encode ``x`` - ``less``, both float32 [n], contiguous, after ``room`` bytes; None if the library cannot."""
     form = FORMATS[recipe.codec]
     if not native.is_used or form.number not in _BITS or (recipe.codec == "int4") != (recipe.step > 0.0):
         return None
@@ -120,7 +124,7 @@ def encoded(recipe: Recipe, x: Tensor, less: Tensor | None = None, room: int = 0
 
 
 def squared_norms(bodies: Sequence[Any], elements: int) -> list[float] | None:
-    """Of each chunk the square of its length, in float64; None: chunk by chunk."""
+    """Return the squared norm of each chunk, in float64; None if the library cannot."""
     if not native.is_used or not isinstance(bodies, Bodies) or (values := bodies.values(elements)) is None:
         return None
     squares = np.empty(len(bodies))
@@ -128,8 +132,10 @@ def squared_norms(bodies: Sequence[Any], elements: int) -> list[float] | None:
 
 
 def weighted_sum(gradients: Sequence[Sequence[Any]], factors: Sequence[float], out: Tensor) -> float | None:
-    """``out``, float32 [n], becomes the sum of factor * gradient, in order; of gradients by their bodies. The square of
-    its length; None: chunk by chunk."""
+    """Compute ``out``, float32 [n], as the sum of factor * gradient, in order, from the gradients' bodies.
+
+    Return its squared norm; None if the library cannot.
+    """
     if not native.is_used or not gradients:
         return None
     found = [g.values(out.numel()) if isinstance(g, Bodies) else None for g in gradients]
@@ -151,8 +157,10 @@ def stepped(
     is_added: bool,
     factors: tuple[float, float, float],
 ) -> bool:
-    """Do ``outer_optimizer.step_shard``; ``factors``: learning rate, momentum factor, and ``outer_optimizer.carry``.
-    False: the library cannot take these bodies; nothing is done."""
+    """Do ``outer_optimizer.step_shard``. Return False, without any change, if the library cannot take these bodies.
+
+    ``factors`` are the learning rate, the momentum factor and ``outer_optimizer.carry``.
+    """
     if not native.is_used or not isinstance(bodies, Bodies) or not isinstance(own, Bodies | None):
         return False
     values = bodies.values(theta.numel())
@@ -169,12 +177,12 @@ def stepped_aside(
     new: tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.int16]],
     factors: tuple[float, float, float],
 ) -> bool:
-    """Do ``outer_optimizer.step_aside`` with one chunk's body. False: nothing is done."""
+    """Do ``outer_optimizer.step_aside`` with one chunk's body. Return False, without any change, if it cannot."""
     return native.is_used and bool(_aside(_values(body), *vectors, *new, *factors))
 
 
 def decoded(body: Buffer, out: Tensor, factor: float | None = None) -> bool:
-    """Write one chunk's values to ``out``, or add ``factor`` times them to it. False: nothing is done."""
+    """Write one chunk's values to ``out``, or add ``factor`` times them. Return False if it cannot."""
     return native.is_used and bool(_decode(_values(body), factor is not None, factor or 0.0, out.numpy()))
 
 
