@@ -1,13 +1,13 @@
-"""Memory for payloads, reused: a fresh page costs more than decrypting into it.
+"""Pool of reusable memory for payloads: touching a fresh page costs more than decrypting into it.
 
-Measured on a virtual machine: first touch of fresh pages 1.1 CPU seconds per GB, a warm block 0.05.
+Measured on a virtual machine: 1.1 CPU seconds per GB for the first touch of fresh pages, 0.05 for a reused block.
 
 Rules of this file:
-1. A block is lent as a memoryview and comes back by itself, when nobody has a view of it any more (tensors and arrays
-   made from the view count). Python tells: a memory map refuses to be resized while it is looked at.
-2. Blocks are anonymous memory maps: the kernel hands out a page when it is first written, so a payload that is
-   announced and never comes costs nothing.
-3. At most ``limit_bytes`` are kept for reuse; beyond that the block longest unused is let go.
+1. A block is lent as a memoryview. It returns to the pool by itself once no view of it exists any more (tensors and
+   arrays made from the view count). The pool finds out by resizing the memory map, which fails while views exist.
+2. Blocks are anonymous memory maps. The kernel allocates a page at its first write, so a payload that is announced but
+   never arrives costs nothing.
+3. At most ``limit_bytes`` are kept for reuse. Beyond that, the block unused for the longest time is dropped.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ STEPS = 8
 
 
 class Blocks:
-    """A pool. Not for several threads at once, but views may be dropped in any thread."""
+    """Pool of memory blocks. Only one thread may take blocks; views may be dropped in any thread."""
 
     def __init__(self, *, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
         self._blocks: deque[mmap.mmap] = deque()
-        """Lent and free ones, longest unused first."""
+        """Lent and free blocks, the longest unused first."""
         self._bytes = 0
 
     def take(self, size: int) -> memoryview:
-        """``size`` bytes of writable memory with any content."""
+        """Return ``size`` bytes of writable memory with arbitrary content."""
         if size < SMALL_BYTES:
             return memoryview(bytearray(size))
         length = block_bytes(size)
@@ -57,7 +57,7 @@ class Blocks:
 
 
 def block_bytes(size: int) -> int:
-    """The smallest block size that holds ``size``: k/8 of a power of two."""
+    """Return the smallest block size that holds ``size``: a multiple of an eighth of a power of two."""
     step = max(1 << ((size - 1).bit_length() - 1), SMALL_BYTES) // STEPS
     return -(-size // step) * step
 

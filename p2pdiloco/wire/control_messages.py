@@ -1,7 +1,8 @@
-"""Control bodies between peers: the protocol's messages, and the requests outside it (manifest, state, status).
+"""Control bodies between peers: protocol messages, and requests outside the protocol (manifest, state, status).
 
 Rules of this file:
-1. Everything decodes into typed, bounded structs or raises ValueError, nested too deep or not; floats must be finite.
+1. Every body decodes into typed, bounded structs or raises ValueError, also if it is nested too deeply. Floats must be
+   finite.
 2. A commit travels with its owner's signature (64 bytes), the digests of the new state's chunks (20 bytes each) and the
    compressed outer gradient, one after the other.
 """
@@ -36,18 +37,20 @@ LINEAGE_BYTES = 1 << 18
 
 
 class GetManifest(msgspec.Struct, frozen=True, array_like=True, tag="manifest?"):
-    """Answer: the manifest's canonical bytes as payload."""
+    """Request for the manifest. Its canonical bytes come back as payload."""
 
 
 class GetState(msgspec.Struct, frozen=True, array_like=True, tag="state?"):
-    """Answer: ``StateOffer``. The state at that head can be had from this peer for a while, also when it moves on."""
+    """Request for a shard's ``StateOffer``. The peer keeps the offered state available for a while."""
 
     shard: Shard
 
 
 class GetChunk(msgspec.Struct, frozen=True, array_like=True, tag="chunk?"):
-    """Answer: nothing, with one chunk of the shard's state at ``head`` as payload: its global parameters, then its
-    momentum, as its digest is made of them (``codec/digests.py``)."""
+    """Request for one chunk of the shard's state at ``head``. The answer's body is empty.
+
+    Its payload is the chunk's parameters, then its momentum, as in its digest (``codec/digests.py``).
+    """
 
     shard: Shard
     head: Hex
@@ -55,17 +58,17 @@ class GetChunk(msgspec.Struct, frozen=True, array_like=True, tag="chunk?"):
 
 
 class GetStatus(msgspec.Struct, frozen=True, array_like=True, tag="status?"):
-    """Answer: ``PeerStatus``."""
+    """Request for a ``PeerStatus``."""
 
 
 class GetStatements(msgspec.Struct, frozen=True, array_like=True, tag="members?"):
-    """Answer: statements of members (``access/membership_log.py``) that are not among ``marks``, as payload."""
+    """Request for statements of members (``access/membership_log.py``) not among ``marks``; they come as payload."""
 
     marks: Annotated[bytes, Meta(max_length=MARKS_LIMIT)]
 
 
 class TellStatements(msgspec.Struct, frozen=True, array_like=True, tag="members"):
-    """News of members. Answer: nothing."""
+    """News of members. The answer is empty."""
 
     statements: Annotated[bytes, Meta(max_length=1 << 19)]
 
@@ -74,14 +77,14 @@ Request = GetManifest | GetState | GetChunk | GetStatus | GetStatements | TellSt
 
 
 class SignedCommit(msgspec.Struct, frozen=True, array_like=True):
-    """A commit without its payload."""
+    """A commit without its payload, with its owner's signature."""
 
     header: CommitHeader
     signature: Annotated[bytes, Meta(max_length=SIGNATURE_BYTES)]
 
 
 class StateProof(msgspec.Struct, frozen=True, array_like=True):
-    """A shard's state at one head, with the commit that its owner signed (none at version 0)."""
+    """A shard's state at one head, with the signed commit that leads to it (None at version 0)."""
 
     state: ShardState
     header: CommitHeader | None
@@ -89,17 +92,17 @@ class StateProof(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StateOffer(msgspec.Struct, frozen=True, array_like=True):
-    """What a peer has of a shard, and how each chunk of it is checked."""
+    """Offer of a shard's state, with the digests that verify each chunk."""
 
     proof: StateProof
     digests: Annotated[bytes, Meta(max_length=1 << 19)]
-    """``tensors.digests``'s list, whose digest the proof proves."""
+    """Digest list of the state (``codec/digests.py``); the proof covers its digest."""
     lineage: Annotated[tuple[SignedCommit, ...], Meta(max_length=MAX_LINEAGE)] = ()
-    """The commits before the proof's, oldest first, as far as the donor's log reaches."""
+    """Commits before the proof's, oldest first, as far as the donor's log reaches."""
 
 
 class PeerStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """What a peer tells of itself and its view of the run."""
+    """A peer's report of itself and of its view of the run."""
 
     run: RunId
     name: Name
@@ -124,39 +127,39 @@ class PeerStatus(msgspec.Struct, frozen=True, kw_only=True):
     bytes_down: Count
     blocked_s: float
     epochs: float = 0.0
-    """Of the run's data, trained and merged; 0 if it has no blocks."""
+    """Epochs of the run's data that were trained and merged; 0 if it has no blocks."""
     blocks_repeated: Annotated[float, Meta(ge=0.0)] = 0.0
-    """Blocks of data that were trained again, as a share of those trained."""
+    """Repeated blocks of data, as a share of the trained ones."""
     trouble: Annotated[str, Meta(max_length=TROUBLE_LIMIT)] = ""
-    """Why nothing that this peer's learner trains can be merged; empty: it can."""
+    """Reason why this peer's learner cannot contribute; empty if it can."""
     first_batches: Annotated[tuple[Annotated[str, Meta(max_length=16)], ...], Meta(max_length=4)] = ()
-    """Digests of the first batches that a training script has trained, so that others see if theirs are the same."""
+    """Digests of the first batches of a training script, so that peers notice if theirs are the same."""
 
 
 class CommitParts(NamedTuple):
-    """What travels with a commit."""
+    """The parts that travel with a commit."""
 
     signature: bytes
     digests: bytes
-    """``tensors.digests``'s list, whose digest is the commit's ``result``."""
+    """Digest list of the new state (``codec/digests.py``); its digest is the commit's ``result``."""
     gradient: bytes | memoryview
     """The commit's ``payload``."""
 
 
 def join_commit(parts: CommitParts) -> bytes:
-    """As it travels."""
+    """Concatenate the parts as they travel."""
     return b"".join(parts)
 
 
 def split_commit(data: memoryview, list_bytes: int) -> CommitParts:
-    """The parts of what came with a commit, of whose shard the list of digests has ``list_bytes``.
+    """Split the data of a commit for a shard whose digest list has ``list_bytes``.
 
     Raises:
-        ValueError: it is too short.
+        ValueError: ``data`` is too short.
     """
     begin = SIGNATURE_BYTES + list_bytes
     if len(data) < begin:
-        raise ValueError(f"{len(data)} bytes came with a commit; its signature and digests alone have {begin}")
+        raise ValueError(f"a commit came with {len(data)} bytes; its signature and digests alone need {begin}")
     return CommitParts(bytes(data[:SIGNATURE_BYTES]), bytes(data[SIGNATURE_BYTES:begin]), bytes(data[begin:]))
 
 
@@ -167,15 +170,15 @@ T = TypeVar("T")
 
 
 def encode(value: object) -> bytes:
-    """Any of this module's structs, or a protocol message, as MessagePack."""
+    """Encode one of this module's structs, or a protocol message, as MessagePack."""
     return _encoder.encode(value)
 
 
 def decode_message(body: bytes) -> Message:
-    """A protocol message.
+    """Decode a protocol message.
 
     Raises:
-        ValueError: malformed, out of bounds, or not finite.
+        ValueError: ``body`` is malformed, out of bounds, or contains a number that is not finite.
     """
     message = _decoded(_messages, body)
     if isinstance(message, Heartbeat):
@@ -190,12 +193,12 @@ def decode_message(body: bytes) -> Message:
 
 
 def decode_request(body: bytes) -> Request:
-    """A request. Raises ValueError if malformed."""
+    """Decode a request. Raises ValueError if it is malformed."""
     return _decoded(_requests, body)
 
 
 def decode_as(body: bytes, kind: type[T]) -> T:
-    """An answer of a known kind. Raises ValueError if malformed."""
+    """Decode an answer of a known kind. Raises ValueError if it is malformed."""
     return _decoded(msgspec.msgpack.Decoder(kind), body)
 
 
@@ -203,4 +206,4 @@ def _decoded(decoder: msgspec.msgpack.Decoder[T], body: bytes) -> T:
     try:
         return decoder.decode(body)
     except RecursionError:
-        raise ValueError("nested too deep") from None
+        raise ValueError("nested too deeply") from None

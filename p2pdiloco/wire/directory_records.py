@@ -1,12 +1,12 @@
-"""Records in the directory: who says what about which topic, until when; signed.
+"""Signed records of the directory: publisher, topic, expiry, and content.
 
 A stored value is a 64-byte signature and a MessagePack envelope. The signature covers a context string and the
-envelope, and the envelope names its topic and its expiry, so a record can be neither forged, nor moved to another
-topic, nor kept alive by others.
+envelope. The envelope names its topic and its expiry. So a record can neither be forged, nor moved to another topic,
+nor kept alive by others.
 
 Rules of this file:
-1. Bytes only; the keys and the clock come from outside.
-2. A reader gives back the envelope or None: a bad record is the peer's fault and never ours to fail on.
+1. The module handles bytes only; keys and the clock come from outside.
+2. A reader returns the envelope or None, and never fails: a bad record is its publisher's fault.
 """
 
 from __future__ import annotations
@@ -40,77 +40,80 @@ Verify = Callable[[PeerId, bytes, bytes], bool]
 
 
 class Envelope(Struct, frozen=True, kw_only=True):
-    """What is signed."""
+    """The signed part of a record."""
 
     topic: Annotated[str, Meta(max_length=128)]
     name: Annotated[str, Meta(max_length=128)]
-    """Which of the publisher's records under this topic: "" for a peer's, the run's id for a run's."""
+    """Name of the record among the publisher's under this topic: "" for a peer, the run's id for a run."""
     peer: Annotated[str, Meta(min_length=1, max_length=64)]
-    """The publisher."""
+    """Publisher."""
     expires_s: Annotated[float, Meta(gt=0.0, le=1e11)]
-    """Seconds since 1970."""
+    """Expiry, in seconds since 1970."""
     addresses: Annotated[tuple[Annotated[str, Meta(max_length=256)], ...], Meta(max_length=8)]
-    """Where the publisher's own directory listens."""
+    """Multiaddrs at which the publisher's own directory node listens."""
     is_withdrawn: bool = False
     body: Annotated[bytes, Meta(max_length=BODY_LIMIT)] = b""
 
 
 class RunRecord(Struct, frozen=True):
-    """What the directory says of a run."""
+    """Directory record of a run."""
 
     name: Name
     parameters: Annotated[int, Meta(ge=1, le=2**48)]
 
 
 class PointRecord(Struct, frozen=True):
-    """Where a meeting point is."""
+    """Directory record of a rendezvous server."""
 
     addresses: Annotated[tuple[Annotated[str, Meta(max_length=256)], ...], Meta(max_length=8)]
 
 
 class PeerRecord(Struct, frozen=True):
-    """What a peer publishes of itself."""
+    """Directory record of a peer."""
 
     addresses: Annotated[tuple[Annotated[str, Meta(max_length=256)], ...], Meta(max_length=16)]
     life: Annotated[str, Meta(max_length=64)] = ""
-    """Of the process that published it (a transport's)."""
+    """Random id of the process that published it, from its transport."""
     began_s: float = 0.0
-    """When that process began, by the directory's clock."""
+    """Start of that process, by the directory's clock."""
     chain: Annotated[bytes, Meta(max_length=CHAIN_LIMIT)] = b""
-    """Its certificates."""
+    """Certificate chain of the peer."""
     seen: Annotated[tuple[Annotated[str, Meta(max_length=64)], ...], Meta(max_length=4)] = ()
-    """The hosts as which others see it."""
+    """Hosts that other peers see as this peer's address."""
     points: Annotated[tuple[Annotated[str, Meta(max_length=256)], ...], Meta(max_length=4)] = ()
-    """Where it can be met."""
+    """Rendezvous servers through which the peer can be reached."""
     is_point: bool = False
-    """Others have dialled it: peers can meet there."""
+    """Whether the peer can be dialled, so that it can serve as a rendezvous server."""
 
 
 def peers_topic(run: RunId) -> str:
-    """The topic under which the peers of ``run`` publish. It does not tell the run's id to those who store it: that of
-    a private run only members know, so strangers neither find its topic nor fill it."""
+    """Return the topic under which the peers of ``run`` publish.
+
+    The topic does not reveal the run's id to the nodes that store it. Only members know the id of a private run, so
+    strangers can neither find its topic nor fill it.
+    """
     return f"p2pdiloco/peers/{digest_of(PEERS_CONTEXT, run.encode())}"
 
 
 def subkey_of(envelope: Envelope) -> str:
-    """Where an envelope is stored below its topic: each publisher has its own place."""
+    """Return the key of an envelope below its topic: each publisher has its own."""
     return f"{envelope.name}/{envelope.peer}"
 
 
 def seal(envelope: Envelope, sign: Sign) -> bytes:
-    """The value to store.
+    """Sign and encode ``envelope`` for the directory.
 
     Raises:
-        ValueError: it has more than RECORD_LIMIT bytes.
+        ValueError: the value has more than RECORD_LIMIT bytes.
     """
     data = msgspec.msgpack.encode(envelope)
     if SIGNATURE_BYTES + len(data) > RECORD_LIMIT:
-        raise ValueError(f"a record of {SIGNATURE_BYTES + len(data)} bytes; the limit is {RECORD_LIMIT}")
+        raise ValueError(f"the record has {SIGNATURE_BYTES + len(data)} bytes; the limit is {RECORD_LIMIT}")
     return sign(CONTEXT + data) + data
 
 
 def unseal(value: bytes, verify: Verify) -> Envelope | None:
-    """The envelope in ``value``; None if it is malformed or the signature is not its publisher's."""
+    """Decode and verify ``value``; return None if it is malformed or not signed by its publisher."""
     if not SIGNATURE_BYTES < len(value) <= RECORD_LIMIT:
         return None
     signature, data = value[:SIGNATURE_BYTES], value[SIGNATURE_BYTES:]

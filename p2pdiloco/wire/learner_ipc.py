@@ -3,13 +3,13 @@
 A frame is a 4-byte big-endian length and that many bytes of MessagePack: one tagged struct.
 
 Rules of this file:
-1. Only control goes over the socket; parameters lie in memory that both map (``training/shared_memory.py``): ``theta``
-   (global parameters), ``shift`` (node to learner) and ``snapshot`` (learner to node), all in the flat layout.
-2. The learner executes commands in order, at a step boundary. The node may not write a piece of ``shift`` again before
-   ``Shifted`` names it, nor ask for a fragment's snapshot again before it has read the last one.
-3. ``steps`` and ``tokens`` are counted from the start of the learner's life and never fall. ``step`` is the global
-   step.
-4. Both ends are one peer's own processes. Still nothing is unbounded: a frame has at most 1 MiB.
+1. The socket carries control messages only. Parameters lie in memory that both processes map
+   (``training/shared_memory.py``): ``theta`` (global parameters), ``shift`` (node to learner) and ``snapshot`` (learner
+   to node), all in the flat layout.
+2. The learner executes commands in order, at a step boundary. The node must not write a piece of ``shift`` again before
+   ``Shifted`` names it. It must not ask for a fragment's snapshot again before it has read the last one.
+3. ``steps`` and ``tokens`` count from the learner's start and never decrease. ``step`` is the global step.
+4. Both ends are processes of one peer. A frame is bounded nevertheless: it has at most 1 MiB.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class Shift(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """For these shards: parameters += ``shift``, or parameters = ``shift`` if ``replace``."""
+    """Add ``shift`` to the parameters of these shards, or replace them by it if ``replace``."""
 
     shards: tuple[ShardId, ...]
     replace: bool
 
 
 class Begin(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """All parameters have been given (``Shift``, ``replace``): train from global step ``step``. Also ends a pause."""
+    """Train from global step ``step``: all parameters were sent (``Shift`` with ``replace``). Also ends a pause."""
 
     step: int
 
@@ -55,17 +55,17 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Train(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Train this block of data after those given before. Answered by ``BlockFinished``."""
+    """Train this block of data after those sent before. Answered by ``BlockFinished``."""
 
     block: Block
 
 
 class AdoptStep(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Global step := max(own, ``step``)."""
+    """Raise the global step to at least ``step``."""
 
     step: int
     tokens: int = 0
-    """Merged by the swarm, of its budget."""
+    """Tokens of its budget that the swarm has merged; 0 without a budget."""
 
 
 class Evaluate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -75,30 +75,30 @@ class Evaluate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Pause(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Stop training, go on answering commands."""
+    """Stop training, but continue to answer commands."""
 
 
 class Rest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Make no steps for now, go on answering commands (``Rested``); or go on with them."""
+    """Suspend training (``is_resting``; answered by ``Rested``) or resume it. Commands are answered in any case."""
 
     is_resting: bool
 
 
 class Save(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Write the inner optimizer's state and the data's position to the learner's file, beside training."""
+    """Write the inner optimizer's state and the data's position to the learner's file, while training continues."""
 
 
 class Swarm(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """For a training script: who trains, and how all of them stand. Not answered."""
+    """Swarm status for a training script. Not answered."""
 
     me: str
-    """This peer."""
+    """Name of this peer."""
     peers: tuple[str, ...]
-    """Those that train, this one included, in order."""
+    """Peers that train, this one included, in order."""
     figures: dict[str, float]
-    """By name (``node/swarm_status.py``)."""
+    """Figures by name (``node/swarm_status.py``)."""
     same_batches: str = ""
-    """A peer that trains the same batches; empty: none is known."""
+    """A peer that trains the same batches; empty if none is known."""
 
 
 class Exit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -109,41 +109,43 @@ class Exit(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The model is built; waiting for the global parameters (``Shift``, ``replace``) and ``Begin``."""
+    """The model is built. The learner waits for the global parameters (``Shift`` with ``replace``) and ``Begin``."""
 
     device: str
     parameters: int
     inner_steps: int = 0
-    """Steps that the inner optimizer's restored state has made; 0 if it is fresh."""
+    """Steps made with the inner optimizer's restored state; 0 if it is fresh."""
     has_blocks: bool = False
-    """The corpus is the run's own, so that blocks of it can be given."""
+    """Whether the corpus is the run's own, so that its blocks can be assigned."""
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """One inner step is done. May be left out when the node does not read; then the next one's ``blocked_s`` and
-    ``exchange_s`` include it."""
+    """One inner step is done.
+
+    The message may be skipped while the node does not read; the next one's ``blocked_s`` and ``exchange_s`` include it.
+    """
 
     steps: int
     tokens: int
     loss: float | None
-    """Mean cross-entropy of the step's batch, in nats a token; None if a script does not tell it."""
+    """Mean cross-entropy of the step's batch, in nats a token; None if a script does not report it."""
     step_time_s: float
-    """The step alone: forward, backward, optimizer."""
+    """Duration of the step alone: forward, backward, optimizer."""
     blocked_s: float
-    """Wall time since the last ``Progress`` in which socket calls put the training thread to sleep. Must be 0."""
+    """Wall time since the last ``Progress`` in which socket calls blocked the training thread. Must be 0."""
     exchange_s: float
-    """Wall time since the last ``Progress`` that copies to and from the shared vectors took."""
+    """Wall time since the last ``Progress`` spent on copies to and from the shared vectors."""
 
 
 class BlockFinished(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """All samples of the block are trained; ``tokens`` is the count at the end of the step that did it."""
+    """All samples of the block are trained. ``tokens`` is the count after the step that finished it."""
 
     block: Block
     tokens: int
 
 
 class Shifted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """``shift`` was applied for these shards and may be written again."""
+    """``shift`` was applied to these shards and may be written again."""
 
     shards: tuple[ShardId, ...]
 
@@ -165,20 +167,20 @@ class Evaluated(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Written(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A text of ``theta``, for people."""
+    """Sample text generated by ``theta``, for people."""
 
     text: str
 
 
 class Paused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Not training any more: asked to, or the run's last step is done."""
+    """Training has stopped, on request or after the run's last step."""
 
     steps: int
     tokens: int
 
 
 class Rested(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """No steps are made until ``Rest`` says otherwise."""
+    """Training is suspended until the next ``Rest``."""
 
 
 class Batches(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -188,19 +190,19 @@ class Batches(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The learner ends; ``reason`` is a sentence for a person."""
+    """The learner exits. ``reason`` is a sentence for a person."""
 
     reason: str
 
 
 class Trouble(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Something failed that training survives; ``reason`` is a sentence for a person."""
+    """A failure that training survives. ``reason`` is a sentence for a person."""
 
     reason: str
 
 
 class Unable(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Nothing that the learner trains can be merged; ``reason`` is a sentence for a person, empty: it can again."""
+    """The learner's progress cannot be merged. ``reason`` is a sentence for a person; empty: it can be again."""
 
     reason: str
 
@@ -223,16 +225,16 @@ FromLearner = (
 )
 
 ForPeople = Trouble | Written
-"""Of a learner's messages those that no decision follows."""
+"""Learner messages that are only shown to people."""
 
 MessageT = TypeVar("MessageT")
 
 
 def welcome(manifest: bytes) -> bytes:
-    """What a node says first to a training script that it has found: the run's manifest, as one frame.
+    """Return the node's first frame to a training script: the run's manifest.
 
     Raises:
-        ValueError: it would have more than 1 MiB.
+        ValueError: the manifest has more than 1 MiB.
     """
     if len(manifest) > MAX_FRAME_BYTES:
         raise ValueError(f"the manifest has {len(manifest)} bytes, a frame at most {MAX_FRAME_BYTES}")
@@ -240,18 +242,18 @@ def welcome(manifest: bytes) -> bytes:
 
 
 class Welcome:
-    """A welcome as it comes in, piece by piece."""
+    """Incremental reader of a welcome frame."""
 
     def __init__(self) -> None:
         self._data = bytearray()
 
     @property
     def manifest(self) -> bytes:
-        """What has come of the manifest."""
+        """The part of the manifest received so far."""
         return bytes(self._data[_LENGTH.size :])
 
     def missing(self) -> int:
-        """How many bytes may be read now, so that nothing beyond the welcome is; 0: it is whole.
+        """Return how many bytes may be read without reading past the welcome; 0 if it is complete.
 
         Raises:
             ValueError: the frame is too large.
@@ -264,21 +266,21 @@ class Welcome:
         return int(_LENGTH.size + size - len(self._data))
 
     def take(self, piece: bytes) -> None:
-        """What came.
+        """Add received bytes.
 
         Raises:
-            ValueError: the stream ends in it.
+            ValueError: ``piece`` is empty: the stream ended within the welcome.
         """
         if not piece:
-            raise ValueError("the node left before it had said which run it is")
+            raise ValueError("the node closed the connection before it had sent the run's manifest")
         self._data += piece
 
 
 def encode(message: FromNode | FromLearner) -> bytes:
-    """One frame.
+    """Encode ``message`` as one frame.
 
     Raises:
-        ValueError: it would have more than 1 MiB.
+        ValueError: the frame has more than 1 MiB.
     """
     body = _encoder.encode(message)
     if len(body) > MAX_FRAME_BYTES:
@@ -287,17 +289,17 @@ def encode(message: FromNode | FromLearner) -> bytes:
 
 
 class Decoder(Generic[MessageT]):
-    """Bytes in, messages out: ``Decoder[FromNode](FromNode)`` at the learner, and the like at the node."""
+    """Incremental decoder of frames: ``Decoder[FromNode](FromNode)`` at the learner, ``FromLearner`` at the node."""
 
     def __init__(self, types: Any) -> None:
         self._decoder: msgspec.msgpack.Decoder[MessageT] = msgspec.msgpack.Decoder(types)
         self._pending = bytearray()
 
     def feed(self, data: Buffer) -> list[MessageT]:
-        """The messages that ``data`` completes, in order.
+        """Return the messages that ``data`` completes, in order.
 
         Raises:
-            ValueError: a frame is too large, or is no message of these types. The decoder is of no use after that.
+            ValueError: a frame is too large or not a message of these types. The decoder must not be used after that.
         """
         self._pending += memoryview(data)
         messages: list[MessageT] = []
@@ -313,7 +315,7 @@ class Decoder(Generic[MessageT]):
                 try:
                     messages.append(self._decoder.decode(view[at + _LENGTH.size : end]))
                 except msgspec.MsgspecError as error:
-                    raise ValueError(f"a frame is no message of the link: {error}") from error
+                    raise ValueError(f"a frame is not a valid message: {error}") from error
                 at = end
         del self._pending[:at]
         return messages

@@ -1,6 +1,6 @@
-"""Peer ids of libp2p: the text of an Ed25519 public key, and back.
+"""Peer ids of libp2p: conversion between an Ed25519 public key and its text form.
 
-The peer id is the multihash "identity" of the libp2p public key, so the public key can be read out of the id itself.
+The peer id is the multihash "identity" of the libp2p public key, so the public key can be read from the id itself.
 https://github.com/libp2p/specs/blob/master/peer-ids/peer-ids.md
 """
 
@@ -21,17 +21,17 @@ ID_TEXT_LIMIT = 64
 
 @lru_cache(maxsize=4096)
 def peer_id_of(public_key: bytes) -> PeerId:
-    """The peer id (``12D3KooW...``) of 32 bytes of public key."""
+    """Return the peer id (``12D3KooW...``) of 32 bytes of public key."""
     assert len(public_key) == KEY_BYTES
     return PeerId(base58.b58encode(ID_PREFIX + public_key).decode("ascii"))
 
 
 @lru_cache(maxsize=4096)
 def key_of(peer: PeerId) -> bytes:
-    """The 32 bytes of public key in ``peer``.
+    """Return the 32 bytes of public key in ``peer``.
 
     Raises:
-        ValueError: not the id of an Ed25519 key.
+        ValueError: ``peer`` is not the id of an Ed25519 key.
     """
     if len(peer) > ID_TEXT_LIMIT:
         raise ValueError("a peer id has at most 64 characters")
@@ -42,7 +42,7 @@ def key_of(peer: PeerId) -> bytes:
 
 
 def is_key(peer: PeerId) -> bool:
-    """Whether it is the id of an Ed25519 key."""
+    """Return whether ``peer`` is the id of an Ed25519 key."""
     try:
         key_of(peer)
     except ValueError:

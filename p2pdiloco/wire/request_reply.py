@@ -6,24 +6,24 @@ from msgspec import Struct
 
 
 class Answer(Struct, frozen=True):
-    """What a request is answered with. ``payload`` is shared until it is sent: do not change it."""
+    """Answer to a request. ``payload`` is shared until it has been sent: do not modify it."""
 
     body: bytes
     payload: bytes | bytearray | memoryview | None = None
     priority: float = 0.0
-    """Lower goes first among the payloads for this peer."""
+    """Payloads for this peer with a lower value are sent first."""
 
 
 class Response(Struct, frozen=True):
-    """What came back for a request."""
+    """Response to a request, as the requesting peer receives it."""
 
     body: bytes
     payload: memoryview | None
 
 
 class RequestError(Exception):
-    """A request got no answer: timed out, disconnected, refused, too large. The text says which."""
+    """A request was not answered: it timed out, was refused, or was too large, or the peer disconnected."""
 
 
 class RequestRefused(RequestError):  # noqa: N818
-    """The peer says no, in its own words. Handlers raise it in ``answer``; askers get it from ``request``."""
+    """The peer refused a request; the text is its reason. Handlers raise it in ``answer``; ``request`` raises it."""
