@@ -1,17 +1,17 @@
-"""Certificates: what a key may do in a run, signed along a chain that begins at the founder's key.
+"""Certificates: permissions of a key in a run, signed along a chain that begins at the founder's key.
 
-A certificate is 106 bytes: kind (1), role (1), key (32), weight cap (4), not after (4), signature (64); numbers are
-big-endian. The signature covers a context string, the run's id, the signer's key and the first 42 bytes, so that a
-certificate serves one run, one signer and one key. A chain is the first 4 bytes of the key that it begins at, and its
-certificates, the last one being its holder's.
+A certificate is 106 bytes: kind (1), role (1), key (32), weight cap (4), not after (4), signature (64). Numbers are
+big-endian. The signature covers a context string, the run's id, the signer's key and the first 42 bytes. So a
+certificate is valid for one run, one signer and one key. A chain consists of the first 4 bytes of the key at which it
+begins, and its certificates. The last one is its holder's.
 
 Rules of this file:
-1. There is one way to write a certificate, and every length is fixed: what decodes encodes to the same bytes.
-2. The founder signs everything. A peer that is admin signs invites, and peers of any role. An invite's key signs peers
-   of its role or less. Any other peer signs observers, for its own questions beside the run. Nobody else signs.
-3. What is granted along a chain is never more than what was granted before: the least role of an invite and what came
-   of it, the smallest cap, the earliest end.
-4. Bytes and values only; keys and clocks come from outside.
+1. The encoding is canonical, and every length is fixed: decoding and encoding again gives the same bytes.
+2. The founder may sign every certificate. An admin peer may sign invites and peers of any role. An invite's key may
+   sign peers of at most the invite's role. Any other peer may sign observers, for its own requests to the run.
+   Nobody else may sign.
+3. Permissions never grow along a chain. A grant has the smallest cap and the earliest end of its chain.
+4. The module handles bytes and values only; keys and clocks come from outside.
 """
 
 from __future__ import annotations
@@ -44,65 +44,65 @@ Verify = Callable[[PeerId, bytes, bytes], bool]
 
 
 class CertificateError(ValueError):
-    """A chain grants nothing; the text says why."""
+    """A chain grants nothing. The text says why."""
 
 
 class Kind(IntEnum):
-    """Of what the key is."""
+    """Kind of key that a certificate is for."""
 
     INVITE = 1
-    """Whoever has it certifies a peer."""
+    """The key of an invite: its holder can certify a peer."""
     PEER = 2
 
 
 class Role(IntEnum):
-    """What a peer may do; each may what those before it may."""
+    """Permissions of a peer; each role includes those before it."""
 
     OBSERVER = 0
-    """Ask: for the manifest, the status."""
+    """May request the manifest and the status."""
     FOLLOWER = 1
-    """Track the global model."""
+    """May track the global model."""
     LEARNER = 2
-    """Contribute."""
+    """May contribute."""
     ADMIN = 3
-    """Invite and ban."""
+    """May invite and ban."""
 
 
 class Certificate(Struct, frozen=True, kw_only=True):
-    """One link of a chain."""
+    """One certificate of a chain."""
 
     kind: Kind
     role: Role
     subject: PeerId
-    """The key that is certified, as a peer id; an invite's, too."""
+    """The certified key, as a peer id; also for an invite."""
     cap: int = NO_CAP
-    """Most weight, in CAP_UNIT."""
+    """Maximum ownership weight, in CAP_UNIT."""
     not_after: int = NEVER
-    """Seconds since 1970."""
+    """End of validity, in seconds since 1970."""
     signature: bytes = b""
 
     def body(self) -> bytes:
-        """What is signed, without run and signer."""
+        """Return the signed bytes, without run and signer."""
         return _BODY.pack(self.kind, self.role, key_of(self.subject), self.cap, self.not_after)
 
     def encode(self) -> bytes:
-        """CERTIFICATE_BYTES bytes."""
+        """Return the encoding: CERTIFICATE_BYTES bytes."""
         return self.body() + self.signature
 
 
 class Chain(Struct, frozen=True):
-    """Certificates from a key that begins with ``hint`` to their holder's."""
+    """Certificates from a key that begins with ``hint`` to their holder's key."""
 
     hint: bytes
     certificates: tuple[Certificate, ...]
 
     def encode(self) -> bytes:
-        """As it travels."""
+        """Return the encoding that travels."""
         return self.hint + b"".join(certificate.encode() for certificate in self.certificates)
 
 
 class Grant(Struct, frozen=True, kw_only=True):
-    """What a key may do, by the certificates that lead to it from the founder's (none: it is the founder's)."""
+    """Verified permissions of a key, with the certificates that lead to it from the founder's (empty: the founder)."""
 
     subject: PeerId
     kind: Kind = Kind.PEER
@@ -110,41 +110,41 @@ class Grant(Struct, frozen=True, kw_only=True):
     cap: int = NO_CAP
     not_after: int = NEVER
     steps: tuple[Grant, ...] = ()
-    """Of the keys before it, the founder's first."""
+    """Grants of the keys before it, the founder's first."""
     certificates: tuple[Certificate, ...] = ()
 
     @property
     def depth(self) -> int:
-        """How far it is from the founder, who has 0."""
+        """Number of certificates between the founder (0) and this key."""
         return len(self.certificates)
 
     @property
     def path(self) -> tuple[Grant, ...]:
-        """``steps`` and itself."""
+        """``steps`` and this grant itself."""
         return (*self.steps, self)
 
     @property
     def most_weight(self) -> float:
-        """Of ownership; followers and observers own nothing that others can own."""
+        """Maximum ownership weight. Followers and observers have 0: they own only if no other peer can."""
         if self.role < Role.LEARNER:
             return 0.0
         return float("inf") if self.cap == NO_CAP else self.cap * CAP_UNIT
 
     def chain(self) -> Chain:
-        """The whole chain; the founder's holds nothing."""
+        """Return the whole chain; the founder's has no certificates."""
         return Chain(hint_of(self.path[0].subject), self.certificates)
 
 
 def hint_of(key: PeerId) -> bytes:
-    """How a chain names the key at which it begins."""
+    """Return the bytes by which a chain names the key at which it begins."""
     return key_of(key)[:HINT_BYTES]
 
 
 def decode_certificate(data: bytes) -> Certificate:
-    """What ``encode`` made.
+    """Decode one certificate.
 
     Raises:
-        CertificateError: another length, kind or role.
+        CertificateError: the length, kind or role is not valid.
     """
     if len(data) != CERTIFICATE_BYTES:
         raise CertificateError(f"a certificate has {CERTIFICATE_BYTES} bytes, not {len(data)}")
@@ -159,29 +159,29 @@ def decode_certificate(data: bytes) -> Certificate:
             signature=data[_BODY.size :],
         )
     except ValueError as error:
-        raise CertificateError(f"a certificate of a kind that is not known here ({error})") from None
+        raise CertificateError(f"a certificate has an unknown kind or role ({error})") from None
 
 
 def decode_chain(data: bytes) -> Chain:
-    """A chain of at least one certificate.
+    """Decode a chain of at least one certificate.
 
     Raises:
-        CertificateError: malformed, or too long.
+        CertificateError: the chain is malformed or too long.
     """
     number, rest = divmod(len(data) - HINT_BYTES, CERTIFICATE_BYTES)
     if not 1 <= number <= DEPTH_LIMIT or rest:
-        raise CertificateError(f"{len(data)} bytes are no chain of 1 to {DEPTH_LIMIT} certificates")
+        raise CertificateError(f"{len(data)} bytes are not a chain of 1 to {DEPTH_LIMIT} certificates")
     cuts = range(HINT_BYTES, len(data), CERTIFICATE_BYTES)
     return Chain(data[:HINT_BYTES], tuple(decode_certificate(data[at : at + CERTIFICATE_BYTES]) for at in cuts))
 
 
 def signed_bytes(run: RunId, signer: PeerId, certificate: Certificate) -> bytes:
-    """What the signer of a certificate signs."""
+    """Return the bytes that the signer of a certificate signs."""
     return CONTEXT + run.encode() + b"\x00" + key_of(signer) + certificate.body()
 
 
 def certify(run: RunId, signer: PeerId, certificate: Certificate, sign: Sign) -> Certificate:
-    """``certificate`` with the signature that ``signer``'s ``sign`` makes."""
+    """Return ``certificate`` with a signature made by ``sign``, which holds the key of ``signer``."""
     return Certificate(
         kind=certificate.kind,
         role=certificate.role,
@@ -193,10 +193,10 @@ def certify(run: RunId, signer: PeerId, certificate: Certificate, sign: Sign) ->
 
 
 def follow(run: RunId, anchor: Grant, certificates: tuple[Certificate, ...], verify: Verify) -> Grant:
-    """What the last of ``certificates`` grants, the first of which ``anchor`` has signed.
+    """Verify ``certificates``, the first of which ``anchor`` signed, and return the grant of the last.
 
     Raises:
-        CertificateError: one was not signed by the key before it for this run, or that key may not sign it.
+        CertificateError: a certificate was not signed by the key before it for this run, or may not be signed by it.
     """
     if anchor.depth + len(certificates) > DEPTH_LIMIT:
         raise CertificateError(f"the chain has more than {DEPTH_LIMIT} certificates")
@@ -204,7 +204,7 @@ def follow(run: RunId, anchor: Grant, certificates: tuple[Certificate, ...], ver
     for certificate in certificates:
         subject = certificate.subject
         if not may_sign(grant, certificate):
-            raise CertificateError(f"{grant.subject} may not certify {subject} so")
+            raise CertificateError(f"{grant.subject} may not certify {subject} with this role")
         if subject in {step.subject for step in grant.path}:
             raise CertificateError(f"{subject} is certified twice in one chain")
         if not verify(grant.subject, signed_bytes(run, grant.subject, certificate), certificate.signature):
@@ -222,7 +222,7 @@ def follow(run: RunId, anchor: Grant, certificates: tuple[Certificate, ...], ver
 
 
 def may_sign(signer: Grant, certificate: Certificate) -> bool:
-    """Rule 2."""
+    """Return whether ``signer`` may sign ``certificate`` (rule 2)."""
     if signer.kind is Kind.INVITE:
         return certificate.kind is Kind.PEER and certificate.role <= signer.role
     if signer.role is Role.ADMIN:

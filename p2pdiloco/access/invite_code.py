@@ -1,16 +1,16 @@
-"""An invite as people paste it: ``p2pdiloco`` and base58 of run, key, certificate and addresses, with a checksum.
+"""Text form of an invite: ``p2pdiloco`` and base58 of run, key, certificate and addresses, with a checksum.
 
-What an invite holds, in order: kind (1 byte: a key for whoever has the invite, or a certificate for one peer by name),
-run (20), secret (16) or the peer's key (32), role (1), cap (4), not after (4), the first 4 bytes of its signer's key,
-signature (64), the key of a directory node (32) and its addresses, checksum (4).
+An invite contains, in order: kind (1 byte: an invite key, or a certificate for one named peer), run (20), secret (16)
+or the peer's key (32), role (1), cap (4), not after (4), the first 4 bytes of its signer's key, signature (64), the key
+of a directory node (32) and its addresses, checksum (4).
 
 Rules of this file:
-1. At most TEXT_LIMIT characters, all letters and digits: one double click marks it, and no chat program bends it. As
-   many addresses as fit.
-2. A typo is told as one, by the checksum. What decodes encodes to the same text.
-3. An invite's key is made of its secret: 16 bytes are as hard to guess as the key. Whoever has the text has the key.
-4. Bytes only. The signature is checked by whoever is shown the chain; who joins cannot know the founder's key before it
-   has the manifest, which the run's id proves.
+1. An invite has at most TEXT_LIMIT characters, all letters and digits. A double click selects it, and chat programs
+   leave it intact. It contains as many addresses as fit.
+2. The checksum detects typos. Decoding and encoding again gives the same text.
+3. An invite's key derives from its secret; 16 bytes are as hard to guess as the key. Whoever has the text has the key.
+4. The module handles bytes only. The peer that is shown the chain verifies the signature. A joining peer cannot: it
+   learns the founder's key from the manifest, which the run's id proves.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ _NAME_FORM = re.compile(r"[A-Za-z0-9._-]{1,253}")
 
 
 class InviteError(ValueError):
-    """The text is no invite; it says why and what to do."""
+    """The text is not an invite. The message says why, and what to do."""
 
 
 class Invite(Struct, frozen=True, kw_only=True):
-    """An invite (``secret``), or the certificate of one peer (``peer``)."""
+    """An invite key (``secret``), or the certificate of one named peer (``peer``)."""
 
     run: RunId
     secret: bytes = b""
@@ -56,33 +56,33 @@ class Invite(Struct, frozen=True, kw_only=True):
     cap: int
     not_after: int
     hint: bytes
-    """How the key of whoever signed it begins."""
+    """First bytes of the signer's key."""
     signature: bytes
     directory: PeerId
-    """A node of the directory."""
+    """Id of a directory node."""
     addresses: tuple[str, ...]
-    """Where it listens: multiaddrs without its id, best first."""
+    """Multiaddrs of the directory node without its id, best first."""
 
     @property
     def kind(self) -> Kind:
-        """Of its certificate."""
+        """Kind of its certificate."""
         return Kind.INVITE if self.peer is None else Kind.PEER
 
     def initial_peers(self) -> tuple[str, ...]:
-        """The addresses with the node's id."""
+        """Return the addresses of the directory node, with its id."""
         return tuple(f"{address}/p2p/{self.directory}" for address in self.addresses)
 
 
 def is_invite(text: str) -> bool:
-    """Whether somebody means an invite, if perhaps not all of one; a run's name is shorter."""
+    """Return whether ``text`` is meant as an invite, even if incomplete. Names of runs are shorter."""
     return text.strip().startswith(PREFIX) and len(text) >= TEXT_LEAST
 
 
 def encode_invite(invite: Invite) -> str:
-    """The text, with as many addresses as fit.
+    """Return the text of ``invite``, with as many addresses as fit.
 
     Raises:
-        ValueError: not even one address fits, or it cannot be written so.
+        ValueError: not even one address fits, or a field cannot be encoded.
     """
     addresses: Sequence[str] = invite.addresses
     while addresses:
@@ -95,11 +95,12 @@ def encode_invite(invite: Invite) -> str:
 
 
 def decode_invite(text: str) -> Invite:
-    """The invite that ``text`` is; white space around it and line breaks in it do not matter. ``clean_invite`` is for
-    text that goes on to a file, a command or another program.
+    """Decode an invite. White space around it and line breaks in it are ignored.
+
+    Use ``clean_invite`` for text that is passed on to a file, a command or another program.
 
     Raises:
-        InviteError: it is none, or something else stands beside it.
+        InviteError: ``text`` is not an invite, or contains other text.
     """
     text = "".join(text.split())
     if not text.startswith(PREFIX):
@@ -112,27 +113,27 @@ def decode_invite(text: str) -> Invite:
         data = base58.b58decode(text[len(PREFIX) :])
     except ValueError:
         raise InviteError(
-            "the invite has a character that none has (0, O, I, l and signs): copy it again, and nothing else"
+            "the invite contains a character that invites never have (0, O, I, l, punctuation): copy it again, alone"
         ) from None
     body, checksum = data[:-CHECKSUM_BYTES], data[-CHECKSUM_BYTES:]
     if checksum != _checksum(body):
         raise InviteError(
-            "the invite has a typo, or a piece of it is missing, or something else stands beside it: copy it again"
+            "the invite has a typo, or a piece of it is missing, or other text stands beside it: copy it again, alone"
         )
     try:
         invite = _unpacked(body)
         for address in invite.addresses:
-            _packed_address(address)  # which complains of a name that is none
+            _packed_address(address)  # raises ValueError for an invalid host name
     except (ValueError, KeyError, struct.error) as error:
-        raise InviteError(f"the invite cannot be read ({error}): it is of another release of p2pdiloco") from None
+        raise InviteError(f"the invite cannot be read ({error}): it comes from another release of p2pdiloco") from None
     return invite
 
 
 def clean_invite(text: str) -> str:
-    """``text`` checked and encoded anew: letters and digits alone.
+    """Check ``text`` and return it in canonical form: letters and digits only.
 
     Raises:
-        InviteError: it is no invite, or something else stands beside it.
+        InviteError: ``text`` is not an invite, or contains other text.
     """
     return encode_invite(decode_invite(text))
 
@@ -205,7 +206,7 @@ def _packed_address(text: str) -> bytes:
     if family == "ip6":
         return bytes([_IP6]) + ipaddress.IPv6Address(host).packed + end
     if _NAME_FORM.fullmatch(host) is None:
-        raise ValueError(f"{host!r} is no name of a machine")
+        raise ValueError(f"{host!r} is not a valid host name")
     return bytes([_FAMILIES[family], len(host)]) + host.encode("ascii") + end
 
 

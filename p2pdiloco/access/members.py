@@ -1,25 +1,26 @@
 """Membership of a run, decided by its access rule, the certificate chains that peers show, and known bans.
 
-A peer that came by an invite is *seen* here once it has connected to this peer, which proves its key, and has shown its
-chain. While only others tell of it, it is *unseen*: whoever holds an invite can certify any number of keys.
+A peer that joined with an invite is *seen* here once it has connected to this peer, which proves its key, and has shown
+its chain. A peer that only others report is *unseen*: the holder of an invite can certify any number of keys.
 
 Rules of this file:
-1. The founder is a member of its run, always. ``open``: everybody is, but who is banned. ``invite``: whoever shows a
-   chain from the founder. ``list``: only whom the founder or an admin has certified by name; no invite counts.
-2. A chain may begin at an admin instead of at the founder, if the admin is known here.
-3. A ban of any key in a chain ends the membership of all who hang on it: of an invite, of what came from it. It wins
-   over everything that is older or younger. The founder bans everybody, an admin those who are no admins, and admins
-   that are farther from the founder; a ban by somebody who is banned does not count. So the order in which bans come
-   makes no difference.
-4. A closed invite lets in nobody new. Its closing names the peers that stay, so that all agree on them, in whatever
-   order they hear of closing and introductions.
-5. What is known is bounded: by invite, by banning admin, and in all. Only peers that were seen use up an invite here.
-   Of the unseen ones of an invite at most as many are kept again. If there are more, those of the peer that told of
-   most make room, the first told first. If there are half as many, that peer's are not passed on to others. Unseen
-   peers take no place from seen ones. In all, who is nearer to the founder displaces who is farther away.
-6. Of two chains of a peer the one counts that is not banned; then the one that the peer has shown here; then the one
-   that grants more. So nobody else's statement replaces the chain of a peer that was seen.
-7. Time comes from outside, from the machine's own clock: nobody else's word ends or prolongs a membership.
+1. The founder is always a member of its run. ``open``: every peer is a member unless it is banned. ``invite``: every
+   peer that shows a chain from the founder. ``list``: only peers that the founder or an admin certified by name;
+   invites do not count.
+2. A chain may begin at an admin instead of the founder, if this peer knows the admin.
+3. A ban of a key ends the membership of every peer whose chain contains that key; a banned invite thus bans its guests.
+   It applies regardless of when the statements were made. The founder may ban every other peer. An admin may ban peers
+   that are not admins, and admins that are farther from the founder. A ban by a banned peer does not count. So the
+   order in which bans arrive makes no difference.
+4. A closed invite admits no new peers. The closing names the peers that stay, so that all peers agree on them, in
+   whatever order they learn of closings and introductions.
+5. All collections are bounded: by invite, by banning admin, and in total. Only peers that were seen count against an
+   invite's limit here. Of its unseen peers, at most as many again are kept. Beyond that, peers reported by the most
+   frequent teller make room, the oldest report first. Beyond half of that, the peers of that teller are not passed on.
+   Unseen peers never displace seen ones. In total, peers nearer to the founder displace peers farther away.
+6. If a peer has two chains, the one that is not banned counts; then the one that the peer has shown here; then the one
+   that grants more. So another peer's statement cannot replace the chain of a peer that was seen.
+7. Time comes from the machine's own clock: no other peer can end or prolong a membership.
 """
 
 from __future__ import annotations
@@ -74,19 +75,19 @@ NOBODY = PeerId("")
 
 
 class NotAMemberError(ValueError):
-    """Somebody is not let in; the text is for both sides' people."""
+    """A peer is not admitted. The text is shown to users on both sides."""
 
 
 class UnknownInviterError(NotAMemberError):
-    """Nobody is known here who could have signed the chain; somebody else may know."""
+    """No key that could have signed the chain is known here; another peer may know it."""
 
 
 class UnknownAdminError(CertificateError):
-    """A chain begins at nobody who is known."""
+    """The chain begins at an unknown key."""
 
 
 class Members:
-    """The members of ``run``, as far as this peer knows."""
+    """Members of ``run`` as far as this peer knows."""
 
     def __init__(self, run: RunId, founder: PeerId, access: Access, verify: Verify) -> None:
         self.run = run
@@ -97,9 +98,9 @@ class Members:
         if is_key(founder):
             self._known[founder] = self._founder
         elif access != "open":
-            raise ValueError("the run's founder is no peer, so nobody can be its member")
+            raise ValueError("the run's founder is not a valid peer id, so the run cannot be private")
         self._bans: dict[PeerId, dict[tuple[PeerId, bool], Ban]] = {}
-        """By whom they hit, then by signer and by whether they close an invite."""
+        """By banned key; then by signer and by whether the ban closes an invite."""
         self._statements: dict[bytes, bytes] = {}
         self._invited: Counter[PeerId] = Counter()
         """Number of peers seen, by invite."""
@@ -107,22 +108,22 @@ class Members:
         """Peers announced but not yet seen, by invite, oldest first; the value is the peer that announced it."""
         self._banned_by: Counter[PeerId] = Counter()
         self._observing: dict[PeerId, Grant] = {}
-        """Those who were let in to ask, the latest."""
+        """Observers that were admitted, oldest first."""
         self._followed: dict[bytes, Grant] = {}
-        """Chains that hold, whatever else is known: signatures are looked at once."""
+        """Chains with valid signatures, by their bytes, so that each is verified only once."""
 
-    # -- who is a member ---------------------------------------------------------------------------------------------
+    # -- membership --------------------------------------------------------------------------------------------------
 
     @property
     def is_private(self) -> bool:
-        """Strangers are told nothing."""
+        """True if strangers are told nothing of the run."""
         return self.access != "open"
 
     def admit(self, peer: PeerId, chain: bytes, now_s: float) -> Grant:
-        """What ``peer``, which has proved its key and shows ``chain``, may do now.
+        """Admit ``peer``, which has proved its key and shows ``chain``, and return its grant.
 
         Raises:
-            NotAMemberError: nothing.
+            NotAMemberError: ``peer`` is not admitted.
         """
         grant = self.examine(peer, chain, now_s)
         if grant.role is Role.OBSERVER:
@@ -135,23 +136,23 @@ class Members:
         known = self._known.get(peer)
         if known is None or self._is_unseen(known):
             raise NotAMemberError(
-                f"the invite of {peer} has brought {INVITED_LIMIT} peers, or there are {KNOWN_LIMIT} in all: ask for "
-                "another one"
+                f"the invite of {peer} has reached its limit of {INVITED_LIMIT} peers, or the run has {KNOWN_LIMIT}: "
+                "ask for another invite"
             )
         return known
 
     def examine(self, peer: PeerId, chain: bytes, now_s: float) -> Grant:
-        """Verify ``chain`` and return what it grants ``peer`` now. The peer need not be here; nothing is remembered.
+        """Verify ``chain`` and return its grant for ``peer`` now. Nothing is stored; the peer need not be connected.
 
         Raises:
-            NotAMemberError: it grants nothing.
+            NotAMemberError: the chain grants nothing.
         """
         grant = self._granted(peer, chain)
         self._judge(grant, now_s)
         return grant
 
     def is_member(self, peer: PeerId, now_s: float) -> bool:
-        """Whether ``peer``, whose chain was shown here or somewhere else, is in good standing now."""
+        """Return whether ``peer``, whose chain was shown here or elsewhere, is a member in good standing now."""
         try:
             self.judge(peer, now_s)
         except NotAMemberError:
@@ -159,10 +160,10 @@ class Members:
         return self.grant_of(peer) is not None
 
     def judge(self, peer: PeerId, now_s: float) -> None:
-        """Whether ``peer`` may be connected: as ``is_member``, with the reason, and of observers, too.
+        """Check that ``peer`` may be connected: it is a member, or an observer, in good standing.
 
         Raises:
-            NotAMemberError: it may not.
+            NotAMemberError: it may not be connected; the text says why.
         """
         grant = self.grant_of(peer) or self._observing.get(peer)
         if grant is None:
@@ -170,23 +171,25 @@ class Members:
         self._judge(grant, now_s)
 
     def grant_of(self, peer: PeerId) -> Grant | None:
-        """What is known of ``peer``, whether it has expired or is banned or not; None: it was never a member. What a
-        member did while it was one stays valid."""
+        """Return the grant of ``peer``, even if it has expired or is banned; None if it was never a member.
+
+        The work of a former member stays valid.
+        """
         known = self._known.get(peer)
         return _anybody(peer) if known is None and not self.is_private else known
 
     def role_of(self, peer: PeerId) -> Role:
-        """What ``peer`` may do, if it is connected."""
+        """Return the role of ``peer`` once it is connected."""
         grant = self.grant_of(peer)
         return Role.OBSERVER if grant is None else grant.role
 
     def most_weight_of(self, peer: PeerId) -> float:
-        """Of ownership."""
+        """Return the maximum ownership weight of ``peer``."""
         grant = self.grant_of(peer)
         return 0.0 if grant is None else grant.most_weight
 
     def ban_of(self, grant: Grant) -> Ban | None:
-        """The ban that ends it, if there is one (rules 3 and 4); of an invite's own grant, what closes it."""
+        """Return the ban that ends ``grant``, if any (rules 3 and 4). For an invite's own grant, return its closing."""
         for step, guest in zip(grant.path, (*grant.path[1:], None), strict=True):
             for ban in self._bans.get(step.subject, {}).values():
                 is_spared = ban.is_closing and (
@@ -197,25 +200,25 @@ class Members:
         return None
 
     def may_ban(self, by: Grant, target: Grant) -> bool:
-        """Whether ``by``, an admin, may ban ``target``."""
+        """Return whether the admin ``by`` may ban ``target``."""
         if target.subject == self._founder.subject:
             return False
         return target.role is not Role.ADMIN or by.depth < target.depth
 
     def guests_of(self, key: PeerId) -> list[PeerId]:
-        """Members, and those who were, whose own key the invite ``key`` has certified, or with whom a chain goes on
-        from there."""
+        """Return the current and former members whose chain continues directly after the invite ``key``."""
         paths = [grant.path for grant in self._known.values()]
         return sorted({b.subject for path in paths for a, b in itertools.pairwise(path) if a.subject == key})
 
-    # -- what is known -----------------------------------------------------------------------------------------------
+    # -- statements --------------------------------------------------------------------------------------------------
 
     def learn(self, statement: bytes, teller: PeerId = NOBODY) -> bool:
-        """Whether ``statement``, of which ``teller`` tells, is news for others, too. Of an invite that has many
-        unseen peers another one is none: introductions would go round for ever.
+        """Store ``statement``, reported by ``teller``. Return whether to pass it on to other peers.
+
+        Another unseen peer of an invite that has many is not passed on: introductions would circulate for ever.
 
         Raises:
-            CertificateError: it is malformed or forged.
+            CertificateError: the statement is malformed or forged.
         """
         if self.has(statement):
             return False
@@ -225,15 +228,16 @@ class Members:
         return self._introduce(said, statement, teller) if isinstance(said, Grant) else self._ban(said, statement)
 
     def has(self, statement: bytes) -> bool:
-        """Whether it is known; it costs no signature to tell."""
+        """Return whether ``statement`` is known, without verifying a signature."""
         return mark_of(statement) in self._statements
 
     def brings(self, statement: bytes) -> Literal["ban", "peer", "nothing"]:
-        """What is new in it, if it holds: a ban or a closing that would be kept, a peer that is not known here, or
-        nothing. It costs no signature to tell.
+        """Return what ``statement`` would add if valid, without verifying a signature.
+
+        "ban": a ban or closing that would be kept; "peer": an unknown peer; "nothing" otherwise.
 
         Raises:
-            ValueError: malformed.
+            ValueError: the statement is malformed.
         """
         subject, by, tag = named_in(statement)
         if tag == INTRODUCTION:
@@ -241,16 +245,18 @@ class Members:
         return "ban" if self._may_be_banned(subject, by, is_closing=tag == CLOSING) else "nothing"
 
     def statements(self) -> list[bytes]:
-        """All that is known, what matters most last: of unseen peers that are read again, the last ones stay."""
+        """Return all known statements, the most important last: if a reader drops unseen peers, the last ones stay."""
         return [statement for _, statement in self._in_order()]
 
     def marks(self) -> bytes:
-        """MARK_BYTES of each statement that is known, in order."""
+        """Return MARK_BYTES of each known statement, sorted and concatenated."""
         return b"".join(sorted(self._statements))
 
     def beyond(self, marks: bytes, most_bytes: int) -> list[bytes]:
-        """What is known here, not named in ``marks``, and not doubtful, what matters most last; at most ``most_bytes``,
-        and one statement more."""
+        """Return known statements that are not in ``marks`` and not doubtful, the most important last.
+
+        The list ends with the statement that reaches ``most_bytes``.
+        """
         there = {marks[at : at + MARK_BYTES] for at in range(0, len(marks), MARK_BYTES)} | self._doubtful()
         taken, size = [], 0
         for mark, statement in reversed(self._in_order()):
@@ -262,24 +268,24 @@ class Members:
         return taken[::-1]
 
     def known(self) -> list[Grant]:
-        """The founder and all who were introduced."""
+        """Return the grants of the founder and of all introduced peers."""
         return list(self._known.values())
 
     def banned_keys(self) -> dict[PeerId, list[Ban]]:
-        """All bans, by whom they hit."""
+        """Return all bans by banned key."""
         return {subject: list(bans.values()) for subject, bans in self._bans.items()}
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _in_order(self) -> list[tuple[bytes, bytes]]:
-        """Marks and statements: of unseen peers, of seen ones, bans; of each the oldest first."""
+        """Return marks and statements: unseen peers, then seen peers, then bans, each the oldest first."""
         unseen = self._marks_of(peer for told in self._unseen.values() for peer in told)
         return sorted(
             self._statements.items(), key=lambda item: (not item[1].startswith(INTRODUCTION), item[0] not in unseen)
         )
 
     def _doubtful(self) -> set[bytes]:
-        """Marks of unseen peers that others are not told of (rule 5)."""
+        """Return the marks of unseen peers that are not passed on (rule 5)."""
         found: set[bytes] = set()
         for told in self._unseen.values():
             if len(told) > INVITED_LIMIT // 2:
@@ -298,14 +304,14 @@ class Members:
         if not data:
             raise NotAMemberError(
                 f"this run takes members only, and {peer} shows no certificate: ask its founder for an invite, and "
-                "join with that"
+                "join with it"
             )
         try:
             grant = self._followed.get(data) or self._follow(data)
         except UnknownAdminError as error:
-            raise UnknownInviterError(f"the certificate of {peer} does not hold: {error}") from None
+            raise UnknownInviterError(f"the certificate of {peer} is not valid: {error}") from None
         except CertificateError as error:
-            raise NotAMemberError(f"the certificate of {peer} does not hold: {error}") from None
+            raise NotAMemberError(f"the certificate of {peer} is not valid: {error}") from None
         if grant.subject != peer or grant.kind is not Kind.PEER:
             raise NotAMemberError(f"{peer} shows the certificate of another key, {grant.subject}")
         if self.access == "list" and any(step.kind is Kind.INVITE for step in grant.steps):
@@ -346,7 +352,7 @@ class Members:
             raise NotAMemberError(f"{what} (by {ban.by.subject}): {remedy}")
 
     def _introduce(self, grant: Grant, statement: bytes, teller: PeerId | None) -> bool:
-        """``teller``: who tells of it; None: it is here itself."""
+        """Store a peer reported by ``teller`` (None: the peer itself is here). Return whether to pass it on."""
         old = self._known.get(grant.subject)
         inviter = grant.steps[-1]
         is_unseen = teller is not None and inviter.kind is Kind.INVITE
@@ -366,7 +372,10 @@ class Members:
         return not is_unseen or len(self._unseen[inviter.subject]) <= INVITED_LIMIT // 2
 
     def _displaced_by(self, grant: Grant, teller: PeerId | None) -> Grant | None:
-        """Who makes room for ``grant``, which is unseen if there is a ``teller``; itself, if there is no room."""
+        """Return the grant that must make room for ``grant``: None if there is room, ``grant`` if none can be made.
+
+        ``teller`` is None if the peer of ``grant`` is seen.
+        """
         inviter = grant.steps[-1]
         if teller is not None and len(told := self._unseen.get(inviter.subject, {})) >= INVITED_LIMIT:
             most = _most_frequent([teller, *told.values()])
@@ -395,7 +404,7 @@ class Members:
             self._unseen.setdefault(inviter, {})[grant.subject] = teller
 
     def _forget(self, grant: Grant) -> PeerId | None:
-        """Who told of it, if it is unseen."""
+        """Remove a grant and return the teller of an unseen peer."""
         inviter = grant.steps[-1].subject
         told = self._unseen.get(inviter, {})
         teller = told.pop(grant.subject, None)
@@ -408,7 +417,7 @@ class Members:
         return teller
 
     def _rank(self, grant: Grant, is_unseen: bool) -> tuple[bool, bool, int, int, int, bytes]:
-        """Rule 6; the same everywhere for chains that were all shown, or all told."""
+        """Return the sort key of rule 6. It is the same at all peers for chains that were all shown, or all told."""
         bytes_of = grant.chain().encode()
         return self.ban_of(grant) is None, not is_unseen, grant.role, grant.not_after, grant.cap, bytes_of
 
@@ -422,7 +431,7 @@ class Members:
         return True
 
     def _may_be_banned(self, subject: PeerId, signer: PeerId, *, is_closing: bool) -> bool:
-        """Once by each, and closed once by each, within the bounds."""
+        """Return whether another ban may be stored: one ban and one closing per signer, within the bounds."""
         signed = self._bans.get(subject, {})
         is_full = (
             self._banned_by[signer] >= BANS_LIMIT
@@ -433,10 +442,10 @@ class Members:
 
 
 def _most_frequent(tellers: Iterable[PeerId]) -> PeerId:
-    """Who is there most often; of several the first."""
+    """Return the most frequent teller; of several the first."""
     return Counter(tellers).most_common(1)[0][0]
 
 
 def _anybody(peer: PeerId) -> Grant:
-    """What an open run grants."""
+    """Return the grant of every peer in an open run."""
     return Grant(subject=peer, role=Role.LEARNER)

@@ -2,13 +2,13 @@
 
 An introduction is ``i`` and a chain that begins at the founder. A ban is ``b``, the banned key (32 bytes; a peer's or
 an invite's), the banning admin's signature (64), its key (32), and its chain, empty for the founder. The closing of an
-invite is ``c`` and the same, with a list before the chain: the number of peers that stay members (2), and the first 16
-bytes of the key of each, in ascending order.
+invite is ``c`` and the same fields. Before the chain it has a list: the number of peers that stay members (2), and the
+first 16 bytes of the key of each, in ascending order.
 
 Rules of this file:
-1. A statement proves itself to whoever knows run and founder; it is good for ever and for nothing else.
-2. There is one way to write each. Several travel and lie on the disk one after the other, each with its length (2
-   bytes, big-endian).
+1. Every peer that knows run and founder can verify a statement. A statement stays valid for ever.
+2. The encoding is canonical. Several statements are concatenated, each after its length (2 bytes, big-endian), on the
+   wire and on disk.
 """
 
 from __future__ import annotations
@@ -50,44 +50,47 @@ _LENGTH = struct.Struct(">H")
 
 
 class Ban(Struct, frozen=True):
-    """``subject`` is no member, nor is anybody whose chain goes through it. With ``kept``, ``subject`` is an invite
-    that is closed: of those who came by it the kept ones stay members, and nobody else is let in by it."""
+    """A ban: ``subject`` is not a member, nor is any peer whose chain contains it.
+
+    With ``kept`` it closes the invite ``subject``: the kept ones of its guests stay members, and no peer is admitted by
+    it any more.
+    """
 
     subject: PeerId
     by: Grant
     kept: frozenset[bytes] | None = None
-    """The beginnings of their keys; None: nobody stays."""
+    """First bytes of the keys of peers that stay; None: not a closing."""
 
     @property
     def is_closing(self) -> bool:
-        """Whether it closes an invite."""
+        """True if this closes an invite."""
         return self.kept is not None
 
     def keeps(self, guest: PeerId) -> bool:
-        """Whether ``guest``, which came by the invite, stays a member."""
+        """Return whether ``guest``, which joined with the invite, stays a member."""
         return self.kept is not None and _kept_key(guest) in self.kept
 
 
 def introduction(grant: Grant) -> bytes:
-    """The statement that introduces the peer of ``grant``."""
+    """Return the statement that introduces the peer of ``grant``."""
     return INTRODUCTION + grant.chain().encode()
 
 
 def ban(run: RunId, subject: PeerId, by: Grant, sign: Sign) -> bytes:
-    """The statement with which the admin ``by`` bans ``subject``."""
+    """Return the statement with which the admin ``by`` bans ``subject``."""
     chain = by.chain().encode() if by.depth else b""
     return BAN + key_of(subject) + sign(_banned_bytes(run, by.subject, subject)) + key_of(by.subject) + chain
 
 
 def closing(run: RunId, invite: PeerId, kept: Iterable[PeerId], by: Grant, sign: Sign) -> bytes:
-    """The statement with which the admin ``by`` closes the key of an invite to all but those in ``kept``.
+    """Return the statement with which the admin ``by`` closes an invite's key to all but the peers in ``kept``.
 
     Raises:
-        ValueError: more than KEPT_LIMIT would stay.
+        ValueError: more than KEPT_LIMIT peers would stay.
     """
     stay = sorted({_kept_key(peer) for peer in kept})
     if len(stay) > KEPT_LIMIT:
-        raise ValueError(f"{len(stay)} peers came by the invite, and at most {KEPT_LIMIT} can be named as staying")
+        raise ValueError(f"{len(stay)} peers joined with the invite, and at most {KEPT_LIMIT} can be named as staying")
     listed = _KEPT.pack(len(stay)) + b"".join(stay)
     chain = by.chain().encode() if by.depth else b""
     signature = sign(_closed_bytes(run, by.subject, invite, listed))
@@ -95,15 +98,15 @@ def closing(run: RunId, invite: PeerId, kept: Iterable[PeerId], by: Grant, sign:
 
 
 def mark_of(statement: bytes) -> bytes:
-    """MARK_BYTES that name a statement."""
+    """Return the MARK_BYTES that identify a statement."""
     return bytes.fromhex(digest_of(statement))[:MARK_BYTES]
 
 
 def read_statement(run: RunId, founder: Grant, statement: bytes, verify: Verify) -> Grant | Ban:
-    """What a statement says: who is introduced, or banned.
+    """Verify a statement; return the introduced peer's grant, or the ban.
 
     Raises:
-        CertificateError: malformed, or not signed as it must be.
+        CertificateError: the statement is malformed or not signed as required.
     """
     if len(statement) > STATEMENT_LIMIT:
         raise CertificateError(f"a statement has at most {STATEMENT_LIMIT} bytes, not {len(statement)}")
@@ -117,35 +120,35 @@ def read_statement(run: RunId, founder: Grant, statement: bytes, verify: Verify)
         return _read_ban(run, founder, rest, verify)
     if tag == CLOSING:
         return _read_closing(run, founder, rest, verify)
-    raise CertificateError("a statement of a kind that is not known here")
+    raise CertificateError("the statement has an unknown kind")
 
 
 def named_in(statement: bytes) -> tuple[PeerId, PeerId, bytes]:
-    """Who is introduced, banned or closed; by whom; and which of the three. No signature was looked at.
+    """Return subject, signer and kind of a statement, without verifying a signature.
 
     Raises:
-        ValueError: malformed.
+        ValueError: the statement is malformed.
     """
     tag, rest = statement[:1], statement[1:]
     if tag in (BAN, CLOSING) and len(rest) >= 2 * KEY_BYTES + SIGNATURE_BYTES:
         signer_at = KEY_BYTES + SIGNATURE_BYTES
         return peer_id_of(rest[:KEY_BYTES]), peer_id_of(rest[signer_at : signer_at + KEY_BYTES]), tag
     if tag != INTRODUCTION:
-        raise CertificateError("a statement of a kind that is not known here")
+        raise CertificateError("the statement has an unknown kind")
     *earlier, last = decode_chain(rest).certificates
     return last.subject, earlier[-1].subject if earlier else PeerId(""), tag
 
 
 def join_statements(statements: Iterable[bytes]) -> bytes:
-    """One after the other, each with its length."""
+    """Concatenate statements, each after its length."""
     return b"".join(_LENGTH.pack(len(statement)) + statement for statement in statements)
 
 
 def split_statements(data: bytes) -> list[bytes]:
-    """What ``join_statements`` joined.
+    """Reverse ``join_statements``.
 
     Raises:
-        CertificateError: malformed.
+        CertificateError: ``data`` is malformed.
     """
     found, at = [], 0
     while at < len(data):
@@ -176,7 +179,7 @@ def _read_closing(run: RunId, founder: Grant, data: bytes, verify: Verify) -> Ba
     end = _KEPT.size + number * KEPT_BYTES
     stay = [rest[at : at + KEPT_BYTES] for at in range(_KEPT.size, end, KEPT_BYTES)]
     if number > KEPT_LIMIT or len(rest) < end or stay != sorted(set(stay)):
-        raise CertificateError("the list of those who stay by a closed invite is malformed")
+        raise CertificateError("the list of peers that keep a closed invite is malformed")
     by = _admin(run, founder, signer, rest[end:], verify)
     if not verify(signer, _closed_bytes(run, signer, invite, rest[:end]), signature):
         raise CertificateError(f"{signer} has not signed the closing of {invite} in this run")
@@ -184,7 +187,7 @@ def _read_closing(run: RunId, founder: Grant, data: bytes, verify: Verify) -> Ba
 
 
 def _split_ban(data: bytes) -> tuple[PeerId, bytes, PeerId, bytes]:
-    """Banned key, signature, signer, and what comes after."""
+    """Return the banned key, the signature, the signer, and the rest."""
     signer_at = KEY_BYTES + SIGNATURE_BYTES
     end = signer_at + KEY_BYTES
     if len(data) < end:
@@ -193,7 +196,7 @@ def _split_ban(data: bytes) -> tuple[PeerId, bytes, PeerId, bytes]:
 
 
 def _admin(run: RunId, founder: Grant, signer: PeerId, chain: bytes, verify: Verify) -> Grant:
-    """What the signer of a ban may do."""
+    """Return the grant of a ban's signer."""
     by = _whole(run, founder, chain, verify) if chain else founder
     if by.subject != signer or by.kind is not Kind.PEER or by.role is not Role.ADMIN:
         raise CertificateError(f"{signer} may not ban")

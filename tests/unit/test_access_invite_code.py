@@ -112,9 +112,9 @@ def test_every_typo_is_told_as_one() -> None:
         ("", "begins with p2pdiloco"),
         ("hello", "begins with p2pdiloco"),
         (PREFIX, "typo"),
-        (PREFIX + "0OIl", "character that none has"),
+        (PREFIX + "0OIl", "character that invites never have"),
         (PREFIX + "z" * 300, "at most 250 characters"),
-        (PREFIX + "é", "character that none has"),
+        (PREFIX + "é", "character that invites never have"),
     ],
 )
 def test_what_is_no_invite_is_told(text: str, sentence: str) -> None:
