@@ -1,7 +1,7 @@
-"""Events between the parts of a node: whoever reports one does not know the parts that react to it.
+"""Event bus between the components of a node: a component that publishes an event need not know its listeners.
 
-An event is an immutable object, and its class is its kind. The bus exists before all parts, so that a part that is
-built early can report to one that is built later.
+An event is an immutable object, and its class is its kind. The bus is created before all components, so that one that
+is built early can report to one that is built later.
 """
 
 from __future__ import annotations
@@ -24,6 +24,6 @@ class EventBus:
         self._listeners[kind].append(listener)
 
     def publish(self, event: object) -> None:
-        """Call all listeners of the event's class; what one raises is passed on to the publisher."""
+        """Call all listeners of the event's class. An exception in a listener propagates to the publisher."""
         for listener in self._listeners[type(event)]:
             listener(event)

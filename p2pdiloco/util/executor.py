@@ -1,13 +1,13 @@
-"""Threads that do what they are given, in order, for an event loop.
+"""Worker threads that run jobs in order for an event loop.
 
-An executor's futures, locks and wake-ups cost more than much of what is done here: some 13 microseconds a job of the
-event loop's time, and an exchange has hundreds of jobs (benchmarks/notes.md).
+An exchange has hundreds of short jobs. The futures, locks and wake-ups of the standard library's executor would cost
+about 13 microseconds of the event loop's time for each, more than many of the jobs take (benchmarks/notes.md).
 
 Rules of this file:
-1. Of several threads each has its part of the work, by ``key``: what has the same key is done in order. What has none
-   is done when all threads have done what came before, and before any of them goes on.
-2. What ends while the loop is busy is told in one go, in the order in which it ended, whichever thread it was.
-3. Nothing of a job is held once it has ended: others wait for its memory.
+1. With several threads, a job's ``key`` selects its thread, so jobs with the same key run in order. A job without a key
+   is a barrier: it runs after all earlier jobs on all threads, and before any later one.
+2. Results that arrive while the loop is busy are delivered together, in the order in which jobs ended on any thread.
+3. A finished job is not referenced any more, because others wait for its memory.
 """
 
 from __future__ import annotations
@@ -26,14 +26,17 @@ T = TypeVar("T")
 
 class _Job(NamedTuple):
     future: asyncio.Future[Any] | None
-    """None: another thread's job has this one wait at the gate."""
+    """None: this thread only waits at the gate for another thread's job."""
     work: Callable[[], Any]
     gate: threading.Barrier | None = None
-    """Where all threads meet before the job, and after it."""
+    """Barrier at which all threads meet before and after the job."""
 
 
 class WorkQueue:
-    """Within the running event loop. ``begin`` is called on each thread first; they start with the first job."""
+    """Queue of jobs, created inside the running event loop.
+
+    Each thread first calls ``begin``. The threads start with the first job.
+    """
 
     def __init__(self, name: str, begin: Callable[[], None], threads: int = 1) -> None:
         self._loop = asyncio.get_running_loop()
@@ -42,17 +45,17 @@ class WorkQueue:
         self._threads = [threading.Thread(target=self._run, args=(begin, jobs), name=name) for jobs in self._jobs]
         self._gates: weakref.WeakSet[threading.Barrier] = weakref.WeakSet()
         self._ended: deque[tuple[asyncio.Future[Any], Any, BaseException | None]] = deque()
-        """With what each has returned, or raised."""
+        """Finished jobs, with their results or exceptions."""
         self._is_told = False
-        """The loop is about to look at what has ended."""
+        """Whether a call of ``_tell`` is scheduled."""
         self._has_begun = False
         self._is_closed = False
 
     def do(self, work: Callable[[], T], key: int | None = None) -> asyncio.Future[T]:
-        """What ``work`` returns, or raises; cancelled, it is not begun any more.
+        """Run ``work`` on a thread and return a future of its result. A job cancelled before its start does not run.
 
         Raises:
-            RuntimeError: after ``close``.
+            RuntimeError: the queue is closed.
         """
         if self._is_closed:
             raise RuntimeError(f"the queue of {self._name} is closed")
@@ -73,7 +76,7 @@ class WorkQueue:
         return future
 
     def close(self) -> None:
-        """What waits is cancelled; nobody hears of what runs."""
+        """Cancel waiting jobs. Results of running jobs are discarded."""
         self._is_closed = True
         for jobs in self._jobs:
             with contextlib.suppress(Empty):
@@ -85,7 +88,7 @@ class WorkQueue:
             gate.abort()
 
     async def ended(self) -> None:
-        """After ``close``: until what runs has ended, too."""
+        """Wait, after ``close``, until running jobs have ended, too."""
         for thread in self._threads:
             if thread.is_alive():
                 await asyncio.to_thread(thread.join)
@@ -107,21 +110,21 @@ class WorkQueue:
             if job.gate is not None:
                 job.gate.wait()
         except threading.BrokenBarrierError:
-            pass  # closed: nobody waits for it
+            pass  # the queue was closed: nothing waits for this job
         return True
 
     def _do(self, future: asyncio.Future[Any], work: Callable[[], Any]) -> None:
         try:
             self._ended.append((future, work(), None))
-        except BaseException as error:  # noqa: BLE001 (whoever waits for it hears of it)
+        except BaseException as error:  # noqa: BLE001 (it is raised where the future is awaited)
             self._ended.append((future, None, error))
         if not self._is_told:
             self._is_told = True
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nothing waits for the result
                 self._loop.call_soon_threadsafe(self._tell)
 
     def _tell(self) -> None:
-        self._is_told = False  # what ends from now on is told again
+        self._is_told = False  # before the loop below: a job that ends during it schedules another call
         while self._ended:
             future, result, error = self._ended.popleft()
             if future.cancelled():
@@ -133,4 +136,4 @@ class WorkQueue:
 
 
 def _nothing() -> None:
-    """What a thread does that another's job has wait."""
+    """Do nothing: the job of a thread that waits at a gate."""

@@ -1,9 +1,11 @@
-"""Files that a crash leaves with the old bytes or the new ones, never a mixture; and locks that no crash leaves behind.
+"""Atomic file replacement, file locks, and disk access past the cache.
+
+After a crash a file has its old content or its new one, never a mixture, and no lock is left behind.
 
 Rules of this file:
-1. The temporary file lies in the target's own folder (rename is atomic within one file system only).
-2. Bytes reach the disk before the name does, and the name before the call returns.
-3. Everything here blocks: on the event loop call it through a thread.
+1. The temporary file lies in the target's own folder, because renames are atomic within one file system only.
+2. The content reaches the disk before the new name does, and the new name before the call returns.
+3. All functions block: call them in a thread, not on the event loop.
 """
 
 from __future__ import annotations
@@ -28,17 +30,19 @@ PAST_CACHE: int = getattr(os, "O_DIRECT", 0)
 
 
 class LockedError(Exception):
-    """Another has the lock; its text is that process's id, or "unknown"."""
+    """Another process has the lock. The text is that process's id, or "unknown"."""
 
 
 def lock(path: Path, *, is_inherited: bool = True) -> int:
-    """The descriptor of a lock on the file ``path``, which is made. Closing it, and the process's end, unlock.
+    """Lock the file ``path``, which is created, and return its descriptor.
 
-    ``is_inherited``: processes that this one forks hold it, too, and a second try of this process fails (flock). Else
-    it is this process's alone, for which a second try succeeds (lockf).
+    Closing the descriptor or ending the process unlocks it.
+
+    ``is_inherited``: forked processes hold the lock, too, and a second attempt in this process fails (flock). Otherwise
+    the lock belongs to this process alone, and a second attempt in it succeeds (lockf).
 
     Raises:
-        LockedError
+        LockedError: another process has the lock.
         OSError: the file cannot be opened.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -57,16 +61,16 @@ Buffer = bytes | bytearray | memoryview
 
 
 def write_atomically(path: Path, data: Buffer, *, mode: int = 0o644) -> None:
-    """Replace ``path`` by ``data`` with permission bits ``mode``; parent folders are made.
+    """Replace ``path`` by ``data`` with permission bits ``mode``; parent folders are created.
 
     Raises:
-        OSError: the disk is full, the folder is not writable. The old file is then untouched.
+        OSError: for example, the disk is full or the folder is not writable. The old file is then untouched.
     """
     stream_atomically(path, (data,), mode=mode)
 
 
 def stream_atomically(path: Path, parts: Iterable[Buffer], *, mode: int = 0o644) -> None:
-    """As ``write_atomically``, with ``parts`` one after the other: no more than one needs to be in memory."""
+    """Do ``write_atomically`` with ``parts``, one after the other: only one needs to be in memory at a time."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = write_temporary(path, parts, mode=mode)
     try:
@@ -78,10 +82,10 @@ def stream_atomically(path: Path, parts: Iterable[Buffer], *, mode: int = 0o644)
 
 
 def write_temporary(path: Path, parts: Iterable[Buffer], *, mode: int) -> Path:
-    """``parts`` on the disk under a new name beside ``path``. The caller renames or unlinks it.
+    """Write ``parts`` to disk under a temporary name beside ``path``. The caller renames or removes the file.
 
     Raises:
-        OSError: as above; nothing is left behind.
+        OSError: writing failed; nothing is left behind.
     """
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
     try:
@@ -107,7 +111,7 @@ def sync_folder(folder: Path) -> None:
 
 
 class _Staging(threading.local):
-    """Where bytes wait until there are enough of them to be written, aligned as disks want it; each thread's own."""
+    """Aligned buffer of a thread, in which bytes are collected for a write past the cache."""
 
     def __init__(self) -> None:
         self.bytes = memoryview(mmap.mmap(-1, STAGING_BYTES))
@@ -117,9 +121,11 @@ _staging = _Staging()
 
 
 class _Writer:
-    """A new file, or whole sectors of one from ``at`` on, written past the kernel's cache, where the file system can:
-    what is written here is seldom read again, and the cache would take memory for it, which a virtual machine's host
-    has to find first: 2 ns a byte, where writing past the cache takes 0.4 (benchmarks/notes.md)."""
+    """Writes a new file, or whole sectors of one from ``at`` on, past the kernel's cache where possible.
+
+    Its content is rarely read again. Through the cache it would take memory, which the host of a virtual machine has to
+    provide first: 2 ns a byte, where writing past the cache takes 0.4 (benchmarks/notes.md).
+    """
 
     def __init__(self, path: Path, at: int | None = None) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (os.O_TRUNC if at is None else 0)
@@ -134,7 +140,7 @@ class _Writer:
         os.lseek(self.descriptor, at or 0, os.SEEK_SET)
 
     def put(self, part: Buffer) -> None:
-        """The next bytes."""
+        """Append the next bytes."""
         rest = memoryview(part).cast("B")
         while len(rest):
             count = min(len(rest), STAGING_BYTES - self._staged)
@@ -146,7 +152,7 @@ class _Writer:
                 self._flush(STAGING_BYTES)
 
     def end(self) -> None:
-        """All is said."""
+        """Write the remaining bytes."""
         if self._staged:
             self._flush(-(-self._staged // SECTOR_BYTES) * SECTOR_BYTES)
             if self._is_new:
@@ -161,31 +167,31 @@ class _Writer:
                 flags = fcntl.fcntl(self.descriptor, fcntl.F_GETFL)
                 if error.errno != errno.EINVAL or not flags & PAST_CACHE:
                     raise
-                fcntl.fcntl(self.descriptor, fcntl.F_SETFL, flags & ~PAST_CACHE)  # not so, or not from there
+                fcntl.fcntl(self.descriptor, fcntl.F_SETFL, flags & ~PAST_CACHE)  # EINVAL: use the cache instead
 
 
 class LocalDisk:
-    """``peer.disk.Disk`` as the machine has it."""
+    """``peer.disk.Disk`` on the local file system."""
 
     def names(self, folder: Path) -> list[str]:
-        """What lies in ``folder``, sorted; nothing if it is not there."""
+        """Return the names in ``folder``, sorted; empty if it does not exist."""
         try:
             return sorted(os.listdir(folder))
         except (FileNotFoundError, NotADirectoryError):
             return []
 
     def read(self, path: Path, start: int = 0, size: int | None = None) -> bytes:
-        """The file's bytes from ``start``; at most ``size``, or all."""
+        """Return the file's bytes from ``start`` on, at most ``size``."""
         with path.open("rb") as file:
             file.seek(start)
             return file.read(-1 if size is None else size)
 
     def write(self, path: Path, parts: Iterable[Buffer]) -> None:
-        """A new file of ``parts``."""
+        """Write a new file of ``parts``."""
         self._write(path, None, parts)
 
     def put(self, path: Path, at: int, *parts: Buffer) -> None:
-        """``parts`` from ``at`` on, and whatever behind them up to the sector's end."""
+        """Write ``parts`` from ``at`` on. The bytes after them, up to the sector's end, are undefined."""
         self._write(path, at, parts)
 
     def _write(self, path: Path, at: int | None, parts: Iterable[Buffer]) -> None:
@@ -199,12 +205,12 @@ class LocalDisk:
             os.close(writer.descriptor)
 
     def append(self, path: Path, part: Buffer) -> None:
-        """``part`` at the end of a file that is there."""
+        """Append ``part`` to an existing file."""
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC), "ab") as file:
             file.write(part)
 
     def sync(self, path: Path) -> None:
-        """The file's bytes are durable when this returns."""
+        """Make the file's content durable."""
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -212,19 +218,19 @@ class LocalDisk:
             os.close(descriptor)
 
     def sync_folder(self, folder: Path) -> None:
-        """Renames in ``folder`` are durable when this returns."""
+        """Make renames in ``folder`` durable."""
         sync_folder(folder)
 
     def rename(self, old: Path, new: Path) -> None:
-        """``new`` is what ``old`` was, at once."""
+        """Rename ``old`` to ``new`` atomically."""
         os.replace(old, new)
 
     def remove(self, path: Path) -> None:
-        """A file; nothing if it is not there."""
+        """Remove a file, if it exists."""
         path.unlink(missing_ok=True)
 
     def remove_folder(self, folder: Path) -> None:
-        """With all that is in it, as far as that can be done."""
+        """Remove a folder and its contents, as far as possible."""
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -232,15 +238,16 @@ LOCAL = LocalDisk()
 
 
 # -- Rotation ----------------------------------------------------------------------------------------------------------
-# Files that would grow for ever, or be overwritten when they are needed most: the last few of each are kept.
+# Keeps the last few versions of files that would grow without limit or be overwritten.
 
 
 def rotate(path: Path, *, keep: int, most_bytes: int) -> None:
-    """Move ``path`` aside, if it is there. Of what was moved aside at any time the newest ``keep`` stay, as far as they
-    have ``most_bytes`` together; the newest always does.
+    """Move ``path`` aside, if it exists, and remove old versions.
+
+    The newest ``keep`` versions stay, as far as they fit ``most_bytes`` together; the newest always stays.
 
     Raises:
-        OSError: it cannot be moved.
+        OSError: the file cannot be moved.
     """
     if not path.exists():
         return
@@ -257,7 +264,7 @@ def rotate(path: Path, *, keep: int, most_bytes: int) -> None:
 
 
 def older(path: Path) -> list[Path]:
-    """What was moved aside, the oldest first."""
+    """Return the versions that were moved aside, the oldest first."""
     found = [other for other in path.parent.glob(f"{path.stem}.*{path.suffix}") if _number(path, other)]
     return sorted(found, key=lambda other: _number(path, other), reverse=True)
 
@@ -272,10 +279,10 @@ def _number(path: Path, other: Path) -> int:
 
 
 # -- Default state folder ----------------------------------------------------------------------------------------------
-# Where peers keep what they are, unless they are told another place: the commands' default, and training scripts'.
+# Used by commands and training scripts unless the user names another folder.
 
 
 def state_home() -> Path:
-    """``$XDG_STATE_HOME/p2pdiloco``, else ``~/.local/state/p2pdiloco``. A script's own folder lies in it."""
+    """Return ``$XDG_STATE_HOME/p2pdiloco``, or ``~/.local/state/p2pdiloco``. Each script has its own folder in it."""
     home = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
     return Path(home) / "p2pdiloco"

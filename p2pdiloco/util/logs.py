@@ -1,10 +1,10 @@
-"""Structured logs: one event, one line, in text for people or in JSON for machines; and a terminal's status line.
+"""Structured logs: one event a line, as text for people or JSON for machines; and a terminal's status line.
 
 Rules of this file:
 1. A line has the time (UTC), the level, the short id of the peer that logs it, the logger, the event's name, and
    fields. In a terminal it has the time of day, the event's name, and fields.
-2. Text of a remote peer is quoted, and its control characters are escaped (also those beyond ASCII: C1 controls, line
-   separators, marks that turn the direction of writing), so that nobody forges a line.
+2. Text of a remote peer is quoted and its control characters are escaped, so that it cannot forge a line. That includes
+   those beyond ASCII: C1 controls, line separators, and marks that change the direction of writing.
 3. It is built on the standard library's logging, so that hivemind, asyncio and warnings have the same format.
 
     log = logs.get("transport")
@@ -38,7 +38,7 @@ class BottomLine:
         self._lock = threading.RLock()
         self._text = ""
         self._stream: TextIO | None = None
-        """The terminal that shows it; None: no line is shown."""
+        """The terminal that shows the line; None if no line is shown."""
 
     def draw(self, text: str, stream: TextIO) -> None:
         """Show ``text``, which must fit in one line of the terminal."""
@@ -135,7 +135,7 @@ def get(name: str) -> EventLog:
 
 
 def speak_as(peer: str) -> None:
-    """Name the peer whose events the current task, and the tasks that it starts, log."""
+    """Set the peer id for log lines of the current task and of the tasks that it starts."""
     _speaker.set(short(peer))
 
 
@@ -145,8 +145,7 @@ def short(peer: str) -> str:
 
 
 def printable(text: str, keeps: str = "") -> str:
-    """Replace every control character of ``text`` by a space, except those in ``keeps``, so that a terminal obeys
-    nothing in it."""
+    """Replace control characters in ``text`` by spaces, except those in ``keeps``, to protect the terminal."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in keeps else " " for c in text)
@@ -191,7 +190,7 @@ class TerminalHandler(logging.StreamHandler[TextIO]):
     """Writes above the status line, if there is one."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """As of ``logging.Handler``."""
+        """Write ``record`` while the status line is hidden."""
         with bottom_line.lifted():
             super().emit(record)
 
@@ -208,13 +207,15 @@ class TextFormatter(logging.Formatter):
         return " ".join(parts)
 
     def _head(self, record: logging.LogRecord) -> list[str]:
-        """The parts of the line before the event's name."""
+        """Return the parts of the line before the event's name."""
         return [_time_of(record), f"{_level_of(record):<7}", _speaker.get(), _name_of(record)]
 
 
 class TerminalFormatter(TextFormatter):
-    """``11:08:27 connected peer=d4e5f6 address=/ip4/...``, for a person at a terminal: local time, and nothing that is
-    the same in each line. A level above ``info`` is shown."""
+    """Format for a person at a terminal: ``11:08:27 connected peer=d4e5f6 address=/ip4/...``.
+
+    It uses local time and leaves out what is the same in each line. A level above ``info`` is shown.
+    """
 
     def _head(self, record: logging.LogRecord) -> list[str]:
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))

@@ -1,4 +1,4 @@
-"""A process that asyncio did not start: waited for and killed through a descriptor that names it for good (Linux)."""
+"""Processes that asyncio did not start, handled through a pidfd that identifies them reliably (Linux)."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ import sys
 
 
 class ProcessHandle:
-    """Of a process that is there. ``is_own``: a child of this one, whose status is ours to collect."""
+    """Handle of a running process. ``is_own`` says that it is a child of this process, which collects its status."""
 
     def __init__(self, pid: int, *, is_own: bool = False) -> None:
-        """Raises:
-        ProcessLookupError: it has ended.
+        """Open a handle.
+
+        Raises:
+            ProcessLookupError: the process has ended.
         """
         self.pid = pid
         self._status: int | None = None if is_own else 1
@@ -22,7 +24,7 @@ class ProcessHandle:
         self._fd = os.pidfd_open(pid)
 
     async def wait(self) -> int:
-        """Until it has ended; its status, as subprocess tells it. Another's child has told its parent: 1."""
+        """Wait until the process has ended. Return its exit code as ``subprocess`` does; 1 if it is not a child."""
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
         with os.fdopen(os.dup(self._fd)) as watched:
             loop.add_reader(watched.fileno(), ended.set)
@@ -35,7 +37,7 @@ class ProcessHandle:
         return self._status
 
     def kill(self) -> None:
-        """SIGKILL. Raises ProcessLookupError if it has ended."""
+        """Send SIGKILL. Raises ProcessLookupError if the process has ended."""
         signal.pidfd_send_signal(self._fd, signal.SIGKILL)
 
     def __del__(self) -> None:
@@ -44,24 +46,26 @@ class ProcessHandle:
 
 
 # -- Dying with the parent ---------------------------------------------------------------------------------------------
-# A process that dies with its parent, even if that is killed, and what it is called. Linux alone knows how.
+# Linux only.
 
 
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 
 
 def die_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
-    """Ask Linux for ``number`` when the parent of this process dies; elsewhere nothing is asked. For the new process
-    itself, or for ``preexec_fn``."""
+    """Have Linux send ``number`` to this process when its parent dies; on other systems, do nothing.
+
+    Call it in the new process itself, or as ``preexec_fn``.
+    """
     if sys.platform != "linux":
         return
     parent = os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
-        os._exit(0)  # it died before we had asked
+        os._exit(0)  # the parent died before the request
 
 
 def be_called(name: str) -> None:
-    """What the system's lists of processes call this one, 15 characters at most."""
+    """Set the name of this process in process lists, at most 15 characters."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)

@@ -1,17 +1,17 @@
-"""The status pipe: what a ``p2pdiloco`` command tells the program that started it, one JSON object a line.
+"""Status pipe: messages of a ``p2pdiloco`` command to the program that started it, one JSON object a line.
 
-The parent makes a pipe, lets the child inherit its write end, and names it by ``--status-fd N``::
+The parent creates a pipe, lets the child inherit its write end, and names it with ``--status-fd N``::
 
     with status_pipe.opened() as (reader, fd):
         process = Popen([*command, status_pipe.OPTION, str(fd)], pass_fds=(fd,))
     invite = reader.wait_for(Invited, timeout_s=60.0).invite
 
 Rules of this file:
-1. The child depends on no reader. It never waits for the pipe; when its parent has closed the pipe, or lets it fill up,
-   the child stops reporting and goes on.
+1. The child does not depend on a reader and never waits for the pipe. If its parent closes the pipe or lets it fill up,
+   the child stops reporting and continues.
 2. A line has at most ``LINE_BYTES`` bytes. The writer leaves out a longer message; the reader skips a longer line.
-3. The end of the pipe is the end of the child: no other process keeps the write end open.
-4. ``str(message)`` is what a person reads instead. Programs never search that text.
+3. The end of the pipe means the end of the child: no other process keeps the write end open.
+4. ``str(message)`` is the text that a person reads. Programs never parse that text.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ class Listening(StatusMessage, frozen=True):
 
 
 class Invited(StatusMessage, frozen=True):
-    """Others can join the run. A peer reports it again when its invite or address changes."""
+    """The run can be joined. A peer reports it again when its invite or address changes."""
 
     invite: str
     """An invite, or an address of an open run; empty if an admin makes an invite for each newcomer."""
     usage: str
-    """What a person types to join."""
+    """Command with which a person joins."""
 
     def __str__(self) -> str:
         return f"to join from another machine:  {self.usage}"
@@ -82,7 +82,7 @@ class PageAt(StatusMessage, frozen=True):
 
 
 class Exited(StatusMessage, frozen=True):
-    """The command ends in order, or with a sentence for its user. A crash reports nothing."""
+    """The command ends in order, or with an error message for its user. A crash reports nothing."""
 
     status: int
     reason: str
@@ -92,17 +92,17 @@ class Exited(StatusMessage, frozen=True):
 
 
 Say: TypeAlias = Callable[[str | StatusMessage], None]
-"""Tells the user a line; a message goes to the status pipe, too."""
+"""Shows a line to the user. A ``StatusMessage`` is also reported to the status pipe."""
 
 _DECODER = msgspec.json.Decoder(Listening | Invited | PageAt | Exited)
 Message = TypeVar("Message", bound=StatusMessage)
 
 
-# -- The child's side --------------------------------------------------------------------------------------------------
+# -- Child -------------------------------------------------------------------------------------------------------------
 
 
 class StatusWriter:
-    """Writes messages to the pipe of this process, if its parent has given it one."""
+    """Writes messages to the status pipe of this process, if its parent has given it one."""
 
     def __init__(self) -> None:
         self._fd: int | None = None
@@ -111,7 +111,7 @@ class StatusWriter:
         """Report to ``fd`` from now on.
 
         Raises:
-            OSError: it is no open file descriptor.
+            OSError: ``fd`` is not an open file descriptor.
         """
         os.set_blocking(fd, False)
         os.set_inheritable(fd, False)
@@ -124,7 +124,7 @@ class StatusWriter:
             return
         try:
             is_written = os.write(self._fd, line) == len(line)
-        except OSError:  # the parent has closed it, or it is full
+        except OSError:  # the parent has closed the pipe, or the pipe is full
             is_written = False
         if not is_written:
             self.close()
@@ -134,7 +134,7 @@ class StatusWriter:
         self.report(Exited(status, reason[:REASON_CHARACTERS]))
 
     def close(self) -> None:
-        """Report nothing more. A fork of this process closes its copy, so that the pipe ends with this process."""
+        """Stop reporting. A fork of this process closes its copy, so that the pipe ends with this process."""
         if self._fd is not None:
             with contextlib.suppress(OSError):
                 os.close(self._fd)
@@ -142,21 +142,21 @@ class StatusWriter:
 
 
 writer = StatusWriter()
-"""This process's."""
+"""Status writer of this process."""
 
 
-# -- The parent's side -------------------------------------------------------------------------------------------------
+# -- Parent ------------------------------------------------------------------------------------------------------------
 
 
 class StatusPipeError(Exception):
-    """The awaited message does not come; the text says why."""
+    """The awaited message will not come. The text says why."""
 
 
 class StatusReader:
-    """The messages of one child."""
+    """Reader of the messages of one child."""
 
     def __init__(self, fd: int) -> None:
-        """Takes over ``fd``, and closes it at the pipe's end or with this object."""
+        """Take over ``fd``, and close it at the pipe's end or with this object."""
         os.set_blocking(fd, False)
         self._fd = fd
         self._close = weakref.finalize(self, os.close, fd)
@@ -164,7 +164,7 @@ class StatusReader:
         self._messages: deque[StatusMessage] = deque(maxlen=MOST_MESSAGES)
 
     def poll(self) -> list[StatusMessage]:
-        """The messages until now, oldest first; does not wait."""
+        """Return the messages received so far, oldest first, without waiting."""
         while self._close.alive:
             try:
                 data = os.read(self._fd, LINE_BYTES)
@@ -173,7 +173,7 @@ class StatusReader:
             if not data:
                 self.close()
             *lines, self._partial_line = (self._partial_line + data).split(b"\n")
-            self._partial_line = self._partial_line[: LINE_BYTES + 1]  # too long, and stays so
+            self._partial_line = self._partial_line[: LINE_BYTES + 1]  # keeps a too long line recognizable as such
             for line in lines:
                 if len(line) <= LINE_BYTES:
                     with contextlib.suppress(msgspec.DecodeError):
@@ -181,14 +181,14 @@ class StatusReader:
         return list(self._messages)
 
     def find(self, kind: type[Message]) -> Message | None:
-        """The first message of this kind, if it has come."""
+        """Return the first message of this kind, if it has arrived."""
         return next((message for message in self.poll() if isinstance(message, kind)), None)
 
     def wait_for(self, kind: type[Message], timeout_s: float) -> Message:
-        """The first message of this kind.
+        """Wait for the first message of this kind and return it.
 
         Raises:
-            StatusPipeError: the child ended without it, or it did not come within ``timeout_s``.
+            StatusPipeError: the child ended without it, or it did not arrive within ``timeout_s``.
         """
         deadline = time.monotonic() + timeout_s
         poller = select.poll()
@@ -204,14 +204,16 @@ class StatusReader:
         return found
 
     def close(self) -> None:
-        """Read no more; the child goes on."""
+        """Stop reading. The child continues."""
         self._close()
 
 
 @contextlib.contextmanager
 def opened() -> Iterator[tuple[StatusReader, int]]:
-    """A pipe for one child: its reader, and the write end, which is to be inherited by the child that is started inside
-    the block and is closed here after it."""
+    """Create a pipe for one child and yield its reader and its write end.
+
+    The child must be started inside the block and inherit the write end, which is closed here after the block.
+    """
     read_fd, write_fd = os.pipe()
     reader = StatusReader(read_fd)
     try:

@@ -1,12 +1,12 @@
-"""A nursery for background tasks: each is named and referenced, and none outlives its owner.
+"""Group of background tasks: each is named and referenced, and none outlives its owner.
 
 Rules of this file:
-1. A task that ends by itself (``spawn``: a dial, a question) and fails is logged with its traceback; it takes nothing
-   else down.
-2. A task that lasts as long as its owner (``keep``) and fails is logged, and started again after a pause that doubles,
-   as often as it fails. ``troubles`` says so until it has run for SOUND_S: its owner shows that in status, metrics and
+1. A task that ends by itself (``spawn``: a dial, a request) and fails is logged with its traceback. Other tasks
+   continue.
+2. A task that lasts as long as its owner (``keep``) and fails is logged and started again after a pause, which doubles
+   with each failure. ``troubles`` names it until it has run for SOUND_S. The owner shows that in status, metrics and
    alerts.
-3. Leaving the nursery cancels what still runs and waits for it.
+3. Leaving the group cancels the tasks that still run and waits for them.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ LONGEST_REASON = 200
 
 
 class Tasks:
-    """``async with Tasks() as tasks: tasks.spawn(work(), name="work")``. Several may share their ``troubles``."""
+    """Task group: ``async with Tasks() as tasks: tasks.spawn(work(), name="work")``. Groups may share ``troubles``."""
 
     def __init__(self, troubles: dict[str, str] | None = None) -> None:
         self.troubles: dict[str, str] = {} if troubles is None else troubles
-        """What failed and is started again, by the task's name: a sentence for people."""
+        """Failed tasks that are started again, by name: a sentence for people."""
         self._running: set[asyncio.Task[None]] = set()
         self._closed = False
 
@@ -55,7 +55,7 @@ class Tasks:
             await asyncio.wait(set(self._running))
 
     def spawn(self, work: Coroutine[Any, Any, None], *, name: str) -> asyncio.Task[None]:
-        """Run ``work`` until it ends or the nursery closes. Once it has closed, the new task is cancelled at once."""
+        """Run ``work`` until it ends or the group closes. After that, the new task is cancelled at once."""
         task = asyncio.get_running_loop().create_task(work, name=name)
         self._running.add(task)
         task.add_done_callback(self._ended)
@@ -64,7 +64,7 @@ class Tasks:
         return task
 
     def keep(self, work: Callable[[], Coroutine[Any, Any, None]], *, name: str) -> asyncio.Task[None]:
-        """Run ``work()`` until the nursery closes, and again whenever it fails. It is over if it returns."""
+        """Run ``work()`` until the group closes, again whenever it fails. The task ends if ``work()`` returns."""
         return self.spawn(self._run_again(work, name), name=name)
 
     async def _run_again(self, work: Callable[[], Coroutine[Any, Any, None]], name: str) -> None:
