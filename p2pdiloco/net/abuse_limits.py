@@ -1,10 +1,10 @@
 """Limits against unknown and hostile peers: places, a blocklist, dials, handshakes, reputation.
 
-Everything here is pure: time is a number, and what is remembered is bounded.
+Everything here is pure: time is a number, and all memory is bounded.
 
-Rules of places (connections that have not proved themselves, and peers):
-1. Of the machine that would hold most places, the holder that was quiet longest makes room. A machine that fills the
-   places takes them from itself.
+Rules of places (for connections that have not proved themselves, and for peers):
+1. When all places are taken, the machine that would hold most of them loses one. The one unused for longest goes. So a
+   machine that fills the places takes them from itself.
 2. Ties go against the machine that came first.
 """
 
@@ -21,8 +21,10 @@ Holder = TypeVar("Holder")
 
 
 def machine_of(host: str) -> str:
-    """Return the machine that an address counts for: an IPv4 address, or the /64 of an IPv6 address, since one line
-    gets that as a whole."""
+    """Return the machine that an address counts for: an IPv4 address, or the /64 network of an IPv6 address.
+
+    Providers assign a whole /64 to one line.
+    """
     if ":" not in host:
         return host
     head, gap, tail = host.partition("::")
@@ -34,7 +36,7 @@ def machine_of(host: str) -> str:
 
 
 class Room(Generic[Holder]):
-    """A fixed number of places. When full, a newcomer displaces the first comer of the machine that would hold most."""
+    """A fixed number of places. When full, a newcomer displaces the oldest holder of the machine with most places."""
 
     def __init__(self, places: int) -> None:
         self._places = places
@@ -46,11 +48,11 @@ class Room(Generic[Holder]):
 
     @property
     def holders(self) -> Mapping[Holder, str]:
-        """Return all holders with their machines, the first comer first."""
+        """All holders with their machines, the oldest first."""
         return self._holders
 
     def enter(self, newcomer: Holder, machine: str) -> Holder | None:
-        """Give ``newcomer`` a place, and return the holder that loses its own; None: a place was free."""
+        """Give ``newcomer`` a place. Return the holder that loses its own, or None if a place was free."""
         out = None
         if len(self._holders) >= self._places:
             largest = max(self._by_machine, key=lambda one: len(self._by_machine[one]) + (one == machine))
@@ -70,9 +72,11 @@ class Room(Generic[Holder]):
 
 
 def displaced(places: Mapping[Holder, tuple[str, float]], newcomer: str) -> Holder | None:
-    """Return the holder that makes room for somebody from the machine ``newcomer``. ``places``: the machine of each
-    holder, and when it was heard last, the first comer first. None: no machine holds more, and the newcomer is
-    refused."""
+    """Return the holder that makes room for a newcomer from the machine ``newcomer``.
+
+    ``places`` maps each holder to its machine and to the time it was last heard; the oldest holder comes first. The
+    result is None if no machine holds more places than the newcomer's; the newcomer is then refused.
+    """
     counts = Counter(machine for machine, _ in places.values())
     counts[newcomer] += 1
     largest = max(counts, key=lambda machine: counts[machine])
@@ -83,9 +87,9 @@ def displaced(places: Mapping[Holder, tuple[str, float]], newcomer: str) -> Hold
 
 
 # -- Blocklist by failures ---------------------------------------------------------------------------------------------
-# A machine from which much came to nothing lately is not heard for a while. It is shut out for what it did, not for
-# what others do, and not for ever: when its time is over, it has some of its failures left. So one that goes on is out
-# again sooner, and one that has stopped is forgotten.
+# A machine with many recent failures is blocked for a while: for its own failures only, and not for ever. Some of its
+# failures still count when the time is over. So a machine that continues is blocked again sooner, and one that has
+# stopped is forgotten.
 
 
 FORGOTTEN_S = 60.0
@@ -97,17 +101,17 @@ SHUT_OUT = 256
 
 
 class Exclusion:
-    """Machines (``machine_of``) that are not heard for ``time_s`` after ``failures`` lately."""
+    """Blocks machines (``machine_of``) for ``time_s`` seconds after ``failures`` recent failures."""
 
     def __init__(self, *, failures: int, time_s: float) -> None:
         self._most = failures
         self._time_s = time_s
         self._failures: DecayingCounter[str] = DecayingCounter(FORGOTTEN_S, max_keys=MACHINES)
         self._until: dict[str, float] = {}
-        """The one that is heard first again first."""
+        """Time until which each machine is blocked, the earliest first."""
 
     def failed(self, machine: str, now: float) -> bool:
-        """Count a failure; return whether the machine is shut out from now on, and was not before."""
+        """Count a failure. Return whether it makes the machine blocked."""
         if self._failures.add(machine, now) < self._most or self.has(machine, now):
             return False
         self._until.pop(machine, None)
@@ -117,24 +121,24 @@ class Exclusion:
         return True
 
     def has(self, machine: str, now: float) -> bool:
-        """Return whether the machine is shut out."""
+        """Return whether the machine is blocked."""
         return self._until.get(machine, now) > now
 
     def machines(self, now: float) -> list[str]:
-        """Return all machines that are shut out, and forget the others."""
+        """Return all machines that are blocked now."""
         self._until = {machine: until for machine, until in self._until.items() if until > now}
         return list(self._until)
 
     def ends(self) -> float | None:
-        """Return when the next machine is heard again; None: no machine is shut out."""
+        """Return the time at which the next block ends, or None if no machine is blocked."""
         return next(iter(self._until.values()), None)
 
 
-# -- Rate limit for dials on others' word ------------------------------------------------------------------------------
-# Whoever publishes an address has every reader dial it, so nobody's records may buy many dials.
-# 1. Dials that come to nothing are limited, at each machine and at all machines together. A dial that is under way
-#    counts as in vain until somebody has proved himself there.
-# 2. Where a peer has proved itself, it is dialled as often as its caller likes: it is no victim of somebody's records.
+# -- Rate limit for dials of addresses learned from others -------------------------------------------------------------
+# Every reader of a record dials the addresses in it, so published records must not be able to cause many dials.
+# 1. Unsuccessful dials are limited, for each machine and in total. A dial counts as unsuccessful until a peer has
+#    proved itself there.
+# 2. An address at which a peer has proved itself is dialled without limit: it is not the victim of a forged record.
 
 
 VAIN_BURST, VAIN_PER_S = 16, 16 / 60
@@ -146,7 +150,7 @@ KNOWN_PLACES = 4096
 
 
 class DialRateLimit:
-    """Says which dials may be made on others' word. A place is a host and its port."""
+    """Decides whether an address learned from others may be dialled. A place is a host and its port."""
 
     def __init__(self) -> None:
         self._at_machine: RateLimiter[str] = RateLimiter(burst=VAIN_BURST, per_s=VAIN_PER_S)
@@ -162,7 +166,7 @@ class DialRateLimit:
         return self._in_all.take(now)
 
     def proved(self, peer: PeerId, host: str, port: int) -> None:
-        """Note that ``peer`` answered at this address."""
+        """Record that ``peer`` has proved itself at this address."""
         place = (peer, host, port)
         if place not in self._proved and self._at_machine.give_back(machine_of(host)):
             self._in_all.give_back()
@@ -173,29 +177,31 @@ class DialRateLimit:
 
 
 # -- Handshake queue ---------------------------------------------------------------------------------------------------
-# A handshake costs some twenty times what accepting does, so handshakes that fail have a budget of their own
-# (measured: benchmarks.hostile.arrivals).
-# 1. A handshake takes a token, and gives it back where the other side has proved itself. Whoever is let in costs
-#    nothing, and a flood not more than the rate.
-# 2. The machine with the fewest failures lately goes first: whoever floods, from however many machines, goes behind
-#    whoever comes for the first time.
+# A handshake costs about twenty times as much as accepting a socket, so failed handshakes have a rate limit of their
+# own (measured: benchmarks.hostile.arrivals).
+# 1. A handshake takes a token and returns it if the other side proves itself. So admitted peers cost nothing, and a
+#    flood costs no more than the rate.
+# 2. The machine with the fewest recent failures goes first. So a flood, from however many machines, waits behind
+#    machines that connect for the first time.
 
 
 Visitor = TypeVar("Visitor")
 
 
 class HandshakeQueue(Generic[Visitor]):
-    """Visitors whose greeting is to be answered, at most ``places``. Each takes one of ``at_once`` tokens, which come
-    back at ``per_s``."""
+    """Queue of at most ``places`` visitors that wait for a handshake.
+
+    Each handshake takes one of ``at_once`` tokens, which are refilled at ``per_s`` a second.
+    """
 
     def __init__(self, *, per_s: float, at_once: int, places: int) -> None:
         self.room: Room[Visitor] = Room(places)
-        """Visitors that wait."""
+        """Waiting visitors."""
         self._tokens = TokenBucket(burst=at_once, per_s=per_s)
         self._failures: DecayingCounter[str] = DecayingCounter(FORGOTTEN_S, max_keys=MACHINES)
 
     def next(self, now: float) -> Visitor | None:
-        """Return the visitor that is answered now, and free its place; None: nobody waits, or all must."""
+        """Remove and return the visitor to answer now; None if none waits, or no token is available."""
         if not self.room or not self._tokens.take(now):
             return None
         waiting = self.room.holders
@@ -204,11 +210,11 @@ class HandshakeQueue(Generic[Visitor]):
         return first
 
     def due(self, now: float) -> float | None:
-        """Return the seconds until a visitor can be answered; None: nobody waits."""
+        """Return the seconds until a visitor can be answered, or None if none waits."""
         return self._tokens.wait_s(now) if self.room else None
 
     def ended(self, machine: str, now: float, *, is_proved: bool) -> None:
-        """Note that a handshake ended, and whether the peer proved itself."""
+        """Record the end of a handshake and whether the peer proved itself."""
         if is_proved:
             self._tokens.give_back()
         else:
@@ -216,8 +222,8 @@ class HandshakeQueue(Generic[Visitor]):
 
 
 # -- Reputation --------------------------------------------------------------------------------------------------------
-# A peer that sends what cannot be read is given points. Too many points cost it the connection, and for a while the
-# next one. Points wear off with time, so that an honest peer with a rare defect stays.
+# A peer gets penalty points for data that cannot be parsed. Too many points cost it the connection and block it for a
+# while. Points decay, so that an honest peer with a rare defect stays.
 
 
 LIMIT = 100.0
@@ -232,15 +238,15 @@ REMEMBERED = 4096
 
 
 class Reputation:
-    """Points of each peer, and the peers that are shut out for theirs."""
+    """Penalty points of each peer, and the peers that are blocked for them."""
 
     def __init__(self) -> None:
         self._points: RateLimiter[PeerId] = RateLimiter(burst=LIMIT, per_s=WEARS_OFF_PER_S, max_keys=REMEMBERED)
         self._shut_out: dict[PeerId, float] = {}
-        """When each peer is let in again."""
+        """Time at which each peer's block ends."""
 
     def blame(self, peer: PeerId, points: float, now: float) -> bool:
-        """Give ``peer`` points; return whether it is to be cut off for them."""
+        """Add penalty points to ``peer``. Return whether to disconnect it."""
         if self._points.take(peer, now, points) and self._points.available(peer, now) > 0.0:
             return False
         self._shut_out[peer] = now + SHUT_OUT_S
@@ -249,7 +255,7 @@ class Reputation:
         return True
 
     def is_shut_out(self, peer: PeerId, now: float) -> bool:
-        """Return whether ``peer`` was cut off lately."""
+        """Return whether ``peer`` is blocked."""
         until = self._shut_out.get(peer)
         if until is not None and until <= now:
             del self._shut_out[peer]

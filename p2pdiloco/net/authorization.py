@@ -1,4 +1,4 @@
-"""Authorizers: decide which peers a handshake lets in, and which certificates are shown to others."""
+"""Authorizers: decide which peers a handshake admits, and which certificates this peer shows."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ SHOWN_LIMIT = 512
 
 
 class Authorizer(Protocol):
-    """Decides whether a peer is let in."""
+    """Decides whether a peer is admitted."""
 
     @property
     def is_private(self) -> bool:
-        """Whether the run's id is kept from peers that do not know it."""
+        """True if the run's id is kept from peers that do not know it."""
 
     @property
     def chain(self) -> bytes:
-        """Our certificates, encoded; empty: we have, or need, none."""
+        """This peer's certificate chain, encoded; empty if it has, or needs, none."""
 
     def admit(self, peer: PeerId, chain: bytes) -> None:
-        """Let in ``peer``, which has proved its key and shows ``chain``.
+        """Admit ``peer``, which has proved its key and shows ``chain``.
 
         Raises:
-            NotAMemberError: it is not let in; the text goes to both sides' people.
+            NotAMemberError: the peer is not admitted; the text is shown to users on both sides.
         """
 
 
 class OpenAuthorizer:
-    """Lets everybody in and shows nothing: for a peer in no run, or in an open one without bans."""
+    """Admits every peer and shows no certificate: for a peer in no run, or in an open one without bans."""
 
     is_private = False
     chain = b""
@@ -41,10 +41,10 @@ class OpenAuthorizer:
 
 
 class MemberAuthorizer:
-    """Lets in the members of a run."""
+    """Admits the members of a run."""
 
     def __init__(self, members: Members, chain: bytes, now_s: Callable[[], float]) -> None:
-        """``now_s``: seconds since 1970."""
+        """``now_s`` returns the seconds since 1970."""
         self.members = members
         self.chain = chain
         self._now_s = now_s
@@ -60,8 +60,10 @@ class MemberAuthorizer:
 
 
 class JoinerAuthorizer:
-    """For a peer that joins by invite, which cannot judge others before it has the manifest. It goes by the tag, which
-    only peers that know the run can make, and keeps the chains that it was shown, to be judged later."""
+    """Authorizer of a peer that joins with an invite and cannot verify chains before it has the manifest.
+
+    It trusts the tag, which only peers that know the run can make, and stores the chains for later verification.
+    """
 
     is_private = True
 

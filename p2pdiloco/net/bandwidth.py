@@ -1,11 +1,11 @@
-"""Bandwidth of the link upwards, learned from what the kernel says was delivered.
+"""Upload bandwidth of the link, estimated from the kernel's delivery counters.
 
 Rules of this file:
-1. Pure: time is a number; connections are any hashable names.
-2. Acknowledged bytes of all connections count, except those that stay on this machine: they use no link. Kernels that
-   do not tell them (all but Linux) leave the budget open.
-3. The receiver's budget is not learned: senders slow down by what they see delivered.
-4. While nothing waits, samples are IDLE_LOOK_S apart, and nothing is measured.
+1. The module is pure: time is a number; connections are any hashable names.
+2. Acknowledged bytes of all connections count, except connections within this machine, which use no link. Without these
+   counters (on all systems but Linux) there is no limit.
+3. The receiver's budget is not learned: senders slow down according to what they see delivered.
+4. While no bulk data waits, samples are IDLE_LOOK_S apart, and nothing is measured.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from typing import Generic, Literal, TypeVar
 from msgspec import Struct
 
 # -- Bandwidth estimator -----------------------------------------------------------------------------------------------
-# The link's rate, estimated from windows of what was delivered, and the budget that follows from it:
+# Estimate of the link's rate, from windows of delivered bytes, and the budget that follows from it:
 #
 #     no limit until the first busy window
 #     searching   SEARCH_GAIN x estimate, until it did not grow by GROWTH in PATIENCE windows
 #     cruising    HEADROOM x estimate, for CRUISE_WINDOWS busy windows
 #     probing     PROBE_GAIN x estimate, for one window: a link that has become faster is noticed
 #
-# 1. Only busy windows make the estimate older.
-# 2. A link that has become slower is believed after MEMORY_WINDOWS busy windows.
+# 1. Only busy windows age the estimate.
+# 2. A lower rate of the link is accepted after MEMORY_WINDOWS busy windows.
 # 3. The budget is never below FLOOR_BYTES_PER_S.
 
 
@@ -41,7 +41,7 @@ FLOOR_BYTES_PER_S = 125_000.0
 
 
 class BandwidthEstimator:
-    """Estimate of the link's rate, without a clock: windows in, bytes per second out."""
+    """Estimator of the link's rate, without a clock: windows in, bytes per second out."""
 
     def __init__(self) -> None:
         self._rates: deque[float] = deque(maxlen=MEMORY_WINDOWS)
@@ -51,12 +51,12 @@ class BandwidthEstimator:
 
     @property
     def estimate(self) -> float | None:
-        """Bytes per second; None: no window was busy yet."""
+        """Estimated rate in bytes per second; None before the first busy window."""
         return max(self._rates, default=None)
 
     @property
     def budget(self) -> float | None:
-        """Bytes per second to send at until the next window ends; None: no limit."""
+        """Send budget in bytes per second until the next window ends; None: no limit."""
         estimate = self.estimate
         if estimate is None:
             return None
@@ -64,7 +64,7 @@ class BandwidthEstimator:
         return max(FLOOR_BYTES_PER_S, gain * estimate)
 
     def add_window(self, delivered_bytes: int, passed_s: float, *, is_busy: bool) -> None:
-        """Add a window: so much was delivered in ``passed_s``. ``is_busy``: bulk waited all through it."""
+        """Add a window of ``passed_s`` seconds. ``is_busy``: bulk data waited all through it."""
         rate, before = delivered_bytes / passed_s, self.estimate
         if not is_busy and (before is None or rate <= before):
             return
@@ -85,18 +85,18 @@ class BandwidthEstimator:
 
 
 class Path(Struct, frozen=True):
-    """The kernel's measurements of one connection's path."""
+    """Kernel's measurements of one connection's path."""
 
     congestion: str
-    """The congestion control in use."""
+    """Congestion control in use."""
     round_trip_s: float
-    """Smoothed."""
+    """Smoothed round trip, in seconds."""
     least_round_trip_s: float = 0.0
-    """The least of late: without queues and busy processors. As ``round_trip_s`` where the kernel does not tell it."""
+    """Smallest recent round trip, without queues and busy processors; ``round_trip_s`` if the kernel has none."""
     acked_bytes: int | None = None
-    """Bytes that the other side has acknowledged since the connection's start; None: the kernel does not count them."""
+    """Bytes acknowledged since the connection's start; None: the kernel does not count them."""
     is_local: bool = False
-    """Both ends are on this machine."""
+    """Whether both ends are on this machine."""
 
 
 # -- Delivery-rate sampler ---------------------------------------------------------------------------------------------
@@ -112,23 +112,25 @@ Name = TypeVar("Name", bound=Hashable)
 
 
 class DeliveryRateSampler(Generic[Name]):
-    """Makes windows for a ``BandwidthEstimator`` out of what the kernel says of all connections."""
+    """Makes windows for a ``BandwidthEstimator`` from the kernel's measurements of all connections."""
 
     def __init__(self) -> None:
         self.estimator = BandwidthEstimator()
         self.interval_s = IDLE_LOOK_S
         """Seconds until the next ``sample``."""
         self.is_local = False
-        """Whether there are connections, and none of them leaves this machine."""
+        """Whether there are connections and all of them are within this machine."""
         self._start: Mapping[Name, Path] | None = None
-        """Paths at the start of the window that is measured; None: none is."""
+        """Paths at the start of the current window; None: no window is open."""
         self._started_at = 0.0
         self._looks = 0
         self._is_busy = False
 
     def sample(self, paths: Mapping[Name, Path], is_waiting: Callable[[Name], bool], now: float) -> bool:
-        """Take what the kernel says now. ``is_waiting``: whether a connection has bulk that waits for the link, not for
-        the other side. Returns whether a window ended, so that the budget may have changed."""
+        """Take a sample. Return whether a window ended, so that the budget may have changed.
+
+        ``is_waiting`` returns whether a connection has bulk data that waits for the link, not for the other side.
+        """
         self.is_local = bool(paths) and all(path.is_local for path in paths.values())
         linked = {name: path for name, path in paths.items() if not path.is_local and path.acked_bytes is not None}
         if self._start is None:
@@ -149,7 +151,7 @@ class DeliveryRateSampler(Generic[Name]):
         return is_over
 
     def reset(self) -> None:
-        """Drop the window that is measured."""
+        """Drop the current window."""
         self._start, self.interval_s = None, IDLE_LOOK_S
 
     def _begin(self, linked: Mapping[Name, Path], now: float) -> None:
@@ -163,7 +165,10 @@ class DeliveryRateSampler(Generic[Name]):
 
 
 class Traffic(Struct):
-    """Bytes of frames since the start, without TLS's and TCP's own. ``bulk`` is payload, ``control`` all the rest."""
+    """Bytes of frames since the start, without the overhead of TLS and TCP.
+
+    ``bulk`` is payload, ``control`` all other frames.
+    """
 
     sent_control: int = 0
     sent_bulk: int = 0

@@ -1,17 +1,18 @@
-"""One connection to one peer, without I/O: its life, from the handshake to the goodbye.
+"""One connection to one peer, without I/O: its life cycle, from the handshake to the goodbye.
 
 Decrypted bytes come in through ``buffer`` and ``advance``; ``handle_next_frame`` handles one frame of them. Events,
-deadlines and what is to be sent go into the endpoint's context (net/context.py); net/endpoint.py shows how an endpoint
-is driven.
+deadlines and pending output go into the endpoint's context (net/context.py). net/endpoint.py shows how an endpoint is
+driven.
 
 Rules of this file:
-1. The session (net/session.py) handles what proved peers say. A connection holds its session and knows no other
-   connection: the endpoint (net/endpoint.py) does what concerns several.
+1. The session (net/session.py) handles the frames of proved peers. A connection holds its session and knows no other
+   connection. The endpoint (net/endpoint.py) does what concerns several connections.
 2. A fault of the peer ends its connection with one reason, and disturbs nothing else.
-3. Life: connecting -> greeting -> open -> (retiring: a duplicate that only finishes what it has begun) -> closed.
+3. States: connecting -> greeting -> open -> (retiring: a duplicate that only finishes what it has begun) -> closed.
    Proved or Failed is reported once.
-4. There is one deadline at a time, in each state but the open one: connecting, greeting, retiring, parting, closing.
-   The kernel notices a dead path (keepalive and TCP_USER_TIMEOUT, transport/sockets.py).
+4. A connection has one deadline at a time, in each state but the open one: connecting, greeting, retiring, parting,
+   closing. An open connection relies on the kernel to notice a dead path (keepalive and TCP_USER_TIMEOUT,
+   transport/sockets.py).
 """
 
 from __future__ import annotations
@@ -38,46 +39,46 @@ from p2pdiloco.protocol.ids import PeerId
 
 
 class CloseState:
-    """How far one connection has come in closing: it parts, retires for another connection, or is over."""
+    """Progress of one connection's closing: it parts, retires for another connection, or is over."""
 
     __slots__ = ("_retired", "goodbye", "has_failed", "is_retiring", "over", "parting")
 
     def __init__(self) -> None:
         self.over: str | None = None
-        """The reason, once nothing is read or sent any more."""
+        """Reason for the end, once nothing is read or sent any more."""
         self.parting: str | None = None
-        """The reason, once we are leaving: what is queued is still sent, and nothing new."""
+        """Reason for leaving, once this side leaves: queued data is still sent, but nothing new."""
         self.goodbye: bytes | None = None
-        """The GOODBYE frame, while parts that were sent are not acknowledged."""
+        """The GOODBYE frame, while it waits for acknowledgements of parts."""
         self.is_retiring = False
-        """Another connection stays: this one finishes what has begun."""
+        """Whether another connection replaces this one, which finishes what it has begun."""
         self.has_failed = False
-        """Failed was reported."""
+        """Whether Failed was reported."""
         self._retired: set[str] = set()
-        """Sides ("us", "them") that have said that another connection stays."""
+        """Sides ("us", "them") that have announced that another connection stays."""
 
     @property
     def is_ending(self) -> bool:
-        """Whether it is parting or over."""
+        """True if the connection is parting or over."""
         return self.over is not None or self.parting is not None
 
     @property
     def reason(self) -> str:
-        """Why it is over, or about to be; "" while it is not."""
+        """Reason for the end, or for the coming one; empty if there is none."""
         return self.over or self.parting or ""
 
     @property
     def is_goodbye_queued(self) -> bool:
-        """Whether the GOODBYE is sent, or in the outbox."""
+        """True if the GOODBYE has been sent or queued."""
         return self.parting is not None and self.goodbye is None
 
     @property
     def have_both_retired(self) -> bool:
-        """Whether both sides have said that another connection stays."""
+        """True if both sides have announced that another connection stays."""
         return len(self._retired) == 2
 
     def record_retired(self, who: str) -> bool:
-        """Note that ``who`` ("us" or "them") has said that another connection stays; False: it had."""
+        """Record that ``who`` ("us" or "them") announced that another connection stays. Return whether it is news."""
         is_news = who not in self._retired
         self._retired.add(who)
         return is_news
@@ -101,34 +102,34 @@ class Connection:
         self.id = id
         self.role = role
         self.host = host
-        """The numeric address of the other side's machine."""
+        """Numeric address of the other side's machine."""
         self.received_at = context.now
-        """When bytes were last received."""
+        """Time at which bytes were last received."""
         self.local: Hello | None = None
-        """Our HELLO, once TLS is established."""
+        """This peer's HELLO, once TLS is established."""
         self.remote: Hello | None = None
         """The other side's HELLO, once it is proved."""
         self.session = Session(id, context)
         self.is_paused = True
-        """The socket is not there yet, or takes no more at present."""
+        """Whether the socket does not exist yet, or accepts no more data at present."""
         self.is_lost = False
-        """Its socket is closed."""
+        """Whether the socket is closed."""
         self._copied: deque[memoryview] = deque()
-        """Data of ``receive_data`` that was not parsed yet."""
+        """Data from ``receive_data`` that has not been parsed yet."""
         self._context = context
         self._dialled = dialled
         self._handshake: Handshake | None = None
         self._end = CloseState()
         self._ignores_input = False
-        """The peer was refused, or broke the rules: nothing of it is read any more."""
-        self._overdue_reason = "no channel came about in time"
+        """Whether input is discarded, because the peer was refused or broke the rules."""
+        self._overdue_reason = "no connection was established in time"
         self._set_deadline(context.limits.handshake_s, self._overdue_reason)
 
-    # -- what it is --------------------------------------------------------------------------------------------------
+    # -- state -------------------------------------------------------------------------------------------------------
 
     @property
     def peer(self) -> PeerId:
-        """The peer at the other end; only after the handshake."""
+        """The peer at the other end. Only after the handshake."""
         assert self.remote is not None
         return PeerId(self.remote.peer)
 
@@ -138,40 +139,40 @@ class Connection:
 
     @property
     def is_open(self) -> bool:
-        """Whether it is proved, and not ending."""
+        """True if the peer is proved and the connection is not ending."""
         return self.remote is not None and not self.is_ending
 
     @property
     def is_ending(self) -> bool:
-        """Whether it is parting or over."""
+        """True if the connection is parting or over."""
         return self._end.is_ending
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing is read or sent any more."""
+        """True if nothing is read or sent any more."""
         return self._end.over is not None
 
     @property
     def reason(self) -> str:
-        """Why it is over, or about to be; "" while it is not."""
+        """Reason for the end, or for the coming one; empty if there is none."""
         return self._end.reason
 
     @property
     def has_waiting_bulk(self) -> bool:
-        """Whether there is bulk that the other side takes, so that only the kernel or the budget holds it back."""
+        """True if there is bulk data with credit, so that only the kernel or the budget holds it back."""
         return self._end.over is None and self.session.has_waiting_bulk
 
     @property
     def greeting(self) -> Hello:
-        """The dialler's HELLO, which names lane, bond and attempt; only after the handshake."""
+        """The dialler's HELLO, which names lane, bond and attempt. Only after the handshake."""
         hello = self.local if self.role is Role.DIALLER else self.remote
         assert hello is not None
         return hello
 
-    # -- what the endpoint calls -------------------------------------------------------------------------------------
+    # -- called by the endpoint --------------------------------------------------------------------------------------
 
     def handle_tls_established(self, fingerprint: bytes) -> None:
-        """TLS is established: send our HELLO. ``fingerprint``: of the listener's certificate."""
+        """Send HELLO, since TLS is established. ``fingerprint`` is that of the listener's certificate."""
         if self._end.over is not None:
             return
         self.is_paused = False
@@ -181,7 +182,7 @@ class Connection:
         self.session.send_frame(encode_frame(FrameKind.HELLO, 0, self._handshake.hello_body))
 
     def handle_lost(self, reason: str) -> None:
-        """End: the socket is closed."""
+        """End the connection, since its socket is closed."""
         self.is_lost = True
         reason = self._end.over = self._end.reason or reason
         self._set_deadline(None)
@@ -190,13 +191,13 @@ class Connection:
         self.session.handle_lost(reason)
 
     def handle_deadline(self) -> None:
-        """Close at once: the deadline has passed."""
+        """Close at once, since the deadline has passed."""
         if self._end.over is not None:
             self._context.emit(Closing(self.id, is_flushed=False))
         self.abort(self._overdue_reason)
 
     def send(self, body: bytes, payload: memoryview | None, priority: float, topic: Hashable | None = None) -> bool:
-        """Queue a message. False: no room, or not open.
+        """Queue a message. Return False if there is no room or the connection is not open.
 
         Raises:
             ValueError: ``body`` is longer than CONTROL_LIMIT.
@@ -204,7 +205,7 @@ class Connection:
         return self.is_open and self.session.send_message(body, payload, priority, topic)
 
     def retire(self) -> None:
-        """Finish what has begun, then close, since another connection serves. The other side does the same."""
+        """Finish what has begun, then close: another connection serves. The other side does the same."""
         if self._end.is_retiring or self._end.over is not None:
             return
         self._end.is_retiring = True
@@ -212,7 +213,7 @@ class Connection:
         self._context.touch(self.id)
 
     def close(self, parting: Parting, reason: str) -> None:
-        """Send what is queued, then GOODBYE, then close; all within ``part_s``."""
+        """Send queued data, then GOODBYE, then close; all within ``part_s``."""
         if self.is_ending:
             return
         self._end.parting = reason
@@ -222,7 +223,7 @@ class Connection:
         self._context.touch(self.id)
 
     def abort(self, reason: str) -> None:
-        """Close now; what is queued is lost."""
+        """Close now; queued data is lost."""
         if self._end.over is None:
             self._end.over = reason
             self._release()
@@ -230,22 +231,24 @@ class Connection:
             self._context.emit(Closing(self.id, is_flushed=False))
 
     def turn_away(self, parting: Parting, reason: str) -> None:
-        """Refuse a connection that has not served anybody: say why, and read nothing more of it."""
+        """Refuse a connection that has not served yet: send the reason and read nothing more."""
         self._stop_listening()
         self.close(parting, reason)
 
     def break_off(self, reason: str) -> None:
-        """Close because the peer broke the rules: say so, drop what is queued, and read nothing more."""
+        """Close because the peer broke the rules: send the reason, drop queued data, and read nothing more."""
         self.session.drop_queued()
         self.turn_away(Parting.BROKEN, reason)
 
     def buffer(self) -> memoryview:
-        """Where the next bytes are to be read. Never empty; valid until ``advance``."""
+        """Return memory for the next received bytes. It is never empty and valid until ``advance``."""
         return self.session.inbox.buffer()
 
     def advance(self, count: int) -> bool:
-        """``count`` bytes were read into ``buffer()``. False: there is nothing to do yet; else go through the
-        endpoint's events."""
+        """Take ``count`` bytes that were read into ``buffer()``.
+
+        Return whether there may be something to do; the caller then goes through the endpoint's events.
+        """
         if self._ignores_input or self._end.over is not None:
             return False
         if not self.session.inbox.advance(count) and self._context.grants.bytes_per_s is None:
@@ -254,17 +257,17 @@ class Connection:
         return True
 
     def receive_data(self, data: bytes) -> None:
-        """Take received data, as ``buffer`` and ``advance`` do, with a copy."""
+        """Take received data, as ``buffer`` and ``advance`` do, but with a copy."""
         if not self._ignores_input and self._end.over is None:
             self._copied.append(memoryview(data))
             self._context.unread[self.id] = None
 
     def handle_next_frame(self) -> bool:
-        """Handle the next frame of what was received. False: there is no other.
+        """Handle the next received frame. Return whether there may be another one.
 
         Raises:
-            FrameError: the peer broke the format, or a rule of the session. The endpoint breaks off, also with the
-                primary of a lane.
+            FrameError: the peer broke the format, or a rule of the session. The endpoint breaks off the connection,
+                and for a lane also its primary.
         """
         self.received_at = self._context.now
         self.session.decline_offer()
@@ -286,11 +289,11 @@ class Connection:
 
     @property
     def has_unread(self) -> bool:
-        """Whether ``handle_next_frame`` has something to do."""
+        """True if ``handle_next_frame`` has something to do."""
         return self.session.inbox.has_more or self.session.has_offer or bool(self._copied)
 
     def advance_closing(self) -> None:
-        """Take the next step of closing: send the GOODBYE when all else is sent, close when that is out."""
+        """Take the next step of closing: send GOODBYE after all other data, and close once it has been written."""
         session, end = self.session, self._end
         if end.over is not None or not (end.parting is not None or end.is_retiring or session.is_overrun):
             return
@@ -346,8 +349,8 @@ class Connection:
         if parting is Parting.DUPLICATE and self.remote is not None:
             self._end.record_retired("them")
             if not self._end.is_retiring:
-                # The other connection may still be on its way to us. Until it is here, this one serves.
-                self._set_deadline(self._context.limits.retire_s, "no other connection came")
+                # The other connection may still be on its way here. Until it arrives, this one serves.
+                self._set_deadline(self._context.limits.retire_s, "no other connection was established")
             self._close_if_both_retired()
             return
         self._fail_handshake(MismatchError(reason or "the peer left"))
@@ -360,13 +363,13 @@ class Connection:
     # -- parting -----------------------------------------------------------------------------------------------------
 
     def _fail_handshake(self, error: Exception) -> None:
-        """Report that the handshake has failed, if the peer is not proved."""
+        """Report that the handshake has failed, unless the peer is proved."""
         if self.remote is None and not self._end.has_failed:
             self._end.has_failed = True
             self._context.emit(Failed(self.id, error))
 
     def _release(self) -> None:
-        """Drop what is queued, and leave the budgets."""
+        """Drop queued data and leave the budgets."""
         self._context.shaper.close(self.id)
         if self.session.account is not None:
             self._context.grants.close(self.session.account)
@@ -374,7 +377,7 @@ class Connection:
         self.session.inbox.clear()
 
     def _close_socket(self, reason: str) -> None:
-        """Close the socket after what was written is out, within ``part_s``."""
+        """Close the socket once written data has been flushed, within ``part_s``."""
         self._end.over = reason
         self._release()
         self._set_deadline(self._context.limits.part_s, reason)
@@ -385,7 +388,7 @@ class Connection:
             self._close_socket("another connection of ours stays")
 
     def _set_deadline(self, delay_s: float | None, reason: str = "") -> None:
-        """Set the connection's one deadline; None: there is none."""
+        """Set the connection's only deadline; None removes it."""
         self._overdue_reason = reason
         if delay_s is None:
             self._context.deadlines.cancel((Due.CONNECTION, self.id))

@@ -1,6 +1,6 @@
-"""The context of an endpoint: what its connections share, its queue of events, and its deadlines.
+"""Context of an endpoint: state shared by its connections, its event queue, and its deadlines.
 
-The parts of an endpoint write into it and never call upwards; ``net/endpoint.py`` reads it.
+The components of an endpoint write into it and never call upwards; ``net/endpoint.py`` reads it.
 Keys of deadlines are hashable tuples or enum members.
 """
 
@@ -21,12 +21,12 @@ from p2pdiloco.wire.buffer_pool import Blocks
 
 
 class Due(Enum):
-    """Kind of a deadline: the first element of its key, or all of it."""
+    """Kind of a deadline: the first element of its key, or the whole key."""
 
     CONNECTION = "connection"
-    """With the connection: it closes."""
+    """With the connection: the connection closes."""
     REQUEST = "request"
-    """With the connection and the request's number: our request fails."""
+    """With the connection and the request's number: this peer's request fails."""
     ANSWER = "answer"
     """With the connection and the request's number: the peer's request is refused."""
     PATH_INFO = "path info"
@@ -34,7 +34,7 @@ class Due(Enum):
 
 
 class EndpointContext:
-    """State that all connections of one endpoint share: limits, budgets, memory, and what is to be done next."""
+    """State that all connections of one endpoint share: limits, budgets, memory, events and deadlines."""
 
     def __init__(self, greeter: Greeter, limits: TransportLimits) -> None:
         self.limits = limits.connection
@@ -50,19 +50,19 @@ class EndpointContext:
         )
         self.scores = Reputation()
         self.now = 0.0
-        """The time of the last call from outside."""
+        """Time of the last call from outside."""
         self.deadlines: Timers[Hashable] = Timers()
         self.events: deque[Event] = deque()
-        """Not handed out yet."""
+        """Events that have not been handed out yet."""
         self.touched: dict[ConnectionId, None] = {}
-        """Connections of which something was queued or has ended, longest waiting first."""
+        """Connections with new output or that have ended, the longest waiting first."""
         self.unread: dict[ConnectionId, None] = {}
-        """Connections with received bytes that were not parsed yet."""
+        """Connections with received bytes that have not been parsed yet."""
 
     def emit(self, event: Event) -> None:
-        """Queue an event for whoever drives the endpoint."""
+        """Queue an event for the endpoint's driver."""
         self.events.append(event)
 
     def touch(self, connection: ConnectionId) -> None:
-        """Something of ``connection`` was queued or has ended: look whether it has something to send."""
+        """Have ``to_send`` look at ``connection``: something was queued, or it has ended."""
         self.touched[connection] = None

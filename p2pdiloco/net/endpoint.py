@@ -1,9 +1,9 @@
-"""All connections of one peer, without I/O: which serve, what they carry, who sends next, what is due when.
+"""All connections of one peer, without I/O: which of them serve, what they carry, and what is due when.
 
-Whoever drives an endpoint owns the sockets and the clock. It says what happened (``add_connection``,
+The driver of an endpoint owns the sockets and the clock. It reports what happened (``add_connection``,
 ``handle_tls_established``, ``receive_data``, ``handle_connection_lost``, ``send``, ``send_request`` ...). After each
 such call, and when ``next_deadline`` has come, it goes through ``events`` and ``to_send`` until both are empty, and
-closes what it is told to close. Two endpoints in virtual time, with one connection whose bytes take no time:
+closes connections as requested. Two endpoints in virtual time, with one connection whose bytes take no time:
 
     now = 0.0
     ends = {
@@ -29,13 +29,13 @@ closes what it is told to close. Two endpoints in virtual time, with one connect
         now = earliest(ann.next_deadline(), bob.next_deadline())
 
 (``tests/property/two_endpoints.py`` does that with delays and cuts, ``transport/transport.py`` with asyncio.)
-Connections are named by ids, as streams are in QUIC libraries. ``Endpoint.connection`` gives the connection of an id,
-to read its state, until its event Ended was handed out; what is said of one that has ended is ignored.
+Connections are named by ids, as streams are in QUIC libraries. ``Endpoint.connection`` returns the connection of an id,
+to read its state, until its event Ended was handed out. Calls about a connection that has ended are ignored.
 
 Rules of this file:
-1. No I/O here or below: no socket, clock, thread, file or random number. What happens is an event; nobody is called.
-2. Nothing waits: what does not fit is refused.
-3. Connections do not know each other: what concerns several (lanes, duplicates) is done here.
+1. No I/O here or below: no socket, clock, thread, file or random number. Results are events; there are no callbacks.
+2. Nothing blocks: data without room is refused.
+3. Connections do not know each other. The endpoint does what concerns several of them (lanes, duplicates).
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.wire.request_reply import Answer, RequestError
 
 # -- Incarnations of a peer --------------------------------------------------------------------------------------------
-# A peer that is started anew has a new life (``Hello.life``), which replaces the one before. If a life comes back after
-# that, two processes have one identity. It is refused while the later one is connected, so that the two do not replace
+# Each start of a peer has a new incarnation (``Hello.life``), which replaces the earlier one. If an earlier one comes
+# back, two processes use one identity. It is refused while the later one is connected, so that the two do not replace
 # each other for ever.
 
 
@@ -88,19 +88,19 @@ LIVES = 4
 
 
 class PastIncarnations:
-    """Lives of peers that have ended."""
+    """Ended incarnations of peers."""
 
     def __init__(self) -> None:
         self._past: dict[PeerId, deque[bytes]] = {}
         self._told: dict[PeerId, None] = {}
-        """Peers of which a conflict was reported."""
+        """Peers whose conflict was reported."""
 
     def has_ended(self, peer: PeerId, life: bytes) -> bool:
-        """Whether a life of ``peer`` has ended."""
+        """Return whether an incarnation of ``peer`` has ended."""
         return life in self._past.get(peer, ())
 
     def record_end(self, peer: PeerId, life: bytes) -> None:
-        """Note that another life of ``peer`` replaces this one."""
+        """Record that another incarnation of ``peer`` replaces this one."""
         past = self._past.pop(peer, None) or deque(maxlen=LIVES)
         if life not in past:
             past.append(life)
@@ -111,7 +111,7 @@ class PastIncarnations:
             self._told.pop(oldest, None)
 
     def note_conflict(self, peer: PeerId) -> bool:
-        """Note that an ended life of ``peer`` has come back; whether it is the first time."""
+        """Record that an ended incarnation of ``peer`` has come back. Return whether it is the first time."""
         is_news = peer not in self._told
         self._told[peer] = None
         return is_news
@@ -119,12 +119,12 @@ class PastIncarnations:
 
 # -- Connections by peer -----------------------------------------------------------------------------------------------
 # 1. One connection per pair of peers serves. A direct one replaces a relayed one. If both dial at once, the one dialled
-#    by the smaller peer id stays; the other finishes what it has begun. A peer that was started anew replaces its old
-#    connection, and its old life does not come back while the new one is connected (``PastIncarnations``).
-# 2. Only the life that serves is heard: connections of another life end when this one's begins, and one that is turned
-#    away is not read. (Heartbeats of two processes in turns would make both look dead.)
+#    by the smaller peer id stays, and the other finishes what it has begun. A peer that was restarted replaces its old
+#    connection. Its old incarnation is refused while the new one is connected (``PastIncarnations``).
+# 2. Only the serving incarnation is read. Connections of another one end when it begins to serve, and a connection that
+#    is turned away is not read. (Alternating heartbeats of two processes would make both look dead.)
 # 3. Connected and Disconnected alternate for each peer, whatever happens to connections below.
-# 4. Places are bounded; net/abuse_limits.py decides who gets one when all are taken.
+# 4. Places are bounded; net/abuse_limits.py decides which peer gets one when all are taken.
 
 
 LEAVING = "the peer is leaving"
@@ -132,9 +132,9 @@ TWIN = "another process with this identity is connected: a copy of the state fol
 
 
 class Peers:
-    """The connection that serves each peer; see the rules above.
+    """The connection that serves each peer, by the rules above.
 
-    ``places``: peers at once. ``connections``: all that there are, as they come and go.
+    ``places`` is the maximum number of peers; ``connections`` is the endpoint's table of all connections.
     """
 
     def __init__(self, context: EndpointContext, places: int, connections: Mapping[ConnectionId, Connection]) -> None:
@@ -146,7 +146,7 @@ class Peers:
         self._connections = connections
 
     def handle_proved(self, connection: Connection) -> bool:
-        """Decide what becomes of a connection whose peer is proved; whether it serves from now on."""
+        """Decide the role of a connection whose peer is proved. Return whether it serves from now on."""
         peer, old = connection.peer, self.serving.get(connection.peer)
         if self.is_leaving:
             connection.turn_away(Parting.LEAVING, LEAVING)
@@ -180,7 +180,7 @@ class Peers:
         return self._serve(connection)
 
     def stop_serving(self, connection: Connection, reason: str) -> None:
-        """Report that the peer is gone, if ``connection`` served it."""
+        """Report the peer's disconnection, if ``connection`` served it."""
         if connection.is_proved and self.serving.get(connection.peer) is connection:
             del self.serving[connection.peer]
             self._context.emit(Disconnected(connection.id, reason))
@@ -203,8 +203,10 @@ class Peers:
         return True
 
     def _bind_lane(self, lane: Connection, primary: Connection | None) -> None:
-        """Bind a lane to the connection whose dialler's nonce it names. A lane of no connection is not read: what the
-        other side has sent on it is not acknowledged, and is sent again on another."""
+        """Bind a lane to the primary connection whose dialler's nonce it names.
+
+        A lane without a primary is not read. Data sent on it is not acknowledged, and is sent again on another.
+        """
         if (
             primary is None
             or not primary.is_open
@@ -213,13 +215,15 @@ class Peers:
             or primary.peer != lane.peer
             or primary.role is not lane.role
         ):
-            lane.turn_away(Parting.LEAVING, "a lane of a connection that is not here")
+            lane.turn_away(Parting.LEAVING, "the primary connection of this lane does not exist")
         elif not lane.session.become_lane_of(primary.session):
             lane.turn_away(Parting.LEAVING, f"{len(primary.session.lanes.members)} lanes are enough")
 
     def _rank(self, connection: Connection) -> tuple[bool, bool, int]:
-        """Rank a connection among those of one peer, so that both ends keep the same one: a direct one; then one that
-        the smaller id dialled; then the latest of one dialler."""
+        """Return the rank of a connection among those of one peer; both ends keep the highest.
+
+        A direct connection comes first; then one dialled by the smaller peer id; then the latest of one dialler.
+        """
         greeting = connection.greeting
         return (
             not greeting.is_relayed,
@@ -237,32 +241,32 @@ def _life_of(connection: Connection) -> bytes:
 
 
 class Hold(Struct, frozen=True):
-    """A payload that the user has not taken yet: its bytes, divided among the accounts of the pair's lanes."""
+    """A payload that the user has not taken yet. Its bytes are divided among the accounts of the pair's lanes."""
 
     accounts: tuple[Account, ...]
     bytes_each: int
 
 
 class Endpoint:
-    """All connections of one peer; see the module's docstring. ``now``: seconds on any clock that never goes back."""
+    """All connections of one peer; see the module. ``now`` is in seconds, on any monotonic clock."""
 
     def __init__(self, greeter: Greeter, limits: TransportLimits) -> None:
         self._limits = limits
         self._context = EndpointContext(greeter, limits)
         self._ids = itertools.count()
         self.connections: dict[ConnectionId, Connection] = {}
-        """Every one whose event Ended was not handed out, unproved and retiring ones included."""
+        """All connections whose Ended was not handed out yet, including unproved and retiring ones."""
         self._half_open: Room[ConnectionId] = Room(limits.handshakes)
-        """Accepted connections whose peers have not proved themselves."""
+        """Accepted connections whose peers have not proved themselves yet."""
         self._peers = Peers(self._context, limits.connections, self.connections)
         self._path_monitor = PathMonitor(self._context, limits, self.connections)
         self._accounts: dict[Account, Connection] = {}
         self._next_deadline: float | None = None
-        """The earliest of the context's deadlines when ``next_deadline`` was called last."""
+        """Earliest deadline of the context at the last call of ``next_deadline``."""
         self._past_traffic = Traffic()
         """Bytes on connections that have ended."""
 
-    # -- what there is -----------------------------------------------------------------------------------------------
+    # -- state -------------------------------------------------------------------------------------------------------
 
     @property
     def serving(self) -> Mapping[PeerId, Connection]:
@@ -271,20 +275,20 @@ class Endpoint:
 
     @property
     def up_bytes_per_s(self) -> float | None:
-        """The up budget in force, set or learned; None: no limit."""
+        """Current upload budget, set or learned; None: no limit."""
         return self._context.shaper.bytes_per_s
 
     @property
     def line_bytes_per_s(self) -> float | None:
-        """What the link carries upwards; see ``PathMonitor``."""
+        """Upload rate of the link; see ``PathMonitor``."""
         return self._path_monitor.line_bytes_per_s
 
     def connection(self, connection: ConnectionId) -> Connection:
-        """The connection of an id, to read its state. Raises KeyError once its event Ended was handed out."""
+        """Return the connection of an id. Raises KeyError once its Ended was handed out."""
         return self.connections[connection]
 
     def traffic(self) -> Traffic:
-        """Bytes on all connections since the start."""
+        """Return the bytes on all connections since the start."""
         total = Traffic()
         total.add(self._past_traffic)
         for connection in self.connections.values():
@@ -294,31 +298,32 @@ class Endpoint:
     # -- connections -------------------------------------------------------------------------------------------------
 
     def add_connection(self, role: Role, now: float, *, host: str, dialled: Dialled = ANYBODY) -> ConnectionId:
-        """Add a connection to the numeric address ``host``, which is not encrypted yet; its id."""
+        """Add a connection to or from the numeric address ``host``, before TLS. Return its id."""
         self._context.now = now
         connection = ConnectionId(next(self._ids))
         self.connections[connection] = Connection(connection, self._context, role=role, host=host, dialled=dialled)
         if role is Role.LISTENER:
             out = self._half_open.enter(connection, machine_of(host))
             if out is not None:
-                self.connections[out].abort("it made room for a newcomer: it took long to prove itself")
+                self.connections[out].abort("it made room for a newcomer: it took too long to prove itself")
         return connection
 
     def handle_tls_established(self, connection: ConnectionId, fingerprint: bytes, now: float) -> None:
-        """TLS is established. ``fingerprint``: SHA-256 of the listener's certificate."""
+        """Report that TLS is established. ``fingerprint`` is the SHA-256 of the listener's certificate."""
         self._context.now = now
         if (found := self.connections.get(connection)) is not None:
             found.handle_tls_established(fingerprint)
 
     def receive_data(self, connection: ConnectionId, data: bytes, now: float) -> None:
-        """Take received data. (A driver that reads into the connection's ``buffer()`` and calls ``advance()`` saves a
-        copy.)"""
+        """Take received data. A driver that reads into the connection's ``buffer()`` and calls ``advance()`` saves a
+        copy.
+        """
         self._context.now = now
         if (found := self.connections.get(connection)) is not None:
             found.receive_data(data)
 
     def handle_connection_lost(self, connection: ConnectionId, reason: str, now: float) -> None:
-        """The connection's socket is closed, by either side."""
+        """Report that the connection's socket was closed, by either side."""
         self._context.now = now
         found = self.connections.get(connection)
         if found is None or found.is_lost:
@@ -337,35 +342,35 @@ class Endpoint:
         self._context.emit(Ended(connection, found.reason))
 
     def abort(self, connection: ConnectionId, reason: str, now: float) -> None:
-        """Close a connection at once; what is queued is lost."""
+        """Close a connection at once; queued data is lost."""
         self._context.now = now
         if (found := self.connections.get(connection)) is not None:
             found.abort(reason)
 
     def pause_writing(self, connection: ConnectionId) -> None:
-        """The connection's socket takes no more at present."""
+        """Report that the connection's socket accepts no more data at present."""
         if (found := self.connections.get(connection)) is not None:
             found.is_paused = True
 
     def resume_writing(self, connection: ConnectionId) -> None:
-        """The connection's socket takes more again."""
+        """Report that the connection's socket accepts data again."""
         if (found := self.connections.get(connection)) is not None:
             found.is_paused = False
             self._context.touch(connection)
 
     def handle_path_info(self, paths: Mapping[ConnectionId, Path], now: float) -> None:
-        """Take what the kernel knows of the connections that PathInfoWanted named."""
+        """Take the kernel's measurements of the connections that PathInfoWanted named."""
         self._context.now = now
         self._path_monitor.handle_paths(paths)
         self._emit_pacing()
 
     def handle_lane_dialled(self, wanted: LaneWanted, is_there: bool, now: float) -> None:
-        """The dial of a lane that was wanted has ended."""
+        """Report the result of dialling a lane that LaneWanted asked for."""
         self._context.now = now
         self._path_monitor.handle_lane_dialled(wanted.primary, is_there)
 
     def leave(self, reason: str, now: float) -> None:
-        """Close all connections in order, and those that come from now on."""
+        """Close all connections in order, and refuse new ones."""
         self._context.now = now
         self._peers.is_leaving = True
         for connection in self.connections.values():
@@ -381,7 +386,7 @@ class Endpoint:
     def send(
         self, peer: PeerId, body: bytes, payload: memoryview | None, priority: float, topic: Hashable | None
     ) -> bool:
-        """Queue a message; False: not connected, or no room.
+        """Queue a message. Return False if the peer is not connected or there is no room.
 
         Raises:
             ValueError: ``body`` is longer than 1 MiB.
@@ -392,10 +397,10 @@ class Endpoint:
     def send_request(
         self, peer: PeerId, body: bytes, now: float, *, timeout_s: float, max_payload: int
     ) -> OutgoingRequest:
-        """Queue a request; AnswerReceived or RequestFailed will come.
+        """Queue a request. Its result is AnswerReceived or RequestFailed.
 
         Raises:
-            RequestError: not connected, or no room.
+            RequestError: the peer is not connected, or there is no room.
             ValueError: ``body`` is longer than 1 MiB.
         """
         self._context.now = now
@@ -405,26 +410,26 @@ class Endpoint:
         return connection.session.send_request(body, timeout_s, max_payload)
 
     def withdraw_request(self, request: OutgoingRequest) -> None:
-        """Withdraw a request of ours; neither AnswerReceived nor RequestFailed will come."""
+        """Cancel a request of this peer. Neither AnswerReceived nor RequestFailed will come."""
         if (connection := self.connections.get(request.connection)) is not None:
             connection.session.withdraw_request(request.number)
 
     def send_answer(self, request: IncomingRequest, answer: Answer) -> None:
-        """Answer a request of the peer's."""
+        """Answer a request of the other peer."""
         if (connection := self.connections.get(request.connection)) is not None:
             connection.session.send_answer(request.number, answer)
 
     def refuse_request(self, request: IncomingRequest, text: str) -> None:
-        """Refuse a request of the peer's, for a reason."""
+        """Refuse a request of the other peer; ``text`` is the reason."""
         if (connection := self.connections.get(request.connection)) is not None:
             connection.session.refuse_request(request.number, text)
 
     def accept_payload(self, offer: Offered, body: Any) -> None:
-        """Take the payload that was offered. Its ``Message`` will have ``body``, such as the decoded ``offer.body``."""
+        """Accept an offered payload. Its ``Message`` will have ``body``, such as the decoded ``offer.body``."""
         self.connections[offer.receiver].session.accept_offer(offer, body)
 
     def hold_payload(self, message: Message) -> Hold:
-        """The user has not taken the message's payload yet: its bytes count against what the peer may send."""
+        """Count the message's payload against the peer's credit until ``release_payload``."""
         lanes = self.connections[message.connection].session.lanes.members
         accounts = tuple(lane.account for lane in lanes if lane.account is not None)
         hold = Hold(accounts, len(message.payload or b"") // max(1, len(accounts)))
@@ -433,34 +438,34 @@ class Endpoint:
         return hold
 
     def release_payload(self, hold: Hold, now: float) -> None:
-        """The user has taken the payload of ``hold``: its bytes no longer count against the peer."""
+        """Release a payload that the user has taken, so that the peer may send more."""
         self._context.now = now
         for account in hold.accounts:
             account.untaken -= hold.bytes_each
             self._send_credit(self._context.grants.update(account, now))
 
     def blame(self, peer: PeerId, now: float) -> None:
-        """Report that ``peer`` sent a malformed body. Too many of them cut it off."""
+        """Report that ``peer`` sent a malformed body. After too many of them it is disconnected."""
         self._context.now = now
         connection = self.serving.get(peer)
         if self._context.scores.blame(peer, BODY, now) and connection is not None:
-            connection.break_off("too much that cannot be read")
+            connection.break_off("too much data that cannot be parsed")
 
     def disconnect(self, peer: PeerId, reason: str, now: float) -> None:
-        """Disconnect ``peer``: flush what is queued, for ``part_s`` seconds at most, and tell it ``reason``."""
+        """Disconnect ``peer``: flush queued data for at most ``part_s`` seconds, and tell it ``reason``."""
         self._context.now = now
         if (connection := self.serving.get(peer)) is not None:
             connection.close(Parting.LEAVING, reason)
 
     def set_budget(self, up: UpBudget, down: float | None, now: float) -> None:
-        """Set how many bytes per second all connections may send and receive; None: no limit."""
+        """Set the total rates, in bytes per second, at which to send and to receive; None: no limit."""
         self._context.now = now
         self._send_credit(self._context.grants.set_budget(down, now))
         self._path_monitor.set_budget(up)
         self._emit_pacing()
 
     def set_cap(self, peer: PeerId, bytes_per_s: float | None, now: float) -> None:
-        """Limit what is sent to ``peer`` beside the budget; None lifts it. Lasts until it disconnects."""
+        """Limit the rate to ``peer`` in addition to the budget; None lifts the limit. Lasts until it disconnects."""
         if peer in self.serving:
             self._context.shaper.set_cap(peer, bytes_per_s, now)
             self._emit_pacing()
@@ -468,7 +473,7 @@ class Endpoint:
     # -- driving -----------------------------------------------------------------------------------------------------
 
     def next_deadline(self) -> float | None:
-        """When ``wake`` is to be called at the latest; in the past: at once. None: not before something happens."""
+        """Return the latest time for the next ``wake``. A past time means at once, None that nothing is due."""
         first, context = self._context.deadlines.next(), self._context
         self._next_deadline = first
         bulk_at, credit_at = context.shaper.next_at(), context.grants.due_at
@@ -478,11 +483,11 @@ class Endpoint:
 
     @property
     def has_new_deadline(self) -> bool:
-        """Whether ``next_deadline`` may be sooner than it was. (``to_send`` may make it sooner, too.)"""
+        """True if ``next_deadline`` may be earlier than at its last call. (``to_send`` may make it earlier, too.)"""
         return self._context.deadlines.next() != self._next_deadline or self._context.grants.due_at is not None
 
     def wake(self, now: float) -> None:
-        """Do what is due. Call it when ``next_deadline`` has come."""
+        """Do what is due. Call this when ``next_deadline`` has come."""
         self._context.now = now
         while (key := self._context.deadlines.pop_due(now)) is not None:
             self._handle_deadline(key)
@@ -491,7 +496,7 @@ class Endpoint:
             self._send_credit(self._context.grants.grant(now))
 
     def events(self, now: float) -> Iterator[Event]:
-        """Events in order. Received bytes are parsed lazily: those behind an event, after it was handled."""
+        """Yield events in order. Received bytes are parsed lazily, after the events before them were handled."""
         context = self._context
         context.now = now
         while True:
@@ -508,7 +513,7 @@ class Endpoint:
                 self._update_account(connection)
 
     def to_send(self, now: float, bulk_bytes: int = TURN_BYTES) -> Iterator[tuple[ConnectionId, Slice]]:
-        """Bytes to be written now, and on which connection: all control, then about ``bulk_bytes`` of bulk."""
+        """Yield bytes to write now, with their connection: all control, then about ``bulk_bytes`` of bulk data."""
         context, shaper = self._context, self._context.shaper
         context.now = now
         written = 0
@@ -545,16 +550,16 @@ class Endpoint:
                 self._emit_pacing()
             written += count
             if not connection.session.outbox.has_bulk:
-                context.touch(chosen)  # a GOODBYE may have waited for it
+                context.touch(chosen)  # a GOODBYE may have waited for the bulk data
 
     @property
     def has_events(self) -> bool:
-        """Whether ``events`` has something."""
+        """True if ``events`` yields something."""
         return bool(self._context.unread or self._context.events)
 
     @property
     def has_control(self) -> bool:
-        """Whether ``to_send`` may have something beside bulk."""
+        """True if ``to_send`` may yield something besides bulk data."""
         return bool(self._context.touched)
 
     def _emit_pacing(self) -> None:
@@ -562,8 +567,10 @@ class Endpoint:
             self._context.emit(Paced(connection, rate))
 
     def _handle_next_frame(self, connection: Connection) -> bool:
-        """Handle the next frame of a connection; whether there is another. A peer that breaks the format is cut off; a
-        lane takes its primary with it."""
+        """Handle the next frame of a connection. Return whether there is another one.
+
+        A connection that breaks the format is closed; for a lane, its primary is closed, too.
+        """
         try:
             return connection.handle_next_frame()
         except FrameError as error:
@@ -574,7 +581,7 @@ class Endpoint:
             return connection.has_unread
 
     def _handle_lifecycle(self, event: Proved | Ended) -> None:
-        """Do what the endpoint itself has to do at an event."""
+        """Do the endpoint's own part in handling an event."""
         connection = self.connections[event.connection]
         match event:
             case Proved():
@@ -602,7 +609,7 @@ class Endpoint:
                 self._path_monitor.request_paths()
 
     def _update_account(self, connection: Connection) -> None:
-        """Count received bytes in the connection's account, and grant its sender more."""
+        """Update the connection's account with received bytes, and grant its sender more credit."""
         account, inbox = connection.session.account, connection.session.inbox
         news = (inbox.arrived_bytes, inbox.demand_bytes)
         if account is None or news == (account.received, account.demand):

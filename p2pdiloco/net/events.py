@@ -1,7 +1,7 @@
-"""Events that an endpoint hands to whoever drives it.
+"""Events that an endpoint hands to its driver.
 
-The first group is for the user of the transport, the second for whoever holds the sockets. Events name connections by
-their ids; ``Endpoint.connection`` gives the connection, until its ``Ended`` was handed out.
+The first group is for the user of the transport, the second for the owner of the sockets. Events name connections by
+their ids; ``Endpoint.connection`` returns the connection until its ``Ended`` was handed out.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ ConnectionId = NewType("ConnectionId", int)
 
 
 class OutgoingRequest(Struct, frozen=True):
-    """Names one of our requests."""
+    """Names a request of this peer."""
 
     connection: ConnectionId
     number: int
 
 
 class IncomingRequest(Struct, frozen=True):
-    """Names one of the peer's requests."""
+    """Names a request of the other peer."""
 
     connection: ConnectionId
     number: int
@@ -35,43 +35,50 @@ class IncomingRequest(Struct, frozen=True):
 
 
 class Connected(Struct, frozen=True):
-    """The peer of ``connection`` can be sent to."""
+    """The peer of ``connection`` is connected: messages can be sent to it."""
 
     connection: ConnectionId
 
 
 class Disconnected(Struct, frozen=True):
-    """The peer of ``connection`` is gone. What was queued for it is lost."""
+    """The peer of ``connection`` is disconnected. Queued data for it is lost."""
 
     connection: ConnectionId
     reason: str
 
 
 class TwinRefused(Struct, frozen=True):
-    """Two processes have the identity of one peer: the earlier one came back as ``connection``, and was refused, since
-    the later one is connected as ``kept``. Reported once a peer."""
+    """Two processes use the identity of one peer. Reported once a peer.
+
+    The earlier one came back as ``connection`` and was refused, because the later one is connected as ``kept``.
+    """
 
     connection: ConnectionId
     kept: ConnectionId
 
 
 class Message(Struct, frozen=True):
-    """A message. ``payload`` is the user's own, writable memory. ``Endpoint.hold_payload`` if the user has not taken it
-    yet."""
+    """A message has arrived. ``payload`` is writable memory that belongs to the user.
+
+    Call ``Endpoint.hold_payload`` if the user has not taken it yet.
+    """
 
     connection: ConnectionId
     body: Any
-    """Its bytes; of a message with a payload, what ``Endpoint.accept_payload`` was given."""
+    """The message's bytes; with a payload, the ``body`` passed to ``Endpoint.accept_payload``."""
     payload: memoryview | None
 
 
 class Offered(Struct, frozen=True):
-    """A payload of ``size`` bytes is to come with a message. Call ``Endpoint.accept_payload`` before the next event is
-    taken; else it is refused, and the sender stops."""
+    """A payload of ``size`` bytes will come with a message.
+
+    Call ``Endpoint.accept_payload`` before taking the next event. Otherwise the payload is refused, and the sender
+    stops.
+    """
 
     connection: ConnectionId
     receiver: ConnectionId
-    """The connection, or the lane of it, over which the payload comes."""
+    """The connection, or its lane, over which the payload comes."""
     stream: int
     start: Start
     body: bytes
@@ -82,27 +89,27 @@ class Offered(Struct, frozen=True):
 
 
 class RequestReceived(Struct, frozen=True):
-    """A request of the peer's: call ``Endpoint.send_answer`` or ``Endpoint.refuse_request``."""
+    """The other peer sent a request: call ``Endpoint.send_answer`` or ``Endpoint.refuse_request``."""
 
     request: IncomingRequest
     body: bytes
 
 
 class RequestWithdrawn(Struct, frozen=True):
-    """The peer does not want the answer to its request any more."""
+    """The other peer has cancelled its request."""
 
     request: IncomingRequest
 
 
 class AnswerReceived(Struct, frozen=True):
-    """The answer to a request of ours."""
+    """A request of this peer was answered."""
 
     request: OutgoingRequest
     response: Response
 
 
 class RequestFailed(Struct, frozen=True):
-    """A request of ours gets no answer."""
+    """A request of this peer gets no answer."""
 
     request: OutgoingRequest
     error: RequestError
@@ -118,36 +125,38 @@ class Proved(Struct, frozen=True):
 
 
 class Failed(Struct, frozen=True):
-    """The handshake has failed: HandshakeError, or ConnectionError if the connection was lost before."""
+    """The handshake has failed, with HandshakeError, or with ConnectionError if the connection was lost before."""
 
     connection: ConnectionId
     error: Exception
 
 
 class Closing(Struct, frozen=True):
-    """Close the connection's socket: after all that was written is out (``is_flushed``), or at once. Then call
-    ``Endpoint.handle_connection_lost``."""
+    """Close the connection's socket, after all written data was flushed (``is_flushed``) or at once.
+
+    Then call ``Endpoint.handle_connection_lost``.
+    """
 
     connection: ConnectionId
     is_flushed: bool
 
 
 class Ended(Struct, frozen=True):
-    """The connection's last event: its id names nothing any more."""
+    """Last event of the connection: its id is no longer valid."""
 
     connection: ConnectionId
     reason: str
 
 
 class Paced(Struct, frozen=True):
-    """Have the kernel send at most at this rate on the connection; None: no limit."""
+    """Set the kernel's maximum send rate for the connection; None: no limit."""
 
     connection: ConnectionId
     bytes_per_s: float | None
 
 
 class LaneWanted(Struct, frozen=True):
-    """Dial a further connection beside ``primary``, then call ``Endpoint.handle_lane_dialled``."""
+    """Dial another connection beside ``primary``, then call ``Endpoint.handle_lane_dialled``."""
 
     primary: ConnectionId
     lane: int
@@ -155,13 +164,13 @@ class LaneWanted(Struct, frozen=True):
 
 
 class PathInfoWanted(Struct, frozen=True):
-    """Call ``Endpoint.handle_path_info`` with what the kernel knows of these connections."""
+    """Call ``Endpoint.handle_path_info`` with the kernel's measurements of these connections."""
 
     connections: tuple[ConnectionId, ...]
 
 
 class UplinkMeasured(Struct, frozen=True):
-    """A new estimate of what the link carries upwards."""
+    """New estimate of the link's upload rate."""
 
     bytes_per_s: float
 

@@ -1,25 +1,25 @@
-"""Credit-based flow control: a receiver tells each sender how far its bulk may go, by its down budget and memory.
+"""Credit-based flow control: a receiver grants each sender bulk data according to its download budget and memory.
 
 A credit is a count of payload bytes (those in chunks, dropped ones included) since the connection's start, like QUIC's
-MAX_DATA: it only grows, and both ends count the same bytes. Every connection starts with FIRST_CREDIT.
+MAX_DATA. It only grows, and both ends count the same bytes. Every connection starts with FIRST_CREDIT.
 
-The receiver's side, for each connection (an account):
+The receiver keeps an account for each connection:
 
-    outstanding   granted, and neither received nor waiting for the handler; bounded by a window
-    demand        announced by BULK_START and RESPONSE_START, and not yet received. Streams are announced before there
-                  is credit for them, so the receiver knows who wants
+    outstanding   bytes that were granted, and are neither received nor taken by the handler; bounded by a window
+    demand        bytes announced by START frames and not yet received. Streams are announced before there is credit
+                  for them, so the receiver knows which senders want to send
 
-Without a down budget an account is topped up to its demand and AHEAD_BYTES as it empties. With one, grants follow a
-schedule of the budget's rate, in slices, in turns over the peers that want, and only to those; the window is then what
-the path holds, rate x (round trip + SLACK_S). So in any second no more than the budget is granted, and what was
-granted and has not come is bounded by the windows.
+Without a download budget, an account is topped up to its demand plus AHEAD_BYTES as it empties. With a budget, grants
+follow a schedule of the budget's rate, in slices, in turn to the peers with demand only. The window is then the content
+of the path: rate x (round trip + SLACK_S). So no more than the budget is granted in any second, and the windows bound
+the bytes that were granted and have not arrived.
 
 Rules of this file:
-1. Pure: time is a number.
-2. No deadlock: an account that wants and has room is granted something at a known time, whatever other accounts do;
-   what a lost connection was granted is forgotten with it.
-3. Back-pressure is ``untaken``: what the handler has not taken counts as still outstanding. The handler must be able to
-   take it without more bulk coming.
+1. The module is pure: time is a number.
+2. No deadlock: an account with demand and room is granted something at a known time, whatever other accounts do. Grants
+   to a lost connection are forgotten with it.
+3. Back-pressure is ``untaken``: bytes that the handler has not taken count as outstanding. The handler must be able to
+   take them without receiving more bulk data.
 """
 
 from __future__ import annotations
@@ -38,8 +38,10 @@ SLICE_LEAST, SLICE_MOST = 16 << 10, 1 << 20
 
 
 class Account:
-    """How much one connection's sender may send. The endpoint keeps ``received``, ``demand``, ``untaken`` and
-    ``round_trip_s`` up to date."""
+    """Account of one connection's sender.
+
+    The endpoint keeps ``received``, ``demand``, ``untaken`` and ``round_trip_s`` up to date.
+    """
 
     __slots__ = ("demand", "granted", "peer", "received", "round_trip_s", "untaken")
 
@@ -53,20 +55,20 @@ class Account:
 
     @property
     def coming(self) -> int:
-        """Bytes that are granted and not received."""
+        """Bytes that were granted and are not received."""
         return self.granted - self.received
 
     @property
     def outstanding(self) -> int:
-        """Bytes that are granted, and not received or not taken by the user."""
+        """Bytes that were granted and are not received, or not taken by the user."""
         return self.coming + self.untaken
 
 
 class Granter:
     """Decides which account is granted how much, and when.
 
-    window_bytes: the most that one account has outstanding.
-    total_bytes: the most that all have together (but FIRST_CREDIT each at least).
+    window_bytes: maximum of outstanding bytes of one account.
+    total_bytes: maximum of all accounts together, except that each gets at least FIRST_CREDIT.
     """
 
     def __init__(self, *, window_bytes: int, total_bytes: int, bytes_per_s: float | None = None) -> None:
@@ -77,7 +79,7 @@ class Granter:
         self._accounts: dict[Account, None] = {}
         """All accounts, in the order of their turns within a peer."""
         self._served: dict[Hashable, int] = {}
-        """Bytes granted to each peer. One that comes back from a pause starts at the others' level."""
+        """Bytes granted to each peer. A peer that returns from a pause starts at the level of the others."""
         self._level = 0
 
     @property
@@ -94,15 +96,15 @@ class Granter:
         self._accounts[account] = None
 
     def close(self, account: Account) -> None:
-        """Forget an account: what was granted and was not received will not come."""
+        """Forget an account. Bytes that were granted and not received will not come."""
         self._accounts.pop(account, None)
         if all(other.peer != account.peer for other in self._accounts):
             self._served.pop(account.peer, None)
 
     def top_up(self, account: Account) -> bool:
-        """Grant ``account`` more, where there is no budget; whether it was."""
+        """Grant ``account`` more, without a budget. Return whether it was granted something."""
         outstanding, most = account.outstanding, account.demand + AHEAD_BYTES
-        if outstanding > most // 2:  # a narrower window is seldom
+        if outstanding > most // 2:  # a cheap first test: the window is rarely narrower
             return False
         window = min(self._window(len(self._accounts)), most)
         if outstanding > window // 2:
@@ -111,7 +113,7 @@ class Granter:
         return True
 
     def grant(self, now: float) -> list[Account]:
-        """Grant what is due, where there is a budget; the accounts whose ``granted`` grew."""
+        """Grant what is due, with a budget. Return the accounts whose ``granted`` grew."""
         grown: dict[Account, None] = {}
         while self._schedule.is_ready(now) and (chosen := self._choose()) is not None:
             account, count = chosen
@@ -125,13 +127,16 @@ class Granter:
         return list(grown)
 
     def next_at(self) -> float | None:
-        """When ``grant`` may have something to grant; None: not before something is received, announced or taken."""
+        """Return when ``grant`` may have something to grant; None: not before an account changes."""
         if self._schedule.bytes_per_s is None or self._choose() is None:
             return None
         return self._schedule.ready_at()
 
     def _choose(self) -> tuple[Account, int] | None:
-        """The next account and its bytes: of those that want and have room, one of the peer that was granted least."""
+        """Return the next account and its bytes.
+
+        Of the accounts with demand and room, it belongs to the peer that was granted least.
+        """
         rate = self._schedule.bytes_per_s
         assert rate is not None
         wanting = [account for account in self._accounts if account.demand > account.coming]
@@ -153,7 +158,7 @@ class Granter:
 
 
 class Spending:
-    """The sender's side of one connection: how much it may still send."""
+    """Sender's side of one connection: the bytes that it may still send."""
 
     __slots__ = ("granted", "sent")
 
@@ -166,10 +171,10 @@ class Spending:
         return self.granted - self.sent
 
     def extend(self, granted: int) -> None:
-        """Take the credit of a CREDIT frame.
+        """Extend the credit to that of a CREDIT frame.
 
         Raises:
-            FrameError: it takes back what was granted.
+            FrameError: the new credit is smaller than the last.
         """
         if granted < self.granted:
             raise FrameError(f"a credit of {granted} bytes after one of {self.granted}")
@@ -180,21 +185,21 @@ class Spending:
 
 
 class Grants:
-    """The accounts of all connections, and when to look at them again. ``Granter`` decides.
+    """Accounts of all connections, and the time of the next grant. ``Granter`` decides.
 
-    Methods that return accounts return those whose ``granted`` grew: their senders are to be told.
+    Methods return the accounts whose ``granted`` grew; their senders must be told.
     """
 
     def __init__(self, granter: Granter) -> None:
         self._granter = granter
         self._accounts: set[Account] = set()
         self.bytes_per_s = granter.bytes_per_s
-        """The budget; None: no limit."""
+        """Download budget; None: no limit."""
         self.due_at: float | None = None
-        """When ``grant`` may have something to grant; None: not before something happens."""
+        """Time at which ``grant`` may have something to grant; None: not before an account changes."""
 
     def set_budget(self, bytes_per_s: float | None, now: float) -> list[Account]:
-        """Set how many bytes per second all senders may send; None: no limit. What is granted may still come."""
+        """Set the total rate of all senders in bytes per second; None: no limit. Granted bytes may still come."""
         self._granter.set_budget(bytes_per_s, now)
         self.bytes_per_s = bytes_per_s
         self.due_at = None
@@ -210,7 +215,7 @@ class Grants:
         self._accounts.discard(account)
 
     def update(self, account: Account, now: float) -> list[Account]:
-        """Bytes of ``account`` were received, announced or taken: grant more."""
+        """Grant more after bytes of ``account`` were received, announced or taken."""
         if account not in self._accounts or self.due_at is not None:
             return []
         if self.bytes_per_s is not None:
@@ -218,7 +223,7 @@ class Grants:
         return [account] if self._granter.top_up(account) else []
 
     def grant(self, now: float) -> list[Account]:
-        """Grant what is due; call it when ``due_at`` has come."""
+        """Grant what is due. Call this when ``due_at`` has come."""
         grown = self._granter.grant(now)
         self.due_at = self._granter.next_at()
         return grown

@@ -1,4 +1,4 @@
-"""Frames: the units that one connection is made of.
+"""Frames: the units of data on a connection.
 
 A frame is a header (length of the body, kind, stream; 9 bytes, big endian) and a body. A *message* is a control body
 and perhaps a payload; a payload travels as a *stream* of chunks, so that a control message never waits behind it for
@@ -6,26 +6,26 @@ more than one chunk.
 
     HELLO, PROOF    handshake (net/handshake.py); nothing else but GOODBYE may come before
     MESSAGE         a message without payload
-    REQUEST         u64 largest payload that the asker takes, control body; ``stream`` is the request's number
+    REQUEST         u64 largest payload that the requester takes, control body; ``stream`` is the request's number
     ANSWER          answer without payload; ``stream`` is the request's number
-    REFUSAL         why a request is not answered (UTF-8)
-    WITHDRAW        asker to answerer: the answer to this request is not wanted any more
-    START           what the stream is for (class Start), control body of the message or answer; then its CHUNKs
-    CHUNK           the next bytes of a stream
+    REFUSAL         reason why a request is not answered (UTF-8)
+    WITHDRAW        requester to answerer: the answer to this request is not wanted any more
+    START           head of a stream (class Start), control body of its message or answer; then its CHUNKs
+    CHUNK           next bytes of a stream
     CANCEL          receiver to sender: stop this stream; the sender answers with ABORT
     ABORT           sender to receiver: the rest of this stream will not come
-    ACK             receiver to sender: this part of a payload is there (net/multipath.py)
+    ACK             receiver to sender: this part of a payload has arrived (net/multipath.py)
     CREDIT          u64: chunk bytes that the other side may send on this connection, since its start
     GOODBYE         a code byte and the reason (UTF-8); the last frame of its direction
 
 Rules of this file:
 1. Bytes only: no sockets, no clock, no state.
 2. Each kind has a largest body, checked on the header alone, before anything is allocated.
-3. What breaks a rule is FrameError: the peer's fault, and the end of its connection.
-4. There is one family of streams, numbered by their sender for each connection, whatever they carry. Requests have
-   numbers of their own, given by the asker.
-5. HELLO, PROOF and GOODBYE keep their numbers and their form in all versions of the protocol: releases that cannot talk
-   can tell each other why.
+3. A broken rule raises FrameError: it is the peer's fault and ends its connection.
+4. Streams of all uses are numbered together, by their sender, for each connection. Requests have numbers of their own,
+   given by the requester.
+5. HELLO, PROOF and GOODBYE keep their numbers and their form in all versions of the protocol, so that incompatible
+   releases can tell each other why.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ _KINDS = {kind.value: kind for kind in FrameKind}
 
 
 class Parting(IntEnum):
-    """Why a side says GOODBYE."""
+    """Reason code of a GOODBYE."""
 
     LEAVING = 0
     REFUSED = 1
@@ -116,7 +116,7 @@ class Parting(IntEnum):
 
 
 class Header(Struct, frozen=True, gc=False):
-    """A checked header."""
+    """A validated frame header."""
 
     length: int
     kind: FrameKind
@@ -134,27 +134,27 @@ _USES = tuple(Use)
 
 
 class Part(NamedTuple):
-    """Where a stream's bytes belong in a payload that comes in parts."""
+    """Place of a stream's bytes in a payload that comes in parts."""
 
     payload: int
-    """Counts the sender's payloads that go in parts, on this connection and its lanes."""
+    """Number of the payload among the sender's payloads in parts, on this connection and its lanes."""
     total: int
     offset: int
 
 
 class Start(NamedTuple):
-    """The head of a START: ``size`` bytes will come."""
+    """Head of a START frame: ``size`` bytes will come."""
 
     use: Use
     request: int
-    """The request's number, of an answer; else 0."""
+    """For an answer, the request's number; else 0."""
     size: int
     part: Part | None = None
     """None: the stream is the whole payload."""
 
     @property
     def total(self) -> int:
-        """Bytes of the whole payload."""
+        """Size of the whole payload in bytes."""
         return self.size if self.part is None else self.part.total
 
 
@@ -163,10 +163,10 @@ IN_PARTS = 2
 
 
 def parse_header(data: bytes | bytearray | memoryview, offset: int = 0) -> Header:
-    """The header at ``offset`` (HEADER.size bytes must be there).
+    """Parse the header at ``offset``, where HEADER.size bytes must be present.
 
     Raises:
-        FrameError: unknown kind, or a body longer than the kind allows.
+        FrameError: the kind is unknown, or the body longer than the kind allows.
     """
     length, code, stream = HEADER.unpack_from(data, offset)
     kind = _KINDS.get(code)
@@ -178,13 +178,13 @@ def parse_header(data: bytes | bytearray | memoryview, offset: int = 0) -> Heade
 
 
 def encode_header(kind: FrameKind, stream: int, length: int) -> bytes:
-    """The header of a body of ``length`` bytes."""
+    """Return the header of a body of ``length`` bytes."""
     assert length <= BODY_LIMITS[kind]
     return HEADER.pack(length, kind, stream)
 
 
 def encode_frame(kind: FrameKind, stream: int, body: bytes = b"") -> bytes:
-    """A whole frame.
+    """Return a whole frame.
 
     Raises:
         ValueError: ``body`` is too long for ``kind`` (the caller's fault).
@@ -195,7 +195,7 @@ def encode_frame(kind: FrameKind, stream: int, body: bytes = b"") -> bytes:
 
 
 def encode_start(stream: int, start: Start, body: bytes) -> bytes:
-    """A START frame.
+    """Return a START frame.
 
     Raises:
         ValueError: ``body`` is longer than CONTROL_LIMIT.
@@ -209,23 +209,23 @@ def encode_start(stream: int, start: Start, body: bytes) -> bytes:
 
 
 def decode_start(body: bytes) -> tuple[Start, bytes]:
-    """Head and control body of a START.
+    """Return head and control body of a START.
 
     Raises:
-        FrameError: it cannot be.
+        FrameError: ``body`` is malformed.
     """
     if len(body) < _START.size:
-        raise FrameError("a START that is too short")
+        raise FrameError("the START is too short")
     code, request, size = _START.unpack_from(body)
     if code >= IN_PARTS + len(_USES):
-        raise FrameError(f"a stream for nothing that is known ({code})")
+        raise FrameError(f"the START has an unknown use ({code})")
     if code < IN_PARTS:
         if size > PAYLOAD_LIMIT:
-            raise FrameError(f"a payload of {size} bytes is announced")
+            raise FrameError(f"the START announces a payload of {size} bytes; the limit is {PAYLOAD_LIMIT}")
         return Start(_USES[code], request, size), body[_START.size :]
     end = _START.size + _PART.size
     if len(body) < end:
-        raise FrameError("a part without its place")
+        raise FrameError("the START of a part is too short")
     part = Part(*_PART.unpack_from(body, _START.size))
     if part.total > PAYLOAD_LIMIT or not 0 < size <= part.total - part.offset:
         raise FrameError(f"a part of {size} bytes at {part.offset} of {part.total}")
@@ -233,7 +233,7 @@ def decode_start(body: bytes) -> tuple[Start, bytes]:
 
 
 def encode_request(number: int, max_payload: int, body: bytes) -> bytes:
-    """A REQUEST frame.
+    """Return a REQUEST frame.
 
     Raises:
         ValueError: ``body`` is longer than CONTROL_LIMIT.
@@ -243,29 +243,29 @@ def encode_request(number: int, max_payload: int, body: bytes) -> bytes:
 
 
 def decode_request(body: bytes) -> tuple[int, bytes]:
-    """Largest payload and control body of a REQUEST.
+    """Return largest payload and control body of a REQUEST.
 
     Raises:
-        FrameError: too short, or an absurd size.
+        FrameError: ``body`` is too short, or the size beyond the limit.
     """
     if len(body) < SIZE.size:
-        raise FrameError("a REQUEST that is too short")
+        raise FrameError("the REQUEST is too short")
     (size,) = SIZE.unpack_from(body)
     if size > PAYLOAD_LIMIT:
-        raise FrameError(f"an answer of {size} bytes is asked for")
+        raise FrameError(f"the REQUEST allows an answer of {size} bytes; the limit is {PAYLOAD_LIMIT}")
     return size, body[SIZE.size :]
 
 
 def encode_credit(granted: int) -> bytes:
-    """A CREDIT frame."""
+    """Return a CREDIT frame."""
     return encode_frame(FrameKind.CREDIT, 0, SIZE.pack(granted))
 
 
 def decode_credit(body: bytes) -> int:
-    """The count in a CREDIT.
+    """Return the count in a CREDIT.
 
     Raises:
-        FrameError: not a count.
+        FrameError: ``body`` is not a count.
     """
     if len(body) != SIZE.size:
         raise FrameError(f"a CREDIT of {len(body)} bytes")
@@ -274,26 +274,26 @@ def decode_credit(body: bytes) -> int:
 
 
 def encode_text(text: str) -> bytes:
-    """``text`` for a REFUSAL or GOODBYE, cut to TEXT_LIMIT bytes."""
+    """Encode ``text`` for a REFUSAL or GOODBYE, cut to TEXT_LIMIT bytes."""
     return text.encode("utf-8", "replace")[:TEXT_LIMIT]
 
 
 def decode_text(data: bytes) -> str:
-    """A text from a peer: bounded, one line, printable."""
+    """Decode a peer's text: bounded, one line, printable."""
     text = data[:TEXT_LIMIT].decode("utf-8", "replace")
     return "".join(character if character.isprintable() else " " for character in text)
 
 
 def encode_goodbye(parting: Parting, reason: str) -> bytes:
-    """The GOODBYE frame."""
+    """Return a GOODBYE frame."""
     return encode_frame(FrameKind.GOODBYE, 0, bytes([parting]) + encode_text(reason))
 
 
 def decode_goodbye(body: bytes) -> tuple[Parting, str]:
-    """Code and reason of a GOODBYE.
+    """Return code and reason of a GOODBYE.
 
     Raises:
-        FrameError: no code, or an unknown one.
+        FrameError: the code is missing or unknown.
     """
     if not body:
         raise FrameError("a GOODBYE without a code")

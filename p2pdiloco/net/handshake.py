@@ -1,21 +1,21 @@
-"""The handshake: two peers prove to each other who they are, over a TLS channel that proves nothing by itself.
+"""Handshake: two peers prove their identities to each other, over a TLS channel that proves nothing by itself.
 
-Both sides send HELLO at once (protocol, identity, a fresh nonce), then PROOF, the listener only after the dialler's was
-good. PROOF is a signature with the peer id's key over a context string, the signer's role, the fingerprint of the TLS
-certificate that the *listener* showed, and both HELLOs with their nonces; behind it come the certificates that make the
-key a member's. So:
+Both sides send HELLO at once (protocol, identity, a fresh nonce), then PROOF. The listener sends its PROOF only after
+the dialler's was valid. PROOF is a signature with the peer id's key. It covers a context string, the signer's role, the
+fingerprint of the TLS certificate that the *listener* showed, and both HELLOs with their nonces. It is followed by the
+certificates that make the key a member's. So:
 - the key of the claimed peer id is proved (signature over both nonces);
-- a man in the middle who ends TLS himself shows another certificate, and both proofs fail (fingerprint);
+- a man in the middle who terminates TLS shows another certificate, and both proofs fail (fingerprint);
 - a proof cannot be replayed (nonces), nor reflected to its maker (role);
-- a certificate serves only the owner of its key.
+- a certificate is of use only to the owner of its key.
 
-A private run is not named. Instead of its id, HELLO has a tag that only peers which know the id can make or recognise,
-for this channel and this direction. A dialler that is no member learns the listener's peer id and nothing else: it
-gets no PROOF, so no certificate.
+A private run is not named. Instead of its id, HELLO has a tag. Only peers that know the id can make or recognize it,
+and it is valid for this channel and this direction only. A dialler that is not a member learns the listener's peer id
+and nothing else: it gets no PROOF, and so no certificate.
 
 Rules of this file:
-1. Bytes in, bytes out; the keys and the nonce come from outside.
-2. Every fault is a HandshakeError with a sentence for people: it is sent to the other side as GOODBYE.
+1. Bytes in, bytes out; keys and nonces come from outside.
+2. Every fault is a HandshakeError with a sentence for people, which is sent to the other side as GOODBYE.
 3. Only HELLO, PROOF and GOODBYE are read before the other side has proved its key and its membership.
 """
 
@@ -49,7 +49,7 @@ Verify = Callable[[PeerId, bytes, bytes], bool]
 
 
 class Role(Enum):
-    """The end of a connection at which a peer is."""
+    """The two ends of a connection."""
 
     DIALLER = b"D"
     LISTENER = b"L"
@@ -60,18 +60,18 @@ class Role(Enum):
 
 
 class HandshakeError(ValueError):
-    """The two sides do not fit, or the other one is not the peer that it says. The text is for both."""
+    """The handshake failed: a malformed or false claim, or a mismatch. The text is for both sides."""
 
 
 class MismatchError(HandshakeError):
-    """Both are honest, but cannot work together: another protocol, version or run. Found here or, as GOODBYE, there."""
+    """Both sides are honest but incompatible: another protocol, version or run. Found here or reported by GOODBYE."""
 
 
 class Dialled(NamedTuple):
-    """The dialler's wishes for a connection; a listener has none."""
+    """The dialler's parameters of a connection; a listener has none."""
 
     expected: PeerId | None = None
-    """The peer that must be at the other end; None: any."""
+    """The peer that must be at the other end; None: any peer."""
     lane: int = 0
     bond: bytes = b""
     is_relayed: bool = False
@@ -86,24 +86,25 @@ class Hello(Struct, frozen=True, kw_only=True):
     magic: Annotated[str, Meta(max_length=32)]
     version: Annotated[int, Meta(ge=0, le=2**31)]
     run: Annotated[str, Meta(max_length=64)]
-    """"" for a private run, or if the peer does not know its run yet."""
+    """Run id; empty for a private run, or if the peer does not know its run yet."""
     peer: Annotated[str, Meta(min_length=1, max_length=64)]
     nonce: Annotated[bytes, Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
     """Fresh for every connection."""
     life: Annotated[bytes, Meta(min_length=8, max_length=16)]
-    """Fresh for every start of the peer: tells a second connection of one life from a peer that came back."""
+    """Random id of the peer's incarnation, fresh for every start. It distinguishes a second connection from a restart.
+    """
     attempt: Annotated[int, Meta(ge=0, le=2**62)]
-    """Grows with every connection that the peer takes part in: of two that it dialled, the later one counts."""
+    """Counts the peer's connections. Of two that it dialled, the later one counts."""
     lane: Annotated[int, Meta(ge=0, le=2**16)] = 0
     """Dialler only: 0 for a primary connection, else the number of a lane (net/multipath.py)."""
     bond: Annotated[bytes, Meta(max_length=NONCE_BYTES)] = b""
     """With a lane: the nonce of the dialler's HELLO on the primary connection."""
     is_relayed: bool = False
-    """Dialler only: a relay carries the bytes, so a direct connection of the two is better."""
+    """Dialler only: the connection runs through a relay, so a direct one is preferred."""
     tag: Annotated[bytes, Meta(max_length=NONCE_BYTES)] = b""
-    """Stands for the id of a private run (``tag_of``)."""
+    """Replaces the id of a private run (``tag_of``)."""
     observes: bool = False
-    """It takes no part in a run, and only asks."""
+    """Whether the peer takes part in no run and only sends requests."""
 
 
 class Handshake:
@@ -121,36 +122,36 @@ class Handshake:
         run: str = "",
         door: Authorizer | None = None,
     ) -> None:
-        """``run``: this peer's, also if HELLO does not name it."""
+        """``run`` is this peer's run, even if HELLO does not name it."""
         self._role = role
         self._run = run
         self._door: Authorizer = door or OpenAuthorizer()
         self.hello = hello
-        """Our HELLO."""
+        """This peer's HELLO."""
         self._expected = expected
-        """The peer that must be at the other end; None: any."""
+        """The peer that must be at the other end; None: any peer."""
         self._fingerprint = fingerprint
         self._sign = sign
         self._verify = verify
         self._transcript = b""
         self._remote: Hello | None = None
         self.proof: bytes = b""
-        """The body of our PROOF, after the other side's HELLO."""
+        """Body of this peer's PROOF, after the other side's HELLO."""
         self.hello_body: bytes = msgspec.msgpack.encode(hello)
         assert len(self.hello_body) <= HANDSHAKE_LIMIT
 
     def proof_after(self, body: bytes) -> bytes:
-        """The body of our PROOF, after the other side's HELLO ``body``.
+        """Return the body of this peer's PROOF, given the other side's HELLO ``body``.
 
         Raises:
-            HandshakeError: not our protocol, version or run; ourselves; a second HELLO.
+            HandshakeError: the protocol, version or run differs, the peer is this one, or it is a second HELLO.
         """
         if self._remote is not None:
-            raise HandshakeError("a second HELLO came")
+            raise HandshakeError("the other side sent a second HELLO")
         try:
             remote = msgspec.msgpack.decode(body, type=Hello)
         except (msgspec.MsgspecError, RecursionError) as error:
-            raise HandshakeError(f"the HELLO cannot be read ({error})") from error
+            raise HandshakeError(f"the HELLO is malformed ({error})") from error
         self._check(remote)
         self._remote = remote
         hellos = (self.hello_body, body) if self._role is Role.DIALLER else (body, self.hello_body)
@@ -159,18 +160,18 @@ class Handshake:
         return self.proof
 
     def finish(self, body: bytes) -> Hello:
-        """The other side's HELLO, now proved by the ``body`` of its PROOF.
+        """Return the other side's HELLO, proved by the ``body`` of its PROOF.
 
         Raises:
-            HandshakeError: the proof came before the HELLO, or does not hold; it is not let in.
+            HandshakeError: the proof came before the HELLO or is not valid, or the peer is not admitted.
         """
         if self._remote is None:
-            raise HandshakeError("a PROOF came before the HELLO")
+            raise HandshakeError("the other side sent its PROOF before its HELLO")
         peer = PeerId(self._remote.peer)
         proof, chain = body[:SIGNATURE_BYTES], body[SIGNATURE_BYTES:]
         if not self._verify(peer, signed_bytes(self._role.other, self._transcript), proof):
             raise HandshakeError(
-                f"the proof of {peer} does not hold on this channel: it does not own that peer id, "
+                f"the proof of {peer} is not valid on this channel: the other side does not own that peer id, "
                 "or somebody in between reads the traffic"
             )
         try:
@@ -191,8 +192,8 @@ class Handshake:
         if self._door.is_private:
             if remote.tag != tag_of(self._run, self._role.other, self._fingerprint, remote.nonce):
                 raise MismatchError(
-                    f"{mine.peer} takes part in a private run, and talks to its members alone: to join it, ask whoever "
-                    "founded it for an invite"
+                    f"{mine.peer} takes part in a private run, and talks to its members alone: to join it, ask the "
+                    "run's founder for an invite"
                 )
         elif remote.tag and mine.run:
             raise MismatchError(f"{remote.peer} takes part in a private run, not in run {RunId(mine.run)}")
@@ -207,8 +208,10 @@ class Handshake:
 
 
 class Greeter:
-    """Begins the handshakes of one process. ``nonce`` gives NONCE_BYTES fresh random bytes; a process that ``observes``
-    takes no part."""
+    """Factory of handshakes of one process.
+
+    ``nonce`` returns NONCE_BYTES fresh random bytes. A process that ``observes`` takes no part in a run.
+    """
 
     def __init__(
         self,
@@ -235,7 +238,7 @@ class Greeter:
         self._attempt = 0
 
     def handshake(self, role: Role, fingerprint: bytes, dialled: Dialled) -> Handshake:
-        """Our side of a handshake, over the channel whose listener showed the certificate with ``fingerprint``."""
+        """Begin a handshake on a channel. ``fingerprint`` is that of its listener's certificate."""
         self._attempt += 1
         nonce, is_private = self._nonce(), self._door.is_private
         hello = Hello(
@@ -265,17 +268,19 @@ class Greeter:
 
 
 def tag_of(run: str, role: Role, fingerprint: bytes, nonce: bytes) -> bytes:
-    """Tag that the side with ``role`` sends instead of a private run's id, on the channel whose listener showed the
-    certificate with ``fingerprint``. It is of no use on another channel."""
+    """Return the tag that the side with ``role`` sends instead of a private run's id.
+
+    It is valid only on the channel whose listener showed the certificate with ``fingerprint``.
+    """
     return bytes.fromhex(digest_of(TAG_CONTEXT, role.value, fingerprint, nonce, run.encode()))
 
 
 def transcript(fingerprint: bytes, dialler_hello: bytes, listener_hello: bytes) -> bytes:
-    """Bytes that both proofs cover: fingerprint and HELLOs, each with its length."""
+    """Return the bytes that both proofs cover: fingerprint and HELLOs, each after its length."""
     parts = (fingerprint, dialler_hello, listener_hello)
     return b"".join(struct.pack(">I", len(part)) + part for part in parts)
 
 
 def signed_bytes(role: Role, covered: bytes) -> bytes:
-    """Bytes that the side with ``role`` signs."""
+    """Return the bytes that the side with ``role`` signs."""
     return CONTEXT + role.value + covered

@@ -1,18 +1,18 @@
-"""Payloads in parts: one payload over several connections ("lanes") of one pair.
+"""Payloads in parts: one payload over several connections ("lanes") of one pair of peers.
 
-A payload is split into parts of PART_BYTES. Each part is a stream of its own on the lane that has room next, and says
-where it belongs (frames.Part), so that lanes need no order among each other and each part is read straight into its
-place. The receiver acknowledges every part on its lane. Parts that a lost lane has not acknowledged are sent again on
-the others; a part that comes twice counts once.
+A payload is split into parts of PART_BYTES. Each part is a stream of its own on the next lane with room, and names its
+place (frames.Part). So lanes need no common order, and each part is read straight into its place. The receiver
+acknowledges every part on its lane. Parts that a lost lane has not acknowledged are sent again on the others. A part
+that arrives twice counts once.
 
-Why parts and acknowledgements, and not one stream to each lane: a single large payload must fill the link too, and a
-slow lane must not hold up what was given to it early. Why send parts again, and not fail: what a dead lane had taken is
-a few MiB, and the other lanes live.
+Parts with acknowledgements are used instead of one stream for each lane, because a single large payload must fill the
+link, and a slow lane must not hold up what it was given early. Parts are sent again instead of failing the payload,
+because a dead lane held only a few MiB and the other lanes still work.
 
 Rules of this file:
 1. Bytes and decisions only: no sockets, no clock. Lanes are any hashable objects (net/session.py uses its sessions).
-2. Bounded: payload bytes that wait, payloads in progress, and numbers of those that are over.
-3. The lowest priority number goes first, and at equal priority the payload that was put first: few are in progress.
+2. Bounded: waiting payload bytes, payloads in progress, and numbers of finished payloads.
+3. The lowest priority number goes first; at equal priority the payload queued first, so that few are in progress.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ LaneName = TypeVar("LaneName", bound=Hashable)
 
 
 class Piece(NamedTuple):
-    """A part to be sent."""
+    """A part that is to be sent."""
 
     start: Start
     body: bytes
-    """The message's or answer's control body."""
+    """Control body of the message or answer."""
     data: memoryview
     priority: float
 
 
 class _Outgoing:
-    """A payload with parts that are not acknowledged."""
+    """A payload with unacknowledged parts."""
 
     __slots__ = (
         "body",
@@ -74,7 +74,7 @@ class _Outgoing:
         self.unacknowledged = set(self.todo)
         self.topic = topic
         self.is_known = False
-        """A part of it was given to a lane."""
+        """Whether a lane was given a part of it."""
 
     @property
     def is_begun(self) -> bool:
@@ -82,24 +82,24 @@ class _Outgoing:
 
 
 class Splitter(Generic[LaneName]):
-    """The sender's side. ``payload_limit`` bounds the bytes of payloads in progress."""
+    """Sender's side. ``payload_limit`` bounds the bytes of payloads in progress."""
 
     def __init__(self, *, payload_limit: int) -> None:
         self._payload_limit = payload_limit
         self._payloads: dict[int, _Outgoing] = {}
         self._lanes: dict[LaneName, dict[int, tuple[int, int]]] = {}
-        """Payload and offset of each part that is not acknowledged, by lane and stream."""
+        """Payload and offset of each unacknowledged part, by lane and stream."""
         self._held_bytes = 0
         self._next_number = 0
 
     @property
     def is_idle(self) -> bool:
-        """Whether everything is acknowledged."""
+        """True if everything is acknowledged."""
         return not self._payloads
 
     @property
     def queued_bytes(self) -> int:
-        """Bytes that were not given to any lane yet."""
+        """Bytes that no lane was given yet."""
         return sum(
             min(PART_BYTES, len(payload.payload) - offset)
             for payload in self._payloads.values()
@@ -115,8 +115,10 @@ class Splitter(Generic[LaneName]):
         priority: float,
         topic: Hashable | None = None,
     ) -> bool:
-        """Queue a payload (not an empty one). It replaces one with its ``topic`` of which no part was given to a lane.
-        False: no room."""
+        """Queue a nonempty payload. Return False if there is no room.
+
+        It replaces an earlier payload with the same ``topic`` of which no lane was given a part.
+        """
         assert len(payload)
         if topic is not None:
             for other in list(self._payloads.values()):
@@ -131,7 +133,7 @@ class Splitter(Generic[LaneName]):
         return True
 
     def next(self, lane: LaneName) -> Piece | None:
-        """The next part, for ``lane``; call ``assign`` or ``put_back`` with it. None: nothing waits."""
+        """Return the next part for ``lane``, or None. The caller must pass it to ``assign`` or ``put_back``."""
         waiting = [payload for payload in self._payloads.values() if payload.todo]
         if len(self._payloads) - len(waiting) + sum(payload.is_begun for payload in waiting) >= OPEN_STREAMS_LIMIT:
             waiting = [payload for payload in waiting if payload.is_begun]
@@ -145,17 +147,17 @@ class Splitter(Generic[LaneName]):
         return Piece(Start(chosen.use, chosen.request, len(data), part), chosen.body, data, chosen.priority)
 
     def assign(self, lane: LaneName, stream: int, piece: Piece) -> None:
-        """Note that ``piece`` goes out as this ``stream`` of ``lane``."""
+        """Record that ``piece`` is sent as this ``stream`` of ``lane``."""
         assert piece.start.part is not None
         self._lanes.setdefault(lane, {})[stream] = (piece.start.part.payload, piece.start.part.offset)
 
     def put_back(self, piece: Piece) -> None:
-        """Queue a part again for which its lane has no room."""
+        """Queue a part again that its lane has no room for."""
         assert piece.start.part is not None
         self._payloads[piece.start.part.payload].todo.appendleft(piece.start.part.offset)
 
     def acknowledge(self, lane: LaneName, stream: int) -> None:
-        """The receiver has the part. A part of a payload that was given up is no error."""
+        """Record that a part has arrived. A part of an abandoned payload is ignored."""
         number, offset = self._lanes.get(lane, {}).pop(stream, (-1, -1))
         if (payload := self._payloads.get(number)) is None:
             return
@@ -164,18 +166,18 @@ class Splitter(Generic[LaneName]):
             self._forget(number)
 
     def requeue(self, lane: LaneName) -> None:
-        """Queue again what a lost lane has not acknowledged, before the rest of each payload."""
+        """Queue the unacknowledged parts of a lost lane again, before the rest of each payload."""
         for number, offset in self._lanes.pop(lane, {}).values():
             if (payload := self._payloads.get(number)) is not None:
                 payload.todo.appendleft(offset)
 
     def refuse(self, lane: LaneName, stream: int) -> list[tuple[LaneName, int]]:
-        """Give up the payload of a part that the receiver does not want, or has; its parts that are on their way."""
+        """Abandon the payload of a part that the receiver refuses or already has. Return its parts under way."""
         number, _ = self._lanes.get(lane, {}).get(stream, (-1, -1))
         return self._give_up(number)
 
     def withdraw(self, request: int) -> list[tuple[LaneName, int]]:
-        """Give up the answer to ``request``, which is not wanted any more; its parts that are on their way."""
+        """Abandon the answer to a request that was withdrawn. Return its parts under way."""
         found = [p.number for p in self._payloads.values() if p.use is Use.ANSWER and p.request == request]
         return [part for number in found for part in self._give_up(number)]
 
@@ -201,16 +203,16 @@ class Splitter(Generic[LaneName]):
 
 
 class PayloadState(Enum):
-    """State of a part's payload at the receiver."""
+    """Receiver's state of the payload that a part belongs to."""
 
     NEW = 0
     OPEN = 1
     OVER = 2
-    """Delivered, refused or given up."""
+    """Delivered, refused or abandoned."""
 
 
 class Whole(NamedTuple):
-    """A payload all of whose parts were received."""
+    """A payload whose parts have all arrived."""
 
     start: Start
     body: Any
@@ -218,7 +220,7 @@ class Whole(NamedTuple):
 
 
 class _Incoming:
-    """A payload with parts that were not received yet."""
+    """A payload with parts that have not arrived yet."""
 
     __slots__ = ("body", "done", "filled", "payload", "start")
 
@@ -229,7 +231,7 @@ class _Incoming:
 
 
 class Reassembler:
-    """The receiver's side. ``allocate`` gives the memory for a payload (wire/buffer_pool.py)."""
+    """Receiver's side. ``allocate`` returns the memory for a payload (wire/buffer_pool.py)."""
 
     def __init__(self, *, allocate: Callable[[int], memoryview]) -> None:
         self._allocate = allocate
@@ -237,10 +239,10 @@ class Reassembler:
         self._over: dict[int, None] = {}
 
     def state_of(self, start: Start) -> PayloadState:
-        """State of the payload that a part belongs to.
+        """Return the state of the payload that a part belongs to.
 
         Raises:
-            FrameError: the part does not fit its payload, or there are too many.
+            FrameError: the part does not fit its payload, or there are too many payloads.
         """
         assert start.part is not None
         number = start.part.payload
@@ -248,29 +250,29 @@ class Reassembler:
             return PayloadState.OVER
         if (payload := self._payloads.get(number)) is not None:
             if payload.start.total != start.total or payload.start.use is not start.use:
-                raise FrameError("a part of another payload")
+                raise FrameError("a part differs from its payload's earlier parts in size or use")
             return PayloadState.OPEN
         if len(self._payloads) >= 2 * OPEN_STREAMS_LIMIT:
             raise FrameError(f"more than {2 * OPEN_STREAMS_LIMIT} payloads in parts at once")
         return PayloadState.NEW
 
     def admit(self, start: Start, body: Any) -> None:
-        """Take a new payload: allocate its memory."""
+        """Accept a new payload and allocate its memory."""
         assert start.part is not None
         self._payloads[start.part.payload] = _Incoming(start, body, self._allocate(start.total))
 
     def refuse(self, start: Start) -> None:
-        """Refuse a new payload, or give up one that is open."""
+        """Refuse a new payload, or abandon an open one."""
         assert start.part is not None
         self._end(start.part.payload)
 
     def place_of(self, start: Start) -> memoryview:
-        """The memory for a part of an open payload."""
+        """Return the memory for a part of an open payload."""
         assert start.part is not None
         return self._payloads[start.part.payload].payload[start.part.offset : start.part.offset + start.size]
 
     def complete(self, start: Start) -> Whole | None:
-        """Note that a part was received; the whole payload, if it was the last one."""
+        """Record that a part has arrived. Return the whole payload if it was the last one."""
         assert start.part is not None
         payload = self._payloads.get(start.part.payload)
         if payload is None or start.part.offset in payload.done:
@@ -283,14 +285,14 @@ class Reassembler:
         return Whole(payload.start, payload.body, payload.payload)
 
     def withdraw(self, request: int) -> None:
-        """Give up the answer to ``request``, which is not wanted any more."""
+        """Abandon the answer to a request that was withdrawn."""
         for number, payload in list(self._payloads.items()):
             if payload.start.use is Use.ANSWER and payload.start.request == request:
                 self._end(number)
 
     @property
     def held_bytes(self) -> int:
-        """Memory of the payloads in progress."""
+        """Memory of the payloads in progress, in bytes."""
         return sum(payload.start.total for payload in self._payloads.values())
 
     def clear(self) -> None:
@@ -304,14 +306,14 @@ class Reassembler:
 
 
 # -- Lanes: several TCP connections for one pair of peers --------------------------------------------------------------
-# One TCP connection does not fill a long fat path: the kernel's buffers bound its window (docs: measured). There, the
-# side that dialled the primary connection dials lanes, too: TLS connections with the same handshake, whose HELLO has
-# the lane's number and the primary's nonce. Payloads then go in parts over all of them; control and everything else
+# One TCP connection does not fill a long fat path, because the kernel's buffers bound its window. On such a path the
+# side that dialled the primary connection also dials lanes: TLS connections with the same handshake, whose HELLO has
+# the lane's number and the primary's nonce. Payloads then go in parts over all of them. Control and everything else
 # stays on the primary.
 #
-# 1. Lanes end with their primary. A lane that is lost loses nothing: its parts are sent again on the others.
-# 2. Each connection has its own credit, outbox and inbox; the budget counts them as one peer.
-# 3. A lane gets no more than it can soon send, so that a slow one delays little.
+# 1. Lanes end with their primary. If a lane is lost, its parts are sent again on the others.
+# 2. Each connection has its own credit, outbox and inbox. The budget counts them as one peer.
+# 3. A lane is given no more than it can send soon, so that a slow one delays little.
 
 
 LANES_LIMIT = 16
@@ -323,7 +325,7 @@ AHEAD_BYTES = 4 << 20
 
 
 class Lanes(Generic[LaneName]):
-    """All connections of one pair, ``primary`` first, and what goes over them in parts."""
+    """All connections of one pair, ``primary`` first, and their payloads in parts."""
 
     def __init__(self, primary: LaneName, *, payload_limit: int, allocate: Callable[[int], memoryview]) -> None:
         self.members: dict[LaneName, None] = {primary: None}
@@ -332,28 +334,28 @@ class Lanes(Generic[LaneName]):
 
     @property
     def is_idle(self) -> bool:
-        """Whether no payload of ours is under way in parts."""
+        """True if no outgoing payload in parts is under way."""
         return self.splitter.is_idle
 
     def splits(self, size: int) -> bool:
-        """Whether a payload of ``size`` bytes is split."""
+        """Return whether a payload of ``size`` bytes is split."""
         return len(self.members) > 1 and size >= SPREAD_LEAST_BYTES
 
     def put(
         self, use: Use, request: int, body: bytes, payload: memoryview, priority: float, topic: Hashable | None = None
     ) -> bool:
-        """Send a payload in parts. False: no room."""
+        """Queue a payload in parts. Return False if there is no room."""
         return self.splitter.put(use, request, body, payload, priority, topic)
 
     def join(self, lane: LaneName) -> bool:
-        """Add a lane. False: there are enough."""
+        """Add a lane. Return False if there are enough."""
         if len(self.members) >= LANES_LIMIT:
             return False
         self.members[lane] = None
         return True
 
     def leave(self, lane: LaneName) -> bool:
-        """Remove a lane that is lost. False: it was none of these."""
+        """Remove a lost lane. Return False if it was not a member."""
         if lane not in self.members:
             return False
         del self.members[lane]
@@ -361,12 +363,12 @@ class Lanes(Generic[LaneName]):
         return True
 
     def clear(self) -> None:
-        """Drop all payloads: the primary is lost."""
+        """Drop all payloads, since the primary is lost."""
         self.splitter.clear()
         self.reassembler.clear()
 
     def refill(self, lane: LaneName, outbox: SendQueue, credit_bytes: int) -> None:
-        """Queue parts in ``lane``'s ``outbox``, if it has little left."""
+        """Queue parts in the ``outbox`` of ``lane`` if it has little left."""
         while (left := outbox.payload_bytes) < (PART_BYTES if credit_bytes > left else AHEAD_BYTES):
             piece = self.splitter.next(lane)
             if piece is None:

@@ -1,8 +1,8 @@
-"""Decisions that follow from what the kernel knows of the paths to other peers: lanes, round trips, the learned budget.
+"""Decisions from the kernel's measurements of paths to other peers: lanes, round trips, the learned budget.
 
 Rules of this file:
-1. Pure: PathInfoWanted asks for what the kernel knows, ``handle_paths`` takes it.
-2. Nothing is asked for while nobody needs it.
+1. The module is pure: PathInfoWanted asks for measurements, ``handle_paths`` takes them.
+2. Nothing is asked for while nothing needs it.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from p2pdiloco.net.multipath import LANES_LIMIT
 from p2pdiloco.timing import Backoff
 
 # -- Number of lanes ---------------------------------------------------------------------------------------------------
-# A pair has more lanes the longer its path is. They are dialled while there is bulk, and closed when there was none for
-# a while; the primary stays.
+# The longer a pair's path, the more lanes the pair has. Lanes are dialled while there is bulk data, and closed after a
+# while without any. The primary stays.
 #
 # 1. Dials are bounded: DIALS at once, with growing pauses after failures.
-# 2. Lanes that are closed say goodbye after what they carry. What the other side had queued on them it sends again on
-#    other lanes.
+# 2. A closing lane says goodbye after the data that it carries. The other side sends what it had queued on the lane
+#    again on other lanes.
 
 
 WINDOW_BYTES = {"bbr": 2.9e6}
@@ -43,7 +43,10 @@ LOOK_S, PAUSE_MOST_S = 1.0, 60.0
 
 
 def lanes_for(wanted: int | Literal["auto"], path: Path | None, bytes_per_s: float | None) -> int:
-    """How many connections a pair needs over ``path`` at ``bytes_per_s``: by the path's length, not by what waits."""
+    """Return the number of connections that a pair needs over ``path`` at ``bytes_per_s``.
+
+    It depends on the length of the path, not on the amount of queued data.
+    """
     if wanted != "auto":
         return min(max(1, wanted), LANES_LIMIT)
     if path is None or path.is_local:
@@ -54,7 +57,7 @@ def lanes_for(wanted: int | Literal["auto"], path: Path | None, bytes_per_s: flo
 
 
 class Idleness:
-    """Tells from a count that only grows whether it has stood still for ``idle_s``."""
+    """Detects that a growing count has stood still for ``idle_s`` seconds."""
 
     def __init__(self, idle_s: float, now: float) -> None:
         self._idle_s = idle_s
@@ -62,14 +65,14 @@ class Idleness:
         self._grew_at = now
 
     def update(self, count: int, now: float) -> bool:
-        """Take the count as of now; whether it has stood still for ``idle_s``."""
+        """Take the count as of now. Return whether it has stood still for ``idle_s`` seconds."""
         if count != self._count:
             self._count, self._grew_at = count, now
         return now - self._grew_at >= self._idle_s
 
 
 class LaneKeeper:
-    """The lanes of one pair whose primary connection we dialled. Call ``plan_lanes`` after each ``backoff`` pause."""
+    """Lanes of a pair whose primary connection this peer dialled. Call ``plan_lanes`` after each ``backoff`` pause."""
 
     def __init__(
         self,
@@ -79,7 +82,7 @@ class LaneKeeper:
         idle_s: float,
         now: float,
     ) -> None:
-        """``connections``: all that the endpoint has, the pair's lanes among them."""
+        """``connections`` are all connections of the endpoint, the pair's lanes among them."""
         self._primary = primary
         self._connections = connections
         self._wanted = wanted
@@ -90,9 +93,9 @@ class LaneKeeper:
         self.backoff = Backoff(LOOK_S, PAUSE_MOST_S)
 
     def plan_lanes(self, path: Path | None, bytes_per_s: float | None, now: float) -> list[LaneWanted]:
-        """Close lanes that are idle; return the lanes to dial.
+        """Close idle lanes and return the lanes to dial.
 
-        ``bytes_per_s``: what the link carries, as the user says. (An estimate over too few lanes would keep them few.)
+        ``bytes_per_s`` is the link's rate as set by the user. (An estimate over too few lanes would keep them few.)
         """
         primary, session = self._primary, self._primary.session
         is_idle = self._idleness.update(self._bulk_bytes(), now) and not session.queued_bytes
@@ -110,7 +113,7 @@ class LaneKeeper:
         return [self._next_lane() for _ in range(self._dialled)]
 
     def handle_dialled(self, is_there: bool) -> bool:
-        """The dial of a lane has ended. Whether to look for missing lanes again at once."""
+        """Record the result of dialling a lane. Return whether to look for missing lanes again at once."""
         self._dialled -= 1
         self._failed |= not is_there
         if self._dialled:
@@ -122,7 +125,7 @@ class LaneKeeper:
         return not self._failed
 
     def _bulk_bytes(self) -> int:
-        """Bulk bytes of the pair so far. A lane that is lost takes its count away, which is a change, too."""
+        """Return the bulk bytes of the pair so far. A lost lane takes its count away, which is a change, too."""
         traffics = [lane.traffic for lane in self._primary.session.lanes.members]
         return sum(traffic.sent_bulk + traffic.received_bulk for traffic in traffics)
 
@@ -139,9 +142,9 @@ NEWS = 1.25
 
 
 class PathMonitor:
-    """Asks for what the kernel knows of the connections, and decides by it; see the module's rules.
+    """Asks for the kernel's measurements of the connections, and acts on them; see the module's rules.
 
-    ``connections``: all that the endpoint has, as they come and go.
+    ``connections`` is the endpoint's table of all connections.
     """
 
     def __init__(
@@ -155,26 +158,28 @@ class PathMonitor:
         self._gauged_at = float("-inf")
         self._keepers: dict[ConnectionId, LaneKeeper] = {}
         self._kept_at: dict[ConnectionId, float] = {}
-        """When each keeper is to look again."""
+        """Time of each keeper's next look."""
         self._rounds_at = float("-inf")
-        """When round trips were last asked for."""
+        """Time at which round trips were last asked for."""
         self._told: float | None = None
 
     @property
     def chosen_bytes_per_s(self) -> float | None:
-        """What the link carries, as the user says; None: the user says nothing."""
+        """Upload rate of the link as set by the user; None if it is not set."""
         return self._up if isinstance(self._up, float | int) else self._context.grants.bytes_per_s
 
     @property
     def line_bytes_per_s(self) -> float | None:
-        """What the link carries upwards, as the user says or as measured; None: not known. Infinite: all connections
-        stay on this machine."""
+        """Upload rate of the link, set by the user or measured; None if unknown.
+
+        It is infinite if all connections are within this machine.
+        """
         if self._up != "auto":
             return self._up
         return math.inf if self._sampler.is_local else self._sampler.estimator.estimate
 
     def set_budget(self, up: UpBudget) -> None:
-        """Set the budget for sending."""
+        """Set the upload budget."""
         if up != self._up:
             self._sampler.reset()
         self._up = up
@@ -182,7 +187,7 @@ class PathMonitor:
         self.schedule()
 
     def add_serving(self, connection: Connection) -> None:
-        """Watch a connection that serves its peer from now on."""
+        """Monitor a connection that serves its peer from now on."""
         if connection.role is Role.DIALLER and self._limits.lanes != 1:
             self._keepers[connection.id] = LaneKeeper(
                 connection, self._connections, self._limits.lanes, self._limits.lane_idle_s, self._context.now
@@ -191,12 +196,12 @@ class PathMonitor:
         self.schedule()
 
     def remove(self, connection: ConnectionId) -> None:
-        """Forget a connection that serves no more."""
+        """Forget a connection that no longer serves."""
         self._keepers.pop(connection, None)
         self._kept_at.pop(connection, None)
 
     def handle_lane_dialled(self, primary: ConnectionId, is_there: bool) -> None:
-        """The dial of a lane that was wanted has ended."""
+        """Record the result of dialling a lane that LaneWanted asked for."""
         keeper = self._keepers.get(primary)
         if keeper is not None:
             look_again = keeper.handle_dialled(is_there)
@@ -204,7 +209,7 @@ class PathMonitor:
             self.schedule()
 
     def schedule(self) -> None:
-        """Set the deadline of the next look."""
+        """Set the deadline of the next measurement."""
         times = list(self._kept_at.values())
         if self._up == "auto" and self._connections:
             times.append(self._gauged_at + self._sampler.interval_s)
@@ -217,7 +222,7 @@ class PathMonitor:
             deadlines.cancel(Due.PATH_INFO)
 
     def request_paths(self) -> None:
-        """Ask for what the kernel knows of the connections for which that is due."""
+        """Ask for the kernel's measurements of the connections for which that is due."""
         now = self._context.now
         needed = {connection: None for connection, at in self._kept_at.items() if at <= now}
         has_rounds = self._context.grants.bytes_per_s is not None and self._rounds_at + LOOK_S <= now
@@ -234,7 +239,7 @@ class PathMonitor:
             self.schedule()
 
     def handle_paths(self, paths: Mapping[ConnectionId, Path]) -> None:
-        """Take what the kernel knows, of the connections of which it knows something."""
+        """Take the kernel's measurements, of the connections that have any."""
         now = self._context.now
         for connection, path in paths.items():
             found = self._connections.get(connection)

@@ -1,16 +1,16 @@
-"""Frames out of bytes, with payloads read straight into their place.
+"""Incremental parser of frames, with payloads read straight into their place.
 
 The driver asks for a ``buffer`` to read into, reads n bytes, calls ``advance(n)``, and takes events from ``next_event``
-until there is none. Small reads land in a staging buffer of 16 KiB; the rest of a chunk lands in its payload, without
-a copy.
+until there is none. Small reads land in a staging buffer of 16 KiB. The rest of a chunk lands in its payload, without a
+copy.
 
 Rules of this file:
-1. No sockets, no clock. Everything is bounded: a frame, the open streams, and payload bytes, for which ``receive_into``
-   gives the memory.
-2. A stream that begins is an event, before a byte of it is allocated. Its bytes are read and dropped until
-   ``receive_into`` gives it a place.
-3. Chunks beyond what was ``granted`` break the format: a sender keeps to its credit (net/flow_control.py).
-4. Events come lazily: the bytes after a frame are parsed after the frame's event was taken.
+1. No sockets, no clock. Everything is bounded: a frame, the open streams, and payload bytes, whose memory comes from
+   ``receive_into``.
+2. A beginning stream is an event, before any of it is allocated. Its bytes are read and dropped until ``receive_into``
+   gives it a place.
+3. Chunks beyond ``granted`` break the format: a sender must keep to its credit (net/flow_control.py).
+4. Events are lazy: the bytes after a frame are parsed once the frame's event was taken.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Begun(Struct, frozen=True):
 
 
 class Completed(Struct, frozen=True):
-    """A whole stream. ``payload`` and ``body`` are what ``receive_into`` was given."""
+    """A stream is complete. ``payload`` and ``body`` are those passed to ``receive_into``."""
 
     stream: int
     start: Start
@@ -63,7 +63,7 @@ class Completed(Struct, frozen=True):
 
 
 class Aborted(Struct, frozen=True):
-    """A stream that its sender has given up."""
+    """The sender has abandoned a stream."""
 
     stream: int
     start: Start
@@ -92,42 +92,42 @@ class ReceiveBuffer:
         self._allowed = HANDSHAKE_KINDS
         self._staging = memoryview(bytearray(STAGING_BYTES))
         self._position = self._end = 0
-        """Begin and end of the staged bytes that were not parsed."""
+        """Begin and end of the staged bytes that have not been parsed."""
         self._header: Header | None = None
         self._target: memoryview | None = None
-        """Where the current body goes; None while it is dropped."""
+        """Destination of the current body; None while it is dropped."""
         self._filled = 0
-        """Bytes of the current body that were received."""
+        """Bytes of the current body received so far."""
         self.control_bytes = 0
         self.bulk_bytes = 0
         """Bytes received in whole frames; ``bulk`` is the content of chunks, dropped ones included."""
         self.granted = FIRST_CREDIT
         """Chunk bytes that the sender may send, since the start."""
         self.demand_bytes = 0
-        """Announced payload bytes that were not received yet in whole frames, dropped ones included."""
+        """Announced payload bytes not received yet in whole frames, dropped ones included."""
         self.held_bytes = 0
-        """Memory of the streams in progress that are payloads of their own."""
+        """Memory of the streams in progress that are whole payloads."""
 
     @property
     def arrived_bytes(self) -> int:
-        """As ``bulk_bytes``, and the part that is here of a chunk that is not whole yet."""
+        """``bulk_bytes`` plus the received part of an incomplete chunk."""
         header = self._header
         return self.bulk_bytes + (self._filled if header is not None and header.kind is FrameKind.CHUNK else 0)
 
     def open(self) -> None:
-        """The handshake is done: allow messages, and handshake frames no more."""
+        """Allow messages instead of handshake frames, since the handshake is done."""
         self._allowed = OPEN_KINDS
 
     def buffer(self) -> memoryview:
-        """Where the next bytes are to be read. Never empty; valid until ``advance``."""
+        """Return memory for the next received bytes. It is never empty and valid until ``advance``."""
         if self._header is not None and self._target is not None:
             return self._target[self._filled : self._header.length]
         if self._position == self._end:
-            self._position = self._end = 0  # else frames that end where the staging buffer ends would leave no room
+            self._position = self._end = 0  # otherwise frames that end with the staging buffer would leave no room
         return self._staging[self._end :]
 
     def advance(self, count: int) -> bool:
-        """``count`` bytes were read into ``buffer()``. False: a body is not whole yet, there is no event."""
+        """Take ``count`` bytes that were read into ``buffer()``. Return False if a body is incomplete: no event."""
         if self._header is not None and self._target is not None:
             self._filled += count
             return self._filled == self._header.length
@@ -136,14 +136,14 @@ class ReceiveBuffer:
 
     @property
     def has_more(self) -> bool:
-        """Whether there are bytes that were not parsed."""
+        """True if there are bytes that have not been parsed."""
         return self._position < self._end
 
     def next_event(self) -> Event | None:
-        """The next event; None: everything is parsed, read more.
+        """Return the next event; None if everything is parsed and more must be read.
 
         Raises:
-            FrameError: the peer broke the format; the connection is of no use any more.
+            FrameError: the peer broke the format; the connection is unusable.
         """
         while True:
             if self._header is None:
@@ -167,15 +167,17 @@ class ReceiveBuffer:
                 return event
 
     def receive_into(self, stream: int, place: memoryview, body: Any) -> None:
-        """Receive a stream that has just begun into ``place``, which is as long as the stream. ``body`` is kept until
-        the stream is whole."""
+        """Receive a stream that has just begun into ``place``, which has the stream's length.
+
+        ``body`` is kept until the stream is complete.
+        """
         entry = self._streams[stream]
         entry.payload, entry.body = place, body
         if entry.start.part is None:
             self.held_bytes += entry.start.size
 
     def drop(self, payload: int) -> list[int]:
-        """Drop what is received of this payload's parts from now on; the numbers of the streams that bring them."""
+        """Drop further data of this payload's parts. Return the numbers of the streams that bring them."""
         dropped = []
         for number, stream in self._streams.items():
             part = stream.start.part
@@ -187,14 +189,16 @@ class ReceiveBuffer:
         return dropped
 
     def clear(self) -> None:
-        """Forget everything, and release the memory."""
+        """Forget everything and release the memory."""
         self._streams.clear()
         self._target = self._header = None
         self._position = self._end = self.demand_bytes = self.held_bytes = 0
 
     def _is_in_chunk(self) -> bool:
-        """Whether all that is staged is a chunk's header and the beginning of its body; then the body is begun. Most
-        reads are that, and spare the driver a turn."""
+        """Return whether the staged bytes are a chunk's header and the beginning of its body; if so, begin the body.
+
+        Most reads are of this kind. The driver then need not look for events.
+        """
         rest = self._end - self._position - HEADER.size
         if self._header is not None or rest < 0:
             return False
@@ -204,21 +208,21 @@ class ReceiveBuffer:
                 return False
             self._begin(header)
         except FrameError:
-            return False  # ``next_event`` says what is wrong
+            return False  # ``next_event`` raises the error
         self._position += HEADER.size
         self._take_staged(header)
         self._keep_rest()
         return True
 
     def _whole(self, header: Header) -> Event | None:
-        """Parse a frame all of which is staged."""
+        """Parse a frame that is staged completely."""
         begin = self._position
         self._position += header.length
         return self._control(header, bytes(self._staging[begin : self._position]))
 
     def _check_allowed(self, kind: FrameKind) -> None:
         if kind not in self._allowed:
-            raise FrameError(f"a {kind.name} frame has no place here")
+            raise FrameError(f"a {kind.name} frame is not allowed at this point")
 
     def _begin(self, header: Header) -> None:
         self._check_allowed(header.kind)
@@ -227,18 +231,18 @@ class ReceiveBuffer:
             return
         stream = self._streams.get(header.stream)
         if stream is None:
-            raise FrameError(f"a CHUNK of stream {header.stream}, which was not begun")
+            raise FrameError(f"a CHUNK belongs to stream {header.stream}, which has not begun")
         size = stream.start.size
         if not 0 < header.length <= size - stream.filled:
-            raise FrameError(f"stream {header.stream} has {size} bytes, and {header.length} more than that came")
+            raise FrameError(f"stream {header.stream} has {size} bytes, but a CHUNK of {header.length} exceeds them")
         if self.bulk_bytes + header.length > self.granted:
-            raise FrameError(f"more than the {self.granted} payload bytes that were granted came")
+            raise FrameError(f"the peer sent more than the {self.granted} payload bytes that were granted")
         self._header, self._filled, self._target = header, 0, None
         if stream.payload is not None:
             self._target = stream.payload[stream.filled : stream.filled + header.length]
 
     def _take_staged(self, header: Header) -> None:
-        """Move what belongs to the current body out of the staging buffer."""
+        """Move the current body's bytes out of the staging buffer."""
         count = min(self._end - self._position, header.length - self._filled)
         if self._target is not None:
             self._target[self._filled : self._filled + count] = self._staging[self._position : self._position + count]
@@ -246,14 +250,14 @@ class ReceiveBuffer:
         self._position += count
 
     def _keep_rest(self) -> None:
-        """Make room for more: everything is parsed, except less than a header."""
+        """Make room in the staging buffer: less than a header is left unparsed."""
         left = self._end - self._position
         if self._position:
             self._staging[:left] = bytes(self._staging[self._position : self._end])
         self._position, self._end = 0, left
 
     def _finish(self, header: Header) -> Event | None:
-        """Handle the current frame, which is whole."""
+        """Handle the current frame, which is complete."""
         target = self._target
         self._header = self._target = None
         if header.kind is not FrameKind.CHUNK:
@@ -275,7 +279,7 @@ class ReceiveBuffer:
     def _start(self, stream: int, data: bytes) -> Event:
         start, body = decode_start(data)
         if stream in self._streams:
-            raise FrameError(f"stream {stream} was begun twice")
+            raise FrameError(f"stream {stream} began twice")
         if len(self._streams) >= 2 * OPEN_STREAMS_LIMIT:
             raise FrameError(f"more than {2 * OPEN_STREAMS_LIMIT} streams at once")
         if start.size:

@@ -1,16 +1,16 @@
-"""The send queue of one connection: what is still to be sent, and in which order.
+"""Send queue of one connection: the data that is still to be sent, and its order.
 
 Rules of this file:
-1. Control frames go first, in the order in which they were put.
-2. Then chunks: the stream with the lowest priority number first, streams of equal priority in turns.
-3. The GOODBYE goes last, when all else is out.
+1. Control frames go first, in the order in which they were queued.
+2. Chunks go next: the stream with the lowest priority number first, streams of equal priority in turns.
+3. The GOODBYE goes last, after all other data.
 4. Control bytes and payload bytes are bounded; ``put`` returns False when there is no room.
 5. Payloads are shared, not copied: their owner must not change them until they are sent.
-6. Streams share the turns while there are fewer than GROUP of them with fewer than GROUP_BYTES left: the receiver holds
-   memory for all that are open. A more urgent one may open beyond that, up to OPEN_STREAMS_LIMIT.
-7. A stream is announced (its start goes out) as soon as it may share the turns, even while no chunk may be sent: the
-   receiver grants credit to those who want (net/flow_control.py).
-8. A payload with a topic is dropped when a newer one of the same topic is put before its first chunk went out.
+6. Streams take turns while there are fewer than GROUP of them with fewer than GROUP_BYTES left, because the receiver
+   holds memory for all open streams. A more urgent one may open beyond that, up to OPEN_STREAMS_LIMIT.
+7. A stream is announced (its START goes out) as soon as it may take turns, even while no chunk may be sent: the
+   receiver grants credit to announced streams (net/flow_control.py).
+8. A payload with a topic is dropped if a newer one of the same topic is queued before its first chunk was sent.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ NOTHING = memoryview(b"")
 
 
 class Slice(NamedTuple):
-    """The next bytes to write: ``head`` (headers and control bodies), then ``chunk`` (of a payload, not copied)."""
+    """The next bytes to write: ``head`` (headers and control bodies), then ``chunk`` (payload data, not copied)."""
 
     head: bytes
     chunk: memoryview
 
 
 class _Stream:
-    """A stream that is being sent."""
+    """An outgoing stream."""
 
     __slots__ = ("is_announced", "number", "payload", "priority", "sent", "start", "start_frame", "topic", "urgency")
 
@@ -69,7 +69,7 @@ class _Stream:
         self.payload, self.priority, self.topic = payload, priority, topic
         self.sent = 0
         self.urgency = (priority, 0)
-        """The lowest goes next: its priority, and when it was last served."""
+        """Sort key, lowest first: the priority, and the number of the last turn."""
         self.is_announced = False
 
     @property
@@ -81,7 +81,7 @@ _urgency = attrgetter("urgency")
 
 
 class SendQueue:
-    """Frames and payloads of one connection that wait to be sent; see the module's rules. All sizes are in bytes."""
+    """Outgoing frames and payloads of one connection; see the module's rules. All sizes are in bytes."""
 
     def __init__(self, *, control_limit: int, payload_limit: int, chunk_bytes: int = CHUNK_LIMIT) -> None:
         assert 0 < chunk_bytes <= CHUNK_LIMIT
@@ -94,36 +94,36 @@ class SendQueue:
         self._waiting: list[tuple[float, int, _Stream]] = []
         self._open: list[_Stream] = []
         self._open_bytes = 0
-        """Bytes of open streams that were not handed out yet."""
+        """Bytes of open streams that have not been handed out yet."""
         self._streams: dict[int, _Stream] = {}
         self._topics: dict[Hashable, _Stream] = {}
-        """The latest stream of each topic that was not sent to its end yet."""
+        """Latest unfinished stream of each topic."""
         self._parting: bytes | None = None
         self._counter = itertools.count(1)
         self._next_number = 0
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is left to send, the GOODBYE included."""
+        """True if nothing is left to send, not even the GOODBYE."""
         return not (self._control or self._streams or self._parting)
 
     @property
     def has_bulk(self) -> bool:
-        """Whether there are payload bytes to send."""
+        """True if there are payload bytes to send."""
         return self._payload_bytes > 0
 
     @property
     def payload_bytes(self) -> int:
-        """Payload bytes that are not yet handed out."""
+        """Payload bytes that have not been handed out yet."""
         return self._payload_bytes
 
     @property
     def queued_bytes(self) -> int:
-        """Control and payload bytes that are not yet handed out."""
+        """Control and payload bytes that have not been handed out yet."""
         return self._control_bytes + self._payload_bytes
 
     def put(self, frame: bytes) -> bool:
-        """Queue a control frame. False: no room."""
+        """Queue a control frame. Return False if there is no room."""
         if self._control_bytes + len(frame) > self._control_limit:
             return False
         self._control.append(frame)
@@ -133,7 +133,9 @@ class SendQueue:
     def put_payload(
         self, start: Start, body: bytes, payload: memoryview, priority: float, topic: Hashable | None = None
     ) -> int | None:
-        """Queue a stream; its number. It replaces an earlier one with its ``topic`` that has not begun. None: no room.
+        """Queue a stream and return its number, or None if there is no room.
+
+        It replaces an earlier stream with the same ``topic`` that has not begun.
 
         Raises:
             ValueError: ``body`` is longer than CONTROL_LIMIT.
@@ -157,14 +159,14 @@ class SendQueue:
         return number
 
     def withdraw(self, request: int) -> None:
-        """Drop the rest of the answer to ``request``, which is not wanted any more."""
+        """Drop the rest of the answer to ``request``, which was withdrawn."""
         for stream in list(self._streams.values()):
             start = stream.start
             if start.use is Use.ANSWER and start.request == request and start.part is None:
                 self.cancel(stream.number)
 
     def cancel(self, number: int) -> None:
-        """Drop the rest of a stream that the receiver does not want. A stream that is sent already is no error."""
+        """Drop the rest of a stream that the receiver does not want. A finished stream is ignored."""
         found = self._streams.get(number)
         if found is None:
             return
@@ -177,18 +179,18 @@ class SendQueue:
             self._waiting = [entry for entry in self._waiting if entry[2] is not found]
             heapq.heapify(self._waiting)
         if found.is_announced:
-            # Over the limit on purpose: without it the receiver would keep the stream's buffer.
+            # Deliberately beyond the limit: without ABORT the receiver would keep the stream's buffer.
             self._control.append(abort := encode_frame(FrameKind.ABORT, number))
             self._control_bytes += len(abort)
         else:
             self._control_bytes -= len(found.start_frame)
 
     def put_goodbye(self, frame: bytes) -> None:
-        """Send a GOODBYE frame when all else is out."""
+        """Send a GOODBYE frame after all other data."""
         self._parting = frame
 
     def clear(self) -> None:
-        """Drop everything, and release the payloads."""
+        """Drop everything and release the payloads."""
         self._control.clear()
         self._waiting.clear()
         self._open.clear()
@@ -198,8 +200,10 @@ class SendQueue:
         self._control_bytes = self._payload_bytes = self._open_bytes = 0
 
     def next(self, bulk_bytes: int = CHUNK_LIMIT) -> Slice | None:
-        """The next bytes to write, with at most ``bulk_bytes`` of a payload; None if there is nothing, or only payloads
-        and ``bulk_bytes`` is 0."""
+        """Return the next bytes to write, with at most ``bulk_bytes`` of a payload.
+
+        The result is None if nothing is queued, or only payloads while ``bulk_bytes`` is 0.
+        """
         if self._control:
             return Slice(self._join_control(), NOTHING)
         starts = self._announce()
@@ -230,7 +234,7 @@ class SendQueue:
         return frames[0] if len(frames) == 1 else b"".join(frames)
 
     def _announce(self) -> bytes:
-        """Open the streams that may share the turns; their start frames."""
+        """Open the streams that may take turns; return their START frames."""
         if not self._waiting:
             return b""
         starts = []
@@ -247,7 +251,7 @@ class SendQueue:
         return b"".join(starts)
 
     def _next_chunk(self, most: int) -> tuple[bytes, memoryview]:
-        """Header and data of the next chunk; a stream is open."""
+        """Return header and data of the next chunk. At least one stream must be open."""
         stream = self._open[0] if len(self._open) == 1 else min(self._open, key=_urgency)
         stream.urgency = (stream.priority, next(self._counter))
         chunk = stream.payload[stream.sent : stream.sent + most]

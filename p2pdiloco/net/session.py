@@ -1,11 +1,11 @@
-"""The session of one connection: messages, requests and answers, parts and credit, once both sides are proved.
+"""Session of one connection after both sides are proved: messages, requests and answers, parts and credit.
 
 Rules of this file:
-1. Frames in, frames and events out; the life of the connection (handshake, retiring, closing) is net/connection.py's.
-   A session knows its connection's id, and the sessions of its lanes.
-2. A lane's parts belong to its primary's messages and answers: what is whole is told as the primary's.
-3. Nothing waits: what has no room is refused, and a peer that lets control pile up is cut off (``is_overrun``).
-4. A payload that was handed over is nobody else's: no stream writes into it any more.
+1. Frames in, frames and events out. net/connection.py handles the connection's life cycle (handshake, retiring,
+   closing). A session knows its connection's id, and the sessions of its lanes.
+2. A lane's parts belong to its primary's messages and answers. A complete payload is reported as the primary's.
+3. Nothing blocks: data without room is refused, and a peer that lets control data pile up is cut off (``is_overrun``).
+4. A delivered payload belongs to the user alone: no stream writes into it any more.
 """
 
 from __future__ import annotations
@@ -49,18 +49,18 @@ from p2pdiloco.net.send_queue import SendQueue, Slice
 from p2pdiloco.wire.request_reply import Answer, RequestError, RequestRefused, Response
 
 # -- Requests ----------------------------------------------------------------------------------------------------------
-# Each half is bounded: the requests of ours that wait, and the peer's requests that are being answered. Every request
-# ends once: answered, refused, too large, timed out, withdrawn, or disconnected.
+# Both directions are bounded: this peer's requests that wait, and the other peer's requests that are being answered.
+# Every request ends once: answered, refused, too large, timed out, withdrawn, or disconnected.
 
 
 class OutgoingRequests:
-    """Our requests over one connection that wait for an answer."""
+    """This peer's requests over one connection that wait for an answer."""
 
     def __init__(self, connection: ConnectionId, context: EndpointContext) -> None:
         self._connection = connection
         self._context = context
         self._waiting: dict[int, tuple[int, float]] = {}
-        """By number: how many bytes the answer's payload may have, and how many seconds the answer may take."""
+        """By number: maximum payload of the answer in bytes, and the timeout in seconds."""
         self._numbers = itertools.count(1)
 
     @property
@@ -69,35 +69,35 @@ class OutgoingRequests:
         return list(self._waiting)
 
     def begin(self, max_payload: int, timeout_s: float) -> int:
-        """Begin a request; its number.
+        """Begin a request and return its number.
 
         Raises:
-            RequestError: too many wait.
+            RequestError: too many requests wait.
         """
         if len(self._waiting) >= self._context.limits.requests:
-            raise RequestError(f"{len(self._waiting)} requests to this peer wait already")
+            raise RequestError(f"{len(self._waiting)} requests to this peer already wait for answers")
         number = next(self._numbers) % STREAM_WRAP
         self._waiting[number] = (max_payload, timeout_s)
         self._context.deadlines.set((Due.REQUEST, self._connection, number), self._context.now + timeout_s)
         return number
 
     def max_payload_of(self, number: int) -> int | None:
-        """How many bytes the answer's payload may have; None: the request does not wait any more."""
+        """Return the maximum payload of the answer in bytes; None if the request no longer waits."""
         entry = self._waiting.get(number)
         return entry[0] if entry is not None else None
 
     def timeout_error(self, number: int) -> RequestError:
-        """The error of a request whose deadline has passed."""
+        """Return the error of a request whose deadline has passed."""
         return RequestError(f"no answer within {self._waiting[number][1]:g} s")
 
     def end(self, number: int) -> bool:
-        """Stop waiting for an answer. False: nobody waited."""
+        """Stop waiting for an answer. Return False if the request did not wait."""
         self._context.deadlines.cancel((Due.REQUEST, self._connection, number))
         self._context.touch(self._connection)
         return self._waiting.pop(number, None) is not None
 
     def resolve(self, number: int, response: Response) -> None:
-        """Report the answer to a request. An answer that nobody waits for is dropped."""
+        """Report the answer to a request. An unexpected answer is dropped."""
         if self.end(number):
             self._context.emit(AnswerReceived(OutgoingRequest(self._connection, number), response))
 
@@ -108,13 +108,13 @@ class OutgoingRequests:
 
 
 class IncomingRequests:
-    """The peer's requests over one connection that are being answered."""
+    """The other peer's requests over one connection that are being answered."""
 
     def __init__(self, connection: ConnectionId, context: EndpointContext) -> None:
         self._connection = connection
         self._context = context
         self._open: dict[int, int] = {}
-        """By number: how many bytes the answer's payload may have."""
+        """By number: maximum payload of the answer in bytes."""
 
     @property
     def numbers(self) -> list[int]:
@@ -122,13 +122,13 @@ class IncomingRequests:
         return list(self._open)
 
     def begin(self, number: int, max_payload: int, body: bytes) -> bool:
-        """Report a request of the peer's. False: too many are being answered.
+        """Report a request of the other peer. Return False if too many are being answered.
 
         Raises:
-            FrameError: a number that is in use.
+            FrameError: the number is in use.
         """
         if number in self._open:
-            raise FrameError(f"request {number} came twice")
+            raise FrameError(f"request number {number} is in use")
         if len(self._open) >= self._context.limits.answers:
             return False
         self._open[number] = max_payload
@@ -139,13 +139,13 @@ class IncomingRequests:
         return True
 
     def end(self, number: int) -> int | None:
-        """End a request. How many bytes the answer's payload may have; None: the peer does not want it any more."""
+        """End a request. Return the answer's maximum payload in bytes; None if the request was withdrawn."""
         self._context.deadlines.cancel((Due.ANSWER, self._connection, number))
         self._context.touch(self._connection)
         return self._open.pop(number, None)
 
     def withdraw(self, number: int) -> bool:
-        """Report that the peer does not want an answer any more. False: the request had ended."""
+        """Report that the request was withdrawn. Return False if it had ended."""
         is_open = self.end(number) is not None
         if is_open:
             self._context.emit(RequestWithdrawn(IncomingRequest(self._connection, number)))
@@ -156,17 +156,17 @@ class IncomingRequests:
 
 
 class Session:
-    """Everything that goes over one connection after its handshake; see the module's rules.
+    """Traffic of one connection after its handshake; see the module's rules.
 
-    The endpoint reads ``inbox``, ``outbox`` and ``account`` and calls the rest; what happens is told to ``context``.
+    The endpoint reads ``inbox``, ``outbox`` and ``account`` and calls the other methods. Events go to ``context``.
     """
 
     def __init__(self, connection: ConnectionId, context: EndpointContext) -> None:
         limits = context.limits
         self.connection = connection
-        """Named in events, deadlines and calls to the context."""
+        """Id in events, deadlines and calls to the context."""
         self.primary = self
-        """The session of the primary connection, if this is a lane's; else this one."""
+        """Session of the primary connection if this is a lane; otherwise this session."""
         self.lanes: Lanes[Session] = Lanes(self, payload_limit=limits.outbox_bytes, allocate=context.blocks.take)
         """All connections of the pair, shared with the primary's session."""
         self.takes_parts = True
@@ -178,20 +178,20 @@ class Session:
         self.outgoing = OutgoingRequests(connection, context)
         self.incoming = IncomingRequests(connection, context)
         self.is_overrun = False
-        """The peer does not read: frames that the protocol needs had no room."""
+        """Whether the peer does not read: required frames had no room."""
         self.sent = Traffic()
         self._context = context
         self._offer: Offered | None = None
 
-    # -- life --------------------------------------------------------------------------------------------------------
+    # -- life cycle --------------------------------------------------------------------------------------------------
 
     def open(self, peer: Hashable) -> None:
-        """Begin: the other side is proved to be ``peer``."""
+        """Begin, since the other side has proved to be ``peer``."""
         self.inbox.open()
         self.account = Account(peer)
 
     def become_lane_of(self, primary: Session) -> bool:
-        """Carry parts of ``primary``'s payloads from now on. False: it has enough lanes."""
+        """Carry parts of ``primary``'s payloads from now on. Return False if it has enough lanes."""
         if not primary.lanes.join(self):
             return False
         self.primary, self.lanes = primary, primary.lanes
@@ -199,13 +199,13 @@ class Session:
         return True
 
     def drop_queued(self) -> None:
-        """Drop everything that waits to be sent."""
+        """Drop all data that waits to be sent."""
         self.outbox.clear()
         if not self.is_lane:
             self.lanes.splitter.clear()
 
     def handle_lost(self, reason: str) -> None:
-        """End: the connection is lost. Its requests fail."""
+        """End the session, since the connection is lost. Its requests fail."""
         self.inbox.clear()
         self.outbox.clear()
         self._offer = None
@@ -220,12 +220,12 @@ class Session:
 
     @property
     def is_lane(self) -> bool:
-        """Whether the connection is a lane of another one."""
+        """True if the connection is a lane of another one."""
         return self.primary is not self
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request, answer or payload in parts is under way."""
+        """True if no request, answer or payload in parts is under way."""
         return self.lanes.is_idle and not self.outgoing.numbers and not self.incoming.numbers
 
     @property
@@ -235,20 +235,20 @@ class Session:
 
     @property
     def traffic(self) -> Traffic:
-        """Bytes so far; of a stream that is under way, the chunks that are through."""
+        """Bytes so far. A stream in progress counts with its complete chunks."""
         return Traffic(self.sent.sent_control, self.sent.sent_bulk, self.inbox.control_bytes, self.inbox.bulk_bytes)
 
     # -- out ---------------------------------------------------------------------------------------------------------
 
     def send_frame(self, frame: bytes) -> bool:
-        """Queue a frame that the protocol itself needs."""
+        """Queue a frame that the protocol itself requires."""
         is_queued = self.outbox.put(frame)
         self.is_overrun |= not is_queued
         self._context.touch(self.connection)
         return is_queued
 
     def send_message(self, body: bytes, payload: memoryview | None, priority: float, topic: Hashable | None) -> bool:
-        """Queue a message. False: no room.
+        """Queue a message. Return False if there is no room.
 
         Raises:
             ValueError: ``body`` is longer than CONTROL_LIMIT.
@@ -262,13 +262,13 @@ class Session:
         """Queue a request.
 
         Raises:
-            RequestError: there is no room for it.
+            RequestError: there is no room.
             ValueError: ``body`` is longer than CONTROL_LIMIT.
         """
         number = self.outgoing.begin(max_payload, timeout_s)
         try:
             if not self.outbox.put(encode_request(number, max_payload, body)):
-                raise RequestError("too much waits to be sent to this peer")
+                raise RequestError("too much data waits to be sent to this peer")
         except (RequestError, ValueError):
             self.outgoing.end(number)
             raise
@@ -276,22 +276,22 @@ class Session:
         return OutgoingRequest(self.connection, number)
 
     def expire_request(self, number: int) -> None:
-        """Fail a request whose answer did not come in time."""
+        """Fail a request whose answer did not arrive in time."""
         error = self.outgoing.timeout_error(number)
         self.withdraw_request(number)
         self._context.emit(RequestFailed(OutgoingRequest(self.connection, number), error))
 
     def withdraw_request(self, number: int) -> None:
-        """Tell the peer that the answer is not wanted any more."""
+        """Cancel a request and tell the peer."""
         if self.outgoing.end(number):
             self.lanes.reassembler.withdraw(number)
             self.send_frame(encode_frame(FrameKind.WITHDRAW, number))
 
     def send_answer(self, number: int, answer: Answer) -> None:
-        """Answer a request of the peer's. An answer to one that was withdrawn is dropped.
+        """Answer a request of the other peer. The answer is dropped if the request was withdrawn.
 
         Raises:
-            ValueError: its body is longer than CONTROL_LIMIT.
+            ValueError: the body is longer than CONTROL_LIMIT.
         """
         if len(answer.body) > CONTROL_LIMIT:
             raise ValueError(f"an answer's body of {len(answer.body)} bytes; the limit is {CONTROL_LIMIT}")
@@ -303,32 +303,32 @@ class Session:
         else:
             payload = memoryview(answer.payload).cast("B")
             if len(payload) > max_payload:
-                self._send_refusal(number, f"the answer has {len(payload)} bytes, more than {max_payload}")
+                self._send_refusal(number, f"the answer has {len(payload)} bytes; the maximum is {max_payload}")
                 return
             is_queued = self._send_payload(Use.ANSWER, number, answer.body, payload, answer.priority, None)
         if not is_queued:
-            self._send_refusal(number, "busy: too much waits to be sent to you")
+            self._send_refusal(number, "busy: too much data waits to be sent to you")
 
     def refuse_request(self, number: int, text: str) -> None:
-        """Refuse a request of the peer's, for a reason."""
+        """Refuse a request of the other peer; ``text`` is the reason."""
         if self.incoming.end(number) is not None:
             self._send_refusal(number, text)
 
     def send_credit(self) -> None:
-        """Tell the peer how much it may send: its account has grown."""
+        """Send the account's new credit to the peer."""
         assert self.account is not None
         self.inbox.granted = self.account.granted
         self.send_frame(encode_credit(self.account.granted))
 
     def next_control(self) -> Slice | None:
-        """The next control bytes, which are sent at once; None: there are none."""
+        """Return the next control bytes, to be sent at once, or None."""
         piece = self.outbox.next(0)
         if piece is not None:
             self.sent.sent_control += len(piece.head)
         return piece
 
     def next_bulk(self, most: int) -> Slice | None:
-        """The next chunk of a payload; None: there is none, or the other side takes no more now."""
+        """Return the next chunk of a payload; None if there is none, or no credit."""
         self.refill()
         if not self.has_waiting_bulk:
             return None
@@ -341,7 +341,7 @@ class Session:
 
     @property
     def has_waiting_bulk(self) -> bool:
-        """Whether there is bulk that the other side takes, so that only the kernel or the budget holds it back."""
+        """True if there is bulk data with credit, so that only the kernel or the budget holds it back."""
         return self.outbox.has_bulk and self.spending.left > 0
 
     def refill(self) -> None:
@@ -361,7 +361,7 @@ class Session:
         return is_queued
 
     def _send_refusal(self, number: int, text: str) -> None:
-        """Refuse. If even that has no room, the peer's own deadline ends its request."""
+        """Send a refusal. If it has no room, the peer's own deadline ends its request."""
         self.outbox.put(encode_frame(FrameKind.REFUSAL, number, encode_text(text)))
         self._context.touch(self.connection)
 
@@ -375,7 +375,7 @@ class Session:
         """Handle a frame or a payload.
 
         Raises:
-            FrameError: it has no place here.
+            FrameError: it is not allowed at this point.
         """
         match event:
             case Frame():
@@ -396,7 +396,7 @@ class Session:
                     self.primary.outgoing.reject(start.request, RequestError("the peer stopped its answer"))
 
     def deliver(self, start: Start, body: Any, payload: memoryview) -> None:
-        """Report a whole payload."""
+        """Report a complete payload."""
         if start.use is Use.MESSAGE:
             self._context.emit(Message(self.connection, body, payload))
         else:
@@ -404,17 +404,17 @@ class Session:
 
     @property
     def has_offer(self) -> bool:
-        """Whether ``decline_offer`` is due, after the user has had its turn."""
+        """True if ``decline_offer`` is due once the user has seen the offer."""
         return self._offer is not None
 
     def decline_offer(self) -> None:
-        """Refuse the payload that was offered, if the user has not accepted it."""
+        """Refuse the offered payload if the user has not accepted it."""
         if (offer := self._offer) is not None:
             self._offer = None
             self._decline_stream(offer.stream, offer.start)
 
     def accept_offer(self, offer: Offered, body: Any) -> None:
-        """Take the payload that was offered; its ``Message`` will have ``body``."""
+        """Accept the offered payload. Its ``Message`` will have ``body``."""
         if self._offer is offer:
             self._offer = None
             self._receive_stream(offer.stream, offer.start, body)
@@ -441,11 +441,11 @@ class Session:
                 self.spending.extend(decode_credit(body))
                 self._context.touch(self.connection)
             case _:
-                raise FrameError(f"a {kind.name} frame has no place here")
+                raise FrameError(f"a {kind.name} frame is not allowed at this point")
 
     def _handle_request(self, number: int, max_payload: int, body: bytes) -> None:
         if not self.incoming.begin(number, max_payload, body):
-            self._send_refusal(number, f"busy: {len(self.incoming.numbers)} requests of yours are being answered")
+            self._send_refusal(number, f"busy: {len(self.incoming.numbers)} of your requests are being answered")
 
     def expire_answer(self, number: int) -> None:
         """Refuse a request that the user did not answer in time."""
@@ -458,7 +458,7 @@ class Session:
         self._cancel_parts(self.lanes.splitter.withdraw(number))
 
     def _handle_cancel(self, stream: int) -> None:
-        """Stop a stream that the other side does not want, and with it the payload that it is a part of."""
+        """Stop a stream that the other side does not want, and the whole payload that it is part of."""
         self.outbox.cancel(stream)
         self._cancel_parts(self.lanes.splitter.refuse(self, stream))
 
@@ -470,7 +470,7 @@ class Session:
         self._context.touch(self.primary.connection)
 
     def _handle_stream_start(self, event: Begun) -> None:
-        """Find the place of a stream that begins, or ask the user whether it is wanted."""
+        """Find the place of a beginning stream, or offer it to the user."""
         start = event.start
         known = PayloadState.NEW if start.part is None else self.lanes.reassembler.state_of(start)
         if known is PayloadState.OPEN:
@@ -490,10 +490,12 @@ class Session:
         return held_bytes + start.total <= self._context.limits.inbox_bytes
 
     def _wants_answer(self, start: Start) -> bool:
-        """Whether the payload of an answer is wanted."""
+        """Return whether the payload of an answer is wanted."""
         most = self.outgoing.max_payload_of(start.request)
         if most is not None and start.total > most:
-            self.outgoing.reject(start.request, RequestError(f"the answer has {start.total} bytes, more than {most}"))
+            self.outgoing.reject(
+                start.request, RequestError(f"the answer has {start.total} bytes; the maximum is {most}")
+            )
             return False
         return most is not None
 
@@ -512,7 +514,7 @@ class Session:
         self.send_frame(encode_frame(FrameKind.CANCEL, stream))
 
     def _cancel_duplicates(self, start: Start) -> None:
-        """A payload is whole: drop and cancel streams that bring parts of it once more."""
+        """Drop and cancel streams that bring parts of a completed payload again."""
         assert start.part is not None
         for lane in self.lanes.members:
             for stream in lane.inbox.drop(start.part.payload):

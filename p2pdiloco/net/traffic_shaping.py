@@ -1,15 +1,15 @@
-"""The up budget: whose bulk is written next, and how fast the kernel may send it.
+"""Upload budget: which connection writes bulk data next, and how fast the kernel may send it.
 
-Two things keep the budget. The schedule in user space, in this module, is exact over all peers: bulk is handed to
-sockets at the budget's rate and no faster; control is written at once and counted, so that bulk yields to it. The
-kernel's pacing per socket smooths what was handed over, and takes over when this process is late: each socket is paced
-at the peer's share of the budget, and PACING_HEADROOM more, so that what is late can be made up for and the kernel's
-queues stay empty, where control would wait behind bulk.
+Two mechanisms keep the budget. The schedule in user space, in this module, is exact over all peers. Bulk data is handed
+to sockets at the budget's rate; control data is written at once and counted, so that bulk yields to it. The kernel's
+pacing per socket smooths the traffic, and limits it while this process is late. Each socket is paced at the peer's
+share of the budget plus PACING_HEADROOM. Late data can thus catch up, and the kernel's queues stay empty; control data
+would wait there behind bulk data.
 
 Rules of this file:
-1. Pure: time is a number; connections and peers are any hashable names.
-2. A turn writes at least TURN_BYTES and at most a chunk more: a tenth of a millisecond or two of encryption, so that
-   control that comes in or goes out waits no longer.
+1. The module is pure: time is a number; connections and peers are any hashable names.
+2. A turn writes at least TURN_BYTES and at most a chunk more. That is one or two tenths of a millisecond of encryption,
+   so that incoming and outgoing control data waits no longer.
 3. Pacing follows the shares at most every REFRESH_S, and only when a rate has changed by more than PACING_STEP.
 """
 
@@ -20,12 +20,12 @@ from math import ceil
 from typing import Generic, TypeVar
 
 # -- Pacer -------------------------------------------------------------------------------------------------------------
-# A rate kept by an absolute schedule: what is late is made up for, within a bounded burst.
+# A rate kept by an absolute schedule: late data may catch up, within a bounded burst.
 #
 # Rules of this file:
-# 1. Pure: time is a number (seconds on any clock that never goes back).
-# 2. What must go at once (control) is charged without asking; the debt is bounded, so the rest is not starved for ever.
-# 3. A rate of None is no limit, and costs nothing.
+# 1. The module is pure: time is a number (seconds on any monotonic clock).
+# 2. Urgent data (control) is charged without asking. Its debt is bounded, so that other data is not starved for ever.
+# 3. A rate of None is no limit and costs nothing.
 
 
 BURST_S = 0.012
@@ -42,35 +42,35 @@ SLICE_UNLIMITED = 256 << 10
 
 
 class Pacer:
-    """See the module's rules."""
+    """Pacer of one rate in bytes per second, by the rules above."""
 
     def __init__(self, bytes_per_s: float | None = None, *, burst_s: float = BURST_S) -> None:
         assert bytes_per_s is None or bytes_per_s > 0
         self.bytes_per_s = bytes_per_s
         self._burst_s = burst_s
         self._paid_s = float("-inf")
-        """When all that was charged so far has had its time."""
+        """Time at which the schedule has paid for all charged bytes."""
 
     def set_rate(self, bytes_per_s: float | None, now: float) -> None:
-        """A debt stays the same in bytes; what was saved up at the old rate is not spent at the new one."""
+        """Change the rate. A debt stays the same in bytes; unused time at the old rate does not count any more."""
         assert bytes_per_s is None or bytes_per_s > 0
         debt_bytes = max(0.0, self._paid_s - now) * (self.bytes_per_s or 0.0)
         self.bytes_per_s = bytes_per_s
         self._paid_s = now + min(DEBT_S, debt_bytes / bytes_per_s) if bytes_per_s else float("-inf")
 
     def charge(self, count: int, now: float) -> None:
-        """``count`` bytes went out, when the schedule was ready."""
+        """Charge ``count`` bytes that were sent when the schedule was ready."""
         if self.bytes_per_s is not None:
             self._paid_s = max(self._paid_s, now - self._burst_s) + count / self.bytes_per_s
 
     def charge_control(self, count: int, now: float) -> None:
-        """``count`` bytes went out without asking."""
+        """Charge ``count`` bytes that were sent without asking."""
         if self.bytes_per_s is not None:
             paid_s = max(self._paid_s, now - self._burst_s) + count / self.bytes_per_s
             self._paid_s = max(self._paid_s, min(paid_s, now + DEBT_S))
 
     def ready_at(self) -> float:
-        """When the next slice may go; in the past: at once."""
+        """Return the time from which the next slice may be sent; a past time means at once."""
         return self._paid_s
 
     def is_ready(self, now: float) -> bool:
@@ -78,26 +78,26 @@ class Pacer:
 
 
 def slice_bytes(bytes_per_s: float | None) -> int:
-    """How much to send at once at this rate."""
+    """Return the number of bytes to send at once at this rate."""
     if bytes_per_s is None:
         return SLICE_UNLIMITED
     return min(SLICE_MOST, max(SLICE_LEAST, ceil(bytes_per_s * SLICE_S)))
 
 
 # -- Fair scheduler ----------------------------------------------------------------------------------------------------
-# Who sends the next slice: one budget over all peers, caps per peer, equal turns in bytes.
+# Choice of the next sender: one budget over all peers, caps per peer, equal turns in bytes.
 #
 # Rules of this file:
-# 1. Pure: time is a number; peers and members (connections) are any hashable names.
-# 2. The choice never depends on hash order: ties go to who has waited longest.
-# 3. ``next`` chooses, ``charge`` counts: what was not sent was not served.
+# 1. The module is pure: time is a number; peers and members (connections) are any hashable names.
+# 2. The choice never depends on hash order: ties go to the peer that has waited longest.
+# 3. ``next`` chooses, ``charge`` counts. A choice that sends nothing is not charged.
 
 
 Member = TypeVar("Member", bound=Hashable)
 
 
 class _Peer(Generic[Member]):
-    """One peer's account."""
+    """Account of one peer."""
 
     __slots__ = ("cap", "members", "served")
 
@@ -105,19 +105,19 @@ class _Peer(Generic[Member]):
         self.served = 0.0
         self.cap = Pacer()
         self.members: dict[Member, None] = {}
-        """Those that can send now, the one whose turn it is first."""
+        """Members that can send now, the next one first."""
 
 
 class FairScheduler(Generic[Member]):
-    """See the module's rules."""
+    """Fair scheduler of one budget over all peers, by the rules above."""
 
     def __init__(self, bytes_per_s: float | None = None) -> None:
         self._total = Pacer(bytes_per_s)
         self._peers: dict[Hashable, _Peer[Member]] = {}
         self._ready: dict[Hashable, _Peer[Member]] = {}
-        """Those with members that can send."""
+        """Peers with members that can send."""
         self._level = 0.0
-        """What whoever was served last had been served."""
+        """Bytes served to the last chosen peer, before its turn."""
 
     @property
     def bytes_per_s(self) -> float | None:
@@ -127,7 +127,7 @@ class FairScheduler(Generic[Member]):
         self._total.set_rate(bytes_per_s, now)
 
     def set_cap(self, peer: Hashable, bytes_per_s: float | None, now: float) -> None:
-        """The cap stays until it is lifted or ``forget``."""
+        """Set the cap of a peer. It stays until it is lifted or the peer forgotten."""
         self._account(peer).cap.set_rate(bytes_per_s, now)
 
     def cap_of(self, peer: Hashable) -> float | None:
@@ -135,14 +135,14 @@ class FairScheduler(Generic[Member]):
         return account.cap.bytes_per_s if account is not None else None
 
     def add(self, peer: Hashable, member: Member) -> None:
-        """``member`` of ``peer`` can send."""
+        """Record that ``member`` of ``peer`` can send."""
         account = self._account(peer)
         if not account.members:
             self._ready[peer] = account
         account.members.setdefault(member, None)
 
     def remove(self, peer: Hashable, member: Member) -> None:
-        """``member`` cannot send: it has nothing, or must wait for something else."""
+        """Record that ``member`` cannot send: it has no data, or must wait for something else."""
         account = self._peers.get(peer)
         if account is None or member not in account.members:
             return
@@ -151,12 +151,12 @@ class FairScheduler(Generic[Member]):
             del self._ready[peer]
 
     def forget(self, peer: Hashable) -> None:
-        """The peer is gone; its cap with it."""
+        """Forget a peer and its cap."""
         self._peers.pop(peer, None)
         self._ready.pop(peer, None)
 
     def next(self, now: float) -> tuple[Member, int] | None:
-        """Who goes next, and with how many bytes at most; None: nobody now."""
+        """Return the member to send next and its maximum bytes; None if none may send now."""
         if not self._total.is_ready(now):
             return None
         able = [account for account in self._ready.values() if account.cap.is_ready(now)]
@@ -168,7 +168,7 @@ class FairScheduler(Generic[Member]):
         return next(iter(chosen.members)), most
 
     def next_at(self) -> float | None:
-        """When ``next`` may have somebody; None: not before somebody is added."""
+        """Return the earliest time at which ``next`` may have a result; None if no member can send."""
         if not self._ready:
             return None
         if len(self._ready) == 1:
@@ -176,7 +176,7 @@ class FairScheduler(Generic[Member]):
         return max(self._total.ready_at(), min(account.cap.ready_at() for account in self._ready.values()))
 
     def charge(self, peer: Hashable, member: Member | None, count: int, now: float) -> None:
-        """``count`` bytes went out to ``peer``. ``member``: whose turn it was; None for control, which takes none."""
+        """Charge ``count`` bytes sent to ``peer``. ``member`` is the one whose turn it was; None for control data."""
         account = self._peers.get(peer)
         for schedule in (self._total, account.cap) if account is not None else (self._total,):
             if member is None:
@@ -189,7 +189,7 @@ class FairScheduler(Generic[Member]):
         if member in account.members:
             del account.members[member]
             account.members[member] = None
-            # Behind the others that have been served as much.
+            # Move the peer behind others that have been served as much.
             del self._ready[peer]
             self._ready[peer] = account
 
@@ -200,8 +200,10 @@ class FairScheduler(Generic[Member]):
 def pacing_rates(
     budget: float, recent: Mapping[Hashable, float], caps: Mapping[Hashable, float | None]
 ) -> dict[Hashable, float]:
-    """What each of the peers in ``recent`` (bytes per second of late) may be paced at: its equal share of ``budget``,
-    or all that the others leave over, and never more than its cap."""
+    """Return the rate at which to pace each peer in ``recent``, which holds recent rates; all in bytes per second.
+
+    A peer gets its equal share of ``budget``, or all that the others leave, but never more than its cap.
+    """
     if not recent:
         return {}
     used, share = sum(recent.values()), budget / len(recent)
@@ -210,7 +212,7 @@ def pacing_rates(
 
 
 # -- Traffic shaper ----------------------------------------------------------------------------------------------------
-# The up budget: whose bulk is written next, and how fast the kernel may send it.
+# Combines the fair scheduler with the kernel's pacing.
 
 
 TURN_BYTES = 128 << 10
@@ -232,16 +234,16 @@ Sender = TypeVar("Sender", bound=Hashable)
 
 
 class Shaper(Generic[Sender]):
-    """See the module's rules. ``next`` says who sends, ``wrote`` or ``cannot`` what came of it."""
+    """Shaper of all connections. ``next`` chooses a sender; report its result with ``wrote`` or ``cannot``."""
 
     def __init__(self, bytes_per_s: float | None = None) -> None:
         self._shares: FairScheduler[Sender] = FairScheduler(bytes_per_s)
         self._senders: dict[Sender, Hashable] = {}
-        """Every connection, and whose it is."""
+        """All connections, with their peers."""
         self._paced: dict[Sender, float | None] = {}
         self._news: dict[Sender, float | None] = {}
         self._rates: dict[Hashable, float] = {}
-        """Bytes per second of late, of peers that sent bulk lately."""
+        """Recent rates of peers that sent bulk data recently, in bytes per second."""
         self._quiet: dict[Hashable, int] = {}
         self._counted: dict[Hashable, int] = {}
         """Bulk bytes since the last refresh."""
@@ -252,22 +254,22 @@ class Shaper(Generic[Sender]):
         return self._shares.bytes_per_s
 
     def set_budget(self, bytes_per_s: float | None, now: float) -> None:
-        """Bytes per second over all peers; None: no limit."""
+        """Set the total rate in bytes per second; None: no limit."""
         self._shares.set_budget(bytes_per_s, now)
         self._refresh(now)
 
     def set_cap(self, peer: Hashable, bytes_per_s: float | None, now: float) -> None:
-        """Bytes per second to one peer, until it disconnects; None: no limit of its own."""
+        """Set the rate to one peer in bytes per second, until it disconnects; None: no limit of its own."""
         self._shares.set_cap(peer, bytes_per_s, now)
         self._refresh(now)
 
     def open(self, peer: Hashable, sender: Sender) -> None:
-        """A connection is there. It is paced before it sends the first chunk."""
+        """Add a connection. It is paced before it sends its first chunk."""
         self._senders[sender] = peer
         self._pace(sender, self._limit_of(peer))
 
     def close(self, sender: Sender) -> None:
-        """The connection is gone, and with a peer's last one its cap."""
+        """Remove a connection; with a peer's last one its cap is forgotten."""
         peer = self._senders.pop(sender, None)
         self._paced.pop(sender, None)
         self._news.pop(sender, None)
@@ -280,24 +282,24 @@ class Shaper(Generic[Sender]):
                 counts.pop(peer, None)
 
     def ready(self, sender: Sender) -> None:
-        """``sender`` has bulk, and may be able to write it."""
+        """Record that ``sender`` has bulk data and may be able to write it."""
         if (peer := self._senders.get(sender)) is not None:
             self._shares.add(peer, sender)
 
     def wrote_control(self, sender: Sender, count: int, now: float) -> None:
-        """Control went out at once; bulk yields to it."""
+        """Charge control data that was written at once; bulk data yields to it."""
         self._shares.charge(self._senders.get(sender), None, count, now)
 
     def next_at(self) -> float | None:
-        """When ``next`` may have somebody; None: not before somebody is ready."""
+        """Return the earliest time at which ``next`` may have a result; None if no sender is ready."""
         return self._shares.next_at()
 
     def next(self, now: float) -> tuple[Sender, int] | None:
-        """Who writes a chunk now, and of how many bytes at most."""
+        """Return the connection that writes a chunk now, and its maximum bytes; None if none may."""
         return self._shares.next(now)
 
     def wrote(self, sender: Sender, count: int, now: float) -> None:
-        """``sender`` wrote ``count`` bytes of bulk in its turn."""
+        """Record that ``sender`` wrote ``count`` bytes of bulk data in its turn."""
         peer = self._senders[sender]
         self._shares.charge(peer, sender, count, now)
         self._counted[peer] = self._counted.get(peer, 0) + count
@@ -305,7 +307,7 @@ class Shaper(Generic[Sender]):
             self._refresh(now)
 
     def cannot(self, sender: Sender) -> None:
-        """``sender`` has nothing that it can write, until it is ready again."""
+        """Record that ``sender`` cannot write until it is ready again."""
         self._shares.remove(self._senders[sender], sender)
 
     @property
@@ -313,12 +315,12 @@ class Shaper(Generic[Sender]):
         return bool(self._news)
 
     def news(self) -> dict[Sender, float | None]:
-        """At which rates sockets are to be paced from now on."""
+        """Return the rates at which to pace sockets from now on, since the last call."""
         news, self._news = self._news, {}
         return news
 
     def _refresh(self, now: float) -> None:
-        """Measure what the peers took of late, and pace their sockets by it."""
+        """Measure the peers' recent rates, and pace their sockets accordingly."""
         passed_s = max(now - self._refreshed_at, PASSED_LEAST_S)
         self._refreshed_at = now
         for peer in set(self._rates) | set(self._counted):
@@ -336,7 +338,7 @@ class Shaper(Generic[Sender]):
             self._pace(sender, shares.get(peer, self._limit_of(peer)))
 
     def _limit_of(self, peer: Hashable) -> float | None:
-        """Of a peer that sends nothing at present."""
+        """Return the rate limit of a peer that is not sending."""
         limits = [limit for limit in (self.bytes_per_s, self._shares.cap_of(peer)) if limit is not None]
         return min(limits, default=None)
 

@@ -75,7 +75,7 @@ def test_who_has_the_invite_takes_part_and_nobody_else_learns_of_the_run(tmp_pat
         founder = Identity.load_or_create(ann.folder / "identity.key")
         address = data_address(ann)
         told = uvloop.run(refused(observer_transport(Identity.ephemeral()), address))
-        assert "ask whoever founded it for an invite" in told
+        assert "ask the run's founder for an invite" in told
         me = Identity.ephemeral()
         knows = Transport(me, listen="", run=invite.run, version=WIRE_VERSION, door=JoinerAuthorizer(b""))
         assert "shows no certificate" in uvloop.run(refused(knows.serve(Observer()), address))

@@ -236,7 +236,7 @@ def test_answers_come_and_refusals_in_the_words_of_the_other_side(seed: int) -> 
             assert bytes(end.payload or b"") == book(body)
         assert isinstance(no, RequestRefused)
         assert str(no) == "no"
-        assert "40000 bytes, more than 30000" in str(too_large)
+        assert "40000 bytes; the maximum is 30000" in str(too_large)
 
 
 @given(seed=SEEDS)

@@ -109,8 +109,8 @@ BUGS = (
         name="a lane of nothing acknowledges what it loses",
         module=_PEERS,
         where="Peers._bind_lane",
-        old="lane.turn_away(Parting.LEAVING, 'a lane of a connection that is not here')",
-        new="lane.close(Parting.LEAVING, 'a lane of a connection that is not here')",
+        old="lane.turn_away(Parting.LEAVING, 'the primary connection of this lane does not exist')",
+        new="lane.close(Parting.LEAVING, 'the primary connection of this lane does not exist')",
         harm="a payload that was accepted never comes, once in some hundred duplicate dials beside bulk",
         killed_by=(
             "tests/property/test_net_endpoint.py::test_what_is_accepted_comes_once_though_lanes_are_cut_and_both_dial",

@@ -20,7 +20,7 @@ from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.transport.identity import Identity, verify
 
 FINGERPRINT = bytes(32)
-ASK = "ask whoever founded it for an invite"
+ASK = "ask the run's founder for an invite"
 
 
 class Party(NamedTuple):
@@ -150,7 +150,7 @@ def test_a_tag_that_was_seen_is_of_no_use() -> None:
     ("guest", "now_s", "sentence"),
     [
         (the_founder().invites(not_after=NOW).certifies(), NOW + 1.0, "expired"),
-        (Holder(Identity.ephemeral()).invites().certifies(), NOW, "does not hold"),
+        (Holder(Identity.ephemeral()).invites().certifies(), NOW, "is not valid"),
         (Holder(the_founder().identity, run="cd" * 20).invites().certifies(), NOW, "for this run"),  # type: ignore[arg-type]
     ],
     ids=["expired", "of another founder", "for another run"],

@@ -353,7 +353,7 @@ def test_a_peer_that_breaks_the_format_is_found_out(name: str, cut: int) -> None
 def test_before_the_handshake_nothing_else_may_come() -> None:
     inbox = make_inbox(is_open=False)
     assert feed(inbox, encode_frame(FrameKind.HELLO, 0, b"hi")) == [Frame(FrameKind.HELLO, 0, b"hi")]
-    with pytest.raises(FrameError, match="no place"):
+    with pytest.raises(FrameError, match="not allowed"):
         feed(inbox, encode_frame(FrameKind.MESSAGE, 0, b""))
 
 
