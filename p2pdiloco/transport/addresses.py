@@ -1,9 +1,9 @@
-"""Multiaddrs, as far as sockets can use them: ``/ip4/203.0.113.7/tcp/4100/p2p/12D3KooW...``.
+"""Multiaddrs that sockets can use: ``/ip4/203.0.113.7/tcp/4100/p2p/12D3KooW...``.
 
 Rules of this file:
-1. A host (ip4, ip6, dns, dns4), a TCP port, and perhaps a peer id; anything else is refused with a sentence that says
-   how to write it.
-2. PyPI's ``multiaddr`` (multiformats/py-multiaddr) checks the syntax; hivemind has its own class: hand it strings.
+1. An address has a host (ip4, ip6, dns, dns4), a TCP port, and optionally a peer id. Anything else is refused with a
+   sentence that says how to write it.
+2. PyPI's ``multiaddr`` (multiformats/py-multiaddr) checks the syntax. hivemind has its own class: pass it strings.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ TEXT_LIMIT = 512
 
 
 class Address(msgspec.Struct, frozen=True, kw_only=True):
-    """An address to dial or to listen at."""
+    """An address at which to dial or to listen."""
 
     family: Family
     host: str
     port: int
-    """0 (only to listen): any free port."""
+    """TCP port; 0, for listening only, means any free port."""
     peer: PeerId | None = None
-    """The peer that is expected to answer there; None: any."""
+    """Peer that must answer there; None: any peer."""
 
     def __str__(self) -> str:
         suffix = f"/p2p/{self.peer}" if self.peer else ""
@@ -39,15 +39,15 @@ class Address(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def parse(text: str) -> Address:
-    """The address that ``text`` writes.
+    """Parse an address.
 
     Raises:
-        ValueError: not a multiaddr that we can use; the message says how to write one.
+        ValueError: ``text`` is not a usable multiaddr; the message says how to write one.
     """
     if not text.startswith("/"):
         raise ValueError(f"{text[:TEXT_LIMIT]!r} is not a multiaddr: {_suggestion(text)}")
     if len(text) > TEXT_LIMIT:
-        raise ValueError(f"an address has at most {TEXT_LIMIT} characters, this one {len(text)}")
+        raise ValueError(f"an address has at most {TEXT_LIMIT} characters, this one has {len(text)}")
     try:
         parts = [(protocol.name, value) for protocol, value in Multiaddr(text).items()]
     except (MultiaddrError, ValueError, LookupError, TypeError) as error:
@@ -59,11 +59,11 @@ def parse(text: str) -> Address:
         case [("ip4" | "ip6" | "dns" | "dns4" as family, host), ("tcp", port), ("p2p", peer)]:
             return Address(family=family, host=str(host), port=int(port), peer=PeerId(str(peer)))
         case _:
-            raise ValueError(f"{text!r} is not a TCP address that we can use: {HOW}")
+            raise ValueError(f"{text!r} is not a usable TCP address: {HOW}")
 
 
 def of_socket(host: str, port: int, peer: PeerId | None = None) -> Address:
-    """The address of a socket's numeric ``host`` (IPv4 mapped in IPv6 is written as IPv4)."""
+    """Return the address of a socket's numeric ``host`` (IPv4 mapped in IPv6 becomes IPv4)."""
     ip = ipaddress.ip_address(host.partition("%")[0])
     if isinstance(ip, ipaddress.IPv6Address) and ip.ipv4_mapped is not None:
         ip = ip.ipv4_mapped

@@ -1,16 +1,16 @@
-"""Set-up of connections: from a socket that was accepted or dialled to a channel whose peer has proved its identity.
+"""Set-up of connections: from an accepted or dialled socket to a channel whose peer has proved its identity.
 
 Rules of this file:
-1. A socket that was accepted costs one line in a table until its peer has sent a whole greeting (a TLS ClientHello).
+1. An accepted socket costs one table entry until its peer has sent a whole greeting (a TLS ClientHello).
    net/abuse_limits.py decides which greeting is answered next.
-2. A peer that sends nothing, only a part of a greeting, or something else is closed. Sockets on which another protocol
-   is spoken go to a taker, by their first byte; the taker reports whether the socket was of use.
+2. A peer that sends nothing, an incomplete greeting, or something else is closed. Sockets that speak another protocol
+   are handed to a taker, by their first byte. The taker reports whether the socket was of use.
 3. The kernel wakes this process for a whole greeting, not for each byte (SO_RCVLOWAT).
-4. A machine of which many sockets were turned away, here or by a taker, is blocked for a while: by the kernel where it
-   can, else after accept. Failed handshakes block nobody: they are paid from a budget (net/abuse_limits.py), and a
-   newcomer may share an address with many.
+4. A machine with many sockets turned away recently, here or by a taker, is blocked for a while: by the kernel where
+   possible, otherwise after accept. Failed handshakes block no machine, since a newcomer may share its address with
+   many others. They have a rate limit instead (net/abuse_limits.py).
 5. The endpoint (net/endpoint.py) limits how many peers may prove themselves at a time.
-6. A dial that fails says why, in a sentence for people.
+6. A failed dial explains itself in a sentence for people.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from p2pdiloco.util import logs
 from p2pdiloco.util.tasks import Tasks
 
 # -- Kernel blocklist --------------------------------------------------------------------------------------------------
-# The kernel drops packets of blocked machines before they become a connection, at no cost to this process. It is a
-# classic BPF program on the listener (SO_ATTACH_FILTER; no rights are needed) that looks at the sender's address. Only
-# Linux has that.
+# The kernel drops packets of blocked machines before they become a connection, at no cost to this process. The filter
+# is a classic BPF program on the listener (SO_ATTACH_FILTER, which needs no privileges). It compares the sender's
+# address. Linux only.
 
 
 SO_ATTACH_FILTER, SO_DETACH_FILTER = 26, 27
@@ -61,8 +61,10 @@ Instruction = tuple[int, int, int, int]
 
 
 def block(listener: socket.socket, machines: Sequence[str]) -> bool:
-    """Have the kernel drop what ``machines`` (as of ``machine_of``) send to ``listener``, and nothing else. False: the
-    kernel cannot do that."""
+    """Have the kernel drop packets that ``machines`` (see ``machine_of``) send to ``listener``, and no others.
+
+    Return False if the kernel cannot do that.
+    """
     if sys.platform != "linux":
         return False
     if not machines:
@@ -81,13 +83,13 @@ def block(listener: socket.socket, machines: Sequence[str]) -> bool:
 
 
 def unblock(raw: socket.socket) -> None:
-    """Take the program off ``raw``. Sockets inherit it from the listener that accepted them."""
+    """Remove the program from ``raw``. Accepted sockets inherit it from their listener."""
     with suppress(OSError):  # there is none
         raw.setsockopt(socket.SOL_SOCKET, SO_DETACH_FILTER, 0)
 
 
 def filter_program(family: int, machines: Iterable[str]) -> list[Instruction]:
-    """BPF program that drops the packets of ``machines``; those of another family never arrive."""
+    """Return a BPF program that drops the packets of ``machines``. Packets of another family never arrive."""
     if family == socket.AF_INET:
         words = [_address_words(machine) for machine in machines if ":" not in machine]
         found = [(LOAD_WORD, 0, 0, NETWORK_HEADER + IPV4_SENDER)]
@@ -107,14 +109,14 @@ def filter_program(family: int, machines: Iterable[str]) -> list[Instruction]:
 
 
 def _address_words(machine: str) -> tuple[int, ...]:
-    """The 32-bit words that a program compares: one of an IPv4 address, two of an IPv6 line."""
+    """Return the 32-bit words that a program compares: one for an IPv4 address, two for an IPv6 /64."""
     if ":" in machine:
         return struct.unpack(">II", ipaddress.IPv6Address(f"{machine}::").packed[:8])
     return struct.unpack(">I", ipaddress.IPv4Address(machine).packed)
 
 
 # -- Pre-handshake pool ------------------------------------------------------------------------------------------------
-# Accepted sockets wait until they have sent a whole greeting, and then for their turn.
+# Accepted sockets wait here until they have sent a whole greeting, and then for their turn.
 
 
 log = logs.get("transport")
@@ -135,7 +137,7 @@ Taker = Callable[[socket.socket], Awaitable[bool]]
 
 
 class Met(NamedTuple):
-    """A socket that hole punching or a relay has connected, and the address that it stands for."""
+    """A socket connected by hole punching or a relay, and the address that it stands for."""
 
     raw: socket.socket
     address: Address
@@ -143,22 +145,22 @@ class Met(NamedTuple):
 
 
 class PendingSocket:
-    """An accepted socket whose peer has not proved anything yet."""
+    """An accepted socket whose peer has not proved its identity."""
 
     def __init__(self, raw: socket.socket, host: str, since: float) -> None:
         self.raw = raw
         self.host = host
         self.since = since
         self.wanted_bytes = 0
-        """The kernel wakes us when so many are there; 0: the socket is not watched."""
+        """The kernel reports this socket once so many bytes have arrived; 0: the socket is not watched."""
 
 
 class HandshakePool:
     """Accepted sockets, until their greeting is answered; see the module's rules.
 
-    let_in: shakes hands with a peer that has greeted, and closes the socket if that fails; whether it succeeded.
-    turned_away: called with the host of each socket that is closed here, and why.
-    takers: serve sockets that are no connections, by their first byte.
+    let_in: does the handshake with a peer that has greeted, and closes the socket on failure; returns its success.
+    turned_away: called with the host of each socket that is closed here, and the reason.
+    takers: serve sockets of other protocols, by their first byte.
     """
 
     def __init__(
@@ -181,7 +183,7 @@ class HandshakePool:
         )
         self._exclusion = Exclusion(failures=limits.shut_out_after, time_s=limits.shut_out_s)
         self._blocklist_timer: asyncio.TimerHandle | None = None
-        """Updates the blocklist when the next block begins or ends."""
+        """Timer for the next change of the blocklist."""
         self._shut_out = 0
         """Number of machines on the blocklist."""
         self._listeners: set[socket.socket] = set()
@@ -189,7 +191,7 @@ class HandshakePool:
         self._sweep: asyncio.TimerHandle | None = None
 
     async def serve(self, listener: socket.socket) -> None:
-        """Accept, until cancelled."""
+        """Accept connections until cancelled."""
         loop = asyncio.get_running_loop()
         self._listeners.add(listener)
         self._update_blocklist()
@@ -223,7 +225,7 @@ class HandshakePool:
             pending = PendingSocket(raw, where[0], now)
             out = self._silent.enter(pending, machine)
             if out is not None:
-                self._turn_away(out, "it made room for a newcomer: it took long to say what it is")
+                self._turn_away(out, "it made room for a newcomer: it took too long to send a greeting")
             if self._sweep is None:
                 self._sweep = loop.call_later(self._wait_s, self._drop_slow)
             self._inspect(pending)
@@ -233,28 +235,28 @@ class HandshakePool:
             asyncio.get_running_loop().add_reader(listener.fileno(), self._accept, listener)
 
     def _inspect(self, pending: PendingSocket) -> None:
-        """Decide by what it has sent so far."""
+        """Decide what to do with a socket, from the bytes received so far."""
         try:
             said = pending.raw.recv(HEAD_BYTES, socket.MSG_PEEK)
             taker = self._takers.get(said[:1])
             if not said:
-                self._turn_away(pending, "it went without a word")
+                self._turn_away(pending, "it closed the connection without sending anything")
             elif pending.wanted_bytes == HEAD_BYTES > len(said):
-                self._turn_away(pending, "it went in the middle of its greeting")
+                self._turn_away(pending, "it closed the connection within its greeting")
             elif taker is not None:
                 self._silent.leave(pending)
                 self._stop_watching(pending)
                 self._tasks.spawn(self._hand_over(taker, pending), name="take one")
             elif not said.startswith(HANDSHAKE_RECORD[: len(said)]):
-                self._turn_away(pending, "what it says is not our TLS")
+                self._turn_away(pending, "it does not speak our TLS")
             elif len(said) < HEAD_BYTES:
                 self._wait_for_bytes(pending, HEAD_BYTES)
             elif (length := HEAD_BYTES + int.from_bytes(said[3:5], "big")) > HEAD_BYTES + RECORD_BYTES:
-                self._turn_away(pending, "what it says is not our TLS")
+                self._turn_away(pending, "it does not speak our TLS")
             elif len(pending.raw.recv(length, socket.MSG_PEEK)) == length:
                 self._queue_handshake(pending)
             elif pending.wanted_bytes == length:
-                self._turn_away(pending, "it went in the middle of its greeting")
+                self._turn_away(pending, "it closed the connection within its greeting")
             else:
                 self._wait_for_bytes(pending, length)
         except BlockingIOError:
@@ -279,11 +281,11 @@ class HandshakePool:
         self._stop_watching(pending)
         out = self._reception.room.enter(pending, machine_of(pending.host))
         if out is not None:
-            self._turn_away(out, "it made room for a newcomer: too many greet at once")
+            self._turn_away(out, "it made room for a newcomer: too many handshakes wait")
         self._answer_next()
 
     def _answer_next(self) -> None:
-        """Answer the greetings whose turn it is."""
+        """Answer the greetings that the rate limit allows now."""
         loop = asyncio.get_running_loop()
         if self._turn is not None:
             self._turn.cancel()
@@ -313,8 +315,8 @@ class HandshakePool:
         loop = asyncio.get_running_loop()
         too_long = loop.time() - self._wait_s
         for room, why in (
-            (self._silent, f"it said nothing whole for {self._wait_s:.0f} s"),
-            (self._reception.room, "too many greet at once"),
+            (self._silent, f"it sent no whole greeting within {self._wait_s:.0f} s"),
+            (self._reception.room, "too many handshakes wait"),
         ):
             for pending in [pending for pending in room.holders if pending.since <= too_long]:
                 self._turn_away(pending, why)
@@ -339,7 +341,7 @@ class HandshakePool:
             self._blocklist_timer = self._blocklist_timer or loop.call_at(soon, self._update_blocklist)
 
     def _update_blocklist(self) -> None:
-        """Block the machines that are shut out now, and no others."""
+        """Block exactly the machines that are excluded now."""
         loop = asyncio.get_running_loop()
         machines = self._exclusion.machines(loop.time())
         by_kernel = [block(listener, machines) for listener in self._listeners]
@@ -348,7 +350,7 @@ class HandshakePool:
                 "machines are blocked for a while: their connections sent nothing valid",
                 number=len(machines),
                 last=machines[-1],
-                by="the kernel" if all(by_kernel) else "us, one by one",
+                by="the kernel" if all(by_kernel) else "this process",
             )
         self._shut_out = len(machines)
         ends = self._exclusion.ends()
@@ -384,9 +386,9 @@ DialMet = Callable[[PeerId, Dialled], Awaitable[PeerId]]
 
 
 class ConnectionSetup:
-    """Dials and accepts for a transport; see the module's rules.
+    """Dials and accepts connections for a transport; see the module's rules.
 
-    takers: serve sockets that are no connections (rendezvous channels, the directory's daemon), by their first byte.
+    takers: serve sockets of other protocols (rendezvous channels, the directory's daemon), by their first byte.
     dial_met: set by the rendezvous client, if there is one.
     """
 
@@ -409,39 +411,42 @@ class ConnectionSetup:
         self.dial_met: DialMet | None = None
         self._lines = TokenBucket(burst=LINE_BURST, per_s=LINES_PER_S)
         self._untold = 0
-        """Failed handshakes since the last line."""
+        """Failed handshakes since the last log line."""
         self.narrow_hosts: dict[str, None] = {}
-        """Hosts on whose path long packets are lost."""
+        """Hosts on whose path long packets are lost, oldest first."""
         self._listeners: list[socket.socket] = []
 
     async def dial(self, target: Address, lane: int = 0, bond: bytes = b"") -> PeerId:
-        """Connect and prove each other; as a ``lane`` of the connection that ``bond`` names, or in its own right.
-        The caller gives the deadline.
+        """Connect to ``target`` and do the handshake. The caller sets the deadline.
+
+        With ``lane``, the connection becomes a lane of the primary connection that ``bond`` names.
 
         Raises:
-            PeerRefused: the other side refused us; its reason.
-            Impostor: somebody else answers there, or is in between.
-            DialError: anything else.
+            PeerRefused: the other side refused this peer; the text is its reason.
+            Impostor: another peer answers there, or somebody is in between.
+            DialError: any other failure.
         """
         raw = await connect(target, congestion=self._congestion, narrow=self.narrow_hosts)
         channel = self._new_channel(Role.DIALLER, _host_of(raw), target, Dialled(target.peer, lane, bond))
         return await self._open(channel, raw)
 
     async def adopt(self, role: Role, met: Met, wanted: Dialled) -> PeerId:
-        """Prove each other as ``dial`` does, on a socket that is connected already. ``wanted`` is ignored if we are
-        the listener of the two."""
+        """Do the handshake, as ``dial`` does, on a connected socket.
+
+        ``wanted`` is ignored on the listener's side.
+        """
         dialled = wanted._replace(is_relayed=met.is_relayed) if role is Role.DIALLER else ANYBODY
         channel = self._new_channel(role, _host_of(met.raw), met.address, dialled)
         channel.is_met = True
         return await self._open(channel, met.raw)
 
     async def dial_lane(self, channel: Channel, lane: int, bond: bytes) -> None:
-        """A further connection beside ``channel``, whose primary it is; raises as ``dial``."""
+        """Dial another connection beside ``channel``, its primary. Raises as ``dial`` does."""
         peer = channel.connection.peer
         if not channel.is_met:
             await self.dial(msgspec.structs.replace(channel.address, peer=peer), lane, bond)
         elif self.dial_met is None or channel.connection.greeting.is_relayed:
-            raise DialError("a relay carries one connection of a pair")
+            raise DialError("a relay carries only one connection between two peers")
         else:
             await self.dial_met(peer, Dialled(peer, lane, bond))
 
@@ -459,14 +464,17 @@ class ConnectionSetup:
             raise DialError(f"{target}: {sockets.explain(error, target)}") from error
 
     async def accept_all(self, listener: socket.socket) -> None:
-        """Accept, until cancelled."""
+        """Accept connections until cancelled."""
         if listener not in self._listeners:
             self._listeners.append(listener)
         await self._pool.serve(listener)
 
     def check_path_mtu(self, channel: Channel, error: Exception | None) -> None:
-        """Look at a lost connection: if it was good shortly before and nothing that we sent was acknowledged, the path
-        loses long packets (a tunnel with a smaller MTU that sends no ICMP). Segments are shorter from now on."""
+        """Check whether a lost connection failed because its path loses long packets.
+
+        This is assumed if the peer was heard shortly before but acknowledged nothing. The cause is usually a tunnel
+        with a smaller MTU that sends no ICMP. New connections then use shorter segments.
+        """
         if not isinstance(error, TimeoutError):
             return
         connection, now = channel.connection, asyncio.get_running_loop().time()
@@ -480,18 +488,18 @@ class ConnectionSetup:
         if len(self.narrow_hosts) > NARROW_LIMIT:
             del self.narrow_hosts[next(iter(self.narrow_hosts))]
         log.warning(
-            "nothing that was sent to a peer was acknowledged: long packets may vanish on the way; from now on "
+            "a peer acknowledged nothing that was sent: its path may lose long packets; from now on "
             f"segments have {sockets.SHORT_BYTES} bytes",
             peer=connection.peer,
             address=str(channel.address),
         )
 
     async def _accept(self, raw: socket.socket) -> bool:
-        """Shake hands with a peer that has greeted; whether it is let in."""
+        """Do the handshake with a peer that has greeted. Return whether it is admitted."""
         try:
             address = addresses.of_socket(*raw.getpeername()[:2])
         except OSError:
-            raw.close()  # It has gone already.
+            raw.close()  # the other side has closed it already
             return False
         sockets.tune(raw, congestion=self._congestion)
         channel = self._new_channel(Role.LISTENER, address.host, address, ANYBODY)
@@ -511,11 +519,11 @@ class ConnectionSetup:
         log.warning("dropped a stranger", host=host, reason=reason, **before)
 
     async def _shake_hands(self, channel: Channel, raw: socket.socket) -> PeerId:
-        """Encrypt ``raw``, and wait until the other side has proved itself. The endpoint has the deadline.
+        """Do TLS and the handshake on ``raw``. The endpoint has the deadline.
 
         Raises:
             OSError: TLS failed, or the connection was lost or closed.
-            HandshakeError: it has not.
+            HandshakeError: the other side has not proved itself.
         """
         loop = asyncio.get_running_loop()
         context = self._tls.server if channel.connection.role is Role.LISTENER else self._tls.client
@@ -542,18 +550,19 @@ class ConnectionSetup:
                 opening.cancel()
                 await asyncio.wait([opening])
                 if not opening.cancelled():
-                    opening.exception()  # nobody else asks how it ended
+                    opening.exception()  # marks it as retrieved: it is not awaited elsewhere
             if channel.transport is None:
                 raw.close()
             self._abandon(channel, why)
 
 
 async def connect(address: Address, *, congestion: str, narrow: Container[str] = ()) -> socket.socket:
-    """A connected, tuned, non-blocking socket; with short segments to the ``narrow`` hosts. The caller gives the
-    deadline.
+    """Return a connected, tuned, non-blocking socket. The caller sets the deadline.
+
+    Connections to ``narrow`` hosts use short segments.
 
     Raises:
-        DialError: unknown host, refused, unreachable; the text says which.
+        DialError: the host is unknown, refuses or cannot be reached; the text says which.
     """
     loop = asyncio.get_running_loop()
     family = socket.AF_INET if address.family in ("ip4", "dns4") else socket.AF_UNSPEC
@@ -585,10 +594,10 @@ def _host_of(raw: socket.socket) -> str:
     try:
         return str(raw.getpeername()[0])
     except OSError:
-        return ""  # It has gone already, as the next step will say.
+        return ""  # the other side has closed it already; the next step reports that
 
 
 def _reason_of(error: Exception) -> str:
     if isinstance(error, ssl.SSLError):
-        return f"not our TLS ({error.reason})"
+        return f"it does not speak our TLS ({error.reason})"
     return str(error) or type(error).__name__

@@ -1,9 +1,9 @@
-"""Dials of addresses that were learned from others, within the budget of net/abuse_limits.py.
+"""Dials of addresses learned from others, within the limits of net/abuse_limits.py.
 
 Rules of this file:
-1. A name counts as the machines that it stands for, and these are dialled, not the name. So a directory full of names
-   of one machine buys no more dials than one address, and no name is resolved twice with two results.
-2. An address that a rendezvous server names is dialled on its word (``may_dial``), and counts as failed until a peer
+1. A name counts as the machines that it resolves to. These are dialled, not the name. So a directory full of names of
+   one machine allows no more dials than one address, and a name is never resolved twice with different results.
+2. An address named by a rendezvous server is dialled on its word (``may_dial``). The dial counts as failed until a peer
    has proved itself there.
 """
 
@@ -24,27 +24,29 @@ MACHINES = 4
 
 
 class Dialler:
-    """Dials within a budget. One a process: dials of the run's peers and of rendezvous servers count together."""
+    """Dials within the limits. A process has one, so dials of peers and of rendezvous servers count together."""
 
     def __init__(self) -> None:
         self._dials = DialRateLimit()
 
     def may_dial(self, peer: PeerId, address: Address) -> bool:
-        """Whether ``peer`` may be dialled at that numeric address, on others' word. The dial counts as failed until
-        ``record_success``."""
+        """Return whether ``peer`` may be dialled at that numeric address, which was learned from others.
+
+        The dial counts as failed until ``record_success``.
+        """
         return self._dials.begin(peer, address.host, address.port, asyncio.get_running_loop().time())
 
     def record_success(self, peer: PeerId, address: Address) -> None:
-        """``peer`` has proved itself at ``address``: the dial does not count as failed."""
+        """Record that ``peer`` has proved itself at ``address``, so that the dial does not count as failed."""
         self._dials.proved(peer, address.host, address.port)
 
     async def dial(self, transport: Transport, address: str, timeout_s: float) -> PeerId:
         """Connect ``transport`` to the peer that ``address`` names.
 
         Raises:
-            ValueError: it is no multiaddr with a peer's id.
-            PeerRefused: the peer said no.
-            DialError: anything else; too many dials of that machine came to nothing.
+            ValueError: ``address`` is not a multiaddr with a peer id.
+            PeerRefused: the peer refused the connection.
+            DialError: any other failure, also that too many dials of that machine have failed.
         """
         place = addresses.parse(address)
         if place.peer is None:
@@ -67,7 +69,7 @@ class Dialler:
 
     async def _dial(self, transport: Transport, wanted: PeerId, machine: Address, timeout_s: float) -> PeerId:
         if not self.may_dial(wanted, machine):
-            raise DialError(f"{machine.host} is left alone for a while: too many dials there came to nothing")
+            raise DialError(f"{machine.host} is not dialled for a while: too many dials there have failed")
         try:
             peer = await transport.dial(str(machine), timeout_s)
         except PeerRefused:
@@ -78,10 +80,10 @@ class Dialler:
 
 
 async def machines(place: Address, timeout_s: float) -> Sequence[Address]:
-    """The numeric addresses that ``place`` stands for, MACHINES at most.
+    """Return the numeric addresses that ``place`` stands for, at most MACHINES.
 
     Raises:
-        DialError: its name cannot be resolved, or has none.
+        DialError: its name cannot be resolved, or has no address.
     """
     if place.family in ("ip4", "ip6"):
         return (place,)

@@ -1,9 +1,9 @@
-"""A peer's identity: an Ed25519 key in libp2p's private-key format, shared with the DHT daemon.
+"""Identity of a peer: an Ed25519 key in libp2p's private-key format, shared with the DHT daemon.
 
 Rules of this file:
-1. A signature can be checked by anyone who knows the peer id alone (wire/peer_ids.py).
-2. The file has mode 0600, appears whole or not at all, and is never overwritten.
-3. One identity serves one running peer: ``hold`` takes a lock that the kernel frees if the process dies.
+1. The peer id alone suffices to verify a signature (wire/peer_ids.py).
+2. The file has mode 0600, appears as a whole or not at all, and is never overwritten.
+3. One identity serves one running peer: ``hold`` takes a lock that the kernel releases if the process dies.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ class Identity:
     def __init__(self, key: Ed25519PrivateKey, path: Path | None = None) -> None:
         self._key = key
         self.path = path
-        """Where the key is stored; None for an ephemeral identity."""
+        """File of the key; None for an ephemeral identity."""
         self.peer_id: PeerId = peer_id_of(key.public_key().public_bytes_raw())
 
     @classmethod
     def load_or_create(cls, path: Path) -> Identity:
-        """The identity stored at ``path``; a new one is made and stored if there is none.
+        """Return the identity stored at ``path``; create and store a new one if there is none.
 
         Raises:
-            IdentityError: not an Ed25519 key of libp2p, not readable, or the folder is not writable.
+            IdentityError: the file is not a libp2p Ed25519 key or not readable, or the folder is not writable.
         """
         found = cls.load(path)
         if found is not None:
@@ -63,10 +63,10 @@ class Identity:
 
     @classmethod
     def load(cls, path: Path) -> Identity | None:
-        """The identity stored at ``path``; None if there is none.
+        """Return the identity stored at ``path``; None if there is none.
 
         Raises:
-            IdentityError: not an Ed25519 key of libp2p, or not readable.
+            IdentityError: the file is not a libp2p Ed25519 key, or not readable.
         """
         try:
             return cls(_parse(path.read_bytes(), path), path)
@@ -77,28 +77,28 @@ class Identity:
 
     @classmethod
     def ephemeral(cls) -> Identity:
-        """An identity that lives as long as this process."""
+        """Return a new identity that is not stored."""
         return cls(Ed25519PrivateKey.generate())
 
     @classmethod
     def from_secret(cls, context: bytes, secret: bytes) -> Identity:
-        """The identity that everybody makes of ``secret`` (at least 16 bytes that nobody can guess)."""
+        """Derive an identity from ``secret``, at least 16 unpredictable bytes. Equal secrets give equal identities."""
         return cls(Ed25519PrivateKey.from_private_bytes(hashlib.sha256(context + b"\x00" + secret).digest()))
 
     def sign(self, data: bytes) -> bytes:
-        """Ed25519 signature of ``data``: 64 bytes."""
+        """Return the Ed25519 signature of ``data``, 64 bytes."""
         return self._key.sign(data)
 
     def to_file_bytes(self) -> bytes:
-        """The 68 bytes of libp2p's private-key file. Secret."""
+        """Return the 68 bytes of libp2p's private-key file. They are secret."""
         return FILE_PREFIX + self._key.private_bytes_raw() + self._key.public_key().public_bytes_raw()
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Be the only running peer with this identity (file ``<path>.lock``); nothing to do for an ephemeral one.
+        """Lock the identity (file ``<path>.lock``) against other processes. An ephemeral one needs no lock.
 
         Raises:
-            IdentityError: another process uses it, or the lock file cannot be written.
+            IdentityError: another process uses the identity, or the lock file cannot be written.
         """
         if self.path is None:
             yield
@@ -121,16 +121,16 @@ class Identity:
 
 @lru_cache(maxsize=4096)
 def public_key_of(peer: PeerId) -> Ed25519PublicKey:
-    """The public key inside ``peer``.
+    """Return the public key in ``peer``.
 
     Raises:
-        ValueError: not the id of an Ed25519 key.
+        ValueError: ``peer`` is not the id of an Ed25519 key.
     """
     return Ed25519PublicKey.from_public_bytes(key_of(peer))
 
 
 def verify(peer: PeerId, data: bytes, signature: bytes) -> bool:
-    """Whether ``signature`` is ``peer``'s over ``data``. A malformed id or signature is simply not."""
+    """Return whether ``signature`` is ``peer``'s over ``data``; False for a malformed id or signature."""
     if len(signature) != SIGNATURE_BYTES:
         return False
     try:
@@ -144,7 +144,7 @@ def _parse(data: bytes, path: Path) -> Ed25519PrivateKey:
     if data.startswith(RSA_PREFIX) and len(data) > FILE_BYTES:
         raise IdentityError(
             f"the identity file {path} holds an RSA key (hivemind's own format); p2pdiloco needs Ed25519. "
-            "Choose another path and a new identity will be made there"
+            "Choose another path, and a new identity will be created there"
         )
     if len(data) != FILE_BYTES or not data.startswith(FILE_PREFIX):
         raise IdentityError(
@@ -159,7 +159,7 @@ def _parse(data: bytes, path: Path) -> Ed25519PrivateKey:
 
 
 def _create(path: Path, key: Ed25519PrivateKey) -> None:
-    """Link, not rename: of two processes that start at once one wins, and both then read the winner's file."""
+    """Store a new key. Link instead of rename: if two processes start at once, both read the winner's file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = write_temporary(path, (Identity(key).to_file_bytes(),), mode=0o600)
     try:

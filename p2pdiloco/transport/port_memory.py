@@ -1,10 +1,10 @@
-"""Ports of the peer's last process, which the next one takes again where any port would do: addresses that others
-remember, and invites, stay valid.
+"""Reuses the ports of the peer's previous process where any port would do, so that known addresses and invites stay
+valid.
 
 Rules of this file:
-1. The file is a hint: without it, or if a port is in use, any free port is taken.
-2. A remembered port stays, also while another process has it: of two processes that share a folder the first gets its
-   port back.
+1. The file is a hint: without it, or if a port is in use, any free port is used.
+2. A remembered port stays remembered while another process uses it. Of two processes that share a folder, the first
+   gets its port back.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _Ports = dict[str, Annotated[int, Meta(ge=1, le=65535)]]
 
 
 def again(wanted: str | Sequence[str], path: Path) -> tuple[str, ...]:
-    """The multiaddrs ``wanted``; those with any port get the port that ``path`` remembers, if it is free. Blocks."""
+    """Return the multiaddrs ``wanted``, with the free ports that ``path`` remembers instead of 0. Blocks."""
     known = _read(path)
     return tuple(_again(text, known) for text in ([wanted] if isinstance(wanted, str) else wanted))
 
@@ -49,7 +49,7 @@ def _again(text: str, known: _Ports) -> str:
 
 
 def remember(listening: Iterable[str], path: Path) -> None:
-    """Write the first port of each family in ``listening`` (multiaddrs) to ``path``, if none is known yet. Blocks."""
+    """Store the first port of each family in ``listening`` (multiaddrs), unless one is stored already. Blocks."""
     known = _read(path)
     found = dict(known)
     for text in listening:

@@ -1,12 +1,11 @@
-"""TCP sockets: options, listeners, what the kernel knows of a connection, and sentences for failed dials.
+"""TCP sockets: options, listeners, the kernel's measurements of a connection, and explanations of failed dials.
 
 Rules of this file:
-1. SO_RCVBUF and SO_SNDBUF are never set: that switches the kernel's autotuning off (docs: measured).
-2. TCP_NOTSENT_LOWAT keeps the kernel's queue of *unsent* bytes short, whatever the window is: what waits, waits with
-   us, where control overtakes bulk.
-3. A dead path is noticed by the kernel within DEAD_AFTER_S, whether data is on its way (TCP_USER_TIMEOUT) or not
-   (keepalive).
-4. Options that a kernel lacks are skipped: they are for speed, not for correctness.
+1. SO_RCVBUF and SO_SNDBUF are never set, because that switches off the kernel's autotuning.
+2. TCP_NOTSENT_LOWAT keeps the kernel's queue of *unsent* bytes short, whatever the window is. Data then waits in this
+   process, where control overtakes bulk.
+3. The kernel notices a dead path within DEAD_AFTER_S, whether data is in flight (TCP_USER_TIMEOUT) or not (keepalive).
+4. Options that a kernel lacks are skipped: they matter for speed, not for correctness.
 """
 
 from __future__ import annotations
@@ -48,33 +47,33 @@ BACKLOG = 1024
 
 
 class DialError(Exception):
-    """A dial failed; the text says why."""
+    """A dial failed. The text says why."""
 
 
 class Impostor(DialError):  # noqa: N818
-    """Another peer answers there than was expected, or somebody is in between; the text says which."""
+    """Another peer than expected answers there, or somebody is in between. The text says which."""
 
 
 class PeerRefused(DialError):  # noqa: N818
-    """The other side refused us; the text is its reason."""
+    """The other side refused this peer. The text is its reason."""
 
 
 def check_numeric(address: Address) -> None:
-    """Check that an address has no name: names are for dialling.
+    """Check that an address is numeric. Names are for dialling only.
 
     Raises:
-        ValueError: a name instead of a numeric address.
+        ValueError: the address has a name.
     """
     if address.family not in ("ip4", "ip6"):
         raise ValueError(f"listen on a numeric address, for example /ip4/0.0.0.0/tcp/{address.port}, not on {address}")
 
 
 def listen(address: Address) -> socket.socket:
-    """A listening, non-blocking socket.
+    """Return a listening, non-blocking socket.
 
     Raises:
-        OSError: the port is taken or the address is not ours; the text names the address.
-        ValueError: a name instead of a numeric address.
+        OSError: the port is in use, or the address is not this machine's; the text names the address.
+        ValueError: the address has a name.
     """
     check_numeric(address)
     family = socket.AF_INET if address.family == "ip4" else socket.AF_INET6
@@ -93,10 +92,10 @@ def listen(address: Address) -> socket.socket:
 
 
 def sharing_port(family: int, port: int) -> socket.socket:
-    """A non-blocking TCP socket on a local port (0: any free one) that others of this process may use, too.
+    """Return a non-blocking TCP socket on a local port (0: any free one) that this process may use several times.
 
     Raises:
-        OSError: the port is taken by somebody who does not share it.
+        OSError: the port is in use by a process that does not share it.
     """
     raw = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -112,12 +111,12 @@ def sharing_port(family: int, port: int) -> socket.socket:
 
 
 def local_addresses(listener: socket.socket) -> list[Address]:
-    """Addresses at which others may reach ``listener``: for a wildcard all of this machine, loopback last."""
+    """Return the addresses at which to reach ``listener``: for a wildcard all of this machine, loopback last."""
     return reachable(of_socket(*listener.getsockname()[:2]))
 
 
 def reachable(listening: Address) -> list[Address]:
-    """Addresses at which others may reach a listener at ``address``, which has a port."""
+    """Return the addresses at which others may reach a listener at ``listening``, which must have a port."""
     host, port = listening.host, listening.port
     if host not in ("0.0.0.0", "::"):
         return [of_socket(host, port)]
@@ -126,14 +125,14 @@ def reachable(listening: Address) -> list[Address]:
 
 
 def _own_hosts(family: int) -> list[str]:
-    """This machine's addresses, loopback last, without link-local ones."""
+    """Return this machine's addresses, loopback last, without link-local ones."""
     nics = [nic for nics in psutil.net_if_addrs().values() for nic in nics]
     found = dict.fromkeys(nic.address for nic in nics if nic.family == family and "%" not in nic.address)
     return sorted(found, key=is_loopback)
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host is a loopback address; a name is not."""
+    """Return whether ``host`` is a loopback address; False for a name."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -141,13 +140,13 @@ def is_loopback(host: str) -> bool:
 
 
 def everywhere(port: int = 0) -> tuple[str, ...]:
-    """Multiaddrs to listen at all addresses of this machine: IPv6 where it has one that others may reach."""
+    """Return multiaddrs to listen at all addresses of this machine; IPv6 only if it has one that others may reach."""
     has_ip6 = any(not is_loopback(host) for host in _own_hosts(socket.AF_INET6))
     return (f"/ip4/0.0.0.0/tcp/{port}", *([f"/ip6/::/tcp/{port}"] if has_ip6 else []))
 
 
 def has_route(host: str) -> bool:
-    """Whether this machine has a route to a numeric host; nothing is sent. True for a name, which is not resolved."""
+    """Return whether there is a route to a numeric host, without sending anything; True for a name."""
     try:
         family = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET
     except ValueError:
@@ -161,7 +160,7 @@ def has_route(host: str) -> bool:
 
 
 def tune(connection: socket.socket, *, congestion: str) -> None:
-    """Set our options on a TCP socket. ``congestion`` "" leaves the kernel's choice."""
+    """Set the options of a TCP socket. ``congestion`` "" leaves the kernel's choice."""
     options = [
         (socket.IPPROTO_TCP, "TCP_NODELAY", 1),
         (socket.SOL_SOCKET, "SO_KEEPALIVE", 1),
@@ -182,27 +181,27 @@ def tune(connection: socket.socket, *, congestion: str) -> None:
 
 
 def shorten(raw: socket.socket) -> None:
-    """Have both sides send segments of at most SHORT_BYTES: on a socket before it connects, or one that listens."""
+    """Limit segments to SHORT_BYTES in both directions, on a listener or on a socket before it connects."""
     if hasattr(socket, "TCP_MAXSEG"):
         with suppress(OSError):
             raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, SHORT_BYTES)
 
 
 def hang_up(raw: socket.socket) -> None:
-    """Shut a socket down in both directions. Whoever reads it finds the end, and closes it."""
-    with suppress(OSError):  # it has gone
+    """Shut a socket down in both directions. Its reader then finds the end and closes it."""
+    with suppress(OSError):  # closed already
         raw.shutdown(socket.SHUT_RDWR)
 
 
 def pace(connection: socket.socket, bytes_per_s: float | None) -> None:
-    """Have the kernel send at most at this rate (None: no limit). Follows a change within 20 ms (docs: measured)."""
+    """Limit the kernel's send rate (None: no limit). A change takes effect within 20 ms."""
     rate = UNLIMITED_RATE if bytes_per_s is None else max(1, int(bytes_per_s))
     with suppress(OSError):
         connection.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, struct.pack("=Q", rate))
 
 
 def path_of(connection: socket.socket) -> Path | None:
-    """What the kernel knows of a connection's path; None: it does not tell."""
+    """Return the kernel's measurements of a connection's path; None if the kernel has none."""
     try:
         info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_BYTES)
         name = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, CONGESTION_NAME_BYTES)
@@ -225,7 +224,7 @@ def path_of(connection: socket.socket) -> Path | None:
 
 
 def explain(error: BaseException, address: Address) -> str:
-    """A sentence on why a connection to ``address`` failed."""
+    """Return a sentence that says why a connection to ``address`` failed."""
     where = f"{address.host} port {address.port}"
     match error:
         case ConnectionRefusedError():
@@ -244,13 +243,14 @@ def explain(error: BaseException, address: Address) -> str:
 
 # -- Listeners ---------------------------------------------------------------------------------------------------------
 # All sockets at which one process accepts peers.
+#
 # Rules of this file:
-# 1. Where any free port is asked for, one number is taken for all of them, if it can be had.
-# 2. IPv4 and IPv6 have a socket each.
+# 1. Where any free port is asked for, all listeners use the same number if possible.
+# 2. IPv4 and IPv6 have separate sockets.
 
 
 class Listeners:
-    """The listening sockets of a process. ``wanted``: multiaddrs; "" or none: nothing is accepted."""
+    """Listening sockets of a process, for the multiaddrs ``wanted``; "" or none to accept nothing."""
 
     def __init__(self, wanted: str | Sequence[str]) -> None:
         texts = [wanted] if isinstance(wanted, str) else wanted
@@ -261,11 +261,11 @@ class Listeners:
         return iter(self._sockets)
 
     def open(self) -> None:
-        """Listen.
+        """Open all listeners.
 
         Raises:
-            OSError: an address is taken or not ours.
-            ValueError: one is a name.
+            OSError: an address is in use, or not this machine's.
+            ValueError: an address has a name.
         """
         try:
             for one in self._wanted:
@@ -281,7 +281,7 @@ class Listeners:
         return listen(wanted)
 
     def addresses(self) -> list[Address]:
-        """Addresses at which others may reach us: for a wildcard all of this machine, loopback last."""
+        """Return the addresses at which to reach this peer: for a wildcard all of the machine, loopback last."""
         found = [address for one in self._sockets for address in local_addresses(one)]
         return sorted(dict.fromkeys(found), key=lambda address: is_loopback(address.host))
 
@@ -293,31 +293,31 @@ class Listeners:
 
 
 # -- Congestion control ------------------------------------------------------------------------------------------------
-# Which congestion control connections got, where they asked for one.
+# Reports the congestion control that connections got.
 
 
 log = logs.get("transport")
 
 
 class Congestion:
-    """Warns once that the kernel refused ``wanted``."""
+    """Warns once if the kernel refused the congestion control ``wanted``."""
 
     def __init__(self, wanted: str) -> None:
         self._wanted = wanted
         self._has_warned = False
 
     def note(self, path: Path | None) -> None:
-        """Look at the path of a new connection."""
+        """Check the path of a new connection."""
         if self._has_warned or not self._wanted or path is None or path.congestion == self._wanted:
             return
         self._has_warned = True
         log.warning(
-            "the kernel refused the congestion control that we asked for: long or lossy paths will be slow",
+            "the kernel refused the requested congestion control: long or lossy paths will be slow",
             wanted=self._wanted,
             used=path.congestion,
         )
 
 
 def count(paths: Iterable[Path | None]) -> dict[str, int]:
-    """How many connections use each congestion control, as the kernel says."""
+    """Return how many connections use each congestion control."""
     return dict(Counter(path.congestion for path in paths if path is not None))

@@ -1,9 +1,9 @@
-"""TLS 1.3 for privacy and integrity; who is at the other end is proved above it (net/handshake.py).
+"""TLS 1.3 for privacy and integrity. The handshake above it (net/handshake.py) proves identities.
 
 Rules of this file:
-1. Each process has a fresh self-signed certificate. Nobody checks it: both ends sign its fingerprint with their
-   identities, which binds the identities to this very channel. So there is no authority and nothing to renew.
-2. TLS 1.3 and nothing older; no session tickets.
+1. Each process has a fresh self-signed certificate, which is not verified. Instead, both ends sign its fingerprint with
+   their identities, which binds the identities to this channel. So there is no authority and no renewal.
+2. TLS 1.3 only; no session tickets.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from cryptography.x509.oid import NameOID
 
 
 class TlsContexts:
-    """Both contexts of a process and the fingerprint of its certificate (SHA-256 of the DER)."""
+    """TLS contexts of a process, and the fingerprint of its certificate (SHA-256 of the DER)."""
 
     def __init__(self) -> None:
         key = ec.generate_private_key(ec.SECP256R1())
@@ -33,15 +33,15 @@ class TlsContexts:
 
 
 def fingerprint_of(certificate_der: bytes) -> bytes:
-    """SHA-256 of a certificate."""
+    """Return the SHA-256 of a certificate."""
     return hashlib.sha256(certificate_der).digest()
 
 
 def remote_fingerprint(channel: ssl.SSLObject) -> bytes:
-    """Dialler's side: the fingerprint of the certificate that the listener showed.
+    """Return the fingerprint of the certificate that the listener showed; for the dialler's side.
 
     Raises:
-        ssl.SSLError: it showed none.
+        ssl.SSLError: the listener showed no certificate.
     """
     certificate = channel.getpeercert(binary_form=True)
     if certificate is None:
@@ -68,7 +68,7 @@ def _server_context(key: ec.EllipticCurvePrivateKey, certificate: x509.Certifica
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.num_tickets = 0
-    # Python reads certificates from files only: one with mode 0600 that lives for this call.
+    # Python reads certificates from files only, so write one with mode 0600 that lives for this call.
     descriptor, name = tempfile.mkstemp(prefix="p2pdiloco-tls-")
     try:
         with os.fdopen(descriptor, "wb") as file:

@@ -1,6 +1,6 @@
-"""The asyncio protocol of one TLS socket: passes bytes to and from a connection without I/O (net/connection.py).
+"""asyncio protocol of one TLS socket: passes bytes to and from a connection without I/O (net/connection.py).
 
-It is a BufferedProtocol: bytes are decrypted straight into the place where they belong.
+It is a BufferedProtocol, so bytes are decrypted straight into their place.
 """
 
 from __future__ import annotations
@@ -23,44 +23,44 @@ turns, a request under bulk took 1.7 to 2.0 ms at 2.5 Gbit/s instead of 1.2 to 1
 
 
 class ChannelDriver(Protocol):
-    """Callbacks of a channel: what happens at its socket."""
+    """Callbacks of a channel for events of its socket."""
 
     def on_connected(self, channel: Channel) -> None:
-        """TLS is established."""
+        """Called when TLS is established."""
 
     def on_data(self) -> None:
-        """Received bytes are to be parsed."""
+        """Called when received bytes are to be parsed."""
 
     def on_writable(self, channel: Channel, is_writable: bool) -> None:
-        """The kernel takes more bytes, or takes no more at present."""
+        """Called when the kernel accepts more bytes, or none at present."""
 
     def on_lost(self, channel: Channel, reason: str, error: Exception | None = None) -> None:
-        """The socket is closed."""
+        """Called when the socket is closed."""
 
 
 class Channel(asyncio.BufferedProtocol):
-    """One TLS socket; see the module's docstring. ``address``: the other side's, or the one that was dialled."""
+    """One TLS socket. ``address`` is the other side's, or the one that was dialled."""
 
     def __init__(self, connection: Connection, address: Address, driver: ChannelDriver) -> None:
         loop = asyncio.get_running_loop()
         self.connection = connection
         self.address = address
         self.proved: asyncio.Future[PeerId] = loop.create_future()
-        """The peer's id after the handshake; HandshakeError or ConnectionError if it failed."""
-        # A failure that nobody awaits is not an error of the event loop's.
+        """Result of the handshake: the peer's id, or HandshakeError or ConnectionError."""
+        # Retrieve the exception: a failure that is not awaited is no error for the event loop to report.
         self.proved.add_done_callback(lambda future: future.cancelled() or future.exception())
         self.gone: asyncio.Future[str] = loop.create_future()
-        """The reason, once the connection has ended."""
+        """Reason of the end, once the connection has ended."""
         self.began_at = loop.time()
         self.is_met = False
-        """A rendezvous server brought it about, so its address cannot be dialled again."""
+        """Whether a rendezvous server arranged the connection, so that its address cannot be dialled again."""
         self.opening: asyncio.Task[object] | None = None
-        """The TLS handshake, while it is under way."""
+        """Task of the TLS handshake."""
         self.transport: asyncio.Transport | None = None
         self._driver = driver
 
     def handle_event(self, event: Proved | Failed | Closing | Ended | Paced) -> None:
-        """Do what the endpoint wants of this connection's socket, and complete the futures."""
+        """Apply the endpoint's event to this connection's socket, and complete the futures."""
         match event:
             case Proved() if not self.proved.done():
                 self.proved.set_result(self.connection.peer)
@@ -82,7 +82,7 @@ class Channel(asyncio.BufferedProtocol):
             self.transport.write(piece.head)
 
     def _close(self, is_flushed: bool) -> None:
-        """Close the socket, or what is becoming one."""
+        """Close the socket, or cancel its TLS handshake."""
         if self.transport is None:
             if self.opening is not None:
                 self.opening.cancel()
@@ -92,18 +92,17 @@ class Channel(asyncio.BufferedProtocol):
             self.transport.abort()
 
     def path(self) -> Path | None:
-        """What the kernel knows of the path to the other side; None: the connection is over, or the kernel does not
-        tell."""
+        """Return the kernel's measurements of the path; None if it has none, or the connection is over."""
         raw = self.transport.get_extra_info("socket") if self.transport is not None else None
         return sockets.path_of(raw) if raw is not None and not self.connection.is_over else None
 
     def _pace(self, bytes_per_s: float | None) -> None:
-        """Limit what the kernel sends."""
+        """Limit the kernel's send rate."""
         raw = self.transport.get_extra_info("socket") if self.transport is not None else None
         if raw is not None and not self.connection.is_over:
             sockets.pace(raw, bytes_per_s)
 
-    # -- what the event loop calls -----------------------------------------------------------------------------------
+    # -- called by the event loop ------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
@@ -115,7 +114,7 @@ class Channel(asyncio.BufferedProtocol):
 
     def get_buffer(self, sizehint: int) -> memoryview:
         buffer = self.connection.buffer()
-        assert len(buffer), "an event loop that is given no room reads no more, and says nothing"
+        assert len(buffer), "with an empty buffer an event loop stops reading silently"
         return buffer
 
     def buffer_updated(self, nbytes: int) -> None:
@@ -123,7 +122,7 @@ class Channel(asyncio.BufferedProtocol):
             self._driver.on_data()
 
     def eof_received(self) -> None:
-        """TLS has no half-open connections: the transport closes."""
+        """Return None, so that the transport closes: TLS has no half-open connections."""
 
     def pause_writing(self) -> None:
         self._driver.on_writable(self, False)

@@ -1,10 +1,10 @@
-"""The transport: an endpoint (net/endpoint.py, where everything is decided) on asyncio's sockets.
+"""Transport: an endpoint (net/endpoint.py, which makes all decisions) on asyncio's sockets.
 
 Rules of this file:
-1. What comes from sockets, timers and the user goes into the endpoint; a *turn* (``_turn``) then hands out its events
-   and writes what it wants to send. There is one timer.
-2. A message goes down one way: socket, ``Channel``, endpoint, ``_handle_event``, handler.
-3. ``send`` never waits. What does not fit is refused at once.
+1. Input from sockets, timers and the user goes into the endpoint. A *turn* (``_turn``) then hands out its events and
+   writes its output. There is one timer.
+2. A message takes one path: socket, ``Channel``, endpoint, ``_handle_event``, handler.
+3. ``send`` never waits. Data without room is refused at once.
 """
 
 from __future__ import annotations
@@ -49,39 +49,42 @@ LEAST_WAIT_S = 0.001
 
 
 class TransportHandler(Protocol):
-    """Callbacks of a transport. All but ``answer`` are called on the event loop: be quick, never block."""
+    """Callbacks of a transport. All but ``answer`` run on the event loop and must not block."""
 
     def connected(self, peer: PeerId, address: str, is_observer: bool, inbound: bool) -> None:
-        """``peer`` can be sent to.
+        """Called when ``peer`` is connected and messages can be sent to it.
 
-        ``address`` is its socket's, as a multiaddr; a peer that dialled us listens elsewhere. ``is_observer``: it takes
-        no part (``status``, or a joiner that does not know its run yet)."""
+        ``address`` is its socket's, as a multiaddr; a peer that dialled this one listens elsewhere. ``is_observer``: it
+        takes no part in the run (``status``, or a joiner that does not know its run yet).
+        """
 
     def disconnected(self, peer: PeerId, reason: str) -> None:
-        """``peer`` is gone. What was queued for it is lost."""
+        """Called when ``peer`` is disconnected. Queued data for it is lost."""
 
     def message(self, peer: PeerId, body: Any, payload: memoryview | None) -> asyncio.Future[Any] | None:
-        """A message came: its bytes, or, with a payload, what ``admit`` has made of them. ``payload`` is the handler's
-        own memory from now on, and writable.
+        """Called with a message: its bytes, or, with a payload, the result of ``admit``.
 
-        None: it is taken. A future: it is taken when that is done, however it ends; until then its bytes count against
-        what the peer may send (``window_bytes``). It must not depend on more bulk to come from that peer."""
+        ``payload`` is writable and belongs to the handler from now on. Return None if the handler has taken it. If the
+        result is a future, the payload is taken when that is done, however it ends. Until then its bytes count against
+        the peer's credit (``window_bytes``). The future must not depend on further bulk data from that peer.
+        """
 
     def admit(self, peer: PeerId, body: bytes, size: int) -> object | None:
-        """Decide whether to take the payload of ``size`` bytes that comes with ``body``, before memory is allocated.
+        """Decide whether to accept the payload of ``size`` bytes that comes with ``body``, before memory is allocated.
 
-        Returns what ``message`` is to get as ``body``, such as the decoded message; None: the payload is not taken."""
+        Return the ``body`` for ``message``, such as the decoded message; None to refuse the payload.
+        """
 
     async def answer(self, peer: PeerId, body: bytes) -> Answer:
         """Answer a request.
 
         Raises:
-            RequestRefused: the text goes to the asker.
+            RequestRefused: the text is sent to the requester.
         """
 
 
 class Observer:
-    """A handler for a transport that takes no part in a run: it ignores messages and refuses the rest."""
+    """Handler of a transport that takes no part in a run: it ignores messages and refuses the rest."""
 
     def connected(self, peer: PeerId, address: str, is_observer: bool, inbound: bool) -> None:
         """Nothing to do."""
@@ -90,14 +93,14 @@ class Observer:
         """Nothing to do."""
 
     def message(self, peer: PeerId, body: Any, payload: memoryview | None) -> None:
-        """Nothing to do: heartbeats and the like are for members."""
+        """Nothing to do: heartbeats and similar messages are for members."""
 
     def admit(self, peer: PeerId, body: bytes, size: int) -> object | None:
-        """Take no payloads."""
+        """Refuse all payloads."""
         return None
 
     async def answer(self, peer: PeerId, body: bytes) -> Answer:
-        """Refuse."""
+        """Refuse all requests."""
         raise RequestRefused("this peer only observes")
 
 
@@ -122,12 +125,14 @@ RequestKind = TypeVar("RequestKind", bound=msgspec.Struct)
 
 
 class Transport:
-    """All connections of this process. ``async with Transport(...).serve(handler) as transport``.
+    """All connections of this process: ``async with Transport(...).serve(handler) as transport``.
 
     listen: multiaddrs, or one (``/ip4/0.0.0.0/tcp/0``); "" not to listen (an observer).
-    run: the run's id, or "" while it is not known. version: the protocol's. door: who is let in; None: everybody.
-    observes: it only asks.
-    port_file: keeps the ports for the next life of this peer; None: they are not kept.
+    run: the run's id, or "" while it is not known.
+    version: version of the wire protocol.
+    door: decides which peers are admitted; None: all.
+    observes: this process only sends requests.
+    port_file: file in which the ports are kept for the next start; None: they are not kept.
     """
 
     def __init__(
@@ -147,10 +152,10 @@ class Transport:
         self._listeners = Listeners(listen)
         self._port_file = port_file
         self._handler: TransportHandler
-        """Set by ``serve``, before anything can come."""
+        """Set by ``serve``, before any event can occur."""
         life = os.urandom(16)
         self.life = life.hex()
-        """Tells this process from an earlier or another one with the same identity."""
+        """Random id of this process, which tells it from an earlier or another one with the same identity."""
         self._greeter = Greeter(
             peer=identity.peer_id,
             run=run,
@@ -174,27 +179,27 @@ class Transport:
         )
         self._channels: dict[ConnectionId, Channel] = {}
         self._requests: dict[ev.OutgoingRequest, asyncio.Future[Response]] = {}
-        """Our requests that wait for an answer."""
+        """This peer's requests that wait for an answer."""
         self._answers: dict[ev.IncomingRequest, asyncio.Task[None]] = {}
-        """Tasks that answer the peers' requests."""
+        """Tasks that answer requests of other peers."""
         self._answerers: dict[bytes, Callable[[PeerId, bytes], Awaitable[Answer]]] = {}
         """Functions that answer requests instead of the handler, by the encoded tags of the requests' kinds."""
         self._disconnect_callbacks: list[Callable[[PeerId, str], None]] = []
         self._congestion = sockets.Congestion(self._limits.congestion)
         self._loop: asyncio.AbstractEventLoop
         self._timer: tuple[float, asyncio.Handle] | None = None
-        """When the next turn comes by itself."""
+        """Time and handle of the next timed turn."""
         self._is_in_turn = False
 
-    # -- life --------------------------------------------------------------------------------------------------------
+    # -- life cycle --------------------------------------------------------------------------------------------------
 
     @asynccontextmanager
     async def serve(self, handler: TransportHandler) -> AsyncIterator[Self]:
-        """Listen, and pass what comes to ``handler``. At the end say goodbye to all, flush, close, within ``part_s``.
+        """Listen, and pass events to ``handler``. At the end say goodbye to all, flush and close within ``part_s``.
 
         Raises:
-            OSError: a listen address is taken or not ours.
-            ValueError: it is a name.
+            OSError: a listen address is in use, or not this machine's.
+            ValueError: a listen address has a name.
         """
         self._handler = handler
         self._loop = asyncio.get_running_loop()
@@ -237,48 +242,48 @@ class Transport:
 
     @property
     def troubles(self) -> dict[str, str]:
-        """Failures of the tasks that accept; see ``Tasks``."""
+        """Failures of the accepting tasks; see ``Tasks``."""
         return self._tasks.troubles
 
     def life_of(self, peer: PeerId) -> str | None:
-        """The life of the process at the other end; None: ``peer`` is not connected."""
+        """Return the id of the process at the other end; None if ``peer`` is not connected."""
         connection = self._endpoint.serving.get(peer)
         return None if connection is None or connection.remote is None else connection.remote.life.hex()
 
     def channel_of(self, peer: PeerId) -> Channel | None:
-        """The channel of the connection that serves ``peer``; None: it is not connected."""
+        """Return the channel that serves ``peer``; None if it is not connected."""
         connection = self._endpoint.serving.get(peer)
         return None if connection is None or not connection.is_open else self._channels.get(connection.id)
 
     def listen_addresses(self) -> list[str]:
-        """Multiaddrs with our peer id; for a wildcard one per address of this machine, loopback last."""
+        """Return multiaddrs with this peer's id; for a wildcard one for each address of the machine, loopback last."""
         return [f"{address}/p2p/{self.peer_id}" for address in self._listeners.addresses()]
 
     def peers(self) -> list[PeerId]:
-        """The peers that can be sent to."""
+        """Return the peers to which messages can be sent."""
         return [peer for peer, connection in self._endpoint.serving.items() if connection.is_open]
 
     def queued_bytes(self, peer: PeerId) -> int:
-        """Bytes that wait to be sent to ``peer``, beyond what the kernel holds."""
+        """Return the bytes that wait to be sent to ``peer``, beyond those in the kernel."""
         connection = self._endpoint.serving.get(peer)
         return connection.session.queued_bytes if connection is not None else 0
 
     def lanes(self, peer: PeerId) -> int:
-        """Connections to ``peer`` over which payloads are spread; 0: not connected."""
+        """Return the number of connections to ``peer`` that carry payloads; 0 if it is not connected."""
         connection = self._endpoint.serving.get(peer)
         return len(connection.session.lanes.members) if connection is not None else 0
 
     def traffic(self) -> Traffic:
-        """Bytes on all connections since the start."""
+        """Return the bytes on all connections since the start."""
         return self._endpoint.traffic()
 
     async def dial(self, address: str, timeout_s: float = 10.0) -> PeerId:
-        """Connect to the peer at ``address``; if the address names a peer that is connected already, that is enough.
+        """Connect to the peer at ``address``, unless the address names a peer that is connected already.
 
         Raises:
-            ValueError: ``address`` is not a multiaddr that we can use.
-            PeerRefused: the other side refused us; its reason.
-            DialError: anything else: unknown host, refused, timed out, not a peer, another peer, ourselves.
+            ValueError: ``address`` is not a usable multiaddr.
+            PeerRefused: the other side refused this peer; the text is its reason.
+            DialError: any other failure: unknown host, refused, timed out, not a peer, another peer, this peer itself.
         """
         target = addresses.parse(address)
         if target.peer is not None and target.peer in self.peers():
@@ -299,12 +304,13 @@ class Transport:
         priority: float = 0.0,
         topic: Hashable | None = None,
     ) -> bool:
-        """Queue a message; control (no payload) overtakes bulk, and lower ``priority`` goes first among payloads.
-        A payload with a ``topic`` replaces an earlier one of the same topic that has not begun to go out.
+        """Queue a message. Return False if the peer is not connected or its outbox is full.
 
-        ``payload`` is shared until it is sent: do not change it. Messages without payload keep their order while one
-        connection lasts; those with payloads arrive as they are complete.
-        Returns False if the peer is not connected or its outbox is full.
+        Control messages (without payload) overtake bulk data. Among payloads, lower ``priority`` goes first. A payload
+        with a ``topic`` replaces an earlier one of the same topic that has not begun to be sent.
+
+        ``payload`` is shared until it is sent: do not modify it. Messages without payload keep their order while one
+        connection lasts. Messages with payloads arrive as they are complete.
 
         Raises:
             ValueError: ``body`` is longer than 1 MiB.
@@ -318,11 +324,11 @@ class Transport:
         return is_queued
 
     async def request(self, peer: PeerId, body: bytes, *, timeout_s: float, max_payload: int = 0) -> Response:
-        """Ask ``peer``; an answer may carry up to ``max_payload`` bytes.
+        """Send a request and return the response, which may carry a payload of up to ``max_payload`` bytes.
 
         Raises:
-            RequestRefused: the peer says no, in its words (at most 1 KiB).
-            RequestError: not connected, disconnected, timed out, too large.
+            RequestRefused: the peer refused; the text (at most 1 KiB) is its reason.
+            RequestError: not connected, disconnected, timed out, or too large.
             ValueError: ``body`` is longer than 1 MiB.
         """
         asked = self._endpoint.send_request(peer, body, self._loop.time(), timeout_s=timeout_s, max_payload=max_payload)
@@ -339,8 +345,10 @@ class Transport:
     def answer_requests(
         self, kind: type[RequestKind], answer: Callable[[PeerId, RequestKind], Awaitable[Answer]]
     ) -> None:
-        """Have ``answer`` answer requests of ``kind``, a tagged struct, instead of the handler. Those that are
-        malformed are refused."""
+        """Have ``answer`` answer requests of ``kind``, a tagged struct, instead of the handler.
+
+        Malformed requests are refused.
+        """
 
         async def answer_encoded(peer: PeerId, body: bytes) -> Answer:
             try:
@@ -352,58 +360,60 @@ class Transport:
         self._answerers[encode(kind.__struct_config__.tag)] = answer_encoded
 
     def redial_met_peers(self, dial: DialMet) -> None:
-        """Have ``dial`` make further connections to peers that were met at a rendezvous server."""
+        """Have ``dial`` make additional connections to peers that a rendezvous server has connected."""
         self.setup.dial_met = dial
 
     def add_disconnect_callback(self, callback: Callable[[PeerId, str], None]) -> None:
-        """Call ``callback`` with each peer that is gone and the reason, after the handler."""
+        """Call ``callback`` with each disconnected peer and the reason, after the handler."""
         self._disconnect_callbacks.append(callback)
 
     def disconnect(self, peer: PeerId, reason: str) -> None:
-        """Disconnect ``peer``: flush what is queued, for ``part_s`` seconds at most, and tell it ``reason``."""
+        """Disconnect ``peer``: flush queued data for at most ``part_s`` seconds, and tell it ``reason``."""
         self._endpoint.disconnect(peer, reason, self._loop.time())
         self._turn()
 
     def hang_up(self, peer: PeerId, reason: str) -> None:
-        """End the connection with ``peer`` at once; what waits to be sent is lost."""
+        """Close the connection to ``peer`` at once; queued data is lost."""
         if (connection := self._endpoint.serving.get(peer)) is not None:
             self._endpoint.abort(connection.id, reason, self._loop.time())
             self._turn()
 
     def blame(self, peer: PeerId) -> None:
-        """Report that ``peer`` sent a malformed body. Too many of them cut it off for a while."""
+        """Report that ``peer`` sent a malformed body. After too many of them it is blocked for a while."""
         self._endpoint.blame(peer, self._loop.time())
         self._turn()
 
     def set_budget(self, up_bytes_per_s: UpBudget, down_bytes_per_s: float | None) -> None:
-        """Bytes per second over all connections from now on, as in TransportLimits; None: no limit."""
+        """Set the rates over all connections in bytes per second, as in TransportLimits; None: no limit."""
         self._endpoint.set_budget(up_bytes_per_s, down_bytes_per_s, self._loop.time())
         self._turn()
 
     @property
     def up_bytes_per_s(self) -> float | None:
-        """The up budget in force, set or learned; None: no limit."""
+        """Current upload budget, set or learned; None: no limit."""
         return self._endpoint.up_bytes_per_s
 
     @property
     def line_bytes_per_s(self) -> float | None:
-        """What the link carries upwards, as the user says or as measured; None: not known. Infinite: all connections
-        stay on this machine."""
+        """Upload rate of the link, set by the user or measured; None if unknown.
+
+        It is infinite if all connections are within this machine.
+        """
         return self._endpoint.line_bytes_per_s
 
     def set_cap(self, peer: PeerId, bytes_per_s: float | None) -> None:
-        """Limit what is sent to ``peer`` beside the budget; None lifts it. Lasts until it disconnects."""
+        """Limit the rate to ``peer`` in addition to the budget; None lifts the limit. Lasts until it disconnects."""
         self._endpoint.set_cap(peer, bytes_per_s, self._loop.time())
         self._turn()
 
     def congestion(self) -> dict[str, int]:
-        """How many connections use which congestion control, as the kernel says."""
+        """Return how many connections use each congestion control."""
         return sockets.count(channel.path() for channel in self._channels.values())
 
-    # -- events of the channels (ChannelDriver) ----------------------------------------------------------------------
+    # -- callbacks of the channels (ChannelDriver) -------------------------------------------------------------------
 
     def on_connected(self, channel: Channel) -> None:
-        """TLS is established: the handshake of the peers can begin."""
+        """Begin the peers' handshake, since TLS is established."""
         assert channel.transport is not None
         if channel.connection.is_over:
             channel.transport.abort()
@@ -420,11 +430,11 @@ class Transport:
         self._turn()
 
     def on_data(self) -> None:
-        """Received bytes are to be parsed."""
+        """Parse received bytes."""
         self._turn()
 
     def on_writable(self, channel: Channel, is_writable: bool) -> None:
-        """The kernel takes more bytes, or takes no more at present."""
+        """Stop or resume writing to a channel."""
         if not is_writable:
             self._endpoint.pause_writing(channel.connection.id)
             return
@@ -432,7 +442,7 @@ class Transport:
         self._turn()
 
     def on_lost(self, channel: Channel, reason: str, error: Exception | None = None) -> None:
-        """The socket is closed."""
+        """Report a closed socket to the endpoint."""
         self.setup.check_path_mtu(channel, error)
         self._endpoint.handle_connection_lost(channel.connection.id, reason, self._loop.time())
         self._turn()
@@ -445,7 +455,7 @@ class Transport:
         return channel
 
     def _abandon(self, channel: Channel, reason: str) -> None:
-        """Close a channel whose set-up has ended, unless its peer is proved."""
+        """Close a channel whose set-up has ended without a proved peer."""
         if channel.transport is None:
             self.on_lost(channel, reason)
         elif not channel.connection.is_proved and not channel.connection.is_ending:
@@ -455,8 +465,10 @@ class Transport:
     # -- turns -------------------------------------------------------------------------------------------------------
 
     def _turn(self, bulk_bytes: int = 0) -> None:
-        """Hand out what happened and write what is to be written, until there is nothing; then set the timer. Called
-        after everything that happens to the endpoint."""
+        """Hand out events and write output until there is none, then set the timer.
+
+        Called after every input to the endpoint.
+        """
         if self._is_in_turn:
             return
         self._is_in_turn, endpoint, has_sent = True, self._endpoint, False
@@ -479,21 +491,21 @@ class Transport:
                 self._set_timer()
 
     def _turn_soon(self) -> None:
-        """A turn with bulk, when the event loop comes round."""
+        """Schedule a turn with bulk data for the next iteration of the event loop."""
         if not self._is_in_turn:
             self._turn_at(self._loop.time(), self._loop.time())
 
     def _set_timer(self) -> None:
         now = self._loop.time()
         if self._endpoint.has_events:
-            self._turn_at(now, now)  # The user's defect has ended the turn.
+            self._turn_at(now, now)  # an exception in a handler has ended the turn
         elif self._timer is None or self._timer[0] > now:
             at = self._endpoint.next_deadline()
             if at is not None:
                 self._turn_at(at, now)
 
     def _turn_at(self, at: float, now: float) -> None:
-        """A turn with bulk at a time; an earlier timer stays."""
+        """Schedule a turn with bulk data; an earlier timer stays."""
         if self._timer is not None:
             if self._timer[0] <= at:
                 return
@@ -512,7 +524,7 @@ class Transport:
     # -- events of the endpoint --------------------------------------------------------------------------------------
 
     def _handle_event(self, event: ev.Event) -> None:
-        """Pass an event on to the handler, to whoever waits for an answer, or to the connection's channel."""
+        """Pass an event to the handler, to the waiting request, or to the connection's channel."""
         match event:
             case ev.Message():
                 taken = self._handler.message(
@@ -558,7 +570,7 @@ class Transport:
                     {connection: path for connection, path in found.items() if path}, self._loop.time()
                 )
             case ev.UplinkMeasured(bytes_per_s):
-                log.info("measured what the link up carries", mbit_per_s=round(bytes_per_s * 8 / 1e6, 1))
+                log.info("measured the upload rate of the link", mbit_per_s=round(bytes_per_s * 8 / 1e6, 1))
             case ev.Ended(connection):
                 self._channels.pop(connection).handle_event(event)
             case _:
@@ -574,12 +586,15 @@ class Transport:
         self._handler.connected(peer, address, is_observer, inbound)
 
     def _logger(self, connection: Connection) -> Callable[..., None]:
-        """Observers come and go by the dozen, and every joiner begins as one: those are logged for debugging only."""
+        """Return the log function for a connection.
+
+        Observers connect often, and every joiner begins as one. They are logged at debug level only.
+        """
         observes = not self._greeter.run or self._greeter.observes
         return log.debug if observes or _observes(connection.remote) else log.info
 
     async def _answer(self, request: ev.IncomingRequest, peer: PeerId, body: bytes) -> None:
-        # The tag of a struct that is encoded as an array follows the array's header, which has one byte.
+        # In a struct encoded as an array, the tag follows the array's header, which has one byte.
         found = (answer for tag, answer in self._answerers.items() if body.startswith(tag, 1))
         try:
             self._endpoint.send_answer(request, await next(found, self._handler.answer)(peer, body))
@@ -614,5 +629,5 @@ class Transport:
 
 
 def _observes(hello: Hello | None) -> bool:
-    """Whether a peer takes no part, or does not know its run yet."""
+    """Return whether a peer takes no part in a run, or does not know its run yet."""
     return hello is not None and (hello.observes or not (hello.run or hello.tag))

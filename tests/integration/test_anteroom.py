@@ -101,11 +101,11 @@ def test_who_says_nothing_or_no_greeting_or_goes_is_turned_away() -> None:
     async def main() -> None:
         async with house() as there:
             for pieces, why in (
-                ([b"GET / HTTP/1.1\r\n"], "what it says is not our TLS"),
-                ([b"\x16\x03\x01\xff\xff"], "what it says is not our TLS"),
-                ([b"\x16\x02"], "what it says is not our TLS"),
-                ([], "it said nothing whole for 0 s"),
-                ([GREETING[:100]], "it said nothing whole for 0 s"),
+                ([b"GET / HTTP/1.1\r\n"], "it does not speak our TLS"),
+                ([b"\x16\x03\x01\xff\xff"], "it does not speak our TLS"),
+                ([b"\x16\x02"], "it does not speak our TLS"),
+                ([], "it sent no whole greeting within 0 s"),
+                ([GREETING[:100]], "it sent no whole greeting within 0 s"),
             ):
                 await there.hear_the_end(*await there.call(*pieces))
                 assert there.away.pop() == why, pieces
@@ -114,7 +114,9 @@ def test_who_says_nothing_or_no_greeting_or_goes_is_turned_away() -> None:
                 writer.write_eof()
                 await there.hear_the_end(reader, writer)
                 assert there.away.pop() == (
-                    "it went in the middle of its greeting" if said else "it went without a word"
+                    "it closed the connection within its greeting"
+                    if said
+                    else "it closed the connection without sending anything"
                 )
             assert not there.away
             assert not there.greeted
@@ -134,7 +136,7 @@ def test_handshakes_that_come_to_nothing_wait_and_a_newcomer_finds_a_place() -> 
             silent = [await there.call() for _ in range(6)]
             await there.hear_the_end(*silent[0])
             await there.hear_the_end(*silent[1])
-            assert there.away[:2] == ["it made room for a newcomer: it took long to say what it is"] * 2
+            assert there.away[:2] == ["it made room for a newcomer: it took too long to send a greeting"] * 2
             for one in silent[2:]:
                 await there.hear_the_end(*one)
 
