@@ -30,14 +30,14 @@ SIGNATURE_BYTES = 64
 _BODY = struct.Struct(">BB32sII")
 CERTIFICATE_BYTES = _BODY.size + SIGNATURE_BYTES
 HINT_BYTES = 4
-"""Of the key at which a chain begins; it is looked for among the few that may be one."""
+"""Bytes of the first key that a chain names; the key is looked up among the few that may begin a chain."""
 DEPTH_LIMIT = 7
-"""Certificates in a chain: an admin by invite, three times, and an observer."""
+"""Maximum number of certificates in a chain: an admin by invite, three times, and an observer."""
 CHAIN_LIMIT = HINT_BYTES + DEPTH_LIMIT * CERTIFICATE_BYTES
-"""Bytes of a chain."""
+"""Maximum bytes of a chain."""
 NO_CAP = NEVER = 0xFFFF_FFFF
 CAP_UNIT = 0.001
-"""Of ownership weight."""
+"""Unit of ``Certificate.cap``, in ownership weight."""
 
 Sign = Callable[[bytes], bytes]
 Verify = Callable[[PeerId, bytes, bytes], bool]

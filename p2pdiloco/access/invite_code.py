@@ -29,9 +29,9 @@ from p2pdiloco.wire.peer_ids import KEY_BYTES, key_of, peer_id_of
 
 PREFIX = "p2pdiloco"
 TEXT_LIMIT = 250
-"""Characters."""
+"""Maximum characters of an invite."""
 TEXT_LEAST = 80
-"""Shorter text means something else."""
+"""Shorter text is not meant as an invite."""
 SECRET_BYTES = 16
 CHECKSUM_BYTES = 4
 _CHECK_CONTEXT = b"p2pdiloco invite 1"

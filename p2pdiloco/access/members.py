@@ -57,21 +57,21 @@ from p2pdiloco.protocol.manifest import Access
 from p2pdiloco.wire.peer_ids import is_key
 
 INVITED_LIMIT = 256
-"""Peers that one invite brings here, and as many more of which others only tell."""
+"""Maximum number of seen peers of one invite, and also of its unseen peers."""
 KNOWN_LIMIT = 4096
-"""Introduced peers."""
+"""Maximum number of introduced peers."""
 BANS_LIMIT = 1024
-"""Of one admin."""
+"""Maximum number of bans of one admin."""
 ALL_BANS_LIMIT = 4096
-"""Of all admins; the founder's own are not bounded."""
+"""Maximum number of bans of all admins; the founder's own are not limited."""
 FOLLOWED_LIMIT = 8192
-"""Chains whose signatures were looked at."""
+"""Maximum number of cached chains with verified signatures."""
 OBSERVING_LIMIT = 1024
-"""Observers that are remembered: more than connections."""
+"""Maximum number of remembered observers; more than connections."""
 SIGNERS_LIMIT = 8
-"""Bans and closings of one key."""
+"""Maximum number of bans and closings of one key."""
 NOBODY = PeerId("")
-"""Tells what this machine's disk holds."""
+"""Teller of the statements on this machine's disk."""
 
 
 class NotAMemberError(ValueError):

@@ -39,13 +39,13 @@ BAN_CONTEXT = b"p2pdiloco ban 1\x00"
 CLOSING_CONTEXT = b"p2pdiloco closing 1\x00"
 INTRODUCTION, BAN, CLOSING = b"i", b"b", b"c"
 KEPT_LIMIT = 512
-"""Peers that stay members by a closed invite."""
+"""Maximum number of peers that a closed invite keeps as members."""
 KEPT_BYTES = 16
-"""Of the key of each: as many as nobody finds another key for."""
+"""Bytes of each kept key: enough that no other key with the same beginning can be found."""
 _KEPT = struct.Struct(">H")
 STATEMENT_LIMIT = 1 + 2 * KEY_BYTES + SIGNATURE_BYTES + _KEPT.size + KEPT_LIMIT * KEPT_BYTES + CHAIN_LIMIT
 MARK_BYTES = 8
-"""Of a statement's digest: how peers name what they have."""
+"""Bytes of a statement's digest by which peers name it."""
 _LENGTH = struct.Struct(">H")
 
 

@@ -52,7 +52,7 @@ JUDGED: Final = 3
 
 
 class Judgement(NamedTuple):
-    """What the agreement of a merge's contributions comes to, in their order."""
+    """Result of judging the contributions of one merge, in their order."""
 
     factors: list[int]
     """How much of each weight counts, in per cent; empty: all of all."""
@@ -61,7 +61,7 @@ class Judgement(NamedTuple):
 
 
 class _Record(NamedTuple):
-    """One learner's past."""
+    """Past agreement of one learner."""
 
     mean: float
     """h_i."""
@@ -79,10 +79,10 @@ class AgreementHistory:
         """Ordered by the last contribution, the oldest first."""
         self._draw = random.Random()
         self._lock = threading.Lock()
-        """Shards are merged on several threads."""
+        """Needed because shards are merged on several threads."""
 
     def __len__(self) -> int:
-        """The number of learners that are remembered."""
+        """Return the number of learners that are remembered."""
         return len(self._records)
 
     def judge(self, learners: Sequence[str], gradients: Sequence[Gradient]) -> Judgement:
@@ -114,7 +114,7 @@ class AgreementHistory:
         return 1.0 if record.judged < JUDGED else min(1.0, max(FLOOR, SLOPE * record.mean / record.usual))
 
     def _cosines(self, gradients: Sequence[Gradient]) -> tuple[Tensor, int]:
-        """Cosines between all ``gradients``, float64 [n, n], and the number of elements that they rest on."""
+        """Return the cosines between all ``gradients``, float64 [n, n], and the number of elements compared."""
         elements = gradients[0].elements
         pieces = self._pieces(elements)
         gram = torch.zeros(len(gradients), len(gradients), dtype=torch.float64)
@@ -131,7 +131,7 @@ class AgreementHistory:
         return gram / lengths / lengths[:, None], sum(piece.stop - piece.start for _, piece in pieces)
 
     def _pieces(self, elements: int) -> list[tuple[int, slice]]:
-        """The elements to compare: chunks, and a range in each."""
+        """Return the elements to compare: chunks, and a range in each."""
         chunks = -(-elements // CHUNK)
         if chunks <= 1:
             return [(0, slice(0, elements))]
@@ -143,7 +143,7 @@ class AgreementHistory:
         return found
 
     def _remember(self, learner: str, value: float, usual: float) -> float:
-        """Add an agreement to a learner's past; returns its new mean. ``usual``: that of the merge, 0 if unknown."""
+        """Add an agreement to a learner's past; return its new mean. ``usual`` is the merge's, 0 if unknown."""
         with self._lock:
             last = self._records.pop(learner, _Record(value))
             mean = DECAY * last.mean + (1.0 - DECAY) * value
@@ -157,10 +157,10 @@ class AgreementHistory:
         return mean
 
     def dissenters(self) -> dict[str, int]:
-        """Learners that have long disagreed with most others, with the number of their contributions that were judged.
+        """Return learners that have long disagreed with most others, and how many contributions of each were judged.
 
-        Wrong data, a wrong learning rate or a hostile member looks like this. The weight of such a contribution is
-        low already; this is for people.
+        Possible reasons are wrong data, a wrong learning rate or a hostile member. The weight of such contributions is
+        low already; this result is for people.
         """
         with self._lock:
             records = dict(self._records)

@@ -33,13 +33,13 @@ LADDER: Final = (
     Rung("int4-coarse", recipe("int4", 1.0), 0.27, 0.28),
     Rung("int2", recipe("int2"), 0.21, 0.40),
 )
-"""The finest first."""
+"""All rungs, the finest first."""
 FAST_BYTES_PER_S: Final = 100e6
-"""A line that carries so much to a peer is faster than Huffman codes: int4's take sender and receiver together a second
-of a core for each 100 MB that they save. Measured: 98 MB for int4, 42 for int8, 140 for int2, 563 for bf16
+"""Rate to a peer above which sending is faster than Huffman codes. For int4 they take sender and receiver together a
+second of a core for each 100 MB that they save. Measured: 98 MB for int4, 42 for int8, 140 for int2, 563 for bf16
 (benchmarks/notes.md)."""
 _DOWN: Final = {"int2": Rung("int2", recipe("int4", 1.6), 0.21, 0.46)}
-"""Where it is another for a merged step: three levels cut off its largest values, which nothing averages out
+"""Rungs that differ for a merged update: three levels would cut off its largest values, which nothing averages out
 (benchmarks/quality/README.md)."""
 
 

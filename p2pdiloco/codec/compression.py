@@ -41,7 +41,7 @@ Body = bytes | memoryview
 
 _WINDOW_LOG: Final = 19
 _LARGEST_WINDOW: Final = 1 << 20
-"""We look back 512 KiB at most; a stranger's frame may not make us keep more."""
+"""Maximum window of a peer's frame in bytes; our own frames look back at most 512 KiB."""
 _COUNT: Final = struct.Struct("<I")
 STORED: Final = 1 << 31
 _PARAMETERS: Final = zstandard.ZstdCompressionParameters(

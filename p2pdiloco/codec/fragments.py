@@ -22,11 +22,11 @@ from p2pdiloco.protocol.ids import FragmentId
 from p2pdiloco.protocol.manifest import TensorSpec
 
 LARGEST: Final = 1.5
-"""Times the mean that a fragment may have."""
+"""Maximum size of a fragment, in multiples of the mean."""
 FINENESS: Final = (0, 4, 3, 2)
-"""Largest parts that are tried, in quarters of the mean fragment, one after the other; 0: no tensor is cut."""
+"""Part sizes that are tried one after the other, in quarters of the mean fragment; 0: no tensor is cut."""
 MOST_PARTS: Final = 4096
-"""Of one tensor."""
+"""Maximum number of parts of one tensor."""
 
 
 def assign_fragments(sizes: Sequence[int], fragments: int) -> list[int]:

@@ -38,14 +38,14 @@ if TYPE_CHECKING:
 
 
 MOST_WEIGHT: Final = 1.0
-"""How many times the median of the others' weights a contribution's may be."""
+"""Maximum weight of a contribution, in medians of the others' weights."""
 LONGEST: Final = 1.5
-"""How many times as long as the median of the others a contribution may count."""
+"""Maximum counted length of a contribution, in medians of the others' lengths."""
 SHORTEST: Final = 2.0**-100
 MOST: Final = LARGEST / 2
-"""The length of a contribution. Twice that can be encoded, so that rounding may make a merge of such ones longer."""
+"""Maximum norm of a contribution. Twice that can be encoded, so that rounding may make their merge longer."""
 SHORTENED = 0.9
-"""Of the longest that is allowed: quantized again a vector may come out a little longer."""
+"""Share of the allowed length to which a longer vector is scaled, since quantization may lengthen it a little."""
 
 
 class Accord(NamedTuple):

@@ -27,15 +27,15 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 SAFE_NORMS = (1e-15, 1e18)
-"""Of a block; outside, the squares may have vanished or overflowed."""
+"""Norms of a block whose squares can neither vanish nor overflow."""
 _NOTHING = np.empty(0, np.float32)
 _NO_BODIES = np.empty(0, np.uint8)
 _BITS = {FORMATS[codec].number: FORMATS[codec].bits for codec in ("int4", "int8", "bf16")}
-"""Of the codecs that the library reads, by their numbers."""
+"""Bits of a symbol, by the numbers of the codecs that the library reads."""
 
 _FACTORS = (c_float,) * 3
 _VECTORS = (FLOAT32, FLOAT32, INT16)
-"""Parameters, and momentum in float32 or bfloat16, of which one is empty."""
+"""Parameters, and momentum in float32 or bfloat16, one of them empty."""
 
 _square = native.function("square_shard", c_bool, BYTES, c_int64, FLOAT64)
 _sum = native.function("sum_shard", c_double, INT64, INT64, FLOAT32, FLOAT32)

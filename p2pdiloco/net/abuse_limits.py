@@ -93,11 +93,11 @@ def displaced(places: Mapping[Holder, tuple[str, float]], newcomer: str) -> Hold
 
 
 FORGOTTEN_S = 60.0
-"""A machine's failures halve in this time."""
+"""Half-life of a machine's failures."""
 MACHINES = 1024
-"""Machines whose failures are remembered."""
+"""Maximum number of machines whose failures are remembered."""
 SHUT_OUT = 256
-"""Machines that are shut out at once; one more, and the one that has been out longest is heard again."""
+"""Maximum number of blocked machines; another one replaces the one that was blocked first."""
 
 
 class Exclusion:
@@ -142,10 +142,10 @@ class Exclusion:
 
 
 VAIN_BURST, VAIN_PER_S = 16, 16 / 60
-"""Dials in vain at one machine: never more than 32 in a minute, too few for it to shut this peer out
+"""Limit on unsuccessful dials of one machine: at most 32 in a minute, too few for it to block this peer
 (``TransportLimits.shut_out_after``)."""
 ALL_VAIN_BURST, ALL_VAIN_PER_S = 512, 512 / 60
-"""Dials in vain at all machines together: never more than 1024 in a minute."""
+"""Limit on unsuccessful dials of all machines together: at most 1024 in a minute."""
 KNOWN_PLACES = 4096
 
 
@@ -227,12 +227,12 @@ class HandshakeQueue(Generic[Visitor]):
 
 
 LIMIT = 100.0
-"""Points at which a peer is cut off."""
+"""Penalty points at which a peer is disconnected."""
 WEARS_OFF_PER_S = 0.5
 BODY = 1.0
-"""A body that cannot be read."""
+"""Penalty for a body that cannot be parsed."""
 FRAMES = 25.0
-"""Frames that break the format; they end the connection as well."""
+"""Penalty for frames that break the format, which also ends the connection."""
 SHUT_OUT_S = 60.0
 REMEMBERED = 4096
 

@@ -105,7 +105,7 @@ class Path(Struct, frozen=True):
 WINDOW_S, WINDOW_ROUND_TRIPS = 0.1, 4
 """A window is the longer of the two, so that a change at its beginning shows in it."""
 LOOKS = 4
-"""Looks at the queues in a window."""
+"""Number of samples in a window."""
 IDLE_LOOK_S = 0.25
 
 Name = TypeVar("Name", bound=Hashable)

@@ -84,7 +84,7 @@ from p2pdiloco.wire.request_reply import Answer, RequestError
 
 PEERS = 1024
 LIVES = 4
-"""Ended lives of each peer that are remembered, the latest ones."""
+"""Maximum number of ended incarnations that are remembered of each peer; the latest stay."""
 
 
 class PastIncarnations:

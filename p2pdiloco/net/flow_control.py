@@ -30,9 +30,9 @@ from p2pdiloco.net.frames import FIRST_CREDIT, FrameError
 from p2pdiloco.net.traffic_shaping import Pacer
 
 AHEAD_BYTES = 4 << 20
-"""Granted beyond the demand if there is no budget, so that a payload need not wait for a round trip."""
+"""Bytes granted beyond the demand without a budget, so that a payload need not wait for a round trip."""
 SLACK_S = 0.02
-"""What both ends take to react."""
+"""Reaction time of both ends."""
 SLICE_S = 0.004
 SLICE_LEAST, SLICE_MOST = 16 << 10, 1 << 20
 

@@ -42,20 +42,20 @@ _START = struct.Struct(">BIQ")
 _PART = struct.Struct(">QQQ")
 
 CONTROL_LIMIT = 1 << 20
-"""Bytes of a control body."""
+"""Maximum bytes of a control body."""
 CHUNK_LIMIT = 256 << 10
-"""Bytes of a chunk."""
+"""Maximum bytes of a chunk."""
 HANDSHAKE_LIMIT = 4096
-"""Bytes of a HELLO or PROOF."""
+"""Maximum bytes of a HELLO or PROOF."""
 TEXT_LIMIT = 1024
-"""Bytes of the text in a GOODBYE or a REFUSAL."""
+"""Maximum bytes of the text in a GOODBYE or a REFUSAL."""
 PAYLOAD_LIMIT = 1 << 40
-"""Bytes that a payload may claim; what is admitted is the receiver's decision."""
+"""Maximum bytes that a payload may claim; the receiver decides which payloads it accepts."""
 FIRST_CREDIT = 64 << 10
 """Chunk bytes that may be sent on a connection before its first CREDIT."""
 STREAM_WRAP = 1 << 32
 OPEN_STREAMS_LIMIT = 64
-"""Streams that a sender may have open at once in one direction; a receiver takes more for an attack."""
+"""Streams that a sender may have open at once in one direction; a receiver treats more as an attack."""
 
 
 class FrameError(ValueError):
@@ -159,7 +159,7 @@ class Start(NamedTuple):
 
 
 IN_PARTS = 2
-"""Added to the use's code."""
+"""Flag in the use's code: the payload comes in parts."""
 
 
 def parse_header(data: bytes | bytearray | memoryview, offset: int = 0) -> Header:

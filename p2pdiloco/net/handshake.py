@@ -37,8 +37,8 @@ from p2pdiloco.protocol.ids import PeerId, RunId, digest_of
 MAGIC = "p2pdiloco"
 WIRE_VERSION = 4
 """Version of the wire protocol: frames, and the messages in them. It is raised when two releases would not understand
-each other; both are then told so. (A run's own version is its manifest's: a run goes on when all of its peers take a
-newer release.)"""
+each other; both then report that. (A run's own version is in its manifest. A run continues if all of its peers update
+to a newer release.)"""
 CONTEXT = b"p2pdiloco handshake 1\x00"
 TAG_CONTEXT = b"p2pdiloco run 1\x00"
 NONCE_BYTES = 32

@@ -27,7 +27,7 @@ from p2pdiloco.net.send_queue import SendQueue
 
 PART_BYTES = 1 << 20
 REMEMBERED = 1024
-"""Payloads that are over whose numbers are kept, to recognise late parts."""
+"""Number of finished payloads whose numbers are kept, to recognize late parts."""
 
 LaneName = TypeVar("LaneName", bound=Hashable)
 
@@ -317,11 +317,11 @@ class Reassembler:
 
 
 LANES_LIMIT = 16
-"""Connections of a pair, the primary included."""
+"""Maximum number of connections of a pair, the primary included."""
 SPREAD_LEAST_BYTES = 64 << 10
-"""Smaller payloads are not split, and go over the primary."""
+"""Smaller payloads are not split and use the primary."""
 AHEAD_BYTES = 4 << 20
-"""Most bytes given to a lane that waits for credit: they are announced, so that it is granted."""
+"""Maximum bytes given to a lane that waits for credit; they are announced, so that credit is granted."""
 
 
 class Lanes(Generic[LaneName]):

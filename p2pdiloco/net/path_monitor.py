@@ -39,7 +39,7 @@ SUPPOSED_BYTES_PER_S = 125e6
 """Assumed rate where no budget is given."""
 DIALS = 4
 LOOK_S, PAUSE_MOST_S = 1.0, 60.0
-"""Between looks whether a lane is missing or idle: usually, and at most after failures."""
+"""Usual and longest interval between checks for missing or idle lanes; it grows after failures."""
 
 
 def lanes_for(wanted: int | Literal["auto"], path: Path | None, bytes_per_s: float | None) -> int:

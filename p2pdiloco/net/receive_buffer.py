@@ -34,7 +34,7 @@ from p2pdiloco.net.frames import (
 )
 
 STAGING_BYTES = 16 << 10
-"""One TLS record."""
+"""Size of one TLS record."""
 
 
 class Frame(Struct, frozen=True):

@@ -35,9 +35,10 @@ from p2pdiloco.net.frames import (
 )
 
 GROUP = 16
-"""Most streams that take turns at once."""
+"""Maximum number of streams that take turns."""
 GROUP_BYTES = 8 << 20
-"""Payloads of 64 MiB in 16 turns would make the receiver touch a GiB of fresh pages (measured: 1.7 times the CPU)."""
+"""Bytes left in streams that take turns. Payloads of 64 MiB in 16 turns would make the receiver touch a GiB of fresh
+pages (measured: 1.7 times the CPU)."""
 BATCH_BYTES = 64 << 10
 """Small control frames are joined up to this many bytes."""
 

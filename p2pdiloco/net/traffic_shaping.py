@@ -29,16 +29,16 @@ from typing import Generic, TypeVar
 
 
 BURST_S = 0.012
-"""What may be made up for: longer than a timer is late, and well under 3 % of a second."""
+"""Longest delay that may be caught up: longer than timers are late, and well under 3 % of a second."""
 DEBT_S = 1.0
-"""How far control may push the schedule ahead."""
+"""Maximum debt of control data in the schedule."""
 SLICE_S = 0.002
-"""A slice takes about this long, so that what overtakes it waits no longer."""
+"""Approximate duration of a slice, which is how long data that overtakes it waits."""
 SLICE_LEAST, SLICE_MOST = 16 << 10, 128 << 10
 """One TLS record; what is encrypted and decrypted in a tenth of a millisecond. Slices of at most 64 KiB took 15 % more
 CPU (benchmarks/notes.md, control under bulk)."""
 SLICE_UNLIMITED = 256 << 10
-"""Where there is no budget: one chunk, for a tenth less CPU."""
+"""Slice without a budget: one chunk, for a tenth less CPU."""
 
 
 class Pacer:
@@ -219,16 +219,17 @@ TURN_BYTES = 128 << 10
 """Bulk that is written in one turn of the event loop (benchmarks/notes.md, control under bulk)."""
 REFRESH_S = 0.02
 IDLE_REFRESHES = 50
-"""Peers that sent nothing for so long are not counted in the shares."""
+"""Refreshes without bulk data after which a peer is not counted in the shares."""
 PACING_HEADROOM = 1.25
 """Times its share at which the kernel paces a peer. At 4 a request under bulk took 10 to 16 ms, because the receiver's
 socket fills (benchmarks/notes.md, control under bulk)."""
 PACING_STEP = 0.05
 PACING_LEAST = 1_000_000.0
-"""Bytes per second. The kernel's pacing holds control back too, so below this it is left to the schedule."""
+"""Minimum pacing rate in bytes per second. The kernel's pacing delays control, too, so the schedule alone limits lower
+rates."""
 SMOOTHING = 0.3
 PASSED_LEAST_S = 0.001
-"""Event loops count in milliseconds: two refreshes may seem to be at once."""
+"""Minimum time between refreshes. Event loops count in milliseconds, so two refreshes may seem simultaneous."""
 
 Sender = TypeVar("Sender", bound=Hashable)
 

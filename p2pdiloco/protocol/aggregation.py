@@ -145,7 +145,7 @@ def decide(view: QuorumView) -> Decision:
 
 
 VARIATIONS = 2
-"""Beyond the mean; few answers take longer than that."""
+"""Number of variations beyond the mean that are waited for; few answers take longer."""
 
 
 class ResponseTimes:
@@ -190,7 +190,7 @@ class ResponseTimes:
 
 SMOOTHING = 0.2
 OWN_TRIES = 8
-"""Of an own commit that cannot be applied, before who is alone makes another."""
+"""Attempts to apply an own commit before a peer that is alone makes another."""
 
 
 def is_on_head(contribution: Contribution, head: Head) -> bool:

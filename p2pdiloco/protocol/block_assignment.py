@@ -20,7 +20,7 @@ from p2pdiloco.protocol.state import Core
 
 IN_HAND = 2
 REMEMBERED = 4096
-"""Blocks trained in this life of the learner, kept for forks and for its next contributions."""
+"""Number of blocks trained by the current learner that are kept for forks and for its next contributions."""
 RECENT = 16
 """The last of those stay claimed: other peers may not have the commit yet that merges them."""
 

@@ -28,9 +28,9 @@ from p2pdiloco.protocol.norm_bound import NO_NORM, NormBound
 
 NO_MARK = Mark(0, 0, 0)
 SizeOf = Callable[[Digest], int]
-"""Bytes of a payload; 0 if it is not here."""
+"""Returns the bytes of a payload, or 0 if it is not here."""
 FIRST_RMS = 1.0
-"""What parameters move in an inner step, at most, where nothing is known yet: far more than any do."""
+"""Maximum RMS move of parameters in an inner step before any was measured; real moves are far smaller."""
 MARK_LIFE_LOGS = 8
 """A mark lives for this many log lengths of versions without being touched."""
 

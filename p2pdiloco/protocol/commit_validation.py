@@ -40,9 +40,9 @@ from p2pdiloco.protocol.state import Core
 
 
 TERM = 1000
-"""Versions."""
+"""Versions for which an excluded peer owns nothing."""
 PROOFS_MOST = 64
-"""Owners of whom a proof is kept; the latest."""
+"""Maximum number of owners whose proofs are kept; the latest stay."""
 
 
 class Equivocations:
@@ -128,7 +128,7 @@ class Equivocations:
 
 
 REFUSED_MOST = 4096
-"""The latest, over all shards."""
+"""Maximum number of remembered ids over all shards; the latest stay."""
 
 
 class RejectedCommits:
@@ -181,10 +181,10 @@ class RejectedCommits:
 
 
 DIVIDED_REQUESTS = 2
-"""Times ``request_s`` for which a newcomer looks for what more than half stand by."""
+"""Multiple of ``request_s`` for which a newcomer looks for a state that more than half of the peers stand by."""
 FAR_REQUESTS = 4
-"""Times ``request_s`` for which, while a run is young, a newcomer waits to meet those whom others hear. Without
-it a newcomer that hears two liars first believes them (seed 10205900 of ``--scenario liars``). It makes joins in
+"""Multiple of ``request_s`` for which, in a young run, a newcomer waits to meet the peers that others hear. Without it,
+a newcomer that hears two liars first believes them (seed 10205900 of ``--scenario liars``). It makes joins in
 simulated meshes longer: 4.5 instead of 3.9 s in the mean (benchmarks/notes.md)."""
 
 

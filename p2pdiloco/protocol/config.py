@@ -11,21 +11,21 @@ from __future__ import annotations
 import msgspec
 
 RANGE_TURNS = 64
-"""A contribution counts for at most the steps of so many turns; who holds more declares the last of them."""
+"""Maximum number of turns whose steps a contribution declares; a learner that has more declares the last of them."""
 AGAIN = 8
-"""Times that a learner may make the steps of a whole run."""
+"""Factor by which a learner's steps may exceed those of a whole run."""
 LEAD_TURNS = 16
-"""A commit's global step lies at most so many turns beyond its parent's."""
+"""Maximum number of turns by which a commit's global step lies beyond its parent's."""
 MAX_COUNT = 2**56
-"""What a message's ``Count`` can hold."""
+"""Maximum of a message's ``Count``."""
 LEAST_FACTOR = 10
 """Per cent of its weight that a contribution keeps that most others disagree with (``codec.agreement``)."""
 BATCH_ROOM = 16
-"""How much larger than the run's a peer's batch may be."""
+"""Factor by which a peer's batch may be larger than the run's."""
 STEP_TOKENS = 2**24
-"""Tokens of an inner step, where the manifest does not say: the batches of the largest runs have fewer."""
+"""Maximum tokens of an inner step if the manifest does not say; the batches of the largest runs have fewer."""
 _MOST_RANGE_TOKENS = 2**42
-"""4,096 contributors of these still fit into a ``Count``."""
+"""Maximum tokens of a range: 4,096 contributors of these still fit into a ``Count``."""
 
 
 class Sizes(msgspec.Struct, frozen=True, kw_only=True):

@@ -26,12 +26,12 @@ from p2pdiloco.protocol.ownership import Candidates
 
 FINGERPRINT_BYTES = 4
 SETTLING_BEATS = 8
-"""Own heartbeats for which a peer stays fit that is among the best no more: longer than all need to lose the same dead
-peer and to say so."""
+"""Own heartbeats for which a peer stays fit that is no longer among the best. All peers need less time to lose the same
+dead peer and to report that."""
 TOLERANCE = 16
-"""Who reaches a sixteenth fewer than the best is as good, so that in a large swarm no few peers do all the work."""
+"""A peer that reaches a sixteenth fewer than the best is as good, so that large swarms do not rely on a few peers."""
 LATELY = 16
-"""Versions of shard 0 for which a contribution shows that its giver is there."""
+"""Versions of shard 0 for which a contribution proves that its peer is there."""
 
 
 @lru_cache(maxsize=16384)

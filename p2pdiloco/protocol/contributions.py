@@ -37,7 +37,7 @@ from p2pdiloco.protocol.state import Core, LearnerView
 
 
 TOLD: Final = 500
-"""Parts of the budget in which a learner is told of it: its rate follows."""
+"""Share of the budget (1 in 500) after which the learner is notified, because its learning rate follows the budget."""
 
 
 class TokenBudget:

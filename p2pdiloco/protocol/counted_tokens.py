@@ -27,7 +27,7 @@ from p2pdiloco.protocol.norm_bound import MEMORY, OCTAVE, octaves, power, runnin
 
 MOST_TIMES: Final = 4
 _FEW: Final = 2
-"""In a merge of so few contributions, each has at most one other, which would choose the median alone."""
+"""In a merge of at most this many contributions, each has at most one other, which would choose the median alone."""
 
 
 class TokenCounts(msgspec.Struct, frozen=True, array_like=True):

@@ -24,13 +24,13 @@ import msgspec
 from msgspec import Meta
 
 Block = NewType("Block", int)
-"""Counts up over all epochs."""
+"""Number of a block, counted over all epochs."""
 
 MAX_BLOCKS = 1 << 16
-"""Of one epoch."""
+"""Maximum number of blocks in an epoch."""
 OPEN_EPOCHS = 2
 SLOTS = 64
-"""Of an epoch; block ``index`` lies in slot ``index % SLOTS``."""
+"""Number of slots in an epoch; block ``index`` lies in slot ``index % SLOTS``."""
 Row = Annotated[bytes, Meta(max_length=MAX_BLOCKS // 8)]
 
 

@@ -8,7 +8,7 @@ Rules of this file:
 2. A contribution is forwarded once: from its learner's peer to a peer that hears the owner, and from there to the
    owner.
 3. Only news is forwarded, so nothing is forwarded twice.
-4. A newcomer without states is told of a new head but does not get the commit, which it could not apply. On a slow link
+4. A newcomer without states gets a new head but not its commit, which it could not apply. On a slow link
    a stream of commits would delay the states that it waits for.
 """
 
@@ -22,7 +22,7 @@ from p2pdiloco.protocol.ownership import ranked_owners
 from p2pdiloco.protocol.state import Core
 
 MEETING_BEATS = 4
-"""Own heartbeats for which a newcomer may still be about to meet the others."""
+"""Own heartbeats for which a newcomer may still be connecting to the others."""
 
 
 def send_commit(core: Core, peers: Sequence[PeerId], header: CommitHeader) -> None:

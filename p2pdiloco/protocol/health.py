@@ -13,16 +13,16 @@ from p2pdiloco.protocol.ids import ShardId
 from p2pdiloco.protocol.state import Core
 
 POISONED_TURNS = 2
-"""Turns in a row in which nothing of the learner's could be encoded for one and the same shard."""
+"""Consecutive failures to encode one and the same shard after which a learner is reported as poisoned."""
 STUCK_PERIODS = 4
-"""Periods of H steps without a new version of a shard, but at least ``stuck_s``."""
+"""Periods of H steps without a new version of a shard after which it is stuck, but at least ``stuck_s``."""
 
 SILENT_S = 20.0
-"""A learner that leaves a question for a snapshot unanswered for so long stands still,"""
+"""A learner is silent if it does not answer a request for a snapshot for so long,"""
 SILENT_STEPS = 8
-"""or for so many of its own steps, if that is longer: it answers between two."""
+"""or for so many of its own steps if that is longer, because it answers between two steps."""
 LOOKS = 20
-"""While ``stuck_s`` passes."""
+"""Number of checks of progress within ``stuck_s``."""
 
 
 class HealthWarnings:

@@ -25,8 +25,8 @@ from p2pdiloco.protocol.replication import Replication
 from p2pdiloco.protocol.state import Core, Key
 
 NEWS_SHARE = 1 / 16
-"""Of a heartbeat's interval: what several heartbeats change is looked at once. Deciding anew for each of N first
-heartbeats would cost N^2 at the start of a large run. A connection that ends is looked at immediately."""
+"""Share of a heartbeat's interval after which changes in several heartbeats are evaluated together. Evaluating each of
+N first heartbeats would cost N^2 at the start of a large run. The end of a connection is evaluated immediately."""
 NEWS: Key = ("news", 0)
 NOBODY = frozenset[int]()
 

@@ -16,10 +16,10 @@ PeerId = NewType("PeerId", str)
 """A peer's libp2p id: base58 text derived from its public key (in the simulator any short name)."""
 
 LearnerId = NewType("LearnerId", str)
-"""One life of one peer's learner: ``<peer id>/<incarnation>``. A learner that restarts is a new learner."""
+"""Id of one process of a peer's learner: ``<peer id>/<incarnation>``. A restarted learner is a new learner."""
 
 RunId = NewType("RunId", str)
-"""The digest of the run's manifest."""
+"""Digest of the run's manifest."""
 
 FragmentId = NewType("FragmentId", int)
 ShardId = NewType("ShardId", int)

@@ -73,7 +73,7 @@ def check_work(core: Core, aggregation: Aggregation, contributions: Contribution
 
 
 ROUNDED_S = 1e-6
-"""More than is lost when a sum of times is taken apart again: a deadline that is kept must have passed."""
+"""Upper bound of rounding errors when times are added and subtracted, so that a deadline has passed when it is due."""
 
 
 class Machine:

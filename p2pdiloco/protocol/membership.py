@@ -33,9 +33,9 @@ from p2pdiloco.protocol.ownership import Owners
 
 
 MOST_LOST = 4096
-"""Remembered; the last."""
+"""Maximum number of lost peers that are remembered; the latest stay."""
 WINDOW_BEATS = 32
-"""Own heartbeats within which the losses of one cut are noticed: paths time out one after the other."""
+"""Own heartbeats within which the losses of one network cut are noticed: paths time out one after the other."""
 
 
 class PartitionDetector:
@@ -107,18 +107,18 @@ def smoothed(mean_s: float, variation_s: float, sample_s: float) -> tuple[float,
 SENT_KEPT = 64
 MAX_PEERS = 4096
 BEAT_PEERS = 16
-"""Connected peers; with more, a peer beats more slowly in proportion. 16 heartbeats a second and their acknowledgements
-are 3.3 kB/s, most of what an idle peer says (benchmarks/notes.md, idle traffic)."""
+"""Number of connected peers beyond which a peer sends heartbeats more slowly, in proportion. 16 heartbeats a second and
+their acknowledgements are 3.3 kB/s, most of an idle peer's traffic (benchmarks/notes.md, idle traffic)."""
 SLOWER = 4.0
-"""Times our own interval that another's may be: it may know of peers that we do not."""
+"""Factor by which another peer's interval may exceed this one's: it may know of more peers."""
 
 MAX_HELD = 64
-"""Blocks of data that a learner has in hand, or trained and not seen merged."""
+"""Maximum number of claimed blocks of a peer: those in its learner's hands, or trained and not seen merged."""
 SLOW_TRIPS = 8
-"""Median round trips that the slowest one may count for, beside a heartbeat: a peer that answers late on purpose."""
+"""Limit on the slowest round trip, in median round trips beyond a heartbeat, against peers that are late on purpose."""
 DEAF_BEATS = 2
-"""Of its intervals, for which a peer's heartbeats say that it hears us no more: what was held up on the way, or said
-before it read what had come, comes at once."""
+"""Heartbeat intervals for which a peer may report that it does not hear this one before the connection is closed.
+Echoes that were delayed on the way, or sent before the peer had read its input, are followed at once by newer ones."""
 
 
 class PeerView:

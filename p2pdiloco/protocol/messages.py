@@ -33,9 +33,9 @@ MAX_SHARDS = 1 << 16
 MAX_CONTRIBUTORS = 4096
 MAX_KNOWN = 256
 MOST_LOSS = 1e6
-"""Nats a token."""
+"""Maximum loss, in nats a token."""
 MAX_HEARD_BYTES = 4096
-"""Fingerprints of 1,024 peers."""
+"""Maximum size of a heartbeat's list: fingerprints of 1,024 peers."""
 
 Phase = Literal["joining", "training", "following", "finished", "leaving"]
 

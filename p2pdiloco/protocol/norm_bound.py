@@ -21,11 +21,11 @@ import msgspec
 
 OCTAVE = 1024
 LEAP = 4 * OCTAVE
-"""A merged step is at most 16 times as long as the mean."""
+"""Maximum leap: a merged update is at most 16 times as long as the mean."""
 MEMORY = 8
-"""Versions; the first ones count in full, since learning rates are warmed up."""
+"""Maximum number of versions in the mean; the first ones count in full, because learning rates are warmed up."""
 MOST_OCTAVES = 128 * OCTAVE
-"""Nothing in float32 is longer, or shorter, by an inner step."""
+"""Bound of a float32 update's length per inner step, in both directions."""
 
 
 class NormBound(msgspec.Struct, frozen=True, array_like=True):

@@ -19,7 +19,7 @@ Candidates = tuple[tuple[PeerId, float], ...]
 """Peers with their weights, sorted by peer."""
 
 EVALUATION_DUTY = -1
-"""Stands in for a shard when the peer that evaluates a version is drawn."""
+"""Stands in for a shard in the selection of the peer that evaluates a version."""
 
 
 @lru_cache(maxsize=8192)
@@ -46,13 +46,13 @@ def ranked_owners(run: RunId, shard: int, version: int, candidates: Candidates) 
 
 
 MOST_WEIGHT = 2.0
-"""In medians of the candidates' weights."""
+"""Maximum weight, in medians of the candidates' weights."""
 LATER = 1e-12
-"""The weight of owners that come after all others, as a share of the least of the others'."""
+"""Weight of owners that come after all others, as a share of the others' smallest weight."""
 LEAST_SPREAD = 1e-24
-"""Between the least weight and the largest, as far as that is looked at."""
+"""Smallest ratio of the smallest weight to the largest that is taken into account."""
 PASSED_OVER = 3
-"""How often an owner comes after others that let the takeover time pass; the worst connected does so twice."""
+"""Ranks by which a peer that missed a takeover time is put back; the worst connected peers are put back by two."""
 MISSES_COUNTED = 4
 
 

@@ -116,7 +116,7 @@ class Orphans:
 
 
 MAX_FETCHES = 4
-"""States fetched at once by a newcomer, over all shards."""
+"""Maximum number of states that a newcomer fetches at once, over all shards."""
 
 
 class Replication:
@@ -491,7 +491,8 @@ class Replication:
 
 
 TRIES = 8
-"""Askings, a heartbeat apart and more, after which nobody has the head of a spoilt shard: the peer goes on with it."""
+"""Attempts, at least a heartbeat apart, after which no peer is expected to have a corrupted shard's head. This peer
+then goes on with its own state."""
 
 
 class Repair:

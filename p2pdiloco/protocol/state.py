@@ -34,7 +34,7 @@ Key = tuple[str, int]
 HASTE = 8.0
 BURST_TURNS = 2
 USUAL_STEP_S = 1.0
-"""Until somebody has said how long its steps take."""
+"""Assumed step time until a peer has reported one."""
 
 
 class StepClaimLimit:
@@ -63,9 +63,9 @@ class StepClaimLimit:
 
 
 BEAT: Key = ("beat", 0)
-"""The alarm of this peer's next heartbeat."""
+"""Alarm of this peer's next heartbeat."""
 STALL_BEATS = 2
-"""Heartbeats by which a deadline must be missed for a peer to know that it stood still."""
+"""Heartbeats by which a deadline must be missed to count as a stall of this peer."""
 
 
 class ProtocolConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -20,7 +20,7 @@ from p2pdiloco.protocol.ids import PeerId
 Family = Literal["ip4", "ip6", "dns", "dns4"]
 HOW = "write it as /ip4/203.0.113.7/tcp/4100 or /dns/example.org/tcp/4100, with /p2p/<peer id> if you know it"
 TEXT_LIMIT = 512
-"""Characters of an address."""
+"""Maximum characters of an address."""
 
 
 class Address(msgspec.Struct, frozen=True, kw_only=True):

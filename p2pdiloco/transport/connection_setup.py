@@ -48,7 +48,7 @@ from p2pdiloco.util.tasks import Tasks
 
 
 SO_ATTACH_FILTER, SO_DETACH_FILTER = 26, 27
-"""Linux; the socket module has no names for them."""
+"""Linux values; the socket module has no names for them."""
 LOAD_WORD, JUMP_IF_EQUAL, RETURN = 0x20, 0x15, 0x06
 """BPF_LD|BPF_W|BPF_ABS, BPF_JMP|BPF_JEQ|BPF_K, BPF_RET|BPF_K"""
 NETWORK_HEADER = 0x1_0000_0000 - 0x10_0000
@@ -124,16 +124,16 @@ log = logs.get("transport")
 ACCEPT_PAUSE_S = 0.2
 """Pause after this machine ran out of file descriptors."""
 ACCEPTS_AT_ONCE = 64
-"""Sockets to accept before the event loop goes on."""
+"""Number of sockets to accept before the event loop continues."""
 HEAD_BYTES = 5
 """Head of a TLS record: kind, version, length."""
 HANDSHAKE_RECORD = b"\x16\x03"
 RECORD_BYTES = 1 << 14
 BLOCKLIST_S = 0.1
-"""From a machine's last failure to its block, so that one program blocks several."""
+"""Time from a machine's last failure to its block, so that one program blocks several machines."""
 
 Taker = Callable[[socket.socket], Awaitable[bool]]
-"""Serves and closes a socket on which another protocol is spoken. False: it was of no use."""
+"""Serves and closes a socket that speaks another protocol. Returns False if the socket was of no use."""
 
 
 class Met(NamedTuple):
@@ -374,15 +374,15 @@ class HandshakePool:
 LINE_BURST, LINES_PER_S = 20, 10 / 60
 NARROW_LIMIT = 256
 TRIED_ADDRESSES = 4
-"""Most addresses of a name that are tried."""
+"""Maximum number of addresses of a name that are tried."""
 
 NewChannel = Callable[[Role, str, Address, Dialled], Channel]
-"""(our role, the other machine's numeric address, the address that was dialled, what we want) -> a channel without a
-socket."""
+"""Makes a channel without a socket from the own role, the other machine's numeric address, the dialled address, and the
+parameters of the connection."""
 Abandon = Callable[[Channel, str], None]
 """Gives up a channel, for a reason."""
 DialMet = Callable[[PeerId, Dialled], Awaitable[PeerId]]
-"""Makes a further direct connection to a peer that was met at a rendezvous server."""
+"""Makes another direct connection to a peer that was met at a rendezvous server."""
 
 
 class ConnectionSetup:

@@ -20,7 +20,7 @@ from p2pdiloco.transport.addresses import Address
 from p2pdiloco.transport.transport import DialError, PeerRefused, Transport
 
 MACHINES = 4
-"""Most machines of one name that are dialled."""
+"""Maximum number of machines of one name that are dialled."""
 
 
 class Dialler:

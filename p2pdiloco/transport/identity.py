@@ -24,7 +24,7 @@ from p2pdiloco.wire.peer_ids import KEY_BYTES, key_of, peer_id_of
 
 SIGNATURE_BYTES = 64
 KEY_FILE = "identity.key"
-"""Its name in a peer's state folder, unless the user names another file."""
+"""Name of the key file in a peer's state folder, unless the user names another file."""
 FILE_PREFIX = b"\x08\x01\x12\x40"
 """Protobuf: key type Ed25519, then 64 bytes of data (private key, public key)."""
 FILE_BYTES = len(FILE_PREFIX) + 2 * KEY_BYTES

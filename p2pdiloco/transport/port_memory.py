@@ -24,7 +24,7 @@ from p2pdiloco.util.files import write_atomically
 log = logs.get("directory")
 
 FILE_LIMIT = 1024
-"""Most bytes that are read."""
+"""Maximum bytes that are read."""
 _Ports = dict[str, Annotated[int, Meta(ge=1, le=65535)]]
 
 

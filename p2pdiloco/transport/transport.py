@@ -43,7 +43,7 @@ from p2pdiloco.wire.control_messages import decode_as, encode
 from p2pdiloco.wire.request_reply import Answer, RequestError, RequestRefused, Response
 
 LEAST_WAIT_S = 0.001
-"""Event loops count in milliseconds; what waits for less would spin."""
+"""Minimum wait. Event loops count in milliseconds, so shorter waits would spin."""
 
 # -- Transport callbacks -----------------------------------------------------------------------------------------------
 

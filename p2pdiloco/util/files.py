@@ -22,11 +22,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 SECTOR_BYTES = 4096
-"""Writes past the cache begin and end at multiples of it; where a disk wants larger ones, they go through the cache."""
+"""Alignment of writes past the cache. If a disk needs a larger one, the write goes through the cache."""
 STAGING_BYTES = 1 << 20
-"""Of aligned memory, from which is written past the cache: what comes lies anywhere."""
+"""Size of the aligned buffer for writes past the cache; the caller's data need not be aligned."""
 PAST_CACHE: int = getattr(os, "O_DIRECT", 0)
-"""The flag for that, or 0 where the system has none."""
+"""Flag for writes past the cache, or 0 if the system has none."""
 
 
 class LockedError(Exception):

@@ -88,7 +88,7 @@ LogFormat = Literal["text", "json"]
 
 ROOT = "p2pdiloco"
 FOREIGN = ("asyncio", "py.warnings")
-"""Loggers of libraries whose warnings belong in our log."""
+"""Loggers of libraries whose warnings belong in this log."""
 
 LEVELS = {10: "debug", 20: "info", 30: "warning", 40: "error", 50: "critical"}
 PLAIN = re.compile(r"[A-Za-z0-9_.,:/@+\-\[\]%…]+")
@@ -96,7 +96,7 @@ LEFT_BEHIND = re.compile(r"Task was destroyed but it is pending!\ntask: <[^<]*co
 """hivemind's search through the directory leaves a pending task behind (``traverse.py``), which asyncio reports as an
 error when it is collected. None of our tasks only waits for an event."""
 FIELD_LIMIT = 2048
-"""Most characters of a field's value; the rest is cut."""
+"""Maximum characters of a field's value; the rest is cut."""
 
 _speaker: ContextVar[str] = ContextVar("p2pdiloco_log_speaker", default="-")
 

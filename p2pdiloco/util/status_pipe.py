@@ -31,7 +31,7 @@ OPTION = "--status-fd"
 LINE_BYTES = 1 << 14
 REASON_CHARACTERS = 2000
 MOST_MESSAGES = 64
-"""The reader keeps the newest ones."""
+"""Maximum number of messages that the reader keeps; the newest stay."""
 
 
 # -- Messages ----------------------------------------------------------------------------------------------------------

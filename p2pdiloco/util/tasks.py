@@ -22,11 +22,11 @@ from p2pdiloco.util import logs
 log = logs.get("tasks")
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
-"""Before a task that failed is started again."""
+"""Shortest and longest pause before a failed task is started again."""
 SOUND_S = 60.0
-"""A task that has run for so long is no longer in trouble, and its next failure counts as the first."""
+"""A task that has run for so long has recovered, and its next failure counts as the first."""
 LONGEST_REASON = 200
-"""Letters of an error, in ``troubles``."""
+"""Maximum characters of an error in ``troubles``."""
 
 
 class Tasks:

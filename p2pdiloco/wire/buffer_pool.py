@@ -16,9 +16,9 @@ import mmap
 from collections import deque
 
 SMALL_BYTES = 256 << 10
-"""Below this, ordinary memory."""
+"""Smaller blocks are ordinary memory."""
 STEPS = 8
-"""Block sizes per power of two: at most an eighth is unused."""
+"""Number of block sizes per power of two, so that at most an eighth of a block is unused."""
 
 
 class Blocks:

@@ -33,7 +33,7 @@ MARKS_LIMIT = 1 << 18
 TROUBLE_LIMIT = 500
 MAX_LINEAGE = 256
 LINEAGE_BYTES = 1 << 18
-"""Of a state's lineage; of a longer one the newest commits travel."""
+"""Maximum size of a state's lineage; of a longer one only the newest commits are sent."""
 
 
 class GetManifest(msgspec.Struct, frozen=True, array_like=True, tag="manifest?"):

@@ -23,16 +23,16 @@ from p2pdiloco.protocol.manifest import Name
 CONTEXT = b"p2pdiloco record 1\x00"
 SIGNATURE_BYTES = 64
 RECORD_LIMIT = 16 << 10
-"""Bytes of a stored value. All records under one key must stay below 1 MiB together (docs: measured)."""
+"""Maximum bytes of a stored value. All records under one key must stay below 1 MiB together."""
 BODY_LIMIT = RECORD_LIMIT - 4096
 CHAIN_LIMIT = 746
-"""Bytes of a member's certificates (``access/certificates.py`` has the same number)."""
+"""Maximum bytes of a member's certificates (``access/certificates.py`` has the same number)."""
 TTL_LIMIT_S = 24 * 3600.0
 CLOCK_SKEW_S = 10.0
 
 RUNS_TOPIC = "p2pdiloco/runs"
 POINTS_TOPIC = "p2pdiloco/points"
-"""Meeting points that take part in no run (nat/messages.py)."""
+"""Topic of rendezvous servers that take part in no run (nat/messages.py)."""
 PEERS_CONTEXT = b"p2pdiloco topic 1\x00"
 
 Sign = Callable[[bytes], bytes]

@@ -16,7 +16,7 @@ KEY_BYTES = 32
 ID_PREFIX = b"\x00\x24\x08\x01\x12\x20"
 """Multihash "identity" with 36 bytes, then protobuf: key type Ed25519, then 32 bytes of data."""
 ID_TEXT_LIMIT = 64
-"""Characters; an Ed25519 peer id has 52. Longer text is refused before base58, whose cost is quadratic."""
+"""Maximum characters; an Ed25519 peer id has 52. Longer text is refused before base58, whose cost is quadratic."""
 
 
 @lru_cache(maxsize=4096)
