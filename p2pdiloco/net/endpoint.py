@@ -151,7 +151,9 @@ class Peers:
         if self.is_leaving:
             connection.turn_away(Parting.LEAVING, LEAVING)
         elif self._context.scores.is_shut_out(peer, self._context.now):
-            connection.turn_away(Parting.BROKEN, "you sent too much that could not be read; try again in a minute")
+            connection.turn_away(
+                Parting.BROKEN, "you sent too much data that could not be parsed; try again in a minute"
+            )
         elif connection.greeting.lane:
             self._bind_lane(connection, old)
         elif old is None:
@@ -197,7 +199,7 @@ class Peers:
             out.close(Parting.LEAVING, reason)
         for other in [c for c in self._connections.values() if c.is_open and c.peer == connection.peer]:
             if _life_of(other) != _life_of(connection):
-                other.abort("another life of the peer is here")
+                other.abort("another process of the peer is connected")
         self.serving[connection.peer] = connection
         self._context.emit(Connected(connection.id))
         return True

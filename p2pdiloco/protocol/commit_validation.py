@@ -343,23 +343,24 @@ class AncestryCheck:
 
         A peer that stands by an ancestor of ``head`` may have refused ``head``.
         """
-        founder, others, itself = self.core.config.founder, [donor for donor in donors if donor != owner], (head.id,)
-        words = [donor for donor in others if donor == peer or self._was_at(donor, head.shard, itself)]
-        if founder in (owner, *words):
+        founder, others, only_head = self.core.config.founder, [donor for donor in donors if donor != owner], (head.id,)
+        holders = [donor for donor in others if donor == peer or self._was_at(donor, head.shard, only_head)]
+        if founder in (owner, *holders):
             return None
-        is_most, few = 2 * len(words) > len(others), f"{len(words)} of {len(others)} peers besides its maker have it"
+        is_most = 2 * len(holders) > len(others)
+        support = f"{len(holders)} of {len(others)} peers besides its maker have it"
         if not is_most and (founder in donors or owner in self.core.membership.owners.barred):
-            return f"{few}, and the founder does not"
+            return f"{support}, and the founder does not"
         is_young = len(lineage) >= head.version and founder not in ("", self.core.config.peer, *donors)
         requests = FAR_REQUESTS if self.core.membership.connectivity.afar else 1
-        if is_young and len(words) < 2 and not self._is_long(head.shard, requests):
+        if is_young and len(holders) < 2 and not self._is_long(head.shard, requests):
             return "its lineage reaches back to version 0, so the founder may come, and only one or two peers have it"
         if is_most or not others:
             return None
-        if not words:
+        if not holders:
             return "only its maker has it"
-        is_beaten = 1 + len(words) < self._rivals(head.shard, itself, [d for d in donors if d not in words])
-        return few if is_beaten or not self._is_long(head.shard, requests=1) else None
+        is_beaten = 1 + len(holders) < self._rivals(head.shard, only_head, [d for d in donors if d not in holders])
+        return support if is_beaten or not self._is_long(head.shard, requests=1) else None
 
     def _ask(self, peers: Iterable[PeerId]) -> None:
         """Ask peers for their heads, at most once a heartbeat. Their reports also show who else can offer a state."""

@@ -544,8 +544,10 @@ class DeltaReconciliation:
         walk: Walk | None = STAY
         if learner is not None and to_tokens is not None and not core.config.is_overwrite:
             walk = self.walk(shard, to_tokens)
-        who = None if learner is None else learner.id
-        return (who, (), (), True) if walk is None else (who, walk.settled, walk.restored, core.config.is_overwrite)
+        learner_id = None if learner is None else learner.id
+        if walk is None:
+            return learner_id, (), (), True
+        return learner_id, walk.settled, walk.restored, core.config.is_overwrite
 
     def walk(self, shard: ShardId, to_tokens: int) -> Walk | None:
         """Return the walk for a chain that comes to count ``to_tokens`` of the learner's tokens.

@@ -29,7 +29,7 @@ FILE_PREFIX = b"\x08\x01\x12\x40"
 """Protobuf: key type Ed25519, then 64 bytes of data (private key, public key)."""
 FILE_BYTES = len(FILE_PREFIX) + 2 * KEY_BYTES
 RSA_PREFIX = b"\x08\x00"
-ANOTHER = "give another folder with --state, or mend that one (ls -ld tells whose it is, df how full)"
+ANOTHER = "give another folder with --state, or repair that one (ls -ld shows its owner, df its free space)"
 
 
 class IdentityError(Exception):

@@ -140,7 +140,7 @@ def test_bodies_that_cannot_be_read_cost_the_connection_and_for_a_while_the_next
     victim.handle_connection_lost(liar.id, "closed", 1.0)
     again, told = join(victim, "liar", "10.6.6.6", 2.0)
     assert Connected(again.id) not in told
-    assert "could not be read" in again.reason
+    assert "could not be parsed" in again.reason
     assert join(victim, "somebody else", "10.6.6.6", 2.0)[0].is_open
     assert join(victim, "liar", "10.6.6.6", 2.0 + SHUT_OUT_S)[0].is_open
 
