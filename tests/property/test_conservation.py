@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from p2pdiloco.codec import compression, digests, quantization
 from p2pdiloco.codec.digests import packed
+from p2pdiloco.codec.merge import LONGEST
 from p2pdiloco.peer import learner_updates
 from p2pdiloco.peer.learner_updates import Moves, Shifts
 from p2pdiloco.peer.model_state import ModelState, StaleBaseError
@@ -66,12 +67,13 @@ class Loop:
 
 
 def as_long(values: NDArray[np.float64], value: int) -> int:
-    """``value``, or what makes a contribution at most twice as long as ``values``, and at least half: then neither is
-    cut short."""
+    """``value``, or what makes a contribution at most ``LONGEST`` times as long as ``values``, and ``values`` as it:
+    then neither is cut short."""
     rms = float(np.sqrt(np.mean(np.square(values))))
-    if not rms or rms / 2 <= abs(value) <= 2 * rms:
+    if not rms or rms / LONGEST <= abs(value) <= LONGEST * rms:
         return value
-    return int(np.copysign(np.floor(rms), value)) if value else 0
+    nearest = round(rms)
+    return int(np.copysign(nearest, value)) if value and rms / LONGEST <= nearest <= LONGEST * rms else 0
 
 
 class Given(NamedTuple):

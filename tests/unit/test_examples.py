@@ -203,6 +203,8 @@ def test_the_comparisons_own_program_runs(programs: dict[str, str], monkeypatch:
 def test_the_comparisons_hivemind_program_fits_its_signatures(
     programs: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for name in ("hivemind", "hivemind.dht", "hivemind.utils"):  # of which a directory loads no ``__init__``
+        monkeypatch.delitem(sys.modules, name, raising=False)
     hivemind = pytest.importorskip("hivemind")
     dht = Pretended(hivemind.DHT, get_visible_maddrs=list)
     monkeypatch.setattr(hivemind, "DHT", dht)

@@ -44,7 +44,7 @@ def test_addresses_come_back_as_written(text: str) -> None:
         ("[::1]:4100", "/ip6/::1/tcp/4100"),
         ("example.org:4100", "/dns/example.org/tcp/4100"),
         ("", "write it as"),
-        ("/ip4/203.0.113.7/udp/4100", "not a TCP address"),
+        ("/ip4/203.0.113.7/udp/4100", "not a usable TCP address"),
         ("/ip4/203.0.113.700/tcp/4100", "not a multiaddr"),
         ("/ip4/203.0.113.7/tcp/70000", "not a multiaddr"),
         ("/ip4/203.0.113.7/tcp/1/p2p/nobody", "not a multiaddr"),

@@ -92,7 +92,7 @@ def test_the_standard_library_is_there() -> None:
 @pytest.mark.parametrize(
     ("pattern", "folder", "says"),
     [
-        ("", "/nonexistent", "no folder"),
+        ("", "/nonexistent", "not a folder"),
         ("", None, "give --data FOLDER"),
         ("*.none", "a", "no file"),
         ("/etc/*", "a", "cannot be searched"),
