@@ -10,7 +10,8 @@ For the contributions of a merge, with v their outer gradients:
 2. History h_i is the owner's own running mean of a_i for that learner, over all shards. It is never sent.
 3. The factor of a contribution's weight is max(F(a_i), F(h_i)), where F(x) = min(1, max(``FLOOR``, ``SLOPE`` x / m))
    and m is the lower median of all x. Where m is within the noise of random vectors nothing can be judged, and F is 1.
-   Factors are whole per cent: the commit states them, so that everybody can make the same merge again.
+   A contribution of zeros gets ``FLOOR``: it would make the step shorter. Factors are whole per cent: the commit states
+   them, so that everybody can make the same merge again.
 4. Fewer than three contributions cannot be compared. There a learner's past decides, and a contribution that is alone
    counts as so much shorter (``merge``).
 5. A large shard is judged by a random sample of its elements, which the owner draws when all contributions are in, so
@@ -96,7 +97,7 @@ class AgreementHistory:
         if len(present) < JUDGED:
             factors = [round(100 * self._past_factor(learner)) for learner in learners]
             return Judgement(factors if min(factors, default=100) < 100 else [], [])
-        factors, agreements = [100] * len(gradients), [0.0] * len(gradients)
+        factors, agreements = [LEAST_FACTOR] * len(gradients), [0.0] * len(gradients)
         cosines, compared = self._cosines([gradients[index] for index in present])
         now = [_upper_median(row[:place] + row[place + 1 :]) for place, row in enumerate(cosines.tolist())]
         noise = 1.0 / math.sqrt(compared)
