@@ -1,5 +1,7 @@
 """Words, and the length of sentences, of the documents: ``python -m tests.readability [FILE ...]``.
 
+A word has a letter or a digit: the bars of a table are none.
+
 Code, tables, headings and the targets of links do not count as sentences. Generated pages are listed apart. These are
 figures to look at; no test asserts them.
 """
@@ -39,7 +41,7 @@ def main(names: list[str]) -> None:
     print(f"{'words':>7} {'median':>7} {'p90':>4}  document")
     for path in [Path(name).resolve() for name in names] or documents():
         text = path.read_text(encoding="utf-8")
-        words, lengths = len(text.split()), sorted(sentences(text)) or [0]
+        words, lengths = len(re.findall(r"\S*\w\S*", text)), sorted(sentences(text)) or [0]
         is_generated = text.startswith(GENERATED)
         generated, total = generated + words * is_generated, total + words * (not is_generated)
         p90 = lengths[int(0.9 * (len(lengths) - 1))]
