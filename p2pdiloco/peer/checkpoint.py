@@ -1,17 +1,18 @@
-"""A peer's state on its disk: the manifest, every shard's head with its proof, global parameters and momentum.
+"""Checkpoints: saves and loads a peer's state on disk (manifest, shard heads with their proofs, parameters, momentum).
 
 Rules of this file:
-1. A checkpoint appears whole or not at all: tensors first, then the small JSON that names them, each by rename. The
-   newest few stay, so that one that the disk has spoilt is not the last.
-   It is written and read shard by shard (``Draft``): neither takes memory beside the vectors for more than one. Each
-   shard is at a head of its own; they need not be of one moment, since shards are independent chains.
-2. What is read back is checked: the manifest against the run's id, which the index tells, every shard against the
-   digest that its owner signed. Of several checkpoints the heaviest that passes is used. A spoilt manifest hides
-   nothing while there is a copy in the folder above.
-3. Checkpoints of several peers of a run can be put together: of each shard the heaviest head, by the protocol's own
-   rule. Where they come from, and in which order, does not matter.
-4. What a crash left half-written, or without its index, is swept at the next save and at the peer's start.
-5. What is read back is led on by what was committed since (``commit_wal``).
+1. A checkpoint appears whole or not at all. The tensors are written first, then the small JSON index that names them,
+   each by rename. Several recent checkpoints are kept, because the disk may corrupt the newest.
+2. A checkpoint is written and read one shard at a time (``Draft``), so it needs memory for one shard beside the
+   vectors. Each shard is saved at its own head. The heads need not be of one moment, because shards are independent
+   chains.
+3. Everything is checked when it is read: the manifest against the run ID in the index, and every shard against the
+   digest that its owner signed. Of several checkpoints, the heaviest valid one is used. If the manifest is corrupted,
+   the copy in the parent folder is used.
+4. Checkpoints of several peers of a run can be combined: for each shard the heaviest head is taken, by the protocol's
+   own rule. The order and the origin of the checkpoints do not matter.
+5. Files that a crash left half-written, or without an index, are removed at the next save and when the peer starts.
+6. After a checkpoint is loaded, the commits made since are replayed from the write-ahead log (``commit_wal``).
 """
 
 from __future__ import annotations
@@ -44,23 +45,23 @@ log = logs.get("node")
 
 FORMAT = 4
 GOOD = ".good"
+# The running average of the parameters, if the peer keeps one (``ema.py``).
 AVERAGE = "average.bin"
-"""A running average of the parameters, where one is kept (``ema.py``)."""
+# The learner's inner optimizer state, in the same folder as the checkpoints.
 LEARNER = "learner.safetensors"
-"""Where the learner's inner state lies beside them."""
+# Where checkpoints lie below a folder that the user names (a run's folder or a peer's state folder).
 PLACES = ("checkpoint", "*/checkpoint")
-"""Where checkpoints lie in the folder that a user names (a run's folder, a peer's state), if it is not one itself."""
 
+# Sync after this many bytes, so that other writers to the disk do not wait long.
 SYNC_BYTES = 64 << 20
-"""Written at most before they are forced to the disk: nothing else waits long for its turn."""
 
 
 class CheckpointError(Exception):
-    """No checkpoint can be used; the message says why."""
+    """No checkpoint can be used. The message says why."""
 
 
 class Index(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The JSON beside the tensors, which have its name but for the suffix."""
+    """The JSON index of a checkpoint. Its file has the same name as the tensors' file, with another suffix."""
 
     format: int = FORMAT
     run: RunId
@@ -68,23 +69,25 @@ class Index(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     @property
     def weight(self) -> int:
-        """Tokens of all chains together: what is later in a chain is heavier."""
+        """Sum of the tokens of all chains. A later checkpoint of the same chains is heavier."""
         return sum(proof.state.head.tokens for proof in self.shards)
 
 
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """A checkpoint that was read back and checked."""
+    """A checkpoint that was read and verified."""
 
     manifest: Manifest
     shards: tuple[SavedState, ...]
-    """By shard."""
+    """One entry per shard, in the layout's order."""
     theta: Tensor
     momentum: Tensor
 
 
 class Draft:
-    """A checkpoint that is being written, shard after shard, in the layout's order. Until ``finish`` it is not there.
-    Everything blocks: it belongs on the host's ``disk`` queue."""
+    """A checkpoint that is being written, shard by shard in the layout's order.
+
+    The checkpoint does not exist until ``finish``. All methods block: call them on the host's ``disk`` queue.
+    """
 
     def __init__(self, folder: Path, manifest: Manifest, disk: Disk = LOCAL) -> None:
         self._folder = folder
@@ -97,7 +100,7 @@ class Draft:
 
     @property
     def number(self) -> int:
-        """The number in its name."""
+        """The number in the checkpoint's file name; 0 before ``begin``."""
         return self._number
 
     @property
@@ -106,7 +109,7 @@ class Draft:
         return path.with_name(f".{path.name}{PART}")
 
     def begin(self, number: int) -> None:
-        """Begin the checkpoint of that number, which no other in the folder has.
+        """Begin a checkpoint with this number, which must be new in the folder.
 
         Raises:
             OSError: the disk is full or not writable.
@@ -118,11 +121,11 @@ class Draft:
         disk.write(self._part, [_header(Layout.of(self._manifest), self._form)])
 
     def add(self, saved: SavedState, data: memoryview) -> None:
-        """Append the next shard, as it travels.
+        """Append the next shard, in wire layout (``StateForm``).
 
         Raises:
             OSError: the disk is full.
-            ValueError: it is not what its owner signed, and could not be read back.
+            ValueError: the data does not have the digest that the shard's owner signed, so it could not be read back.
         """
         if digest_of(self._form.listed(data)) != proven_digest(self._manifest, saved):
             raise ValueError(f"shard {saved.state.head.shard} does not have the digest that its owner signed")
@@ -134,11 +137,11 @@ class Draft:
             self._disk.sync(self._part)
 
     def finish(self, *, keep: int) -> None:
-        """Give the checkpoint its name; of all in the folder keep the newest ``keep`` and the one that is known to be
-        good.
+        """Rename the checkpoint into place. Keep the newest ``keep`` checkpoints and the known-good one; remove the
+        others.
 
         Raises:
-            OSError: it is not there.
+            OSError: the checkpoint was not written.
         """
         folder, disk, number = self._folder, self._disk, self._number
         disk.sync(self._part)
@@ -174,11 +177,11 @@ def save(
     keep: int,
     disk: Disk = LOCAL,
 ) -> None:
-    """Write a checkpoint of vectors that do not change; of all in ``folder`` the newest ``keep`` stay. Blocks.
+    """Write a checkpoint of vectors that nobody changes meanwhile, and keep the newest ``keep``. Blocks.
 
     Raises:
-        OSError: the disk is full or not writable; what is there stays.
-        ValueError: a shard is not what its owner signed: it could not be read back, and nothing is written.
+        OSError: the disk is full or not writable. Existing checkpoints are untouched.
+        ValueError: a shard does not have the digest that its owner signed. Nothing is written.
     """
     draft = Draft(folder, manifest, disk)
     try:
@@ -194,10 +197,12 @@ def save(
 
 
 def sweep_halves(folder: Path, disk: Disk = LOCAL) -> list[str]:
-    """Remove what a crash left of checkpoints that were being written or removed; the names. Only for who writes here.
+    """Remove the remains of checkpoints that were being written or removed when the peer crashed; return their names.
+
+    Call it only from the process that writes to this folder.
 
     Raises:
-        OSError: it cannot be removed.
+        OSError: a file cannot be removed.
     """
     names = disk.names(folder)
     ours = (f".{CHECKPOINT_PREFIX}", f".{MANIFEST}.", f".{AVERAGE}.")
@@ -215,7 +220,7 @@ def sweep_halves(folder: Path, disk: Disk = LOCAL) -> list[str]:
 
 
 def indices(folder: Path, disk: Disk = LOCAL) -> list[tuple[int, Index]]:
-    """Number and index of each checkpoint in ``folder`` whose index can be read, the heaviest first."""
+    """Return the number and index of each checkpoint in ``folder`` with a readable index, heaviest first."""
     found = []
     for number in _numbers(disk, folder):
         with contextlib.suppress(OSError, ValueError):
@@ -224,10 +229,10 @@ def indices(folder: Path, disk: Disk = LOCAL) -> list[tuple[int, Index]]:
 
 
 def load(folder: Path, disk: Disk = LOCAL, run: RunId | None = None) -> Checkpoint | None:
-    """The heaviest checkpoint in ``folder`` that is whole, or None if there is none at all; with ``run``, of that run.
+    """Return the heaviest valid checkpoint in ``folder`` (of ``run``, if given), or None if there is none at all.
 
     Raises:
-        CheckpointError: there are some, but each is torn, altered, or of another format.
+        CheckpointError: there are checkpoints, but each is torn, altered, or of another format.
     """
     reasons, readable = [], indices(folder, disk)
     torn = [number for number in _numbers(disk, folder) if number not in dict(readable)]
@@ -246,18 +251,18 @@ def load(folder: Path, disk: Disk = LOCAL, run: RunId | None = None) -> Checkpoi
 
 
 def places(folders: Iterable[Path]) -> list[Path]:
-    """Where checkpoints may lie: ``folders`` themselves, and what is below them."""
+    """Return ``folders`` and the folders below them that may hold checkpoints."""
     searched = list(folders)
     below = (place for folder in searched for pattern in PLACES for place in folder.glob(pattern))
     return sorted({*searched, *below})
 
 
 def load_all(folders: Iterable[Path], run: RunId | None = None) -> list[Checkpoint]:
-    """Whatever can be used of the checkpoints in ``folders`` and in the run folders below them, with ``run`` of that
-    run; what cannot be is told in the log.
+    """Return every valid checkpoint in ``folders`` and in the run folders below them (of ``run``, if given).
+    Checkpoints that cannot be used are logged.
 
     Raises:
-        CheckpointError: nothing can.
+        CheckpointError: no checkpoint can be used.
     """
     found, reasons, searched = [], [], list(folders)
     for place in places(searched):
@@ -275,15 +280,15 @@ def load_all(folders: Iterable[Path], run: RunId | None = None) -> list[Checkpoi
 
 
 def best_of(checkpoints: Iterable[Checkpoint]) -> Checkpoint:
-    """Of each shard the heaviest head in any of ``checkpoints``, at least one.
+    """Combine one or more checkpoints: take the heaviest head of each shard.
 
     Raises:
-        CheckpointError: they are of several runs.
+        CheckpointError: the checkpoints belong to different runs.
     """
     first, *others = checkpoints
     if any(other.manifest.run != first.manifest.run for other in others):
         runs = sorted({c.manifest.run[:12] for c in (first, *others)})
-        raise CheckpointError(f"the checkpoints are of several runs ({', '.join(runs)}): give those of one")
+        raise CheckpointError(f"the checkpoints belong to different runs ({', '.join(runs)}): name folders of one run")
     if not others:
         return first
     shards, theta, momentum = list(first.shards), first.theta.clone(), first.momentum.clone()
@@ -297,7 +302,7 @@ def best_of(checkpoints: Iterable[Checkpoint]) -> Checkpoint:
 
 
 def stem(number: int) -> str:
-    """The name of a checkpoint's files, without suffix."""
+    """Return the file name of a checkpoint, without suffix."""
     return f"{CHECKPOINT_PREFIX}{number:08d}"
 
 
@@ -323,7 +328,7 @@ def mark_good(folder: Path, number: int, disk: Disk = LOCAL) -> None:
 
 
 def good_number(folder: Path, disk: Disk = LOCAL) -> int | None:
-    """The number of the checkpoint in ``folder`` that is known to be good, if there is one."""
+    """Return the number of the known-good checkpoint in ``folder``, or None."""
     names = disk.names(folder)
     marked = (name.removeprefix(CHECKPOINT_PREFIX).removesuffix(GOOD) for name in names if name.endswith(GOOD))
     there = set(_numbers(disk, folder))
@@ -331,7 +336,7 @@ def good_number(folder: Path, disk: Disk = LOCAL) -> int | None:
 
 
 def _numbers(disk: Disk, folder: Path) -> list[int]:
-    """Numbers of the checkpoints in ``folder``, newest first."""
+    """Return the numbers of the checkpoints in ``folder``, newest first."""
     names = (name for name in disk.names(folder) if name.startswith(CHECKPOINT_PREFIX) and name.endswith(".json"))
     stems = (name.removeprefix(CHECKPOINT_PREFIX).removesuffix(".json") for name in names)
     return sorted((int(stem) for stem in stems if stem.isdecimal()), reverse=True)
@@ -340,22 +345,22 @@ def _numbers(disk: Disk, folder: Path) -> list[int]:
 def _read_index(disk: Disk, folder: Path, number: int) -> Index:
     index = msgspec.json.decode(disk.read(_index(folder, number)), type=Index)
     if index.format != FORMAT:
-        raise ValueError(f"it has format {index.format}, this version reads {FORMAT}")
+        raise ValueError(f"it has format {index.format}; this version reads format {FORMAT}")
     return index
 
 
 def read_manifest(folder: Path, run: RunId, disk: Disk = LOCAL) -> Manifest:
-    """The manifest of ``run`` from a folder of checkpoints, or, if that is spoilt, from the run's folder above it.
+    """Read the manifest of ``run`` from a checkpoint folder, or from the run folder above it if that copy is corrupted.
 
     Raises:
-        OSError, ValueError: neither has it.
+        OSError, ValueError: neither folder has a valid manifest.
     """
     try:
         return decode_manifest(disk.read(folder / MANIFEST), run)
     except (OSError, ValueError):
         with contextlib.suppress(OSError, ValueError):
             manifest = decode_manifest(disk.read(folder.parent / MANIFEST), run)
-            log.warning("the checkpoints' manifest is spoilt, its copy above is used", folder=folder)
+            log.warning("the checkpoint folder's manifest is corrupted; using the run folder's copy", folder=folder)
             return manifest
         raise
 
@@ -365,11 +370,11 @@ def _read(disk: Disk, folder: Path, number: int) -> Checkpoint:
     manifest = read_manifest(folder, index.run, disk)
     layout = Layout.of(manifest)
     if [proof.state.head.shard for proof in index.shards] != [s.shard for s in layout.shards]:
-        raise ValueError("it does not have every shard once")
+        raise ValueError("its index does not list every shard exactly once")
     form = StateForm.of(manifest.config.outer)
     path, header = _tensors(folder, number), _header(layout, form)
     if disk.read(path, 0, len(header)) != header:
-        raise ValueError("its tensors do not fit its manifest")
+        raise ValueError("its tensors do not match its manifest")
     theta, momentum = torch.empty(layout.elements), torch.empty(layout.elements, dtype=form.momentum)
     for piece, proof in zip(layout.shards, index.shards, strict=True):
         span = slice(piece.start, piece.stop)
@@ -377,14 +382,16 @@ def _read(disk: Disk, folder: Path, number: int) -> Checkpoint:
         if digest_of(form.unpacked(data, theta[span], momentum[span])) != proven_digest(manifest, proof):
             raise ValueError(f"shard {piece.shard} does not have the digest that its owner signed")
         if not (theta[span].isfinite().all() and momentum[span].isfinite().all()):
-            raise ValueError(f"shard {piece.shard} is not finite")
+            raise ValueError(f"shard {piece.shard} contains NaN or infinity")
     shards = commit_wal.replay(folder, number, manifest, index.shards, theta, momentum, disk)
     return Checkpoint(manifest=manifest, shards=shards, theta=theta, momentum=momentum)
 
 
 def _header(layout: Layout, form: StateForm) -> bytes:
-    """The header of a safetensors file with a tensor ``shard.N`` for each shard, as it travels: float32 [2 * n], or
-    bytes [6 * n] where momentum has another type."""
+    """Return the header of a safetensors file with one tensor ``shard.N`` per shard, in wire layout.
+
+    The tensors are float32 [2 * n], or bytes [6 * n] if momentum is bfloat16.
+    """
     dtype, size = ("F32", 4) if form.momentum == torch.float32 else ("U8", 1)
     entries = {
         f"shard.{piece.shard}": {
@@ -400,19 +407,21 @@ def _header(layout: Layout, form: StateForm) -> bytes:
 
 
 # -- Known-good checkpoints --------------------------------------------------------------------------------------------
-# Checkpoints that are known to be good, kept apart from the newest: training went on from them as it went before.
-# Rules of this file:
-# 1. A checkpoint is judged when the next one is written, by the training loss of this peer's learner since: finite, and
-#    no higher above the median of the losses that were found good than ``ROOM``. Who does not train judges nothing.
-# 2. The newest that is good stays, however many are written after it. Nothing is copied: a file beside it says so.
-# 3. Who goes back to it puts aside what is newer, commits since it and the learner's inner state, too, and removes
-#    nothing.
+# A checkpoint is known to be good if training went on from it without a jump of the loss.
+# Rules of this section:
+# 1. A checkpoint is judged when the next one is written, by the training loss of this peer's learner since then. The
+#    loss must be finite and at most ``ROOM`` above the median of the earlier good losses. A peer that does not train
+#    judges nothing.
+# 2. The newest good checkpoint is kept, however many are written after it. It is not copied: an empty file beside it
+#    marks it.
+# 3. Going back to it (``go_back``) removes nothing. Newer checkpoints, commits since, and the learner's inner state are
+#    renamed.
 
 
+# Number of good losses that the median is taken of.
 MEMORY = 32
-"""Losses."""
+# In nats per token, or as a share of the median, whichever is more.
 ROOM = 0.5
-"""Nats a token, or as large a share of the median if that is more."""
 ASIDE = "aside-"
 
 
@@ -423,15 +432,16 @@ class KnownGood:
         self._folder = folder
         self._disk = disk
         self._losses: deque[float] = deque(maxlen=MEMORY)
+        # Number of the checkpoint that was written last; it is judged when the next one is written.
         self._waiting: int | None = None
-        """The checkpoint that was written last."""
 
     def judge_previous(self, number: int, loss: float | None) -> bool:
-        """Judge the checkpoint before ``number``, which is there now, by the ``loss`` of this peer's learner since;
-        mark it if it is good, and say so. Blocks.
+        """Judge the checkpoint before ``number`` by the learner's ``loss`` since then, and mark it if it is good.
+
+        Returns True if a checkpoint was marked. Call it when checkpoint ``number`` has been written. Blocks.
 
         Raises:
-            OSError: it cannot be marked.
+            OSError: the mark cannot be written.
         """
         before, self._waiting = self._waiting, number
         if loss is None or not self._is_usual(loss):
@@ -449,14 +459,16 @@ class KnownGood:
 
 
 def _asides() -> Iterator[str]:
-    """Prefixes for files that are put aside, one for each time: none writes over another's."""
+    """Yield prefixes for files that are put aside. Each rollback gets its own prefix, so none overwrites another's
+    files."""
     yield ASIDE
     yield from (f"{ASIDE}{time}-" for time in count(2))
 
 
 def go_back(folder: Path, disk: Disk) -> int | None:
-    """Put aside what is newer than the checkpoint in ``folder`` that is known to be good; its number, or None if there
-    is none. Only where nobody writes. Blocks.
+    """Put aside everything newer than the known-good checkpoint; return its number, or None if there is none.
+
+    Call it only while nobody writes to ``folder``. Blocks.
 
     Raises:
         OSError: files cannot be renamed.

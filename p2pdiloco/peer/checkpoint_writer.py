@@ -1,11 +1,11 @@
-"""Writes a node's checkpoints, one shard at a time: each is copied between two jobs on the worker thread and written by
-the disk thread.
+"""Checkpoint writer: decides when a node writes checkpoints, and writes them one shard at a time.
 
-Neither training nor merging notices, and no more than one shard is in memory twice. A full disk is reported and tried
-again; the checkpoints that are there stay.
+Each shard is copied between two jobs on the worker thread and written by the disk thread. Training and merging do not
+wait, and at most one shard is in memory twice. If the disk is full, that is logged and the checkpoint is tried again;
+existing checkpoints stay.
 
-Where writing is cheap a checkpoint follows every turn, so that a run whose peers all die loses about what was not
-merged yet; ``every_s`` is the longest that is waited for one.
+Where writing is cheap, a checkpoint follows every exchange. If all peers of a run die then, little is lost beyond what
+was not merged yet. ``every_s`` is the longest time between two checkpoints.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ from p2pdiloco.protocol.view import MachineView
 from p2pdiloco.util import logs
 
 # -- Following the commits ---------------------------------------------------------------------------------------------
-# Commits since the last checkpoint are appended to the write-ahead log while the peer goes on: a crash costs what was
-# committed in the last ``EVERY_S`` seconds, however seldom whole checkpoints are written.
+# Commits since the last checkpoint are appended to the write-ahead log. A crash then costs at most what was committed
+# in the last ``EVERY_S`` seconds, however rarely whole checkpoints are written.
 #
-# Rules of this file:
-# 1. Of each shard every commit after the head of when the segment was begun is appended, in order; own commits are
-#    there already. Where one is missing (a state was fetched in its place, its payload is gone) nothing of that shard
-#    follows until the next checkpoint, which comes sooner then. What a disk did not take is tried again.
-# 2. Commits that make more bytes than the budget has are only counted, but for own ones, until a checkpoint finds that
-#    they have become fewer.
+# Rules of this section:
+# 1. For each shard, every commit after the head at which the segment began is appended, in order. Own commits are in
+#    the log already. If a commit is missing (the state was fetched instead, or its payload is gone), nothing of that
+#    shard is logged until the next checkpoint, which then comes sooner. A write that the disk refused is retried.
+# 2. If commits exceed the write budget, other peers' commits are only counted, not logged, until a checkpoint finds
+#    that the rate has dropped.
 
 
 log = logs.get("node")
 
+# Interval between two looks for new commits.
 EVERY_S = 10.0
-"""Between two looks at what was committed."""
 
 
 class CommitFollower:
-    """Appends to the log what others commit, within the disk's budget, in one life of a peer."""
+    """Appends other peers' commits to the log, within the disk's write budget, during one life of a peer."""
 
     def __init__(
         self, view: MachineView, payload_cache: PayloadCache, commit_log: CommitLog, host: Host, budget: DiskBudget
@@ -62,29 +62,29 @@ class CommitFollower:
         self._commit_log = commit_log
         self._host = host
         self._budget = budget
+        # True: commits are appended. False: they are only counted.
         self._is_following = False
-        """Whether commits are appended; else they are only counted."""
+        # The head up to which each shard is logged; None: a commit is missing, so nothing can follow.
         self._heads: list[Digest | None] = [None] * len(view.heads())
-        """By shard, where the log has come to; None: nothing can follow."""
+        # Bytes of commits since the segment began. ``_own`` is this peer's share of them, which is always written.
         self._counted = self._own = 0
-        """Bytes of commits since the segment was begun; of those, this peer's own, which are written in any case."""
         self._since = self._host.now()
         self._with_average_at = self._host.now()
+        # The disk refused the last commits. Keeps the log to one warning per outage.
         self._is_failing = False
-        """The disk did not take the last commits."""
 
     @property
     def is_due(self) -> bool:
-        """Whether it is time to look again."""
+        """True if the last look for new commits is ``every_s`` ago."""
         return self._host.now() - self._with_average_at >= self.every_s
 
     async def begin(self) -> int:
-        """Begin the segment of the checkpoint that is about to be copied; the number of both.
+        """Begin the log segment of the checkpoint that is about to be copied; return the number of both.
 
         Raises:
-            OSError: the disk takes nothing.
+            OSError: the disk does not accept writes.
         """
-        await self.follow()  # the checkpoint may be torn: then those before lead on
+        await self.follow()  # if the new checkpoint is torn, the previous one needs these commits
         heads = self._view.heads()
         fits = self._a_day(self._counted) <= self._budget.most_log_bytes_per_day
         number = await self._commit_log.begin_segment(heads, is_bounded=not fits)
@@ -106,9 +106,7 @@ class CommitFollower:
                 lost = await self._commit_log.append(commits)
             except OSError as error:
                 if not self._is_failing:
-                    log.warning(
-                        "commits are not written, until the disk takes them", reason=os.strerror(error.errno or 0)
-                    )
+                    log.warning("cannot write commits to the log; trying again", reason=os.strerror(error.errno or 0))
                 self._is_failing = True
                 return
             heads = [None if shard in lost else head for shard, head in enumerate(heads)]
@@ -120,7 +118,7 @@ class CommitFollower:
         self._update_budget()
 
     def _after(self, shard: ShardId, known: Digest) -> list[LoggedCommit] | None:
-        """A shard's commits after a head; None: they are not all here."""
+        """Return a shard's commits after the head ``known``, oldest first; None if one of them is missing here."""
         commits = self._view.commits_after(shard, known)
         if commits is None:
             return None
@@ -134,23 +132,21 @@ class CommitFollower:
     def _update_budget(self) -> None:
         rate = self._a_day(self._counted)
         if rate > self._budget.most_log_bytes_per_day and self._is_following:
-            log.info("commits are more than the disk's budget has: checkpoints alone are written")
+            log.info("commits exceed the disk's write budget; writing only checkpoints and own commits")
             self._is_following = False
         self._budget.log_bytes_per_day = rate if self._is_following else self._a_day(self._own)
         self._budget.is_logged = self._is_following and None not in self._heads
 
 
 # -- Checkpoint writer -------------------------------------------------------------------------------------------------
-# When and how a node writes its checkpoints: one shard after the other, copied between two jobs on the worker thread
-# and written by the disk's.
 
 
+# Copies of a shard that may fall between its new state and the machine's event for it, before a checkpoint is skipped.
 TRIES = 20
-"""Copies of a shard that may fall between its new state and the machine's word of it before a checkpoint is skipped."""
 LOOK_S = 0.2
 SHORT_S = 1e-6
+# Share of the time that writing checkpoints may take, unless ``every_s`` demands more.
 COST_SHARE = 0.02
-"""Of the time, that writing checkpoints may take, unless ``every_s`` demands more."""
 
 
 class CheckpointWriter:
@@ -189,13 +185,16 @@ class CheckpointWriter:
         self._follower = CommitFollower(view, payload_cache, commit_log, host, budget)
         self._known_good = KnownGood(folder, host.disk)
         self._one_at_a_time = asyncio.Lock()
+        # Mark of the heads in the last checkpoint.
         self._saved_mark: int | None = None
-        """Of the heads in the last checkpoint."""
 
     async def keep_saving(self, every_s: float) -> None:
-        """Write a checkpoint when there is something new, as often as ``COST_SHARE`` and the budget allow and, but for
-        the latter, at least every ``every_s`` seconds, until cancelled; in between, what is committed. The learner
-        saves its own state by the clock alone."""
+        """Write checkpoints and commits until cancelled.
+
+        A checkpoint is written when there is something new, as often as ``COST_SHARE`` and the write budget allow, and
+        at least every ``every_s`` seconds unless the budget forbids it. Between checkpoints, new commits are logged.
+        The learner saves its own state on a timer.
+        """
         learner_saved_at = waits_since = self._host.now()
         wanted_s, rest_s = every_s, 0.0
         while True:
@@ -216,13 +215,13 @@ class CheckpointWriter:
             waits_since = self._host.now()
 
     async def _follow(self) -> None:
-        """Bring what was committed to the disk."""
+        """Log the new commits."""
         async with self._one_at_a_time:
             if not self._driver.is_closed:
                 await self._follower.follow()
 
     async def save(self, *, is_last: bool) -> bool:
-        """Write a checkpoint if anything is new. False: it should have been written, and was not."""
+        """Write a checkpoint if anything is new. Returns False if it should have been written and was not."""
         async with self._one_at_a_time:
             return await self._save(is_last=is_last)
 
@@ -235,37 +234,38 @@ class CheckpointWriter:
         try:
             await self._write(draft)
         except CopyError:
-            reason = "no quiet moment"
+            reason = "a shard kept changing while it was copied"
         except OSError as error:
             reason = os.strerror(error.errno or 0)
         except ValueError as error:
             reason = str(error)
-            self._driver.submit(self._state.integrity.invalidate, lambda _: None)  # it is found and mended
+            # The state in memory is altered: have every chunk verified again, so that the shard is fetched again.
+            self._driver.submit(self._state.integrity.invalidate, lambda _: None)
         else:
             self._saved_mark = mark
             self._metrics.write("checkpoint", is_last=is_last)
             await self._judge(draft.number)
             return True
         await self._host.work("disk", draft.discard)
-        log.error("checkpoint not written, the last one stays", folder=self._folder, reason=reason)
+        log.error("checkpoint not written; the previous one is kept", folder=self._folder, reason=reason)
         self._metrics.write("checkpoint-failed", reason=reason)
         return False
 
     async def _judge(self, number: int) -> None:
-        """Judge the checkpoint before this one by how training went since."""
+        """Judge the previous checkpoint by the training loss since it was written."""
         loss = self._metrics.loss
         try:
             if await self._host.work("disk", lambda: self._known_good.judge_previous(number, loss)):
                 self._metrics.write("checkpoint-good", loss=loss)
         except OSError as error:
-            log.warning("no checkpoint is marked as good", reason=os.strerror(error.errno or 0))
+            log.warning("cannot mark the checkpoint as good", reason=os.strerror(error.errno or 0))
 
     async def _write(self, draft: Draft) -> None:
-        """One shard after the other, each copied between two jobs and written before the next is copied.
+        """Write the shards one after the other. Each is copied between two jobs and written before the next is copied.
 
         Raises:
-            CopyError: a shard is never there.
-            OSError, ValueError: as ``Draft`` does.
+            CopyError: a shard could not be copied.
+            OSError, ValueError: as in ``Draft``.
         """
         number = await self._follower.begin()
         await self._host.work("disk", partial(draft.begin, number))
@@ -282,10 +282,10 @@ class CheckpointWriter:
             await self._average.save(self._folder, self._host)
 
     async def _copied(self, shard: ShardId, data: memoryview) -> SavedState:
-        """A shard's state in ``data``, and what proves it."""
+        """Copy a shard's state into ``data``; return it with its proof."""
 
         def prove(head: Digest, _: bytes) -> SavedState | None:
-            """None if it is between two heads."""
+            """Return None if the machine has not yet heard of the head that was copied."""
             now = self._view.head(shard)
             return self._saved(shard) if now is not None and now.id == head else None
 
@@ -293,10 +293,10 @@ class CheckpointWriter:
             saved = await self._driver.copy_shard(shard, data, prove, is_checked=False)
             if saved is not None:
                 return saved
-        raise CopyError("it is always changing")
+        raise CopyError("it kept changing")
 
     def _saved(self, shard: ShardId) -> SavedState:
-        """The machine's state of a shard, with its proof and what led to it."""
+        """Return the machine's state of a shard, with its proof and its lineage."""
         proof = self._payload_cache.proof_of(self._view.state(shard))
         lineage = self._payload_cache.lineage(shard, self._view.ancestry(shard))
         return SavedState(proof.state, proof.header, proof.signature, lineage)

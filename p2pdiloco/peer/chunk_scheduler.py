@@ -1,15 +1,16 @@
-"""Decides which chunk of a state is requested from which donor.
+"""Chunk scheduler: decides which chunk of a state is requested from which donor.
 
-Every chunk of the shards that are being fetched is wanted until it is here. Each donor is kept busy with as many bytes
-as it delivers in ``AHEAD_S``, so donors share the load by their rates as measured here, whatever limits them.
+Every chunk of the shards that are being fetched is wanted until it has arrived. Each donor is kept busy with as many
+bytes as it delivers in ``AHEAD_S``. Donors thus share the load by their measured rates, whatever limits them.
 
 Rules of this file:
-1. Pure: time is a number; nothing depends on hash order.
-2. A donor serves first the shards that were offered by it: it keeps those for us. Others are asked for what is left,
-   and are not asked again for a shard that they do not have.
-3. A chunk is asked from a second donor only when its first one is overdue: OVERDUE times what its rate promises, or,
-   when no shards follow, when an idle one would have it in an eighth of the time that is left. Never from a third.
-4. A donor that is dropped (gone, or a liar) costs only what was asked from it.
+1. Pure: time is a parameter, and nothing depends on hash order.
+2. A donor first serves the shards that it offered, because it keeps copies of those for us. Other donors are asked for
+   the rest. A donor that does not have a shard is not asked for it again.
+3. A chunk is requested from a second donor only when the first is overdue: after OVERDUE times the expected time, or,
+   when no shards follow, if an idle donor would deliver it in an eighth of the time left. It is never requested from a
+   third.
+4. Dropping a donor (disconnected, or caught with wrong data) costs only what was requested from it.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from typing import NamedTuple
 
 from p2pdiloco.protocol.ids import PeerId, ShardId
 
+# Longer than a round trip on nearly any path, plus the time that a busy donor needs to react.
 AHEAD_S = 0.3
-"""Longer than a round trip on nearly any path, plus what a busy donor needs to wake up."""
+# Fewer than a peer answers at once (``ConnectionLimits.answers``).
 AHEAD_LEAST_CHUNKS, AHEAD_MOST_CHUNKS = 2, 12
-"""Fewer than a peer answers at once (``ConnectionLimits.answers``)."""
+# Assumed bytes per second of a donor that has delivered nothing yet.
 FIRST_RATE = 1e6
-"""Bytes per second, of a donor that has delivered nothing yet."""
 SMOOTHING = 0.25
 OVERDUE = 4.0
 OVERDUE_LEAST_S = 2.0
@@ -39,23 +40,23 @@ class Piece(NamedTuple):
 
 
 class Ask(NamedTuple):
-    """What to ask of whom."""
+    """One request: which chunk, from which donor."""
 
     piece: Piece
     donor: PeerId
 
 
 class _Donor:
-    """What is known of one donor."""
+    """State of one donor."""
 
     __slots__ = ("asked", "last_at", "rate")
 
     def __init__(self) -> None:
         self.rate: float | None = None
+        # Time of the last delivery from this donor.
         self.last_at = float("-inf")
-        """When something last came from it."""
+        # Outstanding requests with the time of each, oldest first.
         self.asked: dict[Piece, float] = {}
-        """When, in order."""
 
 
 class _Shard:
@@ -65,14 +66,14 @@ class _Shard:
 
     def __init__(self, sizes: Sequence[int], offered_by: PeerId) -> None:
         self.sizes = sizes
+        # Chunks that have not arrived, in order.
         self.wanted = dict.fromkeys(range(len(sizes)))
-        """Chunks that are not here, in order."""
         self.offered_by = offered_by
         self.unable: set[PeerId] = set()
 
 
 class ChunkPlan:
-    """See the module's rules."""
+    """Plans the requests for all shards that are being fetched, by the rules of this module."""
 
     def __init__(self) -> None:
         self._donors: dict[PeerId, _Donor] = {}
@@ -80,37 +81,38 @@ class ChunkPlan:
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is wanted."""
+        """True if nothing is wanted."""
         return not self._shards
 
     def rates(self) -> dict[PeerId, float]:
-        """Bytes per second of the donors that have delivered something."""
+        """Return the bytes per second of each donor that has delivered something."""
         return {peer: donor.rate for peer, donor in self._donors.items() if donor.rate is not None}
 
     def begin(self, shard: ShardId, sizes: Sequence[int], offered_by: PeerId) -> None:
-        """Want all chunks of ``shard``, which have so many bytes; ``offered_by`` keeps them for us."""
+        """Start fetching all chunks of ``shard``; ``sizes`` are their bytes. The peer ``offered_by`` keeps a copy for
+        us."""
         self._shards[shard] = _Shard(sizes, offered_by)
 
     def end(self, shard: ShardId) -> list[Ask]:
-        """Want nothing more of ``shard``; what is to be cancelled."""
+        """Stop fetching ``shard``; return the requests to cancel."""
         self._shards.pop(shard, None)
         return self._withdraw(lambda piece: piece.shard == shard)
 
     def add(self, peer: PeerId) -> None:
-        """It may have what is wanted. One that is known keeps its rate."""
+        """Add a donor that may have what is wanted. A known donor keeps its rate."""
         self._donors.setdefault(peer, _Donor())
 
     def drop(self, peer: PeerId) -> list[Ask]:
-        """It is gone: what it was asked for is wanted from others, and is to be cancelled."""
+        """Remove a donor and return its requests, which are to be cancelled. Their chunks are requested from others."""
         donor = self._donors.pop(peer, None)
         return [] if donor is None else [Ask(piece, peer) for piece in donor.asked]
 
     def can_end(self, shard: ShardId) -> bool:
-        """Whether somebody is left who may have ``shard``."""
+        """Return whether any donor is left that may have ``shard``."""
         return bool(self._donors.keys() - self._shards[shard].unable)
 
     def arrived(self, ask: Ask, now: float) -> list[Ask]:
-        """The chunk is here and right; what is to be cancelled."""
+        """Record a chunk that arrived and was verified; return the requests to cancel."""
         donor, shard = self._donors.get(ask.donor), self._shards.get(ask.piece.shard)
         size = shard.sizes[ask.piece.chunk] if shard is not None else 0
         if shard is not None:
@@ -122,7 +124,7 @@ class ChunkPlan:
         return self._withdraw(lambda piece: piece == ask.piece)
 
     def failed(self, ask: Ask, *, is_unable: bool) -> None:
-        """It did not come. ``is_unable``: this donor does not have the shard."""
+        """Record a failed request. ``is_unable``: this donor does not have the shard."""
         donor, shard = self._donors.get(ask.donor), self._shards.get(ask.piece.shard)
         if donor is not None:
             donor.asked.pop(ask.piece, None)
@@ -130,7 +132,8 @@ class ChunkPlan:
             shard.unable.add(ask.donor)
 
     def next(self, now: float, *, is_ending: bool) -> list[Ask]:
-        """What to ask for now: one chunk at a time, of whom will be idle first. ``is_ending``: no shards follow."""
+        """Return the requests to send now. Donors that will be idle first come first. ``is_ending``: no shards
+        follow."""
         asks: list[Ask] = []
         while (ask := self._next(now, is_ending=is_ending)) is not None:
             self._donors[ask.donor].asked[ask.piece] = now
@@ -144,7 +147,7 @@ class ChunkPlan:
         return None
 
     def _by_load(self) -> list[PeerId]:
-        """Those with room, who will be idle first in front."""
+        """Return the donors that can take more requests, the one that will be idle first in front."""
         free = [peer for peer, donor in self._donors.items() if self._has_room(donor)]
         return sorted(free, key=lambda peer: (self._left_s(self._donors[peer]), peer))
 
@@ -178,7 +181,8 @@ class ChunkPlan:
         return asked
 
     def _is_late(self, piece: Piece, holder: PeerId, other: PeerId, now: float, *, is_ending: bool) -> bool:
-        """Nothing else is left to ask ``other`` for."""
+        """Return whether to request ``piece``, which ``holder`` was asked for, from ``other`` too. Called when
+        ``other`` has nothing else to do."""
         donor, helper = self._donors[holder], self._donors[other]
         if holder == other:
             return False
@@ -191,7 +195,7 @@ class ChunkPlan:
         return promised_s - waited_s > HURRY * self._shards[piece.shard].sizes[piece.chunk] / helper.rate
 
     def _left_s(self, donor: _Donor) -> float:
-        """How long it takes for what it was asked for."""
+        """Return the expected seconds until this donor has delivered all that it was asked for."""
         return self._asked_bytes(donor) / (donor.rate or FIRST_RATE)
 
     def _asked_bytes(self, donor: _Donor) -> int:

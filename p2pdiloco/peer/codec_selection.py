@@ -1,18 +1,18 @@
-"""The codec of each payload, where the run leaves it to the sender: from the budget, the overlap and who is live; and
-of any codec whether its symbols are Huffman-coded.
+"""Codec selection: picks the codec of each payload, if the run leaves it to the sender, and decides on Huffman coding.
 
-What is reckoned for one turn of a fragment, with n live peers that own about as much each:
+The choice depends on the upload budget, the overlap, and the number of live peers. Bytes that leave this peer in one
+exchange of a fragment, with n live peers that own about equal shares:
 
-    up      our contribution: (n - 1)/n of the fragment leaves us, each part once
-    down    our commits: 1/n of the fragment leaves us, to n - 1 peers
+    up      our contribution: (n - 1)/n of the fragment, each part once
+    down    our commits: 1/n of the fragment, to n - 1 peers
 
 Rules of this file:
-1. Each direction has half of the overlap's time (tau steps), and the rate is shared by the turns that overlap.
-2. Where the step's time or the rate is not known yet, nothing is known to be too slow: the finest codec.
-3. Huffman codes are left out only where the line is known to carry ``ladder.FAST_BYTES_PER_S`` to each of the others:
-   then processors are what an exchange waits for. By the share of each, since a commit leaves us as often, and since
-   what is seen to be delivered to many may be slow for each of them. They are left out, too, of what this peer gives to
-   itself.
+1. Each direction gets half of the overlap's time (tau steps). The rate is shared by the exchanges that overlap.
+2. While the step time or the rate is unknown, the finest codec is used.
+3. Huffman coding is skipped only if the link is known to carry ``FAST_BYTES_PER_S`` (``codec.bitrate_ladder``) to each
+   of the other peers, because then the CPU limits an exchange. The link's rate is divided by the number of live peers,
+   since a commit goes to all of them and each may be slow. Huffman coding is also skipped for contributions of this
+   peer to itself.
 """
 
 from __future__ import annotations
@@ -30,8 +30,11 @@ Direction = Literal["up", "down"]
 
 
 class CodecChoice:
-    """``rate``: bytes per second that we may send at, budgeted or measured; None: no limit is known. ``line``: that the
-    line carries; None: not known."""
+    """Chooses the codec of each payload that this peer sends.
+
+    ``rate`` returns the bytes per second that this peer may send, budgeted or measured; None: no limit is known.
+    ``line`` returns the bytes per second that the link carries; None: not known.
+    """
 
     def __init__(
         self,
@@ -50,7 +53,7 @@ class CodecChoice:
         self._line = line
 
     def choose(self, direction: Direction, shard: ShardId) -> Rung | None:
-        """Choose the codec of the next payload of ``shard``; None: the run fixes it."""
+        """Choose the codec of the next payload of ``shard``; None if the run fixes it."""
         if (self._codec.up if direction == "up" else self._codec.down) != "auto":
             return None
         step_s, rate = self._view.fastest_step_time_s(), self._rate()
@@ -63,20 +66,21 @@ class CodecChoice:
         return rung if direction == "up" else downward(rung)
 
     def is_coded(self, direction: Direction, shard: ShardId) -> bool:
-        """Whether the symbols of the next payload of ``shard`` are Huffman-coded."""
+        """Return whether the next payload of ``shard`` is Huffman-coded."""
         if direction == "up" and self._view.next_owner(shard) == self._view.me:
             return False
         line, others = self._line(), max(1, len(self._view.live))
         return line is None or line / others < FAST_BYTES_PER_S
 
     def record(self, direction: Direction, shard: ShardId, rung: Rung, size: int, error: float) -> None:
-        """Write down a payload that was made: its bytes, and the relative error of its first chunk."""
+        """Log a payload that was made: its bytes, and the relative error of its first chunk."""
         self._metrics.write(
             "codec", direction=direction, shard=shard, codec=rung.name, bytes=size, error=round(error, 5)
         )
 
     def _parameters(self, shard: ShardId) -> float:
-        """That leave us in a turn of this shard's fragment, in one direction."""
+        """Return the number of parameters that this peer sends, in one direction, in one exchange of this shard's
+        fragment."""
         fragment = self._layout.fragments[self._layout.shards[shard].fragment]
         peers = 1 + len(self._view.live)
         return sum(self._layout.shards[s].elements for s in fragment) * (peers - 1) / peers

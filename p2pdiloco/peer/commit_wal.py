@@ -1,20 +1,21 @@
-"""The write-ahead log: commits on the disk beside the checkpoints, each with what travels with it.
+"""Write-ahead log: commits on disk beside the checkpoints, each with its signature, digests and payload.
 
 Rules of this file:
-1. The log is a row of segments (``since-N.commits``). A life of a peer begins segments of its own and appends to the
-   newest. Segment N is begun before checkpoint N copies its first shard, so the segments from N on lead on from
-   checkpoint N; where that one is torn, the segments from the one before lead on from there.
-2. A peer's own commit is appended and synced before it is sent and before it counts: killed at any moment, the peer
-   comes back to the same commits and makes no others in their place (rule E1). Where the disk takes nothing the commit
-   is sent all the same: only a peer that is killed before its next checkpoint then makes another.
-   Commits that have become a shard's head are appended in batches (``checkpoint_writer``): others' with their data, own
-   ones without. Only these lead on from a checkpoint.
-3. Checkpoints truncate the log: the segments before the oldest checkpoint that is kept are removed. A new segment
-   begins with the own commits that its checkpoint may not contain.
-4. A checksum covers an entry's lengths and header, and digests in the header cover its data. An entry that is torn or
-   does not have its checksum ends its segment. What a failed append has left is written over by the next.
-5. A commit is read back as a live peer takes it: it extends its shard's head, fits its chain, bears its owner's
-   signature, and gives what that owner signed, chunk by chunk, by the same arithmetic. Else its shard stays as it was.
+1. The log is a sequence of segments (``since-N.commits``). Each life of a peer begins its own segments and appends to
+   the newest. Segment N begins before checkpoint N copies its first shard, so the segments from N on continue
+   checkpoint N. If checkpoint N is torn, the segments from the previous checkpoint on continue that one.
+2. A peer's own commit is appended and synced before it is sent and before it counts. If the peer is killed at any
+   moment, it comes back with the same commits and makes no others in their place (rule E1). If the disk accepts no
+   writes, the commit is sent anyway; then a peer that is killed before its next checkpoint may make another one.
+3. Commits that have become a shard's head are appended in batches (``checkpoint_writer``): other peers' with their
+   data, own ones without. Only these continue a checkpoint.
+4. Checkpoints truncate the log: segments before the oldest kept checkpoint are removed. A new segment begins with the
+   own commits that its checkpoint may not contain.
+5. A checksum covers an entry's lengths and header. Digests in the header cover its data. An entry that is torn or fails
+   its checksum ends its segment. The next append overwrites what a failed append left.
+6. A commit is read back with the same checks as one received from a peer: it extends its shard's head, fits its chain,
+   bears its owner's signature, and produces the result that the owner signed, chunk by chunk, with the same arithmetic.
+   Otherwise its shard keeps its state.
 """
 
 from __future__ import annotations
@@ -51,45 +52,45 @@ from p2pdiloco.wire.control_messages import CommitParts, SignedCommit, decode_me
 log = logs.get("node")
 
 # -- Format ------------------------------------------------------------------------------------------------------------
-# A segment is MAGIC and entries, each from the start of a sector on, so that it is written past the system's cache. An
-# entry is PREFIX, a header (the message Commit) and data (what travels with the commit; nothing, where an entry of the
-# same commit as MADE has it).
+# A segment is MAGIC and entries. Each entry begins at a sector, so that it can be written past the system's cache. An
+# entry is PREFIX, a header (the message Commit) and data (the commit's ``CommitParts``; empty if a MADE entry of the
+# same commit has them).
 
 
+# The first bytes of a segment, with the format's version. Version 1 has no magic; its segments begin with an entry.
 MAGIC = b"p2pdiloco commits 2\n"
-"""The first bytes of a segment, with the format's version. Segments of version 1 begin with an entry's prefix."""
+# Checksum (CRC-32 of the rest of the prefix and of the header), kind, bytes of the header, bytes of the data.
 PREFIX = struct.Struct(">IB3xQQ")
-"""Checksum (CRC-32 of the rest of the prefix and of the header), kind, bytes of the header, bytes of the data."""
+# The prefix of version 1: bytes of the header and of the data. All its entries are TAKEN.
 PREFIX_1 = struct.Struct(">QQ")
-"""Bytes of the header and of the data: the prefix of version 1, in which every commit was TAKEN."""
 CHECKSUM_BYTES = 4
+# Kinds of entries. MADE: an own commit that is about to be sent. TAKEN: a commit that has become its shard's head.
 MADE, TAKEN = 1, 2
-"""Kinds of entries: a peer's own commit that it is about to send, and one that has become the head of its shard."""
 MOST_HEADER_BYTES = 16 << 20
+# Upper bounds on the data of an entry, used to detect altered lengths: a codec takes at most two bytes per parameter,
+# digests less.
 MOST_BYTES_A_PARAMETER, MOST_BYTES_BESIDE = 4, 1 << 16
-"""Limits on the data of an entry: a codec takes two bytes a parameter, digests less. A larger length is an altered
-one."""
 
 SEGMENT_PREFIX, SEGMENT_SUFFIX = "since-", ".commits"
 CHECKPOINT_PREFIX = "state-"
 
 
 class LogEntry(NamedTuple):
-    """Where an entry lies, and of which kind it is."""
+    """Location and kind of one entry."""
 
     kind: int
     path: Path
     start: int
-    """Where its header begins."""
+    """Offset of its header in the file."""
     header_bytes: int
     data_bytes: int
 
     def read(self, disk: Disk) -> tuple[CommitHeader, bytes]:
-        """The commit and its data.
+        """Read the commit and its data.
 
         Raises:
             OSError: the file cannot be read.
-            ValueError: there is no commit.
+            ValueError: the entry holds no commit.
         """
         found = disk.read(self.path, self.start, self.header_bytes + self.data_bytes)
         return _decoded(found[: self.header_bytes]), found[self.header_bytes :]
@@ -98,19 +99,20 @@ class LogEntry(NamedTuple):
 def _decoded(body: bytes) -> CommitHeader:
     message = decode_message(body)
     if not isinstance(message, Commit):
-        raise ValueError("an entry of the log is no commit")
+        raise ValueError("a log entry is not a commit")
     return message.header
 
 
 def packed(kind: int, header: CommitHeader, data_bytes: int) -> bytes:
-    """An entry, but for its ``data_bytes`` of data."""
+    """Return the bytes of an entry up to its data, which has ``data_bytes`` bytes."""
     body = encode(Commit(header))
     rest = PREFIX.pack(0, kind, len(body), data_bytes)[CHECKSUM_BYTES:] + body
     return zlib.crc32(rest).to_bytes(CHECKSUM_BYTES, "big") + rest
 
 
 def entries(path: Path, disk: Disk, most_bytes: int) -> Iterator[tuple[CommitHeader, LogEntry]]:
-    """Read the commits of one segment, up to an entry that is torn or altered or has more than ``most_bytes`` of data.
+    """Read the commits of one segment, up to the first entry that is torn, altered, or has more than ``most_bytes`` of
+    data.
 
     Raises:
         OSError: the segment cannot be read.
@@ -137,22 +139,22 @@ def entries(path: Path, disk: Disk, most_bytes: int) -> Iterator[tuple[CommitHea
 
 
 def next_sector(at: int) -> int:
-    """Where the next entry begins after one that ends at ``at``."""
+    """Return the offset of the first sector that begins at or after ``at``."""
     return -(-at // SECTOR_BYTES) * SECTOR_BYTES
 
 
 def most_data_bytes(layout: Layout) -> int:
-    """The most bytes of data that an entry can have."""
+    """Return the maximum bytes of data of an entry."""
     return MOST_BYTES_A_PARAMETER * max(piece.elements for piece in layout.shards) + MOST_BYTES_BESIDE
 
 
 def path_of(folder: Path, number: int) -> Path:
-    """The path of a segment."""
+    """Return the path of a segment."""
     return folder / f"{SEGMENT_PREFIX}{number:08d}{SEGMENT_SUFFIX}"
 
 
 def numbers(folder: Path, disk: Disk) -> list[int]:
-    """Numbers of the segments in ``folder``, the oldest first."""
+    """Return the numbers of the segments in ``folder``, oldest first."""
     names = (name for name in disk.names(folder) if name.startswith(SEGMENT_PREFIX) and name.endswith(SEGMENT_SUFFIX))
     stems = (name.removeprefix(SEGMENT_PREFIX).removesuffix(SEGMENT_SUFFIX) for name in names)
     return sorted(int(stem) for stem in stems if stem.isdecimal())
@@ -162,7 +164,7 @@ _NUMBERED = re.compile(rf"(?:{SEGMENT_PREFIX}|{CHECKPOINT_PREFIX})(\d+)\.")
 
 
 def next_number(folder: Path, disk: Disk) -> int:
-    """A number larger than that of every checkpoint and every segment in ``folder``."""
+    """Return a number larger than that of every checkpoint and segment in ``folder``."""
     return max((int(found[1]) for name in disk.names(folder) if (found := _NUMBERED.match(name))), default=0) + 1
 
 
@@ -170,7 +172,7 @@ def remove(folder: Path, disk: Disk, before: int) -> None:
     """Remove the segments with a number below ``before``.
 
     Raises:
-        OSError: one cannot be removed.
+        OSError: a segment cannot be removed.
     """
     for number in numbers(folder, disk):
         if number < before:
@@ -181,16 +183,16 @@ def remove(folder: Path, disk: Disk, before: int) -> None:
 
 
 OWN_BYTES = 256 << 20
+# The larger of these two bounds limits the own commits in segments that no checkpoint needs.
 OWN_BYTES_PER_PARAMETER = 2
-"""The larger of the two bounds the own commits in segments that no checkpoint needs."""
+# Size of a batch of other peers' commits. An own commit waits for at most one batch.
 BATCH_BYTES = 16 << 20
-"""Others' commits that are appended and synced at once: an own commit waits for one batch at most."""
+# Where releases before version 2 of the format kept own commits, one per file.
 OLD_FOLDER, OLD_SUFFIX, OLD_LENGTH_BYTES = "own", ".commit", 4
-"""Where releases before version 2 of the format kept own commits, one a file."""
 
 
 class LoggedCommit(NamedTuple):
-    """A commit to be appended: its payload, and what makes of the payload what travels with the commit."""
+    """A commit to append: its header, its payload, and a function that makes the commit's data from the payload."""
 
     header: CommitHeader
     held: Held
@@ -203,8 +205,11 @@ class _Own(NamedTuple):
 
 
 class CommitLog:
-    """The log of one peer in ``folder``. Methods without ``async`` belong on the event loop; those with a leading
-    underscore that touch the disk belong on the host's ``log`` queue."""
+    """The log of one peer in ``folder``.
+
+    Call public methods on the event loop, except ``load``, which blocks. Private methods that touch the disk run on the
+    host's ``log`` queue.
+    """
 
     def __init__(self, folder: Path, host: Host, me: PeerId, layout: Layout) -> None:
         self._folder = folder
@@ -212,29 +217,32 @@ class CommitLog:
         self._me = me
         self._most_data_bytes = most_data_bytes(layout)
         self._most_own_bytes = max(OWN_BYTES, OWN_BYTES_PER_PARAMETER * layout.elements)
+        # Own commits that are being written.
         self._appending: dict[Digest, asyncio.Future[None]] = {}
-        """Own commits that are on their way to the disk."""
+        # The disk refused the last own commit. Keeps the log to one warning per outage.
         self._is_failing = False
-        """The disk did not take the last own commit."""
-        # Of the ``log`` queue:
+        # Used on the ``log`` queue only:
+        # The segment that is appended to; None: the next append begins a new one.
         self._path: Path | None = None
-        """The segment that is appended to; None: the next append begins one."""
+        # Offset of the next entry.
         self._end = 0
-        """Where its next entry begins."""
+        # True if no checkpoint needs this segment, except for own commits.
         self._is_bounded = True
-        """Whether no checkpoint needs what is appended, but for own commits."""
+        # The segment that was last closed because it was large, if any.
         self._full: list[Path] = []
-        """The segment that was closed last because it was large, if any."""
+        # Commits that were appended with their data since the last checkpoint began.
         self._logged: set[Digest] = set()
-        """Commits that were appended with their data since the last checkpoint began."""
+        # Own commits that may be in no checkpoint yet, oldest first.
         self._own: dict[Digest, _Own] = {}
-        """Own commits that no checkpoint contains for sure, the oldest first."""
 
     # -- own commits ---------------------------------------------------------------------------------------------------
 
     def load(self, heads: Sequence[Head | None]) -> list[tuple[CommitHeader, bytes]]:
-        """Read the own commits of earlier lives that ``heads``, by shard, have not left behind, with their data, which
-        is not checked. For the start, before anything is appended. Blocks."""
+        """Read the own commits of earlier lives that the chains at ``heads`` (by shard) can still take, with their
+        data.
+
+        The data is not verified. Call it at the start, before anything is appended. Blocks.
+        """
         found = self._import_old(heads)
         for number in numbers(self._folder, self._host.disk):
             path = path_of(self._folder, number)
@@ -245,12 +253,15 @@ class CommitLog:
                         found[commit] = entry.read(self._host.disk)
                         self._own[commit] = _Own(header, entry)
             except (OSError, ValueError) as error:
-                log.warning("commits of an earlier life cannot be read", path=path, reason=str(error))
+                log.warning("cannot read commits from before the restart", path=path, reason=str(error))
         return sorted(found.values(), key=lambda commit: (commit[0].shard, commit[0].version))
 
     def _import_old(self, heads: Sequence[Head | None]) -> dict[Digest, tuple[CommitHeader, bytes]]:
-        """Append the own commits that an earlier release left in files of their own, and then remove the files. Return
-        those that are needed, also where the disk takes nothing: rule E1 holds for them, too."""
+        """Append the own commits that an earlier release kept in separate files, then remove those files.
+
+        Returns the commits that are still needed, even if the disk accepts no writes, because rule E1 holds for them
+        too.
+        """
         folder, disk = self._folder.parent / OLD_FOLDER, self._host.disk
         found = {}
         for name in disk.names(folder):
@@ -261,7 +272,7 @@ class CommitLog:
                 end = OLD_LENGTH_BYTES + int.from_bytes(content[:OLD_LENGTH_BYTES], "big")
                 header, data = _decoded(content[OLD_LENGTH_BYTES:end]), content[end:]
             except (OSError, ValueError) as error:
-                log.warning("a commit of an earlier release cannot be read", name=name, reason=str(error))
+                log.warning("cannot read a commit of an earlier release", name=name, reason=str(error))
                 continue
             if self._is_needed(header, heads):
                 found[commit_id(header)] = header, data
@@ -270,15 +281,15 @@ class CommitLog:
                 self._sync()
                 disk.remove(folder / name)
             except OSError as error:
-                log.warning("a commit of an earlier release stays in its file", name=name, reason=str(error))
+                log.warning("cannot move a commit of an earlier release into the log", name=name, reason=str(error))
         return found
 
     def _is_needed(self, header: CommitHeader, heads: Sequence[Head | None]) -> bool:
-        """Whether this is an own commit that ``heads`` have not left behind."""
+        """Return whether this is an own commit that the chain at ``heads`` can still take."""
         return header.owner == self._me and header.shard < len(heads) and not _is_left(header, heads)
 
     def append_own(self, header: CommitHeader, parts: CommitParts) -> None:
-        """Append an own commit and sync it, unless the log has it."""
+        """Append and sync an own commit in the background, unless it is in the log already."""
         commit = commit_id(header)
         if commit in self._own or commit in self._appending:
             return
@@ -297,17 +308,17 @@ class CommitLog:
             self._is_failing = isinstance(error, OSError)
             if isinstance(error, OSError) and not was_failing:
                 reason = os.strerror(error.errno or 0)
-                log.warning("own commits are sent without being written, until the disk takes them", reason=reason)
+                log.warning("cannot write own commits to the log; sending them anyway", reason=reason)
 
         appending = self._appending[commit] = self._host.work("log", write)
         appending.add_done_callback(done)
 
     def is_appending(self, commit: Digest) -> bool:
-        """Whether an own commit is on its way to the disk."""
+        """Return whether an own commit is being written."""
         return commit in self._appending
 
     def when_durable(self, commit: Digest, then: Callable[[], None]) -> None:
-        """Call ``then`` when an own commit is on the disk: at once, if it is not on its way there."""
+        """Call ``then`` when an own commit is on disk, or at once if it is not being written."""
         appending = self._appending.get(commit)
         if appending is None:
             then()
@@ -317,16 +328,17 @@ class CommitLog:
     # -- checkpoints and others' commits -------------------------------------------------------------------------------
 
     async def begin_segment(self, heads: Sequence[Head | None], *, is_bounded: bool) -> int:
-        """Begin the segment of a checkpoint whose shards are at ``heads``, by shard, or heavier ones; the number of
-        both. ``is_bounded``: the commits of others will not follow, so that only the newest own commits matter.
+        """Begin the segment of a checkpoint whose shards are at ``heads`` or heavier ones; return the number of both.
+
+        ``is_bounded``: other peers' commits will not follow, so only the newest own commits must be kept.
 
         Raises:
-            OSError: the disk takes nothing.
+            OSError: the disk does not accept writes.
         """
         return await self._host.work("log", lambda: self._begin_after(heads, is_bounded=is_bounded))
 
     def _begin_after(self, heads: Sequence[Head | None], *, is_bounded: bool) -> int:
-        """Begin a segment with a copy of the own commits that ``heads`` have not left behind, durably."""
+        """Begin a segment with a copy of the own commits that the chains at ``heads`` can still take, and sync it."""
         number = next_number(self._folder, self._host.disk)
         self._begin(number)
         self._is_bounded, self._full, self._logged = is_bounded, [], set()
@@ -337,7 +349,7 @@ class CommitLog:
             try:
                 header, data = own.entry.read(self._host.disk)
             except (OSError, ValueError) as error:
-                log.warning("an own commit cannot be read any more", version=own.header.version, reason=str(error))
+                log.warning("cannot read an own commit from the log", version=own.header.version, reason=str(error))
                 del self._own[commit]
             else:
                 self._append(MADE, header, [data])
@@ -345,10 +357,10 @@ class CommitLog:
         return number
 
     async def append(self, commits: Iterable[LoggedCommit]) -> set[ShardId]:
-        """Append commits that have become heads, and sync them; the shards of which a payload is lost.
+        """Append commits that have become heads, and sync them. Returns the shards of which a payload is lost.
 
         Raises:
-            OSError: the disk takes nothing; some of them may be there.
+            OSError: the disk refused a write. Some of the commits may be in the log.
         """
         lost = set[ShardId]()
         for batch in _batches(commits):
@@ -361,7 +373,7 @@ class CommitLog:
             try:
                 parts = () if commit_id(header) in self._logged else parts_of(held.read(self._host.disk))
             except ValueError as error:
-                log.warning("a commit is not logged", shard=header.shard, reason=str(error))
+                log.warning("commit not written to the log", shard=header.shard, reason=str(error))
                 lost.add(header.shard)
             else:
                 self._append(TAKEN, header, parts)
@@ -371,7 +383,7 @@ class CommitLog:
     # -- the segment that is appended to -------------------------------------------------------------------------------
 
     def _begin(self, number: int) -> None:
-        """Begin a segment, durably."""
+        """Create a segment and sync it."""
         path, self._path = path_of(self._folder, number), None
         try:
             self._host.disk.write(path, [MAGIC])
@@ -384,7 +396,7 @@ class CommitLog:
         self._path, self._end = path, SECTOR_BYTES
 
     def _append(self, kind: int, header: CommitHeader, data: Sequence[bytes | memoryview]) -> None:
-        """Append an entry, its data in one piece or several."""
+        """Append one entry, without a sync. ``data`` are the pieces of the entry's data."""
         if self._path is None:
             self._begin(next_number(self._folder, self._host.disk))
         assert self._path is not None
@@ -399,7 +411,7 @@ class CommitLog:
             self._own[commit] = _Own(header, entry)
 
     def _sync(self) -> None:
-        """Sync the segment. After a failure nobody knows what of it is on the disk: the next append begins another."""
+        """Sync the segment. After a failure its content on disk is unknown, so the next append begins a new segment."""
         path, self._path = self._path, None
         if path is None:
             return
@@ -411,7 +423,7 @@ class CommitLog:
         self._path = path
 
     def _close_large_segment(self) -> None:
-        """Close the segment, and remove the one that was closed before it."""
+        """Close the segment, and remove the segment that was closed before it."""
         assert self._path is not None
         gone, self._full, self._path = self._full, [self._path], None
         for path in gone:
@@ -449,8 +461,15 @@ def replay(
     momentum: Tensor,
     disk: Disk,
 ) -> tuple[SavedState, ...]:
-    """Take what was committed since checkpoint ``first``, whose state is ``theta`` and ``momentum``, which become what
-    the last commits give; the states, by shard, that are proved then. Blocks."""
+    """Apply the commits logged since checkpoint ``first``. Blocks.
+
+    Args:
+        theta: parameters of the checkpoint, float32 [all]; updated in place.
+        momentum: momentum of the checkpoint, [all]; updated in place.
+
+    Returns:
+        The proven state of each shard after its last valid commit.
+    """
     replays = [ShardReplay(manifest, saved, theta, momentum) for saved in shards]
     most_bytes = most_data_bytes(Layout.of(manifest))
     for number in numbers(folder, disk):
@@ -462,14 +481,14 @@ def replay(
                 if header.shard < len(replays):
                     replays[header.shard].add(header, entry, disk)
         except OSError as error:
-            log.warning("commits since a checkpoint cannot be read", path=path, reason=str(error))
+            log.warning("cannot read commits made since the checkpoint", path=path, reason=str(error))
     if taken := sum(shard.taken for shard in replays):
-        log.info("commits since the checkpoint were taken again", commits=taken)
+        log.info("replayed commits made since the checkpoint", commits=taken)
     return tuple(shard.saved for shard in replays)
 
 
 class ShardReplay:
-    """Leads one shard's state on with the commits of the log."""
+    """Applies logged commits to one shard's state."""
 
     def __init__(self, manifest: Manifest, saved: SavedState, theta: Tensor, momentum: Tensor) -> None:
         self.saved = saved
@@ -477,16 +496,16 @@ class ShardReplay:
         self._manifest = manifest
         piece = Layout.of(manifest).shards[saved.state.head.shard]
         self._vectors = theta[piece.start : piece.stop], momentum[piece.start : piece.stop]
+        # Created by the first commit.
         self._chain: Chain | None = None
-        """From the first commit on."""
+        # Own commits that were made since the checkpoint, by ID.
         self._made: dict[Digest, LogEntry] = {}
-        """Own commits that were made since the checkpoint."""
+        # True after an invalid commit: nothing that follows it can be applied.
         self._is_refusing = False
-        """A commit was of no use."""
 
     def add(self, header: CommitHeader, entry: LogEntry, disk: Disk) -> None:
-        """Handle the next entry about this shard: a commit that was taken becomes the head, if it is what it says; else
-        nothing follows any more."""
+        """Handle the next entry of this shard: a valid TAKEN commit becomes the head. After an invalid one, the shard
+        keeps its state."""
         head = self.saved.state.head
         if entry.kind == MADE:
             self._made[commit_id(header)] = entry
@@ -498,7 +517,7 @@ class ShardReplay:
             except ValueError as error:
                 self._is_refusing = True
                 log.warning(
-                    "a commit since the checkpoint is of no use",
+                    "cannot replay a commit made since the checkpoint",
                     shard=header.shard,
                     version=header.version,
                     reason=str(error),
@@ -511,7 +530,7 @@ class ShardReplay:
             raise ValueError("it is torn or altered")
         saved = self._proved(header, parts)
         if proven_digest(self._manifest, saved) != digest_of(parts.digests):
-            raise ValueError("its digests are altered")
+            raise ValueError("its digests were altered")
         new = torch.empty_like(theta), torch.empty_like(momentum)
         chunks = quantization.chunk_count(theta.numel())
         bodies = compression.split(parts.gradient, chunks, quantization.LARGEST_BODY)
@@ -520,14 +539,14 @@ class ShardReplay:
             span = slice(index * quantization.CHUNK, (index + 1) * quantization.CHUNK)
             outer_optimizer.step_aside(body, theta[span], momentum[span], (new[0][span], new[1][span]), **factors)
             if not digests.is_chunk(parts.digests, index, new[0][span], new[1][span]):
-                raise ValueError("it does not give what its owner signed")
+                raise ValueError("its result is not what its owner signed")
         theta.copy_(new[0])
         momentum.copy_(new[1])
         self.saved = saved
         self.taken += 1
 
     def _proved(self, header: CommitHeader, parts: CommitParts) -> SavedState:
-        """Advance the chain by a commit, and return what is proved then."""
+        """Advance the chain by a commit, and return the proven state."""
         before, lineage = self.saved, self.saved.lineage
         if self._chain is None:
             self._chain = chain_of(self._manifest, before)
@@ -541,7 +560,7 @@ class ShardReplay:
 
 
 def chain_of(manifest: Manifest, saved: SavedState) -> Chain:
-    """A shard's chain, as the machine has it that begins with this state."""
+    """Return a shard's chain, as the state machine would have it after a start from ``saved``."""
     shard = saved.state.head.shard
     config = protocol_config(manifest, PeerOptions(folder=Path()), manifest.founder)
     chain = Chain(shard, config.log_length, config.blocks, config.limits, config.sizes.elements[shard])

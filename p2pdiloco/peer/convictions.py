@@ -1,4 +1,4 @@
-"""Owners that may not own anything, kept on disk so that a restart does not forget them (rule E2b)."""
+"""Convictions: owners that may no longer own shards, kept on disk so that a restart does not forget them (rule E2b)."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from p2pdiloco.wire.control_messages import decode_as, encode
 log = logs.get("node")
 
 FILE = "convictions.msgpack"
+# Where earlier releases kept it.
 OLD_FILE = "own/barred.msgpack"
-"""Where earlier releases kept it."""
 
 
 class ConvictionFile:
-    """The convictions that a peer keeps in its ``folder``."""
+    """The file with the convictions that a peer knows, in its ``folder``."""
 
     def __init__(self, folder: Path, host: Host) -> None:
         self._folder = folder
         self._host = host
+        # What was written last.
         self._saved = Convictions()
-        """What was written last."""
 
     def load(self) -> Convictions:
-        """Read what earlier lives knew, without what proves nothing. Blocks."""
+        """Read the convictions of earlier lives, without proofs that do not hold. Blocks."""
         disk = self._host.disk
         name = FILE if FILE in disk.names(self._folder) else OLD_FILE
         try:
@@ -38,20 +38,20 @@ class ConvictionFile:
         except FileNotFoundError:
             return self._saved
         except (OSError, ValueError) as error:
-            log.warning("which owners may own nothing cannot be read", reason=str(error))
+            log.warning("cannot read the file of convicted owners", reason=str(error))
             return self._saved
         proofs = []
         for proof in found.proofs:
             try:
                 check_equivocation(proof, OPEN)
             except ValueError as error:
-                log.warning("a proof of an earlier life is none", owner=proof.owner, reason=str(error))
+                log.warning("a saved proof against an owner is invalid", owner=proof.owner, reason=str(error))
                 continue
             proofs.append(proof)
         return msgspec.structs.replace(found, proofs=tuple(proofs))
 
     def save(self, known: Convictions) -> None:
-        """Write what is known, if it is new."""
+        """Write the convictions to disk, if they have changed. Does not wait."""
         if known == self._saved:
             return
         self._saved = known
@@ -60,6 +60,6 @@ class ConvictionFile:
 
 
 def _ignore_failure(future: asyncio.Future[None]) -> None:
-    """On a disk that takes nothing, the next life learns of convictions from others."""
+    """Ignore a failed write: after a restart, this peer hears of convictions from others."""
     if not future.cancelled():
         future.exception()

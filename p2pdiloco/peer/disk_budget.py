@@ -1,50 +1,56 @@
-"""Budget of bytes that a peer may write to its disk in a day, and its division among the peer's parts.
+"""Disk write budget: bytes that a peer may write per day, and their division among its writers.
 
 Rules of this file:
-1. Commits since the last checkpoint come first, as long as they fit into ``LOG_SHARE``: of a version of the model they
-   are half a byte a parameter, of a checkpoint six or eight. With them a checkpoint is wanted seldom; without them it
-   is all that a crash leaves, and comes every hour whatever it writes.
-2. The learner's own state is written by a clock of its own. Payloads that memory has no room for get what is left.
-3. Where the user says how often (``are_timed``), checkpoints and the learner's own state are outside the budget, which
-   is for commits and payloads then.
+1. Logged commits come first, up to ``LOG_SHARE``. They take about half a byte per parameter and version of the model; a
+   checkpoint takes six or eight (four more with a running average). With logged commits, checkpoints can be rare.
+   Without them, a checkpoint is all that a crash leaves, so it is written every hour whatever it costs.
+2. The learner's own state is written on its own timer. Payloads that do not fit into memory get what is left.
+3. If the user sets the checkpoint interval (``are_timed``), checkpoints and the learner's own state are outside the
+   budget. It then covers commits and payloads only.
 """
 
 from __future__ import annotations
 
 DAY_S = 86400.0
 HOUR_S = 3600.0
+# Upper bound on the bytes per parameter of the learner's own state.
 LEARNER_BYTES = 8
-"""A parameter's, that the learner writes of its own, or less."""
+# Share of logged commits, including own commits, which are always written.
 LOG_SHARE = 0.6
-"""With own commits, which are written in any case."""
 LEARNER_SHARE = 0.25
+# Share of checkpoints while commits are logged.
 LOGGED_SHARE = 0.125
-"""Of checkpoints, while commits are kept."""
+# Share of checkpoints while commits are not logged.
 UNLOGGED_SHARE = 0.5
-"""And while they are not."""
 
 
 class DiskBudget:
-    """The budget of a peer whose checkpoints have ``elements`` parameters of ``width`` bytes each. ``bytes_per_day``
-    None: no limit."""
+    """The write budget of one peer.
+
+    Args:
+        bytes_per_day: the limit; None: no limit.
+        elements: parameters of the model.
+        width: bytes per parameter of a checkpoint.
+        are_timed: the user sets the checkpoint interval.
+    """
 
     def __init__(self, bytes_per_day: float | None, elements: int, width: int, *, are_timed: bool = False) -> None:
         self._bytes_per_day = bytes_per_day
         self._are_timed = are_timed
         self._elements = elements
         self._width = width
+        # Bytes of commits that are logged per day, at the present rate.
         self.log_bytes_per_day = 0.0
-        """Bytes of commits that are written in a day, at the present rate."""
+        # True if the log continues every shard from the last checkpoint.
         self.is_logged = False
-        """Whether commits lead on from the last checkpoint."""
 
     @property
     def most_log_bytes_per_day(self) -> float:
-        """The most bytes of commits in a day; inf: no limit."""
+        """Maximum bytes of logged commits per day; infinite without a limit."""
         return float("inf") if self._bytes_per_day is None else LOG_SHARE * self._bytes_per_day
 
     def checkpoint_s(self) -> float:
-        """The least seconds between two checkpoints; at most an hour, where commits do not lead on from the last."""
+        """Return the minimum seconds between two checkpoints; at most an hour while commits are not logged."""
         if self._bytes_per_day is None or self._are_timed:
             return 0.0
         share = LOGGED_SHARE if self.is_logged else UNLOGGED_SHARE
@@ -52,13 +58,13 @@ class DiskBudget:
         return between_s if self.is_logged else min(HOUR_S, between_s)
 
     def learner_s(self) -> float:
-        """The least seconds between two savings of the learner's own state."""
+        """Return the minimum seconds between two saves of the learner's own state."""
         if self._bytes_per_day is None or self._are_timed:
             return 0.0
         return LEARNER_BYTES * self._elements * DAY_S / (LEARNER_SHARE * self._bytes_per_day)
 
     def spare_bytes_per_s(self) -> float | None:
-        """Bytes a second that checkpoints, commits and the learner leave for payloads; None: no limit."""
+        """Return the bytes per second that checkpoints, commits and the learner leave for payloads; None: no limit."""
         if self._bytes_per_day is None:
             return None
         spare = (self._bytes_per_day - self.log_bytes_per_day) / DAY_S

@@ -1,10 +1,10 @@
-"""Runs one machine against the world: its effects become messages and jobs, their ends become events.
+"""Driver: runs one peer's state machine. Turns its effects into messages and jobs, and their results into events.
 
 Rules of this file:
-1. All events go through ``feed``, one at a time; effects run in the order in which the machine gave them.
-2. Tensor work goes to the host's ``tensors`` queue, in order (``model_state``); checking what others sent goes to
-   another, so that a flood of payloads does not delay our own merges.
-3. What a peer sent is fed to the machine only when what came with it was found sound (``payload_cache``).
+1. All events go through ``feed``, one at a time. Effects run in the order in which the machine returned them.
+2. Tensor work goes to the host's ``tensors`` queue, in order (``model_state``). Received data is checked on another
+   queue, so that a flood of payloads does not delay this peer's merges.
+3. A message is fed to the machine only after its payload was verified (``payload_cache``).
 """
 
 from __future__ import annotations
@@ -45,29 +45,29 @@ log = logs.get("protocol")
 T = TypeVar("T")
 
 
+# Called with each event, its effects and its time, before the effects run.
 Observed = Callable[[ev.Event, list[ef.Effect], float], None]
-"""Sees each event with its effects and its time, before the effects are carried out."""
 
 
 class Defect(NamedTuple):
-    """A defect of ours: the peer must stop."""
+    """An error in this program's own code: the peer must stop."""
 
     error: BaseException
 
 
+# Output that the driver leaves to the peer: effects for the learner and for downloads, the machine's end, shifts that
+# the learner is to take, and defects.
 Output = ef.ForLearner | ef.Fetch | ef.BecameCurrent | ef.Leave | Shifts | Defect
-"""What the driver leaves to the peer that it belongs to: effects for the learner and for downloads, the machine's end,
-shifts that the learner is to take, and defects."""
 
 COPY_S = 60.0
 
 
 class CopyError(Exception):
-    """A shard cannot be copied now; the message says why."""
+    """A shard cannot be copied now. The message says why."""
 
 
 class Driver:
-    """One peer's machine, its global state, and the payloads between them. ``emit`` takes what is left to the peer."""
+    """Drives one peer's machine, its model state, and its payloads. ``emit`` receives what is left to the peer."""
 
     def __init__(
         self,
@@ -102,23 +102,24 @@ class Driver:
         self._average = average
         self._timer: Handle | None = None
         self._has_left = False
+        # Learners that the log has named, because their contributions point away from most others'.
         self._dissenters: frozenset[str] = frozenset()
-        """Learners that were named for pointing away from most others."""
 
     def close(self) -> None:
-        """Handle no more events; running work ends without effect."""
+        """Handle no more events. Running jobs end without effect."""
         self.is_closed = True
         if self._timer is not None:
             self._timer.cancel()
 
     def load_own_commits(self, heads: Sequence[msg.Head | None]) -> list[msg.CommitHeader]:
-        """Commits of this peer's earlier lives, which it may have sent and ``heads`` do not contain. Blocks."""
+        """Return the commits of this peer's earlier lives that it may have sent and ``heads`` do not contain.
+        Blocks."""
         found = []
         for header, data in self.commit_log.load(heads):
             try:
                 self.payload_cache.verify_commit(memoryview(data), header, OPEN)()
             except ValueError as error:
-                log.warning("a commit of an earlier life cannot be used", version=header.version, reason=str(error))
+                log.warning("cannot use a commit from before the restart", version=header.version, reason=str(error))
                 continue
             found.append(header)
         return found
@@ -158,7 +159,8 @@ class Driver:
             case ef.Send():
                 self._send(effect)
             case ef.Note():
-                # Who has said goodbye is told nothing more; that this looks like silence is no news for the user.
+                # After it has left, this peer receives nothing more. The machine takes that for silent peers, which is
+                # no news for the user.
                 getattr(log, "debug" if self._has_left else effect.level)(effect.topic, reason=effect.reason)
             case ef.Encode():
                 self._encode(effect)
@@ -212,7 +214,7 @@ class Driver:
                 log.debug("message not sent: not connected, or too much waits", peer=peer)
 
     def _advise_to_fetch(self, peers: Iterable[PeerId], shard: ShardId) -> None:
-        """Instead of commits that are not here."""
+        """Tell peers to fetch the shard's state, because the commit that they need is no longer here."""
         head = self._view.head(shard)
         assert head is not None, "what is sent of a shard follows from its head"
         self._deliver(peers, encode(msg.FetchAdvised(shard, head)))
@@ -227,9 +229,10 @@ class Driver:
         *,
         shard: ShardId | None = None,
     ) -> None:
-        """Run ``work`` on tensors after all earlier jobs (of its ``shard``, and of none), then ``then`` on the loop.
+        """Run ``work`` on tensors after all earlier jobs of its ``shard`` and of no shard, then ``then`` on the event
+        loop.
 
-        ``fail`` gets the errors that work may end in; any other is a defect of ours and stops the node.
+        ``fail`` receives the expected errors. Any other error is a defect and stops the node.
         """
         if self.is_closed:
             return
@@ -250,7 +253,10 @@ class Driver:
         self._host.work("tensors", work, shard).add_done_callback(done)
 
     def _failure_handler(self, work: str, shard: ShardId, owner: PeerId | None = None) -> Callable[[Exception], None]:
-        """Tell the machine. ``owner`` signed what was worked on, and answers for its digest."""
+        """Return a function that reports a failed job to the machine.
+
+        ``owner`` signed the commit that the job applied, so a digest mismatch is the owner's fault.
+        """
 
         def fail(error: Exception) -> None:
             if owner is not None and isinstance(error, DigestMismatchError):
@@ -259,7 +265,9 @@ class Driver:
             if culprit is not None:
                 self._metrics.report_fault(culprit, "contribution", str(error))
             is_spoilt = isinstance(error, SpoiltStateError)
-            if not (is_spoilt and work == "merge"):  # its contributions are as good as before
+            if not (
+                is_spoilt and work == "merge"
+            ):  # then the contributions are still good: merge them after the repair
                 unfit = isinstance(error, UnfitCommitError)
                 self.feed(ev.Failed("values" if unfit else work, shard, culprit, str(error)))
             if isinstance(error, SpoiltStateError):
@@ -268,7 +276,7 @@ class Driver:
         return fail
 
     def report_corruption(self, error: SpoiltStateError) -> None:
-        """Have a shard whose state here is not what its head stands for fetched again, at the same head."""
+        """Have the machine fetch a shard again, at the same head, because its state in memory is altered."""
         self._metrics.report_fault(self._view.me, "memory", str(error))
         self.feed(ev.Failed("state", error.shard, None, str(error)))
 
@@ -281,13 +289,14 @@ class Driver:
         chunks: range | None = None,
         is_checked: bool = True,
     ) -> T:
-        """Fill ``data`` with the shard's state as it travels (only ``chunks``, by default all). Returns what ``then``
-        makes of its head and the digests of its chunks: it runs in the turn of the loop in which the copy is there, so
-        that what it reads of the machine is of one moment with the copy. ``is_checked``: chunks that nobody has looked
-        at are compared with these digests.
+        """Copy the shard's state into ``data`` in wire layout (only ``chunks``; default: all).
+
+        ``then`` gets the shard's head and the digests of its chunks; its result is returned. It runs in the event-loop
+        turn in which the copy arrives, so that what it reads from the machine matches the copy. ``is_checked``: chunks
+        that were not verified yet are compared with their digests.
 
         Raises:
-            CopyError: the state is not here, or not as it should be, or the worker is busy for ``COPY_S``.
+            CopyError: the state is not here, or altered, or the worker is busy for more than ``COPY_S``.
         """
         found: asyncio.Future[T] = asyncio.get_running_loop().create_future()
 
@@ -355,7 +364,7 @@ class Driver:
         self.submit(work, done, self._failure_handler("merge", effect.shard), shard=effect.shard)
 
     def _note_merge(self, base: msg.Head, contributors: int, merged: MergeResult) -> None:
-        """Write down how much the learners of a merge have in common."""
+        """Log how well the learners of a merge agreed."""
         cosine, shortened = merged.accord
         self._metrics.write(
             "merge",
@@ -390,7 +399,7 @@ class Driver:
             return
         self.payload_cache.sign_commit(effect.id, header)
         parts = self.payload_cache.commit_parts(header) if header.owner == self._view.me else None
-        if parts is not None and payload.data is not None:  # else it was appended when it was made
+        if parts is not None and payload.data is not None:  # a spilled payload was appended when it was made
             self.commit_log.append_own(header, parts[1](payload.data))
         moves, disk = self.payload_cache.read_moves(header.shard, effect, self._host.disk), self._host.disk
         self.submit(

@@ -1,14 +1,14 @@
-"""A running average of the global parameters: what a model whose learning rate is still high would be if it fell.
+"""Running average of the global parameters: usable for evaluation while the learning rate is still high.
 
 Rules of this file:
-1. Each shard's average looks at every version that this peer takes. Look k counts (POWER + 1) / (k + POWER), so that
-   about the last k / (POWER + 1) versions count, whatever the run's length (polynomial decay, arXiv 1212.1824). Until
-   there are enough it is the mean of what there is.
-2. It is this peer's own affair: it does not travel, no other peer's depends on it, and merges know nothing of it. Who
-   comes late begins with what it finds.
-3. Looks are made on the shard's worker thread, which alone changes its global parameters.
-4. It lies beside the checkpoints as one file, which appears whole or not at all. One that is not of this run, or not as
-   it was written, is not used.
+1. Each shard's average is updated with every version that this peer takes. Update k has weight (POWER + 1) / (k +
+   POWER), so about the last k / (POWER + 1) versions count, whatever the run's length (polynomial decay averaging,
+   arXiv 1212.1824).
+2. The average is local to this peer. It is not sent, and merges do not use it. A peer that joins late begins with the
+   parameters that it finds.
+3. Updates run on the shard's worker thread, which alone changes the shard's global parameters.
+4. The average is saved as one file beside the checkpoints, which appears whole or not at all. A file of another run, or
+   an altered one, is not used.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ if TYPE_CHECKING:
 
 log = logs.get("node")
 
+# Weight exponent; measurement in docs/results.md, "Running average".
 POWER: Final = 16
-"""docs/results.md, "Running average"."""
+# Bytes per parameter.
 WIDTH: Final = 4
-"""Bytes of a parameter."""
 
 
 class Seal(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What stands behind the values in the file, as JSON."""
+    """JSON at the end of the file that identifies and verifies the values before it."""
 
     run: RunId
     looks: tuple[int, ...]
-    """By shard."""
+    """Number of updates, by shard."""
     digests: tuple[Digest, ...]
-    """Of the shards' values."""
+    """Digest of each shard's values."""
 
 
 class RunningAverage:
-    """Of one peer. ``theta`` is float32 [all parameters], in the layout's order."""
+    """The running average that one peer keeps. ``theta`` is float32 [all parameters], in the layout's order."""
 
     def __init__(self, run: RunId, layout: Layout) -> None:
         self._run = run
@@ -62,18 +62,20 @@ class RunningAverage:
         self.looks = [0] * len(layout.shards)
 
     def begin(self, folder: Path, disk: Disk, state: ModelState) -> None:
-        """As an earlier life has left it in ``folder``, or with the parameters that are here now. Blocks."""
+        """Load the average of an earlier life from ``folder``, or begin with the present parameters. Blocks."""
         try:
             self.load(folder, disk)
         except (OSError, ValueError) as error:
             if not isinstance(error, FileNotFoundError):
-                log.warning("the running average begins anew", folder=folder, reason=str(error))
+                log.warning(
+                    "cannot use the saved running average; starting a new one", folder=folder, reason=str(error)
+                )
             for piece, head in zip(self._layout.shards, state.heads, strict=True):
                 if head is not None:
                     self.look(piece.shard, state.theta[piece.start : piece.stop])
 
     def look(self, shard: ShardId, theta: Tensor) -> None:
-        """The shard has a new version: these parameters, float32 [the shard's]."""
+        """Update a shard's average with a new version's parameters, float32 [the shard's]."""
         self.looks[shard] += 1
         self._of(shard).lerp_(theta, weight(self.looks[shard]))
 
@@ -82,10 +84,10 @@ class RunningAverage:
         return self.theta[piece.start : piece.stop]
 
     async def save(self, folder: Path, host: Host) -> None:
-        """Into ``folder``, shard by shard, each as it is when its turn comes; not before all have been looked at.
+        """Save into ``folder``, shard by shard. Does nothing until every shard has had an update.
 
         Raises:
-            OSError: the disk is full or not writable; what is there stays.
+            OSError: the disk is full or not writable. The existing file is untouched.
         """
         if not all(self.looks):
             return
@@ -110,32 +112,33 @@ class RunningAverage:
         return self.looks[shard], as_bytes(self._of(shard)).tobytes()
 
     def load(self, folder: Path, disk: Disk) -> None:
-        """What an earlier life has saved in ``folder``. Blocks.
+        """Load the average that an earlier life saved in ``folder``. Blocks.
 
         Raises:
-            OSError: there is nothing, or it cannot be read.
-            ValueError: it is of another run, or not as it was written: the next look is the first.
+            OSError: there is no file, or it cannot be read.
+            ValueError: the file is of another run, or altered. The next update is then the first.
         """
         path, values = folder / AVERAGE, WIDTH * self._layout.elements
         seal = msgspec.json.decode(disk.read(path, values), type=Seal)
         if seal.run != self._run or not len(seal.looks) == len(seal.digests) == len(self.looks) or not all(seal.looks):
-            raise ValueError("it is of another run")
+            raise ValueError("it belongs to another run")
         self.looks = [0] * len(self.looks)
         for piece, digest in zip(self._layout.shards, seal.digests, strict=True):
             data = disk.read(path, WIDTH * piece.start, WIDTH * piece.elements)
             if digest_of(data) != digest:
-                raise ValueError(f"shard {piece.shard} is not as it was written")
+                raise ValueError(f"shard {piece.shard} was altered on disk")
             as_bytes(self._of(piece.shard))[:] = np.frombuffer(data, np.uint8)
         self.looks = list(seal.looks)
 
 
 def weight(look: int) -> float:
-    """Of the ``look``-th, 1 for the first: how far the average moves towards what it sees."""
+    """Return the weight of update number ``look``: how far the average moves towards the new value. The first has
+    weight 1."""
     return (POWER + 1) / (look + POWER)
 
 
 def span(looks: int) -> int:
-    """About how many of the last versions an average of so many counts."""
+    """Return about how many of the last versions an average after ``looks`` updates covers."""
     return max(1, looks // (POWER + 1))
 
 

@@ -1,7 +1,7 @@
-"""Why a peer ends, and with which status its process does.
+"""Ending: the reason why a peer ends, and the exit status of its process.
 
-A peer ends for one of four reasons: the run is complete, it was asked to leave, its learner cannot go on, or a defect
-of ours. Each has an exit status and a sentence.
+A peer ends because the run is complete, because it was asked to leave, because its learner cannot go on, or because of
+a defect in this program.
 """
 
 from __future__ import annotations
@@ -12,61 +12,64 @@ import msgspec
 
 from p2pdiloco.protocol.view import MachineView
 
+# Exit status of a peer that may have a model of its own, because the swarm was split.
 APART = 4
-"""The exit status of a peer that may have a model of its own."""
 
 
 class Ending(msgspec.Struct, frozen=True):
-    """Why the node stopped. Status 0: in order; 1: something failed; 2: the user must repair something; 4: it was apart
-    from as many as were with it, and did not meet them again."""
+    """Exit status and reason. Status 0: ended in order; 1: something failed; 2: the user must repair something; 4: at
+    least as many peers as stayed were lost at once and did not come back."""
 
     status: int
     reason: str
 
 
 class End:
-    """Of one peer: whether it is reached, and by what."""
+    """The end of one peer: whether it is reached, and why."""
 
     def __init__(self) -> None:
         self._reason: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        # An ending that overrides the ordinary one.
         self.cause: Ending | None = None
-        """What makes it end otherwise than the machine would."""
 
     @property
     def is_reached(self) -> bool:
-        """It is ending."""
+        """True when the peer is ending."""
         return self._reason.done()
 
     def reach(self, reason: str) -> None:
-        """There is nothing left to do."""
+        """Set the reason, unless one is set already."""
         if not self._reason.done():
             self._reason.set_result(reason)
 
     async def reason(self) -> str:
-        """Why, when it is reached."""
+        """Wait for the end; return its reason."""
         return await self._reason
 
 
 def ordinary_ending(
     reason: str, view: MachineView, *, needs_majority: bool, trouble: str, learners: str, absence: str = ""
 ) -> Ending:
-    """How a peer ends that nothing else has ended. ``trouble``: what a person should look at; ``learners``: as far as
-    it is the learner's; ``absence``: why there is no learner."""
+    """Return the ending of a peer that ended without a failure.
+
+    ``trouble``: problems that a person should look at; ``learners``: the learner's problem; ``absence``: why there is
+    no learner. All are empty if there is nothing to report.
+    """
     unmerged = view.unmerged_tokens()
     if unmerged:
         is_alone = needs_majority and view.missing
-        alone = "the run merges nothing without a majority, and too many peers are missing" if is_alone else ""
-        why = trouble or alone or "--leave-s allows longer"
+        alone = "too many peers are missing, and the run merges only with a majority" if is_alone else ""
+        why = trouble or alone or "a larger --leave-s waits longer"
         return Ending(1, f"{reason}; {unmerged:,} tokens were not merged in time and are lost ({why})")
     if absence:
-        return Ending(1, f"{reason}; at the end this peer had no learner: {absence}")
+        return Ending(1, f"{reason}; this peer had no learner at the end: {absence}")
     if learners:
-        return Ending(1, f"{reason}; {learners}; `p2pdiloco resume --known-good` goes back")
-    if view.missing and view.has_finished:  # who is sent away may come back, and goes on then
+        return Ending(1, f"{reason}; {learners}; `p2pdiloco resume --known-good` returns to the last good checkpoint")
+    if view.missing and view.has_finished:  # a peer that was asked to leave can resume, and continues then
         return Ending(
             APART,
-            f"{reason}, but {view.missing} of the peers that were here were lost at once and have not come back: they "
-            "may have gone on, and have a second model. To make one of both, let a peer of each side serve its own "
-            "(p2pdiloco resume FOLDER --stay-s 3600): where they meet, the model with more tokens wins",
+            f"{reason}, but {view.missing} peers were lost at once and have not come back. They may have trained on "
+            "and have a second model. To combine both, let a peer of each side serve its model (p2pdiloco resume "
+            "FOLDER --stay-s 3600): when they connect, the model with more tokens wins",
         )
     return Ending(0, reason)

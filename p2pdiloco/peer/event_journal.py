@@ -1,10 +1,11 @@
-"""A peer's journal: every event its machine handled, when, and a checksum of the effects, for checking replays.
+"""Event journal: every event that a peer's machine handled, its time, and a checksum of the effects, to verify replays.
 
-File: MessagePack objects one after the other. The first is the machine's configuration, each further one an ``Entry``.
-Writing never blocks the loop for long: entries are buffered and flushed once a second and at the end.
+File format: a sequence of MessagePack objects, each after its length. The first is the machine's configuration, each
+further one an ``Entry``. Writes are buffered and flushed once a second and at the end, so they never block the loop for
+long.
 
-A life has a journal of its own: those of the last few are kept beside it (``journal.1.bin`` is the life before), since
-it is after a crash that they are needed. A journal that is full ends: what comes after a gap could not be replayed.
+Each life of a peer has its own journal. The last few are kept (``journal.1.bin`` is the previous life), since a journal
+is needed after a crash. A full journal ends: nothing after a gap could be replayed.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from p2pdiloco.protocol.state import ProtocolConfig
 from p2pdiloco.util.files import rotate
 
 FLUSH_S = 1.0
+# Number of journals of earlier lives to keep.
 KEPT = 3
-"""Journals of earlier lives."""
+# Size limit of one journal.
 MOST_BYTES = 256 << 20
-"""Of a journal."""
+# Size limit of all journals of earlier lives together.
 MOST_KEPT_BYTES = 512 << 20
-"""Of those of earlier lives together."""
 MAX_ENTRY_BYTES = 1 << 24
 _LENGTH = 4
 
@@ -47,12 +48,12 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
 
 
 def effects_crc(effects: list[Effect]) -> int:
-    """Checksum of a list of effects."""
+    """Return a checksum of a list of effects."""
     return crc32(_encoder.encode(effects))
 
 
 class Journal:
-    """Append-only journal file."""
+    """Append-only journal file of one life; a context manager."""
 
     def __init__(self, path: Path, config: ProtocolConfig) -> None:
         self._path = path
@@ -74,7 +75,7 @@ class Journal:
         self.close()
 
     def close(self) -> None:
-        """End the file. What a full disk does not take is lost; a reader leaves out a torn last entry."""
+        """Close the file. Data that a full disk refuses is lost; a reader leaves out a torn last entry."""
         if self._file is not None:
             with contextlib.suppress(OSError):
                 self._file.close()
@@ -84,7 +85,7 @@ class Journal:
         """Append one handled event.
 
         Raises:
-            OSError: the disk is full, or the journal.
+            OSError: the disk or the journal is full.
         """
         self._write(_encoder.encode(Entry(now, event, effects_crc(effects))))
 
@@ -103,14 +104,14 @@ WHERE = "python -m tests.machine_sim.replay reads STATE/RUN/journal.bin, which s
 
 
 class JournalError(Exception):
-    """The file is not a journal, or breaks off in a way that a killed writer cannot explain."""
+    """The file is not a journal, or it is damaged in a way that a killed writer cannot explain."""
 
 
 def read_journal(path: Path) -> tuple[ProtocolConfig, Iterator[Entry]]:
-    """The configuration and the entries. A last entry that was cut by a kill is left out.
+    """Read the configuration and the entries. A last entry that was cut off is left out.
 
     Raises:
-        JournalError: not a journal, or (while reading on) an entry that is none.
+        JournalError: the file is not a journal, or (while iterating) an entry cannot be read.
     """
     frames = _frames(path)
     try:

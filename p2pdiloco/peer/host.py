@@ -1,10 +1,11 @@
-"""Interface between a peer and the world: time, long work, other peers, its learner, its disk.
+"""Host interface: all that a peer needs of its environment (time, long work, other peers, its learner, its disk).
 
 Rules of this file:
-1. Nothing in ``peer/`` knows threads, sockets, processes, files or clocks: it has a host. ``hosts/`` is the world as it
-   is (an event loop, threads, a disk); ``peersim/`` is a world in virtual time, in which everything may fail.
-2. Coroutines, futures and locks of asyncio are notation, the same in both: every wait ends in something that the host
-   began, so that a host that stands still holds all of its peer.
+1. Modules in ``peer/`` do not use threads, sockets, processes, files or clocks directly. They use a host.
+   ``node.local_host.LocalHost`` is the real one (event loop, threads, disk). The tests have one in virtual time, in
+   which every operation may fail (``tests/peer_sim``).
+2. Coroutines, futures and locks of asyncio work the same with both. Every wait ends in something that the host started,
+   so a host that stops also stops its whole peer.
 """
 
 from __future__ import annotations
@@ -21,56 +22,58 @@ from p2pdiloco.wire import learner_ipc
 from p2pdiloco.wire.request_reply import Response
 
 # -- Disk interface ----------------------------------------------------------------------------------------------------
-# What a peer does to its disk, in steps that each may fail or be the last, and how a file is replaced with them.
-# Rules of this file:
-# 1. A crash leaves the old file or the new one, never a mixture: bytes reach the disk before the name does, and the
-#    name before ``replace`` returns. The temporary file lies in the target's own folder.
-# 2. Everything here blocks: it belongs on the host's ``disk`` queue, or into a program that waits for it.
+# Elementary file operations. Each may fail, or be the last before a crash.
+# Rules of this section:
+# 1. After a crash the old file or the new one is there, never a mixture: ``replace`` makes the bytes durable before the
+#    name, and the name before it returns. The temporary file lies in the target's own folder.
+# 2. Everything here blocks: call it on the host's ``disk`` queue, or in a program that may wait.
 
 
 Buffer = bytes | bytearray | memoryview
 
+# Suffix of a file that is being written. If nobody is writing it, a crash left it.
 PART = ".part"
-"""Suffix of what is being written; whatever has it and is not being written is a crash's."""
 
 
 class Disk(Protocol):
-    """A file system. All raise OSError; ``util.files.LocalDisk`` is the real one."""
+    """A file system. All methods raise OSError. ``util.files.LocalDisk`` is the real one."""
 
     def names(self, folder: Path) -> list[str]:
-        """What lies in ``folder``, sorted; nothing if it is not there."""
+        """Return the names in ``folder``, sorted; an empty list if there is no such folder."""
 
     def read(self, path: Path, start: int = 0, size: int | None = None) -> bytes:
-        """The file's bytes from ``start``; at most ``size``, or all."""
+        """Return at most ``size`` bytes of the file (None: all) from ``start``."""
 
     def write(self, path: Path, parts: Iterable[Buffer]) -> None:
-        """A new file of ``parts``, one after the other; its folder is made. Not durable before ``sync``."""
+        """Create a file from ``parts``, and its folder if needed. Not durable before ``sync``."""
 
     def put(self, path: Path, at: int, *parts: Buffer) -> None:
-        """``parts``, one after the other, from ``at`` on, where a sector of 4096 bytes begins, in a file that is made
-        if it is not there. What comes behind them in their last sector is lost. Not durable before ``sync``."""
+        """Write ``parts`` at offset ``at``, the start of a sector of 4096 bytes. Creates the file if needed.
+
+        The rest of the last sector is overwritten. Not durable before ``sync``.
+        """
 
     def append(self, path: Path, part: Buffer) -> None:
-        """``part`` at the end of a file that is there. Not durable before ``sync``."""
+        """Append ``part`` to an existing file. Not durable before ``sync``."""
 
     def sync(self, path: Path) -> None:
-        """The file's bytes are durable when this returns."""
+        """Make the file's bytes durable before returning."""
 
     def sync_folder(self, folder: Path) -> None:
-        """Renames in ``folder`` are durable when this returns."""
+        """Make renames in ``folder`` durable before returning."""
 
     def rename(self, old: Path, new: Path) -> None:
-        """``new`` is what ``old`` was, at once."""
+        """Rename ``old`` to ``new`` atomically, replacing ``new``."""
 
     def remove(self, path: Path) -> None:
-        """A file; nothing if it is not there."""
+        """Remove a file; do nothing if there is none."""
 
     def remove_folder(self, folder: Path) -> None:
-        """Remove ``folder`` and all that is in it, as far as possible."""
+        """Remove ``folder`` and everything in it, as far as possible."""
 
 
 def replace(disk: Disk, path: Path, parts: Iterable[Buffer], *, is_durable: bool = True) -> None:
-    """Replace ``path`` by ``parts``.
+    """Replace the content of ``path`` by ``parts``, atomically.
 
     Raises:
         OSError: the disk is full, or the folder is not writable. The old file is then untouched.
@@ -90,7 +93,7 @@ def replace(disk: Disk, path: Path, parts: Iterable[Buffer], *, is_durable: bool
 
 
 def sweep(disk: Disk, folder: Path) -> list[str]:
-    """Remove what a crash left half-written in ``folder``; the names. Only where nobody else writes."""
+    """Remove half-written files that a crash left in ``folder``; return their names. Only where nobody else writes."""
     found = [name for name in disk.names(folder) if name.endswith(PART)]
     for name in found:
         disk.remove(folder / name)
@@ -98,15 +101,14 @@ def sweep(disk: Disk, folder: Path) -> list[str]:
 
 
 # -- Host interface ----------------------------------------------------------------------------------------------------
-# What a peer needs of the world, in one place: time, long work, other peers, its learner, its disk.
 
 
 T = TypeVar("T")
 
+# Queues for long work, each in order of submission. ``tensors``: the model state (in order for each shard). ``checks``:
+# verification of received data, apart, so that a flood of payloads does not delay own merges. ``disk``: files. ``log``:
+# the write-ahead log, apart, so that own commits do not wait for a checkpoint.
 Queue = Literal["tensors", "checks", "disk", "log"]
-"""Where long work runs, in the order in which it came: what touches the global state (of each shard in that order);
-checks of what others sent, so that a flood of payloads does not delay our own merges; files; the write-ahead log, since
-own commits wait for no checkpoint."""
 
 
 class Links(Protocol):
@@ -114,58 +116,64 @@ class Links(Protocol):
 
     @property
     def up_bytes_per_s(self) -> float | None:
-        """What may be sent, budgeted or measured; None: no limit is known."""
+        """Upload rate limit, budgeted or measured; None: no limit is known."""
 
     @property
     def line_bytes_per_s(self) -> float | None:
-        """What the line carries, told or measured; infinite: nothing leaves this machine; None: not known."""
+        """Rate that the link carries, configured or measured. Infinite: all traffic stays on this machine. None: not
+        known."""
 
     def peers(self) -> list[PeerId]:
-        """Who can be sent to."""
+        """Return the connected peers."""
 
     def queued_bytes(self, peer: PeerId) -> int:
-        """Bytes that wait to be sent to ``peer``."""
+        """Return the bytes queued for ``peer``."""
 
     def send(
         self, peer: PeerId, body: bytes, payload: bytes | memoryview | None = None, *, topic: str | None = None
     ) -> bool:
-        """Send a message; it takes the place of one with its ``topic`` that only waits. False: not connected, or too
-        much waits."""
+        """Queue a message. It replaces a message with the same ``topic`` that is still waiting.
+
+        Returns False if the peer is not connected or its queue is full.
+        """
 
     async def request(self, peer: PeerId, body: bytes, *, timeout_s: float, max_payload: int = 0) -> Response:
-        """Ask; raises RequestError."""
+        """Send a request and return the response; raises RequestError."""
 
     def hang_up(self, peer: PeerId, reason: str) -> None:
-        """End the connection with ``peer`` at once; what waits to be sent is lost."""
+        """Close the connection with ``peer`` at once. Queued messages are lost."""
 
     def blame(self, peer: PeerId) -> None:
-        """``peer`` sent what cannot be read. Too much of that, and it is cut off for a while."""
+        """Record that ``peer`` sent malformed data. After too much of it, the peer is blocked for a while."""
 
 
 class Handle(Protocol):
-    """A scheduled call, which can be cancelled."""
+    """A scheduled call that can be cancelled."""
 
     def cancel(self) -> None: ...
 
 
 class LearnerLife(Protocol):
-    """One life of a learner, running."""
+    """One running process of a learner."""
 
     @property
     def is_adopted(self) -> bool:
-        """Whether the node's last life started it."""
+        """True if an earlier life of this node started it."""
 
     @property
     def pid(self) -> int:
         """Process ID of the learner."""
 
     def send(self, message: learner_ipc.FromNode) -> None:
-        """Queue a command. A learner that takes none for so long that the queue is full is stuck, and ends."""
+        """Queue a command. If the queue is full, the learner is stuck and is ended."""
 
 
 class StartLearner(Protocol):
-    """Start a learner, or take over one that waits. Entering raises OSError (it cannot be started) or TimeoutError (no
-    training script came); leaving ends it in order."""
+    """Starts a learner, or adopts one that waits for its node.
+
+    Entering the context raises OSError (the learner cannot be started) or TimeoutError (no training script came).
+    Leaving it ends the learner in order.
+    """
 
     def __call__(
         self,
@@ -177,53 +185,57 @@ class StartLearner(Protocol):
         manifest: bytes | None,
         patience_s: float,
     ) -> AbstractAsyncContextManager[LearnerLife]:
-        """``heard`` gets its messages, ``ended`` a sentence and an exit status when it is gone. With a ``manifest`` it
-        is a training script, for which ``patience_s`` seconds are waited."""
+        """Return a context manager for one learner.
+
+        ``heard`` gets the learner's messages. ``ended`` gets a sentence and an exit status when it is gone. ``reunion``
+        is the name under which a learner waits for its node. With a ``manifest``, the learner is a training script,
+        which has ``patience_s`` seconds to connect.
+        """
 
 
 class Host(Protocol):
-    """One peer's world. ``node.local_host.LocalHost`` is the real one."""
+    """The environment of one peer. ``node.local_host.LocalHost`` is the real one."""
 
     @property
     def disk(self) -> Disk:
-        """What survives this life, for the ``disk`` queue."""
+        """Storage that survives a restart. Use it on the ``disk`` queue."""
 
     @property
     def start_learner(self) -> StartLearner:
-        """See there."""
+        """Starts this peer's learner."""
 
     @property
     def links(self) -> Links:
-        """To other peers."""
+        """Connections to other peers."""
 
     def now(self) -> float:
-        """Seconds, never going back."""
+        """Return the time in seconds; never goes back."""
 
     def call_at(self, when: float, action: Callable[[], None]) -> Handle:
-        """``action`` at time ``when``, unless it is cancelled."""
+        """Call ``action`` at time ``when``, unless the handle is cancelled."""
 
     async def sleep(self, seconds: float) -> None:
-        """Wait."""
+        """Wait for this many seconds."""
 
     def spawn(self, work: Coroutine[Any, Any, None], *, name: str) -> asyncio.Task[None]:
-        """Run ``work``, which ends by itself, beside the rest. Its failure is logged, and takes nothing else down."""
+        """Run a coroutine that ends by itself, in the background. A failure is logged and stops nothing else."""
 
     def keep(self, work: Callable[[], Coroutine[Any, Any, None]], *, name: str) -> asyncio.Task[None]:
-        """Run ``work()`` beside the rest, until the peer ends. If it fails, that is told and it is started again."""
+        """Run ``work()`` in the background until the peer ends. If it fails, that is logged and it is started again."""
 
     def work(self, queue: Queue, work: Callable[[], T], shard: ShardId | None = None) -> asyncio.Future[T]:
-        """Run ``work`` after all that came before on the same queue. What touches tensors of one ``shard`` only comes
-        after all that is for that shard or for none."""
+        """Run ``work`` after all earlier jobs of the same queue. A job of one ``shard`` only waits for earlier jobs of
+        that shard and of no shard."""
 
     def draw_name(self) -> str:
-        """12 characters that nobody else will draw."""
+        """Return a random name of 12 characters that is practically unique."""
 
 
 async def within(host: Host, future: asyncio.Future[T], limit_s: float) -> T:
-    """What ``future`` brings.
+    """Wait for ``future`` and return its result.
 
     Raises:
-        TimeoutError: nothing, in ``limit_s`` seconds; it is cancelled.
+        TimeoutError: there was no result in ``limit_s`` seconds. The future is cancelled.
     """
     is_late = False
 

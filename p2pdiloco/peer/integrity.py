@@ -1,10 +1,11 @@
-"""Verifies that a shard's state is what its head stands for: the owner signed the digests of its chunks, and memory
-flips a bit now and then.
+"""Integrity of the model state in memory: verifies that each chunk has the digest that its owner signed.
+
+Memory without error correction flips a bit now and then.
 
 Rules of this file:
-1. A chunk that was seen to have its digest counts as verified until the head moves, or ``look_again`` is said.
-2. A shard with a chunk that has not is spoilt: nothing is given, merged or handed on from it until it was installed
-   anew (``protocol/replication.py``), or accepted as it is since nobody else has it.
+1. A chunk that was verified counts as verified until the shard's head moves, or until ``invalidate``.
+2. If a chunk fails, its shard is corrupted: nothing of it is sent, merged or contributed until it was installed again
+   (``protocol/replication.py``), or accepted as it is because nobody else has it.
 """
 
 from __future__ import annotations
@@ -18,37 +19,37 @@ from p2pdiloco.protocol.ids import ShardId
 
 
 class SpoiltStateError(Exception):
-    """This peer's own state is not what its head stands for: bad memory, or a defect."""
+    """This peer's state of a shard does not match its head: bad memory, or a defect."""
 
     def __init__(self, shard: ShardId, chunk: int) -> None:
         super().__init__(
-            f"chunk {chunk} of shard {shard} is not what its owner signed: this machine's memory altered it"
+            f"chunk {chunk} of shard {shard} does not match its owner's signature: this machine's memory altered it"
         )
         self.shard = shard
 
 
 class Integrity:
-    """Which chunks of each shard have been verified."""
+    """Tracks which chunks of each shard have been verified, and which shards are corrupted."""
 
     def __init__(self, chunk_counts: Sequence[int]) -> None:
         self._chunk_counts = chunk_counts
+        # Chunk digests of each shard's state, as the owner of its head signed them; empty without a state.
         self.digests = [b""] * len(chunk_counts)
-        """Of the chunks of each shard's state, as the owner of its head signed them; empty without a state."""
+        # Chunks, by shard, that were verified since the shard has its present head.
         self._verified: list[set[int]] = [set() for _ in chunk_counts]
-        """Chunks that had the digests of their shard's present head when they were looked at."""
         self._spoilt: set[ShardId] = set()
+        # Shards that were accepted although corrupted. They do not match their head, so they are not served to others.
         self._unsigned: set[ShardId] = set()
-        """Accepted though spoilt: they are not what their head's owner signed, and are not handed on."""
 
     def set_digests(self, shard: ShardId, listed: bytes) -> None:
-        """Take the ``listed`` digests of a shard's new state; nothing of it is verified yet."""
+        """Set the chunk digests of a shard's new state. None of its chunks counts as verified yet."""
         self.digests[shard] = listed
         self._verified[shard].clear()
         self._spoilt.discard(shard)
         self._unsigned.discard(shard)
 
     def accept(self, shard: ShardId, listed: bytes) -> None:
-        """Take a spoilt state as it is."""
+        """Accept a corrupted state as it is, with the digests that it has."""
         self.set_digests(shard, listed)
         self._unsigned.add(shard)
 
@@ -56,7 +57,7 @@ class Integrity:
         """Verify that one chunk still has its digest.
 
         Raises:
-            SpoiltStateError: it has not; the shard is of no use until its state was installed anew.
+            SpoiltStateError: it does not. The shard is unusable until its state was installed again.
         """
         if not self.digests[shard] or shard in self._spoilt:
             return
@@ -66,25 +67,25 @@ class Integrity:
         self._verified[shard].add(chunk)
 
     def is_verified(self, shard: ShardId, chunk: int) -> bool:
-        """Whether the chunk was looked at since the shard has its head."""
+        """Return whether the chunk was verified since the shard has its present head."""
         return chunk in self._verified[shard]
 
     def unverified(self, shard: ShardId) -> list[int]:
-        """Chunks that nobody has looked at since the shard has its head."""
+        """Return the chunks that were not verified since the shard has its present head."""
         verified, chunks = self._verified[shard], self._chunk_counts[shard]
         if len(verified) == chunks or not self.digests[shard] or shard in self._spoilt:
             return []
         return [chunk for chunk in range(chunks) if chunk not in verified]
 
     def is_spoilt(self, shard: ShardId) -> bool:
-        """Whether it is to be installed anew, or accepted as it is."""
+        """Return whether the shard must be installed again, or accepted as it is."""
         return shard in self._spoilt
 
     def is_unsigned(self, shard: ShardId) -> bool:
-        """Whether it was accepted as it is."""
+        """Return whether the shard was accepted as it is."""
         return shard in self._unsigned
 
     def invalidate(self) -> None:
-        """Forget what was verified: it may have changed since."""
+        """Mark all chunks as unverified, because memory may have changed since."""
         for verified in self._verified:
             verified.clear()

@@ -1,17 +1,17 @@
-"""The learner's lives: started, told what the machine wants, listened to, and started again when it crashes.
+"""Learner supervisor: starts a peer's learner, sends it the machine's commands, and restarts it after a crash.
 
 Rules of this file:
-1. The learner is told, never asked: nothing here waits for it, and it waits for nothing here.
-2. Its answers become jobs on the worker thread, in order, because that order says which shifts it had added; its
-   counters go to the machine at once.
-3. A learner outlives its node for a while, and this one begins with the last one's if it is still there.
-4. A crash costs the learner, not the peer: a new life starts from the live global state after a pause that doubles. Too
-   many crashes in short order end the peer, in order and with the reason. A life that cannot be started (no process, no
-   file descriptor, a folder that is not writable) is no crash: the start is tried again after a pause that doubles, as
-   long as that lasts, and status, metrics and alerts say so meanwhile.
-5. A training script is not ours to start. One that died is waited for, for ``reattach_s``: whoever started it may do so
-   again (``torchrun --max-restarts``). The peer stays in the swarm meanwhile. A run that is over before its script is
-   there waits for it, too, so that the script gets the result.
+1. The node sends commands and never waits for the learner. The learner never waits for the node.
+2. The learner's answers become jobs on the worker thread, in order, because that order says which shifts it had added.
+   Its counters go to the machine at once.
+3. A learner outlives its node for a while. A new node adopts the learner of the previous one if it is still running.
+4. A crash costs the learner, not the peer. A new process starts from the live global state after a pause that doubles.
+   Too many crashes in a row end the peer, in order and with the reason. A learner that cannot be started (no free
+   process or file descriptor, folder not writable) is not a crash: the start is retried, with a pause that doubles, for
+   as long as it fails. Status, metrics and alerts report it meanwhile.
+5. The node does not start a training script. When a script dies, the node waits ``reattach_s`` for it, because its
+   launcher may restart it (``torchrun --max-restarts``). The peer stays in the swarm meanwhile. If the run completes
+   before the script has connected, the peer waits for it too, so that the script gets the result.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ from p2pdiloco.wire import learner_ipc
 from p2pdiloco.wire.control_messages import TROUBLE_LIMIT
 
 # -- Snapshots ---------------------------------------------------------------------------------------------------------
-# What the learner is asked to copy, and how much of it is in memory at once.
-# Rules of this file:
-# 1. A fragment's copy takes memory from the question for it until all that is given of it is encoded. Of twice as many
-#    fragments as are due at a step there are copies at once, of more only if they are small (``KEPT`` parameters). So
-#    where every fragment has a turn at once, as when a learner has stopped, their copies follow each other.
-# 2. Questions that wait keep their order. Another life of the learner has other questions.
-# 3. Memory that a device has locked stays anyway: then nothing waits.
+# Copies of its parameters that the learner is asked for, and a limit on how many are in memory at once.
+# Rules of this section:
+# 1. A fragment's copy takes memory from the request until everything made from it is encoded. At most twice as many
+#    fragments as are due at one step have copies at once; more only if they are small (``KEPT`` parameters in all). If
+#    all fragments are due at once, as after a learner has stopped, their copies follow each other.
+# 2. Waiting requests keep their order. A new learner process starts with none.
+# 3. If a device has page-locked the memory, it is never given back, so nothing waits.
 
 
 class Snapshots:
-    """Schedules the snapshots of one learner process; ``ask`` sends it a question."""
+    """Schedules the snapshots of one learner process. ``ask`` sends it a request."""
 
     def __init__(self, driver: Driver, state: ModelState, sync_every: int, ask: Callable[[ef.Snapshot], None]) -> None:
         self._driver = driver
@@ -71,8 +71,8 @@ class Snapshots:
         self._driver.submit(lambda: self._shifts.complete_snapshot(event.fragment), lambda _: self._encode(event))
 
     def _encode(self, event: ev.Snapshotted) -> None:
-        """Feed the snapshot: the machine asks for what is to be encoded now, and the next job comes after all of
-        that."""
+        """Feed the snapshot to the machine, which submits the encoding jobs; then submit the job that follows all of
+        them."""
         self._driver.feed(event)
         self._driver.submit(
             lambda: self._shifts.end_snapshot(event.fragment), lambda _: self._on_encoded(event.fragment)
@@ -101,46 +101,48 @@ class Snapshots:
 
 
 # -- Learner supervisor ------------------------------------------------------------------------------------------------
-# The learner's lives: started, told what the machine wants, listened to, and started again when it crashes.
 
 
 log = logs.get("node")
 
+# Crashes in a row after which the peer leaves.
 RESTARTS = 3
-"""Lives that a learner may lose in a row before the peer leaves."""
+# Bounds of the pause before a failed start is retried, or a crashed learner restarted.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
-"""Before a start that failed is tried again, or a life that was lost is followed by another."""
+# After running this long, a learner counts as sound and its earlier crashes are forgotten.
 STABLE_S = 600.0
-"""A life that lasted this long proves the learner sound: earlier crashes are forgotten."""
+# How long a node waits for the first connection of its training script.
 SCRIPT_S = 600.0
-"""How long a node looks for the training script that started it."""
+# Maximum characters of a text sample that the learner's model writes.
 MOST_TEXT = 1000
-"""Letters of what a learner's model writes."""
+# Maximum number of contributors that a message about a merge names.
 MOST_NAMED = 8
-"""Peers of a merge that are named to a person."""
+# Exit status of a learner that the user must repair. A restart would end the same way.
 MISUSED = 2
-"""Exit status of a learner that the user must repair; another life would end the same way."""
 
 
 class SupervisedLearner:
-    """One learner process, as its node looks after it."""
+    """One learner process, as its node sees it."""
 
     def __init__(self, learner: LearnerId, snapshots: Snapshots) -> None:
         self.learner = learner
         self.snapshots = snapshots
+        # None before the process has started, and after it has ended.
         self.process: LearnerLife | None = None
-        """None before it is there, and when it has ended."""
         self.is_ready = False
+        # True once the node has begun to send it the global parameters.
         self.is_given = False
-        """It is given the global parameters."""
+        # True once it has received all of them.
         self.is_loaded = False
-        """It has been given all of them."""
         self.has_blocks = False
 
 
 class LearnerSupervisor:
-    """One peer's learner. ``gave_up`` gets an exit status and a sentence when no further life is tried; ``sent_bytes``
-    tells what the peer has sent so far, for the metrics."""
+    """Supervises the learner of one peer.
+
+    ``gave_up`` gets an exit status and a sentence when the learner is not restarted any more. ``sent_bytes`` returns
+    the bytes that the peer has sent so far, for the metrics.
+    """
 
     def __init__(
         self,
@@ -164,29 +166,29 @@ class LearnerSupervisor:
         self._metrics = metrics
         self._gave_up = gave_up
         self._sent_bytes = sent_bytes
+        # The newest learner process.
         self.child: SupervisedLearner | None = None
-        """The latest."""
         self._manifest = manifest if options.learner.script else None
+        # Name under which a learner of this folder waits for its node after the previous node ended.
         self._reunion = options.learner.script or f"p2pdiloco-{digest_of(str(options.folder.absolute()).encode())}"
-        """Where a learner of this folder's last life waits."""
+        # Counts crashes in a row.
         self._losses = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
-        """Lives that were lost in a row."""
+        # Why nothing that the learner trains can be merged; empty if it can.
         self.trouble = ""
-        """Why nothing that the learner trains can be merged; empty: it can."""
+        # Why no learner can be started; empty if one runs or is being started.
         self.absence = ""
-        """Why no learner can be started; empty: there is one, or one is on its way."""
+        # Why the learner pauses; empty if it does not.
         self.resting = ""
-        """Why the learner makes no steps for now; empty: it does."""
+        # Digests of the first batches of a training script, to detect peers that train on the same data.
         self.first_batches: tuple[str, ...] = ()
-        """Digests of what a training script has trained first."""
+        # Done when the learner has the global parameters, or when nobody waits for that any more.
         self._script_met: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """The learner has got the global parameters, or nobody waits for that any more."""
+        # True when the peer is ending: no learner is started any more.
         self.is_over = False
-        """The peer is ending: no life is started any more."""
 
     @property
     def learner(self) -> LearnerId | None:
-        """Id of the latest learner process."""
+        """ID of the newest learner process."""
         return None if self.child is None else self.child.learner
 
     def new_child(self, name: str) -> SupervisedLearner:
@@ -195,7 +197,7 @@ class LearnerSupervisor:
         return SupervisedLearner(learner_id(self._view.me, name), snapshots)
 
     async def live(self, lives: AsyncExitStack) -> None:
-        """Start the learner; after a crash again. Whoever closes ``lives`` ends the learner in order."""
+        """Run the learner, and restart it after a crash. Closing ``lives`` ends the learner in order."""
         starts = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
         while not self.is_over:
             ward = self.child = self.new_child(self._host.draw_name())
@@ -223,13 +225,13 @@ class LearnerSupervisor:
             except OSError as error:
                 await self._cannot_start(error, starts.next_s())
                 continue
-            if self.is_over:  # meanwhile, and ``lives`` is closed
+            if self.is_over:  # the peer ended during the start, and ``lives`` was closed before this learner was in it
                 await lives.aclose()
                 return
             self._on_started()
             starts.reset()
             if ward.process.is_adopted and self._manifest is None:
-                log.info("found the learner of this peer's last life, which has gone on training")
+                log.info("reconnected to the learner, which trained on while the node was away")
                 self._metrics.write("learner-adopted", pid=ward.process.pid)
             reason, status = await ended
             ward.process = None
@@ -245,26 +247,26 @@ class LearnerSupervisor:
             pause_s = self._losses.next_s()
             if self._manifest is not None:
                 if not self._options.learner.reattach_s:
-                    self._gave_up(1, f"the training script has left without a word: {reason}")
+                    self._gave_up(1, f"the training script ended without closing the connection: {reason}")
                     return
                 log.warning(
-                    "the training script is gone, waiting for its next life", s=self._options.learner.reattach_s
+                    "the training script ended; waiting for it to reconnect", s=self._options.learner.reattach_s
                 )
                 continue
             if status == MISUSED or self._losses.failures > RESTARTS:
                 self._gave_up(MISUSED if status == MISUSED else 1, f"the learner cannot go on: {reason}")
                 return
             life = self._losses.failures + 1
-            log.warning("learner lost, starting it again", reason=reason, pause_s=pause_s, life=life)
+            log.warning("the learner ended unexpectedly; restarting it", reason=reason, pause_s=pause_s, life=life)
             await self._host.sleep(pause_s)
 
     async def _cannot_start(self, error: OSError, pause_s: float) -> None:
-        """Say so, and wait before the next try."""
+        """Report that the learner cannot be started, and wait before the next try."""
         self.absence = f"the learner cannot be started: {error.strerror or error}"
         self._metrics.write("learner-not-started", reason=str(error), pause_s=pause_s)
         log.warning(
-            "the learner cannot be started, trying again: free what it needs (processes, file descriptors, disk space, "
-            "permission to write its log)",
+            "the learner cannot be started; trying again. Check the limits on processes and file descriptors, free "
+            "disk space, and whether the learner's log is writable",
             reason=str(error),
             pause_s=pause_s,
         )
@@ -274,13 +276,13 @@ class LearnerSupervisor:
         """Note that a learner process has started."""
         if self.absence:
             self.absence = ""
-            log.info("the learner is started again")
+            log.info("the learner was started")
         self._metrics.learner_began()
 
     async def wait_for_script(self) -> None:
-        """Wait until the training script has got the global parameters, for ``reattach_s`` at most."""
+        """Wait until the training script has the global parameters, at most ``reattach_s``."""
         if self._manifest is not None and not self._script_met.done():
-            log.info("waiting for the training script, which has not been here yet", s=self._options.learner.reattach_s)
+            log.info("waiting for the training script to connect", s=self._options.learner.reattach_s)
             with contextlib.suppress(TimeoutError):
                 await within(self._host, self._script_met, self._options.learner.reattach_s)
 
@@ -303,7 +305,7 @@ class LearnerSupervisor:
         )
         return arguments + [word for option, place in places if place for word in (option, place)]
 
-    # -- what it says --------------------------------------------------------------------------------------------------
+    # -- messages from the learner -------------------------------------------------------------------------------------
 
     def _on_message(self, message: learner_ipc.FromLearner) -> None:
         driver = self._driver
@@ -343,30 +345,30 @@ class LearnerSupervisor:
                 self.load()
             case learner_ipc.Trouble():
                 self._metrics.write("learner-trouble", reason=message.reason)
-                log.warning("learner in trouble, it goes on", reason=message.reason)
+                log.warning("the learner reports a problem and continues", reason=message.reason)
             case learner_ipc.Batches():
                 self.first_batches = tuple(digest[:16] for digest in message.digests[:4])
             case learner_ipc.Unable():
                 self._set_trouble(message.reason)
             case learner_ipc.Failed():
-                pass  # its process's end follows, with this reason
+                pass  # the process ends next, with this reason
 
     def _set_trouble(self, reason: str) -> None:
         """Set or clear the reason why nothing that the learner trains can be merged."""
         if reason:
             if self.trouble:
-                return  # what is merged meanwhile is no cause of it
+                return  # keep the first reason: later merges did not cause the problem
             merged = self._last_merge()
             reason = reason[: TROUBLE_LIMIT - len(merged)] + merged
             self._metrics.write("learner-unable", reason=reason)
-            log.warning("nothing that the learner trains can be merged", reason=reason)
+            log.warning("the learner's updates cannot be merged", reason=reason)
         elif self.trouble:
             self._metrics.write("learner-able")
-            log.info("what the learner trains can be merged again")
+            log.info("the learner's updates can be merged again")
         self.trouble = reason[:TROUBLE_LIMIT]
 
     def _last_merge(self) -> str:
-        """Describe the last merge that this peer took, its owner and its contributors, for a person who looks for a
+        """Describe the last merge that this peer applied, with its owner and contributors, for a person who looks for a
         cause."""
         commits = self._view.newest_commits()
         header = max(commits, key=lambda header: (header.step, header.shard), default=None)
@@ -375,20 +377,20 @@ class LearnerSupervisor:
         givers = sorted({short(peer_of(given.learner)) for given in header.contributors})
         named = ", ".join(givers[:MOST_NAMED])
         more = f" and {len(givers) - MOST_NAMED} more" if len(givers) > MOST_NAMED else ""
-        what = f"version {header.version} of shard {header.shard}"
-        return f"; merged last: {what}, by {short(header.owner)}, of what {named}{more} trained"
+        merge = f"version {header.version} of shard {header.shard}"
+        return f"; last merge: {merge}, by {short(header.owner)}, contributors {named}{more}"
 
-    # -- what it is told -----------------------------------------------------------------------------------------------
+    # -- commands to the learner ---------------------------------------------------------------------------------------
 
     def load(self) -> None:
-        """Give the learner the global parameters, once both are there."""
+        """Begin to send the learner the global parameters, once the learner is ready and the peer has them."""
         ward = self.child
         if ward is not None and ward.is_ready and not ward.is_given and self._view.is_current:
             ward.is_given = True
             self._driver.submit(lambda: self._shifts.load(ward.learner), self._shifts_to(ward))
 
     def _on_loaded(self, ward: SupervisedLearner, process: LearnerLife) -> None:
-        """Let the learner begin: it has taken all global parameters."""
+        """Let the learner begin to train: it has all global parameters."""
         ward.is_loaded = True
         process.send(learner_ipc.Begin(step=self._view.step))
         self.stop_waiting()
@@ -397,19 +399,18 @@ class LearnerSupervisor:
             self.rest(self.resting)
 
     def rest(self, reason: str) -> None:
-        """Have no steps made as long as there is a ``reason``, one for people; the learner goes on answering."""
+        """Pause the learner's steps while ``reason``, a text for people, is not empty. It still answers the node."""
         self.resting = reason
         self._send(learner_ipc.Rest(is_resting=bool(reason)))
 
     @property
     def pid(self) -> int | None:
-        """Process id of the learner."""
+        """Process ID of the learner."""
         process = None if self.child is None else self.child.process
         return None if process is None else process.pid
 
     def _shifts_to(self, ward: SupervisedLearner | None) -> Callable[[Shifts], None]:
-        """Return a callback that sends shifts to this learner, not to the next one: jobs may wait for longer than a
-        process."""
+        """Return a callback that sends shifts to this learner only. A job may finish after its learner was replaced."""
         return lambda shifts: self.send_shifts(shifts) if self.child is ward else None
 
     def send_shifts(self, shifts: Shifts) -> None:
@@ -425,11 +426,11 @@ class LearnerSupervisor:
                 self._on_loaded(ward, process)
 
     def save(self) -> None:
-        """Have the inner optimizer's state written."""
+        """Ask the learner to save its inner optimizer's state."""
         self._send(learner_ipc.Save())
 
     def tell_swarm(self, told: learner_ipc.Swarm) -> None:
-        """Tell a training script of the others."""
+        """Tell a training script about the other peers."""
         self._send(told)
 
     def send_effect(self, effect: ef.ForLearner) -> None:
@@ -451,7 +452,7 @@ class LearnerSupervisor:
         self._send(learner_ipc.Snapshot(fragment=question.fragment, step=question.step))
 
     def _send(self, command: learner_ipc.FromNode) -> None:
-        """Send a command to a learner that has its parameters; a later process begins with what the node has then."""
+        """Send a command to a learner that has its parameters. Others get the node's state of then when they start."""
         ward = self.child
         if ward is not None and ward.process is not None and ward.is_loaded:
             ward.process.send(command)

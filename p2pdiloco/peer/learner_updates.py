@@ -1,16 +1,17 @@
-"""Updates that the learner has not received yet: its parameters move by *shifts*, which it adds at a step boundary.
+"""Updates for the learner: its parameters move by *shifts*, which it adds at a step boundary.
 
 Rules of this file:
-1. The learner's parameters are never read or written here. A shift is (new global - old global), plus own contributions
-   that were merged, minus those that a fork took back. So the learner keeps every step it made meanwhile (``carry``).
-2. A shard has one shift in flight at a time; what comes before the learner has added it waits in a queue, added up.
-3. A snapshot is brought up to date with all shifts that the learner had not added when it was taken. An outer gradient
-   is therefore always relative to the head it claims.
-4. What is written is in use until the learner has taken it, or it is encoded (``VectorMemory``).
-5. A new learner is given the global parameters piece by piece, each when it has taken the one before. What changes
-   meanwhile reaches it with its piece, or as a shift if it has that already.
-6. All of it runs on the threads of ``model_state``, in the order that its rule 1 says: ``begin_shift``,
-   ``has_snapshot`` and ``release_snapshot`` are for one shard, all else for none.
+1. The node never reads or writes the learner's parameters. A shift is (new global - old global), plus own contributions
+   that were merged, minus those that a fork took back. The learner thus keeps every step that it made meanwhile
+   (``carry``).
+2. A shard has at most one shift in flight. Shifts that come before the learner has added it are summed in a queue.
+3. A snapshot is updated with all shifts that the learner had not added when it was taken. An outer gradient is
+   therefore always relative to the head that it names.
+4. A buffer's memory is in use until the learner has taken the shift, or the snapshot is encoded (``VectorMemory``).
+5. A new learner gets the global parameters piece by piece, each after it has taken the previous one. Changes made
+   meanwhile reach it with the piece, or as a shift if it has that piece already.
+6. Everything runs on the threads of ``model_state``, in the order of its rule 1. ``begin_shift``, ``has_snapshot`` and
+   ``release_snapshot`` are jobs of one shard; all others are jobs of none.
 """
 
 from __future__ import annotations
@@ -30,35 +31,35 @@ from p2pdiloco.protocol.manifest import Layout
 from p2pdiloco.training.shared_memory import SharedVectors, SpareVector
 
 # -- Memory of updates and snapshots -----------------------------------------------------------------------------------
-# The memory of shifts and snapshots: for what is in flight, and for a little more.
-# Rules of this file:
-# 1. What is in use keeps its memory. Of what is not, the parts that were used last keep theirs, ``KEPT`` parameters in
-#    all: fresh memory costs more than the arithmetic in it. What nobody has used from one ``rest`` to the next goes,
-#    too.
-# 2. Threads that work on different shards share it.
-# 3. Nothing is given back under a learner that has page-locked it: its device would go on with the old pages.
+# Memory of shifts and snapshots, given back to the system when it is not used.
+# Rules of this section:
+# 1. Parts in use keep their memory. Of the others, the most recently used keep it, ``KEPT`` parameters in all, because
+#    fresh memory costs more than the arithmetic in it. A part that was not used between two calls of
+#    ``release_unused`` is given back too.
+# 2. Threads that work on different shards share this object, under its lock.
+# 3. Nothing is given back while a learner may have page-locked the memory: its device would keep using the old pages.
 
 
 Place = Literal["shift", "queued", "snapshot"]
+# In parameters: 64 MB, whatever the model. With 32 times as much, an outer step alone takes 1.6 instead of 2.1 ns per
+# parameter, but an exchange is no faster (benchmarks/notes.md).
 KEPT = 16 << 20
-"""Parameters: 64 MB, whatever the model. 32 times as much makes an outer step alone a quarter faster, and an exchange
-no faster (benchmarks/notes.md)."""
 
 
 class VectorMemory:
-    """Memory of shifts and snapshots, by shard."""
+    """The memory of shifts and snapshots, by shard."""
 
     def __init__(self, layout: Layout, vectors: SharedVectors) -> None:
         self._shards = layout.shards
         self._vectors = vectors
+        # The queue's vector, private to this process.
         self.spare = SpareVector(layout.elements)
-        """What is queued: of this process alone."""
+        # True if the learner's device has page-locked the shared vectors, or may have.
         self.is_pinned = False
-        """The learner's device has page-locked the shared vectors, or may have."""
         self._lock = threading.RLock()
         self._used: set[tuple[Place, ShardId]] = set()
+        # Unused parts that still have memory, most recently used last. True: used since the last ``release_unused``.
         self._kept: dict[tuple[Place, ShardId], bool] = {}
-        """What was in use, the latest last; whether that was since the last ``rest``."""
         self._kept_elements = 0
 
     def acquire(self, place: Place, shard: ShardId) -> None:
@@ -69,7 +70,7 @@ class VectorMemory:
                 self._kept_elements -= self._shards[shard].elements
 
     def release(self, place: Place, shard: ShardId, *, is_kept: bool = True) -> None:
-        """Mark a shard's memory as unused, if it is used. ``is_kept``: it may be wanted soon."""
+        """Mark a shard's memory as unused. ``is_kept``: keep it for a while, because it may be needed soon."""
         with self._lock:
             if (place, shard) not in self._used:
                 return
@@ -87,7 +88,7 @@ class VectorMemory:
             self.release(place, shard)
 
     def release_unused(self) -> None:
-        """Give back what has not been used since the last call."""
+        """Give back the memory that was not used since the last call."""
         if not self.is_pinned:
             for (place, shard), is_fresh in list(self._kept.items()):
                 if is_fresh:
@@ -106,13 +107,12 @@ class VectorMemory:
 
 
 # -- Updates for the learner -------------------------------------------------------------------------------------------
-# What the learner is still to be told: its parameters move by *shifts*, which it adds at a step boundary.
 
 
+# Compressed bytes of a contribution or a commit. Read-only.
 Payload = bytes | memoryview
-"""Of a contribution or a commit, compressed; not to be changed."""
+# Minimum parameters of a piece that a new learner gets at a time: 64 MB of shared memory, whatever the model.
 PIECE = 16 << 20
-"""Parameters, at least, that a new learner is given at a time: 64 MB of shared memory, whatever the model."""
 
 
 class Shifts(NamedTuple):
@@ -123,11 +123,11 @@ class Shifts(NamedTuple):
     replaced: tuple[ShardId, ...]
     """parameters = shift"""
     is_last_piece: bool = False
-    """With these a new learner has been given everything."""
+    """With these, a new learner has all global parameters."""
 
 
 class ShiftKind(Enum):
-    """How the learner applies a shift."""
+    """Kind of a shift: none, add to the parameters, or replace them."""
 
     NONE = 0
     ADD = 1
@@ -135,7 +135,11 @@ class ShiftKind(Enum):
 
 
 class Moves(NamedTuple):
-    """What an own learner's delta gains and loses with a new head (payloads of its own contributions)."""
+    """Changes that a new head makes to this peer's learner, as payloads of its own contributions.
+
+    ``settled`` contributions were merged; ``restored`` ones were taken back by a fork. ``is_reset``: the learner takes
+    the global parameters instead.
+    """
 
     learner: LearnerId | None
     settled: Sequence[Payload]
@@ -144,24 +148,24 @@ class Moves(NamedTuple):
 
 
 class Handover(NamedTuple):
-    """Where changes of one shard's parameters go, besides into them."""
+    """Destinations of the changes of one shard's parameters, besides the global parameters."""
 
     shifts: Shifts
-    """What to tell the learner of."""
+    """Shifts to announce to the learner."""
     buffer: Tensor | None
-    """The shift buffer, or the queue; None without a learner."""
+    """The shift buffer or the queue; None without a learner."""
     is_added: bool
-    """To what the buffer holds; else it takes its place."""
+    """True: add to the buffer's content. False: replace it."""
     is_reset: bool
-    """It takes new parameters, not changes."""
+    """True: the buffer takes the new parameters, not the changes."""
     snapshot: Tensor | None
-    """The snapshot buffer, if the shard's part of it is to be kept up to date."""
+    """The snapshot buffer, if the shard's part of it must be kept up to date."""
     settled: Sequence[Sequence[Body]]
     restored: Sequence[Sequence[Body]]
-    """Own contributions, by chunks."""
+    """Bodies of own contributions, by chunk; so is ``settled``."""
 
     def take(self, chunk: int, span: slice, theta: Tensor, change: Tensor) -> None:
-        """One chunk's new parameters, and what they changed by; ``change`` loses its content."""
+        """Record one chunk's new parameters ``theta`` and their ``change``, both float32 [n]. Overwrites ``change``."""
         if self.buffer is None:
             return
         if self.is_reset:
@@ -180,7 +184,7 @@ class Handover(NamedTuple):
 
 
 class LearnerUpdates:
-    """What one peer's learner is still to be told, over all parameters in the layout's flat order."""
+    """Pending updates of one peer's learner, over all parameters in the layout's flat order."""
 
     def __init__(self, layout: Layout, vectors: SharedVectors) -> None:
         self._layout = layout
@@ -188,19 +192,20 @@ class LearnerUpdates:
         self.snapshot = vectors.snapshot
         self._vectors = vectors
         self.memory = VectorMemory(layout, vectors)
+        # Shifts that wait until the learner has added the previous one. Few ever wait; elsewhere the content is
+        # undefined.
         self.queued = self.memory.spare.values
-        """Shifts that wait until the learner has added the last one; any content where none waits. Few ever wait."""
+        # Shards that a new learner has not been given yet.
         self._unloaded: deque[ShardId] = deque()
-        """What a new learner has not been given yet."""
+        # Shards of the present piece that the learner has not taken yet.
         self._piece: set[ShardId] = set()
-        """What it is to take before it is given more."""
+        # Shards whose snapshots the learner is writing.
         self._asked: set[ShardId] = set()
-        """The learner is writing their snapshots."""
         self.learner: LearnerId | None = None
         self._in_flight = [ShiftKind.NONE] * len(layout.shards)
         self._in_queue = [ShiftKind.NONE] * len(layout.shards)
+        # True if the shard's part of the snapshot buffer holds the learner's parameters, up to date.
         self._has_snapshot = [False] * len(layout.shards)
-        """The shard's part of the snapshot buffer holds what the learner has trained, brought up to date."""
 
     def _range(self, vector: Tensor, shard: ShardId) -> Tensor:
         piece = self._layout.shards[shard]
@@ -208,15 +213,17 @@ class LearnerUpdates:
 
     @property
     def is_empty(self) -> bool:
-        """The learner has added all that there was."""
+        """True if the learner has added all shifts."""
         kinds = (*self._in_flight, *self._in_queue)
         return not self._unloaded and all(kind is ShiftKind.NONE for kind in kinds)
 
     # -- a learner's life ----------------------------------------------------------------------------------------------
 
     def load(self, learner: LearnerId) -> Shifts:
-        """Begin to give a new learner the global parameters; what to tell it of. It must acknowledge with ``shifted``,
-        which has the next piece."""
+        """Begin to give a new learner the global parameters; return the first piece.
+
+        The learner acknowledges each piece with ``Shifted``; ``acknowledge`` then returns the next one.
+        """
         self.learner = learner
         self._asked.clear()
         self._piece.clear()
@@ -228,7 +235,7 @@ class LearnerUpdates:
         return Shifts((), self._next_piece(), not self._unloaded)
 
     def _next_piece(self) -> tuple[ShardId, ...]:
-        """Put more of the global parameters where a new learner takes them from."""
+        """Copy the next piece of the global parameters into the shift buffer; return the shards of the piece."""
         elements = 0
         while self._unloaded and elements < PIECE:
             shard = self._unloaded.popleft()
@@ -240,23 +247,28 @@ class LearnerUpdates:
         return tuple(sorted(self._piece))
 
     def unload(self) -> None:
-        """The learner is gone. The next one may have page-locked the memory before it says so."""
+        """Forget the learner, because it is gone.
+
+        The next learner may page-lock the memory before it reports so, hence ``is_pinned``.
+        """
         self.learner = None
         self.memory.is_pinned = True
 
     # -- shifts --------------------------------------------------------------------------------------------------------
 
     def begin_shift(self, shard: ShardId, moves: Moves, bodies: Callable[[Payload], Sequence[Body]]) -> Handover:
-        """Begin to move the learner: its buffer if it has taken the last shift, else the queue. ``bodies`` opens a
-        payload."""
+        """Begin a shift: into the shift buffer if the learner has taken the previous one, else into the queue.
+
+        ``bodies`` decompresses a payload.
+        """
         if self.learner is None or shard in self._unloaded:
             return Handover(Shifts((), ()), None, False, False, None, (), ())
         kind = ShiftKind.REPLACE if moves.is_reset else ShiftKind.ADD
         if moves.is_reset:
-            self._has_snapshot[shard] = False  # what was copied there, the learner has lost
+            self._has_snapshot[shard] = False  # the learner loses the steps that the snapshot holds
         shifts, buffer, is_added = Shifts((), ()), self.queued, False
         if self._in_flight[shard] is ShiftKind.NONE:
-            assert self._in_queue[shard] is ShiftKind.NONE, "what waits, waits for something"
+            assert self._in_queue[shard] is ShiftKind.NONE, "a shift waits in the queue but none is in flight"
             self._in_flight[shard] = kind
             shifts = Shifts((), (shard,)) if moves.is_reset else Shifts((shard,), ())
             buffer = self.shift
@@ -279,7 +291,8 @@ class LearnerUpdates:
         )
 
     def next_shifts(self, shards: Sequence[ShardId]) -> Shifts:
-        """Hand queued shifts of ``shards`` over where the learner has taken the last; returns what to tell it of."""
+        """Move queued shifts of ``shards`` to the shift buffer where the learner has taken the previous one; return
+        them."""
         ready: dict[ShiftKind, list[ShardId]] = {ShiftKind.ADD: [], ShiftKind.REPLACE: []}
         for shard in shards:
             kind = self._in_queue[shard]
@@ -293,7 +306,7 @@ class LearnerUpdates:
         return Shifts(tuple(ready[ShiftKind.ADD]), tuple(ready[ShiftKind.REPLACE]))
 
     def acknowledge(self, shards: Sequence[ShardId]) -> Shifts:
-        """The learner has taken these shifts; returns the next ones to tell it of."""
+        """Note that the learner has taken these shifts; return the next ones."""
         for shard in shards:
             self._in_flight[shard] = ShiftKind.NONE
         shifts = self.next_shifts(shards)
@@ -309,18 +322,18 @@ class LearnerUpdates:
     # -- snapshots -----------------------------------------------------------------------------------------------------
 
     def has_snapshot(self, shard: ShardId) -> bool:
-        """Whether there is one to encode."""
+        """Return whether the shard has a snapshot to encode."""
         return self._has_snapshot[shard]
 
     def begin_snapshot(self, fragment: FragmentId) -> None:
-        """Leave the fragment's part of the snapshot buffer to the learner from now on."""
+        """Reserve the fragment's part of the snapshot buffer for the learner to write."""
         for shard in self._layout.fragments[fragment]:
             self._has_snapshot[shard] = False
             self._asked.add(shard)
             self.memory.acquire("snapshot", shard)
 
     def complete_snapshot(self, fragment: FragmentId) -> None:
-        """The learner has written the fragment: add the shifts that it had not added by then."""
+        """Update the fragment's snapshot with the shifts that the learner had not added when it wrote it."""
         for shard in self._layout.fragments[fragment]:
             self._asked.discard(shard)
             waiting = ((self._in_flight[shard], self.shift), (self._in_queue[shard], self.queued))
@@ -330,11 +343,12 @@ class LearnerUpdates:
                     self._range(self.snapshot, shard).add_(self._range(buffer, shard))
 
     def release_snapshot(self, shard: ShardId) -> None:
-        """The next contribution has a snapshot of its own: no need to keep this one up."""
+        """Stop keeping the shard's snapshot up to date: it was encoded, and the next contribution has its own."""
         self._has_snapshot[shard] = False
 
     def end_snapshot(self, fragment: FragmentId) -> None:
-        """All that is given from the fragment's snapshot is encoded; the learner is not writing another one."""
+        """Release the fragment's snapshot after all its shards are encoded, unless the learner is writing another
+        one."""
         for shard in self._layout.fragments[fragment]:
             if shard not in self._asked:
                 self._has_snapshot[shard] = False

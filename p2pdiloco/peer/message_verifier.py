@@ -1,10 +1,10 @@
-"""Verifies messages of others before the machine sees them: digests, signatures, members; outside the event loop's
-thread.
+"""Message verifier: checks digests, signatures and membership of received messages, off the event loop's thread.
 
 Rules of this file:
-1. What is not as it should be is dropped, and its sender counted. What names somebody who is not known as a member
-   waits until its sender was asked for members, once.
-2. Signed commits are compared with those that are here: two of one owner on one parent are a proof against it.
+1. An invalid message is dropped, and the fault of its sender counted. A message that names an unknown member waits
+   until its sender was asked for members, once.
+2. Signed commits are compared with those that are known here. Two commits of one owner on one parent are proof of
+   equivocation.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from p2pdiloco.protocol.view import MachineView
 
 
 class MessageVerifier:
-    """Verifies what others send to one peer, then feeds it to the machine."""
+    """Verifies the messages that one peer receives, then feeds them to the machine."""
 
     def __init__(
         self,
@@ -41,12 +41,15 @@ class MessageVerifier:
         self.standing = standing
         self._host = host
         self._metrics = metrics
+        # Running requests for members, by the peer that named an unknown one.
         self._asking: dict[PeerId, asyncio.Task[None]] = {}
-        """Peers that named somebody unknown, and are asked for members."""
 
     def receive(self, peer: PeerId, message: msg.Message, payload: memoryview | None) -> asyncio.Future[Keep] | None:
-        """Feed a message to the machine. What comes with signatures or a payload is checked beside the loop first. The
-        future ends when that is done: until then the peer gets no credit for as many bytes."""
+        """Feed a message to the machine, after its signatures and payload (if any) were verified on a thread.
+
+        The returned future ends when the verification is done. Until then the sender gets no credit for the payload's
+        bytes (flow control). None: there was nothing to verify, or the message was dropped.
+        """
         if self._driver.is_closed:
             return None
         cache = self._payload_cache
@@ -64,7 +67,7 @@ class MessageVerifier:
                 return None
 
     def report_contradictions(self) -> None:
-        """Tell the machine of owners that were found to have signed two commits on one parent."""
+        """Report owners that signed two commits on one parent to the machine."""
         for proof in self._payload_cache.take_contradictions():
             if proof.owner not in self._view.barred:
                 self._metrics.report_fault(proof.owner, "equivocation", f"two commits of version {proof.first.version}")
@@ -77,7 +80,8 @@ class MessageVerifier:
         data: memoryview | None,
         check: Callable[[memoryview], Keep],
     ) -> asyncio.Future[Keep] | None:
-        """Run ``check`` on a thread (returns what keeps the payload, or raises ValueError), then feed the message."""
+        """Run ``check`` on a thread, then feed the message. ``check`` returns a function that keeps the payload, or
+        raises ValueError."""
         if data is None:
             self._metrics.report_fault(peer, "payload", "the message came without its payload")
             return None
@@ -103,7 +107,7 @@ class MessageVerifier:
             keep = future.result()
             keep()
             whole.set_result(keep)
-            self._driver.feed(ev.Received(peer, message))  # first: else what was kept may be swept
+            self._driver.feed(ev.Received(peer, message))  # before any other event, which could sweep the new payload
             self.report_contradictions()
 
         was_asked: list[PeerId] = []
@@ -111,7 +115,8 @@ class MessageVerifier:
         return whole
 
     def ask_for_members(self, peer: PeerId) -> asyncio.Task[None]:
-        """Ask ``peer``, which named somebody unknown, for the members that it knows; one question at a time."""
+        """Ask ``peer`` for the members that it knows, because it named an unknown one. At most one request per peer
+        runs."""
         asking = self._asking.get(peer)
         if asking is None:
             asking = self._asking[peer] = self._host.spawn(self.standing.ask(peer), name=f"ask {peer} for members")

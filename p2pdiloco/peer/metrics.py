@@ -1,6 +1,6 @@
-"""Event log of a peer, one JSON object a line in ``metrics.jsonl``, and running totals.
+"""Metrics of a peer: running totals, and an event log with one JSON object per line (``metrics.jsonl``).
 
-A full disk costs lines, never the peer.
+A full disk costs lines of the log. It never stops the peer.
 """
 
 from __future__ import annotations
@@ -23,17 +23,20 @@ from p2pdiloco.wire.learner_ipc import Progress
 log = logs.get("node")
 
 SMOOTHING = 0.1
+# Size at which the event log is rotated.
 MOST_BYTES = 12 << 20
-"""Of the event log; then it is moved aside, and a new one begun."""
+# Number of rotated event logs to keep: 48 MiB in all. With the learner's logs, a peer's logs stay below 100 MB however
+# long it runs. That covers half a day of a small model's exchanges.
 KEPT = 3
-"""Event logs that were moved aside: 48 MiB in all, so that with what learners say a peer's logs have less than 100 MB,
-however long it runs. That is half a day of a small model's turns."""
+# Minimum interval between two ``progress`` events.
 PROGRESS_S = 1.0
-"""Between two lines about the learner's progress."""
 
 
 class Metrics:
-    """Totals of this process, and the event log. ``listener`` gets each event, too, also where none can be written."""
+    """Running totals of this process, and the event log.
+
+    ``listener`` gets each event too, even if the log cannot be written.
+    """
 
     def __init__(self, path: Path, listener: Callable[[dict[str, Any]], None] = lambda _: None) -> None:
         self._path = path
@@ -41,19 +44,19 @@ class Metrics:
         self._bytes = 0
         self._is_failing = False
         self._progress_at = 0.0
+        # Smoothed training loss.
         self.loss: float | None = None
-        """Training loss, smoothed."""
         self.tokens_per_second = 0.0
         self.blocked_s = 0.0
         self.exchange_s = 0.0
         self.compute_s = 0.0
         self.steps = 0
         self.tokens = 0
+        # Share of ``tokens`` that the present learner process trained.
         self.learner_tokens = 0
-        """Of ``tokens``, those of the learner's present life."""
         self._listener = listener
+        # Protocol violations of other peers, by kind.
         self.faults: Counter[str] = Counter()
-        """What peers sent against the rules, by kind."""
 
     def __enter__(self) -> Self:
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -65,7 +68,7 @@ class Metrics:
         self._bytes = self._file.tell()
 
     def _begin_anew(self) -> None:
-        """The file is as large as it may become."""
+        """Rotate the event log, which has reached its maximum size."""
         if self._file is not None:
             self._file.close()
         rotate(self._path, keep=KEPT, most_bytes=KEPT * MOST_BYTES)
@@ -75,12 +78,12 @@ class Metrics:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._file is not None:
-            with contextlib.suppress(OSError):  # what waited for room on the disk
+            with contextlib.suppress(OSError):  # a full disk refuses what is still buffered
                 self._file.close()
             self._file = None
 
     def write(self, event: str, **fields: object) -> None:
-        """Append one line. ``time`` is Unix time in seconds."""
+        """Append one event. Its ``time`` is Unix time in seconds."""
         told = {"time": round(time.time(), 3), "event": event, **fields}
         self._listener(told)
         if self._file is None:
@@ -93,12 +96,14 @@ class Metrics:
             self._is_failing = False
         except OSError as error:
             if not self._is_failing:
-                log.warning("event log not written", path=self._path, reason=os.strerror(error.errno or 0))
+                log.warning("cannot write the event log", path=self._path, reason=os.strerror(error.errno or 0))
             self._is_failing = True
 
     def report_fault(self, peer: str, what: str, reason: str) -> None:
-        """Count that ``peer`` broke the rules: what it sent is dropped. The log names the first fault of a kind, the
-        second, the fourth and so on, so that nobody can flood it."""
+        """Count a protocol violation of ``peer``, whose message was dropped.
+
+        The log shows the first, second, fourth, eighth, ... fault of a kind, so that nobody can flood it.
+        """
         self.faults[what] += 1
         self.write("fault", peer=peer, what=what)
         times = self.faults[what]
@@ -106,11 +111,12 @@ class Metrics:
             log.warning(f"malformed {what} dropped", peer=peer, reason=reason, times=times)
 
     def learner_began(self) -> None:
-        """A new life: its counters start at zero."""
+        """Reset the counters of a learner process, because a new one starts at zero."""
         self.learner_tokens = 0
 
     def progress(self, progress: Progress, *, step: int, sent_bytes: int) -> None:
-        """One inner step of the learner; the global step, and what this peer has sent so far."""
+        """Record one inner step of the learner. ``step`` is the global step, ``sent_bytes`` what this peer has sent so
+        far."""
         made = progress.tokens - self.learner_tokens
         self.learner_tokens = progress.tokens
         self.tokens += made
@@ -142,7 +148,7 @@ class Metrics:
 
 
 def progress_fields(status: PeerStatus) -> dict[str, object]:
-    """Where a peer stands, in one line of the log."""
+    """Return a peer's progress as fields of one log line."""
     fields: dict[str, object] = {"step": status.step, "of": status.total_steps}
     if status.train_loss is not None:
         fields["loss"] = round(status.train_loss, 3)
@@ -163,15 +169,14 @@ def progress_fields(status: PeerStatus) -> dict[str, object]:
 
 
 # -- Payload traffic ---------------------------------------------------------------------------------------------------
-# How many bytes payloads take on the wire, for each parameter that they carry.
 
 
+# Allowance for a message's control body and frame headers.
 FRAMING_BYTES = 256
-"""Allowance for a message's control body and frame headers."""
 
 
 class PayloadTraffic:
-    """Sent payloads, up (contributions to owners) and down (commits from owners)."""
+    """Counts payload bytes on the wire per parameter: up (contributions to owners) and down (commits from owners)."""
 
     def __init__(self, elements: Sequence[int]) -> None:
         self._elements = elements
@@ -181,19 +186,19 @@ class PayloadTraffic:
         self.down_parameters = 0
 
     def sent_up(self, shard: int, payload: Sized, receivers: int) -> None:
-        """A contribution went to ``receivers`` owners."""
+        """Count a contribution that was sent to ``receivers`` owners."""
         self.up_bytes += receivers * (len(payload) + FRAMING_BYTES)
         self.up_parameters += receivers * self._elements[shard]
 
     def sent_down(self, shard: int, payload: Sized, receivers: int) -> None:
-        """A commit went to ``receivers`` peers."""
+        """Count a commit that was sent to ``receivers`` peers."""
         self.down_bytes += receivers * (len(payload) + FRAMING_BYTES)
         self.down_parameters += receivers * self._elements[shard]
 
     def up_per_parameter(self) -> float:
-        """Bytes for each parameter contributed; 0 if none was."""
+        """Return the bytes per contributed parameter; 0 if there were none."""
         return self.up_bytes / self.up_parameters if self.up_parameters else 0.0
 
     def down_per_parameter(self) -> float:
-        """Bytes for each parameter committed; 0 if none was."""
+        """Return the bytes per committed parameter; 0 if there were none."""
         return self.down_bytes / self.down_parameters if self.down_parameters else 0.0

@@ -1,14 +1,14 @@
-"""The global parameters and momentum of all shards, and what each commit does to them and to the learner's parameters.
+"""Model state: global parameters and momentum of all shards, and the operations that merge and apply commits.
 
 Rules of this file:
-1. What touches a shard runs in the order in which it was asked for, and so does what touches several or the learner's
-   life, between all others. That order is what makes the learner's view exact: commits, shifts, their acknowledgements
-   and snapshots are told apart by it, without locks. Different shards are worked on at the same time: they share
-   nothing but ``VectorMemory``, and each thread has a scratch of its own.
-2. Theta and momentum change only together with the shard's head, and only when the sample of the result's chunks that
-   is checked at this version has the digests that the owner signed (see ``codec.digests``).
-3. What a change means for the learner is the matter of ``learner_updates``.
-4. Work on a shard goes chunk by chunk, everything for one chunk while it is in the cache. What can fail is found out
+1. Jobs of one shard run in the order in which they were submitted. Jobs of several shards, or of the learner as a
+   whole, run alone, between all others. This order keeps the learner's view exact without locks: commits, shifts, their
+   acknowledgements and snapshots are told apart by it. Different shards are worked on in parallel. They share only
+   ``VectorMemory``, and each thread has its own scratch.
+2. Parameters and momentum change only together with the shard's head, and only if the sample of chunks checked at this
+   version has the digests that the owner signed (``codec.digests``).
+3. ``learner_updates`` decides what a change means for the learner.
+4. Work on a shard goes chunk by chunk, so that a chunk stays in the CPU cache. Everything that can fail is checked
    before the first chunk is changed.
 """
 
@@ -36,22 +36,22 @@ from p2pdiloco.protocol.messages import CommitHeader, Contributor
 from p2pdiloco.training.shared_memory import SharedVectors
 
 # -- Own merges --------------------------------------------------------------------------------------------------------
-# Merged steps that this peer made as an owner: those ready to be committed, and what coarse rounding took off them.
-# Rules of this file:
-# 1. What a coarse codec takes off a shard's merged step is added to the shard's next one, if this peer makes that, too:
-#    small values that are rounded to 0 each time would never move otherwise. Whoever makes the next one instead knows
-#    nothing of it, and it is lost, as it is at a restart. No other peer has to know: a commit is what its payload says.
-# 2. It counts at the head that the step led to and nowhere else, however often that head's successor is made: a commit
-#    of somebody else's, or another state, ends it.
+# Merged steps that this peer made as an owner, until they are committed, and their rounding errors (error feedback).
+# Rules of this section:
+# 1. The rounding error of a coarse codec is added to the shard's next merged step, if this peer makes that one too.
+#    Otherwise values that round to 0 each time would never move. If another peer makes the next step, or this peer
+#    restarts, the error is lost. Other peers need not know it: a commit is what its payload says.
+# 2. The error is valid only at the head that its step led to, however often that head's successor is made. A commit of
+#    another peer, or a fetched state, discards it.
 
 
+# Quantization step from which the rounding error is kept: there it is a quarter of the merged step or more. Finer
+# codecs lose an eighth, which is not worth two bytes per parameter.
 COARSE: Final = 1.0
-"""Step from which on rounding's error is kept: a quarter of the merged step and more. Finer ones lose an eighth, which
-is not worth two bytes a parameter."""
 
 
 class _Ready(NamedTuple):
-    """A merged step: that it gives the digests it promises is known."""
+    """A merged step whose digests were computed here, so they need no check when it is applied."""
 
     base: Digest
     payload: Digest
@@ -64,13 +64,13 @@ class PendingMerges:
 
     def __init__(self) -> None:
         self._ready: dict[ShardId, _Ready] = {}
+        # Rounding error to add to the step that follows the shard's head, bfloat16 [elements].
         self._owed: dict[ShardId, Tensor] = {}
-        """To be added to the step that follows the shard's head; bfloat16 [elements]."""
 
     def add_owed(self, shard: ShardId, merged: Tensor) -> None:
-        """To ``merged``, float32 [elements], what is owed to the step that follows the shard's head."""
+        """Add the shard's rounding error to ``merged``, float32 [elements]."""
         owed = self._owed.get(shard)
-        if owed is not None and bool(owed.isfinite().all()):  # memory is altered at times, and nothing else checks it
+        if owed is not None and bool(owed.isfinite().all()):  # no digest covers it, and memory flips bits
             merged += owed
 
     def put(
@@ -82,7 +82,7 @@ class PendingMerges:
         how: quantization.Recipe,
         merged: Tensor,
     ) -> None:
-        """``merged`` was encoded as ``bodies``."""
+        """Remember that ``merged``, float32 [elements], was encoded as ``bodies``."""
         remainder = None
         if how.step >= COARSE:
             remainder = torch.empty(merged.shape, dtype=torch.bfloat16)
@@ -90,7 +90,7 @@ class PendingMerges:
         self._ready[shard] = _Ready(base, payload, bodies, remainder)
 
     def take(self, shard: ShardId, parent: Digest, payload: Digest) -> Sequence[Body] | None:
-        """The bodies of the commit after ``parent`` that the shard takes now, if it was made here."""
+        """Return the bodies of the commit after ``parent`` that is applied now, if it was made here, else None."""
         ready = self._ready.pop(shard, None)
         self._owed.pop(shard, None)
         if ready is None or ready.base != parent or ready.payload != payload:
@@ -100,35 +100,38 @@ class PendingMerges:
         return ready.bodies
 
     def forget(self, shard: ShardId) -> None:
-        """The shard's state is another."""
+        """Discard the shard's pending step and rounding error, because its state was replaced."""
         self._ready.pop(shard, None)
         self._owed.pop(shard, None)
 
 
 # -- Staged states -----------------------------------------------------------------------------------------------------
-# A fetched state on its way into the global one.
+# A fetched state, until it is installed.
 
 
 MENDED_SHARE = 16
+# Share of a chunk's elements that altered memory may have changed, or this many elements if that is more.
 MENDED_LEAST = 1024
-"""Of a chunk, the share of elements that memory may have altered; or so many."""
+# Bound on the norm of those elements, as a multiple of the norm of all others.
 ORDINARY = 16.0
-"""Values there have together at most so many times the length of all the others."""
 
 
 class Staged(NamedTuple):
-    """Checked against its digests."""
+    """A fetched state of one shard whose chunks match their digests."""
 
     head: Digest
     chunks: Sequence[memoryview]
-    """As they travel."""
+    """Chunks in wire layout."""
     digests: bytes
 
     def distance(self, form: StateForm, theta: Tensor, momentum: Tensor) -> float:
-        """Of its parameters from ``theta``, and of its momentum from ``momentum``, both [all n]; the larger.
+        """Return the distance of its parameters from ``theta``, or of its momentum from ``momentum`` (both [all n]),
+        whichever is larger.
 
-        Memory that is not what it was may be anything at a few places: of each chunk those that differ most are left
-        out (a sixteenth, or 1,024), and what stands there must not be far beyond the rest of what is here."""
+        A few values of the state in memory may be altered. In each chunk, the elements that differ most are therefore
+        left out (a sixteenth, or 1,024 if that is more). Their new values must not be far larger than the rest of the
+        chunk.
+        """
         squares, start, beyond = [0.0, 0.0], 0, 0.0
         for chunk in self.chunks:
             both = form.vectors(chunk)
@@ -140,7 +143,7 @@ class Staged(NamedTuple):
                 most = min(len(change) // 2, max(MENDED_LEAST, len(change) // MENDED_SHARE))
                 bound = change.kthvalue(len(change) - most).values
                 if not bound.isfinite():
-                    continue  # what is here is no measure
+                    continue  # too much of this chunk is altered to compare with it
                 is_near = change <= bound
                 squares[i] += merge.norm(change[is_near]) ** 2
                 beyond = max(beyond, merge.norm(theirs[~is_near]) - ORDINARY * merge.norm(mine[is_near]))
@@ -148,23 +151,22 @@ class Staged(NamedTuple):
 
 
 # -- Model state -------------------------------------------------------------------------------------------------------
-# The global parameters and momentum of all shards, and what each commit does to them and to the learner's parameters.
 
 
+# Tolerance for norms, since the order of a sum may differ between machines.
 ROUNDED_LENGTH = 1 + 1e-6
-"""A sum's order may differ from machine to machine."""
 
 
 class StaleBaseError(Exception):
-    """The shard's head is not the one that was asked for."""
+    """The shard is not at the head that the caller expected."""
 
 
 class DigestMismatchError(Exception):
-    """A commit or a fetched state does not give the digest it promises."""
+    """A commit or a fetched state does not have the digest that it names."""
 
 
 class UnfitCommitError(DigestMismatchError):
-    """A commit that no honest owner makes on its parent, whose state is here and sound: everybody refuses it."""
+    """A commit that no honest owner makes on its parent, although the state here is sound. Every peer refuses it."""
 
 
 class ContributionError(Exception):
@@ -181,17 +183,19 @@ class MergeResult(NamedTuple):
     payload: Payload
     payload_digest: Digest
     digests: bytes
-    """Of the chunks of the state that it leads to; their digest is the commit's result."""
+    """Chunk digests of the resulting state. Their own digest is the commit's result."""
     length: float = 0.0
-    """Euclidean norm of what the payload holds."""
+    """Euclidean norm of the decoded payload."""
     accord: merge.Accord = merge.Accord(None, 0)
     factors: tuple[int, ...] = ()
     """How much of each contribution's weight counted, in per cent; empty: all of all."""
 
 
 class _Scratch(threading.local):
-    """A thread's vectors that are used again and again: fresh memory costs more than the arithmetic in it. A chunk
-    long, but for the one that holds a shard; not touched until they are needed."""
+    """Reused vectors of one thread, because fresh memory costs more than the arithmetic in it.
+
+    Each holds one chunk, except ``merged``, which holds a shard. The memory is not touched until it is needed.
+    """
 
     def __init__(self, largest_shard: int, momentum: torch.dtype) -> None:
         self.theta, self.gradient = (torch.empty(quantization.CHUNK) for _ in range(2))
@@ -200,14 +204,16 @@ class _Scratch(threading.local):
 
 
 def payload_of(bodies: Bodies, how: quantization.Recipe, is_coded: bool) -> Payload:
-    """Of bodies before which there is room for an index. Stored, it is their memory."""
+    """Join encoded bodies into a payload. ``bodies`` must have room for an index in front; if stored uncompressed,
+    their memory is the payload's."""
     if is_coded or not bitrate_ladder.is_dense(how):
         return compression.join(bodies)
     return compression.store(bodies.memory, [len(body) for body in bodies])
 
 
 class ModelState:
-    """Vectors over all parameters, in the layout's flat order: float32, momentum in the run's own type."""
+    """Parameters and momentum of all shards, as vectors in the layout's flat order: float32, momentum in the run's
+    type."""
 
     def __init__(
         self,
@@ -218,12 +224,12 @@ class ModelState:
         *,
         turn_steps: int,
     ) -> None:
-        """``turn_steps``: inner steps of a turn (H)."""
+        """``turn_steps``: inner steps between two exchanges of a fragment (H)."""
         self.layout = layout
         self._turn_steps = turn_steps
         self._outer = outer_config
+        # Bound on how far one merged step of length 1 moves parameters, or momentum, in the end.
         self._reach = max(1.0, outer_config.learning_rate) / (1.0 - min(outer_config.momentum, 0.999))
-        """How far one merged step of length 1 moves parameters, or momentum, in the end."""
         self._up = bitrate_ladder.fixed(codec.up, codec.up_step)
         self._down = bitrate_ladder.fixed(codec.down, codec.down_step)
         self.theta = vectors.theta
@@ -235,8 +241,8 @@ class ModelState:
         self._staged: dict[ShardId, Staged] = {}
         self._pending_merges = PendingMerges()
         self._agreement = AgreementHistory()
+        # This learner's newest contribution with its bodies. Half a byte per parameter, but saves a decompression.
         self._own: dict[ShardId, tuple[Payload, Bodies]] = {}
-        """This learner's newest contribution and its bodies: half a byte a parameter, or decompressed twice."""
         self._scratch = _Scratch(max(shard.elements for shard in layout.shards), self.form.momentum)
 
     def _range(self, vector: Tensor, shard: ShardId) -> Tensor:
@@ -246,34 +252,41 @@ class ModelState:
     # -- global state --------------------------------------------------------------------------------------------------
 
     def digest(self, shard: ShardId) -> Digest:
-        """Digest of the shard's parameters and momentum, computed anew."""
+        """Compute the digest of the shard's parameters and momentum."""
         return digests.state_digest(self._range(self.theta, shard), self._range(self.momentum, shard))
 
     def keep_in(self, momentum: Tensor) -> None:
-        """Have the momentum in this vector, [elements], instead of an own one: what is ``put`` from there is there, and
-        a start needs it once. Before anything is put."""
+        """Use ``momentum``, [elements], as the momentum vector instead of allocating one. Call it before anything is
+        ``put``.
+
+        What is later ``put`` from this vector is in place already, so a start needs its memory only once. A vector of
+        another shape or type is ignored.
+        """
         if momentum.shape == self.momentum.shape and momentum.dtype == self.momentum.dtype:
             self.momentum = momentum
 
     def put(self, shard: ShardId, head: Digest, theta: Tensor, momentum: Tensor) -> None:
-        """Set a shard outright: version 0 or a checkpoint, before any learner."""
+        """Set a shard's state: version 0 or a checkpoint. Call it before any learner starts."""
         self._range(self.theta, shard).copy_(theta)
         self._range(self.momentum, shard).copy_(momentum)
         self.heads[shard] = head
         self.integrity.set_digests(shard, digests.digest_list(theta, momentum))
 
     def verify(self, shard: ShardId, chunk: int) -> None:
-        """See whether one chunk still has the digest that the owner of the shard's head signed.
+        """Verify that one chunk still has the digest that the owner of the shard's head signed.
 
         Raises:
-            SpoiltStateError: it has not.
+            SpoiltStateError: it does not.
         """
         span = self._chunks(shard)[chunk]
         self.integrity.verify(shard, chunk, self.theta[span], self.momentum[span])
 
     def accept(self, shard: ShardId) -> None:
-        """Take a spoilt shard's state as it is, unless it was installed anew meanwhile: nobody else has it. Others get
-        it with its next version, whose digests are signed here."""
+        """Accept a corrupted shard's state as it is, because no other peer has it.
+
+        Does nothing if the shard was installed again meanwhile. Other peers get the state with its next version, whose
+        digests are signed here.
+        """
         if self.integrity.is_spoilt(shard):
             theta, momentum = self._range(self.theta, shard), self._range(self.momentum, shard)
             self.integrity.accept(shard, digests.digest_list(theta, momentum))
@@ -281,18 +294,20 @@ class ModelState:
     def copy(
         self, shard: ShardId, out: memoryview, chunks: range | None = None, *, is_checked: bool = True
     ) -> tuple[Digest, bytes]:
-        """Put the shard's state into ``out`` as it travels (only ``chunks``, by default all); returns its head and the
-        list of its digests. ``is_checked``: chunks that nobody has looked at are compared with these.
+        """Copy the shard's state into ``out`` in wire layout (only ``chunks``; default: all); return its head and
+        digests.
+
+        ``is_checked``: chunks that were not verified yet are compared with their digests first.
 
         Raises:
-            StaleBaseError: the shard has no state yet, or none that can be proved.
-            SpoiltStateError: it is not what its head stands for.
+            StaleBaseError: the shard has no state yet, or none that can be proven.
+            SpoiltStateError: the state does not match its head.
         """
         head = self.heads[shard]
         if head is None or self.integrity.is_spoilt(shard):
-            raise StaleBaseError(f"shard {shard} is not here{'' if head is None else ' as it should be'}")
+            raise StaleBaseError(f"shard {shard} {'has no state here yet' if head is None else 'is corrupted here'}")
         if self.integrity.is_unsigned(shard):
-            raise StaleBaseError(f"shard {shard} is not as it was signed, its next version will be")
+            raise StaleBaseError(f"shard {shard} cannot be proven before its next version")
         for chunk in self.integrity.unverified(shard):
             if is_checked and (chunks is None or chunk in chunks):
                 self.verify(shard, chunk)
@@ -305,30 +320,33 @@ class ModelState:
         return head, self.integrity.digests[shard]
 
     def stage(self, shard: ShardId, head: Digest, chunks: Sequence[memoryview], listed: bytes) -> None:
-        """Keep a fetched state until it is installed: every chunk as it travels, checked against ``listed``."""
+        """Keep a fetched state until it is installed. ``chunks`` are in wire layout and were checked against
+        ``listed``."""
         self._staged[shard] = Staged(head, chunks, listed)
 
     def install(self, shard: ShardId, head: Digest, moves: Moves, farthest: float = math.inf) -> Shifts:
-        """Make a staged state the shard's; returns the shifts to tell the learner of.
+        """Replace the shard's state by the staged one; return the shifts to announce to the learner.
 
         Raises:
-            StaleBaseError: it is not staged any more.
-            UnfitCommitError: it is farther from this one than ``farthest`` allows.
+            StaleBaseError: the state is not staged any more.
+            UnfitCommitError: it is farther from the present state than ``farthest`` merged steps of length 1 can move
+                it.
         """
         staged = self._staged.pop(shard, None)
         if staged is None or staged.head != head:
-            raise StaleBaseError(f"the state of shard {shard} at {head[:8]} is not at hand any more")
+            raise StaleBaseError(f"the state of shard {shard} at {head[:8]} is not staged any more")
         here = self._range(self.theta, shard), self._range(self.momentum, shard)
         if self.heads[shard] is not None and staged.distance(self.form, *here) > farthest * self._reach:
-            raise UnfitCommitError(f"the state of shard {shard} at {head[:8]} is too far from this one")
+            raise UnfitCommitError(f"the state of shard {shard} at {head[:8]} is too far from the present one")
         return self._repair(shard, staged) if head == self.heads[shard] else self._replace(shard, staged, moves)
 
     def apply(self, header: CommitHeader, head: Digest, payload: Payload, listed: bytes, moves: Moves) -> Shifts:
-        """Take the commit ``header``, called ``head``, with its payload and the digests of the chunks of its result;
-        returns the shifts to tell the learner of.
+        """Apply the commit ``header`` with ID ``head``; return the shifts to announce to the learner.
+
+        ``listed`` are the chunk digests of the result.
 
         Raises:
-            StaleBaseError: the shard's head is not the commit's parent.
+            StaleBaseError: the shard is not at the commit's parent.
             UnfitCommitError: the result is not what the owner signed, or the payload is malformed or too long.
         """
         shard, parent = header.shard, header.parent
@@ -344,14 +362,13 @@ class ModelState:
         return handover.shifts
 
     def _set_head(self, shard: ShardId, head: Digest, listed: bytes) -> None:
-        """The shard has another head."""
         self.heads[shard] = head
         self.integrity.set_digests(shard, listed)
         self._own.pop(shard, None)
 
     def _check_commit(self, header: CommitHeader, head: Digest, payload: Payload, listed: bytes) -> Sequence[Body]:
-        """The bodies of a commit's payload; all can be decoded, they are no longer than declared, and the sample of its
-        version gives what is listed."""
+        """Return the bodies of a commit's payload, after checks: all can be decoded, the norm is at most the declared
+        one, and the sampled chunks of its version have the listed digests."""
         shard, spans = header.shard, self._chunks(header.shard)
         factors = outer_optimizer.factors_of(self._outer, header.version)
         elements = self.layout.shards[shard].elements
@@ -361,23 +378,23 @@ class ModelState:
         except ValueError as error:
             raise UnfitCommitError(f"the payload of commit {head[:8]} is malformed: {error}") from error
         if length > header.length * ROUNDED_LENGTH:
-            raise UnfitCommitError(f"the step of commit {head[:8]} is {length:.3g} long and not {header.length:.3g}")
+            raise UnfitCommitError(f"the step of commit {head[:8]} has norm {length:.3g}, not {header.length:.3g}")
         for index in digests.sample(elements, header.version):
             theta, momentum = self._next_chunk(bodies[index], spans[index], factors)
             if not digests.is_chunk(listed, index, theta, momentum):
-                self.verify(shard, index)  # it may be ours that is wrong
-                raise UnfitCommitError(f"commit {head[:8]} of shard {shard} does not give chunk {index} as promised")
+                self.verify(shard, index)  # raises if this peer's own state is the one that is wrong
+                raise UnfitCommitError(f"commit {head[:8]} of shard {shard}: chunk {index} does not have its digest")
         return bodies
 
     def _next_chunk(self, body: Body, span: slice, factors: outer_optimizer.Factors) -> tuple[Tensor, Tensor]:
-        """What a chunk's parameters and momentum become with a merged outer gradient, in scratch."""
+        """Return a chunk's parameters and momentum after a merged outer gradient, in scratch memory."""
         elements = span.stop - span.start
         new = self._scratch.theta[:elements], self._scratch.momentum[:elements]
         outer_optimizer.step_aside(body, self.theta[span], self.momentum[span], new, **factors)
         return new
 
     def _step(self, shard: ShardId, bodies: Sequence[Body], to: Handover, factors: outer_optimizer.Factors) -> None:
-        """The outer step, and what follows from it for the learner."""
+        """Apply the outer step to the shard, and pass the change on to the learner's buffers."""
         own = to.settled[0] if to.settled else None
         is_plain = not to.is_reset and to.snapshot is None and not to.restored and len(to.settled) <= 1
         vectors = self._range(self.theta, shard), self._range(self.momentum, shard)
@@ -398,7 +415,7 @@ class ModelState:
         return Bodies(*compression.unpack(payload, chunks, quantization.LARGEST_BODY))
 
     def _chunks(self, shard: ShardId) -> list[slice]:
-        """Where a shard's chunks lie in the flat vectors."""
+        """Return the slices of a shard's chunks in the flat vectors."""
         piece, size = self.layout.shards[shard], quantization.CHUNK
         return [slice(start, min(start + size, piece.stop)) for start in range(piece.start, piece.stop, size)]
 
@@ -415,8 +432,11 @@ class ModelState:
         return handover.shifts
 
     def _repair(self, shard: ShardId, state: Staged) -> Shifts:
-        """The same head's state again. What was altered after it was verified the learner has not seen; anything else
-        may be in its parameters, too, and it takes the global ones."""
+        """Install the same head's state again, after memory was altered.
+
+        If the altered chunks had been verified, the learner has not seen the damage. Otherwise it may have, so the
+        learner takes the global parameters.
+        """
         is_known = True
         for number, (span, chunk) in enumerate(zip(self._chunks(shard), state.chunks, strict=True)):
             theta, momentum = self.form.vectors(chunk)
@@ -445,14 +465,18 @@ class ModelState:
         *,
         is_coded: bool = True,
     ) -> MergeResult:
-        """Merge contributions (sorted by learner), shorten the result to ``longest``, quantize it (``how`` None: as the
-        run says), compress it (``is_coded``: with Huffman codes), and prepare the outer step that makes ``version``,
-        the next one after ``base``.
+        """Merge contributions and prepare the outer step that makes ``version``, the next one after ``base``.
+
+        Args:
+            given: contributions, sorted by learner.
+            how: quantization of the result; None: as the run says.
+            longest: the result is scaled down to this norm.
+            is_coded: compress with Huffman codes.
 
         Raises:
-            StaleBaseError: the shard's head is not ``base``.
-            SpoiltStateError: this peer's own state is not what its head stands for.
-            ContributionError: a payload is malformed, not finite or too long; the others may be merged without it.
+            StaleBaseError: the shard is not at ``base``.
+            SpoiltStateError: this peer's own state does not match its head.
+            ContributionError: a payload is malformed, not finite or too long. The others can be merged without it.
         """
         if self.heads[shard] != base or self.integrity.is_spoilt(shard):
             raise StaleBaseError(f"shard {shard} is not at {base[:8]}")
@@ -478,8 +502,10 @@ class ModelState:
         return MergeResult(payload, payload_digest, listed, length, accord, tuple(judgement.factors))
 
     def _next_digests(self, shard: ShardId, bodies: Sequence[Body], factors: outer_optimizer.Factors) -> bytes:
-        """Of the chunks of what a shard's state becomes with a merged outer gradient. What is signed here the others
-        believe, so each chunk is seen to be what it should be, while it is in the cache."""
+        """Return the chunk digests of the state after a merged outer gradient.
+
+        Other peers rely on these digests, so each present chunk is verified first, while it is in the CPU cache.
+        """
         found = []
         for chunk, (body, span) in enumerate(zip(bodies, self._chunks(shard), strict=True)):
             self.verify(shard, chunk)
@@ -487,16 +513,19 @@ class ModelState:
         return b"".join(found)
 
     def dissenters(self) -> dict[str, int]:
-        """See ``AgreementHistory.dissenters``; of the merges that this peer made."""
+        """Return learners whose contributions long pointed away from most others', in the merges that this peer made.
+
+        The values are the numbers of judged contributions (``AgreementHistory.dissenters``).
+        """
         return self._agreement.dissenters()
 
     def merge_error(self, shard: ShardId, payload: Payload) -> float:
-        """Relative error of the first chunk of what was just merged."""
+        """Return the relative quantization error of the first chunk of the newest merge."""
         span = self._chunks(shard)[0]
         return self._error(shard, payload, self._scratch.merged[: span.stop - span.start])
 
     def encode_error(self, shard: ShardId, payload: Payload) -> float:
-        """Relative error of the first chunk of what was just encoded."""
+        """Return the relative quantization error of the first chunk of the newest contribution."""
         span = self._chunks(shard)[0]
         return self._error(shard, payload, self.theta[span] - self.shifts.snapshot[span])
 
@@ -510,11 +539,13 @@ class ModelState:
     def encode(
         self, shard: ShardId, base: Digest, how: quantization.Recipe | None = None, *, is_coded: bool = True
     ) -> tuple[Payload, Digest]:
-        """The learner's outer gradient for one shard: compressed payload (``is_coded``: with Huffman codes) and its
-        digest. ``how`` None: as the run says. Each snapshot is encoded once.
+        """Encode the learner's outer gradient for one shard; return the compressed payload and its digest.
+
+        Each snapshot is encoded once. ``how``: quantization; None: as the run says. ``is_coded``: compress with Huffman
+        codes.
 
         Raises:
-            StaleBaseError: the shard's head is not ``base``, or there is no snapshot.
+            StaleBaseError: the shard is not at ``base``, or there is no snapshot.
             ValueError: the learner's parameters are not finite.
         """
         if self.heads[shard] != base or not self.shifts.has_snapshot(shard) or self.integrity.is_spoilt(shard):

@@ -1,15 +1,15 @@
 """Cache of payloads, commit signatures and chunk digests, kept while the state machine may still need them.
 
 Rules of this file:
-1. What a peer sent comes in when it is whole, matches its digests, and bears the signatures that it needs. Checking is
-   done on any thread; what was checked is kept by the loop.
+1. Received data enters when it is complete, matches its digests, and bears the signatures that it needs. It is verified
+   on any thread and added on the event loop.
 2. It is kept while the machine may still need it, and no longer (``Machine.payloads``, rule B1e). A contribution stays
    in the memory that it was received in.
-3. Payloads of commits in the logs serve peers that lag: as many as a shard's share of ``LOG_BYTES`` allows. Who asks
-   for one that is gone is advised to fetch the state, as if the log had been shorter. Where payloads lie, in memory or
-   on the disk, is the matter of ``payload_store``. While the disk takes no more, memory has the newest of the log and
-   the last own contributions (``OWN_WINDOWS``): a learner that would have to take back an older one is reset.
-4. It is swept a few shards at a time, so that the event loop is never busy with all of them.
+3. Payloads of logged commits serve peers that lag: as many as fit into a shard's share of ``LOG_BYTES``. A peer that
+   asks for an older one is advised to fetch the state, as if the log had been shorter. ``payload_store`` decides
+   whether payloads lie in memory or on disk. While the disk accepts no writes, memory holds the newest of the log and
+   the last own contributions (``OWN_WINDOWS``). A learner that would have to take back an older one is reset.
+4. A few shards are swept at a time, so that the event loop is never busy with all of them.
 """
 
 from __future__ import annotations
@@ -36,19 +36,21 @@ from p2pdiloco.wire.control_messages import CommitParts, SignedCommit, StateProo
 log = logs.get("protocol")
 
 LOG_BYTES = 256 << 20
+# The larger of these two bounds the kept commits, in proportion to a shard's size: all 32 versions of a small run, the
+# last four or five of a large one in int4. A state has six to eight bytes per parameter, so fetching it costs little
+# more than fetching many commits.
 LOG_BYTES_PER_PARAMETER = 2
-"""The larger of the two, in proportion to a shard's size: all 32 versions of a small run, the last four or five of a
-large one in int4. A state has 8 bytes a parameter, so fetching it is not dear compared with many commits."""
+# Own contributions that memory holds while the disk accepts no writes, as a multiple of the window: the one that is
+# being merged, and one whose commit is late. Holding all of a ledger's would take 16 bytes per parameter of a large
+# model.
 OWN_WINDOWS = 2
-"""Of own contributions what memory has room for while the disk takes no more: the one that others are merging, and one
-whose commit is late. Of all of a ledger's a large model would need 16 bytes a parameter."""
+# Interval between two sweeps of a shard, in a run of few shards.
 SWEEP_S = 2.0
-"""How often payloads that nobody needs are dropped, in a run of few shards."""
+# Shards per sweep, more than are moved between two events of any run. Eight take 0.06 ms of the event loop, 0.22 at
+# most; 960 at once took 7.4 ms (``benchmarks/protocol/loop.py``).
 SWEPT_AT_ONCE = 8
-"""Shards. Eight take 0.06 ms of the event loop, 0.22 at most; 960 at once took 7.4 (``benchmarks/protocol/loop.py``).
-More than are moved between two events of any run."""
+# Adds verified data to the cache. Call it on the event loop.
 Keep = Callable[[], None]
-"""Puts what was checked among the rest."""
 
 
 class ShardPayloads:
@@ -57,12 +59,12 @@ class ShardPayloads:
     __slots__ = ("digests", "payloads", "proofs")
 
     def __init__(self) -> None:
+        # Oldest first.
         self.payloads: dict[Digest, Held] = {}
-        """The oldest first."""
+        # Commits of the log and of the head, by ID, with their owners' signatures.
         self.proofs: dict[Digest, tuple[msg.CommitHeader, bytes]] = {}
-        """Commits by id with their owners' signatures: of the log, and of the head."""
+        # Chunk digests of the commits' results, by ``result``.
         self.digests: dict[Digest, bytes] = {}
-        """The digests of the chunks of their results, by ``result``."""
 
     def size_of(self, payload: Digest) -> int:
         """Return a payload's size in bytes; 0 if it is not here."""
@@ -74,7 +76,7 @@ class ShardPayloads:
         return 0 if held is None or held.data is None else held.size
 
     def put(self, digest: Digest, payload: Payload) -> None:
-        """Keep it. What came before and lies in a file is in memory again: it is wanted."""
+        """Keep a payload. If it is already known but only on disk, it is in memory again."""
         held = self.payloads.setdefault(digest, Held(digest, payload))
         if held.data is None:
             held.data = payload
@@ -84,7 +86,7 @@ class ShardPayloads:
         return [self.payloads[payload] for payload in payloads if payload in self.payloads]
 
     def keep_only(self, payloads: set[Digest], commits: set[Digest]) -> list[Held]:
-        """Drop all others; the payloads among them."""
+        """Drop all other payloads and commits; return the dropped payloads."""
         dropped = [held for digest, held in self.payloads.items() if digest not in payloads]
         if dropped:
             self.payloads = {digest: held for digest, held in self.payloads.items() if digest in payloads}
@@ -96,7 +98,8 @@ class ShardPayloads:
         return dropped
 
     def beyond(self, most_bytes: int, at_work: Container[Digest] = ()) -> list[Held]:
-        """Those in memory that are not ``at_work``, but for the newest that have at most ``most_bytes`` together."""
+        """Return payloads to move to disk: those in memory beyond the newest ``most_bytes``, except the ones
+        ``at_work``."""
         found, total = list[Held](), 0
         for held in reversed(self.payloads.values()):
             if held.data is not None:
@@ -116,49 +119,49 @@ class PayloadCache:
         register: Register = OPEN,
         store: PayloadStore | None = None,
     ) -> None:
-        """Without a ``store`` all stays in memory."""
+        """Without a ``store`` everything stays in memory."""
         self._pieces = layout.shards
         self._elements = layout.elements
         self._store = store
+        # Bytes of logged payloads per parameter.
         self._log_bytes = max(LOG_BYTES, LOG_BYTES_PER_PARAMETER * layout.elements) / layout.elements
-        """For each parameter."""
         self._identity = identity
         self._run = run
         self._register = register
         self.shards = [ShardPayloads() for _ in layout.shards]
+        # Proofs of equivocation that ``take_contradictions`` has not returned yet.
         self._contradictions: list[msg.Equivocation] = []
-        """Proofs that were found here, and not taken yet."""
+        # The learner's newest signed contribution by shard, with the head that it is based on.
         self._given: dict[ShardId, tuple[Digest, msg.Contributor]] = {}
-        """What our learner gave last, by shard, after the head that it is about."""
         self._swept_at = 0.0
+        # The shard that was swept last.
         self._next = 0
-        """The shard to be swept next."""
 
     # -- proofs --------------------------------------------------------------------------------------------------------
 
     def keep_proof(self, header: msg.CommitHeader, signature: bytes) -> None:
-        """Keep a commit with its owner's signature, which was checked."""
+        """Keep a commit with its owner's signature, which was verified."""
         self.shards[header.shard].proofs[msg.commit_id(header)] = (header, signature)
 
     def proof_of(self, state: ShardState) -> StateProof:
-        """A shard's state, with the commit at its head that its owner signed."""
+        """Return a shard's state with the signed commit at its head."""
         header, signature = self.shards[state.head.shard].proofs.get(state.head.id, (None, b""))
         return StateProof(state, header, signature)
 
     def lineage(self, shard: ShardId, ancestry: Sequence[Digest]) -> tuple[SignedCommit, ...]:
-        """The signed commits of ``ancestry`` (heads, oldest first) that travel with a state."""
+        """Return the signed commits of ``ancestry`` (heads, oldest first) that are sent with a state."""
         proofs = self.shards[shard].proofs
         return lineage_of(proofs.get(commit) for commit in reversed(ancestry))
 
     def take_contradictions(self) -> list[msg.Equivocation]:
-        """The proofs against owners that were found here since the last call."""
+        """Return the proofs of equivocation found since the last call."""
         found, self._contradictions = self._contradictions, []
         return found
 
     # -- own payloads --------------------------------------------------------------------------------------------------
 
     def sign_commit(self, commit: Digest, header: msg.CommitHeader) -> None:
-        """Vouch for a commit of our own."""
+        """Sign a commit, if this peer owns it and has not signed it yet."""
         proofs = self.shards[header.shard].proofs
         if header.owner == self._identity.peer_id and commit not in proofs:
             proofs[commit] = (header, self._identity.sign(messages.signed_commit_bytes(commit)))
@@ -170,7 +173,8 @@ class PayloadCache:
         return given
 
     def commit_parts(self, header: msg.CommitHeader) -> tuple[Held, Callable[[Payload], CommitParts]] | None:
-        """A commit's payload, and what makes of its bytes what travels with the commit; None if not all is here."""
+        """Return a commit's payload, and a function that makes the commit's data from the payload's bytes; None if a
+        part is missing."""
         cached = self.shards[header.shard]
         payload, digests = cached.payloads.get(header.payload), cached.digests.get(header.result)
         _, signature = cached.proofs.get(msg.commit_id(header), (None, None))
@@ -179,13 +183,16 @@ class PayloadCache:
         return payload, lambda gradient: CommitParts(signature, digests, gradient)
 
     def read_moves(self, shard: ShardId, effect: ef.Apply | ef.Install, disk: Disk) -> Callable[[], Moves]:
-        """Own contributions by their payloads, to be read on the worker; one that is gone makes the learner's delta
-        unknown, hence a reset."""
+        """Return a function that reads the own contributions that a new head settles or restores. Run it on the worker
+        thread.
+
+        If one is missing, the difference to the learner's parameters is unknown, so the learner is reset.
+        """
         cached = self.shards[shard]
         settled, restored = cached.find(effect.settled), cached.find(effect.restored)
         is_whole = len(settled) == len(effect.settled) and len(restored) == len(effect.restored)
         if not is_whole:
-            log.warning("own contribution is gone: the learner takes the global parameters", shard=shard)
+            log.warning("an own contribution is missing: the learner takes the global parameters", shard=shard)
 
         def read() -> Moves:
             if effect.is_reset or not is_whole:
@@ -193,13 +200,15 @@ class PayloadCache:
             try:
                 mine, back = [held.read(disk) for held in settled], [held.read(disk) for held in restored]
             except ValueError as error:
-                log.warning("own contribution is lost: the learner takes the global parameters", reason=str(error))
+                log.warning(
+                    "cannot read an own contribution: the learner takes the global parameters", reason=str(error)
+                )
                 return Moves(effect.learner, (), (), is_reset=True)
             return Moves(effect.learner, mine, back, is_reset=False)
 
         return read
 
-    # -- what others sent ----------------------------------------------------------------------------------------------
+    # -- received data -------------------------------------------------------------------------------------------------
 
     def _of(self, shard: ShardId) -> ShardPayloads:
         if shard >= len(self.shards):
@@ -207,11 +216,11 @@ class PayloadCache:
         return self.shards[shard]
 
     def verify_contribution(self, data: memoryview, message: msg.Contribution) -> Keep:
-        """A contribution's payload.
+        """Verify a contribution's payload and signature.
 
         Raises:
             UnknownMemberError: its learner's peer is not known as a member.
-            ValueError: it is not what it names, or not signed by its learner's peer.
+            ValueError: the payload does not match its digest, or the contribution is not signed by its learner's peer.
         """
         cached = self._of(message.shard)
         if digest_of(data) != message.payload:
@@ -220,11 +229,11 @@ class PayloadCache:
         return lambda: cached.put(message.payload, data)
 
     def verify_commit(self, data: memoryview, header: msg.CommitHeader, register: Register | None = None) -> Keep:
-        """A commit's payload, signature and digests.
+        """Verify a commit's payload, signatures and digests.
 
         Raises:
-            UnknownMemberError: it names somebody who is not known as a member.
-            ValueError: they are not what the commit names, or not its owner's, or it names what nobody gave.
+            UnknownMemberError: it names an unknown member.
+            ValueError: a digest or a signature does not match, or a contribution is not signed.
         """
         cached = self._of(header.shard)
         parts = split_commit(data, list_bytes(self._pieces[header.shard].elements))
@@ -243,28 +252,29 @@ class PayloadCache:
         return keep
 
     def find_contradiction(self, header: msg.CommitHeader, signature: bytes) -> None:
-        """A signed commit came, with its payload or in a lineage: is another of its owner on its parent here?"""
+        """Compare a signed commit with the known ones: another commit of its owner on its parent is proof of
+        equivocation."""
         for other, other_signature in self.shards[header.shard].proofs.values():
             if other.parent == header.parent and other.owner == header.owner:
                 proof = msg.Equivocation(other, header, other_signature, signature)
                 self._contradictions += [proof] if proof.is_one else []
 
     def verify_equivocation(self, proof: msg.Equivocation) -> Keep:
-        """Verify a proof that an owner contradicts itself.
+        """Verify a proof that an owner signed two commits on one parent.
 
         Raises:
             UnknownMemberError: the owner is not known as a member.
-            ValueError: that is no proof.
+            ValueError: the proof does not hold.
         """
         self._of(proof.first.shard)
         check_equivocation(proof, self._register)
         return lambda: None
 
-    # -- what is kept --------------------------------------------------------------------------------------------------
+    # -- sweeping ------------------------------------------------------------------------------------------------------
 
     def sweep(self, machine: Machine, now: float) -> bool:
-        """Drop what nobody needs any more of the shards whose time has come; at most ``SWEPT_AT_ONCE``. Whether a lap
-        through all shards is done."""
+        """Drop unneeded payloads of the shards that are due, at most ``SWEPT_AT_ONCE``. Returns True after a full
+        round."""
         due = int(len(self.shards) * (now - self._swept_at) / SWEEP_S)
         if not due:
             return False
@@ -277,7 +287,7 @@ class PayloadCache:
     def _sweep(self, machine: Machine, shard: ShardId) -> None:
         cached, store, elements = self.shards[shard], self._store, self._pieces[shard].elements
         most_bytes, own_bytes, size_of = int(self._log_bytes * elements), float("inf"), cached.size_of
-        if store is not None and not store.may_write():  # what cannot be written stays, or goes if nobody must have it
+        if store is not None and not store.may_write():  # nothing can be spilled: keep less instead
             most_bytes, size_of = store.window_bytes(elements, elements / self._elements), cached.memory_bytes
             own_bytes = OWN_WINDOWS * most_bytes
         dropped = cached.keep_only(machine.payloads(shard, size_of, most_bytes, own_bytes), machine.commits(shard))

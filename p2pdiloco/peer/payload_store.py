@@ -1,14 +1,15 @@
-"""Store of payloads: the newest in memory, the others in a file of the run's folder.
+"""Payload store: keeps the newest payloads in memory and the others in one file of the run's folder.
 
 Rules of this file:
-1. What is kept is decided elsewhere (``Machine.payloads``); here only where. What is still to be merged or applied
-   (``Machine.at_work``) stays in memory: no disk holds up a turn. The file lives as long as a life of the peer:
-   what an earlier life left is of no use, and goes first.
-2. A payload has a place in the file, which is written before its memory is given back, and given to another when
-   nobody holds the payload any more (to make and to remove a file for each costs three times as much as to write it).
-   It is not forced to the disk. A file of which nothing is needed goes.
-3. What is read back is compared with its digest: a disk that alters a payload costs that payload.
-4. A disk that is full, or may be written no more for today, costs memory: bounded, since less is kept then.
+1. The cache decides which payloads are kept (``Machine.payloads``); this module decides where. Payloads that are still
+   to be merged or applied (``Machine.at_work``) stay in memory, so that no exchange waits for the disk. The file
+   belongs to one life of the peer. A file of an earlier life is useless and is removed first.
+2. A payload gets a place in the file, which is written before its memory is released. The place is reused when nobody
+   holds the payload any more. (Creating and removing a file for each payload costs three times as much as writing it.)
+   The file is not synced. It is removed when it holds nothing that is needed.
+3. A payload that is read back is compared with its digest. A disk that alters it costs only that payload.
+4. If the disk is full, or the day's write budget is used up, payloads stay in memory. That is bounded, since fewer are
+   kept then.
 """
 
 from __future__ import annotations
@@ -31,36 +32,36 @@ from p2pdiloco.util import logs
 from p2pdiloco.util.files import SECTOR_BYTES
 
 # -- File allocator ----------------------------------------------------------------------------------------------------
-# Places in one file for pieces of any length, which come and go.
-# Rules of this file:
-# 1. Pure. Two pieces never share a sector (``SECTOR_BYTES``): each can be written past the system's cache.
-# 2. The first gap that is large enough is taken; what is given back joins the gaps beside it, and the file's end.
-# 3. Pieces of nearly one size, as a shard's are, get places of one size: else each leaves a sliver of its gap, and
-#    there are thousands of them to be looked through.
+# First-fit allocator for places in one file.
+# Rules of this section:
+# 1. Pure. Two places never share a sector (``SECTOR_BYTES``), so each can be written past the system's cache.
+# 2. The first gap that is large enough is used. A freed place joins its neighbouring gaps and the file's end.
+# 3. Sizes are rounded, so that payloads of nearly the same size, as a shard's are, get places of equal size. Otherwise
+#    each leaves a sliver of its gap, and the search passes thousands of them.
 
 
+# Place sizes per power of two (in whole sectors), so at most 1/32 is unused. With 500 shards over 120 exchanges there
+# were 1,638 gaps and the slowest search took 1.0 ms; with places of any number of sectors, 4,589 gaps and 8.2 ms
+# (benchmarks/notes.md).
 STEPS = 32
-"""Sizes of places per power of two, where these are whole sectors: at most 1/32 is unused. Measured with 500 shards
-over 120 turns: 1,638 gaps and 1.0 ms for the slowest search, against 4,589 gaps and 8.2 ms with places of any number of
-sectors (benchmarks/notes.md)."""
 
 
 def place_bytes(size: int) -> int:
-    """How many bytes a place for ``size`` of them takes."""
+    """Return the size of a place for ``size`` bytes."""
     size = max(1, size)
     step = max(SECTOR_BYTES, (1 << ((size - 1).bit_length() - 1)) // STEPS if size > 1 else 0)
     return -(-size // step) * step
 
 
 class Place(NamedTuple):
-    """Bytes of the file: whole sectors."""
+    """A range of the file, in whole sectors."""
 
     at: int
     size: int
 
     @property
     def end(self) -> int:
-        """Where the next one may begin."""
+        """Offset after its last byte."""
         return self.at + self.size
 
 
@@ -68,10 +69,10 @@ class FileAllocator:
     """Allocates places in one file, which is empty at first."""
 
     def __init__(self) -> None:
+        # End of the last allocated place.
         self.end = 0
-        """The end of the last place that is allocated."""
+        # Free places in order. No two touch, and none ends at ``end``.
         self._gaps: list[Place] = []
-        """In order; no two touch, and none ends at ``end``."""
 
     def allocate(self, size: int) -> Place:
         """Allocate a place for ``size`` bytes."""
@@ -84,7 +85,7 @@ class FileAllocator:
         return Place(self.end - size, size)
 
     def free(self, place: Place) -> None:
-        """Free a place that was allocated and is not needed any more."""
+        """Free a place that was allocated."""
         index = bisect.bisect(self._gaps, place)
         if index < len(self._gaps) and self._gaps[index].at == place.end:
             place = Place(place.at, place.size + self._gaps.pop(index).size)
@@ -97,51 +98,50 @@ class FileAllocator:
             self._gaps.insert(index, place)
 
     def allocated_bytes(self) -> int:
-        """Bytes of all places that were not freed."""
+        """Return the total bytes of all allocated places."""
         return self.end - sum(gap.size for gap in self._gaps)
 
 
 # -- Payload store -----------------------------------------------------------------------------------------------------
-# Where payloads are kept: the newest in memory, the others in a file of the run's folder.
 
 
 log = logs.get("node")
 
+# The store's folder in a run's folder.
 PAYLOADS = "payloads"
-"""The folder in a run's folder."""
+# The file in that folder.
 FILE = "payloads.bin"
-"""The file in that folder."""
+# Size of the newest payloads of each shard that stay in memory: in int4 one payload, Huffman-coded or not.
 WINDOW_BYTES_PER_PARAMETER = 0.51
-"""Stay in memory, of each shard's payloads the newest; in int4 one, Huffman-coded or not."""
+# Write budget that was not used for this long can be used later.
 BURST_S = HOUR_S
-"""What was not written in this time may be written later."""
+# Limit on payloads that are being read at once (one may be larger). Beyond it, a read fails and the peer asks again.
 READ_BYTES = 64 << 20
-"""Of payloads that are being read at once, to be sent, or one that has more: who asks for more asks again."""
+# After a failed write, nothing is written for this long.
 AGAIN_S = 60.0
-"""After a failure nothing is written for so long."""
 
 
 class Held:
-    """One payload that is kept."""
+    """One payload, in memory or in the file."""
 
     __slots__ = ("__weakref__", "at", "data", "digest", "is_written", "path", "size")
 
     def __init__(self, digest: Digest, data: Payload) -> None:
         self.digest = digest
         self.size = len(data)
+        # None: only the file has the bytes.
         self.data: Payload | None = data
-        """None: only the file has it."""
+        # The file that has the bytes, set when the write begins.
         self.path: Path | None = None
-        """The file that has it, from when it begins to be written."""
+        # Offset of the bytes in that file.
         self.at = 0
-        """Where it begins in that file."""
         self.is_written = False
 
     def __len__(self) -> int:
         return self.size
 
     def read(self, disk: Disk) -> Payload:
-        """Return its bytes. Blocks if they are in a file.
+        """Return the payload's bytes. Blocks if they are in a file.
 
         Raises:
             ValueError: the disk has lost or altered them.
@@ -160,7 +160,7 @@ class Held:
 
 
 class PayloadStore:
-    """Keeps payloads in the file of one life, which is written with what the ``budget`` has to spare."""
+    """Stores payloads in a file, as far as the disk write ``budget`` allows."""
 
     def __init__(self, host: Host, options: PeerOptions, budget: DiskBudget) -> None:
         self._host = host
@@ -177,11 +177,12 @@ class PayloadStore:
         host.work("disk", lambda: host.disk.remove_folder(folder))
 
     def window_bytes(self, elements: int, share: float) -> int:
-        """How many bytes of payloads stay in memory for a shard of ``elements`` parameters, ``share`` of the model."""
+        """Return how many bytes of payloads stay in memory for a shard of ``elements`` parameters, ``share`` of the
+        model."""
         return int(max(WINDOW_BYTES_PER_PARAMETER * elements, self._least_bytes * share))
 
     def may_write(self) -> bool:
-        """Whether the disk takes more now."""
+        """Return whether the store may write to disk now."""
         now, rate = self._host.now(), self._budget.spare_bytes_per_s()
         if rate is not None:
             self._allowed = min(rate * BURST_S, self._allowed + rate * (now - self._counted_at))
@@ -190,7 +191,7 @@ class PayloadStore:
         return not is_resting and (rate is None or self._allowed > 0)
 
     def spill(self, held: Held) -> None:
-        """Write a payload into the file, then let go of its memory."""
+        """Write a payload into the file, then release its memory."""
         if held.is_written:
             held.data = None
         if held.path is not None or held.data is None:
@@ -209,21 +210,24 @@ class PayloadStore:
                 held.is_written, held.data = True, None
                 return
             held.path = None
-            if all(place != doomed for _, doomed in self._doomed):  # else it was dropped meanwhile
+            if all(place != doomed for _, doomed in self._doomed):  # a place of a dropped payload is freed by ``sweep``
                 self._free([place])
             if self._failed_at is None:
-                log.warning("payloads stay in memory", folder=self._path.parent, reason=str(error))
+                log.warning(
+                    "cannot write payloads; keeping them in memory", folder=self._path.parent, reason=str(error)
+                )
             self._failed_at = self._host.now()
 
         self._host.work("disk", lambda: self._host.disk.put(self._path, place.at, data)).add_done_callback(done)
 
     def fetch(self, held: Held, then: Callable[[Payload], None], fail: Callable[[], None]) -> None:
-        """``then`` gets the payload's bytes, at once if they are in memory; else ``fail`` is called."""
+        """Call ``then`` with the payload's bytes, at once if they are in memory. If they cannot be read, call
+        ``fail``."""
         if held.data is not None:
             then(held.data)
             return
         if self._reading_bytes and self._reading_bytes + held.size > READ_BYTES:
-            log.info("payload not read: too many are being read", payload=held.digest)
+            log.info("payload not read: too many reads are running", payload=held.digest)
             fail()
             return
         self._reading_bytes += held.size
@@ -234,7 +238,7 @@ class PayloadStore:
                 return
             error = future.exception()
             if isinstance(error, ValueError):
-                log.warning("payload is lost", reason=str(error))
+                log.warning("cannot read a payload from disk", reason=str(error))
                 fail()
             else:
                 then(future.result())
@@ -242,7 +246,7 @@ class PayloadStore:
         self._host.work("disk", lambda: held.read(self._host.disk)).add_done_callback(done)
 
     def drop(self, dropped: Sequence[Held]) -> None:
-        """Give up payloads that nobody needs; their places are freed when the last reader is done."""
+        """Give up payloads that are not needed. Their places are freed when the last reader is done."""
         for held in dropped:
             if held.path is not None:
                 self._doomed.append((weakref.ref(held), Place(held.at, place_bytes(held.size))))

@@ -1,8 +1,8 @@
-"""A peer, whatever world it lives in: machine, driver, global state, transfers, checkpoints, and its learner.
+"""Peer: composes state machine, driver, model state, transfers, checkpoints and learner, for any host.
 
 Rules of this file:
-1. It composes: what is decided stands in the modules below, what is done to the world goes through the host.
-2. It ends once, for one reason (``ending.py``).
+1. This module only composes. Decisions are made in the modules below; effects on the environment go through the host.
+2. A peer ends once, for one reason (``ending.py``).
 """
 
 from __future__ import annotations
@@ -55,36 +55,42 @@ from p2pdiloco.util import logs
 from p2pdiloco.wire.control_messages import TROUBLE_LIMIT, PeerStatus, StateProof, decode_message
 from p2pdiloco.wire.request_reply import Answer
 
-# -- Peer --------------------------------------------------------------------------------------------------------------
-# A peer, whatever world it lives in: machine, driver, global state, transfers, checkpoints, and its learner.
-
-
 log = logs.get("node")
 
 MESSAGES_PER_S = 200
+# Rate limit per peer and kind of message, for messages without a payload. An honest peer sends a few per exchange of a
+# fragment. Messages above the limit are dropped and count as malformed, so that the sender is eventually blocked.
 MESSAGE_BURST = 2000
-"""Messages of one kind, without a payload, that a peer may send. An honest peer sends a few for each turn of a
-fragment. What comes beyond is dropped and counted like a message that cannot be read, until the sender is cut off."""
 
 
 class InitialState:
-    """The states that a peer begins with: version 0 (the founder) or a checkpoint."""
+    """The states that a peer begins with: version 0 (at the founder) or a checkpoint."""
 
     def __init__(self, shards: Sequence[StateProof], theta: torch.Tensor, momentum: torch.Tensor) -> None:
         self.shards = tuple(shards)
         self._vectors: tuple[torch.Tensor, torch.Tensor] | None = (theta, momentum)
 
     def take(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Parameters and momentum; once, and they are the taker's to write or let go. Whoever waits for the node to end
-        must not keep a second copy of the model."""
+        """Return parameters and momentum. Call it once; the caller may overwrite or release them.
+
+        This object drops its references, because its owner lives as long as the node and must not keep a second copy of
+        the model.
+        """
         assert self._vectors is not None, "taken already"
         vectors, self._vectors = self._vectors, None
         return vectors
 
 
 class Peer:
-    """One peer. ``observed`` sees every event with its effects; ``status`` says of the peer what others are told;
-    ``standing`` knows what others may do (None: everything)."""
+    """One peer of a run.
+
+    Args:
+        vectors: shared memory with the parameters and the learner's buffers.
+        sent_bytes: returns the bytes that this peer has sent so far.
+        status: returns the status that other peers get on request.
+        observed: called with every event, its effects and its time.
+        standing: knows the permissions of other peers; None: everything is permitted.
+    """
 
     def __init__(
         self,
@@ -151,8 +157,8 @@ class Peer:
         )
         self.verifier = MessageVerifier(self.driver, view, payload_cache, standing, host, metrics)
         self._payload_cache = payload_cache
+        # The running average of the parameters; None: this peer keeps none.
         self.average = average
-        """None: this peer keeps none."""
         self._downloads = StateClient(
             manifest,
             layout,
@@ -194,10 +200,10 @@ class Peer:
             budget=budget,
         )
 
-    # -- the main line -------------------------------------------------------------------------------------------------
+    # -- life of the peer ----------------------------------------------------------------------------------------------
 
     def begin(self, initial: InitialState | None) -> None:
-        """The first event, with what the peer brings; None: it is a newcomer."""
+        """Feed the first event, with the states that the peer brings. None: it is a newcomer and has none."""
         shards: list[ev.ShardState] = []
         lineages: list[tuple[Digest, ...]] = []
         if initial is not None:
@@ -207,7 +213,7 @@ class Peer:
                 piece = self.layout.shards[proof.state.head.shard]
                 span = slice(piece.start, piece.stop)
                 self.state.put(piece.shard, proof.state.head.id, theta[span], momentum[span])
-                let_go(theta[span])  # else there are two of the model for seconds
+                let_go(theta[span])  # otherwise memory holds the model twice for some seconds
                 if proof.header is not None:
                     self._payload_cache.keep_proof(proof.header, proof.signature)
                 lineage = unbroken_lineage(proof, proof.lineage) if isinstance(proof, SavedState) else ()
@@ -215,7 +221,7 @@ class Peer:
                     self._payload_cache.keep_proof(earlier.header, earlier.signature)
                 lineages.append(ancestors(proof, lineage))
                 shards.append(proof.state)
-            del theta, momentum  # what comes next needs memory, too: a running average as much as these parameters
+            del theta, momentum  # release the memory before the running average takes as much
         self.metrics.write("started", peer=self.config.peer, run=self.manifest.run, is_new=not shards)
         brought = {state.head.shard for state in shards}
         if missing := [piece.elements for piece in self.layout.shards if piece.shard not in brought]:
@@ -229,7 +235,7 @@ class Peer:
         self.driver.feed(ev.Started(tuple(shards), tuple(lineages), own, self._convictions.load()))
 
     async def live(self) -> Ending:
-        """Take part, after ``begin``, until something ends it."""
+        """Take part in the run until the peer ends. Call ``begin`` first."""
         self.host.keep(partial(self.checkpoint_writer.keep_saving, self.options.checkpoint_s), name="checkpoints")
         self.host.keep(Scrubber(self.driver, self.state, self.host).run, name="scrub")
         policy = CorruptShardPolicy(self.driver, self.state, self.machine.view, self.host)
@@ -252,20 +258,21 @@ class Peer:
         return ending
 
     async def _look_after_learner(self, lives: AsyncExitStack) -> None:
-        """Whatever cannot be gone on from ends the peer: it must not go on without a learner in silence."""
+        """Run the learner's supervisor. A failure in it ends the peer, which must not silently go on without a
+        learner."""
         try:
             await self.supervision.live(lives)
         except Exception as error:  # noqa: BLE001 (the top of a task)
             self._crash(error)
 
     async def stayed(self, ending: Ending) -> Ending:
-        """What is to be said after the peer has stayed: those from whom it was apart may have come."""
+        """Return the ending after the peer has stayed: a peer that was apart from others may have met them again."""
         view = self.machine.view
         is_one = not view.missing and all(mark == view.heads_mark for mark in view.marks().values())
         if ending.status != APART or not is_one:
             return ending
         await self.checkpoint_writer.save(is_last=True)
-        return Ending(0, "those who were missing came back, and all have the same model")
+        return Ending(0, "the missing peers came back, and all have the same model")
 
     @property
     def layout(self) -> Layout:
@@ -274,49 +281,50 @@ class Peer:
 
     @property
     def trouble(self) -> str:
-        """What a person should look at, the learner's or the swarm's; empty if there is nothing."""
+        """Problems of the learner or the swarm that a person should look at; empty if there are none."""
         supervision = self.supervision
         learners = "; ".join(filter(None, (supervision.absence, supervision.trouble, self._dissent())))
         return (learners or "; ".join(self.machine.status().troubles))[:TROUBLE_LIMIT]
 
     def _dissent(self) -> str:
-        """Say whether this peer's own contributions point away from the others', in the merges that it made itself."""
+        """Return a warning if this peer's own contributions point away from the others', in the merges that it made
+        itself."""
         for learner, times in self.state.dissenters().items():
             if peer_of(LearnerId(learner)) == self.config.peer:
                 return (
-                    f"the last {times} contributions of this peer that it could compare point away from the others': "
+                    f"the last {times} contributions of this peer that could be compared point away from the others': "
                     "check its data and its learning rate"
                 )
         return ""
 
     @property
     def is_over(self) -> bool:
-        """Whether the peer is ending."""
+        """True if the peer is ending."""
         return self._end.is_reached
 
     def request_leave(self, reason: str) -> None:
-        """Leave in order: contribute what is unmerged, save, go."""
+        """Leave in order: contribute what is unmerged, save, and disconnect."""
         self.supervision.stop_waiting()
         self.driver.feed(ev.LeaveRequested(reason))
 
     def abandon(self, reason: str) -> None:
-        """Leave at once: nothing more is contributed or saved."""
+        """Leave at once, without contributing or saving."""
         self.end_at_once(Ending(1, f"left at once ({reason}); unmerged progress is lost"))
 
     def end_in_order(self, ending: Ending) -> None:
-        """Save and leave in order, for a reason of its own."""
+        """Save and leave in order, with this ending instead of the ordinary one."""
         if not self.is_over:
             self._end.cause = ending
             self.request_leave(ending.reason)
 
     def end_at_once(self, ending: Ending) -> None:
-        """End at once: nothing more is contributed or saved."""
+        """End at once, without contributing or saving."""
         self.supervision.stop_waiting()
         self._end.cause = ending
         self.driver.close()
         self._end.reach(ending.reason)
 
-    # -- what the driver leaves to the peer ----------------------------------------------------------------------------
+    # -- output of the driver ------------------------------------------------------------------------------------------
 
     def _handle(self, output: Output) -> None:
         match output:
@@ -334,19 +342,19 @@ class Peer:
                 self.supervision.send_effect(output)
 
     def _crash(self, error: BaseException) -> None:
-        """End at once for a defect of ours."""
+        """End at once because of a defect in this program."""
         log.failure("defect", error)
         self.end_at_once(Ending(1, f"internal error: {error!r}; please report it with {self.options.folder}"))
 
     def _become_current(self) -> None:
-        """Every shard has a state."""
+        """Start training: every shard has a state."""
         self.metrics.write("current", step=self.machine.view.step)
         self.supervision.load()
         if self._downloads.arrivals.end():
             self.host.spawn(self._replace_incoming(), name="first checkpoint")
 
     async def _replace_incoming(self) -> None:
-        """Write the first checkpoint, then remove what was downloaded: it is kept shard by shard until then."""
+        """Write the first checkpoint, then remove the downloaded shards that were kept until then."""
         if await self.checkpoint_writer.save(is_last=False):
             await self._downloads.arrivals.clear()
 
@@ -357,20 +365,20 @@ class Peer:
     # -- connections ---------------------------------------------------------------------------------------------------
 
     def connected(self, peer: PeerId, address: str, is_observer: bool, inbound: bool) -> None:
-        """Handle a new connection; observers only ask."""
+        """Handle a new connection. Observers only send requests, so the machine does not see them."""
         if not is_observer and not self.verifier.standing.observes(peer):
             self.driver.feed(ev.PeerConnected(peer))
             self.verifier.standing.connected(peer)
 
     def disconnected(self, peer: PeerId, reason: str) -> None:
         """Handle the end of a connection."""
-        if self.machine.view.is_connected(peer):  # an observer never was
+        if self.machine.view.is_connected(peer):  # the machine does not know observers
             self.driver.feed(ev.PeerDisconnected(peer, reason))
 
     def message(
         self, peer: PeerId, body: bytes | msg.Message, payload: memoryview | None
     ) -> asyncio.Future[Any] | None:
-        """Handle a message: its bytes, or, with a payload, what ``admit`` has decoded."""
+        """Handle a message. ``body`` is its bytes, or, with a payload, the message that ``admit`` decoded."""
         try:
             message = decode_message(body) if isinstance(body, bytes) else body
         except ValueError as error:
@@ -384,7 +392,7 @@ class Peer:
         standing = self.verifier.standing
         match message:
             case msg.Contribution() if not standing.may_contribute(peer_of(message.contributor.learner)):
-                self.metrics.report_fault(peer, "contribution", "its giver's certificate is a follower's")
+                self.metrics.report_fault(peer, "contribution", "its contributor has a follower's certificate")
                 return None
             case msg.Heartbeat():
                 weight = min(message.weight, standing.most_weight(peer))
@@ -394,7 +402,8 @@ class Peer:
         return self.verifier.receive(peer, message, payload)
 
     def admit(self, peer: PeerId, body: bytes, size: int) -> msg.Message | None:
-        """The decoded message, if a payload of this size may come with it; else None."""
+        """Decode a message that announces a payload of ``size`` bytes. Returns None if the payload must not be
+        received."""
         try:
             message = decode_message(body)
         except ValueError:

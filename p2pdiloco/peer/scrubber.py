@@ -1,12 +1,12 @@
-"""Looks through this peer's own state in the background: does every chunk have the digest that its owner signed?
+"""Scrubber: verifies this peer's own state in the background, chunk by chunk, against the digests that owners signed.
 
-Memory without error correction flips a bit now and then. Found out here, the shard is fetched again at its head
-(``protocol/replication.py``); not found, it would be in this peer's contributions, commits and checkpoints.
+Memory without error correction flips a bit now and then. If the scrubber finds it, the shard is fetched again at its
+head (``protocol/replication.py``). Otherwise it would spread into this peer's contributions, commits and checkpoints.
 
 Rules of this file:
-1. Every chunk is looked at once for each version of its shard, as far as the share of the worker's time allows, and
-   now and then without one.
-2. Work that anybody waits for goes first: one chunk at a time, with a pause after it.
+1. Every chunk is verified once per version of its shard, as far as its share of the worker's time allows, and every
+   ``AGAIN_S`` without a new version.
+2. Other work goes first: one chunk at a time is verified, with a pause after it.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from p2pdiloco.protocol.ids import ShardId
 from p2pdiloco.protocol.view import MachineView
 from p2pdiloco.util import logs
 
+# Share of the worker's time.
 SHARE = 0.05
-"""Of the worker's time."""
 LOOK_S = 0.2
+# Interval after which everything is verified again, with or without new versions.
 AGAIN_S = 600.0
-"""What has no new version is looked at again after this time."""
 PATIENCE_S = 60.0
 
 
@@ -57,7 +57,7 @@ class Scrubber:
             await self._host.sleep(max(LOOK_S, took_s / SHARE))
 
     async def _is_whole(self, shard: ShardId, chunk: int) -> bool:
-        """Verify one chunk, after all earlier work."""
+        """Verify one chunk, after all earlier jobs of the shard."""
         looked: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
 
         def tell(is_whole: bool) -> None:
@@ -77,19 +77,19 @@ class Scrubber:
 
 
 # -- Corrupted shards that nobody can supply ---------------------------------------------------------------------------
-# What becomes of a spoilt shard for which nobody is asked any more.
-# Rules of this file:
-# 1. It is taken as it is, and the run goes on with it: what this peer signs next stands on it (rule A6c). That is for
-#    who has the only copy. A fault of this memory is then everybody's, and who finds that its own state is another
-#    cannot know that it was not its own memory.
-# 2. So who has just lost others without a word waits for them, since they have the shard; and asks again when somebody
-#    is here. Not for ever: they may be dead.
+# Policy for a corrupted shard that no other peer can supply.
+# Rules of this section:
+# 1. The shard is accepted as it is, and the run goes on with it: this peer's next commit builds on it (rule A6c). That
+#    is meant for the peer with the only copy. This memory error then spreads to all peers, and a peer whose own state
+#    differs cannot tell that its own memory was right.
+# 2. So a peer that has just lost other peers without a goodbye waits ``ALONE_S`` for them, since they have the shard.
+#    When a peer is connected again, the shard is requested again.
 
 
 log = logs.get("protocol")
 
+# Longer than most network outages. At the end of a run, peers wait longer for each other.
 ALONE_S = 45.0
-"""Longer than lines and connections mostly take to come back; at a run's end peers wait longer for each other."""
 
 
 class CorruptShardPolicy:
@@ -100,8 +100,8 @@ class CorruptShardPolicy:
         self._state = state
         self._view = view
         self._host = host
+        # When the last peer that could supply a corrupted shard was lost, by shard.
         self._alone_since: dict[ShardId, float] = {}
-        """Since when there was nobody to be asked for a spoilt shard."""
 
     async def run(self) -> None:
         """Run until cancelled."""
@@ -116,7 +116,7 @@ class CorruptShardPolicy:
     def _consider_accepting(self, shard: ShardId) -> None:
         driver, now, view = self._driver, self._host.now(), self._view
         if view.live and self._alone_since.pop(shard, None) is not None:
-            driver.feed(ev.Failed("state", shard, None, "somebody is here again who may have it"))
+            driver.feed(ev.Failed("state", shard, None, "a peer that may have it is connected again"))
         elif view.live or not view.missing or now - self._alone_since.setdefault(shard, now) >= ALONE_S:
-            log.error("own state is spoilt and nobody else has it: the run goes on with it", shard=shard)
+            log.error("this peer's state is corrupted and no other peer has it; continuing with it", shard=shard)
             driver.submit(lambda: self._state.accept(shard), lambda _: None, shard=shard)

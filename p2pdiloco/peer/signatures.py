@@ -1,12 +1,13 @@
-"""Checks of signatures: contributions by their learners' peers, commits by their owners.
+"""Signature checks: contributions by their learners' peers, commits by their owners.
 
 Rules of this file:
-1. A learner's id names its peer, whose id is its public key: what is said in a learner's name is checked with nothing
-   but that name.
-2. A commit is nobody's word alone: each range that it names bears the signature of its learner's peer, over the run,
-   the shard and the very head that the commit follows.
-3. Whoever signed must be, or have been, a member, and who gave one that may: a register knows. Who is not in it may be
-   somebody of whom only others have heard, who are asked before anything is dropped.
+1. A learner's ID contains its peer's ID, which is the peer's public key. A statement in a learner's name is thus
+   verified with nothing but that name.
+2. A commit needs more than its owner's signature. Each contribution that it names bears the signature of its learner's
+   peer, over the run, the shard and the head that the commit follows.
+3. Every signer must be, or have been, a member; a contributor must have been allowed to contribute. A register knows
+   this. An unknown signer may be a member that only other peers have heard of, so they are asked before anything is
+   dropped.
 """
 
 from __future__ import annotations
@@ -24,24 +25,24 @@ from p2pdiloco.wire.request_reply import Answer, RequestRefused
 
 
 class Register(Protocol):
-    """Knows which peers take part in the run, or have."""
+    """Knows which peers are or were members of the run."""
 
     def was_member(self, peer: PeerId) -> bool:
-        """Whether ``peer`` is or was a member. What it did then stays valid."""
+        """Return whether ``peer`` is or was a member. Its signatures of that time stay valid."""
 
     def may_contribute(self, peer: PeerId) -> bool:
-        """Whether what ``peer`` trained may be merged."""
+        """Return whether contributions of ``peer`` may be merged."""
 
 
 class OpenRegister:
     """The register of a run that is open to all."""
 
     def was_member(self, peer: PeerId) -> bool:
-        """Every peer may be a member."""
+        """Return True: every peer may be a member."""
         return True
 
     def may_contribute(self, peer: PeerId) -> bool:
-        """Every peer may contribute."""
+        """Return True: every peer may contribute."""
         return True
 
 
@@ -49,13 +50,13 @@ OPEN = OpenRegister()
 
 
 class UnknownMemberError(ValueError):
-    """Somebody signed of whom nobody has told us that it is a member."""
+    """A signer is not known as a member. Other peers may know it."""
 
 
 def signed(
     identity: Identity, run: RunId, shard: ShardId, base: Digest, contributor: Contributor, payload: Digest
 ) -> Contributor:
-    """``contributor`` with its payload's digest and its peer's signature: 88 bytes more."""
+    """Return ``contributor`` with its payload's digest and its peer's signature, which add 88 bytes."""
     whole = replace(contributor, payload=bytes.fromhex(payload))
     return replace(whole, signature=identity.sign(messages.signed_contribution_bytes(run, shard, base, whole)))
 
@@ -63,21 +64,19 @@ def signed(
 def check_contributor(
     run: RunId, shard: ShardId, base: Digest, contributor: Contributor, register: Register = OPEN
 ) -> None:
-    """Whether its learner's peer gave this on this head.
+    """Verify that the contributor's peer signed this contribution on this base.
 
     Raises:
-        UnknownMemberError: it is not known as a member.
-        ValueError: it did not, or may not.
+        UnknownMemberError: the peer is not known as a member.
+        ValueError: the signature is invalid, or the peer may not contribute.
     """
     giver = peer_of(contributor.learner)
     if not register.was_member(giver):
         raise UnknownMemberError(f"{giver} is not known as a member of the run")
     if not register.may_contribute(giver):
-        raise ValueError(f"{giver} is a member that only follows")
+        raise ValueError(f"{giver} is a follower and may not contribute")
     if not verify(giver, messages.signed_contribution_bytes(run, shard, base, contributor), contributor.signature):
-        raise ValueError(
-            f"what is said in the name of learner {contributor.learner} does not bear its peer's signature"
-        )
+        raise ValueError(f"the contribution of learner {contributor.learner} does not bear its peer's signature")
 
 
 def check_commit(
@@ -87,12 +86,13 @@ def check_commit(
     register: Register = OPEN,
     mine: tuple[Digest, Contributor] | None = None,
 ) -> None:
-    """Whether its owner made this commit, of contributions that were given on its parent. ``mine``: a head, and what
-    this peer has signed on it, which it need not check.
+    """Verify that the owner signed this commit, and that its contributions were made on its parent.
+
+    ``mine``: a head and the contribution that this peer signed on it, which needs no check.
 
     Raises:
-        UnknownMemberError: one of them is not known as a member.
-        ValueError: one of these signatures is not what it should be.
+        UnknownMemberError: a signer is not known as a member.
+        ValueError: a signature is invalid, or a contributor may not contribute.
     """
     if not register.was_member(header.owner):
         raise UnknownMemberError(f"its owner {header.owner} is not known as a member of the run")
@@ -104,11 +104,11 @@ def check_commit(
 
 
 def check_equivocation(proof: Equivocation, register: Register = OPEN) -> None:
-    """Whether one owner, a member, signed two commits on one parent.
+    """Verify that one owner, a member, signed two commits on one parent.
 
     Raises:
-        UnknownMemberError: it is not known as a member.
-        ValueError: it did not.
+        UnknownMemberError: the owner is not known as a member.
+        ValueError: the proof does not hold.
     """
     if not proof.is_one:
         raise ValueError("these two commits do not exclude each other")
@@ -120,20 +120,19 @@ def check_equivocation(proof: Equivocation, register: Register = OPEN) -> None:
 
 
 # -- Permissions -------------------------------------------------------------------------------------------------------
-# What a connected peer may do, as a peer asks whoever knows the members of its run.
 
 
 class Standing(Register, Protocol):
     """Permissions of other peers."""
 
     def is_member(self, peer: PeerId) -> bool:
-        """Whether ``peer`` is in good standing now."""
+        """Return whether ``peer`` is a member in good standing now."""
 
     def observes(self, peer: PeerId) -> bool:
-        """Whether ``peer`` may only ask."""
+        """Return whether ``peer`` may only send requests."""
 
     def most_weight(self, peer: PeerId) -> float:
-        """Largest weight that ``peer`` may have in ownership."""
+        """Return the largest weight that ``peer`` may have in the selection of owners."""
 
     def connected(self, peer: PeerId) -> None:
         """Note that ``peer`` takes part."""
@@ -146,26 +145,26 @@ class Standing(Register, Protocol):
 
 
 class Everybody(OpenRegister):
-    """Permits everything to every peer: in simulated worlds."""
+    """Permits everything to every peer: for simulations and tests."""
 
     def is_member(self, peer: PeerId) -> bool:
-        """Every peer is in good standing."""
+        """Return True: every peer is in good standing."""
         return True
 
     def observes(self, peer: PeerId) -> bool:
-        """No peer only asks."""
+        """Return False: every peer may take part."""
         return False
 
     def most_weight(self, peer: PeerId) -> float:
-        """Weights have no limit."""
+        """Return infinity: weights have no limit."""
         return float("inf")
 
     def connected(self, peer: PeerId) -> None:
-        """Nothing to note."""
+        """Do nothing."""
 
     async def ask(self, peer: PeerId) -> None:
-        """Nobody needs to be asked."""
+        """Do nothing: there are no members to ask for."""
 
     async def answer(self, peer: PeerId, request: GetStatements | TellStatements) -> Answer:
-        """No member is known."""
-        raise RequestRefused("nothing is known of members here")
+        """Refuse: this register knows no members."""
+        raise RequestRefused("this peer keeps no list of members")

@@ -1,20 +1,21 @@
-"""Downloading shards' states from several peers at once, every chunk checked before the machine hears of it.
+"""State client: downloads shards' states from several peers at once, and verifies every chunk.
 
-The machine says which shard to fetch and from whom (``Fetch``). That donor's offer, proved by the owner's signature,
-lists the digests of the shard's chunks; the chunks themselves come from it and from other live peers
+The machine says which shard to fetch and from which peer (``Fetch``). That donor's offer, proven by the owner's
+signature, lists the digests of the shard's chunks. The chunks come from that donor and from other live peers
 (``chunk_scheduler``).
 
 Rules of this file:
-1. Nothing of what came is used before its digest is found in the list that the shard's owner signed. Each chunk is
-   checked once, right after it came, on a thread; it stays where it was received until it is installed.
-2. Who sends a chunk that is not what was listed is counted, and not asked for a while, which doubles: it may be its
-   memory, which it will mend. If another donor sends that chunk as it was listed, it is asked no more in this life.
-3. A donor that goes away or is silent costs what was asked from it. A shard fails when nobody is left who has it, and
-   the machine decides what then.
-4. A newcomer's donors are never idle for want of questions: shards that the machine will ask for next are begun before
-   it does, ``AHEAD_BYTES`` of them.
-5. Every question has a deadline; what is asked is bounded by ``chunk_scheduler``, what is held by the machine's fetches
-   and AHEAD_BYTES.
+1. No data is used before its digest was found in the list that the shard's owner signed. Each chunk is verified once,
+   on a thread, when it arrives. It stays where it was received until it is installed.
+2. A donor that sends a wrong chunk is reported and not asked for a while, which doubles each time: its memory may be at
+   fault, and it will repair that. If another donor sends the same chunk correctly, the first is not asked again in this
+   life.
+3. A donor that disconnects or is silent costs only what was requested from it. A shard fails when no donor is left that
+   has it. The machine decides what to do then.
+4. Donors of a newcomer are never idle: shards that the machine will ask for next are requested ahead, up to
+   ``AHEAD_BYTES``.
+5. Every request has a deadline. ``chunk_scheduler`` bounds the requests; the machine's fetches and AHEAD_BYTES bound
+   the memory.
 """
 
 from __future__ import annotations
@@ -54,25 +55,25 @@ from p2pdiloco.wire.control_messages import GetChunk, GetState, StateOffer, Stat
 from p2pdiloco.wire.request_reply import RequestError, RequestRefused
 
 # -- Partial-download cache --------------------------------------------------------------------------------------------
-# Shards that came while a peer was joining, on its disk until its first checkpoint: a join that is cut off goes on.
+# Downloaded shards of a joining peer, on its disk until its first checkpoint, so that an interrupted join resumes.
 #
-# Rules of this file:
-# 1. A file appears whole or not at all, by rename. It is not forced to the disk: after a crash of the machine it may be
-#    torn, and what is read back is checked against the owner's signature, chunk by chunk.
-# 2. Keeping is a convenience: a full or slow disk costs files, never the join. What waits to be written is bounded.
-# 3. What cannot be used is removed.
+# Rules of this section:
+# 1. A file appears whole or not at all, by rename. It is not synced, so it may be torn after a crash of the machine.
+#    Every chunk is therefore checked against the owner's signature when it is read.
+# 2. The files are optional: a full or slow disk costs files, never the join. The queue of writes is bounded.
+# 3. A file that cannot be used is removed.
 
 
 log = logs.get("node")
 
+# The folder of these files in a run's folder.
 INCOMING = "incoming"
-"""The folder in a run's folder."""
 LENGTH_BYTES = 4
 SUFFIX = ".state"
 
 
 class Kept(NamedTuple):
-    """Shards that were read back, and all vectors with them in their place."""
+    """Shards that were read from disk. The vectors have the size of the whole model, with these shards in place."""
 
     shards: tuple[StateProof, ...]
     theta: Tensor
@@ -80,10 +81,10 @@ class Kept(NamedTuple):
 
 
 def keep(folder: Path, offer: StateOffer, chunks: Sequence[memoryview], disk: Disk = LOCAL) -> None:
-    """Write one shard; chunks as they travel.
+    """Write one shard to disk. ``chunks`` are in wire layout.
 
     Raises:
-        OSError: the disk is full; nothing is left behind.
+        OSError: the disk is full. Nothing is left behind.
     """
     path, head = folder / f"shard-{offer.proof.state.head.shard:08d}{SUFFIX}", encode(offer)
     parts = (len(head).to_bytes(LENGTH_BYTES, "big"), head)
@@ -91,12 +92,12 @@ def keep(folder: Path, offer: StateOffer, chunks: Sequence[memoryview], disk: Di
 
 
 def clear_kept(folder: Path, disk: Disk = LOCAL) -> None:
-    """Remove all downloaded shards, since a checkpoint has them."""
+    """Remove all downloaded shards, because a checkpoint contains them."""
     disk.remove_folder(folder)
 
 
 def load(folder: Path, manifest: Manifest, disk: Disk = LOCAL) -> Kept | None:
-    """Read the files in ``folder``; None if nothing in them can be used."""
+    """Read the downloaded shards in ``folder``; None if none can be used."""
     layout, proofs = Layout.of(manifest), []
     sweep(disk, folder)
     names = [name for name in disk.names(folder) if name.startswith("shard-") and name.endswith(SUFFIX)]
@@ -108,17 +109,17 @@ def load(folder: Path, manifest: Manifest, disk: Disk = LOCAL) -> Kept | None:
         try:
             proofs.append(_read(name, disk.read(folder / name), manifest, layout, theta, momentum))
         except (OSError, ValueError) as error:
-            log.warning("downloaded shard cannot be used", path=folder / name, reason=str(error))
+            log.warning("cannot use a downloaded shard", path=folder / name, reason=str(error))
             with contextlib.suppress(OSError):
                 disk.remove(folder / name)
     return Kept(tuple(proofs), theta, momentum) if proofs else None
 
 
 def _read(name: str, data: bytes, manifest: Manifest, layout: Layout, theta: Tensor, momentum: Tensor) -> StateProof:
-    """One file's proof, its state put into ``theta`` and ``momentum``.
+    """Read one file into ``theta`` and ``momentum``; return its proof.
 
     Raises:
-        ValueError: it is torn or altered, or not of this run.
+        ValueError: it is torn, altered, or of another run.
     """
     shard = ShardId(int(name.removeprefix("shard-").removesuffix(SUFFIX)))
     if not 0 <= shard < len(layout.shards):
@@ -129,21 +130,21 @@ def _read(name: str, data: bytes, manifest: Manifest, layout: Layout, theta: Ten
     span = slice(piece.start, piece.stop)
     form = StateForm.of(manifest.config.outer)
     if form.unpacked(view[at:], theta[span], momentum[span]) != offer.digests:
-        raise ValueError("it is not what its owner signed")
+        raise ValueError("it does not match its owner's signature")
     return offer.proof
 
 
 # -- Download progress -------------------------------------------------------------------------------------------------
-# How far a download is: bytes, rate, and the time that is left.
-# Rules of this file:
-# 1. Pure: time is a number. The rate is that of the last WINDOW_S, so that it follows a donor that died.
-# 2. The line for a terminal fits in its width, and is ASCII.
+# Bytes, rate and remaining time of a download.
+# Rules of this section:
+# 1. Pure: time is a parameter. The rate is that of the last WINDOW_S, so that it drops when a donor dies.
+# 2. The line for a terminal fits its width and is ASCII.
 
 
 WINDOW_S = 5.0
 BAR_MOST = 30
+# Maximum characters of a line beside its bar.
 FIXED = 44
-"""Characters of a line beside its bar, at most."""
 
 
 class TransferProgress:
@@ -153,11 +154,11 @@ class TransferProgress:
         self.total_bytes = total_bytes
         self.done_bytes = 0
         self.began_at = now
+        # (time, bytes received so far): one point before the window, the others inside it.
         self._points: deque[tuple[float, int]] = deque([(now, 0)])
-        """Time and bytes until then: one before the window, the others in it."""
 
     def add(self, count: int, now: float) -> None:
-        """Note that ``count`` more bytes are here."""
+        """Note that ``count`` more bytes have arrived."""
         self.done_bytes += count
         self._points.append((now, self.done_bytes))
         while len(self._points) > 2 and self._points[1][0] <= now - WINDOW_S:
@@ -165,22 +166,22 @@ class TransferProgress:
 
     @property
     def share(self) -> float:
-        """Share of the bytes that are here, 0 to 1."""
+        """Share of the bytes that have arrived, 0 to 1."""
         return min(1.0, self.done_bytes / self.total_bytes) if self.total_bytes else 1.0
 
     def bytes_per_s(self, now: float) -> float:
-        """Bytes per second of late."""
+        """Return the bytes per second over the last WINDOW_S."""
         began, before = self._points[0]
         return (self.done_bytes - before) / max(now - began, 1e-3)
 
     def left_s(self, now: float) -> float | None:
-        """Until the rest is here at this rate; None: nothing comes."""
+        """Return the seconds until the rest has arrived, at this rate; None: nothing arrives."""
         left = max(0, self.total_bytes - self.done_bytes)
         rate = self.bytes_per_s(now)
         return 0.0 if not left else left / rate if rate > 0 else None
 
     def line(self, now: float, width: int) -> str:
-        """``[=====     ]  48 % of 800.0 MB, 114.2 MB/s, 0:04 left``, in at most ``width`` characters."""
+        """Return ``[=====     ]  48 % of 800.0 MB, 114.2 MB/s, 0:04 left``, in at most ``width`` characters."""
         left_s = self.left_s(now)
         text = (
             f" {self.share:4.0%} of {self.total_bytes / 1e6:.1f} MB, {self.bytes_per_s(now) / 1e6:.1f} MB/s, "
@@ -204,32 +205,34 @@ class TransferProgress:
 
 
 def clock(seconds: float) -> str:
-    """``0:07``, ``1:02:09``."""
+    """Format seconds as ``0:07`` or ``1:02:09``."""
     minutes, rest = divmod(round(min(seconds, 359_999.0)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 # -- Partial downloads -------------------------------------------------------------------------------------------------
-# What is told, and kept, of the states that a node downloads.
-# Rules of this file:
-# 1. While a peer joins, a terminal shows one line that is written over, below all others; without one the log gets a
-#    line every ``LOG_S`` seconds. The event log gets both ends and the same lines.
-# 2. Shards that came while joining are kept on the disk until a checkpoint has them (``keep``), if the download
-#    looks like lasting ``KEEP_FROM_S`` or more: a shorter one is sooner repeated than written. At most ``WAITING_MOST``
-#    wait to be written; more are not kept.
+# Reports the progress of a join, and keeps the downloaded shards.
+# Rules of this section:
+# 1. While a peer joins, a terminal shows one line of progress below all others, which is redrawn. Without a terminal,
+#    the log gets a line every ``LOG_S`` seconds. The event log gets the beginning, the end, and the same progress.
+# 2. Downloaded shards are kept on disk until a checkpoint contains them (``keep``), if the download will probably take
+#    ``KEEP_FROM_S`` or longer: a shorter one is faster to repeat than to write. At most ``WAITING_MOST`` shards wait to
+#    be written; further ones are not kept.
 
 
 LOG_S = 5.0
 DRAW_S = 0.2
 WAITING_MOST = 8
+# Shorter downloads are not kept: writing 800 MB took 0.9 CPU seconds, and on two busy cores a third of the join's time.
 KEEP_FROM_S = 20.0
-"""Downloads that look like lasting less are not kept: to write 800 MB took 0.9 CPU seconds, and on two busy cores a
-third of the join's time."""
 
 
 class PartialDownloads:
-    """See the module's rules. ``width``: bytes of a parameter's state; ``folder``: where shards are kept."""
+    """Reports the progress of a join, and keeps the downloaded shards on disk.
+
+    ``width``: bytes per parameter of a state. ``folder``: where shards are kept.
+    """
 
     def __init__(
         self, layout: Layout, width: int, folder: Path, metrics: Metrics, host: Host, *, stream: TextIO | None = None
@@ -240,14 +243,14 @@ class PartialDownloads:
         self._metrics = metrics
         self._host = host
         self._stream = stream or sys.stderr
+        # Not None while the peer joins.
         self._progress: TransferProgress | None = None
-        """While the peer joins."""
         self._told_at = float("-inf")
         self._waiting = 0
         self._writing = asyncio.Lock()
 
     def begin(self, missing: Sequence[int]) -> None:
-        """The peer joins, and has all shards but those with so many parameters each."""
+        """Begin a join. ``missing``: the number of parameters of each shard that the peer lacks."""
         now = self._host.now()
         self._progress = TransferProgress(self._width * sum(missing), now)
         self._told_at = now
@@ -270,7 +273,7 @@ class PartialDownloads:
         self._metrics.write("transfer", **self._progress.fields(now))
 
     def on_shard(self, offer: StateOffer, chunks: Sequence[memoryview]) -> None:
-        """Note that all chunks of one shard are here."""
+        """Note that all chunks of one shard have arrived."""
         head, size = offer.proof.state.head, sum(map(len, chunks))
         self._metrics.write("fetched", shard=head.shard, version=head.version, head=head.id, bytes=size)
         if self._progress is not None and self._waiting < WAITING_MOST and self._is_long(self._progress):
@@ -283,7 +286,8 @@ class PartialDownloads:
         return left_s is None or now - progress.began_at + left_s >= KEEP_FROM_S
 
     def end(self) -> bool:
-        """Every shard has a state; whether files were kept, which a checkpoint replaces."""
+        """End the join: every shard has a state. Returns True if the peer was joining, so that files may have been
+        kept."""
         if self._progress is None:
             return False
         now = self._host.now()
@@ -297,7 +301,7 @@ class PartialDownloads:
         return True
 
     async def clear(self) -> None:
-        """Remove the kept shards, since a checkpoint has them."""
+        """Remove the kept shards, because a checkpoint contains them."""
         async with self._writing:
             await self._host.work("disk", lambda: clear_kept(self._folder, self._host.disk))
 
@@ -307,7 +311,7 @@ class PartialDownloads:
                 if self._progress is not None:
                     await self._host.work("disk", lambda: keep(self._folder, offer, chunks, self._host.disk))
         except OSError as error:
-            log.warning("downloaded shard not kept", folder=self._folder, reason=os.strerror(error.errno or 0))
+            log.warning("cannot keep a downloaded shard", folder=self._folder, reason=os.strerror(error.errno or 0))
         finally:
             self._waiting -= 1
 
@@ -317,19 +321,21 @@ class PartialDownloads:
 
 
 # -- Donor blocklist ---------------------------------------------------------------------------------------------------
-# Whom a node asks for no state, and for how long.
 
 
+# A head, and the number of a chunk of its state.
 Chunk = tuple[Digest, int]
-"""A head, and the number of a chunk of its state."""
+# First blocking time of a donor; doubled each further time.
 FIRST_S = 10.0
-"""The first time."""
+# Number of wrong chunks remembered until another donor sends them correctly. Older ones are forgotten.
 REMEMBERED = 1024
-"""Wrong chunks that wait for a witness; older ones are forgotten."""
 
 
 class DonorBlocklist:
-    """``now``: seconds, never going back."""
+    """Blocks donors that sent wrong data: for a while that doubles, or for this life if another donor disproved it.
+
+    ``now`` returns seconds and never goes back.
+    """
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
@@ -338,11 +344,11 @@ class DonorBlocklist:
         self._wrong: dict[tuple[Chunk, PeerId], None] = {}
 
     def is_blocked(self, peer: PeerId) -> bool:
-        """Whether ``peer`` is not to be asked now."""
+        """Return whether ``peer`` must not be asked now."""
         return self._now() < self._until.get(peer, float("-inf"))
 
     def record_wrong(self, peer: PeerId, chunk: Chunk | None = None) -> None:
-        """Record that ``peer`` sent a wrong chunk, or an offer that does not prove itself."""
+        """Record that ``peer`` sent a wrong chunk, or an offer with an invalid proof."""
         times = self._times[peer] = self._times.get(peer, 0) + 1
         self._until[peer] = max(self._until.get(peer, 0.0), self._now() + FIRST_S * 2.0 ** min(times - 1, 16))
         if chunk is not None:
@@ -351,8 +357,11 @@ class DonorBlocklist:
                 del self._wrong[next(iter(self._wrong))]
 
     def record_right(self, peer: PeerId, chunk: Chunk) -> None:
-        """``peer`` has sent this chunk as it was signed: who else sent another one had it wrong. (Nobody is a witness
-        against itself: what it sent wrong before was spoilt on the way, or has been mended.)"""
+        """Record that ``peer`` sent this chunk correctly: block all other peers that sent it wrong, for good.
+
+        ``peer`` itself is not blocked for an earlier wrong copy. That was damaged on the way, or its memory was
+        repaired.
+        """
         for key in [key for key in self._wrong if key[0] == chunk]:
             del self._wrong[key]
             if key[1] != peer:
@@ -360,32 +369,31 @@ class DonorBlocklist:
 
 
 # -- State client ------------------------------------------------------------------------------------------------------
-# Downloading shards' states from several peers at once, every chunk checked before the machine hears of it.
 
 
+# A slower transfer times out.
 SLOWEST_BYTES_PER_S = 50_000
-"""A transfer slower than this is given up."""
 PATIENCE_S = 20.0
+# Interval between two looks for overdue requests and new donors.
 LOOK_S = 0.5
-"""How often it is looked whether something is overdue, and who else is there."""
 DONORS_MOST = 8
+# Bytes of shards requested before the machine asks for them. Otherwise the link is idle at the end of each shard. With
+# it a join takes 1.02 to 1.06 times as long as raw copies (benchmarks/notes.md).
 AHEAD_BYTES = 32 << 20
-"""Of shards that are begun before the machine asks for them: else the link is idle at each shard's end. With it a join
-takes 1.02 to 1.06 times as long as raw copies (benchmarks/notes.md)."""
+# Limit in shards, however small they are.
 AHEAD_MOST = 32
-"""Shards, however small."""
 
+# An offer, and its chunks in wire layout.
 Fetched = tuple[StateOffer, Sequence[memoryview]]
-"""And the chunks as they travelled."""
 
 
 class _Download:
-    """One shard on its way. ``done`` ends when it is whole, or in RequestError."""
+    """One shard that is being downloaded. ``done`` ends when it is complete, or with RequestError."""
 
     def __init__(self, offer: StateOffer, sizes: Sequence[int]) -> None:
         self.offer = offer
+        # Bytes of each chunk.
         self.sizes = sizes
-        """Bytes of its chunks."""
         self.chunks: list[memoryview | None] = [None] * len(self.sizes)
         self.missing = len(self.sizes)
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -397,7 +405,7 @@ class _Download:
 
 
 class StateClient:
-    """Downloads states from other peers. ``arrivals`` hears of what came."""
+    """Downloads states from other peers. ``arrivals`` reports and keeps what arrives."""
 
     def __init__(
         self,
@@ -424,16 +432,16 @@ class StateClient:
         self._metrics = metrics
         self._plan = ChunkPlan()
         self._downloads: dict[ShardId, _Download] = {}
+        # Downloads begun before the machine asked for them.
         self._ahead: dict[ShardId, asyncio.Future[Fetched]] = {}
-        """Begun before the machine asked."""
         self._asking: dict[Ask, asyncio.Task[None]] = {}
         self._looking: asyncio.Task[None] | None = None
         self._blocklist = DonorBlocklist(host.now)
+        # Peers that were live at the last look.
         self._seen: set[PeerId] = set()
-        """Who was live when it was looked last."""
 
     async def fetch(self, shard: ShardId, peer: PeerId) -> None:
-        """Get one shard's state, beginning at ``peer``; ends in ``Fetched`` or ``Failed``."""
+        """Get one shard's state, from ``peer`` and others; feeds ``Fetched`` or ``Failed`` to the machine."""
         self._run_ahead()
         try:
             offer, chunks = await self._take_ahead(shard) or await self._get(shard, peer)
@@ -454,7 +462,7 @@ class StateClient:
         self._driver.submit(lambda: self._state.stage(shard, state.head.id, chunks, offer.digests), staged, shard=shard)
 
     async def _take_ahead(self, shard: ShardId) -> Fetched | None:
-        """Return what was begun before the machine asked; None if it was not, or failed."""
+        """Wait for a download that was begun ahead and return it; None if there is none, or it failed."""
         future = self._ahead.pop(shard, None)
         if future is None:
             return None
@@ -468,7 +476,7 @@ class StateClient:
         return offer, await self._download(shard, peer, offer)
 
     def _run_ahead(self) -> None:
-        """Begin what the machine will ask for next."""
+        """Begin the downloads that the machine will ask for next."""
         view = self._view
         self._ahead = {shard: future for shard, future in self._ahead.items() if view.head(shard) is None}
         width = self._state.form.width
@@ -490,21 +498,21 @@ class StateClient:
             future.set_result(await self._get(shard, peer))
         except (RequestError, ValueError) as error:
             future.set_exception(error)
-            future.exception()  # nobody may ever ask
+            future.exception()  # mark it as retrieved, because possibly nobody awaits it
             if self._ahead.get(shard) is future:
                 del self._ahead[shard]
         finally:
             future.cancel()
 
     async def _offer(self, shard: ShardId, peer: PeerId) -> StateOffer:
-        """What ``peer`` has of the shard.
+        """Request and verify an offer of the shard from ``peer``.
 
         Raises:
-            RequestError: no answer, or from somebody who is not asked any more, or too few peers stand by it.
-            ValueError: it does not prove what it offers.
+            RequestError: no answer, ``peer`` is blocked, or the machine refuses the offered head.
+            ValueError: the offer's proof is invalid.
         """
         if self._blocklist.is_blocked(peer):
-            raise RequestError("it has sent a wrong state before")
+            raise RequestError("it sent a wrong state before and is not asked for now")
         response = await self._host.links.request(peer, encode(GetState(shard)), timeout_s=PATIENCE_S)
         body = response.body
         try:
@@ -524,7 +532,8 @@ class StateClient:
         return offer
 
     async def _check_offer(self, peer: PeerId, shard: ShardId, body: bytes) -> StateOffer:
-        """As ``checked_offer``; of members that are not known here ``peer`` is asked first."""
+        """Verify an offer (``checked_offer``). If it names an unknown member, ask ``peer`` for its members and try
+        again."""
 
         def check() -> StateOffer:
             return checked_offer(self._manifest, self._layout, shard, body, self._verifier.standing)
@@ -536,7 +545,7 @@ class StateClient:
         return await self._host.work("checks", check)
 
     async def _download(self, shard: ShardId, peer: PeerId, offer: StateOffer) -> Sequence[memoryview]:
-        if shard in self._downloads:  # the machine fetches a shard once at a time
+        if shard in self._downloads:  # not expected: the machine fetches a shard only once at a time
             raise RequestError("it is being fetched already")
         sizes = self._state.form.chunk_sizes(self._layout.shards[shard].elements)
         download = self._downloads[shard] = _Download(offer, sizes)
@@ -553,7 +562,7 @@ class StateClient:
         return [chunk for chunk in download.chunks if chunk is not None]
 
     async def _keep_asking(self) -> None:
-        """Ask for more chunks at intervals while something is being fetched."""
+        """Look for donors and overdue requests at intervals, while something is being fetched."""
         try:
             while not self._plan.is_idle:
                 self._find_donors()
@@ -563,7 +572,7 @@ class StateClient:
             self._looking = None
 
     def _find_donors(self) -> None:
-        """Who may have what we want, besides those who offered it: the same few for as long as they live."""
+        """Add donors, besides the peers that offered a shard. The choice stays the same while these peers live."""
         view = self._view
         for peer in self._seen.difference(view.live):
             self._cancel(self._plan.drop(peer))
@@ -583,7 +592,7 @@ class StateClient:
                 download.done.set_exception(RequestError(download.last_error))
 
     async def _ask(self, ask: Ask, download: _Download) -> None:
-        """Get one chunk from one donor."""
+        """Request one chunk from one donor, and verify it."""
         shard, chunk = ask.piece
         size = download.sizes[chunk]
         try:
@@ -595,7 +604,7 @@ class StateClient:
             )
             data = response.payload
             if data is None or len(data) != size or not await self._is_listed(download.offer, chunk, data):
-                raise ValueError(f"chunk {chunk} of shard {shard} is not what its owner signed")
+                raise ValueError(f"chunk {chunk} of shard {shard} does not match its owner's signature")
             self._on_chunk(ask, download, data)
         except (RequestError, ValueError) as error:
             if self._is_asking(ask):
@@ -606,8 +615,11 @@ class StateClient:
                 self._ask_more()
 
     def _is_asking(self, ask: Ask) -> bool:
-        """Whether this task still does. One that is cancelled in the moment in which its question ends goes on to its
-        end; the same may have been asked again by then, by another task, and this end is not that one's."""
+        """Return whether the current task still owns this request.
+
+        A task that is cancelled just as its request ends runs to its end. By then another task may have made the same
+        request.
+        """
         return self._asking.get(ask) is asyncio.current_task()
 
     def _on_chunk_failed(self, ask: Ask, download: _Download, error: RequestError | ValueError) -> None:
@@ -635,7 +647,7 @@ class StateClient:
             download.done.set_result(None)
 
     def _blame(self, peer: PeerId, reason: str, chunk: tuple[Digest, int] | None = None) -> None:
-        """Ask a peer no more for a while: it lies, or its memory does."""
+        """Stop asking a peer for a while, because it sent wrong data: it lies, or its memory is at fault."""
         self._blocklist.record_wrong(peer, chunk)
         self._cancel(self._plan.drop(peer))
         self._metrics.report_fault(peer, "state", reason)

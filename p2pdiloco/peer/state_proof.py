@@ -1,4 +1,5 @@
-"""Proofs that a shard's state is the run's: the commit that its owner signed, or the manifest at version 0."""
+"""State proofs: prove that a shard's state belongs to the run, by the commit its owner signed or the manifest (version
+0)."""
 
 from __future__ import annotations
 
@@ -23,18 +24,20 @@ from p2pdiloco.wire.control_messages import (
 
 
 class SavedState(StateProof, frozen=True, array_like=True):
-    """A shard's state as it lies on disk."""
+    """A shard's state as it is saved on disk."""
 
     lineage: tuple[SignedCommit, ...] = ()
-    """The commits before its own, oldest first: what a fork that grew meanwhile is compared with after a restart."""
+    """The commits before its own, oldest first. After a restart, a fork that grew meanwhile is compared with them."""
 
 
 def proven_digest(manifest: Manifest, proof: StateProof, register: Register = OPEN) -> Digest:
-    """The digest that the shard's tensors must have: the commit's that its owner signed (the manifest's, at version 0).
-    Nothing of a state stands beside that: step, marks and trained blocks are the commit's, too.
+    """Verify a proof; return the digest that the shard's tensors must have.
+
+    The digest is the one that the commit's owner signed, or the manifest's at version 0. Step, marks and trained blocks
+    of the state must match the commit too.
 
     Raises:
-        UnknownMemberError: one of its signers is not known as a member.
+        UnknownMemberError: a signer is not known as a member.
         ValueError: the proof does not prove its state.
     """
     state, header = proof.state, proof.header
@@ -42,19 +45,19 @@ def proven_digest(manifest: Manifest, proof: StateProof, register: Register = OP
     if head.version == 0:
         genesis = manifest.genesis[head.shard]
         if head != genesis_head(manifest.run, head.shard, genesis):
-            raise ValueError(f"version 0 of shard {head.shard} is not this run's")
+            raise ValueError(f"version 0 of shard {head.shard} belongs to another run")
         if (
             state.step
             or state.marks
             or state.norm_bound.counted
             or state.trained not in (Trained(), _nothing(manifest))
         ):
-            raise ValueError(f"version 0 of shard {head.shard} counts what nobody has trained")
+            raise ValueError(f"version 0 of shard {head.shard} counts tokens that nobody has trained")
         return genesis
     if header is None or commit_id(header) != head.id or header.shard != head.shard or header.tokens != head.tokens:
         raise ValueError(f"the head of shard {head.shard} is not the commit that came with it")
     if header.step != state.step:
-        raise ValueError(f"the state of shard {head.shard} is of another step than its commit")
+        raise ValueError(f"the state of shard {head.shard} has another step than its commit")
     if header.version != head.version:
         raise ValueError(f"the head of shard {head.shard} has another version than its commit")
     if header.counts != state.counts:
@@ -73,10 +76,11 @@ def proven_digest(manifest: Manifest, proof: StateProof, register: Register = OP
 def check_lineage(
     run: RunId, head: CommitHeader | None, lineage: Sequence[SignedCommit], register: Register = OPEN
 ) -> None:
-    """Whether ``lineage`` is an unbroken line of signed commits that leads to ``head``, each of tokens that were given.
+    """Verify that ``lineage`` is an unbroken chain of signed commits to ``head``, whose contributions add up to its
+    tokens.
 
     Raises:
-        UnknownMemberError: one of its signers is not known as a member.
+        UnknownMemberError: a signer is not known as a member.
         ValueError: it is not.
     """
     for earlier in reversed(lineage):
@@ -92,23 +96,22 @@ def check_lineage(
 def _check_tokens(header: CommitHeader, parent: CommitHeader) -> None:
     tokens, counts = parent.counts.count([c.tokens for c in header.contributors], first=1)
     if header.tokens != parent.tokens + tokens or header.counts != counts:
-        raise ValueError(f"version {header.version} of shard {header.shard} counts tokens that nobody gave")
+        raise ValueError(f"version {header.version} of shard {header.shard} counts tokens that nobody contributed")
 
 
 def _nothing(manifest: Manifest) -> Trained:
-    """The trained blocks of version 0 of a run whose data are in blocks."""
+    """Return the trained blocks of version 0 of a run whose data is divided into blocks."""
     blocks = manifest.blocks.number
     return BlockLedger(blocks).state() if blocks else Trained()
 
 
 # -- State offers ------------------------------------------------------------------------------------------------------
-# What a donor offers of a shard, and how it is checked.
-#
-# Everything here is pure; what it is given comes from other peers, or from a disk.
+# A donor's offer of a shard, and its verification. Everything here is pure. The input comes from other peers or from
+# disk, so it is not trusted.
 
 
 def is_listed(offer: StateOffer, chunk: int, data: bytes | bytearray | memoryview, form: StateForm) -> bool:
-    """Whether ``data`` is chunk ``chunk`` of what is offered, and finite. Hashes without the GIL."""
+    """Return whether ``data`` is chunk ``chunk`` of the offer, and finite. Releases the GIL while hashing."""
     listed = offer.digests[DIGEST_BYTES * chunk : DIGEST_BYTES * (chunk + 1)]
     return bytes.fromhex(digest_of(memoryview(data))) == listed and form.is_finite(memoryview(data))
 
@@ -116,24 +119,24 @@ def is_listed(offer: StateOffer, chunk: int, data: bytes | bytearray | memoryvie
 def checked_offer(
     manifest: Manifest, layout: Layout, shard: ShardId, body: bytes, register: Register = OPEN
 ) -> StateOffer:
-    """An offer that proves itself.
+    """Decode and verify an offer of ``shard``.
 
     Raises:
-        UnknownMemberError: it is not known of somebody in its proof that it is a member.
-        ValueError: malformed, of another shard, not signed by its owner, or with another list than was signed.
+        UnknownMemberError: a signer of its proof is not known as a member.
+        ValueError: it is malformed, of another shard, not signed by its owner, or its digests are not the signed ones.
     """
     offer = decode_as(body, StateOffer)
     if offer.proof.state.head.shard != shard:
-        raise ValueError(f"what is offered is not shard {shard}")
+        raise ValueError(f"the offer is not of shard {shard}")
     result = proven_digest(manifest, offer.proof, register)
     if len(offer.digests) != list_bytes(layout.shards[shard].elements) or digest_of(offer.digests) != result:
-        raise ValueError(f"the digests of the chunks of shard {shard} are not those that its owner signed")
+        raise ValueError(f"the chunk digests of shard {shard} are not those that its owner signed")
     check_lineage(manifest.run, offer.proof.header, offer.lineage, register)
     return offer
 
 
 def unbroken_lineage(proof: StateProof, lineage: Sequence[SignedCommit]) -> tuple[SignedCommit, ...]:
-    """The end of ``lineage``, which was read from a disk, that leads to ``proof`` in an unbroken line."""
+    """Return the end of ``lineage``, as read from disk, that leads to ``proof`` without a gap."""
     header, found = proof.header, list[SignedCommit]()
     for earlier in reversed(lineage):
         if header is None or header.parent != commit_id(earlier.header):
@@ -144,20 +147,22 @@ def unbroken_lineage(proof: StateProof, lineage: Sequence[SignedCommit]) -> tupl
 
 
 def ancestors(proof: StateProof, lineage: Sequence[SignedCommit]) -> tuple[Digest, ...]:
-    """The heads that led to a state (all was checked), oldest first."""
+    """Return the heads that led to a verified state, oldest first."""
     header = proof.header
     parents = [earlier.header.parent for earlier in lineage]
     return (*parents, header.parent) if header is not None else ()
 
 
 def owner_of(proof: StateProof) -> PeerId:
-    """Who made and signed the commit at a state's head (all was checked); nobody has made version 0."""
+    """Return the peer that signed the commit at a verified state's head; an empty ID for version 0."""
     return PeerId("") if proof.header is None else proof.header.owner
 
 
 def lineage_of(commits: Iterable[tuple[CommitHeader, bytes] | None]) -> tuple[SignedCommit, ...]:
-    """As many of a log's signed commits, which come newest first, as travel with an offer: an unbroken line, oldest
-    first."""
+    """Return the newest signed commits as an unbroken chain, oldest first, as many as fit into an offer.
+
+    ``commits`` come newest first; None is a gap.
+    """
     found, size = list[SignedCommit](), 0
     for commit in commits:
         size += 0 if commit is None else len(encode(commit))

@@ -1,12 +1,12 @@
-"""A donor's side of state transfers: copies of shards at one head, in chunks, for as long as somebody downloads them.
+"""State server: serves copies of shards' states to other peers, each of one head, chunk by chunk.
 
 Rules of this file:
-1. Who is asked for a shard's state copies it once, between two jobs, in the order in which it travels; all chunks that
-   are asked for afterwards are views of that copy, also when the shard has moved on, and for every newcomer.
-2. Copies are bounded: in bytes, the longest unused goes first, and in time. Their memory is used again, and goes
-   with the last of them.
-3. A chunk of a shard that was not copied is copied alone, as long as its head is still the shard's.
-4. The proof of a copy is taken with it: a copy and its proof are of one head.
+1. When a shard's state is requested, it is copied once, between two jobs, in wire layout. All chunks requested
+   afterwards are views of that copy, for every newcomer, even if the shard has moved on.
+2. Copies are bounded in bytes (the least recently used is dropped first) and in time. Their memory is reused, and
+   released with the last copy.
+3. A chunk of a shard without a copy is copied alone, while its head is still the shard's.
+4. The proof is taken together with the copy, so both are of one head.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ from p2pdiloco.wire.request_reply import Answer, RequestRefused
 
 T = TypeVar("T")
 
+# A copy is dropped if nobody asked for it for this long: longer than a slow newcomer waits for one chunk.
 KEEP_S = 60.0
-"""A copy that nobody asked for so long is dropped: longer than a slow newcomer waits for one chunk."""
 COPIES_LEAST_BYTES = 128 << 20
+# There is always room for this many copies: as many as one newcomer fetches at once.
 COPIES_LEAST = 4
-"""Copies there is always room for: as many as one newcomer fetches at once."""
 
 
 class _Copy(NamedTuple):
-    """One shard at one head, as it travels."""
+    """A copy of one shard at one head, in wire layout."""
 
     offer: StateOffer
     data: memoryview
@@ -71,28 +71,28 @@ class StateServer:
         largest = self._form.width * max(shard.elements for shard in layout.shards)
         self._room = max(COPIES_LEAST_BYTES, COPIES_LEAST * largest)
         self._blocks = Blocks(limit_bytes=self._room)
+        # Least recently used first.
         self._copies: OrderedDict[tuple[ShardId, Digest], _Copy] = OrderedDict()
-        """The longest unused first."""
         self._used_at: dict[tuple[ShardId, Digest], float] = {}
         self._is_looking = False
+        # Limits the copies that are being made, so that they do not exceed the room.
         self._one_at_a_time = asyncio.Lock()
-        """So that no more copies than there is room for are being made."""
         self._making: dict[ShardId, asyncio.Future[_Copy]] = {}
 
     async def offer(self, shard: ShardId) -> StateOffer:
-        """What is to be had of ``shard``; it is kept for a while.
+        """Return an offer of ``shard``, and keep a copy of its state for a while.
 
         Raises:
-            RequestRefused: it is not here, or just changing.
+            RequestRefused: the shard has no state here, or is changing right now.
         """
         head = self._view.head(shard)
         if head is None:
-            raise RequestRefused(f"shard {shard} is not here")
+            raise RequestRefused(f"shard {shard} has no state here yet")
         found = self._find(shard, head.id) or await self._make_shared(shard)
         return found.offer
 
     async def chunk(self, shard: ShardId, head: Digest, chunk: int) -> memoryview:
-        """One chunk of ``shard`` at ``head``.
+        """Return one chunk of ``shard`` at ``head``.
 
         Raises:
             RequestRefused: this state, or this chunk of it, is not here.
@@ -127,10 +127,11 @@ class StateServer:
             del self._copies[key], self._used_at[key]
 
     async def _make_shared(self, shard: ShardId) -> _Copy:
-        """Make a new copy; several peers that ask at once share it."""
+        """Make a new copy. Several peers that ask at once share it."""
         if (making := self._making.get(shard)) is None:
             making = self._making[shard] = asyncio.get_running_loop().create_future()
-            making.add_done_callback(lambda future: future.cancelled() or future.exception())  # if nobody shares it
+            # Mark an exception as retrieved, because possibly nobody else awaits the future.
+            making.add_done_callback(lambda future: future.cancelled() or future.exception())
             try:
                 async with self._one_at_a_time:
                     making.set_result(await self._make(shard))
@@ -142,7 +143,7 @@ class StateServer:
         try:
             return await asyncio.shield(making)
         except asyncio.CancelledError:
-            if making.cancelled():  # who asked first does not want it any more
+            if making.cancelled():  # the request that made the copy was cancelled
                 raise RequestRefused("ask again") from None
             raise
 
@@ -157,7 +158,7 @@ class StateServer:
 
         offer = await self._copy(shard, data, None, prove)
         if offer is None:
-            raise RequestRefused(f"shard {shard} is just changing, ask again")
+            raise RequestRefused(f"shard {shard} is changing right now, ask again")
         key, copy = (shard, offer.proof.state.head.id), _Copy(offer, data)
         self._copies[key] = copy
         self._used_at[key] = self._host.now()
@@ -166,7 +167,7 @@ class StateServer:
         return copy
 
     def _look_later(self) -> None:
-        """Whether copies are still used."""
+        """Schedule a check for unused copies."""
         if not self._is_looking:
             self._is_looking = True
             self._host.call_at(self._host.now() + KEEP_S, self._drop_and_look_later)
@@ -177,7 +178,7 @@ class StateServer:
         if self._copies:
             self._look_later()
         else:
-            self._blocks = Blocks(limit_bytes=self._room)  # the last one's memory goes
+            self._blocks = Blocks(limit_bytes=self._room)  # no copies are left: release their memory
 
     async def _copy(
         self, shard: ShardId, data: memoryview, chunks: range | None, then: Callable[[Digest, bytes], T]
@@ -189,25 +190,24 @@ class StateServer:
 
 
 # -- Request handlers --------------------------------------------------------------------------------------------------
-# What other peers may ask a node for: the manifest, a shard's state, its status.
 
 
+# Lower priority than contributions and commits.
 STATE_PRIORITY = 10.0
-"""State transfers go after contributions and commits."""
 
+# Bytes that may wait before a chunk is sent: two chunks, or what the link sends in this time, so that it is never idle.
 LITTLE_BYTES, LITTLE_S = 4 << 20, 0.15
-"""Two chunks, or what goes out in that time: what is answered ahead, so that the link is never idle."""
 YIELD_S = 0.02
+# A chunk is sent after this time at the latest, even if own traffic waits.
 YIELD_MOST_S = 2.0
-"""A chunk goes out in that time at the latest, whatever waits."""
+# Rate limit per peer: a request of a dozen bytes is answered with up to 4 MiB, ahead of any chunk.
 MANIFESTS, MANIFESTS_PER_S = 3, 0.1
-"""To one peer: it asks with a dozen bytes, and is answered with up to 4 MiB, before any chunk."""
 OFFERS, OFFERS_OF_SHARD = 64, 8
+# Rate limit of offers per peer, in all and per shard. An offer has up to 3/4 MiB and is not a payload, so the upload
+# budget does not delay it. A downloading peer asks for each shard once, and again when the shard has moved on.
 OFFERS_PER_S, OFFERS_OF_SHARD_PER_S = 0.2, 1 / 60
-"""Of states, to one peer, in all and more for each shard: an offer has up to 3/4 MiB, and is no payload, so it waits
-for no budget. Who downloads asks for each shard once, and again when the shard has moved on."""
+# Chunks queued for one peer hold memory. A peer that asks but does not read gets no more.
 QUEUED_MOST_BYTES = 64 << 20
-"""Chunks that wait for one peer hold memory: a peer that asks and does not read gets no more."""
 
 
 class RequestHandlers:
@@ -234,10 +234,10 @@ class RequestHandlers:
         )
 
     async def answer(self, peer: PeerId, body: bytes) -> Answer:
-        """The answer to a request of ``peer``.
+        """Answer a request of ``peer``.
 
         Raises:
-            RequestRefused: malformed, or not to be had here now.
+            RequestRefused: the request is malformed, over its rate limit, or cannot be answered now.
         """
         try:
             request = decode_request(body)
@@ -246,7 +246,7 @@ class RequestHandlers:
         match request:
             case GetManifest():
                 if not self._manifests.take(peer, self._host.now()):
-                    raise RequestRefused("you have the manifest: ask again in some seconds")
+                    raise RequestRefused("too many manifest requests: ask again in some seconds")
                 return Answer(b"", self._manifest.encode())
             case GetStatus():
                 return Answer(encode(self._status()))
@@ -254,18 +254,20 @@ class RequestHandlers:
                 return await self._standing.answer(peer, request)
             case GetState(shard=shard):
                 if not self._offers.take(peer, self._host.now()):
-                    raise RequestRefused("you were offered states lately: ask again in some seconds")
+                    raise RequestRefused("too many state requests: ask again in some seconds")
                 return Answer(encode(await self._state_server.offer(shard)))
             case GetChunk():
                 if self._host.links.queued_bytes(peer) > QUEUED_MOST_BYTES:
-                    raise RequestRefused("busy: too much waits to be sent to you")
+                    raise RequestRefused("busy: too much data is queued for you")
                 await self._own_traffic_first()
                 data = await self._state_server.chunk(request.shard, request.head, request.chunk)
                 return Answer(b"", data, STATE_PRIORITY)
 
     async def _own_traffic_first(self) -> None:
-        """Let contributions and commits go before a chunk: wait, one question after the other, while more than little
-        waits to be sent to anybody; not for ever, since a peer that takes slowly does not fill our link."""
+        """Wait until little is queued for any peer, so that contributions and commits go before a chunk.
+
+        One request at a time waits, for at most ``YIELD_MOST_S``: a peer that receives slowly does not fill our link.
+        """
         async with self._turns:
             for _ in range(round(YIELD_MOST_S / YIELD_S)):
                 if self._waiting_bytes() <= self._little_bytes():

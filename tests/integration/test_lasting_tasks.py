@@ -103,7 +103,7 @@ def test_a_learner_that_cannot_be_started_is_told_and_tried_again(tmp_path: Path
         path = kill_learner_and_block_its_log(ann)
         until(ann, lambda: len(events(ann, "learner-not-started")) >= 2, what="two tries")
         assert "Is a directory" in events(ann, "learner-not-started")[0]["reason"]
-        assert printed(ann, "the learner cannot be started, trying again: free what it lacks")
+        assert printed(ann, "the learner cannot be started; trying again")
         until(ann, lambda: alerts(ann, are_over=False), what="an alert")
         assert "the learner cannot be started: Is a directory" in alerts(ann, are_over=False)[0]
         assert troubles(ann) == 1
@@ -127,7 +127,7 @@ def test_a_peer_that_ends_without_its_learner_says_so(tmp_path: Path) -> None:
         until(ann, lambda: events(ann, "learner-not-started"), what="a try")
         ann.process.terminate()
         assert ended(ann) == 1
-        assert printed(ann, "this peer had no learner: the learner cannot be started: Is a directory")
+        assert printed(ann, "this peer had no learner at the end: the learner cannot be started: Is a directory")
 
 
 @pytest.mark.timeout(300)

@@ -33,7 +33,7 @@ def test_the_learner_of_a_killed_node_is_taken_over_by_the_next(tmp_path: Path) 
         until(ann, lambda: contributes(ann, again, version), what="contributions of the learner that was taken over")
         assert learner_of(again) is None, "it started none of its own"
         assert is_alive(learner)
-        assert any("has gone on training" in line for line in log_lines(again))
+        assert any("trained on while the node was away" in line for line in log_lines(again))
         swarm.stop()
         assert [ended(member) for member in (ann, again)] == [0, 0], log_lines(again)
         assert not is_alive(learner)

@@ -163,7 +163,7 @@ def _leaves_in_order(member: Member, number: signal.Signals) -> dict[str, Any]:
     children = children_of(member)
     os.killpg(member.process.pid, number)  # as a terminal does at Ctrl+C
     assert ended(member) == 0, log_lines(member)
-    assert not any("daemon died" in line or "learner lost" in line for line in log_lines(member))
+    assert not any("daemon died" in line or "the learner ended unexpectedly" in line for line in log_lines(member))
     assert not any(map(is_alive, children))
     report = report_of(member)
     assert report["ending"]["reason"] == number.name

@@ -214,12 +214,12 @@ BUGS = (
         module="p2pdiloco.peer.payload_cache",
         where="PayloadCache.read_moves.read",
         old=(
-            "log.warning('own contribution is lost: the learner takes the global parameters', "
+            "log.warning('cannot read an own contribution: the learner takes the global parameters', "
             "reason=str(error))\n"
             "return Moves(effect.learner, (), (), is_reset=True)"
         ),
         new=(
-            "log.warning('own contribution is lost: the learner takes the global parameters', "
+            "log.warning('cannot read an own contribution: the learner takes the global parameters', "
             "reason=str(error))\n"
             "return Moves(effect.learner, (), (), is_reset=False)"
         ),

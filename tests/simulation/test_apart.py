@@ -38,7 +38,7 @@ def test_when_the_public_peer_dies_the_others_say_that_there_may_be_two_models()
     """C6c: each of the two trains on alone, and their models differ; neither ends as if all were well."""
     found = told(3, dies_at=20.0)
     assert found["statuses"] == [APART, APART]
-    assert all("2 of the peers that were here were lost at once" in reason for reason in found["reasons"])
+    assert all("2 peers were lost at once" in reason for reason in found["reasons"])
     assert found["models"] == 2
 
 

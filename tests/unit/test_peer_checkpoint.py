@@ -210,7 +210,7 @@ def test_an_unusable_folder_does_not_spoil_the_others(tmp_path: Path) -> None:
 def test_checkpoints_of_two_runs_are_not_mixed(tmp_path: Path) -> None:
     write(tmp_path / "a", (1, 1))
     write(tmp_path / "b", (1, 1), make_manifest(seed=7))
-    with pytest.raises(CheckpointError, match="several runs"):
+    with pytest.raises(CheckpointError, match="different runs"):
         best_of(load_all([tmp_path / "a", tmp_path / "b"]))
 
 

@@ -230,7 +230,7 @@ def test_a_disk_that_takes_none_is_told_of_once(tmp_path: Path, caplog: pytest.L
                 await stage.train(ann, *[1.0] * 8)
 
     act(story)
-    told = [record.fields for record in caplog.records if "own commits are sent" in record.message]  # type: ignore[attr-defined]
+    told = [record.fields for record in caplog.records if "cannot write own commits" in record.message]  # type: ignore[attr-defined]
     assert told == [{"reason": "No space left on device"}] * 2
 
 

@@ -220,8 +220,8 @@ def test_a_learner_that_stops_to_be_finite_says_what_was_merged_last_and_from_wh
             assert version > 0
             ann.learner._heard(learner_ipc.Unable(reason="its loss is nan"))
             me = short(ann.id)
-            assert f"merged last: version {version} of shard" in supervision.trouble
-            assert supervision.trouble.endswith(f"by {me}, of what {me} trained")
+            assert f"last merge: version {version} of shard" in supervision.trouble
+            assert supervision.trouble.endswith(f"by {me}, contributors {me}")
             told = supervision.trouble
             await stage.train(ann, *[1.0] * 5)
             ann.learner._heard(learner_ipc.Unable(reason="its loss is still nan"))

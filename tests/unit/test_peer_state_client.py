@@ -90,7 +90,7 @@ def test_a_chunk_that_is_not_what_was_signed_is_taken_from_another(tmp_path: Pat
             await stage.settle()
             assert cid.asked[bob.id] == asked
             refused = [event for event in cid.events if isinstance(event, ev.Failed) and event.peer == bob.id]
-            assert [event.reason for event in refused][-1:] == ["it has sent a wrong state before"]
+            assert [event.reason for event in refused][-1:] == ["it sent a wrong state before and is not asked for now"]
 
     act(story)
 
@@ -239,7 +239,7 @@ def test_what_the_only_donor_spoils_is_fetched_from_who_comes_later(tmp_path: Pa
             assert cid.versions == [-1, -1]
             failed = [event for event in cid.events if isinstance(event, ev.Failed)]
             assert {event.work for event in failed} == {"fetch"}
-            assert "not what its owner signed" in failed[0].reason
+            assert "does not match its owner's signature" in failed[0].reason
             await stage.add("bob", await copied(stage, ann), has_learner=False)
             await stage.wait(30.0)
             assert has_all_of(cid, ann)

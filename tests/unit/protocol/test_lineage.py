@@ -75,7 +75,7 @@ def test_a_lineage_weighs_what_was_given() -> None:
     """H1b: whatever its owners sign."""
     first, second = line(2)
     heavier = ours(second.header, tokens=second.header.tokens + 1)
-    with pytest.raises(ValueError, match="version 5 of shard 0 counts tokens that nobody gave"):
+    with pytest.raises(ValueError, match="version 5 of shard 0 counts tokens that nobody contributed"):
         check_lineage(RUN, heavier.header, [first])
     skipping = ours(second.header, version=7)
     with pytest.raises(ValueError, match="broken"):
