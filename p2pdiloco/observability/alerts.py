@@ -1,9 +1,10 @@
-"""Conditions under which a person is alerted: stuck, alone, diverging, disk, membership, done. Pure.
+"""Alerts: conditions that a person should hear of (stuck, alone, diverging, disk, membership, trouble, done). Pure.
 
 Rules of this file:
-1. An alert is sent once when it begins and once when it ends. A condition shorter than ``PATIENCE_S`` is no alert.
-2. Alerts depend on the snapshot and two amounts of this machine: free disk space and the time left of the membership.
-   Time is a parameter. Checked every few seconds, each kind is noticed within a minute.
+1. An alert is reported once when it begins and once when it is over. A condition that lasts less than ``PATIENCE_S`` is
+   not reported.
+2. Alerts depend on the snapshot and two values of this machine (free disk space, remaining membership). Time is a
+   parameter. If ``look`` is called every few seconds, each kind is noticed within a minute.
 """
 
 from __future__ import annotations
@@ -19,15 +20,16 @@ from p2pdiloco.observability.snapshot import RunSnapshot
 Kind = Literal["stuck", "alone", "diverging", "disk", "membership", "trouble", "done"]
 PATIENCE_S = 10.0
 STUCK_S = 45.0
+# Stuck: no new version for STUCK_S, and for this many of the usual intervals between two versions. Before the first
+# version, the protocol's own health check decides (``protocol/health.py``).
 STUCK_TURNS = 6.0
-"""No version for so long, and for so many of the usual pauses between two. Before there was one, the machine's own
-patience (``protocol/health.py``) decides."""
+# Number of held-out losses that the newest one is compared with.
 RECENT_LOSSES = 16
-"""Held-out losses that the newest one is compared with."""
+# Diverging: the held-out loss is above the best recent one by this share of it,
 WORSE = 0.15
-"""A held-out loss that is so much above the best recent one, as a share,"""
+# and by at least this much.
 WORSE_NATS = 0.3
-"""and by so much at least."""
+# The sentence that reports the end of an alert.
 OVER: dict[Kind, str] = {
     "stuck": "new versions are merged again",
     "alone": "this peer is no longer alone",
@@ -37,13 +39,12 @@ OVER: dict[Kind, str] = {
     "trouble": "the problem is solved",
     "done": "the run is not complete any more",
 }
-"""The sentence when an alert ends."""
 LEAST_ROOM_BYTES = 1 << 30
 MEMBERSHIP_S = 86400.0
 
 
 class Alert(msgspec.Struct, frozen=True, kw_only=True):
-    """For whoever is to be told."""
+    """An alert to report, or its end."""
 
     kind: Kind
     text: str
@@ -51,25 +52,27 @@ class Alert(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Alerts:
-    """Of one peer."""
+    """The alerts of one peer."""
 
     def __init__(self, membership_remaining_s: Callable[[], float | None] = lambda: None) -> None:
-        """``membership_remaining_s``: of this peer, now; None: it has no end."""
+        """``membership_remaining_s`` returns the seconds that this peer's membership is still valid; None: it does not
+        expire."""
         self._membership_left_s = membership_remaining_s
+        # Present alerts, as sentences.
         self.present: dict[Kind, str] = {}
-        """What lasts now, in sentences."""
         self._since: dict[Kind, float] = {}
         self._most_live = 1
+        # The newest held-out losses, one per evaluated step; each is a median over members (rule S3b).
         self._losses: deque[float] = deque(maxlen=RECENT_LOSSES)
-        """The newest held-out losses, one for each step at which one was shown; medians over members (rule S3b)."""
         self._loss_step = -1
         self._newest = 0.0
         self._moved_at: float | None = None
+        # Usual interval between two versions.
         self._pause_s = 0.0
-        """Usual between two versions."""
 
     def look(self, now: float, picture: RunSnapshot, room_bytes: float | None = None) -> list[Alert]:
-        """What is to be told. ``now``: seconds that never go back; None: not known."""
+        """Return the alerts that have begun or ended. ``now``: seconds that never go back. ``room_bytes``: free disk
+        space; None: not known."""
         found = self._found(now, picture, room_bytes)
         told = []
         for kind, text in found.items():

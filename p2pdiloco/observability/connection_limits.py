@@ -1,11 +1,11 @@
-"""Connection limits of the page's HTTP server: how many connections, and how long each may take.
+"""Connection limits of the page's HTTP server: number of connections, and time per request.
 
 aiohttp itself keeps a connection with a half-sent request for an hour. Rules of this file:
-1. A request's headers, its answer, and the pause until the next request each have ``PageLimits.stage_s``; then
-   the connection is aborted. Bytes that complete nothing do not extend it.
-2. Connections without an open stream are few. One more takes the place of the oldest of the remote machine that has
-   most (``net/abuse_limits.py``), so a client that floods the page takes places from itself.
-3. The page has a sixteenth of the process's descriptors at most; the others are for the peer's own connections.
+1. A request's headers, its answer, and the pause until the next request each have ``PageLimits.stage_s``. Then the
+   connection is aborted. Bytes that complete nothing do not extend it.
+2. The number of connections without an open stream is limited. A new one replaces the oldest of the remote machine that
+   has most (``net/abuse_limits.py``), so a client that floods the page takes places from itself.
+3. The page uses at most a sixteenth of the process's file descriptors. The others are for the peer's own connections.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from msgspec import Struct
 
 from p2pdiloco.net.abuse_limits import Room, machine_of
 
+# The page may use one in this many of the process's file descriptors.
 PAGE_SHARE = 16
-"""One of so many descriptors of the process may be a connection to the page."""
 
 
 class PageLimits(Struct, frozen=True, kw_only=True):
-    """What clients of the page may take."""
+    """Limits on the clients of the page."""
 
     connections: int = 64
-    """Connections that have no open stream. A browser opens six at most."""
+    """Maximum connections without an open stream. A browser opens at most six."""
     stage_s: float = 30.0
     """Seconds for a request's headers, for its answer, and for the pause until the next request."""
 
     def places(self) -> int:
-        """``connections``, or fewer where the process may open few descriptors (``RLIMIT_NOFILE``)."""
+        """Return ``connections``, or fewer if the process may open few descriptors (``RLIMIT_NOFILE``)."""
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         return self.connections if soft == resource.RLIM_INFINITY else max(1, min(self.connections, soft // PAGE_SHARE))
 
@@ -47,34 +47,34 @@ class PageConnections:
         self._by_handler: dict[web.RequestHandler, PageConnection] = {}
 
     def accept(self) -> PageConnection:
-        """For a new socket."""
+        """Return the protocol for a new socket."""
         handler = self._server()
         self._by_handler[handler] = connection = PageConnection(self, handler, self._stage_s)
         return connection
 
     def of(self, request: web.Request) -> PageConnection:
-        """The connection on which ``request`` came; if it is lost already, one on which nothing happens."""
+        """Return the connection of ``request``; if it is closed already, a connection that does nothing."""
         handler = request.protocol
         return self._by_handler.get(handler) or PageConnection(self, handler, self._stage_s)
 
     def wait(self, connection: PageConnection) -> None:
-        """``connection`` has no open stream: it takes one of the few places."""
+        """Count a connection without an open stream. It may replace another one."""
         out = self._waiting.enter(connection, connection.machine)
         if out is not None:
             out.abort()
 
     def stream(self, connection: PageConnection) -> None:
-        """``connection`` has an open stream, and makes room for nobody: the server limits streams by their number."""
+        """Stop counting a connection that has opened a stream. The server limits streams by their number."""
         self._waiting.leave(connection)
 
     def remove(self, connection: PageConnection) -> None:
-        """``connection`` is closed."""
+        """Forget a closed connection."""
         self._waiting.leave(connection)
         self._by_handler.pop(connection.handler, None)
 
 
 class PageConnection(asyncio.Protocol):
-    """One connection: what happens is passed on to aiohttp's ``handler``, until the time is over."""
+    """One connection: passes events on to aiohttp's ``handler``, until the time is over."""
 
     def __init__(self, connections: PageConnections, handler: web.RequestHandler, stage_s: float) -> None:
         self.handler = handler
@@ -85,23 +85,23 @@ class PageConnection(asyncio.Protocol):
         self._deadline: asyncio.TimerHandle | None = None
 
     def begin_stage(self) -> None:
-        """Something was completed: the next stage has its own time."""
+        """Restart the timer, because a stage was completed."""
         if self._deadline is not None:
             self._deadline.cancel()
         if self._transport is not None:
             self._deadline = asyncio.get_running_loop().call_later(self._stage_s, self.abort)
 
     def open_stream(self) -> None:
-        """What follows is a stream; each event that is sent begins a stage."""
+        """Note that a stream begins. Each event that is sent restarts the timer."""
         self._connections.stream(self)
 
     def close_stream(self) -> None:
-        """The stream has ended; the connection may have another request."""
+        """Note that the stream has ended. The connection may send another request."""
         if self._transport is not None:
             self._connections.wait(self)
 
     def abort(self) -> None:
-        """Close at once, whatever waits to be sent."""
+        """Close at once, and discard queued data."""
         if self._transport is not None:
             self._transport.abort()
 

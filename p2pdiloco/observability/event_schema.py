@@ -1,6 +1,6 @@
-"""Kinds of logged events, and a sentence for each that needs no knowledge of the code. Pure.
+"""Event schema: the kinds of logged events, and a sentence for each that needs no knowledge of the code. Pure.
 
-Rule of this file: a sentence is one line of at most ``LONGEST`` characters, whatever others have put into it.
+Rule of this file: a sentence is one line of at most ``LONGEST`` characters, whatever text of other peers it quotes.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from p2pdiloco.util.logs import printable, short
 LONGEST = 300
 _ID = re.compile(r"\b(?:12D3KooW|Qm)[1-9A-HJ-NP-Za-km-z]{36,}\b")
 
+# One line of the event log.
 Line = dict[str, Any]
-"""One of the event log."""
 
 
 class Sentence(NamedTuple):
-    """``level`` as in ``picture.Headline``."""
+    """A sentence about an event. ``level`` as in ``snapshot.Headline``."""
 
     level: str
     text: str
 
 
 def plain(text: object) -> str:
-    """One line, printable, bounded, with short names of peers."""
+    """Return ``text`` as one printable line of limited length, with short names of peers."""
     named = _ID.sub(lambda found: short(found[0]), str(text)[: 4 * LONGEST])
     return printable(named)[:LONGEST]
 
 
 def sentence(line: Line) -> Sentence | None:
-    """Describe an event in a sentence; None: it is no news for people.
+    """Describe an event in a sentence; None if it is no news for people.
 
     Raises:
-        KeyError: the event lacks what belongs to it.
+        KeyError: the event lacks a field.
     """
     write = _WRITERS.get(line["event"])
     found = None if write is None else write(line)
@@ -45,10 +45,10 @@ def sentence(line: Line) -> Sentence | None:
 
 
 def detail(line: Line) -> str | None:
-    """Describe an event that is no news but is in the log; None: its kind is not known.
+    """Describe an event that is no news but is in the log; None if its kind is unknown.
 
     Raises:
-        KeyError: the event lacks what belongs to it.
+        KeyError: the event lacks a field.
     """
     write = _DETAILS.get(line["event"])
     return None if write is None else plain(write(line))
@@ -163,7 +163,7 @@ _DETAILS: dict[str, Callable[[Line], str]] = {
 
 # -- Event schema ------------------------------------------------------------------------------------------------------
 # Contents of ``metrics.jsonl``: one JSON object a line, with these kinds and fields (docs/watching.md).
-# Rules of this file:
+# Rules of this section:
 # 1. Kinds and fields are only added. A reader skips what it does not know.
 # 2. Each line has ``time`` (Unix time in seconds) and ``event`` (its kind).
 
@@ -187,7 +187,7 @@ class Field(NamedTuple):
 
 
 class Event(NamedTuple):
-    """One kind."""
+    """One kind of event."""
 
     name: str
     help: str
@@ -281,7 +281,7 @@ BY_NAME = {event.name: event for event in EVENTS}
 
 
 def faults_of(line: dict[str, Any]) -> Iterable[str]:
-    """Yield the deviations of a line from this schema."""
+    """Yield the ways in which a line differs from this schema."""
     event = BY_NAME.get(line.get("event", ""))
     if event is None:
         yield f"unknown kind {line.get('event')!r}"
@@ -303,7 +303,7 @@ def _has_form(value: object, form: Form) -> bool:
 
 
 def described(event: Event) -> str:
-    """Describe the fields of an event as the document does: names grouped by form."""
+    """Return the field as the documentation describes it."""
     groups: dict[str, list[str]] = {}
     for field in event.fields:
         groups.setdefault(f"{field.form}{' or null' if field.or_null else ''}", []).append(f"`{field.name}`")

@@ -25,17 +25,17 @@ from typing import Any, Protocol
 import msgspec
 
 PREFIX = "p2pdiloco_"
+# Prefix of a line on standard error that the node logs as a warning at once.
 COMPLAINT = b"p2pdiloco: "
-"""Prefix of a line on standard error that the node logs as a warning at once."""
 EXPORT_S = 5.0
 OTLP_PATH = "/v1/metrics"
+# Module that each kind of target needs. The extra that installs it has the kind's name.
 KINDS = {
     "tensorboard": "tensorboard",
     "wandb": "wandb",
     "trackio": "trackio",
     "otlp": "opentelemetry.exporter.otlp.proto.http",
 }
-"""Module that each kind of target needs. The extra that installs it has the kind's name."""
 
 
 class Numbers(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,13 +111,13 @@ class TensorBoard:
         self._writer: Any = module.EventFileWriter(f"{place}/{first.name}-{first.peer[-6:]}")
 
     def log(self, line: Numbers) -> None:
-        """As of ``Exporter``."""
+        """Export one line."""
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in line.values.items()]
         self._writer.add_event(self._event(wall_time=line.at, step=line.step, summary=self._summary(value=values)))
         self._writer.flush()
 
     def close(self) -> None:
-        """As of ``Exporter``."""
+        """Close the event file."""
         self._writer.close()
 
 
@@ -136,11 +136,11 @@ class Wandb:
         self._run.define_metric("*", step_metric="step")
 
     def log(self, line: Numbers) -> None:
-        """As of ``Exporter``."""
+        """Export one line."""
         self._run.log({**line.values, "step": line.step})
 
     def close(self) -> None:
-        """As of ``Exporter``."""
+        """Finish the run."""
         self._run.finish()
 
 
@@ -153,17 +153,20 @@ class Trackio:
         self._trackio.init(project=place, name=name, config={"run": first.run, "peer": first.peer})
 
     def log(self, line: Numbers) -> None:
-        """As of ``Exporter``."""
+        """Export one line."""
         self._trackio.log(line.values, step=line.step)
 
     def close(self) -> None:
-        """As of ``Exporter``."""
+        """Finish the run."""
         self._trackio.finish()
 
 
 class Otlp:
-    """An OpenTelemetry collector, by OTLP over HTTP. The SDK's environment variables (``OTEL_EXPORTER_OTLP_HEADERS``,
-    ...) apply. A line that the collector does not accept is lost."""
+    """Sends metrics to an OpenTelemetry collector, by OTLP over HTTP.
+
+    The SDK's environment variables (``OTEL_EXPORTER_OTLP_HEADERS``, ...) apply. A line that the collector does not
+    accept is lost.
+    """
 
     def __init__(self, place: str, first: Numbers) -> None:
         sdk: Any = importlib.import_module("opentelemetry.sdk.metrics")
@@ -187,7 +190,7 @@ class Otlp:
         logger.handlers, logger.propagate = [self._errors], False
 
     def log(self, line: Numbers) -> None:
-        """As of ``Exporter``."""
+        """Export one line, and report the first failure in a row."""
         self._values = line.values
         for name in line.values.keys() - self._instruments:
             is_counter = name in line.counters
@@ -204,7 +207,7 @@ class Otlp:
         self._is_failing = bool(self._errors.messages)
 
     def close(self) -> None:
-        """As of ``Exporter``."""
+        """Shut the SDK down."""
         self._provider.shutdown()
 
     def _observe(self, name: str) -> Callable[[object], Iterator[Any]]:
@@ -223,7 +226,7 @@ class _ErrorMessages(logging.Handler):
         self.messages: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        """As of ``logging.Handler``."""
+        """Keep the message of ``record``."""
         self.messages.append(record.getMessage())
 
 

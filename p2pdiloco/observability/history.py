@@ -1,10 +1,10 @@
-"""Aggregation of a peer's events into a snapshot and its history, live or from a recording.
+"""Run history: aggregates a peer's events into a snapshot and its history, live or from a recording.
 
 Rules of this file:
-1. A picture is a function of the events, in their order; time is in them, or given.
-2. Events of several peers of one run may be told, each with its source: a commit counts once.
-3. An event that is malformed (a torn line, an older release's) is left out.
-4. Everything kept is bounded (``curves``, and the constants below).
+1. A snapshot depends only on the events and their order. Time comes from the events or is a parameter.
+2. Events of several peers of one run can be fed, each with its source. A commit counts once.
+3. A malformed event (a torn line, or one of another release) is ignored.
+4. All memory is bounded (``Curve``, ``LaneBook``, and the constants below).
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ from p2pdiloco.observability.snapshot import (
 from p2pdiloco.protocol.ids import LearnerId, peer_of
 
 # -- Downsampled series ------------------------------------------------------------------------------------------------
-# Bounded memories of an unbounded run: curves that thin out, lanes whose columns widen.
+# Bounded memory of an unbounded run: curves are thinned out, and the columns of lanes widen.
 
 
 MOST_POINTS = 400
 MOST_COLUMNS = 160
 FIRST_COLUMN_S = 1.0
+# Maximum number of peers with a lane. If a run has more, those that came first are shown.
 MOST_LANES = 256
-"""Peers of a run; of more those that came first are shown."""
 
 Point = tuple[float, float, float]
 
 
 class Curve:
-    """Points in the order of their time; when there are too many, each second one goes, and from then on each second
-    one that comes, and so on."""
+    """Points in order of time. When there are too many, every second one is dropped, and later only every second one is
+    added, and so on."""
 
     def __init__(self, most: int = MOST_POINTS) -> None:
         self._points: list[Point] = []
@@ -61,7 +61,7 @@ class Curve:
         self._seen = 0
 
     def add(self, tokens: float, at: float, value: float) -> None:
-        """One more. What is not finite is no point."""
+        """Add a point, unless it is not finite."""
         if not (math.isfinite(tokens) and math.isfinite(at) and math.isfinite(value)):
             return
         self._last = (tokens, at, value)
@@ -82,8 +82,8 @@ class Curve:
 
 
 class LaneBook:
-    """Of each peer what it gave and what it merged, in columns of equal time. When the columns do not reach any more,
-    two become one."""
+    """Contributions and merges of each peer, in columns of equal time. When the columns are used up, pairs are
+    joined."""
 
     def __init__(self) -> None:
         self.began = 0.0
@@ -91,7 +91,7 @@ class LaneBook:
         self.lanes: dict[str, tuple[list[int], list[int]]] = {}
 
     def column(self, at: float) -> int:
-        """Of a time; the columns are made to reach it."""
+        """Return the column of a time, after widening the columns if needed."""
         if not self.began:
             self.began = at
         while at - self.began >= self.column_s * MOST_COLUMNS:
@@ -102,11 +102,11 @@ class LaneBook:
         return max(0, int((at - self.began) / self.column_s))
 
     def add_tokens(self, peer: str, at: float, tokens: int) -> None:
-        """Tokens of a peer were merged."""
+        """Record tokens of a peer that were merged."""
         self._add(peer, 0, at, tokens)
 
     def merged(self, peer: str, at: float) -> None:
-        """A peer has merged a version."""
+        """Record a version that a peer has merged."""
         self._add(peer, 1, at, 1)
 
     def _add(self, peer: str, which: int, at: float, amount: int) -> None:
@@ -121,7 +121,6 @@ class LaneBook:
 
 
 # -- History of a run --------------------------------------------------------------------------------------------------
-# What a peer's events add up to: a picture and its history, the same for a peer that lives and for a recording.
 
 
 KEPT_HEADLINES = 60
@@ -131,12 +130,12 @@ MOST_PEERS = 1024
 MOST_SHARDS = 4096
 MOST_COUNTS = 64
 MEMBERSHIP_EVENTS = ("joined", "left")
+# A peer of a recording without an event for this long is shown as gone.
 QUIET_S = 30.0
-"""A peer of a recording that has told nothing for so long is shown as gone."""
 
 
 class _Given:
-    """What one peer has given."""
+    """Contributions of one peer."""
 
     __slots__ = ("commits", "merged", "seen")
 
@@ -147,7 +146,10 @@ class _Given:
 
 
 class RunHistory:
-    """See the module. ``elements``: of each shard, in order; empty: all count alike."""
+    """Aggregates the events of a run.
+
+    ``elements``: parameters of each shard, in order; empty: all shards count alike.
+    """
 
     def __init__(self, title: Title, elements: Sequence[int] = (), total_steps: int = 0) -> None:
         self.title = title
@@ -162,15 +164,15 @@ class RunHistory:
         self._link = LinkUse()
         self._given: dict[str, _Given] = {}
         self._words: dict[str, tuple[float, OwnWords]] = {}
+        # Version, time, and tokens of the chain, by shard.
         self._shards: dict[int, tuple[int, float, int]] = {}
-        """Version, when, tokens of the chain."""
         self._merges: deque[MergeRow] = deque(maxlen=KEPT_MERGES)
         self._past = _Past()
 
     # -- events --------------------------------------------------------------------------------------------------------
 
     def take(self, line: Line, source: str = "") -> None:
-        """One event; ``source``: the peer that tells, this one if it is not said."""
+        """Add one event. ``source``: the peer that logged it; empty: this one."""
         try:
             self._take(line, source or self.title.me)
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
@@ -301,10 +303,10 @@ class RunHistory:
             self._link = LinkUse(up_bytes=sent, up_per_s=max(0, sent - self._link.up_bytes) / since if since else 0.0)
             self._costs = Costs(compute_s=float(line["compute_s"]), blocked_s=words.blocked_s)
 
-    # -- what they add up to -------------------------------------------------------------------------------------------
+    # -- results -------------------------------------------------------------------------------------------------------
 
     def picture(self, now: float) -> RunSnapshot:
-        """Of a moment, by the events alone."""
+        """Return the snapshot of time ``now``, from the events alone."""
         total = self._course.total_steps
         words = {peer: told for peer, (at, told) in self._words.items() if now - at < QUIET_S}
         rows = self.rows(now, words)
@@ -313,7 +315,7 @@ class RunHistory:
             title=self.title,
             course=msgspec.structs.replace(
                 self._course,
-                step=min(self._course.step, total) if total else self._course.step,  # turns go on beyond the last one
+                step=min(self._course.step, total) if total else self._course.step,  # merges follow the last step
                 done=min(1.0, self._course.step / total) if total else None,
                 swarm_tokens_per_s=sum(told.tokens_per_s for told in words.values()),
             ),
@@ -334,7 +336,7 @@ class RunHistory:
         )
 
     def rows(self, now: float, words: dict[str, OwnWords]) -> tuple[PeerRow, ...]:
-        """The peers that gave anything: this one first, then by what they gave, then by name."""
+        """Return the peers that contributed or merged: this one first, then by merged tokens, then by ID."""
         total = sum(giver.merged for giver in self._given.values())
         rows = [
             PeerRow(
@@ -353,16 +355,16 @@ class RunHistory:
         return tuple(sorted(rows, key=lambda row: (not row.is_me, -row.merged, row.peer)))
 
     def history(self) -> History:
-        """What led here."""
+        """Return the curves and lanes."""
         return self._past.as_history(self.mark)
 
 
 class _Past:
-    """Curves and lanes."""
+    """Curves and lanes of a run."""
 
     def __init__(self) -> None:
+        # Sum over the shards of tokens times elements.
         self.merged = 0
-        """Each shard's tokens times its elements, summed up."""
         self.held_out, self.train, self.rate = Curve(), Curve(), Curve()
         self.lanes = LaneBook()
         self.marks: deque[Headline] = deque(maxlen=KEPT_MARKS)
@@ -385,19 +387,19 @@ class _Past:
 
 
 def finite(value: float | None) -> float | None:
-    """What another peer tells may be no number."""
+    """Return ``value`` if it is finite, else None. Values reported by other peers may be NaN or infinite."""
     return value if value is not None and math.isfinite(value) else None
 
 
 # -- Cost summary ------------------------------------------------------------------------------------------------------
-# What a peer gave and what that cost its user. Pure.
+# A peer's contribution, and its cost for the user. Pure.
 
 
 HOUR_S = 3600.0
 
 
 def account(picture: RunSnapshot, lasts_s: float, price_per_hour: float | None) -> Bill:
-    """Of the peer whose picture that is, after ``lasts_s`` of its node's life."""
+    """Return the bill of the peer with this snapshot, after ``lasts_s`` seconds of its node's life."""
     mine = next((row for row in picture.peers if row.is_me), None)
     tokens = picture.course.tokens_trained
     cost = None if price_per_hour is None else price_per_hour * lasts_s / HOUR_S
@@ -415,14 +417,14 @@ def account(picture: RunSnapshot, lasts_s: float, price_per_hour: float | None) 
 
 
 def closing(told: Bill | None) -> str:
-    """For the user, at the end; empty for who has trained nothing."""
+    """Return a summary for the user at the end; empty if the peer trained nothing."""
     if told is None or not told.tokens:
         return ""
     text = (
         f"this machine gave {told.tokens:,} tokens in {duration(told.lasts_s)}: {told.commits:,} versions merged, "
-        f"{volume(told.up_bytes)} sent, {volume(told.down_bytes)} received; of what was merged since it first took "
-        f"part {percent(told.share)} is its own"
+        f"{volume(told.up_bytes)} sent, {volume(told.down_bytes)} received; {percent(told.share)} of all tokens merged "
+        "since it first joined are its own"
     )
     if told.cost is not None and told.cost_per_million is not None:
-        text += f"; it cost {told.cost:.2f}, {told.cost_per_million:.2f} for a million tokens"
+        text += f"; cost {told.cost:.2f}, {told.cost_per_million:.2f} per million tokens"
     return text

@@ -1,8 +1,8 @@
-"""Event logs as they lie on the disk: read back into a chronicle, and played like a peer that lives.
+"""Log reader: reads event logs from disk, follows them, and plays a recording back like a live peer.
 
 Rules of this file:
-1. A log may be torn, rotated or hostile: what cannot be read is left out, and only the newest ``MOST_BYTES`` are read.
-2. The logs of several peers of one run are one story; commits that all of them tell count once (``chronicle``).
+1. A log may be torn, rotated or hostile. Unreadable lines are ignored, and only the newest ``MOST_BYTES`` are read.
+2. The logs of several peers of one run are combined. A commit that several of them report counts once (``history``).
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from p2pdiloco.util.files import older
 from p2pdiloco.util.logs import short
 
 LOG = "metrics.jsonl"
+# Limit for one peer's log.
 MOST_BYTES = 128 << 20
-"""Of one peer's log."""
 MOST_LOGS = 1024
+# Where logs are searched below a folder: that of a run, a peer, or a swarm.
 DEPTHS = ("", "*/", "*/*/", "*/*/*/")
-"""Where logs are looked for below a folder: a run's, a peer's, a swarm's."""
 SPEEDS = (0.0, 10_000.0)
 NOTHING = (
     "no peer has logged anything below {}: name a state folder, a run's folder in it, or the folder of a demo or a "
@@ -43,14 +43,14 @@ NOTHING = (
 
 
 class RecordingError(ValueError):
-    """There is nothing to play; the message says what to do."""
+    """There is nothing to play back. The message says what to do."""
 
 
 def logs_below(folder: Path) -> list[Path]:
-    """All event logs of a folder.
+    """Return all event logs below a folder.
 
     Raises:
-        RecordingError: there is none.
+        RecordingError: there are none.
     """
     found = sorted({log for depth in DEPTHS for log in folder.glob(depth + LOG)})[:MOST_LOGS]
     if not found:
@@ -59,8 +59,10 @@ def logs_below(folder: Path) -> list[Path]:
 
 
 def lines(log: Path, most_bytes: int = MOST_BYTES, ends: float = math.inf) -> Iterator[Line]:
-    """Of a log with what was moved aside, the oldest of the newest ``most_bytes`` first; of the newest file
-    nothing that begins at ``ends`` or later."""
+    """Yield the newest ``most_bytes`` of a log and its rotated files, oldest line first.
+
+    Lines of the newest file that begin at offset ``ends`` or later are left out.
+    """
     files = [*older(log), log]
     room, begins = most_bytes, {}
     for path in reversed(files):
@@ -81,11 +83,11 @@ def lines(log: Path, most_bytes: int = MOST_BYTES, ends: float = math.inf) -> It
                 try:
                     yield decoder.decode(raw)
                 except (ValueError, RecursionError):
-                    continue  # torn by a kill, a full disk, or our seek
+                    continue  # torn by a kill, by a full disk, or by the seek above
 
 
 class LoggedEvent(NamedTuple):
-    """An event, and the peer whose log it is from."""
+    """An event, with the peer that logged it."""
 
     at: float
     source: str
@@ -93,10 +95,10 @@ class LoggedEvent(NamedTuple):
 
 
 class Recording:
-    """What the peers of one run have logged below a folder."""
+    """The logged events of one run's peers below a folder."""
 
     def __init__(self, folder: Path) -> None:
-        """Read everything.
+        """Read all logs.
 
         Raises:
             RecordingError: there is no log, or nothing in it.
@@ -117,14 +119,15 @@ class Recording:
         self._total_steps = 0 if manifest is None else manifest.config.inner.steps
 
     def chronicle(self) -> RunHistory:
-        """An empty one of this run."""
+        """Return an empty history of this run."""
         layout = self._layout
         title = Title(run=self.run, name=self.name, me=self.me, parameters=0 if layout is None else layout.elements)
         return RunHistory(title, [] if layout is None else [s.elements for s in layout.shards], self._total_steps)
 
 
 class Player:
-    """A recording from some moment on, as it would have looked. ``clock``: seconds of the looker's time."""
+    """Plays a recording from a given time on, as it would have looked live. ``clock`` returns the viewer's time in
+    seconds."""
 
     def __init__(
         self, recording: Recording, at: float, speed: float, clock: Callable[[], float] = time.monotonic
@@ -137,7 +140,7 @@ class Player:
         self._look()
 
     def _look(self) -> float:
-        """Tell what has happened by now; the moment."""
+        """Feed the events up to the present moment of the recording; return that moment."""
         recording = self._recording
         moment = min(recording.ends, self._at + (self._clock() - self._began) * self._speed)
         while self._next < len(recording.events) and recording.events[self._next].at <= moment:
@@ -147,26 +150,26 @@ class Player:
         return moment
 
     def picture(self) -> RunSnapshot:
-        """Of the moment that is played."""
+        """Return the snapshot of the present moment."""
         moment, recording = self._look(), self._recording
         playback = Playback(begins=recording.begins, ends=recording.ends, speed=self._speed)
         return msgspec.structs.replace(self._chronicle.picture(moment), playback=playback)
 
     def history(self) -> History:
-        """What led to it."""
+        """Return the history up to the present moment."""
         return self._chronicle.history()
 
     @property
     def mark(self) -> int:
-        """Of the history."""
+        """Changes whenever the history does."""
         return self._chronicle.mark
 
 
 def player(recording: Recording, query: Mapping[str, str], speed: float) -> Player:
-    """What a looker asks for: ``at`` (Unix time) and ``speed`` (0: it stands still).
+    """Return a player for a viewer's query: ``at`` (Unix time) and ``speed`` (0: paused).
 
     Raises:
-        ValueError: they are no numbers.
+        ValueError: they are not numbers, or out of range.
     """
     at, asked = float(query.get("at", recording.begins)), float(query.get("speed", speed))
     if not (at == at and SPEEDS[0] <= asked <= SPEEDS[1]):
@@ -175,7 +178,7 @@ def player(recording: Recording, query: Mapping[str, str], speed: float) -> Play
 
 
 def sourced(told: Iterable[Line], source: str) -> Iterator[LoggedEvent]:
-    """Lines of a log with who told them: ``source``, until the log says who."""
+    """Yield lines of a log with the peer that logged them: ``source``, until the log names it."""
     for line in told:
         at = line.get("time")
         if not isinstance(at, int | float):
@@ -207,10 +210,10 @@ def _manifest(folder: Path, run: str) -> Manifest | None:
 
 
 # -- Reading event logs ------------------------------------------------------------------------------------------------
-# Event logs read as they grow, and told again as they went (``p2pdiloco watch --events``).
-# Rules of this file:
-# 1. Nothing is kept but the part of a line that is not written to its end, and of that at most ``LONGEST_LINE``.
-# 2. A log that is moved aside is read to its end before the new one; what cannot be read is left out.
+# Follows event logs as they grow, and prints them (``p2pdiloco watch --events``).
+# Rules of this section:
+# 1. Only the beginning of an incomplete line is kept in memory, at most ``LONGEST_LINE`` of it.
+# 2. A rotated log is read to its end before the new one. Unreadable lines are ignored.
 
 
 LONGEST_LINE = 1 << 20
@@ -218,36 +221,36 @@ SLICE = 1 << 20
 
 
 class Choice(NamedTuple):
-    """Which events are wanted. ``kinds`` empty: all; ``peer``: the end of the id of who tells; times: Unix."""
+    """Filter for events. ``kinds``: empty for all; ``peer``: the end of the logging peer's ID; ``since``: Unix time."""
 
     kinds: Collection[str] = ()
     peer: str = ""
     since: float = 0.0
 
     def has(self, event: LoggedEvent) -> bool:
-        """Whether this one is."""
+        """Return whether the event passes the filter."""
         is_kind = not self.kinds or event.line.get("event") in self.kinds
         return is_kind and event.source.endswith(self.peer) and event.at >= self.since
 
 
 class Tail:
-    """A log from its present end on."""
+    """Follows a log from its present end."""
 
     def __init__(self, log: Path, *, from_begin: bool = False) -> None:
-        """``from_begin``: it came while we looked."""
+        """``from_begin``: read the log from its beginning, because it appeared while others were followed."""
         self._log = log
         self._file: BinaryIO | None = None
         self._rest = b""
         self._open()
         self.began = 0 if from_begin else self._skip()
-        """Bytes of the log before it."""
+        # Offset of the log at which this tail begins.
 
     def _open(self) -> None:
         with suppress(OSError):
             self._file = open(self._log, "rb")  # noqa: SIM115 (closed in close)
 
     def _skip(self) -> int:
-        """To the end of the last whole line."""
+        """Seek to the end of the last complete line; return its offset."""
         if self._file is None:
             return 0
         begins = max(0, self._file.seek(0, os.SEEK_END) - LONGEST_LINE)
@@ -255,7 +258,7 @@ class Tail:
         return self._file.seek(begins + self._file.read(LONGEST_LINE).rfind(b"\n") + 1)
 
     def new(self) -> list[Line]:
-        """What was written since."""
+        """Return the lines written since the last call."""
         found = self._read()
         if self._is_moved_aside():
             self.close()
@@ -264,7 +267,7 @@ class Tail:
         return found
 
     def close(self) -> None:
-        """No more."""
+        """Close the file."""
         if self._file is not None:
             self._file.close()
         self._file, self._rest = None, b""
@@ -290,23 +293,25 @@ class Tail:
 
 
 class Tails:
-    """Of all logs below a folder, also of those that come."""
+    """Follows all logs below a folder, including new ones."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises:
-        RecordingError: there is none.
+        """Find the logs.
+
+        Raises:
+            RecordingError: there are none.
         """
         self._folder = folder
         self._tails = {log: Tail(log) for log in logs_below(folder)}
         self._sources = {log: _source(log) for log in self._tails}
 
     def before(self) -> Iterator[LoggedEvent]:
-        """What the logs held, in the order of its time; each log's own order stays."""
+        """Yield the events that were logged before, in order of time. Each log's own order is kept."""
         each = (sourced(lines(log, ends=tail.began), self._sources[log]) for log, tail in self._tails.items())
         return heapq.merge(*each, key=lambda event: event.at)
 
     def new(self) -> list[LoggedEvent]:
-        """What was written since, in the order of its time."""
+        """Return the events logged since the last call, in order of time."""
         for log in logs_below(self._folder):
             if log not in self._tails:
                 self._tails[log], self._sources[log] = Tail(log, from_begin=True), log.parent.name
@@ -320,7 +325,7 @@ class Tails:
 
 
 def describe(event: LoggedEvent) -> str:
-    """One line for people."""
+    """Return an event as one line for people."""
     kind = plain(event.line.get("event", ""))
     try:
         news = sentence(event.line)
@@ -334,7 +339,7 @@ def describe(event: LoggedEvent) -> str:
 
 
 def _source(log: Path) -> str:
-    """Who writes it."""
+    """Return the peer that writes a log."""
     for path in (log, *reversed(older(log))):
         source = ""
         with suppress(OSError), open(path, "rb") as file:

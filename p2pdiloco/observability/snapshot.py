@@ -1,8 +1,11 @@
-"""One moment of a run as one peer sees it, and what led to it: all that page, terminal view, metrics and alarms show.
+"""Snapshot of a run at one moment, as one peer sees it, with its history.
+
+The page, the terminal view, metrics and alerts show nothing else.
 
 Rules of this file:
-1. Everything here is plain, finite, bounded and ready for JSON. Whoever shows it computes nothing new.
-2. What a peer tells of itself stands in ``OwnWords`` and is believed by nobody; all the rest was seen here.
+1. All values are plain, finite, bounded and JSON-compatible. Views compute nothing new.
+2. Figures that other peers report about themselves are in ``OwnWords``. They are shown but not used. Everything else
+   was observed here.
 3. Times of day are Unix times in seconds, durations are seconds, amounts are bytes and tokens.
 """
 
@@ -12,7 +15,7 @@ import msgspec
 
 
 class Title(msgspec.Struct, frozen=True, kw_only=True):
-    """Which run, seen by whom."""
+    """Identity of the run, and the peer that sees it."""
 
     run: str
     name: str
@@ -21,30 +24,30 @@ class Title(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Course(msgspec.Struct, frozen=True, kw_only=True):
-    """How far the run has come, and this peer with it. None: not known."""
+    """Progress of the run and of this peer. None: not known."""
 
     phase: str = "starting"
     step: int = 0
     total_steps: int = 0
     done: float | None = None
-    """Share of the steps, 0 to 1."""
+    """Completed share of the steps, 0 to 1."""
     left_s: float | None = None
     my_share: float | None = None
-    """Of what is merged, lately."""
+    """This peer's share of the recently merged tokens."""
     tokens_trained: int = 0
-    """By this peer, in this process's life."""
+    """Tokens trained by this peer since its process started."""
     tokens_merged: int = 0
-    """By all, in the model."""
+    """Tokens of all peers that are merged in the model."""
     tokens_per_s: float = 0.0
     swarm_tokens_per_s: float = 0.0
-    """This peer's, and those of the others that have told theirs."""
+    """Rate of this peer, plus the rates that other peers report."""
     train_loss: float | None = None
     held_out_loss: float | None = None
     held_out_step: int = 0
 
 
 class Headcount(msgspec.Struct, frozen=True, kw_only=True):
-    """The four numbers of the glossary, this peer included."""
+    """Numbers of peers by state, including this one."""
 
     known: int = 1
     live: int = 1
@@ -53,7 +56,7 @@ class Headcount(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LinkUse(msgspec.Struct, frozen=True, kw_only=True):
-    """What this peer sends and receives, in all and in the last seconds. A budget of None is none."""
+    """Traffic of this peer, in all and in the last seconds. A budget of None means no limit."""
 
     up_bytes: int = 0
     down_bytes: int = 0
@@ -64,7 +67,7 @@ class LinkUse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Costs(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the learner's time goes: to its steps, to copies, to waiting for the network (which must be 0)."""
+    """Seconds that the learner spent in steps, in copies, and waiting for the network (which must be 0)."""
 
     compute_s: float = 0.0
     exchange_s: float = 0.0
@@ -72,19 +75,19 @@ class Costs(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ShardRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One shard of the model, here."""
+    """One shard of the model on this peer."""
 
     shard: int
     version: int
     at: float
-    """When it came; 0: before this peer looked."""
+    """When the version arrived; 0: before this peer started to look."""
 
 
 class Reach(msgspec.Struct, frozen=True, kw_only=True):
-    """How a peer is connected to this one."""
+    """The connection of a peer to this one."""
 
     how: str
-    """``they dialled``, ``we dialled``, ``punched`` (both did, through their routers) or ``relayed``."""
+    """``they dialled``, ``we dialled``, ``punched`` (both dialled through their routers) or ``relayed``."""
     address: str
     since: float
     lanes: int = 1
@@ -92,7 +95,7 @@ class Reach(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OwnWords(msgspec.Struct, frozen=True, kw_only=True):
-    """What a peer tells of itself."""
+    """Figures that a peer reports about itself."""
 
     phase: str
     tokens_per_s: float
@@ -114,19 +117,19 @@ class PeerRow(msgspec.Struct, frozen=True, kw_only=True):
     is_live: bool = False
     is_participating: bool = False
     merged: int = 0
-    """Its tokens in the model, as far as this peer's events reach."""
+    """The peer's tokens in the model, as far as this peer's events show."""
     share: float = 0.0
-    """Of all that is merged, likewise."""
+    """The peer's share of all merged tokens, as far as this peer's events show."""
     commits: int = 0
-    """Versions that it has merged as their owner."""
+    """Versions that the peer has merged as owner, as far as this peer's events show."""
     seen: float = 0.0
-    """When it last gave or merged anything."""
+    """When the peer last contributed or merged."""
     reach: Reach | None = None
     words: OwnWords | None = None
 
 
 class MergeRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A new version of a shard: who merged whose tokens."""
+    """A new version of a shard: its owner and its contributors."""
 
     at: float
     shard: int
@@ -137,7 +140,7 @@ class MergeRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Headline(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that happened, in a sentence. ``level``: ``info``, ``good``, ``warning`` or ``error``."""
+    """A sentence about an event. ``level``: ``info``, ``good``, ``warning`` or ``error``."""
 
     at: float
     level: str
@@ -153,26 +156,26 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Bill(msgspec.Struct, frozen=True, kw_only=True):
-    """What this peer has given, and what that cost. ``lasts_s`` to ``cost``: in this life of its node."""
+    """This peer's contribution and its cost. ``lasts_s`` to ``cost`` count from the start of its node."""
 
     share: float = 0.0
-    """Of what is merged, as far as its events reach."""
+    """Share of all merged tokens, as far as this peer's events show."""
     commits: int = 0
-    """Versions that it has merged, likewise."""
+    """Versions that it has merged, as far as this peer's events show."""
     lasts_s: float = 0.0
     tokens: int = 0
-    """Trained."""
+    """Tokens trained."""
     up_bytes: int = 0
     down_bytes: int = 0
     price_per_hour: float | None = None
-    """What its user says; in whatever money."""
+    """As given by the user, in any currency."""
     cost: float | None = None
     cost_per_million: float | None = None
-    """Tokens trained."""
+    """Per million trained tokens."""
 
 
 class Playback(msgspec.Struct, frozen=True, kw_only=True):
-    """Of a recording: from when to when it goes, and how fast it is played."""
+    """Position of a recording: beginning, end, and speed of playback."""
 
     begins: float
     ends: float
@@ -180,7 +183,7 @@ class Playback(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunSnapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """See the module."""
+    """A run at one moment, as one peer sees it."""
 
     at: float
     title: Title
@@ -190,27 +193,27 @@ class RunSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     costs: Costs
     shards: tuple[ShardRow, ...] = ()
     peers: tuple[PeerRow, ...] = ()
-    """This one first, then by what they gave."""
+    """This peer first, then by merged tokens."""
     merges: tuple[MergeRow, ...] = ()
-    """The newest, newest first."""
+    """The newest merges, newest first."""
     headlines: tuple[Headline, ...] = ()
-    """Likewise."""
+    """The newest headlines, newest first."""
     counts: dict[str, int] = {}
-    """How often something happened since this peer looks: forks, refusals, faults of others by kind."""
+    """Number of forks, refusals and faults of other peers since this peer started to look, by kind."""
     troubles: tuple[str, ...] = ()
-    """What a person should look at now: the status's trouble, and alerts."""
+    """Problems that a person should look at now: the status's trouble, and alerts."""
     sample: Sample | None = None
     account: Bill | None = None
-    """None: a recording."""
+    """None for a recording."""
     playback: Playback | None = None
 
 
+# Merged tokens, time, value.
 Point = tuple[float, float, float]
-"""Tokens merged, time, value."""
 
 
 class LaneRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One peer's life in columns of equal time: tokens of its that were merged, versions that it merged."""
+    """Activity of one peer in columns of equal time: its merged tokens, and the versions that it merged as owner."""
 
     peer: str
     given: tuple[int, ...]
@@ -218,16 +221,16 @@ class LaneRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class History(msgspec.Struct, frozen=True, kw_only=True):
-    """What led to a picture: curves, at most some hundred points each, and lanes."""
+    """History of a run: curves with at most some hundred points each, and lanes."""
 
     mark: int
-    """Another one: something was added."""
+    """Changes whenever something is added."""
     held_out: tuple[Point, ...]
     train: tuple[Point, ...]
     rate: tuple[Point, ...]
-    """This peer's tokens a second."""
+    """This peer's tokens per second."""
     began: float
     column_s: float
     lanes: tuple[LaneRow, ...]
     marks: tuple[Headline, ...]
-    """Of the headlines, those who came and went."""
+    """The headlines of peers that joined or left."""

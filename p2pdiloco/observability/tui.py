@@ -1,6 +1,6 @@
 """The textual app of ``p2pdiloco watch``: shows the same snapshot as the page; ``tui_layout`` lays out its panels.
 
-Rule of this file: it takes a snapshot about once a second, shows the last one, and goes on when nobody answers.
+Rule of this file: it takes a snapshot about once a second, and keeps showing the last one while there is no answer.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from p2pdiloco.observability.view_sources import Sighting, Source, Tape, UnseenE
 EVERY_S = 1.0
 DARK, LIGHT = "p2pdiloco-dark", "p2pdiloco-light"
 SPEEDS = (1.0, 4.0, 10.0, 60.0, 600.0)
+# Fraction of a recording that one key press moves by.
 LEAP = 0.05
-"""Fraction of a recording that one key press moves by."""
 CARDS = 6
 THEMES = (
     Theme(
@@ -94,10 +94,10 @@ class Top(App[None]):
     def __init__(self, source: Source, every_s: float = EVERY_S) -> None:
         super().__init__()
         self.source = source
+        # The snapshot and history that are shown.
         self.seen: Sighting | None = None
-        """The snapshot and history that are shown."""
+        # Why the source does not answer; empty if it does.
         self.lost = "connecting"
-        """Why the source does not answer; empty if it does."""
         self.is_over_time = False
         self._every_s = every_s
         self._speed = source.speed if isinstance(source, Tape) and source.speed else SPEEDS[2]
@@ -119,11 +119,11 @@ class Top(App[None]):
                     yield Static(id=f"card-{number}", classes="card")
             with Horizontal(classes="row"):
                 yield _panel("curve", "Loss over tokens")
-                yield _panel("news", "What happened")
+                yield _panel("news", "Events")
             yield _panel("peers", "Peers")
             with Horizontal(classes="row"):
-                yield _panel("merges", "Who merged what")
-                yield _panel("counted", "Counted")
+                yield _panel("merges", "Latest merges")
+                yield _panel("counted", "Counts")
         yield Footer()
 
     def on_mount(self) -> None:
@@ -135,7 +135,7 @@ class Top(App[None]):
         self.run_worker(self._keep_looking(), exclusive=True)
 
     def on_resize(self) -> None:
-        """Lay out the panels anew for the new size."""
+        """Lay out the panels again for the new size."""
         self.call_after_refresh(self.draw)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
@@ -180,7 +180,7 @@ class Top(App[None]):
         news.update(tui_layout.headlines(picture, *news.content_size))
         peers = self._panel("peers")
         live = sum(row.is_live for row in picture.peers)
-        peers.border_title = f"Peers: {live} live, {len(picture.peers) - live} gone"
+        peers.border_title = f"Peers: {live} live, {len(picture.peers) - live} left"
         peers.update(tui_layout.peers(picture, history, peers.content_size.width))
         self._panel("merges").update(tui_layout.merges(picture))
         counted.update(tui_layout.counted(picture, counted.content_size.width))
@@ -190,10 +190,10 @@ class Top(App[None]):
 
     def _pulse(self) -> str:
         if self.lost:
-            return "nobody answers; looking again"
+            return "no answer; retrying"
         if not isinstance(self.source, Tape):
             return "live"
-        return f"playing {self.source.speed:g} times" if self.source.speed else "standing"
+        return f"playing at {self.source.speed:g}x" if self.source.speed else "paused"
 
     # -- keys ----------------------------------------------------------------------------------------------------------
 

@@ -25,19 +25,19 @@ from p2pdiloco.util.logs import short
 
 
 BRAILLE = 0x2800
+# Bits of the dots of a braille character: four rows of two.
 DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
-"""Bits of the dots of a braille character: four rows of two."""
 BARS = " ▁▂▃▄▅▆▇█"
+# Characters left of a curve, for the axis labels.
 LABEL = 7
-"""Characters left of a curve, for the axis labels."""
+# Maximum number of points of the training loss that are drawn.
 SMOOTHED = 80
-"""Most points of the training loss that are drawn."""
 
+# With more peers that joined or left than this, the marks are drawn on the axis only.
 CROWD = 8
-"""Most arrivals and departures that get a line through the curve; of more, only the axis has marks."""
 
+# Style of a character: ``main``, ``second``, ``good``, ``error`` or ``quiet``; "": empty.
 Kind = str
-"""Style of a character: ``main``, ``second``, ``good``, ``error`` or ``quiet``; "": empty."""
 
 
 class Cell(NamedTuple):
@@ -187,13 +187,13 @@ STYLES = {
 }
 RUNNING = ("training", "following")
 OVER = ("finished", "ended")
+# Characters for a peer's lane.
 LANE_LEAST, LANE_MOST = 10, 60
-"""Characters for a peer's lane."""
 MERGES_SHOWN = 8
 SAMPLE_LINES = 12
 
+# Text and style.
 Part = tuple[str, str]
-"""Text and style."""
 
 
 def heading(picture: RunSnapshot, pulse: str, is_lost: bool, width: int) -> Content:
@@ -225,7 +225,7 @@ def cards(picture: RunSnapshot) -> list[tuple[str, str, str]]:
     """Return title, number and footnote of each card."""
     course, count, link, costs = picture.course, picture.headcount, picture.link, picture.costs
     mine = next((row for row in picture.peers if row.is_me), None)
-    gave = f"this machine {percent(mine.share)}" if mine and mine.share > 0 else "nothing of this one"
+    gave = f"this machine {percent(mine.share)}" if mine and mine.share > 0 else "none from this one"
     below = f"{volume(link.up_bytes)} in all"
     if link.up_budget:
         below = f"{percent(min(1.0, link.up_per_s / link.up_budget), 0)} of {volume(link.up_budget)}/s"
@@ -234,7 +234,7 @@ def cards(picture: RunSnapshot) -> list[tuple[str, str, str]]:
     return [
         ("held-out loss", loss(course.held_out_loss), "not measured yet" if course.held_out_loss is None else held),
         ("tokens in the model", amount(course.tokens_merged), gave),
-        ("tokens a second, all", amount(course.swarm_tokens_per_s), f"this machine {amount(course.tokens_per_s)}"),
+        ("tokens/s, all peers", amount(course.swarm_tokens_per_s), f"this machine {amount(course.tokens_per_s)}"),
         (
             "peers live",
             str(count.live),
@@ -242,7 +242,7 @@ def cards(picture: RunSnapshot) -> list[tuple[str, str, str]]:
         ),
         ("sending", f"{volume(link.up_per_s)}/s", below),
         (
-            "waited for network",
+            "waiting for network",
             f"{costs.blocked_s:.3f} s",
             f"{percent(costs.compute_s / spent)} in steps" if spent else "no steps here yet",
         ),
@@ -260,7 +260,7 @@ def losses(history: History, width: int, height: int, *, over_time: bool) -> Con
     """Lay out the loss curves with their legend."""
     lines = curve(history, width, height - 1, over_time=over_time)
     if not lines:
-        return Content.styled("the first loss will be drawn here", STYLES["quiet"])
+        return Content.styled("no loss has been measured yet", STYLES["quiet"])
     parts: list[Part] = []
     for line in lines:
         for kind, cells in groupby(line, key=lambda cell: cell.kind):

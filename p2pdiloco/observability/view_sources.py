@@ -1,9 +1,9 @@
-"""Sources of snapshots for programs other than the browser: the page of a live peer, or recorded event logs.
+"""Snapshot sources for terminal programs: the page of a live peer, or recorded event logs.
 
 Rules of this file:
-1. A page is asked with GET alone, with the token in a header, and no redirection is followed. What it answers is
-   bounded and checked (msgspec); whoever shows it takes care of what is not printable.
-2. A state folder is a peer that lives if the page that is named in it answers for that run; else it is a recording.
+1. A page is requested with GET only, with the token in a header. Redirects are not followed. The answer's size is
+   limited and its content validated (msgspec). The program that shows it removes unprintable characters.
+2. A state folder stands for a live peer if the page named in it answers for that run. Otherwise it is a recording.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ from p2pdiloco.observability.snapshot import History, RunSnapshot
 
 PAGE_PORT, PAGE_TOKEN = "page.port", "page.token"
 PATIENCE_S = 5.0
+# Minimum interval between two requests for the history.
 HISTORY_S = 2.0
-"""Between two histories."""
 MOST_BYTES = 16 << 20
 
 Told = TypeVar("Told", RunSnapshot, History)
 
 
 class UnseenError(ValueError):
-    """There is nothing to look at; the message says why, and what to do."""
+    """There is nothing to show. The message says why and what to do."""
 
 
 class Sighting(NamedTuple):
-    """What there is to draw."""
+    """A snapshot and its history."""
 
     picture: RunSnapshot
     history: History
 
 
 class Source(Protocol):
-    """Of one run."""
+    """A source of snapshots of one run."""
 
     async def look(self) -> Sighting:
-        """Now.
+        """Return the present snapshot and history.
 
         Raises:
-            UnseenError: nobody answers, for the moment.
+            UnseenError: there is no answer at the moment.
         """
 
     async def __aenter__(self) -> Self: ...
@@ -61,17 +61,17 @@ class Source(Protocol):
 
 
 class Page:
-    """Of a peer that lives."""
+    """The page of a live peer."""
 
     def __init__(self, address: str) -> None:
         """``address``: as the peer has printed it.
 
         Raises:
-            UnseenError: that is no address of a page.
+            UnseenError: it is not the address of a page.
         """
         parts = urlsplit(address)
         if parts.scheme != "http" or not parts.hostname:
-            raise UnseenError(f"{address} is no page: give the address that a peer prints (look at  http://...)")
+            raise UnseenError(f"{address} is not a page: give the address that a peer prints (look at  http://...)")
         self.address = f"http://{parts.netloc}"
         token = parse_qs(parts.query).get("token", [""])[0]
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
@@ -90,7 +90,7 @@ class Page:
             await self._session.close()
 
     async def look(self) -> Sighting:
-        """See ``Source``."""
+        """Request the snapshot, and the history every ``HISTORY_S``."""
         picture = self._decoded(await self._get("picture.json"), RunSnapshot)
         now = time.monotonic()
         if self._history is None or now - self._history[0] >= HISTORY_S:
@@ -101,7 +101,7 @@ class Page:
         try:
             return msgspec.json.decode(body, type=kind)
         except msgspec.DecodeError as error:
-            raise UnseenError(f"{self.address} is no page, or that of another release ({error})") from error
+            raise UnseenError(f"{self.address} is not a page, or it is of another release ({error})") from error
 
     async def _get(self, name: str) -> bytes:
         assert self._session is not None
@@ -111,20 +111,20 @@ class Page:
                 async for piece in answer.content.iter_any():
                     body += piece
                     if len(body) > MOST_BYTES:
-                        raise UnseenError(f"{self.address} answers more than {MOST_BYTES >> 20} MiB: that is no page")
+                        raise UnseenError(f"{self.address} sends more than {MOST_BYTES >> 20} MiB: it is not a page")
                 if answer.status != 200:
                     why = bytes(body[:200]).decode(errors="replace").strip()
                     raise UnseenError(f"{self.address} refuses: {why or answer.status}")
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise UnseenError(f"nobody answers at {self.address}: is the peer running?") from error
+            raise UnseenError(f"no answer from {self.address}: is the peer running?") from error
         return bytes(body)
 
 
 class Tape:
-    """A recording that is played."""
+    """A recording that is played back."""
 
     def __init__(self, recording: Recording, speed: float, at: float | None = None) -> None:
-        """``at``: Unix time; None: the end, where it stands."""
+        """``at``: Unix time to start from; None: show the end, paused."""
         self.recording = recording
         self.speed = speed
         self._player = Player(recording, recording.ends if at is None else at, speed)
@@ -138,20 +138,21 @@ class Tape:
         return
 
     async def look(self) -> Sighting:
-        """See ``Source``."""
+        """Return the snapshot and history of the present moment of the recording."""
         return Sighting(self._player.picture(), self._player.history())
 
     def go(self, at: float, speed: float) -> None:
-        """On from another moment, or with another speed (0: it stands)."""
+        """Continue from another moment, or at another speed (0: paused)."""
         self.speed = speed
         self._player = Player(self.recording, at, speed)
 
 
 async def found(place: str, speed: float) -> Source:
-    """The source that ``place`` names: a page's address, or a folder.
+    """Return the source that ``place`` names: the address of a page, or a folder.
 
     Raises:
-        UnseenError: there is none; RecordingError (both are ValueErrors): nothing is logged below the folder.
+        UnseenError: there is no such page.
+        RecordingError: there are no logs below the folder. (Both are ValueErrors.)
     """
     if "://" in place:
         return Page(place)
@@ -174,7 +175,7 @@ async def found(place: str, speed: float) -> Source:
 
 
 def pages_in(folder: Path) -> list[str]:
-    """Addresses of the pages that peers have named below a folder, those that were named last first."""
+    """Return the addresses of pages that peers have written to files below a folder, newest first."""
     named: list[tuple[float, str]] = []
     for path in {path for depth in DEPTHS for path in folder.glob(depth + PAGE_PORT)}:
         with suppress(OSError, ValueError):
@@ -186,7 +187,7 @@ def pages_in(folder: Path) -> list[str]:
 
 
 def _is_of(picture: RunSnapshot, folder: Path) -> bool:
-    """Whether that page is of a run whose folder is there: the port may be another peer's by now."""
+    """Return whether the page shows a run that has a folder here. The port may be used by another peer by now."""
     run = picture.title.run
     here = {path.parent.name for depth in DEPTHS for path in folder.glob(depth + PAGE_PORT)} | {folder.resolve().name}
     return any(name and run.startswith(name) for name in here) and math.isfinite(picture.at)

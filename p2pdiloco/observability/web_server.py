@@ -1,14 +1,14 @@
-"""The page that a peer serves, its live stream, and the same numbers for machines.
+"""Web server of a peer: serves the page, its live stream, and the same numbers as JSON and Prometheus metrics.
 
 Rules of this file:
-1. Only reading: GET and HEAD, nothing else. Nothing that is asked here changes anything of the peer.
-2. On loopback everybody on this machine may look; on any other address only who knows the token, given once as
-   ``?token=`` (it becomes a cookie of this page) or as ``Authorization: Bearer``.
-3. The Host header must name this machine by an address, or by ``localhost`` or its own name: a foreign name that was
-   made to point here (DNS rebinding) is refused. No other origin may read, frame or embed anything.
-4. At most ``MOST_STREAMS`` streams are open, and a looker that does not read is let go. All other connections are few,
-   and each has little time (``observability/connection_limits.py``).
-5. Without a looker nothing is made. What does not change is not sent again.
+1. Read-only: GET and HEAD. No request changes anything of the peer.
+2. On loopback every user of this machine may look. On any other address a token is required, as ``?token=`` (it then
+   becomes a cookie) or as ``Authorization: Bearer``.
+3. The Host header must name this machine by an address, by ``localhost`` or by its own name. A foreign name that
+   resolves to this address (DNS rebinding) is refused. No other origin may read, frame or embed anything.
+4. At most ``MOST_STREAMS`` streams are open, and a client that does not read is disconnected. Other connections are
+   limited in number and time (``observability/connection_limits.py``).
+5. Without a client nothing is computed. Unchanged data is not sent again.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ log = logs.get("page")
 FILES = Path(__file__).parent / "page"
 TYPES = {"page.html": "text/html", "page.js": "text/javascript", "page.css": "text/css"}
 TICK_S = 1.0
+# Minimum interval between two histories of a stream.
 HISTORY_S = 2.0
-"""At least between two histories of a stream."""
 MOST_STREAMS = 16
+# A client that does not read for this long is disconnected.
 SEND_S = 10.0
-"""A looker that does not read for so long is let go."""
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -61,22 +61,27 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Sight(Protocol):
-    """What a stream shows."""
+    """The view of one client: a live peer, or a recording."""
 
     def picture(self) -> RunSnapshot:
-        """Of this moment."""
+        """Return the present snapshot."""
 
     def history(self) -> History:
-        """What led to it."""
+        """Return the history up to now."""
 
     @property
     def mark(self) -> int:
-        """Another one: the history is another one."""
+        """Changes whenever the history does."""
 
 
 class PageServer:
-    """``async with PageServer(...)``. ``open_view``: what one looker sees, by its query; a live peer's is the same for
-    all. ``port`` 0: any free one."""
+    """Serves the page; an async context manager.
+
+    Args:
+        open_view: returns a client's view for its query. A live peer returns the same view to all.
+        port: 0 for any free port.
+        token: required unless ``host`` is loopback; see ``new_token``.
+    """
 
     def __init__(
         self,
@@ -86,7 +91,6 @@ class PageServer:
         token: str = "",
         limits: PageLimits | None = None,
     ) -> None:
-        """``token`` must be there unless ``host`` is loopback: see ``new_token``."""
         assert token or is_loopback(host)
         self._open_view = open_view
         self._host = host
@@ -101,7 +105,7 @@ class PageServer:
         self.port = 0
 
     def try_ports(self, ports: list[int]) -> Self:
-        """The first free one of these instead."""
+        """Listen on the first free one of these ports instead."""
         self._ports = ports
         return self
 
@@ -109,7 +113,7 @@ class PageServer:
         """Listen.
 
         Raises:
-            OSError: none of the ports is free, or the host is not this machine's.
+            OSError: none of the ports is free, or ``host`` is not an address of this machine.
         """
         app = web.Application(middlewares=[self._guard], client_max_size=1024)
         app.router.add_get("/", self._page)
@@ -149,12 +153,12 @@ class PageServer:
 
     @property
     def address(self) -> str:
-        """To be opened in a browser."""
+        """Address to open in a browser."""
         host = socket.gethostname() if self._host in ("0.0.0.0", "::", "") else self._host
         host = f"[{host}]" if ":" in host else host
         return f"http://{host}:{self.port}" + (f"/?token={self._token}" if self._token else "")
 
-    # -- who may look --------------------------------------------------------------------------------------------------
+    # -- access --------------------------------------------------------------------------------------------------------
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -174,12 +178,12 @@ class PageServer:
 
     def _check(self, request: web.Request) -> None:
         if not is_this_machine(request.host, self._host):
-            raise web.HTTPMisdirectedRequest(text="this peer's page is not reached by that name\n")
+            raise web.HTTPMisdirectedRequest(text="this peer's page is not available under that host name\n")
         if request.method not in ("GET", "HEAD"):
             raise web.HTTPMethodNotAllowed(request.method, ["GET", "HEAD"])
         is_foreign = request.headers.get("Sec-Fetch-Site", "none") in ("cross-site", "same-site")
         if is_foreign and (request.path != "/" or request.headers.get("Sec-Fetch-Mode") != "navigate"):
-            raise web.HTTPForbidden(text="only this peer's own page may ask\n")
+            raise web.HTTPForbidden(text="requests from other sites are refused\n")
         if self._token and not self._knows_token(request):
             raise web.HTTPUnauthorized(
                 text="the token is missing: open the address that the peer has printed, with ?token=...\n",
@@ -194,10 +198,10 @@ class PageServer:
 
     @property
     def _cookie(self) -> str:
-        """Cookies are not kept apart by port: each peer's has a name of its own."""
+        """Name of the cookie. Cookies are not separated by port, so each peer on a host needs its own name."""
         return f"p2pdiloco-{self.port}"
 
-    # -- what there is -------------------------------------------------------------------------------------------------
+    # -- resources -----------------------------------------------------------------------------------------------------
 
     async def _page(self, request: web.Request) -> web.StreamResponse:
         name = request.path.lstrip("/") or "page.html"
@@ -231,10 +235,10 @@ class PageServer:
             raise web.HTTPBadRequest(text=f"{error}\n") from error
 
     async def _stream(self, request: web.Request) -> web.StreamResponse:
-        """Server-sent events: ``picture`` each second, ``history`` where there is another one."""
+        """Send server-sent events: ``picture`` every second, ``history`` when it has changed."""
         if self._streams >= MOST_STREAMS:
             raise web.HTTPServiceUnavailable(
-                text=f"{MOST_STREAMS} pages are open already: close one\n", headers={"Retry-After": "10"}
+                text=f"{MOST_STREAMS} pages are already open: close one\n", headers={"Retry-After": "10"}
             )
         view = self._view(request)
         connection = self._connections.of(request)
@@ -255,7 +259,7 @@ class PageServer:
                 with suppress(TimeoutError):
                     await asyncio.wait_for(self._closing.wait(), TICK_S)
         except (ConnectionError, TimeoutError):
-            pass  # it looks no longer, or does not read
+            pass  # the client has disconnected, or does not read
         finally:
             self._streams -= 1
             connection.close_stream()
@@ -274,12 +278,12 @@ def _event(name: str, value: RunSnapshot | History) -> bytes:
 
 
 def _verdict(trouble: str) -> web.Response:
-    """200, or 503 and why."""
+    """Return status 200, or 503 with the reason."""
     return web.Response(status=503 if trouble else 200, text=f"{trouble or 'ok'}\n")
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches it."""
+    """Return whether only this machine can reach ``host``."""
     if host == "localhost":
         return True
     try:
@@ -289,8 +293,11 @@ def is_loopback(host: str) -> bool:
 
 
 def is_this_machine(named: str, listens: str) -> bool:
-    """Whether a Host header names the machine by an address or one of its own names: names that others chose are made
-    to point here by them. ``listens``: the address on which the page is."""
+    """Return whether a Host header names this machine by an address or by one of its own names.
+
+    Any other name may have been made to resolve to this machine by an attacker. ``listens``: the address that the page
+    listens on.
+    """
     name = named.rpartition(":")[0] if named.rpartition(":")[2].isdecimal() and not named.endswith("]") else named
     name = name.strip("[]").rstrip(".").lower()
     if name == "localhost":
@@ -303,15 +310,15 @@ def is_this_machine(named: str, listens: str) -> bool:
 
 
 def new_token() -> str:
-    """128 random bits."""
+    """Return a random token of 128 bits."""
     return secrets.token_urlsafe(16)
 
 
 def kept_token(folder: Path) -> str:
-    """The token of this peer's page, made at the first time, for its user alone to read.
+    """Return the token of this peer's page. It is created at the first call, readable by its user only.
 
     Raises:
-        OSError: it can be neither read nor written.
+        OSError: the file can be neither read nor written.
     """
     path = folder / "page.token"
     with suppress(FileNotFoundError):

@@ -102,7 +102,7 @@ class Stage:
 
     async def look(self) -> Sighting:
         if not self.is_there:
-            raise UnseenError("nobody answers at http://127.0.0.1:7373")
+            raise UnseenError("no answer from http://127.0.0.1:7373")
         return self.sighting
 
     async def __aenter__(self) -> Stage:
@@ -134,11 +134,11 @@ def test_it_shows_hostile_words_as_words_and_says_when_nobody_answers() -> None:
             stage.is_there = False
             await app.look()
             await pilot.pause()
-            assert "nobody answers at http://127.0.0.1:7373" in letters(app)
+            assert "no answer from http://127.0.0.1:7373" in letters(app)
             assert "BBBBBB" in letters(app), "what was seen last stays"
             await pilot.resize_terminal(60, 20)
             await pilot.pause()
-            assert "nobody answers" in letters(app)
+            assert "no answer" in letters(app)
 
     asyncio.run(whole())
 
@@ -194,7 +194,7 @@ def test_a_recording_is_played_paused_and_leapt_through(tmp_path: Path) -> None:
             assert tape.speed == 60.0
             await pilot.press("space")
             assert tape.speed == 0.0
-            assert "standing" in letters(app)
+            assert "paused" in letters(app)
 
     asyncio.run(whole())
 

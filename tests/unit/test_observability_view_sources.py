@@ -41,7 +41,7 @@ def test_a_state_folder_is_shown_live_while_its_peer_lives_and_is_a_recording_af
                 shown.chronicle.take(commit(3.0, 2, ANN, ann=5))
                 assert (await source.look()).picture.merges[0].version == 2
         async with source:
-            with pytest.raises(UnseenError, match="nobody answers"):
+            with pytest.raises(UnseenError, match="no answer from"):
                 await source.look()
         tape = await found(str(tmp_path), 0.0)
         assert isinstance(tape, Tape)
@@ -102,7 +102,7 @@ def test_what_is_no_page_is_refused_and_what_is_endless_is_let_go(monkeypatch: p
         site = web.TCPSite(runner, "127.0.0.1", 0)
         await site.start()
         async with Page(f"http://127.0.0.1:{runner.addresses[0][1]}") as page:
-            for why in ("that is no page", "is no page", "is no page", "refuses: 302"):
+            for why in ("it is not a page", "is not a page", "is not a page", "refuses: 302"):
                 with pytest.raises(UnseenError, match=why):
                     await page.look()
         await runner.cleanup()
@@ -112,7 +112,7 @@ def test_what_is_no_page_is_refused_and_what_is_endless_is_let_go(monkeypatch: p
 
 def test_what_is_no_place_is_said(tmp_path: Path) -> None:
     for place in ("https://example.org", "file:///etc/passwd"):
-        with pytest.raises(UnseenError, match="is no page"):
+        with pytest.raises(UnseenError, match="is not a page"):
             asyncio.run(found(place, 0.0))
     with pytest.raises(UnseenError, match="p2pdiloco status"):
         asyncio.run(found("/ip4/127.0.0.1/tcp/1", 0.0))

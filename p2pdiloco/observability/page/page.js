@@ -1,9 +1,9 @@
-// The page of a peer: shows what comes over /stream, and asks for nothing else.
+// The page of a peer: shows the data that /stream sends, and requests nothing else.
 //
 // Rules of this file:
-// 1. What others have written reaches the document as text (textContent) alone, never as markup.
-// 2. No library, no other origin. Everything kept is bounded.
-// 3. What a number means was decided by the peer (p2pdiloco/watch); here it is only written and drawn.
+// 1. Text of other peers is inserted as text only (textContent), never as markup.
+// 2. No libraries and no other origins. All memory is bounded.
+// 3. The peer computes the numbers (p2pdiloco/observability). This script only formats and draws them.
 "use strict";
 
 const $ = (id) => document.getElementById(id);
@@ -40,7 +40,7 @@ function connect(query) {
   if (source) source.close();
   source = new EventSource("stream" + (query ? "?" + query : ""));
   source.addEventListener("picture", (event) => { heardAt = Date.now(); picture = JSON.parse(event.data); show(); });
-  source.addEventListener("history", (event) => { history = JSON.parse(event.data); drawCurve(); setTimeout(drawLanes); });  // in two pieces: keys and scrolling come between
+  source.addEventListener("history", (event) => { history = JSON.parse(event.data); drawCurve(); setTimeout(drawLanes); });  // in two tasks, so that keys and scrolling are handled in between
   const mine = source;
   source.onerror = () => {
     pulse();
@@ -50,7 +50,7 @@ function connect(query) {
 function pulse() {
   const isLost = !heardAt || Date.now() - heardAt > STALE_MS;
   $("pulse").classList.toggle("lost", isLost);
-  say("pulse", !heardAt ? "connecting" : isLost ? "the peer does not answer; looking again" : picture.playback ? (isPaused ? "paused" : "playing") : "live");
+  say("pulse", !heardAt ? "connecting" : isLost ? "the peer does not answer; retrying" : picture.playback ? (isPaused ? "paused" : "playing") : "live");
 }
 
 // -------------------------------------------------------------------------------------------------------- picture
@@ -72,8 +72,8 @@ function show() {
   say("loss-more", c.held_out_loss == null ? "not measured yet" : `at step ${c.held_out_step.toLocaleString("en")} · training ${loss(c.train_loss)}`);
   say("merged", amount(c.tokens_merged));
   const mine = p.peers.find((row) => row.is_me);
-  const price = p.account && p.account.cost != null ? ` · it cost ${p.account.cost.toFixed(2)}` : "";
-  say("share", (mine && mine.share > 0 ? `this machine gave ${percent(mine.share)}` : "this machine gave nothing yet") + price);
+  const price = p.account && p.account.cost != null ? ` · cost ${p.account.cost.toFixed(2)}` : "";
+  say("share", (mine && mine.share > 0 ? `this machine contributed ${percent(mine.share)}` : "this machine has contributed nothing yet") + price);
   say("rate", amount(c.swarm_tokens_per_s));
   say("rate-more", `this machine ${amount(c.tokens_per_s)}`);
   say("live", String(a.live));
@@ -82,7 +82,7 @@ function show() {
   say("up-more", l.up_budget ? `${percent(Math.min(1, l.up_per_s / l.up_budget), 0)} of ${bytes(l.up_budget)}/s · ${bytes(l.up_bytes)} in all` : `${bytes(l.up_bytes)} in all · no limit`);
   say("blocked", p.costs.blocked_s.toFixed(3) + " s");
   const spent = p.costs.compute_s + p.costs.exchange_s;
-  say("blocked-more", spent ? `${percent(p.costs.compute_s / (spent + p.costs.blocked_s))} of its time in steps` : "the learner never waits");
+  say("blocked-more", spent ? `${percent(p.costs.compute_s / (spent + p.costs.blocked_s))} of the learner's time in steps` : "no steps on this machine yet");
   showTroubles(p.troubles); showHeadlines(p.headlines); showPeers(p); showMerges(p.merges); showCounts(p.counts);
   showShards(p.shards, p.at); showSample(p.sample); showPlayback(p.playback, p.at); showLink(p);
   pulse();
@@ -106,7 +106,7 @@ function showHeadlines(headlines) {
   }));
   if (!headlines.length) box.append(make("li", "nothing yet"));
 }
-const lines = new Map();  // of each peer its row, which is changed and not made anew: with 64 of them that is most of the work
+const lines = new Map();  // the row of each peer, reused: with 64 peers, creating the rows is most of the work
 function lineOf(row) {
   if (lines.has(row.peer)) return lines.get(row.peer);
   const line = make("tr"), kinds = ["peer", "", "n", "n", "n", "n", "n", "n", "", "n"];
@@ -124,7 +124,7 @@ function lineOf(row) {
 function tell(cell, text, kind) { if (cell.textContent !== text) cell.textContent = text; if (kind != null && cell.className !== kind) cell.className = kind; }
 function showPeers(p) {
   const live = p.peers.filter((row) => row.is_live).length, body = $("peers").tBodies[0];
-  say("peers-words", `${live} live` + (p.peers.length > live ? `, ${p.peers.length - live} gone` : ""));
+  say("peers-words", `${live} live` + (p.peers.length > live ? `, ${p.peers.length - live} left` : ""));
   const most = Math.max(1e-9, ...p.peers.map((row) => row.share));
   p.peers.forEach((row, i) => {
     const line = lineOf(row), w = row.words, r = row.reach, [, role, share, rate, ofLoss, version, commits, up, way, trip] = line.children;
@@ -157,9 +157,9 @@ function showMerges(merges) {
 }
 function showCounts(counts) {
   const rows = Object.entries({ fork: 0, refusal: 0, ...counts });
-  const words = { fork: "forks that healed", refusal: "contributions refused" };
+  const words = { fork: "healed forks", refusal: "rejected contributions" };
   $("counts").replaceChildren(...rows.flatMap(([what, number]) => [make("dt", words[what] || what), make("dd", number.toLocaleString("en"))]));
-  if (!rows.some(([what]) => what.startsWith("fault"))) $("counts").append(make("dt", "faults of others"), make("dd", "0"));
+  if (!rows.some(([what]) => what.startsWith("fault"))) $("counts").append(make("dt", "faults of other peers"), make("dd", "0"));
 }
 function showShards(shards, now) {
   const versions = shards.map((s) => s.version), least = Math.min(...versions), most = Math.max(...versions);
@@ -212,7 +212,7 @@ function drawCurve() {
   const box = $("curve");
   if (!history || !box.clientWidth) return;
   const held = history.held_out, train = merged(history.train), all = held.concat(train);
-  if (!all.length) { box.replaceChildren(make("p", "the first loss will be drawn here", "quiet")); say("curve-words", ""); return; }
+  if (!all.length) { box.replaceChildren(make("p", "no loss has been measured yet", "quiet")); say("curve-words", ""); return; }
   const f = frame(box, 44, 26), of = (p) => overTime ? p[1] : p[0];
   const xs = all.map(of), low = Math.min(...xs), high = Math.max(...xs, low + 1e-9);
   const ys = all.map((p) => p[2]), least = Math.min(...ys), most = Math.max(...ys);
@@ -233,7 +233,7 @@ function drawCurve() {
     const line = draw("line", { x1: px, x2: px, y1: f.top, y2: f.bottom, stroke: tone, "stroke-dasharray": "3 4", "stroke-width": isCrowded ? 1 : 1.2, opacity: isCrowded ? 0.4 : 1 });
     line.append(draw("title", {}, m.text));
     f.svg.append(line);
-    const isLate = px > f.right - 90, words = m.text.split(";")[0].replace(" has", "");
+    const isLate = px > f.right - 90, words = m.text.split(";")[0];
     const width = 6.6 * words.length, left = isLate ? px - 5 - width : px + 5;
     if (!isCrowded && left > labelled + 8) {
       const label = draw("text", { x: px + (isLate ? -5 : 5), y: f.top + 10, "text-anchor": isLate ? "end" : "start" }, words);
@@ -251,7 +251,7 @@ function drawCurve() {
   }
   box.replaceChildren(f.svg);
   const words = $("curve-words");
-  words.replaceChildren(make("span", null, "key main"), "the global model on held-out text", make("span", null, "key second"), "this machine's training loss");
+  words.replaceChildren(make("span", null, "key main"), "held-out loss of the global model", make("span", null, "key second"), "this machine's training loss");
   if (held.length) box.setAttribute("aria-description", `held-out loss from ${loss(held[0][2])} to ${loss(held[held.length - 1][2])}`);
 }
 function showLink(p) {
@@ -319,7 +319,7 @@ function redraw() { drawCurve(); drawLanes(); if (picture) showLink(picture); }
 function changeTheme() {
   const isDark = (document.documentElement.dataset.theme || (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light")) === "dark";
   document.documentElement.dataset.theme = isDark ? "light" : "dark";
-  try { localStorage.setItem("theme", document.documentElement.dataset.theme); } catch { /* private windows keep nothing */ }
+  try { localStorage.setItem("theme", document.documentElement.dataset.theme); } catch { /* not available in private windows */ }
   redraw();
 }
 $("over-time").onclick = () => choose(true);
@@ -341,6 +341,6 @@ addEventListener("keydown", (event) => {
 });
 addEventListener("resize", redraw);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
-try { const kept = localStorage.getItem("theme"); if (kept === "light" || kept === "dark") document.documentElement.dataset.theme = kept; } catch { /* likewise */ }
+try { const kept = localStorage.getItem("theme"); if (kept === "light" || kept === "dark") document.documentElement.dataset.theme = kept; } catch { /* not available */ }
 setInterval(pulse, 1000);
 connect(new URLSearchParams(location.search).has("at") ? location.search.slice(1) : "");
