@@ -1,12 +1,12 @@
-"""The built-in learner: a language model's inner steps; between them ``outer_link`` does what the node asks for.
+"""Built-in learner: the inner steps of a language model. Between steps, ``node_link`` does what the node asks for.
 
 Rules of this file:
-1. A step that fails, or whose loss is not finite, ends the learner before it can spoil a snapshot: ``Failed``, and the
-   supervisor starts a new life from the global parameters.
-2. Training never waits for data (``supply``).
+1. A step that fails, or whose loss is not finite, ends the learner before it can corrupt a snapshot. The learner sends
+   ``Failed``, and the supervisor starts a new process from the global parameters.
+2. Training never waits for data (``data_supply``).
 
-The inner optimizers are those that the manifest names (``optimizers``). A new life goes on with their state on the
-peer's disk (``inner_state``); without one it warms up briefly.
+The manifest names the inner optimizers (``optimizers``). A new process continues with their saved state on the peer's
+disk (``optimizer_state``). Without one it warms up briefly.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from p2pdiloco.training.thread_tuning import ThreadChoice
 from p2pdiloco.wire.learner_ipc import Trouble, Written
 
 # -- Inner step --------------------------------------------------------------------------------------------------------
-# One step of the inner optimizer, as the built-in learner makes it and ``doctor`` measures it.
+# One step of the inner optimizer. The built-in learner makes it, and ``doctor`` measures it.
 
 
 def inner_step(
@@ -50,11 +50,16 @@ def inner_step(
     inner_steps: int,
     merged_tokens: int = 0,
 ) -> float:
-    """Train ``batch`` (samples, context + 1), which is on the model's device; its loss in nats a token. ``step``: the
-    run's, ``inner_steps``: this optimizer's, ``merged_tokens``: of the run's budget, if it has one.
+    """Train on one batch, and return its loss in nats per token.
+
+    Args:
+        batch: int64 [samples, context + 1], on the model's device.
+        step: the run's global step.
+        inner_steps: steps that these optimizers have made.
+        merged_tokens: tokens merged of the run's budget, if it has one.
 
     Raises:
-        RuntimeError: the loss is not finite, or the device has too little memory. The parameters are as they were.
+        RuntimeError: the loss is not finite, or the device has too little memory. The parameters are unchanged.
     """
     with torch.autocast("cuda", torch.bfloat16, enabled=batch.device.type == "cuda"):
         value = loss(model, batch)
@@ -74,20 +79,22 @@ def inner_step(
 
 
 # -- Text samples ------------------------------------------------------------------------------------------------------
-# A short text by the global model, for people who watch a run become better at it.
+# A short text by the global model, for people who watch a run.
 
 
+# Bytes of held-out text in the prompt, and maximum bytes that the model adds.
 GIVEN, WRITTEN = 48, 160
-"""Bytes of held-out text, and at most so many of the model's."""
 PIECE = 8
 TEMPERATURE = 0.7
 LONGEST_S = 1.0
 
 
 def excerpt(model: nn.Module, corpus: Corpus, began: float) -> str:
-    """What the model makes of the held-out text's beginning; empty for a model that does not write bytes. ``began``:
-    when its loss was begun to be measured (``time.perf_counter``): this takes no longer than that did, and a second at
-    most, but for the first few letters."""
+    """Return the beginning of the held-out text and the model's continuation; empty if the model does not write bytes.
+
+    ``began``: when the measurement of its loss began (``time.perf_counter``). The text takes no longer than that
+    measurement, and about a second at most.
+    """
     if corpus.held_out.dtype is not torch.uint8:
         return ""
     now = time.perf_counter()
@@ -95,7 +102,7 @@ def excerpt(model: nn.Module, corpus: Corpus, began: float) -> str:
     given = bytes(corpus.held_out[:GIVEN].tolist())
     text, was_training = given, model.training
     model.eval()
-    with suppress(RuntimeError):  # chances that are no numbers: the loss tells of them
+    with suppress(RuntimeError):  # NaN probabilities: the held-out loss reports them
         for piece in range(WRITTEN // PIECE):
             text = generate(model, text, PIECE, TEMPERATURE, seed=piece)
             if time.perf_counter() >= until:
@@ -105,12 +112,14 @@ def excerpt(model: nn.Module, corpus: Corpus, began: float) -> str:
 
 
 # -- Built-in learner --------------------------------------------------------------------------------------------------
-# The built-in learner: a language model's inner steps; between them ``outer_link`` does what the node asks for.
 
 
 class Learner:
-    """One life of one peer's learner. ``incarnation`` names that life (the learner's whole id is best): it seeds the
-    order of the data, so that no two learners of a run see the same batches."""
+    """One life of a peer's learner.
+
+    ``incarnation`` names that life and seeds the order of its data. Use the learner's whole ID, so that no two learners
+    of a run see the same batches.
+    """
 
     def __init__(
         self,
@@ -137,8 +146,8 @@ class Learner:
         largest = int(max(corpus.train.max(), corpus.held_out.max(), 0 if self._given is None else self._given.max()))
         if largest >= vocabulary(config.model):
             raise ValueError(
-                f"the data has symbol {largest}, the model's vocabulary is {vocabulary(config.model)}: bytes need 256, "
-                "tokens as many as the tokenizer has"
+                f"the data has symbol {largest}, but the model's vocabulary is {vocabulary(config.model)}: bytes need "
+                "256, tokens as many as the tokenizer has"
             )
         self._config = config
         self._device = torch.device(device)
@@ -151,20 +160,20 @@ class Learner:
         )
         self._optimizers = inner_optimizers(self._model, config.inner)
         self._keeper = keeper
+        # A save was requested while the previous one was being written.
         self._is_save_due = False
-        """It was asked for while the last one was being written."""
+        # Steps of the inner optimizer, including earlier lives.
         self._inner_steps = 0
-        """Steps of the inner optimizer, earlier lives included."""
         self._merged_tokens = 0
         self._restore()
+        # None: torch's number of threads is not changed.
         self._threads = threads
-        """None: torch's threads stay as they are."""
 
     def run(self) -> None:
-        """Serve and train until ``Exit`` or the end of the socket.
+        """Serve the node and train, until ``Exit`` or the end of the connection.
 
         Raises:
-            RuntimeError, ValueError: a step or a command failed; the node was told.
+            RuntimeError, ValueError: a step or a command failed. The node has been told.
         """
         link = self._link
         link.greet(device=str(self._device), inner_steps=self._inner_steps, has_blocks=self._supply.has_blocks)
@@ -186,43 +195,46 @@ class Learner:
     # ------------------------------------------------------------------------------------------------- for the node
 
     def train(self, block: Block) -> None:
-        """This block of data is next but those given before."""
+        """Queue a block of data, after the blocks that were assigned before."""
         self._supply.assign(block)
 
     def merged(self, tokens: int) -> None:
-        """The rate follows."""
+        """Note the tokens merged of the run's budget, which the learning rate follows."""
         self._merged_tokens = max(self._merged_tokens, tokens)
 
     def begin_again(self) -> None:
-        """The node is lost, and with it the claim to what it had given."""
+        """Drop the assigned blocks, because the node that assigned them is lost."""
         self._supply.clear()
 
     def _restore(self) -> None:
-        """Go on with the inner optimizer's state on the disk, if there is one."""
+        """Continue with the saved state of the inner optimizer, if there is one."""
         try:
             taken = None if self._keeper is None else self._keeper.read()
             if taken is not None:
                 self._inner_steps = put(taken, self._optimizers, self._supply.windows)
         except InnerStateError as error:
-            told = f"the inner optimizer starts fresh, its state on the disk is not used: {error}"
-            self._link.tell(Trouble(reason=told))
+            reason = f"the inner optimizer starts fresh, because its saved state cannot be used: {error}"
+            self._link.tell(Trouble(reason=reason))
 
     def save(self) -> None:
-        """Have the inner optimizer's state written."""
+        """Save the inner optimizer's state in the background."""
         if self._keeper is not None:
             self._is_save_due = self._keeper.is_busy
             if not self._is_save_due:
                 self._keeper.keep(take(self._optimizers, self._supply.windows, self._inner_steps))
 
     def end(self) -> None:
-        """A save that was put off is done before the process ends."""
+        """Finish a save that was postponed, before the process ends."""
         if self._keeper is not None and self._is_save_due:
             self._keeper.join()
             self.save()
 
     def evaluate(self, theta: Tensor) -> float:
-        """Held-out loss of the global parameters, which the model looks at for as long as that takes. The node may take
-        versions meanwhile: then it is that of neighbouring ones."""
+        """Return the held-out loss of the global parameters.
+
+        The model shows them in place while it is measured. If the node applies new versions meanwhile, the loss is that
+        of a mixture of neighbouring versions.
+        """
         config = self._config
         with self._flat.showing(theta):
             began = time.perf_counter()

@@ -1,6 +1,6 @@
-"""Error messages for configurations: the key as it is written, the value that stands there, the values that may.
+"""Error messages for configurations: name the key as written, its value, and the allowed values.
 
-msgspec says it in the words of its types; whoever writes a configuration need not know those.
+msgspec's own messages use Python's type names, which the author of a configuration need not know.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ _FORMS = {r"^(?!\\.{1,2}\\Z)[A-Za-z0-9._-]+\\Z": "letters, digits, dots, dashes 
 
 
 def in_words(error: msgspec.ValidationError, written: object, form: type) -> str:
-    """The sentence for ``error``, which converting what is ``written`` (tables in tables) to ``form`` has raised."""
+    """Return a sentence for ``error``, which msgspec raised when it converted ``written`` (nested tables) to
+    ``form``."""
     text = str(error)
     at = _AT.search(text)
     key = at.group(1) if at else ""
@@ -51,7 +52,7 @@ def in_words(error: msgspec.ValidationError, written: object, form: type) -> str
 
 
 def _wanted(said: str) -> str:
-    """``Expected `int` >= 1``, and the like."""
+    """Translate messages such as ``Expected `int` >= 1``."""
     found = re.fullmatch(r"Expected `([^`]+)`(?:, got `\S+`)?(.*)", said)
     if found is None:
         return said
@@ -80,7 +81,7 @@ def _type_at(form: type, key: str) -> Any:
 
 
 def _struct(found: Any) -> Any:
-    """Of a union the one with fields or choices."""
+    """Return the member of a union that has fields or choices; any other type unchanged."""
     if isinstance(found, inspect.UnionType):
         return next((one for one in found.types if hasattr(one, "fields") or hasattr(one, "values")), found)
     return found

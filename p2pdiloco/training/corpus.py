@@ -1,10 +1,11 @@
-"""The bytes that a peer trains on, and those it never does.
+"""Corpus: the bytes that a peer trains on, and its held-out split.
 
 Rules of this file:
-1. An epoch's samples are windows side by side, in a random order that all peers share, cut into numbered blocks: which
-   learner trains which is the protocol's business (``protocol.blocks``). A learner without blocks draws random windows
-   of its own (the seed is a text that names its life). Held-out windows are the same on every peer with the same files.
-2. Which files there are, and which are held out, ``corpus_files`` says; how documents become tokens, ``tokens``.
+1. An epoch's samples are adjacent windows, in a random order that all peers share, cut into numbered blocks. The
+   protocol decides which learner trains which block (``protocol.data_blocks``). A learner without blocks draws random
+   windows of its own, seeded with a text that names its life. Held-out windows are the same on every peer with the same
+   files.
+2. ``dataset_files`` finds the files and decides which are held out. ``tokenized_dataset`` turns documents into tokens.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from p2pdiloco.training.tokenized_dataset import load_tokens
 
 DEFAULT_MAX_BYTES = 1 << 32
 STDLIB_MAX_BYTES = 32 << 20
+# An epoch of fewer blocks cannot be shared well: most blocks would always be assigned to somebody.
 FEWEST_BLOCKS = 32
-"""An epoch of fewer cannot be shared among peers: its blocks would mostly be in somebody's hands."""
 
 
 def load_corpus(
@@ -37,12 +38,15 @@ def load_corpus(
     *,
     context: int = 1,
 ) -> Corpus:
-    """Read the files of the folder ``data``, in the order of their paths, until ``max_bytes`` are read (32 MiB at most
-    for the standard library). A file is trained on or held out as a whole; where that leaves a split without a sample,
-    as of a single book, the tail of each file is held out. Documents, and ``tokenizer``: see ``tokenized_dataset.py``.
+    """Read the files of the folder ``data`` in the order of their paths, up to ``max_bytes`` (standard library: 32
+    MiB).
+
+    A file is trained on or held out as a whole. If that leaves one split without a sample (a single book, say), the
+    tail of each file is held out instead. For documents and ``tokenizer`` see ``tokenized_dataset``.
 
     Raises:
-        CorpusError: no such folder, no file, one that cannot be read, or a split shorter than ``context`` + 1 bytes.
+        CorpusError: there is no such folder or no matching file, a file cannot be read, or a split has fewer than
+            ``context`` + 1 bytes.
     """
     if config.kind in PATTERNS:
         return load_tokens(config, data, tokenizer, max_bytes, context)
@@ -73,7 +77,8 @@ def load_corpus(
 
 
 def _share_out(splits: dict[bool, bytearray], ends: Sequence[int], share: float, *, to: bool) -> None:
-    """Of each file of the one split, which ``ends`` there, hold out the tail: the split ``to`` gets what is its own."""
+    """Hold out the tail of each file, ``share`` of it. All files are in one split, with their ends at ``ends``; ``to``
+    is the split without a sample."""
     given = splits[not to]
     splits[not to] = bytearray()
     for start, end in itertools.pairwise((0, *ends)):
@@ -91,8 +96,11 @@ def _read(file: Path, limit: int) -> bytes:
 
 
 def cut_into_blocks(corpus: Corpus, context: int, batch: int, block: int) -> BlockSpec:
-    """Blocks of about ``block`` samples, whole batches, of all samples of an epoch: larger ones if they were too many,
-    smaller ones if they were too few to be shared, none if even one batch a block is too few."""
+    """Divide an epoch into blocks of about ``block`` samples, whole batches each.
+
+    Blocks are larger if there would be too many, and smaller if there would be too few to share. There are none if even
+    blocks of one batch are too few.
+    """
     samples = _samples(corpus, context)
     size = max(min(block, samples // FEWEST_BLOCKS), -(-samples // MAX_BLOCKS))
     size = -(-size // batch) * batch
@@ -102,25 +110,25 @@ def cut_into_blocks(corpus: Corpus, context: int, batch: int, block: int) -> Blo
 
 
 def data_digest(corpus: Corpus) -> Digest:
-    """What tells one training split from another."""
+    """Return a digest that identifies the training split."""
     return digest_of(memoryview(corpus.train.numpy()).cast("B"))  # type: ignore[arg-type]  # bytes-like, contiguous
 
 
 def _samples(corpus: Corpus, context: int) -> int:
-    """Samples of an epoch: windows side by side, wherever the first one begins within a window's length."""
+    """Return the samples of an epoch: adjacent windows, wherever the first begins within a window's length."""
     return max(0, (corpus.train.numel() - context - 1) // context)
 
 
 class Blocks:
-    """The run's numbered blocks: every epoch's samples in a random order of its own, the same on all peers."""
+    """The run's numbered blocks. Every epoch has a random order of its own, the same on all peers."""
 
     def __init__(self, corpus: Corpus, context: int, batch: int, spec: BlockSpec, run: RunId) -> None:
         self._bytes = corpus.train
         self._samples = _samples(corpus, context)
         if spec.number * spec.samples > self._samples:
             raise CorpusError(
-                f"the manifest cuts an epoch into {spec.number} blocks of {spec.samples} samples, the data have "
-                f"{self._samples}: nothing can be trained by it"
+                f"the manifest divides an epoch into {spec.number} blocks of {spec.samples} samples, but the data has "
+                f"only {self._samples} samples"
             )
         self._context = context
         self._window = torch.arange(context + 1)
@@ -132,7 +140,7 @@ class Blocks:
         self._offset = 0
 
     def batches(self, block: Block) -> Iterator[Tensor]:
-        """The block's samples, int64 [batch, context + 1] each time."""
+        """Yield the block's samples, int64 [at most batch, context + 1] each time."""
         epoch, index = divmod(block, self._spec.number)
         if epoch != self._epoch:
             generator = torch.Generator().manual_seed(_seed(f"{self._run}/epoch {epoch}"))
@@ -164,14 +172,15 @@ class Batches:
         return self
 
     def state(self) -> Tensor:
-        """Where the stream is, uint8; for ``set_state`` of a stream with the same arguments but the seed."""
+        """Return the position of the stream, uint8. Pass it to ``set_state`` of a stream with the same arguments (any
+        seed)."""
         return self._generator.get_state()
 
     def set_state(self, state: Tensor) -> None:
-        """Go on from there.
+        """Continue from this position.
 
         Raises:
-            RuntimeError, TypeError: it is no such state.
+            RuntimeError, TypeError: it is not such a state.
         """
         self._generator.set_state(state)
 
@@ -182,7 +191,8 @@ class Batches:
 
 
 def held_out_batches(corpus: Corpus, context: int, samples: int, batch: int = 16) -> Iterator[Tensor]:
-    """``samples`` windows evenly spread over the held-out split, in batches int64 [at most ``batch``, context + 1]."""
+    """Yield ``samples`` windows spread evenly over the held-out split, in batches int64 [at most ``batch``, context +
+    1]."""
     last = corpus.held_out.numel() - (context + 1)
     if last < 0:
         raise CorpusError(f"the held-out split has {corpus.held_out.numel()} bytes, a sample needs {context + 1}")

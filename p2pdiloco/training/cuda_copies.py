@@ -1,13 +1,14 @@
-"""Copies between a CUDA device and the shared vectors that neither the training thread nor its stream waits for.
+"""Copies between a CUDA device and the shared vectors. Neither the training thread nor its stream waits for them.
 
 Rules of this file:
-1. What is copied to the host is the parameters of now: they are cloned on the training's stream (a copy inside the
-   device), and only the clone travels, on the side stream.
-2. The shared vectors are page-locked where CUDA allows it; copies are then asynchronous. Where it does not they are
-   slower, and as correct.
-3. Whoever asks gets a question back, ``Finished``: whether the host's memory may be read or written by now.
-4. Clones and what comes to the device take STAGED_BYTES of it at most: who wants more, as when a model is loaded whole,
-   waits for what is under way.
+1. A copy to the host captures the parameters at the time of the call: they are cloned on the training stream (a copy
+   inside the device), and the side stream transfers the clone.
+2. The shared vectors are page-locked if CUDA allows it, which makes copies asynchronous. Otherwise copies are slower
+   but equally correct.
+3. Each copy returns a function (``Finished``) that says whether it has ended, so that the host's memory may be read or
+   overwritten.
+4. Clones and incoming data take at most STAGED_BYTES of the device. A larger transfer, such as loading a whole model,
+   waits for running copies.
 """
 
 from __future__ import annotations
@@ -21,45 +22,45 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+# Returns whether a copy has ended. Once True, it stays True.
 Finished: TypeAlias = Callable[[], bool]
-"""Whether a copy has ended; it stays true."""
 
+# More than a fragment of a model of a billion parameters in 24 fragments.
 STAGED_BYTES = 512 << 20
-"""More than a fragment's of a billion parameters in 24."""
+# Bytes copied between two checks for room.
 BATCH_BYTES = 32 << 20
-"""Copied between two questions whether there is room."""
 
 log = logging.getLogger("p2pdiloco")
 
 
 class CudaCopies:
-    """One stream beside the training's, on ``device`` (CUDA)."""
+    """Copies on a side stream of ``device`` (CUDA)."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        # Staged data on the device: the event that ends its use, and its bytes.
         self._staged: deque[tuple[torch.cuda.Event, int]] = deque()
-        """What is on the device for a copy's sake: until when, and bytes."""
 
     def pin(self, vector: Tensor) -> None:
-        """Page-lock the memory of ``vector``; if CUDA refuses, copies are slower. Undone by ``unpin``."""
+        """Page-lock the memory of ``vector`` until ``unpin``. If CUDA refuses, copies are slower."""
         size = vector.numel() * vector.element_size()
         code = int(torch.cuda.cudart().cudaHostRegister(vector.data_ptr(), size, 0))  # type: ignore[no-untyped-call]
         if code:
             log.warning(
-                f"CUDA does not lock {size / 1e6:.0f} MB of memory (error {code}): copies to and from the device are "
-                "slower; raise the limit of locked memory (ulimit -l), or leave more memory free"
+                f"CUDA cannot page-lock {size / 1e6:.0f} MB of memory (error {code}), so copies to and from the device "
+                "are slower: raise the limit on locked memory (ulimit -l), or leave more memory free"
             )
             self._forget_error()
 
     def unpin(self, vector: Tensor) -> None:
-        """To be called before the memory goes."""
+        """Undo ``pin``. Call it before the memory is released."""
         self._stream.synchronize()
         if int(torch.cuda.cudart().cudaHostUnregister(vector.data_ptr())):  # type: ignore[no-untyped-call]
             self._forget_error()  # it was not locked
 
     def to_host(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> Finished:
-        """Begin to copy each first tensor (device) to the second (host, float32) as it is now."""
+        """Begin to copy each first tensor (device) to the second (host, float32), with its present values."""
         for batch, size in _batches(pairs):
             self._make_room(size)
             clones = [(view.to(torch.float32, copy=True), target) for view, target in batch]
@@ -72,8 +73,10 @@ class CudaCopies:
         return _ended(self._stream.record_event())
 
     def to_device(self, pairs: Iterable[tuple[Tensor, Tensor]], take: Callable[[Tensor, Tensor], object]) -> Finished:
-        """``take(view, copy)`` for each first tensor (device) and a copy of the second (host), on the training's
-        stream, which waits for the copies; this thread does not."""
+        """Call ``take(view, copy)`` for each first tensor (device) and a copy of the second (host).
+
+        The calls run on the training stream, which waits for the copies. The calling thread does not wait.
+        """
         training = torch.cuda.current_stream(self._device)
         for batch, size in _batches(pairs):
             self._make_room(size)
@@ -87,7 +90,7 @@ class CudaCopies:
         return _ended(self._stream.record_event())
 
     def _make_room(self, size: int) -> None:
-        """For ``size`` bytes more on the device."""
+        """Wait until ``size`` more bytes may be staged on the device."""
         staged = self._staged
         while staged:
             event, _ = staged[0]
@@ -97,7 +100,7 @@ class CudaCopies:
             event.synchronize()
 
     def _forget_error(self) -> None:
-        """CUDA keeps a refused call's error, and the next kernel, which has nothing to do with it, would raise it."""
+        """Clear CUDA's error of a refused call, which the next, unrelated kernel would raise."""
         with suppress(RuntimeError):
             torch.ones(1, device=self._device)
 
@@ -107,7 +110,7 @@ def _ended(event: torch.cuda.Event) -> Finished:
 
 
 def _batches(pairs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[tuple[list[tuple[Tensor, Tensor]], int]]:
-    """Each with its bytes as float32: BATCH_BYTES or a little more, but for the last."""
+    """Yield batches of pairs with their size as float32: BATCH_BYTES or a little more each, except for the last."""
     batch: list[tuple[Tensor, Tensor]] = []
     size = 0
     for pair in pairs:

@@ -1,5 +1,7 @@
-"""Data sources of a peer: named by the user of its machine, or shipped with the program, never by a manifest. They
-are shown to the user and looked for before anything is fetched for them."""
+"""Data sources of a peer: named by the user of its machine or shipped with the program, never by a manifest.
+
+They are checked and shown to the user before anything is downloaded.
+"""
 
 from __future__ import annotations
 
@@ -13,35 +15,37 @@ from p2pdiloco.training.tokenized_dataset import read_tokenizer
 
 
 def tell_sources(config: RunConfig, data: str | None, tokenizer: str | None, model: str | None) -> list[str]:
-    """Lines for the user of a peer that is about to join: the data, and the weights, that its learner will read.
+    """Return lines that tell a joining user which data and weights the learner will read.
 
     Raises:
-        CorpusError: the data, or the run's tokenizer, are not here; the message says which option names them.
-        ArchitectureError: so is the model that the run's adapters are for.
+        CorpusError: the data or the run's tokenizer are missing. The message says which option names them.
+        ArchitectureError: the model that the run's adapters are for is missing, or a library.
     """
     if config.model.kind == "external":
         return []
     check_extras(config)
     if config.model.lora is not None and model is None:
         raise ArchitectureError(
-            "the run trains adapters (LoRA) on a model whose weights do not travel: give --model FOLDER, with the "
-            "founder's safetensors"
+            "the run trains adapters (LoRA) on a model whose weights are not sent to peers: give --model FOLDER, with "
+            "the founder's safetensors"
         )
     root, files = find_files(config.data, data)
     if config.data.kind in PATTERNS:
         read_tokenizer(config.data, data, tokenizer)
     if config.data.kind == "stdlib" and data is None:
-        told = f"trains on the Python library of this machine: {root}, {STDLIB_MAX_BYTES >> 20} MiB of it at most"
+        told = f"trains on this machine's Python standard library: {root}, at most {STDLIB_MAX_BYTES >> 20} MiB"
     else:
         told = f"trains on {len(files):,} files below {root} that match {pattern_of(config.data)!r} (--data)"
-    return [told] if model is None else [told, f"adapters are trained on the weights in {model} (--model)"]
+    return [told] if model is None else [told, f"trains adapters for the weights in {model} (--model)"]
 
 
 def check_extras(config: RunConfig) -> None:
-    """Whether the libraries that a run needs are installed; before anything else is complained of.
+    """Check that the libraries that a run needs are installed.
+
+    Call it first: without them, later checks fail with misleading errors.
 
     Raises:
-        ArchitectureError: one is not.
+        ArchitectureError: a library is missing.
     """
     needed = ["transformers"] if config.model.kind == "huggingface" else []
     needed += ["peft"] if config.model.lora is not None else []

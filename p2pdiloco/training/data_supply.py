@@ -1,4 +1,4 @@
-"""Supplies a built-in learner with data: blocks that its node has assigned to it, and random windows between them."""
+"""Data supply of a built-in learner: blocks that its node has assigned, and random windows when there is none."""
 
 from __future__ import annotations
 
@@ -14,38 +14,38 @@ from p2pdiloco.training.dataset_files import Corpus
 
 
 class DataSupply:
-    """Batches without end: training never waits for data. ``incarnation`` seeds the random ones."""
+    """An endless supply of batches, so that training never waits for data. ``incarnation`` seeds the random windows."""
 
     def __init__(self, manifest: Manifest, corpus: Corpus, incarnation: str) -> None:
         context, batch = manifest.config.model.context, manifest.config.inner.batch
+        # Random samples, used when no block is assigned.
         self.windows = Batches(corpus, context, batch, f"{manifest.run}/{incarnation}")
-        """Random samples, when there is no block."""
         self._data: Blocks | None = None
         if manifest.blocks.number and data_digest(corpus) == manifest.blocks.data:
             self._data = Blocks(corpus, context, batch, manifest.blocks, manifest.run)
         self._in_a_block = manifest.blocks.samples // batch
         self._assigned: deque[Block] = deque()
+        # The block in training. ``_in_block`` yields its remaining batches; ``_left`` is their number.
         self._block: Block | None = None
-        """In training; of it the batches that are left, and how many."""
         self._in_block: Iterator[Tensor] = iter(())
         self._left = 0
 
     @property
     def has_blocks(self) -> bool:
-        """The corpus is the run's, whose blocks are numbered."""
+        """True if the corpus is the run's own, whose blocks are numbered."""
         return self._data is not None
 
     def assign(self, block: Block) -> None:
-        """It is next but those given before."""
+        """Queue a block, after the blocks that were assigned before."""
         self._assigned.append(block)
 
     def clear(self) -> None:
-        """Nothing that was assigned is trained."""
+        """Drop all assigned blocks."""
         self._assigned.clear()
         self._block = None
 
     def next(self) -> Tensor:
-        """Of the block in hand, of the next one, or random windows."""
+        """Return the next batch: of the present block, of the next assigned one, or random windows."""
         if self._block is None and self._assigned and self._data is not None:
             self._block = self._assigned.popleft()
             self._in_block = self._data.batches(self._block)
@@ -53,7 +53,7 @@ class DataSupply:
         return next(self.windows if self._block is None else self._in_block)
 
     def trained(self) -> Block | None:
-        """The last batch is; the block that it ends."""
+        """Note that the last batch was trained; return the block that it completes, if any."""
         self._left -= 1
         if self._block is None or self._left:
             return None

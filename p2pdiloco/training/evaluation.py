@@ -1,4 +1,4 @@
-"""Held-out loss: one number that every peer with the same files would measure for the same parameters."""
+"""Held-out loss: every peer with the same files measures the same number for the same parameters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BATCH = 16
 
 
 def shared_samples(config: RunConfig, corpus: Corpus) -> HeldOut | None:
-    """What a founder puts into the manifest, of its own held-out split; None if the run's peers are not to see it."""
+    """Return the founder's held-out samples for the manifest; None if the run's peers must not see them."""
     is_shared = config.data.kind == "stdlib" if config.evaluation.shared is UNSET else config.evaluation.shared
     symbol = corpus.held_out.element_size()
     samples = min(config.evaluation.samples, MAX_HELD_OUT // (symbol * (config.model.context + 1)))
@@ -28,7 +28,7 @@ def shared_samples(config: RunConfig, corpus: Corpus) -> HeldOut | None:
 
 
 def given_samples(manifest: Manifest) -> Tensor | None:
-    """The run's own held-out samples, int64 [samples, context + 1]; None if it has none.
+    """Return the run's own held-out samples, int64 [samples, context + 1]; None if it has none.
 
     Raises:
         ValueError: they are not tokens.
@@ -38,7 +38,7 @@ def given_samples(manifest: Manifest) -> Tensor | None:
     kind = torch.uint8 if manifest.held_out.symbol == 1 else torch.int32
     found = torch.frombuffer(bytearray(manifest.held_out.samples), dtype=kind)
     if found.min() < 0:
-        raise ValueError("the held-out samples in the run's manifest are not tokens: its founder has to found it anew")
+        raise ValueError("the held-out samples in the run's manifest are not tokens: its founder must start a new run")
     return found.view(-1, manifest.config.model.context + 1).long()
 
 
@@ -51,8 +51,10 @@ def held_out_loss(
     device: torch.device | str,
     given: Tensor | None = None,
 ) -> float:
-    """Mean cross-entropy in nats a token over ``samples`` fixed windows of ``corpus``'s held-out split, or over
-    ``given``, int64 [samples, context + 1]; ``model`` must be on ``device``.
+    """Return the mean cross-entropy in nats per token over held-out windows.
+
+    The windows are ``samples`` fixed ones of the corpus's held-out split, or ``given``, int64 [samples, context + 1].
+    ``model`` must be on ``device``.
 
     Raises:
         CorpusError: the held-out split is shorter than one window.

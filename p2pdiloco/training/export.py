@@ -1,14 +1,13 @@
-"""A run's global parameters as files that others load: a model for Hugging Face's transformers, adapters for peft, or
-tensors under the model's own names.
+"""Exports of a run's global parameters: for Hugging Face transformers, for peft (adapters), or as plain tensors.
 
 Rules of this file:
-1. What is written is data: safetensors and JSON. No code goes with a model, and none is needed to load it.
-2. The built-in transformer is a Llama (RMSNorm, rotary halves, SwiGLU, no biases): its matrices are cut and renamed,
-   and none of its numbers change. For that neither transformers nor tokenizers have to be here.
-3. A folder appears whole or not at all. In one that is there the files of an earlier export are replaced, no others.
-4. Every export says what it is of (``ABOUT``): the run, its step, how many tokens are merged in it.
-5. A model or an adapter is written whole: what the run did not train is taken from the weights that it began with, or
-   the export is refused.
+1. Only data is written: safetensors and JSON. No code goes with a model, and none is needed to load it.
+2. The built-in transformer is a Llama (RMSNorm, rotary halves, SwiGLU, no biases). Its matrices are split and renamed;
+   no number changes. This needs neither transformers nor tokenizers.
+3. A folder appears whole or not at all. In an existing folder only the files of an earlier export are replaced.
+4. Every export describes itself (``ABOUT``): the run, its step, and the number of merged tokens.
+5. A model or an adapter is written completely. Tensors that the run did not train come from the weights that it began
+   with; otherwise the export is refused.
 """
 
 from __future__ import annotations
@@ -54,26 +53,27 @@ class ExportError(ValueError):
 
 
 class About(msgspec.Struct, frozen=True, kw_only=True):
-    """What an export is of."""
+    """Description of an export."""
 
     run: str
     name: str
     step: int
     """Global step."""
     tokens: int
-    """Merged in it."""
+    """Number of tokens merged in it."""
     averaged: int = 0
-    """If not 0: it is the running average of about the last so many versions of each shard."""
+    """If not 0, the export is the running average of about this many versions of each shard."""
     format: Format
     model: ModelConfig
     base: str = ""
-    """For ``hf`` of a run of scripts: the folder from which what the run did not train was taken."""
+    """For ``hf`` of a run of scripts: the folder with the tensors that the run did not train."""
     files: tuple[str, ...] = ()
-    """Beside this one."""
+    """Names of the other files of the export."""
 
 
 def tensors_of(manifest: Manifest, theta: Tensor) -> dict[str, Tensor]:
-    """The trainable tensors by name, in the model's own order: views of ``theta``, the run's flat vector, float32."""
+    """Return the trainable tensors by name, in the model's own order, as views of ``theta``, the run's flat float32
+    vector."""
     layout = Layout.of(manifest)
     starts = dict(zip(layout.order, layout.starts, strict=True))
     return {
@@ -83,16 +83,17 @@ def tensors_of(manifest: Manifest, theta: Tensor) -> dict[str, Tensor]:
 
 
 def built(manifest: Manifest, theta: Tensor, base: str | None = None) -> nn.Module:
-    """The run's model with these parameters, float32 on the CPU, in evaluation mode; ``base``: the folder with the
-    weights that adapters are for.
+    """Build the run's model with these parameters: float32 on the CPU, in evaluation mode.
+
+    ``base``: the folder with the weights that adapters are for.
 
     Raises:
-        ValueError: the model is a script's, or cannot be built here.
+        ValueError: the model belongs to a script, or cannot be built here.
     """
     if manifest.config.model.kind == "external":
         raise ExportError(
-            f"the model of run {manifest.config.name} is its training scripts' own: load what export --format "
-            "safetensors writes into it (p2pdiloco.load_into(model, FOLDER))"
+            f"the model of run {manifest.config.name} is defined by its training scripts: export it with --format "
+            "safetensors and load that into the script's model (p2pdiloco.load_into(model, FOLDER))"
         )
     model = build(manifest.config.model, manifest.config.seed, manifest.tensors, base)
     flat = FlatParameters(trainable(model), manifest.tensors, Layout.of(manifest))
@@ -110,17 +111,21 @@ def export(
     tokenizer: str | None = None,
     like: str | None = None,
 ) -> list[str]:
-    """Write ``folder`` in ``about.format``; the names of what is written. What an earlier export has written there
-    goes, and nothing else. ``base``: as for ``built``; for runs of scripts the weights that they began with.
-    ``tokenizer``: a folder whose tokenizer goes with it. ``like``: for runs of scripts, a folder with the configuration
-    of the same model, or of its adapters.
+    """Write the model into ``folder`` in ``about.format``; return the names of the written files.
+
+    Files of an earlier export in the folder are removed, others are not.
+
+    Args:
+        base: as for ``built``; for runs of scripts the weights that they began with.
+        tokenizer: a folder whose tokenizer is copied into the export.
+        like: for runs of scripts, a folder with the configuration of the same model, or of its adapters.
 
     Raises:
-        ExportError: this run has no such format, or takes nothing from these folders; ``folder`` holds something else.
-        ValueError: the model cannot be built here, or would not be whole.
+        ExportError: the run has no such format, does not use these folders, or ``folder`` holds something else.
+        ValueError: the model cannot be built here, or would be incomplete.
         OSError: it cannot be written.
     """
-    folder = folder.resolve()  # beside what it links to: one file system
+    folder = folder.resolve()  # if it is a link, write beside its target, so that a rename stays on one file system
     config, half = manifest.config.model, folder.with_name(f"{folder.name}.{os.urandom(4).hex()}.part")
     _check_replaceable(folder)
     _check_used(config, about.format, base, like)
@@ -147,17 +152,19 @@ _Write = Callable[[Manifest, Tensor, Path, About, str | None], None]
 
 
 def _check_used(config: ModelConfig, wanted: Format, base: str | None, like: str | None) -> None:
-    """Raises:
-    ExportError: the run's model takes nothing from these folders.
+    """Check that the run's model uses the given folders.
+
+    Raises:
+        ExportError: it does not use one of them.
     """
     if config.kind == "external":
         if wanted == "safetensors" and (like or base):
             raise ExportError(
-                "--like and --model make a whole model or adapter of what a run of scripts trained: add --format hf or "
-                "--format peft. For the trained tensors alone (--format safetensors) leave them out"
+                "--like and --model complete what a run of scripts trained to a whole model or adapter: add --format "
+                "hf or --format peft. For the trained tensors alone (--format safetensors) leave them out"
             )
     elif like is not None:
-        raise ExportError("--like is for runs of training scripts; this run says what its model is: leave it out")
+        raise ExportError("--like is for runs of training scripts; this run's manifest defines its model: leave it out")
     elif base is not None and config.lora is None:
         raise ExportError(NO_BASE)
 
@@ -167,7 +174,7 @@ def _writer(config: ModelConfig, wanted: Format) -> _Write:
         return _write_tensors
     if wanted == "peft":
         if config.lora is None:
-            raise ExportError("the run trains a whole model, no adapters (LoRA): export it with --format hf")
+            raise ExportError("the run trains a whole model, not adapters (LoRA): export it with --format hf")
         return _write_lora
     return _write_llama if config.kind == "transformer" else _write_pretrained
 
@@ -177,7 +184,7 @@ def _write_tensors(manifest: Manifest, theta: Tensor, folder: Path, about: About
 
 
 def _write_pretrained(manifest: Manifest, theta: Tensor, folder: Path, about: About, base: str | None) -> None:
-    """By transformers itself; adapters are merged into their base."""
+    """Write the model with transformers. Adapters are merged into their base."""
     model: Any = built(manifest, theta, base)
     if manifest.config.model.lora is not None:
         model = merge(model)
@@ -208,7 +215,7 @@ def _write_lora(manifest: Manifest, theta: Tensor, folder: Path, about: About, b
 def _write_completed(
     manifest: Manifest, theta: Tensor, folder: Path, about: About, like: str | None, base: str | None
 ) -> About:
-    """The whole model of a run of scripts."""
+    """Write the complete model of a run of scripts."""
     found = complete_model(tensors_of(manifest, theta), like, base)
     with _system_errors(folder):
         found.model.save_pretrained(folder)
@@ -221,7 +228,7 @@ def _write_completed(
 def _write_scripts_adapters(
     manifest: Manifest, theta: Tensor, folder: Path, about: About, like: str | None, base: str | None
 ) -> None:
-    """The adapters of a run of scripts."""
+    """Write the adapters of a run of scripts."""
     tensors = tensors_of(manifest, theta)
     if not has_adapters(tensors):
         raise ExportError("none of the run's tensors is a low-rank adapter (LoRA): export it with --format safetensors")
@@ -230,7 +237,7 @@ def _write_scripts_adapters(
 
 
 def _write_llama(manifest: Manifest, theta: Tensor, folder: Path, about: About, base: str | None) -> None:
-    """The built-in transformer, as what it is to transformers."""
+    """Write the built-in transformer as a Llama model of transformers."""
     config = manifest.config.model
     _save(llama_tensors(tensors_of(manifest, theta)), folder / WEIGHTS, about)
     _write_json(folder / "config.json", llama_config(config))
@@ -241,7 +248,7 @@ def _write_llama(manifest: Manifest, theta: Tensor, folder: Path, about: About, 
 
 
 def llama_config(config: ModelConfig) -> dict[str, Any]:
-    """transformers' config.json of the built-in transformer."""
+    """Return transformers' config.json for the built-in transformer."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -273,6 +280,7 @@ _RENAMED = {
     "norm.weight": "model.norm.weight",
     "head.weight": "lm_head.weight",
 }
+# Names of a block's tensors in a Llama layer. Several names: the tensor's rows are split evenly among them.
 _IN_BLOCK = {
     "attention_norm.weight": ("input_layernorm.weight",),
     "attention.qkv.weight": ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
@@ -281,11 +289,10 @@ _IN_BLOCK = {
     "feed.gate_up.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
     "feed.down.weight": ("mlp.down_proj.weight",),
 }
-"""What a tensor of a block is in a Llama's layer: one, or the pieces of its rows."""
 
 
 def llama_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The built-in transformer's tensors, as a Llama's."""
+    """Return the built-in transformer's tensors under Llama's names."""
     found = {}
     for name, tensor in tensors.items():
         if name in _RENAMED:
@@ -299,7 +306,8 @@ def llama_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def byte_tokenizer(vocabulary: int) -> dict[str, Any]:
-    """A tokenizer.json whose tokens are bytes: byte-level BPE without merges, bytes written as GPT-2 writes them."""
+    """Return a tokenizer.json whose tokens are bytes: byte-level BPE without merges, with GPT-2's characters for
+    bytes."""
     shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     hidden = [byte for byte in range(_BYTES) if byte not in shown]
     letters = {byte: chr(byte) for byte in shown} | {byte: chr(_BYTES + i) for i, byte in enumerate(hidden)}
@@ -334,7 +342,7 @@ def _save(tensors: Mapping[str, Tensor], path: Path, about: About) -> None:
 
 @contextmanager
 def _system_errors(path: Path) -> Iterator[None]:
-    """Raise what safetensors has from the system as what it is: it leaves only the text."""
+    """Turn a SafetensorError that reports a system error into the OSError that it was."""
     try:
         yield
     except SafetensorError as error:
@@ -352,15 +360,16 @@ def _check_replaceable(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise ExportError(f"--out {folder} is a file: name another folder")
     if folder.exists() and any(folder.iterdir()) and not any((folder / name).exists() for name in (ABOUT, TORN)):
-        raise ExportError(f"--out {folder} holds something else than an earlier export: name another folder")
+        raise ExportError(f"--out {folder} is not empty and holds no earlier export: name another folder")
 
 
 def _replace(folder: Path, new: Path, files: tuple[str, ...]) -> None:
-    """Put the ``files`` of ``new`` and its ABOUT where those of an earlier export are. A crash in between leaves TORN
-    instead, which lists those of both.
+    """Replace an earlier export's files by ``files`` and ABOUT of ``new``.
+
+    A crash during the replacement leaves TORN instead of ABOUT, which lists the files of both exports.
 
     Raises:
-        ExportError: something else has one of their names.
+        ExportError: a file that no export has written has one of these names.
     """
     if not folder.exists():
         new.rename(folder)
@@ -372,7 +381,7 @@ def _replace(folder: Path, new: Path, files: tuple[str, ...]) -> None:
     there = {path.name: path.is_dir() for path in folder.iterdir()}
     others = [name for name in files if there.get(name) or (name in there and before and name not in before)]
     if others:
-        raise ExportError(f"--out {folder} holds {', '.join(others)}, which no export has written: name another folder")
+        raise ExportError(f"--out {folder} holds {', '.join(others)}, not written by an export: name another folder")
     torn = msgspec.structs.replace(msgspec.json.decode((new / ABOUT).read_bytes(), type=About), files=(*files, *before))
     (new / TORN).write_bytes(msgspec.json.encode(torn))
     (new / TORN).replace(folder / TORN)
@@ -380,7 +389,7 @@ def _replace(folder: Path, new: Path, files: tuple[str, ...]) -> None:
     for name in files:
         (new / name).replace(folder / name)
     for name in set(before).difference(files):
-        with suppress(OSError, ValueError):  # it may be a stranger's folder, with names that no system takes
+        with suppress(OSError, ValueError):  # the list may come from a stranger, with names that are not valid here
             if Path(name).name == name and (folder / name).is_file():
                 (folder / name).unlink()
     (new / ABOUT).replace(folder / ABOUT)
@@ -388,7 +397,7 @@ def _replace(folder: Path, new: Path, files: tuple[str, ...]) -> None:
 
 
 def _copy_tokenizer(place: str | None, folder: Path) -> None:
-    """The tokenizer of ``place``, if it is not there yet."""
+    """Copy the tokenizer files of ``place`` that ``folder`` does not have yet."""
     if place is None:
         return
     given = Path(place).expanduser()
@@ -399,14 +408,13 @@ def _copy_tokenizer(place: str | None, folder: Path) -> None:
 
 
 def _copy_files(place: Path, folder: Path, names: Iterable[str]) -> None:
-    """Those of these files that ``place`` has, and that are not there yet."""
+    """Copy the files that ``place`` has and ``folder`` does not have yet."""
     for name in names:
         if (place / name).is_file() and not (folder / name).exists():
             shutil.copyfile(place / name, folder / name)
 
 
 # -- Loading an export -------------------------------------------------------------------------------------------------
-# What ``p2pdiloco export --format safetensors`` has written, as a model again.
 
 
 def load_model(folder: str | os.PathLike[str]) -> nn.Module:
@@ -430,7 +438,7 @@ def load_model(folder: str | os.PathLike[str]) -> nn.Module:
             told = (file.metadata() or {}).get("p2pdiloco", "")
         config = msgspec.json.decode(told, type=About).model
         if config.kind != "transformer":
-            raise ExportError(f"{path} is a {config.kind} model: load it with the library that it is of")
+            raise ExportError(f"{path} is a {config.kind} model: load it with its own library")
         model = build_model(config, 0)
         model.load_state_dict(safetensors.torch.load_file(path))
     except (SafetensorError, msgspec.DecodeError, RuntimeError) as error:
@@ -460,17 +468,17 @@ def load_into(model: nn.Module, folder: str | os.PathLike[str]) -> None:
         raise ExportError(f"{path} is not what `p2pdiloco export --format safetensors` writes: {error}") from error
     here = named_parameters(model)
     if any(p.is_meta for p in here.values()):
-        raise ExportError("the model has parameters without memory (meta): model.to_empty(device=...) before")
+        raise ExportError("the model has parameters without memory (meta): call model.to_empty(device=...) first")
     found = {name: tuple(here[name].shape) for name in written if name in here}
     if odd := compared(found, {name: tuple(values.shape) for name, values in written.items()}, "in the model"):
-        raise ExportError(f"{path} is not of this model: {odd}")
+        raise ExportError(f"{path} does not fit this model: {odd}")
     with torch.no_grad():
         for name, values in written.items():
             _set(here[name], values)
 
 
 def _set(p: Any, values: Tensor) -> None:
-    if hasattr(p, "device_mesh"):  # fully_shard's; the import is dear
+    if hasattr(p, "device_mesh"):  # sharded by fully_shard; the import is slow
         from torch.distributed.tensor import distribute_tensor
 
         values = distribute_tensor(values.to(p.device, p.dtype), p.device_mesh, p.placements)

@@ -1,13 +1,14 @@
-"""File with which a training script creates its run: the settings and the first parameters of its model.
+"""Founding file: a training script's settings and first parameters, from which its node founds the run.
 
-The script writes it, its node reads it and makes of it the manifest and version 0. So a script needs nothing of a node.
+The script writes the file. Its node makes the manifest and version 0 from it. A script thus needs no code of the node.
 
 Rules of this file:
-1. It is a safetensors file with the parameters in float32; the settings lie in its header.
-2. It is written once a state folder. A script that is started again founds the run that it founded first, whatever its
-   model's parameters are by then. A script that dies in between leaves nothing that is taken for it.
-3. What a script asks for is checked before anything is written: what was once written is founded again and again.
-4. Neither side holds more of it in memory than a piece: a script has its model there already, a node makes one of it.
+1. It is a safetensors file with the parameters in float32. The settings are in its header.
+2. It is written once per state folder. A restarted script founds the same run again, whatever its model's parameters
+   are by then. A script that dies while writing leaves nothing that is taken for the file.
+3. The script's settings are checked before anything is written, because the file is used again at every start.
+4. Neither side holds more than a piece of it in memory: the script has the model there already, and the node builds one
+   from it.
 """
 
 from __future__ import annotations
@@ -32,11 +33,12 @@ from p2pdiloco.training.config_errors import in_words
 from p2pdiloco.util.files import stream_atomically
 
 NAME = "foundation.safetensors"
+# Number of parameters that are converted and written at a time.
 PIECE = 4 << 20
-"""Parameters that are converted and written at a time."""
 _HEADER = "p2pdiloco"
 log = logging.getLogger("p2pdiloco")
 
+# The argument of ``p2pdiloco.DiLoCo`` for each of these keys of a configuration.
 _ARGUMENTS = {
     "name": "run",
     "access": "access",
@@ -50,43 +52,43 @@ _ARGUMENTS = {
     "codec.up": "codec",
     "codec.down": "codec",
 }
-"""What a founder's configuration has under these keys, as ``p2pdiloco.DiLoCo`` calls it."""
 
 
 class FoundationError(Exception):
-    """The file cannot be used, or what it is to hold; the message says why."""
+    """The file, or what it should contain, cannot be used. The message says why."""
 
 
 class _Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     config: RunConfig
     names: tuple[str, ...]
-    """Of the tensors, in the model's own order, which safetensors does not keep."""
+    """Names of the tensors in the model's own order, which safetensors does not keep."""
     embeddings: frozenset[str]
 
 
 class Foundation(msgspec.Struct, frozen=True):
-    """What was read, but for the parameters themselves."""
+    """The content of a founding file, without the parameters."""
 
     path: Path
     config: RunConfig
     shapes: tuple[tuple[str, torch.Size], ...]
     """Names and shapes of the model's trainable parameters, in its own order."""
     embeddings: frozenset[str]
-    """Which of them are embeddings: those are merged by the direct mean."""
+    """Names of the embeddings, which are merged by the direct mean."""
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """In that order, float32, from the file: one after the other, none is held."""
+        """Yield the parameters in that order, float32, one at a time from the file."""
         for name, _ in self.shapes:
-            with safe_open(self.path, framework="pt") as file:  # anew: what it has mapped goes with it
+            with safe_open(self.path, framework="pt") as file:  # opened for each, to release the mapped memory
                 yield name, file.get_tensor(name)
 
 
 def settings(given: dict[str, Any], *, tensors: int) -> RunConfig:
-    """The configuration of a run, from arguments of ``p2pdiloco.DiLoCo`` as they were ``given`` (all of _ARGUMENTS);
-    the model has so many ``tensors``.
+    """Return the configuration of a run from arguments of ``p2pdiloco.DiLoCo`` (all keys of _ARGUMENTS).
+
+    ``tensors``: the number of the model's tensors.
 
     Raises:
-        FoundationError: they are impossible; the message names the argument and what it may be.
+        FoundationError: an argument is invalid. The message names it and its allowed values.
     """
     written: dict[str, Any] = {"model": {"kind": "external"}, "inner": {"warmup": 0}, "evaluation": {"every": 0}}
     for key, argument in _ARGUMENTS.items():
@@ -99,23 +101,25 @@ def settings(given: dict[str, Any], *, tensors: int) -> RunConfig:
     except msgspec.ValidationError as error:
         problems = [in_words(error, written, RunConfig)]
     except UnicodeEncodeError as error:
-        problems = [f"{error.object!r} is no text: it has half of a character"]
+        problems = [f"{error.object!r} is not valid text: it has half of a surrogate pair"]
     if problems:
         raise FoundationError("; ".join(_of_arguments(problem) for problem in problems))
     return config
 
 
 def _of_arguments(problem: str) -> str:
-    """A sentence on keys of the configuration as one on arguments."""
+    """Rewrite a sentence about configuration keys as one about arguments."""
     problem = re.sub(r"[a-z]+\.[a-z_]+", lambda key: _ARGUMENTS.get(key[0], key[0]), problem)
     return re.sub(r"^name = ", "run = ", problem)
 
 
 def write(path: Path, config: RunConfig, named: Sequence[tuple[str, Tensor]], embeddings: frozenset[str]) -> None:
-    """Write ``path``, whole or not at all. ``named``: the trainable parameters, on any device, of any float type.
+    """Write ``path``, completely or not at all.
+
+    ``named``: the trainable parameters, on any device, of any float type.
 
     Raises:
-        OSError: the disk is full, the folder is not writable.
+        OSError: the disk is full, or the folder is not writable.
     """
     told = msgspec.json.encode(_Header(config, tuple(name for name, _ in named), embeddings)).decode()
     entries: dict[str, object] = {"__metadata__": {_HEADER: told}}
@@ -126,7 +130,7 @@ def write(path: Path, config: RunConfig, named: Sequence[tuple[str, Tensor]], em
         at = end
     text = msgspec.json.encode(entries)
     text += b" " * (-len(text) % 8)
-    for half in path.parent.glob(f".{path.name}.*.part"):  # of a script that was killed: one at a time has this folder
+    for half in path.parent.glob(f".{path.name}.*.part"):  # of a killed script: only one at a time uses this folder
         half.unlink()
     stream_atomically(path, chain((len(text).to_bytes(8, "little") + text,), _pieces(named)))
 
@@ -139,19 +143,19 @@ def _pieces(named: Sequence[tuple[str, Tensor]]) -> Iterator[memoryview]:
 
 
 def write_once(path: Path, config: RunConfig, named: Sequence[tuple[str, Tensor]], embeddings: frozenset[str]) -> None:
-    """``write`` it, if it is not there; else the run that was founded goes on.
+    """Write the file, unless it exists; then the earlier run continues.
 
     Raises:
-        FoundationError: that is another run; or the file cannot be used.
-        OSError: as ``write``.
+        FoundationError: the folder belongs to another run, or the file cannot be used.
+        OSError: as in ``write``.
     """
     if not path.exists():
         return write(path, config, named, embeddings)
     earlier = read(path).config
     if earlier.name != config.name:
         raise FoundationError(
-            f"the state folder {path.parent} is run {earlier.name}'s, which a script has founded there: give run "
-            f"{config.name} a folder of its own (state=...), or go on with run={earlier.name!r}"
+            f"the state folder {path.parent} belongs to run {earlier.name}, which a script founded there: give run "
+            f"{config.name} a folder of its own (state=...), or continue with run={earlier.name!r}"
         )
     if others := [
         f"{argument}={_at(earlier, key)!r}"
@@ -159,7 +163,7 @@ def write_once(path: Path, config: RunConfig, named: Sequence[tuple[str, Tensor]
         if _at(earlier, key) != _at(config, key)
     ]:
         log.warning(
-            "run %s was founded with %s, and goes on so: to train with other settings, choose another run=",
+            "run %s was founded with %s and keeps these settings: to train with others, choose another run=",
             config.name,
             ", ".join(others),
         )
@@ -171,10 +175,10 @@ def _at(config: RunConfig, key: str) -> object:
 
 
 def read(path: Path) -> Foundation:
-    """What ``write`` wrote.
+    """Read a founding file.
 
     Raises:
-        FoundationError: it is not there, torn, or of another version.
+        FoundationError: it does not exist, is torn, or of another version.
     """
     try:
         with safe_open(path, framework="pt") as file:
@@ -182,6 +186,6 @@ def read(path: Path) -> Foundation:
             shapes = tuple((name, torch.Size(file.get_slice(name).get_shape())) for name in header.names)
     except (OSError, KeyError, ValueError, SafetensorError) as error:
         raise FoundationError(
-            f"{path} cannot be used ({error}): remove it, and the script founds its run anew"
+            f"{path} cannot be used ({error}): remove it, and the script founds its run again"
         ) from error
     return Foundation(path, header.config, shapes, header.embeddings)

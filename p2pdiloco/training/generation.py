@@ -1,5 +1,7 @@
-"""Text from a run's model, or from an export of it: bytes for the built-in transformer, else transformers' own sampling
-with the run's tokenizer."""
+"""Text generation from a run's model or an export of it.
+
+The built-in transformer writes bytes. Other models use transformers' sampling and the run's tokenizer.
+"""
 
 from __future__ import annotations
 
@@ -17,24 +19,25 @@ from p2pdiloco.training.models import generate
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
-    """How a text is continued."""
+    """Options for continuing a text."""
 
     tokens: int = 200
     temperature: float = 0.7
-    """0: the likeliest token each time."""
+    """0: always the most likely token."""
     seed: int = 0
 
 
 def continue_with(manifest: Manifest, theta: torch.Tensor, prompt: str, how: Sampling, **places: str | None) -> str:
-    """``prompt`` and what the run's model makes of it. ``places``: ``model``, the folder of the weights that its
-    adapters are for, and ``tokenizer``.
+    """Return ``prompt`` with the run's model's continuation.
+
+    ``places``: ``model``, the folder with the weights that the run's adapters are for, and ``tokenizer``.
 
     Raises:
-        ValueError: the model or its tokenizer are not here; the message says what to do.
+        ValueError: the model or its tokenizer is missing. The message says what to do.
     """
     kind = manifest.config.model.kind
     if kind == "huggingface" and places.get("tokenizer") is None:
-        raise ExportError("the run's model reads tokens: give --tokenizer FOLDER, with the run's tokenizer.json")
+        raise ExportError("the run's model reads tokens: give --tokenizer FOLDER, which holds the run's tokenizer.json")
     model = built(manifest, theta, places.get("model"))
     if kind == "transformer":
         return _bytes(model, prompt, how)
@@ -42,10 +45,10 @@ def continue_with(manifest: Manifest, theta: torch.Tensor, prompt: str, how: Sam
 
 
 def continue_with_export(folder: Path, prompt: str, how: Sampling) -> str:
-    """The same with what ``p2pdiloco export`` has written.
+    """Return ``prompt`` with the continuation by a model that ``p2pdiloco export`` has written.
 
     Raises:
-        ValueError: it cannot be loaded here.
+        ValueError: the export cannot be loaded here.
     """
     try:
         about = msgspec.json.decode((folder / ABOUT).read_bytes(), type=About)
@@ -55,7 +58,7 @@ def continue_with_export(folder: Path, prompt: str, how: Sampling) -> str:
         return _bytes(load_model(folder), prompt, how)
     if about.format != "hf":
         raise ExportError(
-            f"{folder} has weights alone ({about.format}): generate from the run's state folder, or export --format hf"
+            f"{folder} has only weights ({about.format}): generate from the run's state folder, or export --format hf"
         )
     transformers = import_transformers(f"{about.name} is exported for transformers")
     model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -79,7 +82,7 @@ def _tokenizer(folder: Path) -> Any:
 
 @torch.no_grad()
 def _tokens(model: Any, tokenizer: Any, prompt: str, how: Sampling) -> str:
-    """By transformers. An empty prompt stands for a line's end."""
+    """Continue ``prompt`` with transformers. An empty prompt stands for a newline."""
     given = torch.tensor([tokenizer.encode(prompt or "\n", add_special_tokens=False)])
     if not given.numel():
         raise ExportError(f"the tokenizer makes no token of {prompt!r}: give another --prompt")

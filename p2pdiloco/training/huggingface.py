@@ -1,13 +1,13 @@
-"""Hugging Face models of a run's TOML: built from a configuration that is data, never from code or pickles.
+"""Hugging Face models: built from a configuration that is data, never from code or pickles.
 
 Rules of this file:
-1. transformers is imported when it is needed, and offline; whoever lacks it is told what to install.
-2. A configuration may have only keys that its model type has. ``protocol/manifest_validation.py`` has bounded it
-   before.
-3. Before anything is allocated the model is built without memory, and its tensors are compared with the manifest's;
-   frozen ones, which no manifest lists, with what lies in the peer's own folder.
-4. Weights come from safetensors in a peer's own folder, or from the seed. What adapters (LoRA) are trained on never
-   travels: it has the digest that the manifest says.
+1. transformers is imported only when needed, and offline. If it is missing, the user is told what to install.
+2. A configuration may only have keys that its model type has. ``protocol/manifest_validation.py`` has checked its size
+   and values before.
+3. The model is first built without memory, and its tensors are compared with the manifest's before anything is
+   allocated. Frozen tensors, which no manifest lists, are compared with the peer's own folder.
+4. Weights come from safetensors in a peer's own folder, or from the seed. The base model of adapters (LoRA) is never
+   sent; its digest must be the manifest's.
 """
 
 from __future__ import annotations
@@ -29,29 +29,31 @@ from p2pdiloco.protocol.manifest_validation import architecture_problems
 from p2pdiloco.training.parameters import check_tensors, trainable
 
 EXTRA = "install the extra: pip install 'p2pdiloco[hf]' (in a checkout: pip install -c constraints.txt '.[hf]')"
+# Maximum number of buffer elements of a model (position tables and the like).
 MAX_BUFFERS = 1 << 28
-"""Elements of buffers (tables of positions and the like) that a model may have."""
 MAX_CONFIG_BYTES = 1 << 20
 
+# Keys that transformers still accepts but no longer writes.
 _OLD_KEYS = frozenset({"rope_theta", "rope_scaling"})
-"""Understood by transformers, and no longer in its configurations."""
 _DROPPED = frozenset({"architectures", "dtype", "torch_dtype", "transformers_version"})
 
 
 class ArchitectureError(ValueError):
-    """The model cannot be built; the message is for the person who started the peer."""
+    """The model cannot be built. The message is for the person who started the peer."""
 
 
 def build_huggingface(
     config: ModelConfig, seed: int, tensors: Sequence[TensorSpec] | None = None, base: str | None = None
 ) -> nn.Module:
-    """A float32 model on the CPU, initialised from ``seed`` as its own code does it. With ``tensors``, those of the
-    manifest, nothing is allocated if they are not the model's. ``base``: the folder with the weights that the
-    manifest's adapters are for.
+    """Build a float32 model on the CPU, initialised from ``seed`` by the model's own code.
+
+    Args:
+        tensors: the manifest's tensors. Nothing is allocated if the model has others.
+        base: the folder with the weights that the manifest's adapters are for.
 
     Raises:
-        ArchitectureError: transformers is not here or does not know this model; unknown keys; other tensors; no base,
-            or another one.
+        ArchitectureError: transformers is missing or does not know this model; there are unknown keys or other tensors;
+            the base is missing or is another one.
     """
     transformers = _transformers(str(config.config.get("model_type")))
     own = _config(transformers, config.config)
@@ -62,11 +64,11 @@ def build_huggingface(
             shell = shell if config.lora is None else _with_adapters(shell, config.lora, seed)
     except ArchitectureError:
         raise
-    except Exception as error:  # the model's own code says in many ways that it cannot be built
+    except Exception as error:  # the model's own code raises many types of errors
         raise ArchitectureError(f"transformers cannot build this model: {error}") from error
     buffers = sum(buffer.numel() for buffer in shell.buffers())
     if buffers > MAX_BUFFERS:
-        raise ArchitectureError(f"the model has buffers of {buffers} elements, at most {MAX_BUFFERS} are allowed")
+        raise ArchitectureError(f"the model has buffers of {buffers} elements; at most {MAX_BUFFERS} are allowed")
     if tensors is not None:
         try:
             check_tensors(trainable(shell), tensors)
@@ -85,8 +87,9 @@ def build_huggingface(
 
 
 def read_folder(config: ModelConfig, seed: int) -> tuple[ModelConfig, nn.Module | None]:
-    """A founder's ``model.folder``: its configuration as data, and its model if weights are there, with the adapters
-    that are to be trained.
+    """Read a founder's ``model.folder``: the configuration as data, and the model if the folder has weights.
+
+    The model has the adapters that are to be trained, if any.
 
     Raises:
         ArchitectureError: the folder cannot be used.
@@ -102,7 +105,7 @@ def read_folder(config: ModelConfig, seed: int) -> tuple[ModelConfig, nn.Module 
         ) from error
     if not isinstance(told, dict) or "auto_map" in told:
         raise ArchitectureError(
-            f"model.folder = {config.folder!r} needs code of its own, which is never run here: choose a model "
+            f"model.folder = {config.folder!r} needs code of its own, which p2pdiloco never runs: choose a model "
             "without auto_map"
         )
     transformers = _transformers(str(told.get("model_type")))
@@ -123,7 +126,7 @@ def read_folder(config: ModelConfig, seed: int) -> tuple[ModelConfig, nn.Module 
 
 
 def weights_digest(model: nn.Module) -> Digest:
-    """Of all parameters' names and float32 values, in the model's order."""
+    """Return the digest of all parameters' names and float32 values, in the model's order."""
     parts: list[bytes | memoryview] = []
     for name, p in model.named_parameters():
         values = p.detach().contiguous().reshape(-1).numpy().astype("<f4", copy=False)
@@ -132,10 +135,12 @@ def weights_digest(model: nn.Module) -> Digest:
 
 
 def _weights(transformers: Any, own: Any, folder: Path) -> nn.Module | None:
-    """The float32 model of a folder; None if no weights are there."""
+    """Load the float32 model of a folder; None if the folder has no weights."""
     if not list(folder.glob("*.safetensors")):
         if list(folder.glob("*.bin")) or list(folder.glob("*.pt")):
-            raise ArchitectureError(f"{folder} has weights as pickles, which are never loaded: convert to safetensors")
+            raise ArchitectureError(
+                f"{folder} has pickled weights, which are never loaded: convert them to safetensors"
+            )
         return None
     try:
         model: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(
@@ -152,33 +157,36 @@ def _weights(transformers: Any, own: Any, folder: Path) -> nn.Module | None:
 
 
 def _adapted(transformers: Any, own: Any, lora: LoraConfig, seed: int, base: str | None, elements: int) -> nn.Module:
-    """Adapters on the weights of the folder ``base``, which must be the manifest's; ``elements`` it says they have, of
-    which nothing is allocated if the files have less."""
+    """Build adapters on the weights of the folder ``base``, which must have the manifest's digest.
+
+    ``elements``: number of elements that the configuration says the base has. If the files have fewer, nothing is
+    allocated.
+    """
     if base is None:
         raise ArchitectureError(
-            "the run trains adapters (LoRA) on a model whose weights do not travel: give --model FOLDER, with the "
-            "founder's safetensors"
+            "the run trains adapters (LoRA) on a model whose weights are not sent to peers: give --model FOLDER, with "
+            "the founder's safetensors"
         )
     folder = Path(base).expanduser()
     here = _elements(folder)
     if here < elements:
         raise ArchitectureError(
-            f"--model {folder} has weights (*.safetensors) of {here} elements, the run's base has {elements}: copy the "
-            "founder's there"
+            f"--model {folder} has weights (*.safetensors) of {here} elements, but the run's base has {elements}: copy "
+            "the founder's files there"
         )
     model = _weights(transformers, own, folder)
     assert model is not None, "it has elements"
     found = weights_digest(model)
     if found != lora.base_digest:
         raise ArchitectureError(
-            f"the weights in --model {folder} have the digest {found}, the run's adapters are for {lora.base_digest}: "
-            "copy the founder's there"
+            f"the weights in --model {folder} have the digest {found}, but the run's adapters are for "
+            f"{lora.base_digest}: copy the founder's files there"
         )
     return _with_adapters(model, lora, seed)
 
 
 def _elements(folder: Path) -> int:
-    """Of all tensors in the folder's safetensors, by their headers."""
+    """Return the number of elements of all tensors in the folder's safetensors files, from their headers."""
     from safetensors import SafetensorError, safe_open
 
     total = 0
@@ -192,7 +200,7 @@ def _elements(folder: Path) -> int:
 
 
 def _with_adapters(model: nn.Module, lora: LoraConfig, seed: int) -> nn.Module:
-    """``model``, frozen, with adapters initialised from ``seed``."""
+    """Freeze ``model`` and add adapters initialised from ``seed``."""
     try:
         import peft
     except ImportError as error:
@@ -208,10 +216,10 @@ def _with_adapters(model: nn.Module, lora: LoraConfig, seed: int) -> nn.Module:
 
 
 def import_transformers(why: str) -> Any:
-    """The library, offline.
+    """Import transformers, in offline mode.
 
     Raises:
-        ArchitectureError: it is not here, with ``why`` it is needed.
+        ArchitectureError: it is not installed. The message begins with ``why`` it is needed.
     """
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
@@ -229,7 +237,7 @@ def _known(transformers: Any, model_type: str) -> set[str]:
     try:
         default = transformers.AutoConfig.for_model(model_type)
     except (KeyError, ValueError) as error:
-        raise ArchitectureError(f"this version of transformers knows no model_type {model_type!r}") from error
+        raise ArchitectureError(f"this version of transformers does not know model_type {model_type!r}") from error
     return {key for key in default.to_dict() if not key.startswith("_")} | _OLD_KEYS
 
 
@@ -237,12 +245,12 @@ def _config(transformers: Any, config: Mapping[str, Any]) -> Any:
     model_type = str(config["model_type"])
     unknown = sorted(set(config) - _known(transformers, model_type))
     if unknown:
-        raise ArchitectureError(f"a {model_type} has no {', '.join(unknown[:5])}: leave it out of model.config")
+        raise ArchitectureError(f"a {model_type} has no key {', '.join(unknown[:5])}: remove it from model.config")
     try:
         own = transformers.AutoConfig.for_model(
             model_type, **{key: value for key, value in config.items() if key != "model_type"}
         )
-    except Exception as error:  # transformers validates in many ways
-        raise ArchitectureError(f"model.config is no {model_type}: {error}") from error
+    except Exception as error:  # transformers raises many types of errors
+        raise ArchitectureError(f"model.config is not valid for a {model_type}: {error}") from error
     own.use_cache = False
     return own

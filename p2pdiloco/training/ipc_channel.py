@@ -1,12 +1,12 @@
-"""The learner's end of the link to its node: a socket that training never waits for.
+"""The learner's end of the socket to its node. Training never waits for it.
 
 Rules of this file:
-1. ``exchange`` sends what the socket takes and reads what is there, and returns. It is the only call at a training
-   step's boundary. Whether it really never waited is measured, not assumed: where the kernel's count of the thread's
-   voluntary context switches grew, the time that the thread neither computed nor queued for a processor is time that
-   it slept. Sleeps of at least SLEEP_S are added to ``blocked_s``; shorter ones are locks inside the kernel.
-2. ``wait`` sleeps until there is something to do; it is for a learner that is not training.
-3. What is not sent yet is bounded: beyond 64 KiB no ``Progress`` is taken, beyond 1 MiB no command is read, so that no
+1. ``exchange`` sends what the socket accepts, reads what is there, and returns. It is the only call at a training
+   step's boundary. Whether it really never waited is measured: if the kernel's count of the thread's voluntary context
+   switches grew, the time in which the thread neither computed nor queued for a processor is time that it slept. Sleeps
+   of at least SLEEP_S are added to ``blocked_s``; shorter ones are locks inside the kernel.
+2. ``wait`` sleeps until there is something to do. It is for a learner that is not training.
+3. The send queue is bounded: beyond 64 KiB no ``Progress`` is accepted; beyond 1 MiB no command is read, so that no
    further answers arise.
 4. The end of the stream means that the node is dead: ``is_closed``.
 """
@@ -26,12 +26,12 @@ from p2pdiloco.wire import learner_ipc
 _PROGRESS_LIMIT = 64 << 10
 _READ_LIMIT = 1 << 20
 _READ_BYTES = 64 << 10
+# Maximum number of reads in one exchange. The rest waits for the next.
 _READS = 64
-"""Most reads in one exchange; what is left waits for the next."""
 
 SLEEP_S = 0.001
+# Linux: nanoseconds on a processor, nanoseconds runnable but waiting for one, time slices.
 _SCHEDSTAT = "/proc/thread-self/schedstat"
-"""Linux: nanoseconds on a processor, nanoseconds runnable but waiting for one, time slices."""
 _THREAD = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)
 
 
@@ -39,9 +39,9 @@ class _Clock(NamedTuple):
     """A thread's clocks at one moment, in seconds."""
 
     switches: int
-    """Voluntary context switches so far."""
+    """Number of voluntary context switches so far."""
     busy_s: float
-    """Spent computing, or waiting for a processor."""
+    """Time spent computing or waiting for a processor."""
     wall_s: float
 
 
@@ -49,11 +49,11 @@ def _open_schedstat() -> int | None:
     try:
         return os.open(_SCHEDSTAT, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
-        return None  # not Linux: time in the run queue then counts as sleep
+        return None  # not Linux: time in the run queue counts as sleep
 
 
 class Channel:
-    """Commands in, answers out, over a connected stream socket (which it makes non-blocking)."""
+    """Receives commands and sends answers over a connected stream socket, which it makes non-blocking."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
@@ -64,21 +64,21 @@ class Channel:
         self._schedstat = _open_schedstat()
         if self._schedstat is not None:
             weakref.finalize(self, os.close, self._schedstat)
+        # Wall time that ``exchange`` slept, since the owner last set this to 0.
         self.blocked_s = 0.0
-        """Wall time that ``exchange`` slept in, since the owner last set this to 0."""
 
     def post(self, message: learner_ipc.FromLearner) -> bool:
-        """Queue ``message`` for the next exchange. False if it is a ``Progress`` for which there is no room."""
+        """Queue ``message`` for the next exchange. Returns False for a ``Progress`` if there is no room."""
         if isinstance(message, learner_ipc.Progress) and len(self._outgoing) > _PROGRESS_LIMIT:
             return False
         self._outgoing += learner_ipc.encode(message)
         return True
 
     def exchange(self) -> list[learner_ipc.FromNode]:
-        """Send and read what is possible now, without waiting; the commands that arrived, in order.
+        """Send and read what is possible now, without waiting. Returns the commands that arrived, in order.
 
         Raises:
-            ValueError: the node broke the link's rules.
+            ValueError: the node violated the protocol.
         """
         before = self._clock()
         self._send()
@@ -97,12 +97,13 @@ class Channel:
         return _Clock(switches, time.thread_time() + queued_s, time.perf_counter())
 
     def wait(self) -> None:
-        """Sleep until the socket can be read, or written if there is something to write. Not while training."""
+        """Sleep until the socket can be read, or written if something is queued. Do not call it while training."""
         reading = select.POLLIN if len(self._outgoing) <= _READ_LIMIT else 0
         self._poll(reading | (select.POLLOUT if self._outgoing else 0))
 
     def flush(self, timeout_s: float) -> bool:
-        """Send what is queued, for at most ``timeout_s``; whether all was sent. For a learner that ends."""
+        """Send what is queued, for at most ``timeout_s``. Returns True if everything was sent. For a learner that
+        ends."""
         deadline = time.monotonic() + timeout_s
         while self._outgoing and not self.is_closed and (left := deadline - time.monotonic()) > 0:
             self._poll(select.POLLOUT, left)
@@ -110,8 +111,11 @@ class Channel:
         return not self._outgoing
 
     def _poll(self, wanted: int, most_s: float | None = None) -> None:
-        """Until the socket can do that, or its other end is gone. (``select.select`` takes no descriptor from 1,024 on,
-        and a node with many connections hands on such ones.)"""
+        """Wait until the socket is ready for ``wanted``, or its other end is closed.
+
+        Not ``select.select``: it accepts no descriptor from 1,024 on, and a node with many connections hands on such
+        ones.
+        """
         poll = select.poll()
         poll.register(self._socket, wanted)
         poll.poll(None if most_s is None else 1000 * most_s)

@@ -1,15 +1,15 @@
-"""The learner's program. A node starts it, or forks, with a socket and the shared memory; nobody starts it by hand::
+"""The learner's program. A node starts it with a socket and the shared memory; nobody starts it by hand::
 
     python -m p2pdiloco.training.learner_main --socket-fd N --memory-fd N --manifest PATH --incarnation TEXT
                             [--inner-state PATH] [--reunion NAME --reattach-s S] [--device cpu] [--data PATH]
                             [--tokenizer PATH] [--model PATH] [--threads N]
 
 Rules of this file:
-1. The node leads. Ctrl+C reaches the whole process group, so SIGINT is ignored here; SIGTERM ends the learner at once;
-   so does the node's death, even in the middle of a step that takes minutes (Linux), unless it may wait for the node's
-   next life.
-2. What the user must repair (data, device, manifest) is told to the node as ``Failed`` and ends with status 2; a
-   failure while training ends with status 1.
+1. The node leads. SIGINT is ignored, because Ctrl+C reaches the whole process group. SIGTERM ends the learner at once.
+   So does the node's death (Linux), even in the middle of a step that takes minutes, unless the learner may wait for
+   the next node.
+2. A problem that the user must repair (data, device, manifest) is sent to the node as ``Failed`` and ends with status
+   2. A failure while training ends with status 1.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from p2pdiloco.util.process import be_called, die_with_parent
 from p2pdiloco.wire.learner_ipc import Failed
 
 _FAREWELL_S = 2.0
+# Niceness of training. Nodes on the same CPU need little time, but soon. Start-up runs at normal priority.
 _NICENESS = 5
-"""Of training, where it shares a CPU with nodes: they need little of it, but soon. Starting is not held back."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run until the node says ``Exit`` or is gone; the process's exit status."""
+    """Run until the node sends ``Exit`` or is gone; return the exit status."""
     options = _parser().parse_args(argv)
     be_called(NAME)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -79,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def parser_of_a_learner(prog: str, description: str) -> argparse.ArgumentParser:
-    """With what every learner is told."""
+    """Return a parser with the options that every learner has."""
     parser = argparse.ArgumentParser(prog=prog, description=description)
     parser.add_argument("--manifest", type=Path, required=True, help="the run's manifest, MessagePack")
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, mps, ...")
@@ -91,10 +91,10 @@ def parser_of_a_learner(prog: str, description: str) -> argparse.ArgumentParser:
 
 
 def device_of(name: str) -> torch.device:
-    """What ``--device`` names.
+    """Return the device that ``--device`` names.
 
     Raises:
-        ValueError: torch does not know it, or does not see it here.
+        ValueError: torch does not know it, or does not find it on this machine.
     """
     try:
         device = torch.device(name)
@@ -111,10 +111,10 @@ def device_of(name: str) -> torch.device:
 
 
 def setting(options: argparse.Namespace) -> tuple[torch.device, Manifest]:
-    """Of a learner: where it trains, and what.
+    """Return a learner's device and its run's manifest, and set torch's threads.
 
     Raises:
-        ValueError: it cannot.
+        ValueError: the learner cannot train with these options.
     """
     if options.threads:
         torch.set_num_threads(options.threads)
@@ -150,9 +150,9 @@ def _build(options: argparse.Namespace, connection: socket.socket) -> Learner:
 
 
 def be_nice() -> None:
-    """Yield to nodes. Threads that torch makes for its first step inherit it."""
+    """Lower this process's priority below that of nodes. Threads that torch makes for its first step inherit it."""
     os.nice(_NICENESS)
-    # Linux shares the CPU between sessions before it looks at niceness. A node starts its learner in one of its own.
+    # Linux divides the CPU among sessions before it considers niceness. A node's learner has a session of its own.
     if os.getsid(0) == os.getpid():
         with contextlib.suppress(OSError):
             Path("/proc/self/autogroup").write_text(str(_NICENESS), encoding="ascii")

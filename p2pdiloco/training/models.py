@@ -1,4 +1,4 @@
-"""The models that a run's TOML can name."""
+"""Models that a run's TOML can name."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from p2pdiloco.training.parameters import check_tensors
 
 # -- Built-in transformer ----------------------------------------------------------------------------------------------
 # The built-in model: a byte-level decoder-only transformer (RMSNorm, rotary positions, SwiGLU, no biases).
-# Rules of this file:
-# 1. Embedding and output head are two tensors. Only the embedding counts as one (``is_embedding``): its rows of rare
-#    tokens hardly move, so radial-directional averaging is for the rest (arXiv 2604.21428).
-# 2. ``build_model`` draws from its own generator: it neither reads nor moves torch's global random state.
+# Rules of this section:
+# 1. Embedding and output head are separate tensors. Only the embedding counts as an embedding (``is_embedding``). Its
+#    rows of rare tokens hardly move, so it is not merged by radial-directional averaging (arXiv 2604.21428).
+# 2. ``build_model`` uses its own random generator. It neither reads nor changes torch's global random state.
 #
 # The default configuration (width 128, depth 4, 4 heads) has 869,504 parameters in 27 tensors.
 
@@ -37,7 +37,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(width, width, bias=False)
 
     def forward(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-        """[batch, time, width] to the same."""
+        """Map [batch, time, width] to the same shape."""
         batch, time, width = x.shape
         qkv = self.qkv(x).view(batch, time, 3, self.heads, width // self.heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each [batch, heads, time, side]
@@ -48,7 +48,8 @@ class Attention(nn.Module):
 
 
 class Feed(nn.Module):
-    """SwiGLU; its hidden side (``feed_width``) is 8/3 of the width, rounded up to a multiple of 32."""
+    """SwiGLU feed-forward layer. Its hidden width (``feed_width``) is 8/3 of the width, rounded up to a multiple of
+    32."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -57,7 +58,7 @@ class Feed(nn.Module):
         self.down = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[batch, time, width] to the same."""
+        """Map [batch, time, width] to the same shape."""
         gate, up = self.gate_up(x).chunk(2, dim=-1)
         down: Tensor = self.down(F.silu(gate) * up)
         return down
@@ -74,19 +75,20 @@ class Block(nn.Module):
         self.feed = Feed(width)
 
     def forward(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-        """[batch, time, width] to the same."""
+        """Map [batch, time, width] to the same shape."""
         x = x + self.attention(self.attention_norm(x), cosine, sine)
         fed: Tensor = x + self.feed(self.feed_norm(x))
         return fed
 
 
 class Transformer(nn.Module):
-    """Tokens int64 [batch, time] to logits [batch, time, vocabulary]; time is at most the configured context."""
+    """Maps tokens, int64 [batch, time], to logits, [batch, time, vocabulary]. Time is at most the configured
+    context."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.context = config.context
-        # Nothing is drawn here: without memory, drawing an embedding loads torch's compiler (a second, 40 MB).
+        # No random numbers here: on the meta device, drawing an embedding loads torch's compiler (a second, 40 MB).
         nothing = torch.empty(config.vocabulary, config.width)
         self.embedding = nn.Embedding.from_pretrained(nothing, freeze=False)  # type: ignore[no-untyped-call]
         self.blocks = nn.ModuleList(Block(config.width, config.heads) for _ in range(config.depth))
@@ -97,7 +99,7 @@ class Transformer(nn.Module):
         self.register_buffer("sine", sine, persistent=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """See the class."""
+        """Return the logits, [batch, time, vocabulary], of ``tokens``, int64 [batch, time]."""
         time = tokens.shape[1]
         cosine, sine = self.get_buffer("cosine")[:time], self.get_buffer("sine")[:time]
         x = self.embedding(tokens)
@@ -108,15 +110,16 @@ class Transformer(nn.Module):
 
 
 def build_model(config: ModelConfig, seed: int, tensors: Sequence[TensorSpec] | None = None) -> nn.Module:
-    """A float32 model on the CPU with weights drawn from ``seed``: normal with deviation 0.02, and that divided by
-    sqrt(2 depth) for the projections back into the residual stream (GPT-2). With ``tensors``, those of the manifest,
-    nothing is allocated if they are not the model's.
+    """Build a float32 model on the CPU with weights drawn from ``seed``.
+
+    The weights are normal with standard deviation 0.02, divided by sqrt(2 depth) for the projections back into the
+    residual stream (GPT-2). ``tensors``: the manifest's; nothing is allocated if the model has others.
 
     Raises:
-        ValueError: they are not.
+        ValueError: the model's tensors are not ``tensors``.
     """
     if tensors is not None and config.depth > len(tensors):
-        raise ValueError(f"model.depth = {config.depth}, and the manifest has {len(tensors)} tensors in all")
+        raise ValueError(f"model.depth = {config.depth}, but the manifest has only {len(tensors)} tensors")
     with torch.device("meta"):
         shell = Transformer(config)
     if tensors is not None:
@@ -138,24 +141,26 @@ def build_model(config: ModelConfig, seed: int, tensors: Sequence[TensorSpec] | 
 
 
 def feed_width(width: int) -> int:
-    """The hidden side of a block's SwiGLU."""
+    """Return the hidden width of a block's SwiGLU."""
     return -(-8 * width // (3 * 32)) * 32
 
 
 def is_embedding(name: str) -> bool:
-    """Whether the tensor is the token embedding (the output head is not one)."""
+    """Return whether the tensor is the token embedding (the output head is not one)."""
     return name == "embedding.weight"
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Size, bool]]:
-    """Name, shape and ``is_embedding`` of every trainable tensor: what ``tensors.fragments.tensor_specs`` asks for."""
+    """Yield name, shape and ``is_embedding`` of every trainable tensor, for ``codec.fragments.tensor_specs``."""
     for name, parameter in model.named_parameters():
         yield name, parameter.shape, is_embedding(name)
 
 
 def loss(model: nn.Module, batch: Tensor) -> Tensor:
-    """Mean next-token cross-entropy in nats (a scalar) over ``batch``, int64 [samples, context + 1]. The model gives
-    logits, or what holds them as ``logits`` (transformers)."""
+    """Return the mean next-token cross-entropy in nats (a scalar) over ``batch``, int64 [samples, context + 1].
+
+    The model returns logits, or an object with an attribute ``logits`` (transformers).
+    """
     given = model(batch[:, :-1])
     logits: Tensor = given if isinstance(given, Tensor) else given.logits
     return F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
@@ -163,9 +168,9 @@ def loss(model: nn.Module, batch: Tensor) -> Tensor:
 
 @torch.no_grad()
 def generate(model: nn.Module, prompt: bytes, tokens: int, temperature: float, seed: int) -> bytes:
-    """``prompt`` continued by ``tokens`` sampled bytes; with ``temperature`` 0 the likeliest one each time.
+    """Return ``prompt`` continued by ``tokens`` sampled bytes. ``temperature`` 0: always the most likely byte.
 
-    The model sees the last ``context`` bytes. An empty prompt stands for a line's end. Symbols beyond the bytes (a
+    The model sees the last ``context`` bytes. An empty prompt stands for a newline. Symbols that are not bytes (a
     vocabulary above 256) are never drawn.
     """
     device = next(model.parameters()).device
@@ -185,7 +190,7 @@ def generate(model: nn.Module, prompt: bytes, tokens: int, temperature: float, s
 
 
 def _rotary_tables(context: int, side: int) -> tuple[Tensor, Tensor]:
-    """Cosine and sine, each [context, side / 2] (RoFormer, arXiv 2104.09864)."""
+    """Return cosine and sine, each [context, side / 2] (RoFormer, arXiv 2104.09864)."""
     frequencies = ROTARY_BASE ** (-torch.arange(0, side, 2, dtype=torch.float32, device="cpu") / side)
     angles = torch.arange(context, dtype=torch.float32, device="cpu").unsqueeze(1) * frequencies
     return angles.cos(), angles.sin()
@@ -198,20 +203,21 @@ def _rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 
 
 # -- Models by name ----------------------------------------------------------------------------------------------------
-# The models that a run's TOML can name.
 
 
-NO_BASE = "--model is for runs that train adapters (LoRA); this run's model travels: leave it out"
+NO_BASE = "--model is for runs that train adapters (LoRA); this run sends its whole model to peers: leave it out"
 
 
 def build(
     config: ModelConfig, seed: int, tensors: Sequence[TensorSpec] | None = None, base: str | None = None
 ) -> nn.Module:
-    """A float32 model on the CPU, initialised from ``seed``; ``tensors``: what the manifest says it has; ``base``: the
-    folder with the weights that adapters are for.
+    """Build a float32 model on the CPU, initialised from ``seed``.
+
+    ``tensors``: the manifest's list of the model's tensors. ``base``: the folder with the weights that adapters are
+    for.
 
     Raises:
-        ValueError: it cannot be built here; the message says what to do.
+        ValueError: it cannot be built here. The message says what to do.
     """
     if base is not None and config.lora is None:
         raise ValueError(NO_BASE)
@@ -221,15 +227,15 @@ def build(
 
 
 def outline(config: ModelConfig) -> nn.Module:
-    """The model's tensors without memory for them (on torch's "meta" device).
+    """Return the model without memory for its tensors (on torch's "meta" device).
 
     Raises:
-        ValueError: it cannot be built here; the message says what to do.
+        ValueError: it cannot be built here. The message says what to do.
     """
     with torch.device("meta"):
         return build_huggingface(config, 0) if config.kind == "huggingface" else Transformer(config)
 
 
 def vocabulary(config: ModelConfig) -> int:
-    """Symbols that the model knows."""
+    """Return the number of symbols that the model knows."""
     return int(config.config["vocab_size"]) if config.kind == "huggingface" else config.vocabulary

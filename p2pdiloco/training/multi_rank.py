@@ -1,14 +1,15 @@
-"""An island: the ranks of one peer (``torchrun --nproc-per-node N``), which take the node's commands as one.
+"""Multi-rank learners: all ranks of one peer (``torchrun --nproc-per-node N``) execute the node's commands together.
 
 Rules of this file:
-1. Rank 0 of the group, the *leader*, talks to the node. Everybody else learns from it, so that all ranks execute the
-   same commands at the same step, whatever becomes of the node: even its end is something that the leader tells.
-2. Control goes through a gloo group of its own, which no GPU waits for; parameters of CUDA models through the group's
-   own backend.
-3. Of a sharded model (FSDP2: ``fully_shard``) one tensor at a time is gathered, never the whole. The flat vectors exist
-   at the leader alone.
-4. A rank that dies breaks the others' next collective; nothing here catches that. torchrun then starts all anew, and
-   the peer's node, which has not noticed more than its learner's death, waits for them.
+1. Rank 0 of the group, the *leader*, talks to the node. The other ranks learn everything from the leader. All ranks
+   thus execute the same commands at the same step, whatever happens to the node; even the node's end is announced by
+   the leader.
+2. Control messages use a separate gloo group, which no GPU waits for. Parameters of CUDA models use the group's own
+   backend.
+3. A sharded model (FSDP2, ``fully_shard``) is gathered one tensor at a time, never as a whole. Only the leader has the
+   flat vectors.
+4. If a rank dies, the next collective of the others fails. Nothing here catches that: torchrun restarts all ranks. To
+   the node this is the death of its learner, and it waits for the restarted one.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ from p2pdiloco.wire import learner_ipc
 
 
 class RankGroup:
-    """The ranks of ``group``. Every method but the properties is to be called by all of them."""
+    """The ranks of ``group``. All ranks must call each method together; properties are local."""
 
     def __init__(self, group: dist.ProcessGroup | None, patience_s: float) -> None:
-        """``patience_s``: how long ranks wait for the leader."""
+        """``patience_s``: timeout of the ranks' control messages."""
         ranks = dist.get_process_group_ranks(group)
         self._leader = ranks[0]
         self._own = group
@@ -45,21 +46,25 @@ class RankGroup:
         self.is_leader = dist.get_rank() == self._leader
 
     def visit(self, own: Visit | None) -> RankGroupVisit:
-        """All ranks' node; ``own`` is the leader's, the only one that meets it."""
+        """Return all ranks' view of a node that has come; ``own`` is the leader's, the others pass None."""
         return RankGroupVisit(self, own)
 
     def meeting(self, own: Meeting | None) -> RankGroupMeeting:
-        """Where all ranks look out for the next node; ``own`` is the leader's."""
+        """Return all ranks' view of the wait for the next node; ``own`` is the leader's, the others pass None."""
         return RankGroupMeeting(self, own)
 
     def parameters(
         self, named: Iterable[tuple[str, Tensor]], tensors: Sequence[TensorSpec], layout: Layout
     ) -> RankGroupParameters:
-        """All ranks' parameters as the flat vector. Raises ValueError: they are not the tensors of the manifest."""
+        """Return all ranks' parameters as the flat vector.
+
+        Raises:
+            ValueError: the parameters are not the tensors of the manifest.
+        """
         return RankGroupParameters(named, tensors, layout, self)
 
     def gather(self, named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-        """The full parameters, float32, at the leader; nothing at the others."""
+        """Return the full parameters, float32, at the leader; an empty list at the others."""
         copies = []
         for name, parameter in named:
             full = _whole(parameter)
@@ -68,21 +73,21 @@ class RankGroup:
         return copies
 
     def sum(self, *values: float) -> list[float]:
-        """Sums over the ranks, in float64."""
+        """Return the sums over the ranks, in float64."""
         total = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(total, group=self._control)
         return cast(list[float], total.tolist())
 
     def totals(self, is_step: bool, tokens: int, loss: float | None) -> tuple[int, int, float, int]:
-        """Over the ranks: how many made the step, their tokens, their losses' sum, and how many told a loss."""
+        """Return sums over the ranks: ranks that made the step, tokens, losses, and ranks that reported a loss."""
         sums = self.sum(is_step, tokens, 0.0 if loss is None else loss, loss is not None)
         return int(sums[0]), int(sums[1]), sums[2], int(sums[3])
 
     def lead(self, attempt: Callable[[], bytes], failure: type[Exception]) -> bytes:
-        """What ``attempt`` gives at the leader, the only one to call it.
+        """Call ``attempt`` at the leader only, and return its result on all ranks.
 
         Raises:
-            failure: it failed there; the message is the same on all ranks.
+            failure: it failed there. The message is the same on all ranks.
         """
         data, has_failed = b"", False
         if self.is_leader:
@@ -96,7 +101,7 @@ class RankGroup:
         return data
 
     def tell(self, data: bytes, flag: bool) -> tuple[bytes, bool]:
-        """The leader's ``data`` and ``flag``, on all ranks."""
+        """Return the leader's ``data`` and ``flag`` on all ranks."""
         head = torch.tensor([len(data), flag])
         self.share(head)
         size, told = head.tolist()
@@ -107,16 +112,17 @@ class RankGroup:
         return body.numpy().tobytes(), bool(told)
 
     def share(self, tensor: Tensor) -> None:
-        """``tensor`` := the leader's, in place."""
+        """Set ``tensor`` to the leader's value on all ranks, in place."""
         group = self._own if tensor.is_cuda else self._control
         dist.broadcast(tensor, src=self._leader, group=group)
 
 
 class RankGroupChannel:
-    """What ``Channel`` is to one process: the same commands for all ranks at the same step; the leader answers."""
+    """The counterpart of ``Channel`` for a rank group: all ranks get the same commands at the same step, and the leader
+    answers."""
 
     def __init__(self, island: RankGroup, channel: Channel | None) -> None:
-        """``channel``: the leader's; the other ranks have none."""
+        """``channel``: the leader's; None at the other ranks."""
         self._island = island
         self._channel = channel
         self._decoder = learner_ipc.Decoder[learner_ipc.FromNode](learner_ipc.FromNode)
@@ -124,11 +130,12 @@ class RankGroupChannel:
         self.blocked_s = 0.0
 
     def post(self, message: learner_ipc.FromLearner) -> bool:
-        """As ``Channel.post``."""
+        """Queue ``message``, as ``Channel.post``. Only the leader sends."""
         return self._channel is None or self._channel.post(message)
 
     def exchange(self) -> list[learner_ipc.FromNode]:
-        """As ``Channel.exchange``: what the leader has got. A node that breaks the rules counts as gone."""
+        """Return the commands that the leader received, as ``Channel.exchange``. A protocol violation counts as the
+        node's end."""
         frames = b""
         if self._channel is not None:
             try:
@@ -141,32 +148,33 @@ class RankGroupChannel:
         return self._decoder.feed(frames) if frames else []
 
     def wait(self) -> None:
-        """Not to be called: ranks look again a moment later instead."""
+        """Do not call it: ranks poll instead."""
         raise AssertionError("an island does not sleep in its socket")
 
     def flush(self, timeout_s: float) -> bool:
-        """As ``Channel.flush``; true where there is nothing to say it to."""
+        """Send what is queued, as ``Channel.flush``. Returns True at ranks that send nothing."""
         return self._channel is None or self._channel.flush(timeout_s)
 
 
 class RankGroupMeeting:
-    """Where an island looks out for its node: the leader does, and tells the others at each step."""
+    """The counterpart of ``Meeting`` for a rank group: the leader waits for the next node and tells the others at each
+    step."""
 
     def __init__(self, island: RankGroup, meeting: Meeting | None) -> None:
-        """``meeting``: the leader's."""
+        """``meeting``: the leader's; None at the other ranks."""
         self._island = island
         self._meeting = meeting
         self.is_open = False
         self.is_over = False
 
     def open(self) -> bool:
-        """Look out from now on, all ranks; False if that is not possible."""
+        """Begin to wait for a node, on all ranks. Returns False if that is not possible."""
         _, self.is_open = self._island.tell(b"", self._meeting is not None and self._meeting.open())
         self.is_over = False
         return self.is_open
 
     def poll(self) -> RankGroupVisit | None:
-        """Who came to the leader."""
+        """Return the node that has come to the leader, if any."""
         visit = None if self._meeting is None else self._meeting.poll()
         is_over = self._meeting is not None and self._meeting.is_over
         over, has_come = self._island.tell(b"over" if is_over else b"", visit is not None)
@@ -177,22 +185,22 @@ class RankGroupMeeting:
         return RankGroupVisit(self._island, visit)
 
     def close(self) -> None:
-        """Look out no more."""
+        """Stop waiting."""
         self.is_open = False
         if self._meeting is not None:
             self._meeting.close()
 
 
 class RankGroupVisit:
-    """The node's next life, which has come to the leader."""
+    """A new node that has come to the leader."""
 
     def __init__(self, island: RankGroup, visit: Visit | None) -> None:
-        """``visit``: the leader's."""
+        """``visit``: the leader's; None at the other ranks."""
         self._island = island
         self._visit = visit
 
     def attach(self, elements: int) -> tuple[Vectors, RankGroupChannel]:
-        """As ``Visit.attach``; the others have neither memory nor link."""
+        """Return the node's vectors and channel, as ``Visit.attach``. Other ranks than the leader get empty vectors."""
         if self._visit is None:
             return NoVectors(), RankGroupChannel(self._island, None)
         vectors, channel = self._visit.attach(elements)
@@ -201,20 +209,22 @@ class RankGroupVisit:
 
 
 class _Part:
-    """Elements ``first`` to ``last`` of one parameter are ``start`` to ``stop`` of the flat vector."""
+    """Elements ``first`` to ``last`` of one parameter, which lie at ``start`` to ``stop`` of the flat vector."""
 
     def __init__(self, first: int, last: int, start: int, stop: int) -> None:
         self.first, self.last, self.start, self.stop = first, last, start, stop
 
 
 class RankGroupParameters:
-    """What ``FlatParameters`` is to one process. ``vector`` is the leader's; other ranks may give anything."""
+    """The counterpart of ``FlatParameters`` for a rank group. ``vector`` arguments matter at the leader only."""
 
     def __init__(
         self, named: Iterable[tuple[str, Tensor]], tensors: Sequence[TensorSpec], layout: Layout, island: RankGroup
     ) -> None:
-        """Raises:
-        ValueError: the parameters are not the tensors of the manifest.
+        """Assign the parts of the parameters to shards.
+
+        Raises:
+            ValueError: the parameters are not the tensors of the manifest.
         """
         given = list(named)
         check_tensors(given, tensors)
@@ -233,26 +243,26 @@ class RankGroupParameters:
             self._shards.append(parts)
 
     def of_fragment(self, fragment: FragmentId) -> tuple[ShardId, ...]:
-        """The shards of ``fragment``."""
+        """Return the shards of ``fragment``."""
         return self.layout.fragments[fragment]
 
     def pin(self, vectors: Sequence[Tensor]) -> None:
-        """Copies of an island are not page-locked."""
+        """Do nothing: copies of a rank group are not page-locked."""
 
     def unpin(self, vectors: Sequence[Tensor]) -> None:
-        """Nothing to undo."""
+        """Do nothing."""
 
     def copy_from(self, vector: Tensor, shards: Iterable[ShardId]) -> None:
-        """Parameters = ``vector`` for these shards, on all ranks."""
+        """Set the parameters of these shards to ``vector``, on all ranks."""
         self._take(vector, shards, replace=True)
 
     def add_from(self, vector: Tensor, shards: Iterable[ShardId]) -> None:
-        """Parameters += ``vector`` for these shards, on all ranks."""
+        """Add ``vector`` to the parameters of these shards, on all ranks."""
         self._take(vector, shards, replace=False)
 
     @torch.no_grad()
     def copy_to(self, vector: Tensor, shards: Iterable[ShardId]) -> None:
-        """``vector`` = parameters for these shards, at the leader."""
+        """Copy the parameters of these shards to ``vector``, at the leader."""
         for index, parts in self._by_parameter(shards):
             full = _whole(self._parameters[index]).flatten()
             if self._island.is_leader:
@@ -284,7 +294,7 @@ class RankGroupParameters:
                 parameter.copy_(flat.view(full.shape))
 
     def _by_parameter(self, shards: Iterable[ShardId]) -> list[tuple[int, list[_Part]]]:
-        """What of each parameter is meant, so that each is gathered once; in the flat vector's order."""
+        """Group the shards' parts by parameter, so that each is gathered once, in the flat vector's order."""
         found: dict[int, list[_Part]] = {}
         for shard in shards:
             for index, part in self._shards[shard]:
@@ -293,5 +303,5 @@ class RankGroupParameters:
 
 
 def _whole(parameter: Tensor) -> Tensor:
-    """The parameter's full value: itself, or gathered from all ranks (which all call this)."""
+    """Return the parameter's full value, gathered from all ranks if it is sharded. All ranks must call it."""
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()

@@ -1,17 +1,19 @@
-"""A learner's side of its node, whatever the training loop: what is done at each step's boundary.
+"""Node link: a learner's connection to its node, for any training loop. Does the node's work at each step's boundary.
 
 Rules of this file:
-1. Training never waits for the node. Commands are read without waiting, at step boundaries only, and executed in order;
-   answers that the socket does not take stay queued (``channel.py``). Only ``wait`` sleeps, for who does not train.
-2. The global step grows by 1 with each inner step and by ``AdoptStep``; at the run's last step training ends.
-3. ``steps`` and ``tokens`` only grow: ``Begin`` follows new parameters, not a new history.
-4. Answers leave in the order of the commands. One whose copy is under way on a GPU holds back those behind it only.
-5. What is not finite, loss or snapshot, is never merged, nor is what the training loop doubts (``step_check.py``): its
-   snapshots are NaN, which no node encodes. That it is so is said once, and that it is over (``Unable``); to the node's
-   next life again.
-6. When the socket ends, the node is dead. With a ``Reunion`` the learner trains on for a while: the node's next life
-   gets all progress since then, on top of the swarm's parameters. To the swarm that is a new learner, whose counters
-   begin at the loss. Whoever is not found ends (a script trains on alone).
+1. Training never waits for the node. Commands are read without waiting, at step boundaries only, and executed in order.
+   Answers that the socket does not accept stay queued (``ipc_channel.py``). Only ``wait`` sleeps, for a learner that
+   does not train.
+2. The global step grows by 1 with each inner step, and by ``AdoptStep``. At the run's last step training ends.
+3. ``steps`` and ``tokens`` only grow: ``Begin`` follows new parameters and does not reset them.
+4. Answers are sent in the order of the commands. An answer whose copy is still running on a GPU delays only those
+   behind it.
+5. Nothing is merged that is not finite (loss or snapshot), or that the training loop doubts (``step_check.py``): such
+   snapshots are NaN, which no node encodes. The beginning and the end of such a period are reported once (``Unable``),
+   and again to a new node.
+6. If the socket ends, the node is dead. With a ``Reunion`` the learner trains on for a while. The next node gets all
+   progress made since then, on top of the swarm's parameters. To the swarm it is a new learner, whose counters begin
+   when the old node died. If no node comes in time, the learner ends (a script trains on alone).
 """
 
 from __future__ import annotations
@@ -64,37 +66,40 @@ if TYPE_CHECKING:
     from p2pdiloco.training.multi_rank import RankGroupChannel, RankGroupParameters
 
 
-# -- Health of what is trained -----------------------------------------------------------------------------------------
-# Whether what a learner trains may be merged: its losses and the copies of its fragments are finite, and its training
-# loop has no doubt of its steps (``step_check.py``).
+# -- Health of the learner's updates -----------------------------------------------------------------------------------
+# A learner's updates may be merged if its losses and the copies of its fragments are finite, and its training loop does
+# not doubt its steps (``step_check.py``).
 
 
 ADVICE = (
-    ": nothing that is trained here is merged until it is finite again. Stop this learner and start it again, with a "
-    "lower learning rate: it then goes on from the swarm's parameters"
+    ": nothing that is trained here is merged until it is finite again. Stop this learner and start it again with a "
+    "lower learning rate: it then continues from the swarm's parameters"
 )
 
 
 class Health:
-    """Of one learner."""
+    """Decides whether one learner's updates may be merged, and which changes of that to report."""
 
     def __init__(self) -> None:
+        # Fragments whose last snapshot was not finite; None: the last reported loss was not finite.
         self._spoilt: set[FragmentId | None] = set()
-        """Fragments whose last snapshot was not finite; None: nor was the last loss that was told."""
         self._doubt = ""
+        # The problem that was reported last; empty: none.
         self.problem = ""
-        """What was told last; empty: all is well."""
 
     def check_loss(self, loss: float, step: int) -> str | None:
-        """The loss of a step is this. What is to be told, if that is news."""
+        """Check the loss of a step. Returns a problem to report, if it is new."""
         self._spoilt.discard(None)
         if math.isfinite(loss):
-            return None  # whether the parameters are, a snapshot shows
+            return None  # snapshots show whether the parameters are finite
         self._spoilt.add(None)
         return self._judge(f"the loss is {loss} at step {step}{ADVICE}")
 
     def copied(self, fragment: FragmentId, is_sound: bool, step: int) -> str | None:
-        """A snapshot of ``fragment`` is finite, or not. What is to be told, if that is news; "": all is well again."""
+        """Record whether a snapshot of ``fragment`` is finite.
+
+        Returns a problem to report, if it is new; "": all is well again; None: nothing to report.
+        """
         if not is_sound:
             self._spoilt.add(fragment)
             return self._judge(f"parameters are not finite at step {step}{ADVICE}")
@@ -104,14 +109,16 @@ class Health:
         return None
 
     def doubted(self, problem: str) -> str | None:
-        """What is trained must not be merged for this reason, however finite it is; empty: it may. What is to be told,
-        if that is news; "": all is well again."""
+        """Set the training loop's reason why its updates must not be merged, even if finite; empty: it has none.
+
+        Returns a problem to report, if it is new; "": all is well again; None: nothing to report.
+        """
         self._doubt = problem
         return None if self._spoilt else self._judge(problem)
 
     @property
     def is_doubted(self) -> bool:
-        """Whether it must not."""
+        """True if the training loop has such a reason."""
         return bool(self._doubt)
 
     def _judge(self, problem: str) -> str | None:
@@ -122,94 +129,100 @@ class Health:
 
 
 def is_finite(vector: Tensor) -> bool:
-    """Whether all of ``vector``, float32 [n], is finite. One pass over it: a sum shows what it is made of, unless it
-    overflows."""
+    """Return whether all of ``vector``, float32 [n], is finite.
+
+    Mostly one pass: a finite sum proves it. If the sum overflows, the elements are checked.
+    """
     return math.isfinite(float(vector.sum())) or bool(vector.isfinite().all())
 
 
 # -- Node link ---------------------------------------------------------------------------------------------------------
-# A learner's side of its node, whatever the training loop: what is done at each step's boundary.
 
 
 log = logging.getLogger("p2pdiloco")
 
 _LOOK_S = 0.05
+# Interval between two checks of running copies, for a learner that does nothing else.
 _COPY_S = 0.001
-"""Between two looks at copies under way, for a learner that does nothing else."""
+# How long a learner that ends tries to send its remaining messages.
 _FAREWELL_S = 2.0
-"""How long a learner that ends tries to say what is left."""
 
 
 class Trainer(Protocol):
-    """What a training loop does for its node."""
+    """Work that a training loop does for its node."""
 
     def evaluate(self, theta: Tensor) -> float:
-        """Held-out loss of the global parameters, float32 [n], in nats a token."""
+        """Return the held-out loss of the global parameters, float32 [n], in nats per token."""
 
     def train(self, block: Block) -> None:
-        """This block of data is next but those given before."""
+        """Queue this block of data, after the blocks that were assigned before."""
 
     def save(self) -> None:
-        """Keep the inner optimizer's state."""
+        """Save the inner optimizer's state."""
 
     def merged(self, tokens: int) -> None:
-        """So much of the run's budget is merged, if it has one."""
+        """Note the tokens merged of the run's budget, if it has one."""
 
     def begin_again(self) -> None:
-        """The node is lost: what it had given (blocks of data) is given no more."""
+        """Drop assigned blocks of data, because the node is lost."""
 
     def end(self) -> None:
-        """The process ends next."""
+        """Finish pending work: the process ends next."""
 
 
 class Visit(Protocol):
-    """The node's next life has come (``reunion.Found``)."""
+    """A new node that has come (``node_reconnect.Found``)."""
 
     def attach(self, elements: int) -> tuple[Vectors, Channel | RankGroupChannel]:
-        """Its memory and the link to it. Raises ValueError: the memory is that of another model."""
+        """Return the node's memory and the link to it.
+
+        Raises:
+            ValueError: the memory is that of another model.
+        """
 
 
 class Meeting(Protocol):
-    """How a learner without a node waits for the next one (``node_reconnect.Reunion``, ``script_node.Return``)."""
+    """Waits for the next node of a learner that has lost its node (``node_reconnect.Reunion``,
+    ``script_node.Return``)."""
 
     @property
     def is_open(self) -> bool:
-        """Whether it looks out."""
+        """True while it waits for a node."""
 
     @property
     def is_over(self) -> bool:
-        """Whether nobody will come any more."""
+        """True if no node will come any more."""
 
     def open(self) -> bool:
-        """Look out from now on; False if that is not possible."""
+        """Begin to wait. Returns False if that is not possible."""
 
     def poll(self) -> Visit | None:
-        """Who came; it is then closed."""
+        """Return the node that has come, if any; the meeting is then closed."""
 
     def close(self) -> None:
-        """Look out no more."""
+        """Stop waiting."""
 
 
 class NodeEnd(NamedTuple):
-    """What is shared with one life of the node."""
+    """Memory and channel shared with one life of the node."""
 
     vectors: Vectors
     channel: Channel | RankGroupChannel
 
 
 class Counts:
-    """What a learner has done."""
+    """Counters of a learner."""
 
     def __init__(self) -> None:
         self.global_step = 0
         self.steps = 0
         self.tokens = 0
+        # Seconds spent on copies since the last ``Progress``.
         self.exchange_s = 0.0
-        """Copies since the last ``Progress``."""
 
 
 class NodeLink:
-    """The connection, the shared vectors and the model's parameters as the run's flat vector."""
+    """Connects the node's channel, the shared vectors, and the model's parameters as the run's flat vector."""
 
     def __init__(
         self,
@@ -222,7 +235,7 @@ class NodeLink:
         reunion: Meeting | None = None,
         doubt: Callable[[], str] = lambda: "",
     ) -> None:
-        """``doubt``: why what is trained must not be merged, asked before each snapshot; empty: it may."""
+        """``doubt`` returns why updates must not be merged; empty: they may. It is called before each snapshot."""
         self._trainer = trainer
         self._doubt = doubt
         self._flat = flat
@@ -232,30 +245,30 @@ class NodeLink:
         self.last_step = last_step
         self._reunion = reunion
         self._ready: Ready | None = None
+        # The learner's parameters when its node was lost. None unless a new node still has to send the swarm's.
         self._anchor: Tensor | None = None
-        """Parameters at the loss of the node, until another has given those of the swarm."""
         self.is_training = False
+        # True once it has received the global parameters.
         self.is_loaded = False
-        """It has got the global parameters, once."""
+        # True when the node has sent ``Exit``.
         self.is_dismissed = False
-        """The node has said that it is over."""
+        # The latest news of the other peers that a script's node has sent.
         self.swarm: Swarm | None = None
-        """What a script's node said last of the others."""
         self.counts = Counts()
+        # True while no steps are made, because others need the machine.
         self.is_resting = False
-        """No steps for now: others want the machine."""
         self._health = Health()
 
     # ------------------------------------------------------------------------------------------------ to the node
 
     def greet(self, *, device: str, inner_steps: int = 0, has_blocks: bool = False) -> None:
-        """The model is built."""
+        """Tell the node that the model is built."""
         elements = self._flat.layout.elements
         self._ready = Ready(device=device, parameters=elements, inner_steps=inner_steps, has_blocks=has_blocks)
         self._node.channel.post(self._ready)
 
     def stepped(self, tokens: int, loss: float | None, step_time_s: float) -> None:
-        """An inner step is done; None: its loss is not known."""
+        """Record an inner step. ``loss``: None if it is not known."""
         self.counts.steps += 1
         self.counts.tokens += tokens
         self.counts.global_step += 1
@@ -274,27 +287,27 @@ class NodeLink:
             self._node.channel.blocked_s = self.counts.exchange_s = 0.0
 
     def block_finished(self, block: Block) -> None:
-        """A whole block of data is trained, at the count of tokens of now."""
+        """Report that a block of data was trained, at the present count of tokens."""
         self._answer(BlockFinished(block=block, tokens=self.counts.tokens))
 
     def batches(self, digests: tuple[str, ...]) -> None:
-        """Of the first ones that were trained."""
+        """Send digests of the first batches that were trained."""
         self._node.channel.post(Batches(digests=digests))
 
     def tell(self, message: ForPeople) -> None:
-        """For people."""
+        """Send a message that is meant for people."""
         self._node.channel.post(message)
 
     def fail(self, reason: str) -> None:
-        """The learner ends; try to say why."""
+        """Tell the node why the learner ends."""
         self._node.channel.post(Failed(reason=reason[:2000]))
         if not self._node.channel.flush(_FAREWELL_S):
-            log.error("the learner ends, and cannot tell its node: %s", reason)
+            log.error("the learner ends and cannot tell its node why: %s", reason)
 
     # ------------------------------------------------------------------------------------------------ the boundary
 
     def wait(self) -> None:
-        """Sleep until the node says something. Not while steps are to be made."""
+        """Sleep until the node sends something. Do not call it while steps are to be made."""
         if self._reunion is not None and self._reunion.is_open:
             time.sleep(_LOOK_S)
         elif self._answers:
@@ -303,7 +316,7 @@ class NodeLink:
             self._node.channel.wait()
 
     def boundary(self) -> bool:
-        """Do what the node asked for, without waiting. False when the learner is to end."""
+        """Execute the node's commands, without waiting. Returns False when the learner must end."""
         if self.is_dismissed:
             return False
         if self._reunion is not None and self._reunion.is_open:
@@ -320,7 +333,7 @@ class NodeLink:
                 self.is_dismissed, self.is_training = True, False
                 return False
             self._execute(command)
-        if self._node.channel.is_closed:  # after what it has said last
+        if self._node.channel.is_closed:  # checked after its last commands were executed
             return self._lost_node()
         if self.is_training and self.counts.global_step >= self.last_step:
             self._stop()
@@ -374,8 +387,11 @@ class NodeLink:
                 assert_never(command)
 
     def _regain(self, anchor: Tensor, shards: Sequence[ShardId]) -> None:
-        """Parameters = the swarm's, with all that was trained since the loss of the node on top; and should the next
-        node be lost before it has given the others, what is trained from now on counts from these."""
+        """Set these shards to the swarm's parameters plus everything trained since the node was lost.
+
+        The anchor becomes the swarm's parameters. If this node is lost too before it has sent the other shards,
+        progress counts from there.
+        """
         shift, pieces = self._node.vectors.shift, [self._flat.layout.shards[shard] for shard in shards]
         for piece in pieces:
             anchor[piece.start : piece.stop].neg_().add_(shift[piece.start : piece.stop])
@@ -384,12 +400,12 @@ class NodeLink:
             anchor[piece.start : piece.stop].copy_(shift[piece.start : piece.stop])
 
     def _until(self, finished: Finished | None) -> None:
-        """Wait for a copy; it takes milliseconds."""
+        """Wait for a copy, which takes milliseconds."""
         while finished is not None and not finished():
             time.sleep(_COPY_S)
 
     def _answer(self, message: FromLearner, finished: Finished | None = None) -> None:
-        """Say ``message`` when its copy, and those of all messages before it, have ended."""
+        """Send ``message`` when its copy, and those of all messages before it, have ended."""
         self._answers.append((finished, message))
         self._release()
 
@@ -411,13 +427,13 @@ class NodeLink:
         self._tell_health(self._health.copied(fragment, is_sound, self.counts.global_step))
 
     def _tell_health(self, problem: str | None) -> None:
-        """Say that what is trained cannot be merged, or that it can again, if that is news."""
+        """Report that updates cannot be merged, or can be again (empty). None: nothing to report."""
         if problem is not None:
-            log.warning(problem or "what is trained here can be merged again")
+            log.warning(problem or "this learner's updates can be merged again")
             self._node.channel.post(Unable(reason=problem))
 
     def _settle(self) -> None:
-        """Wait for copies under way; they take milliseconds."""
+        """Wait for running copies, which take milliseconds."""
         until = time.monotonic() + _FAREWELL_S
         while self._answers and time.monotonic() < until:
             self._release()
@@ -427,7 +443,7 @@ class NodeLink:
         if self.is_training:
             self._save()
         self.is_training = False
-        if not self.is_alone:  # else it is for the node to say where the run is, with Begin: it may be less far
+        if not self.is_alone:  # without a node, the next one decides with Begin where the run is, possibly further back
             self._answer(Paused(steps=self.counts.steps, tokens=self.counts.tokens))
 
     def _save(self) -> None:
@@ -438,7 +454,7 @@ class NodeLink:
     # ------------------------------------------------------------------------------------------------ without a node
 
     def _lost_node(self) -> bool:
-        """Begin another life by itself; False if there is nothing to wait for."""
+        """Begin another life without the node. Returns False if there is nothing to wait for."""
         if self._reunion is None or not self.is_training or not self._reunion.open():
             return False
         if self._anchor is None:
@@ -450,16 +466,16 @@ class NodeLink:
         return True
 
     def load_global(self) -> None:
-        """Parameters := the global ones."""
+        """Set the parameters to the global ones."""
         self._flat.copy_from(self._node.vectors.theta, self._flat.everything)
 
     @property
     def is_alone(self) -> bool:
-        """Whether the node is lost, and no other has given the swarm's parameters yet."""
+        """True if the node is lost, and no other has sent the swarm's parameters yet."""
         return self._anchor is not None
 
     def _look_out(self, reunion: Meeting) -> bool:
-        """Is the node's next life there? False when it is too late for that."""
+        """Look for the next node. Returns False when the wait is over."""
         if self.is_training and self.counts.global_step >= self.last_step:
             self.is_training = False
         found = reunion.poll()
@@ -472,7 +488,7 @@ class NodeLink:
             self._node.channel.post(self._ready)
             if self._health.problem:
                 self._node.channel.post(Unable(reason=self._health.problem))
-            self.is_resting = False  # the node's next life says it anew
+            self.is_resting = False  # the new node sends ``Rest`` again if needed
         if reunion.is_open and reunion.is_over:
             reunion.close()
             return False
@@ -480,27 +496,26 @@ class NodeLink:
 
 
 # -- Trainer of a script -----------------------------------------------------------------------------------------------
-# What a node may ask of a training loop, where that is the user's own script: nothing.
 
 
 class ScriptTrainer:
-    """An ``outer_link.Trainer``."""
+    """A ``Trainer`` that does nothing, because the training loop is the user's own script."""
 
     def evaluate(self, theta: Tensor) -> float:
-        """Runs of scripts (``evaluation.every`` is 0) are evaluated by the scripts."""
+        """Fail: scripts evaluate their runs themselves (``evaluation.every`` is 0)."""
         raise AssertionError("no node asks for this")
 
     def train(self, block: Block) -> None:
-        """The script has data of its own."""
+        """Do nothing: the script has its own data."""
 
     def save(self) -> None:
-        """The script saves its own optimizer."""
+        """Do nothing: the script saves its own optimizer."""
 
     def merged(self, tokens: int) -> None:
-        """A script's rate is its own affair."""
+        """Do nothing: the script sets its own learning rate."""
 
     def begin_again(self) -> None:
-        """Nothing was given."""
+        """Do nothing: no blocks were assigned."""
 
     def end(self) -> None:
-        """Nothing to finish."""
+        """Do nothing."""

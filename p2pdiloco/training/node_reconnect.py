@@ -1,12 +1,12 @@
-"""Reconnects a learner whose node has died with the node's next life.
+"""Reconnects a learner whose node has died with the next node.
 
-A Unix socket in Linux's abstract namespace, named by the peer's folder: it leaves no file behind. Whoever connects must
-be the same user, and brings the new shared memory along; the connection is then the learner's link. A training script
-is told the run first.
+The meeting point is a Unix socket in Linux's abstract namespace, named after the peer's folder, so it leaves no file
+behind. A visitor must be the same user, and brings the new shared memory. Its connection then is the learner's link. A
+training script first receives the run's manifest.
 
 Rules of this file:
-1. Nothing here waits: a learner looks at its step boundaries.
-2. A learner that nobody has found within its patience ends; a script trains on alone.
+1. Nothing here waits: a learner polls at its step boundaries.
+2. A learner that no node has found in time ends; a script trains on alone.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 class Found:
-    """The node's next life; a script is also told which run it is."""
+    """A node that has come, with its shared memory. A script also gets the run's manifest."""
 
     def __init__(self, connection: socket.socket, memory_fd: int, manifest: bytes = b"") -> None:
         self._connection = connection
@@ -36,7 +36,7 @@ class Found:
         self.manifest = manifest
 
     def attach(self, elements: int) -> tuple[SharedVectors, Channel]:
-        """The memory and the link that it has brought along; once.
+        """Return the memory and the link that the node has brought. Call it once.
 
         Raises:
             ValueError: the memory is not that of ``elements`` parameters.
@@ -44,20 +44,20 @@ class Found:
         return SharedVectors.attach(self._memory_fd, elements), Channel(self._connection)
 
     def dismiss(self) -> None:
-        """It is not what was looked for."""
+        """Close the connection: this is not the expected node."""
         self._connection.close()
         os.close(self._memory_fd)
 
 
 def peer_credentials(connection: socket.socket) -> tuple[int, int]:
-    """Process and user at the other end of a Unix socket."""
+    """Return the process ID and the user ID at the other end of a Unix socket."""
     data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _ = _CREDENTIALS.unpack(data)
     return pid, uid
 
 
 class Reunion:
-    """The learner's side. Not open until its node is lost."""
+    """The learner's side. It is not open before its node is lost."""
 
     def __init__(self, name: str, patience_s: float, *, is_script: bool = False) -> None:
         self._address = b"\0" + name.encode()
@@ -65,23 +65,23 @@ class Reunion:
         self._is_script = is_script
         self._listener: socket.socket | None = None
         self._visitor: socket.socket | None = None
+        # The shared memory that the visitor has brought.
         self._memory_fd = -1
-        """What the visitor has brought."""
         self._welcome = Welcome()
         self._until = 0.0
 
     @property
     def is_open(self) -> bool:
-        """Whether it looks out for a node."""
+        """True while it waits for a node."""
         return self._listener is not None
 
     @property
     def is_over(self) -> bool:
-        """Whether nobody came in time."""
+        """True if no node came in time."""
         return time.monotonic() > self._until
 
     def open(self) -> bool:
-        """Look out for a node from now on; False if that is not possible."""
+        """Begin to wait for a node. Returns False if that is not possible."""
         if not IS_POSSIBLE:
             return False
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
@@ -95,7 +95,7 @@ class Reunion:
         return True
 
     def poll(self) -> Found | None:
-        """The node's next life, if it is there; then the reunion is closed."""
+        """Return the next node if it has come; the reunion is then closed."""
         assert self._listener is not None
         if self._visitor is None:
             try:
@@ -120,16 +120,16 @@ class Reunion:
         return found
 
     def _has_said_all(self, visitor: socket.socket) -> bool:
-        """Read what is there; whether that is all.
+        """Read what the visitor has sent. Returns True when its greeting is complete.
 
         Raises:
-            OSError: nothing is there (BlockingIOError), or the visitor has gone.
-            ValueError: it says something else.
+            OSError: nothing has arrived (BlockingIOError), or the visitor is gone.
+            ValueError: it sent something else.
         """
         if self._memory_fd < 0:
             data, fds, _, _ = socket.recv_fds(visitor, 1, 1)
             if not data or len(fds) != 1:
-                raise ValueError("a visitor brings the shared memory")
+                raise ValueError("the visitor did not send the shared memory")
             self._memory_fd = fds[0]
         while self._is_script and (missing := self._welcome.missing()):
             self._welcome.take(visitor.recv(missing))
@@ -145,7 +145,7 @@ class Reunion:
         self._welcome = Welcome()
 
     def close(self) -> None:
-        """Look out no more."""
+        """Stop waiting."""
         self._dismiss()
         if self._listener is not None:
             self._listener.close()
@@ -153,12 +153,12 @@ class Reunion:
 
 
 def find_learner(name: str, memory_fd: int) -> socket.socket | None:
-    """The node's side: the link to a learner that waits under ``name``, which now has ``memory_fd``; None if none
-    does."""
+    """Connect a node to a learner that waits under ``name``, and send it ``memory_fd``. Returns None if there is
+    none."""
     if not IS_POSSIBLE:
         return None
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    connection.settimeout(CONNECT_S)  # a learner in a long step leaves its queue of visitors full
+    connection.settimeout(CONNECT_S)  # connect blocks while the queue of a learner in a long step is full
     with contextlib.suppress(OSError):
         connection.connect(b"\0" + name.encode())
         if peer_credentials(connection)[1] == os.getuid():

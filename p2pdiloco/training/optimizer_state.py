@@ -1,13 +1,13 @@
-"""Persists the learner's own state on its peer's disk: the inner optimizer, and its position in the data.
+"""Saves the learner's own state on its peer's disk: the inner optimizer and its position in the data.
 
-Global parameters are not here; the swarm has them. So this file never has to match a version: optimizer moments that
-are some steps old beside newer parameters are still far better than none.
+Global parameters are not saved here; the swarm has them. The file therefore never has to match a version: optimizer
+moments that are some steps older than the parameters are still far better than none.
 
 Rules of this file:
-1. Nothing is copied at a step boundary but what is small. A thread reads the optimizer's tensors a piece at a time and
-   writes them, while training goes on: what it writes is of several neighbouring steps, and that does no harm (see
-   above). While one write is under way, no other is begun.
-2. What is read back must fit the model exactly and be finite, or it is not used at all.
+1. Only small values are copied at a step boundary. A thread reads and writes the optimizer's tensors piece by piece
+   while training continues. The file thus mixes neighbouring steps, which does no harm (see above). Only one write runs
+   at a time.
+2. A file that does not fit the model exactly, or is not finite, is not used at all.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ from p2pdiloco.util.files import Buffer, stream_atomically
 
 STEPS = "steps"
 DATA = "data"
+# Number of elements that are read at once.
 PIECE = 1 << 20
-"""Elements that are read at once."""
+# Names of the types in safetensors.
 _NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -42,16 +43,18 @@ _NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""As safetensors calls them."""
 
 
 class InnerStateError(Exception):
-    """The file cannot be used; the message says why."""
+    """The file cannot be used. The message says why."""
 
 
 def take(optimizers: Sequence[torch.optim.Optimizer], batches: Batches, steps: int) -> dict[str, Tensor]:
-    """Everything: per parameter its optimizer's tensors, the data's random state, and the ``steps`` that the optimizers
-    have made. Counters are copied; what is as large as a parameter is the optimizer's own."""
+    """Return the optimizers' tensors per parameter, the data's random state, and ``steps``, the steps that they have
+    made.
+
+    Counters are copied. Tensors as large as a parameter are the optimizers' own, not copies.
+    """
     taken = {STEPS: torch.tensor([steps]), DATA: batches.state()}
     for index, (optimizer, parameter) in enumerate(_parameters(optimizers)):
         for name, value in optimizer.state.get(parameter, {}).items():
@@ -60,10 +63,10 @@ def take(optimizers: Sequence[torch.optim.Optimizer], batches: Batches, steps: i
 
 
 def put(taken: Mapping[str, Tensor], optimizers: Sequence[torch.optim.Optimizer], batches: Batches) -> int:
-    """Give ``optimizers`` and ``batches`` what ``take`` took; returns the steps.
+    """Restore ``optimizers`` and ``batches`` from the result of ``take``; return the steps.
 
     Raises:
-        InnerStateError: it is not of this model and these optimizers; nothing is changed then.
+        InnerStateError: it is not of this model and these optimizers. Nothing is changed.
     """
     states: list[dict[str, Tensor]] = []
     kinds: set[tuple[int, tuple[str, ...]]] = set()
@@ -71,16 +74,16 @@ def put(taken: Mapping[str, Tensor], optimizers: Sequence[torch.optim.Optimizer]
         own = {key.partition(".")[2]: value for key, value in taken.items() if key.startswith(f"{index}.")}
         fits = {value.shape for value in own.values()} <= {parameter.shape, torch.Size([])}
         if not fits or not all(bool(torch.isfinite(value).all()) for value in own.values()):
-            raise InnerStateError(f"parameter {index} has another shape there, or values that are not finite")
+            raise InnerStateError(f"the state of parameter {index} has another shape, or values that are not finite")
         states.append(own)
         kinds.add((id(optimizer), tuple(sorted(own))))
     if len(kinds) > len(optimizers) or any(key.startswith(f"{len(states)}.") for key in taken):
-        raise InnerStateError("it is of another model")
+        raise InnerStateError("it belongs to another model")
     try:
         steps = int(taken[STEPS].item())
         batches.set_state(taken[DATA])
     except (KeyError, RuntimeError, TypeError, ValueError) as error:
-        raise InnerStateError(f"it lacks steps or the data's position: {error}") from error
+        raise InnerStateError(f"the steps or the position in the data are missing: {error}") from error
     for (optimizer, parameter), state in zip(_parameters(optimizers), states, strict=True):
         if state:
             optimizer.state[parameter] = {
@@ -91,7 +94,7 @@ def put(taken: Mapping[str, Tensor], optimizers: Sequence[torch.optim.Optimizer]
 
 
 def parts(taken: Mapping[str, Tensor]) -> Iterator[Buffer]:
-    """A safetensors file of ``taken``: each tensor as it is when its part is asked for."""
+    """Yield the parts of a safetensors file of ``taken``. Each tensor is read when its part is requested."""
     entries, at = {}, 0
     for name, value in taken.items():
         size = value.numel() * value.element_size()
@@ -108,23 +111,23 @@ def parts(taken: Mapping[str, Tensor]) -> Iterator[Buffer]:
 
 
 class Keeper:
-    """Reads and writes inner states at ``path``; ``write`` replaces a file atomically."""
+    """Reads and writes inner states at ``path``. ``write`` replaces a file atomically."""
 
     def __init__(self, path: Path, write: Callable[[Path, Iterable[Buffer]], None] = stream_atomically) -> None:
         self._path = path
-        for half in path.parent.glob(f".{path.name}.*.part"):  # an earlier life's, killed while it wrote
+        for half in path.parent.glob(f".{path.name}.*.part"):  # left by an earlier life that was killed while writing
             with contextlib.suppress(OSError):
                 half.unlink()
         self._write = write
         self._thread: threading.Thread | None = None
+        # Why the last write failed. The reader clears it after reporting it.
         self.trouble = ""
-        """Why the last write failed; whoever tells it clears it."""
 
     def read(self) -> dict[str, Tensor] | None:
-        """What lies there; None if nothing does.
+        """Return the saved state; None if there is none.
 
         Raises:
-            InnerStateError: it cannot be read.
+            InnerStateError: the file cannot be read.
         """
         try:
             taken: dict[str, Tensor] = safetensors.torch.load(self._path.read_bytes())
@@ -136,16 +139,16 @@ class Keeper:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a write is under way."""
+        """True while a write is running."""
         return self._thread is not None and self._thread.is_alive()
 
     def keep(self, taken: Mapping[str, Tensor]) -> None:
-        """Begin to write ``taken``. The process does not end before it is written."""
+        """Begin to write ``taken`` in the background. The process does not end before it is written."""
         self._thread = threading.Thread(target=self._run, args=(dict(taken),), name="inner state")
         self._thread.start()
 
     def join(self) -> None:
-        """Wait for the write under way."""
+        """Wait for the running write."""
         if self._thread is not None:
             self._thread.join()
 
@@ -153,7 +156,7 @@ class Keeper:
         try:
             self._write(self._path, parts(taken))
         except OSError as error:
-            self.trouble = f"inner optimizer's state not saved, the last one stays: {error}"
+            self.trouble = f"the inner optimizer's state was not saved; the previous one is kept: {error}"
 
 
 def _parameters(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[tuple[torch.optim.Optimizer, Tensor]]:

@@ -1,8 +1,7 @@
-"""The inner optimizers of the built-in learner, by name.
+"""Inner optimizers of the built-in learner, by name.
 
-Rules of this file:
-1. torch's optimizers load its compiler, at their first step at the latest, to tell it where graphs break: a second and
-   40 MB of each learner's start. A learner compiles nothing, so here the methods beneath are called.
+torch's optimizers load its compiler, at their first step at the latest, to mark graph breaks. That takes a second and
+40 MB at each learner's start. A learner compiles nothing, so this module calls the undecorated methods.
 """
 
 from __future__ import annotations
@@ -20,10 +19,11 @@ from p2pdiloco.protocol.manifest import InnerConfig
 
 # -- Muon --------------------------------------------------------------------------------------------------------------
 # Muon: momentum, orthogonalized by five Newton-Schulz steps (Jordan et al., 2024), scaled to AdamW's update size (arXiv
-# 2502.16982), so that AdamW's learning rate and weight decay serve. As inner optimizer: MuLoCo (arXiv 2505.23725).
+# 2502.16982), so that AdamW's learning rate and weight decay can be used. As inner optimizer: MuLoCo (arXiv
+# 2505.23725).
 #
-# ``torch.optim.Muon`` is the same for one matrix, but iterates in bfloat16 everywhere: on a CPU without bfloat16 units
-# a step of ours took 27 s at width 256. This one takes the parameters' own type on the CPU, and stacks of matrices.
+# ``torch.optim.Muon`` does the same for one matrix, but iterates in bfloat16 everywhere. On a CPU without bfloat16
+# units, a step at width 256 took 27 s. This one uses the parameters' own type on the CPU, and takes stacks of matrices.
 
 
 _A, _B, _C = 3.4445, -4.7750, 2.0315
@@ -32,7 +32,7 @@ MOMENTUM = 0.95
 
 
 class Muon(torch.optim.Optimizer):
-    """Parameters are matrices [..., rows, columns], each of the last two dimensions one matrix."""
+    """Muon for parameters [..., rows, columns]. The last two dimensions are one matrix each."""
 
     def __init__(
         self, parameters: Iterable[Tensor], *, lr: float = 0.0, weight_decay: float = 0.1, momentum: float = MOMENTUM
@@ -45,7 +45,7 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float]) -> float: ...
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One step; ``closure`` is not used."""
+        """Make one step. ``closure`` is not used."""
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is None:
@@ -61,7 +61,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalized(x: Tensor) -> Tensor:
-    """Matrices [..., rows, columns] with their singular values near 1."""
+    """Return matrices [..., rows, columns] with their singular values moved close to 1."""
     dtype, is_tall = x.dtype, x.shape[-2] > x.shape[-1]
     x = x.mT if is_tall else x
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
@@ -73,15 +73,15 @@ def orthogonalized(x: Tensor) -> Tensor:
 
 
 # -- Inner optimizers by name ------------------------------------------------------------------------------------------
-# The inner optimizers of the built-in learner, by name.
 
 
+# Ending of an output head's name: the built-in model's, and Hugging Face's ``lm_head``.
 _HEAD = "head.weight"
-"""How the name of an output head ends: ours, and the ``lm_head`` of Hugging Face."""
 
 
 def inner_optimizers(model: nn.Module, inner: InnerConfig) -> list[torch.optim.Optimizer]:
-    """What ``inner`` names, in the order in which they step. Matrices decay, norms do not."""
+    """Return the optimizers that ``inner`` names, in the order in which they step. Matrices have weight decay, norms
+    have none."""
     found: list[torch.optim.Optimizer] = []
     rest = [p for p in model.parameters() if p.requires_grad]
     if inner.optimizer == "muon":
@@ -101,43 +101,46 @@ def inner_optimizers(model: nn.Module, inner: InnerConfig) -> list[torch.optim.O
 _step = inspect.unwrap(torch.optim.AdamW.step)
 for _method in vars(torch.optim.Optimizer).values():
     if (_beneath := getattr(_method, "__wrapped__", None)) is not None:
-        _beneath.__dynamo_disable = _beneath  # where torch's wrapper looks for what it calls
+        _beneath.__dynamo_disable = _beneath  # torch's wrapper calls this attribute instead of making one
 
 
 class AdamW(torch.optim.AdamW):
-    """torch's, step for step."""
+    """torch's AdamW, with identical steps, but without its compiler."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """See ``torch.optim.AdamW``."""
+        """Make one step, as ``torch.optim.AdamW``."""
         return _step(self, closure)
 
 
 def _hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
-    """All matrices but those whose rows are tokens: embeddings and the output head."""
+    """Return all matrices except embeddings and the output head, whose rows are tokens."""
     tokens = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     tokens |= {id(p) for name, p in model.named_parameters() if name.endswith(_HEAD)}
     return [p for p in model.parameters() if p.requires_grad and p.dim() == 2 and id(p) not in tokens]
 
 
 # -- Learning-rate schedule --------------------------------------------------------------------------------------------
-# Rules of this file:
-# 1. Warm-up and decay follow the *global* step, so that learners of any speed decay together. The decay is a line, in
-#    runs of earlier releases, whose manifests do not say which share of them it is, a cosine.
-# 2. With a budget of tokens (warm-up, stable, decay) the rate falls with what the swarm has merged: neither the fastest
-#    learner nor the number of learners makes it fall sooner.
-# 3. A learner that joins late has a fresh AdamW, whose first steps are the least reliable: it warms up over its own
-#    first steps as well, but briefly.
+# Rules of this section:
+# 1. Warm-up and decay follow the *global* step, so that learners of any speed decay together. The decay is linear. In
+#    runs of earlier releases, whose manifests have no ``decay_share``, it is a cosine.
+# 2. With a token budget (warm-up, stable, decay), the rate falls with the tokens that the swarm has merged. Neither the
+#    fastest learner nor the number of learners makes it fall sooner.
+# 3. A learner that joins late has a fresh AdamW, whose first steps are the least reliable. It therefore also warms up
+#    over its own first steps, but briefly.
 
 
+# Longest warm-up over a learner's own steps. At a run's last learning rate it costs 0.2 % of the loss. A fresh AdamW
+# without it costs 0.45 %, which is gone after 50 steps. The peak rate was not measured (benchmarks/notes.md).
 _OWN_WARMUP = 20
-"""Longest warm-up of a learner's own, in its own steps. At a run's last rate it costs 0.2 % of the loss, and a fresh
-AdamW without it 0.45 %, which is gone after 50 steps; the peak rate was not measured (benchmarks/notes.md)."""
 
 
 def learning_rate(config: InnerConfig, global_step: int, own_steps: int, merged_tokens: int = 0) -> float:
-    """The rate of the step from ``global_step`` to the next, for an inner optimizer that has made ``own_steps``, where
-    the swarm has merged so many tokens of its budget, if it has one."""
+    """Return the learning rate of the step that follows ``global_step``.
+
+    ``own_steps``: steps that this inner optimizer has made. ``merged_tokens``: tokens merged of the run's budget, if it
+    has one.
+    """
     ramp = 1.0
     if config.warmup:
         own_warmup = min(config.warmup, _OWN_WARMUP)

@@ -1,11 +1,11 @@
-"""A model's parameters as the run's flat vector, without moving them.
+"""Parameters of a model, addressed as the run's flat vector without being moved.
 
 Rules of this file:
-1. The parameters stay where the model has them. For every shard the list of pieces (a view into one parameter, and its
-   place in the flat vector) is made once; a shard is then shifted or copied with a few calls.
-2. The views hold while the parameters' storage does: optimizers must update in place, and the model must not move to
-   another device afterwards.
-3. On CUDA a copy may still be under way when a call returns; what it returns then says when it has ended.
+1. The parameters stay where the model has them. For each shard, a list of pieces (a view of one parameter, and its
+   place in the flat vector) is made once. Shifting or copying a shard then takes a few calls.
+2. The views are valid as long as the parameters' storage is. Optimizers must update in place, and the model must not
+   move to another device afterwards.
+3. On CUDA a copy may still be running when a call returns. The returned function says when it has ended.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from p2pdiloco.protocol.ids import FragmentId, ShardId
 from p2pdiloco.protocol.manifest import Layout, TensorSpec
 from p2pdiloco.training.cuda_copies import CudaCopies, Finished
 
+# Maximum number of differing tensors that a message names.
 MOST_TOLD = 3
-"""Tensors that differ."""
 
 
 class Piece(msgspec.Struct, frozen=True):
-    """Elements ``start`` to ``stop`` of the flat vector are ``view``, 1-D, a part of one parameter."""
+    """A part of one parameter: ``view``, 1-D, is elements ``start`` to ``stop`` of the flat vector."""
 
     view: Tensor
     start: int
@@ -48,7 +48,7 @@ class FlatParameters:
         check_tensors(given, tensors)
         for name, parameter in given:
             if not parameter.is_contiguous():
-                raise ValueError(f"{name} is not contiguous in memory: set p.data = p.data.contiguous() before")
+                raise ValueError(f"{name} is not contiguous in memory: set p.data = p.data.contiguous() first")
         parameters = [parameter for _, parameter in given]
         placed = [
             (start, parameters[index].detach().view(-1))
@@ -61,12 +61,15 @@ class FlatParameters:
         devices = {parameter.device for parameter in parameters}
         if len(devices) == 1 and (device := devices.pop()).type == "cuda":
             self._side = CudaCopies(device)
+        # All shards, for ``copy_from`` and ``copy_to``.
         self.everything: tuple[ShardId, ...] = tuple(shard.shard for shard in layout.shards)
-        """All shards, for ``copy_from`` and ``copy_to``."""
 
     @torch.no_grad()
     def copy_from(self, vector: Tensor, shards: Iterable[ShardId]) -> Finished | None:
-        """Parameters = ``vector`` for these shards. ``vector`` is free again when what is returned says so."""
+        """Set the parameters of these shards to ``vector``.
+
+        ``vector`` may be changed again when the returned function says that the copy has ended (None: at once).
+        """
         pieces = self._of(shards)
         if self._side is None:
             for piece in pieces:
@@ -76,7 +79,10 @@ class FlatParameters:
 
     @torch.no_grad()
     def add_from(self, vector: Tensor, shards: Iterable[ShardId]) -> Finished | None:
-        """Parameters += ``vector`` for these shards. ``vector`` is free again when what is returned says so."""
+        """Add ``vector`` to the parameters of these shards.
+
+        ``vector`` may be changed again when the returned function says that the copy has ended (None: at once).
+        """
         pieces = self._of(shards)
         if self._side is None:
             for piece in pieces:
@@ -86,7 +92,10 @@ class FlatParameters:
 
     @torch.no_grad()
     def copy_to(self, vector: Tensor, shards: Iterable[ShardId]) -> Finished | None:
-        """``vector`` = parameters for these shards, as they are now, when what is returned says so."""
+        """Copy the present parameters of these shards to ``vector``.
+
+        The copy is complete when the returned function says so (None: at once).
+        """
         pieces = self._of(shards)
         if self._side is None:
             for piece in pieces:
@@ -96,8 +105,10 @@ class FlatParameters:
 
     @contextlib.contextmanager
     def showing(self, vector: Tensor) -> Iterator[None]:
-        """Inside the block the model's parameters are those of ``vector``, which is looked at and not copied where
-        device and type allow it; afterwards they are their own again. Nothing may be trained in it."""
+        """Show ``vector`` as the model's parameters inside the ``with`` block. Do not train in it.
+
+        Nothing is copied if device and type allow it. Afterwards the model has its own parameters again.
+        """
         own = [parameter.data for parameter, _ in self._placed]
         try:
             for parameter, start in self._placed:
@@ -109,19 +120,19 @@ class FlatParameters:
                 parameter.data = data
 
     def pin(self, vectors: Sequence[Tensor]) -> None:
-        """These are what is copied from and to: they are page-locked if that makes sense. Undone by ``unpin``."""
+        """Page-lock these vectors, which copies use, if that helps. Undone by ``unpin``."""
         if self._side is not None:
             for vector in vectors:
                 self._side.pin(vector)
 
     def unpin(self, vectors: Sequence[Tensor]) -> None:
-        """To be called before their memory goes."""
+        """Undo ``pin``. Call it before the memory is released."""
         if self._side is not None:
             for vector in vectors:
                 self._side.unpin(vector)
 
     def of_fragment(self, fragment: FragmentId) -> tuple[ShardId, ...]:
-        """The shards of ``fragment``."""
+        """Return the shards of ``fragment``."""
         return self.layout.fragments[fragment]
 
     def _of(self, shards: Iterable[ShardId]) -> list[Piece]:
@@ -133,37 +144,41 @@ def _pairs(pieces: Iterable[Piece], vector: Tensor) -> Iterator[tuple[Tensor, Te
 
 
 def check_tensors(given: Sequence[tuple[str, Tensor]], tensors: Sequence[TensorSpec]) -> None:
-    """Raises:
-    ValueError: names, shapes or their order are not the manifest's; the message says which.
+    """Check that the tensors have the names, shapes and order of the manifest.
+
+    Raises:
+        ValueError: they do not. The message names the differences.
     """
     found, wanted = {name: tuple(p.shape) for name, p in given}, {t.name: tuple(t.shape) for t in tensors}
     odd = compared(found, wanted)
     if not odd and list(found) != list(wanted):
-        odd = f"{next(a for a, b in zip(found, wanted, strict=True) if a != b)} comes at another place"
+        odd = f"{next(a for a, b in zip(found, wanted, strict=True) if a != b)} is in another position"
     if odd:
         raise ValueError(
-            f"its tensors are others: {odd}. Build the model as the run's founder does: the same configuration and "
-            "vocabulary, the same parameters frozen (requires_grad)"
+            f"the model's tensors differ from the run's: {odd}. Build the model as the run's founder does, with the "
+            "same configuration and vocabulary, and freeze the same parameters (requires_grad)"
         )
 
 
 def compared(
     found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]], where: str = "trained here"
 ) -> str:
-    """How the tensors that were ``found``, by their shapes, differ from those ``wanted``; empty if they do not.
-    ``where``: what they are there."""
+    """Describe how the tensors ``found`` (name to shape) differ from those ``wanted``; empty if they do not.
+
+    ``where`` completes the sentence "NAME is not ..." for a missing tensor.
+    """
     odd = [
         f"{name} is {shape} here and {wanted[name]} there"
         for name, shape in found.items()
         if wanted.get(name, shape) != shape
     ]
     odd += [f"{name} is not {where}" for name in wanted if name not in found]
-    odd += [f"{name} is trained here alone" for name in found if name not in wanted]
+    odd += [f"{name} is trained only here" for name in found if name not in wanted]
     return "; ".join(odd[:MOST_TOLD]) + (f"; and {len(odd) - MOST_TOLD} more" if len(odd) > MOST_TOLD else "")
 
 
 def _pieces(placed: Sequence[tuple[int, Tensor]], start: int, stop: int) -> tuple[Piece, ...]:
-    """What of each placed tensor lies in [start, stop)."""
+    """Return the parts of the placed tensors that lie in [start, stop)."""
     pieces = []
     for at, flat in placed:
         first, last = max(start, at), min(stop, at + flat.numel())
@@ -173,21 +188,21 @@ def _pieces(placed: Sequence[tuple[int, Tensor]], start: int, stop: int) -> tupl
 
 
 # -- Trainable parameters of a script ----------------------------------------------------------------------------------
-# Which of a script's parameters travel, and under which names.
-# Rules of this file:
-# 1. Those that require a gradient, in the model's own order; tied ones once.
-# 2. Names are the bare model's. DDP, ``torch.compile`` and activation checkpointing put words into them, which would
-#    tell peers apart that train the same model, one on a laptop and one on eight GPUs.
+# The parameters of a script's model that are synchronized, and their names.
+# Rules of this section:
+# 1. All parameters that require a gradient, in the model's own order; tied ones once.
+# 2. Names are those of the bare model. DDP, ``torch.compile`` and activation checkpointing add prefixes, which would
+#    make the same model look different on a laptop and on eight GPUs.
 
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
 def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Names and parameters.
+    """Return names and trainable parameters of the bare model.
 
     Raises:
-        ValueError: the model is wrapped in FSDP's first version, whose parameters are not its own.
+        ValueError: the model is wrapped in FSDP's first version, which hides its parameters.
     """
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is not None and any(isinstance(module, fsdp.FullyShardedDataParallel) for module in model.modules()):
@@ -198,18 +213,19 @@ def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """All of them, by the bare model's names; tied ones once."""
+    """Return all parameters by the bare model's names; tied ones once."""
     return {_bare(name): p for name, p in _unwrapped(model).named_parameters()}
 
 
 def embedding_names(model: nn.Module) -> set[str]:
-    """Names of the weights of all ``nn.Embedding``: they are merged by the direct mean (arXiv 2604.21428)."""
+    """Return the names of the trainable weights of all ``nn.Embedding``. They are merged by the direct mean (arXiv
+    2604.21428)."""
     embeddings = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
     return {name for name, p in trainable(model) if any(p is e for e in embeddings)}
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:
-    """The module inside wrappers that are modules of their own."""
+    """Return the module inside wrapper modules."""
     while True:
         inner = getattr(model, "_orig_mod", None)
         if isinstance(model, DistributedDataParallel | DataParallel):

@@ -1,13 +1,15 @@
-"""Sampler that gives each peer its own samples of a dataset, so that scripts with the same data train different ones.
+"""Sampler that gives each peer its own samples of a dataset, so that scripts with the same data train different
+samples.
 
 Rules of this file:
-1. An epoch of the swarm is a random order of all samples, the same at every peer, cut into pieces; a piece belongs to
-   the peer that hashing draws for it among those that train (rendezvous: who comes or goes moves no others' pieces).
-2. Who trains is looked at anew for each piece, so a newcomer gets its part of the epoch that is under way. What a peer
-   had trained before somebody came may be trained again by that one; ``wait_for_peers`` avoids that.
-3. A peer goes through its pieces, and through each of them, in an order of its own: even where two have trained the
-   same samples, no batch of them is the same.
-4. All ranks of an island are one peer, and draw the same.
+1. An epoch of the swarm is a random order of all samples, the same at every peer, divided into pieces. Each piece
+   belongs to one of the training peers, by rendezvous hashing: a peer that joins or leaves moves no pieces between
+   others.
+2. The set of training peers is read for each piece, so a newcomer gets its part of the present epoch. It may repeat
+   samples that another peer trained before it came; ``wait_for_peers`` avoids that.
+3. Each peer goes through its pieces, and through each of them, in an order of its own. Even if two peers train the same
+   samples, their batches differ.
+4. All ranks of a rank group are one peer and draw the same samples.
 """
 
 from __future__ import annotations
@@ -21,28 +23,30 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Rando
 
 from p2pdiloco.protocol.ids import digest_of
 
+# Samples per piece, if there are enough.
 PIECE = 64
-"""Samples in one, where there are enough of them."""
+# Minimum pieces per epoch, if there are enough samples. This many make fair shares.
 PIECES = 1024
-"""At least in an epoch, where there are enough samples: so many make fair shares."""
+# After this many epochs without a sample for this peer, it takes any samples: there are more peers than samples.
 EMPTY_EPOCHS = 64
-"""Without one sample for this peer, whereupon it takes any: there are more peers than samples."""
+# Number of batches whose digests are reported.
 DIGESTS = 4
-"""Batches whose digests are told."""
 _REPLACED = ("RandomSampler", "SequentialSampler", "DistributedSampler", "SeedableRandomSampler")
 
+# Returns this peer's ID and the IDs of all training peers.
 Known = Callable[[], tuple[str, tuple[str, ...]]]
-"""This peer, and all that train."""
 
 
 def owner(peers: tuple[str, ...], epoch: int, piece: int) -> str:
-    """Whose piece it is."""
+    """Return the peer that a piece belongs to."""
     return max(peers, key=lambda peer: digest_of(f"{peer}/{epoch}/{piece}".encode()))
 
 
 class OwnSamples(Sampler[int]):
-    """A sampler for ``DataLoader(dataset, sampler=...)``: endless in epochs of the swarm, of which each pass takes as
-    many samples as the dataset has (of those, every ``replicas``-th)."""
+    """A sampler for ``DataLoader(dataset, sampler=...)``, endless over the swarm's epochs.
+
+    Each pass takes as many samples as the dataset has, divided by ``replicas``.
+    """
 
     def __init__(self, samples: int, known: Known, *, rank: int = 0, replicas: int = 1) -> None:
         if samples < 1:
@@ -71,7 +75,7 @@ class OwnSamples(Sampler[int]):
             epoch += 1
 
     def epoch(self, epoch: int) -> Iterator[int]:
-        """This peer's samples of an epoch of the swarm."""
+        """Yield this peer's samples of an epoch of the swarm."""
         order = _shuffled(self._samples, f"epoch {epoch}")
         size = max(1, min(PIECE, self._samples // PIECES))
         me, _ = self._known()
@@ -83,10 +87,12 @@ class OwnSamples(Sampler[int]):
 
 
 def share_loader(loader: Any, known: Known) -> bool:
-    """Give ``loader``, which nobody goes through yet, this peer's samples; False if its samples are not ours to choose
-    (an iterable dataset, a sampler of its user's own)."""
+    """Make ``loader`` draw this peer's samples. Call it before anything iterates over it.
+
+    Returns False if the loader's samples cannot be changed (an iterable dataset, or a custom sampler).
+    """
     batches: Any = getattr(loader, "batch_sampler", None)
-    while isinstance(getattr(batches, "batch_sampler", None), Sampler):  # accelerate's, around torch's
+    while isinstance(getattr(batches, "batch_sampler", None), Sampler):  # accelerate wraps torch's batch sampler
         batches = batches.batch_sampler
     if not isinstance(loader, DataLoader) or type(batches) is not BatchSampler:
         return False
@@ -100,14 +106,14 @@ def share_loader(loader: Any, known: Known) -> bool:
 
 
 class FirstBatches:
-    """Digests of the first batches that a script trains, by which peers find out that they train the same."""
+    """Digests of the first batches that a script trains. Peers compare them to detect that they train the same data."""
 
     def __init__(self) -> None:
         self.digests: tuple[str, ...] = ()
         self._told = 0
 
     def add(self, *values: Any) -> None:
-        """A batch: tensors, and whatever holds them."""
+        """Add a batch: tensors, or containers of tensors."""
         if not self.is_full:
             tensors = [t for value in values for t in _tensors(value)]
             if tensors:
@@ -115,11 +121,11 @@ class FirstBatches:
 
     @property
     def is_full(self) -> bool:
-        """Whether no more of them count."""
+        """True if further batches do not count."""
         return len(self.digests) >= DIGESTS
 
     def news(self) -> tuple[str, ...]:
-        """All, if there are more than were told before."""
+        """Return all digests if there are new ones since the last call, else nothing."""
         if self._told == len(self.digests):
             return ()
         self._told = len(self.digests)

@@ -1,10 +1,9 @@
-"""A training script's model for transformers and peft: what the run trained, and the rest from the weights that its
-scripts began with.
+"""Script models: completes the tensors that a run of training scripts trained to a model for transformers or peft.
 
-A run of scripts says which tensors it trained, by name and shape, and nothing else about the model. So its classes come
-from a config.json, its adapters (LoRA) from an adapter_config.json, and every tensor that no script trained from
-safetensors. Names and shapes must fit; a model that would be incomplete is refused. That the weights are those that the
-scripts began with cannot be checked: they never travel.
+Such a run knows only the names and shapes of the tensors that it trained. The model's class therefore comes from a
+config.json, its adapters (LoRA) from an adapter_config.json, and every other tensor from the weights that the scripts
+began with, as safetensors. Names and shapes must fit, and a model that would be incomplete is refused. It cannot be
+checked that the weights are those that the scripts began with, because they are never sent.
 """
 
 from __future__ import annotations
@@ -28,42 +27,42 @@ BY_HAND = (
     "save it there"
 )
 
+# Matches peft's name of a trained tensor. The group is the adapter's name.
 _ADAPTER = re.compile(r"\.(?:lora_\w+|modules_to_save|trainable_tokens_delta)\.([^.]+)")
-"""peft's name of a trained tensor; the group is the adapter's name."""
+# Prefix of all names in a ``PeftModel``.
 _PEFT = "base_model.model."
-"""How all names in a ``PeftModel`` begin."""
+# Values of ``init_lora_weights``, besides true and false, that do not change the base's weights.
 _PLAIN_STARTS = ("gaussian", "eva", "orthogonal")
-"""Values of ``init_lora_weights``, beside true and false, that leave the base's weights as they are."""
 
 
 def has_adapters(names: Iterable[str]) -> bool:
-    """Whether any of these tensors is a low-rank adapter (LoRA)."""
+    """Return whether any of these tensors is a low-rank adapter (LoRA)."""
     return any(".lora_" in name for name in names)
 
 
 class CompleteModel(NamedTuple):
-    """A script's whole model."""
+    """The complete model of a run of scripts."""
 
     model: Any
-    """Of transformers; float32, on the CPU."""
+    """A transformers model, float32, on the CPU."""
     folder: Path
-    """Where the weights lie that the scripts began with."""
+    """Folder with the weights that the scripts began with."""
     takes_weights: bool
-    """Whether any of its weights are from there."""
+    """True if any of the model's weights come from that folder."""
 
 
 def complete_model(tensors: Mapping[str, Tensor], like: str | None, base: str | None) -> CompleteModel:
-    """The model with what the run trained, and with the rest from ``base``. Adapters are merged.
+    """Build the complete model: the trained tensors, and all others from ``base``. Adapters are merged.
 
     Args:
-        tensors: what the run trained, by the script's names.
+        tensors: the trained tensors, by the script's names.
         like: folder with the model's config.json, or with the adapters' adapter_config.json.
         base: folder with the weights that the scripts began with, or their name in this machine's Hugging Face cache.
-            Left out: ``like``; for adapters what their adapter_config.json names.
+            Default: ``like``, or for adapters the base that their adapter_config.json names.
 
     Raises:
-        ArchitectureError: transformers or peft are not here, a folder or weights are missing, or they are of another
-            model. The message says what to do.
+        ArchitectureError: transformers, peft, a folder or weights are missing, or they belong to another model. The
+            message says what to do.
     """
     if not has_adapters(tensors):
         return _complete_plain(tensors, like, base)
@@ -80,11 +79,12 @@ def complete_model(tensors: Mapping[str, Tensor], like: str | None, base: str | 
 
 
 def adapter_tensors(tensors: Mapping[str, Tensor], like: str | None, base: str | None) -> dict[str, Tensor]:
-    """What the run trained, by the names of peft's files; parameters as for ``complete_model``. Of the base only its
-    config.json is read.
+    """Return the trained tensors under the names of peft's files. Arguments as for ``complete_model``.
+
+    Only the base's config.json is read.
 
     Raises:
-        ArchitectureError: as ``complete_model``; or the run also trained what peft does not keep beside adapters.
+        ArchitectureError: as ``complete_model``; also if the run trained tensors that peft does not save with adapters.
     """
     name, tensors, settings, folder = _read_adapter(tensors, like, base)
     own, kind = _architecture(folder)
@@ -102,24 +102,24 @@ def adapter_tensors(tensors: Mapping[str, Tensor], like: str | None, base: str |
         )
     except KeyError as error:
         raise ArchitectureError(
-            f"peft keeps {error} with an adapter, and the run did not train it: export --format hf, which merges the "
+            f"peft saves {error} with an adapter, but the run did not train it: export --format hf, which merges the "
             f"adapters. {BY_HAND}"
         ) from error
     kept = {id(tensor) for tensor in files.values()}
     if left := [one for one, tensor in tensors.items() if id(tensor) not in kept]:
         raise ArchitectureError(
-            f"the run also trained {_some(left)}, which peft keeps with no adapter: export --format hf, which merges "
-            f"the adapters. {BY_HAND}"
+            f"the run also trained {_some(left)}, which peft does not save with an adapter: export --format hf, which "
+            f"merges the adapters. {BY_HAND}"
         )
-    return {one: tensor.clone() for one, tensor in files.items()}  # safetensors writes no tensor by two names
+    return {one: tensor.clone() for one, tensor in files.items()}  # safetensors refuses one tensor under two names
 
 
 @torch.no_grad()
 def merge(adapted: Any) -> Any:
-    """The model without peft: the adapters are added to the weights that they are for.
+    """Merge the adapters into the weights, and return the model without peft.
 
-    Tied weights are parted before, since an adapter changes one module's weights and not those of others that share
-    them. They are tied again if they are still equal; if not, the configuration says that they are not tied.
+    Tied weights are separated before, since an adapter changes one module's weights and not those of others that share
+    them. They are tied again if they are still equal. Otherwise the configuration says that they are not tied.
     """
     seen: set[int] = set()
     for name, p in list(adapted.named_parameters(remove_duplicate=False)):
@@ -127,7 +127,7 @@ def merge(adapted: Any) -> Any:
             _put(adapted, name, torch.nn.Parameter(p.clone(), p.requires_grad))
         seen.add(id(p))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that they are not tied any more
+        warnings.simplefilter("ignore")  # the warning that weights are no longer tied
         model = adapted.merge_and_unload()
     own, tied = model.state_dict(keep_vars=True), model.all_tied_weights_keys.items()
     are_equal = all(torch.equal(own[one], own[other]) for one, other in tied)
@@ -145,15 +145,15 @@ def _complete_plain(tensors: Mapping[str, Tensor], like: str | None, base: str |
     shape = like or base
     if shape is None:
         raise ArchitectureError(
-            "the run's model is its training scripts' own, and the run does not say what it is: give --like FOLDER, "
-            "with its config.json (model.save_pretrained writes it). If the scripts trained only a part of it, also "
-            "give --model FOLDER, with the weights that they began with"
+            "the model is defined by the run's training scripts, and the run does not record its architecture: give "
+            "--like FOLDER, with its config.json (model.save_pretrained writes it). If the scripts trained only a part "
+            "of it, also give --model FOLDER, with the weights that they began with"
         )
     folder = find_folder(base or shape, "--model" if base else "--like")
     own, kind = _architecture(find_folder(shape, "--like" if like else "--model"))
     if (folder / "config.json").is_file() and (other := _architecture(folder)[0].model_type) != own.model_type:
         raise ArchitectureError(
-            f"--like {like} is a {own.model_type} and --model {base} a {other}: give folders of the same model"
+            f"--like {like} is a {own.model_type}, but --model {base} is a {other}: give folders of the same model"
         )
     model, absent = _load(own, kind, folder)
     _check_same(tensors, model, kind, str(shape))
@@ -165,7 +165,7 @@ def _complete_plain(tensors: Mapping[str, Tensor], like: str | None, base: str |
 def _read_adapter(
     tensors: Mapping[str, Tensor], like: str | None, base: str | None
 ) -> tuple[str, dict[str, Tensor], Any, Path]:
-    """The adapter's name, its tensors by their names in a PeftModel, its settings, and the folder of its base."""
+    """Return the adapter's name, its tensors by their names in a PeftModel, its settings, and its base's folder."""
     _transformers()
     try:
         import peft
@@ -179,10 +179,10 @@ def _read_adapter(
     folder = None if like is None else find_folder(like, "--like")
     if folder is None or not (folder / ADAPTER_CONFIG).is_file():
         raise ArchitectureError(
-            "the run trained adapters (LoRA) and does not say how they are applied: give --like FOLDER, with their "
+            "the run trained adapters (LoRA) and does not record how they are applied: give --like FOLDER, with their "
             f"{ADAPTER_CONFIG}{'' if like is None else f' ({like} has none)'}, and --model FOLDER, with the weights "
             "that they are for. In the script, model.save_pretrained(FOLDER) writes that file; for an adapter that is "
-            "not named default it lies in FOLDER/NAME"
+            "not named default it is in FOLDER/NAME"
         )
     try:
         settings = peft.PeftConfig.from_pretrained(str(folder))
@@ -190,8 +190,8 @@ def _read_adapter(
         raise ArchitectureError(f"{folder / ADAPTER_CONFIG} cannot be read ({error!r}): save it again") from error
     if not isinstance(settings, peft.LoraConfig):
         raise ArchitectureError(
-            f"{folder / ADAPTER_CONFIG} is not of low-rank adapters (LoRA), which the run trained: give --like FOLDER, "
-            "with that of the run's script"
+            f"{folder / ADAPTER_CONFIG} is not for low-rank adapters (LoRA), which the run trained: give --like "
+            "FOLDER, with the file that the run's script wrote"
         )
     start = settings.init_lora_weights
     if isinstance(start, str) and start not in _PLAIN_STARTS:
@@ -203,13 +203,14 @@ def _read_adapter(
     given = base or settings.base_model_name_or_path
     if not given:
         raise ArchitectureError("give --model FOLDER, with the model that the run's adapters (LoRA) are for")
-    if not any(name.startswith(_PEFT) for name in tensors):  # model.add_adapter puts adapters into the model itself
+    if not any(name.startswith(_PEFT) for name in tensors):  # model.add_adapter adds adapters without a PeftModel
         tensors = {_PEFT + name: tensor for name, tensor in tensors.items()}
     return names[0], dict(tensors), settings, find_folder(given, "--model")
 
 
 def find_folder(place: str, option: str) -> Path:
-    """A folder as it is given, or of a model in this machine's Hugging Face cache. Nothing is fetched.
+    """Return a folder: ``place`` itself, or that of a model in this machine's Hugging Face cache. Nothing is
+    downloaded.
 
     Raises:
         ArchitectureError: there is neither.
@@ -218,7 +219,7 @@ def find_folder(place: str, option: str) -> Path:
     folder = folder.parent if folder.is_file() else folder
     if folder.is_dir():
         return folder
-    with suppress(ImportError, ValueError):  # no repository can be called like that
+    with suppress(ImportError, ValueError):  # not a valid name of a repository
         from huggingface_hub import try_to_load_from_cache
 
         if isinstance(found := try_to_load_from_cache(place, "config.json"), str):
@@ -234,11 +235,11 @@ def _transformers() -> Any:
 
 
 def _architecture(folder: Path) -> tuple[Any, Any]:
-    """A folder's configuration, and the class of transformers that it is for."""
+    """Return a folder's configuration, and transformers' class for it."""
     transformers = _transformers()
     try:
         own = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # transformers says in many ways that it cannot be used
+    except Exception as error:  # transformers raises many types of errors
         raise ArchitectureError(
             f"{folder} has no config.json that transformers can use ({error}). Give the folder that the scripts began "
             f"with, or that model.save_pretrained wrote. {BY_HAND}"
@@ -258,12 +259,13 @@ def _architecture(folder: Path) -> tuple[Any, Any]:
 def _build(own: Any, kind: Any, folder: Path) -> Any:
     try:
         return kind(own)
-    except Exception as error:  # the model's own code says in many ways that it cannot be built
+    except Exception as error:  # the model's own code raises many types of errors
         raise ArchitectureError(f"transformers cannot build the model of {folder}: {error}") from error
 
 
 def _load(own: Any, kind: Any, folder: Path) -> tuple[Any, set[str]]:
-    """The float32 model with a folder's weights, if it has any, and the names of what is not from there."""
+    """Load the float32 model with a folder's weights, if any; return it with the names of tensors that are not from
+    there."""
     if not any((folder / f"model.safetensors{ending}").is_file() for ending in ("", ".index.json")):
         model = _build(own, kind, folder)
         with suppress(OSError, ValueError):
@@ -276,11 +278,11 @@ def _load(own: Any, kind: Any, folder: Path) -> tuple[Any, set[str]]:
             config=own,
             local_files_only=True,
             use_safetensors=True,
-            ignore_mismatched_sizes=True,  # of what the run trained in another shape, as a new head
+            ignore_mismatched_sizes=True,  # the run may have trained a tensor in another shape, such as a new head
             dtype=torch.float32,
             output_loading_info=True,
         )
-    except Exception as error:  # damaged, or without one of its files: it says so in many ways
+    except Exception as error:  # damaged or incomplete files raise many types of errors
         raise ArchitectureError(
             f"the weights in {folder} cannot be loaded: give the folder that the scripts began with ({error})"
         ) from error
@@ -291,10 +293,10 @@ def _with_adapter(model: Any, settings: Any, name: str) -> Any:
     import peft
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of tied weights, which ``merge`` parts
+        warnings.simplefilter("ignore")  # warnings about tied weights, which ``merge`` separates
         try:
             return peft.get_peft_model(model, settings, adapter_name=name)
-        except Exception as error:  # peft says in many ways that these are not for each other
+        except Exception as error:  # peft raises many types of errors for adapters that do not fit
             raise ArchitectureError(
                 f"peft cannot put the adapters on a {type(model).__name__} ({error}): give --like FOLDER, with the "
                 f"{ADAPTER_CONFIG} of the run's script, and --model FOLDER, with the model that they are for"
@@ -302,7 +304,7 @@ def _with_adapter(model: Any, settings: Any, name: str) -> Any:
 
 
 def _check_same(tensors: Mapping[str, Tensor], model: Any, kind: Any, what: str) -> None:
-    """What the run trained is in the model, and the adapters are all the run's."""
+    """Check that the model has all trained tensors, and no adapter that the run did not train."""
     every = {name: p for name, p in model.named_parameters() if name in tensors or _ADAPTER.search(name)}
     found = {name: tuple(p.shape) for name, p in every.items() if name in tensors or p.requires_grad}
     odd = compared(found, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, "in the model")

@@ -1,11 +1,12 @@
-"""Measures what a learner on this machine would do with the run's model, for some seconds (``p2pdiloco doctor``)::
+"""Speed trial: measures for some seconds how fast a learner on this machine would train the run's model (``doctor``)::
 
     python -m p2pdiloco.training.speed_trial --manifest PATH [--seconds 8] [--device cpu] [--data PATH] [--tokenizer
                             PATH] [--model PATH] [--threads N]
 
 Rules of this file:
-1. Its steps are the learner's (``inner_step``), with its data, its threads and its niceness. Nothing is kept.
-2. It prints one JSON object and ends with 0; what the user must repair ends with 2 and is in it.
+1. Its steps are the learner's (``inner_step``), with the same data, threads and niceness. Nothing is kept.
+2. It prints one JSON object and ends with status 0. A problem that the user must repair is in that object, and the
+   status is 2.
 """
 
 from __future__ import annotations
@@ -31,28 +32,28 @@ from p2pdiloco.training.optimizers import inner_optimizers
 from p2pdiloco.training.thread_tuning import ThreadChoice
 
 LEAST_STEPS = 3
+# Number of last steps that the median is taken of.
 LAST = 20
-"""Steps whose median counts."""
 
 
 class SpeedTrial(msgspec.Struct, frozen=True, kw_only=True):
-    """What was measured."""
+    """Result of a speed trial."""
 
     tokens_per_s: Annotated[float, Meta(ge=0.0)] = 0.0
     step_s: float = 0.0
     steps: int = 0
     threads: int = 0
     bytes: int = 0
-    """The most memory that the process had: model, gradients, optimizer, a step's activations, torch."""
+    """Peak memory of the process: model, gradients, optimizer, activations of a step, torch."""
     device_bytes: int = 0
-    """Of a GPU likewise."""
+    """Peak memory of the GPU."""
     has_blocks: bool = True
-    """The data here are the run's, byte for byte: its blocks are dealt out, and none is trained twice."""
+    """True if the data is the run's own, byte for byte, so that its blocks are assigned and none is trained twice."""
     trouble: str = ""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print."""
+    """Measure, and print the result."""
     parser = learner_main.parser_of_a_learner(
         "python -m p2pdiloco.training.speed_trial", "What a learner would do; doctor asks."
     )
@@ -67,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measured(options: argparse.Namespace) -> SpeedTrial:
-    """Make steps for ``options.seconds``.
+    """Train for ``options.seconds`` and return the measurements.
 
     Raises:
         OSError, ValueError, RuntimeError: as a learner would fail.

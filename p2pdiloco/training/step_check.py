@@ -1,19 +1,20 @@
-"""Checks that a script's optimizer trains the parameters that travel: that it changes them, and starts from what is in
-them.
+"""Step check: verifies that a script's optimizer changes the synchronized parameters and starts from their present
+values.
 
-An optimizer that keeps a copy of the parameters (float32 master weights, Lookahead's slow weights) and writes that copy
-back removes what came from the other peers. To see it, a known change, the *probe*, is added to a sample of the
-parameters just before a step of the optimizer, and taken off just after. Its signs are random and drawn after the
-gradients were computed, so nothing that the optimizer computes depends on them. An ordinary optimizer leaves the whole
-probe, but for its weight decay; master weights leave nothing, and Lookahead the share ``alpha`` at each k-th step.
-What came from another peer would show the same, but a large learning rate may well pull that back honestly.
+An optimizer that keeps a copy of the parameters (float32 master weights, Lookahead's slow weights) and writes it back
+undoes the updates of other peers. To detect that, a known change, the *probe*, is added to a sample of the parameters
+just before an optimizer step and removed just after. Its signs are random and drawn after the gradients were computed,
+so nothing that the optimizer computes depends on them. An ordinary optimizer keeps the whole probe, except for its
+weight decay. Master weights keep nothing, and Lookahead keeps the share ``alpha`` at each k-th step. Updates of other
+peers are not a reliable probe, because a large learning rate may legitimately pull them back.
 
 Rules of this file:
-1. The model never runs with a probe in it: gradients are computed without it, and so is what the script sees.
-2. Nothing is judged by a single step, and nothing that chance could do once in a million.
-3. Outside of steps the optimizer's parameters stay as they are. Whatever puts them back there (Lookahead around the
+1. The model never runs with a probe in it: gradients are computed without it, and the script sees parameters without
+   it.
+2. Nothing is concluded from a single step, or from a result that chance produces once in a million.
+3. Outside of steps the optimizer's parameters should not change. Code that puts them back there (Lookahead around the
    optimizer) shows as a change along the way that they had come.
-4. The steps of a window are looked at, WINDOW of every PERIOD. On a GPU the results are read every few steps only.
+4. Only WINDOW steps of every PERIOD are checked. On a GPU the results are read every few steps only.
 """
 
 from __future__ import annotations
@@ -32,30 +33,30 @@ log = logging.getLogger("p2pdiloco")
 WINDOW = 64
 PERIOD = 1024
 SLICES = 32
+# Elements of a slice. The sample has at most SLICES slices.
 LENGTH = 128
-"""Elements of a slice. The sample has SLICES at most."""
+# Minimum number of elements for a conclusion.
 FEWEST = 12
-"""Elements from which something can be concluded."""
+# Size of the probe, in steps of the optimizer.
 SIZE = 8.0
-"""Of the probe, in steps of the optimizer."""
+# Largest probe that every parameter type can represent.
 LARGEST = 1e3
-"""Probe: every type of parameters has room for it."""
+# Minimum share of the probe that an ordinary optimizer keeps, apart from its weight decay.
 KEPT = 0.9
-"""Share of the probe that an optimizer keeps, at least, beside its weight decay."""
+# A share counts as below that only if it is so by this many standard errors.
 SIGMAS = 6.0
-"""By so many standard errors a share is below that, if it is."""
+# Share of a change outside of steps (squared) that must lie along the way that the parameters had come.
 ALONG = 0.98
-"""Share of a change outside of steps (its square) that lies along the way that the parameters had come."""
+# A change that takes back more than this is a bound (clipped weights): a parameter pushed against it returns at once.
 WHOLE = 0.95
-"""What takes more of the way back is a bound (weights that are clipped): who goes against it is there again at once."""
+# Number of observations needed for a conclusion.
 TIMES = 2
-"""So often something must be seen."""
+# Steps on a GPU whose results are read together, since each read waits for the device. A divisor of WINDOW.
 UNREAD = 8
-"""Steps on a GPU whose results are read together, since each reading waits for the device; a divisor of WINDOW."""
+# Steps in a row without a change that are reported, for an optimizer that made a change before.
 IDLE_STEPS = 32
-"""Steps in a row without a change, of an optimizer that made one before."""
+# Number of steps within which each optimizer of the script should have stepped.
 COVERED_STEPS = 32
-"""Steps within which each optimizer of the script has stepped."""
 MOST_NAMED = 3
 
 REPLACED = (
@@ -80,57 +81,57 @@ UNTRAINED = (
 
 
 class StepCheck:
-    """Checks one optimizer.
+    """Checks the steps of one optimizer.
 
-    ``before`` and ``after`` are called around its steps, ``rest`` when all that changes parameters between two steps is
-    done.
+    Call ``before`` and ``after`` around each step, and ``rest`` when everything that changes parameters between two
+    steps is done.
     """
 
     def __init__(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, named: Sequence[tuple[str, nn.Parameter]]
     ) -> None:
-        """``named``: the parameters that travel; empty: nothing is checked."""
+        """``named``: the synchronized parameters; empty: nothing is checked."""
         self._model = model
         self._optimizer = optimizer
         self._named = named
         self._places = [parameter.data_ptr() for _, parameter in named]
+        # Parameters of optimizers that have stepped, by ``id``.
         self._held: set[int] = set()
-        """Parameters of optimizers that have stepped."""
         self._any_hook: Any = None
         self._note_optimizer(optimizer)
         self._slices = _slices([p for _, p in named if id(p) in self._held])
+        # Size of the probe, by slice; None: no step was seen yet.
         self._sizes: Tensor | None = None
-        """Of the probe, by slices; None: no step has been seen."""
         device = torch.device("cpu") if self._slices is None else self._slices.device
         self._is_on_cuda = device.type == "cuda"
         self._signs = torch.Generator(device).manual_seed(0)
         self._steps = 0
+        # Versions of the parameters at rest; empty: this step is not checked.
         self._versions: list[int] = []
-        """Of the parameters, at rest; empty: not looked at."""
         self._has_changed = False
         self._idle_steps = 0
         self._at_rest: Tensor | None = None
+        # The sample after the last change outside of steps, or in the beginning.
         self._from: Tensor | None = None
-        """Where the parameters were after the last change outside of steps, or in the beginning."""
+        # The change that was added at the last step's boundary.
         self._came: Tensor | None = None
-        """What was added at the last step's boundary."""
         self._stepped: Tensor | None = None
         self._before: Tensor | None = None
+        # The probe that is in the parameters and must be removed.
         self._probe: Tensor | None = None
-        """What is in the parameters, and is to be taken off."""
+        # True if the optimizer calls its closure several times per step. It may put parameters back in between (LBFGS).
         self._is_repeating = False
-        """The optimizer calls its closure several times in a step, and may put parameters back in between (LBFGS)."""
         self._shares: list[Tensor] = []
+        # The share that should have been kept, for each entry of ``_shares``.
         self._fewest: list[float] = []
-        """What should have been kept, of each."""
         self._gaps: list[Tensor] = []
+        # For each step that was not read yet: True if it changed no parameter.
         self._idle: list[bool | Tensor] = []
-        """For each step that has not been read: whether it left the parameters as they were."""
+        # Lost shares of a change, of the steps that showed a loss.
         self._lost: list[float] = []
-        """Shares of a change that were gone, of the steps that showed it."""
 
     def begin(self) -> None:
-        """The parameters are the run's, and training begins."""
+        """Begin to check. The parameters are the run's, and training begins."""
         if self._named:
             self._any_hook = register_optimizer_step_post_hook(self._note_optimizer)
         self.rest()
@@ -138,8 +139,8 @@ class StepCheck:
     # -- around a step -------------------------------------------------------------------------------------------------
 
     def before(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """The optimizer steps now, with these arguments; what is returned, if anything, takes their place."""
-        self._take_off()  # a step that failed has left it there
+        """Prepare a step of the optimizer with these arguments. Returns arguments to use instead, or None."""
+        self._take_off()  # a failed step left its probe in the parameters
         self._look_at_gap()
         if self._at_rest is None:
             return None
@@ -151,7 +152,7 @@ class StepCheck:
         return None
 
     def after(self) -> None:
-        """It has stepped."""
+        """Check the step that the optimizer has made."""
         before, probe = self._before, self._probe
         now = self._take_off()
         self._steps += 1
@@ -166,7 +167,7 @@ class StepCheck:
             self._read()  # waits for the device
 
     def rest(self) -> None:
-        """What changes parameters between two steps has done so."""
+        """Record the parameters between two steps, after everything that changes them there."""
         if not self._named or self._slices is None:
             return
         if self._steps % PERIOD >= WINDOW and not self._idle_steps:
@@ -179,18 +180,18 @@ class StepCheck:
         self._came = None if self._stepped is None else self._at_rest - self._stepped
 
     def on_parameters_set(self) -> None:
-        """The parameters were set to others on purpose."""
+        """Accept that the parameters were set to other values on purpose."""
         self._from = self._stepped = None
         self.rest()
 
     def end(self) -> None:
-        """Leave the parameters as they are without this."""
+        """Stop checking, and remove a probe that is left."""
         self._take_off()
         self._at_rest = None
         self._stop_noting_optimizers()
 
     def problem(self) -> str:
-        """Why what is trained must not be merged; empty: it may."""
+        """Return why the learner's updates must not be merged; empty: they may."""
         self._read()
         here = {id(p) for p in self._model.parameters()}
         for (name, parameter), place in zip(self._named, self._places, strict=True):
@@ -205,8 +206,10 @@ class StepCheck:
     # -- the probe -----------------------------------------------------------------------------------------------------
 
     def _within(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """``closure``, which computes the gradients, with the probe put on after it. The first step has no probe, and
-        shows whether it is called once."""
+        """Return ``closure``, which computes the gradients, with the probe added after it.
+
+        The first step has no probe. It shows whether the closure is called once per step.
+        """
         calls = 0
 
         def called() -> Any:
@@ -229,23 +232,23 @@ class StepCheck:
         if self._sizes is not None:
             signs = torch.randint(0, 2, before.shape, generator=self._signs, device=before.device).mul_(2).sub_(1)
             self._slices.write(before + signs.to(before) * self._sizes)
-            self._probe = self._slices.read() - before  # as the parameters' type has it
+            self._probe = self._slices.read() - before  # as rounded to the parameters' type
 
     @torch.no_grad()
     def _take_off(self) -> Tensor | None:
-        """The sample as it is without the probe; None if nothing is looked at."""
+        """Remove the probe; return the sample without it, or None if this step is not checked."""
         before, probe, self._before, self._probe = self._before, self._probe, None, None
         if self._slices is None or before is None or probe is None:
             return None
         now = self._slices.read()
         if self._sizes is not None:
-            now = torch.where(now == before + probe, before, now - probe)  # untouched ones to the bit
+            now = torch.where(now == before + probe, before, now - probe)  # restores unchanged values exactly
             self._slices.write(now)
         return now
 
     @torch.no_grad()
     def _judge_step(self, change: Tensor, probe: Tensor) -> None:
-        """``change``: of the sample since before the probe was put on."""
+        """Judge one step. ``change`` is the sample's change since before the probe was added."""
         is_on = probe != 0
         kept = torch.where(is_on, change / torch.where(is_on, probe, 1.0), 0.0)
         number = is_on.sum()
@@ -254,11 +257,11 @@ class StepCheck:
         self._fewest.append(KEPT - max(map(_decay, self._optimizer.param_groups)))
         sizes = SIZE * (change - mean * probe).square().mean(1, keepdim=True).sqrt()
         last = torch.zeros_like(sizes) if self._sizes is None else self._sizes
-        self._sizes = torch.where((sizes > 0.0) & (sizes < LARGEST), sizes, last)  # and not if it is no number
+        self._sizes = torch.where((sizes > 0.0) & (sizes < LARGEST), sizes, last)  # NaN keeps the last size
 
     @torch.no_grad()
     def _look_at_gap(self) -> None:
-        """What has changed since the last step's boundary?"""
+        """Record how the sample has changed since the last step's boundary."""
         rest, origin = self._at_rest, self._from
         if self._slices is None or rest is None or origin is None:
             return
@@ -293,7 +296,7 @@ class StepCheck:
             self._has_changed = self._has_changed or not is_idle
             self._idle_steps = self._idle_steps + 1 if is_idle else 0
 
-    # -- which parameters are trained at all ---------------------------------------------------------------------------
+    # -- trained parameters --------------------------------------------------------------------------------------------
 
     def _look_at_versions(self, now: Tensor | None) -> None:
         if not self._versions:
@@ -301,7 +304,7 @@ class StepCheck:
         is_written = any(p._version != old for (_, p), old in zip(self._named, self._versions, strict=True))
         if is_written or now is None or self._at_rest is None:
             self._idle.append(not is_written)
-        else:  # fused optimizers, and those that write to p.data, change no version
+        else:  # fused optimizers, and those that write to p.data, do not change the version counter
             self._idle.append((now == self._at_rest).all())
 
     def _note_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -321,7 +324,7 @@ class StepCheck:
 
 
 class _Slices:
-    """Pieces of parameters, each of the same length, as one tensor [pieces, length]."""
+    """Slices of parameters, all of the same length, read and written as one tensor [slices, length]."""
 
     def __init__(self, views: Sequence[Tensor]) -> None:
         self._views = views
@@ -329,18 +332,18 @@ class _Slices:
         self.elements = sum(view.numel() for view in views)
 
     def read(self) -> Tensor:
-        """A copy, float32 (of float64 parameters float64)."""
+        """Return a copy in float32 (float64 for float64 parameters)."""
         values = torch.cat(list(self._views)).view(len(self._views), -1)
         return values if values.dtype == torch.float64 else values.float()
 
     def write(self, values: Tensor) -> None:
-        """In their own type."""
+        """Write values back, in the parameters' own type."""
         for view, row in zip(self._views, values, strict=True):
             view.copy_(row)
 
 
 def _slices(parameters: Iterable[Tensor]) -> _Slices | None:
-    """SLICES at most, spread evenly; None: there is nothing to look at."""
+    """Select at most SLICES slices, spread evenly over the parameters; None if there is nothing to check."""
     able = [p.data.view(-1) for p in parameters if p.numel() and p.is_floating_point() and p.is_contiguous()]
     able = [flat for flat in able if flat.device == able[0].device]
     length = min(LENGTH, max((flat.numel() for flat in able), default=0))
@@ -355,14 +358,17 @@ def _slices(parameters: Iterable[Tensor]) -> _Slices | None:
 
 
 def _decay(group: Mapping[str, Any]) -> float:
-    """What a step takes of each parameter by itself. A rate on a GPU is not waited for."""
+    """Return the share of each parameter that weight decay removes in a step. A rate on a GPU counts as 0, so as not to
+    wait for it."""
     rate = group.get("lr", 0.0)
     return 0.0 if getattr(rate, "is_cuda", False) else float(rate) * float(group.get("weight_decay") or 0.0)
 
 
 def _lost_along(size: float, product: float, length: float) -> float:
-    """How much of a way a change takes back; 0 if it does not lie along it. ``size``, ``length``: of change and way,
-    squared, ``product``: of both."""
+    """Return how much of a way a change takes back; 0 if it does not lie along the way.
+
+    ``size`` and ``length`` are the squared norms of change and way, ``product`` their inner product.
+    """
     if length > 0.0 and product < 0.0 and product * product >= ALONG * size * length:
         return -product / length
     return 0.0

@@ -1,12 +1,12 @@
-"""Counts steps and tokens of a script's optimizer.
+"""Step counter: counts the steps and tokens of a script's optimizer.
 
 Rules of this file:
 1. Tokens add up until the optimizer steps: micro-batches of a gradient accumulation are one step.
-2. A step that a ``torch.amp.GradScaler`` skips (gradients that are not finite) trains nothing: no step, and what was
-   counted for it is dropped. Fused optimizers skip inside their kernel (``found_inf``), the others are not even called,
-   which only whoever has the scaler can see.
-3. A loss that is a tensor is read once a second at most: reading one makes the thread wait for its GPU.
-4. A loss that is not finite is told once; a step that the scaler skipped tells none.
+2. A step that a ``torch.amp.GradScaler`` skips (gradients that are not finite) trains nothing. It does not count, and
+   its tokens are dropped. Fused optimizers skip inside their kernel (``found_inf``). Others are not called at all,
+   which only the scaler shows.
+3. A loss that is a tensor is read at most once a second, because reading it makes the thread wait for its GPU.
+4. A loss that is not finite is reported once. A step that the scaler skipped reports none.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ log = logging.getLogger("p2pdiloco")
 
 LOOK_S = 1.0
 LOOK_STEPS = 32
+# Steps of another optimizer, without one of ours in between, that are too many to be parts of one step (as a GAN's two
+# are).
 OTHER_STEPS = 50
-"""Of another optimizer, without one of ours in between: they are no part of one step, as a GAN's two are."""
 
 
 class StepCounter:
-    """Counts for the steps of ``optimizer``; each is ``tokens_per_step`` if nothing else is counted."""
+    """Counts the steps of ``optimizer``. A step has ``tokens_per_step`` tokens if nothing else is counted."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None, tokens_per_step: int
@@ -44,18 +45,17 @@ class StepCounter:
         self._looked_at = -math.inf
         self._took = False
         self._is_idle = True
+        # Addresses of the first and the last parameter's values.
         self._places: list[tuple[Tensor, int]] = []
-        """Of the first and the last parameter, where its values lie."""
+        # Steps of other optimizers with parameters of ours, since ours last stepped.
         self._other_steps = 0
-        """Of other optimizers with parameters of ours, since its last one."""
         self._hook: Any = None
         self._steps = 0
+        # Number of parameters that the optimizer trained in the beginning.
         self._trained = 0
-        """Parameters that the optimizer trained in the beginning."""
 
     def begin(self, parameters: Sequence[Tensor] = ()) -> None:
-        """Watch the scaler, if there is one, and other optimizers from now on; and that ``parameters`` stay where they
-        are."""
+        """Begin to watch the scaler (if any), other optimizers, and whether ``parameters`` stay in the same memory."""
         self._places = [(p, p.data_ptr()) for p in (*parameters[:1], *parameters[-1:])]
         self._other_steps = 0
         self._steps, self._trained = 0, self._count_trained()
@@ -75,11 +75,11 @@ class StepCounter:
         scaler.step = watched  # type: ignore[method-assign]
 
     def end(self) -> None:
-        """Leave the scaler as it was; say so if nothing was trained."""
+        """Restore the scaler. Warn if the optimizer made no step."""
         if self._is_idle:
             log.warning(
-                "the optimizer that p2pdiloco.DiLoCo was given has made no step: unless the run was over, call its "
-                "step() in the with block, and give DiLoCo the optimizer that steps"
+                "the optimizer that p2pdiloco.DiLoCo was given has made no step. Unless the run was over, call its "
+                "step() inside the with block, and give DiLoCo the optimizer that steps"
             )
         if self._scaler is not None:
             del self._scaler.step
@@ -96,37 +96,37 @@ class StepCounter:
             if self._other_steps > OTHER_STEPS:
                 log.warning(
                     "another optimizer than the one that p2pdiloco.DiLoCo was given steps the model's parameters, and "
-                    "nothing of that is merged: close() it, and make it anew with that optimizer"
+                    "its steps are not merged: close() DiLoCo and create it again with that optimizer"
                 )
 
     def count(self, tokens: int, loss: float | Tensor | None) -> None:
-        """``tokens`` more for the step under way, at this ``loss`` (a scalar)."""
+        """Add ``tokens`` to the present step, with its ``loss`` (a scalar)."""
         self._counted = (self._counted or 0) + tokens
         if loss is not None:
             self.report(loss)
 
     def report(self, loss: float | Tensor) -> None:
-        """The latest loss, a scalar."""
+        """Set the latest loss, a scalar."""
         self._given = loss.detach() if isinstance(loss, Tensor) else loss
 
     def take(self) -> tuple[int, float | None, bool]:
-        """The optimizer has stepped: tokens, the latest loss that is known, and whether it was a step at all.
+        """Complete a step; return its tokens, the latest known loss, and whether it counts as a step.
 
         Raises:
-            RuntimeError: the parameters are not where they were: what is trained now reaches nobody.
+            RuntimeError: the parameters were moved to other memory, so that further training is not synchronized.
         """
         self._took, self._is_idle, self._other_steps = True, False, 0
         if any(p.data_ptr() != place for p, place in self._places):
             raise RuntimeError(
-                "the model's parameters have other memory than p2pdiloco.DiLoCo began with (model.to(), "
-                "load_state_dict(assign=True), p.data = ...): do that before, or close() it and make it anew after"
+                "the model's parameters were moved to other memory (model.to(), load_state_dict(assign=True), "
+                "p.data = ...): do that before p2pdiloco.DiLoCo begins, or close() it and create it again afterwards"
             )
         self._steps += 1
         if self._steps % LOOK_STEPS == 0 and self._trained != (trained := self._count_trained()):
             self._trained = trained
             log.warning(
-                "other parameters are trained than p2pdiloco.DiLoCo began with (requires_grad, add_param_group): what "
-                "was not trained then does not travel: close() it and make it anew, at all peers alike"
+                "other parameters are trained than when p2pdiloco.DiLoCo began (requires_grad, add_param_group), and "
+                "the new ones are not synchronized: close() it and create it again, at all peers"
             )
         tokens, self._counted = self._tokens_per_step if self._counted is None else self._counted, None
         found_inf = getattr(self._optimizer, "found_inf", None)

@@ -17,10 +17,10 @@ from p2pdiloco.training.sampler import FirstBatches, OwnSamples, share_loader
 
 log = logging.getLogger("p2pdiloco")
 
+# Maximum wait for other peers.
 WAIT_S = 600.0
-"""How long peers are waited for."""
+# Maximum wait until the script knows the training peers.
 KNOWN_S = 5.0
-"""How long a script waits to hear who trains, at most."""
 LOOK_S = 0.05
 
 
@@ -31,12 +31,12 @@ class SwarmView:
         self._model = model
         self._has_run = has_run
         self._link: NodeLink | None = None
+        # True while there is a node, or the script waits for one.
         self._is_linked = False
-        """A node is there, or looked for."""
         self._batches = FirstBatches()
         self._call_hook: Any = None
+        # True once the script was warned that another peer trains the same batches.
         self._is_warned = False
-        """Of batches that another peer trains, too."""
 
     @property
     def peers(self) -> tuple[str, ...]:
@@ -118,7 +118,7 @@ class SwarmView:
         self._batches.add(*batch)
 
     def _wait_for_swarm(self, wanted: int) -> None:
-        """Until so many peers train, this one included; at least until it is known who does."""
+        """Wait until ``wanted`` peers train, including this one, or at least until the training peers are known."""
         link, since, told = self._link, time.monotonic(), False
         assert link is not None
         while self._is_linked and link.is_training:
@@ -135,12 +135,12 @@ class SwarmView:
             log.warning("training begins with %s of %s peers", len(self.peers), wanted)
 
     def _tell_end(self, run: str, last_step: int) -> None:
-        """Warn of a run that is over before this script has made a step: its loop would seem to do something."""
+        """Warn if the run is complete before this script has made a step, since its steps would have no effect."""
         link = self._link
         if link is not None and not link.is_training and link.counts.global_step >= last_step:
             log.warning(
-                "run %s is complete at step %s: the model now holds what came of it, and what this script trains is "
-                "not merged any more. To begin anew, choose another run= (and another state=, if you name one)",
+                "run %s is complete at step %s: the model now has its result, and this script's steps are not merged. "
+                "To train again, choose another run= (and another state=, if you set one)",
                 run,
                 last_step,
             )
@@ -150,7 +150,7 @@ class SwarmView:
         return ("", ()) if swarm is None else (swarm.me, swarm.peers)
 
     def _look_at_batches(self, link: NodeLink) -> None:
-        """Tell the first batches, and warn if somebody else trains them."""
+        """Report the first batches, and warn if another peer trains them too."""
         if news := self._batches.news():
             link.batches(news)
         if not self._is_warned and link.swarm is not None and link.swarm.same_batches:
@@ -162,14 +162,14 @@ class SwarmView:
             )
 
     def _on_call(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """The model is called."""
+        """Record the batch that the model is called with."""
         if module.training and torch.is_grad_enabled():
             self._batches.add(*args, kwargs)
         if self._batches.is_full:
             self._look_no_more()
 
     def _begin_to_look(self) -> None:
-        """At what the model is called with."""
+        """Begin to record the batches that the model is called with."""
         self._call_hook = self._model.register_forward_pre_hook(of(self._model, self._on_call), with_kwargs=True)
 
     def _look_no_more(self) -> None:
@@ -179,8 +179,10 @@ class SwarmView:
 
 
 def of(model: nn.Module, hook: Callable[..., None]) -> Callable[..., None]:
-    """``hook`` for the calls of ``model``, and not of its copies (an average of it, ``copy.deepcopy``). A function is
-    not copied with them, where a method would be with all that it belongs to."""
+    """Return ``hook`` for calls of ``model``, but not of its copies (such as an average made by ``copy.deepcopy``).
+
+    It is a function, because a bound method would be copied together with its whole object.
+    """
 
     def called(module: nn.Module, *given: Any) -> None:
         if module is model:

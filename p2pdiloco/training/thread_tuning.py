@@ -1,9 +1,9 @@
-"""Tunes the number of torch threads to the fastest steps, whatever else the machine does.
+"""Thread tuning: finds the number of torch threads with the fastest steps under the machine's present load.
 
 Rules of this file:
-1. It is measured with real steps: each number is tried for a few, the median counts, and of two that are nearly as fast
-   the smaller one is taken, since the other cores are somebody else's.
-2. It is measured again when steps have become much slower or faster for a while: the load has changed.
+1. Real steps are measured. Each number of threads is tried for a few steps, and the median counts. Of numbers that are
+   nearly equally fast, the smallest is chosen, because others may need the remaining cores.
+2. The measurement is repeated when steps have become much slower or faster for a while, because the load has changed.
 """
 
 from __future__ import annotations
@@ -11,27 +11,27 @@ from __future__ import annotations
 import statistics
 from collections import deque
 
+# Steps after a change that do not count, while threads start and caches fill.
 WARM = 2
-"""Steps after a change that do not count: threads are made, caches are filled."""
+# Counted steps per number of threads.
 TRIED = 7
-"""Steps that count, of each number."""
+# A larger number must be faster by this share.
 SPARED = 0.05
-"""By so much a larger number must be faster."""
+# Steps that are slower or faster by this factor show a changed load.
 CHANGED = 1.5
-"""Steps that take so many times as long as they did, or as many times less, show another load."""
+# Number of steps whose median is watched.
 WATCHED = 20
-"""Steps, whose median is watched."""
+# Steps between two rounds of trials.
 REST = 200
-"""Steps between two rounds of trials."""
 
 
 class ThreadChoice:
-    """The choice of one learner; ``most`` threads at most. Told each step's time, it says when to change."""
+    """Chooses the number of threads of one learner, at most ``most``. It is told each step's time."""
 
     def __init__(self, most: int) -> None:
         self.candidates = _halved(max(1, most))
+        # The number of threads to train with now.
         self.threads = self.candidates[0]
-        """What to train with now."""
         self._left = list(self.candidates)
         self._medians: dict[int, float] = {}
         self._times: list[float] = []
@@ -41,11 +41,11 @@ class ThreadChoice:
 
     @property
     def is_trying(self) -> bool:
-        """Whether a round of trials is under way."""
+        """True while a round of trials runs."""
         return bool(self._left)
 
     def stepped(self, seconds: float) -> int | None:
-        """A step has taken so long; the number of threads from now on, if that changes."""
+        """Record a step's time; return the new number of threads if it changes."""
         if len(self.candidates) == 1:
             return None
         return self._try(seconds) if self._left else self._watch(seconds)
@@ -81,7 +81,7 @@ class ThreadChoice:
 
 
 def _halved(most: int) -> list[int]:
-    """``most``, its half, ... 1."""
+    """Return ``most``, its half, and so on down to 1."""
     found = []
     while most:
         found.append(most)

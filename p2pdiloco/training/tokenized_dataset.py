@@ -1,12 +1,13 @@
-"""Documents as tokens: text, JSON lines and Parquet, read piece by piece, tokenized once into files that are mapped.
+"""Tokenized dataset: reads documents (text, JSON lines, Parquet) piece by piece and tokenizes them once into mapped
+files.
 
 Rules of this file:
-1. Neither the documents nor their tokens have to fit into memory: what is read is encoded in batches and written to two
-   files of int32 (training and held out) under ``~/.cache/p2pdiloco/tokens``, which later lives of the learner map.
-2. A file of text is one document; in the other kinds each row is. Held out are whole documents, by a hash of the file's
-   relative path and the row's number, so that peers with the same files agree.
+1. Neither the documents nor their tokens have to fit into memory. They are encoded in batches and written to two int32
+   files (training and held out) under ``~/.cache/p2pdiloco/tokens``, which later lives of the learner map.
+2. A text file is one document; in the other kinds each row is one. Whole documents are held out, by a hash of the
+   file's relative path and the row's number, so that peers with the same files agree.
 3. The tokenizer is a tokenizer.json, which is data; no code comes with it. Its digest is in the manifest, since peers
-   with different ones would train on different symbols.
+   with different tokenizers would train on different symbols.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from p2pdiloco.training.huggingface import EXTRA
 
 MAX_TOKENIZER_BYTES = 1 << 26
 MAX_ROW_BYTES = 1 << 26
+# Amount of a text file that is encoded at once. It is cut at a line end.
 TEXT_BYTES = 1 << 20
-"""What of a text file is encoded at once; it is cut at a line's end."""
 _BATCH = 256
 _FORMAT = 1
 _FILES = ("train.i32", "held_out.i32")
@@ -48,29 +49,29 @@ class Document(NamedTuple):
 
 
 def with_tokenizer(config: DataConfig, data: str | None, tokenizer: str | None) -> DataConfig:
-    """``config`` with the digest of the tokenizer that is here.
+    """Return ``config`` with the digest of the tokenizer on this machine.
 
     Raises:
         CorpusError: there is none.
     """
     if config.kind not in PATTERNS:
         return config
-    find_files(config, data)  # whoever names no data is told of those first
+    find_files(config, data)  # so that missing data is reported before a missing tokenizer
     return msgspec.structs.replace(config, tokenizer_digest=digest_of(_tokenizer_bytes(data, tokenizer)))
 
 
 def read_tokenizer(config: DataConfig, data: str | None, tokenizer: str | None) -> bytes:
-    """The run's tokenizer.json, from the folder ``tokenizer`` or from that of the data.
+    """Read the run's tokenizer.json from the folder ``tokenizer`` or from the folder of the data.
 
     Raises:
-        CorpusError: there is none, or another one.
+        CorpusError: there is none, or it is another one.
     """
     found = _tokenizer_bytes(data, tokenizer)
     digest = digest_of(found)
     if config.tokenizer_digest and digest != config.tokenizer_digest:
         raise CorpusError(
-            f"the tokenizer.json here has the digest {digest}, the run's has {config.tokenizer_digest}: "
-            "copy the founder's into the folder of your data"
+            f"the tokenizer.json here has the digest {digest}, but the run's has {config.tokenizer_digest}: "
+            "copy the founder's file into the folder of your data"
         )
     return found
 
@@ -78,11 +79,12 @@ def read_tokenizer(config: DataConfig, data: str | None, tokenizer: str | None) 
 def load_tokens(
     config: DataConfig, data: str | None, tokenizer_place: str | None, max_bytes: int, context: int
 ) -> Corpus:
-    """Tokenize the documents in ``data`` with the tokenizer.json in ``tokenizer_place`` or among them, up to
-    ``max_bytes`` of text, unless that was done before.
+    """Tokenize the documents in ``data``, up to ``max_bytes`` of text, unless that was done before.
+
+    ``tokenizer_place``: folder with tokenizer.json; None: it is among the documents.
 
     Raises:
-        CorpusError: as ``load_corpus``; also another tokenizer than the run's, or a broken row.
+        CorpusError: as in ``load_corpus``; also if the tokenizer is not the run's, or a row is broken.
     """
     root, files = find_files(config, data)
     tokenizer = read_tokenizer(config, data, tokenizer_place)
@@ -126,7 +128,7 @@ def _cache() -> Path:
 
 
 def _write(folder: Path, documents: Iterator[Document], config: DataConfig, tokenizer: bytes, max_bytes: int) -> None:
-    """Both files, complete or not at all; of two processes that do this at once one wins."""
+    """Write both files, completely or not at all. If two processes do this at once, one wins."""
     encoder = _load_tokenizer(tokenizer)
     separator: list[int] = []
     if config.separator:
@@ -153,13 +155,13 @@ def _write(folder: Path, documents: Iterator[Document], config: DataConfig, toke
         with suppress(OSError):  # another process was faster
             temporary.rename(folder)
     except OSError as error:
-        raise CorpusError(f"tokens cannot be written to {folder.parent}: {error.strerror}; make room there") from error
+        raise CorpusError(f"tokens cannot be written to {folder.parent}: {error.strerror}; free space there") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _sweep(cache: Path) -> None:
-    """Remove what processes that were killed had half-written: it is as large as their data."""
+    """Remove files that killed processes left half-written, which are as large as their data."""
     for half in cache.glob("*.*"):
         number = half.suffix.removeprefix(".")
         if number.isdecimal() and not psutil.pid_exists(int(number)):
@@ -173,7 +175,7 @@ def _load_tokenizer(data: bytes) -> Any:
         raise CorpusError(f"the run's data are tokens: {EXTRA}") from error
     try:
         return Tokenizer.from_str(data.decode())
-    except Exception as error:  # tokenizers raises nothing more special
+    except Exception as error:  # tokenizers raises no more specific type
         raise CorpusError(f"tokenizer.json is not a tokenizer: {error}") from error
 
 
@@ -188,7 +190,7 @@ def _documents(config: DataConfig, root: Path, files: Iterable[Path]) -> Iterato
             else:
                 yield from _parquet(file, name, config.column)
         except OSError as error:
-            raise CorpusError(f"{file} cannot be read ({error}): mend it or move it away") from error
+            raise CorpusError(f"{file} cannot be read ({error}): repair it or move it away") from error
 
 
 def _text(file: Path, name: str) -> Iterator[Document]:
@@ -212,11 +214,11 @@ def _json_lines(file: Path, name: str, column: str) -> Iterator[Document]:
                 text = json.loads(line)[column]
             except UnicodeDecodeError as error:
                 raise CorpusError(
-                    f"{file}, line {index + 1}, is not UTF-8: convert it (iconv -f latin1 -t utf8 tells how)"
+                    f"{file}, line {index + 1}, is not UTF-8: convert it (for example iconv -f latin1 -t utf8)"
                 ) from error
             except (ValueError, KeyError, TypeError) as error:
                 raise CorpusError(
-                    f"{file}, line {index + 1}, is no JSON object with {column!r}: mend it, or set data.column"
+                    f"{file}, line {index + 1}, is not a JSON object with key {column!r}: repair it, or set data.column"
                 ) from error
             yield _row(file, name, index, column, text)
 
@@ -239,10 +241,10 @@ def _parquet(file: Path, name: str, column: str) -> Iterator[Document]:
                     yield _row(file, name, index, column, value.as_py())
                     index += 1
     except pyarrow.ArrowInvalid as error:
-        raise CorpusError(f"{file} is no Parquet file: {error}") from error
+        raise CorpusError(f"{file} is not a Parquet file: {error}") from error
 
 
 def _row(file: Path, name: str, index: int, column: str, text: object) -> Document:
     if not isinstance(text, str):
-        raise CorpusError(f"{file}, row {index + 1}: {column!r} is no text: mend it, or set data.column")
+        raise CorpusError(f"{file}, row {index + 1}: {column!r} is not a text: repair it, or set data.column")
     return Document(f"{name}#{index}", text, True)

@@ -100,11 +100,11 @@ def test_a_joiner_needs_the_runs_tokenizer(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "name", "content", "told"),
     [
-        ("jsonl", "0.jsonl", '{"text": "a"}\n{"body": "a"}\n', "line 2, is no JSON object with 'text'"),
-        ("jsonl", "0.jsonl", "not json\n", "line 1, is no JSON"),
+        ("jsonl", "0.jsonl", '{"text": "a"}\n{"body": "a"}\n', "line 2, is not a JSON object with key 'text'"),
+        ("jsonl", "0.jsonl", "not json\n", "line 1, is not a JSON"),
         ("jsonl", "0.jsonl", b'{"text": "caf\xe9"}\n', "line 1, is not UTF-8: convert it"),
-        ("jsonl", "0.jsonl", '{"text": 3}\n', "row 1: 'text' is no text"),
-        ("parquet", "0.parquet", "PAR1 not really", "is no Parquet file"),
+        ("jsonl", "0.jsonl", '{"text": 3}\n', "row 1: 'text' is not a text"),
+        ("parquet", "0.parquet", "PAR1 not really", "is not a Parquet file"),
         ("text", "0.doc", "text", "no file that matches '\\*.txt'"),
         ("text", "0.txt", "one word", "a sample needs"),
     ],

@@ -148,7 +148,7 @@ def test_what_will_be_read_is_told_before(tmp_path: Path) -> None:
     ]
     with pytest.raises(CorpusError, match="give --data FOLDER"):
         tell_sources(config, None, None, None)
-    assert "the Python library of this machine" in tell_sources(RunConfig(name="x"), None, None, None)[0]
+    assert "this machine's Python standard library" in tell_sources(RunConfig(name="x"), None, None, None)[0]
     script = RunConfig(name="x", model=ModelConfig(kind="external"))
     assert tell_sources(script, None, None, None) == []
     adapters = RunConfig(name="x", model=ModelConfig(kind="huggingface", lora=LoraConfig()))
@@ -161,7 +161,7 @@ def test_tensors_of_another_order_are_not_the_manifests() -> None:
     specs = tensor_specs(named_tensors(build_model(TINY, 0)), 2)
     given = [(name, p) for name, p in build_model(TINY, 0).named_parameters()]
     check_tensors(given, specs)
-    with pytest.raises(ValueError, match=f"{given[1][0]} comes at another place"):
+    with pytest.raises(ValueError, match=f"{given[1][0]} is in another position"):
         check_tensors([given[1], given[0], *given[2:]], specs)
 
 
@@ -169,7 +169,7 @@ def test_a_model_that_is_not_the_manifests_is_not_allocated() -> None:
     specs = tensor_specs(named_tensors(build_model(TINY, 0)), 2)
     assert sum(p.numel() for p in build_model(TINY, 0, specs).parameters()) == sum(t.elements for t in specs)
     huge = ModelConfig(width=2**16, depth=1, heads=1024, context=8, vocabulary=2**20)  # half a terabyte
-    with pytest.raises(ValueError, match="its tensors are others: embed"):
+    with pytest.raises(ValueError, match="the model's tensors differ from the run's: embed"):
         build_model(huge, 0, specs)
     with pytest.raises(ValueError, match=r"model\.depth = 4096"):
         build_model(ModelConfig(depth=4096), 0, specs)
@@ -310,7 +310,7 @@ def test_another_model_is_refused() -> None:
     layout = make_layout(specs, 2, 1024, "rda")
     with pytest.raises(
         ValueError,
-        match=r"its tensors are others: embedding.weight is \(256, 32\) here and \(256, 16\) there; .*; and 6 more\.",
+        match=r"differ from the run's: embedding.weight is \(256, 32\) here and \(256, 16\) there; .*; and 6 more\.",
     ):
         FlatParameters(
             build_model(ModelConfig(width=32, depth=1, heads=2, context=8), 0).named_parameters(), specs, layout

@@ -169,7 +169,7 @@ def test_only_an_earlier_export_is_replaced(tmp_path: Path) -> None:
     precious = tmp_path / "home" / "thesis.tex"
     precious.parent.mkdir()
     precious.write_text("precious")
-    with pytest.raises(ExportError, match="holds something else"):
+    with pytest.raises(ExportError, match="holds no earlier export"):
         export(manifest, theta, precious.parent, about(manifest, "safetensors"))
     with pytest.raises(ExportError, match="is a file"):
         export(manifest, theta, precious, about(manifest, "safetensors"))
@@ -202,7 +202,7 @@ def test_what_no_export_has_written_is_in_nobodys_way(tmp_path: Path) -> None:
     export(manifest, theta, out, about(manifest, "safetensors"))
     for name, make in (("config.json", Path.mkdir), ("tokenizer.json", lambda path: path.write_text("mine"))):
         make(out / name)
-        with pytest.raises(ExportError, match=f"holds {name}, which no export has written"):
+        with pytest.raises(ExportError, match=f"holds {name}, not written by an export"):
             export(manifest, theta, out, about(manifest, "hf"))
         assert sorted(path.name for path in out.iterdir()) == sorted([name, "model.safetensors", ABOUT])
         (out / name).rename(tmp_path / name)

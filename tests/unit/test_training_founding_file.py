@@ -100,7 +100,7 @@ def test_a_torn_one_is_refused_with_a_sentence(tmp_path: Path) -> None:
     data = path.read_bytes()
     for torn in (b"", data[:20], data[:-1], data.replace(b"story", b"st\\ry")):
         path.write_bytes(torn)
-        with pytest.raises(ConfigError, match="remove it, and the script founds its run anew"):
+        with pytest.raises(ConfigError, match="remove it, and the script founds its run again"):
             found_from_script(path, PeerId("ann"))
     path.unlink()
     with pytest.raises(ConfigError):
@@ -128,7 +128,10 @@ def test_a_run_that_was_founded_otherwise_goes_on_and_says_so(tmp_path: Path, ca
         founding_file.write_once(tmp_path / "f", config, list(model.named_parameters()), frozenset())
         if steps != 900:
             assert not caplog.records
-    assert f"run {GIVEN['run']} was founded with total_steps={GIVEN['total_steps']}, and goes on so" in caplog.text
+    assert (
+        f"run {GIVEN['run']} was founded with total_steps={GIVEN['total_steps']} and keeps these settings"
+        in caplog.text
+    )
     assert founding_file.read(tmp_path / "f").config.inner.steps == GIVEN["total_steps"]
 
 
@@ -137,8 +140,8 @@ def test_a_run_that_was_founded_otherwise_goes_on_and_says_so(tmp_path: Path, ca
     [
         ("run", "a b/c", "run = 'a b/c': write a text of letters, digits, dots, dashes and underscores"),
         ("run", "..", "letters, digits, dots, dashes and underscores, and not . or .."),
-        ("run", "\ud800", "is no text: it has half of a character"),
-        ("codec", "\ud800", "is no text: it has half of a character"),
+        ("run", "\ud800", "is not valid text: it has half of a surrogate pair"),
+        ("codec", "\ud800", "is not valid text: it has half of a surrogate pair"),
         ("run", "x" * 65, "write a text with a length of at most 64"),
         ("access", "all", "access = 'all': choose one of invite, list, open"),
         ("total_steps", 0, "total_steps = 0: write a whole number of at least 1"),
@@ -184,7 +187,7 @@ def test_it_is_written_once_and_not_taken_for_another_runs(tmp_path: Path) -> No
     founding_file.write_once(path, CONFIG, [("z", torch.ones(2, 3))], frozenset())
     assert path.read_bytes() == first, "the run that was founded goes on"
     with pytest.raises(
-        founding_file.FoundationError, match=r"is run story's.*give run other a folder of its own \(state="
+        founding_file.FoundationError, match=r"belongs to run story, .*give run other a folder of its own \(state="
     ):
         founding_file.write_once(path, msgspec.structs.replace(CONFIG, name="other"), NAMED, frozenset())
     assert path.read_bytes() == first

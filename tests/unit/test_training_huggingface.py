@@ -150,9 +150,9 @@ class TestWithTransformers:
         assert all(p.grad is not None for _, p in trainable(a))
 
     def test_unknown_keys_and_types_are_named(self) -> None:
-        with pytest.raises(ArchitectureError, match="no hidden_sise"):
+        with pytest.raises(ArchitectureError, match="no key hidden_sise"):
             build(llama(hidden_sise=3), 0)
-        with pytest.raises(ArchitectureError, match="knows no model_type 'nonsense'"):
+        with pytest.raises(ArchitectureError, match="does not know model_type 'nonsense'"):
             build(llama(model_type="nonsense"), 0)
         with pytest.raises(ArchitectureError):
             build(llama(num_attention_heads=7, head_dim=None), 0)
@@ -180,7 +180,7 @@ class TestWithTransformers:
         rebuilt = build(travelled, 0, tensor_specs([(n, p.shape, False) for n, p in trainable(model)], 2))
         assert [n for n, _ in trainable(rebuilt)] == [n for n, _ in trainable(original)]
         (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
-        with pytest.raises(ArchitectureError, match="pickles"):
+        with pytest.raises(ArchitectureError, match="pickled weights"):
             read_folder(ModelConfig(kind="huggingface", folder=str(tmp_path)), 0)
         (tmp_path / "pytorch_model.bin").unlink()
         told = json.loads((tmp_path / "config.json").read_text())

@@ -293,7 +293,7 @@ def test_a_configuration_of_another_model_is_refused(tmp_path: Path) -> None:
         ):
             with pytest.raises(ValueError, match=said):
                 written(model, tmp_path / "out", "hf", like=folder)
-    with pytest.raises(ValueError, match=r"is a llama and --model .* a gpt2"):
+    with pytest.raises(ValueError, match=r"is a llama, but --model .* a gpt2"):
         written(model, tmp_path / "out", "hf", like=base, base=tmp_path / "other")
     with pytest.raises(ValueError, match=r"or has them in other shapes \(model\.layers\.0\."):
         written(model, tmp_path / "out", "hf", like=base, base=narrow)
@@ -328,7 +328,7 @@ def test_who_gives_too_little_is_told_what_to_give(tmp_path: Path) -> None:
             written(model, tmp_path / "out", "hf", like=like)
     for odd, said in (
         (told | {"init_lora_weights": "pissa"}, "init_lora_weights = 'pissa'.*--format safetensors"),
-        (told | {"peft_type": "IA3"}, "not of low-rank adapters"),
+        (told | {"peft_type": "IA3"}, "not for low-rank adapters"),
         ({"peft_type": "NONE"}, "cannot be read"),
     ):
         (like / "adapter_config.json").write_text(json.dumps(odd))
@@ -352,7 +352,7 @@ def test_what_peft_does_not_keep_is_merged_or_refused(tmp_path: Path) -> None:
     for name, p in model.named_parameters():
         p.requires_grad_("lora_B" in name)
     for wanted in ("hf", "peft"):
-        with pytest.raises(ValueError, match=r"lora_A\.default\.weight is trained here alone"):
+        with pytest.raises(ValueError, match=r"lora_A\.default\.weight is trained only here"):
             written(model, tmp_path / "out", wanted, like=like, base=base)  # type: ignore[arg-type]
 
     model = adapted()(loaded(base))
