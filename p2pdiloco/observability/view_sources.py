@@ -124,7 +124,7 @@ class Tape:
     """A recording that is played back."""
 
     def __init__(self, recording: Recording, speed: float, at: float | None = None) -> None:
-        """``at``: Unix time to start from; None: show the end, paused."""
+        """``at``: Unix time to start from; None: show the end."""
         self.recording = recording
         self.speed = speed
         self._player = Player(recording, recording.ends if at is None else at, speed)

@@ -200,7 +200,7 @@ class LearnerSupervisor:
         """Run the learner, and restart it after a crash. Closing ``lives`` ends the learner in order."""
         starts = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
         while not self.is_over:
-            ward = self.child = self.new_child(self._host.draw_name())
+            child = self.child = self.new_child(self._host.draw_name())
             ended: asyncio.Future[tuple[str, int]] = asyncio.get_running_loop().create_future()
 
             def gone(reason: str, status: int, ended: asyncio.Future[tuple[str, int]] = ended) -> None:
@@ -209,7 +209,7 @@ class LearnerSupervisor:
 
             began = self._host.now()
             process = self._host.start_learner(
-                self._arguments(ward.learner),
+                self._arguments(child.learner),
                 heard=self._on_message,
                 ended=gone,
                 reunion=self._reunion,
@@ -217,7 +217,7 @@ class LearnerSupervisor:
                 patience_s=self._options.learner.reattach_s if self._losses.failures else SCRIPT_S,
             )
             try:
-                ward.process = await lives.enter_async_context(process)
+                child.process = await lives.enter_async_context(process)
             except TimeoutError as error:
                 if not self.is_over:
                     self._gave_up(1, str(error))
@@ -230,17 +230,17 @@ class LearnerSupervisor:
                 return
             self._on_started()
             starts.reset()
-            if ward.process.is_adopted and self._manifest is None:
+            if child.process.is_adopted and self._manifest is None:
                 log.info("reconnected to the learner, which trained on while the node was away")
-                self._metrics.write("learner-adopted", pid=ward.process.pid)
+                self._metrics.write("learner-adopted", pid=child.process.pid)
             reason, status = await ended
-            ward.process = None
+            child.process = None
             if self.is_over:
                 return
             self._set_trouble("")
             self._driver.submit(self._shifts.unload, lambda _: None)
             self._metrics.write("learner-lost", reason=reason, status=status)
-            if ward.is_loaded:
+            if child.is_loaded:
                 self._driver.feed(ev.LearnerStopped(reason))
             if self._host.now() - began >= STABLE_S:
                 self._losses.reset()
@@ -384,17 +384,17 @@ class LearnerSupervisor:
 
     def load(self) -> None:
         """Begin to send the learner the global parameters, once the learner is ready and the peer has them."""
-        ward = self.child
-        if ward is not None and ward.is_ready and not ward.is_given and self._view.is_current:
-            ward.is_given = True
-            self._driver.submit(lambda: self._shifts.load(ward.learner), self._shifts_to(ward))
+        child = self.child
+        if child is not None and child.is_ready and not child.is_given and self._view.is_current:
+            child.is_given = True
+            self._driver.submit(lambda: self._shifts.load(child.learner), self._shifts_to(child))
 
-    def _on_loaded(self, ward: SupervisedLearner, process: LearnerLife) -> None:
+    def _on_loaded(self, child: SupervisedLearner, process: LearnerLife) -> None:
         """Let the learner begin to train: it has all global parameters."""
-        ward.is_loaded = True
+        child.is_loaded = True
         process.send(learner_ipc.Begin(step=self._view.step))
         self.stop_waiting()
-        self._driver.feed(ev.LearnerStarted(ward.learner, ward.has_blocks))
+        self._driver.feed(ev.LearnerStarted(child.learner, child.has_blocks))
         if self.resting:
             self.rest(self.resting)
 
@@ -409,21 +409,21 @@ class LearnerSupervisor:
         process = None if self.child is None else self.child.process
         return None if process is None else process.pid
 
-    def _shifts_to(self, ward: SupervisedLearner | None) -> Callable[[Shifts], None]:
+    def _shifts_to(self, child: SupervisedLearner | None) -> Callable[[Shifts], None]:
         """Return a callback that sends shifts to this learner only. A job may finish after its learner was replaced."""
-        return lambda shifts: self.send_shifts(shifts) if self.child is ward else None
+        return lambda shifts: self.send_shifts(shifts) if self.child is child else None
 
     def send_shifts(self, shifts: Shifts) -> None:
         """Tell the learner which shifts to take."""
-        ward = self.child
-        process = None if ward is None else ward.process
-        if ward is not None and process is not None:
+        child = self.child
+        process = None if child is None else child.process
+        if child is not None and process is not None:
             if shifts.added:
                 process.send(learner_ipc.Shift(shards=shifts.added, replace=False))
             if shifts.replaced:
                 process.send(learner_ipc.Shift(shards=shifts.replaced, replace=True))
-            if shifts.is_last_piece and ward.is_given and not ward.is_loaded:
-                self._on_loaded(ward, process)
+            if shifts.is_last_piece and child.is_given and not child.is_loaded:
+                self._on_loaded(child, process)
 
     def save(self) -> None:
         """Ask the learner to save its inner optimizer's state."""
@@ -452,7 +452,7 @@ class LearnerSupervisor:
         self._send(learner_ipc.Snapshot(fragment=question.fragment, step=question.step))
 
     def _send(self, command: learner_ipc.FromNode) -> None:
-        """Send a command to a learner that has its parameters. Others get the node's state of then when they start."""
-        ward = self.child
-        if ward is not None and ward.process is not None and ward.is_loaded:
-            ward.process.send(command)
+        """Send a command to a learner that has its parameters. One that starts later gets the state of that time."""
+        child = self.child
+        if child is not None and child.process is not None and child.is_loaded:
+            child.process.send(command)
