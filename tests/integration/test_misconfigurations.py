@@ -173,7 +173,7 @@ OF_SURROUNDINGS = {
     "run NAME (...) takes members only, and FOLDER has no certificate": "p2pdiloco join INVITE",
     "the invite is for the peer ..., and this one is ...": "ask for an invite for this one",
     "run NAME needs transformers": "pip install 'p2pdiloco[hf]'",
-    "top draws with textual, which is not installed here": "pip install 'p2pdiloco[top]'",
+    "watch draws with textual, which is not installed here": "pip install 'p2pdiloco[watch]'",
     "the program sky is not there": "pip install 'p2pdiloco[sky]'",
     "namespaces and tc need root": "sudo",
     "ADDRESS refuses: the token is missing": "?token=",
