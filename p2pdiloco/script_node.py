@@ -25,7 +25,7 @@ from typing import NamedTuple
 import msgspec
 import psutil
 
-from p2pdiloco.access.invite_code import PREFIX, clean_invite, decode_invite, is_invite
+from p2pdiloco.access.invite_code import PREFIX, VARIABLE, clean_invite, decode_invite, is_invite
 from p2pdiloco.protocol.ids import RunId, digest_of
 from p2pdiloco.protocol.manifest import Manifest
 from p2pdiloco.timing import Backoff
@@ -222,7 +222,7 @@ class ScriptNode:
             raise ScriptNodeError(
                 f"found=False, and nobody to join: give initial_peers, an invite to run {wish.name} or an address"
             )
-        return ["join", *wish.peers, "--run", wish.name]
+        return ["join", "--run", wish.name]  # whom to join stands in the environment, which other users cannot see
 
     def _resume(self, run: str, *peers: str) -> list[str]:
         """The command of a node that has a state of the run, though all others may be gone. With ``peers``, one of them
@@ -289,12 +289,17 @@ class ScriptNode:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
+                env=self._environment(),
                 pass_fds=(status_fd,),
                 start_new_session=True,
             )
         self._is_child = True
         self._began = time.monotonic()
         (self._folder / "node.pid").write_text(str(self._process.pid))
+
+    def _environment(self) -> dict[str, str]:
+        """The environment of the node, with the invite or the addresses to join by."""
+        return {**os.environ, VARIABLE: " ".join(self._wish.peers)}
 
     @property
     def ending(self) -> str:

@@ -28,6 +28,8 @@ from p2pdiloco.protocol.ids import DIGEST_BYTES, PeerId, RunId, digest_of
 from p2pdiloco.wire.peer_ids import KEY_BYTES, key_of, peer_id_of
 
 PREFIX = "p2pdiloco"
+VARIABLE = "P2PDILOCO_INVITE"
+"""Environment variable from which commands take an invite, or addresses, unless they are given one."""
 TEXT_LIMIT = 250
 """Maximum characters of an invite."""
 TEXT_LEAST = 80

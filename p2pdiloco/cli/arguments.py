@@ -25,6 +25,7 @@ from p2pdiloco.cli.argument_types import (
     size,
     up_budget,
 )
+from p2pdiloco.cli.invite_sources import add_addresses
 from p2pdiloco.util.files import state_home
 
 MOST_THREADS = 1024
@@ -227,9 +228,8 @@ def _start(sub: argparse.ArgumentParser) -> None:
 
 
 def _join(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument(
-        "address",
-        nargs="+",
+    add_addresses(
+        sub,
         metavar="INVITE|ADDR",
         help="an invite; for an open run, the multiaddr of a directory node, with /p2p/ID",
     )
@@ -253,9 +253,8 @@ def _resume(sub: argparse.ArgumentParser) -> None:
 
 
 def _fetch(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument(
-        "address",
-        nargs="+",
+    add_addresses(
+        sub,
         metavar="INVITE|RUN|ADDR",
         help="an invite; for an open run, the multiaddr of any directory node or peer, with /p2p/ID; or the name of a "
         "run whose directory is known from before",
@@ -499,9 +498,8 @@ def _add_average(sub: argparse.ArgumentParser) -> None:
 
 
 def _status(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument(
-        "address",
-        nargs="+",
+    add_addresses(
+        sub,
         metavar="INVITE|ADDR|NAME",
         help="an invite; for open runs, the multiaddr of a directory node, with /p2p/ID; for a run on this machine, "
         "its name",
@@ -640,7 +638,7 @@ def _pause(sub: argparse.ArgumentParser) -> None:
 
 
 def _launch(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("invite", metavar="INVITE", help="invite with which the machines join")
+    add_addresses(sub, metavar="INVITE", help="invite with which the machines join")
     sub.add_argument(
         "--dollars",
         type=between(0.01, 1e7, "dollars"),
@@ -730,7 +728,7 @@ def plan(sub: argparse.ArgumentParser) -> None:
 
 
 def _doctor(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("address", nargs="*", metavar="INVITE|ADDR", help="invite or address with which you would join")
+    add_addresses(sub, metavar="INVITE|ADDR", help="invite or address with which you would join", is_required=False)
     _add_run(sub, "the directory")
     _add_device(sub)
     _add_training_files(sub)

@@ -14,7 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from p2pdiloco.access.invite_code import clean_invite
+from p2pdiloco.access.invite_code import VARIABLE, clean_invite
 from p2pdiloco.cli.errors import FAILED, REPAIR, CommandError, as_command_errors
 from p2pdiloco.version import VERSION
 
@@ -23,7 +23,8 @@ SPARE_H = 0.5
 IDLE_MINUTES = 5
 CHECKOUT = Path(__file__).parents[2]
 RUN = """\
-timeout --signal=USR1 --kill-after=120 {seconds} p2pdiloco join {invite} --stay-s 0 {options}
+export {variable}={invite}
+timeout --signal=USR1 --kill-after=120 {seconds} p2pdiloco join --stay-s 0 {options}
 ended=$?
 test $ended -eq 124 && ended=0  # its hours are over
 exit $ended
@@ -60,7 +61,9 @@ def task(arguments: argparse.Namespace) -> str:
     Raises:
         ValueError: the invite is none; another value cannot stand in a script of lines.
     """
-    invite = clean_invite(arguments.invite)
+    if len(arguments.address) != 1:
+        raise ValueError("give one invite: the machines join with it")
+    invite = clean_invite(arguments.address[0])
     for name in ("options", "gpu", "infra", "source"):
         if not (getattr(arguments, name) or "").isprintable():
             raise ValueError(f"--{name} has a line break or another control character: write it in one line")
@@ -73,7 +76,10 @@ def task(arguments: argparse.Namespace) -> str:
     if arguments.infra:
         resources["infra"] = arguments.infra
     lines = RUN.format(
-        seconds=round(3600 * arguments.hours), invite=shlex.quote(invite), options=shlex.join(options)
+        seconds=round(3600 * arguments.hours),
+        variable=VARIABLE,
+        invite=shlex.quote(invite),
+        options=shlex.join(options),
     ).splitlines()
     return "\n".join(
         [

@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from p2pdiloco.cli import spellings
+from p2pdiloco.cli import invite_sources, spellings
 from p2pdiloco.cli.arguments import COMMANDS, Command, add_common_arguments
 from p2pdiloco.cli.errors import FAILED, INTERRUPTED, CommandError
 from p2pdiloco.cli.parser import Parser, meant
@@ -156,7 +156,9 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     elif first in COMMANDS and (part := COMMANDS[first].usual_part) and _is_left_out(words[1:]):
         words.insert(1, part)
     _add_commands(top, COMMANDS, words)
-    return top.parse_args(words)
+    arguments = top.parse_args(words)
+    invite_sources.resolve(arguments)
+    return arguments
 
 
 def _is_left_out(words: Sequence[str]) -> bool:

@@ -32,14 +32,17 @@ def program(folder: Path, name: str, text: str) -> Path:
     return path
 
 
-def test_machines_together_cost_at_most_what_is_allowed(tmp_path: Path) -> None:
+def test_machines_together_cost_at_most_what_is_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     task = written(tmp_path, "--dollars", "50", "--machines", "4", "--hours", "10", "--gpu", "L4:1", "--infra", "gcp")
     resources = task["resources"]
     assert 4 * (10 + launch.SPARE_H) * resources["max_hourly_cost"] == pytest.approx(50, rel=1e-3)
     assert 4 * (10 + launch.SPARE_H) * resources["max_hourly_cost"] <= 50
     assert (resources["use_spot"], resources["accelerators"], resources["infra"]) == (True, "L4:1", "gcp")
     assert "timeout --signal=USR1 --kill-after=120 36000 p2pdiloco join" in task["run"]
-    asked = _parse(task["run"].splitlines()[0].partition("p2pdiloco ")[2].split())
+    exported, line, *_ = task["run"].splitlines()
+    assert exported == f"export P2PDILOCO_INVITE={INVITE}"
+    monkeypatch.setenv("P2PDILOCO_INVITE", INVITE)
+    asked = _parse(line.partition("p2pdiloco ")[2].split())
     assert (asked.command, asked.address, asked.device, asked.stay_s) == ("join", [INVITE], "cuda", 0.0)
     assert not written(tmp_path, "--dollars", "5", "--no-spot")["resources"]["use_spot"]
 
@@ -66,11 +69,11 @@ def test_what_stands_behind_an_invite_reaches_no_machine(
     assert not (tmp_path / "task.yaml").exists()
     wrapped = f" {INVITE[:100]}\n   {INVITE[100:]}\n"
     assert main(["launch", wrapped, "--dollars", "5", "--out", str(tmp_path / "task.yaml")]) == 0
-    assert f"p2pdiloco join {INVITE} --stay-s 0" in (tmp_path / "task.yaml").read_text()
+    assert f"export P2PDILOCO_INVITE={INVITE}\n" in (tmp_path / "task.yaml").read_text()
 
 
 def test_values_in_the_script_are_words_and_no_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    program(tmp_path, "p2pdiloco", f'printf "%s\\n" "$@" > {tmp_path}/words; exit 5')
+    program(tmp_path, "p2pdiloco", f'printf "%s\\n" "$@" $P2PDILOCO_INVITE > {tmp_path}/words; exit 5')
     data = "a; touch x $(touch x) `touch x` 'b' > x & # {seconds}"
     task = written(tmp_path, "--dollars", "5", f"--options={shlex.join(['--data', data])}")
     done = subprocess.run(
@@ -81,7 +84,7 @@ def test_values_in_the_script_are_words_and_no_commands(tmp_path: Path, capsys: 
         check=False,
     )
     assert done.returncode == 5
-    assert (tmp_path / "words").read_text().splitlines() == ["join", INVITE, "--stay-s", "0", "--data", data]
+    assert (tmp_path / "words").read_text().splitlines() == ["join", "--stay-s", "0", "--data", data, INVITE]
     assert not (tmp_path / "x").exists()
     (tmp_path / "task.yaml").unlink()
     for option in ("--options", "--gpu", "--infra", "--source"):
@@ -121,7 +124,7 @@ def test_without_sky_it_says_what_to_do(monkeypatch: pytest.MonkeyPatch, capsys:
 def test_when_its_hours_are_over_a_peer_is_asked_to_leave(tmp_path: Path) -> None:
     """The task's own script, with a stand-in for the peer."""
     program(tmp_path, "p2pdiloco", f"trap 'echo left > {tmp_path}/end; exit 0' USR1; while :; do sleep 0.05; done")
-    script = launch.RUN.format(seconds=0.3, invite=INVITE, options="")
+    script = launch.RUN.format(seconds=0.3, variable="P2PDILOCO_INVITE", invite=INVITE, options="")
     began = time.monotonic()
     done = subprocess.run(["bash", "-c", script], env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, timeout=20, check=False)
     assert (done.returncode, (tmp_path / "end").read_text()) == (0, "left\n")

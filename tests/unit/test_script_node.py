@@ -121,7 +121,8 @@ def test_a_founders_node_founds_again_and_a_joiners_joins_the_same_run(tmp_path:
         assert node.restart_if_ended(RUN)
         node.release_folder()
     assert founder.started[-1] == ["start", str(tmp_path / "a" / "foundation"), "--bootstrap"]
-    assert joiner.started[-1] == ["join", "ADDR", "--run", "story"], "it has no state yet"
+    assert joiner.started[-1] == ["join", "--run", "story"], "it has no state yet"
+    assert joiner._environment()["P2PDILOCO_INVITE"] == "ADDR", "which other users of the machine cannot see"
 
 
 def test_who_finds_nobody_and_has_no_state_is_told_so(tmp_path: Path, clock: Clock) -> None:
@@ -129,7 +130,7 @@ def test_who_finds_nobody_and_has_no_state_is_told_so(tmp_path: Path, clock: Clo
     node.status = script_node.NOBODY_THERE
     with pytest.raises(ScriptNodeError, match="the node ended with status 3"):
         node.connect()
-    assert node.started == [["join", "ADDR", "--run", "story"]]
+    assert node.started == [["join", "--run", "story"]]
     node.release_folder()
 
 
@@ -156,7 +157,7 @@ def test_who_has_the_runs_state_goes_on_though_nobody_answers(tmp_path: Path, cl
     with pytest.raises(ScriptNodeError, match="the node ended with status 3"):
         node.connect()
     resumed = ["resume", str(tmp_path), "--run", run]
-    assert node.started == [["join", "ADDR", "--run", "story"], resumed]
+    assert node.started == [["join", "--run", "story"], resumed]
     assert node.restart_if_ended(run)
     assert node.started[-1] == resumed
     node.status = 1
@@ -202,7 +203,7 @@ def test_of_several_runs_of_one_name_the_invites_goes_on(tmp_path: Path, clock: 
         with pytest.raises(ScriptNodeError, match="the node ended with status 3"):
             node.connect()
         resumed = [["resume", str(tmp_path), "--run", runs[number]]] if number < len(runs) else []
-        assert node.started == [["join", invite, "--run", "story"], *resumed]
+        assert node.started == [["join", "--run", "story"], *resumed]
         node.release_folder()
     for _ in range(2):  # the folder is free again
         with pytest.raises(ScriptNodeError, match="has several runs called story"):
