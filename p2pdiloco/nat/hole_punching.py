@@ -1,12 +1,13 @@
-"""Meeting another peer over a line to a meeting point: a direct connection through both routers, or the line as a
-relay.
+"""TCP hole punching: connect to a peer behind NAT with the help of a rendezvous server, or relay through that server.
+
+Each peer opens a *line*, a TCP connection to the rendezvous server (nat/messages.py).
 
 Rules of this file:
-1. TCP hole punching (simultaneous open): both peers dial each other from the port of their line, at the address at
-   which the meeting point sees the other. The listener of the two also listens there, since one of the dials may come
-   through as a normal connection. The line stays open meanwhile, and with it the router's mapping.
-2. What a meeting point says is a hint. One address is dialled, at most PUNCHES times in PUNCH_S seconds, and only if it
-   can be a peer's and the caller's budget allows it (``may_dial``).
+1. Simultaneous open: each peer dials the other from the local port of its line, at the address that the server observed
+   for the other. The peer with the listener role also listens on that port, since one of the dials may arrive as a
+   normal connection. The line stays open meanwhile, which keeps the router's mapping alive.
+2. The address given by the server is only a hint. One address is dialled, at most PUNCHES times in PUNCH_S seconds. It
+   must be plausible (``is_dialable``) and within the caller's budget (``may_dial``).
 3. The other end proves its key afterwards, as on any connection (net/handshake.py).
 """
 
@@ -26,20 +27,20 @@ from p2pdiloco.transport.addresses import Address
 from p2pdiloco.transport.connection_setup import Met
 from p2pdiloco.transport.sockets import DialError
 
+# Timeout for connecting to the rendezvous server.
 OPEN_S = 5.0
-"""Limit for the connection to the meeting point."""
+# Timeout for the other peer to open its line.
 SEEN_S = 12.0
-"""Limit for the line of the other peer to be there."""
 PUNCH_S = 2.0
+# Replaces PUNCH_S if a router changes ports. Punching rarely works then, but the router may map ports predictably.
 HOPELESS_S = 0.5
-"""Used instead if a router changes ports: it may still map them predictably."""
 PUNCHES = 12
 PUNCH_PAUSE_S = 0.05
 RELAY_S = 6.0
 
 
+# Called once, with the address that the rendezvous server observed for the other peer.
 MayDial = Callable[[Address], bool]
-"""Called once, with the address at which the meeting point sees the other peer."""
 
 
 async def meet(
@@ -52,13 +53,13 @@ async def meet(
     narrow: Container[str] = (),
     may_dial: MayDial = lambda _: True,
 ) -> Met:
-    """Open a line to ``point`` with ``ticket``, and meet the peer that has the other ticket.
+    """Open a line to the rendezvous server ``point`` and connect to the peer that holds the matching ticket.
 
-    role: of this peer in the connection that comes about.
-    narrow: hosts to which segments are short.
+    role: role of this peer in the resulting connection.
+    narrow: hosts to which TCP segments must be short.
 
     Raises:
-        DialError: no connection came about; the text says why.
+        DialError: no connection was established; the message gives the reason.
     """
     line = await _open(point, congestion, narrow)
     try:
@@ -68,17 +69,17 @@ async def meet(
         )
     except TimeoutError:
         line.close()
-        raise DialError(f"meeting point {point}: the other peer did not come in time") from None
+        raise DialError(f"rendezvous server {point}: the other peer did not connect in time") from None
     except (OSError, ValueError) as error:
         line.close()
-        raise DialError(f"meeting point {point}: {error or type(error).__name__}") from error
+        raise DialError(f"rendezvous server {point}: {error or type(error).__name__}") from error
     except BaseException:
         line.close()
         raise
 
 
 async def _open(point: Address, congestion: str, narrow: Container[str]) -> socket.socket:
-    """Open a connected socket whose port other sockets may use, too."""
+    """Connect a socket to ``point``. Other sockets may share its local port."""
     loop = asyncio.get_running_loop()
     try:
         async with asyncio.timeout(OPEN_S):
@@ -94,13 +95,13 @@ async def _open(point: Address, congestion: str, narrow: Container[str]) -> sock
                 raise
             return line
     except TimeoutError:
-        raise DialError(f"no answer from meeting point {point} within {OPEN_S:g} s") from None
+        raise DialError(f"rendezvous server {point} did not answer within {OPEN_S:g} s") from None
     except OSError as error:
-        raise DialError(f"meeting point: {sockets.explain(error, point)}") from error
+        raise DialError(f"rendezvous server: {sockets.explain(error, point)}") from error
 
 
 async def _wait_for_other(line: socket.socket, ticket: bytes) -> intro.Seen:
-    """Show the ticket, and wait for the line of the other peer."""
+    """Send the ticket and wait until the other peer has opened its line."""
     local_port = line.getsockname()[1]
     await asyncio.get_running_loop().sock_sendall(line, intro.encode_opening(ticket, local_port))
     async with asyncio.timeout(SEEN_S):
@@ -136,7 +137,7 @@ async def _meet_on(
             line.close()
             return Met(direct, other, False)
     if not may_relay:
-        raise ValueError("no direct connection came about")
+        raise ValueError("hole punching failed, and relaying is not allowed")
     await loop.sock_sendall(line, intro.RELAY)
     async with asyncio.timeout(RELAY_S):
         if await _read(line, 1) != intro.RELAYED:
@@ -154,7 +155,9 @@ def _socket_on_port(family: int, port: int, *, is_narrow: bool) -> socket.socket
 async def _punch(
     make: Callable[[], socket.socket], other: Address, role: Role, patience_s: float
 ) -> socket.socket | None:
-    """Dial until the two dials meet, or the other one comes in. ``make`` opens a socket on the port of the line."""
+    """Dial ``other``, and as the listener also accept; return the first connection, or None after ``patience_s``.
+
+    ``make`` opens a socket on the local port of the line."""
     ways = [asyncio.ensure_future(_dial_often(make, other))]
     if role is Role.LISTENER:
         ways.append(asyncio.ensure_future(_accept_one(make, other)))
@@ -184,7 +187,7 @@ async def _dial_often(make: Callable[[], socket.socket], other: Address) -> sock
             raw = make()
             await loop.sock_connect(raw, (other.host, other.port))
             return raw
-        except OSError:  # refused by a router, or the port still has the last try
+        except OSError:  # a router refused, or the port is still in use by the previous attempt
             if raw is not None:
                 raw.close()
             await asyncio.sleep(PUNCH_PAUSE_S)
@@ -196,7 +199,7 @@ async def _dial_often(make: Callable[[], socket.socket], other: Address) -> sock
 
 
 async def _accept_one(make: Callable[[], socket.socket], other: Address) -> socket.socket | None:
-    """Accept a connection from the address of the other peer; others are closed."""
+    """Accept a connection from the host of ``other``, and close connections from elsewhere."""
     loop = asyncio.get_running_loop()
     try:
         with make() as listener:
@@ -207,14 +210,14 @@ async def _accept_one(make: Callable[[], socket.socket], other: Address) -> sock
                     return raw
                 raw.close()
     except OSError:
-        pass  # the port cannot be listened at: dialling goes on
+        pass  # listening on this port is not possible; dialling continues
     return None
 
 
 def is_dialable(host: str, told_by: str) -> bool:
-    """Whether a peer may be at ``host``, as told by a meeting point at ``told_by``.
+    """Return whether ``host``, given by a rendezvous server at ``told_by``, is a plausible address of a peer.
 
-    A meeting point on the internet introduces no peer in a private network, or on this machine."""
+    A server on the internet may not name an address in a private network or on this machine."""
     ip, teller = ipaddress.ip_address(host), ipaddress.ip_address(told_by.partition("%")[0])
     if ip.is_multicast or ip.is_unspecified or ip.is_link_local or host == "255.255.255.255":
         return False
@@ -233,7 +236,7 @@ async def _read(line: socket.socket, count: int) -> bytes:
     while len(data) < count:
         piece = await loop.sock_recv(line, count - len(data))
         if not piece:
-            raise ValueError("the line was closed: the other peer has gone, or both connected already")
+            raise ValueError("the server closed the line: the other peer has gone, or both are connected already")
         data += piece
     return data
 
@@ -241,4 +244,4 @@ async def _read(line: socket.socket, count: int) -> bytes:
 async def _read_refusal(line: socket.socket) -> str:
     with suppress(ValueError):
         return decode_text(await _read(line, (await _read(line, 1))[0]))
-    return "refused without a reason"
+    return "it refused without giving a reason"

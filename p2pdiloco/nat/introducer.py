@@ -1,15 +1,15 @@
-"""The introductions of a meeting point, without I/O: which peers are introduced, and what is written to their lines.
+"""State machine of a rendezvous server, without I/O: introduces pairs of peers and decides which pairs are relayed.
 
-    ask(asker, wanted)      a ticket for each; if the wanted peer is called and refuses: ``withdraw``
-    handle_opened(line)     a line has shown a ticket; if both are there, each is told of both (nat/messages.py)
-    handle_data(line)       RELAY from both: Joined, if a place is free
+    ask(asker, wanted)      issues a ticket to each peer; if the wanted peer refuses the call: ``withdraw``
+    handle_opened(line)     a line has sent its ticket; once both lines are open, each peer gets both addresses
+    handle_data(line)       once both lines have sent RELAY: ``Joined``, if a relay place is free
 
 Rules of this file:
 1. Bytes and times in, events out: no callbacks, no waiting.
-2. Everything is bounded: pairs at once, in all and of a peer; introductions a minute, of a machine and of a peer that
-   is called; PAIR_S seconds for each pair; a byte at a time from a line. A ticket serves once.
-3. An address is told only to the two peers, and only after both have opened a line: no peer is made to dial one that it
-   does not expect, or that does not expect it.
+2. Everything is bounded: concurrent pairs, in total and per peer; introductions a minute, per asking host and per
+   wanted peer; PAIR_S seconds for each pair; one byte at a time from a line. A ticket is valid once.
+3. Addresses go only to the two peers, and only after both have opened a line. So no peer is made to dial another one
+   that does not expect it.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from p2pdiloco.timing import RateLimiter
 
 PAIRS = 256
 PAIRS_OF_PEER = 8
+# Introductions requested from one host: at most 60 in any minute (burst plus rate).
 ASKED_BURST, ASKED_PER_S = 20, 40 / 60
-"""Introductions that peers of one machine get: never more than 60 in a minute."""
+# Introductions to one wanted peer: at most 60 in any minute.
 CALLED_BURST, CALLED_PER_S = 20, 40 / 60
-"""Introductions to one peer: never more than 60 in a minute."""
+# Lifetime of a pair, from the introduction to a direct connection or a relay.
 PAIR_S = 15.0
-"""From the introduction to a direct connection, or to the relay."""
 
 
 class NotIntroducedError(Exception):
-    """There will be no introduction; the text says why."""
+    """An introduction is refused; the message gives the reason."""
 
 
 class Say(Struct, frozen=True):
@@ -46,7 +46,7 @@ class Say(Struct, frozen=True):
 
 
 class Hang(Struct, frozen=True):
-    """Output: close the line, after what was written to it."""
+    """Output: close the line once the data written to it is sent."""
 
     line: Hashable
 
@@ -63,37 +63,37 @@ class _Pair(Struct, eq=False):
     until: float
     lines: list[Hashable | None]
     hosts: list[tuple[str, int, int]]
-    """For each line the host and port as seen, and the port that it claims to have."""
+    """For each line: observed host, observed port, and the local port that its peer claims."""
     wants_relay: list[bool]
 
 
 class Introducer:
-    """See the module's rules. ``relays``: pairs that may be relayed at once."""
+    """The state machine. ``relays`` is the maximum number of concurrently relayed pairs."""
 
     def __init__(self, relays: int) -> None:
         self._places = relays
+        # Unused tickets: the pair and the side (0 or 1) whose line has not been opened yet.
         self._waiting: dict[bytes, tuple[_Pair, int]] = {}
-        """By ticket: the pair and which of its two sides, until the line of that side is there."""
         self._lines: dict[Hashable, tuple[_Pair, int]] = {}
+        # Pairs that are not relayed yet, oldest first, so that the first one expires next.
         self._pairs: dict[_Pair, None] = {}
-        """Not joined yet, oldest first."""
         self._joined: set[frozenset[Hashable]] = set()
         self._of_peer: Counter[PeerId] = Counter()
+        # By the asking host, so that one host with many identities shares one limit.
         self._asked: RateLimiter[str] = RateLimiter(burst=ASKED_BURST, per_s=ASKED_PER_S)
-        """By machine of the asker."""
         self._called: RateLimiter[PeerId] = RateLimiter(burst=CALLED_BURST, per_s=CALLED_PER_S)
         self._events: deque[Say | Hang | Joined] = deque()
         self.introductions = 0
 
     @property
     def relayed_pairs(self) -> int:
-        """Number of pairs that are relayed now."""
+        """Number of pairs that are being relayed."""
         return len(self._joined)
 
     def ask(
         self, asker: PeerId, host: str, wanted: PeerId, tickets: tuple[bytes, bytes], now: float
     ) -> tuple[bytes, bytes]:
-        """Introduce ``asker``, which comes from ``host``, to ``wanted``. ``tickets``: fresh random bytes for each.
+        """Introduce ``asker``, connected from ``host``, to ``wanted``. ``tickets``: fresh random bytes for each.
 
         Raises:
             NotIntroducedError: a limit is reached, or both are the same peer.
@@ -101,11 +101,11 @@ class Introducer:
         self.wake(now)
         machine = machine_of(host)
         if asker == wanted:
-            raise NotIntroducedError("that is you")
+            raise NotIntroducedError("a peer cannot be introduced to itself")
         if self._asked.available(machine, now) < 1.0 or self._called.available(wanted, now) < 1.0:
-            raise NotIntroducedError("too many introductions; try again in a minute")
+            raise NotIntroducedError("introduction rate limit reached; retry in one minute")
         if len(self._pairs) >= PAIRS or max(self._of_peer[asker], self._of_peer[wanted]) >= PAIRS_OF_PEER:
-            raise NotIntroducedError("too many introductions at once; try again in some seconds")
+            raise NotIntroducedError("too many introductions in progress; retry in a few seconds")
         self._asked.take(machine, now)
         self._called.take(wanted, now)
         pair = _Pair((asker, wanted), tickets, now + PAIR_S, [None, None], [("", 0, 0)] * 2, [False, False])
@@ -122,13 +122,13 @@ class Introducer:
             self._end(found[0])
 
     def handle_opened(self, line: Hashable, ticket: bytes, host: str, port: int, local_port: int, now: float) -> bool:
-        """A line has shown its ticket; it comes from ``host`` and ``port``, and claims to have ``local_port``.
+        """Handle the ticket of a new line from ``host`` and ``port``, whose peer claims ``local_port``.
 
-        Returns False if the ticket is not valid, and the line is refused."""
+        Returns False, and refuses the line, if the ticket is not valid."""
         self.wake(now)
         found = self._waiting.pop(ticket, None)
         if found is None:
-            self._refuse(line, "this ticket is not, or no longer, good")
+            self._refuse(line, "this ticket is invalid or has expired")
             return False
         pair, side = found
         self._lines[line] = found
@@ -142,7 +142,7 @@ class Introducer:
         return True
 
     def handle_data(self, line: Hashable, data: bytes, now: float) -> None:
-        """``data`` came from the line."""
+        """Handle ``data`` received from the line. Anything but the first RELAY ends the pair."""
         self.wake(now)
         found = self._lines.get(line)
         if found is None:
@@ -156,27 +156,27 @@ class Introducer:
             self._join(pair)
 
     def handle_closed(self, line: Hashable, now: float) -> None:
-        """The line is closed, by either side."""
+        """Handle the end of a line, closed by either side."""
         self.wake(now)
         if (found := self._lines.pop(line, None)) is not None:
             found[0].lines[found[1]] = None
             self._end(found[0])
 
     def handle_relay_ended(self, lines: tuple[Hashable, Hashable]) -> None:
-        """The relay between the two lines has ended."""
+        """Free the place of a relay that has ended."""
         self._joined.discard(frozenset(lines))
 
     def next_deadline(self) -> float | None:
-        """When ``wake`` is due."""
+        """Return the time at which ``wake`` is due, or None."""
         return next(iter(self._pairs)).until if self._pairs else None
 
     def wake(self, now: float) -> None:
-        """Drop what has expired at time ``now``."""
+        """End the pairs that have expired by ``now``."""
         while self._pairs and (pair := next(iter(self._pairs))).until <= now:
             self._end(pair)
 
     def events(self) -> Iterator[Say | Hang | Joined]:
-        """Outputs since the last call, in order."""
+        """Yield the outputs since the last call, in order."""
         while self._events:
             yield self._events.popleft()
 
@@ -185,9 +185,9 @@ class Introducer:
         assert first is not None
         assert second is not None
         if len(self._joined) >= self._places:
-            reason = "relays nothing" if not self._places else f"relays {self._places} pairs already"
+            reason = "does not relay" if not self._places else f"already relays {self._places} pairs, its limit"
             for line in (first, second):
-                self._refuse(line, f"this meeting point {reason}")
+                self._refuse(line, f"this rendezvous server {reason}")
             self._end(pair, hangs=False)
             return
         self._joined.add(frozenset((first, second)))
@@ -198,7 +198,7 @@ class Introducer:
         self._events += [Say(line, encode_refusal(text)), Hang(line)]
 
     def _end(self, pair: _Pair, *, hangs: bool = True) -> None:
-        """Forget the pair; with ``hangs`` its lines are closed, too."""
+        """Forget the pair; with ``hangs``, also close its lines."""
         if pair not in self._pairs:
             return
         del self._pairs[pair]

@@ -1,20 +1,20 @@
-"""Messages of a rendezvous: requests to a *meeting point* that both peers can dial, and what is sent on a *line* to it.
+"""Messages of a rendezvous: requests to a *rendezvous server* that both peers can dial, and bytes on a *line* to it.
 
-Requests go over ordinary connections, so both keys are proved. A line is a TCP connection of its own to the meeting
-point's data port. It begins with 34 bytes: OPENING, the local port, and a ticket that the point gave this peer alone:
+Requests use ordinary connections, on which both ends have proved their keys. A line is a separate TCP connection to the
+server's data port. It begins with 34 bytes: OPENING, the local port, and a ticket that the server issued to this peer:
 
-    line -> point   OPENING, u16 local port, ticket
-    point -> line   u16 length, Seen                  both lines are there: each is told how the point sees both
-    line -> point   RELAY                             no direct connection came about
-    point -> line   RELAYED                           from here on: the other line's bytes
-    point -> line   REFUSED, u8 length, text          not here
+    line -> server   OPENING, u16 local port, ticket
+    server -> line   u16 length, Seen                  both lines are open: the observed addresses of both
+    line -> server   RELAY                             hole punching has failed
+    server -> line   RELAYED                           from here on: the bytes of the other line
+    server -> line   REFUSED, u8 length, text          an error
 
-A line that begins with PROBE instead is a dial-back: whoever listens answers with ``echo`` of the token in it.
+A line that begins with PROBE instead is a dial-back: the listener answers with ``echo`` of the token in it.
 
 Rules of this file:
-1. Bytes only. What is out of bounds is ValueError.
-2. What a line carries after RELAYED is TLS between the two, which signs the listener's certificate with both keys: the
-   point can neither read nor change it.
+1. Bytes only. Data out of bounds raises ValueError.
+2. After RELAYED a line carries TLS between the two peers, in which both keys sign the listener's certificate. The
+   server can neither read nor change it.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ Ticket = Annotated[bytes, Meta(min_length=TICKET_BYTES, max_length=TICKET_BYTES)
 
 
 class Attend(msgspec.Struct, frozen=True, array_like=True, tag="attend?"):
-    """The sender may be called over this connection. Answer: ``Attended``."""
+    """Request to register with the server, which may then call the sender on this connection. Answer: ``Attended``."""
 
     ports: Annotated[tuple[Port, ...], Meta(max_length=2)] = ()
-    """To dial back, at the address that this connection comes from, and nowhere else."""
+    """Ports to dial back. The server dials them only at the address from which this connection comes."""
     token: Annotated[bytes, Meta(max_length=TICKET_BYTES)] = b""
-    """Known to the listener at the first port, which proves itself by it."""
+    """Token that the listener at the first port knows, and by which it proves that it is the sender."""
 
 
 class Attended(msgspec.Struct, frozen=True, array_like=True):
-    """How a peer is seen, and which of its ports answer from outside."""
+    """Observed address of a peer, and for each of its ports whether a dial-back succeeded."""
 
     host: Host
     port: Port
@@ -64,59 +64,59 @@ class Attended(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Meet(msgspec.Struct, frozen=True, array_like=True, tag="meet?"):
-    """Introduce the sender to ``peer``. Answer: ``Introduced``, or a refusal with the reason."""
+    """Request to introduce the sender to ``peer``. Answer: ``Introduced``, or a refusal with the reason."""
 
     peer: Peer
     dials: bool
-    """The asker is the dialler of what comes about, else its listener."""
+    """True if the sender takes the dialler's role in the resulting connection, else the listener's."""
 
 
 class Introduced(msgspec.Struct, frozen=True, array_like=True):
-    """Open a line with this ticket."""
+    """Ticket with which the asking peer opens its line."""
 
     ticket: Ticket
 
 
 class Called(msgspec.Struct, frozen=True, array_like=True, tag="called?"):
-    """From the meeting point: ``peer`` wants to meet the receiver. Any answer but a refusal agrees."""
+    """Call by the rendezvous server: ``peer`` wants to connect to the receiver. Any answer but a refusal agrees."""
 
     peer: Peer
     ticket: Ticket
     dials: bool
-    """The receiver is the dialler."""
+    """True if the receiver takes the dialler's role."""
 
 
 class Reachable(msgspec.Struct, frozen=True, array_like=True, tag="reach."):
-    """To connected peers: how the sender can be reached now. The answer is empty."""
+    """Notice to connected peers: the addresses of the sender have changed to this record. The answer is empty."""
 
     record: PeerRecord
 
 
 class Seen(msgspec.Struct, frozen=True, array_like=True):
-    """Where the two lines come from, as the meeting point sees it."""
+    """Addresses of both lines as the rendezvous server observes them."""
 
     host: Host
     port: Port
     other_host: Host
     other_port: Port
     is_hopeful: bool
-    """Both come from the ports that they say they have: a router in between, if any, keeps ports."""
+    """True if both observed ports equal the local ports: routers in between preserve ports, so punching may work."""
 
 
 def encode_opening(ticket: bytes, local_port: int, start: bytes = OPENING) -> bytes:
-    """The first bytes of a line."""
+    """Return the first bytes of a line."""
     return start + _PORT.pack(local_port) + ticket
 
 
 def decode_opening(data: bytes) -> tuple[bytes, int, bytes]:
-    """OPENING or PROBE, the local port that is claimed, and the ticket.
+    """Return OPENING or PROBE, the claimed local port, and the ticket.
 
     Raises:
-        ValueError: no line.
+        ValueError: these are not the first bytes of a line.
     """
     start, rest = data[: len(OPENING)], data[len(OPENING) :]
     if len(data) != OPENING_BYTES or start not in (OPENING, PROBE):
-        raise ValueError("no line begins so")
+        raise ValueError("these are not the first bytes of a line")
     return start, _PORT.unpack_from(rest)[0], rest[_PORT.size :]
 
 
@@ -126,19 +126,19 @@ def encode_seen(seen: Seen) -> bytes:
 
 
 def seen_size(head: bytes) -> int:
-    """Bytes of the Seen that follows these two.
+    """Return the length of the Seen that follows its two-byte prefix ``head``.
 
     Raises:
-        ValueError: too many.
+        ValueError: the length is zero or above the limit.
     """
     (size,) = _PORT.unpack(head)
     if not 0 < size <= SEEN_LIMIT:
-        raise ValueError(f"{size} bytes are no Seen")
+        raise ValueError(f"a Seen of {size} bytes is not valid; the limit is {SEEN_LIMIT}")
     return int(size)
 
 
 def decode_seen(body: bytes) -> Seen:
-    """Raises ValueError if it is malformed."""
+    """Decode a Seen; raises ValueError if it is malformed."""
     return decode_as(body, Seen)
 
 
@@ -148,5 +148,5 @@ def encode_refusal(text: str) -> bytes:
 
 
 def echo(token: bytes) -> bytes:
-    """Answer of a listener to a probe with a token that it knows."""
+    """Return the answer of a listener to a probe with its token."""
     return hashlib.sha256(ECHO_CONTEXT + token).digest()[:TICKET_BYTES]

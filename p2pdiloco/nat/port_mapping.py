@@ -1,11 +1,11 @@
-"""Port mapping at the router: a port of the router that leads to ours is requested, renewed and released.
+"""Port mapping: asks the router to forward one of its ports to ours, renews the lease and releases it.
 
 Rules of this file:
-1. PCP is tried first, then NAT-PMP, then UPnP (if miniupnpc is installed); each time anew, since the network may
-   change.
-2. A lease is short and renewed at half its life, so that a process that is killed leaves no mapping for long.
-3. A lease is released at the end, within GIVE_BACK_S.
-4. What a router says is a hint: only others can tell whether they get in (swarm/reachability.py).
+1. PCP is tried first, then NAT-PMP, then UPnP (if miniupnpc is installed). Every request tries all of them, since the
+   network may have changed.
+2. A lease is short and renewed at half its life, so that a killed process does not leave a mapping behind for long.
+3. The lease is released at the end, within GIVE_BACK_S.
+4. A granted lease is only a hint: whether others can connect is tested by dial-backs (swarm/reachability.py).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ log = logs.get("gateway")
 PORT = 5351
 LEASE_S = 1200
 RETRY_S = 300.0
+# Timeout of each attempt; the request is sent again after it.
 TRIES_S = (0.25, 0.5, 1.0)
-"""Wait for an answer before each further try."""
 GIVE_BACK_S = 2.0
 UPNP_WAIT_MS = 2000
 ROUTES = Path("/proc/net/route")
@@ -38,11 +38,11 @@ Answer = TypeVar("Answer")
 
 
 class GatewayError(Exception):
-    """The router gave no port; the text says why, as a predicate of the router (``does not answer``)."""
+    """The router gave no port. The message is a predicate of the router, as in "does not answer"."""
 
 
 class Lease(NamedTuple):
-    """``port`` of ``host``, the external address of the router, leads to our port for ``life_s`` seconds."""
+    """A mapped port: the router forwards ``port`` of its external address ``host`` to ours for ``life_s`` seconds."""
 
     by: str
     host: str
@@ -51,26 +51,25 @@ class Lease(NamedTuple):
 
 
 class PortMapping:
-    """See the module's rules. ``port``: our TCP port. ``find`` gives the router's address in this network, or None."""
+    """Keeps a mapping of our TCP ``port`` at the router. ``find`` returns the router's local address, or None."""
 
     def __init__(self, port: int, find: Callable[[], str | None] | None = None) -> None:
         self._port = port
         self._find = find or default_gateway
         self._nonce = os.urandom(port_mapping_codec.NONCE_BYTES)
         self.lease: Lease | None = None
+        # Set after the first request, also if that failed.
         self.asked = asyncio.Event()
-        """Set after the first request, whatever its result."""
 
     async def keep(self, changed: Callable[[], None]) -> None:
-        """Request a lease and renew it until cancelled; ``changed`` is called when its port or address is another
-        one."""
+        """Request a lease and renew it until cancelled. ``changed`` is called when its port or address changes."""
         while True:
             before = self.lease
             try:
                 self.lease = await self._ask(LEASE_S)
             except GatewayError as error:
                 self.lease = None
-                log.debug("the router gives no port", reason=str(error))
+                log.debug("the router maps no port", reason=str(error))
             self.asked.set()
             if (self.lease and self.lease[:3]) != (before and before[:3]):
                 lease = self.lease or Lease("none any more", "", 0, 0)
@@ -130,19 +129,19 @@ def _lease(by: str, told: Granted | Denied, host: str) -> Lease:
 
 
 def _open_socket(gateway: str) -> socket.socket:
-    """Open a socket that receives from that gateway alone."""
+    """Open a UDP socket that receives only from ``gateway``."""
     raw = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     try:
         raw.setblocking(False)
         raw.connect((gateway, PORT))
     except OSError as error:
         raw.close()
-        raise GatewayError(f"has no way to it ({error.strerror})") from error
+        raise GatewayError(f"cannot be reached ({error.strerror})") from error
     return raw
 
 
 async def _exchange(raw: socket.socket, question: bytes, decode: Callable[[bytes], Answer]) -> Answer:
-    """Send ``question``, again if no answer comes; the first datagram that ``decode`` accepts."""
+    """Send ``question``, repeat it if no answer comes, and return the first datagram that ``decode`` accepts."""
     loop = asyncio.get_running_loop()
     try:
         for wait_s in TRIES_S:
@@ -153,16 +152,16 @@ async def _exchange(raw: socket.socket, question: bytes, decode: Callable[[bytes
                         with suppress(ValueError):
                             return decode(await loop.sock_recv(raw, 2 * port_mapping_codec.LONGEST_BYTES))
     except OSError:
-        raise GatewayError("does not speak it") from None
+        raise GatewayError("does not support it") from None
     raise GatewayError("does not answer")
 
 
 def _by_upnp(port: int, wanted: int, life_s: int) -> Lease:
-    """As ``_ask``, by UPnP. Blocks: it runs on a thread."""
+    """Request, renew or release a lease by UPnP, as ``_ask`` does. Blocks, so it runs on a thread."""
     try:
         import miniupnpc
     except ModuleNotFoundError:
-        raise GatewayError("was not asked (pip install 'p2pdiloco[upnp]' does)") from None
+        raise GatewayError("was not asked (needs pip install 'p2pdiloco[upnp]')") from None
     found = miniupnpc.UPnP()
     found.discoverdelay = UPNP_WAIT_MS
     try:
@@ -176,13 +175,13 @@ def _by_upnp(port: int, wanted: int, life_s: int) -> Lease:
         return Lease("UPnP", str(found.externalipaddress() or ""), wanted, life_s)
     except GatewayError:
         raise
-    except Exception as error:  # the library raises bare Exceptions, with the router's words or "Success" for silence
+    except Exception as error:  # miniupnpc raises bare Exceptions: the router's message, or "Success" for a timeout
         told = str(error)
         raise GatewayError("does not answer" if told == "Success" else f"says: {told}") from error
 
 
 def default_gateway() -> str | None:
-    """Address of the router by which this machine reaches the internet; None if none is known."""
+    """Return the IPv4 address of this machine's default gateway, or None if it has none."""
     with suppress(OSError, ValueError, IndexError):
         for line in ROUTES.read_text().splitlines()[1:]:
             _, target, gateway, flags, *_ = line.split()

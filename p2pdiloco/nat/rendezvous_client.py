@@ -1,14 +1,15 @@
-"""Client of meeting points: this peer attends some, so that it can be called, and meets other peers through theirs.
+"""Rendezvous client: registers this peer with rendezvous servers, and connects to other peers through theirs.
 
 Rules of this file:
-1. Signalling uses ordinary connections, so that both keys are proved: the run's own to members of the run, ``outside``,
-   which names no run, to others (a bootstrap).
-2. A peer that is called comes if it attends that meeting point and was not called too often. It risks one line and a
-   few dials of one address. Both count in the dialler's budget until they succeed: otherwise anybody that claims to be
-   a meeting point could make this peer dial a third machine until that one blocks it (net/abuse_limits.py).
-3. At most POINTS are attended. To meet a peer, at most POINTS of those in its record are asked, connected ones first,
-   then those that this peer attends: the other may attend there by now, whatever its record says.
-4. What meeting points said about this peer stays valid until others say otherwise, even if none is left.
+1. Signalling uses ordinary connections, on which both keys are proved: the run's transport to members of the run, and
+   ``outside``, which names no run, to other servers (a bootstrap).
+2. This peer follows a call if it is registered with that server and the rate limit permits. A call costs one line and a
+   few dials of one address. Both count against the dialler's budget until they succeed: otherwise a false rendezvous
+   server could make this peer dial a third host until that host blocks it (net/abuse_limits.py).
+3. This peer is registered with at most POINTS servers. To connect to a peer, it asks at most POINTS servers of that
+   peer's record, connected ones first, then those with which this peer is registered: the other peer may have
+   registered there since its record was published.
+4. The last observations of this peer stay valid until newer ones replace them, even if no server is left.
 """
 
 from __future__ import annotations
@@ -42,26 +43,26 @@ POINTS = 3
 ATTEND_S = 8.0
 ASK_S = 8.0
 DIAL_S = 5.0
+# Calls that this peer follows: at most 120 in any minute (burst plus rate).
 CALL_BURST, CALLS_PER_S = 40, 80 / 60
-"""Calls that this peer follows: never more than 120 in a minute."""
 CALLS_AT_ONCE = 16
 
 
 class Attendance(Struct, frozen=True):
-    """A meeting point that this peer attends, and what it told about this peer."""
+    """A rendezvous server with which this peer is registered, and the server's observation of this peer."""
 
     address: str
     observation: intro.Attended
     elsewhere: tuple[str, ...] = ()
-    """Further addresses of the meeting point, for peers that cannot dial the first."""
+    """Further addresses of the server, for peers that cannot dial the first."""
 
 
 class RendezvousClient:
-    """See the module's rules.
+    """Connects to peers through rendezvous servers, and follows the calls of those with which it is registered.
 
-    transport: gets the connections that come about.
-    is_member: whether a meeting point takes part in the run.
-    points_of: addresses of the meeting points at which a peer can be met, for further connections to it.
+    transport: receives the resulting connections.
+    is_member: returns whether a rendezvous server takes part in the run.
+    points_of: returns addresses of a peer's rendezvous servers, for further connections to that peer.
     """
 
     def __init__(
@@ -81,24 +82,24 @@ class RendezvousClient:
         self._points_of = points_of
         self._congestion = TransportLimits().congestion
         self.attended: dict[PeerId, Attendance] = {}
+        # The servers that disconnected last. Their observations count while none is attended.
         self._left: dict[PeerId, Attendance] = {}
-        """Those that were attended last, before they were gone."""
         self._calls = TokenBucket(burst=CALL_BURST, per_s=CALLS_PER_S)
         self._coming = 0
+        # Number of open requests by server. A connection outside the run is closed with the last one.
         self._asking: Counter[PeerId] = Counter()
-        """Requests to meeting points that are under way."""
         transport.redial_met_peers(self._reconnect)
         for links in (transport, outside):
             links.answer_requests(intro.Called, self._answer_call)
 
     @property
     def observations(self) -> list[intro.Attended]:
-        """How meeting points observe this peer."""
+        """Observations of this peer by rendezvous servers."""
         return [one.observation for one in (self.attended or self._left).values()]
 
     @property
     def observed_hosts(self) -> tuple[str, ...]:
-        """Hosts as which meeting points see this peer."""
+        """External hosts of this peer, as rendezvous servers observe them."""
         return tuple(dict.fromkeys(told.host for told in self.observations))[:POINTS]
 
     # -- attending ---------------------------------------------------------------------------------------------------
@@ -106,10 +107,13 @@ class RendezvousClient:
     async def attend(
         self, text: str, ports: tuple[int, ...], token: bytes, elsewhere: tuple[str, ...] = ()
     ) -> Attendance:
-        """Attend the meeting point at ``text``: it may call this peer, and tells how it sees it.
+        """Register with the rendezvous server at ``text``, which may then call this peer.
+
+        ports: ports that the server dials back.
+        token: token by which the listener at the first port proves itself.
 
         Raises:
-            DialError: it does not answer, or refuses.
+            DialError: the server does not answer, or refuses.
         """
         point = self._parse_point(text)
         assert point.peer is not None
@@ -118,12 +122,12 @@ class RendezvousClient:
                 body = encode(intro.Attend(ports, token))
                 told = decode_as((await links.request(point.peer, body, timeout_s=ATTEND_S)).body, intro.Attended)
             except (RequestError, ValueError) as error:
-                raise DialError(f"meeting point {where}: {error}") from error
+                raise DialError(f"rendezvous server {where}: {error}") from error
             attendance = self.attended[point.peer] = Attendance(text, told, elsewhere)
             return attendance
 
     def forget_disconnected(self) -> None:
-        """Forget attended meeting points whose connection has ended."""
+        """Forget attended rendezvous servers whose connection has ended."""
         here = self._connected()
         if gone := {peer: one for peer, one in self.attended.items() if peer not in here}:
             self.attended = {peer: one for peer, one in self.attended.items() if peer in here}
@@ -135,17 +139,17 @@ class RendezvousClient:
     # -- meeting -----------------------------------------------------------------------------------------------------
 
     async def connect(self, peer: PeerId, points: Iterable[str], *, may_relay: bool = True) -> PeerId:
-        """Connect to ``peer`` through one of its meeting points.
+        """Connect to ``peer`` through one of its rendezvous servers.
 
         Raises:
-            DialError: no meeting point led to a connection; all reasons.
+            DialError: no server led to a connection; the message gives the reason of each.
             HandshakeError: another peer answers, or ``peer`` refuses this one.
         """
         met = await self._meet_at_any(peer, points, may_relay=may_relay)
         try:
             return await self._adopt(Role.DIALLER, met, Dialled(peer))
         except OSError as error:
-            raise DialError(f"{peer} was met, and the connection failed: {error}") from error
+            raise DialError(f"hole punching to {peer} succeeded, but the connection failed: {error}") from error
 
     async def _meet_at_any(self, peer: PeerId, points: Iterable[str], *, may_relay: bool) -> Met:
         reasons, known = [], []
@@ -166,30 +170,31 @@ class RendezvousClient:
                 return await self._meet_at(point, peer, may_relay=may_relay)
             except DialError as error:
                 reasons.append(str(error))
-        raise DialError("; ".join(reasons[::-1]) or "it names no meeting point, and we attend none")
+        raise DialError("; ".join(reasons[::-1]) or "its record names no rendezvous server, and this peer uses none")
 
     async def _meet_at(self, point: Address, peer: PeerId, *, may_relay: bool) -> Met:
         assert point.peer is not None
         if point.peer == self._transport.peer_id:
-            raise DialError("it attends here, and did not come: it is dialled by nobody else")
+            raise DialError("the peer is registered with this peer's rendezvous server, but did not respond")
         async with self._connect_to_point(point) as (links, where):
             try:
                 answer = await links.request(point.peer, encode(intro.Meet(peer, True)), timeout_s=ASK_S)
                 ticket = decode_as(answer.body, intro.Introduced).ticket
             except (RequestError, ValueError) as error:
-                raise DialError(f"meeting point {where}: {error}") from error
+                raise DialError(f"rendezvous server {where}: {error}") from error
         return await self._meet(where, point.peer, ticket, Role.DIALLER, peer, may_relay=may_relay)
 
     async def _meet(
         self, where: Address, point: PeerId, ticket: bytes, role: Role, peer: PeerId, *, may_relay: bool = True
     ) -> Met:
-        """Meet ``peer``; the dials of the line and of the peer are within the dialler's budget."""
+        """Connect to ``peer``. The dials of the line and of the peer count against the dialler's budget."""
         place = (await machines(where, DIAL_S))[0]
         if not self._dialler.may_dial(point, place):
-            raise DialError(f"{place.host} is left alone for a while: too many lines there came to nothing")
+            raise DialError(f"{place.host} is not dialled for a while: too many lines to it failed")
 
         def may_dial(other: Address) -> bool:
-            self._dialler.record_success(point, place)  # it knows our ticket
+            # The host knows our ticket, so it is a real rendezvous server and the line did not hit a third party.
+            self._dialler.record_success(point, place)
             return self._dialler.may_dial(peer, other)
 
         return await hole_punching.meet(
@@ -213,16 +218,16 @@ class RendezvousClient:
         return await self._adopt(Role.DIALLER, met, wanted)
 
     async def _answer_call(self, point: PeerId, request: intro.Called) -> Answer:
-        """``point`` calls this peer, since another one wants to meet it.
+        """Follow a call by the server ``point``: another peer wants to connect.
 
         Raises:
-            RequestRefused: this peer does not come.
+            RequestRefused: this peer does not follow the call.
         """
         attendance = self.attended.get(point)
         if attendance is None:
-            raise RequestRefused("this peer does not attend here")
+            raise RequestRefused("this peer is not registered here")
         if self._coming >= CALLS_AT_ONCE or not self._calls.take(asyncio.get_running_loop().time()):
-            raise RequestRefused("this peer was called too often")
+            raise RequestRefused("this peer's rate limit for calls is reached")
         where = self._address_of(self._parse_point(attendance.address), point)
         self._tasks.spawn(self._come_to_meeting(where, point, request), name="come to a meeting")
         return Answer(b"")
@@ -233,7 +238,7 @@ class RendezvousClient:
             role, peer = Role.DIALLER if request.dials else Role.LISTENER, PeerId(request.peer)
             await self._adopt(role, await self._meet(where, point, request.ticket, role, peer), Dialled(peer))
         except (DialError, HandshakeError, OSError) as error:
-            log.debug("nothing came of a meeting", peer=request.peer, reason=str(error))
+            log.debug("hole punching failed", peer=request.peer, reason=str(error))
         finally:
             self._coming -= 1
 
@@ -244,17 +249,17 @@ class RendezvousClient:
         try:
             point = addresses.parse(text)
         except ValueError as error:
-            raise DialError(f"meeting point: {error}") from error
+            raise DialError(f"rendezvous server: {error}") from error
         if point.peer is None:
-            raise DialError(f"meeting point {text} lacks the peer id")
+            raise DialError(f"rendezvous server {text} lacks the peer id")
         return point
 
     @asynccontextmanager
     async def _connect_to_point(self, point: Address) -> AsyncIterator[tuple[Transport, Address]]:
-        """Connect to ``point``: the transport that has the connection, and the address for lines.
+        """Connect to the server ``point``; yield the transport that has the connection, and the address for lines.
 
-        A connection to a point outside the run lasts while it is attended or asked something: a record that names many
-        points costs no places."""
+        A connection to a server outside the run is closed after the last request, unless this peer is registered
+        there. So a record that names many servers does not fill this peer's connection slots."""
         assert point.peer is not None
         links = self._transport if self._is_member(point.peer) else self._outside
         if point.peer not in links.peers():
@@ -270,10 +275,10 @@ class RendezvousClient:
             if not self._asking[point.peer]:
                 del self._asking[point.peer]
                 if links is self._outside and point.peer not in self.attended:
-                    links.disconnect(point.peer, "that was all")
+                    links.disconnect(point.peer, "no further requests")
 
     def _address_of(self, point: Address, peer: PeerId) -> Address:
-        """Address of ``peer`` as it was dialled; ``point`` if it dialled this peer."""
+        """Return the address at which ``peer`` was dialled, or ``point`` if it dialled this peer."""
         for links in (self._transport, self._outside):
             channel = links.channel_of(peer)
             if channel is not None and channel.connection.role is Role.DIALLER and not channel.is_met:

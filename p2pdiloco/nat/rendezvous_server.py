@@ -1,12 +1,12 @@
-"""Server of a meeting point: it tells peers how they are seen, dials them back, introduces them, and relays.
+"""Rendezvous server: reports observed addresses to peers, dials them back, introduces pairs of peers, and relays.
 
-Introductions are decided in nat/introducer.py; this module has the sockets, the timer, and the requests.
+nat/introducer.py decides about introductions; this module has the sockets, the timer and the requests.
 
 Rules of this file:
-1. A peer is dialled back only at the address that its connection comes from, and not often.
-2. Only peers that attend are called, over the connection that they have here.
-3. A line costs a socket until its pair is over, at most PAIR_S seconds unless it is relayed. Lines that have shown no
-   ticket yet have places of their own; a machine that opens many of them displaces its own.
+1. A peer is dialled back only at the address from which its connection comes, within a rate limit.
+2. Only registered peers are called, over their existing connection.
+3. A line holds a socket until its pair ends, at most PAIR_S seconds unless it is relayed. Lines that have not sent a
+   ticket yet have a separate limit; when it is reached, the host with the most of them loses one.
 """
 
 from __future__ import annotations
@@ -33,44 +33,44 @@ from p2pdiloco.wire.control_messages import encode
 from p2pdiloco.wire.request_reply import Answer, RequestError, RequestRefused
 
 # -- Relay -------------------------------------------------------------------------------------------------------------
-# Relays bytes between two sockets, unread, within a budget that all pairs share.
-# Rules of this file:
-# 1. ``splice`` moves them inside the kernel: they never come into this process (measured: docs/networks.md).
-# 2. Directions take turns: of n directions that have something to send, each gets an n-th of the budget. Bytes worth
-#    TICK_S go at once and are earned afterwards, since waking up is most of the cost of a turn.
-# 3. Small pieces may overtake, now and then: heartbeats and requests of one pair do not wait behind bulk of another.
-#    They count in the budget all the same.
-# 4. The end of a direction is passed on; the pair is over when both have ended.
+# Relays bytes between two sockets, without reading them, within a budget that all pairs share.
+# Rules of this section:
+# 1. ``splice`` moves the bytes inside the kernel; they never enter this process.
+# 2. Directions take turns: of n directions with data to send, each gets 1/n of the budget. Data worth TICK_S is sent at
+#    once and paid for afterwards, since the wake-up is most of the cost of a turn.
+# 3. Small pieces may overtake now and then, so that heartbeats and requests of one pair do not wait behind the bulk
+#    data of another. They count against the budget all the same.
+# 4. The end of one direction is passed on; the pair ends when both directions have ended.
 
 
 F_SETPIPE_SZ = 1031
 LARGEST_BYTES = 1 << 20
 SMALL_BYTES = 16 << 10
+# Data worth this much time is sent at once; a single turn is never worth more. Two turns of 1 MiB per wake-up take 0.39
+# CPU seconds a GB for four pairs; turns of 833 kB, each with its own wake-up, took 0.64 (benchmarks/notes.md).
 TICK_S = 0.3
-"""Bytes worth so much time go at once; a single turn is never worth more. Two turns of 1 MiB at a wake-up take 0.39 CPU
-seconds a GB for four pairs, where turns of 833 kB, each with a wake-up of its own, took 0.64 (benchmarks/notes.md)."""
 ROUND_S = 0.8
 SHORTEST_TURN_S = 0.02
+# Minimum time between two overtaking pieces of one direction.
 AHEAD_S = 0.05
-"""Between two small pieces of one direction that overtake."""
+# Debt beyond which small pieces wait, too. Must exceed 2 * TICK_S, the most that turns can owe.
 MOST_DEBT_S = 0.75
-"""Debt beyond which small pieces wait, too; turns owe less than two TICK_S."""
+# Burst allowance of an idle budget.
 BURST_S = 0.02
-"""Time whose worth an idle budget saves up."""
 
 
 class Budget:
-    """Bytes per second; None: no limit. Turns are taken in the order in which they were asked for."""
+    """A limit in bytes per second (None: unlimited) that all directions share, in the order of their requests."""
 
     def __init__(self, bytes_per_s: float | None) -> None:
         self._pacer = Pacer(bytes_per_s, burst_s=BURST_S)
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+        # Number of directions that were waiting when turns were last given.
         self._sharing = 0
-        """Number of directions that waited when turns were last given."""
 
     @property
     def turn_bytes(self) -> int:
-        """Bytes to take at a time."""
+        """Number of bytes that a direction should take at a time."""
         if self._pacer.bytes_per_s is None:
             return LARGEST_BYTES
         sharing = max(1, self._sharing, len(self._waiting))
@@ -78,7 +78,7 @@ class Budget:
         return min(LARGEST_BYTES, max(SMALL_BYTES, int(self._pacer.bytes_per_s * turn_s)))
 
     def take_ahead(self, count: int) -> bool:
-        """Take ``count`` bytes without waiting, unless too much is owed."""
+        """Take ``count`` bytes without waiting; return False if the debt is too large."""
         now = asyncio.get_running_loop().time()
         if self._pacer.ready_at() - now > MOST_DEBT_S:
             return False
@@ -86,7 +86,7 @@ class Budget:
         return True
 
     async def take(self, count: int) -> None:
-        """Wait until ``count`` bytes may go."""
+        """Wait until ``count`` bytes may be sent."""
         if self._pacer.bytes_per_s is None:
             return
         loop = asyncio.get_running_loop()
@@ -97,7 +97,7 @@ class Budget:
         await turn
 
     def _give_turns(self) -> None:
-        """Give turns worth TICK_S to the directions that waited longest; the others wait until these are earned."""
+        """Give turns worth TICK_S to the directions that waited longest; the others wait until these are paid for."""
         loop = asyncio.get_running_loop()
         now = loop.time()
         self._sharing = len(self._waiting)
@@ -111,7 +111,7 @@ class Budget:
 
 
 class Relay:
-    """See the module's rules."""
+    """Relays bytes between pairs of sockets within one shared budget."""
 
     def __init__(self, bytes_per_s: float | None) -> None:
         self._budget = Budget(bytes_per_s)
@@ -120,7 +120,7 @@ class Relay:
     async def carry(self, a: socket.socket, b: socket.socket, carried: list[int]) -> None:
         """Relay until both directions have ended, or one has failed.
 
-        ``carried`` counts the bytes from each socket. The sockets are non-blocking; the caller closes them."""
+        ``carried`` counts the bytes from each socket. The sockets must be non-blocking; the caller closes them."""
         ways = [asyncio.create_task(self._pump(a, b, carried, 0)), asyncio.create_task(self._pump(b, a, carried, 1))]
         try:
             await asyncio.wait(ways, return_when=asyncio.FIRST_EXCEPTION)
@@ -131,7 +131,7 @@ class Relay:
 
     async def _pump(self, source: socket.socket, target: socket.socket, carried: list[int], side: int) -> None:
         reader, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        with suppress(OSError):  # beyond what this user's pipes may hold: smaller pieces
+        with suppress(OSError):  # above the user's limit for pipes: the pipe stays smaller, and so do the pieces
             fcntl.fcntl(writer, F_SETPIPE_SZ, LARGEST_BYTES)
         loop, ahead_at = asyncio.get_running_loop(), 0.0
         try:
@@ -152,7 +152,9 @@ class Relay:
 
 
 async def _splice(source: int, target: int, count: int, awaited: int, *, writes: bool = False) -> int:
-    """Number of bytes moved; 0 if the source has ended. ``awaited``: the one of the two that is a socket."""
+    """Move up to ``count`` bytes; return how many, or 0 if the source has ended.
+
+    ``awaited`` is the socket of the two descriptors, which is waited for."""
     while True:
         try:
             return os.splice(source, target, count)
@@ -182,17 +184,17 @@ async def _ready(descriptor: int, *, writes: bool) -> None:
 
 log = logs.get("meeting")
 
+# Maximum number of concurrently relayed pairs.
 RELAYS = 64
-"""Pairs that are relayed at once."""
 OPENING_S = 5.0
+# Timeout for a called peer to agree.
 CALL_S = 4.0
-"""Limit for a peer that is called to agree."""
 DIAL_BACK_S = 2.0
+# Dial-backs to one host: at most 12 in any minute (burst plus rate).
 DIAL_BURST, DIALS_PER_S = 8, 4 / 60
-"""Dial-backs to one machine: never more than 12 in a minute."""
 DIALS_AT_ONCE = 16
+# Maximum number of lines that have not sent a ticket yet.
 BEGINNING = 96
-"""Lines that have shown no ticket yet, at most."""
 
 
 class _Line:
@@ -200,20 +202,23 @@ class _Line:
         self.raw = raw
         self.reading: asyncio.Future[bytes] | None = None
         self.is_over = False
+        # The task that relays the pair, if it is relayed.
         self.carried: asyncio.Task[None] | None = None
-        """The relay of its pair, if it is relayed."""
 
 
 class RendezvousServer:
-    """See the module's rules. ``bytes_per_s``: limit of relaying, for all pairs; None: no limit; 0: no relaying."""
+    """A rendezvous server on ``transport``.
+
+    bytes_per_s: limit of all relayed pairs together; None: unlimited; 0: no relaying.
+    """
 
     def __init__(self, transport: Transport, bytes_per_s: float | None) -> None:
         self._transport = transport
         self.relay = Relay(bytes_per_s or None)
         self.introducer = Introducer(0 if bytes_per_s == 0 else RELAYS)
         self._relays = bytes_per_s != 0
+        # Proves to a server that dials back that it has reached this peer and not another one.
         self.token = os.urandom(intro.TICKET_BYTES)
-        """Proves to a peer that dials back that it has reached this one."""
         self._attending: dict[PeerId, None] = {}
         self._lines: dict[object, _Line] = {}
         self._beginning: Room[_Line] = Room(BEGINNING)
@@ -226,7 +231,7 @@ class RendezvousServer:
 
     @property
     def attending(self) -> int:
-        """Number of peers that may be called."""
+        """Number of registered peers that are connected."""
         return len(set(self._attending) & set(self._transport.peers()))
 
     # -- requests ----------------------------------------------------------------------------------------------------
@@ -234,7 +239,7 @@ class RendezvousServer:
     def _channel_of(self, peer: PeerId) -> Channel:
         channel = self._transport.channel_of(peer)
         if channel is None:
-            raise RequestRefused("you are not connected")
+            raise RequestRefused("the sender is not connected")
         return channel
 
     async def _answer_attend(self, peer: PeerId, request: intro.Attend) -> Answer:
@@ -258,7 +263,7 @@ class RendezvousServer:
     async def _introduce(self, asker: PeerId, host: str, request: intro.Meet) -> intro.Introduced:
         wanted = PeerId(request.peer)
         if wanted not in self._attending or self._transport.channel_of(wanted) is None:
-            raise RequestRefused(f"{wanted} is not here")
+            raise RequestRefused(f"{wanted} is not registered here")
         loop = asyncio.get_running_loop()
         tickets = (os.urandom(intro.TICKET_BYTES), os.urandom(intro.TICKET_BYTES))
         try:
@@ -272,11 +277,11 @@ class RendezvousServer:
         except RequestError as error:
             self.introducer.withdraw(own, loop.time())
             self._apply_events()
-            raise RequestRefused(f"{wanted} was called and does not come: {error}") from error
+            raise RequestRefused(f"{wanted} did not follow the call: {error}") from error
         return intro.Introduced(own)
 
     async def _dial_back(self, host: str, port: int, token: bytes) -> bool | None:
-        """Whether ``port`` of ``host`` answers; None if that machine was dialled often enough."""
+        """Return whether ``port`` of ``host`` answers, or None if the rate limit for that host is reached."""
         loop = asyncio.get_running_loop()
         if not self._dials.take(machine_of(host), loop.time()):
             return None
@@ -297,7 +302,7 @@ class RendezvousServer:
     # -- lines -------------------------------------------------------------------------------------------------------
 
     async def serve_line(self, raw: socket.socket) -> bool:
-        """Serve a line until it ends, and close it; whether it showed a valid ticket or token."""
+        """Serve a line until it ends, and close it. Return whether it sent a valid ticket or token."""
         key, line, loop = object(), _Line(raw), asyncio.get_running_loop()
         is_good = False
         try:
@@ -348,7 +353,7 @@ class RendezvousServer:
                 line.carried.cancel()
 
     def _apply_events(self) -> None:
-        """Carry out the outputs of the introducer, and set the timer."""
+        """Carry out the outputs of the introducer and set the timer."""
         for event in self.introducer.events():
             match event:
                 case Say(key, data) if key in self._lines:

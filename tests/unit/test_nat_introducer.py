@@ -92,7 +92,7 @@ def test_no_more_pairs_are_relayed_than_there_are_places():
     point.handle_data("bob", RELAY, 1.0)
     said = list(point.events())
     assert [event.line for event in said if isinstance(event, Hang)] == ["ann", "bob"]
-    assert all(event.data.startswith(REFUSED) and b"relays nothing" in event.data for event in said[::2])
+    assert all(event.data.startswith(REFUSED) and b"does not relay" in event.data for event in said[::2])
     assert point.relayed_pairs == 0
 
 
@@ -145,7 +145,7 @@ def test_a_peer_has_few_introductions_at_once_and_a_machine_few_a_minute():
     point = Introducer(relays=1)
     for number in range(1, PAIRS_OF_PEER + 1):
         asked(point, number=number)
-    with pytest.raises(NotIntroducedError, match="at once"):
+    with pytest.raises(NotIntroducedError, match="in progress"):
         asked(point, number=99)
     introduced = PAIRS_OF_PEER
     for number in range(100, 700):
@@ -181,7 +181,7 @@ def test_pairs_in_all_are_bounded():
     for number in range(1, PAIRS + 1):
         tickets = (number.to_bytes(16, "big"), number.to_bytes(16, "little"))
         point.ask(PeerId(f"a{number}"), f"5.1.{number}.1", PeerId(f"b{number}"), tickets, 0.0)
-    with pytest.raises(NotIntroducedError, match="at once"):
+    with pytest.raises(NotIntroducedError, match="in progress"):
         asked(point)
     asked(point, PAIR_S)
 
@@ -200,7 +200,7 @@ def test_an_opening_is_what_it_says():
     assert decode_opening(encode_opening(b"t" * 16, 4100)) == (OPENING, 4100, b"t" * 16)
     assert decode_opening(encode_opening(b"t" * 16, 0, PROBE))[0] == PROBE
     for bad in (b"", b"x" * 34, encode_opening(b"t" * 15, 1)):
-        with pytest.raises(ValueError, match="no line"):
+        with pytest.raises(ValueError, match="first bytes of a line"):
             decode_opening(bad)
-    with pytest.raises(ValueError, match="no Seen"):
+    with pytest.raises(ValueError, match="a Seen of"):
         seen_size(b"\xff\xff")

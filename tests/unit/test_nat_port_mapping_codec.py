@@ -25,7 +25,7 @@ def test_nat_pmp_as_its_rfc_draws_it() -> None:
     answer = bytes.fromhex("00820000 00000001 12345678 00000e10")
     assert port_mapping_codec.decode_nat_pmp(answer, 0x1234) == Granted("", 0x5678, 3600)
     assert port_mapping_codec.decode_nat_pmp(bytes.fromhex("00820002 00000001 12340000 00000000"), 0x1234) == Denied(
-        "is set to give no ports"
+        "is configured to map no ports"
     )
 
 
@@ -41,7 +41,7 @@ def test_pcp_as_its_rfc_draws_it() -> None:
 
 def test_a_router_of_nat_pmp_alone_is_known_by_its_answer_to_pcp() -> None:
     told = port_mapping_codec.decode_pcp(bytes.fromhex("00810001 00000001"), 7000, NONCE)
-    assert told == Denied("speaks NAT-PMP instead")
+    assert told == Denied("supports only NAT-PMP")
 
 
 @pytest.mark.parametrize("spoilt", ["nonce", "port", "protocol", "short", "question"])
