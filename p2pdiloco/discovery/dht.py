@@ -1,10 +1,10 @@
-"""Adapter to hivemind: what is imported of it, which records our DHT accepts, and what is changed in it.
+"""Adapter to hivemind: the imports from it, the record validator of our DHT, and the patches to hivemind.
 
 Rules of this file:
 1. ``discovery/p2pd.py`` takes hivemind's names from here; no other module imports hivemind.
-2. All changes to hivemind are made here: its clock, its log, the session of its daemon.
-3. The ``__init__`` of hivemind, and of its ``dht`` and ``utils``, are not run: they load averaging, experts, optimizers
-   and torch, which a directory does not need.
+2. All patches to hivemind are made here: its clock, its log, the session of its daemon.
+3. The ``__init__`` modules of hivemind, hivemind.dht and hivemind.utils are not run: they load averaging, experts,
+   optimizers and torch, which a directory does not need.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from p2pdiloco.transport.identity import verify
 from p2pdiloco.util import logs
 from p2pdiloco.wire.directory_records import CLOCK_SKEW_S, TTL_LIMIT_S, subkey_of, unseal
 
-os.environ.setdefault("GOLOG_LOG_LEVEL", "error")  # p2pd's own log, which hivemind reads and repeats
+os.environ.setdefault("GOLOG_LOG_LEVEL", "error")  # level of p2pd's log, which hivemind repeats in its own
 for _name in ("hivemind", "hivemind.dht", "hivemind.utils"):
     if _name not in sys.modules:
         _package = importlib.util.find_spec(_name)
         assert _package is not None
-        sys.modules[_name] = importlib.util.module_from_spec(_package)  # the package as a place to find modules in
+        sys.modules[_name] = importlib.util.module_from_spec(_package)  # an empty package, to import submodules from
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from hivemind.utils import serializer, timed_storage
     from hivemind.utils.logging import get_logger, use_hivemind_log_handler
 
-    vars(sys.modules["hivemind.utils"]).update(  # what its modules take from there
+    vars(sys.modules["hivemind.utils"]).update(  # names that other modules of hivemind import from there
         MSGPackSerializer=serializer.MSGPackSerializer,
         SerializerBase=serializer.SerializerBase,
         get_logger=get_logger,
@@ -56,8 +56,8 @@ with warnings.catch_warnings():
     from hivemind.proto import dht_pb2
     from hivemind.utils.multiaddr import Multiaddr
 
+# The shared clock of this process. It replaces the wall clock in all of hivemind's modules that use one.
 CLOCK = SharedClock()
-"""Shared clock of this process. It replaces the wall clock in each of hivemind's modules that use one."""
 for _module in (dht_node, dht_protocol, dht_routing, timed_storage):
     _module.get_dht_time = CLOCK.now
 
@@ -82,19 +82,20 @@ __all__ = [
 log = logs.get("directory")
 
 VERIFIED_LIMIT = 8192
+# Kademlia's bucket size (k): nodes that a search asks, and nodes that each answer names. It is twice the number of
+# nodes that store a record.
 BUCKET = 10
-"""Nodes that a search asks, and that each of them names: twice the number of nodes that keep a record."""
 Found = Callable[[DHTID, list[DHTID], set[DHTID]], Awaitable[Any]]
 
 
 class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
-    """Validator: a node of our DHT stores and returns only records that their publisher signed for that very place."""
+    """Validator of our DHT: accepts a record only if its publisher signed it for this key and subkey."""
 
     def __init__(self) -> None:
         self._verified: dict[DHTRecord, None] = {}
 
     def validate(self, record: DHTRecord) -> bool:
-        """Whether a record that is stored here, or read from another node, is accepted."""
+        """Return whether to accept a record that is to be stored here or was read from another node."""
         if record in self._verified:
             return True
         if not self._is_valid(record):
@@ -122,17 +123,17 @@ class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
 
 
 class DirectoryNode(DHTNode):  # type: ignore[misc]
-    """DHT node whose searches do not download records.
+    """A DHT node whose searches do not download records.
 
-    A search for the nodes near a key returns the records that they have under it: all records of a run, for each one
-    that is announced. So this node searches for the neighbour of the key, which has no records and is near to the same
-    nodes.
+    In hivemind, a search for the nodes near a key also returns the records under that key, so that each announcement
+    would download all records of the run. This node searches for an adjacent key instead: it has no records, and the
+    same nodes are near to it.
     """
 
     async def find_nearest_nodes(
         self, queries: Collection[DHTID], *given: Any, found_callback: Found | None = None, **more: Any
     ) -> dict[DHTID, dict[DHTID, PeerID]]:
-        """As ``DHTNode.find_nearest_nodes``."""
+        """Search for nodes near each key, as ``DHTNode.find_nearest_nodes`` does, without reading records."""
         keys = {DHTID(key ^ 1): key for key in queries}
 
         async def found(beside: DHTID, nearest: list[DHTID], visited: set[DHTID]) -> None:
@@ -150,7 +151,7 @@ def _key_of(topic: str) -> bytes:
 
 
 class _Forward(logging.Handler):
-    """Passes hivemind's log on to ours. Its errors are about other nodes, so they are warnings here."""
+    """Forwards hivemind's log to ours. Its errors concern other nodes, so they are warnings here."""
 
     def emit(self, record: logging.LogRecord) -> None:
         logging.getLogger("p2pdiloco.hivemind").warning("%s", shorten(record.getMessage()))
@@ -166,10 +167,10 @@ def adopt_logging() -> None:
 
 @contextmanager
 def confined() -> Iterator[None]:
-    """Within it, p2pd is started in the sandbox (``discovery/sandbox.py``) and in a session of its own.
+    """Context in which p2pd is started in the sandbox (``discovery/sandbox.py``) and in a session of its own.
 
-    Ctrl+C reaches the whole process group of the terminal; p2pd must outlive it, so that this peer can leave in order.
-    hivemind has no options for that."""
+    Ctrl+C signals the whole process group of the terminal. p2pd must survive it, so that this peer can shut down
+    gracefully. hivemind has no option for either, so the function that starts processes is replaced."""
     start = asyncio.subprocess.create_subprocess_exec
     before = (sys.executable, "-I", "-S", sandbox.__file__)
     asyncio.subprocess.create_subprocess_exec = partial(start, *before, start_new_session=True)
@@ -180,7 +181,7 @@ def confined() -> Iterator[None]:
 
 
 def channel_tasks(p2p: Any) -> list[asyncio.Task[None]]:
-    """Tasks of hivemind that read and write the one channel over which all DHT calls go to p2pd."""
+    """Return hivemind's tasks that read and write its control channel to p2pd, which carries all DHT calls."""
     control = p2p._client.control
     return [task for task in (control._read_task, control._write_task) if task is not None]
 

@@ -2,16 +2,17 @@
 
 Rules of this file:
 1. The DHT node runs in our own event loop, with libp2p's daemon (p2pd) as a child process (``p2pd.py``).
-2. Records are hints: signed by their publisher (wire/directory_records.py), refused by every honest node if forged,
-   bounded in size and number, and dropped when they expire. The directory does not decide which peers are alive.
-3. Every call has a deadline. A read that fails returns what was read before and has not expired; a write raises.
+2. Records are hints. They are signed by their publisher (wire/directory_records.py), refused by every honest node if
+   forged, bounded in size and number, and dropped when they expire. The directory does not decide which peers are live.
+3. Every call has a deadline. A failed read returns the records that were read before and have not expired; a failed
+   write raises.
 4. Records expire by the clock that the nodes share (``clock_sync.py``), not by the machine's.
-5. A partitioned network heals only if nodes reconnect: each node connects to all that it ever met and pings them, every
-   KEEP_S at first.
-6. A peer that has a state to continue from (``patience_s``) listens at its old port and waits for the initial and the
-   remembered peers: after a power failure all of them come back, in any order, and the bootstrap may not.
-7. p2pd is supervised: if it dies or stops answering, it is started again with the same identity and port, and this
-   peer's records are published again.
+5. A network partition heals only if nodes reconnect. So each node keeps connecting to the nodes that it has met, and
+   pings them, every KEEP_S at first.
+6. A peer with a state to continue from (``patience_s``) listens on its old port and waits for the initial and the
+   remembered peers: after a power failure they return in any order, and the bootstrap may not return at all.
+7. p2pd is supervised. If it dies or stops answering, it is restarted with the same identity and port, and this peer's
+   records are published again.
 """
 
 from __future__ import annotations
@@ -40,17 +41,18 @@ from p2pdiloco.util.tasks import Tasks
 from p2pdiloco.wire.directory_records import POINTS_TOPIC, RUNS_TOPIC, TTL_LIMIT_S, Envelope, peers_topic, seal
 
 # -- Address book ------------------------------------------------------------------------------------------------------
-# Peers of the directory that were ever met, with their addresses, in memory and on disk.
-# 1. At most ENTRY_LIMIT peers; the one unseen for longest is forgotten first. At most ADDRESS_LIMIT addresses each.
-# 2. The file is a hint: if it is damaged or missing, the book is empty. It is written atomically.
+# Peers of the directory that this node has met, with their addresses, in memory and on disk.
+# 1. It holds at most ENTRY_LIMIT peers, with at most ADDRESS_LIMIT addresses each. The peer unseen for longest is
+#    forgotten first.
+# 2. The file is a hint: if it is damaged or missing, the book starts empty. It is written atomically.
 
 
 log = logs.get("directory")
 
 ENTRY_LIMIT = 256
 ADDRESS_LIMIT = 4
+# Maximum number of bytes to read from the cache file.
 FILE_LIMIT = 1 << 20
-"""Bytes of the cache file that are read, at most."""
 
 
 class _Entry(Struct):
@@ -59,7 +61,7 @@ class _Entry(Struct):
 
 
 class AddressBook:
-    """Peer id -> multiaddrs (without the peer id), most recently met last."""
+    """Map from peer id to multiaddrs (without the peer id), ordered by last meeting."""
 
     def __init__(self) -> None:
         self._known: dict[PeerId, list[str]] = {}
@@ -68,15 +70,17 @@ class AddressBook:
         return len(self._known)
 
     def peers(self) -> list[PeerId]:
-        """All of them, most recently met first."""
+        """Return all known peers, most recently met first."""
         return list(reversed(self._known))
 
     def addresses_of(self, peer: PeerId) -> list[str]:
-        """Without the peer id, best first."""
+        """Return the multiaddrs of ``peer`` without its id, best first."""
         return list(self._known.get(peer, ()))
 
     def add(self, peer: PeerId, where: list[str]) -> None:
-        """``peer`` was met just now, at the multiaddrs ``where``, with or without its id; unusable ones are skipped."""
+        """Record that ``peer`` was met just now at the multiaddrs ``where``, with or without its id.
+
+        Addresses that are not usable are skipped."""
         known = self._known.pop(peer, [])
         for text in where:
             try:
@@ -91,26 +95,26 @@ class AddressBook:
             del self._known[next(iter(self._known))]
 
     def load(self, path: Path) -> None:
-        """Add what ``path`` remembers. Blocks on the disk."""
+        """Add the peers of the cache file ``path``. Blocks on the disk."""
         try:
             with path.open("rb") as file:
                 entries = msgspec.json.decode(file.read(FILE_LIMIT), type=list[_Entry])
         except FileNotFoundError:
             return
         except (OSError, msgspec.MsgspecError) as error:
-            log.warning("the address cache cannot be read; going on without", path=path, error=error)
+            log.warning("the address cache cannot be read; starting with an empty one", path=path, error=error)
             return
         for entry in entries[:ENTRY_LIMIT]:
             self.add(PeerId(entry.peer), entry.addresses[::-1])
 
     def encode(self) -> bytes:
-        """The file's content, oldest first."""
+        """Return the content of the cache file, oldest peer first."""
         entries = [_Entry(peer=peer, addresses=where) for peer, where in self._known.items() if where]
         return msgspec.json.format(msgspec.json.encode(entries), indent=1)
 
 
 def save(path: Path, content: bytes) -> None:
-    """Write the cache file; a full disk is logged, not raised. Blocks on the disk."""
+    """Write the cache file. An error, such as a full disk, is logged and not raised. Blocks on the disk."""
     try:
         write_atomically(path, content)
     except OSError as error:
@@ -118,15 +122,15 @@ def save(path: Path, content: bytes) -> None:
 
 
 # -- Ping schedule -----------------------------------------------------------------------------------------------------
-# When which peer of the directory is pinged. Intervals are short at first, and when a peer stops answering; they double
-# while nothing changes, and grow with the number of peers, so that a node's cost does not grow with the swarm. At most
-# PEERS_MOST peers are remembered; the one unpinged for longest is forgotten first.
+# Decides when each peer of the directory is pinged. Intervals start short, double while nothing changes, and become
+# short again when a peer stops answering. They also grow with the number of peers, so that the cost of a node does not
+# grow with the swarm. At most PEERS_MOST peers are remembered; the one unpinged for longest is forgotten first.
 
 
+# Longest interval between two pings of a peer that answers, and of one that does not.
 CALM_S, SILENT_S = 60.0, 8.0
-"""Longest interval between two pings of a peer that answers, and of one that does not."""
+# Above this number of peers, the intervals of answering peers grow in proportion (benchmarks/notes.md, idle traffic).
 FEW = 8
-"""Beyond so many peers, the intervals of those that answer grow in proportion (benchmarks/notes.md, idle traffic)."""
 PEERS_MOST = 512
 
 
@@ -138,18 +142,18 @@ class _Peer:
 
 
 class PingSchedule:
-    """Schedule of pings; ``shortest_s``: shortest interval between two pings of one peer."""
+    """Schedule of pings. ``shortest_s`` is the shortest interval between two pings of one peer."""
 
     def __init__(self, shortest_s: float) -> None:
         self._shortest_s = shortest_s
         self._peers: dict[PeerId, _Peer] = {}
 
     def due(self, peers: Iterable[PeerId], now: float) -> list[PeerId]:
-        """Those of ``peers`` that are to be pinged now."""
+        """Return the members of ``peers`` that are due for a ping."""
         return [peer for peer in peers if peer not in self._peers or now >= self._peers[peer].next_at]
 
     def is_silent(self, peer: PeerId) -> bool:
-        """Whether its last ping was not answered."""
+        """Return whether the last ping of ``peer`` was not answered."""
         return peer in self._peers and not self._peers[peer].has_answered
 
     def record_result(self, peer: PeerId, now: float, *, is_answered: bool) -> None:
@@ -165,10 +169,11 @@ class PingSchedule:
             del self._peers[next(iter(self._peers))]
 
 
-# -- Errors of libp2p's daemon in words --------------------------------------------------------------------------------
-# Explains why no initial peer answered: what the errors of libp2p's daemon mean, and what to do about each.
+# -- Explanations of the daemon's errors -------------------------------------------------------------------------------
+# Explains why no initial peer answered: the meaning of each error of libp2p's daemon, and the remedy.
 
 
+# Part of the daemon's error, its meaning, the remedy.
 _CAUSES = (
     (
         "peer id mismatch",
@@ -178,25 +183,36 @@ _CAUSES = (
     (
         "connection refused",
         "connection refused",
-        "nothing listens there: start it again, or mend the port in the address",
+        "nothing listens there: start it again, or correct the port in the address",
     ),
-    ("no good addresses", "its name cannot be resolved", "mend the name in the address, or write its number with /ip4"),
-    ("no route to host", "no route to host", "this machine has no way there; has it IPv6? Else take an /ip4 address"),
+    (
+        "no good addresses",
+        "its name cannot be resolved",
+        "correct the name in the address, or use the IP address with /ip4",
+    ),
+    (
+        "no route to host",
+        "no route to host",
+        "this machine has no route to it; without IPv6, take an /ip4 address",
+    ),
     (
         "network is unreachable",
         "no route to host",
-        "this machine has no way there; has it IPv6? Else take an /ip4 address",
+        "this machine has no route to it; without IPv6, take an /ip4 address",
     ),
     ("i/o timeout", "no answer", "a firewall or a router drops it: open or forward its port"),
     ("deadline exceeded", "no answer", "a firewall or a router drops it: open or forward its port"),
-    ("dial to self", "that is this machine's own address", "name another peer's, or none, to found a network"),
+    (
+        "dial to self",
+        "that is this machine's own address",
+        "name another peer's address; to found a network, name none",
+    ),
 )
-"""A part of the daemon's error, its meaning, the remedy."""
 CHECK = "check that it is running, and that its port can be reached from here"
 
 
 def explain_failure(reason: str) -> tuple[str, str]:
-    """Explain an error of the daemon, and say what to do."""
+    """Return the meaning of an error of the daemon, and the remedy."""
     for part, what, remedy in _CAUSES:
         if part in reason:
             return what, remedy
@@ -204,14 +220,14 @@ def explain_failure(reason: str) -> tuple[str, str]:
 
 
 def explain_failures(failures: Mapping[str, str]) -> str:
-    """Explain why no initial peer answers; ``failures`` has the daemon's error for each address."""
+    """Return a message that explains why no initial peer answers. ``failures``: the daemon's error for each address."""
     told = {text: explain_failure(reason) for text, reason in failures.items()}
     tried = "; ".join(f"{text}: {what}" for text, (what, _) in told.items())
     remedies = "; ".join(dict.fromkeys(remedy for _, remedy in told.values()))
     return (
-        f"none of the initial peers answers ({tried}): {remedies}. Any running bootstrap or peer of "
-        "the run will do: it prints its address (directory is up), which may also stand behind an invite; to found a "
-        "network of your own, name none"
+        f"none of the initial peers answers ({tried}): {remedies}. The address of any running bootstrap or peer of "
+        "the run will do; it is printed in the line 'directory is up', and may be appended to an invite. To found a "
+        "network of your own, name no address"
     )
 
 
@@ -223,34 +239,34 @@ __all__ = ["Directory", "DirectoryError"]
 
 CONNECT_S = 5.0
 STRAGGLERS_S = 1.0
+# The result of a peer that had not answered STRAGGLERS_S after the first one.
 LATE = f"no answer within {STRAGGLERS_S:g} s after another peer's"
-"""At the start, the other peers have so long once one has answered."""
 KEEP_S = 2.0
 KEEP_CONNECT_S = 3.0
+# Maximum number of peers to ping in one round; more of them take turns.
 KEPT_PEERS = 32
-"""Peers that are pinged in one round; if there are more, in turns."""
 SAVE_ROUNDS = 5
+# Shortest and longest interval between two comparisons of clocks. It doubles while the clocks agree, and has a jitter
+# of a third, so that not all nodes move their clocks at once.
 CLOCKS_S, CLOCKS_MOST_S = 90.0, 720.0
-"""Shortest and longest interval between two comparisons of clocks. It doubles while the clocks agree, and is randomized
-by a third, so that not all nodes move at once."""
+# Number of nodes in a comparison of clocks.
 CLOCKS = 8
-"""Nodes whose clocks are compared then."""
 SILENT_ROUNDS = 3
+# Interval between two log lines while this peer waits for others.
 WAIT_TOLD_S = 60.0
-"""Between two log lines while this peer waits for others."""
 RESTART_S, RESTART_LIMIT_S = 0.1, 30.0
+# Key under which a failing restart stands in ``troubles``.
 RESTARTING = "directory"
-"""Key of the restart among the troubles."""
 
 
 class Directory:
-    """This peer's node of the DHT. ``async with Directory(identity, ...) as directory``.
+    """This peer's node of the DHT. Use as ``async with Directory(identity, ...) as directory``.
 
-    listen: multiaddrs, port 0 for any.
-    announce: multiaddrs that others shall dial instead (behind a forwarded port).
-    initial_peers: multiaddrs with /p2p/; none for the first peer.
-    cache_path: file in which peers that were met are remembered.
-    patience_s: how long to wait until an initial peer answers, if some were given; 0: each is tried once.
+    listen: multiaddrs to listen on; port 0 means any.
+    announce: multiaddrs that others should dial instead, for a forwarded port.
+    initial_peers: multiaddrs with /p2p/; empty for the first peer of a network.
+    cache_path: file that remembers the peers that this node has met.
+    patience_s: seconds to wait for an initial peer to answer, if any were given; 0: each is tried once.
     """
 
     def __init__(
@@ -281,22 +297,22 @@ class Directory:
         self._initial: dict[PeerId, list[str]] = {}
         self._tasks = Tasks()
         self._records = RecordCache()
+        # By topic: returns whether to keep a record, given its publisher and body (``screen_peers``).
         self._screens: dict[str, Callable[[PeerId, bytes], bool]] = {}
-        """By topic."""
         self._writing = asyncio.Lock()
         self._next_kept = 0
         self._pings = PingSchedule(KEEP_S)
         self._silent_rounds = 0
+        # Receives the first peer that answers, while this one waits in ``_wait_for_peer``.
         self._answered: asyncio.Future[PeerId] | None = None
-        """The first peer that answers, while this one waits for others."""
 
     # -- life --------------------------------------------------------------------------------------------------------
 
     async def __aenter__(self) -> Self:
-        """Start and join.
+        """Start p2pd and join the DHT.
 
         Raises:
-            DirectoryError: p2pd does not start, or no peer answers although some were given.
+            DirectoryError: p2pd does not start, or initial peers were given and none answers.
             OSError: a port to listen on is taken.
         """
         adopt_logging()
@@ -336,63 +352,65 @@ class Directory:
 
     @property
     def peer_id(self) -> PeerId:
-        """This peer's id, which its transport has, too."""
+        """This peer's id, which is the same in its transport."""
         return self._identity.peer_id
 
     @property
     def troubles(self) -> dict[str, str]:
-        """Troubles of the tasks that keep the directory alive; see ``Tasks``."""
+        """Problems of the tasks that keep the directory alive; see ``Tasks``."""
         return self._tasks.troubles
 
     @staticmethod
     def now_s() -> float:
-        """Seconds since 1970 by the clock that the directory's nodes share."""
+        """Return the directory's shared time in seconds since 1970."""
         return CLOCK.now()
 
     def visible_addresses(self) -> list[str]:
-        """Multiaddrs with this peer's id; those that others may reach come first."""
+        """Return this node's multiaddrs with its peer id; those that others may reach come first."""
         return list(self._daemon.visible)
 
     def bootstrap_addresses(self) -> list[str]:
-        """Addresses to give to newcomers: no loopback address, if there is another one."""
+        """Return addresses to give to newcomers: no loopback address, if there is another one."""
         return [text for text in self._daemon.visible if not is_loopback(text)] or self.visible_addresses()
 
     def meeting_places(self) -> tuple[str, ...]:
-        """Addresses for invites: the initial peers that answer, since they are meant to be found; else this node."""
+        """Return addresses for invites: the initial peers that answer, since they are meant to be found, else our own."""
         found = [text for peer, where in self._initial.items() if not self._pings.is_silent(peer) for text in where]
         return tuple(found or self.bootstrap_addresses())
 
     def stop_serving(self) -> None:
-        """Store no keys for others, and be in no routing table: others cannot reach this node."""
+        """Become a client of the DHT: store no keys for others, and be in no routing table.
+
+        For a node that others cannot reach."""
         self._daemon.stop_serving()
 
     async def publish_run(self, run: RunId, record: bytes, ttl_s: float) -> None:
-        """Publish a record of ``run``, of at most 12 KiB. Renew it before ``ttl_s`` (at most a day) is over.
+        """Publish a record of ``run``, of at most 12 KiB. It expires after ``ttl_s`` seconds (at most a day).
 
         Raises:
-            DirectoryError: it could not be stored.
-            ValueError: too large, or a ttl out of range.
+            DirectoryError: the record could not be stored.
+            ValueError: the record is too large, or ``ttl_s`` is out of range.
         """
         await self._publish(RUNS_TOPIC, run, record, ttl_s)
 
     async def publish_point(self, record: bytes, ttl_s: float) -> None:
-        """Publish a record of this peer as a meeting point; as for ``publish_run``."""
+        """Publish a record of this peer as a rendezvous server; arguments and errors as for ``publish_run``."""
         await self._publish(POINTS_TOPIC, "", record, ttl_s)
 
     async def points(self) -> dict[PeerId, bytes]:
-        """The record of each meeting point, the initial peers' first."""
+        """Return the record of each rendezvous server, those of the initial peers first."""
         found = {PeerId(envelope.peer): envelope.body for envelope in await self._read(POINTS_TOPIC)}
         return {peer: found[peer] for peer in sorted(found, key=lambda peer: peer not in self._initial)}
 
     async def publish_peer(self, run: RunId, record: bytes, ttl_s: float) -> None:
-        """Publish a record of this peer in ``run``; as for ``publish_run``."""
+        """Publish a record of this peer in ``run``; arguments and errors as for ``publish_run``."""
         await self._publish(peers_topic(run), "", record, ttl_s)
 
     async def withdraw_peer(self, run: RunId) -> None:
         """Withdraw the record of this peer in ``run``.
 
         Raises:
-            DirectoryError: that could not be stored; the record then expires in its own time.
+            DirectoryError: the withdrawal could not be stored; the record then expires by itself.
         """
         await self._withdraw(peers_topic(run), "")
 
@@ -401,19 +419,21 @@ class Directory:
         await self._withdraw(RUNS_TOPIC, run)
 
     async def runs(self) -> dict[RunId, bytes]:
-        """One record of each run. Any peer may publish one for any run, so of different ones the most frequent is
-        returned; only the manifest's digest proves a run."""
+        """Return one record of each run.
+
+        Any peer may publish a record for any run, so the most frequent one is returned. Only the manifest's digest
+        proves a run."""
         found: dict[RunId, list[bytes]] = {}
         for envelope in await self._read(RUNS_TOPIC):
             found.setdefault(RunId(envelope.name), []).append(envelope.body)
         return {run: max(sorted(set(bodies)), key=bodies.count) for run, bodies in found.items()}
 
     def screen_peers(self, run: RunId, accepts: Callable[[PeerId, bytes], bool]) -> None:
-        """From now on, use and keep only peer records of ``run`` that ``accepts(publisher, record)``."""
+        """Drop peer records of ``run`` from now on unless ``accepts(publisher, record)`` returns True."""
         self._screens[peers_topic(run)] = accepts
 
     async def peers(self, run: RunId) -> dict[PeerId, bytes]:
-        """Records of all peers that claim to take part in ``run``, including this one."""
+        """Return the records of all peers that claim to take part in ``run``, including this one."""
         return {PeerId(envelope.peer): envelope.body for envelope in await self._read(peers_topic(run))}
 
     # -- reading and writing -----------------------------------------------------------------------------------------
@@ -446,13 +466,15 @@ class Directory:
         await self._daemon.call(lambda: self._store_in_turn(envelope, value), "publishing")
 
     async def _store_in_turn(self, envelope: Envelope, value: bytes) -> None:
-        """One write at a time: the DHT refuses a record that it has already, and that would look like a failure."""
+        """Store a record, one at a time.
+
+        The DHT refuses a record that it already has, so a concurrent write of the same record would look failed."""
         async with self._writing:
             self._records.publish(envelope)
             await self._daemon.store(envelope, value)
 
     async def _read(self, topic: str) -> list[Envelope]:
-        """The newest unexpired envelopes under ``topic``: those in the DHT now, and those read before."""
+        """Return the newest unexpired envelopes under ``topic``: those in the DHT now, and those read before."""
         accepts = self._screens.get(topic)
         try:
             for envelope in await self._daemon.call(lambda: self._daemon.fetch(topic), "reading"):
@@ -463,7 +485,7 @@ class Directory:
                 if self._records.add(envelope) and envelope.peer != self.peer_id and envelope.addresses:
                     self._book.add(PeerId(envelope.peer), list(envelope.addresses))
         except DirectoryError as error:
-            log.warning("giving what is known already", topic=topic, reason=error)
+            log.warning("the directory cannot be read; using records that were read before", topic=topic, reason=error)
         return self._records.current(topic, CLOCK.now())
 
     # -- starting and joining ----------------------------------------------------------------------------------------
@@ -471,17 +493,17 @@ class Directory:
     async def _connect_to_known(self) -> tuple[list[PeerId], str]:
         """Connect to the initial and the remembered peers.
 
-        Returns the peers that answer, and, if initial peers were given and none of all answers, the reason.
+        Returns the peers that answer. If initial peers were given and nobody answers, also returns the reason.
 
         Raises:
-            DirectoryError: none answers, and this peer is not to wait.
+            DirectoryError: nobody answers, and ``patience_s`` is 0 or there is nobody to wait for.
         """
         failures: dict[str, str] = {}
         for text in self._initial_peers:
             try:
                 parsed = addresses.parse(text)
                 if parsed.peer is None:
-                    raise ValueError("it needs the peer id at its end: /p2p/12D3KooW...")
+                    raise ValueError("the address must end with the peer id: /p2p/12D3KooW...")
                 self._initial.setdefault(parsed.peer, []).append(text)
             except ValueError as error:
                 failures[text] = str(error)
@@ -492,7 +514,7 @@ class Directory:
         reasons = await self._connect_to_some(candidates)
         answered = [peer for peer, reason in reasons.items() if reason is None]
         for peer, reason in reasons.items():
-            if reason != LATE:  # it may answer yet
+            if reason != LATE:  # a late peer may still answer, so it is not recorded as silent
                 self._pings.record_result(peer, asyncio.get_running_loop().time(), is_answered=reason is None)
             if reason is not None:
                 failures |= dict.fromkeys(self._initial.get(peer, ()), reason)
@@ -506,10 +528,10 @@ class Directory:
         return answered, ""
 
     async def _wait_for_peer(self, refusal: str) -> PeerId:
-        """Wait until one of the peers that ``_keep_connected`` tries again and again answers.
+        """Wait until one of the peers that ``_keep_connected`` retries has answered.
 
         Raises:
-            DirectoryError: none answers in ``patience_s``.
+            DirectoryError: none answers within ``patience_s``.
         """
         loop = asyncio.get_running_loop()
         self._answered = loop.create_future()
@@ -547,7 +569,9 @@ class Directory:
         await self._save()
 
     async def _connect_to_some(self, peers: list[PeerId]) -> dict[PeerId, str | None]:
-        """Connect to all ``peers``; once one has answered, the others have STRAGGLERS_S. Results as of ``_connect``."""
+        """Connect to all ``peers``; after the first answer, the others have STRAGGLERS_S.
+
+        Returns for each peer the result of ``_connect``, or LATE."""
         tasks = {asyncio.create_task(self._connect(peer, CONNECT_S), name=f"meet {peer}"): peer for peer in peers}
         waiting = set(tasks)
         try:
@@ -567,7 +591,7 @@ class Directory:
         return await self._daemon.connect(peer, self._book.addresses_of(peer), timeout_s)
 
     async def _clocks_of(self, peers: list[PeerId]) -> list[float]:
-        """How far the clocks of ``peers`` are ahead of the shared time, in seconds, for those that tell."""
+        """Return how far the clocks of ``peers`` are ahead of the shared time, in seconds, without silent peers."""
         told = await asyncio.gather(*(self._daemon.clock_of(peer) for peer in peers[:KEPT_PEERS]))
         return [ahead for ahead in told if ahead is not None]
 
@@ -577,7 +601,7 @@ class Directory:
         backoff = Backoff(RESTART_S, RESTART_LIMIT_S)
         while True:
             if await self._daemon.wait_for_exit():
-                log.error("the libp2p daemon died; starting it again")
+                log.error("the libp2p daemon died; restarting it")
             await self._daemon.stop()
             try:
                 async with asyncio.timeout(self._startup_timeout_s + CONNECT_S):
@@ -586,10 +610,10 @@ class Directory:
                 await self._publish_again()
                 backoff.reset()
                 self.troubles.pop(RESTARTING, None)
-            except Exception as error:  # noqa: BLE001 (whatever it is, the directory must come back)
+            except Exception as error:  # noqa: BLE001 (the top of a task: any error leads to another attempt)
                 pause_s = backoff.next_s()
                 reason = str(error) or type(error).__name__
-                log.error("the directory does not come back; trying again", reason=reason, pause_s=pause_s)
+                log.error("the directory could not be restarted; retrying", reason=reason, pause_s=pause_s)
                 self.troubles[RESTARTING] = f"this peer's node of the directory does not start, trying again: {reason}"
                 await self._daemon.stop()
                 await asyncio.sleep(pause_s)
@@ -615,7 +639,7 @@ class Directory:
                 if rounds % SAVE_ROUNDS == 0:
                     await self._save()
             except Exception as error:  # noqa: BLE001 (the top of a task: the next round may do better)
-                log.failure("a keeping round failed", error)
+                log.failure("a round of pings in the directory failed", error)
 
     async def _ping_round(self) -> None:
         if not self._daemon.is_up:
@@ -644,7 +668,7 @@ class Directory:
             self._book.add(peer, [] if self._book.addresses_of(peer) else where)
 
     def _peers_to_ping(self) -> list[PeerId]:
-        """The initial peers, and some of the others, in turns."""
+        """Return the initial peers, and up to KEPT_PEERS of the others, which take turns."""
         others = [peer for peer in self._book.peers() if peer not in self._initial and peer != self.peer_id]
         turn = [others[(self._next_kept + index) % len(others)] for index in range(min(len(others), KEPT_PEERS))]
         self._next_kept += len(turn)

@@ -2,9 +2,10 @@
 
 Rules of this file:
 1. Every call has a deadline, and every error inside hivemind is raised as DirectoryError.
-2. If the daemon ends or falls silent, the owner (``directory.py``) starts it again with the same identity and on the
-   same port: others must find this peer where it was.
-(hivemind.DHT would fork Python, and leave orphans when the parent is killed.)
+2. If the daemon ends or stops answering, ``directory.py`` restarts it with the same identity and port, so that others
+   find this peer at its old address.
+
+This module does not use hivemind.DHT, which forks Python and leaves orphans when the parent is killed.
 """
 
 from __future__ import annotations
@@ -45,24 +46,23 @@ from p2pdiloco.wire.directory_records import Envelope, subkey_of, unseal
 
 Result = TypeVar("Result")
 
+# Deadline of a read or a write.
 CALL_S = 5.0
-"""Deadline of a read or a write."""
+# Timeout after which a search skips a DHT node. With hivemind's 3 s, a store took 10 s if every third node was frozen.
 PING_S = 0.7
-"""A DHT node that is silent for so long is skipped. With hivemind's 3 s, and every third node frozen, a store took 10
-s."""
 
+# Prefix of the folder for p2pd's control sockets; the id of this process follows.
 SOCKET_FOLDER = "p2pdiloco-p2pd-"
-"""Beginning of the name of the folder for p2pd's control sockets; the id of this process follows."""
+# Longest folder in which the sockets are put, in bytes: the path of a Unix socket may have at most 107.
 LONGEST_SOCKET_BASE = 40
-"""Bytes: the path of a Unix socket has at most 107."""
 
 
 class DirectoryError(Exception):
-    """The directory cannot be reached or used; the text says what was tried and what to do."""
+    """The directory cannot be reached or used. The message says what was tried and what to do."""
 
 
 class P2pdProcess:
-    """See the module's rules. ``listen``, ``announce``: multiaddrs, as for ``Directory``."""
+    """The daemon and its DHT node. ``listen`` and ``announce`` are multiaddrs, as for ``Directory``."""
 
     def __init__(
         self,
@@ -83,13 +83,15 @@ class P2pdProcess:
         self._socket_folder: Path | None = None
         self._p2p: Any = None
         self._node: Any = None
+        # Multiaddrs with this peer's id; loopback addresses come last.
         self.visible: list[str] = []
-        """Multiaddrs with this peer's id; those that others may reach come first."""
 
     # -- its life ----------------------------------------------------------------------------------------------------
 
     def require_free_ports(self) -> None:
-        """Check the ports, since p2pd listens with SO_REUSEPORT: on a taken port it would start and share connections.
+        """Check that the ports are free.
+
+        p2pd listens with SO_REUSEPORT, so on a taken port it would start and share the other process's connections.
 
         Raises:
             OSError: a port to listen on is taken.
@@ -100,7 +102,7 @@ class P2pdProcess:
                 sockets.listen(address).close()
 
     async def start(self) -> None:
-        """Start p2pd; it connects to no peer yet.
+        """Start p2pd. It does not connect to any peer yet.
 
         Raises:
             DirectoryError: p2pd does not start.
@@ -110,7 +112,7 @@ class P2pdProcess:
             identity_path, is_temporary = await asyncio.to_thread(_write_temporary_identity, self._identity), True
         if self._socket_folder is None:
             self._socket_folder = await asyncio.to_thread(_make_socket_folder)
-        # hivemind puts p2pd's control sockets into /tmp, with the rights of the umask: any user could command p2pd.
+        # hivemind puts p2pd's control sockets into /tmp with the umask's permissions, so any user could control p2pd.
         private: Any = type("P2P", (P2P,), {"_UNIX_SOCKET_PREFIX": f"/unix{self._socket_folder}/"})
         try:
             with confined():
@@ -130,10 +132,11 @@ class P2pdProcess:
             if is_temporary:
                 identity_path.unlink(missing_ok=True)
         for task in channel_tasks(self._p2p):
-            # They fail when p2pd dies; whoever owns this learns that by ``wait_for_exit`` and ``is_broken``.
+            # Retrieve the exception, or asyncio complains about it. The owner notices a dead p2pd by ``wait_for_exit``
+            # and ``is_broken``.
             task.add_done_callback(lambda done: done.cancelled() or done.exception())
-        # Every look asks as many nodes as a bucket holds, and each gives all records that it has: only those that are
-        # to have them shall.
+        # Caching is off: every read asks a bucket of nodes, and each returns all records that it has. Copies on further
+        # nodes would only multiply that traffic.
         self._node = await DirectoryNode.create(
             p2p=self._p2p,
             bucket_size=BUCKET,
@@ -151,7 +154,7 @@ class P2pdProcess:
         self._pin_port()
 
     def _pin_port(self) -> None:
-        """Keep the ports that p2pd chose, so that others find this peer there after a restart."""
+        """Reuse the ports that p2pd chose after a restart, so that others find this peer at the same address."""
         ports: dict[str, int] = {}
         for text in self.visible:
             with suppress(ValueError):
@@ -162,7 +165,7 @@ class P2pdProcess:
         ]
 
     async def stop(self) -> None:
-        """Stop the node and p2pd; kill p2pd if it does not end."""
+        """Stop the node and p2pd. Kill p2pd if it does not end in time."""
         node, p2p, self._node, self._p2p = self._node, self._p2p, None, None
         is_running = p2p is not None and p2p._child.returncode is None
         if node is not None:
@@ -184,7 +187,7 @@ class P2pdProcess:
             self._socket_folder = None
 
     async def wait_for_exit(self) -> bool:
-        """Wait until p2pd has ended; False at once if it does not run."""
+        """Wait until p2pd has ended, and return True; return False at once if it does not run."""
         if self._p2p is None:
             return False
         await self._p2p._child.wait()
@@ -192,12 +195,12 @@ class P2pdProcess:
 
     @property
     def is_up(self) -> bool:
-        """Whether p2pd runs, as far as is known."""
+        """True if p2pd was started and has not been stopped since."""
         return self._p2p is not None and self._node is not None
 
     @property
     def is_broken(self) -> bool:
-        """Whether the one channel over which all calls go to p2pd is closed."""
+        """True if hivemind's control channel to p2pd, which carries all calls, is closed."""
         return self._p2p is not None and any(task.done() for task in channel_tasks(self._p2p))
 
     def kill(self) -> None:
@@ -206,7 +209,7 @@ class P2pdProcess:
             self._p2p._child.kill()
 
     def stop_serving(self) -> None:
-        """Store no keys for others from now on, also after a restart."""
+        """Become a client of the DHT: store no keys for others from now on, also after a restart."""
         self._is_serving = False
         if self._node is not None:
             self._node.protocol.client_mode = True
@@ -215,7 +218,11 @@ class P2pdProcess:
     # -- calls -------------------------------------------------------------------------------------------------------
 
     async def call(self, action: Callable[[], Awaitable[Result]], doing: str) -> Result:
-        """Await ``action`` with a deadline; every error inside hivemind is raised as DirectoryError."""
+        """Await ``action`` within CALL_S and return its result. ``doing`` names the action in error messages.
+
+        Raises:
+            DirectoryError: the deadline has passed, or hivemind or p2pd failed.
+        """
         try:
             async with asyncio.timeout(CALL_S):
                 return await action()
@@ -228,16 +235,16 @@ class P2pdProcess:
         """Put a sealed record into the DHT.
 
         Raises:
-            DirectoryError: no node took it, or there is no daemon.
+            DirectoryError: no node accepted it, or the daemon does not run.
         """
         node = self._running_node()
         is_stored = await node.store(envelope.topic, value, envelope.expires_s, subkey=subkey_of(envelope))
-        # hivemind reports what the last replica said; one that says no is no reason to worry if another has it.
+        # hivemind reports only the last replica's answer. A refusal does not matter if another node has the record.
         if not is_stored and envelope not in await self.fetch(envelope.topic):
-            raise DirectoryError("no node of the directory took the record: do others reach this one?")
+            raise DirectoryError("no node of the directory accepted the record; can other nodes reach this one?")
 
     async def fetch(self, topic: str) -> list[Envelope]:
-        """Records that the DHT holds under ``topic`` now."""
+        """Return the valid records that the DHT holds under ``topic`` now, at most RECORDS_LIMIT."""
         found = await self._running_node().get(topic, latest=True)
         records = found.value if found is not None and isinstance(found.value, dict) else {}
         values = [item.value for item in list(records.values())[:RECORDS_LIMIT] if isinstance(item.value, bytes)]
@@ -252,10 +259,10 @@ class P2pdProcess:
     async def fill_routing_table(self) -> None:
         """Fill the routing table with this node's neighbours."""
         node = self._running_node()
-        await self.call(lambda: node.find_nearest_nodes([node.node_id]), "looking around")
+        await self.call(lambda: node.find_nearest_nodes([node.node_id]), "searching for neighbours")
 
     async def connected_peers(self) -> dict[PeerId, list[str]]:
-        """Peers that p2pd is connected to, with their addresses."""
+        """Return the peers to which p2pd is connected, with their addresses."""
         if self._p2p is None:
             raise DirectoryError("the directory is restarting")
         infos = await self.call(self._p2p.list_peers, "asking p2pd")
@@ -276,11 +283,11 @@ class P2pdProcess:
         except (ControlFailure, P2PDaemonError, OSError, EOFError, ValueError) as error:
             return shorten(str(error) or type(error).__name__)
         if answer is None:
-            return "it is there, but is no node of this directory"
+            return "it answers, but is not a node of this directory"
         return None
 
     async def clock_of(self, peer: PeerId) -> float | None:
-        """How far the peer's clock is ahead of the shared time, in seconds; None if it does not tell."""
+        """Return how far the peer's clock is ahead of the shared time, in seconds, or None if it does not answer."""
         node = self._node
         if node is None:
             return None
@@ -295,7 +302,9 @@ class P2pdProcess:
 
 
 def _make_socket_folder() -> Path:
-    """A folder that only this user may enter, for p2pd's control sockets. Folders of processes that were killed go."""
+    """Create a folder for p2pd's control sockets that only this user may enter.
+
+    Also removes folders of processes that were killed."""
     base = Path(tempfile.gettempdir())
     if len(str(base)) > LONGEST_SOCKET_BASE:
         base = Path("/tmp")
@@ -315,5 +324,5 @@ def _write_temporary_identity(identity: Identity) -> Path:
 
 
 def is_loopback(text: str) -> bool:
-    """Whether a multiaddr is a loopback address."""
+    """Return whether a multiaddr is a loopback address."""
     return text.startswith(("/ip4/127.", "/ip6/::1/"))

@@ -1,11 +1,11 @@
-"""One port for peers and for the directory: connections that begin as libp2p's do are passed to its daemon.
+"""Port multiplexer: peers and the directory share one port; libp2p connections are passed to its daemon.
 
-Some networks let only one port through, and both must answer there.
+Some networks let only one port through, so both must answer there.
 
 Rules of this file:
-1. A libp2p connection begins with the length of its protocol's name (multistream-select); TLS and lines begin
-   otherwise.
-2. Bytes are relayed unread. If there are too many connections, the oldest of the machine that has most is closed.
+1. A libp2p connection begins with the length of its protocol's name (multistream-select). TLS and the lines of a
+   rendezvous (nat/messages.py) begin with other bytes.
+2. Bytes are relayed without reading them. If there are too many connections, the host with the most loses its oldest.
 3. A connection on which the daemon sent hardly more than its own protocol name counts as failed.
 """
 
@@ -21,12 +21,12 @@ from p2pdiloco.transport import sockets
 FIRST = b"\x13"
 CONNECTIONS = 512
 OPEN_S = 5.0
+# Minimum number of bytes from the daemon in a successful connection. Its part of a handshake has 250.
 ANSWERED_BYTES = 128
-"""Bytes from the daemon, at least, of a connection that succeeded; its part of a handshake has 250."""
 
 
 class SharedPort:
-    """See the module's rules. ``port``: the daemon's on this machine."""
+    """Relays connections to the libp2p daemon, which listens on ``port`` of this machine."""
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -34,7 +34,7 @@ class SharedPort:
         self._open: Room[socket.socket] = Room(CONNECTIONS)
 
     async def carry(self, raw: socket.socket) -> bool:
-        """Relay ``raw`` until it ends, and close it; whether the connection succeeded."""
+        """Relay ``raw`` until it ends, and close it. Return whether the connection succeeded."""
         loop = asyncio.get_running_loop()
         try:
             with raw, socket.socket() as inner:
@@ -48,6 +48,6 @@ class SharedPort:
                 await self._relay.carry(raw, inner, carried)
                 return carried[1] >= ANSWERED_BYTES
         except OSError:
-            return True  # the daemon restarts: that is nobody's fault
+            return True  # the daemon is restarting, which must not count against the remote host
         finally:
             self._open.leave(raw)

@@ -1,25 +1,25 @@
-"""Cache of directory records: those that this peer has read, and those that it has published.
+"""Cache of the directory records that this peer has read or published.
 
 Rules of this file:
-1. Of two records of one publisher in one place, the one that expires later counts, as in the DHT. So the expiries of
+1. If one publisher has two records in one place, the one that expires later wins, as in the DHT. So the expiry times of
    this peer's own records only grow.
-2. Topics and records per topic are bounded. Expired records are dropped when their topic is read.
+2. The number of topics and of records per topic is bounded. Expired records are dropped when their topic is read.
 """
 
 from __future__ import annotations
 
 from p2pdiloco.wire.directory_records import Envelope, subkey_of
 
+# Maximum number of records to keep and return per topic.
 RECORDS_LIMIT = 4096
-"""Records that are kept and returned, per topic."""
 TOPICS_LIMIT = 64
 
+# Where a record stands in the DHT: topic and subkey.
 Place = tuple[str, str]
-"""Topic and subkey."""
 
 
 class RecordCache:
-    """See the module's rules. Times are seconds since 1970."""
+    """Cache of records by topic and subkey. Times are seconds since 1970."""
 
     def __init__(self) -> None:
         self._topics: dict[str, dict[str, Envelope]] = {}
@@ -27,7 +27,7 @@ class RecordCache:
         self._last_expiry_s: dict[Place, float] = {}
 
     def add(self, envelope: Envelope) -> bool:
-        """Keep a record that was read or published; whether it is news."""
+        """Keep a record that was read or published. Return whether it is new or newer than the known one."""
         if envelope.topic not in self._topics and len(self._topics) >= TOPICS_LIMIT:
             del self._topics[next(iter(self._topics))]
         known = self._topics.setdefault(envelope.topic, {})
@@ -40,23 +40,23 @@ class RecordCache:
         return True
 
     def drop(self, envelope: Envelope) -> None:
-        """Remove the record of that publisher in that place: the new one is not accepted."""
+        """Remove the cached record in the place of ``envelope``, which replaces it and is not accepted."""
         self._topics.get(envelope.topic, {}).pop(subkey_of(envelope), None)
 
     def current(self, topic: str, now_s: float) -> list[Envelope]:
-        """Records under ``topic`` that are neither expired nor withdrawn."""
+        """Return the records under ``topic`` that are neither expired nor withdrawn."""
         alive = {key: entry for key, entry in self._topics.get(topic, {}).items() if entry.expires_s > now_s}
         if topic in self._topics:
             self._topics[topic] = alive
         return [entry for entry in alive.values() if not entry.is_withdrawn]
 
     def next_expiry(self, place: Place, expires_s: float) -> float:
-        """``expires_s``, or slightly later if the DHT would prefer the last record otherwise."""
+        """Return ``expires_s``, or a slightly later time if the DHT would otherwise prefer the previous record."""
         self._last_expiry_s[place] = max(expires_s, self._last_expiry_s.get(place, 0.0) + 0.001)
         return self._last_expiry_s[place]
 
     def publish(self, envelope: Envelope) -> None:
-        """Keep a record of this peer, to be published again if the DHT node restarts."""
+        """Keep a record of this peer, so that it can be published again if the DHT node restarts."""
         self.add(envelope)
         if not envelope.is_withdrawn:
             self._own[envelope.topic, subkey_of(envelope)] = envelope
@@ -66,6 +66,6 @@ class RecordCache:
         return self._own.pop(place, None)
 
     def own(self, now_s: float) -> list[Envelope]:
-        """Records of this peer that have not expired."""
+        """Return this peer's records that have not expired."""
         self._own = {place: entry for place, entry in self._own.items() if entry.expires_s > now_s}
         return list(self._own.values())

@@ -1,13 +1,13 @@
 """Sandbox: run a program with few rights, ``python -I -S sandbox.py PROGRAM ARGUMENT ...``.
 
-p2pd, libp2p's daemon, is a third-party Go binary that faces the internet in every peer. It needs memory, sockets and
-threads, and nothing else. It cannot undo what is set here:
+p2pd, libp2p's daemon, is a third-party Go binary that faces the internet in every peer. It needs only memory, sockets
+and threads. It cannot undo these restrictions:
 1. No new privileges: a program that it starts gains none by set-user-id files or file capabilities.
-2. Memory, open files and threads are limited, so that a flood ends p2pd and not the machine; it is then restarted.
-3. It writes no files: not one byte into a regular file, and no core dump, which would contain this peer's key.
+2. Memory, open files and threads are limited, so that a flood kills p2pd and not the machine. It is then restarted.
+3. It cannot write to regular files, and dumps no core, which would contain this peer's key.
 
-This is a program of its own that imports no other module of the project: the child process runs it, and becomes
-PROGRAM.
+This is a separate program that imports no other module of the project: the child process runs it, then becomes PROGRAM
+by exec.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ import resource
 import sys
 
 PR_SET_NO_NEW_PRIVS = 38
+# Limit of virtual memory. Go reserves far more than it uses; an idle p2pd uses 0.7 GB of it.
 ADDRESS_BYTES = 8 << 30
-"""Limit of virtual memory. Go reserves far more than it uses: 0.7 GB at rest."""
+# Heap size above which Go's garbage collector works harder (GOMEMLIMIT).
 HEAP_BYTES = 1 << 30
-"""Heap size above which Go's garbage collector works harder (GOMEMLIMIT)."""
+# Limit of open files, which are mostly sockets.
 FILES = 4096
-"""Limit of open files, which are mostly sockets."""
+# Number of threads to allow beyond those of the user at the start. The kernel counts all processes of a user together.
 MORE_TASKS = 1024
-"""Threads that the user's processes may have beyond what they have at the start (the kernel counts them together)."""
 
 
 def main() -> None:
-    """Limit this process, and become the program."""
-    with contextlib.suppress(OSError, AttributeError):  # Linux's; elsewhere the limits have to do
+    """Restrict this process, then exec the program."""
+    with contextlib.suppress(OSError, AttributeError):  # prctl exists only on Linux; elsewhere the limits must suffice
         ctypes.CDLL(None).prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     limits = {
         resource.RLIMIT_AS: ADDRESS_BYTES,
@@ -47,13 +47,13 @@ def main() -> None:
             resource.setrlimit(kind, (bound, bound))
         except (OSError, ValueError):
             if sys.platform == "linux":
-                raise  # other systems know some of the limits alone
+                raise  # other systems do not support all of these limits
     os.environ.setdefault("GOMEMLIMIT", str(HEAP_BYTES))
     os.execv(sys.argv[1], sys.argv[1:])
 
 
 def _tasks_of_user() -> int:
-    """Number of processes and threads of this user."""
+    """Return the number of threads of all processes of this user."""
     count, me = 0, os.getuid()
     for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
         if name.isdecimal():

@@ -134,7 +134,7 @@ TYPED = [
     Mistake(
         "none of the initial peers answers (...: its name cannot be resolved)",
         f"join /dns/nowhere.invalid/tcp/4100/p2p/{NOBODY}",
-        "mend the name in the address",
+        "correct the name in the address",
         NOBODY_THERE,
     ),
     Mistake(

@@ -10,7 +10,7 @@ DIAL = "Connect failed. msg=failed to dial: failed to dial 12D3KooW: "
 def test_what_the_daemon_says_becomes_a_cause_and_a_remedy() -> None:
     for said, what, remedy in (
         ("all dials failed * [/ip4/1.2.3.4/tcp/1] dial tcp4: connect: connection refused", "refused", "start it again"),
-        ("no good addresses", "cannot be resolved", "mend the name"),
+        ("no good addresses", "cannot be resolved", "correct the name"),
         ("all dials failed * connect: network is unreachable", "no route", "IPv6"),
         ("all dials failed * connect: no route to host", "no route", "IPv6"),
         ("all dials failed * i/o timeout", "no answer", "open or forward its port"),
