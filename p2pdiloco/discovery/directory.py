@@ -374,7 +374,7 @@ class Directory:
         return [text for text in self._daemon.visible if not is_loopback(text)] or self.visible_addresses()
 
     def meeting_places(self) -> tuple[str, ...]:
-        """Return addresses for invites: the initial peers that answer, since they are meant to be found, else our own."""
+        """Return addresses for invites: the initial peers that answer, since they are meant to be found, else ours."""
         found = [text for peer, where in self._initial.items() if not self._pings.is_silent(peer) for text in where]
         return tuple(found or self.bootstrap_addresses())
 

@@ -19,7 +19,7 @@ import resource
 import sys
 
 PR_SET_NO_NEW_PRIVS = 38
-# Limit of virtual memory. Go reserves far more than it uses; an idle p2pd uses 0.7 GB of it.
+# Limit of virtual memory. Go reserves far more than it uses: an idle p2pd reserves 0.7 GB.
 ADDRESS_BYTES = 8 << 30
 # Heap size above which Go's garbage collector works harder (GOMEMLIMIT).
 HEAP_BYTES = 1 << 30

@@ -1,14 +1,13 @@
-"""Connecting to a peer by its record: its addresses first (happy eyeballs), then a meeting point.
+"""Connects to a peer by its record: its addresses first (happy eyeballs), then its rendezvous servers.
 
 Rules of this file:
-1. At most ADDRESSES are dialled, one begun every STAGGER_S, within the dialler's budget. The first connection ends the
-   other attempts.
-2. A private address is dialled only if the peer may be in the same network: it is seen as that address, or both are
-   seen as the same host (behind one router), or nobody knows yet. A loopback address is dialled only if there is no
-   other.
-3. If an address may answer, the attempt through a meeting point begins a little later; if none may, at once. If the
-   record names no meeting point, those that this peer attends are asked, later still: such a peer can mostly be
-   dialled, or dials us.
+1. At most ADDRESSES are dialled, a new one every STAGGER_S, within the dialler's budget. The first connection cancels
+   the other attempts.
+2. A private address is dialled only if the peer may be in the same network: others observe it at that address, or
+   observe both peers at the same host (one router), or have not observed one of them yet. A loopback address is dialled
+   only if there is no other.
+3. If an address may answer, the attempt through a rendezvous server starts a little later, otherwise at once. If the
+   record names no server, this peer asks its own ones, later still: usually such a peer can be dialled, or dials us.
 4. The error names the reasons of all attempts, newest first.
 """
 
@@ -30,15 +29,16 @@ from p2pdiloco.wire.directory_records import PeerRecord
 
 ADDRESSES = 8
 STAGGER_S = 0.2
+# Delay of the rendezvous after the start of the last dial. HOME_S applies if all addresses are private, since those
+# answer quickly or never.
 MEETING_S, HOME_S = 0.4, 0.1
-"""After the last dial began; HOME_S if all addresses are private: those answer soon or never."""
+# Further delay if the record names no rendezvous server.
 UNNAMED_S = 2.0
-"""Added if the record names no meeting point."""
 DIAL_S = 8.0
 
 
 class ConnectFallback:
-    """See the module's rules."""
+    """Connects to peers: by their addresses, and through rendezvous servers where these do not answer."""
 
     def __init__(self, transport: Transport, dialler: Dialler, rendezvous: RendezvousClient) -> None:
         self._transport = transport
@@ -49,9 +49,9 @@ class ConnectFallback:
         """Connect to ``peer``.
 
         Raises:
-            PeerRefused: it answered, and refused this peer.
-            Impostor: another peer answers at its only address.
-            DialError: anything else, with the reasons of all attempts.
+            PeerRefused: the peer answered, and refused this one.
+            Impostor: another peer answers at the peer's only address.
+            DialError: any other failure, with the reasons of all attempts.
         """
         where = dialable(record, frozenset(self._rendezvous.observed_hosts))
         reasons: list[str] = []
@@ -94,7 +94,7 @@ class ConnectFallback:
         """Replace a relayed connection to ``peer`` by a direct one.
 
         Raises:
-            DialError: no direct connection came about.
+            DialError: no direct connection was established.
         """
         return await self._connect_by_rendezvous(peer, record.points, may_relay=False)
 
@@ -102,11 +102,14 @@ class ConnectFallback:
         try:
             return await self._rendezvous.connect(peer, points, may_relay=may_relay)
         except HandshakeError as error:
-            raise DialError(f"it was met, and: {error}") from error
+            raise DialError(f"hole punching succeeded, but the handshake failed: {error}") from error
 
 
 def dialable(record: PeerRecord, seen: frozenset[str]) -> list[str]:
-    """Addresses of a record that may answer from here, best first. ``seen``: hosts as which others see this peer."""
+    """Return the addresses of a record that may answer from here, best first.
+
+    seen: hosts at which others observe this peer.
+    """
     found: list[tuple[int, str]] = []
     local: list[str] = []
     for text in record.addresses[: 2 * ADDRESSES]:
@@ -123,7 +126,9 @@ def dialable(record: PeerRecord, seen: frozenset[str]) -> list[str]:
 
 
 def _rank(address: Address, theirs: Sequence[str], ours: frozenset[str]) -> int | None:
-    """Rank of an address: 0 for loopback, 1 for the same network, 2 for IPv6, 3 for the rest; None: not dialled."""
+    """Return the rank of an address, lower is better, or None if it must not be dialled.
+
+    0 is loopback, 1 the same private network, 2 global IPv6, 3 anything else."""
     if address.family in ("dns", "dns4"):
         return 3
     ip = ipaddress.ip_address(address.host)
@@ -146,7 +151,7 @@ def _is_private(text: str) -> bool:
 def _no_address_text(record: PeerRecord) -> str:
     if not record.addresses:
         return "it publishes no address"
-    return f"{', '.join(record.addresses)} is of another network than this one, and it attends no meeting point"
+    return f"{', '.join(record.addresses)} is in another network, and the peer uses no rendezvous server"
 
 
 def _with_peer_id(text: str, peer: PeerId) -> str:

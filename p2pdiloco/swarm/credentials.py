@@ -1,10 +1,10 @@
-"""Credentials that let a peer in to a private run: its key, and the certificates that lead to it; and their files.
+"""Credentials for a private run: a peer's key and its certificate chain, and the files that hold them.
 
 Rules of this file:
-1. A certificate is made offline: by the founder, by the holder of an invite, or by a peer for its own observers.
+1. Certificates are made offline: by the founder, by the holder of an invite, or by a peer for its own observers.
 2. The files of a run are in STATE/RUN/members: ``chain`` (this peer's certificates), ``statements`` (the membership
-   log), ``invite`` (the one that the founder's terminal shows; secret), ``new/`` (statements that commands leave for a
-   node).
+   log), ``invite`` (the invite that the founder's terminal shows; secret), ``new/`` (statements that commands leave for
+   the node).
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ from p2pdiloco.util.files import write_atomically
 log = logs.get("members")
 
 FOLDER = "members"
+# Maximum number of statements to take from ``new/`` at a time; the rest waits for the next time.
 NEW_LIMIT = 1024
-"""Statements that a node takes from ``new/`` at once; the rest waits for its next look."""
 
 
 class CredentialsError(ValueError):
-    """A peer lacks the credentials for what it was asked to do; the text says what to do."""
+    """A peer lacks the credentials for an operation. The message says what to do."""
 
 
 class Credentials(NamedTuple):
-    """Let the peer with the key ``identity`` in to ``run``."""
+    """Key and certificate chain that admit a peer to ``run``."""
 
     run: RunId
     chain: bytes
-    """Ends at the key of ``identity``; empty for the founder."""
+    """Certificate chain that ends at the key of ``identity``; empty for the founder."""
     identity: Identity
 
     def certify(
@@ -62,7 +62,7 @@ class Credentials(NamedTuple):
         return certify(self.run, self.identity.peer_id, bare, self.identity.sign)
 
     def chain_for(self, subject: PeerId, role: Role) -> bytes:
-        """The certificate chain of a peer that this one certifies."""
+        """Return the certificate chain of ``subject``, certified by this peer."""
         certificate = self.certify(subject, Kind.PEER, role)
         if not self.chain:
             return Chain(hint_of(self.identity.peer_id), (certificate,)).encode()
@@ -71,12 +71,12 @@ class Credentials(NamedTuple):
 
 
 def invite_key(secret: bytes) -> Identity:
-    """The key that an invite carries."""
+    """Return the key pair derived from the secret of an invite."""
     return Identity.from_secret(b"p2pdiloco invite key 1", secret)
 
 
 def credentials_from_invite(invite: Invite, identity: Identity) -> Credentials:
-    """Credentials that an invite gives this peer.
+    """Return the credentials that an invite gives this peer.
 
     Raises:
         CredentialsError: the invite is for another peer.
@@ -111,16 +111,19 @@ def make_invite(
     addresses: tuple[str, ...],
     peer: PeerId | None = None,
 ) -> Invite:
-    """Make an invite for anybody who has it, or for ``peer`` alone.
+    """Return an invite, for ``peer`` alone or else for anybody who holds it.
 
-    addresses: those of a directory node, with its peer id.
+    addresses: multiaddrs of a directory node, with its peer id.
+
+    Raises:
+        CredentialsError: there are no addresses.
     """
     assert len(secret) == SECRET_BYTES
     subject = invite_key(secret).peer_id if peer is None else peer
     certificate = mine.certify(subject, Kind.INVITE if peer is None else Kind.PEER, role, cap=cap, not_after=not_after)
     split = [address.rpartition("/p2p/") for address in addresses]
     if not split:
-        raise CredentialsError("there is no address under which a newcomer finds anybody: name one with --address")
+        raise CredentialsError("an invite needs an address at which newcomers find the run: name one with --address")
     directory = PeerId(split[0][2])
     return Invite(
         run=mine.run,
@@ -137,54 +140,54 @@ def make_invite(
 
 
 def members_of(manifest: Manifest) -> Members:
-    """Members of the run; only its founder is known yet."""
+    """Return the members of a run before any statement is known: only its founder."""
     return Members(manifest.run, manifest.founder, manifest.config.access, verify)
 
 
 class MemberFiles:
-    """STATE/RUN/members. Everything here blocks on the disk."""
+    """The folder STATE/RUN/members. All methods block on the disk."""
 
     def __init__(self, run_folder: Path) -> None:
         self.folder = run_folder / FOLDER
 
     def chain(self) -> bytes:
-        """This peer's certificate chain, empty if there is none."""
+        """Return this peer's certificate chain, empty if there is none."""
         with contextlib.suppress(OSError):
             return (self.folder / "chain").read_bytes()
         return b""
 
     def write_chain(self, chain: bytes) -> None:
-        """Keep this peer's certificate chain."""
+        """Write this peer's certificate chain."""
         if chain != self.chain():
             write_atomically(self.folder / "chain", chain)
 
     def invite(self) -> str:
-        """The invite that the founder's terminal shows, empty if there is none."""
+        """Return the invite that the founder's terminal shows, empty if there is none."""
         with contextlib.suppress(OSError, UnicodeDecodeError):
             return (self.folder / "invite").read_text("ascii")
         return ""
 
     def write_invite(self, text: str) -> None:
-        """Keep the invite that the founder's terminal shows."""
+        """Write the invite that the founder's terminal shows, readable only by this user."""
         write_atomically(self.folder / "invite", text.encode("ascii"), mode=0o600)
 
     def load(self, members: Members) -> None:
-        """Learn all statements in the files; damaged ones are skipped with a line in the log."""
+        """Add all statements in the files to ``members``. Damaged ones are logged and skipped."""
         with contextlib.suppress(FileNotFoundError):
             _learn(members, (self.folder / "statements").read_bytes(), self.folder)
         for _ in self.take_queued(members, removes=False):
             pass
 
     def save(self, members: Members) -> None:
-        """Write all statements that are known."""
+        """Write all known statements."""
         write_atomically(self.folder / "statements", join_statements(members.statements()))
 
     def queue_statement(self, statement: bytes) -> None:
-        """Leave a statement for the node that runs here, or the next one."""
+        """Leave a statement for the node of this folder, which takes it while it runs or when it starts."""
         write_atomically(self.folder / "new" / mark_of(statement).hex(), statement)
 
     def take_queued(self, members: Members, *, removes: bool = True) -> Iterator[bytes]:
-        """Learn the statements that commands have left; those that are news."""
+        """Add the statements that commands have left to ``members``; yield those that are new."""
         try:
             paths = sorted(path for path in (self.folder / "new").iterdir() if not path.name.startswith("."))
         except OSError:
@@ -197,19 +200,17 @@ class MemberFiles:
                 if members.learn(statement):
                     yield statement
             except (OSError, CertificateError) as error:
-                log.warning("a statement of members not taken", file=path, reason=str(error))
+                log.warning("a membership statement is ignored", file=path, reason=str(error))
 
 
 def _learn(members: Members, data: bytes, where: Path) -> None:
     try:
         statements = split_statements(data)
     except CertificateError as error:
-        log.warning(
-            "what was known of members is damaged; it will come from other peers", folder=where, reason=str(error)
-        )
+        log.warning("the membership log is damaged; other peers will send it again", folder=where, reason=str(error))
         return
     for statement in statements:
         try:
             members.learn(statement)
         except CertificateError as error:
-            log.warning("a statement of members not taken", folder=where, reason=str(error))
+            log.warning("a membership statement is ignored", folder=where, reason=str(error))

@@ -1,14 +1,14 @@
-"""Two processes with one identity: a state folder was copied to another machine.
+"""Detects a second process with the same identity, which happens if a state folder is copied to another machine.
 
-On one machine the locks of the identity's file and of the run's folder keep a second process out.
+On one machine, the locks on the identity's file and on the run's folder prevent that.
 
 Rules of this file:
-1. A peer that starts looks for a process with its key at the addresses in its own record, and through its meeting
-   points. If one answers, the peer does not start.
-2. Two processes that start at once see each other's record in the place of their own (``peer_manager.py``, rule 4); the
-   one that began later ends. A process counts only if it proves to have the key.
-3. Other peers keep to the life that they saw last, and refuse one that had to give way before (``net/endpoint.py``), so
-   that connections do not flap meanwhile.
+1. A starting peer looks for a process with its key, at the addresses in its own record and through its rendezvous
+   servers. If one answers, the peer does not start.
+2. If two processes start at the same time, each sees the other's record in the place of its own (``peer_manager.py``,
+   rule 4). The one that began later ends. A process counts only if it proves that it has the key.
+3. Other peers stay with the incarnation (``life``) that they saw last, and refuse an earlier one that was displaced
+   (``net/endpoint.py``), so that connections do not flap meanwhile.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from p2pdiloco.wire.directory_records import PeerRecord
 
 log = logs.get("node")
 
+# Timeout for an answer at the addresses, which are all dialled at once.
 ANSWER_S = 3.0
-"""Limit for an answer at the addresses, which are all dialled at once."""
+# Timeout for an answer through a rendezvous server, which includes hole punching.
 MEET_S = 8.0
-"""Limit for an answer through a meeting point, after hole punching."""
+# Minimum time between two checks of a duplicate.
 LOOK_S = 5.0
-"""Between two looks at a duplicate."""
 
 
 class IdentityTaken(NamedTuple):
-    """Another process that has this peer's identity began earlier and stays: this one must end."""
+    """Event: another process with this peer's identity began earlier, so this process must end."""
 
     reason: str
 
@@ -60,29 +60,32 @@ class DuplicateIdentity:
         began_s: float,
         life: str,
     ) -> None:
-        """``began_s`` and ``life`` are this process's: when it began, by the directory's clock, and its transport's
-        life."""
+        """
+        Args:
+            began_s: start of this process, by the directory's clock.
+            life: incarnation of this process's transport.
+        """
         self._me = me
         self._credentials = credentials
         self._host = host
         self._events = events
         self._began_s = began_s
         self._life = life
+        # True once this process was found to be the later one.
         self.must_end = False
-        """Whether this process is the one that ends."""
         self._looked_at = -LOOK_S
+        # Incarnation of the duplicate that was logged last, so that each is logged once.
         self._told = ""
-        """Life of the duplicate that was logged last."""
 
     def handle_record(self, record: PeerRecord) -> None:
-        """Look at a record of ``me`` that this process has not published."""
+        """Check a record of ``me`` that another process has published."""
         now = self._host.now()
         if now >= self._looked_at + LOOK_S and not self.must_end:
             self._looked_at = now
             self._host.spawn(self._check(record), name="twin")
 
     async def _check(self, record: PeerRecord) -> None:
-        """Reach the other process; if it answers, the one that began later ends."""
+        """Try to reach the other process. If it answers, the process that began later ends."""
         address = await find_duplicate(record, self._me, self._credentials)
         if address is None:
             return
@@ -92,16 +95,16 @@ class DuplicateIdentity:
             self._events.publish(IdentityTaken(told))
         elif record.life != self._told:
             self._told = record.life
-            log.warning(f"{told}. It began later, and gives way")
+            log.warning(f"{told}. The other process began later, so it will end")
 
 
 async def refuse_duplicate_identity(
     directory: Directory, run: RunId, peer: PeerId, credentials: Credentials | None
 ) -> None:
-    """Check before taking part that no other process has this identity.
+    """Check before joining that no other process has this identity.
 
     Raises:
-        IdentityError: a process with this peer's key takes part in ``run`` already.
+        IdentityError: a process with this peer's key already takes part in ``run``.
         DirectoryError: the directory does not answer.
     """
     record = (await directory.peers(run)).get(peer)
@@ -116,7 +119,7 @@ async def refuse_duplicate_identity(
 
 
 async def find_duplicate(record: PeerRecord, peer: PeerId, credentials: Credentials | None) -> str | None:
-    """Where a process proves to be ``peer``, in the life that the record names; None if nowhere."""
+    """Return where a process answers and proves to be ``peer``, in the incarnation of the record, or None."""
     async with (
         observer_transport(Identity.ephemeral(), credentials) as transport,
         observer_connector(transport, lambda other: other == peer) as connector,
@@ -133,22 +136,24 @@ async def find_duplicate(record: PeerRecord, peer: PeerId, credentials: Credenti
         ways = [prove(transport.dial(text, timeout_s=ANSWER_S), text, ANSWER_S + 1.0) for text in record.addresses]
         if record.points:
             met = connector.connect(peer, msgspec.structs.replace(record, addresses=()))
-            ways.append(prove(met, f"the meeting point {record.points[0]}", MEET_S))
+            ways.append(prove(met, f"the rendezvous server {record.points[0]}", MEET_S))
         answers = await asyncio.gather(*ways)
     return next((where for where in answers if where is not None), None)
 
 
 def must_give_way(began_s: float, life: str, *, to: PeerRecord) -> bool:
-    """Whether a process that began at ``began_s``, with that life, ends in favour of the one that published ``to``.
+    """Return whether a process must end in favour of the one that published the record ``to``.
 
-    Of any two processes exactly one does."""
+    began_s, life: start and incarnation of the process. The incarnation breaks ties, so that of any two processes
+    exactly one ends.
+    """
     return (began_s, life) > (to.began_s, to.life)
 
 
 def describe_duplicate(peer: PeerId, address: str) -> str:
-    """Tell the user what happened and what to do."""
+    """Return a message for the user: the cause, and how to correct it."""
     return (
-        f"another process takes part with this peer's identity ({peer}, at {address}): its state folder is a copy of "
-        "this one, or the other way round. Stop one of them; to run both, remove identity.key from the copy, which "
-        "then gets an identity of its own"
+        f"another process takes part with this peer's identity ({peer}, at {address}): one of the two state folders is "
+        "a copy of the other. Stop one of them; to run both, remove identity.key from the copy, which then gets an "
+        "identity of its own"
     )

@@ -1,4 +1,4 @@
-"""Invites as people ask for them: which peer may give which one, and how newcomers find the run."""
+"""Invites to a run: checks which peer may issue which invite, and keeps the addresses in invites up to date."""
 
 from __future__ import annotations
 
@@ -35,24 +35,26 @@ from p2pdiloco.util.status_pipe import Invited, Say
 
 log = logs.get("invites")
 
+# File in STATE/RUN/members: addresses at which newcomers find the directory, one a line.
 ADDRESSES = "addresses"
-"""File in STATE/RUN/members: addresses at which newcomers find the directory, one a line."""
-MOVED = "newcomers find the run at another place now: the addresses that were told before do not answer"
-AGAIN = "the directory answers again where newcomers were told to ask at first: the first invite is good"
+MOVED = "the addresses in earlier invites no longer answer; newcomers must use new ones"
+AGAIN = "the addresses in the first invite answer again: that invite works"
 NOBODY_COMES = (
-    "nobody new finds the run now: what invites name does not answer, and this machine cannot be dialled. Start that "
-    "bootstrap again, or another one (p2pdiloco bootstrap) and this peer with it (--bootstrap)"
+    "newcomers cannot find the run: the addresses in invites do not answer, and others cannot dial this machine. Start "
+    "the bootstrap again, or another one (p2pdiloco bootstrap) and this peer with it (--bootstrap)"
 )
+# Interval between two checks of these addresses.
 LOOK_S = 10.0
-"""Between two looks at whether these addresses are right."""
+# Number of checks that must agree before an address is changed or the user is told: a bootstrap may hang, or restart.
 LOOKS = 6
-"""Looks that have to agree before anything is changed or told: a bootstrap may hang for a while, or restart."""
 
 
 def credentials_of(
     manifest: Manifest, identity: Identity, run_folder: Path, invite: Invite | None = None
 ) -> Credentials:
-    """This peer's credentials by ``invite``, or those in its files. A peer that issued the invite keeps its own role.
+    """Return this peer's credentials, from ``invite`` or from its files.
+
+    A peer that issued the invite itself keeps its own role.
 
     Raises:
         CredentialsError: the run takes members only, and this peer has no certificate.
@@ -69,7 +71,7 @@ def credentials_of(
 
 
 def credentials_for_joining(invite: Invite, identity: Identity, state: Path) -> Credentials:
-    """This peer's credentials by ``invite``, before it has asked another peer for the manifest.
+    """Return this peer's credentials from ``invite``, before it has asked another peer for the manifest.
 
     Raises:
         CredentialsError: the invite is for another peer.
@@ -86,7 +88,7 @@ def require_membership(
     """Check that the peer of ``state`` may resume a run from ``folders``.
 
     Raises:
-        CredentialsError: it is no member of the run; the text says whose state it is.
+        CredentialsError: the peer is not a member of the run. The message names the peer whose state it is.
     """
     try:
         credentials_of(manifest, identity, folder_of(state, manifest.run), invite)
@@ -100,7 +102,10 @@ def require_membership(
 
 
 def find_credentials(state: Path, wanted: str | None, identity: Identity) -> Credentials | None:
-    """Credentials for a private run that was joined here before. ``wanted``: its name, or the beginning of its id."""
+    """Return the credentials for a private run that was joined here before, or None.
+
+    wanted: name of the run, or the beginning of its id.
+    """
     for manifest in manifests_here(state) if wanted else []:
         if is_meant(wanted, manifest.config.name, manifest.run) and manifest.config.access != "open":
             with contextlib.suppress(CredentialsError):
@@ -109,11 +114,11 @@ def find_credentials(state: Path, wanted: str | None, identity: Identity) -> Cre
 
 
 def load_grant(manifest: Manifest, mine: Credentials, run_folder: Path, now_s: float) -> Grant:
-    """What this peer may do, by the membership log in its files.
+    """Return this peer's role and limits according to the membership log in its files.
 
     Raises:
-        CredentialsError: it is no longer a member.
-        UnknownInviterError: the admin who invited it is not known here yet.
+        CredentialsError: this peer is no longer a member.
+        UnknownInviterError: the admin who invited this peer is not known here yet.
     """
     members = members_of(manifest)
     MemberFiles(run_folder).load(members)
@@ -126,13 +131,13 @@ def load_grant(manifest: Manifest, mine: Credentials, run_folder: Path, now_s: f
 
 
 def keep_addresses(run_folder: Path, addresses: Sequence[str]) -> None:
-    """Keep the addresses at which newcomers find the directory, for invites that are made later."""
+    """Save the addresses at which newcomers find the directory, for later invites."""
     folder = MemberFiles(run_folder).folder
     write_atomically(folder / ADDRESSES, "".join(f"{address}\n" for address in addresses).encode())
 
 
 def kept_addresses(run_folder: Path) -> tuple[str, ...]:
-    """Addresses that ``keep_addresses`` has kept."""
+    """Return the addresses that ``keep_addresses`` has saved."""
     try:
         return tuple((MemberFiles(run_folder).folder / ADDRESSES).read_text().split())
     except OSError:
@@ -150,10 +155,13 @@ def invite_text(
     not_after: int = NEVER,
     peer: PeerId | None = None,
 ) -> str:
-    """Make a new invite.
+    """Return the text of a new invite.
+
+    not_after: end of its validity, in seconds since 1970.
+    peer: the only peer that may use it; None: anybody who holds it.
 
     Raises:
-        CredentialsError: this peer may not invite, or the run has no use for an invite, or for this one.
+        CredentialsError: this peer may not issue invites, or the run's access mode does not allow this invite.
     """
     config = manifest.config
     if config.access == "open":
@@ -181,7 +189,7 @@ def invite_text(
 def load_or_make_invite(
     manifest: Manifest, mine: Credentials, grant: Grant, run_folder: Path, addresses: tuple[str, ...]
 ) -> str:
-    """The invite that an admin's terminal shows. A new one is made only if the addresses in the last one are wrong."""
+    """Return the invite that an admin's terminal shows. The last one is reused while the addresses in it are right."""
     files = MemberFiles(run_folder)
     kept = files.invite()
     try:
@@ -195,18 +203,18 @@ def load_or_make_invite(
 
 
 def apply_grant(manifest: Manifest, mine: Credentials, options: PeerOptions, say: Callable[[str], None]) -> PeerOptions:
-    """Limit ``options`` to what the peer's certificate allows, and keep its certificate chain.
+    """Limit ``options`` to what the peer's certificate allows, and save its certificate chain.
 
     Raises:
-        CredentialsError: it is no member, or no longer one.
+        CredentialsError: the peer is not a member, or no longer one.
     """
     MemberFiles(options.folder).write_chain(mine.chain)
     try:
         grant = load_grant(manifest, mine, options.folder, time.time())
     except UnknownInviterError:
-        return options  # others will introduce that admin
+        return options  # other peers will send that admin's certificate
     if grant.role < Role.LEARNER and not options.is_follower:
-        say(f"the invite to run {manifest.config.name} is a follower's: this peer tracks the model and does not train")
+        say(f"the invite to run {manifest.config.name} is for a follower: this peer tracks the model without training")
         options = msgspec.structs.replace(options, is_follower=True)
     if 0.0 < grant.most_weight < options.link.weight:
         options = msgspec.structs.replace(options, link=msgspec.structs.replace(options.link, weight=grant.most_weight))
@@ -214,8 +222,9 @@ def apply_grant(manifest: Manifest, mine: Credentials, options: PeerOptions, say
 
 
 def how_to_join(manifest: Manifest, mine: Credentials, folder: Path, directory: Directory) -> list[Invited]:
-    """How others join the run, for the user of a peer that may invite them. A run of training scripts is joined by a
-    script, which ``p2pdiloco join`` has not."""
+    """Return the ways to join the run, to show to the user of this peer; empty if this peer may not invite.
+
+    A run of training scripts is joined by a script, so its usage is Python and not a command."""
     name, is_scripts = manifest.config.name, manifest.config.model.kind == "external"
     usage = 'initial_peers=["{}"]' if is_scripts else "p2pdiloco join {}"
     if manifest.config.access == "open":
@@ -241,10 +250,10 @@ async def keep_meeting_places(
     is_dialable: Callable[[], bool | None],
     say: Say | None,
 ) -> None:
-    """Until cancelled, keep the addresses for later invites right: a bootstrap may go away and come back.
+    """Keep the addresses for later invites up to date until cancelled: a bootstrap may go away and come back.
 
-    is_dialable: whether others have dialled this peer's directory node; None if nobody has tried.
-    say: tells the user of a change that lasts, and how to join then; None: the user is not told.
+    is_dialable: returns whether others could dial this peer's directory node; None if nobody has tried.
+    say: tells the user about a lasting change, and how to join then; None: the user is not told.
     """
     first = kept = directory.meeting_places()
     told = seen = first, True
@@ -262,7 +271,7 @@ async def keep_meeting_places(
             try:
                 await asyncio.to_thread(keep_addresses, folder, places)
             except OSError as error:
-                log.warning("where newcomers find the run is not kept for invites", reason=str(error))
+                log.warning("the addresses for later invites cannot be saved", reason=str(error))
             else:
                 kept = places
         if found == told:
@@ -270,7 +279,7 @@ async def keep_meeting_places(
         told = found
         is_again = places == first
         if not is_own and _belong_to(first, directory.peer_id):
-            first = places  # initial peers, which did not answer at the start
+            first = places  # the initial peers, which did not answer at the start
         if say is None:
             continue
         if is_again or not is_of_use:

@@ -1,10 +1,10 @@
-"""The peers of a run that this peer has heard of: how each can be reached, and how dialling it went.
+"""Table of the known peers of a run: their records, and the state of dialling them.
 
 Rules of this file:
-1. At most MAX_KNOWN peers are known, and nobody fills the table for good: peers that were dialled most often in vain
-   make room for peers that were not tried yet.
-2. A record that a connected peer gave of itself is newer than the one in the directory.
-3. After a peer has said goodbye, records of the life that is over are ignored.
+1. The table holds at most MAX_KNOWN peers. Nobody can fill it for good: the peers with the most failed dials make room
+   for peers that were not tried yet.
+2. A record that a connected peer sent about itself is newer than the one in the directory.
+3. After a peer has left gracefully, records of that incarnation are ignored.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from p2pdiloco.timing import Backoff
 from p2pdiloco.wire.directory_records import PeerRecord
 
 MAX_KNOWN = 1024
+# First and longest pause between two dials of a peer.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 30.0
-"""Between two dials of a peer."""
+# First and longest pause between two attempts to replace a relayed connection by a direct one.
 DIRECT_S, DIRECT_MOST_S = 30.0, 600.0
-"""Between two attempts to replace a relayed connection by a direct one."""
 
 
 class KnownPeer:
-    """One peer, as it is known and was dialled. Times are the event loop's."""
+    """One known peer and the state of dialling it. Times are those of the event loop."""
 
     __slots__ = (
         "dials",
@@ -42,27 +42,27 @@ class KnownPeer:
 
     def __init__(self, since: float) -> None:
         self.record = PeerRecord(())
+        # Time at which it became known, or at which its last connection was lost.
         self.since = since
-        """When it became known, or its last connection was lost."""
         self.next_dial_at = since
+        # Time of the last successful dial.
         self.reached_at = float("-inf")
-        """When a dial last succeeded."""
+        # Pauses between dials; it also counts consecutive failed dials (``failures``).
         self.dials = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
-        """Pauses between dials; its failures are dials in a row that failed."""
+        # Number of dials that were refused, or answered by another peer.
         self.refusals = 0
-        """Dials that were answered by a no, or by somebody else."""
         self.is_dialling = False
+        # Time of its graceful leave, by the directory's clock; None: it has not left, or has come back.
         self.left_s: float | None = None
-        """When it said goodbye, by the directory's clock; None: it has not, or has come back."""
+        # True if the peer itself sent the record over a connection that is still open.
         self.is_first_hand = False
-        """The record is the peer's own word, over a connection that lasts."""
+        # Time of the next attempt to replace its relayed connection by a direct one.
         self.next_direct_at: float | None = None
-        """When a direct connection is tried to a peer that is connected over a relay."""
         self.direct_looks = Backoff(DIRECT_S, DIRECT_MOST_S)
 
 
 class KnownPeers:
-    """See the module's rules. ``me`` is never one of them."""
+    """Table of known peers. It never contains ``me``."""
 
     def __init__(self, me: PeerId) -> None:
         self._me = me
@@ -78,26 +78,26 @@ class KnownPeers:
         return iter(self._known)
 
     def get(self, peer: PeerId) -> KnownPeer | None:
-        """What is known of ``peer``, or None."""
+        """Return the entry of ``peer``, or None."""
         return self._known.get(peer)
 
     def items(self) -> ItemsView[PeerId, KnownPeer]:
-        """All of them."""
+        """Return all peers with their entries."""
         return self._known.items()
 
     def records(self) -> dict[PeerId, PeerRecord]:
-        """How each can be reached."""
+        """Return the record of each known peer."""
         return {peer: known.record for peer, known in self._known.items()}
 
     def points_of(self, peer: PeerId) -> tuple[str, ...]:
-        """Addresses of the meeting points at which ``peer`` can be met."""
+        """Return the addresses of the rendezvous servers with which ``peer`` is registered."""
         known = self._known.get(peer)
         return () if known is None else known.record.points
 
     def learn(self, peer: PeerId, record: PeerRecord, now: float, since: float | None = None) -> bool:
-        """Take ``record`` over, if it is not of a life that is over; whether it is news.
+        """Store ``record``, unless it belongs to an incarnation that has left. Return whether its addresses are new.
 
-        since: when a peer that was not known counts as known (default: now).
+        since: time from which a new peer counts as known (default: now).
         """
         if peer == self._me:
             return False
@@ -120,7 +120,7 @@ class KnownPeers:
         return is_news
 
     def learn_first_hand(self, peer: PeerId, record: PeerRecord, now: float, connected: Collection[PeerId]) -> None:
-        """Take over what a connected peer says of itself."""
+        """Store a record that a connected peer sent about itself."""
         known = self._known.get(peer)
         if known is None:
             self.make_room(1, connected)
@@ -132,11 +132,11 @@ class KnownPeers:
 
     @property
     def free_places(self) -> int:
-        """How many more can be known."""
+        """Number of free places in the table."""
         return MAX_KNOWN - len(self._known)
 
     def make_room(self, places: int, connected: Collection[PeerId]) -> None:
-        """Forget peers that were dialled most often in vain until ``places`` are free; never those ``connected``."""
+        """Forget the peers with the most failed dials until ``places`` are free, but none of those ``connected``."""
         missing = places - self.free_places
         if missing <= 0:
             return

@@ -1,12 +1,12 @@
-"""Decides when the directory is asked: only when needed, since the cost of a lookup grows with the run.
+"""Decides when to query the directory: only when needed, since the cost of a lookup grows with the run.
 
 Rules of this file:
-1. Peers. A peer that is alone looks every LOOK_S. It looks soon when an unknown peer connects, when one disconnects,
-   and when others hear a peer that is not connected here (their heartbeats tell). Otherwise the interval doubles.
-   Beyond FEW peers it is stretched in proportion, since an answer holds all records; but at most MAX_STRETCH times: in
-   an open run, most records may belong to attackers.
-2. Meeting points. A peer looks soon when it no longer attends one of them, or when a peer is missing and it attends
-   none. Otherwise the interval doubles while nothing changes.
+1. Peers. A peer without connections queries every LOOK_S. It queries soon when an unknown peer connects, when a peer
+   disconnects, and when heartbeats name a peer that is connected to others but not to this one. Otherwise the interval
+   doubles. Above FEW peers it is stretched in proportion, since an answer holds all records, but at most MAX_STRETCH
+   times: in an open run, most records may belong to attackers.
+2. Rendezvous servers. A peer queries soon when it has lost one of its servers, or when a peer is missing and it has no
+   server. Otherwise the interval doubles while nothing changes.
 """
 
 from __future__ import annotations
@@ -18,20 +18,23 @@ from p2pdiloco.protocol.connectivity import fingerprint
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.timing import Backoff
 
+# Shortest and longest interval between two lookups. A lookup costs some 600 kB in a run of 64 peers. With at most
+# 300 s, idle peers would use 5.0 kB/s instead of 4.8 (benchmarks/notes.md, idle traffic).
 LOOK_S, LOOK_MOST_S = 2.0, 600.0
-"""Between two looks. One costs a peer some 600 kB among 64 peers. With at most 300 s idle peers would use 5.0 kB/s
-instead of 4.8 (benchmarks/notes.md, idle traffic)."""
 FEW = 16
 MAX_STRETCH = 4.0
+# Longest interval while a peer is missing, and for how long it applies after a peer went missing. The rendezvous
+# servers of that peer may change, for example because one has died.
 UNMET_LOOK_S, UNMET_FOR_S = 6.0, 120.0
-"""Longest interval, and for how long it holds, after others hear a peer that is not connected here: the meeting points
-of that peer may change, as when one has died."""
+# Longest interval between two lookups of rendezvous servers while this peer has none and a peer is missing.
 UNMET_MOST_S = 30.0
-"""Longest interval between two looks for meeting points while none is attended and a peer is missing."""
 
 
 class LookupPolicy:
-    """When ``me`` looks for other peers of its run. ``heard_of``: fingerprints of all peers that others hear."""
+    """Decides when ``me`` looks up the other peers of its run.
+
+    heard_of: returns the fingerprints of all peers to which other peers are connected.
+    """
 
     def __init__(self, me: PeerId, heard_of: Callable[[], frozenset[int]]) -> None:
         self._me = me
@@ -39,33 +42,33 @@ class LookupPolicy:
         self._pause = Backoff(LOOK_S, LOOK_MOST_S)
         self._look_at: float | None = None
         self._looked_at = self._missing_at = float("-inf")
+        # At the last ``is_lookup_due``: fingerprints of peers that were connected to others but not to this peer.
         self._missing: frozenset[int] = frozenset()
-        """Fingerprints of peers that others heard and that were not connected at the last ``is_lookup_due``."""
+        # Peers that were connected at the last ``is_lookup_due``.
         self._connected: frozenset[PeerId] = frozenset()
-        """Peers that were connected then."""
 
     @property
     def pause_s(self) -> float:
-        """Interval after the next lookup."""
+        """Interval after the next lookup, in seconds, before the stretch."""
         return self._pause.pause_s
 
     @property
     def stretch(self) -> float:
-        """Factor by which intervals are longer than in a small run."""
+        """Factor by which intervals are stretched in a large run."""
         return min(MAX_STRETCH, max(1.0, len(self._connected) / FEW))
 
     @property
     def is_peer_missing(self) -> bool:
-        """Whether others hear a peer that is not connected here, or none is connected."""
+        """True if no peer is connected, or if others are connected to a peer that this one is not connected to."""
         return bool(self._missing) or not self._connected
 
     @property
     def has_looked_up(self) -> bool:
-        """Whether the directory was ever asked."""
+        """True once the directory has been queried."""
         return self._look_at is not None
 
     def is_lookup_due(self, connected: Collection[PeerId], known: Collection[PeerId], now: float) -> bool:
-        """Note the ``connected`` peers; whether the directory is to be asked now."""
+        """Note the ``connected`` peers, and return whether to query the directory now."""
         missing = self._heard_of() - {fingerprint(peer) for peer in (*connected, self._me)}
         came = any(peer not in known and peer not in self._connected for peer in connected)
         if missing - self._missing:
@@ -79,20 +82,20 @@ class LookupPolicy:
         return now >= (min(self._look_at, self._looked_at + UNMET_LOOK_S) if is_sought else self._look_at)
 
     def look_soon(self, now: float) -> None:
-        """Look within LOOK_S: something has changed."""
+        """Make the next lookup due within LOOK_S, after a change."""
         self._pause.reset()
         if self._look_at is not None:
             self._look_at = min(self._look_at, now + LOOK_S)
 
     def record_lookup(self, now: float, *, is_news: bool) -> None:
-        """The directory was asked; ``is_news``: it named peers, or addresses, that were not known."""
+        """Record a lookup. ``is_news``: it returned new peers or addresses."""
         if is_news:
             self._pause.reset()
         self._look_at, self._looked_at = now + self._pause.next_s() * self.stretch, now
 
 
 class KnownPoints:
-    """The meeting points in the directory. ``lookup`` knows whether a peer is not connected that should be."""
+    """Cache of the rendezvous servers in the directory. ``lookup`` knows whether a peer is missing."""
 
     def __init__(self, directory: Directory, lookup: LookupPolicy) -> None:
         self._directory = directory
@@ -103,7 +106,10 @@ class KnownPoints:
         self._records: dict[PeerId, bytes] = {}
 
     async def records(self, attended: Collection[PeerId], now: float) -> dict[PeerId, bytes]:
-        """Records of the meeting points, as the directory gave them last; it is asked if that is due."""
+        """Return the records of the rendezvous servers. The directory is queried first if that is due.
+
+        attended: servers with which this peer is registered.
+        """
         if self._attended.difference(attended):
             self._pause.reset()
             self._look_at = now

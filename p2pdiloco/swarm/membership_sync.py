@@ -1,14 +1,14 @@
-"""Keeps the membership log of a run in sync with other peers, and disconnects those that are no longer members.
+"""Synchronizes the membership log of a run with other peers, and disconnects peers that are no longer members.
 
 Rules of this file:
-1. A peer that connects is asked for the statements that are not known here. News are passed on once, to all members
-   that are connected.
-2. Statements are told to members alone, never to observers.
-3. A peer that is no longer a member, because its term has ended or a ban has come, is told what the others are told,
-   and is then disconnected with a reason. If that is this peer itself, it ends.
-4. Statements cost signature checks. Each peer may introduce a limited number of others, and tell a limited number of
-   statements that bring nobody new (another chain of a known peer); the latter limit is shared by all peers that came
-   with one invite. Answers are limited, too. Statements beyond a limit are ignored, with a line in the log.
+1. A newly connected peer is asked for the statements that are missing here. New statements are forwarded once, to all
+   connected members.
+2. Statements are sent only to members, never to observers.
+3. A peer whose membership has expired or was revoked by a ban first receives the same statements as the others, and is
+   then disconnected with a reason. If it is this peer, the node ends.
+4. Statements cost signature checks, so they are rate limited. Each peer may introduce a limited number of new peers,
+   and send a limited number of statements without a new peer (another chain of a known one). All peers that came with
+   one invite share the latter limit. Answers are limited, too. Statements beyond a limit are logged and ignored.
 """
 
 from __future__ import annotations
@@ -33,49 +33,50 @@ from p2pdiloco.wire.request_reply import Answer, RequestError, RequestRefused, R
 
 log = logs.get("members")
 
+# Interval between two checks of the statements that commands have left, and of the connected peers.
 LOOK_S = 2.0
-"""Between two looks at the statements that commands have left, and at the connected peers."""
 ASK_S = 10.0
+# Maximum size of the statements in one answer.
 PIECE_BYTES = 128 << 10
-"""Statements in one answer, at most."""
+# Time to send new statements to peers before former members are disconnected.
 TELL_S = 1.0
-"""How long peers that are disconnected have to take the news."""
+# Maximum number of consecutive requests to one peer.
 ROUNDS = 32
-"""Requests to one peer, one after the other."""
+# Rate limit of unknown peers that one connected peer may introduce. It costs a core 0.2 s at first, 0.02 % afterwards.
 INTRODUCED, INTRODUCED_PER_S = 1024, 1.0
-"""Peers that are not known here, introduced by one connected peer: 0.2 s of a processor, and then 0.02 %."""
+# Rate limit of statements without a new peer, for all peers that came with one invite.
 VAIN, VAIN_PER_S = 1024, 1.0
-"""Statements that bring nobody new, of all peers that came with one invite."""
+# Maximum number of peers about which refused or ignored statements are logged, so that attackers cannot flood the log.
 LOGGED_PEERS = 64
-"""Peers about which a log line tells that something was refused or ignored."""
+# Rate limit of answers to one peer, of PIECE_BYTES each. The burst allows two full synchronizations, since a peer that
+# connects twice may not have received the first one.
 ANSWERS, ANSWERS_PER_S = 2 * ROUNDS, 0.2
-"""To one peer, of PIECE_BYTES each: whoever connects twice may have been told nothing yet."""
 
 
 class MembershipLost(NamedTuple):
-    """This peer is no longer a member of its run."""
+    """Event: this peer is no longer a member of its run."""
 
     reason: str
 
 
 class Links(Protocol):
-    """The part of a transport that is needed here."""
+    """The methods of a transport that this module needs."""
 
     def peers(self) -> list[PeerId]:
-        """The peers that can be sent to."""
+        """Return the connected peers."""
 
     async def request(self, peer: PeerId, body: bytes, *, timeout_s: float, max_payload: int = 0) -> Response:
-        """Ask ``peer``."""
+        """Send a request to ``peer`` and return its response."""
 
     def disconnect(self, peer: PeerId, reason: str) -> None:
         """Disconnect ``peer``."""
 
     def blame(self, peer: PeerId) -> None:
-        """``peer`` sent something malformed: too much of that ends its connection."""
+        """Count a malformed message of ``peer``; too many of them end its connection."""
 
 
 class MembershipSync:
-    """See the module's rules. Publishes ``MembershipLost`` when this peer is no longer a member."""
+    """Synchronizes and enforces membership. Publishes ``MembershipLost`` when this peer is no longer a member."""
 
     def __init__(
         self,
@@ -89,9 +90,9 @@ class MembershipSync:
     ) -> None:
         """
         Args:
-            authorizer: lets peers in to the transport, by the same members.
+            authorizer: admits peers to the transport, by the same members.
             mine: credentials of this peer.
-            spawn: runs a coroutine beside the rest, as of ``Host``.
+            spawn: starts a coroutine as a task, as ``Host.spawn`` does.
         """
         self.members = authorizer.members
         self.mine = mine
@@ -111,48 +112,48 @@ class MembershipSync:
 
     @property
     def chain(self) -> bytes:
-        """Certificates of this peer, encoded, as others are shown them now."""
+        """Encoded certificate chain that this peer shows to others."""
         return self._authorizer.chain
 
-    # -- who may what ------------------------------------------------------------------------------------------------
+    # -- permissions -------------------------------------------------------------------------------------------------
 
     def observes(self, peer: PeerId) -> bool:
-        """Whether a connected peer may only ask."""
+        """Return whether a connected peer is an observer, which may only send requests."""
         return self.members.role_of(peer) is Role.OBSERVER
 
     def may_contribute(self, peer: PeerId) -> bool:
-        """Whether contributions of ``peer`` may be merged."""
+        """Return whether contributions of ``peer`` may be merged."""
         return self.members.role_of(peer) >= Role.LEARNER
 
     def most_weight(self, peer: PeerId) -> float:
-        """Largest ownership weight that ``peer`` may have."""
+        """Return the largest ownership weight that ``peer`` may have."""
         return self.members.most_weight_of(peer)
 
     def is_member(self, peer: PeerId) -> bool:
-        """Whether ``peer`` is in good standing now."""
+        """Return whether ``peer`` is a valid member now."""
         return self.members.is_member(peer, self._now_s())
 
     def was_member(self, peer: PeerId) -> bool:
-        """Whether ``peer`` is a member, or was one."""
+        """Return whether ``peer`` is or was a member."""
         return self.members.grant_of(peer) is not None
 
     def was_removed(self, peer: PeerId) -> bool:
-        """Whether ``peer`` was a member and no longer is."""
+        """Return whether ``peer`` was a member and no longer is."""
         return self.was_member(peer) and not self.is_member(peer)
 
     def is_announced_by_member(self, peer: PeerId, chain: bytes) -> bool:
-        """Whether a directory record of ``peer`` is a member's, by the ``chain`` in it."""
+        """Return whether ``peer`` is a member, judged by the ``chain`` in its directory record."""
         try:
             self.members.examine(peer, chain, self._now_s())
         except NotAMemberError as error:
             self._refused[peer] += 1
             if self._refused[peer] == 1 and len(self._refused) <= LOGGED_PEERS:
-                log.warning("a record of the directory is ignored: its peer is no member", peer=peer, reason=str(error))
+                log.warning("a directory record is ignored: its peer is not a member", peer=peer, reason=str(error))
             return False
         return True
 
     def remaining_s(self) -> float | None:
-        """How long this peer's own membership lasts, in seconds; None: it has no end, or is over."""
+        """Return the remaining seconds of this peer's own membership; None: it does not expire, or has ended."""
         if not self.members.is_private:
             return None
         try:
@@ -161,24 +162,24 @@ class MembershipSync:
             return None
         return None if grant.not_after == NEVER else grant.not_after - self._now_s()
 
-    # -- what others tell --------------------------------------------------------------------------------------------
+    # -- messages of other peers -------------------------------------------------------------------------------------
 
     def connected(self, peer: PeerId) -> None:
-        """A peer that takes part has connected: ask it for members."""
-        self._is_changed = True  # it was introduced by its chain
+        """Ask a newly connected member for statements."""
+        self._is_changed = True  # the chain in its handshake may be new here
         self._spawn(self.ask(peer), name=f"ask {peer} for members")
 
     async def answer(self, peer: PeerId, request: GetStatements | TellStatements) -> Answer:
         """Answer a request about members.
 
         Raises:
-            RequestRefused: the peer only observes, or asks too often, or what it tells is malformed.
+            RequestRefused: the peer is an observer, asks too often, or sent malformed statements.
         """
         if self.observes(peer):
-            raise RequestRefused("only members are told of members")
+            raise RequestRefused("only members may ask for members")
         if isinstance(request, GetStatements):
             if not self._answers.take(peer, self._now_s()):
-                raise RequestRefused("you were told of members lately: ask again in some seconds")
+                raise RequestRefused("rate limit for membership statements reached; retry in a few seconds")
             return Answer(b"", join_statements(self.members.beyond(request.marks, PIECE_BYTES)))
         try:
             self._spread_and_part(await self._learn(split_statements(request.statements), peer), but=peer)
@@ -188,7 +189,7 @@ class MembershipSync:
         return Answer(b"")
 
     async def keep(self) -> None:
-        """Run until cancelled."""
+        """Check members and save statements until cancelled."""
         while True:
             self.check_members()
             if self._is_changed:
@@ -196,7 +197,7 @@ class MembershipSync:
                 try:
                     await asyncio.to_thread(self._files.save, self.members)
                 except OSError as error:
-                    log.warning("what is known of members is not written", reason=str(error))
+                    log.warning("the membership log cannot be saved", reason=str(error))
             await asyncio.sleep(LOOK_S)
 
     def check_members(self) -> None:
@@ -206,11 +207,12 @@ class MembershipSync:
         self._spread_and_part(news)
         own = self.members.grant_of(self.mine.identity.peer_id)
         if own is not None and own.depth and own.chain().encode() != self.chain:
-            self._authorizer.chain = own.chain().encode()  # what began at an admin is whole now, or another grants more
+            # Our chain began at an admin and is complete now, or another chain grants more.
+            self._authorizer.chain = own.chain().encode()
             self._files.write_chain(self.chain)
 
     async def ask(self, peer: PeerId) -> None:
-        """Ask ``peer`` for statements that are not known here, until it has none."""
+        """Ask ``peer`` for missing statements until it has no more, at most ROUNDS times."""
         try:
             for _ in range(ROUNDS):
                 body = encode(GetStatements(self.members.marks()[:MARKS_LIMIT]))
@@ -222,14 +224,16 @@ class MembershipSync:
                     return
         except ValueError as error:
             self._links.blame(peer)
-            log.debug("what a peer tells of members is malformed", peer=peer, reason=str(error))
+            log.debug("a peer sent malformed membership statements", peer=peer, reason=str(error))
         except RequestError as error:
-            log.debug("a peer tells nothing of members", peer=peer, reason=str(error))
+            log.debug("a peer did not send membership statements", peer=peer, reason=str(error))
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
     async def _learn(self, statements: Iterable[bytes], teller: PeerId) -> list[bytes]:
-        """Learn ``statements``; those that are news. Each costs signature checks, so the event loop runs in between."""
+        """Add ``statements`` and return the new ones.
+
+        Each costs signature checks, so the event loop gets a turn after each."""
         news: list[bytes] = []
         for statement in statements:
             if self.members.has(statement):
@@ -238,8 +242,8 @@ class MembershipSync:
                 if teller not in self._ignored and len(self._ignored) < LOGGED_PEERS:
                     self._ignored.add(teller)
                     log.warning(
-                        "a peer tells of more members than it may at once, and the rest is ignored; other peers tell "
-                        "of those who are real, and they are let in when they connect",
+                        "a peer sent more membership statements than its rate limit allows, and the rest is ignored; "
+                        "real members become known from other peers, or when they connect",
                         peer=teller,
                     )
                 continue
@@ -250,7 +254,7 @@ class MembershipSync:
         return news
 
     def _may_tell(self, teller: PeerId, statement: bytes) -> bool:
-        """Whether ``teller`` is within its limits (rule 4)."""
+        """Return whether ``teller`` is within its rate limits (rule 4)."""
         match self.members.brings(statement):
             case "ban":
                 return True
@@ -262,7 +266,7 @@ class MembershipSync:
                 return self._vain.take(came_with, self._now_s())
 
     def _spread_and_part(self, news: list[bytes], but: PeerId | None = None) -> None:
-        """Tell all other members the news, then disconnect peers that are no longer members."""
+        """Send ``news`` to all other members, then disconnect former members."""
         told = [peer for peer in self._links.peers() if peer != but and not self.observes(peer)] if news else []
         self._spawn(self._tell_and_part(told, encode(TellStatements(join_statements(news)))), name="tell of members")
 
@@ -277,18 +281,18 @@ class MembershipSync:
         try:
             await self._links.request(peer, body, timeout_s=ASK_S)
         except RequestError as error:
-            log.debug("a peer was not told of members", peer=peer, reason=str(error))
+            log.debug("membership statements could not be sent to a peer", peer=peer, reason=str(error))
 
     def _disconnect_former_members(self) -> None:
         now_s, me = self._now_s(), self.mine.identity.peer_id
         for peer in (me, *self._links.peers()):
             if peer == me and self.members.grant_of(me) is None:
-                continue  # nobody has introduced us yet
+                continue  # our own chain is not verified yet
             try:
                 self.members.judge(peer, now_s)
             except NotAMemberError as error:
                 if peer == me:
                     self._events.publish(MembershipLost(str(error)))
                     continue
-                log.warning("parting from a peer that is no member any more", peer=peer, reason=str(error))
+                log.warning("disconnecting a peer that is no longer a member", peer=peer, reason=str(error))
                 self._links.disconnect(peer, str(error))

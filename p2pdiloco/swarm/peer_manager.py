@@ -1,18 +1,19 @@
-"""Keeps this peer connected to every other peer of its run: it announces itself, looks up the others, and dials them.
+"""Keeps this peer connected to every other peer of its run: announces itself, looks up the others, and dials them.
 
 Rules of this file:
-1. The directory gives addresses, nothing else; the protocol decides from connections which peers are live. In a private
-   run, only records of members are used.
-2. Of two peers the one with the smaller id dials first; the other dials only if no connection came for a while. A peer
-   that has just started dials all that it finds: they may not look for long (``lookup_policy.py``).
-3. Addresses are remembered on disk, so that a restarted peer finds the run again without a bootstrap node.
-4. A peer looks before it announces, and announces at once if another process's record stands in the place of its own:
-   so two processes with one identity (``duplicate_identity.py``) see each other, in whatever order they look and
-   announce.
-5. Connected peers tell each other how they can be reached, whenever that changes. The directory, which is asked seldom,
-   is for peers that are not connected.
-6. A peer that said goodbye is dialled seldom, until a process that began later announces it, or it is connected again.
-   A peer that is no longer a member is not dialled, and dials nobody.
+1. The directory provides only addresses; the protocol decides from connections which peers are live. In a private run,
+   only records of members are used.
+2. Of two peers, the one with the smaller id dials first. The other one dials only if no connection came for a while. A
+   peer that has just started dials all peers that it finds, since they may not look it up for a long time
+   (``lookup_policy.py``).
+3. Addresses are saved on disk, so that a restarted peer finds the run again without a bootstrap node.
+4. A peer queries the directory before it announces itself, and announces itself at once if another process's record
+   stands in the place of its own. So two processes with one identity (``duplicate_identity.py``) see each other, in
+   whatever order they query and announce.
+5. Connected peers send each other their records when these change. The directory, which is queried rarely, serves peers
+   that are not connected.
+6. A peer that has left gracefully is dialled rarely, until a process that began later announces it, or it connects
+   again. A peer that is no longer a member is not dialled, and dials nobody.
 """
 
 from __future__ import annotations
@@ -43,31 +44,31 @@ from p2pdiloco.wire.request_reply import Answer, RequestError, RequestRefused
 
 log = logs.get("peers")
 
+# Interval between two rounds of ``keep``.
 ROUND_S = 2.0
-"""Between two looks at which peers are to be dialled."""
+# Shortest and longest interval between two announcements, which follows that of lookups: the nodes that store our
+# record may leave. In large runs it is stretched as lookups are, since a publication downloads all records there.
 ANNOUNCE_S, ANNOUNCE_MOST_S = 10.0, 120.0
-"""Between two announcements: as often as lookups, since the nodes that keep our record may leave; stretched in large
-runs as lookups are, since a peer that publishes a record is sent all that are stored there."""
+# Minimum interval before the next announcement after the record has changed.
 NEWS_S = 1.0
-"""Before the next announcement, if this peer can be reached in another way than its record says."""
 TELL_S = 8.0
+# Lifetime of a record: two announcement intervals of a large run. It is constant, since of two records the one that
+# expires later wins, and the record of a new process must win over that of the previous one.
 RECORD_LIFE_S = 960.0
-"""Two announcement intervals of a large run. It is a constant: the record of a new process must outlive that of the
-last one."""
+# Time that the peer with the larger id waits to be dialled.
 PATIENCE_S = 3.0
-"""How long the peer with the larger id waits to be dialled."""
+# A connection that ends sooner after its dial counts as a failed dial.
 SHORT_S = 5.0
-"""A connection that ends so soon after it was dialled counts as a failed dial."""
+# Longest pause before the next dial after such a short connection.
 SHORT_PAUSE_S = 8.0
-"""Longest pause before the next dial after that."""
+# Interval between two dials to a peer that has left: it may be back before the directory shows that.
 LEFT_S = 120.0
-"""Between two dials to a peer that said goodbye: it may be back, and the directory may not know."""
+# Number of places to free in a full table before each lookup.
 ROOM = 64
-"""Places that are made in a full table before each lookup."""
 
 
 class PeerManager:
-    """Keeps this peer connected to the ``known`` peers of its run; see the module's rules."""
+    """Keeps this peer connected to the ``known`` peers of its run."""
 
     def __init__(
         self,
@@ -86,10 +87,10 @@ class PeerManager:
     ) -> None:
         """
         Args:
-            record: how this peer can be reached, as far as others know better.
-            began_s: when this process began, by the directory's clock.
-            cache: the file in which addresses are remembered.
-            duplicate_seen: gets a record of this peer that another process has published.
+            record: returns this peer's record, with the addresses at which others can reach it.
+            began_s: start of this process, by the directory's clock.
+            cache: file in which addresses are saved.
+            duplicate_seen: called with a record of this peer that another process has published.
         """
         self._run = run
         self._directory = directory
@@ -104,14 +105,14 @@ class PeerManager:
         self._duplicate_seen = duplicate_seen
         self._announced_at = float("-inf")
         self._announced = PeerRecord(())
+        # For each connected peer, its incarnation and the record of ours that was sent to it.
         self._told: dict[PeerId, tuple[str | None, PeerRecord]] = {}
-        """For each connected peer, which life of it was told which record of ours."""
         self._saved: dict[str, list[str]] = {}
         transport.answer_requests(Reachable, self._answer_reachable)
         transport.add_disconnect_callback(self.handle_disconnected)
 
     async def keep(self) -> None:
-        """Run until cancelled."""
+        """Announce, look up and dial until cancelled."""
         self._directory.screen_peers(self._run, self._is_announced_by_member)
         loop = asyncio.get_running_loop()
         for peer, addresses in _load_addresses(self._cache).items():
@@ -130,7 +131,7 @@ class PeerManager:
                 await asyncio.sleep(ROUND_S)
 
     def handle_reachable(self, peer: PeerId, record: PeerRecord) -> None:
-        """``peer`` is connected, and says how it can be reached."""
+        """Store the record that a connected ``peer`` sent about itself."""
         if not self._membership.observes(peer):
             now = asyncio.get_running_loop().time()
             self._known.learn_first_hand(peer, record, now, self._transport.peers())
@@ -144,7 +145,7 @@ class PeerManager:
         await self._ignore_directory_errors(self._directory.withdraw_peer(self._run))
 
     def handle_disconnected(self, peer: PeerId, reason: str) -> None:
-        """The connection to ``peer`` was lost, for ``reason``: dial again soon, unless that was a goodbye."""
+        """Schedule the next dial of ``peer`` after its connection ended: soon, unless it has left gracefully."""
         known, now = self._known.get(peer), asyncio.get_running_loop().time()
         self._lookup.look_soon(now)
         if known is not None:
@@ -181,7 +182,7 @@ class PeerManager:
         is_news, found = False, list((await self._directory.peers(self._run)).items())
         is_full = self._known.free_places < ROOM
         self._known.make_room(ROOM, self._transport.peers())
-        for peer, record in random.sample(found, len(found)):  # so that nobody is always first
+        for peer, record in random.sample(found, len(found)):  # shuffled, as the first ones get the free places
             try:
                 told = decode_as(record, PeerRecord)
             except ValueError:
@@ -197,10 +198,10 @@ class PeerManager:
         await self._save()
 
     def _peers_to_tell(self) -> list[PeerId]:
-        """Connected peers that were not told how this peer can be reached now.
+        """Return the connected peers that have not received this peer's current record.
 
-        Of two peers that connect, one knows the other and tells it, which then knows the first. Observers are
-        unknown."""
+        When two peers connect, at least one knows the other and sends its record, by which the other one learns of it.
+        Observers are never known, and so receive no record."""
         record, lives = self._record(), {peer: self._transport.life_of(peer) for peer in self._transport.peers()}
         self._told = {peer: told for peer, told in self._told.items() if peer in lives}
         return [peer for peer in lives if peer in self._known and self._told.get(peer) != (lives[peer], record)]
@@ -210,9 +211,9 @@ class PeerManager:
         try:
             await self._transport.request(peer, encode(Reachable(told[1])), timeout_s=TELL_S)
         except RequestRefused as error:
-            log.debug("a peer does not want to know how we can be reached", peer=peer, reason=str(error))
+            log.debug("a peer refuses our record", peer=peer, reason=str(error))
         except RequestError as error:
-            log.debug("a peer was not told how we can be reached", peer=peer, reason=str(error))
+            log.debug("our record could not be sent to a peer", peer=peer, reason=str(error))
             if self._told.get(peer) == told:
                 del self._told[peer]
 
@@ -224,7 +225,7 @@ class PeerManager:
         return self._membership.is_announced_by_member(peer, told.chain)
 
     def _learn(self, peer: PeerId, record: PeerRecord, now: float) -> bool:
-        """Whether that is news. Peers that are known at the start are not waited for (rule 2)."""
+        """Store a record and return whether it is new. Peers known at the start are dialled at once (rule 2)."""
         return self._known.learn(peer, record, now, now if self._lookup.has_looked_up else now - PATIENCE_S)
 
     def _peers_to_dial(self, now: float) -> list[PeerId]:
@@ -240,7 +241,7 @@ class PeerManager:
     async def _dial(self, peer: PeerId) -> None:
         known = self._known.get(peer)
         if known is None:
-            return  # it has made room
+            return  # it was removed from the table meanwhile
         known.is_dialling = True
         try:
             try:
@@ -250,19 +251,19 @@ class PeerManager:
             except (Impostor, PeerRefused) as error:
                 known.refusals += 1
                 if known.refusals.bit_count() == 1:
-                    what = "refuses us" if isinstance(error, PeerRefused) else "is not who answers there"
-                    log.warning(f"a peer {what}", peer=peer, reason=str(error), times=known.refusals)
+                    what = "a peer refuses us" if isinstance(error, PeerRefused) else "an address leads to another peer"
+                    log.warning(what, peer=peer, reason=str(error), times=known.refusals)
             except DialError as error:
                 times = known.dials.failures + 1
                 if known.left_s is None and times.bit_count() == 1:
-                    log.info("no way to a peer", peer=peer, reason=str(error), times=times)
+                    log.info("a peer cannot be reached", peer=peer, reason=str(error), times=times)
             pause_s = known.dials.next_s()
             known.next_dial_at = asyncio.get_running_loop().time() + (pause_s if known.left_s is None else LEFT_S)
         finally:
             known.is_dialling = False
 
     def _relayed_peers_due(self, now: float) -> list[PeerId]:
-        """Relayed peers for which a direct connection is due to be tried; of two peers the smaller id tries."""
+        """Return relayed peers to which a direct connection should be tried now. The smaller id of two peers tries."""
         due = []
         for peer in self._transport.peers():
             channel, known = self._transport.channel_of(peer), self._known.get(peer)
@@ -284,7 +285,7 @@ class PeerManager:
             await self._connector.connect_directly(peer, known.record)
             known.direct_looks.reset()
         except DialError as error:
-            log.debug("still relayed", peer=peer, reason=str(error))
+            log.debug("no direct connection to a relayed peer", peer=peer, reason=str(error))
         finally:
             known.is_dialling = False
             known.next_direct_at = asyncio.get_running_loop().time() + known.direct_looks.next_s()
@@ -296,7 +297,7 @@ class PeerManager:
                 await asyncio.to_thread(write_atomically, self._cache, json.dumps(known).encode())
                 self._saved = known
             except OSError as error:
-                log.warning("peer cache not written", path=self._cache, reason=str(error))
+                log.warning("the peer cache cannot be written", path=self._cache, reason=str(error))
 
 
 def _load_addresses(path: Path) -> dict[str, list[str]]:

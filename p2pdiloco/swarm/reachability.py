@@ -1,12 +1,11 @@
-"""Reachability of this peer: meeting points tell it how it is seen and whether it can be dialled, and let others meet
-it.
+"""Reachability of this peer: rendezvous servers observe its address, dial it back, and connect other peers to it.
 
 Rules of this file:
-1. Meeting points dial this peer back. It can be dialled if at least half of those that tried came through.
-2. Bootstraps are asked first, then members that can be dialled. At most POINTS are attended; one that is gone is
-   replaced.
+1. Rendezvous servers dial this peer back. It counts as dialable if at least half of those that tried succeeded.
+2. Bootstraps are asked first, then dialable members. This peer is registered with at most POINTS servers, and replaces
+   one that is gone.
 3. The user is told the result in one sentence, and again when it changes.
-4. A router is asked for a port if this machine has a private address and its user has announced none.
+4. The router is asked to map a port if this machine has a private address and the user has announced no address.
 """
 
 from __future__ import annotations
@@ -42,21 +41,21 @@ from p2pdiloco.wire.directory_records import PeerRecord, PointRecord
 log = logs.get("reachability")
 
 LOOK_S = 2.0
+# Interval at which the registration with a server, and its observation of this peer, are renewed.
 RENEW_S = 120.0
-"""After which a meeting point is asked again how this peer is seen."""
+# Pause before a server that did not answer is asked again.
 PAUSE_S = 15.0
-"""Before a meeting point that did not answer is asked again."""
 MOST_ADDRESSES = 16
+# Maximum number of servers from the directory that are asked.
 ASKED = 8
-"""Meeting points of the directory that are asked, at most."""
+# Number of addresses of one server that are tried.
 TRIED = 2
-"""Addresses of one meeting point that are tried."""
+# Maximum number of server addresses in this peer's record.
 PLACES = 4
-"""Addresses of meeting points in this peer's record, at most."""
 
 
 class Reachability:
-    """See the module's rules; ``async with`` it, while the transport serves."""
+    """Determines and improves this peer's reachability. Use as ``async with`` while the transport serves."""
 
     def __init__(
         self,
@@ -74,10 +73,10 @@ class Reachability:
         """
         Args:
             known: the other peers of the run.
-            announced: addresses that the user says are ours.
-            relay_bytes_per_s: as of ``RendezvousServer``.
-            maps_port: whether a router may be asked for a port.
-            troubles: see ``Tasks``.
+            announced: this peer's addresses, if the user gave any.
+            relay_bytes_per_s: limit of relaying, as for ``RendezvousServer``.
+            maps_port: whether the router may be asked to map a port.
+            troubles: problems of the tasks, see ``Tasks``.
         """
         self._directory = directory
         self._transport = transport
@@ -117,7 +116,7 @@ class Reachability:
             await self._router.release()
 
     def record(self) -> PeerRecord:
-        """How others can reach this peer."""
+        """Return this peer's record: how others can reach it."""
         own = self._announced or list(dict.fromkeys([*self._outside_addresses(), *self._transport.listen_addresses()]))
         return PeerRecord(
             tuple(own[:MOST_ADDRESSES]),
@@ -128,17 +127,19 @@ class Reachability:
 
     @property
     def is_dialable(self) -> bool | None:
-        """Whether others can dial this peer; None: nobody has tried."""
+        """True if others can dial this peer; None: nobody has tried."""
         return self._is_port_dialable(0)
 
     @property
     def is_directory_dialable(self) -> bool | None:
-        """The same for this peer's directory node, which newcomers ask first; None: nobody has tried."""
+        """True if others can dial this peer's directory node, which newcomers ask first; None: nobody has tried."""
         return self._is_port_dialable(1)
 
     def _is_port_dialable(self, port: int) -> bool | None:
-        """Whether at least half of those that dialled the first (0) or second (1) port came through; None: nobody
-        did."""
+        """Return whether at least half of the dial-backs to ``port`` succeeded; None: there were none.
+
+        port: 0 for the transport's port, 1 for that of the directory node.
+        """
         answers = self._port_answers(port)
         return 2 * sum(answers) >= len(answers) if answers else None
 
@@ -147,9 +148,9 @@ class Reachability:
 
     @property
     def points(self) -> tuple[str, ...]:
-        """Addresses of meeting points at which this peer can be met; none, if all that tried could dial it.
+        """Addresses of the servers with which this peer is registered; empty if all dial-backs succeeded.
 
-        A single meeting point may lie, or be able to dial where others are not."""
+        All must succeed, since a single server may lie, or reach this peer where others cannot."""
         if self.is_dialable and all(self._port_answers(0)):
             return ()
         attended = self.client.attended.values()
@@ -157,7 +158,7 @@ class Reachability:
 
     @property
     def port(self) -> int:
-        """Port at which the transport listens."""
+        """Port on which the transport listens, or 0."""
         return next((addresses.parse(text).port for text in self._transport.listen_addresses()), 0)
 
     @property
@@ -166,11 +167,11 @@ class Reachability:
 
     @property
     def outside_port(self) -> int:
-        """Port at which others may reach the transport: the router's, if it has given one."""
+        """Port at which others may reach the transport: the router's mapped port, if there is one."""
         return self.port if self._lease is None else self._lease.port
 
     def _outside_addresses(self) -> list[str]:
-        """Multiaddrs at which others have reached this peer."""
+        """Return the multiaddrs at which dial-backs have succeeded."""
         if not self.is_dialable:
             return []
         hosts = (told.host for told in self.client.observations if told.answers[:1] == (True,))
@@ -178,10 +179,10 @@ class Reachability:
         return [str(addresses.of_socket(host, port, self._transport.peer_id)) for host in dict.fromkeys(hosts)]
 
     async def wait_for_mapping(self) -> None:
-        """Wait until the router has given a port.
+        """Wait until the router has mapped a port.
 
         Raises:
-            TimeoutError: it gives none.
+            TimeoutError: it does not map one.
         """
         if self._router is not None:
             await self._router.asked.wait()
@@ -189,14 +190,14 @@ class Reachability:
             raise TimeoutError
 
     def _start_port_mapping(self) -> None:
-        """Ask the router for a port, if there may be one."""
+        """Start to ask the router for a port, if rule 4 applies."""
         hosts = (ipaddress.ip_address(addresses.parse(text).host) for text in self._transport.listen_addresses())
         if self._maps_port and not self._announced and any(not ip.is_global and not ip.is_loopback for ip in hosts):
             self._router = PortMapping(self.port)
             self._tasks.keep(partial(self._router.keep, self._asked_at.clear), name="router")
 
     async def keep(self, say: Callable[[str], None]) -> None:
-        """Attend meeting points until cancelled; ``say`` tells the user a sentence."""
+        """Stay registered with rendezvous servers until cancelled. ``say`` shows a sentence to the user."""
         loop = asyncio.get_running_loop()
         if self._router is None:
             self._start_port_mapping()
@@ -212,7 +213,7 @@ class Reachability:
             await asyncio.sleep(LOOK_S)
 
     async def _candidates(self) -> dict[PeerId, list[str]]:
-        """Addresses of each meeting point, best first; attended ones come first."""
+        """Return the addresses of each rendezvous server, best first. Servers that are attended come first."""
         told: dict[PeerId, Sequence[str]] = {}
         records = await self._known_points.records(self.client.attended, asyncio.get_running_loop().time())
         for peer, body in list(records.items())[:ASKED]:
@@ -238,7 +239,7 @@ class Reachability:
                 attendance = await self.client.attend(text, ports, self.server.token, elsewhere)
                 break
             except DialError as error:
-                log.debug("a meeting point does not answer", address=text, reason=str(error))
+                log.debug("a rendezvous server does not answer", address=text, reason=str(error))
         else:
             return
         answers = attendance.observation.answers
@@ -248,32 +249,32 @@ class Reachability:
         sentence = self.describe()
         if sentence != self._said:
             self._said = sentence
-            log.info("seen from outside", found=sentence)
+            log.info("reachability has changed", found=sentence)
             say(sentence)
 
     def describe(self) -> str:
-        """A sentence for the user."""
-        seen, lease = ", ".join(self.client.observed_hosts) or "nobody knows which address", self._lease
+        """Return a sentence for the user about this peer's reachability."""
+        seen, lease = ", ".join(self.client.observed_hosts) or "an unknown address", self._lease
         if self.is_dialable:
             mapped = f": the router maps it to this machine ({lease.by})" if lease else ""
             places = ", ".join(f"{host}:{self.outside_port}" for host in self.client.observed_hosts)
             return f"{places} answers from outside{mapped}"
         if self.is_dialable is None:
-            return f"seen as {seen}; nobody has dialled back yet"
-        via = f"{len(self.client.attended)} meeting point{'s' * (len(self.client.attended) > 1)}"
-        how = f"seen as {seen}, and cannot be dialled there: others are met through {via}, by punching or a relay"
+            return f"seen as {seen}; no dial-back yet"
+        via = f"{len(self.client.attended)} rendezvous server{'s' * (len(self.client.attended) > 1)}"
+        how = f"seen as {seen}, but not reachable there: peers connect through {via}, by hole punching or a relay"
         if lease is None:
-            return f"{how} (a port forwarded to {self.port}, with --listen and --announce, would do without)"
+            return f"{how} (not needed if a port is forwarded to {self.port}, with --listen and --announce)"
         if lease.host and lease.host not in self.client.observed_hosts:
             return (
                 f"{how} (the router maps its port {lease.port}, but its own address is {lease.host}: behind a "
-                "carrier's NAT forwarding does not help)"
+                "carrier's NAT, forwarding does not help)"
             )
-        return f"{how} (the router maps its port {lease.port}, and nobody gets in there)"
+        return f"{how} (the router maps its port {lease.port}, but connections to it fail)"
 
 
 def _addresses_with_id(texts: Sequence[str], peer: PeerId) -> list[str]:
-    """Addresses of ``peer`` with its id, one of each family: dialable ones first, those of this machine last."""
+    """Return addresses of ``peer`` with its id, one for each family: routable ones first, loopback ones last."""
     found: dict[str, addresses.Address] = {}
     for text in texts:
         with suppress(ValueError):
@@ -286,7 +287,7 @@ def _addresses_with_id(texts: Sequence[str], peer: PeerId) -> list[str]:
 
 
 async def check_reachability(directory: Directory, listen: Sequence[str], patience_s: float) -> tuple[bool | None, str]:
-    """Whether a peer that listens at ``listen`` can be dialled, and a sentence for the user.
+    """Return whether a peer that listens at ``listen`` can be dialled, and a sentence for the user.
 
     Raises:
         OSError: the port is taken.
@@ -313,7 +314,7 @@ async def check_reachability(directory: Directory, listen: Sequence[str], patien
                     said.clear()
                     await said.wait()
         except TimeoutError:
-            return None, "no meeting point has answered, so nobody has dialled back"
+            return None, "no rendezvous server has answered, so there was no dial-back"
         finally:
             keeping.cancel()
             await asyncio.gather(keeping, return_exceptions=True)

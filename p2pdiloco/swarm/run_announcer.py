@@ -1,8 +1,8 @@
 """Announces an open run in the directory, where newcomers look it up by its name.
 
 Rules of this file:
-1. Each peer of the run announces it, and waits longer the more peers there are: all together announce as often as FEW
-   peers would. No peer is chosen to announce it for the others: it might fail to.
+1. Every peer of the run announces it. The interval grows with the number of peers, so that all together announce as
+   often as FEW peers would. There is no single announcer, since it might fail.
 2. An announcement expires after LIVES intervals. A peer that leaves withdraws its own.
 3. A private run is not announced.
 """
@@ -25,12 +25,12 @@ log = logs.get("announcement")
 PAUSE_S, PAUSE_MOST_S = 20.0, 480.0
 FEW = 2
 LIVES = 3.0
+# Lower bound of the random factor on each pause, so that peers that started together drift apart.
 SHORTEST = 0.7
-"""Shortest share of a pause. It is drawn at random, so that peers that began together drift apart."""
 
 
 class RunAnnouncer:
-    """Announces the run of ``manifest``. ``others``: number of its peers that are connected here."""
+    """Announces the run of ``manifest``. ``others`` returns the number of connected peers."""
 
     def __init__(self, manifest: Manifest, directory: Directory, others: Callable[[], int]) -> None:
         self._run = manifest.run
@@ -40,7 +40,7 @@ class RunAnnouncer:
         self._others = others
 
     async def keep(self) -> None:
-        """Announce until cancelled."""
+        """Announce the run until cancelled."""
         while self._is_open:
             pause_s = min(PAUSE_MOST_S, PAUSE_S * max(1.0, (1 + self._others()) / FEW))
             try:
@@ -51,9 +51,9 @@ class RunAnnouncer:
             await asyncio.sleep(pause_s * random.uniform(SHORTEST, 1.0))
 
     async def withdraw(self) -> None:
-        """Withdraw the announcement, and make no more."""
+        """Withdraw the announcement, and stop announcing."""
         self._is_open = False
         try:
             await self._directory.withdraw_run(self._run)
         except DirectoryError as error:
-            log.debug("what was said of the run was not taken back", reason=str(error))
+            log.debug("the announcement of the run could not be withdrawn", reason=str(error))

@@ -1,7 +1,8 @@
-"""The runs that have folders on this machine, by their manifests: for commands that do not take part.
+"""Index of the runs that have folders on this machine, for commands that do not join a run.
 
 Rule of this file: a state folder may contain state folders of other peers, as the default one contains those of
-training scripts. A run of the folder itself comes first; a run of a nested folder belongs to that peer, with its key.
+training scripts. Runs of the folder itself come first. A run in a nested folder belongs to the peer of that folder, and
+is used with its key.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ NAME_LETTERS = 12
 
 
 class ConfigError(Exception):
-    """The configuration, or a state folder, cannot be used; the message names it, and what is allowed."""
+    """The configuration or a state folder cannot be used. The message names it, and what is allowed."""
 
 
 class KeptRun(NamedTuple):
     """A run that has a folder on this machine."""
 
     state: Path
-    """The state folder of the peer that takes part in it."""
+    """State folder of the peer that takes part in the run."""
     manifest: Manifest
 
     @property
@@ -38,39 +39,39 @@ class KeptRun(NamedTuple):
 
 
 def is_meant(wanted: str | None, name: str, run: RunId) -> bool:
-    """Whether a user who writes ``wanted`` means this run: its name, or the beginning of its id. None means any run."""
+    """Return whether ``wanted`` is the run's name or the beginning of its id. None matches any run."""
     return wanted is None or name == wanted or run.startswith(wanted)
 
 
 def folder_of(state: Path, run: RunId) -> Path:
-    """The folder in which a peer with this state folder keeps ``run``."""
+    """Return the folder of ``run`` inside a peer's state folder."""
     return state / run[:NAME_LETTERS]
 
 
 def manifests_here(state: Path) -> list[Manifest]:
-    """The manifests of all runs that have a folder in ``state``."""
+    """Return the manifests of all runs that have a folder in ``state``."""
     found = []
     for path in sorted(state.glob(f"*/{MANIFEST}")):
         try:
             data = path.read_bytes()
             found.append(decode_manifest(data, RunId(digest_of(data))))
         except (OSError, ValueError) as error:
-            log.warning("a run's folder without a manifest that can be read", folder=path.parent, reason=str(error))
+            log.warning("the manifest in a run's folder cannot be read", folder=path.parent, reason=str(error))
     return sorted(found, key=lambda manifest: (manifest.config.name, manifest.run))
 
 
 def peers_below(state: Path) -> list[Path]:
-    """State folders of other peers in ``state``."""
+    """Return the state folders of other peers inside ``state``."""
     return sorted(path.parent for path in state.glob(f"*/{KEY_FILE}"))
 
 
 def kept_runs(state: Path) -> list[KeptRun]:
-    """The runs that have a folder in ``state``, then those of other peers in it."""
+    """Return the runs that have a folder in ``state``, then those of other peers inside it."""
     return [KeptRun(place, manifest) for place in (state, *peers_below(state)) for manifest in manifests_here(place)]
 
 
 def kept_run(state: Path, wanted: str | None) -> KeptRun:
-    """The run with the name ``wanted``, or whose id begins with it; None: the only run.
+    """Return the run with the name ``wanted``, or whose id begins with it; None: the only run.
 
     Raises:
         ConfigError: there is none, or there are several.

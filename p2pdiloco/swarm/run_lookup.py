@@ -1,4 +1,4 @@
-"""Lookup of runs by an observer: which runs there are, their manifests and statuses."""
+"""Lookup of runs by an observer: lists runs, and asks their peers for manifests and statuses."""
 
 from __future__ import annotations
 
@@ -35,42 +35,43 @@ from p2pdiloco.wire.directory_records import PeerRecord, RunRecord
 
 log = logs.get("lookup")
 
+# Time to wait for a run or a peer to appear in the directory.
 FIND_S = 15.0
-"""How long a run or a peer may take to appear in the directory."""
 ASK_S = 8.0
+# Time to wait for a run or a peer, for an observer that does not join.
 PATIENCE_S = 5.0
-"""The same, for an observer who does not join."""
+# Time for the other peers to answer after the first one: several answers are wanted since one peer may lie, but peers
+# that are gone stay in the directory for minutes. A relayed connection takes half of this time.
 STRAGGLERS_S = 3.0
-"""Once a peer is reached, the others have so long: who is gone stays in the directory for minutes. A relay takes half
-of that; and one peer may lie."""
+# Maximum number of peers to dial at a time. From more, a random sample is drawn, since a directory may lie.
 MOST_DIALS = 64
-"""How many peers of the directory are dialed at a time; of more, a random sample, since a directory may lie."""
 
 
+# File in a state folder: addresses of the directory's peers that this peer has met.
 CACHE = "directory.json"
-"""In a state folder: the peers of the directory that were met from there."""
 
 
 class LookupFailedError(Exception):
-    """The run, or its peers, cannot be found; the message says what to do."""
+    """The run or its peers cannot be found. The message says what to do."""
 
 
 class AllRefuseError(LookupFailedError):
-    """Every peer that answers refuses this one."""
+    """All peers that answer refuse this one."""
 
 
 class DirectoryOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How this peer takes part in the directory."""
+    """Options of this peer's node of the directory."""
 
     listen: tuple[str, ...] = msgspec.field(default_factory=everywhere)
     announce: tuple[str, ...] = ()
     initial_peers: tuple[str, ...] = ()
     invite: Invite | None = None
-    """With which to join; its addresses are among the initial peers."""
+    """Invite with which to join. Its addresses are among the initial peers."""
 
 
 def check_directory_addresses(texts: Iterable[str]) -> None:
-    """
+    """Check the syntax of directory addresses.
+
     Raises:
         ValueError: an address is malformed, or names no peer.
     """
@@ -83,7 +84,7 @@ def check_directory_addresses(texts: Iterable[str]) -> None:
 async def open_directory(
     identity: Identity, options: DirectoryOptions, folder: Path | None, patience_s: float = 0.0
 ) -> AsyncIterator[Directory]:
-    """The directory, with a cache of its peers' addresses in ``folder`` (None: no cache).
+    """Open the directory, with a cache of its peers' addresses in ``folder`` (None: no cache).
 
     Raises:
         DirectoryError: none of the initial (and remembered) peers answers within ``patience_s`` (0: at once).
@@ -102,13 +103,13 @@ async def open_directory(
         patience_s=patience_s,
     )
     async with directory:
-        if ports is not None and not options.announce:  # else what it shows is another port
+        if ports is not None and not options.announce:  # announced addresses show the forwarded port, not ours
             await asyncio.to_thread(port_memory.remember, directory.visible_addresses(), ports)
         yield directory
 
 
 def has_met(folder: Path, peers: Sequence[str]) -> bool:
-    """Whether one of these addresses is that of a peer which was met from this state folder before. Blocks."""
+    """Return whether this state folder has met one of the peers at these addresses. Blocks on the disk."""
     book = AddressBook()
     book.load(folder / CACHE)
     known = set(book.peers())
@@ -118,7 +119,9 @@ def has_met(folder: Path, peers: Sequence[str]) -> bool:
 def observer_transport(
     identity: Identity, credentials: Credentials | None = None
 ) -> contextlib.AbstractAsyncContextManager[Transport]:
-    """A transport that does not listen, and only asks; in a private run, with a certificate by our ``credentials``."""
+    """Return the context of a transport that does not listen and only sends requests.
+
+    In a private run it shows an observer's certificate, issued with our ``credentials``."""
     if credentials is None:
         return Transport(identity, listen="", run="", version=WIRE_VERSION).serve(Observer())
     door = JoinerAuthorizer(credentials.chain_for(identity.peer_id, Role.OBSERVER))
@@ -127,28 +130,28 @@ def observer_transport(
 
 
 class RunAnswer(NamedTuple):
-    """What an observer learns of one run."""
+    """An observer's view of one run."""
 
     run: RunId
     record: RunRecord
     peers: tuple[PeerStatus, ...] = ()
-    """The statuses of the peers that answer."""
+    """Statuses of the peers that answered."""
     addresses: tuple[str, ...] = ()
-    """Addresses at which they were reached."""
+    """Addresses at which these peers were reached."""
     manifest: Manifest | None = None
-    """The run's manifest, where it was asked for."""
+    """The run's manifest, if it was requested."""
     trouble: str = ""
-    """Why no peer was reached; empty if one was."""
+    """Reason why no peer was reached; empty if one was."""
 
 
 class RunLookup:
-    """Asks a directory, and the peers of its runs, as an observer."""
+    """Queries a directory and the peers of its runs, as an observer."""
 
     def __init__(self, directory: Directory) -> None:
         self._directory = directory
 
     async def list_runs(self, *, patience_s: float = FIND_S) -> dict[RunId, RunRecord]:
-        """All runs in the directory; waits for the first one for up to ``patience_s`` seconds.
+        """Return all runs in the directory. Waits up to ``patience_s`` seconds for the first one.
 
         Raises:
             DirectoryError: the directory does not answer.
@@ -166,11 +169,13 @@ class RunLookup:
             await asyncio.sleep(0.5)
 
     async def dial_any(self, transport: Transport, run: RunId, *, patience_s: float = FIND_S) -> list[PeerId]:
-        """Connect to the peers of the run that answer; wait for the first one for up to ``patience_s`` seconds, and
-        for others STRAGGLERS_S more.
+        """Connect to the peers of the run that answer, and return their ids.
+
+        Waits up to ``patience_s`` seconds for the first one, and STRAGGLERS_S more for others.
 
         Raises:
-            LookupFailedError: nobody answers; or, AllRefuseError, all refuse us; with each one's reason.
+            AllRefuseError: all peers that answer refuse us. The message has the reason of each.
+            LookupFailedError: nobody answers. The message has the reason of each.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + patience_s
@@ -203,20 +208,20 @@ class RunLookup:
                 await asyncio.sleep(0.5)
 
     async def find_namesake(self, manifest: Manifest, patience_s: float) -> tuple[RunId, RunRecord] | None:
-        """Another run of that name which somebody trains now."""
+        """Return another live run of the same name, or None."""
         for run, record in sorted((await self.list_runs(patience_s=patience_s)).items()):
             if record.name == manifest.config.name and run != manifest.run and await self.is_live(run):
                 return run, record
         return None
 
     async def has_state(self, run: RunId, credentials: Credentials | None) -> bool:
-        """Whether some peer of the run can give its state."""
+        """Return whether some peer of the run can send the run's state."""
         async with self._connected(run, credentials) as (transport, peers):
             answers = await asyncio.gather(*(ask_status(transport, peer) for peer in peers))
         return any(answer is not None and answer.phase != "joining" for answer in answers)
 
     async def is_live(self, run: RunId, credentials: Credentials | None = None) -> bool:
-        """Whether a peer of the run can be reached."""
+        """Return whether a peer of the run can be reached."""
         async with self._connected(run, credentials) as (_, peers):
             return bool(peers)
 
@@ -229,11 +234,13 @@ class RunLookup:
         mine: Credentials | None = None,
         needs_manifest: bool = False,
     ) -> list[RunAnswer]:
-        """What peers tell of the run that ``invite`` or ``mine`` open; without them, of the open runs that a user means
-        by ``wanted``. ``identity``: of the peer for which an invite may be.
+        """Ask peers about the private run of ``mine`` or ``invite``; without them, about the open runs that match.
+
+        wanted: name of an open run, or the beginning of its id; None: all.
+        identity: returns the identity of this peer, for an invite that is bound to one peer.
 
         Raises:
-            LookupFailedError: there is no such run, or nobody of the invite's can be reached.
+            LookupFailedError: there is no such run, or no peer of the private run can be reached.
             DirectoryError: the directory does not answer.
             CredentialsError: the invite is for another peer.
         """
@@ -249,7 +256,7 @@ class RunLookup:
     async def _connected(
         self, run: RunId, credentials: Credentials | None
     ) -> AsyncIterator[tuple[Transport, list[PeerId]]]:
-        """An observer's transport, and the peers of the run that answer at once."""
+        """Context of an observer's transport and the peers of the run that answer at once."""
         async with observer_transport(Identity.ephemeral(), credentials) as transport:
             try:
                 peers = await self.dial_any(transport, run, patience_s=0.0)
@@ -275,7 +282,7 @@ class RunLookup:
 
 
 def pick_runs(runs: dict[RunId, RunRecord], wanted: str | None) -> dict[RunId, RunRecord]:
-    """The runs that a user means by ``wanted``.
+    """Return the runs that match ``wanted``: a name, or the beginning of an id; None: all.
 
     Raises:
         LookupFailedError: there is none.
@@ -298,9 +305,9 @@ def pick_runs(runs: dict[RunId, RunRecord], wanted: str | None) -> dict[RunId, R
 async def observer_connector(
     transport: Transport, is_known: Callable[[PeerId], bool]
 ) -> AsyncIterator[ConnectFallback]:
-    """Connects an observer's ``transport`` to peers, by their addresses or through meeting points.
+    """Context of a connector for an observer's ``transport``, by addresses or through rendezvous servers.
 
-    ``is_known``: whether the observer wants a peer.
+    is_known: returns whether to reach a rendezvous server over ``transport``; others are reached without naming a run.
     """
     async with observer_transport(Identity.ephemeral()) as outside, Tasks() as tasks:
         dialler = Dialler()
@@ -310,7 +317,7 @@ async def observer_connector(
 async def _wait_for_peers(
     dials: Sequence[Coroutine[Any, Any, PeerId | PeerRefused | None]],
 ) -> list[PeerId | PeerRefused | None]:
-    """The results of the dials that end in time: until STRAGGLERS_S after the first peer is reached."""
+    """Return the results of the dials that end at most STRAGGLERS_S after the first success."""
     tasks = [asyncio.create_task(dial, name="reach a peer") for dial in dials]
     waiting = set(tasks)
     try:
@@ -328,7 +335,9 @@ async def _wait_for_peers(
 async def _dial_peer(
     connector: ConnectFallback, peer: PeerId, record: bytes, reasons: dict[PeerId, str]
 ) -> PeerId | PeerRefused | None:
-    """The peer; or its refusal, which another try would not change; or None, and the reason in ``reasons``."""
+    """Dial a peer. Return its id, its refusal (which is final), or None for other failures.
+
+    The reason of a failure is added to ``reasons``."""
     try:
         return await connector.connect(peer, decode_as(record, PeerRecord))
     except PeerRefused as error:
@@ -340,10 +349,10 @@ async def _dial_peer(
 
 
 async def fetch_manifest(transport: Transport, peers: list[PeerId], run: RunId) -> Manifest:
-    """The run's manifest from any of ``peers``, checked against its digest.
+    """Fetch the run's manifest from any of ``peers``, and check it against its digest.
 
     Raises:
-        LookupFailedError: nobody has one that matches.
+        LookupFailedError: no peer sent a matching manifest.
     """
     reasons = []
     for peer in peers:
@@ -361,7 +370,7 @@ async def fetch_manifest(transport: Transport, peers: list[PeerId], run: RunId) 
 
 
 async def ask_status(transport: Transport, peer: PeerId) -> PeerStatus | None:
-    """One peer's status, of itself and for people to read, or None if it does not give any."""
+    """Return the status that a peer reports about itself, made printable, or None if it sends none."""
     try:
         response = await transport.request(peer, encode(GetStatus()), timeout_s=ASK_S)
         told = decode_as(response.body, PeerStatus)
@@ -369,7 +378,7 @@ async def ask_status(transport: Transport, peer: PeerId) -> PeerStatus | None:
         log.debug("no status", peer=peer, reason=str(error))
         return None
     if told.peer != peer:
-        log.debug("no status", peer=peer, reason="it speaks in another's name")
+        log.debug("no status", peer=peer, reason="it names another peer")
         return None
     return msgspec.structs.replace(
         told, phase=logs.printable(told.phase), trouble=logs.printable(told.trouble), name=told.name.rstrip()

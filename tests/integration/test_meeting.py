@@ -118,7 +118,7 @@ def test_a_twin_that_nobody_can_dial_is_found_at_its_meeting_point() -> None:
             life = ann.transport.life
             record = PeerRecord((), points=(address,), life=life)
             another, unnamed = (msgspec.structs.replace(record, life=life) for life in ("another", ""))
-            assert await find_duplicate(record, ann.id, None) == f"the meeting point {address}"
+            assert await find_duplicate(record, ann.id, None) == f"the rendezvous server {address}"
             assert await find_duplicate(another, ann.id, None) is None
             assert await find_duplicate(unnamed, bob.id, None) is not None
 

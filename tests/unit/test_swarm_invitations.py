@@ -354,4 +354,4 @@ def test_a_followers_invite_makes_a_follower_and_a_cap_bounds_the_weight(tmp_pat
         assert options.is_follower is (role is Role.FOLLOWER)
         assert options.link.weight == (1.0 if cap is None else cap)
     assert len(said) == 1
-    assert "does not train" in said[0]
+    assert "without training" in said[0]
