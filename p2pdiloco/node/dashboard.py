@@ -1,9 +1,9 @@
-"""The page of a live node: where it is served, and what it shows.
+"""Serves the web page of a running node.
 
 Rules of this file:
-1. A page is never a reason for a peer not to run: without a free port there is none, unless its user named the port.
-2. The port stays the same over a peer's lives if it can, so that a browser finds the next one.
-3. What the event log holds of earlier lives is read before the peer begins, in slices that do not block the loop.
+1. The page never keeps a peer from running: without a free port there is no page, unless the user named the port.
+2. The port stays the same over restarts if possible, so that an open browser tab keeps working.
+3. The event log of earlier processes is read before the peer begins, in slices that do not block the event loop.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ log = logs.get("page")
 OFF = "off"
 AUTO = "auto"
 FIRST_PORT, PORTS = 7373, 16
+# Time for which one snapshot serves all visitors.
 FRESH_S = 0.9
-"""How long a snapshot is shown to further visitors."""
+# Maximum number of bytes to read from the event log of earlier processes.
 READ_BYTES = 8 << 20
-"""How much is read of the event log of earlier lives."""
+# Lines to read at a time; they take well under a millisecond.
 SLICE = 50
-"""Lines at once: well under a millisecond."""
 
 
 class LiveView:
-    """The snapshots that all visitors of one node's page see."""
+    """Cache of snapshots, shared by all visitors of one node's page."""
 
     def __init__(self, telemetry: Telemetry, clock: Callable[[], float] = time.monotonic) -> None:
         self._telemetry = telemetry
@@ -46,24 +46,24 @@ class LiveView:
         self._made: tuple[float, RunSnapshot] | None = None
 
     def picture(self) -> RunSnapshot:
-        """The snapshot of this second."""
+        """Return a snapshot that is at most FRESH_S old."""
         now = self._clock()
         if self._made is None or now - self._made[0] >= FRESH_S:
             self._made = (now, self._telemetry.picture_for_viewer())
         return self._made[1]
 
     def history(self) -> History:
-        """The history that led to it."""
+        """Return the history of the run up to now."""
         return self._telemetry.history.history()
 
     @property
     def mark(self) -> int:
-        """Changes when the history does."""
+        """Number that changes when the history changes."""
         return self._telemetry.history.mark
 
 
 def split_place(place: str) -> tuple[str, int | None]:
-    """Host and port of a word of ``--page`` (``7373``, ``0.0.0.0:7373``, ``auto``); port None: any."""
+    """Split the value of ``--page`` (``7373``, ``0.0.0.0:7373``, ``auto``) into host and port; port None: any."""
     if place == AUTO:
         return "127.0.0.1", None
     host, _, port = place.rpartition(":")
@@ -72,15 +72,15 @@ def split_place(place: str) -> tuple[str, int | None]:
 
 @asynccontextmanager
 async def serve_page(telemetry: Telemetry, folder: Path, place: str, say: Say) -> AsyncIterator[None]:
-    """Serve a node's page, and tell the user its address.
+    """Serve a node's page while entered, and tell the user its address.
 
     Raises:
-        OSError: the port that its user named is taken.
+        OSError: the port that the user named is taken.
     """
     if place == OFF:
         yield
         return
-    from p2pdiloco.observability.web_server import (  # aiohttp, which not every node needs
+    from p2pdiloco.observability.web_server import (  # imports aiohttp, which not every node needs
         PageServer,
         is_loopback,
         kept_token,
@@ -101,14 +101,14 @@ async def serve_page(telemetry: Telemetry, folder: Path, place: str, say: Say) -
 
 
 async def load_history(history: RunHistory, folder: Path) -> None:
-    """Read the event log of this peer's earlier lives into ``history``."""
+    """Read the event log of this peer's earlier processes into ``history``."""
     try:
         for number, line in enumerate(lines(folder / LOG, READ_BYTES)):
             history.take(line)
             if number % SLICE == SLICE - 1:
                 await asyncio.sleep(0)
     except OSError as error:
-        log.warning("the event log of earlier lives is not shown", reason=error.strerror)
+        log.warning("the earlier event log cannot be read, so the page does not show it", reason=error.strerror)
 
 
 def _port_before(folder: Path) -> list[int]:

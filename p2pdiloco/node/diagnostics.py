@@ -1,9 +1,9 @@
-"""Checks of ``doctor`` on this machine, before any run is looked at.
+"""Checks of ``p2pdiloco doctor`` on this machine, and an estimate of its capacity for a run.
 
 Rules of this file:
-1. A finding says what is the case; one that is not in order says what to do. ``failure``: a peer does not work here;
-   ``warning``: it works badly, or not for long; ``note``: it is good to know.
-2. Nothing is changed, and nothing needs a privilege.
+1. A finding describes the state; if that is not in order, it also says what to do. ``failure``: a peer does not work
+   here; ``warning``: it works badly, or not for long; ``note``: useful to know.
+2. The checks change nothing and need no privileges.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from p2pdiloco.util.files import LockedError, lock
 from p2pdiloco.wire.control_messages import PeerStatus
 
 FREE_DISK_BYTES = 2 << 30
+# Minimum limit of open files: two sockets and a memory file for each peer, and the learner's libraries.
 LEAST_FILES = 1024
-"""Open at once: two sockets and a memory a peer, and the learner's libraries."""
+# Load average per core above which the machine counts as busy.
 BUSY = 0.75
-"""Processes that want a core, for each core."""
 IP_MTU = 14
 TUNNEL_MTU = 1500
 LEAST_MTU = 1280
@@ -51,7 +51,7 @@ Verdict = Literal["ok", "note", "warning", "failure"]
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """One thing that was looked at."""
+    """Result of one check."""
 
     verdict: Verdict
     subject: str
@@ -60,12 +60,16 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 def checked_here(state: Path, device: str) -> list[Finding]:
-    """All of this module that needs no network; ``state``: the peer's folder, ``device``: where it is to train."""
+    """Run all checks that need no network.
+
+    state: the peer's state folder.
+    device: torch device on which it would train.
+    """
     return [*(check() for check in LOCAL_CHECKS), accelerator(device), disk(state), folder(state), identity(state)]
 
 
 def software() -> Finding:
-    """Versions."""
+    """Report the versions of Python, the packages and the protocol."""
     packages = ", ".join(
         f"{name} {version(name)}" for name in ("p2pdiloco", "torch", "hivemind", "uvloop", "zstandard")
     )
@@ -73,7 +77,7 @@ def software() -> Finding:
 
 
 def machine() -> Finding:
-    """Cores and memory, and who wants them."""
+    """Check cores, free memory and load."""
     cores, waiting = os.cpu_count() or 1, os.getloadavg()[0]
     told = f"{cores} cores, {memory_bytes() / 2**30:.1f} GiB of memory free, {platform.platform()}"
     if waiting <= BUSY * cores:
@@ -87,7 +91,7 @@ def machine() -> Finding:
 
 
 def memory_bytes() -> int:
-    """Free for a peer, also within a container's limit."""
+    """Return the free memory in bytes, within a container's limit if there is one."""
     free = int(psutil.virtual_memory().available)
     for limit, used in zip(CGROUP_LIMITS, CGROUP_USES, strict=True):
         with suppress(OSError, ValueError):
@@ -96,7 +100,7 @@ def memory_bytes() -> int:
 
 
 def accelerator(device: str) -> Finding:
-    """What torch would train on."""
+    """Check that torch supports ``device``."""
     import torch
 
     kind = torch.device(device).type if device.replace(":", "").isalnum() else device
@@ -117,14 +121,14 @@ def accelerator(device: str) -> Finding:
 
 
 def shared_memory() -> Finding:
-    """Between node and learner."""
+    """Check how node and learner would share memory."""
     if hasattr(os, "memfd_create"):
         return Finding("ok", "shared memory", "memfd: node and learner share memory that nothing leaves behind")
     return Finding("note", "shared memory", "no memfd here; an unlinked temporary file is used")
 
 
 def open_files() -> Finding:
-    """How many a process may have."""
+    """Check the limit of open files of a process."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= LEAST_FILES:
         return Finding("ok", "open files", f"{'any number' if soft == resource.RLIM_INFINITY else f'{soft:,}'}")
@@ -135,7 +139,7 @@ def open_files() -> Finding:
 
 
 def congestion_control() -> Finding:
-    """Whether an unprivileged socket gets BBR."""
+    """Check whether an unprivileged socket may use BBR."""
     if not hasattr(socket, "TCP_CONGESTION"):
         return Finding("note", "congestion control", "the system's own; it cannot be chosen here")
     with socket.socket() as probe:
@@ -153,7 +157,7 @@ def congestion_control() -> Finding:
 
 
 def up_budget() -> Finding:
-    """Whether the default budget can be learned here."""
+    """Check whether the default upload budget can be measured on this system."""
     if platform.system() == "Linux":
         return Finding("ok", "up budget", "without --up it is 90 % of what the link is seen to carry; the log tells it")
     return Finding(
@@ -162,7 +166,7 @@ def up_budget() -> Finding:
 
 
 def send_buffers(path: Path = Path("/proc/sys/net/ipv4/tcp_wmem")) -> Finding:
-    """Of one connection."""
+    """Check the largest send buffer of one connection."""
     if not path.exists():
         return Finding("note", "send buffers", "the system's own")
     largest = int(path.read_text().split()[2])
@@ -191,7 +195,7 @@ LOCAL_CHECKS: tuple[Callable[[], Finding], ...] = (
 
 
 def disk(state: Path, needs_bytes: int = FREE_DISK_BYTES) -> Finding:
-    """Where a peer keeps its checkpoints; ``needs_bytes``: what a run's take."""
+    """Check the disk of the state folder. ``needs_bytes``: space that the run's checkpoints need."""
     existing = next(path for path in (state, *state.parents) if path.exists())
     if not existing.is_dir():
         return Finding("failure", "state folder", f"{existing} is a file", "give another one with --state")
@@ -206,7 +210,7 @@ def disk(state: Path, needs_bytes: int = FREE_DISK_BYTES) -> Finding:
 
 
 def folder(state: Path) -> Finding:
-    """Whether peers run there now: one running peer a folder and run."""
+    """Report the peers that use this state folder now: at most one can run per folder and run."""
     users = []
     for path in sorted(state.glob("*/lock")):
         try:
@@ -223,7 +227,7 @@ def folder(state: Path) -> Finding:
 
 
 def identity(state: Path) -> Finding:
-    """The peer's key."""
+    """Check the file of the peer's key."""
     path = state / "identity.key"
     if not path.exists():
         return Finding("ok", "identity", "none yet: the first start makes one")
@@ -239,17 +243,17 @@ def identity(state: Path) -> Finding:
 
 
 def clock(told: SharedClock) -> Finding:
-    """This machine's clock against those of the directory's nodes."""
+    """Compare this machine's clock with the time of the directory's nodes."""
     if told.is_wrong:
         what, remedy = told.describe().split(". ", 1)
         return Finding("warning", "clock", what, remedy)
     if not told.witnesses:
-        return Finding("note", "clock", "no node of the directory told its time")
+        return Finding("note", "clock", "no node of the directory reported its time")
     return Finding("ok", "clock", f"within {abs(told.ahead_s):.1f} s of {told.witnesses} nodes of the directory")
 
 
 def path_mtu(host: str, port: int) -> Finding:
-    """The largest packet that leaves here for a host, as this machine knows it; no packet is sent."""
+    """Check the path MTU to a host as far as this machine knows it. No packet is sent."""
     try:
         family, kind, number, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, number) as probe:
@@ -263,7 +267,7 @@ def path_mtu(host: str, port: int) -> Finding:
 
 
 def judged_mtu(mtu: int, host: str) -> Finding:
-    """Of that many bytes."""
+    """Judge a path MTU of so many bytes."""
     if mtu >= TUNNEL_MTU:
         return Finding("ok", "packets", f"up to {mtu:,} bytes to {host}")
     if mtu >= LEAST_MTU:
@@ -277,39 +281,39 @@ def judged_mtu(mtu: int, host: str) -> Finding:
 
 
 # -- Capacity of this machine ------------------------------------------------------------------------------------------
-# What this machine would give to a run, and whether it has what that takes: ``doctor``'s answer before joining.
-# Rules of this file:
-# 1. The speed is measured with the run's model, data and steps, in a process of its own (``training/speed_trial.py``);
-#    the rest is arithmetic with the sizes that docs/operating.md tells.
-# 2. What others tell of their speed is believed for a percentage, and for nothing else.
+# Estimates what this machine would contribute to a run, and whether it has the memory and disk for it.
+# Rules of this section:
+# 1. The speed is measured with the run's model, data and steps, in a separate process (``training/speed_trial.py``).
+#    The rest is arithmetic with known sizes.
+# 2. The speeds that other peers report are used only for a percentage.
 
 
 COMMAND = (sys.executable, "-P", "-m", "p2pdiloco.training.speed_trial")
 NODE_BYTES_A_PARAMETER, NODE_BYTES = 9, 45 << 20
+# Memory of a process that has loaded Python and torch.
 PROCESS_BYTES = 250 << 20
-"""Python and torch of a node."""
 CHECKPOINT_BYTES_A_PARAMETER = 8
 INNER_STATE_BYTES_A_PARAMETER = 8
 LOG_BYTES = 100 << 20
+# Bytes sent per parameter in one exchange, one way: int4 with its scales (docs/results.md).
 SENT_BYTES_A_PARAMETER = 0.44
-"""Of one exchange: int4 with its scales (docs/results.md)."""
+# Time limit beyond the steps themselves, for loading torch, data and model.
 LIMIT_S = 240.0
-"""Beyond the steps themselves: to load torch, data and model."""
 
 
 class Gift(msgspec.Struct, frozen=True, kw_only=True):
-    """In numbers, for ``--json``. None: not known."""
+    """Estimated contribution and needs of this machine, for ``--json``. None: not known."""
 
     tokens_per_s: float | None = None
     share: float | None = None
-    """Of what all would train then."""
+    """Share of this machine in the training speed of all peers, this one included."""
     memory_bytes: int = 0
     disk_bytes: int = 0
     up_bytes_per_s: float | None = None
 
 
 async def tried(manifest: Manifest, options: LearnerOptions, seconds: float) -> SpeedTrial:
-    """Make the learner's steps for so long."""
+    """Run the learner's steps for ``seconds`` in a separate process, and return their speed."""
     with TemporaryDirectory(prefix="p2pdiloco-doctor-") as folder:
         path = Path(folder) / "manifest.msgpack"
         await asyncio.to_thread(path.write_bytes, manifest.encode())
@@ -329,7 +333,7 @@ async def tried(manifest: Manifest, options: LearnerOptions, seconds: float) -> 
             out, errors = await asyncio.wait_for(process.communicate(), seconds + LIMIT_S)
         except TimeoutError:
             return SpeedTrial(
-                trouble=f"no three steps within {seconds + LIMIT_S:.0f} s: this machine is too slow for it"
+                trouble=f"fewer than three steps within {seconds + LIMIT_S:.0f} s: this machine is too slow for the run"
             )
         finally:
             if process.returncode is None:
@@ -341,7 +345,7 @@ async def tried(manifest: Manifest, options: LearnerOptions, seconds: float) -> 
         status = process.returncode or 0
         why = f"by signal {-status}" if status < 0 else f"with {status}"
         last = errors.decode(errors="replace").strip().splitlines()[-1:]
-        return SpeedTrial(trouble=f"the learner's process ended {why} ({''.join(last)[:300]}): has it enough memory?")
+        return SpeedTrial(trouble=f"the learner's process ended {why} ({''.join(last)[:300]}): is there enough memory?")
 
 
 def judged(
@@ -352,8 +356,12 @@ def judged(
     free_memory: int | None = None,
     keeps: int = 2,
 ) -> tuple[list[Finding], Gift]:
-    """Findings for people and numbers for programs. ``trial`` None: nothing was tried; ``peers``: what others tell;
-    ``keeps``: checkpoints that stay."""
+    """Return findings for people, and numbers for programs.
+
+    trial: measured speed; None: not measured.
+    peers: statuses of the run's peers.
+    keeps: number of checkpoints to keep.
+    """
     parameters = Layout.of(manifest).elements
     findings = [_data(trial)] if trial is not None and not trial.trouble else []
     findings.append(_speed(manifest, trial, peers))
@@ -422,7 +430,7 @@ def _link(up: float) -> Finding:
 
 
 def _up_bytes_per_s(manifest: Manifest, parameters: int, step_s: float, peers: int) -> float:
-    """What a learner sends to owners, and as an owner to all others, of each parameter once in a round of turns."""
+    """Return the mean upload rate: each parameter goes once per round to its owner, and from owners to all others."""
     copies = 1.0 + (peers - 1) / peers
     return SENT_BYTES_A_PARAMETER * parameters * copies / (manifest.config.schedule.sync_every * step_s)
 

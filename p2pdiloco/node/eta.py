@@ -1,4 +1,4 @@
-"""Estimate of a run's remaining time and of this peer's share, from the last minute."""
+"""Estimates the remaining time of a run and this peer's share of the work, from its recent progress."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import msgspec
 
 from p2pdiloco.wire.control_messages import PeerStatus
 
+# Number of observations that are kept, and that are needed for an estimate.
 WINDOW = 12
-"""Looks that are remembered."""
 FEWEST = 3
+# Longer estimates are not shown: a training script without a step limit has an arbitrarily large one.
 LONGEST_S = 3650 * 86400.0
-"""Who never says how many steps a run has (a script) is told nothing of its end."""
 
 
 class _Look(NamedTuple):
@@ -24,24 +24,26 @@ class _Look(NamedTuple):
 
 
 class Prospect(NamedTuple):
-    """Where a run stands, as far as that is known: None where it is not."""
+    """Progress and outlook of a run. None: not known."""
 
     done: float | None = None
-    """Share of its steps."""
+    """Completed share of the steps, 0 to 1."""
     left_s: float | None = None
     my_share: float | None = None
-    """Of what is merged."""
+    """This peer's share of the tokens merged recently, 0 to 1."""
 
 
 class EtaEstimator:
-    """Looks at one peer's status."""
+    """Estimates progress and remaining time from successive statuses of one peer."""
 
     def __init__(self) -> None:
         self._looks: deque[_Look] = deque(maxlen=WINDOW)
         self._total_steps = 0
 
     def look(self, now: float, status: PeerStatus) -> dict[str, str]:
-        """Percent done, time left, this peer's share of what is merged, each where it is known. ``now``: seconds."""
+        """Add a status at time ``now`` (seconds), and return the known estimates as log fields.
+
+        The fields are ``done``, ``left`` and ``my_share``."""
         self._looks.append(_Look(now, status.step, status.tokens_trained, status.tokens_merged))
         self._total_steps = status.total_steps
         prospect, told = self.prospect(), {}
@@ -54,7 +56,7 @@ class EtaEstimator:
         return told
 
     def prospect(self) -> Prospect:
-        """The same, as numbers."""
+        """Return the current estimates as numbers."""
         if not self._looks:
             return Prospect()
         first, last = self._looks[0], self._looks[-1]
@@ -75,8 +77,10 @@ def _left_s(first: _Look, last: _Look, total_steps: int) -> float | None:
 
 
 def presented(status: PeerStatus) -> PeerStatus:
-    """As people are told of it. The protocol goes on a turn or two beyond a run's last step, and these are no steps of
-    the run; the rate that is known of who does not train now is an old one."""
+    """Return ``status`` as it is shown to people.
+
+    The protocol runs one or two turns beyond the last step, so steps are capped. The speed of a peer that is not
+    training is an old value, so it becomes 0."""
     last = status.total_steps
     return msgspec.structs.replace(
         status,
@@ -87,7 +91,7 @@ def presented(status: PeerStatus) -> PeerStatus:
 
 
 def duration(seconds: float) -> str:
-    """For people: two units at most."""
+    """Format a duration for people, with at most two units."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole}s"

@@ -1,4 +1,4 @@
-"""From a command to a running peer: identity, directory, manifest, node, signals."""
+"""Starts a peer from a command: opens the directory, finds or makes the manifest, and runs the node until it ends."""
 
 from __future__ import annotations
 
@@ -63,13 +63,13 @@ from p2pdiloco.wire.directory_records import RunRecord
 
 log = logs.get("session")
 
+# Time for which a peer with a state of the run waits for a peer that it knows: after a power failure they return one by
+# one.
 WAKE_S = 600.0
-"""How long a peer that has a state of the run waits for any of the peers that it knows: after a power failure they come
-back one by one."""
+# Time for which a founder looks for another run of the same name.
 LOOK_S = 1.0
-"""How long a founder looks for another run of that name."""
+# Memory of a node per parameter: state, momentum, and the memory that it shares with its learner.
 NODE_BYTES = 16
-"""Memory of a node for each parameter: state and momentum, and what it shares with its learner."""
 
 
 async def start(
@@ -80,12 +80,15 @@ async def start(
     decide: Callable[[RunId, RunRecord], str],
     say: Say,
 ) -> Ending:
-    """Continue the run of this configuration in the state folder, or found it. If another run of that name is live,
-    ``decide`` returns the name to found this one under, or "" to join that one.
+    """Continue the run of this configuration in the state folder, or found it.
+
+    decide: called if another run of that name is live; returns the name under which to found this run, or "" to join
+        the other one.
+    say: shows a message to the user.
 
     Raises:
         ConfigError, DirectoryError, CheckpointError, FolderInUseError, LookupFailedError, NameTakenError, OSError,
-            ValueError: with a sentence for the user.
+            ValueError: with a message for the user.
     """
     logs.speak_as(identity.peer_id)
     device_of(options.learner.device)
@@ -121,8 +124,10 @@ async def start_from_script(
 ) -> Ending:
     """Found the run of a training script, or continue it from this folder's checkpoint.
 
+    foundation: file that the script wrote (``training/founding_file.py``).
+
     Raises:
-        ConfigError, DirectoryError, FolderInUseError, OSError: with a sentence for the user.
+        ConfigError, DirectoryError, FolderInUseError, OSError: with a message for the user.
     """
     logs.speak_as(identity.peer_id)
     manifest, new = await asyncio.to_thread(found_from_script, foundation, identity.peer_id)
@@ -130,7 +135,7 @@ async def start_from_script(
     with hold(options.folder, manifest):
         directory_options = await asyncio.to_thread(_without_needless_peers, directory_options, options, manifest)
         if manifest.run in await asyncio.to_thread(RunStore(options.folder).standings):
-            new.take()  # a checkpoint is read next, and two models need twice the memory
+            new.take()  # free version 0 before a checkpoint is read, since two models need twice the memory
             initial = None
         async with open_directory(identity, directory_options, options.folder) as directory:
             again = partial(found_from_script, foundation, identity.peer_id)
@@ -145,10 +150,13 @@ async def join(
     choose: Callable[[dict[RunId, RunRecord]], RunId],
     say: Say,
 ) -> Ending:
-    """Find a run, get its manifest from its peers, and take part.
+    """Find a run, fetch its manifest from its peers, and take part.
+
+    wanted: name of the run, or the beginning of its id; None: any.
+    choose: picks one of the open runs that match.
 
     Raises:
-        ConfigError, LookupFailedError, DirectoryError, FolderInUseError, OSError, ValueError: with a sentence for the
+        ConfigError, LookupFailedError, DirectoryError, FolderInUseError, OSError, ValueError: with a message for the
             user.
     """
     logs.speak_as(identity.peer_id)
@@ -182,7 +190,7 @@ async def resume(
     """Continue a run from the heaviest of the checkpoints in ``folders`` and in this peer's own folder.
 
     Raises:
-        ConfigError, CheckpointError, DirectoryError, FolderInUseError, OSError, ValueError: with a sentence for the
+        ConfigError, CheckpointError, DirectoryError, FolderInUseError, OSError, ValueError: with a message for the
             user.
     """
     logs.speak_as(identity.peer_id)
@@ -208,8 +216,11 @@ async def _join_run(
     wanted: str | None = None,
     kept: Manifest | None = None,
 ) -> Ending:
-    """Take part in a run that others train; ``mine`` are the credentials for a private one. ``kept`` is the run's
-    manifest if this peer has a state of it: then it continues from there if no other peer is there yet."""
+    """Take part in a run that others train.
+
+    mine: credentials for a private run.
+    kept: the run's manifest if this peer has a state of it. Then it continues from that state if no other peer answers.
+    """
     async with observer_transport(Identity.ephemeral(), mine) as transport:
         try:
             peers = await RunLookup(directory).dial_any(transport, run, patience_s=FIND_S if kept is None else 0.0)
@@ -219,7 +230,7 @@ async def _join_run(
         except LookupFailedError as error:
             if kept is None:
                 raise
-            log.warning("no other peer of the run is there yet, going on from the state here", reason=str(error))
+            log.warning("no other peer of the run answers yet; continuing from the local state", reason=str(error))
             manifest = kept
     if not is_meant(wanted, manifest.config.name, run):
         raise ConfigError(f"the invite is to run {manifest.config.name} ({run[:12]}), not to {wanted}")
@@ -230,7 +241,7 @@ async def _join_run(
         try:
             own = await asyncio.to_thread(RunStore(options.folder).load_state, manifest)
         except CheckpointError as error:
-            log.warning("checkpoint not used, the state comes from the swarm", reason=str(error))
+            log.warning("the checkpoint cannot be used; fetching the state from other peers", reason=str(error))
             own = None
         return await take_part(manifest, settings, identity, directory, own, mine, say)
 
@@ -246,14 +257,19 @@ async def _continue_run(
     invite: Invite | None = None,
     again: Callable[[], tuple[Manifest, InitialState]] | None = None,
 ) -> Ending:
-    """Take part as a peer that others can join, from the heaviest state on this machine. Without one, it begins with
-    ``initial``, and makes that ``again`` if the state cannot be read. The caller holds the run's folder."""
+    """Take part as a peer that others can join, from the heaviest state on this machine.
+
+    The caller holds the run's folder.
+
+    initial: state to begin with if there is none on this machine.
+    again: makes ``initial`` once more, for a training script whose state on this machine cannot be read.
+    """
     try:
         own = await asyncio.to_thread(RunStore(options.folder, *folders).load_state, manifest)
     except CheckpointError as error:
         if not options.learner.script:
             raise
-        log.warning("checkpoint not used, the run goes on from its beginning or its peers", reason=str(error))
+        log.warning("the checkpoint cannot be used; starting from version 0 or from other peers", reason=str(error))
         own = None
         if again is not None:
             _, initial = await asyncio.to_thread(again)
@@ -261,7 +277,7 @@ async def _continue_run(
     mine = credentials_of(manifest, identity, folder, invite)
     asking = None if manifest.config.access == "open" else mine
     if initial is not None and (own is not None or await RunLookup(directory).has_state(manifest.run, asking)):
-        initial.take()  # nobody has a use for version 0: this very run has come farther, here or elsewhere
+        initial.take()  # version 0 is not needed: this run has a newer state, here or at another peer
         initial = None
     is_over = own is not None and has_finished(manifest, own.shards)
     if own is not None:
@@ -270,17 +286,19 @@ async def _continue_run(
         if is_over and not options.learner.script and not await RunLookup(directory).is_live(manifest.run, asking):
             if not options.stay_s:
                 return Ending(0, finished_message(manifest, folder))
-            options = msgspec.structs.replace(options, is_follower=True)  # it only serves
+            options = msgspec.structs.replace(options, is_follower=True)  # the run is over: only serve its model
     settings = msgspec.structs.replace(options, folder=folder)
-    goes = is_over and bool(options.learner.script) and not options.stay_s  # before anybody has joined
+    goes = is_over and bool(options.learner.script) and not options.stay_s  # it ends before anybody could join
     return await take_part(manifest, settings, identity, directory, initial, mine, say, shows_how_to_join=not goes)
 
 
 def _unfinished_run(
     options: PeerOptions, wanted: str | None, mine: Credentials | None, peers: Sequence[str]
 ) -> Manifest | None:
-    """The unfinished run that the user means and that has a state here. Without a word of the user's, it is the only
-    one, if one of ``peers`` was met from here. None if there is none, or if this peer is not to wait for others."""
+    """Return the manifest of the unfinished run that the user means, if it has a state here, else None.
+
+    Without a name, it is the only unfinished run, provided that this folder has met one of ``peers`` before. Also None
+    if this peer must not wait for others (it only fetches, or belongs to a training script)."""
     if options.is_fetching or options.learner.script:
         return None
     if mine is None and wanted is None and not has_met(options.folder, peers):
@@ -291,8 +309,9 @@ def _unfinished_run(
 
 
 def _patience_s(manifest: Manifest, options: PeerOptions, folders: Sequence[Path] = ()) -> float:
-    """How long a peer with a state of the run waits for others. A training script does not wait: it continues alone,
-    and the others find it."""
+    """Return how many seconds a peer with a state of the run waits for other peers.
+
+    A training script does not wait: it continues alone, and the others find it."""
     standing = RunStore(options.folder, *folders).standings().get(manifest.run)
     return 0.0 if standing is None or standing.is_finished or options.learner.script else WAKE_S
 
@@ -300,23 +319,23 @@ def _patience_s(manifest: Manifest, options: PeerOptions, folders: Sequence[Path
 def _without_needless_peers(
     directory_options: DirectoryOptions, options: PeerOptions, manifest: Manifest
 ) -> DirectoryOptions:
-    """The options without initial peers where a script only wants the result of a run that is over."""
+    """Return the options without initial peers if a script only needs the result of a finished run."""
     if not options.learner.script or not RunStore(options.folder).is_finished(manifest.run):
         return directory_options
     return msgspec.structs.replace(directory_options, initial_peers=())
 
 
 def _check_machine_and_data(manifest: Manifest, options: PeerOptions, say: Callable[[str], None]) -> None:
-    """Check that this machine can hold the model, and tell the user which data its learner trains on.
+    """Check that this machine can hold the model, and tell the user on which data its learner trains.
 
     Raises:
-        ConfigError: it cannot hold the model.
-        ValueError: the data, the tokenizer or the adapters' model is not named, or not there.
+        ConfigError: the machine has too little memory for the model.
+        ValueError: the data, the tokenizer or the adapters' base model is not given, or does not exist.
     """
     needed = Layout.of(manifest).elements * NODE_BYTES
     memory = psutil.virtual_memory().total + psutil.swap_memory().total
     allowed = options.machine.most_memory_bytes
-    if allowed is not None and 2 * needed > allowed:  # its learner has as much again, or more
+    if allowed is not None and 2 * needed > allowed:  # the learner needs at least as much again
         raise ConfigError(
             f"a peer of run {manifest.config.name} needs {2 * needed / 1e9:,.1f} GB of memory or more, --max-memory "
             f"allows {allowed / 1e9:,.1f} GB: allow more, or join from a larger machine"
@@ -333,10 +352,10 @@ def _check_machine_and_data(manifest: Manifest, options: PeerOptions, say: Calla
 
 
 def _require_script(manifest: Manifest, options: PeerOptions) -> None:
-    """Refuse to train a run of training scripts without one, before its state is fetched for nothing.
+    """Check that a run of training scripts is joined from a script, before its state is fetched in vain.
 
     Raises:
-        ConfigError: here is no script; the message says what to do with or without one.
+        ConfigError: this is not a script. The message says what to do.
     """
     config = manifest.config
     if config.model.kind == "external" and not options.is_follower and not options.learner.script:
@@ -344,8 +363,8 @@ def _require_script(manifest: Manifest, options: PeerOptions) -> None:
         has_state = any((options.folder / CHECKPOINT).glob("state-*.json"))
         where = f", state={str(options.folder.parent)!r}" if has_state else ""
         raise ConfigError(
-            f"run {config.name} ({manifest.run[:12]}) is trained by training scripts, and here is none: take part in "
-            f"it from yours, p2pdiloco.DiLoCo(model, optimizer, run={config.name!r}, initial_peers=[{word}]{where}). "
+            f"run {config.name} ({manifest.run[:12]}) is trained by training scripts; this is not one. Join it from "
+            f"your script, p2pdiloco.DiLoCo(model, optimizer, run={config.name!r}, initial_peers=[{word}]{where}). "
             f"To follow it without training: p2pdiloco join {word} --follow. To get its model: p2pdiloco fetch {word}"
         )
 
@@ -361,13 +380,13 @@ async def take_part(
     *,
     shows_how_to_join: bool = False,
 ) -> Ending:
-    """Run a node until it ends; SIGINT and SIGTERM make it leave in order.
+    """Run a node until it ends. SIGINT and SIGTERM shut it down gracefully.
 
     Raises:
         IdentityError: another process takes part with this identity.
-        ConfigError: the run is one of training scripts, and here is none.
-        CredentialsError: this peer is no member.
-        OSError: a port is taken, a folder is not writable.
+        ConfigError: the run is trained by training scripts, and this is not one.
+        CredentialsError: this peer is not a member.
+        OSError: a port is taken, or a folder is not writable.
     """
     is_open = manifest.config.access == "open"
     mine = mine or Credentials(manifest.run, b"", identity)
@@ -401,7 +420,7 @@ async def take_part(
 
 
 def _announce_end(node: Node, notifier: Notifier, say: Callable[[str], None], ending: Ending) -> None:
-    """Tell the user what this machine gave, and notify when the run is complete; before the model is served."""
+    """Show what this machine contributed, and notify if the run is complete, before the model is served."""
     if given := closing(node.telemetry.picture().account):
         say(given)
     if node.has_finished:

@@ -1,10 +1,10 @@
-"""The learner as a child process: started, spoken to over a Unix socket, and never left behind.
+"""The learner as a child process: starts it, exchanges messages over a Unix socket, and reaps it.
 
 Rules of this file:
-1. The learner program is its own process (``training/learner_main.py``): its crash does not take the node along.
-2. Messages are queued in order and written as the socket takes them; the node never waits for its learner.
-3. Whatever way the node leaves this block, the child is reaped. A node that is killed does not leave it: its next life
-   takes the learner over.
+1. The learner is a separate process (``training/learner_main.py``), so that its crash does not end the node.
+2. Messages are queued in order and written as the socket accepts them; the node never waits for its learner.
+3. However the node leaves the context manager, the child is reaped. If the node is killed, the learner survives, and
+   the next node process adopts it.
 """
 
 from __future__ import annotations
@@ -31,36 +31,36 @@ from p2pdiloco.util.process import ProcessHandle
 from p2pdiloco.wire import learner_ipc
 
 # -- Pre-forked learner ------------------------------------------------------------------------------------------------
-# The process that becomes a node's first learner: a fork of the node, made when it had loaded torch and begun nothing,
-# so that torch is loaded once for both (a second of processor time, and memory that they share).
+# A fork of the node that becomes its first learner. It is made right after the node has loaded torch, so that torch is
+# loaded only once for both: this saves a second of CPU time, and they share the memory.
 #
-# Rules of this file:
-# 1. It is made before there are threads, an event loop, sockets, or a key: what it shares with its node is code.
-# 2. Until it is told to be a learner it waits for that, in a session of its own. A node that ends, or has no use for
-#    it, closes its socket, and it ends.
-# 3. Later lives are processes of their own from the start (``learner_process.py``): a fork of a node that runs would
-#    have threads' locks without the threads. So is the first where the system has no descriptors of processes.
+# Rules of this section:
+# 1. The fork is made before there are threads, an event loop, sockets or a key: both processes share only code.
+# 2. The fork waits in a session of its own for the arguments of a learner. It ends when the node ends, or closes its
+#    socket because it needs no learner.
+# 3. Later learners are started as new processes, since a fork of a running node would inherit the locks of threads that
+#    it does not have. The first one is, too, if the system has no process descriptors.
 
 
 IS_POSSIBLE = sys.platform == "linux"
+# Maximum size of the encoded arguments.
 LONGEST = 1 << 16
-"""Bytes of the arguments."""
+# Options of the learner for the first two descriptors that it receives; the third one is its output.
 FDS = ("--socket-fd", "--memory-fd")
-"""Of the learner; the third is where it writes."""
 
 
 class PreforkedLearner:
-    """As its node sees it."""
+    """The node's handle of a forked process that waits to become a learner."""
 
     def __init__(self, pid: int, ours: socket.socket) -> None:
         self._pid = pid
         self._ours = ours
 
     def become(self, arguments: Sequence[str], link_fd: int, memory_fd: int, output_fd: int) -> ProcessHandle:
-        """Be the learner of these arguments.
+        """Make the process a learner with these arguments and descriptors.
 
         Raises:
-            OSError: it has ended.
+            OSError: the process has ended.
         """
         with self._ours as ours:
             process = ProcessHandle(self._pid, is_own=True)
@@ -68,24 +68,24 @@ class PreforkedLearner:
         return process
 
     def dismiss(self) -> None:
-        """There is a learner already."""
+        """Close the socket, so that a process that is not needed ends."""
         self._ours.close()
 
 
+# The forked process of this node, until ``take``.
 _waiting: PreforkedLearner | None = None
-"""This process's."""
 
 
 def bear() -> None:
-    """Make it; see the module's rules for when."""
+    """Fork the process. Call this before there are threads, an event loop, sockets or a key."""
     global _waiting
     if not IS_POSSIBLE:
         return
-    from p2pdiloco.training import learner_main  # now, in the node, that it is there
+    from p2pdiloco.training import learner_main  # before the fork, so that both processes share it
 
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of threads: those of OpenBLAS, which knows of forks
+        warnings.simplefilter("ignore", DeprecationWarning)  # about threads: only OpenBLAS has some, and handles forks
         pid = os.fork()
     if pid:
         theirs.close()
@@ -95,12 +95,12 @@ def bear() -> None:
     status_pipe.writer.close()
     status = 1
     try:
-        os.setsid()  # Ctrl+C is for the node
+        os.setsid()  # Ctrl+C must reach only the node
         arguments = _receive_arguments(theirs)
         status = 0 if arguments is None else learner_main.main(arguments)
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else 1
-    except BaseException:  # noqa: BLE001 (it must not become a second node)
+    except BaseException:  # noqa: BLE001 (the fork must not return and run as a second node)
         traceback.print_exc()
     finally:
         sys.stdout.flush()
@@ -109,14 +109,14 @@ def bear() -> None:
 
 
 def take() -> PreforkedLearner | None:
-    """It, once."""
+    """Return the forked process to the first caller, and None afterwards."""
     global _waiting
     found, _waiting = _waiting, None
     return found
 
 
 def _receive_arguments(theirs: socket.socket) -> list[str] | None:
-    """In the new process: the learner's arguments, once there are any, with its output where it belongs."""
+    """Wait in the forked process for the learner's arguments, and redirect its output. None: it is not needed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with theirs:
         told, fds, _, _ = socket.recv_fds(theirs, LONGEST, len(FDS) + 1)
@@ -133,25 +133,24 @@ def _receive_arguments(theirs: socket.socket) -> list[str] | None:
 
 
 # -- Learner process ---------------------------------------------------------------------------------------------------
-# The learner as a child process: started, spoken to over a Unix socket, and never left behind.
 
 
 log = logs.get("learner")
 
+# -P: nothing is imported from the working directory.
 COMMAND = (sys.executable, "-P", "-m", PROGRAM)
-"""What the working directory holds is not imported (-P)."""
 READ_BYTES = 1 << 16
+# Maximum number of queued commands. Only the swarm's steps are sent without waiting for an answer.
 COMMANDS = 4096
-"""Commands that may wait beyond what the socket holds. Only the swarm's steps come without waiting for an answer."""
 LOOK_S = 0.2
+# Size of the learners' log from which the next learner begins a new file.
 LOG_BYTES = 4 << 20
-"""Of what learners wrote; the next life then begins another file."""
+# Time for a learner to exit when asked; then it is killed.
 EXIT_S = 5.0
-"""How long a learner may take to exit when asked; then it is killed."""
 
 
 class LearnerProcess:
-    """One life of the learner. ``heard`` gets its messages, ``ended`` one sentence when it is gone."""
+    """One learner process. Use as ``async with``."""
 
     def __init__(
         self,
@@ -165,8 +164,16 @@ class LearnerProcess:
         manifest: bytes | None = None,
         patience_s: float,
     ) -> None:
-        """``reunion``: where a learner of this peer waits. With a ``manifest`` that is a training script, which is told
-        the run, in whose place no other is started, and for which the node waits ``patience_s``."""
+        """
+        Args:
+            memory_fd: memory that node and learner share.
+            heard: called with each message of the learner.
+            ended: called once with the reason and the exit status when the learner is gone.
+            reunion: name of the socket at which a learner of this peer waits to be adopted.
+            manifest: the run's encoded manifest if the learner is a training script. It is sent to the script, and no
+                process is started in place of the script.
+            patience_s: time to wait for a training script.
+        """
         self._arguments = arguments
         self._memory_fd = memory_fd
         self._heard = heard
@@ -183,10 +190,10 @@ class LearnerProcess:
         self._reason = ""
 
     async def __aenter__(self) -> Self:
-        """Take over the learner that the node's last life left behind, or start the process.
+        """Adopt the learner that the previous node process left behind, or start one.
 
         Raises:
-            OSError: it cannot be started, or the training script is not there.
+            OSError: it cannot be started, or there is no training script (TimeoutError).
         """
         ours = self._find()
         if self._manifest is not None:
@@ -212,7 +219,7 @@ class LearnerProcess:
         return self
 
     def _find(self) -> socket.socket | None:
-        """The link to a learner that waits for this node, if there is one and it lives."""
+        """Return the socket to a live learner that waits for this node, or None."""
         ours = find_learner(self._reunion, self._memory_fd)
         if ours is not None:
             try:
@@ -230,7 +237,7 @@ class LearnerProcess:
                 rotate(self._log_path, keep=1, most_bytes=LOG_BYTES)
             with open(self._log_path, "ab") as output:  # noqa: ASYNC230 (a small local file, once a life)
                 if first is not None:
-                    with contextlib.suppress(OSError):  # somebody has killed it
+                    with contextlib.suppress(OSError):  # the forked process was killed: start another one below
                         link_fd, output_fd = theirs.fileno(), output.fileno()
                         self._process = first.become(self._arguments, link_fd, self._memory_fd, output_fd)
                         return ours
@@ -246,7 +253,7 @@ class LearnerProcess:
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
-                    start_new_session=True,  # Ctrl+C is for the node, which then leaves in order
+                    start_new_session=True,  # Ctrl+C must reach only the node, which then shuts down gracefully
                 )
         except BaseException:
             ours.close()
@@ -254,13 +261,13 @@ class LearnerProcess:
         finally:
             theirs.close()
             if first is not None:
-                first.dismiss()  # it is the learner now, or not needed
+                first.dismiss()  # it has become the learner, or is not needed
         return ours
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Ask it to exit, wait a little, kill it, reap it."""
+        """Ask the learner to exit, kill it after EXIT_S, and reap it. A training script is only told, not ended."""
         self.send(learner_ipc.Exit())
         process = self._process
         assert process is not None
@@ -282,7 +289,7 @@ class LearnerProcess:
                 self._socket.close()
 
     async def _say_goodbye(self) -> None:
-        """A training script goes on with its own life: it is told, and left alone."""
+        """Send the queued messages to a training script and close the link; the script itself keeps running."""
         told = asyncio.create_task(self._outgoing.join(), name="learner: goodbye")
         await asyncio.wait([told, *self._tasks], timeout=EXIT_S, return_when=asyncio.FIRST_COMPLETED)
         told.cancel()
@@ -294,7 +301,7 @@ class LearnerProcess:
 
     @property
     def is_adopted(self) -> bool:
-        """Whether the node's last life started it."""
+        """True if the previous node process started this learner."""
         return self._is_adopted
 
     @property
@@ -304,19 +311,21 @@ class LearnerProcess:
         return self._process.pid
 
     def send(self, message: learner_ipc.FromNode) -> None:
-        """Queue a command. A learner that takes none for so long that the queue is full is stuck: it is killed, and its
-        end is told like any other. A training script is not ours to kill: the link to it ends."""
+        """Queue a command for the learner.
+
+        A full queue means that the learner is stuck. It is then killed, and its end is reported like any other. A
+        training script must not be killed by us, so only the link to it is closed."""
         try:
             self._outgoing.put_nowait(learner_ipc.encode(message))
         except asyncio.QueueFull:
             if self._manifest is not None:
-                self._reason = f"the training script took no command while {COMMANDS} were waiting"
+                self._reason = f"the training script did not read its commands, of which {COMMANDS} are waiting"
             else:
-                self._reason = f"it took no command while {COMMANDS} were waiting, and was killed"
+                self._reason = f"it did not read its commands, of which {COMMANDS} are waiting, and was killed"
             self._cut_off()
 
     def _cut_off(self) -> None:
-        """End the learner, or the link to a training script."""
+        """Kill the learner, or close the link to a training script."""
         assert self._process is not None
         if self._manifest is None:
             with contextlib.suppress(ProcessLookupError):
@@ -347,10 +356,10 @@ class LearnerProcess:
                         self._heard(message)
         except OSError as error:
             self._reason = self._reason or str(error)
-        except Exception as error:  # noqa: BLE001 (the top of a task: without it nobody would hear of the learner's end)
+        except Exception as error:  # noqa: BLE001 (the top of a task: ``ended`` must be called in any case)
             if not isinstance(error, ValueError):
-                log.failure("what the learner said could not be handled", error)
-            self._reason = self._reason or f"what it said could not be handled ({error!r})"
+                log.failure("a message of the learner could not be handled", error)
+            self._reason = self._reason or f"its message could not be handled ({error!r})"
             self._cut_off()
         status = 0 if self._manifest is not None else await self._process.wait()
         self._ended(self._reason or f"it ended with status {status}, see {self._log_path}", status)

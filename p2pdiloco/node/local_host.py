@@ -1,6 +1,6 @@
-"""The world as it is, for one peer: an event loop, threads, the machine's disk, sockets, a learner's process.
+"""The real host of one peer: event loop, threads, disk, sockets and the learner process.
 
-See ``peer/host.py`` for what each of these promises.
+``peer/host.py`` defines the interface; simulations implement it without a machine.
 """
 
 from __future__ import annotations
@@ -25,28 +25,30 @@ from p2pdiloco.util.tasks import Tasks
 
 T = TypeVar("T")
 
+# Maximum number of threads for tensors by default. On two cores, two threads are 1.74 times as fast as one; more were
+# not measured (benchmarks/notes.md).
 MOST_THREADS = 4
-"""For tensors. Two are 1.74 times as fast as one on two cores; more were not measured (benchmarks/notes.md)."""
 
 
 def usual_threads() -> int:
-    """For tensors, of a machine like this one: half of its cores; the others are the learner's and the loop's."""
+    """Return the default number of tensor threads: half of the cores. The learner and the event loop need the rest."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(MOST_THREADS, cores // 2))
 
 
 class LocalHost:
-    """``async with LocalHost(...) as host``.
+    """Host of a peer on this machine. Use as ``async with LocalHost(...) as host``.
 
     links: connections to other peers.
-    memory_fd: the memory that node and learner share.
-    tensor_threads: threads for what touches the global state; 0: by the machine's cores.
+    memory_fd: memory that node and learner share.
+    learner_log: file for the learner's output.
+    tensor_threads: threads for work on the global state; 0: by the number of cores.
     """
 
     def __init__(self, links: Transport, memory_fd: int, learner_log: Path, tensor_threads: int = 0) -> None:
         self.links = links
         self._loop = asyncio.get_running_loop()
-        # One torch thread: several peers on a machine, or a learner beside us, must not fight over the cores.
+        # torch gets one thread each, so that several peers on a machine, or the learner, do not compete for the cores.
         begin, threads = partial(torch.set_num_threads, 1), tensor_threads or usual_threads()
         self._queues = {
             queue: WorkQueue(queue, begin, threads if queue == "tensors" else 1) for queue in get_args(Queue)
@@ -62,7 +64,7 @@ class LocalHost:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End what was spawned, and what runs: whoever comes next finds the files and the memory left alone."""
+        """End all tasks and running work, so that nothing touches the files and the shared memory afterwards."""
         await self._tasks.__aexit__(kind, error, trace)
         for queue in self._queues.values():
             queue.close()
@@ -70,34 +72,34 @@ class LocalHost:
             await queue.ended()
 
     def now(self) -> float:
-        """The event loop's clock, in seconds."""
+        """Return the event loop's time in seconds."""
         return self._loop.time()
 
     def call_at(self, when: float, action: Callable[[], None]) -> asyncio.TimerHandle:
-        """``action`` at time ``when``, unless it is cancelled."""
+        """Call ``action`` at time ``when``, unless the returned handle is cancelled before."""
         return self._loop.call_at(when, action)
 
     async def sleep(self, seconds: float) -> None:
-        """Wait."""
+        """Wait for ``seconds``."""
         await asyncio.sleep(seconds)
 
     def spawn(self, work: Coroutine[Any, Any, None], *, name: str) -> asyncio.Task[None]:
-        """Run ``work``, which ends by itself, beside the rest."""
+        """Run ``work``, which ends by itself, as a task."""
         return self._tasks.spawn(work, name=name)
 
     def keep(self, work: Callable[[], Coroutine[Any, Any, None]], *, name: str) -> asyncio.Task[None]:
-        """Run ``work()`` beside the rest, until the peer ends, and again whenever it fails."""
+        """Run ``work()`` as a task until the peer ends, and restart it whenever it fails."""
         return self._tasks.keep(work, name=name)
 
     @property
     def troubles(self) -> dict[str, str]:
-        """Of what is kept; others may tell theirs here, too. See ``Tasks``."""
+        """Problems of the tasks started by ``keep``. Other components may add theirs. See ``Tasks``."""
         return self._tasks.troubles
 
     def work(self, queue: Queue, work: Callable[[], T], shard: ShardId | None = None) -> asyncio.Future[T]:
-        """Run ``work`` on a thread of the queue, on the one that the ``shard`` has."""
+        """Run ``work`` on a thread of ``queue``; work of one ``shard`` always runs on the same thread."""
         return self._queues[queue].do(work, shard)
 
     def draw_name(self) -> str:
-        """12 characters that nobody else will draw."""
+        """Return a random name of 12 hexadecimal digits."""
         return os.urandom(6).hex()

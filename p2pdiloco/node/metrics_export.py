@@ -1,9 +1,9 @@
 """Exports a node's metrics to the targets of ``--log-to``, each by a process (``observability/exporters.py``).
 
 Rules of this file:
-1. A process that reads too slowly misses lines. One that ends is reported in the log and not started again. Training
-   goes on in both cases.
-2. At the node's end each process has a bounded time to hand over what it holds.
+1. A process that reads too slowly misses lines. One that ends is reported in the log and not restarted. Training
+   continues in both cases.
+2. When the node ends, each process has a bounded time to flush its data.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ log = logs.get("log-to")
 
 COMMAND = (sys.executable, "-P", "-m", "p2pdiloco.observability.exporters")
 EVERY_S = 10.0
+# Number of unread bytes in a process's input from which lines are skipped.
 MOST_WAITING = 256 << 10
-"""Unread bytes of a process's input from which on lines are skipped."""
 LONGEST = 4096
 END_S = 10.0
 COUNTERS = tuple(metric.name for metric in METRICS if metric.kind == "counter")
 
 
 class MetricsExport:
-    """While entered, sends a snapshot to each target every ``every_s`` seconds, and a last one at the end."""
+    """Context manager that sends a snapshot to each target every ``every_s`` seconds, and a last one at the end."""
 
     def __init__(
         self,
@@ -47,7 +47,12 @@ class MetricsExport:
         every_s: float = EVERY_S,
         troubles: dict[str, str] | None = None,
     ) -> None:
-        """``troubles``: see ``Tasks``."""
+        """
+        Args:
+            targets: values of ``--log-to``.
+            take_snapshot: returns the current state of the node.
+            troubles: receives problems of the tasks, see ``Tasks``.
+        """
         self._targets = targets
         self._take_snapshot = take_snapshot
         self._every_s = every_s
@@ -64,11 +69,11 @@ class MetricsExport:
                     stdin=asyncio.subprocess.PIPE,
                     stdout=asyncio.subprocess.DEVNULL,
                     stderr=asyncio.subprocess.PIPE,
-                    start_new_session=True,  # a terminal's Ctrl+C is the node's alone
+                    start_new_session=True,  # Ctrl+C must reach only the node
                 )
             except OSError as error:
                 log.warning(
-                    "metrics are not logged to this target: its process does not start",
+                    "metrics are not exported to this target: its process could not be started",
                     target=target,
                     reason=error.strerror,
                 )
@@ -113,7 +118,7 @@ class MetricsExport:
                 process.stdin.write(data)
 
     async def _report_complaints(self, target: str, process: asyncio.subprocess.Process) -> None:
-        """Log the process's complaints, and the last line of its standard error if it fails."""
+        """Log the warnings of a process, and the last line of its standard error if it fails."""
         assert process.stderr is not None
         rest = last = b""
         while piece := await process.stderr.read(LONGEST):
@@ -124,11 +129,11 @@ class MetricsExport:
                     log.warning(line.removeprefix(COMPLAINT).decode(errors="replace"))
         if await process.wait():
             why = (rest or last).decode(errors="replace").strip() or f"status {process.returncode}"
-            log.warning(f"metrics are no longer logged to {target}: {why}")
+            log.warning(f"metrics are no longer exported to {target}: {why}")
 
 
 def numbers_of(snapshot: RunSnapshot) -> Numbers:
-    """Return the finite values of ``snapshot``."""
+    """Return the finite metrics of ``snapshot``."""
     values = {
         name: float(value) for name, value in unlabelled(snapshot).items() if value is not None and math.isfinite(value)
     }

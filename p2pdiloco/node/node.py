@@ -1,7 +1,7 @@
-"""A running peer on this machine: its host, its connections, its place in the directory, and what a user sees of it.
+"""A running peer on this machine: its host, its connections, its records in the directory, and its status reports.
 
-Rule of this file: ``async with Node.open(...)`` builds everything in the order in which the parts depend on each other,
-and closes everything in reverse order, also when something fails half-way.
+Rule of this file: ``async with Node.open(...)`` builds all parts in the order of their dependencies, and closes them in
+reverse order, also if building fails half-way.
 """
 
 from __future__ import annotations
@@ -53,21 +53,21 @@ from p2pdiloco.wire.control_messages import PeerStatus
 
 log = logs.get("node")
 
+# Interval between two progress lines of the log.
 PROGRESS_S = 5.0
-"""Between two lines of the log about progress."""
+# Time for which a peer serves the model after the end of the run by default.
 STAY_S = 600.0
-"""How long a peer serves the result of a run, unless its user says otherwise."""
+# A peer that only fetches leaves after this time even if the state keeps changing.
 FETCH_S = 20.0
-"""A peer that only fetches leaves after so long, if the state goes on changing."""
+# Interval between two checks whether the state is fetched.
 LOOK_S = 0.2
-"""Between two looks at whether the state is fetched."""
+# Bounds of the payload memory that is kept for reuse, which is half a byte per parameter.
 LEAST_REUSED_BYTES, MOST_REUSED_BYTES = 4 << 20, 256 << 20
-"""Memory for payloads that is kept for the next ones: half a byte a parameter, within these."""
 
 
 @dataclass(kw_only=True, eq=False)
 class Node:
-    """A running peer, as ``open`` builds it."""
+    """A running peer with all its parts. Build it with ``open``."""
 
     events: EventBus
     directory: Directory
@@ -82,9 +82,9 @@ class Node:
     run_announcer: RunAnnouncer
     telemetry: Telemetry
     initial: InitialState | None
-    """State that the peer brings, until ``begin`` hands it over."""
+    """State with which the peer starts, until ``begin`` hands it over."""
     _leaves: asyncio.Event = field(default_factory=asyncio.Event)
-    """The peer is to go, and serves nobody after the end."""
+    """Set when the peer must leave, so that it does not serve the model after the end."""
 
     @classmethod
     @asynccontextmanager
@@ -99,12 +99,12 @@ class Node:
     ) -> AsyncIterator[Self]:
         """Build a peer from the bottom up, then open its connections.
 
-        Each part gets finished ones. What a part reports to one that is built after it goes over the event bus.
+        Each part receives only finished parts. A part that reports to a later one uses the event bus.
 
         Args:
-            directory: is open already, and stays so.
-            initial: state that the peer brings; None for a newcomer.
-            credentials: let the peer in to a private run that it has not founded.
+            directory: an open directory, which stays open afterwards.
+            initial: state with which the peer starts; None for a newcomer.
+            credentials: credentials for a private run that the peer has not founded.
 
         Raises:
             OSError: the data port is taken, or the folder is not writable.
@@ -120,7 +120,7 @@ class Node:
             await asyncio.to_thread(write_atomically, folder / "manifest.msgpack", manifest.encode())
             vectors = stack.enter_context(SharedVectors.create(layout.elements))
 
-            # Connections: who is let in, and the transport, which serves nobody yet.
+            # Connections: authorization, and the transport, which does not accept connections yet.
             authorizer = MemberAuthorizer(members_of(manifest), mine.chain, time.time)
             transport = Transport(
                 identity,
@@ -138,7 +138,7 @@ class Node:
             )
             known = KnownPeers(me)
 
-            # The peer, in the world that the host is.
+            # The host and the peer on it.
             threads = options.machine.tensor_threads
             host = await stack.enter_async_context(LocalHost(transport, vectors.fd, folder / "learner.log", threads))
             membership_sync = MembershipSync(authorizer, mine, MemberFiles(folder), transport, host.spawn, events)
@@ -157,7 +157,7 @@ class Node:
             )
             stack.callback(peer.driver.close)
 
-            # The swarm: how this peer is reached, and how it reaches others.
+            # The swarm: how others reach this peer, and how it reaches them.
             lookup = LookupPolicy(me, lambda: peer.machine.view.heard_by_others)
             reachability = Reachability(
                 identity,
@@ -187,7 +187,7 @@ class Node:
             )
             run_announcer = RunAnnouncer(manifest, directory, lambda: len(transport.peers()))
 
-            # What its user sees.
+            # Status and telemetry for the user.
             journal = stack.enter_context(Journal(folder / "journal.bin", peer.config)) if options.has_journal else None
             status = partial(reporter.status, peer)
             swarm_status = SwarmStatus(peer, status, partial(ask_status, transport))
@@ -212,7 +212,7 @@ class Node:
             events.subscribe(MembershipLost, node._on_membership_lost)
             events.subscribe(IdentityTaken, node._on_identity_taken)
 
-            # All parts are there: from here on others can come.
+            # All parts exist: from here on, others can connect.
             await stack.enter_async_context(transport.serve(peer))
             await stack.enter_async_context(reachability)
             yield node
@@ -227,19 +227,19 @@ class Node:
         """Event log and totals of the peer."""
         return self.peer.metrics
 
-    # -- the main line -------------------------------------------------------------------------------------------------
+    # -- lifecycle -----------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Feed the peer's first event. The state that it brings is not kept here."""
+        """Feed the peer its first event. The initial state is handed over, so that its memory can be freed."""
         initial, self.initial = self.initial, None
         self.peer.begin(initial)
 
     async def run(self, say: Callable[[str], None], ended: Callable[[Ending], None] = lambda _: None) -> Ending:
-        """Take part until something ends it.
+        """Take part in the run until the run or the peer ends; return why.
 
         Args:
-            say: tells the user a sentence.
-            ended: called with the ending, before the peer serves the result.
+            say: shows a message to the user.
+            ended: called with the ending, before the peer serves the model.
         """
         self.begin()
         self.host.keep(partial(self.reachability.keep, say), name="reachability")
@@ -257,17 +257,17 @@ class Node:
         ending = await self.peer.live()
         self._write_report(ending)
         ending = await self._finish(ending, say, ended)
-        if not self.duplicate_identity.must_end:  # the records are the other one's
+        if not self.duplicate_identity.must_end:  # otherwise the records belong to the other process
             await asyncio.gather(self.peer_manager.withdraw(), self.run_announcer.withdraw())
         return ending
 
     @property
     def has_finished(self) -> bool:
-        """The run is complete here."""
+        """True if this peer has the complete run."""
         return self.peer.machine.view.has_finished
 
     def _end_early(self, reason: str) -> None:
-        """Leave in order, since the machine cannot have this peer."""
+        """Shut down gracefully because the machine has too little memory for this peer."""
         self._leaves.set()
         self.peer.end_in_order(Ending(1, reason))
 
@@ -275,31 +275,31 @@ class Node:
         self.peer.end_in_order(Ending(2, event.reason))
 
     def _on_identity_taken(self, event: IdentityTaken) -> None:
-        """Leave at once: the identity is another process's."""
+        """End at once, because another process has this identity."""
         self._leaves.set()
         self.peer.end_at_once(Ending(2, event.reason))
 
     def leave(self, reason: str) -> None:
-        """Leave in order; at once if the run is over."""
+        """Shut down gracefully, or at once if the run is over."""
         self._leaves.set()
         self.peer.request_leave(reason)
 
     def toggle_pause(self) -> None:
-        """Pause the learner until told otherwise, or let it go on."""
+        """Pause the learner, or end the pause."""
         toggle(self.options.folder)
 
     def abandon(self, reason: str) -> None:
-        """Leave at once: nothing more is contributed or saved."""
+        """End at once, without contributing or saving anything more."""
         self._leaves.set()
         self.peer.abandon(reason)
 
     async def _finish(self, ending: Ending, say: Callable[[str], None], ended: Callable[[Ending], None]) -> Ending:
-        """Tell the user the result, and serve it to others."""
+        """Show the result to the user, and serve it to others."""
         is_in_order = ending.status in (0, APART)
         if is_in_order and (self.has_finished or self.options.is_fetching):
             if ending.status:
                 say(ending.reason)
-            log.info("progress", **progress_fields(self.status()))  # a short run has told none yet
+            log.info("progress", **progress_fields(self.status()))  # a short run has logged none yet
             is_scripts = self.peer.manifest.config.model.kind == "external"
             for line in farewell(self.status(), self.options.folder, is_scripts=is_scripts):
                 say(line)
@@ -310,17 +310,17 @@ class Node:
         return ending
 
     async def _stay(self, say: Callable[[str], None]) -> None:
-        """Serve the result to peers that come after the end: machine, connections and records go on as before."""
+        """Serve the model after the end of the run. The state machine, connections and records stay active."""
         stay_s = self.options.stay_s
         if stay_s is None:
             stay_s = 0.0 if self.options.learner.script else STAY_S
         if stay_s and not self._leaves.is_set():
-            say(f"it is served to whoever comes, for {duration(stay_s)} (--stay-s); Ctrl+C ends that")
+            say(f"serving the final model for {duration(stay_s)} (--stay-s); press Ctrl+C to stop")
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._leaves.wait(), stay_s)
 
     async def _leave_when_fetched(self) -> None:
-        """Leave as soon as another live peer holds the state that this peer holds."""
+        """Leave once this peer has the same state as another live peer, or FETCH_S after it has a recent one."""
         view, waited_s = self.peer.machine.view, 0.0
         while waited_s < FETCH_S:
             await asyncio.sleep(LOOK_S)
@@ -328,16 +328,16 @@ class Node:
             if view.is_current and view.heads_mark in marks:
                 break
             waited_s += LOOK_S if view.is_current and marks else 0.0
-        self.leave("what the run has come to is here")
+        self.leave("the run's state is downloaded")
 
     # -- status --------------------------------------------------------------------------------------------------------
 
     def status(self) -> PeerStatus:
-        """What this peer tells of itself."""
+        """Return the current status of this peer."""
         return self.reporter.status(self.peer)
 
     async def _log_progress(self) -> None:
-        """Log a line for the user every PROGRESS_S."""
+        """Log a progress line every PROGRESS_S."""
         outlook = EtaEstimator()
         while True:
             await asyncio.sleep(PROGRESS_S)
@@ -369,5 +369,5 @@ class Node:
         try:
             write_atomically(self.options.folder / "report.json", json.dumps(report, indent=2).encode())
         except OSError as error:
-            log.error("report not written", folder=self.options.folder, reason=os.strerror(error.errno or 0))
+            log.error("the report cannot be written", folder=self.options.folder, reason=os.strerror(error.errno or 0))
         self.metrics.write("ended", status=ending.status, reason=ending.reason)

@@ -1,9 +1,10 @@
-"""Tells somebody of an alert: runs a command of the user's, or posts to an address of theirs (``--notify``).
+"""Sends alerts to the user: runs a command, or posts to a URL (``--notify``).
 
 Rules of this file:
-1. What happened is one argument of the command, and in JSON for an address: it is never read by a shell, since others'
-   words may be in it.
-2. One at a time, each for a bounded time; of too many the later ones are dropped. A failure is logged, and no more.
+1. The alert's text is one argument of the command, or JSON for a URL. It never passes through a shell, since it may
+   contain text from other peers.
+2. Alerts are sent one at a time, each within a time limit. If too many wait, later ones are dropped. A failure is only
+   logged.
 """
 
 from __future__ import annotations
@@ -27,10 +28,14 @@ LIMIT_S = 15.0
 
 
 class Notifier:
-    """``async with Notifier(target, peer)``; on leaving it, what waits is told, for a bounded time."""
+    """Sender of alerts. Use as ``async with Notifier(target, peer)``; exit sends waiting alerts within LIMIT_S."""
 
     def __init__(self, target: str, peer: str) -> None:
-        """``target``: a command, or an address with http(s)://; empty: nobody is told."""
+        """
+        Args:
+            target: a command, or a URL with http(s)://; empty: alerts are only logged.
+            peer: id of this peer.
+        """
         self._target = target
         self._peer = peer
         self._waiting: asyncio.Queue[Alert] = asyncio.Queue(MOST_WAITING)
@@ -51,7 +56,7 @@ class Notifier:
             await asyncio.gather(self._task, return_exceptions=True)
 
     def tell(self, alert: Alert) -> None:
-        """Soon."""
+        """Log an alert, and queue it to be sent."""
         log.info(f"{alert.kind}", text=alert.text, is_over=alert.is_over)
         if self._task is not None:
             with suppress(asyncio.QueueFull):
@@ -66,9 +71,9 @@ class Notifier:
                         await self._post(alert)
                     else:
                         await self._run(alert)
-            except Exception as error:  # noqa: BLE001 (the top of a task: the next alert must be told)
+            except Exception as error:  # noqa: BLE001 (the top of a task: the next alert must be sent)
                 log.warning(
-                    "nobody could be told of an alert", kind=alert.kind, reason=str(error) or "it took too long"
+                    "an alert could not be sent (--notify)", kind=alert.kind, reason=str(error) or "it took too long"
                 )
             finally:
                 self._waiting.task_done()
@@ -87,15 +92,15 @@ class Notifier:
             process.kill()
             raise
         if status:
-            log.warning("the command that tells of alerts failed", status=status)
+            log.warning("the command for alerts (--notify) failed", status=status)
 
     async def _post(self, alert: Alert) -> None:
-        import aiohttp  # which not every node needs
+        import aiohttp  # imported here, since not every node needs it
 
         body = {**msgspec.structs.asdict(alert), "peer": self._peer}
         try:
             async with aiohttp.ClientSession() as session, session.post(self._target, json=body) as answer:
                 if answer.status >= 400:
-                    log.warning("the address that is told of alerts refused", status=answer.status)
+                    log.warning("the address for alerts (--notify) answered with an error", status=answer.status)
         except aiohttp.ClientError as error:
             raise OSError(str(error)) from error

@@ -1,11 +1,11 @@
-"""A peer is a guest on its machine: it rests while the machine is wanted otherwise, and goes before it takes too much.
+"""Pauses the learner while the machine is needed otherwise, and ends the peer if it uses too much memory.
 
 Rules of this file:
-1. Who rests makes no steps and takes part in everything else. What had been made is given at the next turns, and
-   nobody counts on it until its next step (rule N4a).
-2. There may be several reasons; it rests as long as there is one.
-3. Whether others use the processors is told by processor time that is neither idle nor ours, over LOOK_S. It rests
-   after BUSY_LOOKS such looks, and goes on after IDLE_LOOKS without, so that short work does not stop it.
+1. A paused peer trains no steps, but takes part in everything else. Its unmerged progress is contributed at the next
+   turns, and other peers do not wait for it until its next step (rule N4a).
+2. There may be several reasons for a pause; it lasts as long as there is one.
+3. Other programs are busy if much CPU time of the last LOOK_S was neither idle nor ours. The learner pauses after
+   BUSY_LOOKS busy intervals in a row, and continues after IDLE_LOOKS idle ones, so that short work does not stop it.
 """
 
 from __future__ import annotations
@@ -25,34 +25,34 @@ if TYPE_CHECKING:
 
 log = logs.get("node")
 
+# File in the run's folder that exists while the user has paused the peer.
 PAUSED = "paused"
-"""A file in the run's folder, as long as its user wants the peer to rest."""
 LOOK_S = 2.0
+# Share of all CPU time used by other programs from which the machine counts as busy.
 BUSY_SHARE = 0.25
-"""Of all processors, taken by others: the machine is in use."""
 BUSY_LOOKS, IDLE_LOOKS = 2, 15
 
 
 class Used(NamedTuple):
-    """Processor time since some moment, in seconds."""
+    """CPU time since an arbitrary start, in seconds."""
 
     all_s: float
-    """That all processors had together."""
+    """CPU time of all cores together, used or idle."""
     idle_s: float
     ours_s: float
 
 
 class Others:
-    """Whether others use the processors, by looks at what has been used."""
+    """Detects whether other programs use the CPU, from successive measurements."""
 
     def __init__(self) -> None:
         self.are_busy = False
         self._last: Used | None = None
+        # Number of consecutive measurements that contradict ``are_busy``.
         self._looks = 0
-        """In a row that say otherwise than ``are_busy``."""
 
     def look(self, used: Used) -> bool:
-        """Whether they do, with what has been used until now."""
+        """Add a measurement, and return whether other programs are busy."""
         last, self._last = self._last, used
         if last is None or used.all_s <= last.all_s:
             return self.are_busy
@@ -65,7 +65,7 @@ class Others:
 
 
 class ResourceGuard:
-    """One peer's. ``leave`` ends it in order, with a sentence."""
+    """Watches the machine for one peer. ``leave`` shuts the peer down gracefully, with the reason."""
 
     def __init__(
         self, folder: Path, options: MachineOptions, supervision: LearnerSupervisor, leave: Callable[[str], None]
@@ -77,25 +77,23 @@ class ResourceGuard:
         self._others = Others()
 
     async def keep(self) -> None:
-        """Look at the machine until cancelled."""
+        """Check the machine every LOOK_S until cancelled, or until the peer uses too much memory."""
         while True:
             reason, taken = await asyncio.to_thread(self._look)
             if reason != self._supervision.resting:
-                log.info(
-                    "the learner rests" if reason else "the learner goes on", **({"reason": reason} if reason else {})
-                )
+                log.info("learner paused" if reason else "learner continues", **({"reason": reason} if reason else {}))
                 self._supervision.rest(reason)
             most = self._options.most_memory_bytes
             if most is not None and taken > most:
                 self._leave(
-                    f"node and learner have {taken / 1e9:.2f} GB of memory, --max-memory allows {most / 1e9:.2f}: "
+                    f"node and learner use {taken / 1e9:.2f} GB of memory, --max-memory allows {most / 1e9:.2f}: "
                     "allow more, or follow without training (--follow)"
                 )
                 return
             await asyncio.sleep(LOOK_S)
 
     def _look(self) -> tuple[str, float]:
-        """Why to rest, and the memory that is taken, in bytes (0: nobody asks)."""
+        """Return the reasons to pause ("": none), and the used memory in bytes (0: there is no limit)."""
         family = _family(self._supervision.pid)
         reasons = []
         if (self._folder / PAUSED).exists():
@@ -103,13 +101,13 @@ class ResourceGuard:
         if not self._options.is_battery_used and _is_on_battery():
             reasons.append("on battery (--on-battery)")
         if self._options.only_when_idle and self._others.look(_used(family)):
-            reasons.append("others use the machine (--only-when-idle)")
+            reasons.append("other programs use the machine (--only-when-idle)")
         taken = 0.0 if self._options.most_memory_bytes is None else sum(map(_memory, family))
         return "; ".join(reasons), taken
 
 
 def pause(folder: Path, *, is_paused: bool) -> None:
-    """Let the peer of this run's folder rest, whenever it runs, or not any more."""
+    """Pause the peer of this run's folder, also when it starts later, or end the pause."""
     if is_paused:
         (folder / PAUSED).touch()
     else:
@@ -117,12 +115,12 @@ def pause(folder: Path, *, is_paused: bool) -> None:
 
 
 def toggle(folder: Path) -> None:
-    """Pause it, or end that."""
+    """Pause the peer of this run's folder, or end the pause."""
     pause(folder, is_paused=not (folder / PAUSED).exists())
 
 
 def _family(learner: int | None) -> list[psutil.Process]:
-    """The node, its children, and its learner, which need not be one."""
+    """Return the processes of the node, its children, and its learner, which may be no child (a training script)."""
     node = psutil.Process()
     found = {process.pid: process for process in (node, *node.children(recursive=True))}
     if learner is not None and learner not in found and psutil.pid_exists(learner):
@@ -131,7 +129,7 @@ def _family(learner: int | None) -> list[psutil.Process]:
 
 
 def _is_on_battery() -> bool:
-    """A machine without one is not."""
+    """Return whether this machine runs on battery; False if it has none."""
     battery = psutil.sensors_battery() if hasattr(psutil, "sensors_battery") else None
     return battery is not None and battery.power_plugged is False
 
@@ -139,7 +137,7 @@ def _is_on_battery() -> bool:
 def _used(family: list[psutil.Process]) -> Used:
     times = psutil.cpu_times()
     idle_s = times.idle + getattr(times, "iowait", 0.0)
-    guests_s = getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)  # they are counted twice
+    guests_s = getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)  # also contained in user and nice
     return Used(sum(times) - guests_s, idle_s, sum(map(_processor_s, family)))
 
 
@@ -152,7 +150,7 @@ def _processor_s(process: psutil.Process) -> float:
 
 
 def _memory(process: psutil.Process) -> float:
-    """Its own, and its share of what it shares."""
+    """Return the proportional set size: a process's own memory, and its share of shared memory; in bytes."""
     try:
         return float(process.memory_full_info().pss)
     except (psutil.Error, AttributeError):

@@ -1,5 +1,6 @@
-"""The results of runs on this machine: found by a folder, or by the run's name in the state folder. A running peer is
-not disturbed: checkpoints appear whole."""
+"""Finds the results of runs on this machine, by a folder, or by the run's name in the state folder.
+
+A running peer is not disturbed, since checkpoints appear atomically."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ from p2pdiloco.wire.control_messages import PeerStatus
 
 log = logs.get("session")
 
+# Number of attempts to read a checkpoint, since a running peer may replace it meanwhile.
 TRIES = 3
-"""How often a checkpoint is looked for that a running peer replaces while it is read."""
 
 
 class Result(NamedTuple):
@@ -33,12 +34,12 @@ class Result(NamedTuple):
     tokens: int
     """Merged tokens, averaged over the shards by their size."""
     folders: tuple[Path, ...]
-    """Where the checkpoint was found."""
+    """Folders in which the checkpoint was found."""
     averaged: int = 0
-    """Over how many versions the model is averaged; 0: it is the newest version."""
+    """Number of versions over which the model is averaged; 0: it is the newest version."""
 
     def about(self, wanted: Format) -> About:
-        """The description that an export in that format carries."""
+        """Return the description for an export in the format ``wanted``."""
         manifest = self.checkpoint.manifest
         return About(
             run=manifest.run,
@@ -52,11 +53,14 @@ class Result(NamedTuple):
 
 
 def find_result(source: str, state: Path, wanted: str | None) -> Result:
-    """The heaviest state of the run that is meant by ``source``: a folder (a peer's state, a run's), or a run's name or
-    the beginning of its id, looked for in ``state``; where there is none, in the state folders of other peers in it.
+    """Return the heaviest state (most merged tokens) of a run.
+
+    source: a folder (a peer's state folder, or a run's); or a run's name, or the beginning of its id.
+    state: where to look for a name: in this state folder, then in those of other peers inside it.
+    wanted: the run's name if ``source`` is a folder with several runs.
 
     Raises:
-        CheckpointError: there is none, or there are several runs; the message says what to do.
+        CheckpointError: there is no state, or there are several runs. The message says what to do.
     """
     is_folder = Path(source).is_dir() and not _is_export_of(source, state)
     if not is_folder and not state.is_dir():
@@ -80,12 +84,12 @@ def find_result(source: str, state: Path, wanted: str | None) -> Result:
 
 
 def _is_export_of(source: str, state: Path) -> bool:
-    """Whether a folder has no run, and is called as one in ``state`` is: ``p2pdiloco export`` makes such folders."""
+    """Return whether a folder has no run, but the name of a run in ``state``, as ``p2pdiloco export`` makes them."""
     return not RunStore(Path(source)).standings() and bool(RunStore(state, *peers_below(state)).standings(source))
 
 
 def average_of(result: Result) -> RunningAverage | None:
-    """The running average with the most looks that lies where ``result`` was found; None if there is none."""
+    """Return the running average over the most versions in the folders of ``result``, or None."""
     manifest = result.checkpoint.manifest
     layout, found = Layout.of(manifest), []
     for place in places(result.folders):
@@ -102,52 +106,54 @@ def average_of(result: Result) -> RunningAverage | None:
 
 
 def model_of(result: Result, *, is_averaged: bool) -> tuple[Result, Tensor]:
-    """The parameters that are meant, float32 [all], and what they are.
+    """Return a result and its parameters (float32, one flat vector): of the newest version, or of the running average.
 
     Raises:
-        CheckpointError: the average is meant, and there is none.
+        CheckpointError: there is no running average.
     """
     if not is_averaged:
         return result, result.checkpoint.theta
     average = average_of(result)
     if average is None:
         raise CheckpointError(
-            "no running average of this run lies here: followers keep one (p2pdiloco join INVITE --follow), and peers "
-            "with --average, from when they begin"
+            "there is no running average of this run here: followers keep one (p2pdiloco join INVITE --follow), and "
+            "peers with --average, from their start on"
         )
     return result._replace(averaged=span(min(average.looks))), average.theta
 
 
 def farewell(status: PeerStatus, folder: Path, *, is_scripts: bool = False) -> list[str]:
-    """Lines for the user at the run's end: the result, where it lies, what to do with it. Only training scripts
-    generate text with the model of their run (``is_scripts``)."""
+    """Return lines for the user at the end of a run: the result, its folder, and the next commands.
+
+    is_scripts: the run is one of training scripts, whose model ``p2pdiloco generate`` cannot build."""
     is_complete = status.step >= status.total_steps and not status.participating
     stands = "is complete:" if is_complete else "as it is now:"
     loss = "" if status.held_out_loss is None else f"held-out loss {status.held_out_loss:.3f} nats a token, "
     step = min(status.step, status.total_steps)
     return [
         f"run {status.name} {stands} step {step}, {loss}{status.tokens_merged:,} tokens merged",
-        f"  the model lies in   {folder}",
-        *([] if is_scripts else [f"  have it write       p2pdiloco generate {folder}"]),
-        f"  make files of it    p2pdiloco export {folder} --out {status.name}",
+        f"  model folder        {folder}",
+        *([] if is_scripts else [f"  generate text       p2pdiloco generate {folder}"]),
+        f"  export it           p2pdiloco export {folder} --out {status.name}",
     ]
 
 
 def finished_message(manifest: Manifest, folder: Path) -> str:
-    """A sentence for the user who continues a run that is finished: where its model is, and what to do with it."""
+    """Return a message for a user who continues a finished run: its model's folder, and the next commands."""
     is_scripts = manifest.config.model.kind == "external"
-    use = "make files of it: p2pdiloco export" if is_scripts else "have it write: p2pdiloco generate"
+    use = "export it: p2pdiloco export" if is_scripts else "generate text: p2pdiloco generate"
     return (
-        f"run {manifest.config.name} ({manifest.run[:12]}) is finished, all {manifest.config.inner.steps} steps of it, "
-        f"and its model lies in {folder}. To {use} {folder}. To serve it to others for an "
-        f"hour: p2pdiloco resume {folder} --stay-s 3600. To train another one: give it another name"
+        f"run {manifest.config.name} ({manifest.run[:12]}) has finished all {manifest.config.inner.steps} steps; its "
+        f"model is in {folder}. To {use} {folder}. To serve it to others for an "
+        f"hour: p2pdiloco resume {folder} --stay-s 3600. To train another run, give that another name"
     )
 
 
 def _result(checkpoint: Checkpoint, folders: Sequence[Path]) -> Result:
     layout = Layout.of(checkpoint.manifest)
     tokens = sum(p.state.counts.merged * layout.shards[p.state.head.shard].elements for p in checkpoint.shards)
-    step = min(max(p.state.step for p in checkpoint.shards), checkpoint.manifest.config.inner.steps)  # of the run
+    # The protocol may run a turn or two beyond the last step of the run.
+    step = min(max(p.state.step for p in checkpoint.shards), checkpoint.manifest.config.inner.steps)
     return Result(checkpoint, step, tokens // layout.elements, tuple(folders))
 
 

@@ -1,4 +1,4 @@
-"""Founding a run: from a configuration file to a manifest and version 0."""
+"""Founds a run: reads a configuration file, and makes the manifest and version 0 of the state."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ SHIPPED = Path(__file__).parents[1] / "runs"
 
 
 def find_run(text: str) -> Path:
-    """The configuration file at the path ``text``, or the shipped one of that name.
+    """Return the configuration file at the path ``text``, or the shipped one of that name.
 
     Raises:
-        ConfigError: neither is there.
+        ConfigError: neither exists.
     """
     path = Path(text)
     if path.exists() and not path.is_dir():
@@ -64,10 +64,11 @@ def find_run(text: str) -> Path:
 
 
 def read_config(path: Path) -> RunConfig:
-    """Decode and check a run's TOML file.
+    """Read and check a run's TOML file.
 
     Raises:
-        ConfigError: no such file, not TOML, an unknown key, a value out of bounds, an impossible combination.
+        ConfigError: the file does not exist or is not TOML, a key is unknown, a value is out of bounds, or a
+            combination is not possible.
     """
     try:
         data = path.read_bytes()
@@ -77,10 +78,10 @@ def read_config(path: Path) -> RunConfig:
 
 
 def decode_config(data: bytes, path: Path) -> RunConfig:
-    """Decode and check the text of a run's TOML file; ``path`` is what complaints call it.
+    """Decode and check the text of a run's TOML file. ``path`` names the file in error messages.
 
     Raises:
-        ConfigError: not TOML, an unknown key, a value out of bounds, an impossible combination.
+        ConfigError: the text is not TOML, a key is unknown, a value is out of bounds, or a combination is not possible.
     """
     try:
         config = msgspec.toml.decode(data, type=RunConfig)
@@ -106,7 +107,7 @@ def decode_config(data: bytes, path: Path) -> RunConfig:
 
 
 def with_own_places(options: PeerOptions, config: RunConfig) -> PeerOptions:
-    """A founder's options: of what its command line does not name, the folders that its TOML file does."""
+    """Return a founder's options, with folders from the TOML file where the command line names none."""
     path = config.data.path if config.data.kind != "stdlib" else ""
     learner = msgspec.structs.replace(
         options.learner,
@@ -118,7 +119,9 @@ def with_own_places(options: PeerOptions, config: RunConfig) -> PeerOptions:
 
 
 def found(config: RunConfig, founder: PeerId, options: PeerOptions) -> tuple[Manifest, InitialState]:
-    """Make version 0 and the manifest that fixes it, from what ``options`` name (``with_own_places``).
+    """Return a new run's manifest and version 0.
+
+    options: name the data, tokenizer and model (``with_own_places``).
 
     Raises:
         ConfigError: corpus or model cannot be used, or there are more fragments than tensors.
@@ -151,7 +154,9 @@ def found(config: RunConfig, founder: PeerId, options: PeerOptions) -> tuple[Man
 
 
 def found_from_script(path: Path, founder: PeerId) -> tuple[Manifest, InitialState]:
-    """Manifest and version 0 of the run that a training script founds (``training/founding_file.py``); always the same.
+    """Return manifest and version 0 of the run that a training script founds (``training/founding_file.py``).
+
+    The result is the same at every call.
 
     Raises:
         ConfigError: the file cannot be used.
@@ -166,7 +171,9 @@ def found_from_script(path: Path, founder: PeerId) -> tuple[Manifest, InitialSta
 
 
 def is_founded_from(config: RunConfig, written: RunConfig) -> bool:
-    """Whether a run's ``config`` is what somebody has ``written``, but for what founding filled in and left out."""
+    """Return whether a run's ``config`` comes from the TOML file ``written``.
+
+    Fields that founding fills in or leaves out are not compared."""
     data = msgspec.structs.replace(config.data, tokenizer_digest=written.data.tokenizer_digest)
     model = written.model if written.model.folder else config.model
     config = without_left_out(config, written)
@@ -181,8 +188,11 @@ def make_manifest(
     blocks: BlockSpec | None = None,
     held_out: HeldOut | None = None,
 ) -> tuple[Manifest, torch.Tensor, torch.Tensor]:
-    """A new run's manifest, global parameters and momentum, from a model's trainable ``parameters``, of which ``named``
-    tells names, shapes and which are embeddings, in the same order."""
+    """Return a new run's manifest, global parameters and momentum (float32, flat vectors).
+
+    named: name, shape and whether it is an embedding, of each trainable parameter.
+    parameters: names and values of the trainable parameters, in the same order.
+    """
     tensors: tuple[TensorSpec, ...] = tensor_specs(named, config.schedule.fragments)
     layout = make_layout(tensors, config.schedule.fragments, config.schedule.max_shard, config.outer.merge)
     config = completed(config, len(layout.shards))
@@ -203,7 +213,7 @@ def make_manifest(
 
 
 def version_zero(manifest: Manifest, theta: torch.Tensor, momentum: torch.Tensor) -> InitialState:
-    """The initial state that the manifest's digests stand for."""
+    """Return the initial state to which the manifest's digests belong."""
     layout = Layout.of(manifest)
     states = (ShardState(genesis_head(manifest.run, s.shard, manifest.genesis[s.shard]), 0, ()) for s in layout.shards)
     return InitialState(tuple(StateProof(state, None, b"") for state in states), theta, momentum)

@@ -1,11 +1,12 @@
-"""One folder a run: ``STATE/RUN``, by the first letters of the run's id, whoever founded, joined or resumed it here.
+"""The folder of a run, ``STATE/RUN``, where RUN is the beginning of the run's id.
 
 Rules of this file:
-1. One process at a time uses it (``hold``); a second one is told which, and writes nothing.
-2. What a peer begins with is the heaviest that lies anywhere below its state folder (and below those that the user
-   names): of each shard the heaviest head. So the order of commands makes no difference, and nobody goes on from an
-   older state than there is, which would be a second chain with the same key.
-3. A founder finds its run by the manifests that lie there. A folder that an earlier release named after the run is
+1. One process at a time uses the folder (``hold``). A second one fails with the first one's process id, and writes
+   nothing.
+2. A peer starts from the heaviest state (most merged tokens) anywhere below its state folder and those that the user
+   names: for each shard, the heaviest head. So the order of commands does not matter, and no peer continues from an
+   older state than it has, which would create a second chain with the same key.
+3. A founder finds its run by the manifests in the folders. A folder that an earlier release named after the run is
    renamed.
 """
 
@@ -48,34 +49,34 @@ LOCK = "lock"
 
 
 class FolderInUseError(Exception):
-    """Another process has the run's folder; the message says which and what to do."""
+    """Another process uses the run's folder. The message says which, and what to do."""
 
 
 class NameTakenError(Exception):
-    """The run cannot be founded under its name; the message says why and what to do."""
+    """The run cannot be founded under its name. The message says why, and what to do."""
 
 
 class Standing(NamedTuple):
-    """How far a run has come, by the checkpoints below some folders."""
+    """Progress of a run according to its heaviest checkpoint."""
 
     manifest: Manifest
     weight: int
-    """Tokens of all shards in the heaviest checkpoint."""
+    """Merged tokens of all shards together in that checkpoint."""
     step: int
 
     @property
     def is_finished(self) -> bool:
-        """Whether nothing is left to train."""
+        """True if no steps are left to train."""
         return self.step >= self.manifest.config.inner.steps
 
 
 @contextlib.contextmanager
 def hold(state: Path, manifest: Manifest) -> Iterator[Path]:
-    """Make and lock the run's folder for this process.
+    """Create and lock the run's folder for this process while entered.
 
     Raises:
-        FolderInUseError: another process has it.
-        OSError: it cannot be made or written.
+        FolderInUseError: another process uses it.
+        OSError: it cannot be created or written.
     """
     folder = folder_of(state, manifest.run)
     _rename_earlier(state, manifest, folder)
@@ -89,25 +90,24 @@ def hold(state: Path, manifest: Manifest) -> Iterator[Path]:
         ) from error
     try:
         if not (folder / MANIFEST).is_file() or (folder / MANIFEST).read_bytes() != manifest.encode():
-            write_atomically(folder / MANIFEST, manifest.encode())  # a copy for checkpoints whose own is spoilt
+            write_atomically(folder / MANIFEST, manifest.encode())  # a spare for checkpoints with a damaged manifest
         swept = sweep(LOCAL, folder) + sweep_checkpoints(folder / CHECKPOINT)
         if swept:
-            log.info("what a crash had left half-written is removed", folder=folder, files=len(swept))
+            log.info("removed files that a crash had left incomplete", folder=folder, files=len(swept))
         yield folder
     finally:
         os.close(descriptor)
 
 
 class RunStore:
-    """The runs that have checkpoints in some folders or below them: how far each has come, which one is meant, and its
-    state. Each method reads the disk, and blocks."""
+    """The runs that have checkpoints in or below some folders. All methods block on the disk."""
 
     def __init__(self, *folders: Path) -> None:
-        """``folders``: the peer's own state folder first, where it has one."""
+        """``folders``: state folders, the peer's own one first."""
         self._folders = folders
 
     def standings(self, wanted: str | None = None) -> dict[RunId, Standing]:
-        """The runs that a user means by ``wanted``, by their checkpoints' indices alone."""
+        """Return the progress of the runs that match ``wanted``. Reads only the indices of checkpoints."""
         found: dict[RunId, Standing] = {}
         for place in places(self._folders):
             for _, index in indices(place):
@@ -117,12 +117,12 @@ class RunStore:
         return {run: one for run, one in found.items() if is_meant(wanted, one.manifest.config.name, run)}
 
     def is_finished(self, run: RunId) -> bool:
-        """Whether there is a state of the run after its last step."""
+        """Return whether there is a state of the run after its last step."""
         standing = self.standings().get(run)
         return standing is not None and standing.is_finished
 
     def choose(self, wanted: str | None) -> Manifest:
-        """The run that a user means by ``wanted``.
+        """Return the manifest of the run that matches ``wanted``.
 
         Raises:
             CheckpointError: there is none, or there are several.
@@ -131,14 +131,14 @@ class RunStore:
         if not found:
             every = self.standings()
             if not every:
-                load_all(self._folders)  # which says what is wrong with what lies there
-            raise CheckpointError(f"no checkpoint is of a run {wanted!r}: --run is one of {_names(every)}")
+                load_all(self._folders)  # raises if there are checkpoints that cannot be read
+            raise CheckpointError(f"there is no checkpoint of a run {wanted!r}: --run is one of {_names(every)}")
         if len(found) > 1:
             raise CheckpointError(f"the checkpoints are of several runs ({_names(found)}): name one with --run")
         return next(iter(found.values())).manifest
 
     def founded_from(self, config: RunConfig) -> Manifest | None:
-        """The run of this configuration: the one that has come farthest, of those that are not finished.
+        """Return the run of this configuration: the most advanced unfinished one, else the most advanced; or None.
 
         Raises:
             NameTakenError: there is an unfinished run of that name with another configuration.
@@ -158,29 +158,31 @@ class RunStore:
         return None
 
     def load_state(self, manifest: Manifest) -> InitialState | None:
-        """The heaviest state of the run; else what a join that was cut off had downloaded into the first folder, where
-        the run's folder is held. None: there is nothing of it.
+        """Return the heaviest state of the run, else the download of an interrupted join, or None.
+
+        Such a download is looked for only in the first folder, whose run folder the caller holds.
 
         Raises:
-            CheckpointError: there are checkpoints, and none can be used.
+            CheckpointError: there are checkpoints, but none can be used.
         """
         own = folder_of(self._folders[0], manifest.run)
         if manifest.run in self.standings():
             best = best_of(load_all(self._folders, manifest.run))
-            state_client.clear_kept(own / state_client.INCOMING)  # of a join before that: nobody would look at it again
+            state_client.clear_kept(own / state_client.INCOMING)  # an older download, which nothing would read again
             return InitialState(best.shards, best.theta, best.momentum)
-        load(own / CHECKPOINT, run=manifest.run)  # which complains if what lies there cannot be read
+        load(own / CHECKPOINT, run=manifest.run)  # raises if there are checkpoints that cannot be read
         kept = state_client.load(own / state_client.INCOMING, manifest)
         return None if kept is None else InitialState(kept.shards, kept.theta, kept.momentum)
 
 
 def go_back(folders: Sequence[Path]) -> str:
-    """Put aside, in ``folders`` and below them, the checkpoints that are newer than the last known good one; returns a
-    sentence for the user. Blocks.
+    """Set aside the checkpoints in or below ``folders`` that are newer than the last known good one.
+
+    Returns a sentence for the user. Blocks on the disk.
 
     Raises:
-        CheckpointError: nothing is known to be good.
-        FolderInUseError: a peer is at work in one of them.
+        CheckpointError: no checkpoint is known to be good.
+        FolderInUseError: a peer runs in one of the folders.
         OSError: files cannot be renamed.
     """
     found = []
@@ -199,23 +201,23 @@ def go_back(folders: Sequence[Path]) -> str:
             os.close(descriptor)
     if not found:
         raise CheckpointError(
-            f"no checkpoint in {', '.join(map(str, folders))} is known to be good, as one is from which "
-            "training has gone on as before until the next was written. Without --known-good the newest are used"
+            f"no checkpoint in {', '.join(map(str, folders))} is known to be good (a checkpoint is, once "
+            "training has continued normally until the next one). Without --known-good the newest are used"
         )
-    return f"going back to {', '.join(found)}; what is newer is kept beside it as {checkpoint.ASIDE}*"
+    return f"going back to {', '.join(found)}; newer checkpoints are kept beside it as {checkpoint.ASIDE}*"
 
 
 def has_finished(manifest: Manifest, shards: Iterable[StateProof]) -> bool:
-    """Whether a run is complete at these heads."""
+    """Return whether a run is complete at these heads."""
     return max((proof.state.step for proof in shards), default=0) >= manifest.config.inner.steps
 
 
 def describe_state(manifest: Manifest, state: InitialState) -> str:
-    """The state that a peer begins with, as its user reads it."""
+    """Return a sentence for the user about the state from which a peer continues."""
     heads = [proof.state.head for proof in state.shards]
     versions = f"{min(h.version for h in heads)} to {max(h.version for h in heads)}"
     return (
-        f"going on with run {manifest.config.name} ({manifest.run[:12]}) from versions {versions} of its shards, "
+        f"continuing run {manifest.config.name} ({manifest.run[:12]}) from versions {versions} of its shards, "
         f"{max(proof.state.counts.merged for proof in state.shards):,} tokens"
     )
 
@@ -228,13 +230,13 @@ def _standing(place: Path, index: Index) -> Standing | None:
     try:
         manifest = read_manifest(place, index.run)
     except (OSError, ValueError) as error:
-        log.warning("checkpoints without a manifest are not used", folder=place, reason=str(error))
+        log.warning("checkpoints without a readable manifest are ignored", folder=place, reason=str(error))
         return None
     return Standing(manifest, index.weight, max(proof.state.step for proof in index.shards))
 
 
 def _rename_earlier(state: Path, manifest: Manifest, folder: Path) -> None:
-    """Earlier releases named a founder's folder after its run."""
+    """Rename the run's folder if an earlier release named it after the run."""
     earlier = state / manifest.config.name
     if folder.exists() or not (earlier / CHECKPOINT).is_dir():
         return
@@ -242,4 +244,4 @@ def _rename_earlier(state: Path, manifest: Manifest, folder: Path) -> None:
         data = (earlier / MANIFEST).read_bytes()
         if RunId(digest_of(data)) == manifest.run:
             earlier.rename(folder)
-            log.info("the run's folder has a new name", was=earlier, now=folder)
+            log.info("the run's folder was renamed", was=earlier, now=folder)

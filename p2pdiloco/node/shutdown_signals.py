@@ -1,12 +1,12 @@
-"""Requests to leave: signals from people and schedulers, preemption notices from cloud metadata servers.
+"""Shutdown requests: signals from people and schedulers, and preemption notices from cloud metadata servers.
 
 Rules of this file:
-1. All of them are one thing, leaving in order: what is unmerged is contributed, the state saved, within ``--leave-s``.
-2. SIGINT and SIGTERM leave, and end the process at once when they come again. SIGUSR1 (SLURM: ``--signal=B:USR1@60``)
-   leaves, and may come again: whoever sends it means no harm. SIGUSR2 lets the peer rest, or go on
+1. All of them cause a graceful shutdown: unmerged progress is contributed and the state is saved, within ``--leave-s``.
+2. A second SIGINT or SIGTERM ends the process at once. A repeated SIGUSR1 (SLURM: ``--signal=B:USR1@60``) has no
+   further effect, since schedulers may send it again. SIGUSR2 pauses the learner, or ends the pause
    (``resource_guard.py``).
-3. A metadata address is asked only if the user says which cloud this is, and only at the address of that cloud (tests
-   give another one). What it answers is bounded, and compared, never interpreted further.
+3. A metadata server is asked only if the user names the cloud, and only at that cloud's address (tests give another
+   one). Its answer is bounded in size, and only compared with the expected notice.
 """
 
 from __future__ import annotations
@@ -26,33 +26,33 @@ from p2pdiloco.util import logs
 
 log = logs.get("session")
 
+# Interval between two requests to the metadata server; the shortest notice of a large cloud is 30 s.
 LOOK_S = 5.0
-"""Between two looks at the metadata address; the shortest notice of a large cloud is 30 s."""
 ASK_S = 2.0
 MOST_BYTES = 1 << 16
 IMPATIENT = (signal.SIGINT, signal.SIGTERM)
 
 
 class Question(NamedTuple):
-    """What is asked of a cloud."""
+    """Request to a cloud's metadata server for a preemption notice."""
 
     path: str
     headers: dict[str, str]
     is_notice: Callable[[bytes], bool]
-    """Whether an answer says that the machine is taken back."""
+    """Returns whether an answer announces that the machine will be reclaimed."""
     token_path: str = ""
-    """What is asked before, for a token (AWS)."""
+    """Path from which a token is requested first (AWS)."""
 
 
 class Cloud(NamedTuple):
-    """Where a machine asks whether it is taken back."""
+    """Metadata server of one cloud."""
 
     address: str
     question: Question
 
 
 def _has_preemption(data: bytes) -> bool:
-    """Azure's scheduled events."""
+    """Return whether Azure's scheduled events contain a preemption."""
     events = json.loads(data).get("Events", [])
     return any(event.get("EventType") in ("Preempt", "Terminate") for event in events)
 
@@ -79,7 +79,10 @@ CLOUDS = {
 
 @contextlib.contextmanager
 def leave_when_asked(node: Node, spot: str | None) -> Iterator[None]:
-    """Heed signals and, with ``spot``, that cloud's notices: ``NAME``, or ``NAME=ADDRESS`` to ask elsewhere."""
+    """Handle signals while entered, and the preemption notices of the cloud ``spot``.
+
+    spot: ``NAME``, or ``NAME=ADDRESS`` to ask another address; None: notices are not requested.
+    """
     loop = asyncio.get_running_loop()
     heard = 0
 
@@ -87,7 +90,7 @@ def leave_when_asked(node: Node, spot: str | None) -> Iterator[None]:
         nonlocal heard
         heard += 1
         if heard == 1:
-            log.info("leaving in order; once more to leave at once", signal=number.name)
+            log.info("shutting down gracefully; repeat the signal to end at once", signal=number.name)
             node.leave(number.name)
         elif number in IMPATIENT:
             node.abandon(number.name)
@@ -107,29 +110,29 @@ def leave_when_asked(node: Node, spot: str | None) -> Iterator[None]:
 
 
 async def _watch(node: Node, spot: str) -> None:
-    """Leave as soon as the cloud says that it takes the machine back."""
+    """Leave as soon as the cloud announces that it reclaims the machine."""
     name, _, address = spot.partition("=")
     cloud = CLOUDS[name]
     is_told = False
     while True:
         try:
             if await asyncio.to_thread(is_taken_back, address or cloud.address, cloud.question):
-                log.warning("the cloud takes this machine back: leaving in order", cloud=name)
-                node.leave(f"{name} takes the machine back")
+                log.warning("the cloud reclaims this machine; shutting down gracefully", cloud=name)
+                node.leave(f"{name} reclaims the machine")
                 return
         except (OSError, ValueError, AttributeError, TypeError) as error:
             if not is_told:
-                log.warning("no spot notices: the metadata address does not answer", cloud=name, reason=str(error))
+                log.warning("the metadata server does not answer: no spot notices", cloud=name, reason=str(error))
                 is_told = True
         await asyncio.sleep(LOOK_S)
 
 
 def is_taken_back(address: str, question: Question) -> bool:
-    """Whether the metadata address has a notice. Blocks, for a few seconds at most.
+    """Return whether the metadata server has a preemption notice. Blocks for a few seconds at most.
 
     Raises:
-        OSError: nobody answers there.
-        ValueError, AttributeError, TypeError: nonsense.
+        OSError: the server does not answer.
+        ValueError, AttributeError, TypeError: the answer is malformed.
     """
     headers = dict(question.headers)
     if question.token_path:
@@ -138,13 +141,13 @@ def is_taken_back(address: str, question: Question) -> bool:
     try:
         return question.is_notice(_ask(address + question.path, headers, "GET"))
     except urllib.error.HTTPError as error:
-        if error.code == 404:  # AWS: nothing is planned
+        if error.code == 404:  # AWS: no interruption is scheduled
             return False
         raise
 
 
 def _ask(url: str, headers: dict[str, str], method: str) -> bytes:
     request = urllib.request.Request(url, headers=headers, method=method)
-    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the address is this machine's own
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a link-local address, never by a proxy
     with direct.open(request, timeout=ASK_S) as answer:
         return bytes(answer.read(MOST_BYTES))

@@ -1,4 +1,4 @@
-"""The status of a peer: what it tells other peers, its user and its training script of itself."""
+"""Composes the status that a peer reports to other peers, its user and its training script."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ class StatusReporter:
     """Composes the status of a peer from the peer itself, its transport and the peers that it knows."""
 
     def __init__(self, transport: Transport, known: KnownPeers, troubles: Sequence[Mapping[str, str]]) -> None:
-        """``troubles``: sentences about tasks that failed and were started again, as of ``Tasks``."""
+        """``troubles``: problems of tasks that failed and were restarted, see ``Tasks``."""
         self._transport = transport
         self._known = known
         self._troubles = tuple(troubles)
 
     def sent_bytes(self) -> int:
-        """Bytes that this process has sent to other peers."""
+        """Return the number of bytes that this process has sent to other peers."""
         traffic = self._transport.traffic()
         return traffic.sent_control + traffic.sent_bulk
 
     def trouble(self, peer: Peer) -> str:
-        """What a person should look at: the peer's own trouble, then that of tasks that were started again."""
+        """Return the current problems for the user: the peer's own, then those of restarted tasks; "" if none."""
         found = (peer.trouble, *(text for troubles in self._troubles for text in troubles.values()))
         return "; ".join(filter(None, found))[:TROUBLE_LIMIT]
 
     def status(self, peer: Peer) -> PeerStatus:
-        """The status of ``peer`` now."""
+        """Return the current status of ``peer``."""
         status, view, traffic = peer.machine.status(), peer.machine.view, self._transport.traffic()
         versions = [head.version for head in status.heads] or [0]
         evaluation = status.evaluation
@@ -67,7 +67,7 @@ class StatusReporter:
 
 
 def _tokens_merged(peer: Peer) -> int:
-    """Tokens that the chains have merged, as declared, averaged over the shards by their size."""
+    """Return the declared tokens that the chains have merged, averaged over the shards by size."""
     merged = peer.machine.view.merged_tokens()
     total = sum(m * shard.elements for m, shard in zip(merged, peer.layout.shards, strict=True))
     return total // peer.layout.elements

@@ -1,9 +1,9 @@
-"""Status of the other peers, for the training script and the page.
+"""Collects the status of the other peers, for the training script and the page.
 
 Rules of this file:
-1. Which peers train is this peer's own view (heartbeats); the script is told as soon as it changes. The other peers are
-   asked for their status, a few at a time. What they answer is shown, and never decides anything.
-2. The first batches of each script tell whether two peers train the same data, which is a mistake.
+1. The list of training peers is this peer's own view, from heartbeats; the script is told as soon as it changes. The
+   other peers are asked for their status, a few at a time. Their answers are shown, and never decide anything.
+2. The digests of each script's first batches show whether two peers train on the same data, which is a mistake.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from p2pdiloco.wire.control_messages import PeerStatus
 log = logs.get("node")
 
 LOOK_S = 0.5
+# Interval between two messages to the script while only figures change.
 TELL_S = 2.0
-"""Between two messages to the script while only figures change."""
 ASK_S = 10.0
+# Maximum number of peers to ask at a time; more of them take turns.
 ASKED = 16
-"""Peers that are asked at once; if there are more, all in turns."""
+# Maximum number of peers in a message to the script.
 MOST_PEERS = 1024
-"""Peers that a script is told of, at most."""
 
 
 class SwarmStatus:
-    """Asks the live peers for their status, and tells the script."""
+    """Asks the live peers for their status, and sends it to the script."""
 
     def __init__(
         self,
@@ -39,17 +39,21 @@ class SwarmStatus:
         status: Callable[[], PeerStatus],
         ask: Callable[[PeerId], Awaitable[PeerStatus | None]],
     ) -> None:
-        """``status`` gives this peer's own status, ``ask`` that of another peer, or None if it does not answer."""
+        """
+        Args:
+            status: returns this peer's own status.
+            ask: returns the status of another peer, or None if it does not answer.
+        """
         self._peer = peer
         self._status = status
         self._ask = ask
+        # The last answer of each live peer.
         self.others: dict[PeerId, PeerStatus] = {}
-        """The last answer of each live peer."""
         self._turn = 0
         self._same = ""
 
     async def keep(self) -> None:
-        """Run until cancelled."""
+        """Ask peers and inform the script until cancelled."""
         now = self._peer.host.now
         asked_at = told_at = -math.inf
         peers: tuple[str, ...] = ()
@@ -66,7 +70,7 @@ class SwarmStatus:
             await asyncio.sleep(LOOK_S)
 
     def message(self) -> learner_ipc.Swarm:
-        """Message to the script about the swarm as it is now."""
+        """Return a message to the script about the current swarm."""
         view, own = self._peer.machine.view, self._status()
         me = view.me
         training = sorted({*view.participating, me})[:MOST_PEERS]
@@ -78,7 +82,7 @@ class SwarmStatus:
         )
 
     async def ask_peers(self) -> None:
-        """Ask some of the live peers for their status."""
+        """Ask up to ASKED of the live peers for their status."""
         live = self._peer.machine.view.live
         asked = [live[(self._turn + i) % len(live)] for i in range(min(ASKED, len(live)))]
         self._turn += len(asked)
@@ -88,12 +92,12 @@ class SwarmStatus:
         mine = set(self._peer.supervision.first_batches)
         same = sorted(peer for peer, one in self.others.items() if mine.intersection(one.first_batches))
         if same and not self._same:
-            log.warning("another peer trains the same batches: it adds nothing", peer=same[0])
+            log.warning("another peer trains on the same batches, which adds nothing to the run", peer=same[0])
         self._same = same[0] if same else ""
 
 
 def figures(own: PeerStatus, others: list[PeerStatus]) -> dict[str, float]:
-    """Numbers for the script's own log: of this peer, and of the other peers that have answered."""
+    """Return numbers for the script's own log, from this peer and the other peers that have answered."""
     known = [one for one in (own, *others) if math.isfinite(one.tokens_per_second) and one.tokens_per_second > 0.0]
     rate = sum(one.tokens_per_second for one in known)
     found = {

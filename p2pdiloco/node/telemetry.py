@@ -1,12 +1,12 @@
 """Collects what a node shows of itself for page, terminal view, metrics and alerts.
 
-The events of its machine become lines of the event log. Together with the present status, the connections and what
-other peers answer they become the picture that page, terminal view, metrics and alerts show.
+The events of the state machine become lines of the event log. With the current status, the connections and what
+other peers answer they become the picture that page, ``top``, metrics and alerts show.
 
 Rules of this file:
-1. Nothing here decides anything of the protocol, and nothing waits for it.
-2. Other peers are asked for their status only while somebody looks at a picture.
-3. Notes are limited: a topic that comes too often is written only now and then.
+1. Nothing here influences the protocol, and the protocol never waits for it.
+2. Other peers are asked for their status only while somebody views a picture.
+3. Notes are rate limited by topic.
 """
 
 from __future__ import annotations
@@ -57,17 +57,17 @@ log = logs.get("node")
 
 LOOK_S = 1.0
 OUTLOOK_S = 5.0
+# Time for which a viewer counts as present after requesting a picture.
 WATCHED_S = 60.0
-"""Somebody counts as looking for so long after a picture was asked for."""
+# Number of measurements over which the use of the link is averaged.
 RATE_LOOKS = 10
-"""Looks over which the use of the link is averaged."""
+# Rate limit of the notes of one topic.
 NOTE_BURST, NOTES_PER_S = 10, 1 / 6
-"""Limit of the notes of one topic."""
 LONGEST_NOTE = 500
 
 
 class MachineStepped(NamedTuple):
-    """The peer's machine has handled an event."""
+    """Event: the peer's state machine has handled an event."""
 
     event: ev.Event
     effects: list[ef.Effect]
@@ -75,14 +75,14 @@ class MachineStepped(NamedTuple):
 
 
 def run_history(manifest: Manifest, me: PeerId) -> RunHistory:
-    """The history of a run that the event log of the peer ``me`` makes; empty at first."""
+    """Return an empty history of a run, to be filled from the event log of the peer ``me``."""
     layout, config = Layout.of(manifest), manifest.config
     title = Title(run=manifest.run, name=config.name, me=me, parameters=layout.elements)
     return RunHistory(title, [shard.elements for shard in layout.shards], config.inner.steps)
 
 
 class Telemetry:
-    """See the module. Listens to ``MachineStepped``, and publishes each ``Alert``."""
+    """Telemetry of one node. Listens to ``MachineStepped``, and publishes each ``Alert``."""
 
     def __init__(
         self,
@@ -97,10 +97,10 @@ class Telemetry:
     ) -> None:
         """
         Args:
-            history: of the event log of ``peer``, which feeds it.
-            status: of this peer.
-            swarm_status: knows the status of other peers.
-            membership_remaining_s: how long this peer's membership lasts; None: it has no end.
+            history: history of the run, fed by the event log of ``peer``.
+            status: returns this peer's status.
+            swarm_status: status of the other peers.
+            membership_remaining_s: returns the remaining seconds of this peer's membership; None: it does not expire.
         """
         self._peer = peer
         self._links = links
@@ -111,28 +111,28 @@ class Telemetry:
         self._events = events
         self._alerts = Alerts(membership_remaining_s)
         self._live: tuple[PeerId, ...] = ()
+        # The last evaluation in the event log, so that each is written once.
         self._evaluation: msg.Evaluation | None = None
-        """The last one that was written."""
+        # For each peer, its connection and the time at which that was first seen.
         self._since: dict[str, tuple[object, float]] = {}
-        """For each peer its connection, and when that was first seen."""
         self._traffic: deque[tuple[float, int, int]] = deque(maxlen=RATE_LOOKS)
         self._outlook = EtaEstimator()
         self._watched_at = -math.inf
         self._began = peer.host.now()
+        # By topic of a note.
         self._notes: RateLimiter[str] = RateLimiter(burst=NOTE_BURST, per_s=NOTES_PER_S)
-        """By topic."""
         events.subscribe(MachineStepped, self._on_step)
 
     # -- events --------------------------------------------------------------------------------------------------------
 
     def _on_step(self, step: MachineStepped) -> None:
-        """Write the event and its effects into journal and event log."""
+        """Write the event and its effects to the journal and the event log."""
         event, effects, now = step
         if self._journal is not None:
             try:
                 self._journal.record(now, event, effects)
-            except OSError as error:  # one with a gap would replay to something else
-                log.warning("journal ends here", reason=error.strerror or str(error))
+            except OSError as error:  # a journal with a gap would replay to another state, so it must end here
+                log.warning("the journal cannot be written and ends here", reason=error.strerror or str(error))
                 self._journal.close()
                 self._journal = None
         view, write = self._peer.machine.view, self._peer.metrics.write
@@ -173,15 +173,15 @@ class Telemetry:
             self._peer.metrics.write("left", peer=peer, live=len(live) + 1)
 
     def _write_note(self, note: ef.Note) -> None:
-        if note.topic == "peers":  # said already
+        if note.topic == "peers":  # already in the log as "joined" and "left"
             return
         if self._notes.take(note.topic, self._peer.host.now()):
             self._peer.metrics.write("note", level=note.level, topic=note.topic, text=note.reason[:LONGEST_NOTE])
 
-    # -- looking -------------------------------------------------------------------------------------------------------
+    # -- measuring -----------------------------------------------------------------------------------------------------
 
     async def keep(self) -> None:
-        """Until cancelled: measure rates, estimate the time left, and ask other peers while somebody looks."""
+        """Measure rates, estimate the remaining time, and ask other peers while there is a viewer, until cancelled."""
         asked_at = prospect_at = -math.inf
         while True:
             now = self._peer.host.now()
@@ -201,7 +201,7 @@ class Telemetry:
         """Publish and log each alert that begins or ends."""
         folder = self._peer.options.folder
         room: float | None = None
-        with suppress(OSError):  # other alerts are told all the same
+        with suppress(OSError):  # without the free space, all other alerts still work
             room = (await asyncio.to_thread(shutil.disk_usage, folder)).free
         for alert in self._alerts.look(self._peer.host.now(), self._current_picture(), room):
             self._peer.metrics.write("alert", kind=alert.kind, text=alert.text, is_over=alert.is_over)
@@ -212,16 +212,16 @@ class Telemetry:
 
     @property
     def is_watched(self) -> bool:
-        """Whether somebody has asked for a picture in the last WATCHED_S seconds."""
+        """True if a viewer has requested a picture in the last WATCHED_S seconds."""
         return self._peer.host.now() - self._watched_at < WATCHED_S
 
     def picture_for_viewer(self) -> RunSnapshot:
-        """Picture for a viewer that goes on looking: other peers are asked for their status meanwhile."""
+        """Return a picture for a viewer that stays, so that other peers are asked for their status from now on."""
         self._watched_at = self._peer.host.now()
         return self.picture()
 
     def picture(self) -> RunSnapshot:
-        """Picture of this moment, with the alerts that last."""
+        """Return the current picture, with the alerts that are active."""
         seen, lasts_s = self._current_picture(), self._peer.host.now() - self._began
         return msgspec.structs.replace(
             seen,
@@ -292,7 +292,7 @@ class Telemetry:
         )
 
     def _rows(self, now: float, status: PeerStatus, given: tuple[PeerRow, ...]) -> tuple[PeerRow, ...]:
-        """Rows of the live peers and of those that contributed; peers that have left come last."""
+        """Return rows of the live peers and of those that have contributed. Peers that have left come last."""
         view, rows = self._peer.machine.view, {row.peer: row for row in given}
         participating, words = view.participating, {view.me: status, **self.swarm_status.others}
         live = (view.me, *view.live)
@@ -336,7 +336,7 @@ def _connection_kind(channel: Channel) -> str:
 
 
 def public_words(status: PeerStatus) -> OwnWords:
-    """The part of a peer's status that the picture shows."""
+    """Return the part of a peer's status that the picture shows."""
     return OwnWords(
         phase=status.phase,
         tokens_per_s=max(0.0, finite(status.tokens_per_second) or 0.0),

@@ -94,6 +94,6 @@ def test_a_finished_run_is_said_to_be_finished(tmp_path: Path) -> None:
         for command in (["start", config], ["resume", str(swarm["A"].folder)]):
             member = swarm.launch("A", command)
             assert ended(member) == 0, log_lines(member)
-            assert "is finished, all 20 steps of it, and its model lies in" in str(printed(member, "ended: "))
+            assert "has finished all 20 steps; its model is in" in str(printed(member, "ended: "))
             assert saved(member) == before
             assert len(run_folders(member)) == 1

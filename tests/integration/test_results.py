@@ -14,7 +14,7 @@ from waiting import wait_until
 from p2pdiloco.peer.checkpoint import load
 from p2pdiloco.util.status_pipe import Invited
 
-SERVED = "it is served to whoever comes"
+SERVED = "serving the final model for"
 
 
 def command(*words: object) -> str:

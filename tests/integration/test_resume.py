@@ -137,7 +137,7 @@ def test_who_has_a_state_joins_though_none_of_the_others_is_there_yet(tmp_path: 
     """The bootstrap is there, and knows the run by what has not expired yet, or not at all."""
     with after_a_power_failure(tmp_path, keeps_bootstrap=True) as (swarm, commands, version):
         bob = swarm.launch("B", commands["B"])
-        until(bob, lambda: printed(bob, "no other peer of the run is there yet, going on from the state here"))
+        until(bob, lambda: printed(bob, "no other peer of the run answers yet; continuing from the local state"))
         until(bob, lambda: bob.view.version > version, what="new versions")
         ann = swarm.launch("A", commands["A"])
         until(ann, lambda: contributes(ann, bob, version), what="both at work together")

@@ -323,7 +323,7 @@ def test_of_several_runs_the_user_says_which(tmp_path: Path) -> None:
         RunStore(tmp_path / "state").choose(None)
     assert RunStore(tmp_path / "state").choose("story") == MANIFEST
     assert RunStore(tmp_path / "state").choose(MANIFEST.run[:8]) == MANIFEST
-    with pytest.raises(CheckpointError, match="no checkpoint is of a run 'x'"):
+    with pytest.raises(CheckpointError, match="there is no checkpoint of a run 'x'"):
         RunStore(tmp_path / "state").choose("x")
 
 

@@ -178,7 +178,7 @@ def test_the_end_tells_path_loss_tokens_and_the_next_command() -> None:
 
 def test_a_finished_run_says_where_its_model_is_and_how_to_serve_it(tmp_path: Path) -> None:
     said = finished_message(leave(tmp_path, "story"), Path("/state/aaaa"))
-    for told in ("is finished, all 1000 steps", "p2pdiloco generate /state/aaaa", "resume /state/aaaa --stay-s 3600"):
+    for told in ("has finished all 1000 steps", "p2pdiloco generate /state/aaaa", "resume /state/aaaa --stay-s 3600"):
         assert told in said
     manifest = leave(tmp_path, "script")
     config = msgspec.structs.replace(manifest.config, model=ModelConfig(kind="external"))

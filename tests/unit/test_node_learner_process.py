@@ -82,7 +82,7 @@ def test_a_learner_whose_words_cannot_be_handled_is_ended_and_its_end_is_told(
             return await asyncio.wait_for(told, 20.0)
 
     reason, status = asyncio.run(live())
-    assert "what it said could not be handled" in reason
+    assert "its message could not be handled" in reason
     assert status == -9
 
 

@@ -106,7 +106,7 @@ def test_a_notice_is_leaving_in_order(cloud: str, address: str, monkeypatch: pyt
             await asyncio.wait_for(node.left.wait(), 10.0)
         return node.said
 
-    assert asyncio.run(live()) == [f"leave: {cloud} takes the machine back"]
+    assert asyncio.run(live()) == [f"leave: {cloud} reclaims the machine"]
 
 
 def test_where_no_cloud_answers_the_peer_goes_on(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
