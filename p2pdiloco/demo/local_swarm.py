@@ -1,14 +1,16 @@
-"""A swarm of real processes on this machine, started with the commands that a user types, and watched through each
-peer's own event log. The demo, the chaos runs and the integration tests use it.
+"""A swarm of real processes on this machine, for the demo, the chaos runs and the integration tests.
+
+The processes are started with the commands that a user types, and observed through each peer's event log.
 
 Rules of this file:
-1. Every process carries the swarm's mark in its environment, so that processes that are left can be counted, and ended.
-2. They die with the process that started them, even by SIGKILL (Linux); a stopped one needs ``reaper.py``.
-3. A process reports over its status pipe when it is up, and how it is joined. Nobody searches what it prints.
-4. A clock is wrong where ``wrong_clock/`` comes first in a process's import path: Python's, which is what a peer's
-   program reads; nothing else of the machine, and nothing of ours is changed for it.
-5. A peer's folder outlives its processes: the next process on it is the same peer. What the next one would overwrite
-   (journal, report) is kept under a number.
+1. Every process has the swarm's mark in its environment, so that leftover processes can be counted and killed.
+2. The processes die with the process that started them, even if that is killed by SIGKILL (Linux). A process that is
+   stopped (SIGSTOP) needs ``tests/chaos/reaper.py``.
+3. A process reports over its status pipe when it is up, and how to join it. Its printed output is not parsed.
+4. For a wrong clock, ``tests/chaos/wrong_clock/`` comes first in the import path of a process. It changes only Python's
+   clock, which a peer reads.
+5. A peer's folder outlives its processes: the next process on it is the same peer. Files that it would overwrite
+   (journal, report) are kept under a number.
 """
 
 from __future__ import annotations
@@ -31,19 +33,19 @@ from p2pdiloco.util import status_pipe
 from p2pdiloco.util.process import die_with_parent
 from p2pdiloco.util.status_pipe import Invited, Listening, Message, StatusPipeError
 
+# Environment variable that every process of one swarm inherits.
 MARK = "P2PDILOCO_SWARM"
-"""Environment variable that every process of one swarm inherits."""
 START_S = 60.0
 STOP_S = 30.0
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 
 
 class SwarmError(Exception):
-    """The swarm cannot go on; the message is for the person in front of it."""
+    """The swarm cannot continue. The message is for the user."""
 
 
 class View:
-    """The state of one peer by its event log, ``metrics.jsonl``."""
+    """State of one peer according to its event log, ``metrics.jsonl``."""
 
     def __init__(self) -> None:
         self.peer = ""
@@ -55,14 +57,14 @@ class View:
         self.blocked_s = 0.0
         self.live = 1
         self.sent_bytes = 0
+        # Unix time at which it last had a complete state.
         self.current_at = 0.0
-        """Unix time at which it last had a whole state."""
+        # Unix time of its learner's first progress; 0: none yet.
         self.began_training_at = 0.0
-        """Unix time of its learner's first progress; 0: none yet."""
+        # Unix time of its learner's last progress.
         self.trained_at = 0.0
-        """Unix time of its learner's last progress."""
+        # (Unix time, loss, version) of each evaluation.
         self.held_out: list[tuple[float, float, int]] = []
-        """(Unix time, loss, version)"""
         self.commits: list[dict[str, Any]] = []
         self.warnings: list[str] = []
 
@@ -94,7 +96,7 @@ class View:
 
 
 class Member:
-    """One process of the swarm."""
+    """One process of the swarm, with its folder and its state."""
 
     def __init__(
         self,
@@ -105,8 +107,11 @@ class Member:
         environment: Mapping[str, str] | None = None,
         clock_off_s: float = 0.0,
     ) -> None:
-        """``environment``: additional variables of its process. ``clock_off_s``: how far its wall clock is ahead, so
-        that the times in its event log can be compared with this process's."""
+        """
+        Args:
+            environment: additional environment variables of its process.
+            clock_off_s: lead of its wall clock in seconds, by which the times in its event log are corrected.
+        """
         self.name = name
         self.folder = folder
         self.log_path = folder / "log.txt"
@@ -125,7 +130,7 @@ class Member:
     def begin(
         arguments: Sequence[str], log: IO[bytes], environment: dict[str, str], status_fd: int
     ) -> subprocess.Popen[bytes]:
-        """Start the command that is its process."""
+        """Start the command of its process."""
         return subprocess.Popen(
             [sys.executable, "-P", "-m", "p2pdiloco", *arguments, status_pipe.OPTION, str(status_fd)],
             pass_fds=(status_fd,),
@@ -133,41 +138,41 @@ class Member:
             stdout=log,
             stderr=log,
             env=environment,
-            start_new_session=True,  # Ctrl+C reaches whoever started it, who then ends it
+            start_new_session=True,  # Ctrl+C must reach only the starting process, which then ends this one
             preexec_fn=die_with_parent,
         )
 
     @property
     def is_running(self) -> bool:
-        """Whether its node process runs."""
+        """True while its node process runs."""
         return self.process.poll() is None
 
     @property
     def status(self) -> int | None:
-        """Exit status of its node process."""
+        """Exit status of its node process; None while it runs."""
         return self.process.poll()
 
     @property
     def ended_badly(self) -> bool:
-        """Whether it ended with an error, and was not killed on purpose."""
+        """True if it ended with an error and was not killed on purpose."""
         return not self.was_killed and self.process.poll() not in (None, 0)
 
     def kill(self) -> None:
-        """SIGKILL to the node process, nothing else: learner and daemon must notice by themselves."""
+        """Send SIGKILL to the node process only; learner and daemon must notice by themselves."""
         self.was_killed = True
         self.process.kill()
         self.process.wait()
 
     def run_folder(self) -> Path | None:
-        """The run's folder in this peer's state folder, once there is one."""
+        """Return the run's folder in this peer's state folder, or None if there is none yet."""
         found = sorted(self.folder.glob("*/metrics.jsonl"), key=lambda path: path.stat().st_mtime)
         return found[-1].parent if found else None
 
     def wait_for(self, kind: type[Message], timeout_s: float = START_S) -> Message:
-        """Its first report of this kind.
+        """Wait for its first report of this kind, and return it.
 
         Raises:
-            SwarmError: it ended before, or takes too long.
+            SwarmError: the process ended before, or the report takes too long.
         """
         try:
             return self.reports.wait_for(kind, timeout_s)
@@ -176,19 +181,19 @@ class Member:
             raise SwarmError(f"{self.name} did not start ({error}), its log ends with:\n{tail}") from error
 
     def output(self) -> list[str]:
-        """The lines that this process has printed for people."""
+        """Return the lines that this process has printed."""
         with open(self.log_path, "rb") as log:
             log.seek(self._log_began)
             return log.read().decode(errors="replace").splitlines()
 
     def refresh(self) -> None:
-        """Read what is new in its event log."""
+        """Read the new lines of its event log."""
         folder = self.run_folder()
         if folder is None:
             return
         with open(folder / "metrics.jsonl", "rb") as file:
             if os.fstat(file.fileno()).st_size < self._read.get(folder, 0):
-                self._read[folder] = 0  # it was moved aside, and another one begun
+                self._read[folder] = 0  # the log was rotated
             file.seek(self._read.get(folder, 0))
             data = file.read()
         whole = data[: data.rfind(b"\n") + 1]
@@ -199,13 +204,13 @@ class Member:
                 self.view.apply({**event, "time": event["time"] - self._clock_off_s})
 
     def report(self) -> dict[str, Any] | None:
-        """The report that it wrote at its end."""
+        """Return the report that it wrote at its end, or None."""
         folder = self.run_folder()
         path = None if folder is None else folder / "report.json"
         return None if path is None or not path.exists() else json.loads(path.read_bytes())
 
     def line(self) -> str:
-        """A line for people: what it does, and how far it is."""
+        """Return a line for people about its activity and progress."""
         view = self.view
         state = "killed" if self.was_killed else "training" if self.is_running else "done"
         loss = "-" if view.loss is None else f"{view.loss:.3f}"
@@ -215,8 +220,8 @@ class Member:
         )
 
 
+# The run is open, so that peers join by the bootstrap node's address, without an invite.
 OPEN = ("--access", "open")
-"""Everybody joins by the bootstrap node's address."""
 
 
 class Swarm:
@@ -244,13 +249,13 @@ class Swarm:
         return self.launch_bootstrap().wait_for(Listening).addresses[0]
 
     def start_founder(self, name: str, config: Path, address: str, *more: str) -> Member:
-        """Start the peer that founds the run, and wait until it can be joined. ``more``: further options."""
+        """Start the peer that founds the run, and wait until others can join. ``more``: further options."""
         member = self.launch(name, ["start", str(config), *OPEN, "--bootstrap", address], *more)
         member.wait_for(Invited)
         return member
 
     def join(self, name: str, address: str, *more: str) -> Member:
-        """Start a peer that knows one address."""
+        """Start a peer that joins by one address."""
         return self.launch(name, ["join", address], *more)
 
     def launch(
@@ -261,7 +266,10 @@ class Swarm:
         environment: Mapping[str, str] | None = None,
         clock_off_s: float = 0.0,
     ) -> Member:
-        """Start a peer, or start it again on its folder as the same peer. The last two arguments are ``Member``'s."""
+        """Start a peer, or restart it on its folder as the same peer.
+
+        more: further options. environment, clock_off_s: see ``Member``.
+        """
         folder = self.out / f"peer-{name}"
         _number_earlier_files(folder)
         listen = () if "--listen" in more else ("--listen", LOOPBACK)
@@ -271,7 +279,7 @@ class Swarm:
         return member
 
     def stop(self) -> None:
-        """Ask all processes to leave in order, and kill those that do not within ``STOP_S``."""
+        """Ask all processes to shut down gracefully, and kill those that do not within ``STOP_S``."""
         everyone = [*self.members, *([self.bootstrap] if self._started else [])]
         for member in everyone:
             if member.is_running:
@@ -287,13 +295,13 @@ class Swarm:
         self.wait_until_alone()
 
     def wait_until_alone(self) -> None:
-        """Give children time to notice their parent's end by themselves."""
+        """Wait up to 5 s for child processes to notice the end of their parents."""
         deadline = time.monotonic() + 5.0
         while self.leftovers() and time.monotonic() < deadline:
             time.sleep(0.1)
 
     def leftovers(self) -> list[str]:
-        """Processes of this swarm that still run."""
+        """Return the processes of this swarm that still run, as "PID NAME"."""
         return [f"{process.pid} {_name(process)}" for process in marked_processes(self.mark)]
 
     def kill_leftovers(self) -> None:
@@ -304,7 +312,7 @@ class Swarm:
 
 
 def marked_processes(mark: str) -> list[psutil.Process]:
-    """The processes with a swarm's mark, without this process and zombies."""
+    """Return the processes with a swarm's mark, without this process and zombies."""
     found = []
     for process in psutil.process_iter():
         try:

@@ -1,4 +1,4 @@
-"""Report of the demo: numbers, a plot, a text sample, and whether each promise was kept."""
+"""Report of the demo: numbers, a plot, a text sample, and the guarantees that were not kept."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from p2pdiloco.training.parameters import FlatParameters
 from p2pdiloco.util.logs import printable
 
 # -- Plot --------------------------------------------------------------------------------------------------------------
-# The demo as a picture: the loss, and below it a lane a peer.
+# Draws the demo: the held-out loss, and below it a lane for each peer.
 
 
 TRAINS, STARTS, KILLED, MERGED, FAINT = "#2b6cb0", "#cbd5e0", "#c53030", "#f6e05e", "#718096"
@@ -28,7 +28,7 @@ LANE = 0.5
 
 
 def draw(story: Story, start: float, path: Path) -> str:
-    """Write the picture (PNG): where it is, or why there is none. ``start``: version 0's held-out loss."""
+    """Write the plot (PNG). Return its path, or the reason why there is none. ``start``: held-out loss of version 0."""
     try:
         import matplotlib as mpl
     except ModuleNotFoundError as error:
@@ -80,7 +80,7 @@ def _loss(story: Story, start: float, axis: Any) -> None:
 
 
 def _lane(story: Story, axis: Any, row: int, member: Member) -> None:
-    """Pale while it starts, then full; a line wherever a commit holds progress of its own."""
+    """Draw a peer's lane: pale while it starts, then full, with a line at each commit that contains its progress."""
     view = member.view
     ended = story.killed_unix if member is story.killed else max(view.trained_at, member.began_unix)
     began, trained, ended = (
@@ -113,7 +113,7 @@ def _legend(axis: Any) -> None:
 
 
 # -- Report ------------------------------------------------------------------------------------------------------------
-# What the demo showed: numbers, a plot, a sample of text, and whether each promise was kept.
+# Evaluates the demo, and prints and saves its report.
 
 
 PROMPT = b"def "
@@ -122,7 +122,7 @@ FP32_BYTES = 4.0
 
 
 def make_report(story: Story, config: RunConfig, out: Path) -> dict[str, Any]:
-    """Collect, evaluate, plot and save; returns what ``report.json`` holds.
+    """Evaluate the demo and save ``report.json`` and the plot. Return the report.
 
     Raises:
         SwarmError: the founder saved no checkpoint.
@@ -138,7 +138,8 @@ def make_report(story: Story, config: RunConfig, out: Path) -> dict[str, Any]:
     per_parameter = [r[key] for r in reports for key in ("up_bytes_per_parameter", "down_bytes_per_parameter")]
     largest = max(per_parameter, default=0.0)
     merged = max((r["tokens_merged"] for r in reports), default=0)
-    # What the killed learner trained last it may have given before it told how much that was.
+    # The killed learner may have contributed its last tokens before it reported their number, so at least the merged
+    # tokens are counted.
     trained = sum(m.view.tokens for m in story.members if m.was_killed) + sum(r["tokens_trained"] for r in reports)
     report: dict[str, Any] = {
         "held_out_loss_start": start,
@@ -167,7 +168,7 @@ def make_report(story: Story, config: RunConfig, out: Path) -> dict[str, Any]:
 
 
 def _evaluate(checkpoint: Checkpoint, config: RunConfig) -> tuple[float, float, str]:
-    """Held-out loss of version 0 and of the checkpoint, and a sample of the latter's text."""
+    """Return the held-out losses of version 0 and of the checkpoint, and a text sample of the checkpoint."""
     torch.set_num_threads(2)
     corpus = load_corpus(config.data, context=config.model.context)
     model = build_model(config.model, config.seed)
@@ -181,7 +182,7 @@ def _evaluate(checkpoint: Checkpoint, config: RunConfig) -> tuple[float, float, 
 
 
 def _merged_tokens(founder: Member, late: Member | None) -> int:
-    """Tokens of the late joiner in shard 0's chain."""
+    """Return the tokens of the late joiner in shard 0's chain."""
     if late is None:
         return 0
     return sum(
@@ -198,7 +199,7 @@ def _is_in_last_commits(founder: Member, late: Member | None) -> bool:
 
 
 def judge(report: dict[str, Any]) -> list[str]:
-    """The promises that were not kept, one sentence each."""
+    """Return the guarantees that were not kept, one sentence each."""
     checks = [
         (report["held_out_loss_end"] <= report["held_out_loss_start"] / 2, "held-out loss did not fall to half"),
         (report["digests_equal"], "the peers' digests differ"),
@@ -213,7 +214,7 @@ def judge(report: dict[str, Any]) -> list[str]:
 
 
 def print_report(report: dict[str, Any], out: Path) -> None:
-    """For people."""
+    """Print the report for people."""
     ratio = report["wire_ratio_to_fp32"]
     print("\nthe run is complete")
     print(

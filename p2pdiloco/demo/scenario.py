@@ -1,11 +1,11 @@
 """The demo's scenario: a swarm on this machine, with a kill, a late joiner and a dead bootstrap node.
 
 Rules of this file:
-1. Every part is a real process that talks to the others over loopback sockets and a real DHT, started with the same
-   commands that a user types. Nothing here reaches into them: the picture comes from the files that each peer writes.
-2. All of them carry a mark in their environment, so that the demo can count what is left of them, and end it.
-3. The numbers of the report are measured from the outside: the losses by evaluating version 0 and the checkpoint that
-   the founder saved.
+1. Every peer is a real process that communicates over loopback sockets and a real DHT. It is started with the commands
+   that a user types, and observed only through the files that it writes.
+2. All processes have a mark in their environment, so that the demo can count and kill leftover ones.
+3. The numbers of the report are measured from outside: the losses by evaluating version 0 and the checkpoint that the
+   founder saved.
 """
 
 from __future__ import annotations
@@ -29,26 +29,28 @@ class Story:
         self.killed_unix = 0.0
         self.version_at_kill = 0
         self.late: Member | None = None
+        # 0: the bootstrap node was not killed.
         self.bootstrap_killed_unix = 0.0
-        """0: it was not killed."""
         self.members: list[Member] = []
         self.leftovers: list[str] = []
 
 
+# Share of the run's steps after which one peer is killed.
 KILL_AT = 0.35
-"""Share of the run's steps after which one peer is killed."""
 JOIN_AT = 0.45
 BOOTSTRAP_KILL_AT = 0.75
 POLL_S = 0.5
+# Interval between two progress lines if standard output is not a terminal.
 LINE_S = 5.0
-"""Between two progress lines where standard output is not a terminal."""
 
 
 def play(swarm: Swarm, config: RunConfig, limit_s: float, is_interrupted: Callable[[], bool]) -> Story | None:
-    """Found, join, kill, join late, kill the bootstrap node, and wait for the end; None if it was interrupted.
+    """Play the scenario: found, join, kill a peer, join late, kill the bootstrap node, and wait for the end.
+
+    Returns None if ``is_interrupted()`` became true.
 
     Raises:
-        SwarmError: a peer failed, or the end did not come within ``limit_s``.
+        SwarmError: a peer failed, or the run did not end within ``limit_s`` seconds.
     """
     began = time.monotonic()
     print("starting a bootstrap node and three peers on this machine ...", flush=True)
@@ -98,7 +100,7 @@ def play(swarm: Swarm, config: RunConfig, limit_s: float, is_interrupted: Callab
 
 
 class _Screen:
-    """Live progress: a table redrawn in place on a terminal, a line now and then elsewhere."""
+    """Shows progress: a table redrawn in place on a terminal, and a line every LINE_S elsewhere."""
 
     def __init__(self, total_steps: int) -> None:
         self._total = total_steps
