@@ -1,4 +1,4 @@
-"""``python -m p2pdiloco`` is ``p2pdiloco``."""
+"""Entry point of ``python -m p2pdiloco``, which is the command ``p2pdiloco``."""
 
 import sys
 

@@ -1,10 +1,11 @@
-"""Forecast of what a run will ask of its peers' bandwidth, memory and money, before it is created.
+"""Forecast of a run's needs in bandwidth, memory and money, before it is founded.
 
 Rules of this file:
-1. Pure numbers; all peers and their lines are alike. Utilisation is by the public model (``bandwidth.py``), the rest is
-   counted: what goes over a line, what a peer holds.
-2. An exchange is a contribution to the owner, a commit from it to all, and three one-way trips (announced, contributed,
-   committed). A fragment with fewer shards than there are peers has fewer owners, whose lines are then the slowest.
+1. Pure arithmetic. All peers and their links are alike. Utilisation comes from the public model of the DiLoCo family;
+   bytes on the link and memory are counted.
+2. An exchange consists of a contribution to the owner, a commit from the owner to all, and three one-way trips
+   (announcement, contribution, commit). A fragment with fewer shards than peers has fewer owners, whose links are then
+   the bottleneck.
 """
 
 from __future__ import annotations
@@ -16,59 +17,59 @@ from typing import Final, TypeVar
 import msgspec
 
 # -- Bandwidth model ---------------------------------------------------------------------------------------------------
-# What a line must carry for a given compute utilisation, by the public model of the DiLoCo family.
+# Compute utilisation at a given link rate, by the public model of the DiLoCo family.
 #
-# Rules of this file:
-# 1. Pure numbers: bits, seconds, bits a second, without headers.
-# 2. A peer's line carries what it sends and, the other way, as much that it gets.
-# 3. This project's learners never wait. Its utilisation here is what it would be if they did, so that it can stand
-#    beside the others'; what happens instead is that turns are late, or left out.
+# Rules of this section:
+# 1. Units are bits, seconds and bits per second, without headers.
+# 2. A peer's link carries as much in each direction.
+# 3. Learners of this project never wait. Its utilisation here is the value if they did wait, so that it can be compared
+#    with other systems. In fact turns become late, or are left out.
 
 
+# Description of a run, of any model.
 Described = TypeVar("Described")
-"""A run, as some model sees it."""
 
 BUCKETS: Final = 128
+# Share of the backward pass in a step.
 BACKWARD: Final = 2 / 3
-"""Of a step."""
 
 
 class Training(msgspec.Struct, frozen=True, kw_only=True):
-    """A run, as the model sees it."""
+    """A run, as the bandwidth model describes it."""
 
     parameters: float
     peers: int
     step_s: float = 1.0
     sync_every: int = 24
-    """H."""
+    """Steps between two exchanges of the same fragment (H)."""
     fragments: int = 24
-    """P."""
+    """Number of fragments (P)."""
     overlap: int = 2
-    """tau, in steps."""
+    """Steps that an exchange may take (tau)."""
     up_bytes: float = 0.5
-    """A parameter, of what a learner contributes; of gradients, for data parallel."""
+    """Bytes per parameter of a contribution; of gradients, for data parallel."""
     down_bytes: float = 0.5
-    """A parameter, of what comes back."""
+    """Bytes per parameter of a commit."""
 
     @property
     def interval_s(self) -> float:
-        """Between the turns of two fragments."""
+        """Seconds between the turns of two fragments."""
         return self.step_s * self.sync_every / self.fragments
 
 
 def all_reduced_bits(training: Training) -> float:
-    """What a peer sends, and gets, for one exchange of the whole model: a reduce and a spread."""
+    """Return the bits that a peer sends, and receives, in one all-reduce of the whole model."""
     share = 1 - 1 / training.peers
     return training.parameters * 8 * share * (training.up_bytes + training.down_bytes)
 
 
 def starred_bits(training: Training) -> float:
-    """The same towards a central syncer that is elsewhere; the other direction is as much."""
+    """Return the bits that a peer exchanges with a central syncer in one exchange of the whole model, one way."""
     return training.parameters * 8 * max(training.up_bytes, training.down_bytes)
 
 
 def data_parallel(training: Training, bits_per_s: float) -> float:
-    """Gradients of each step, bucket by bucket, by the end of the step."""
+    """Return the utilisation of data parallel training, which all-reduces gradients in buckets within each step."""
     step_s, bucket_s = training.step_s, all_reduced_bits(training) / bits_per_s / BUCKETS
     done = 0.0
     for bucket in range(1, BUCKETS + 1):
@@ -78,30 +79,32 @@ def data_parallel(training: Training, bits_per_s: float) -> float:
 
 
 def diloco(training: Training, bits_per_s: float) -> float:
-    """All stop every H steps until the whole model has been exchanged."""
+    """Return the utilisation of DiLoCo, in which all learners stop every H steps to exchange the whole model."""
     computed_s = training.step_s * training.sync_every
     return computed_s / (computed_s + all_reduced_bits(training) / bits_per_s)
 
 
 def _streamed(training: Training, bits: float, bits_per_s: float) -> float:
-    """A fragment every H / P steps, by ``overlap`` steps after the one in which it is sent."""
+    """Return the utilisation if a fragment is sent every H / P steps and must arrive ``overlap`` steps later."""
     deadline_s = (training.overlap + 1) * training.step_s
     late_s = bits / training.fragments / bits_per_s - min(training.interval_s, deadline_s)
     return training.interval_s / (training.interval_s + max(0.0, late_s))
 
 
 def streaming(training: Training, bits_per_s: float) -> float:
-    """Streaming DiLoCo: fragments are all-reduced."""
+    """Return the utilisation of Streaming DiLoCo, which all-reduces fragments."""
     return _streamed(training, all_reduced_bits(training), bits_per_s)
 
 
 def star(training: Training, bits_per_s: float) -> float:
-    """Decoupled DiLoCo: to and from a syncer that is on none of the learners' lines, and has one as fast for each."""
+    """Return the utilisation of Decoupled DiLoCo, whose central syncer has as fast a link to each learner."""
     return _streamed(training, starred_bits(training), bits_per_s)
 
 
 def p2pdiloco(training: Training, bits_per_s: float) -> float:
-    """Contributions to owners, which are the peers themselves, and commits to all."""
+    """Return the utilisation of this project if its learners waited.
+
+    Peers send contributions to owners, which are peers themselves and send commits to all."""
     return _streamed(training, all_reduced_bits(training), bits_per_s)
 
 
@@ -115,7 +118,7 @@ SYSTEMS: Final[dict[str, Callable[[Training, float], float]]] = {
 
 
 def least_rate(utilisation: Callable[[Described, float], float], training: Described, wanted: float = 0.95) -> float:
-    """The slowest line, in bits a second, at which so much of the time is computed."""
+    """Return the lowest link rate, in bits per second, at which the utilisation is at least ``wanted``."""
     low, high = 1.0, 1e16
     while high / low > 1 + 1e-9:
         rate = (low * high) ** 0.5
@@ -124,36 +127,35 @@ def least_rate(utilisation: Callable[[Described, float], float], training: Descr
 
 
 def sustained(training: Training, bits_per_s: float) -> float:
-    """The share of its turns that this project's line can carry: all, if fragments leave as fast as they come."""
+    """Return the share of the turns that a link can carry in this project; 1: fragments leave as fast as they come."""
     return min(1.0, bits_per_s * training.interval_s * training.fragments / all_reduced_bits(training))
 
 
-# -- What a run would ask of its peers' lines, memory and money, before it is founded ----------------------------------
+# -- Forecast ----------------------------------------------------------------------------------------------------------
 
 
 DAY_S: Final = 86400.0
+# Share of the payload in a full packet.
 PAYLOAD_SHARE: Final = 1448 / 1514
-"""Payload in a full packet."""
+# Bytes of a small message on the link (117 bytes measured, benchmarks/protocol/README.md, and 104 of headers).
 CONTROL_BYTES: Final = 220
-"""A small message on the line (117 bytes measured, benchmarks/protocol/README.md, and 104 of headers)."""
+# Memory of a node: bytes per parameter, and a constant (``python -m benchmarks.memory``).
 NODE_BYTES: Final = 9.0
-"""A parameter that a node holds (``python -m benchmarks.memory``),"""
 NODE_FIXED_BYTES: Final = 45e6
-"""and besides."""
+# Memory of a learner in bytes per parameter: model, gradients, AdamW. Activations come on top.
 LEARNER_BYTES: Final = 16.0
-"""A parameter: model, gradients, AdamW; activations come on top."""
+# Bytes per parameter that a newcomer downloads: parameters and momentum.
 STATE_BYTES: Final = 8.0
-"""A parameter that a newcomer fetches: parameters and momentum."""
+# Longest exchange that is recommended, in steps; a longer overlap costs loss (benchmarks/quality/README.md).
 MOST_OVERLAP: Final = 8
-"""Steps that a recommended exchange may take; a longer overlap costs loss (benchmarks/quality/README.md)."""
 MOST_SYNC_EVERY: Final = 768
+# Codecs that are recommended, with their bytes per parameter and direction: the default, and a coarser step of 1.0,
+# which costs 0.5 % of loss and saves a third of the bytes (docs/results.md).
 CODECS: Final = (("int4", 0.43), ("int4-coarse", 0.27))
-"""What is advised, with its bytes a parameter and way: the shipped one, and step 1.0, which costs 0.5 % of loss and
-saves a third of the bytes (docs/results.md)."""
 
 
 class PeerLines(msgspec.Struct, frozen=True, kw_only=True):
-    """What each peer has."""
+    """The link of each peer."""
 
     up_bits_per_s: float
     down_bits_per_s: float
@@ -161,13 +163,14 @@ class PeerLines(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Wanted(msgspec.Struct, frozen=True, kw_only=True):
-    """A run, its fragments as numbers of parameters of their shards."""
+    """A planned run."""
 
     fragments: tuple[tuple[int, ...], ...]
+    """For each fragment, the number of parameters of each of its shards."""
     peers: int
     step_s: float
     steps: int
-    """In all."""
+    """Total number of steps."""
     sync_every: int
     overlap: int
     up_bytes: float
@@ -180,7 +183,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def training(self) -> Training:
-        """As the public model sees it."""
+        """The run as the bandwidth model describes it."""
         return Training(
             parameters=self.parameters,
             peers=self.peers,
@@ -194,21 +197,21 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Forecast(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer. Bytes are those on the line of one peer, one way; the other way are as many."""
+    """Forecast of a run. Bytes are those on the link of one peer in one direction; the other one has as many."""
 
     parameters: int
     bytes_a_step: float
     bytes_a_day: float
     mean_bits_per_s: float
     exchange_s: float
-    """From the turn of the largest fragment to its commit at all."""
+    """Seconds from the turn of the largest fragment until all peers have its commit."""
     staleness_steps: float
     is_on_time: bool
     turns_kept: float
     utilisation: dict[str, float]
-    """By system, on this line."""
+    """Utilisation by system, on this link."""
     turns: int
-    """That each fragment has in the run."""
+    """Number of exchanges of each fragment in the run."""
     node_bytes: float
     learner_bytes: float
     join_s: float
@@ -216,7 +219,9 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def control_bytes_per_s(wanted: Wanted) -> float:
-    """Heartbeats, which swarms of more than 16 send more seldom, and what a turn is announced and answered with."""
+    """Return a peer's control traffic: heartbeats, and the announcements and answers of turns.
+
+    Runs of more than 16 peers send heartbeats less often."""
     others = wanted.peers - 1
     interval_s = wanted.heartbeat_s * max(1.0, wanted.peers / 16)
     shards = sum(map(len, wanted.fragments))
@@ -224,14 +229,14 @@ def control_bytes_per_s(wanted: Wanted) -> float:
 
 
 def bytes_a_step(wanted: Wanted) -> float:
-    """What a peer sends, headers and all."""
+    """Return the bytes that a peer sends in a step, with headers."""
     away = 1 - 1 / wanted.peers
     exchanged = wanted.parameters * away * (wanted.up_bytes + wanted.down_bytes) / wanted.sync_every
     return exchanged / PAYLOAD_SHARE + control_bytes_per_s(wanted) * wanted.step_s
 
 
 def exchange_s(wanted: Wanted, lines: PeerLines) -> float:
-    """Of the largest fragment, with nothing else on the lines."""
+    """Return the seconds of an exchange of the largest fragment on otherwise idle links."""
     shards = max(wanted.fragments, key=sum)
     others, parameters = wanted.peers - 1, sum(shards)
     owned = max(max(shards), parameters / wanted.peers)
@@ -242,7 +247,7 @@ def exchange_s(wanted: Wanted, lines: PeerLines) -> float:
 
 
 def make_plan(wanted: Wanted, lines: PeerLines, *, price_a_gb: float = 0.0) -> Forecast:
-    """All of it. ``price_a_gb``: of what leaves a peer, in any currency."""
+    """Return the forecast of a run. ``price_a_gb``: price of a GB that leaves a peer, in any currency."""
     step_bytes, took_s = bytes_a_step(wanted), exchange_s(wanted, lines)
     rate = min(lines.up_bits_per_s, lines.down_bits_per_s)
     day_bytes = step_bytes * DAY_S / wanted.step_s
@@ -272,22 +277,23 @@ def _utilisation(wanted: Wanted, bits_per_s: float) -> dict[str, float]:
         name: system(bf16 if name in ("data parallel", "DiLoCo") else wanted.training, bits_per_s)
         for name, system in SYSTEMS.items()
     }
-    return {**found, "p2pdiloco": 1.0}  # its learners never wait; turns are left out instead
+    return {**found, "p2pdiloco": 1.0}  # learners never wait; turns are left out instead
 
 
 class Advice(msgspec.Struct, frozen=True, kw_only=True):
-    """The settings with which all turns are kept, on time."""
+    """Settings with which no turn is left out or late."""
 
     codec: str
     sync_every: int
     overlap: int
     turns: int
-    """That each fragment has then."""
+    """Number of exchanges of each fragment with these settings."""
 
 
 def advise(wanted: Wanted, lines: PeerLines) -> Advice | None:
-    """The smallest H, and for it the finest codec, with which every turn is kept and its exchange takes few steps; None
-    if nothing does."""
+    """Return the smallest H, and for it the finest codec, with which no turn is left out and exchanges take few steps.
+
+    None: no settings achieve that."""
     for sync_every in _growing(wanted.sync_every):
         for codec, size in CODECS:
             tried = msgspec.structs.replace(wanted, sync_every=sync_every, up_bytes=size, down_bytes=size)

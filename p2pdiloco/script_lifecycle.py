@@ -1,13 +1,14 @@
-"""Registry of the runs in which this process takes part, and their orderly end with the process.
+"""Registry of the runs in which this process takes part. Shuts them down gracefully when the process ends.
 
 Rules of this file:
-1. One part a state folder. Who takes part again without having left (a notebook's cell that was interrupted and is run
-   again, with the Trainer of before in its traceback) leaves first.
-2. What still takes part when the process ends leaves in order: Ctrl+C and exceptions that no ``with`` sees, such as in
-   the Hugging Face Trainer, lose nothing. What is killed does not come here; its node waits for the script's next life.
-3. SIGTERM (spot machines, Kubernetes, systemd) ends the process as Ctrl+C does, with status 143, where nobody else has
-   a handler of it. A rank of an island dies of it, as torchrun wants; the peer stays for the island's next life.
-4. A forked process has no part in it.
+1. There is one participation per state folder. A second one first ends the earlier one. This happens in a notebook: an
+   interrupted cell is run again while its traceback still holds the old Trainer.
+2. Participations that are active when the process ends shut down gracefully. So Ctrl+C and exceptions outside of a
+   ``with`` statement, as in the Hugging Face Trainer, lose nothing. A killed process does not get here; its node waits
+   for the script's next process.
+3. SIGTERM (spot machines, Kubernetes, systemd) ends the process as Ctrl+C does, with status 143, unless there is
+   another handler for it. A rank of an island dies of it, as torchrun expects; the peer stays for the next attempt.
+4. A forked process does not inherit the participations.
 """
 
 from __future__ import annotations
@@ -25,16 +26,20 @@ from types import FrameType
 
 log = logging.getLogger("p2pdiloco")
 
-NOT_BEGUN = "DiLoCo was made and not begun: use it in a with statement, or start() it"
+NOT_BEGUN = "DiLoCo was created but not started: use it in a with statement, or call start()"
+# By state folder: the process id, and the function that ends the participation.
 _here: dict[Path, tuple[int, Callable[[], None]]] = {}
-"""By the folders: of which process, and how it leaves."""
 
 
 def begin(folder: Path, leave: Callable[[], None], *, heeds_sigterm: bool = True) -> None:
-    """``leave``: waits until it has left, and calls ``end``."""
+    """Register a participation with the state ``folder``, after ending an earlier one with the same folder.
+
+    leave: ends the participation, waits until that is done, and calls ``end``.
+    heeds_sigterm: whether SIGTERM ends this process as Ctrl+C does.
+    """
     place = folder.resolve()
     if _is_ours(place):
-        log.warning("this process takes part with %s already: what did so before leaves now", folder)
+        log.warning("this process already takes part with %s: the earlier participation ends now", folder)
         _here[place][1]()
     _here[place] = os.getpid(), leave
     is_main = threading.current_thread() is threading.main_thread()
@@ -43,7 +48,7 @@ def begin(folder: Path, leave: Callable[[], None], *, heeds_sigterm: bool = True
 
 
 def end(folder: Path) -> None:
-    """It has left, or never came to be."""
+    """Remove a participation that has ended or failed to start."""
     _here.pop(folder.resolve(), None)
     is_main = threading.current_thread() is threading.main_thread()
     if not _here and is_main and signal.getsignal(signal.SIGTERM) is _terminated:
@@ -51,22 +56,25 @@ def end(folder: Path) -> None:
 
 
 def _terminated(number: int, frame: FrameType | None) -> None:
-    if not any(map(_is_ours, _here)):  # forked
+    if not any(map(_is_ours, _here)):  # a forked process: die of the signal
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
     sys.exit(128 + number)
 
 
 def alone(owner: object) -> Callable[..., None]:
-    """A hook of an optimizer's steps for as long as its ``owner``, which lives, has not begun to take part: it warns
-    once, if nothing else of this process does. It removes nothing, since torch calls one hook after the other."""
+    """Return a hook for an optimizer's steps that warns once if nothing in this process takes part in a run.
+
+    owner: object that must be started for that. The hook does nothing once it is garbage-collected.
+
+    The hook does not remove itself, since torch iterates over the hooks while it runs."""
     living, is_told = weakref.ref(owner), False
 
     def hook(*_: object) -> None:
         nonlocal is_told
         if not is_told and not _here and living() is not None:
             is_told = True
-            log.warning("%s; this trains alone", NOT_BEGUN)
+            log.warning("%s. This script trains alone", NOT_BEGUN)
 
     return hook
 
@@ -78,10 +86,10 @@ def _is_ours(place: Path) -> bool:
 @atexit.register
 def _leave() -> None:
     for place in filter(_is_ours, list(_here)):
-        log.warning("the script ends: %s leaves in order, and contributes what is unmerged (Ctrl+C: at once)", place)
+        log.warning("the script ends: %s contributes its progress and shuts down (Ctrl+C: end at once)", place)
         try:
             _here[place][1]()
         except (KeyboardInterrupt, SystemExit):  # a second Ctrl+C or SIGTERM
             return
         except Exception:
-            log.exception("%s did not leave in order", place)  # the next one may
+            log.exception("%s could not shut down gracefully", place)  # continue with the others

@@ -1,12 +1,12 @@
-"""The node process of a training script: started beside it, restarted when it dies, found again by the next script.
+"""The node process of a training script: started with the script, restarted when it dies, found by the next script.
 
 Rules of this file:
-1. One script a state folder at a time; one node, too.
-2. The node outlives its script by ``RETURN_S``, so that a script that was killed and is started again (``torchrun
-   --max-restarts``, a supervisor, a person) goes on as the same peer. A script that ends in order takes it along.
-3. The node is a session of its own: what is sent to the script's process group does not reach it.
-4. A node that dies is started again, at once and then after pauses that double; it is the same peer, since identity and
-   checkpoints lie in the folder. After ``RESTARTS`` in short order the script trains on alone.
+1. A state folder has one script and one node at a time.
+2. The node outlives its script by ``RETURN_S``. So a script that was killed and is started again (``torchrun
+   --max-restarts``, a supervisor, a person) continues as the same peer. A script that ends normally ends its node, too.
+3. The node has a session of its own, so that signals to the script's process group do not reach it.
+4. A node that dies is restarted at once, later after pauses that double. It is the same peer, since identity and
+   checkpoints are in the folder. After ``RESTARTS`` restarts in a row the script continues alone.
 """
 
 from __future__ import annotations
@@ -37,50 +37,50 @@ from p2pdiloco.util.status_pipe import Exited, Invited, PageAt, StatusReader
 
 log = logging.getLogger("p2pdiloco")
 
+# Timeout for a started node to connect to its script.
 JOIN_S = 600.0
-"""How long a node may take until it meets its script."""
+# Timeout of a node's shutdown, without writing the state. The node's own limits are 20 s, and 60 s at the end of a run.
 LEAVE_S = 90.0
-"""How long leaving may take beside writing the state: the node's deadlines are 20 s, and 60 s at the end of a run."""
+# Bytes per parameter that a node writes at the end, and the speed of a slow disk on a machine short of memory.
 WRITTEN_BYTES, WRITTEN_BYTES_PER_S = 8, 50e6
-"""What a node writes at the end for each parameter, and how fast on a slow disk of a machine short of memory."""
+# Time for which the node of a dead script waits for the next one.
 RETURN_S = 120.0
-"""How long the node of a script that died waits for the next one."""
+# Maximum number of restarts in a row before the script continues alone.
 RESTARTS = 5
-"""How often in a row a node is restarted before the script trains on alone."""
+# Shortest and longest pause before a restart. There is no pause after the first death in a row.
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 60.0
-"""Before a node is started again. After the first death in a row there is no pause."""
+# A node that has run this long counts as stable, and earlier deaths no longer count.
 STABLE_S = 600.0
-"""A node that ran this long is sound: earlier deaths no longer count."""
 NODE_LOG = "node.log"
+# Size of the log from which a new node begins a new file.
 LOG_BYTES = 4 << 20
-"""A node that starts with a log larger than this begins another file."""
+# Exit status of a node that has reached no other peer (``cli/main.py``).
 NOBODY_THERE = 3
-"""Exit status of a node that found nobody (``cli/main.py``)."""
 _LOOK_S = 0.05
 
 
 def leaving_s(parameters: int) -> float:
-    """Seconds that a leaving node of a model of ``parameters`` has, before it is killed."""
+    """Return the seconds that a node may take to shut down before it is killed; ``parameters``: size of the model."""
     return LEAVE_S + parameters * WRITTEN_BYTES / WRITTEN_BYTES_PER_S
 
 
 class ScriptNodeError(Exception):
-    """There is no node; the message says why and what to do."""
+    """The node cannot be started or reached. The message says why, and what to do."""
 
 
 class Wish(NamedTuple):
-    """The part that a script's node is to take in a run."""
+    """Settings of a script's node."""
 
     name: str
     """The run's name."""
     peers: tuple[str, ...]
     """Addresses of the directory, or an invite."""
     foundation: Path | None
-    """The file that the run is founded from; None: the node joins it."""
+    """File from which the run is founded; None: the node joins the run."""
     options: tuple[str, ...]
-    """Further words of the node's command line."""
+    """Further arguments of the node's command line."""
     stay_s: float = 0.0
-    """How long the node serves the model after the run's end."""
+    """Seconds for which the node serves the model after the end of the run."""
 
     @classmethod
     def of(
@@ -92,11 +92,15 @@ class Wish(NamedTuple):
         options: Sequence[str],
         stay_s: float,
     ) -> Wish:
-        """``peers``: one may be a str. ``found``: whether the run is founded here; None: if there are no peers.
-        ``foundation``: the file for that.
+        """Make the settings from the arguments of a script.
+
+        Args:
+            peers: addresses or invites; a single one may be a str.
+            found: whether to found the run here; None: only if there are no peers.
+            foundation: file from which the run would be founded.
 
         Raises:
-            InviteError: one of the peers is meant as an invite and is none.
+            InviteError: an invite is malformed.
         """
         if isinstance(peers, str):
             peers = (peers,) if peers else ()
@@ -110,11 +114,11 @@ class ScriptNode:
     """The node process of the training script whose state is in ``folder``."""
 
     def __init__(self, folder: Path, wish: Wish) -> None:
-        """Lock the folder; no node is started yet.
+        """Lock the folder. This does not start a node yet.
 
         Raises:
-            ScriptNodeError: another script has this folder now, or it has several runs of that name.
-            OSError: it cannot be made or written.
+            ScriptNodeError: another script uses this folder, or the folder has several runs of that name.
+            OSError: the folder cannot be created or written.
         """
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
@@ -125,13 +129,13 @@ class ScriptNode:
                 f"the state folder {folder} is in use by another training script (process {error}): "
                 "stop it, or give this script a folder of its own (state=...)"
             ) from error
+        # Name of the socket by which node and script find each other (``training/node_reconnect.py``).
         self.meeting_place = f"p2pdiloco-script-{os.getuid()}-{digest_of(str(folder.resolve()).encode())}"
-        """Name of the socket over which node and script find each other (``training/node_reconnect.py``)."""
         self.log_path = folder / NODE_LOG
         self._wish = wish
         if wish.foundation is not None and not wish.foundation.exists() and self._kept_run() is not None:
             log.warning(
-                "%s has run %s, which was founded elsewhere: it goes on. To begin anew, choose another run=",
+                "%s has run %s, which was founded elsewhere: continuing it. To start a new run, choose another run=",
                 folder,
                 wish.name,
             )
@@ -139,27 +143,29 @@ class ScriptNode:
         self._process: psutil.Process | None = None
         self._is_child = False
         self._is_resumed = False
+        # Status messages of the node process, if this script has started it.
         self._reports: StatusReader | None = None
-        """Messages of the node process, if this script has started it."""
+        # Offset in the log at which that process began.
         self._log_began = 0
-        """Offset in the log at which that process began."""
         self._began = time.monotonic()
+        # Deaths of the node in a row, and the pauses before its restarts.
         self._losses = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
-        """Lives that the node lost in a row."""
         self._is_ending = False
+        # Time at which a dead node must be restarted; 0: none has died.
         self._again_at = 0.0
-        """When the node that died is to be started again; 0: none has died."""
 
     @property
     def is_founder(self) -> bool:
-        """Whether the node founds the run, or founded it before."""
+        """True if the node founds the run, or has founded it before."""
         return self._wish.foundation is not None
 
     def connect(self) -> Found:
-        """Connect to the node that the script's last process left, or start one; it names its run.
+        """Connect to the node that the script's previous process left, or start one.
+
+        Returns the connection and the run's manifest.
 
         Raises:
-            ScriptNodeError: the node did not come up, or nobody is there to join.
+            ScriptNodeError: the node did not start, or there is nobody to join.
         """
         reunion = Reunion(self.meeting_place, JOIN_S, is_script=True)
         if not reunion.open():
@@ -171,13 +177,13 @@ class ScriptNode:
             while (found := reunion.poll()) is None:
                 if self._has_found_nobody() and (kept := self._kept_run()) is not None:
                     log.warning(
-                        "nobody of run %s answers: it goes on here, from the state in %s", self._wish.name, self._folder
+                        "no peer of run %s answers: continuing from the state in %s", self._wish.name, self._folder
                     )
                     self._start(self._resume(kept))
                 elif ending := self.ending:
                     raise ScriptNodeError(ending)
                 if reunion.is_over:
-                    raise ScriptNodeError(f"the node did not come up within {JOIN_S:.0f} s; its log is {self.log_path}")
+                    raise ScriptNodeError(f"the node did not start within {JOIN_S:.0f} s; its log is {self.log_path}")
                 time.sleep(_LOOK_S)
         finally:
             reunion.close()
@@ -188,8 +194,9 @@ class ScriptNode:
         return found
 
     def restart_if_ended(self, run: RunId) -> bool:
-        """Restart a node that has ended, after a pause; False once it has died too often. Call it again and again while
-        there is no link to the node."""
+        """Restart a node that has ended, after a pause. Returns False once it has died too often.
+
+        Call this repeatedly while there is no link to the node."""
         now = time.monotonic()
         if self._is_ending:
             return False
@@ -200,7 +207,7 @@ class ScriptNode:
                 self._losses.reset()
             pause_s = self._losses.next_s()
             if self._losses.failures > RESTARTS:
-                log.warning("the node died %s times in a row, the last time so: %s", RESTARTS + 1, self.ending)
+                log.warning("the node died %s times in a row, the last time because %s", RESTARTS + 1, self.ending)
                 self._is_ending = True
                 return False
             self._again_at = now + (pause_s if self._losses.failures > 1 else 0.0)
@@ -225,13 +232,15 @@ class ScriptNode:
         return ["join", "--run", wish.name]  # whom to join stands in the environment, which other users cannot see
 
     def _resume(self, run: str, *peers: str) -> list[str]:
-        """The command of a node that has a state of the run, though all others may be gone. With ``peers``, one of them
-        has to answer; without, the node looks for peers that it has met before, and goes on if it finds none."""
+        """Return the command of a node that has a state of the run.
+
+        With ``peers``, one of them must answer. Without, the node looks for peers that it has met before, and continues
+        alone if it finds none."""
         self._is_resumed = True
         return ["resume", str(self._folder), "--run", run, *(("--bootstrap", *peers) if peers else ())]
 
     def _kept_run(self) -> RunId | None:
-        """The run of this name of which the folder has a state; with an invite, the run that it is to.
+        """Return the run of this name (and of the invite, if there is one) of which the folder has a state, or None.
 
         Raises:
             ScriptNodeError: there are several.
@@ -249,7 +258,7 @@ class ScriptNode:
         return found[0] if found else None
 
     def _runs_here(self) -> list[RunId]:
-        """The runs of this name of which the folder has a state."""
+        """Return the runs of this name of which the folder has a state."""
         found = []
         for path in self._folder.glob("*/checkpoint/manifest.msgpack"):
             with contextlib.suppress(OSError, ValueError):
@@ -259,11 +268,11 @@ class ScriptNode:
         return found
 
     def _has_found_nobody(self) -> bool:
-        """Whether the node has ended because nobody else of the run answers, and was not yet resumed without them."""
+        """Return whether the node has ended because no other peer answers, and was not yet resumed alone."""
         return self._is_child and not self._is_resumed and bool(self.ending) and self._status == NOBODY_THERE
 
     def _find_running(self) -> bool:
-        """Take over the node that the script's last process left; False if there is none."""
+        """Adopt the node that the script's previous process left; return False if there is none."""
         try:
             process = psutil.Process(int((self._folder / "node.pid").read_text()))
             if self.meeting_place in process.cmdline() and process.status() != psutil.STATUS_ZOMBIE:
@@ -273,7 +282,7 @@ class ScriptNode:
         return self._process is not None
 
     def _start(self, arguments: Sequence[str]) -> None:
-        """Start ``p2pdiloco`` with ``arguments``, and with the options that make it this script's node.
+        """Start ``p2pdiloco`` with ``arguments`` and the options that make it this script's node.
 
         Raises:
             OSError: it cannot be started.
@@ -303,27 +312,30 @@ class ScriptNode:
 
     @property
     def ending(self) -> str:
-        """How the node ended, in a sentence with the reason; empty while it runs."""
+        """Sentence about the end of the node, with its reason; empty while it runs."""
         status = self._status
         return "" if status is None else self.describe_exit(status)
 
     def describe_exit(self, status: int | str) -> str:
-        """A sentence with the exit status and the reason. Other peers' words may be in it: control characters are
-        replaced."""
+        """Return a sentence with the exit status and the reason.
+
+        Control characters are replaced, since it may contain text from other peers."""
         exited = None if self._reports is None else self._reports.find(Exited)
         reason = printable(self._last_log_line() if exited is None else exited.reason, keeps="\n")
         return f"the node ended with status {status}: {reason}"
 
     def _last_log_line(self) -> str:
-        """The reason of a node that reports none: it crashed, or an earlier process of the script had started it."""
+        """Return the last line of the node's log, the best reason of a node that reported none.
+
+        Such a node has crashed, or was started by an earlier process of the script."""
         with open(self.log_path, "rb") as file:
             file.seek(self._log_began)
             lines = file.read().decode(errors="replace").split("\n")
-        return next(filter(None, reversed(lines)), "it said nothing")
+        return next(filter(None, reversed(lines)), "its log is empty")
 
     @property
     def _status(self) -> int | str | None:
-        """The node's exit status, "unknown" if it was no child of this process; None while it runs."""
+        """The node's exit status; "unknown" if it was not a child of this process; None while it runs."""
         if self._process is None:
             return "unknown"
         if self._is_child:
@@ -341,13 +353,14 @@ class ScriptNode:
                 self._process.send_signal(number)
 
     def stop(self, number: signal.Signals) -> None:
-        """Send a signal to the node, and start no other one."""
+        """Send a signal to the node, and do not restart it any more."""
         self._is_ending = True
         self.send(number)
 
     def wait(self, timeout_s: float) -> int | None:
-        """Wait until the node has ended, and release the folder; returns the exit status, if it is known. A node that
-        does not end is killed ``timeout_s`` after the time that it is to stay."""
+        """Wait until the node has ended, and release the folder. Returns the exit status, or None if it is unknown.
+
+        A node that does not end is killed ``timeout_s`` seconds after its time to serve the model."""
         status: int | None = None
         if self._process is not None:
             try:
@@ -360,17 +373,17 @@ class ScriptNode:
         return status
 
     def release_folder(self) -> None:
-        """Unlock the folder for the script's next process; a node that runs waits for that."""
+        """Unlock the folder for the script's next process, to which a running node then connects."""
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
 
 
 class Return:
-    """Waits for the node of a script whose link is lost, and restarts it, for the same run."""
+    """Waits for a script's node after the link to it was lost, and restarts it for the same run."""
 
     def __init__(self, companion: ScriptNode, manifest: bytes) -> None:
-        """``manifest``: the run's, encoded, as the node has sent it."""
+        """``manifest``: the run's encoded manifest, as the node has sent it."""
         self._companion = companion
         self._manifest = manifest
         self._run = RunId(digest_of(manifest))
@@ -379,23 +392,23 @@ class Return:
 
     @property
     def is_open(self) -> bool:
-        """Whether the script waits for its node now."""
+        """True while the script waits for its node."""
         return self._reunion.is_open
 
     @property
     def is_over(self) -> bool:
-        """Whether the script has given up waiting."""
+        """True once the script has given up waiting."""
         return self._is_in_vain or self._reunion.is_over
 
     def open(self) -> bool:
-        """Begin to wait; False if this system cannot."""
+        """Begin to wait; return False if this system does not support it."""
         if not self._reunion.open():
             return False
-        log.warning("the node is gone; training goes on while it is started again (see %s)", self._companion.log_path)
+        log.warning("the node has died; training continues while it restarts (see %s)", self._companion.log_path)
         return True
 
     def poll(self) -> Found | None:
-        """The restarted node, if it has connected."""
+        """Return the restarted node if it has connected, else None."""
         if not self._companion.restart_if_ended(self._run):
             self._is_in_vain = True
             return None
@@ -403,7 +416,7 @@ class Return:
         if found is None:
             return None
         if found.manifest != self._manifest:
-            log.warning("the node came back with another run")
+            log.warning("the node was restarted with another run; training continues without it")
             found.dismiss()
             self._companion.stop(signal.SIGKILL)
             self._is_in_vain = True

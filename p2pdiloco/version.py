@@ -1,3 +1,3 @@
-"""The release; pyproject.toml reads it here."""
+"""Version of this release, which pyproject.toml reads from here."""
 
 VERSION = "0.1.0"

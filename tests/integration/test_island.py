@@ -140,7 +140,7 @@ def test_an_island_whose_node_dies_trains_on_and_gets_it_back(tmp_path: Path) ->
             assert len(ranks) == RANKS
             kill_node(a)
             log = a / "script.log"
-            wait_until(lambda: "training goes on while it is started again" in log.read_text(), 60, what="word of it")
+            wait_until(lambda: "training continues while it restarts" in log.read_text(), 60, what="word of it")
             used = [p.cpu_times().user for p in ranks]
             wait_until(
                 lambda: all(p.cpu_times().user > u + 0.2 for p, u in zip(ranks, used, strict=True)),

@@ -37,7 +37,7 @@ SCRIPT = Path(__file__).parents[2] / "peers" / "own_script.py"
 
 
 HOW_TO_JOIN = "to join from another machine"
-ALONE = f"{script_lifecycle.NOT_BEGUN}; this trains alone"
+ALONE = f"{script_lifecycle.NOT_BEGUN}. This script trains alone"
 NOTEBOOK = """
 import copy, sys, time, torch, p2pdiloco
 
@@ -71,7 +71,7 @@ again = cell()
 try:
     again.load_global()
 except p2pdiloco.DiLoCoError as error:
-    said.append("not begun" * ("not begun" in str(error)))
+    said.append("not begun" * ("not started" in str(error)))
 step()
 again.start()
 print(*said, sep=", ", flush=True)
@@ -255,7 +255,7 @@ def test_a_node_that_was_killed_comes_back_to_its_script_as_the_same_peer(tmp_pa
                 script.send_signal(signal.SIGINT)
                 outputs.insert(0, script.communicate(timeout=END_S)[0])
     for out in outputs:
-        assert "training goes on while it is started again" in out
+        assert "training continues while it restarts" in out
         assert "the node is back" in out
     assert f'{HOW_TO_JOIN}:  initial_peers=["/ip4/' in outputs[0], "the founder tells how to join"
     last = report(tmp_path / "b")

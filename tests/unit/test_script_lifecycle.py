@@ -86,9 +86,9 @@ def test_what_still_takes_part_at_the_end_leaves_and_a_forked_process_does_not(
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     closed = "closed\n" * (how == "terminated")
     assert (ended.returncode, ended.stdout) == (status, f"waited\n{closed}left\n"), ended.stderr
-    assert ended.stderr.count("leaves in order") == 1
+    assert ended.stderr.count("contributes its progress and shuts down") == 1
     assert not any(word in ended.stderr for word in ("KeyboardInterrupt", "SystemExit", "atexit"))
-    assert ("did not leave in order" in ended.stderr) is (how == "broken")
+    assert ("could not shut down gracefully" in ended.stderr) is (how == "broken")
 
 
 def test_what_another_process_began_is_nobodys_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +120,9 @@ def test_what_was_not_begun_is_told_once_at_a_step_and_changes_nothing(
     del owner, owners[0]
     for _ in range(2):
         optimizer.step()
-    assert [record.getMessage() for record in caplog.records] == [f"{script_lifecycle.NOT_BEGUN}; this trains alone"]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{script_lifecycle.NOT_BEGUN}. This script trains alone"
+    ]
     assert (len(steps), float(parameter)) == (6, -3.0)
 
 

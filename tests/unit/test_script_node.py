@@ -180,7 +180,7 @@ def test_a_folder_with_a_run_that_somebody_else_founded_is_not_founded_anew(
         node.connect()
     assert node.started == [["resume", str(tmp_path / "joined"), "--run", run]]
     assert not node.is_founder
-    assert "which was founded elsewhere: it goes on" in caplog.text
+    assert "which was founded elsewhere: continuing it" in caplog.text
     node.release_folder()
     assert has_run(tmp_path / "founded") == run
     (tmp_path / "founded" / "foundation").touch()
@@ -340,7 +340,7 @@ def test_what_was_wrong_with_an_option_is_told_and_not_where_help_is(tmp_path: P
 def test_a_node_that_reports_nothing_ends_with_the_last_line_of_its_log(tmp_path: Path) -> None:
     node = Dying(tmp_path)
     node._start([])
-    assert node.ending == "the node ended with status 1: it said nothing"
+    assert node.ending == "the node ended with status 1: its log is empty"
     node.log_path.write_text("Traceback (most recent call last):\nMemoryError\n\n")
     assert node.ending == "the node ended with status 1: MemoryError"
     node.release_folder()
