@@ -6,8 +6,8 @@
     python -m peers.hf_trainer --state b --run tuned --peer INVITE --lora       # adapters of peft, on a frozen base
 
 A Llama of two small layers learns to continue random walks. With ``--lora`` its random base stands for a pretrained
-one, and only the adapters travel. All have the same data; each draws samples of its own. The integration tests run this
-file.
+one, and only the adapters are exchanged. All peers have the same data; each draws its own samples. The integration
+tests run this file.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ BATCH = 8
 
 
 class Walks(Dataset[dict[str, Tensor]]):
-    """Texts of LENGTH tokens, each one more or one less than that before."""
+    """Sequences of LENGTH tokens, in which each token is one more or one less than the previous one."""
 
     def __init__(self, seed: int, number: int) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -50,29 +50,29 @@ class Walks(Dataset[dict[str, Tensor]]):
 
 
 class Seen:
-    """Digests of the batches that a model is trained on; a forward hook."""
+    """Forward hook that collects digests of the batches on which a model is trained."""
 
     def __init__(self) -> None:
         self.batches: list[str] = []
 
     def __call__(self, module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        """The model is called."""
+        """Add the digest of the batch with which the model is called."""
         self.batches.append(hashlib.sha256(kwargs["input_ids"].cpu().numpy().tobytes()).hexdigest()[:16])
 
 
 class Slowly(TrainerCallback):  # type: ignore[misc]
-    """A larger model would take as long."""
+    """Waits at each step, to simulate the step time of a larger model."""
 
     def __init__(self, step_s: float) -> None:
         self.step_s = step_s
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        """Wait a moment."""
+        """Wait for ``step_s``."""
         time.sleep(self.step_s)
 
 
 def main() -> int:
-    """Train, and write what came of it."""
+    """Train, and write the results to ``result.json``."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--state", type=Path, required=True)
     parser.add_argument("--peer", action="append", default=[])

@@ -5,9 +5,9 @@
     torchrun --nproc-per-node 2 --max-restarts 3 peers/island.py --state b --run-name sines --peer INVITE \\
         --shard --seed 1
 
-Every rank has the same lines; rank 0 talks to the node. A rank's death ends the island; torchrun starts it again, and
-it goes on as the same peer (with torch 2.13 and gloo, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: else the second life
-dials the first one's ports). gloo on the CPU, nccl on GPUs. The integration tests run this file.
+Every rank runs the same code; rank 0 talks to the node. The death of a rank ends the island. torchrun then restarts it,
+and it continues as the same peer. (With torch 2.13 and gloo, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, or the restarted
+ranks dial the ports of the previous ones.) It uses gloo on the CPU, nccl on GPUs. The integration tests run this file.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import p2pdiloco
 
 
 def main() -> int:
-    """Train, and write what came of it at each rank."""
+    """Train, and write the results of each rank to ``result-RANK.json``."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--state", type=Path, required=True)
     parser.add_argument("--peer", action="append", default=[])

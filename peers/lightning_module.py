@@ -35,7 +35,7 @@ class Sines(LightningModule):  # type: ignore[misc]
         self.losses: list[float] = []
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        """Squared error."""
+        """Return the squared error of a batch."""
         (x,) = batch
         loss: Tensor = (self.layers(x).squeeze(1) - x.sin().sum(1)).square().mean()
         self.losses.append(float(loss.detach()))
@@ -43,12 +43,12 @@ class Sines(LightningModule):  # type: ignore[misc]
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """AdamW."""
+        """Return AdamW for all parameters."""
         return torch.optim.AdamW(self.parameters(), lr=3e-3)
 
 
 def main() -> int:
-    """Train, and write what came of it."""
+    """Train, and write the results to ``result.json``."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--state", type=Path, required=True)
     parser.add_argument("--peer", action="append", default=[])

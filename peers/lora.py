@@ -1,9 +1,9 @@
-"""Fine-tune a model together: its weights stay as they are, small adapters (LoRA) are trained and travel::
+"""Fine-tune a model together with LoRA: its weights stay frozen, and only small adapters are trained and exchanged::
 
     python peers/lora.py MODEL TEXTS.jsonl            # the first prints an INVITE
     python peers/lora.py MODEL TEXTS.jsonl INVITE     # any number of others, with the same MODEL
 
-MODEL: a folder, or a name on the Hugging Face hub. TEXTS: a {"text": ...} a line. Needs the extra hf.
+MODEL: a folder, or a name on the Hugging Face hub. TEXTS: one {"text": ...} per line. Needs the extra hf.
 """
 
 import json

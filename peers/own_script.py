@@ -1,11 +1,11 @@
-"""An example of a training script with a model, data and loop of its own, which trains together with others::
+"""An example of a training script with its own model, data and training loop::
 
     p2pdiloco bootstrap --listen /ip4/127.0.0.1/tcp/31337
     python -m peers.own_script --state a --run sines --peer ADDRESS --found      # the first prints an INVITE
     python -m peers.own_script --state b --run sines --peer INVITE --seed 1      # any number of others
     python -m peers.own_script --state c                                         # alone: nothing changes
 
-A small network learns a sum of sines; one of its layers is frozen, as the base of a LoRA would be. The integration
+A small network learns a sum of sines. One of its layers is frozen, as the base model is with LoRA. The integration
 tests run this file.
 """
 
@@ -24,7 +24,7 @@ import p2pdiloco
 
 
 def main() -> int:
-    """Train, and write what came of it."""
+    """Train, and write the results to ``result.json``."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--state", type=Path, required=True)
     parser.add_argument("--peer", action="append", default=[])

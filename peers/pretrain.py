@@ -1,9 +1,9 @@
-"""Go on pre-training a whole model together, on texts of your own::
+"""Continue the pre-training of a whole model together, on your own texts::
 
     python peers/pretrain.py MODEL TEXTS.jsonl            # the first prints an INVITE
     python peers/pretrain.py MODEL TEXTS.jsonl INVITE     # any number of others, with a model of the same shape
 
-MODEL: a folder, or a name on the Hugging Face hub. TEXTS: a {"text": ...} a line. Needs the extra hf.
+MODEL: a folder, or a name on the Hugging Face hub. TEXTS: one {"text": ...} per line. Needs the extra hf.
 """
 
 import json
