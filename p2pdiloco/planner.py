@@ -179,6 +179,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def parameters(self) -> int:
+        """Number of parameters of all fragments together."""
         return sum(map(sum, self.fragments))
 
     @property

@@ -158,6 +158,7 @@ class _Forward(logging.Handler):
 
 
 def adopt_logging() -> None:
+    """Redirect hivemind's log to ours, warnings and errors only."""
     use_hivemind_log_handler("nowhere")
     logger = logging.getLogger("hivemind")
     logger.handlers = [_Forward(level=logging.WARNING)]
@@ -187,5 +188,6 @@ def channel_tasks(p2p: Any) -> list[asyncio.Task[None]]:
 
 
 def shorten(text: str, limit: int = 300) -> str:
+    """Return ``text`` in one line of at most ``limit`` characters."""
     line = " ".join(text.split())
     return line if len(line) <= limit else line[: limit - 1] + "…"

@@ -221,9 +221,9 @@ def explain_failure(reason: str) -> tuple[str, str]:
 
 def explain_failures(failures: Mapping[str, str]) -> str:
     """Return a message that explains why no initial peer answers. ``failures``: the daemon's error for each address."""
-    told = {text: explain_failure(reason) for text, reason in failures.items()}
-    tried = "; ".join(f"{text}: {what}" for text, (what, _) in told.items())
-    remedies = "; ".join(dict.fromkeys(remedy for _, remedy in told.values()))
+    explained = {text: explain_failure(reason) for text, reason in failures.items()}
+    tried = "; ".join(f"{text}: {what}" for text, (what, _) in explained.items())
+    remedies = "; ".join(dict.fromkeys(remedy for _, remedy in explained.values()))
     return (
         f"none of the initial peers answers ({tried}): {remedies}. The address of any running bootstrap or peer of "
         "the run will do; it is printed in the line 'directory is up', and may be appended to an invite. To found a "
@@ -306,7 +306,7 @@ class Directory:
         # Receives the first peer that answers, while this one waits in ``_wait_for_peer``.
         self._answered: asyncio.Future[PeerId] | None = None
 
-    # -- life --------------------------------------------------------------------------------------------------------
+    # -- lifecycle ---------------------------------------------------------------------------------------------------
 
     async def __aenter__(self) -> Self:
         """Start p2pd and join the DHT.
@@ -592,8 +592,8 @@ class Directory:
 
     async def _clocks_of(self, peers: list[PeerId]) -> list[float]:
         """Return how far the clocks of ``peers`` are ahead of the shared time, in seconds, without silent peers."""
-        told = await asyncio.gather(*(self._daemon.clock_of(peer) for peer in peers[:KEPT_PEERS]))
-        return [ahead for ahead in told if ahead is not None]
+        leads_s = await asyncio.gather(*(self._daemon.clock_of(peer) for peer in peers[:KEPT_PEERS]))
+        return [ahead for ahead in leads_s if ahead is not None]
 
     # -- keeping it alive --------------------------------------------------------------------------------------------
 

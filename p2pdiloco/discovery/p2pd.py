@@ -86,7 +86,7 @@ class P2pdProcess:
         # Multiaddrs with this peer's id; loopback addresses come last.
         self.visible: list[str] = []
 
-    # -- its life ----------------------------------------------------------------------------------------------------
+    # -- lifecycle ---------------------------------------------------------------------------------------------------
 
     def require_free_ports(self) -> None:
         """Check that the ports are free.

@@ -122,6 +122,7 @@ async def _meet_on(
     narrow: Container[str],
     may_dial: MayDial,
 ) -> Met:
+    """Try a direct connection to the other peer, then the relay."""
     loop = asyncio.get_running_loop()
     local_port = line.getsockname()[1]
     other = addresses.of_socket(seen.other_host, seen.other_port)
@@ -173,6 +174,7 @@ async def _punch(
     finally:
         for way in ways:
             way.cancel()
+        # Both attempts may have succeeded: close the connection that is not used.
         for late in await asyncio.gather(*ways, return_exceptions=True):
             if isinstance(late, socket.socket) and late is not won:
                 late.close()

@@ -121,6 +121,7 @@ def decode_opening(data: bytes) -> tuple[bytes, int, bytes]:
 
 
 def encode_seen(seen: Seen) -> bytes:
+    """Encode a Seen with its length prefix."""
     body = encode(seen)
     return _PORT.pack(len(body)) + body
 
@@ -143,6 +144,7 @@ def decode_seen(body: bytes) -> Seen:
 
 
 def encode_refusal(text: str) -> bytes:
+    """Encode a refusal; its text is cut at TEXT_LIMIT bytes."""
     data = text.encode()[:TEXT_LIMIT]
     return REFUSED + bytes([len(data)]) + data
 

@@ -71,6 +71,7 @@ class PortMapping:
                 self.lease = None
                 log.debug("the router maps no port", reason=str(error))
             self.asked.set()
+            # Compare all but the remaining lifetime.
             if (self.lease and self.lease[:3]) != (before and before[:3]):
                 lease = self.lease or Lease("none any more", "", 0, 0)
                 log.info("the router maps a port", by=lease.by, host=lease.host, port=lease.port)
@@ -109,23 +110,23 @@ class PortMapping:
             question = port_mapping_codec.encode_pcp_request(
                 raw.getsockname()[0], self._port, wanted if life_s else 0, life_s, self._nonce
             )
-            told = await _exchange(
+            answer = await _exchange(
                 raw, question, lambda data: port_mapping_codec.decode_pcp(data, self._port, self._nonce)
             )
-        return _lease("PCP", told, told.host if isinstance(told, Granted) else "")
+        return _lease("PCP", answer, answer.host if isinstance(answer, Granted) else "")
 
     async def _by_nat_pmp(self, gateway: str, wanted: int, life_s: int) -> Lease:
         with _open_socket(gateway) as raw:
             host = await _exchange(raw, port_mapping_codec.encode_address_request(), port_mapping_codec.decode_address)
             question = port_mapping_codec.encode_nat_pmp_request(self._port, wanted if life_s else 0, life_s)
-            told = await _exchange(raw, question, lambda data: port_mapping_codec.decode_nat_pmp(data, self._port))
-        return _lease("NAT-PMP", told, host if isinstance(host, str) else "")
+            answer = await _exchange(raw, question, lambda data: port_mapping_codec.decode_nat_pmp(data, self._port))
+        return _lease("NAT-PMP", answer, host if isinstance(host, str) else "")
 
 
-def _lease(by: str, told: Granted | Denied, host: str) -> Lease:
-    if isinstance(told, Denied):
-        raise GatewayError(told.reason)
-    return Lease(by, host, told.port, told.life_s)
+def _lease(by: str, answer: Granted | Denied, host: str) -> Lease:
+    if isinstance(answer, Denied):
+        raise GatewayError(answer.reason)
+    return Lease(by, host, answer.port, answer.life_s)
 
 
 def _open_socket(gateway: str) -> socket.socket:
@@ -176,8 +177,8 @@ def _by_upnp(port: int, wanted: int, life_s: int) -> Lease:
     except GatewayError:
         raise
     except Exception as error:  # miniupnpc raises bare Exceptions: the router's message, or "Success" for a timeout
-        told = str(error)
-        raise GatewayError("does not answer" if told == "Success" else f"says: {told}") from error
+        message = str(error)
+        raise GatewayError("does not answer" if message == "Success" else f"says: {message}") from error
 
 
 def default_gateway() -> str | None:

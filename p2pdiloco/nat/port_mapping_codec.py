@@ -123,8 +123,8 @@ def decode_pcp(data: bytes, port: int, nonce: bytes) -> Granted | Denied:
     *_, result, life_s, _ = _PCP_ANSWER.unpack_from(data)
     if len(data) < _PCP_ANSWER.size + _PCP_MAP.size:
         raise ValueError("a PCP answer that is cut short")
-    told, protocol, inner, outer, host = _PCP_MAP.unpack_from(data, _PCP_ANSWER.size)
-    if (told, protocol, inner) != (nonce, TCP, port):
+    echoed, protocol, inner, outer, host = _PCP_MAP.unpack_from(data, _PCP_ANSWER.size)
+    if (echoed, protocol, inner) != (nonce, TCP, port):
         raise ValueError("a PCP answer to another request")
     if result:
         return Denied(_PCP_RESULTS.get(result, f"refuses (PCP result {result})"))

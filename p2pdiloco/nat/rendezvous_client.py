@@ -120,10 +120,12 @@ class RendezvousClient:
         async with self._connect_to_point(point) as (links, where):
             try:
                 body = encode(intro.Attend(ports, token))
-                told = decode_as((await links.request(point.peer, body, timeout_s=ATTEND_S)).body, intro.Attended)
+                observation = decode_as(
+                    (await links.request(point.peer, body, timeout_s=ATTEND_S)).body, intro.Attended
+                )
             except (RequestError, ValueError) as error:
                 raise DialError(f"rendezvous server {where}: {error}") from error
-            attendance = self.attended[point.peer] = Attendance(text, told, elsewhere)
+            attendance = self.attended[point.peer] = Attendance(text, observation, elsewhere)
             return attendance
 
     def forget_disconnected(self) -> None:
@@ -159,6 +161,7 @@ class RendezvousClient:
             except DialError as error:
                 reasons.append(str(error))
         here = self._connected()
+        # Servers that are connected come first, then those to which this machine has a route.
         known.sort(key=lambda point: (point.peer not in here, not sockets.has_route(point.host)))
         named = known[:POINTS]
         asked = {point.peer for point in named}

@@ -253,8 +253,8 @@ class RendezvousServer:
                 for number, port in enumerate(request.ports)
             )
         )
-        told = tuple(bool(answer) for answer in answers) if None not in answers else ()
-        return Answer(encode(intro.Attended(channel.address.host, channel.address.port, told, self._relays)))
+        reachable = tuple(bool(answer) for answer in answers) if None not in answers else ()
+        return Answer(encode(intro.Attended(channel.address.host, channel.address.port, reachable, self._relays)))
 
     async def _answer_meet(self, peer: PeerId, request: intro.Meet) -> Answer:
         host = self._channel_of(peer).connection.host
@@ -314,6 +314,7 @@ class RendezvousServer:
             async with asyncio.timeout(OPENING_S):
                 data = b""
                 while len(data) < intro.OPENING_BYTES:
+                    # If the line is closed, fill up with zeros, which do not decode.
                     data += await loop.sock_recv(raw, intro.OPENING_BYTES - len(data)) or b"\0" * intro.OPENING_BYTES
             start, local_port, ticket = intro.decode_opening(data)
             if start == intro.PROBE:
@@ -335,6 +336,7 @@ class RendezvousServer:
         return is_good
 
     async def _listen(self, key: object, line: _Line) -> None:
+        """Pass the data of a line to the introducer until the line ends or is relayed; then wait for the relay."""
         loop = asyncio.get_running_loop()
         while not line.is_over and line.carried is None:
             line.reading = reading = asyncio.ensure_future(loop.sock_recv(line.raw, intro.TICKET_BYTES))
@@ -393,6 +395,7 @@ class RendezvousServer:
         try:
             if len(lines) == len(keys):
                 readings = [line.reading for line in lines if line.reading is not None]
+                # ``splice`` must be the only reader from here on, or it would miss bytes.
                 for reading in readings:
                     reading.cancel()
                 await asyncio.gather(*readings, return_exceptions=True)

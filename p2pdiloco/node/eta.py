@@ -46,14 +46,14 @@ class EtaEstimator:
         The fields are ``done``, ``left`` and ``my_share``."""
         self._looks.append(_Look(now, status.step, status.tokens_trained, status.tokens_merged))
         self._total_steps = status.total_steps
-        prospect, told = self.prospect(), {}
+        prospect, fields = self.prospect(), {}
         if prospect.done is not None:
-            told["done"] = f"{prospect.done:.1%}"
+            fields["done"] = f"{prospect.done:.1%}"
         if prospect.left_s is not None:
-            told["left"] = duration(prospect.left_s)
+            fields["left"] = duration(prospect.left_s)
         if prospect.my_share is not None:
-            told["my_share"] = f"{prospect.my_share:.0%}"
-        return told
+            fields["my_share"] = f"{prospect.my_share:.0%}"
+        return fields
 
     def prospect(self) -> Prospect:
         """Return the current estimates as numbers."""

@@ -119,7 +119,7 @@ def _receive_arguments(theirs: socket.socket) -> list[str] | None:
     """Wait in the forked process for the learner's arguments, and redirect its output. None: it is not needed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with theirs:
-        told, fds, _, _ = socket.recv_fds(theirs, LONGEST, len(FDS) + 1)
+        encoded, fds, _, _ = socket.recv_fds(theirs, LONGEST, len(FDS) + 1)
     if len(fds) != len(FDS) + 1:
         return None
     *given, output = fds
@@ -128,7 +128,7 @@ def _receive_arguments(theirs: socket.socket) -> list[str] | None:
         os.dup2(fd, standard)
     os.close(nothing)
     os.close(output)
-    arguments: list[str] = json.loads(told)
+    arguments: list[str] = json.loads(encoded)
     return [word for name, fd in zip(FDS, given, strict=True) for word in (name, str(fd))] + arguments
 
 
@@ -235,7 +235,7 @@ class LearnerProcess:
         try:
             if self._log_path.exists() and self._log_path.stat().st_size > LOG_BYTES:
                 rotate(self._log_path, keep=1, most_bytes=LOG_BYTES)
-            with open(self._log_path, "ab") as output:  # noqa: ASYNC230 (a small local file, once a life)
+            with open(self._log_path, "ab") as output:  # noqa: ASYNC230 (a small local file, once per learner)
                 if first is not None:
                     with contextlib.suppress(OSError):  # the forked process was killed: start another one below
                         link_fd, output_fd = theirs.fileno(), output.fileno()
@@ -290,9 +290,9 @@ class LearnerProcess:
 
     async def _say_goodbye(self) -> None:
         """Send the queued messages to a training script and close the link; the script itself keeps running."""
-        told = asyncio.create_task(self._outgoing.join(), name="learner: goodbye")
-        await asyncio.wait([told, *self._tasks], timeout=EXIT_S, return_when=asyncio.FIRST_COMPLETED)
-        told.cancel()
+        flushed = asyncio.create_task(self._outgoing.join(), name="learner: goodbye")
+        await asyncio.wait([flushed, *self._tasks], timeout=EXIT_S, return_when=asyncio.FIRST_COMPLETED)
+        flushed.cancel()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -35,7 +35,7 @@ class StatusReporter:
         status, view, traffic = peer.machine.status(), peer.machine.view, self._transport.traffic()
         versions = [head.version for head in status.heads] or [0]
         evaluation = status.evaluation
-        told = PeerStatus(
+        report = PeerStatus(
             run=peer.manifest.run,
             name=peer.manifest.config.name,
             peer=peer.config.peer,
@@ -63,7 +63,7 @@ class StatusReporter:
             trouble=self.trouble(peer),
             first_batches=peer.supervision.first_batches,
         )
-        return presented(told)
+        return presented(report)
 
 
 def _tokens_merged(peer: Peer) -> int:

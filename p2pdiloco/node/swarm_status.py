@@ -55,7 +55,7 @@ class SwarmStatus:
     async def keep(self) -> None:
         """Ask peers and inform the script until cancelled."""
         now = self._peer.host.now
-        asked_at = told_at = -math.inf
+        asked_at = sent_at = -math.inf
         peers: tuple[str, ...] = ()
         batches: tuple[str, ...] = ()
         while True:
@@ -63,10 +63,10 @@ class SwarmStatus:
             if now() - asked_at >= ASK_S or mine != batches:
                 asked_at, batches = now(), mine
                 await self.ask_peers()
-            told = self.message()
-            if told.peers != peers or now() - told_at >= TELL_S:
-                peers, told_at = told.peers, now()
-                self._peer.supervision.tell_swarm(told)
+            message = self.message()
+            if message.peers != peers or now() - sent_at >= TELL_S:
+                peers, sent_at = message.peers, now()
+                self._peer.supervision.tell_swarm(message)
             await asyncio.sleep(LOOK_S)
 
     def message(self) -> learner_ipc.Swarm:

@@ -298,10 +298,10 @@ class Telemetry:
         live = (view.me, *view.live)
         reaches = {peer: self._reach(peer, now) for peer in view.live}
         self._since = {peer: self._since[peer] for peer in view.live if peer in self._since}
-        told = []
+        found = []
         for peer in dict.fromkeys((*live, *rows)):
             is_live = peer == view.me or peer in reaches
-            told.append(
+            found.append(
                 msgspec.structs.replace(
                     rows.get(peer, PeerRow(peer=peer, is_me=peer == view.me)),
                     is_live=is_live,
@@ -310,7 +310,7 @@ class Telemetry:
                     words=public_words(words[PeerId(peer)]) if is_live and peer in words else None,
                 )
             )
-        return tuple(sorted(told, key=lambda row: (not row.is_me, not row.is_live, -row.merged, row.peer)))
+        return tuple(sorted(found, key=lambda row: (not row.is_me, not row.is_live, -row.merged, row.peer)))
 
     def _reach(self, peer: PeerId, now: float) -> Reach | None:
         channel = self._links.channel_of(peer)

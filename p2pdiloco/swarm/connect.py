@@ -162,6 +162,6 @@ async def _run_after(delay_s: float, way: Coroutine[Any, Any, PeerId]) -> PeerId
     try:
         await asyncio.sleep(delay_s)
     except BaseException:
-        way.close()
+        way.close()  # it was never awaited, which asyncio would complain about
         raise
     return await way

@@ -89,13 +89,13 @@ class DuplicateIdentity:
         address = await find_duplicate(record, self._me, self._credentials)
         if address is None:
             return
-        told = describe_duplicate(self._me, address)
+        sentence = describe_duplicate(self._me, address)
         if must_give_way(self._began_s, self._life, to=record):
             self.must_end = True
-            self._events.publish(IdentityTaken(told))
+            self._events.publish(IdentityTaken(sentence))
         elif record.life != self._told:
             self._told = record.life
-            log.warning(f"{told}. The other process began later, so it will end")
+            log.warning(f"{sentence}. The other process began later, so it will end")
 
 
 async def refuse_duplicate_identity(

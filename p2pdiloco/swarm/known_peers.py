@@ -107,7 +107,7 @@ class KnownPeers:
                 return False
             known = self._known[peer] = KnownPeer(now if since is None else since)
         if known.left_s is not None and record.began_s <= known.left_s:
-            return False
+            return False  # a record of the incarnation that has left
         is_back, known.left_s = known.left_s is not None, None
         where = (record.addresses, record.points, record.seen)
         is_other = is_back or where != (known.record.addresses, known.record.points, known.record.seen)

@@ -217,8 +217,8 @@ class MembershipSync:
             for _ in range(ROUNDS):
                 body = encode(GetStatements(self.members.marks()[:MARKS_LIMIT]))
                 response = await self._links.request(peer, body, timeout_s=ASK_S, max_payload=2 * PIECE_BYTES)
-                told = split_statements(bytes(response.payload or b""))
-                news = await self._learn(told, peer)
+                statements = split_statements(bytes(response.payload or b""))
+                news = await self._learn(statements, peer)
                 self._spread_and_part(news, but=peer)
                 if not news:
                     return
@@ -267,8 +267,10 @@ class MembershipSync:
 
     def _spread_and_part(self, news: list[bytes], but: PeerId | None = None) -> None:
         """Send ``news`` to all other members, then disconnect former members."""
-        told = [peer for peer in self._links.peers() if peer != but and not self.observes(peer)] if news else []
-        self._spawn(self._tell_and_part(told, encode(TellStatements(join_statements(news)))), name="tell of members")
+        receivers = [peer for peer in self._links.peers() if peer != but and not self.observes(peer)] if news else []
+        self._spawn(
+            self._tell_and_part(receivers, encode(TellStatements(join_statements(news)))), name="tell of members"
+        )
 
     async def _tell_and_part(self, peers: list[PeerId], body: bytes) -> None:
         telling = [asyncio.ensure_future(self._tell(peer, body)) for peer in peers]

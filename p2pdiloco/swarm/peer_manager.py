@@ -166,17 +166,18 @@ class PeerManager:
             log.debug("directory does not answer", reason=str(error))
 
     async def _announce(self, now: float) -> None:
+        # ``record`` leaves these two fields empty, so they are not compared.
         is_news = msgspec.structs.replace(self._announced, life="", began_s=0.0) != self._record()
         usual_s = min(max(self._lookup.pause_s, ANNOUNCE_S), ANNOUNCE_MOST_S) * self._lookup.stretch
         if now - self._announced_at >= (NEWS_S if is_news else usual_s):
-            told = msgspec.structs.replace(
+            record = msgspec.structs.replace(
                 self._record(),
                 life=self._transport.life,
                 began_s=self._began_s,
                 chain=self._membership.chain,
             )
-            await self._directory.publish_peer(self._run, msgspec.msgpack.encode(told), RECORD_LIFE_S)
-            self._announced, self._announced_at = msgspec.structs.replace(told, chain=b""), now
+            await self._directory.publish_peer(self._run, msgspec.msgpack.encode(record), RECORD_LIFE_S)
+            self._announced, self._announced_at = msgspec.structs.replace(record, chain=b""), now
 
     async def _look_up(self, now: float) -> None:
         is_news, found = False, list((await self._directory.peers(self._run)).items())
@@ -184,16 +185,16 @@ class PeerManager:
         self._known.make_room(ROOM, self._transport.peers())
         for peer, record in random.sample(found, len(found)):  # shuffled, as the first ones get the free places
             try:
-                told = decode_as(record, PeerRecord)
+                decoded = decode_as(record, PeerRecord)
             except ValueError:
                 log.debug("malformed record ignored", peer=peer)
                 continue
-            if peer == self._transport.peer_id and told.life not in ("", self._transport.life):
+            if peer == self._transport.peer_id and decoded.life not in ("", self._transport.life):
                 self._announced_at = float("-inf")
-                self._duplicate_seen(told)
+                self._duplicate_seen(decoded)
             known = self._known.get(peer)
             if known is None or not known.is_first_hand:
-                is_news = self._learn(peer, told, now) or is_news
+                is_news = self._learn(peer, decoded, now) or is_news
         self._lookup.record_lookup(now, is_news=is_news and not is_full)
         await self._save()
 
@@ -207,22 +208,22 @@ class PeerManager:
         return [peer for peer in lives if peer in self._known and self._told.get(peer) != (lives[peer], record)]
 
     async def _tell(self, peer: PeerId) -> None:
-        told = self._told[peer] = (self._transport.life_of(peer), self._record())
+        sent = self._told[peer] = (self._transport.life_of(peer), self._record())
         try:
-            await self._transport.request(peer, encode(Reachable(told[1])), timeout_s=TELL_S)
+            await self._transport.request(peer, encode(Reachable(sent[1])), timeout_s=TELL_S)
         except RequestRefused as error:
             log.debug("a peer refuses our record", peer=peer, reason=str(error))
         except RequestError as error:
             log.debug("our record could not be sent to a peer", peer=peer, reason=str(error))
-            if self._told.get(peer) == told:
+            if self._told.get(peer) == sent:
                 del self._told[peer]
 
     def _is_announced_by_member(self, peer: PeerId, record: bytes) -> bool:
         try:
-            told = decode_as(record, PeerRecord)
+            decoded = decode_as(record, PeerRecord)
         except ValueError:
             return False
-        return self._membership.is_announced_by_member(peer, told.chain)
+        return self._membership.is_announced_by_member(peer, decoded.chain)
 
     def _learn(self, peer: PeerId, record: PeerRecord, now: float) -> bool:
         """Store a record and return whether it is new. Peers known at the start are dialled at once (rule 2)."""

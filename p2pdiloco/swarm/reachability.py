@@ -144,7 +144,7 @@ class Reachability:
         return 2 * sum(answers) >= len(answers) if answers else None
 
     def _port_answers(self, port: int) -> list[bool]:
-        return [told.answers[port] for told in self.client.observations if len(told.answers) > port]
+        return [seen.answers[port] for seen in self.client.observations if len(seen.answers) > port]
 
     @property
     def points(self) -> tuple[str, ...]:
@@ -174,7 +174,7 @@ class Reachability:
         """Return the multiaddrs at which dial-backs have succeeded."""
         if not self.is_dialable:
             return []
-        hosts = (told.host for told in self.client.observations if told.answers[:1] == (True,))
+        hosts = (seen.host for seen in self.client.observations if seen.answers[:1] == (True,))
         port = self.outside_port
         return [str(addresses.of_socket(host, port, self._transport.peer_id)) for host in dict.fromkeys(hosts)]
 
@@ -214,16 +214,16 @@ class Reachability:
 
     async def _candidates(self) -> dict[PeerId, list[str]]:
         """Return the addresses of each rendezvous server, best first. Servers that are attended come first."""
-        told: dict[PeerId, Sequence[str]] = {}
+        offered: dict[PeerId, Sequence[str]] = {}
         records = await self._known_points.records(self.client.attended, asyncio.get_running_loop().time())
         for peer, body in list(records.items())[:ASKED]:
             with suppress(ValueError):
-                told[peer] = decode_as(body, PointRecord).addresses
+                offered[peer] = decode_as(body, PointRecord).addresses
         for peer, record in self._known.records().items():
             if record.is_point:
-                told.setdefault(peer, record.addresses)
+                offered.setdefault(peer, record.addresses)
         found = {
-            peer: _addresses_with_id(texts, peer) for peer, texts in told.items() if peer != self._transport.peer_id
+            peer: _addresses_with_id(texts, peer) for peer, texts in offered.items() if peer != self._transport.peer_id
         }
         attended = self.client.attended
         return {peer: found[peer] for peer in sorted(found, key=lambda peer: peer not in attended) if found[peer]}

@@ -373,22 +373,22 @@ async def ask_status(transport: Transport, peer: PeerId) -> PeerStatus | None:
     """Return the status that a peer reports about itself, made printable, or None if it sends none."""
     try:
         response = await transport.request(peer, encode(GetStatus()), timeout_s=ASK_S)
-        told = decode_as(response.body, PeerStatus)
+        status = decode_as(response.body, PeerStatus)
     except (RequestError, ValueError) as error:
         log.debug("no status", peer=peer, reason=str(error))
         return None
-    if told.peer != peer:
+    if status.peer != peer:
         log.debug("no status", peer=peer, reason="it names another peer")
         return None
     return msgspec.structs.replace(
-        told, phase=logs.printable(told.phase), trouble=logs.printable(told.trouble), name=told.name.rstrip()
+        status, phase=logs.printable(status.phase), trouble=logs.printable(status.trouble), name=status.name.rstrip()
     )
 
 
 async def _with_statuses(found: RunAnswer, transport: Transport, peers: list[PeerId]) -> RunAnswer:
-    told = await asyncio.gather(*(ask_status(transport, peer) for peer in peers))
+    statuses = await asyncio.gather(*(ask_status(transport, peer) for peer in peers))
     channels = [channel for peer in peers if (channel := transport.channel_of(peer)) is not None]
     return found._replace(
-        peers=tuple(one for one in told if one is not None),
+        peers=tuple(one for one in statuses if one is not None),
         addresses=tuple(str(channel.address) for channel in channels),
     )
