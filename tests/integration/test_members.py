@@ -125,7 +125,7 @@ def test_who_has_the_invite_takes_part_and_nobody_else_learns_of_the_run(tmp_pat
         wait_until(lambda: bob.view.peer in command("members", state=ann.folder)[1], START_S, "bob among the members")
         status, said = command("members", "ban", text, state=ann.folder)
         assert status == 0, said
-        wait_until(lambda: has_logged(ann, "parting from a peer", "is revoked"), START_S, "the end of a membership")
+        wait_until(lambda: has_logged(ann, "disconnecting a peer", "is revoked"), START_S, "the end of a membership")
         assert ended(bob) == 2
         assert has_logged(bob, "p2pdiloco:", "is revoked")
         advance(ann, 2)

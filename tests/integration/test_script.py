@@ -200,7 +200,7 @@ def test_a_script_that_stays_takes_its_node_along_when_it_is_told_to_end(
     script = start_text(STAYING, tmp_path / "a")
     log = tmp_path / "a" / "node.log"
     try:
-        wait_until(lambda: log.exists() and "it is served" in log.read_text(), START_S, "its stay")
+        wait_until(lambda: log.exists() and "serving the final model" in log.read_text(), START_S, "its stay")
         node = int((tmp_path / "a" / "node.pid").read_text())
         script.send_signal(number)
         _, err = script.communicate(timeout=END_S)
@@ -360,7 +360,7 @@ def test_a_script_that_is_started_after_the_end_finds_the_result(tmp_path: Path)
         command = ("resume", str(tmp_path / "a"), "--stay-s", "300", *PEER)
         serving = Member("A", command, tmp_path / "a", swarm.mark)  # by the founder: nobody else is a member here
         swarm.members.append(serving)
-        wait_until(lambda: printed(serving, "it is served"), START_S, "somebody who serves")
+        wait_until(lambda: printed(serving, "serving the final model"), START_S, "somebody who serves")
         gets_it("c", "--peer", serving.wait_for(Invited, START_S).invite)
 
 

@@ -49,7 +49,7 @@ class Ended(Node):
         self.told.append(f"alert {alert.kind}: {alert.text}")
 
     async def _stay(self, say: Any) -> None:
-        say("it is served")
+        say("serving the final")
 
     async def _stayed(self, ending: Ending) -> Ending:
         return ending
@@ -74,7 +74,7 @@ def test_what_it_gave_and_that_it_is_done_is_told_before_it_stays(status: int) -
         "the run is comple",
         "this machine gave",
         "alert done: all i",
-        "it is served",
+        "serving the final",
     ]
 
 
