@@ -1,7 +1,7 @@
 """Collects what a node shows of itself for page, terminal view, metrics and alerts.
 
 The events of the state machine become lines of the event log. With the current status, the connections and what
-other peers answer they become the picture that page, ``top``, metrics and alerts show.
+other peers answer they become the picture that page, terminal view, metrics and alerts show.
 
 Rules of this file:
 1. Nothing here influences the protocol, and the protocol never waits for it.
