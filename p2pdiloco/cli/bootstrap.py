@@ -70,7 +70,7 @@ async def _serve(arguments: argparse.Namespace) -> int:
     with identity.hold():
         async with directory, transport.serve(Observer()), Tasks() as tasks:
             announce = partial(_announce, directory, transport, arguments.announce)
-            tasks.keep(announce, name="announce the meeting point")
+            tasks.keep(announce, name="announce the rendezvous server")
             peer_options.say(Listening(tuple(directory.visible_addresses())))
             await stop.wait()
             if pairs := server.introducer.relayed_pairs:
@@ -107,7 +107,7 @@ def _expanded(listen: list[str]) -> list[str]:
 
 
 async def _announce(directory: Directory, transport: Transport, announced: list[str]) -> None:
-    """Keep the meeting point's record alive; behind a forwarded port its host is the announced one's."""
+    """Keep the rendezvous server's record alive; behind a forwarded port its host is the announced one's."""
     port = addresses.parse(transport.listen_addresses()[0]).port
     hosts = [msgspec.structs.replace(addresses.parse(text), port=port, peer=transport.peer_id) for text in announced]
     while True:

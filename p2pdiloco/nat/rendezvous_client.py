@@ -245,7 +245,7 @@ class RendezvousClient:
         finally:
             self._coming -= 1
 
-    # -- meeting points ----------------------------------------------------------------------------------------------
+    # -- rendezvous servers --------------------------------------------------------------------------------------------
 
     @staticmethod
     def _parse_point(text: str) -> Address:
