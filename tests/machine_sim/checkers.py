@@ -78,6 +78,10 @@ class Checks:
         if known.value.digest != value.digest:
             self.violated(1, f"{process.name} has another state at {commit[:8]} than others have")
         self._values_fit(process, value)
+        # A commit may have been made before: when all who had it lost their disks, its owner makes the same one again.
+        if header.tokens > self.heaviest[shard] and not value.is_wild:
+            self.heaviest[shard], self.newest[shard] = header.tokens, header.version
+            self.advanced_at[shard] = self.world.now
 
     def installed(self, process: Process, state: ev.ShardState, value: GlobalShard) -> None:
         """A process took a fetched state."""
@@ -105,9 +109,6 @@ class Checks:
         self.versions += 1
         siblings = self.children[shard, header.parent] = self.children.get((shard, header.parent), 0) + 1
         self.forks += siblings > 1
-        if header.tokens > self.heaviest[shard]:
-            self.heaviest[shard], self.newest[shard] = header.tokens, header.version
-            self.advanced_at[shard] = self.world.now
         self.merged_once(process, header, base, value)
         return known
 

@@ -37,9 +37,12 @@ PAYLOADS_CHECKED_EVERY = 64
 """Events of one process between two clearings of its payloads."""
 
 
-def factors_of(payload: Digest, contributions: int) -> tuple[int, ...]:
-    """How much of each contribution counts in a simulated merge: in one of four of three or more, one counts less."""
+def factors_of(payload: Digest, contributions: int, *, is_liar: bool) -> tuple[int, ...]:
+    """How much of each contribution counts in a simulated merge: in one of four of three or more, one counts less. A
+    liar states now and then what cannot be."""
     drawn = int(payload[:8], 16)
+    if is_liar and drawn % 16 == 1:
+        return (LEAST_FACTOR - 1,) * contributions
     if contributions < 3 or drawn % 4:
         return ()
     factors = [100] * contributions
@@ -258,7 +261,8 @@ class Process:
         digest = payload_digest(shard, effect.base.id, payload)
         self.store[digest] = payload
         result = self.world.outer_step(base, digest, payload)
-        return ev.Merged(shard, effect.base.id, digest, result.digest, factors=factors_of(digest, len(payloads)))
+        factors = factors_of(digest, len(payloads), is_liar=bool(self.setting.lies))
+        return ev.Merged(shard, effect.base.id, digest, result.digest, factors=factors)
 
     # -- states --------------------------------------------------------------------------------------------------------
 
