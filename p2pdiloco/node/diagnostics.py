@@ -391,7 +391,7 @@ def _speed(manifest: Manifest, trial: SpeedTrial | None, peers: Sequence[PeerSta
     share = _share(trial.tokens_per_s, peers)
     if share is None:
         return Finding("ok", "speed", told)
-    told += f": {share:.1%} of what all would train"
+    told += f"; this machine would train {share:.1%} of the run's tokens"
     left = _left_s(manifest, trial, peers)
     if left is not None and left < 120.0:
         remedy = "the run is nearly over: p2pdiloco fetch downloads its model"
@@ -425,7 +425,7 @@ def _memory(node: int, learner: int, is_measured: bool, free: int) -> Finding:
 
 def _link(up: float) -> Finding:
     return Finding(
-        "ok", "link", f"{up * 8 / 1e6:,.2f} Mbit/s in each direction on average; --up RATE keeps it in bounds"
+        "ok", "link", f"{up * 8 / 1e6:,.2f} Mbit/s needed in each direction on average; --up RATE sets a limit"
     )
 
 

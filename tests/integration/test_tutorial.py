@@ -38,7 +38,7 @@ def test_its_commands_do_what_it_says(tmp_path: Path) -> None:
         known["invite"] = ann.wait_for(Invited, START_S).invite
         asked = run(*typed(doctor), "--seconds", "0.5", "--state", tmp_path / "doctor", timeout_s=START_S)
         assert asked.returncode == 0, asked.stdout + asked.stderr
-        for word in ("1 peer answers, 869,504 parameters", "tokens/s", "GB needed", "Mbit/s in each direction"):
+        for word in ("1 peer answers, 869,504 parameters", "tokens/s", "GB needed", "Mbit/s needed in each direction"):
             assert word in asked.stdout
         bob = swarm.launch("bob", typed(join))
         until(ann, lambda: contributes(ann, bob, 0), what="contributions of bob")

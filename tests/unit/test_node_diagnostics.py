@@ -159,7 +159,8 @@ def test_what_a_machine_would_give_is_told(manifest: Manifest, tmp_path: Path) -
     others = [status(tokens_per_second=2000.0), status(tokens_per_second=float("nan")), status(tokens_per_second=1e3)]
     findings, gift = diagnostics.judged(manifest, TRIAL, others, tmp_path, free_memory=4_000_000_000)
     assert [finding.verdict for finding in findings] == ["ok"] * 5, findings
-    is_found(findings[1], "ok", "1,000 tokens/s, 0.500 s a step (12 steps, 2 threads): 25.0% of what all would train")
+    speed = "1,000 tokens/s, 0.500 s a step (12 steps, 2 threads); this machine would train 25.0% of the run's tokens"
+    is_found(findings[1], "ok", speed)
     assert gift.share == 0.25
     parameters = Layout.of(manifest).elements
     sync = manifest.config.schedule.sync_every
