@@ -256,9 +256,9 @@ class Reachability:
         """Return a sentence for the user about this peer's reachability."""
         seen, lease = ", ".join(self.client.observed_hosts) or "an unknown address", self._lease
         if self.is_dialable:
-            mapped = f": the router maps it to this machine ({lease.by})" if lease else ""
+            mapped = f", which the router maps to this machine ({lease.by})" if lease else ""
             places = ", ".join(f"{host}:{self.outside_port}" for host in self.client.observed_hosts)
-            return f"{places} answers from outside{mapped}"
+            return f"reachable from outside at {places}{mapped}"
         if self.is_dialable is None:
             return f"seen as {seen}; no dial-back yet"
         via = f"{len(self.client.attended)} rendezvous server{'s' * (len(self.client.attended) > 1)}"

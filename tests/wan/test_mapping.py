@@ -103,4 +103,5 @@ def test_a_user_is_told_what_the_router_maps(made: Testbed, tmp_path: Path) -> N
         known = reports.wait_for(Listening, 60.0).addresses[0]
         with started(made.site(HOME), "-m", "p2pdiloco", "doctor", known) as doctor:
             found = doctor.communicate(timeout=150)[0]
-    assert "answers from outside: the router maps it to this machine (PCP)" in found, found
+    assert "reachable from outside at " in found, found
+    assert ", which the router maps to this machine (PCP)" in found, found
