@@ -1,6 +1,6 @@
 """``p2pdiloco status``: Show the runs that a directory knows, and their peers. Of the peers of a run, known ones are
 announced in the directory, live ones are connected and respond, and participating ones have a learner that can
-contribute; "weight averaged" counts the learners in the last merge.
+contribute; "in the last merge" counts the learners whose contributions it averaged.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _print_run(run_id: RunId, record: RunRecord, peers: list[PeerStatus]) -> Non
     print(f"  step {best.step} of {best.total_steps}, held-out loss {loss}, {best.tokens_merged:,} tokens merged")
     print(
         f"  peers: {best.known} known, {live} live, {best.participating} participating, "
-        f"{best.weight_averaged} weight averaged; {rate:,.0f} tokens/s in all"
+        f"{best.weight_averaged} in the last merge; {rate:,.0f} tokens/s in all"
     )
     if best.epochs:
         print(f"  data: {best.epochs:.3f} epochs, {best.blocks_repeated:.1%} of the blocks were repeated")
