@@ -421,7 +421,8 @@ def closing(told: Bill | None) -> str:
     if told is None or not told.tokens:
         return ""
     text = (
-        f"this machine gave {told.tokens:,} tokens in {duration(told.lasts_s)}: {told.commits:,} versions merged, "
+        f"this machine gave {told.tokens:,} tokens in {duration(told.lasts_s)}: {told.commits:,} shard "
+        f"version{'s' * (told.commits != 1)} merged, "
         f"{volume(told.up_bytes)} sent, {volume(told.down_bytes)} received; {percent(told.share)} of all tokens merged "
         "since it first joined are its own"
     )

@@ -22,7 +22,7 @@ def test_the_closing_line_tells_share_time_bytes_and_cost() -> None:
     told = account(picture(), 1800.0, 0.4)
     assert (told.share, told.commits, told.tokens, told.cost, told.cost_per_million) == (0.25, 1, 500_000, 0.2, 0.4)
     assert closing(told) == (
-        "this machine gave 500,000 tokens in 30 min 00 s: 1 versions merged, 34.5 MB sent, "
+        "this machine gave 500,000 tokens in 30 min 00 s: 1 shard version merged, 34.5 MB sent, "
         "1.0 kB received; 25.0 % of all tokens merged since it first joined are its own; cost 0.20, "
         "0.40 per million tokens"
     )
