@@ -74,7 +74,7 @@ def _loss(story: Story, start: float, axis: Any) -> None:
     axis.axhline(start / 2, color=FAINT, linewidth=0.8, linestyle=":")
     place = (0.995, start / 2)
     axis.annotate("half of the start", place, xycoords=("axes fraction", "data"), ha="right", va="bottom", color=FAINT)
-    axis.set_ylabel("held-out loss (nats a byte)")
+    axis.set_ylabel("held-out loss (nats per byte)")
     axis.set_title("One model, trained by a swarm whose peers come and go")
     axis.set_ylim(bottom=0)
 
@@ -215,17 +215,16 @@ def judge(report: dict[str, Any]) -> list[str]:
 
 def print_report(report: dict[str, Any], out: Path) -> None:
     """Print the report for people."""
-    ratio = report["wire_ratio_to_fp32"]
+    ratio, wire = report["wire_ratio_to_fp32"], report["wire_bytes_per_parameter_max"]
+    start, end = report["held_out_loss_start"], report["held_out_loss_end"]
     print("\nthe run is complete")
-    print(
-        f"  held-out loss          {report['held_out_loss_start']:.3f} -> {report['held_out_loss_end']:.3f} nats a byte"
-    )
+    print(f"  held-out loss          {start:.3f} -> {end:.3f} nats per byte")
     print(f"  tokens                 {report['tokens_trained']:,} trained, {report['tokens_merged']:,} merged")
     print(f"  versions               {report['versions']}, {report['versions_after_kill']} of them after the kill")
     print(f"  late joiner            {report['late_joiner_merged_tokens']:,} tokens merged")
     print(f"  same model everywhere  {'yes, bit for bit' if report['digests_equal'] else 'NO'}")
     print(
-        f"  on the wire            at most {report['wire_bytes_per_parameter_max']:.3f} bytes a parameter and exchange"
+        f"  on the wire            at most {wire:.3f} bytes per parameter and exchange"
         + (f", 1/{ratio:.1f} of fp32" if ratio else "")
     )
     print(f"  blocked by the network {report['blocked_seconds_max']:.3f} s at most, for any learner")
