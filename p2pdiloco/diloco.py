@@ -73,7 +73,8 @@ class DiLoCo(SwarmView):
     peers, and adds theirs to the model in place. It never waits for the network there.
 
     ``optimizer.step()`` raises ``RuntimeError`` if the parameters have moved to other memory since ``start``
-    (``model.to()``, ``load_state_dict(assign=True)``, ``p.data = ...``).
+    (``model.to()``, ``p.data = ...``). If the model holds other parameters instead (``load_state_dict(assign=True)``),
+    p2pdiloco warns, and merges nothing more from this script.
     """
 
     def __init__(
@@ -117,8 +118,8 @@ class DiLoCo(SwarmView):
             found: Whether this script creates the run, with the model's parameters as version 0. None: only if
                 ``initial_peers`` is empty. Pass True to create a run at the directory that ``initial_peers`` names. If
                 ``state`` already holds the run, that run continues.
-            tokens_per_step: Tokens that one optimizer step trains in this process, at most 2^24. The merge weights this
-                peer's progress by them, so all peers must count the same unit. ``count`` overrides it for a step.
+            tokens_per_step: Tokens that this process trains on per optimizer step, at most 2^24. The merge weights
+                contributions by them, so all peers must count the same unit. ``count`` overrides it for a step.
             grad_scaler: The GradScaler that the loop uses. Steps that it skips are then not counted.
             total_steps: Global step at which the run is complete. The default is practically endless.
             sync_every: H, steps between two exchanges of the same fragment.
@@ -331,9 +332,12 @@ class DiLoCo(SwarmView):
     def close(self) -> None:
         """Contribute unmerged progress, and leave the run. Leaving the ``with`` block calls it.
 
-        It waits for the node: 20 s for unmerged progress, longer for large models and at the end of a run, plus
-        ``stay_s``. A node that hangs is killed. A second call does nothing. The model keeps its own parameters; call
-        ``load_global`` for the run's. All ranks of an island call it.
+        The node sends unmerged progress for up to 20 s (``node_options=("--leave-s", "60")``: 60 s); what is not merged
+        by then is lost. At the end of a run it may take 60 s. It then saves its state, and serves the result of
+        a complete run for ``stay_s``. A node that hangs is killed after 90 s, plus 160 s per billion parameters.
+
+        A second call does nothing. The model keeps its own parameters; call ``load_global`` for the run's. All ranks of
+        an island call it.
         """
         self.__exit__(None, None, None)
 
@@ -386,7 +390,7 @@ class DiLoCo(SwarmView):
         Several calls before one ``optimizer.step()`` add up, as micro-batches do.
 
         Args:
-            tokens: Tokens that this process trains. With several ranks, each counts its own.
+            tokens: Tokens that this process trains on. With several ranks, each counts its own.
             loss: Loss for status and metrics, a number or a tensor with one element. A tensor is read at most once a
                 second, because reading one waits for the GPU.
         """

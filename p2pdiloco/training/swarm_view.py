@@ -62,7 +62,7 @@ class SwarmView:
         """Sampler that draws samples which no other peer draws in the same epoch: ``DataLoader(dataset, sampler=...)``.
 
         An epoch of the run is one random order of the dataset, divided among the peers that train. The sampler follows
-        peers that join or leave: what a peer trained before another one joined may be trained again. One pass of the
+        peers that join or leave. Samples that a peer trained on before another one joined may repeat. One pass of the
         sampler has ``len(dataset)`` samples, so it spans several epochs of the run. All ranks of an island would draw
         the same samples; use ``share`` there. Without a run it draws all samples in a fixed random order.
 
