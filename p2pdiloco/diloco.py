@@ -114,7 +114,7 @@ class DiLoCo(SwarmView):
                 last.
             run: Name of the run, at most 64 letters, digits, dots, dashes and underscores. None: train alone.
             initial_peers: The invite that the first script prints. In a run with ``access="open"``, multiaddrs of
-                directory nodes instead. A single one may be a str.
+                directory nodes (bootstrap nodes or peers) instead. A single one may be a str.
             found: Whether this script creates the run, with the model's parameters as version 0. None: only if
                 ``initial_peers`` is empty. Pass True to create a run at the directory that ``initial_peers`` names. If
                 ``state`` already holds the run, that run continues.

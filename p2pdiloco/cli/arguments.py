@@ -773,7 +773,9 @@ MEMBERS = {
 
 COMMANDS = {
     "demo": Command("run a small swarm on this machine that trains, loses and gains peers", demo, is_quiet=True),
-    "bootstrap": Command("run a directory node that other peers use as their first address", _bootstrap),
+    "bootstrap": Command(
+        "run a bootstrap node: a directory node that other peers use as their first address", _bootstrap
+    ),
     "start": Command("create a run and train it", _start),
     "join": Command("join a running run", _join),
     "resume": Command("continue a run whose peers have all stopped", _resume),

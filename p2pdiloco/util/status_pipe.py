@@ -52,9 +52,9 @@ class Listening(StatusMessage, frozen=True):
         join = (f"  p2pdiloco join {address}" for address in self.addresses)
         return "\n".join(
             (
-                "This directory node is up. To found a run, type on a machine that trains:",
+                "This bootstrap node is up. To create a run, type on a machine that trains:",
                 *found,
-                "Others join it with the invite that this prints; a run that is open to all, with",
+                "Others join with the invite that start prints, or, if the run is open to anyone, with",
                 *join,
             )
         )
