@@ -249,7 +249,8 @@ def clock(told: SharedClock) -> Finding:
         return Finding("warning", "clock", what, remedy)
     if not told.witnesses:
         return Finding("note", "clock", "no node of the directory reported its time")
-    return Finding("ok", "clock", f"within {abs(told.ahead_s):.1f} s of {told.witnesses} nodes of the directory")
+    nodes = f"{told.witnesses} directory node{'s' * (told.witnesses != 1)}"
+    return Finding("ok", "clock", f"within {abs(told.ahead_s):.1f} s of {nodes}")
 
 
 def path_mtu(host: str, port: int) -> Finding:

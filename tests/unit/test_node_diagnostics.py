@@ -130,7 +130,7 @@ def test_a_wrong_clock_is_named() -> None:
     told = SharedClock(wall=lambda: now, steady=lambda: 5.0)
     is_found(diagnostics.clock(told), "note", "no node")
     told.adopt([-0.2, 0.1, 0.0])
-    is_found(diagnostics.clock(told), "ok", "3 nodes")
+    is_found(diagnostics.clock(told), "ok", "3 directory nodes")
     wrong = SharedClock(wall=lambda: now, steady=lambda: 5.0)
     wrong.adopt([-3600.0] * 3)
     is_found(diagnostics.clock(wrong), "warning", "3,600 s", " ")
