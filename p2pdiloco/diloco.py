@@ -406,7 +406,7 @@ class DiLoCo(SwarmView):
 
     @property
     def is_complete(self) -> bool:
-        """Whether to stop training: the run is complete, or this peer is leaving. False without a run.
+        """True when training should stop: the run is complete, or this peer is leaving. False without a run.
 
         It stays False if the node is lost for good and the script trains alone. So also bound the loop by your own
         number of steps.

@@ -94,7 +94,7 @@ def _packets(first: tuple[str, ...]) -> Finding:
 
 
 async def _reach(directory: Directory, listen: tuple[str, ...]) -> Finding:
-    """Whether others could dial a peer here."""
+    """Check whether others could dial a peer here."""
     try:
         is_dialable, sentence = await check_reachability(directory, listen, PATIENCE_S)
     except OSError as error:

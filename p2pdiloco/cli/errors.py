@@ -16,7 +16,7 @@ DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class CommandError(Exception):
-    """What happened, why, and what to do; and the exit status."""
+    """An error for the user: it says what happened, why, and what to do, and has an exit status."""
 
     def __init__(self, text: str, status: int) -> None:
         super().__init__(text)

@@ -1,4 +1,4 @@
-"""Where a command gets its invite or addresses from: the command line, a file, standard input or the environment.
+"""Sources of an invite or of addresses: the command line, a file, standard input, the environment.
 
 Other users of a machine see command lines in its list of processes, and whoever has an invite can join the run. The
 other three are private.
@@ -19,7 +19,7 @@ LONGEST: Final = 1 << 16
 
 
 class _Wanted(NamedTuple):
-    """What a command needs."""
+    """A command that needs an invite or an address."""
 
     parser: argparse.ArgumentParser
     metavar: str

@@ -162,7 +162,7 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 def _is_left_out(words: Sequence[str]) -> bool:
-    """Whether ``words`` begin with no part of a command, and do not ask which there are."""
+    """Return whether ``words`` neither name a part of the command nor ask for help."""
     return not words or (words[0].startswith("-") and words[0] not in ("-h", "--help"))
 
 

@@ -156,7 +156,7 @@ def _close_invite_of(
 
 
 def _is_shown(files: MemberFiles, key: PeerId) -> bool:
-    """Whether the invite that this peer's terminal shows has this key."""
+    """Return whether the invite that this peer's terminal shows has this key."""
     try:
         return invite_key(decode_invite(files.invite()).secret).peer_id == key
     except InviteError:

@@ -84,7 +84,7 @@ def _keeps_average(arguments: argparse.Namespace) -> bool:
 
 
 def has_learner(arguments: argparse.Namespace) -> bool:
-    """Whether this peer trains with the built-in learner."""
+    """Return whether this peer trains with the built-in learner."""
     return not arguments.learner and not getattr(arguments, "follow", False)
 
 
@@ -101,7 +101,7 @@ def kept_identity(arguments: argparse.Namespace, state: Path) -> Identity | None
 
 
 def directory_options(arguments: argparse.Namespace, initial_peers: list[str]) -> DirectoryOptions:
-    """How the peer takes part in the directory. ``initial_peers``: addresses; one may be an invite, which has some.
+    """Return the options of the directory. ``initial_peers``: addresses; one may be an invite, which has some.
 
     Raises:
         ValueError: it is none, or there are several; an address to announce or to listen on is none.
@@ -134,7 +134,7 @@ def with_invite(words: list[str]) -> tuple[Invite | None, tuple[str, ...]]:
 
 
 def _is_meant_as_invite(word: str) -> bool:
-    """Whether a word begins as an invite does, though it may be incomplete. Only for words that are no run's name."""
+    """Return whether a word begins as an invite does, though it may be incomplete. Not for names of runs."""
     return word.strip().startswith(PREFIX)
 
 

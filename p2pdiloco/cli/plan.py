@@ -78,7 +78,7 @@ def _bytes(codec: str, step: float | None) -> float:
 
 
 def describe(plan: Forecast, advice: Advice | None, wanted: Wanted) -> list[str]:
-    """What people read."""
+    """Return the plan as lines for people."""
     others = [f"{name} {100 * share:.3g} %" for name, share in plan.utilisation.items() if name != "p2pdiloco"]
     late = "on time" if plan.is_on_time else f"late: tau is {wanted.overlap}"
     found = [

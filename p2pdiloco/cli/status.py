@@ -116,7 +116,7 @@ def _print_run(run_id: RunId, record: RunRecord, peers: list[PeerStatus]) -> Non
 
 
 def _shares(peers: list[PeerStatus], rate: float, merged: int) -> list[float]:
-    """Of the tokens a second; where nobody trains any more, of what is merged."""
+    """Return each peer's share of the tokens per second, or of the merged tokens if nobody trains any more."""
     if rate:
         return [s.tokens_per_second / rate for s in peers]
     return [min(1.0, s.tokens_trained / max(1, merged)) for s in peers]

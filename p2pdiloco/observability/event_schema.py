@@ -123,7 +123,7 @@ _TOPICS = {
     "agreement": "contributions disagree",
 }
 _WRITERS: dict[str, Callable[[Line], Sentence | None]] = {
-    "started": lambda line: Sentence("info", "this peer starts" + (" anew" if line["is_new"] else " with its state")),
+    "started": lambda line: Sentence("info", "this peer starts" + ("" if line["is_new"] else " with its saved state")),
     "current": lambda line: Sentence("good", f"this peer has the whole model, at step {line['step']:,}"),
     "downloaded": lambda line: Sentence(
         "info", f"this peer downloaded {line['bytes'] / 1e6:,.1f} MB of state in {line['seconds']:.1f} s"

@@ -67,7 +67,7 @@ class Metrics:
         self._file = open(self._path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 (closed in __exit__)
         self._bytes = self._file.tell()
 
-    def _begin_anew(self) -> None:
+    def _rotate(self) -> None:
         """Rotate the event log, which has reached its maximum size."""
         if self._file is not None:
             self._file.close()
@@ -91,7 +91,7 @@ class Metrics:
         line = json.dumps(told) + "\n"
         try:
             if self._bytes + len(line) > MOST_BYTES:
-                self._begin_anew()
+                self._rotate()
             self._bytes += self._file.write(line)
             self._is_failing = False
         except OSError as error:

@@ -16,7 +16,7 @@ from p2pdiloco.protocol.state import ProtocolConfig
 
 
 class MachineOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What the machine asks of a peer that is a guest on it (``node/resource_guard.py``), and has room for."""
+    """Limits that the machine sets to a peer that is a guest on it (``node/resource_guard.py``)."""
 
     spot: str | None = None
     """Cloud whose notices are heeded (``node/shutdown_signals.py``)."""
@@ -35,7 +35,7 @@ class MachineOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LinkOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How a peer is reached, and what it gives and takes."""
+    """Addresses and bandwidth of a peer."""
 
     listen: str | tuple[str, ...] = "/ip4/0.0.0.0/tcp/0"
     """Where other peers reach the node (data port): a multiaddr, or several."""
@@ -56,7 +56,7 @@ class LinkOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LearnerOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What a peer trains with, and on."""
+    """Device, data and model of a peer's learner."""
 
     device: str = "cpu"
     data: str | None = None
@@ -74,7 +74,7 @@ class LearnerOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WatchOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Who is told how the peer fares."""
+    """Places to which a peer reports."""
 
     page: str = "off"
     """Where this peer serves its page: ``off``, ``auto`` (a free port of loopback), a port there, or HOST:PORT."""
@@ -159,7 +159,7 @@ def protocol_config(manifest: Manifest, options: PeerOptions, peer: PeerId) -> P
 
 
 def most_step_tokens(config: RunConfig) -> int:
-    """Of an inner step: the run's own batch with room for larger ones; what a script counts is its own affair."""
+    """Return the maximum tokens of an inner step: the run's own batch, with room for larger ones."""
     if config.model.kind == "external":
         return STEP_TOKENS
     return max(1, BATCH_ROOM * config.inner.batch * config.model.context)

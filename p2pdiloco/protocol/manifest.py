@@ -157,7 +157,7 @@ class InnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class ScheduleConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """When fragments are exchanged, and how long an owner waits (Decoupled DiLoCo, arXiv 2604.21428). The model is cut
+    """Times of exchanges, and the patience of owners (Decoupled DiLoCo, arXiv 2604.21428). The model is cut
     into fragments; each fragment has one exchange, or turn, every ``sync_every`` steps."""
 
     fragments: Side = 24
@@ -216,7 +216,7 @@ class OuterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class CodecConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How updates are compressed: ``up`` from learner to owner, ``down`` from owner to all peers."""
+    """Compression of updates: ``up`` from learner to owner, ``down`` from owner to all peers."""
 
     up: CodecChoice = "int4"
     """Codec of contributions. ``auto``: each sender takes the finest codec whose transfer fits into the overlap on its
@@ -294,7 +294,7 @@ class TensorSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class BlockSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How the run's training data are cut into blocks. A peer whose data differ draws its samples at random."""
+    """Division of the run's training data into blocks. A peer whose data differ draws its samples at random."""
 
     number: Annotated[int, Meta(ge=0, le=MAX_BLOCKS)] = 0
     """Number of blocks in an epoch; 0: no blocks."""
