@@ -227,14 +227,12 @@ class Membership:
         if peer not in self.peers and len(self.peers) >= MAX_PEERS:
             return False
         self.peers[peer] = PeerView(peer, now)
-        self.owners.forgive(peer)
         return True
 
     def disconnect(self, peer: PeerId) -> None:
         """Remove a connection."""
         self.peers.pop(peer, None)
         self.connectivity.forget(peer)
-        self.owners.forgive(peer)
 
     def record_heartbeat(self, peer: PeerId, beat: Heartbeat, now: float) -> bool:
         """Record a heartbeat. Return True if it may change which peers are live, or their roles."""

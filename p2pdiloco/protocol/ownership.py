@@ -54,6 +54,8 @@ LEAST_SPREAD = 1e-24
 PASSED_OVER = 3
 """Ranks by which a peer that missed a takeover time is put back; the worst connected peers are put back by two."""
 MISSES_COUNTED = 4
+MISSES_REMEMBERED = 1024
+"""Peers whose missed takeover times are remembered."""
 
 
 def capped(candidates: list[tuple[PeerId, float]]) -> Candidates:
@@ -86,7 +88,8 @@ class Owners:
         self._asked_weights: list[tuple[PeerId, float]] = []
         """Peers that may own, with the weights that they ask for."""
         self._missed: dict[PeerId, tuple[int, float]] = {}
-        """Consecutive takeover times that a connected peer missed as an owner, and until when it owns last."""
+        """Consecutive takeover times that a peer missed as an owner, and until when it owns last. Only a commit of its
+        own ends that: a peer that reconnects must not start over. The peer that missed last comes last."""
 
     @property
     def may_own(self) -> bool:
@@ -134,11 +137,14 @@ class Owners:
         times, until = self._missed.get(peer, (0, 0.0))
         if now >= until:
             times = min(times + 1, MISSES_COUNTED)
+            self._missed.pop(peer, None)
             self._missed[peer] = times, now + len(self.candidates) * takeover_s * 4.0**times
+            if len(self._missed) > MISSES_REMEMBERED:
+                del self._missed[next(iter(self._missed))]
             self.rank(now, tiers)
 
     def forgive(self, peer: PeerId) -> None:
-        """Forget the missed takeover times of ``peer``: it has reconnected, disconnected, or made a commit."""
+        """Forget the missed takeover times of ``peer``: it has made a commit."""
         self._missed.pop(peer, None)
 
     def on_head_changed(self, change: HeadChange) -> None:

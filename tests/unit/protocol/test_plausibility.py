@@ -401,15 +401,25 @@ def test_an_owner_that_lets_the_takeover_time_pass_owns_last_for_a_while() -> No
     assert dict(stage.machine.core.membership.owners.candidates)[B] == 1.0
 
 
-def test_forty_heavy_owners_that_never_merge_do_not_stop_turns() -> None:
-    """P4b: each of them is waited for once, and the next versions come without them."""
+@pytest.mark.parametrize("is_reconnecting", [False, True])
+def test_forty_heavy_owners_that_never_merge_do_not_stop_turns(is_reconnecting: bool) -> None:
+    """P4b: each of them is waited for once, and the next versions come without them, also if they reconnect."""
     idle = tuple(PeerId(f"idle {i}") for i in range(40))
     stage = Stage(B, *idle, total_steps=10**6, takeover_ceiling_s=10.0)
-    for peer in idle:
-        stage.says(peer, weight=1e12, is_participating=False)
+
+    def connect(*peers: PeerId) -> None:
+        for peer in peers:
+            stage.says(peer, weight=1e12, is_participating=False)
+
+    connect(*idle)
     stage.says(B, is_participating=False, weight=0.0)
     times = []
     for _ in range(6):
+        if is_reconnecting:
+            for peer in idle:
+                stage.tell(ev.PeerDisconnected(peer, "it reconnects"))
+                stage.tell(ev.PeerConnected(peer))
+            connect(*idle)
         began_at, version = stage.now, stage.head().version
         stage.work(stage.train(4))
         while stage.head().version == version:
