@@ -455,7 +455,8 @@ class Aggregation:
             grace_s = max(grace_s, self.response_times.wait_s(waited_for, limit_s) - quorum_s)
         takeover_s = self.takeover_s()
         if membership.is_any_departing(absent):
-            grace_s = takeover_s  # a departing peer has no later turn
+            # A departing peer has no later turn. It goes when its own time is up, and what waits here goes with it.
+            grace_s = min(config.leave_s, config.finish_s) / 2
         grace_s = min(grace_s, takeover_s)
         return QuorumView(
             now=core.now,

@@ -163,6 +163,15 @@ def test_for_a_peer_on_its_way_out_the_owner_waits_up_to_the_takeover_time() -> 
         assert merged(stage.wait(0.02)) == [(tokens(B, 0, 40),)]
 
 
+def test_for_a_peer_on_its_way_out_no_owner_waits_until_it_is_gone() -> None:
+    """M4c: half of the time that it has; what waits longer than that for a silent peer is lost with its giver."""
+    for times in ({"leave_s": 4.0}, {"finish_s": 4.0}):
+        stage = owner(B, C, grace_share=0.0, takeover_floor_s=30.0, **times)
+        stage.says(C, phase="leaving")
+        assert merged(stage.offer(B) + stage.wait(1.99)) == []
+        assert merged(stage.wait(0.02)) == [(tokens(B, 0, 40),)]
+
+
 def test_a_shard_has_one_merge_under_way_at_a_time() -> None:
     """M5: the head moves while a merge is under way; the next begins only when that one has ended."""
     stage = owner(B)
