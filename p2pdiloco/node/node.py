@@ -348,7 +348,7 @@ class Node:
 
     def _write_report(self, ending: Ending) -> None:
         status, traffic = self.status(), self.peer.driver.traffic
-        heads = self.peer.machine.status().heads
+        heads = self.peer.machine.view.known_heads
         report = {
             **msgspec.structs.asdict(status),
             "ending": msgspec.structs.asdict(ending),

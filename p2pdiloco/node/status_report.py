@@ -32,20 +32,20 @@ class StatusReporter:
 
     def status(self, peer: Peer) -> PeerStatus:
         """Return the current status of ``peer``."""
-        status, view, traffic = peer.machine.status(), peer.machine.view, self._transport.traffic()
-        versions = [head.version for head in status.heads] or [0]
-        evaluation = status.evaluation
+        view, traffic = peer.machine.view, self._transport.traffic()
+        versions = [head.version for head in view.known_heads] or [0]
+        evaluation = view.evaluation
         report = PeerStatus(
             run=peer.manifest.run,
             name=peer.manifest.config.name,
             peer=peer.config.peer,
-            phase="resting" if peer.supervision.resting else status.phase,
-            step=status.step,
+            phase="resting" if peer.supervision.resting else view.phase,
+            step=view.step,
             total_steps=view.last_step,
-            known=max(len(self._known), len(status.live)) + 1,
-            live=len(status.live) + 1,
-            participating=len(status.participating),
-            weight_averaged=status.weight_averaged,
+            known=max(len(self._known), len(view.live)) + 1,
+            live=len(view.live) + 1,
+            participating=len(view.participants),
+            weight_averaged=view.weight_averaged,
             version_min=min(versions),
             version_max=max(versions),
             heads_mark=view.heads_mark,
@@ -58,8 +58,8 @@ class StatusReporter:
             bytes_up=self.sent_bytes(),
             bytes_down=traffic.received_control + traffic.received_bulk,
             blocked_s=peer.metrics.blocked_s,
-            epochs=status.epochs,
-            blocks_repeated=status.blocks_repeated,
+            epochs=view.epochs,
+            blocks_repeated=view.blocks_repeated,
             trouble=self.trouble(peer),
             first_batches=peer.supervision.first_batches,
         )

@@ -284,7 +284,7 @@ class Peer:
         """Problems of the learner or the swarm that a person should look at; empty if there are none."""
         supervision = self.supervision
         learners = "; ".join(filter(None, (supervision.absence, supervision.trouble, self._dissent())))
-        return (learners or "; ".join(self.machine.status().troubles))[:TROUBLE_LIMIT]
+        return (learners or "; ".join(self.machine.view.troubles))[:TROUBLE_LIMIT]
 
     def _dissent(self) -> str:
         """Return a warning if this peer's own contributions point away from the others', in the merges that it made

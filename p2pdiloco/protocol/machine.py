@@ -32,7 +32,7 @@ from p2pdiloco.protocol.ids import Digest, PeerId, ShardId
 from p2pdiloco.protocol.replication import Repair, Replication
 from p2pdiloco.protocol.shutdown import Shutdown
 from p2pdiloco.protocol.state import BEAT, Core, LearnerView, ProtocolConfig
-from p2pdiloco.protocol.view import MachineView, Status, status_of
+from p2pdiloco.protocol.view import MachineView
 
 # -- Invariants of one machine -----------------------------------------------------------------------------------------
 # These hold after every event, whatever other peers do. The simulator checks the swarm's invariants
@@ -107,8 +107,7 @@ class Machine:
             self.core, self.aggregation, self.contributions, self.replication, self.block_assignment
         )
         self.shutdown = Shutdown(self.core, self.contributions)
-        self.view = MachineView(self.core, self.replication, self.evaluations, self.contributions.budget)
-        self.weight_averaged = 0
+        self.view = MachineView(self.core, self.replication, self.evaluations, self.contributions)
         self.is_alone = False
 
     def handle(self, event: ev.Event, now: float) -> list[Effect]:
@@ -201,9 +200,6 @@ class Machine:
 
     def _on_applied(self, shard: ShardId, head: Digest) -> None:
         self.replication.on_applied(shard, head)
-        log = self.core.chains[shard].log
-        if log and log[-1].step >= self.core.chains[0].step:
-            self.weight_averaged = len(log[-1].contributors)
         if not self.core.is_current:
             self.replication.become_current()
             self.replication.fetch_missing()
@@ -442,11 +438,6 @@ class Machine:
             | self.aggregation.own_commits.commits(shard)
             | self.core.chains[shard].commits()
         )
-
-    def status(self) -> Status:
-        """Return the summary for status output, logs and reports."""
-        troubles = self.contributions.health.sentences()
-        return status_of(self.core, self.evaluations.shown, self.weight_averaged, troubles)
 
     def check_invariants(self) -> None:
         """Check what must hold after every event, whatever other peers do. For tests and the simulator.

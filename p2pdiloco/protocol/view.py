@@ -7,10 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import msgspec
-
 from p2pdiloco.protocol import messages as msg
-from p2pdiloco.protocol.contributions import TokenBudget
+from p2pdiloco.protocol.contributions import Contributions
 from p2pdiloco.protocol.evaluation import Evaluations
 from p2pdiloco.protocol.events import Convictions, ShardState
 from p2pdiloco.protocol.ids import Digest, PeerId, RunId, ShardId
@@ -23,9 +21,11 @@ from p2pdiloco.protocol.state import Core
 class MachineView:
     """Read access to the current state of one machine."""
 
-    def __init__(self, core: Core, replication: Replication, evaluations: Evaluations, budget: TokenBudget) -> None:
+    def __init__(
+        self, core: Core, replication: Replication, evaluations: Evaluations, contributions: Contributions
+    ) -> None:
         self._core = core
-        self._budget = budget
+        self._contributions = contributions
         self._replication = replication
         self._evaluations = evaluations
 
@@ -54,7 +54,7 @@ class MachineView:
     @property
     def last_step(self) -> int:
         """Estimated global step at which the run ends."""
-        return self._budget.last_step
+        return self._contributions.budget.last_step
 
     @property
     def heard_by_others(self) -> frozenset[int]:
@@ -90,6 +90,42 @@ class MachineView:
         """Number of peers missing after a suspected partition; they may have another model."""
         return len(self._core.membership.partition_detector.missing)
 
+    # -- for people ----------------------------------------------------------------------------------------------------
+
+    @property
+    def phase(self) -> msg.Phase:
+        """Phase of this peer."""
+        return self._core.phase()
+
+    @property
+    def participants(self) -> tuple[PeerId, ...]:
+        """Participating peers, sorted, with this one if it participates."""
+        mine = (self.me,) if self._core.is_participating() else ()
+        return tuple(sorted((*self.participating, *mine)))
+
+    @property
+    def weight_averaged(self) -> int:
+        """Number of learners merged by the newest commit that is known."""
+        newest = max(self.newest_commits(), key=lambda header: header.step, default=None)
+        return 0 if newest is None else len(newest.contributors)
+
+    @property
+    def epochs(self) -> float:
+        """Epochs of the run's data that were trained and merged; 0 without blocks."""
+        ledger = self._core.chains[0].ledger
+        return 0.0 if ledger is None else ledger.trained / ledger.blocks
+
+    @property
+    def blocks_repeated(self) -> float:
+        """Repeated blocks, as a share of the trained ones."""
+        ledger = self._core.chains[0].ledger
+        return 0.0 if ledger is None else ledger.repeated / max(1, ledger.trained)
+
+    @property
+    def troubles(self) -> tuple[str, ...]:
+        """Health warnings, one sentence each (``HealthWarnings``)."""
+        return self._contributions.health.sentences()
+
     # -- states --------------------------------------------------------------------------------------------------------
 
     @property
@@ -100,6 +136,11 @@ class MachineView:
     def heads(self) -> list[Head | None]:
         """Return the heads of all shards; None where there is no state."""
         return [chain.head for chain in self._core.chains]
+
+    @property
+    def known_heads(self) -> tuple[Head, ...]:
+        """Heads of the shards that have a state."""
+        return tuple(head for head in self.heads() if head is not None)
 
     def head(self, shard: ShardId) -> Head | None:
         """Return the head of one shard; None if there is no state or no such shard."""
@@ -186,52 +227,3 @@ class MachineView:
     def fastest_step_time_s(self) -> float:
         """Return the smallest step time of all learners that train; 0 if none does."""
         return self._core.fastest_step_time_s()
-
-
-# -- Status for people -------------------------------------------------------------------------------------------------
-
-
-class Status(msgspec.Struct, frozen=True, kw_only=True):
-    """Summary of the machine's state, for people.
-
-    Four membership numbers are kept apart: known (from the caller's directory), live, participating, weight averaged.
-    """
-
-    phase: msg.Phase
-    step: int
-    live: tuple[PeerId, ...]
-    """Live peers, without this one."""
-    participating: tuple[PeerId, ...]
-    """Participating peers, with this one if it participates."""
-    weight_averaged: int
-    """Number of learners merged by the newest commit seen."""
-    heads: tuple[msg.Head, ...]
-    tokens_trained: int
-    tokens_unmerged: int
-    evaluation: msg.Evaluation | None
-    epochs: float
-    """Epochs of the run's data that were trained and merged; 0 without blocks."""
-    blocks_repeated: float
-    """Repeated blocks, as a share of the trained ones."""
-    troubles: tuple[str, ...] = ()
-    """Health warnings, one sentence each (``HealthWarnings``)."""
-
-
-def status_of(core: Core, evaluation: msg.Evaluation | None, weight_averaged: int, troubles: tuple[str, ...]) -> Status:
-    """Return the current summary."""
-    ledger = core.chains[0].ledger
-    participating = [*core.membership.participating, *([core.config.peer] if core.is_participating() else [])]
-    return Status(
-        phase=core.phase(),
-        step=core.step,
-        live=core.membership.live,
-        participating=tuple(sorted(participating)),
-        weight_averaged=weight_averaged,
-        heads=tuple(c.head for c in core.chains if c.head is not None),
-        tokens_trained=0 if core.learner is None else core.learner.tokens,
-        tokens_unmerged=core.unmerged_tokens(),
-        evaluation=evaluation,
-        epochs=0.0 if ledger is None else ledger.trained / ledger.blocks,
-        blocks_repeated=0.0 if ledger is None else ledger.repeated / max(1, ledger.trained),
-        troubles=troubles,
-    )

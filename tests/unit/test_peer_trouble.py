@@ -14,7 +14,7 @@ def troubled(learner: str, *swarm: str, dissenters: dict[str, int] | None = None
     peer.config = SimpleNamespace(peer="me")  # type: ignore[assignment]
     peer.state = SimpleNamespace(dissenters=lambda: dissenters or {})  # type: ignore[assignment]
     peer.supervision = SimpleNamespace(absence="", trouble=learner)  # type: ignore[assignment]
-    peer.machine = SimpleNamespace(status=lambda: SimpleNamespace(troubles=swarm))  # type: ignore[assignment]
+    peer.machine = SimpleNamespace(view=SimpleNamespace(troubles=swarm))  # type: ignore[assignment]
     return peer.trouble
 
 

@@ -212,7 +212,7 @@ def test_who_hears_of_a_lighter_fork_shows_its_head() -> None:
     start = stage.head()
     stage.take(stage.commit(tokens(B, 0, 40)))
     lighter = commit_on(start, tokens(C, 0, 20))
-    shown = [(B, msg.Heads((stage.head(),), stage.machine.status().step))]
+    shown = [(B, msg.Heads((stage.head(),), stage.machine.view.step))]
     assert sent(stage.announce(B, 4, head_of(lighter)), msg.Heads) == shown
     assert sent(stage.hear(B, msg.Commit(lighter)), msg.Heads) == shown
     assert not sent(stage.announce(B, 4, start), msg.Heads)
@@ -262,7 +262,7 @@ def test_a_fork_takes_the_learners_own_contributions_between_the_new_mark_and_th
     stage.take(stage.commit(second.contributor))
     effects = install(stage, state(heavy(stage.head()), mark=40))
     assert carry(effects) == [((), (second.payload,), False)]
-    assert stage.machine.status().tokens_unmerged == 40
+    assert stage.machine.view.unmerged_tokens() == 40
 
 
 def test_what_the_ledger_cannot_tell_apart_resets_the_learner_with_a_warning() -> None:
@@ -293,11 +293,11 @@ def test_what_a_chain_forgot_for_its_age_stays_merged() -> None:
         stage = Stage(B, weight=0.0, log_length=4)
         [(_, given)] = sent(stage.give(), msg.Contribution)
         stage.take(stage.commit(given.contributor))
-        assert stage.machine.status().tokens_unmerged == 0
+        assert stage.machine.view.unmerged_tokens() == 0
         later = Head(SHARD, 1 + versions, digest("later"), 10**6)
         effects = install(stage, ev.ShardState(later, 4, ()))
         assert carry(effects) == [((), () if is_forgotten else (given.payload,), False)]
-        assert stage.machine.status().tokens_unmerged == (0 if is_forgotten else 40)
+        assert stage.machine.view.unmerged_tokens() == (0 if is_forgotten else 40)
 
 
 def test_a_commit_whose_digest_does_not_come_out_is_not_taken() -> None:

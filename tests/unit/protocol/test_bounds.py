@@ -161,4 +161,4 @@ def test_a_contribution_is_held_until_it_can_be_neither_merged_nor_undone() -> N
     assert len(stage.machine.payloads(SHARD)) == 1
     stage.tell(ev.LearnerStopped("killed"))
     assert stage.machine.payloads(SHARD) == set()
-    assert A not in stage.machine.status().participating
+    assert A not in stage.machine.view.participants

@@ -40,10 +40,10 @@ def test_only_the_founder_brings_version_0() -> None:
     """C1a: whoever else comes has no head, tells of none, and takes part in no turn, however long nobody answers."""
     stage = newcomer(B)
     effects = stage.wait(20.0) + stage.hear(B, msg.HeadsRequest()) + stage.train(8)
-    assert stage.machine.status().heads == ()
-    assert stage.machine.status().phase == "joining"
+    assert stage.machine.view.known_heads == ()
+    assert stage.machine.view.phase == "joining"
     assert not sent(effects, msg.Heads) + sent(effects, msg.Turn)
-    assert Stage().machine.status().heads[0].version == 0
+    assert Stage().machine.view.known_heads[0].version == 0
 
 
 def test_version_0_is_named_by_the_run() -> None:
@@ -59,7 +59,7 @@ def test_a_newcomer_brings_nothing_and_takes_what_it_is_given() -> None:
     theirs = heads(7, 0)
     assert only(stage.hear(B, theirs), ef.Fetch) == [ef.Fetch(SHARD, B)]
     effects = stage.work(stage.tell(ev.Fetched(B, state(theirs.heads[0]))))
-    assert stage.machine.status().heads == theirs.heads
+    assert stage.machine.view.known_heads == theirs.heads
     assert only(effects, ef.BecameCurrent)
 
 
@@ -149,9 +149,9 @@ def test_what_the_last_learner_had_not_merged_is_gone_with_it() -> None:
     """C3b: its contribution is offered to nobody any more, and it is not waited for."""
     stage = Stage(B, C, owners="bca")
     stage.give()
-    assert stage.machine.status().tokens_unmerged == 40
+    assert stage.machine.view.unmerged_tokens() == 40
     stage.tell(ev.LearnerStopped("killed"))
-    assert stage.machine.status().tokens_unmerged == 0
+    assert stage.machine.view.unmerged_tokens() == 0
     stage.tell(ev.LearnerStarted(life(A, 2)))
     effects = stage.tell(ev.PeerDisconnected(B, "gone")) + stage.wait(10.0)
     assert not sent(effects, msg.Contribution)

@@ -91,7 +91,7 @@ def forked() -> tuple[Stage, Head, msg.Contribution]:
 def test_what_a_losing_chain_had_merged_is_contributed_again() -> None:
     """F3a: the next contribution begins where the winning chain has merged to, which is 0."""
     stage, winner, given = forked()
-    assert stage.machine.status().tokens_unmerged == 40
+    assert stage.machine.view.unmerged_tokens() == 40
     [(_, again)] = sent(stage.give(), msg.Contribution)
     assert (again.base, bare(again.contributor)) == (winner, tokens(A, 0, 80))
     [apply] = only(stage.hear(B, msg.Commit(stage.commit(again.contributor))), ef.Apply)

@@ -109,12 +109,12 @@ def test_a_newcomer_takes_what_more_than_half_stand_by() -> None:
     for peer, head in ((C, HONEST[0]), (D, HONEST[1])):
         stage.hear(peer, msg.Heads((head,), 0))
     effects = bring(stage, FORGED)
-    assert stage.machine.status().heads == ()
+    assert stage.machine.view.known_heads == ()
     assert "1 of 3 peers stand by it" in notes(effects, "fetch")[0]
     bring(stage, HONEST[2], HONEST[0].id, by=C)
-    assert stage.machine.status().heads == (), "C's word alone"
+    assert stage.machine.view.known_heads == (), "C's word alone"
     bring(stage, HONEST[2], HONEST[0].id, HONEST[1].id, by=C)
-    assert stage.machine.status().heads == (HONEST[2],)
+    assert stage.machine.view.known_heads == (HONEST[2],)
 
 
 def test_where_for_long_most_stand_by_nothing_a_newcomer_takes_what_as_many_stand_by_as_by_any_other() -> None:
@@ -126,15 +126,15 @@ def test_where_for_long_most_stand_by_nothing_a_newcomer_takes_what_as_many_stan
     bring(stage, HONEST[0])
     stage.wait(2 * stage.config.request_s - 0.5)
     bring(stage, HONEST[0])
-    assert stage.machine.status().heads == ()
+    assert stage.machine.view.known_heads == ()
     stage.wait(0.6)
     stage.hear(D, msg.Heads((HONEST[1],), 0))
     bring(stage, FORGED)
     bring(stage, HONEST[0])
-    assert stage.machine.status().heads == (), "c and d stand by another"
+    assert stage.machine.view.known_heads == (), "c and d stand by another"
     stage.hear(D, msg.Heads((HONEST[2],), 0))
     bring(stage, HONEST[0], owner=B)
-    assert stage.machine.status().heads == (HONEST[0],)
+    assert stage.machine.view.known_heads == (HONEST[0],)
 
 
 def test_what_a_peer_commits_itself_tells_of_its_head() -> None:
@@ -145,7 +145,7 @@ def test_what_a_peer_commits_itself_tells_of_its_head() -> None:
     assert not only(stage.hear(B, msg.Commit(child)), ef.Fetch), "handed on"
     assert only(stage.hear(C, msg.Commit(child)), ef.Fetch)
     bring(stage, HONEST[0])
-    assert stage.machine.status().heads == (head_of(child),), "and the commit that waited is applied"
+    assert stage.machine.view.known_heads == (head_of(child),), "and the commit that waited is applied"
 
 
 def test_between_as_many_on_each_side_the_founders_word_decides() -> None:
@@ -157,19 +157,19 @@ def test_between_as_many_on_each_side_the_founders_word_decides() -> None:
         bring(stage, FORGED, by=C)
         stage.wait(4 * stage.config.request_s)
         bring(stage, FORGED, by=C)
-        assert stage.machine.status().heads == (), "not even after a while"
+        assert stage.machine.view.known_heads == (), "not even after a while"
         at_once = newcomer(*donors, founder=B)
         for peer, head in ((C, FORGED), (B, HONEST[0])):
             at_once.hear(peer, msg.Heads((head,), 0))
         bring(at_once, HONEST[0], by=B)
-        assert at_once.machine.status().heads == (HONEST[0],)
+        assert at_once.machine.view.known_heads == (HONEST[0],)
     alone = newcomer(B, C, D, founder=B)
     for peer, head in ((B, FORGED), (C, HONEST[0]), (D, HONEST[0])):
         alone.hear(peer, msg.Heads((head,), 0))
     bring(alone, FORGED, by=B)
-    assert alone.machine.status().heads == (), "more than half know better than the founder"
+    assert alone.machine.view.known_heads == (), "more than half know better than the founder"
     bring(alone, HONEST[0], by=C)
-    assert alone.machine.status().heads == (HONEST[0],)
+    assert alone.machine.view.known_heads == (HONEST[0],)
 
 
 def telling(*heads: tuple[PeerId, Head], **changes: Any) -> Stage:
@@ -188,9 +188,9 @@ def test_where_a_run_has_fallen_apart_the_founders_part_is_asked_for() -> None:
     assert [fetch.peer for fetch in only(bring(stage, two, by=B), ef.Fetch)] == [founder]
     stage.wait(2 * stage.config.request_s + 0.1)
     bring(stage, two, by=C)
-    assert stage.machine.status().heads == ()
+    assert stage.machine.view.known_heads == ()
     bring(stage, HONEST[0], by=founder)
-    assert stage.machine.status().heads == (HONEST[0],)
+    assert stage.machine.view.known_heads == (HONEST[0],)
 
 
 def test_while_the_founder_may_come_two_besides_its_maker_must_have_a_head() -> None:
@@ -203,17 +203,17 @@ def test_while_the_founder_may_come_two_besides_its_maker_must_have_a_head() -> 
         assert "the founder may come" in notes(effects, "fetch")[0]
         stage.wait(stage.config.request_s - 0.5)
         bring(stage, HONEST[0], *young, owner=B)
-        assert stage.machine.status().heads == ()
+        assert stage.machine.view.known_heads == ()
         stage.wait(0.6)
         bring(stage, HONEST[0], *young, owner=B, by=(B, *others)[-1])
-        assert stage.machine.status().heads == (HONEST[0],), "it has not come"
+        assert stage.machine.view.known_heads == (HONEST[0],), "it has not come"
     for lineage, founder, owner in ((old, D, B), (young, D, D), (young, B, B), (young, A, B), (young, NOBODY, B)):
         stage = telling((B, HONEST[0]), founder=founder)
         bring(stage, HONEST[0], *lineage, owner=owner)
-        assert stage.machine.status().heads == (HONEST[0],), "at once"
+        assert stage.machine.view.known_heads == (HONEST[0],), "at once"
     stage = telling((B, HONEST[0]), (C, HONEST[0]), (PeerId("e"), HONEST[0]), founder=D)
     bring(stage, HONEST[0], *young, owner=B)
-    assert stage.machine.status().heads == (HONEST[0],), "two others have it"
+    assert stage.machine.view.known_heads == (HONEST[0],), "two others have it"
 
 
 def test_a_young_runs_newcomer_waits_longer_while_others_hear_somebody() -> None:
@@ -229,7 +229,7 @@ def test_a_young_runs_newcomer_waits_longer_while_others_hear_somebody() -> None
         assert "the founder may come" in notes(effects, "fetch")[0]
         stage.wait(0.6)
         bring(stage, HONEST[0], *young, owner=B, by=(B, *others)[-1])
-        assert stage.machine.status().heads == (HONEST[0],)
+        assert stage.machine.view.known_heads == (HONEST[0],)
 
 
 def test_a_commit_is_not_taken_at_its_makers_word_alone() -> None:
@@ -240,16 +240,18 @@ def test_a_commit_is_not_taken_at_its_makers_word_alone() -> None:
         effects = bring(stage, head, before.id, owner=B)
         assert "only its maker" in notes(effects, "fetch")[0]
         assert {to for to, _ in sent(effects, msg.HeadsRequest)} == {C, D}
-        assert stage.machine.status().heads == ()
+        assert stage.machine.view.known_heads == ()
         stage.wait(3 * stage.config.request_s)
     bring(stage, head, before.id, by=C, owner=B)
-    assert stage.machine.status().heads == (head,), "c hands it over, so it has taken it, and no other is more frequent"
+    assert stage.machine.view.known_heads == (head,), (
+        "c hands it over, so it has taken it, and no other is more frequent"
+    )
     stage = telling((B, head), (C, before), (D, before))
     bring(stage, head, before.id, owner=B)
     stage.hear(D, msg.Heads((head,), 0))
     stage.wait(stage.config.request_s + 0.1)
     bring(stage, head, before.id, owner=B)
-    assert stage.machine.status().heads == (head,), "d has told of it"
+    assert stage.machine.view.known_heads == (head,), "d has told of it"
 
 
 def test_what_few_have_is_taken_after_a_while_if_no_more_have_another() -> None:
@@ -262,22 +264,22 @@ def test_what_few_have_is_taken_after_a_while_if_no_more_have_another() -> None:
         for wait_s in (stage.config.request_s - 0.5, 0.6):
             effects = bring(stage, head, before.id, by=C, owner=B)
             assert "1 of 3 peers besides its maker have it" in notes(effects, "fetch")[0]
-            assert stage.machine.status().heads == ()
+            assert stage.machine.view.known_heads == ()
             stage.wait(wait_s)
         bring(stage, head, before.id, by=C, owner=B)
-        assert stage.machine.status().heads == (head,)
+        assert stage.machine.view.known_heads == (head,)
     stage = telling((B, head), (C, before), (D, before), (e, before), (PeerId("f"), before))
     stage.hear(C, msg.Heads((head,), 0))
     for _ in range(3):
         bring(stage, head, before.id, by=C, owner=B)
-        assert stage.machine.status().heads == (), "three have another"
+        assert stage.machine.view.known_heads == (), "three have another"
         stage.wait(3 * stage.config.request_s)
     stage = telling((B, head), (C, before), (D, before), (e, before), (PeerId("f"), before))
     for peer in (D, e):
         stage.hear(peer, msg.Heads((head,), 0))
         stage.hear(peer, msg.Heads((other,), 0))
     bring(stage, head, before.id, by=C, owner=B)
-    assert stage.machine.status().heads == (head,), "d and e had it"
+    assert stage.machine.view.known_heads == (head,), "d and e had it"
 
 
 def test_where_the_founder_is_there_a_newcomer_takes_what_it_or_most_have() -> None:
@@ -287,15 +289,15 @@ def test_where_the_founder_is_there_a_newcomer_takes_what_it_or_most_have() -> N
     for _ in range(3):
         effects = bring(stage, head, before.id, by=C, owner=B)
         assert "1 of 2 peers besides its maker have it, and the founder does not" in notes(effects, "fetch")[0]
-        assert stage.machine.status().heads == ()
+        assert stage.machine.view.known_heads == ()
         stage.wait(3 * stage.config.request_s)
     for told in ((D, head), (B, head), (C, before)), ((D, before), (B, head), (C, head), (PeerId("e"), head)):
         stage = telling(*told, founder=D)
         bring(stage, head, before.id, by=C, owner=B)
-        assert stage.machine.status().heads == (head,)
+        assert stage.machine.view.known_heads == (head,)
     stage = telling((D, before), (B, head), (C, before), founder=D)
     bring(stage, head, before.id, by=D, owner=B)
-    assert stage.machine.status().heads == (head,), "the founder hands it over"
+    assert stage.machine.view.known_heads == (head,), "the founder hands it over"
 
 
 def test_beside_the_founder_makers_of_heads_are_not_believed_in_a_divided_run() -> None:
@@ -305,10 +307,10 @@ def test_beside_the_founder_makers_of_heads_are_not_believed_in_a_divided_run() 
     stage = telling((D, before), (B, head), (C, head), *rest, founder=D)
     for _ in range(3):
         bring(stage, head, before.id, by=C, owner=B)
-        assert stage.machine.status().heads == ()
+        assert stage.machine.view.known_heads == ()
         stage.wait(3 * stage.config.request_s)
     bring(stage, before, by=D)
-    assert stage.machine.status().heads == (before,)
+    assert stage.machine.view.known_heads == (before,)
 
 
 def test_who_is_in_doubt_asks_all_others_once_a_heartbeat() -> None:
@@ -330,10 +332,10 @@ def test_what_a_proved_liar_made_is_taken_only_if_most_others_have_it() -> None:
     bring(stage, head_of(first), before.id, by=C, owner=B)
     stage.wait(3 * stage.config.request_s)
     bring(stage, head_of(first), before.id, by=C, owner=B)
-    assert stage.machine.status().heads == ()
+    assert stage.machine.view.known_heads == ()
     stage.hear(D, msg.Heads((head_of(first),), 0))
     bring(stage, head_of(first), before.id, by=C, owner=B)
-    assert stage.machine.status().heads == (head_of(first),)
+    assert stage.machine.view.known_heads == (head_of(first),)
 
 
 def test_what_a_proved_liar_made_waits_for_the_founder_as_others_do() -> None:
@@ -346,7 +348,7 @@ def test_what_a_proved_liar_made_waits_for_the_founder_as_others_do() -> None:
     assert "the founder may come" in notes(effects, "fetch")[0]
     stage.wait(stage.config.request_s + 0.1)
     bring(stage, head, *young, by=C, owner=B)
-    assert stage.machine.status().heads == (head,)
+    assert stage.machine.view.known_heads == (head,)
 
 
 def test_a_newcomer_fetches_nothing_before_more_than_half_have_told_of_their_heads() -> None:
@@ -359,7 +361,7 @@ def test_a_newcomer_fetches_nothing_before_more_than_half_have_told_of_their_hea
     stage.hear(C, msg.Heads((HONEST[1],), 0))
     stage.hear(B, msg.Heads((HONEST[0],), 0))
     bring(stage, HONEST[0])
-    assert stage.machine.status().heads == (HONEST[0],)
+    assert stage.machine.view.known_heads == (HONEST[0],)
 
 
 # -- who has a state ---------------------------------------------------------------------------------------------------
@@ -444,7 +446,7 @@ def test_what_was_approved_once_is_taken_when_it_is_there() -> None:
     for head in (*HONEST, FORGED):
         stage.hear(B, msg.Heads((head,), 0))
     bring(stage, HONEST[0])
-    assert stage.machine.status().heads == (HONEST[0],)
+    assert stage.machine.view.known_heads == (HONEST[0],)
     assert A not in stage.machine.core.membership.live
 
 

@@ -19,11 +19,11 @@ def test_a_peer_is_live_only_while_it_is_connected() -> None:
     stage = Stage()
     stage.hear(B, BEAT)
     stage.wait(0.2)
-    assert stage.machine.status().live == (), "who is not connected is not listened to"
+    assert stage.machine.view.live == (), "who is not connected is not listened to"
     stage.meet(B)
-    assert stage.machine.status().live == (B,)
+    assert stage.machine.view.live == (B,)
     stage.tell(ev.PeerDisconnected(B, "gone"))
-    assert stage.machine.status().live == ()
+    assert stage.machine.view.live == ()
 
 
 def test_a_peer_is_live_only_while_it_is_heard_in_time() -> None:
@@ -31,16 +31,16 @@ def test_a_peer_is_live_only_while_it_is_heard_in_time() -> None:
     stage = Stage(C)
     stage.tell(ev.PeerConnected(B))
     stage.wait(0.2)
-    assert stage.machine.status().live == (C,)
+    assert stage.machine.view.live == (C,)
     stage.meet(B)
     silent_since = stage.now
     beat = stage.beats.pop(B)
-    while stage.machine.status().live == (B, C):
+    while stage.machine.view.live == (B, C):
         stage.wait(0.05)
     assert 1.4 < stage.now - silent_since < 2.1
     stage.beats[B] = beat
     stage.wait(0.2)
-    assert stage.machine.status().live == (B, C)
+    assert stage.machine.view.live == (B, C)
 
 
 def test_a_peer_is_live_only_while_it_echoes_what_we_sent() -> None:
@@ -53,7 +53,7 @@ def test_a_peer_is_live_only_while_it_echoes_what_we_sent() -> None:
         stage.wait(0.1)
         held_s = stage.now - heard_until + deaf.echo_held_s
         stage.hear(B, msgspec.structs.replace(deaf, sequence=deaf.sequence + i + 1, echo_held_s=held_s))
-    assert stage.machine.status().live == (C,)
+    assert stage.machine.view.live == (C,)
 
 
 def test_a_one_way_cut_is_a_cut_for_both() -> None:
@@ -62,11 +62,11 @@ def test_a_one_way_cut_is_a_cut_for_both() -> None:
     world = make_world(base_config(), peers, None)
     world.network.setting = msgspec.structs.replace(world.network.setting, patience_s=1e9)
     world.run_until(3.0)
-    live = {p.name: p.machine.status().live for p in world.living()}
+    live = {p.name: p.machine.view.live for p in world.living()}
     assert live == {P0: (P1, P2), P1: (P0, P2), P2: (P0, P1)}
     world.network.cut([(P0, P1)])
     world.run_until(7.0)
-    live = {p.name: p.machine.status().live for p in world.living()}
+    live = {p.name: p.machine.view.live for p in world.living()}
     assert live == {P0: (P2,), P1: (P2,), P2: (P0, P1)}
 
 
@@ -106,7 +106,7 @@ def test_who_is_silent_or_goes_on_after_a_stop_is_not_hung_up_on() -> None:
     del stage.beats[B]
     effects += says_after(stage, beat, stage.now, 0.3)
     assert not only(effects, ef.HangUp)
-    assert stage.machine.status().live == (B, C)
+    assert stage.machine.view.live == (B, C)
 
 
 def test_the_directory_never_makes_a_peer_live_and_never_dead() -> None:
@@ -120,10 +120,10 @@ def test_live_is_not_participating() -> None:
     """L3a: a peer participates while its learner trains."""
     stage = Stage(B, C)
     stage.says(C, phase="following", is_participating=False)
-    status = stage.machine.status()
-    assert (status.live, status.participating) == ((B, C), (A, B))
+    view = stage.machine.view
+    assert (view.live, view.participants) == ((B, C), (A, B))
     stage.tell(ev.LearnerStopped("killed"))
-    assert stage.machine.status().participating == (B,)
+    assert stage.machine.view.participants == (B,)
 
 
 def test_a_peer_participates_while_its_learner_holds_unmerged_tokens() -> None:
@@ -133,9 +133,9 @@ def test_a_peer_participates_while_its_learner_holds_unmerged_tokens() -> None:
     effects = stage.tell(ev.LearnerPaused(stage.steps, stage.tokens))
     beats = sent(effects, msg.Heartbeat)
     assert [(beat.phase, beat.is_participating) for _, beat in beats] == [("finished", True)]
-    assert A in stage.machine.status().participating
+    assert A in stage.machine.view.participants
     stage.work(effects + stage.wait(0.1), ef.Snapshot, ef.Encode)
     effects = stage.take(stage.commit(tokens(A, 0, 20))) + stage.wait(0.6)
-    assert A not in stage.machine.status().participating
+    assert A not in stage.machine.view.participants
     assert not sent(effects, msg.Heartbeat)[-1][1].is_participating
     assert not only(effects, ef.Merge)

@@ -32,7 +32,7 @@ def test_who_says_that_it_leaves_is_lost_at_once() -> None:
     """S2: though its connection stands and it was heard just now."""
     stage = Stage(B, C)
     stage.hear(B, msg.Leaving("asked to"))
-    assert stage.machine.status().live == (C,)
+    assert stage.machine.view.live == (C,)
 
 
 def evaluation(loss: float, step: int = 4, version: int = 0) -> msg.Evaluation:
@@ -40,7 +40,7 @@ def evaluation(loss: float, step: int = 4, version: int = 0) -> msg.Evaluation:
 
 
 def shown(stage: Stage) -> msg.Evaluation | None:
-    return stage.machine.status().evaluation
+    return stage.machine.view.evaluation
 
 
 def test_of_each_member_the_newest_evaluation_counts() -> None:
@@ -141,4 +141,4 @@ def test_what_does_not_fit_is_ignored(peer: PeerId) -> None:
     effects = [effect for message in said for effect in stage.hear(peer, message)] + stage.wait(3.0)
     assert [e for e in effects if not isinstance(e, ef.Note | ef.Send)] == []
     assert {type(send.message) for send in only(effects, ef.Send)} == {msg.Heartbeat}
-    assert stage.machine.status().heads == (ours,)
+    assert stage.machine.view.known_heads == (ours,)

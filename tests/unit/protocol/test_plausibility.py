@@ -44,7 +44,7 @@ LEAD = 64
 
 
 def step_of(stage: Stage) -> int:
-    return stage.machine.status().step
+    return stage.machine.view.step
 
 
 def tokens_and_steps(start: int, stop: int, steps: int, peer: PeerId = B) -> Contributor:
@@ -73,7 +73,7 @@ def test_a_claim_moves_the_step_by_two_turns_at_most(kind: int, step: int) -> No
     assert headers
     assert all(header.step <= 2 * BURST for header in headers)
     assert not only(effects, ef.Leave)
-    assert stage.machine.status().phase == "training"
+    assert stage.machine.view.phase == "training"
 
 
 def test_a_claim_counts_for_eight_times_the_median_learners_steps_meanwhile() -> None:
@@ -154,7 +154,7 @@ def test_a_follower_is_where_the_others_say_they_are() -> None:
     stage.says(B, step=10, phase="finished", is_participating=False)
     stage.wait(1.0)
     assert step_of(stage) == 10
-    assert stage.machine.status().phase == "finished"
+    assert stage.machine.view.phase == "finished"
     training = Stage(B, total_steps=10)
     training.says(B, step=10)
     training.wait(1.0)
@@ -245,7 +245,7 @@ def test_who_holds_more_than_a_contribution_declares_the_last_of_it() -> None:
     assert bare(given.contributor) == Contributor(life(A), 10_000 - 2560, 10_000, 1000 - RANGE, 1000)
     effects = stage.work(stage.take(stage.commit(given.contributor)))
     assert [apply.settled for apply in only(effects, ef.Apply)] == [(given.payload,)]
-    assert stage.machine.status().tokens_unmerged == 0
+    assert stage.machine.view.unmerged_tokens() == 0
     stage.work(stage.train(4))
     later = stage.machine.contributions.pending[SHARD].contribution
     assert bare(later.contributor) == Contributor(life(A), 10_000, 10_040, 1000, 1004)
@@ -262,7 +262,7 @@ def test_a_commit_that_holds_what_a_learner_never_gave_is_not_taken_by_its_peer(
     [(_, given)] = sent(effects, msg.Contribution)
     stage.take(stage.commit(given.contributor))
     assert stage.head().version == 1
-    assert stage.machine.status().tokens_unmerged == 0
+    assert stage.machine.view.unmerged_tokens() == 0
 
 
 def test_a_state_that_holds_what_a_learner_never_gave_is_not_taken_by_its_peer() -> None:

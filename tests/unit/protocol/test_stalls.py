@@ -29,7 +29,7 @@ def test_a_peer_that_stood_still_measures_nothing_and_loses_nobody() -> None:
     takeover_s = stage.machine.aggregation.takeover_s()
     effects = stop(stage)
     assert len(notes(effects, "stall")) == 1
-    assert stage.machine.status().live == (B, C)
+    assert stage.machine.view.live == (B, C)
     assert not sent(effects, msg.Contribution), "the owner had no time either"
     stage.take(stage.commit(stage.machine.contributions.pending[0].contribution.contributor))
     assert stage.machine.aggregation.takeover_s() <= takeover_s

@@ -31,7 +31,7 @@ def lag(stage: Stage, peer: PeerId, *delays_s: float) -> None:
 def is_live(stage: Stage, peer: PeerId) -> bool:
     """Whether it is, decided now."""
     stage.tell(ev.PeerDisconnected(PeerId("nobody"), "makes the machine look"))
-    return peer in stage.machine.status().live
+    return peer in stage.machine.view.live
 
 
 def test_every_heartbeat_s_it_beats_to_all() -> None:
@@ -49,7 +49,7 @@ def test_at_its_heartbeat_it_decides_membership_anew() -> None:
     stage = Stage(B)
     del stage.beats[B]
     stage.wait(2.1)
-    assert stage.machine.status().live == ()
+    assert stage.machine.view.live == ()
 
 
 def test_at_its_heartbeat_it_asks_for_heads_that_stay_different() -> None:

@@ -27,13 +27,13 @@ def test_a_learner_that_can_give_nothing_two_turns_in_a_row_does_not_participate
     """N1a: and its user is told why, once."""
     stage = Stage(B, owners="bac")
     assert not notes(fail(stage), "poisoned")
-    assert stage.machine.status().troubles == ()
+    assert stage.machine.view.troubles == ()
     commit_of_b(stage, 0)
     effects = fail(stage)
     [told] = notes(effects, "poisoned")
     assert NAN in told
-    assert stage.machine.status().troubles == (told,)
-    assert A not in stage.machine.status().participating
+    assert stage.machine.view.troubles == (told,)
+    assert A not in stage.machine.view.participants
     beats = [beat for _, beat in sent(stage.wait(0.6), msg.Heartbeat)]
     assert beats
     assert not any(beat.is_participating for beat in beats)
@@ -55,7 +55,7 @@ def test_a_learner_of_which_one_shard_cannot_be_encoded_does_not_participate() -
         commit_of_b(stage, 40 * len(told))
         stage.wait(0.6)
     assert len(told) == 1
-    assert A not in stage.machine.status().participating
+    assert A not in stage.machine.view.participants
 
 
 def test_a_poisoned_learner_participates_again_when_something_can_be_encoded() -> None:
@@ -67,8 +67,8 @@ def test_a_poisoned_learner_participates_again_when_something_can_be_encoded() -
     commit_of_b(stage, 40)
     effects = stage.give(4)
     assert len(notes(effects, "poisoned")) == 1
-    assert stage.machine.status().troubles == ()
-    assert A in stage.machine.status().participating
+    assert stage.machine.view.troubles == ()
+    assert A in stage.machine.view.participants
     commit_of_b(stage, 80)
     assert not notes(fail(stage), "poisoned"), "the first of a new row"
     other = Stage(B, owners="bac")
@@ -77,8 +77,8 @@ def test_a_poisoned_learner_participates_again_when_something_can_be_encoded() -
     fail(other)
     other.tell(ev.LearnerStopped("killed"))
     other.tell(ev.LearnerStarted(life(A, 2)))
-    assert other.machine.status().troubles == ()
-    assert A in other.machine.status().participating
+    assert other.machine.view.troubles == ()
+    assert A in other.machine.view.participants
 
 
 def test_a_head_that_moved_is_no_failure_of_the_learner() -> None:
@@ -88,7 +88,7 @@ def test_a_head_that_moved_is_no_failure_of_the_learner() -> None:
         [encode] = only(stage.work(stage.train(4), ef.Snapshot), ef.Encode)
         commit_of_b(stage, 40 * turn)
         assert not notes(stage.tell(ev.Failed("encode", encode.shard, None, "the head has moved")), "poisoned")
-    assert stage.machine.status().troubles == ()
+    assert stage.machine.view.troubles == ()
 
 
 def test_the_others_go_on_without_a_poisoned_learner() -> None:
@@ -108,10 +108,10 @@ def test_a_learner_that_does_not_answer_does_not_participate() -> None:
     assert only(stage.train(4), ef.Snapshot)
     effects = stage.offer(B) + stage.wait(19.0)
     assert not only(effects, ef.Merge), "one of two"
-    assert stage.machine.status().troubles == ()
+    assert stage.machine.view.troubles == ()
     effects = stage.wait(2.0)
     [told] = notes(effects, "silent")
-    assert stage.machine.status().troubles == (told,)
+    assert stage.machine.view.troubles == (told,)
     assert not any(beat.is_participating for _, beat in sent(stage.wait(1.1), msg.Heartbeat))
     assert len(only(effects, ef.Merge)) == 1
     assert not notes(stage.wait(60.0), "silent")
@@ -138,17 +138,17 @@ def test_a_learner_that_answers_again_participates() -> None:
     stage = Stage(B, owners="ba")
     asked = stage.train(4)
     stage.wait(30.0)
-    assert A not in stage.machine.status().participating
+    assert A not in stage.machine.view.participants
     assert notes(stage.work(asked, ef.Snapshot, ef.Encode), "silent")
-    assert A in stage.machine.status().participating
-    assert stage.machine.status().troubles == ()
+    assert A in stage.machine.view.participants
+    assert stage.machine.view.troubles == ()
     other = Stage(B, owners="ba")
     other.train(4)
     other.wait(30.0)
     other.tell(ev.LearnerStopped("killed"))
     other.tell(ev.LearnerStarted(life(A, 2)))
-    assert A in other.machine.status().participating
-    assert other.machine.status().troubles == ()
+    assert A in other.machine.view.participants
+    assert other.machine.view.troubles == ()
 
 
 def test_without_versions_for_long_a_peer_says_that_it_is_stuck() -> None:
@@ -158,11 +158,11 @@ def test_without_versions_for_long_a_peer_says_that_it_is_stuck() -> None:
     stage.give()
     assert not notes(stage.wait(9.0), "stuck")
     [told] = notes(stage.wait(2.0), "stuck")
-    assert stage.machine.status().troubles == (told,)
+    assert stage.machine.view.troubles == (told,)
     assert not notes(stage.wait(30.0), "stuck"), "once"
     commit_of_b(stage, 0)
     assert len(notes(stage.wait(1.0), "stuck")) == 1
-    assert stage.machine.status().troubles == ()
+    assert stage.machine.view.troubles == ()
     slow = Stage(B, owners="bac", stuck_s=10.0)
     slow.says(B, step_time_s=5.0)
     slow.give()
@@ -194,7 +194,7 @@ def test_a_learner_that_rests_does_not_participate_when_it_has_given_all() -> No
     effects = stage.announce(B, 4) + stage.offer(B) + stage.wait(3.0)
     assert not only(effects, ef.Merge), "one of two"
     effects = stage.work(stage.tell(ev.LearnerRested()), ef.Snapshot, ef.Encode) + stage.wait(3.0)
-    assert A not in stage.machine.status().participating
+    assert A not in stage.machine.view.participants
     assert len(only(effects, ef.Merge)) == 1
 
 

@@ -34,7 +34,7 @@ def test_everybody_who_hears_of_a_turn_adopts_the_step() -> None:
     """T1b."""
     stage = Stage(B)
     assert only(stage.announce(B, 8), ef.AdoptStep) == [ef.AdoptStep(8)]
-    assert stage.machine.status().step == 8
+    assert stage.machine.view.step == 8
     assert not only(stage.announce(B, 4), ef.AdoptStep), "never back"
 
 
@@ -44,9 +44,9 @@ def test_a_step_during_which_others_went_on_does_not_count_twice() -> None:
     stage.train(3)
     stage.announce(B, 4)
     assert not sent(stage.train(1), msg.Turn), "it is at step 4, as the others are"
-    assert stage.machine.status().step == 4
+    assert stage.machine.view.step == 4
     stage.train(1)
-    assert stage.machine.status().step == 5
+    assert stage.machine.view.step == 5
 
 
 def test_learners_of_equal_speed_advance_the_global_step_as_one() -> None:
@@ -130,7 +130,7 @@ def test_a_learner_is_never_stopped_for_its_turn() -> None:
     effects = stage.work(stage.train(4)) + stage.work(stage.offer(B)) + stage.work(stage.wait(5.0))
     assert stage.head().version == 1
     assert not only(effects, ef.PauseLearner)
-    assert stage.machine.status().phase == "training"
+    assert stage.machine.view.phase == "training"
 
 
 def test_a_contribution_covers_all_tokens_that_the_bases_chain_has_not_merged() -> None:
