@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 import random
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 import torch
@@ -50,6 +50,10 @@ DISSENTS_AFTER: Final = 12
 """Judged merges after which a learner that still disagrees is named."""
 JUDGED: Final = 3
 """Contributions needed: two always agree equally with each other. Also the merges after which a past is one."""
+
+
+new_random: Callable[[], random.Random] = random.Random
+"""Makes the source of an owner's draws. The simulator of whole peers sets one whose draws can be repeated."""
 
 
 class Judgement(NamedTuple):
@@ -78,7 +82,7 @@ class AgreementHistory:
     def __init__(self) -> None:
         self._records: dict[str, _Record] = {}
         """Ordered by the last contribution, the oldest first."""
-        self._draw = random.Random()
+        self._draw = new_random()
         self._lock = threading.Lock()
         """Needed because shards are merged on several threads."""
 

@@ -6,6 +6,7 @@ checkpoints.
 
 from __future__ import annotations
 
+import random
 import sys
 
 CHUNK = 256
@@ -21,6 +22,9 @@ def install() -> None:
     from p2pdiloco.codec import formats
 
     setattr(formats, "CHUNK", CHUNK)  # noqa: B010 (it is Final for everybody else)
+    from p2pdiloco.codec import agreement
+
+    agreement.new_random = lambda: random.Random(0)  # a seed is the same world again
     from p2pdiloco.peer import checkpoint_writer
 
     checkpoint_writer.EVERY_S = COMMITS_S
