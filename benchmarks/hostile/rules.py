@@ -56,7 +56,7 @@ CASES: dict[str, dict[str, Any]] = {
     "away": {"absent": 0.5},
 }
 Attack = Callable[["LyingLaboratory", ShardId, int, Tensor, Tensor], Tensor]
-"""What a liar sends instead of its own gradient, given the shard, its index, that gradient, and all honest ones."""
+"""Makes a liar's gradient from the shard, the liar's index, its own gradient, and all honest ones."""
 
 
 class LyingLaboratory(Laboratory):

@@ -337,7 +337,7 @@ class Laboratory:
             self._contributions[index] += 1
 
     def _sent(self, turn: Turn, shard: ShardId, index: int) -> Contribution:
-        """What the learner of this index contributes to a shard of an open turn."""
+        """Return the contribution of the learner of this index to a shard of an open turn."""
         one, (steps, tokens) = turn.given[index], self.members[index].marks[shard]
         return Contribution(one.parcels[shard].gradient, max(0, one.steps - steps), max(0, one.tokens - tokens))
 

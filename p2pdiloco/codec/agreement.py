@@ -1,18 +1,19 @@
 """Agreement between the contributions of a merge.
 
-The owner weighs a contribution less if it points away from what most others found, now and in its learner's past. That
+The owner weighs a contribution less if it points away from what most others found, now and in its peer's past. That
 bounds what a few members can do to the model with gradients of ordinary length and weight, and accuses nobody.
 
 For the contributions of a merge, with v their outer gradients:
 
 1. Agreement a_i is the median over the others of cos(v_i, v_j); of two middle values it is the larger. The smaller half
    of the members can therefore not lower the agreement of an honest one.
-2. History h_i is the owner's own running mean of a_i for that learner, over all shards. It is never sent.
+2. History h_i is the owner's own running mean of a_i for that peer, over all shards and over its learners: a peer can
+   start a new learner at any time. It is never sent.
 3. The factor of a contribution's weight is max(F(a_i), F(h_i)), where F(x) = min(1, max(``FLOOR``, ``SLOPE`` x / m))
    and m is the lower median of all x. Where m is within the noise of random vectors nothing can be judged, and F is 1.
    A contribution of zeros gets ``FLOOR``: it would make the step shorter. Factors are whole per cent: the commit states
    them, so that everybody can make the same merge again.
-4. Fewer than three contributions cannot be compared. There a learner's past decides, and a contribution that is alone
+4. Fewer than three contributions cannot be compared. There a peer's past decides, and a contribution that is alone
    counts as so much shorter (``merge``).
 5. A large shard is judged by a random sample of its elements, which the owner draws when all contributions are in, so
    that nobody knows where it will not look.
@@ -40,14 +41,14 @@ FLOOR: Final = LEAST_FACTOR / 100
 SLOPE: Final = 4.0
 """A contribution counts in full from a quarter of the usual agreement on."""
 DECAY: Final = 0.9
-"""Share of a learner's history that each new merge keeps."""
+"""Share of a peer's history that each new merge keeps."""
 PIECES: Final = 4
 PIECE: Final = CHUNK // 4
 """A larger shard is judged by so many pieces of so many elements, each from another chunk."""
 REMEMBERED: Final = 4096
-"""Learners in the history; the one that has not contributed for longest is forgotten first."""
+"""Peers in the history; the one that has not contributed for longest is forgotten first."""
 DISSENTS_AFTER: Final = 12
-"""Judged merges after which a learner that still disagrees is named."""
+"""Judged merges after which a peer that still disagrees is named."""
 JUDGED: Final = 3
 """Contributions needed: two always agree equally with each other. Also the merges after which a past is one."""
 
@@ -60,13 +61,13 @@ class Judgement(NamedTuple):
     """Result of judging the contributions of one merge, in their order."""
 
     factors: list[int]
-    """How much of each weight counts, in per cent; empty: all of all."""
+    """Per cent of each weight that counts; empty: all of all."""
     agreements: list[float]
     """a_i, from -1 to 1; empty if there were too few contributions to judge."""
 
 
 class _Record(NamedTuple):
-    """Past agreement of one learner."""
+    """Past agreement of one peer."""
 
     mean: float
     """h_i."""
@@ -77,7 +78,7 @@ class _Record(NamedTuple):
 
 
 class AgreementHistory:
-    """One owner's memory of how far each learner has agreed with the others."""
+    """One owner's memory of how far each peer has agreed with the others."""
 
     def __init__(self) -> None:
         self._records: dict[str, _Record] = {}
@@ -87,35 +88,35 @@ class AgreementHistory:
         """Needed because shards are merged on several threads."""
 
     def __len__(self) -> int:
-        """Return the number of learners that are remembered."""
+        """Return the number of peers that are remembered."""
         return len(self._records)
 
-    def judge(self, learners: Sequence[str], gradients: Sequence[Gradient]) -> Judgement:
+    def judge(self, peers: Sequence[str], gradients: Sequence[Gradient]) -> Judgement:
         """Compare the contributions of one merge, and add them to the history.
 
         Args:
-            learners: the id of each contribution's learner.
+            peers: the id of each contribution's peer.
             gradients: their outer gradients, all with the same number of elements.
         """
         present = [index for index, gradient in enumerate(gradients) if gradient.norm() >= SHORTEST]
         if len(present) < JUDGED:
-            factors = [round(100 * self._past_factor(learner)) for learner in learners]
+            factors = [round(100 * self._past_factor(peer)) for peer in peers]
             return Judgement(factors if min(factors, default=100) < 100 else [], [])
         factors, agreements = [LEAST_FACTOR] * len(gradients), [0.0] * len(gradients)
         cosines, compared = self._cosines([gradients[index] for index in present])
         now = [_upper_median(row[:place] + row[place + 1 :]) for place, row in enumerate(cosines.tolist())]
         noise = 1.0 / math.sqrt(compared)
         usual = _lower_median(now) if _lower_median(now) > 3.0 * noise else 0.0
-        means = [self._remember(learners[index], value, usual) for index, value in zip(present, now, strict=True)]
+        means = [self._remember(peers[index], value, usual) for index, value in zip(present, now, strict=True)]
         both = zip(_factors(now, 3.0 * noise), _factors(means, noise), strict=True)
         for index, value, pair in zip(present, now, both, strict=True):
             factors[index], agreements[index] = round(100 * max(pair)), value
         return Judgement(factors if min(factors) < 100 else [], agreements)
 
-    def _past_factor(self, learner: str) -> float:
-        """F by the learner's past alone, where there are too few contributions to compare."""
+    def _past_factor(self, peer: str) -> float:
+        """F by the peer's past alone, where there are too few contributions to compare."""
         with self._lock:
-            record = self._records.get(learner, _Record(0.0))
+            record = self._records.get(peer, _Record(0.0))
         return 1.0 if record.judged < JUDGED else min(1.0, max(FLOOR, SLOPE * record.mean / record.usual))
 
     def _cosines(self, gradients: Sequence[Gradient]) -> tuple[Tensor, int]:
@@ -147,22 +148,22 @@ class AgreementHistory:
             found.append((chunk, slice(start, min(start + PIECE, size))))
         return found
 
-    def _remember(self, learner: str, value: float, usual: float) -> float:
-        """Add an agreement to a learner's past; return its new mean. ``usual`` is the merge's, 0 if unknown."""
+    def _remember(self, peer: str, value: float, usual: float) -> float:
+        """Add an agreement to a peer's past; return its new mean. ``usual`` is the merge's, 0 if unknown."""
         with self._lock:
-            last = self._records.pop(learner, _Record(value))
+            last = self._records.pop(peer, _Record(value))
             mean = DECAY * last.mean + (1.0 - DECAY) * value
             found = last._replace(mean=mean)
             if usual:
                 mean_usual = DECAY * (last.usual or usual) + (1.0 - DECAY) * usual
                 found = _Record(mean, mean_usual, last.judged + 1)
-            self._records[learner] = found
+            self._records[peer] = found
             if len(self._records) > REMEMBERED:
                 del self._records[next(iter(self._records))]
         return mean
 
     def dissenters(self) -> dict[str, int]:
-        """Return learners that have long disagreed with most others, and how many contributions of each were judged.
+        """Return peers that have long disagreed with most others, and how many contributions of each were judged.
 
         Possible reasons are wrong data, a wrong learning rate or a hostile member. The weight of such contributions is
         low already; this result is for people.
@@ -170,8 +171,8 @@ class AgreementHistory:
         with self._lock:
             records = dict(self._records)
         return {
-            learner: record.judged
-            for learner, record in records.items()
+            peer: record.judged
+            for peer, record in records.items()
             if record.judged >= DISSENTS_AFTER and SLOPE * record.mean < record.usual
         }
 

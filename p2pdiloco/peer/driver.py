@@ -36,7 +36,7 @@ from p2pdiloco.peer.signatures import OPEN
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
-from p2pdiloco.protocol.ids import Digest, LearnerId, PeerId, ShardId, digest_of, peer_of
+from p2pdiloco.protocol.ids import Digest, PeerId, ShardId, digest_of, peer_of
 from p2pdiloco.protocol.machine import Machine
 from p2pdiloco.util import logs
 from p2pdiloco.wire.control_messages import encode, join_commit
@@ -102,7 +102,7 @@ class Driver:
         self._average = average
         self._timer: Handle | None = None
         self._has_left = False
-        # Learners that the log has named, because their contributions point away from most others'.
+        # Peers that the log has named, because their contributions point away from most others'.
         self._dissenters: frozenset[str] = frozenset()
 
     def close(self) -> None:
@@ -376,9 +376,9 @@ class Driver:
             cosine=None if cosine is None else round(cosine, 4),
         )
         found = self._state.dissenters()
-        for learner in sorted(found.keys() - self._dissenters):
+        for peer in sorted(found.keys() - self._dissenters):
             text = (
-                f"{found[learner]} contributions of {peer_of(LearnerId(learner))} point away from most others': its "
+                f"{found[peer]} contributions of {peer} point away from most others': its "
                 "data or learning rate may be wrong; they weigh less"
             )
             self._metrics.write("note", level="warning", topic="agreement", text=text)

@@ -30,7 +30,7 @@ from p2pdiloco.codec.digests import StateForm, as_bytes
 from p2pdiloco.codec.shard_codec import Bodies
 from p2pdiloco.peer.integrity import Integrity
 from p2pdiloco.peer.learner_updates import Handover, LearnerUpdates, Moves, Payload, Shifts
-from p2pdiloco.protocol.ids import Digest, LearnerId, ShardId, digest_of
+from p2pdiloco.protocol.ids import Digest, LearnerId, ShardId, digest_of, peer_of
 from p2pdiloco.protocol.manifest import CodecConfig, Layout, OuterConfig, Shard
 from p2pdiloco.protocol.messages import CommitHeader, Contributor
 from p2pdiloco.training.shared_memory import SharedVectors
@@ -188,7 +188,7 @@ class MergeResult(NamedTuple):
     """Euclidean norm of the decoded payload."""
     accord: merge.Accord = merge.Accord(None, 0)
     factors: tuple[int, ...] = ()
-    """How much of each contribution's weight counted, in per cent; empty: all of all."""
+    """Per cent of each contribution's weight that counted; empty: all of all."""
 
 
 class _Scratch(threading.local):
@@ -489,7 +489,7 @@ class ModelState:
                 raise ContributionError(contributor.learner, str(error)) from error
             weights.append(merge.token_weight(contributor.tokens, contributor.steps))
         steps, merged = [c.steps for c, _ in given], self._scratch.merged[: piece.elements]
-        judgement = self._agreement.judge([c.learner for c, _ in given], gradients)
+        judgement = self._agreement.judge([peer_of(c.learner) for c, _ in given], gradients)
         factors = [per_cent / 100 for per_cent in judgement.factors] or None
         accord = merge.merge(piece.merge, gradients, weights, steps, self._turn_steps, merged, factors)
         self._pending_merges.add_owed(shard, merged)
@@ -513,7 +513,7 @@ class ModelState:
         return b"".join(found)
 
     def dissenters(self) -> dict[str, int]:
-        """Return learners whose contributions long pointed away from most others', in the merges that this peer made.
+        """Return peers whose contributions long pointed away from most others', in the merges that this peer made.
 
         The values are the numbers of judged contributions (``AgreementHistory.dissenters``).
         """

@@ -147,7 +147,7 @@ class Merged(msgspec.Struct, frozen=True, array_like=True, tag="merged"):
     length: float = 0.0
     """Norm of the merged outer gradient in the payload."""
     factors: tuple[int, ...] = ()
-    """How much of each contribution's weight counted, in per cent; empty: all of all."""
+    """Per cent of each contribution's weight that counted; empty: all of all."""
 
 
 class Applied(msgspec.Struct, frozen=True, array_like=True, tag="applied"):

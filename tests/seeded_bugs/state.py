@@ -310,6 +310,15 @@ BUGS = (
         killed_by=(f"{_STATE_TESTS}::test_a_contribution_that_most_others_disagree_with_hardly_moves_the_merge",),
     ),
     Bug(
+        name="a new learner has no past",
+        module="p2pdiloco.peer.model_state",
+        where="ModelState.merge",
+        old="[peer_of(c.learner) for c, _ in given]",
+        new="[c.learner for c, _ in given]",
+        harm="a liar starts a new learner for each lie, and is never known as one",
+        killed_by=(f"{_STATE_TESTS}::test_a_peer_does_not_lose_its_past_with_a_new_learner",),
+    ),
+    Bug(
         name="one bad batch is held against a learner",
         module=_AGREEMENT,
         where="AgreementHistory.judge",

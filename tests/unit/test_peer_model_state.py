@@ -111,6 +111,23 @@ def test_a_contribution_that_most_others_disagree_with_hardly_moves_the_merge() 
     assert float(merged @ common / common.norm() ** 2) > 0.9
 
 
+def test_a_peer_does_not_lose_its_past_with_a_new_learner() -> None:
+    """Merged alone under a new name, its contribution still counts as a short one."""
+    owner, giver = Peer(rule="direct"), Peer(rule="direct")
+    common = bell(1)
+    honest = [giver.contribute(common + bell(2 + i)) for i in range(3)]
+    lie = giver.contribute(-common)
+
+    def merge(payloads: list[bytes], names: list[str]) -> MergeResult:
+        given = [Contributor(LearnerId(name), 0, 1000, 0, 10) for name in names]
+        return owner.state.merge(SHARD, owner.head, 1, list(zip(given, payloads, strict=True)))
+
+    for life in range(5):
+        merge([*honest, lie], ["p0/1", "p1/1", "p2/1", f"p3/{life}"])
+    assert merge([lie], ["p3/99"]).factors == (10,)
+    assert merge([lie], ["p0/99"]).factors == ()
+
+
 def test_all_peers_get_the_same_bits_and_the_owners_digests(peers: tuple[Peer, Peer]) -> None:
     owner, other = peers
     for round_ in range(3):

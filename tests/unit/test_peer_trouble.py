@@ -25,8 +25,8 @@ def test_the_learners_trouble_comes_first_then_the_swarms() -> None:
 
 
 def test_a_peer_whose_own_contributions_point_away_says_what_to_check() -> None:
-    assert troubled("", dissenters={"other/1": 30}) == "", "another's is no trouble here"
-    told = troubled("", "stuck", dissenters={"other/1": 30, "me/7": 12})
+    assert troubled("", dissenters={"other": 30}) == "", "another's is no trouble here"
+    told = troubled("", "stuck", dissenters={"other": 30, "me": 12})
     assert told.startswith("the last 12 contributions of this peer")
     assert told.endswith("check its data and its learning rate")
 
