@@ -51,7 +51,7 @@ MEASURED = (
     ("DiLoCo, H = 100, float32", "DiLoCo", 100, 4.0, 55.3),
     ("p2pdiloco, H = P = 24, int4", "p2pdiloco", 24, 0.43, 1.24),
 )
-"""What was measured on throttled lines (docs/results.md, "Least bandwidth"): system, H, bytes, Mbit a step at 95 %."""
+"""Measurements on throttled lines (docs/results.md, "Least bandwidth"): system, H, bytes, Mbit a step at 95 %."""
 
 
 def compared() -> list[Cell]:

@@ -11,16 +11,17 @@ This module does not use hivemind.DHT, which forks Python and leaves orphans whe
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
-import psutil
 
 from p2pdiloco.discovery.dht import (
     BUCKET,
@@ -51,10 +52,12 @@ CALL_S = 5.0
 # Timeout after which a search skips a DHT node. With hivemind's 3 s, a store took 10 s if every third node was frozen.
 PING_S = 0.7
 
-# Prefix of the folder for p2pd's control sockets; the id of this process follows.
+# Prefix of the name of the folder for p2pd's control sockets.
 SOCKET_FOLDER = "p2pdiloco-p2pd-"
 # Longest folder in which the sockets are put, in bytes: the path of a Unix socket may have at most 107.
 LONGEST_SOCKET_BASE = 40
+# A folder younger than this is not removed, in seconds.
+NEW_S = 60.0
 
 
 class DirectoryError(Exception):
@@ -80,7 +83,7 @@ class P2pdProcess:
         self._nat_port_map = nat_port_map
         self._validator = SignedRecords()
         self._is_serving = True
-        self._socket_folder: Path | None = None
+        self._sockets: SocketFolder | None = None
         self._p2p: Any = None
         self._node: Any = None
         # Multiaddrs with this peer's id; loopback addresses come last.
@@ -110,10 +113,10 @@ class P2pdProcess:
         identity_path, is_temporary = self._identity.path, False
         if identity_path is None:
             identity_path, is_temporary = await asyncio.to_thread(_write_temporary_identity, self._identity), True
-        if self._socket_folder is None:
-            self._socket_folder = await asyncio.to_thread(_make_socket_folder)
+        if self._sockets is None:
+            self._sockets = await asyncio.to_thread(SocketFolder)
         # hivemind puts p2pd's control sockets into /tmp with the umask's permissions, so any user could control p2pd.
-        private: Any = type("P2P", (P2P,), {"_UNIX_SOCKET_PREFIX": f"/unix{self._socket_folder}/"})
+        private: Any = type("P2P", (P2P,), {"_UNIX_SOCKET_PREFIX": f"/unix{self._sockets.path}/"})
         try:
             with confined():
                 self._p2p = await private.create(
@@ -182,9 +185,9 @@ class P2pdProcess:
                 with suppress(ProcessLookupError):
                     p2p._child.kill()
                 await p2p._child.wait()
-        if self._socket_folder is not None:
-            await asyncio.to_thread(shutil.rmtree, self._socket_folder, ignore_errors=True)
-            self._socket_folder = None
+        if self._sockets is not None:
+            await asyncio.to_thread(self._sockets.remove)
+            self._sockets = None
 
     async def wait_for_exit(self) -> bool:
         """Wait until p2pd has ended, and return True; return False at once if it does not run."""
@@ -301,19 +304,39 @@ class P2pdProcess:
             return None
 
 
-def _make_socket_folder() -> Path:
-    """Create a folder for p2pd's control sockets that only this user may enter.
+class SocketFolder:
+    """A folder for p2pd's control sockets that only this user may enter. It is locked as long as this process lives.
 
-    Also removes folders of processes that were killed."""
-    base = Path(tempfile.gettempdir())
-    if len(str(base)) > LONGEST_SOCKET_BASE:
-        base = Path("/tmp")
-    for left in base.glob(f"{SOCKET_FOLDER}*"):
-        pid = left.name.removeprefix(SOCKET_FOLDER).partition("-")[0]
-        with suppress(OSError):
-            if left.stat().st_uid == os.getuid() and pid.isdecimal() and not psutil.pid_exists(int(pid)):
-                shutil.rmtree(left, ignore_errors=True)
-    return Path(tempfile.mkdtemp(prefix=f"{SOCKET_FOLDER}{os.getpid()}-", dir=base))
+    Making one also removes the folders that killed processes of this user left. The lock tells these apart, also from
+    folders of other containers, whose process ids mean nothing here.
+    """
+
+    def __init__(self) -> None:
+        base = Path(tempfile.gettempdir())
+        if len(str(base)) > LONGEST_SOCKET_BASE:
+            base = Path("/tmp")
+        for left in base.glob(f"{SOCKET_FOLDER}*"):
+            with suppress(OSError):
+                if left.lstat().st_uid == os.getuid():
+                    self._remove_if_unlocked(left)
+        self.path = Path(tempfile.mkdtemp(prefix=SOCKET_FOLDER, dir=base))
+        self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        fcntl.flock(self._lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+
+    @staticmethod
+    def _remove_if_unlocked(folder: Path) -> None:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if time.time() - os.fstat(descriptor).st_mtime > NEW_S:  # its owner may be about to lock it
+                shutil.rmtree(folder, ignore_errors=True)
+        finally:
+            os.close(descriptor)
+
+    def remove(self) -> None:
+        """Remove the folder and what is in it."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
 
 
 def _write_temporary_identity(identity: Identity) -> Path:

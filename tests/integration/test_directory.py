@@ -78,11 +78,13 @@ def test_other_users_cannot_command_the_daemon(
 ) -> None:
     """Its control sockets lie in a folder of this user alone, which goes with it; so do those of killed peers."""
     monkeypatch.setattr(p2pd.tempfile, "tempdir", "/tmp")
-    leftover = Path(f"/tmp/{p2pd.SOCKET_FOLDER}{2**31 - 2}-of-a-killed-peer")
+    leftover = Path(f"/tmp/{p2pd.SOCKET_FOLDER}of-a-killed-peer")
     leftover.mkdir(exist_ok=True)
+    os.utime(leftover, (0, 0))
+    before = set(Path("/tmp").glob(f"{p2pd.SOCKET_FOLDER}*"))
 
     def folders() -> list[Path]:
-        return list(Path("/tmp").glob(f"{p2pd.SOCKET_FOLDER}{os.getpid()}-*"))
+        return [path for path in Path("/tmp").glob(f"{p2pd.SOCKET_FOLDER}*") if path not in before]
 
     def check() -> None:
         assert len(folders()) == 2
@@ -94,6 +96,10 @@ def test_other_users_cannot_command_the_daemon(
     async def main() -> None:
         async with member() as boot, member(where(boot)):
             check()
+            for folder in folders():
+                os.utime(folder, (0, 0))
+            async with member(where(boot)):
+                assert len(folders()) == 3, "those of running peers stay, however old"
 
     run(main())
     assert folders() == []
