@@ -206,14 +206,18 @@ def is_ahead(contribution: Contribution, head: Head) -> bool:
 class Collection:
     """Contributions to the next version of one shard."""
 
-    __slots__ = ("answered", "given", "is_closed", "opened_at", "quorum_at", "step")
+    __slots__ = ("answered", "began_at", "given", "is_closed", "is_unusual", "opened_at", "quorum_at", "step")
 
-    def __init__(self) -> None:
+    def __init__(self, began_at: float) -> None:
+        self.began_at = began_at
+        """When the head came that these contributions are relative to, or earlier (``Aggregation.on_head_changed``)."""
         self.given: dict[LearnerId, Contribution] = {}
         """Contributions with tokens."""
         self.answered: set[PeerId] = set()
         self.opened_at: float | None = None
         self.quorum_at: float | None = None
+        self.is_unusual = False
+        """Whether the next commit was taken although most did not contribute and its owner's turn had not come."""
         self.is_closed = False
         """A merge is running or another head is being applied: further contributions are too late."""
         self.step = 0
@@ -241,7 +245,7 @@ class Aggregation:
 
     def __init__(self, core: Core) -> None:
         self.core = core
-        self.collections = [Collection() for _ in core.chains]
+        self.collections = [Collection(core.now) for _ in core.chains]
         self.early: list[dict[PeerId, Contribution]] = [{} for _ in core.chains]
         """By shard: contributions to versions that this peer has not reached, one per peer."""
         self.guests: set[PeerId] = set()
@@ -276,6 +280,41 @@ class Aggregation:
         wanted = overlap + 3 * self.turn_s + 4 * membership.slowest_round_trip_s
         return min(max(wanted, config.takeover_floor_s), config.takeover_ceiling_s)
 
+    def turn_of(self, header: CommitHeader) -> float:
+        """Return when the owner of ``header``, a child of the head, may merge as far as is known here (own clock).
+
+        It may at once if it is of rank 0, or if more than half of the participants took part: a peer contributes to the
+        owner that it considers next.
+        """
+        core, collection = self.core, self.collections[header.shard]
+        collection.is_unusual = False
+        able = set(core.membership.participating)
+        if core.is_participating():
+            able.add(core.config.peer)
+        took_part = able.intersection((header.owner, *(peer_of(c.learner) for c in header.contributors)))
+        rank = self._rank_of(header.owner, header.shard)
+        if not rank or 2 * len(took_part) > len(able):
+            return core.now
+        if collection.opened_at is not None and core.now >= collection.opened_at + rank * self.takeover_s():
+            return core.now
+        collection.is_unusual = True
+        turn = collection.began_at + self.unusual_s()
+        return turn if collection.opened_at is None else min(turn, collection.opened_at + rank * self.takeover_s())
+
+    def unusual_s(self) -> float:
+        """Return how often commits that most participants did not contribute to may come from other ranks than 0."""
+        return max(self.takeover_s(), self.core.config.sync_every * self.core.fastest_step_time_s() / 2)
+
+    def _rank_of(self, peer: PeerId, shard: ShardId) -> int:
+        """Return a peer's rank among the candidates that may own the shard's next version; 1 if it is not one here.
+
+        Missed takeover times are this peer's own experience, which the owner may not share.
+        """
+        core, owners = self.core, self.core.membership.owners
+        version = core.head(shard).version + 1
+        rankings = (ranked_owners(core.config.run, shard, version, c) for c in (owners.candidates, owners.willing))
+        return min((ranked.index(peer) for ranked in rankings if peer in ranked), default=1)
+
     def commit_patience_s(self) -> float:
         """Return how long to wait for a commit that other peers have, in seconds.
 
@@ -305,6 +344,8 @@ class Aggregation:
         collection = self.collections[shard]
         if collection.opened_at is None:
             collection.opened_at = self.core.now
+            if ("turn", shard) in self.core.alarms:
+                self.core.alarms.set(("turn", shard), self.core.now)
         collection.step = max(collection.step, step)
 
     def collect(self, sender: PeerId, contribution: Contribution) -> None:
@@ -561,7 +602,9 @@ class Aggregation:
         opened_at = self.collections[shard].opened_at
         if change.previous is not None and opened_at is not None:
             self.response_times.end_turn(shard, change.previous.id, opened_at)
-        self.collections[shard] = Collection()
+        last = self.collections[shard]
+        began_at = min(core.now, last.began_at + self.unusual_s()) if last.is_unusual else core.now
+        self.collections[shard] = Collection(began_at)
         self.guests = set(filter(core.membership.connectivity.is_afar, self.guests))
         self._retries.pop(shard, None)
         early, self.early[shard] = self.early[shard], {}

@@ -310,6 +310,11 @@ class AncestryCheck:
             return None  # the run has fallen apart, and each made its own head
         return self._doubt(peer, owner, head, lineage, donors)
 
+    def is_followed_by_most(self, shard: ShardId, heads: Container[Digest]) -> bool:
+        """Return whether more than half of the other peers report one of ``heads``."""
+        donors = self._donors()
+        return 2 * sum(self._is_at(donor, shard, heads) for donor in donors) > len(donors)
+
     def is_outvoted(self, shard: ShardId) -> bool:
         """Return whether more than half of all peers, this one included, report heads that follow a rejected commit."""
         donors = self._donors()

@@ -26,6 +26,9 @@ from p2pdiloco.protocol.medians import medians_of_others
 from p2pdiloco.protocol.norm_bound import MEMORY, OCTAVE, octaves, power, running_mean
 
 MOST_TIMES: Final = 4
+ALONE_TIMES: Final = 2
+"""Of the usual contribution, for one that is merged alone. An owner can make such a commit by itself, so it must not
+outweigh the commit that most peers contributed to."""
 _FEW: Final = 2
 """In a merge of at most this many contributions, each has at most one other, which would choose the median alone."""
 
@@ -61,11 +64,10 @@ class TokenCounts(msgspec.Struct, frozen=True, array_like=True):
         """
         usual = int(power(self.octaves)) if self.versions else 0
         if len(tokens) == 1:
-            references = [usual or first]
-        else:
-            references = medians_of_others(tokens)
-            if len(tokens) <= _FEW:
-                references = [max(reference, usual) for reference in references]
+            return [min(tokens[0], ALONE_TIMES * usual if self.versions else MOST_TIMES * first)]
+        references = medians_of_others(tokens)
+        if len(tokens) <= _FEW:
+            references = [max(reference, usual) for reference in references]
         return [min(t, MOST_TIMES * reference) for t, reference in zip(tokens, references, strict=True)]
 
     def after(self, counted: Sequence[int], merged: int) -> TokenCounts:

@@ -390,6 +390,8 @@ class Machine:
                 self.aggregation.merge_if_due(ShardId(shard))
             case "takeover":
                 self.contributions.on_takeover_due(ShardId(shard))
+            case "turn":
+                self.replication.on_turn(ShardId(shard))
             case "want":
                 self.replication.request_wanted(ShardId(shard))
             case "asked":

@@ -99,6 +99,13 @@ class Orphans:
         """Return all commits of a shard that wait."""
         return list(self.waiting.get(shard, {}).values())
 
+    def descendants(self, shard: ShardId, commit: Digest) -> set[Digest]:
+        """Return ``commit`` and the ids of the commits that wait and follow it."""
+        waiting, found = self.waiting.get(shard, {}), {commit}
+        while (child := waiting.get(commit)) is not None and (commit := commit_id(child)) not in found:
+            found.add(commit)
+        return found
+
     def is_followed(self, head: Head) -> bool:
         """Return whether a child of ``head`` waits."""
         return head.id in self.waiting.get(head.shard, ())
@@ -196,8 +203,23 @@ class Replication:
             self.refusals.add(header, new_id, sender, problem)
         elif (problem := self.delta.problem(header)) is not None:
             self.refusals.note(header, sender, problem)
+        elif (turn := self._turn_of(header, new_id)) > self.core.now:
+            self.orphans.add(header)
+            self.core.alarms.set(("turn", header.shard), turn)
         else:
             self.apply(header, new_id)
+
+    def _turn_of(self, header: CommitHeader, new_id: Digest) -> float:
+        """Return when to apply ``header``: now if most other peers have, else when its owner may merge."""
+        is_own = header.owner == self.core.config.peer
+        if is_own or self.ancestry.is_followed_by_most(header.shard, self.orphans.descendants(header.shard, new_id)):
+            return self.core.now
+        return self.aggregation.turn_of(header)
+
+    def on_turn(self, shard: ShardId) -> None:
+        """Apply the commit that waited for its owner's turn."""
+        if shard not in self.applying:
+            self._next(shard)
 
     def apply(self, header: CommitHeader, new_id: Digest) -> None:
         """Start to apply a valid commit on top of the head."""

@@ -302,5 +302,16 @@ class Stage:
         return commit_on(self.head(), *contributors, **{"record": record, **changes})
 
     def take(self, header: msg.CommitHeader, sender: PeerId = B) -> list[ef.Effect]:
-        """A commit comes and is applied."""
-        return self.work(self.hear(sender, msg.Commit(header)), ef.Apply)
+        """A commit comes and is applied, in its owner's turn."""
+        return self.work(self.hear_in_turn(sender, header), ef.Apply)
+
+    def hear_in_turn(self, sender: PeerId, header: msg.CommitHeader) -> list[ef.Effect]:
+        """A commit comes, and time passes until its owner may merge."""
+        effects = self.hear(sender, msg.Commit(header))
+        alarm = ("turn", header.shard)
+        alarms = self.machine.core.alarms
+        for _ in range(100):
+            if alarm not in alarms:
+                break
+            effects += self.wait(TICK_S)
+        return effects

@@ -78,7 +78,7 @@ def test_a_commits_cumulative_tokens_are_right() -> None:
 
 def test_a_child_that_comes_before_its_parent_waits() -> None:
     """A1d: also while its parent is being applied."""
-    stage = Stage(B)
+    stage = Stage(B, has_learner=False)
     first = stage.commit(tokens(B, 0, 40))
     second = commit_on(head_of(first), tokens(B, 40, 80))
     third = commit_on(head_of(second), tokens(B, 80, 120))

@@ -181,3 +181,75 @@ def test_rank_0_does_not_wait() -> None:
     stage = Stage(B, C, owners="abc", has_learner=False)
     stage.announce(B, 4)
     assert only(stage.offer(B) + stage.offer(C), ef.Merge)
+
+
+def is_applied(effects: list[ef.Effect], header: msg.CommitHeader) -> bool:
+    """Whether this commit is applied."""
+    return any(effect.header == header for effect in only(effects, ef.Apply))
+
+
+def test_a_commit_out_of_turn_that_few_took_part_in_waits_for_its_owners_turn() -> None:
+    """O5a, O5b: else one member could merge its own contribution alone before every other, and end the run with it."""
+    stage = Stage(B, C, D, owners="bcda", has_learner=False)
+    alone = stage.commit(tokens(D, 0, 40), owner=D)
+    stage.announce(B, 4)
+    assert not is_applied(stage.hear(D, msg.Commit(alone)), alone), "D is of rank 2, and one of three participants"
+    takeover_s = stage.machine.aggregation.takeover_s()
+    assert not is_applied(stage.wait(0.9 * takeover_s), alone)
+    assert is_applied(stage.wait(1.2 * takeover_s), alone), "by then D might have taken over"
+
+
+def test_a_commit_in_turn_or_that_most_took_part_in_is_applied_at_once() -> None:
+    """O5a: also while another one waits."""
+    for owner, givers in ((B, (B,)), (D, (C,)), (D, (B, D)), (C, (B, C, D))):
+        stage = Stage(B, C, D, owners="bcda", has_learner=False)
+        stage.announce(B, 4)
+        stage.hear(D, msg.Commit(stage.commit(tokens(D, 0, 40), owner=D)))
+        header = stage.commit(*(tokens(giver, 0, 40) for giver in givers), owner=owner)
+        assert is_applied(stage.hear(owner, msg.Commit(header)), header), (owner, givers)
+
+
+def test_a_commit_that_most_others_have_is_applied_at_once() -> None:
+    """O5a: they have judged it, and this peer may have missed why."""
+    stage = Stage(B, C, D, owners="bcda", has_learner=False)
+    header = stage.commit(tokens(D, 0, 40), owner=D)
+    for peer in (C, D):
+        stage.hear(peer, msg.Heads((head_of(header),), 4))
+    assert is_applied(stage.hear(D, msg.Commit(header)), header)
+
+
+def test_commits_out_of_turn_are_as_rare_as_half_rounds() -> None:
+    """O5b: what others made alone while this peer was away is taken without delay, and no more than that."""
+    stage = Stage(B, C, D, owners="bcda", has_learner=False)
+    unusual_s = stage.machine.aggregation.unusual_s()
+    stage.wait(3.5 * unusual_s)
+    for number in range(5):
+        version = stage.head().version + 1
+        order = ranked_owners(stage.config.run, SHARD, version, FOUR)
+        late = next(peer for peer in reversed(order) if peer != A)
+        header = stage.commit(tokens(late, 40 * number, 40 * number + 40), owner=late)
+        stage.work(stage.hear(late, msg.Commit(header)), ef.Apply)
+        assert (stage.head().version == version) == (number < 3), number
+        if number >= 3:
+            break
+
+
+def test_the_turn_of_another_owner_does_not_depend_on_what_only_this_peer_saw() -> None:
+    """O5c: B missed its takeover time here, and C merges for those that did not see that."""
+    stage = Stage(B, C, D, owners="bcda", has_learner=False)
+    membership = stage.machine.core.membership
+    membership.on_takeover_missed(B, stage.now, 1.0)
+    assert owners(stage)
+    ranked = ranked_owners(stage.config.run, SHARD, 1, membership.owners.candidates)
+    assert ranked[-1] == B
+    for owner in (B, C):
+        stage = Stage(B, C, D, owners="bcda", has_learner=False)
+        stage.machine.core.membership.on_takeover_missed(B, stage.now, 1.0)
+        stage.announce(C, 4)
+        header = stage.commit(tokens(owner, 0, 40), owner=owner)
+        assert is_applied(stage.hear(owner, msg.Commit(header)), header), owner
+    stage = Stage(B, C, owners="bca", has_learner=False)
+    stage.announce(C, 4)
+    header = stage.commit(tokens(C, 0, 40), owner=PeerId("z"))
+    assert not is_applied(stage.hear(B, msg.Commit(header)), header)
+    assert is_applied(stage.wait(1.1 * stage.machine.aggregation.takeover_s()), header), "no candidate: of rank 1"

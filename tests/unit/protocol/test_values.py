@@ -43,7 +43,7 @@ LONG, BACK = (
 
 def unfit(stage: Stage, header: msg.CommitHeader, sender: PeerId = B) -> list[ef.Effect]:
     """A commit comes whose values do not fit."""
-    effects = stage.hear(sender, msg.Commit(header))
+    effects = stage.hear_in_turn(sender, header)
     assert only(effects, ef.Apply)
     return effects + stage.tell(ev.Failed("values", header.shard, None, "too long"))
 
