@@ -94,7 +94,10 @@ def check_lineage(
 
 
 def _check_tokens(header: CommitHeader, parent: CommitHeader) -> None:
-    tokens, counts = parent.counts.count([c.tokens for c in header.contributors], first=1)
+    declared = [c.tokens for c in header.contributors]
+    if len(header.factors) not in (0, len(declared)):
+        raise ValueError(f"version {header.version} of shard {header.shard} has not one factor for each contributor")
+    tokens, counts = parent.counts.count(declared, first=1, factors=header.factors)
     if header.tokens != parent.tokens + tokens or header.counts != counts:
         raise ValueError(f"version {header.version} of shard {header.shard} counts tokens that nobody contributed")
 

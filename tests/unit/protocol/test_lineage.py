@@ -77,6 +77,12 @@ def test_a_lineage_weighs_what_was_given() -> None:
     heavier = ours(second.header, tokens=second.header.tokens + 1)
     with pytest.raises(ValueError, match="version 5 of shard 0 counts tokens that nobody contributed"):
         check_lineage(RUN, heavier.header, [first])
+    weighed = ours(second.header, factors=(25,), tokens=second.header.tokens - 30)
+    check_lineage(RUN, weighed.header, [first])
+    with pytest.raises(ValueError, match="counts tokens that nobody contributed"):
+        check_lineage(RUN, ours(second.header, factors=(25,)).header, [first])
+    with pytest.raises(ValueError, match="one factor for each contributor"):
+        check_lineage(RUN, ours(second.header, factors=(25, 25)).header, [first])
     skipping = ours(second.header, version=7)
     with pytest.raises(ValueError, match="broken"):
         check_lineage(RUN, skipping.header, [first])
