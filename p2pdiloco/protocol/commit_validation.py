@@ -289,7 +289,7 @@ class AncestryCheck:
             if 2 * sum(self._is_fresh(donor, shard) for donor in donors) <= len(donors):
                 self.core.send(tuple(donors), HeadsRequest())
                 return "its lineage does not meet ours; the other peers are asked for their heads first"
-            stand = 1 + sum(self._is_at(donor, shard, ours) for donor in donors)
+            stand = 1 + sum(self._stands_by(donor, shard, ours, theirs) for donor in donors)
             if 2 * stand > len(donors) + 1:
                 self._leave_alone(peer)
                 return f"its lineage does not meet ours, and {stand} of {len(donors) + 1} peers stand by ours"
@@ -378,6 +378,13 @@ class AncestryCheck:
         peers = self.core.membership.peers
         views = ((peer, peers[peer].beat) for peer in self.core.membership.live)
         return [peer for peer, beat in views if beat is not None and beat.phase != "joining"]
+
+    def _stands_by(self, peer: PeerId, shard: ShardId, ours: Container[Digest], theirs: Container[Digest]) -> bool:
+        """Return whether the last head that ``peer`` reported is in ``ours``, or the one before if the last is unknown:
+        this peer may not have applied it yet, because versions follow each other fast."""
+        return self._is_at(peer, shard, ours) or (
+            self._was_at(peer, shard, ours) and not self._is_at(peer, shard, theirs)
+        )
 
     def _is_at(self, peer: PeerId, shard: ShardId, heads: Container[Digest]) -> bool:
         told = self._reported.get(peer, {}).get(shard)

@@ -58,6 +58,15 @@ BUGS = (
         "test_lineage.py::test_what_few_have_is_taken_after_a_while_if_no_more_have_another",
     ),
     _bug(
+        "who is a version ahead no longer stands by ours",
+        "commit_validation",
+        "AncestryCheck._problem",
+        "self._stands_by(donor, shard, ours, theirs)",
+        "self._is_at(donor, shard, ours)",
+        "in a fast run one liar of four replaces everybody's model with a state that it has made up",
+        "test_lineage.py::test_peers_that_are_a_version_ahead_of_ours_stand_by_ours",
+    ),
+    _bug(
         "the makers of a divided run's heads are not believed",
         "commit_validation",
         "AncestryCheck._unbacked",

@@ -413,6 +413,28 @@ def test_a_state_that_leads_to_nothing_we_know_is_not_taken_while_more_than_half
     assert sent(stage.wait(2.0), msg.CommitsRequest)
 
 
+def test_peers_that_are_a_version_ahead_of_ours_stand_by_ours() -> None:
+    """H3b: their next commit is on its way here. Who has moved to the state that is offered does not."""
+    stage, _ = settled(B, C, D)
+    ours = stage.head()
+    for peer in (C, D):
+        stage.hear(peer, msg.Heads((ours,), 0))
+        stage.hear(peer, msg.Heads((Head(SHARD, ours.version + 1, digest("next"), ours.tokens + 80),), 0))
+    stage.hear(B, msg.Heads((FORGED,), 0))
+    effects = bring(stage, FORGED, digest("nothing that anybody knows"))
+    assert stage.head() == ours
+    assert "3 of 4 peers stand" in notes(effects, "fetch")[0]
+    for peer in (C, D):
+        stage.hear(peer, msg.Heads((ours,), 0))
+        stage.hear(peer, msg.Heads((FORGED,), 0))
+    stage.wait(stage.config.request_s)
+    for peer in (B, C, D):
+        stage.hear(peer, msg.Heads((ours,), 0))
+        stage.hear(peer, msg.Heads((FORGED,), 0))
+    bring(stage, FORGED, digest("nothing that anybody knows"))
+    assert stage.head() == FORGED
+
+
 def test_who_has_told_nothing_of_late_is_asked_before() -> None:
     """H3d: what was told long ago is no word for or against."""
     stage, _ = settled(B, C, D)
