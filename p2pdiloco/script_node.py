@@ -190,7 +190,7 @@ class ScriptNode:
         if is_new and self._reports is not None:
             for message in self._reports.poll():
                 if isinstance(message, Invited | PageAt):
-                    print(printable(str(message)), file=sys.stderr, flush=True)  # noqa: T201 - for the script's user
+                    print(printable(str(message), keeps="\n"), file=sys.stderr, flush=True)  # noqa: T201 - for the script's user
         return found
 
     def restart_if_ended(self, run: RunId) -> bool:

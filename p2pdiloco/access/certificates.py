@@ -1,9 +1,9 @@
 """Certificates: permissions of a key in a run, signed along a chain that begins at the founder's key.
 
-A certificate is 106 bytes: kind (1), role (1), key (32), weight cap (4), not after (4), signature (64). Numbers are
-big-endian. The signature covers a context string, the run's id, the signer's key and the first 42 bytes. So a
-certificate is valid for one run, one signer and one key. A chain consists of the first 4 bytes of the key at which it
-begins, and its certificates. The last one is its holder's.
+A certificate is 108 bytes: kind (1), role (1), key (32), weight cap (4), not after (4), uses (2), signature (64).
+Numbers are big-endian. The signature covers a context string, the run's id, the signer's key and the first 44 bytes.
+So a certificate is valid for one run, one signer and one key. A chain consists of the first 4 bytes of the key at which
+it begins, and its certificates. The last one is its holder's.
 
 Rules of this file:
 1. The encoding is canonical, and every length is fixed: decoding and encoding again gives the same bytes.
@@ -11,7 +11,8 @@ Rules of this file:
    sign peers of at most the invite's role. Any other peer may sign observers, for its own requests to the run.
    Nobody else may sign.
 3. Permissions never grow along a chain. A grant has the smallest cap and the earliest end of its chain.
-4. The module handles bytes and values only; keys and clocks come from outside.
+4. An invite says how many peers it admits: 1 to USES_LIMIT. A peer's certificate always says 1.
+5. The module handles bytes and values only; keys and clocks come from outside.
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ from collections.abc import Callable
 from enum import IntEnum
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from p2pdiloco.protocol.ids import PeerId, RunId
 from p2pdiloco.wire.peer_ids import key_of, peer_id_of
 
-CONTEXT = b"p2pdiloco certificate 1\x00"
+CONTEXT = b"p2pdiloco certificate 2\x00"
 SIGNATURE_BYTES = 64
-_BODY = struct.Struct(">BB32sII")
+_BODY = struct.Struct(">BB32sIIH")
 CERTIFICATE_BYTES = _BODY.size + SIGNATURE_BYTES
 HINT_BYTES = 4
 """Bytes of the first key that a chain names; the key is looked up among the few that may begin a chain."""
@@ -38,6 +40,8 @@ CHAIN_LIMIT = HINT_BYTES + DEPTH_LIMIT * CERTIFICATE_BYTES
 NO_CAP = NEVER = 0xFFFF_FFFF
 CAP_UNIT = 0.001
 """Unit of ``Certificate.cap``, in ownership weight."""
+USES_LIMIT = 256
+"""Maximum number of peers that an invite may admit."""
 
 Sign = Callable[[bytes], bytes]
 Verify = Callable[[PeerId, bytes, bytes], bool]
@@ -79,11 +83,13 @@ class Certificate(Struct, frozen=True, kw_only=True):
     """Maximum ownership weight, in CAP_UNIT."""
     not_after: int = NEVER
     """End of validity, in seconds since 1970."""
+    uses: int = 1
+    """Number of peers that an invite admits; 1 for a peer."""
     signature: bytes = b""
 
     def body(self) -> bytes:
         """Return the signed bytes, without run and signer."""
-        return _BODY.pack(self.kind, self.role, key_of(self.subject), self.cap, self.not_after)
+        return _BODY.pack(self.kind, self.role, key_of(self.subject), self.cap, self.not_after, self.uses)
 
     def encode(self) -> bytes:
         """Return the encoding: CERTIFICATE_BYTES bytes."""
@@ -109,6 +115,7 @@ class Grant(Struct, frozen=True, kw_only=True):
     role: Role = Role.ADMIN
     cap: int = NO_CAP
     not_after: int = NEVER
+    uses: int = 1
     steps: tuple[Grant, ...] = ()
     """Grants of the keys before it, the founder's first."""
     certificates: tuple[Certificate, ...] = ()
@@ -144,22 +151,31 @@ def decode_certificate(data: bytes) -> Certificate:
     """Decode one certificate.
 
     Raises:
-        CertificateError: the length, kind or role is not valid.
+        CertificateError: the length, kind, role or number of uses is not valid.
     """
     if len(data) != CERTIFICATE_BYTES:
         raise CertificateError(f"a certificate has {CERTIFICATE_BYTES} bytes, not {len(data)}")
-    kind, role, key, cap, not_after = _BODY.unpack(data[: _BODY.size])
+    kind, role, key, cap, not_after, uses = _BODY.unpack(data[: _BODY.size])
     try:
-        return Certificate(
+        certificate = Certificate(
             kind=Kind(kind),
             role=Role(role),
             subject=peer_id_of(key),
             cap=cap,
             not_after=not_after,
+            uses=uses,
             signature=data[_BODY.size :],
         )
     except ValueError as error:
         raise CertificateError(f"a certificate has an unknown kind or role ({error})") from None
+    if not are_uses_valid(certificate.kind, uses):
+        raise CertificateError(f"a certificate of a {certificate.kind.name.lower()} cannot have {uses} uses")
+    return certificate
+
+
+def are_uses_valid(kind: Kind, uses: int) -> bool:
+    """Return whether a certificate of this kind may have so many uses (rule 4)."""
+    return 1 <= uses <= (USES_LIMIT if kind is Kind.INVITE else 1)
 
 
 def decode_chain(data: bytes) -> Chain:
@@ -170,7 +186,10 @@ def decode_chain(data: bytes) -> Chain:
     """
     number, rest = divmod(len(data) - HINT_BYTES, CERTIFICATE_BYTES)
     if not 1 <= number <= DEPTH_LIMIT or rest:
-        raise CertificateError(f"{len(data)} bytes are not a chain of 1 to {DEPTH_LIMIT} certificates")
+        raise CertificateError(
+            f"{len(data)} bytes are not a chain of 1 to {DEPTH_LIMIT} certificates of {CERTIFICATE_BYTES} bytes: it is "
+            "damaged, or comes from another release of p2pdiloco"
+        )
     cuts = range(HINT_BYTES, len(data), CERTIFICATE_BYTES)
     return Chain(data[:HINT_BYTES], tuple(decode_certificate(data[at : at + CERTIFICATE_BYTES]) for at in cuts))
 
@@ -182,14 +201,7 @@ def signed_bytes(run: RunId, signer: PeerId, certificate: Certificate) -> bytes:
 
 def certify(run: RunId, signer: PeerId, certificate: Certificate, sign: Sign) -> Certificate:
     """Return ``certificate`` with a signature made by ``sign``, which holds the key of ``signer``."""
-    return Certificate(
-        kind=certificate.kind,
-        role=certificate.role,
-        subject=certificate.subject,
-        cap=certificate.cap,
-        not_after=certificate.not_after,
-        signature=sign(signed_bytes(run, signer, certificate)),
-    )
+    return replace(certificate, signature=sign(signed_bytes(run, signer, certificate)))
 
 
 def follow(run: RunId, anchor: Grant, certificates: tuple[Certificate, ...], verify: Verify) -> Grant:
@@ -215,6 +227,7 @@ def follow(run: RunId, anchor: Grant, certificates: tuple[Certificate, ...], ver
             role=certificate.role,
             cap=min(grant.cap, certificate.cap),
             not_after=min(grant.not_after, certificate.not_after),
+            uses=certificate.uses,
             steps=grant.path,
             certificates=(*grant.certificates, certificate),
         )

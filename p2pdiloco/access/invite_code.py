@@ -1,8 +1,8 @@
 """Text form of an invite: ``p2pdiloco`` and base58 of run, key, certificate and addresses, with a checksum.
 
 An invite contains, in order: kind (1 byte: an invite key, or a certificate for one named peer), run (20), secret (16)
-or the peer's key (32), role (1), cap (4), not after (4), the first 4 bytes of its signer's key, signature (64), the key
-of a directory node (32) and its addresses, checksum (4).
+or the peer's key (32), role (1), cap (4), not after (4), uses (2), the first 4 bytes of its signer's key, signature
+(64), the key of a directory node (32) and its addresses, checksum (4).
 
 Rules of this file:
 1. An invite has at most TEXT_LIMIT characters, all letters and digits. A double click selects it, and chat programs
@@ -23,7 +23,7 @@ from collections.abc import Sequence
 import base58
 from msgspec import Struct
 
-from p2pdiloco.access.certificates import HINT_BYTES, SIGNATURE_BYTES, Kind, Role
+from p2pdiloco.access.certificates import HINT_BYTES, SIGNATURE_BYTES, Kind, Role, are_uses_valid
 from p2pdiloco.protocol.ids import DIGEST_BYTES, PeerId, RunId, digest_of
 from p2pdiloco.wire.peer_ids import KEY_BYTES, key_of, peer_id_of
 
@@ -36,8 +36,9 @@ TEXT_LEAST = 80
 """Shorter text is not meant as an invite."""
 SECRET_BYTES = 16
 CHECKSUM_BYTES = 4
-_CHECK_CONTEXT = b"p2pdiloco invite 1"
-_TERMS = struct.Struct(">BII")
+_CHECK_CONTEXT = b"p2pdiloco invite 2"
+_EARLIER_CHECK_CONTEXT = b"p2pdiloco invite 1"
+_TERMS = struct.Struct(">BIIH")
 _PORT = struct.Struct(">H")
 _IP4, _IP6, _NAME, _NAME4 = 4, 6, 7, 8
 _FAMILIES = {"dns": _NAME, "dns4": _NAME4}
@@ -57,6 +58,8 @@ class Invite(Struct, frozen=True, kw_only=True):
     role: Role
     cap: int
     not_after: int
+    uses: int = 1
+    """Number of peers that it admits."""
     hint: bytes
     """First bytes of the signer's key."""
     signature: bytes
@@ -118,6 +121,8 @@ def decode_invite(text: str) -> Invite:
             "the invite contains a character that invites never have (0, O, I, l, punctuation): copy it again, alone"
         ) from None
     body, checksum = data[:-CHECKSUM_BYTES], data[-CHECKSUM_BYTES:]
+    if checksum == _checksum(body, _EARLIER_CHECK_CONTEXT):
+        raise InviteError("the invite comes from another release of p2pdiloco: ask for a new one")
     if checksum != _checksum(body):
         raise InviteError(
             "the invite has a typo, or a piece of it is missing, or other text stands beside it: copy it again, alone"
@@ -146,7 +151,7 @@ def _packed(invite: Invite, addresses: Sequence[str]) -> bytes:
         bytes([invite.kind]),
         bytes.fromhex(invite.run),
         holder,
-        _TERMS.pack(invite.role, invite.cap, invite.not_after),
+        _TERMS.pack(invite.role, invite.cap, invite.not_after, invite.uses),
         invite.hint,
         invite.signature,
         key_of(invite.directory),
@@ -169,7 +174,9 @@ def _unpacked(data: bytes) -> Invite:
     run = RunId(take(DIGEST_BYTES).hex())
     secret = take(SECRET_BYTES) if kind is Kind.INVITE else b""
     peer = peer_id_of(take(KEY_BYTES)) if kind is Kind.PEER else None
-    role, cap, not_after = _TERMS.unpack(take(_TERMS.size))
+    role, cap, not_after, uses = _TERMS.unpack(take(_TERMS.size))
+    if not are_uses_valid(kind, uses):
+        raise ValueError(f"it has {uses} uses")
     hint, signature, directory = take(HINT_BYTES), take(SIGNATURE_BYTES), peer_id_of(take(KEY_BYTES))
     addresses = []
     while at < len(data):
@@ -191,6 +198,7 @@ def _unpacked(data: bytes) -> Invite:
         role=Role(role),
         cap=cap,
         not_after=not_after,
+        uses=uses,
         hint=hint,
         signature=signature,
         directory=directory,
@@ -212,5 +220,5 @@ def _packed_address(text: str) -> bytes:
     return bytes([_FAMILIES[family], len(host)]) + host.encode("ascii") + end
 
 
-def _checksum(data: bytes) -> bytes:
-    return bytes.fromhex(digest_of(_CHECK_CONTEXT, data))[:CHECKSUM_BYTES]
+def _checksum(data: bytes, context: bytes = _CHECK_CONTEXT) -> bytes:
+    return bytes.fromhex(digest_of(context, data))[:CHECKSUM_BYTES]

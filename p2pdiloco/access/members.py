@@ -14,13 +14,18 @@ Rules of this file:
    order in which bans arrive makes no difference.
 4. A closed invite admits no new peers. The closing names the peers that stay, so that all peers agree on them, in
    whatever order they learn of closings and introductions.
-5. All collections are bounded: by invite, by banning admin, and in total. Only peers that were seen count against an
-   invite's limit here. Of its unseen peers, at most as many again are kept. Beyond that, peers reported by the most
-   frequent teller make room, the oldest report first. Beyond half of that, the peers of that teller are not passed on.
-   Unseen peers never displace seen ones. In total, peers nearer to the founder displace peers farther away.
-6. If a peer has two chains, the one that is not banned counts; then the one that the peer has shown here; then the one
-   that grants more. So another peer's statement cannot replace the chain of a peer that was seen.
-7. Time comes from the machine's own clock: no other peer can end or prolong a membership.
+5. An invite admits as many peers here as it has uses. A peer that was seen keeps its place for good. Unseen peers use
+   up nothing. The oldest of them count for the places that are left: contributions of the others, which can only be
+   forwarded, are not merged here. Peers that see the guests of an invite in different orders admit different ones, but
+   none admits more.
+6. All collections are bounded: by invite, by banning admin, and in total. Of an invite's unseen peers, UNSEEN_LIMIT are
+   kept. Beyond that, peers reported by the most frequent teller make room, the oldest report first. Beyond half of
+   that, the peers of that teller are not passed on. Unseen peers never displace seen ones. In total, peers nearer to
+   the founder displace peers farther away.
+7. If a peer has two chains, the one that is not banned counts; then the one that the peer has shown here; then the one
+   whose invite has a place left; then the one that grants more. So another peer's statement cannot replace the chain of
+   a peer that was seen.
+8. Time comes from the machine's own clock: no other peer can end or prolong a membership.
 """
 
 from __future__ import annotations
@@ -56,8 +61,9 @@ from p2pdiloco.protocol.ids import PeerId, RunId
 from p2pdiloco.protocol.manifest import Access
 from p2pdiloco.wire.peer_ids import is_key
 
-INVITED_LIMIT = 256
-"""Maximum number of seen peers of one invite, and also of its unseen peers."""
+UNSEEN_LIMIT = 256
+"""Maximum number of unseen peers of one invite. All members must know whom a commit may name, so that it does not
+depend on the invite's uses: each member may have admitted other guests."""
 KNOWN_LIMIT = 4096
 """Maximum number of introduced peers."""
 BANS_LIMIT = 1024
@@ -135,10 +141,7 @@ class Members:
         self._introduce(grant, introduction(grant), None)
         known = self._known.get(peer)
         if known is None or self._is_unseen(known):
-            raise NotAMemberError(
-                f"the invite of {peer} has reached its limit of {INVITED_LIMIT} peers, or the run has {KNOWN_LIMIT}: "
-                "ask for another invite"
-            )
+            raise NotAMemberError(self._no_place_for(grant))
         return known
 
     def examine(self, peer: PeerId, chain: bytes, now_s: float) -> Grant:
@@ -183,6 +186,15 @@ class Members:
         grant = self.grant_of(peer)
         return Role.OBSERVER if grant is None else grant.role
 
+    def has_place(self, peer: PeerId) -> bool:
+        """Return whether contributions of ``peer`` may count here: its invite admits it, or has a place left for it."""
+        grant = self.grant_of(peer)
+        return grant is not None and self._has_place(grant)
+
+    def used_of(self, invite: PeerId) -> int:
+        """Return how many peers the invite with this key has admitted here."""
+        return self._invited[invite]
+
     def most_weight_of(self, peer: PeerId) -> float:
         """Return the maximum ownership weight of ``peer``."""
         grant = self.grant_of(peer)
@@ -212,8 +224,10 @@ class Members:
 
     # -- statements --------------------------------------------------------------------------------------------------
 
-    def learn(self, statement: bytes, teller: PeerId = NOBODY) -> bool:
+    def learn(self, statement: bytes, teller: PeerId | None = NOBODY) -> bool:
         """Store ``statement``, reported by ``teller``. Return whether to pass it on to other peers.
+
+        teller: None if the peer that it introduces was seen here before a restart.
 
         Another unseen peer of an invite that has many is not passed on: introductions would circulate for ever.
 
@@ -247,6 +261,11 @@ class Members:
     def statements(self) -> list[bytes]:
         """Return all known statements, the most important last: if a reader drops unseen peers, the last ones stay."""
         return [statement for _, statement in self._in_order()]
+
+    def seen_marks(self) -> bytes:
+        """Return MARK_BYTES of the introduction of each peer that was seen here, concatenated."""
+        seen = (grant for grant in self._known.values() if grant.depth and not self._is_unseen(grant))
+        return b"".join(mark_of(introduction(grant)) for grant in seen)
 
     def marks(self) -> bytes:
         """Return MARK_BYTES of each known statement, sorted and concatenated."""
@@ -285,10 +304,10 @@ class Members:
         )
 
     def _doubtful(self) -> set[bytes]:
-        """Return the marks of unseen peers that are not passed on (rule 5)."""
+        """Return the marks of unseen peers that are not passed on (rule 6)."""
         found: set[bytes] = set()
         for told in self._unseen.values():
-            if len(told) > INVITED_LIMIT // 2:
+            if len(told) > UNSEEN_LIMIT // 2:
                 most = _most_frequent(told.values())
                 found |= self._marks_of(peer for peer, by in told.items() if by == most)
         return found
@@ -369,7 +388,7 @@ class Members:
         if displaced is not None:
             self._forget(displaced)
         self._keep(grant, statement, teller if is_unseen else None)
-        return not is_unseen or len(self._unseen[inviter.subject]) <= INVITED_LIMIT // 2
+        return not is_unseen or len(self._unseen[inviter.subject]) <= UNSEEN_LIMIT // 2
 
     def _displaced_by(self, grant: Grant, teller: PeerId | None) -> Grant | None:
         """Return the grant that must make room for ``grant``: None if there is room, ``grant`` if none can be made.
@@ -377,10 +396,10 @@ class Members:
         ``teller`` is None if the peer of ``grant`` is seen.
         """
         inviter = grant.steps[-1]
-        if teller is not None and len(told := self._unseen.get(inviter.subject, {})) >= INVITED_LIMIT:
+        if teller is not None and len(told := self._unseen.get(inviter.subject, {})) >= UNSEEN_LIMIT:
             most = _most_frequent([teller, *told.values()])
             return next((self._known[peer] for peer, by in told.items() if by == most), grant)
-        if teller is None and inviter.kind is Kind.INVITE and self._invited[inviter.subject] >= INVITED_LIMIT:
+        if teller is None and inviter.kind is Kind.INVITE and self._invited[inviter.subject] >= inviter.uses:
             return grant
         if len(self._known) <= KNOWN_LIMIT:
             return None
@@ -393,6 +412,27 @@ class Members:
 
     def _is_unseen(self, grant: Grant) -> bool:
         return bool(grant.depth) and grant.subject in self._unseen.get(grant.steps[-1].subject, {})
+
+    def _has_place(self, grant: Grant) -> bool:
+        """Return whether ``grant`` has a place of its invite (rule 5). One that is not stored counts as the newest."""
+        if not grant.depth or (inviter := grant.steps[-1]).kind is not Kind.INVITE:
+            return True
+        told = self._unseen.get(inviter.subject, {})
+        if self._known.get(grant.subject) is grant and grant.subject not in told:
+            return True
+        older = itertools.takewhile(lambda peer: peer != grant.subject, told)
+        return self._invited[inviter.subject] + sum(1 for _ in older) < inviter.uses
+
+    def _no_place_for(self, grant: Grant) -> str:
+        """Return why a peer with this grant is not admitted."""
+        inviter = grant.steps[-1]
+        if inviter.kind is Kind.INVITE and self._invited[inviter.subject] >= inviter.uses:
+            admits = "one peer" if inviter.uses == 1 else f"{inviter.uses} peers"
+            return (
+                f"the invite of {grant.subject} admits {admits} and has been used: ask for another one, or join with "
+                "the identity.key of the peer that used it (--identity)"
+            )
+        return f"the run has {KNOWN_LIMIT} peers already, so {grant.subject} is not admitted"
 
     def _keep(self, grant: Grant, statement: bytes, teller: PeerId | None) -> None:
         self._known[grant.subject] = grant
@@ -416,10 +456,11 @@ class Members:
         self._statements.pop(mark_of(introduction(grant)), None)
         return teller
 
-    def _rank(self, grant: Grant, is_unseen: bool) -> tuple[bool, bool, int, int, int, bytes]:
-        """Return the sort key of rule 6. It is the same at all peers for chains that were all shown, or all told."""
-        bytes_of = grant.chain().encode()
-        return self.ban_of(grant) is None, not is_unseen, grant.role, grant.not_after, grant.cap, bytes_of
+    def _rank(self, grant: Grant, is_unseen: bool) -> tuple[bool, bool, bool, int, int, int, bytes]:
+        """Return the sort key of rule 7."""
+        is_seen, bytes_of = not is_unseen, grant.chain().encode()
+        has_place = is_seen or self._has_place(grant)
+        return self.ban_of(grant) is None, is_seen, has_place, grant.role, grant.not_after, grant.cap, bytes_of
 
     def _ban(self, said: Ban, statement: bytes) -> bool:
         signer = said.by.subject

@@ -397,6 +397,8 @@ class Peer:
             case msg.Contribution() if not standing.may_contribute(peer_of(message.contributor.learner)):
                 self.metrics.report_fault(peer, "contribution", "its contributor has a follower's certificate")
                 return None
+            case msg.Contribution() if not standing.may_contribute_here(peer_of(message.contributor.learner)):
+                return None  # not its sender's fault, which may have admitted this guest of the invite
             case msg.Heartbeat():
                 weight = min(message.weight, standing.most_weight(peer))
                 message = message if weight == message.weight else msgspec.structs.replace(message, weight=weight)
@@ -415,7 +417,7 @@ class Peer:
             case msg.Contribution():
                 shard = message.shard
                 giver = peer_of(message.contributor.learner)
-                may_come = self.verifier.standing.may_contribute(giver) and self.machine.wants(peer, message)
+                may_come = self.verifier.standing.may_contribute_here(giver) and self.machine.wants(peer, message)
                 if size != message.payload_bytes or not may_come:
                     return None
             case msg.Commit():

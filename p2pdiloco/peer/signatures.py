@@ -131,6 +131,9 @@ class Standing(Register, Protocol):
     def observes(self, peer: PeerId) -> bool:
         """Return whether ``peer`` may only send requests."""
 
+    def may_contribute_here(self, peer: PeerId) -> bool:
+        """Return whether this peer may merge contributions of ``peer``. Others may judge differently."""
+
     def most_weight(self, peer: PeerId) -> float:
         """Return the largest weight that ``peer`` may have in the selection of owners."""
 
@@ -154,6 +157,10 @@ class Everybody(OpenRegister):
     def observes(self, peer: PeerId) -> bool:
         """Return False: every peer may take part."""
         return False
+
+    def may_contribute_here(self, peer: PeerId) -> bool:
+        """Return what ``may_contribute`` returns."""
+        return self.may_contribute(peer)
 
     def most_weight(self, peer: PeerId) -> float:
         """Return infinity: weights have no limit."""

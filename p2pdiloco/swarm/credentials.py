@@ -3,8 +3,8 @@
 Rules of this file:
 1. Certificates are made offline: by the founder, by the holder of an invite, or by a peer for its own observers.
 2. The files of a run are in STATE/RUN/members: ``chain`` (this peer's certificates), ``statements`` (the membership
-   log), ``invite`` (the invite that the founder's terminal shows; secret), ``new/`` (statements that commands leave for
-   the node).
+   log), ``seen`` (the marks of the peers in it that were seen here), ``invite`` (the invite that the founder's terminal
+   shows; secret), ``new/`` (statements that commands leave for the node).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from p2pdiloco.access.certificates import (
     hint_of,
 )
 from p2pdiloco.access.invite_code import SECRET_BYTES, Invite
-from p2pdiloco.access.members import Members
-from p2pdiloco.access.membership_log import join_statements, mark_of, split_statements
+from p2pdiloco.access.members import NOBODY, Members
+from p2pdiloco.access.membership_log import MARK_BYTES, join_statements, mark_of, split_statements
 from p2pdiloco.protocol.ids import PeerId, RunId
 from p2pdiloco.protocol.manifest import Manifest
 from p2pdiloco.transport.identity import Identity, verify
@@ -55,10 +55,10 @@ class Credentials(NamedTuple):
     identity: Identity
 
     def certify(
-        self, subject: PeerId, kind: Kind, role: Role, *, cap: int = NO_CAP, not_after: int = NEVER
+        self, subject: PeerId, kind: Kind, role: Role, *, cap: int = NO_CAP, not_after: int = NEVER, uses: int = 1
     ) -> Certificate:
         """Certify the key ``subject``."""
-        bare = Certificate(kind=kind, role=role, subject=subject, cap=cap, not_after=not_after)
+        bare = Certificate(kind=kind, role=role, subject=subject, cap=cap, not_after=not_after, uses=uses)
         return certify(self.run, self.identity.peer_id, bare, self.identity.sign)
 
     def chain_for(self, subject: PeerId, role: Role) -> bytes:
@@ -93,6 +93,7 @@ def credentials_from_invite(invite: Invite, identity: Identity) -> Credentials:
         subject=key.peer_id,
         cap=invite.cap,
         not_after=invite.not_after,
+        uses=invite.uses,
         signature=invite.signature,
     )
     own = Credentials(invite.run, Chain(invite.hint, (first,)).encode(), key)
@@ -108,11 +109,13 @@ def make_invite(
     role: Role,
     cap: int,
     not_after: int,
+    uses: int = 1,
     addresses: tuple[str, ...],
     peer: PeerId | None = None,
 ) -> Invite:
     """Return an invite, for ``peer`` alone or else for anybody who holds it.
 
+    uses: number of peers that it admits.
     addresses: multiaddrs of a directory node, with its peer id.
 
     Raises:
@@ -120,7 +123,8 @@ def make_invite(
     """
     assert len(secret) == SECRET_BYTES
     subject = invite_key(secret).peer_id if peer is None else peer
-    certificate = mine.certify(subject, Kind.INVITE if peer is None else Kind.PEER, role, cap=cap, not_after=not_after)
+    kind = Kind.INVITE if peer is None else Kind.PEER
+    certificate = mine.certify(subject, kind, role, cap=cap, not_after=not_after, uses=uses)
     split = [address.rpartition("/p2p/") for address in addresses]
     if not split:
         raise CredentialsError("an invite needs an address at which newcomers find the run: name one with --address")
@@ -132,6 +136,7 @@ def make_invite(
         role=role,
         cap=cap,
         not_after=not_after,
+        uses=uses,
         hint=hint_of(mine.identity.peer_id),
         signature=certificate.signature,
         directory=directory,
@@ -173,14 +178,19 @@ class MemberFiles:
 
     def load(self, members: Members) -> None:
         """Add all statements in the files to ``members``. Damaged ones are logged and skipped."""
+        seen = b""
         with contextlib.suppress(FileNotFoundError):
-            _learn(members, (self.folder / "statements").read_bytes(), self.folder)
+            seen = (self.folder / "seen").read_bytes()
+        with contextlib.suppress(FileNotFoundError):
+            _learn(members, (self.folder / "statements").read_bytes(), seen, self.folder)
         for _ in self.take_queued(members, removes=False):
             pass
 
     def save(self, members: Members) -> None:
         """Write all known statements."""
-        write_atomically(self.folder / "statements", join_statements(members.statements()))
+        statements, seen = join_statements(members.statements()), members.seen_marks()
+        write_atomically(self.folder / "statements", statements)
+        write_atomically(self.folder / "seen", seen)
 
     def queue_statement(self, statement: bytes) -> None:
         """Leave a statement for the node of this folder, which takes it while it runs or when it starts."""
@@ -203,7 +213,8 @@ class MemberFiles:
                 log.warning("a membership statement is ignored", file=path, reason=str(error))
 
 
-def _learn(members: Members, data: bytes, where: Path) -> None:
+def _learn(members: Members, data: bytes, seen: bytes, where: Path) -> None:
+    was_seen = {seen[at : at + MARK_BYTES] for at in range(0, len(seen), MARK_BYTES)}
     try:
         statements = split_statements(data)
     except CertificateError as error:
@@ -211,6 +222,6 @@ def _learn(members: Members, data: bytes, where: Path) -> None:
         return
     for statement in statements:
         try:
-            members.learn(statement)
+            members.learn(statement, None if mark_of(statement) in was_seen else NOBODY)
         except CertificateError as error:
             log.warning("a membership statement is ignored", folder=where, reason=str(error))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from p2pdiloco.access.certificates import CAP_UNIT, NEVER, NO_CAP, Grant, Role, hint_of
+from p2pdiloco.access.certificates import CAP_UNIT, NEVER, NO_CAP, USES_LIMIT, Grant, Role, hint_of
 from p2pdiloco.access.invite_code import SECRET_BYTES, Invite, InviteError, clean_invite, decode_invite, encode_invite
 from p2pdiloco.access.members import NotAMemberError, UnknownInviterError
 from p2pdiloco.discovery.directory import Directory
@@ -43,6 +43,8 @@ NOBODY_COMES = (
     "newcomers cannot find the run: the addresses in invites do not answer, and others cannot dial this machine. Start "
     "the bootstrap again, or another one (p2pdiloco bootstrap) and this peer with it (--bootstrap)"
 )
+# Number of peers that the invite of the founder's terminal admits: it is for the founder's own machines.
+OWN_MACHINES = USES_LIMIT
 # Interval between two checks of these addresses.
 LOOK_S = 10.0
 # Number of checks that must agree before an address is changed or the user is told: a bootstrap may hang, or restart.
@@ -153,11 +155,13 @@ def invite_text(
     role: Role = Role.LEARNER,
     max_weight: float | None = None,
     not_after: int = NEVER,
+    uses: int = 1,
     peer: PeerId | None = None,
 ) -> str:
     """Return the text of a new invite.
 
     not_after: end of its validity, in seconds since 1970.
+    uses: number of peers that it admits.
     peer: the only peer that may use it; None: anybody who holds it.
 
     Raises:
@@ -182,14 +186,15 @@ def invite_text(
     if not 0 < cap <= NO_CAP:
         raise CredentialsError(f"--max-weight {max_weight}: from {CAP_UNIT} to {(NO_CAP - 1) * CAP_UNIT:,.0f}")
     secret = os.urandom(SECRET_BYTES)
-    invite = make_invite(mine, secret, role=role, cap=cap, not_after=not_after, addresses=addresses, peer=peer)
-    return encode_invite(invite)
+    terms = {"cap": cap, "not_after": not_after, "uses": uses}
+    return encode_invite(make_invite(mine, secret, role=role, addresses=addresses, peer=peer, **terms))
 
 
 def load_or_make_invite(
     manifest: Manifest, mine: Credentials, grant: Grant, run_folder: Path, addresses: tuple[str, ...]
 ) -> str:
-    """Return the invite that an admin's terminal shows. The last one is reused while the addresses in it are right."""
+    """Return the invite that an admin's terminal shows, for the admin's own machines. The last one is reused while the
+    addresses in it are right."""
     files = MemberFiles(run_folder)
     kept = files.invite()
     try:
@@ -197,7 +202,7 @@ def load_or_make_invite(
             return clean_invite(kept)
     except InviteError:
         pass
-    text = invite_text(manifest, mine, grant, addresses)
+    text = invite_text(manifest, mine, grant, addresses, uses=OWN_MACHINES)
     files.write_invite(text)
     return text
 
@@ -234,12 +239,16 @@ def how_to_join(manifest: Manifest, mine: Credentials, folder: Path, directory: 
     grant = load_grant(manifest, mine, folder, time.time())
     if grant.role is not Role.ADMIN:
         return []
+    where_made = f" --run {name} --state {shlex.quote(str(folder.parent))}" if is_scripts else ""
     if manifest.config.access == "list":
         made = f"{usage.format('INVITE')}, made for a peer by p2pdiloco members add --peer ID"
-        where_made = f" --run {name} --state {shlex.quote(str(folder.parent))}" if is_scripts else ""
         return [Invited("", made + where_made)]
     invite = load_or_make_invite(manifest, mine, grant, folder, directory.meeting_places())
-    return [Invited(invite, usage.format(invite))]
+    notes = (
+        f"this invite is for your own machines: whoever has it counts as up to {OWN_MACHINES} peers",
+        f"for another person: p2pdiloco members add{where_made} (one peer per invite)",
+    )
+    return [Invited(invite, usage.format(invite), notes)]
 
 
 async def keep_meeting_places(

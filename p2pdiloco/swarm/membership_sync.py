@@ -14,6 +14,7 @@ Rules of this file:
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -109,6 +110,8 @@ class MembershipSync:
         self._vain: RateLimiter[PeerId] = RateLimiter(burst=VAIN, per_s=VAIN_PER_S)
         self._answers: RateLimiter[PeerId] = RateLimiter(burst=ANSWERS, per_s=ANSWERS_PER_S)
         files.load(self.members)
+        with contextlib.suppress(NotAMemberError):  # this peer's own place, before others that came by its invite
+            self.members.admit(mine.identity.peer_id, mine.chain, now_s())
 
     @property
     def chain(self) -> bytes:
@@ -124,6 +127,10 @@ class MembershipSync:
     def may_contribute(self, peer: PeerId) -> bool:
         """Return whether contributions of ``peer`` may be merged."""
         return self.members.role_of(peer) >= Role.LEARNER
+
+    def may_contribute_here(self, peer: PeerId) -> bool:
+        """Return whether this peer may merge contributions of ``peer``: its invite has a place for it here."""
+        return self.may_contribute(peer) and self.members.has_place(peer)
 
     def most_weight(self, peer: PeerId) -> float:
         """Return the largest ownership weight that ``peer`` may have."""

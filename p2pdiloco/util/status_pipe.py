@@ -67,9 +67,11 @@ class Invited(StatusMessage, frozen=True):
     """An invite, or an address of an open run; empty if an admin makes an invite for each newcomer."""
     usage: str
     """Command with which a person joins."""
+    notes: tuple[str, ...] = ()
+    """What a person should know about the invite, in lines."""
 
     def __str__(self) -> str:
-        return f"to join from another machine:  {self.usage}"
+        return "\n  ".join((f"to join from another machine:  {self.usage}", *self.notes))
 
 
 class PageAt(StatusMessage, frozen=True):

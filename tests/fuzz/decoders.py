@@ -44,7 +44,7 @@ class Decoder(NamedTuple):
 
 
 def _certificate(signer: Identity, subject: Identity, kind: Kind, role: certificates.Role) -> Certificate:
-    bare = Certificate(kind=kind, role=role, subject=subject.peer_id)
+    bare = Certificate(kind=kind, role=role, subject=subject.peer_id, uses=3 if kind is Kind.INVITE else 1)
     return certify(RUN, signer.peer_id, bare, signer.sign)
 
 
@@ -67,6 +67,7 @@ def _invite(rng: Random) -> bytes:
         role=certificates.Role.LEARNER,
         cap=NO_CAP,
         not_after=NEVER,
+        uses=rng.randint(1, 256),
         hint=bytes(4),
         signature=bytes(64),
         directory=FOUNDER.peer_id,

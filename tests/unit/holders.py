@@ -3,7 +3,18 @@
 from __future__ import annotations
 
 from p2pdiloco.access import membership_log
-from p2pdiloco.access.certificates import NEVER, NO_CAP, Certificate, Chain, Grant, Kind, Role, certify, hint_of
+from p2pdiloco.access.certificates import (
+    NEVER,
+    NO_CAP,
+    USES_LIMIT,
+    Certificate,
+    Chain,
+    Grant,
+    Kind,
+    Role,
+    certify,
+    hint_of,
+)
 from p2pdiloco.access.members import Members
 from p2pdiloco.protocol.ids import PeerId, RunId
 from p2pdiloco.protocol.manifest import Access
@@ -36,6 +47,7 @@ class Holder:
                 subject=one.subject,
                 kind=one.kind,
                 role=one.role,
+                uses=one.uses,
                 steps=grant.path,
                 certificates=(*grant.certificates, one),
             )
@@ -49,14 +61,17 @@ class Holder:
         *,
         cap: int = NO_CAP,
         not_after: int = NEVER,
+        uses: int = 1,
     ) -> Holder:
         identity = identity or Identity.ephemeral()
-        bare = Certificate(kind=kind, role=role, subject=identity.peer_id, cap=cap, not_after=not_after)
+        bare = Certificate(kind=kind, role=role, subject=identity.peer_id, cap=cap, not_after=not_after, uses=uses)
         signed = certify(self.run, self.peer, bare, self.identity.sign)
         return Holder(identity, (*self.certificates, signed), self.run)
 
-    def invites(self, role: Role = Role.LEARNER, *, cap: int = NO_CAP, not_after: int = NEVER) -> Holder:
-        return self.certifies(None, Kind.INVITE, role, cap=cap, not_after=not_after)
+    def invites(
+        self, role: Role = Role.LEARNER, *, cap: int = NO_CAP, not_after: int = NEVER, uses: int = USES_LIMIT
+    ) -> Holder:
+        return self.certifies(None, Kind.INVITE, role, cap=cap, not_after=not_after, uses=uses)
 
     def bans(self, other: Holder) -> bytes:
         return membership_log.ban(RUN, other.peer, self.grant, self.identity.sign)

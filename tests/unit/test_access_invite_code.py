@@ -35,6 +35,7 @@ def invite(peer: PeerId | None = None, addresses: tuple[str, ...] = ADDRESSES) -
         role=Role.LEARNER,
         cap=NO_CAP,
         not_after=NEVER,
+        uses=1 if peer else 256,
         hint=hint_of(FOUNDER),
         signature=b"\xff" * 64,
         directory=NODE,
@@ -143,6 +144,22 @@ def test_whoever_makes_the_checksum_right_gets_no_further() -> None:
         text = sealed(bytes(data))
         with contextlib.suppress(InviteError):
             assert encode_invite(decode_invite(text)) == text
+
+
+def test_the_invite_of_another_release_is_told_as_one() -> None:
+    from p2pdiloco.access.invite_code import _EARLIER_CHECK_CONTEXT, _checksum
+
+    data = base58.b58decode(encode_invite(invite())[len(PREFIX) :])[:-4]
+    earlier = PREFIX + base58.b58encode(data + _checksum(data, _EARLIER_CHECK_CONTEXT)).decode()
+    with pytest.raises(InviteError, match="from another release"):
+        decode_invite(earlier)
+
+
+@pytest.mark.parametrize(("peer", "uses"), [(None, 0), (None, 257), (PEER, 0), (PEER, 2)])
+def test_an_invite_admits_1_to_256_peers_and_a_named_one_1(peer: PeerId | None, uses: int) -> None:
+    bad = encode_invite(msgspec.structs.replace(invite(peer, ADDRESSES[:1]), uses=uses))
+    with pytest.raises(InviteError, match=f"has {uses} uses"):
+        decode_invite(bad)
 
 
 def test_an_address_has_one_form() -> None:

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import random
 
+import msgspec
 import pytest
 from holders import FOUNDER, NOW, Holder, members, the_founder
 
@@ -281,8 +282,8 @@ def test_a_peer_is_not_closed_like_an_invite() -> None:
 
 
 def test_made_up_introductions_use_up_no_invite(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rules, "INVITED_LIMIT", 3)
-    known, invite = members(), the_founder().invites()
+    monkeypatch.setattr(rules, "UNSEEN_LIMIT", 3)
+    known, invite = members(), the_founder().invites(uses=3)
     for _ in range(20):
         known.learn(membership_log.introduction(invite.certifies().grant), BOB.peer_id)
     assert len(known.known()) == 4, "and are bounded"
@@ -300,7 +301,7 @@ def test_made_up_introductions_use_up_no_invite(monkeypatch: pytest.MonkeyPatch)
 
 def test_who_makes_up_introductions_displaces_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """And others are told of no more than half of it, or it would go round for ever."""
-    monkeypatch.setattr(rules, "INVITED_LIMIT", 8)
+    monkeypatch.setattr(rules, "UNSEEN_LIMIT", 8)
     known, invite = members(), the_founder().invites()
     honest = [invite.certifies() for _ in range(2)]
     for guest in honest:
@@ -317,7 +318,7 @@ def test_who_makes_up_introductions_displaces_its_own(monkeypatch: pytest.Monkey
 
 def test_an_honest_newcomer_is_agreed_on_beside_made_up_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """It connects to one peer first, which tells another, which it meets later; others never meet it."""
-    monkeypatch.setattr(rules, "INVITED_LIMIT", 8)
+    monkeypatch.setattr(rules, "UNSEEN_LIMIT", 8)
     one, two, three = members(), members(), members()
     invite = the_founder().invites()
     for known in (one, two, three):
@@ -352,9 +353,8 @@ def test_nobodys_word_takes_a_chain_from_a_peer_that_was_here() -> None:
     assert heard.is_member(ANN.peer_id, NOW)
 
 
-def test_a_chain_for_which_there_is_no_room_takes_nobodys_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rules, "INVITED_LIMIT", 1)
-    known, full = members(), the_founder().invites()
+def test_a_chain_for_which_there_is_no_room_takes_nobodys_place() -> None:
+    known, full = members(), the_founder().invites(uses=1)
     follower = the_founder().invites(Role.FOLLOWER).certifies(ANN, role=Role.FOLLOWER)
     admitted(known, follower)
     admitted(known, full.certifies())
@@ -410,13 +410,76 @@ def test_of_two_chains_of_a_peer_the_one_that_grants_more_is_kept() -> None:
         assert len(list(known.statements())) == 1
 
 
-def test_an_invite_brings_so_many_peers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rules, "INVITED_LIMIT", 3)
-    known, invite = members(), the_founder().invites()
-    guests = [invite.certifies() for _ in range(4)]
-    assert [is_let_in(known, guest) for guest in guests] == [True, True, True, False]
+@pytest.mark.parametrize(("uses", "says"), [(1, "one peer"), (3, "3 peers")])
+def test_an_invite_brings_so_many_peers(uses: int, says: str) -> None:
+    known, invite = members(), the_founder().invites(uses=uses)
+    guests = [invite.certifies() for _ in range(uses + 1)]
+    assert [is_let_in(known, guest) for guest in guests] == [True] * uses + [False]
+    assert known.used_of(invite.peer) == uses
     assert is_let_in(known, guests[0]), "who was let in comes back"
-    assert is_let_in(known, the_founder().invites().certifies())
+    assert is_let_in(known, the_founder().invites(uses=1).certifies())
+    with pytest.raises(NotAMemberError, match=rf"admits {says} and has been used: ask for another .*identity\.key"):
+        admitted(known, guests[-1])
+    assert is_let_in(known, guests[-1].certifies(role=Role.OBSERVER)), "asking takes no place"
+
+
+def test_a_guest_that_is_banned_or_has_expired_keeps_its_place() -> None:
+    known, invite = members(), the_founder().invites(uses=2)
+    ann, bob = invite.certifies(ANN, not_after=NOW), invite.certifies(BOB)
+    for guest in (ann, bob):
+        admitted(known, guest)
+    known.learn(the_founder().bans(bob))
+    assert not is_let_in(known, invite.certifies(), NOW + 1)
+
+
+def test_guests_of_an_admin_that_came_by_invite_use_up_its_own_invites() -> None:
+    known, first = members(), the_founder().invites(Role.ADMIN, uses=1)
+    admin = first.certifies(ANN, role=Role.ADMIN)
+    admitted(known, admin)
+    theirs = admin.invites(uses=2)
+    assert [is_let_in(known, theirs.certifies()) for _ in range(3)] == [True, True, False]
+    assert not is_let_in(known, first.certifies(role=Role.ADMIN))
+
+
+def test_the_uses_of_an_invite_are_signed_and_have_one_form() -> None:
+    invite = the_founder().invites(uses=2)
+    ann = invite.certifies(ANN)
+    more = msgspec.structs.replace(invite.certificates[0], uses=3)
+    with pytest.raises(NotAMemberError, match="has not signed"):
+        members().admit(ann.peer, Holder(ANN, (more, *ann.certificates[1:])).chain, NOW)
+    for bad in (the_founder().invites(uses=0), the_founder().invites(uses=257), the_founder().certifies(ANN, uses=2)):
+        with pytest.raises(ValueError, match=r"cannot have (0|257|2) uses"):
+            decode_chain(bad.chain)
+
+
+def test_only_as_many_unseen_peers_count_as_an_invite_has_places_left() -> None:
+    """Their contributions come forwarded; others may have admitted them, so they stay known as members."""
+    known, invite = members(), the_founder().invites(uses=2)
+    guests = [invite.certifies() for _ in range(5)]
+    for guest in guests:
+        known.learn(membership_log.introduction(guest.grant), BOB.peer_id)
+    assert [known.has_place(guest.peer) for guest in guests] == [True, True, False, False, False]
+    admitted(known, guests[4])
+    assert [known.has_place(guest.peer) for guest in guests] == [True, False, False, False, True]
+    admitted(known, guests[3])
+    assert [known.has_place(guest.peer) for guest in guests] == [False, False, False, True, True]
+    assert all(known.is_member(guest.peer, NOW) for guest in guests)
+    assert known.has_place(FOUNDER.peer_id)
+    assert not known.has_place(ANN.peer_id)
+    assert members("open").has_place(ANN.peer_id)
+
+
+def test_who_has_used_up_an_invite_takes_no_other_peers_place_with_it() -> None:
+    """It can certify every key. Of two chains that were told, the one that has a place counts."""
+    known, theirs = members(), the_founder().invites(uses=1)
+    admitted(known, theirs.certifies())
+    for _ in range(8):
+        ann = the_founder().invites(uses=1).certifies()
+        said = [membership_log.introduction(one.grant) for one in (theirs.certifies(ann.identity), ann)]
+        random.Random(ann.peer).shuffle(said)
+        for one in said:
+            known.learn(one, BOB.peer_id)
+        assert known.has_place(ann.peer)
 
 
 def test_what_is_known_is_bounded_and_the_near_displace_the_far(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -293,9 +293,8 @@ def test_a_record_of_the_directory_counts_only_if_it_is_a_members(tmp_path: Path
     played(tmp_path, story)
 
 
-def test_records_of_the_directory_use_up_no_invite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rules, "INVITED_LIMIT", 2)
-    invite = the_founder().invites()
+def test_records_of_the_directory_use_up_no_invite(tmp_path: Path) -> None:
+    invite = the_founder().invites(uses=2)
 
     async def story(place: Place) -> None:
         one = place.enter(the_founder())
@@ -304,6 +303,51 @@ def test_records_of_the_directory_use_up_no_invite(tmp_path: Path, monkeypatch: 
         newcomer = invite.certifies()
         place.doors[one].admit(newcomer.peer, newcomer.chain)
         assert one.is_member(newcomer.peer)
+
+    played(tmp_path, story)
+
+
+def test_each_peer_merges_contributions_of_as_many_guests_as_an_invite_admits(tmp_path: Path) -> None:
+    """Peers that see two guests of one invite in different orders admit one each, and take the other's commits."""
+    invite = the_founder().invites(uses=1)
+    ann, bob = (the_founder().invites().certifies() for _ in range(2))
+    eve, eva = invite.certifies(), invite.certifies()
+
+    async def story(place: Place) -> None:
+        for one in (the_founder(), ann, bob, eve, eva):
+            place.enter(one)
+        for one in (ann, bob):
+            place.connect(the_founder(), one)
+        place.connect(ann, eve)
+        place.connect(bob, eva)
+        await place.settle()
+        for here, there in ((ann, eva), (bob, eve)):
+            with pytest.raises(NotAMemberError, match="admits one peer and has been used"):
+                place.connect(here, there)
+        counted = {
+            here: [there for there in (eve, eva) if place.there[here.peer].may_contribute_here(there.peer)]
+            for here in (the_founder(), ann, bob)
+        }
+        assert (counted[ann], counted[bob]) == ([eve], [eva])
+        assert len(next(iter(counted.values()))) == 1, "who has seen neither counts the first of whom it heard"
+        for here in (the_founder(), ann, bob):
+            assert all(place.there[here.peer].may_contribute(there.peer) for there in (eve, eva)), (
+                "a commit may name it"
+            )
+
+    played(tmp_path, story)
+
+
+def test_a_peers_own_place_comes_before_others_that_use_its_invite(tmp_path: Path) -> None:
+    invite = the_founder().invites(uses=1)
+    ann, thief = invite.certifies(), invite.certifies()
+
+    async def story(place: Place) -> None:
+        one = place.enter(ann)
+        with pytest.raises(NotAMemberError, match="has been used"):
+            place.doors[one].admit(thief.peer, thief.chain)
+        assert one.remaining_s() is None
+        assert one.may_contribute_here(ann.peer)
 
     played(tmp_path, story)
 
@@ -443,8 +487,8 @@ def test_made_up_introductions_are_bounded_and_keep_nobody_out(
         await place.settle()
         assert len(looked) == 280
         assert "more membership statements than its rate limit" in caplog.text
-        assert len(hub.members.known()) == 3 + rules.INVITED_LIMIT
-        assert len(place.there[bob.peer].members.known()) <= 3 + rules.INVITED_LIMIT // 2, "others are told of few"
+        assert len(hub.members.known()) == 3 + rules.UNSEEN_LIMIT
+        assert len(place.there[bob.peer].members.known()) <= 3 + rules.UNSEEN_LIMIT // 2, "others are told of few"
         place.connect(the_founder(), late)
         await place.settle()
         place.connect(bob, late)
