@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from p2pdiloco.access.certificates import USES_LIMIT
 from p2pdiloco.cli.argument_types import (
     at_least,
     between,
@@ -569,8 +570,17 @@ def _members_add(sub: argparse.ArgumentParser) -> None:
         metavar="TIME",
         help="lifetime of the invite and of memberships by it, such as 12h or 30d (default: unlimited)",
     )
-    sub.add_argument(
-        "--peer", metavar="ID", help="make the invite for this peer alone (default: for anyone who has it)"
+    admits = sub.add_mutually_exclusive_group()
+    admits.add_argument(
+        "--uses",
+        type=at_least(1, USES_LIMIT),
+        default=1,
+        metavar="N",
+        help="number of peers that the invite admits: 1 for a person, more for machines of one owner, who counts as so "
+        f"many (1 to {USES_LIMIT}; default: %(default)s)",
+    )
+    admits.add_argument(
+        "--peer", metavar="ID", help="make the invite for this peer alone (default: for the first that use it)"
     )
     sub.add_argument(
         "--max-weight",
@@ -587,6 +597,11 @@ def _members_ban(sub: argparse.ArgumentParser) -> None:
         "who",
         metavar="PEER|INVITE",
         help="id of a peer to remove; or an invite, or its id, to remove all peers that joined with it",
+    )
+    sub.add_argument(
+        "--keep-members",
+        action="store_true",
+        help="close the invite to new peers, and keep those that joined with it",
     )
     _add_run(sub, "--state")
     _add_identity(sub)

@@ -35,8 +35,8 @@ NOBODY = "has no id yet: it gets one when it first takes part, or now by p2pdilo
 
 
 async def run_add(arguments: argparse.Namespace) -> int:
-    """Print an invite to a run. It is one line of text: everyone who has it can join with p2pdiloco join. With --peer,
-    only that peer can."""
+    """Print an invite to a run, for one person. It is one line of text: the first peer that joins with it takes its
+    place for good. With --uses, it admits more peers; with --peer, only the named one."""
     with as_command_errors(repair=(ConfigError, IdentityError, ValueError), nobody=()):
         kept = kept_run(arguments.state, arguments.run)
         manifest, folder = kept.manifest, kept.folder
@@ -58,6 +58,7 @@ async def run_add(arguments: argparse.Namespace) -> int:
                 role=Role[arguments.role.upper()],
                 max_weight=arguments.max_weight,
                 not_after=NEVER if arguments.expires is None else int(now_s) + arguments.expires,
+                uses=arguments.uses,
                 peer=None if arguments.peer is None else PeerId(arguments.peer),
             )
         )
@@ -68,14 +69,15 @@ async def run_add(arguments: argparse.Namespace) -> int:
 
 
 async def run_ban(arguments: argparse.Namespace) -> int:
-    """Remove a peer, or revoke an invite and remove all peers that joined with it, for good. The ban of a peer also
-    closes the invite with which it joined: the other peers that joined with it stay, and nobody else is admitted. A
-    running peer with this state folder spreads the ban within seconds; otherwise the next one does."""
+    """Remove a peer, or revoke an invite and remove all peers that joined with it, for good. With --keep-members, an
+    invite is closed to new peers only. The ban of a peer also closes the invite with which it joined: the other peers
+    that joined with it stay, and nobody else is admitted. A running peer with this state folder spreads the ban within
+    seconds; otherwise the next one does."""
     with as_command_errors(repair=(ConfigError, IdentityError, ValueError), nobody=()):
-        wanted, subject = arguments.run, PeerId(arguments.who)
+        wanted, subject, is_named = arguments.run, PeerId(arguments.who), False
         if is_invite(arguments.who):
             invite = decode_invite(arguments.who)
-            wanted = wanted or invite.run
+            wanted, is_named = wanted or invite.run, invite.peer is not None
             subject = invite.peer or invite_key(invite.secret).peer_id
         key_of(subject)
         kept = kept_run(arguments.state, wanted)
@@ -99,6 +101,22 @@ async def run_ban(arguments: argparse.Namespace) -> int:
                 "count: ask the founder, or an admin who is nearer",
                 REPAIR,
             )
+        if arguments.keep_members:
+            if target is not None or is_named:
+                raise CommandError(
+                    f"--keep-members is for invites, and {subject} is a peer: its ban keeps the other peers of its "
+                    "invite anyway",
+                    REPAIR,
+                )
+            steps = (step for one in members.known() for step in one.steps if step.subject == subject)
+            invite_grant = next(steps, None)
+            if invite_grant is not None and members.ban_of(invite_grant) is not None:
+                raise CommandError(f"the invite {subject} was closed already", REPAIR)
+            if invite_grant is not None and not members.may_ban(grant, invite_grant):
+                raise CommandError(_not_closed(subject), REPAIR)
+            print(f"closed to new peers in run {manifest.config.name}: {subject}")
+            print(*_close(subject, members, files, mine, grant), sep="\n")
+            return 0
         statement = ban(manifest.run, subject, grant, mine.identity.sign)
         files.queue_statement(statement)
         members.learn(statement)
@@ -137,21 +155,30 @@ def _close_invite_of(
         yield f"the invite with which it joined, {invite.subject}, was closed already"
         return
     if not members.may_ban(by, invite):
-        yield (
-            f"the invite with which it joined, {invite.subject}, makes admins, so only an admin nearer to the founder "
-            f"can close it: until one bans {invite.subject}, whoever holds it may come with another key"
-        )
+        yield _not_closed(invite.subject)
         return
-    grants = [(one, members.grant_of(one)) for one in members.guests_of(invite.subject)]
-    stay = [one for one, grant in grants if grant is None or members.ban_of(grant) is None]
-    files.queue_statement(closing(mine.run, invite.subject, stay, by, mine.identity.sign))
     yield f"closed the invite with which it joined, {invite.subject}: nobody new is let in by it; {ANOTHER}"
-    if _is_shown(files, invite.subject):
+    yield from _close(invite.subject, members, files, mine, by)
+
+
+def _not_closed(invite: PeerId) -> str:
+    return (
+        f"the invite {invite} makes admins, so only an admin nearer to the founder can close it: until one bans "
+        f"{invite}, whoever holds it may come with another key"
+    )
+
+
+def _close(invite: PeerId, members: Members, files: MemberFiles, mine: Credentials, by: Grant) -> Iterator[str]:
+    """Close an invite to all but those that it has admitted, and those for which it has places left; yields what
+    happened, in lines."""
+    guests = [(one, members.grant_of(one)) for one in members.guests_of(invite)]
+    stay = [one for one, grant in guests if grant is None or (members.ban_of(grant) is None and members.has_place(one))]
+    files.queue_statement(closing(mine.run, invite, stay, by, mine.identity.sign))
+    if _is_shown(files, invite):
         files.write_invite("")
         yield "it was the invite that this peer shows when it starts: its next start shows another one"
     if stay:
-        to_do = f"to remove them, too: p2pdiloco members ban {invite.subject}"
-        yield f"{_are(stay)} still in the run with that invite; {to_do}"
+        yield f"{_are(stay)} still in the run with that invite; to remove them, too: p2pdiloco members ban {invite}"
         yield from _shown(stay)
 
 
@@ -197,7 +224,8 @@ async def run_list(arguments: argparse.Namespace) -> int:
                 print(f"{config.name}  {kept.manifest.run[:12]}  {config.access}")
                 for row in _rows(kept):
                     print(f"  {row['key']}  {row['role']:<9}{row['until']:<22}{row['standing']}")
-                    print(f"    by {row['by']}" if row["by"] else "    the founder")
+                    used = f", {row['used']} of {row['uses']} used" if row["uses"] else ""
+                    print(f"    by {row['by']}{used}" if row["by"] else "    the founder")
     return 0
 
 
@@ -233,7 +261,8 @@ def _rows(kept: KeptRun) -> list[dict[str, Any]]:
         if subject not in seen:
             by = ", ".join(sorted({ban.by.subject for ban in bans}))
             standing = "closed to new peers" if all(ban.is_closing for ban in bans) else "banned"
-            rows.append({"key": subject, "role": "-", "until": "-", "by": by, "standing": standing, "by_keys": []})
+            nothing = {"role": "-", "until": "-", "by_keys": [], "used": 0, "uses": 0}
+            rows.append({"key": subject, "by": by, "standing": standing, **nothing})
     return rows
 
 
@@ -251,6 +280,7 @@ def _row(members: Members, grant: Grant) -> dict[str, Any]:
     if grant.not_after != NEVER:
         until = f"{datetime.datetime.fromtimestamp(grant.not_after, datetime.UTC):%Y-%m-%d %H:%M} UTC"
     path = [step.subject for step in grant.steps]
+    invite = grant.steps[-1] if path and grant.steps[-1].kind is Kind.INVITE else None
     return {
         "key": grant.subject,
         "role": grant.role.name.lower(),
@@ -258,4 +288,6 @@ def _row(members: Members, grant: Grant) -> dict[str, Any]:
         "by": " <- ".join(reversed(path)),
         "by_keys": path,
         "standing": standing,
+        "used": 0 if invite is None else members.used_of(invite.subject),
+        "uses": 0 if invite is None else invite.uses,
     }

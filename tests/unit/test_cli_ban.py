@@ -8,14 +8,14 @@ import msgspec
 import pytest
 from actors import FOUNDER, make_manifest
 
-from p2pdiloco.access.certificates import Grant, Role
+from p2pdiloco.access.certificates import CERTIFICATE_BYTES, HINT_BYTES, Grant, Role
 from p2pdiloco.access.invite_code import decode_invite
 from p2pdiloco.cli.errors import REPAIR
 from p2pdiloco.cli.main import main
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.protocol.manifest import MANIFEST, Access, Manifest
 from p2pdiloco.swarm.credentials import Credentials, MemberFiles, credentials_from_invite, invite_key, members_of
-from p2pdiloco.swarm.invitations import invite_text
+from p2pdiloco.swarm.invitations import OWN_MACHINES, invite_text, keep_addresses
 from p2pdiloco.swarm.run_index import folder_of
 from p2pdiloco.transport.identity import KEY_FILE, Identity
 
@@ -41,9 +41,9 @@ class Home:
         self.mine = Credentials(self.manifest.run, chain, owner)
         self.members = members_of(self.manifest)
 
-    def invite(self, role: Role = Role.LEARNER, peer: PeerId | None = None) -> str:
-        grant = Grant(subject=self.mine.identity.peer_id)
-        return invite_text(self.manifest, self.mine, grant, (ADDRESS,), role=role, peer=peer)
+    def invite(self, role: Role = Role.LEARNER, peer: PeerId | None = None, uses: int = OWN_MACHINES) -> str:
+        grant, uses = Grant(subject=self.mine.identity.peer_id), 1 if peer else uses
+        return invite_text(self.manifest, self.mine, grant, (ADDRESS,), role=role, uses=uses, peer=peer)
 
     def joins(self, invite: str, identity: Identity | None = None) -> PeerId:
         mine = credentials_from_invite(decode_invite(invite), identity or Identity.ephemeral())
@@ -68,8 +68,8 @@ class Home:
         return True
 
 
-def said(home: Home, capsys: pytest.CaptureFixture[str], who: str, status: int = 0) -> str:
-    assert main(["members", "ban", who, "--state", str(home.state)]) == status
+def said(home: Home, capsys: pytest.CaptureFixture[str], who: str, status: int = 0, *more: str) -> str:
+    assert main(["members", "ban", who, *more, "--state", str(home.state)]) == status
     told = capsys.readouterr()
     return told.out + told.err
 
@@ -139,10 +139,76 @@ def test_what_an_admin_cannot_ban_or_close_is_no_success(tmp_path: Path, capsys:
     assert theirs.standing(ann.peer_id) == [True]
     learner = Identity.ephemeral()
     key = invite_key(decode_invite(of_admins).secret)
-    below = Credentials(home.manifest.run, chain[:110], key)
+    below = Credentials(home.manifest.run, chain[: HINT_BYTES + CERTIFICATE_BYTES], key)
     theirs.members.admit(learner.peer_id, below.chain_for(learner.peer_id, Role.LEARNER), NOW)
     theirs.files.save(theirs.members)
     told = said(theirs, capsys, learner.peer_id)
     assert theirs.standing(learner.peer_id) == [False]
     assert f"only an admin nearer to the founder can close it: until one bans {key_in(of_admins)}" in told
     assert theirs.is_let_in(of_admins)
+
+
+def test_an_invite_is_closed_and_its_members_stay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    home = Home(tmp_path)
+    shown, other = home.invite(), home.invite(uses=1)
+    home.files.write_invite(shown)
+    ann, bob, eve = home.joins(shown), home.joins(shown), home.joins(other)
+    told = said(home, capsys, shown, 0, "--keep-members")
+    assert home.standing(ann, bob, eve) == [True, True, True]
+    assert (home.is_let_in(shown), home.files.invite()) == (False, "")
+    assert f"closed to new peers in run story: {key_in(shown)}" in told
+    assert "its next start shows another one" in told
+    assert "2 peers are still in the run with that invite" in told
+    assert "was closed already" in said(home, capsys, shown, REPAIR, "--keep-members")
+    assert "its ban keeps the other peers of its invite anyway" in said(home, capsys, eve, REPAIR, "--keep-members")
+    assert home.standing(ann, bob, eve) == [True, True, True]
+    said(home, capsys, key_in(shown))
+    assert home.standing(ann, bob, eve) == [False, False, True]
+
+
+def test_a_closed_invite_keeps_no_more_peers_than_it_admits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Who expects a ban introduces other keys of its own first."""
+    home = Home(tmp_path)
+    theirs = home.invite(uses=2)
+    made_up = [credentials_from_invite(decode_invite(theirs), Identity.ephemeral()) for _ in range(5)]
+    for one in made_up:
+        home.members.learn(b"i" + one.chain, PeerId("eve"))
+    eve = home.joins(theirs)
+    peers = [one.identity.peer_id for one in made_up]
+    assert home.standing(*peers) == 5 * [True]
+    said(home, capsys, eve)
+    assert home.standing(eve, *peers) == [False, True, False, False, False, False]
+
+
+def test_an_invite_is_for_one_peer_unless_more_are_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    home = Home(tmp_path)
+    keep_addresses(folder_of(tmp_path, home.manifest.run), (ADDRESS,))
+
+    def added(*more: str, status: int = 0) -> str:
+        assert main(["members", "add", *more, "--state", str(home.state)]) == status
+        told = capsys.readouterr()
+        return (told.out + told.err).strip()
+
+    for more, uses in (((), 1), (("--uses", "16"), 16), (("--uses", "256"), 256)):
+        text = added(*more)
+        assert decode_invite(text).uses == uses
+        for number in range(min(uses, 3)):
+            home.joins(text)
+            assert main(["members", "--state", str(home.state)]) == 0
+            assert f"{number + 1} of {uses} used" in capsys.readouterr().out
+    assert decode_invite(added("--peer", FOUNDER.peer_id)).uses == 1
+    for bad in (("--uses", "0"), ("--uses", "257"), ("--uses", "2", "--peer", FOUNDER.peer_id)):
+        with pytest.raises(SystemExit):
+            main(["members", "add", *bad, "--state", str(home.state)])
+        assert "--uses" in capsys.readouterr().err
+
+
+def test_a_restart_frees_no_place_of_an_invite(tmp_path: Path) -> None:
+    home = Home(tmp_path)
+    text = home.invite(uses=1)
+    key = Identity.ephemeral()
+    home.joins(text, key)
+    assert not home.is_let_in(text)
+    assert home.standing(key.peer_id) == [True]
