@@ -17,7 +17,7 @@ Rules of this file:
 5. An invite admits as many peers here as it has uses. A peer that was seen keeps its place for good. Unseen peers use
    up nothing. The oldest of them count for the places that are left: contributions of the others, which can only be
    forwarded, are not merged here. Peers that see the guests of an invite in different orders admit different ones, but
-   none admits more.
+   none admits more. Observers take no place, but those of a peer that would not be admitted are refused like it.
 6. All collections are bounded: by invite, by banning admin, and in total. Of an invite's unseen peers, UNSEEN_LIMIT are
    kept. Beyond that, peers reported by the most frequent teller make room, the oldest report first. Beyond half of
    that, the peers of that teller are not passed on. Unseen peers never displace seen ones. In total, peers nearer to
@@ -133,6 +133,8 @@ class Members:
         """
         grant = self.examine(peer, chain, now_s)
         if grant.role is Role.OBSERVER:
+            if not self._would_admit(grant.steps[-1]):  # a peer asks before it joins, and is told now
+                raise NotAMemberError(self._no_place_for(grant.steps[-1]))
             while len(self._observing) >= OBSERVING_LIMIT:
                 del self._observing[next(iter(self._observing))]
             self._observing[peer] = grant
@@ -422,6 +424,13 @@ class Members:
             return True
         older = itertools.takewhile(lambda peer: peer != grant.subject, told)
         return self._invited[inviter.subject] + sum(1 for _ in older) < inviter.uses
+
+    def _would_admit(self, grant: Grant) -> bool:
+        """Return whether a peer with this grant was seen here, or its invite has admitted fewer peers than it may."""
+        if not grant.depth or (inviter := grant.steps[-1]).kind is not Kind.INVITE:
+            return True
+        known = self._known.get(grant.subject)
+        return (known is not None and not self._is_unseen(known)) or self._invited[inviter.subject] < inviter.uses
 
     def _no_place_for(self, grant: Grant) -> str:
         """Return why a peer with this grant is not admitted."""

@@ -86,7 +86,20 @@ def credentials_from_invite(invite: Invite, identity: Identity) -> Credentials:
             f"the invite is for the peer {invite.peer}, and this one is {identity.peer_id}: join with that one's "
             "--state (or --identity), or ask for an invite for this one"
         )
-    key = identity if invite.peer is not None else invite_key(invite.secret)
+    if invite.peer is not None:
+        return _first_credentials(invite, identity)
+    chain = observing_credentials(invite).chain_for(identity.peer_id, invite.role)
+    return Credentials(invite.run, chain, identity)
+
+
+def observing_credentials(invite: Invite) -> Credentials:
+    """Return the credentials of an invite's own key. They certify observers, which take no place of the invite."""
+    assert invite.peer is None
+    return _first_credentials(invite, invite_key(invite.secret))
+
+
+def _first_credentials(invite: Invite, key: Identity) -> Credentials:
+    """Return the credentials of ``key``, which the certificate in ``invite`` names."""
     first = Certificate(
         kind=invite.kind,
         role=invite.role,
@@ -96,10 +109,7 @@ def credentials_from_invite(invite: Invite, identity: Identity) -> Credentials:
         uses=invite.uses,
         signature=invite.signature,
     )
-    own = Credentials(invite.run, Chain(invite.hint, (first,)).encode(), key)
-    if invite.peer is not None:
-        return own
-    return Credentials(invite.run, own.chain_for(identity.peer_id, invite.role), identity)
+    return Credentials(invite.run, Chain(invite.hint, (first,)).encode(), key)
 
 
 def make_invite(

@@ -21,7 +21,7 @@ from p2pdiloco.protocol.ids import PeerId, RunId
 from p2pdiloco.protocol.manifest import Layout, Manifest
 from p2pdiloco.protocol.manifest_validation import MAX_MANIFEST_BYTES, decode_manifest
 from p2pdiloco.swarm.connect import ConnectFallback
-from p2pdiloco.swarm.credentials import Credentials, credentials_from_invite
+from p2pdiloco.swarm.credentials import Credentials, credentials_from_invite, observing_credentials
 from p2pdiloco.swarm.run_index import is_meant
 from p2pdiloco.transport import addresses, port_memory
 from p2pdiloco.transport.dialer import Dialler
@@ -249,7 +249,7 @@ class RunLookup:
         if invite is None:
             runs = pick_runs(await self.list_runs(patience_s=PATIENCE_S), wanted)
             return [await self._ask_open_run(run, runs[run], needs_manifest) for run in sorted(runs)]
-        shown = credentials_from_invite(invite, Identity.ephemeral() if invite.peer is None else identity())
+        shown = observing_credentials(invite) if invite.peer is None else credentials_from_invite(invite, identity())
         return [await self._ask_private_run(invite.run, shown)]
 
     @contextlib.asynccontextmanager

@@ -43,7 +43,12 @@ def has_logged(member: Member, *words: str) -> bool:
 def invited(member: Member) -> str:
     """The invite that a founder reports, as its terminal shows it."""
     invited = member.wait_for(Invited, START_S)
-    assert printed(member, str(invited)) == f"to join from another machine:  p2pdiloco join {invited.invite}"
+    assert all(printed(member, line) == line for line in str(invited).splitlines())
+    assert printed(member, "to join from another machine:") == (
+        f"to join from another machine:  p2pdiloco join {invited.invite}"
+    )
+    assert printed(member, "whoever has it counts as up to 256 peers") is not None
+    assert printed(member, "for another person: p2pdiloco members add") is not None
     return invited.invite
 
 
@@ -187,9 +192,55 @@ def test_a_banned_peer_does_not_come_back_and_made_up_members_keep_nobody_out(tm
             assert ended(member) == 0
 
 
-async def introduce(number: int, invite: Invite, address: str) -> None:
+@pytest.mark.timeout(600)
+def test_an_invite_for_one_person_is_one_peer_whatever_its_holder_does(tmp_path: Path) -> None:
+    """Four keys of one invite, and 300 that nobody holds: one takes part, and honest newcomers are not kept out."""
+    config = write_config(tmp_path, access="invite", inner_steps=1_000_000, schedule_sync_every=8)
+    with swarm_in(tmp_path) as swarm:
+        ann = swarm.launch("A", ["start", str(config), "--bootstrap", swarm.start_bootstrap()])
+        bob = swarm.launch("B", ["join", invited(ann)])
+        until(ann, lambda: contributes(ann, bob, 0), what="contributions of the founder's other machine")
+        status, theirs = command("members", "add", state=ann.folder)
+        assert status == 0, theirs
+        invite, addresses = decode_invite(theirs), [data_address(ann), data_address(bob)]
+        key = tmp_path / "eve.key"
+        for address in addresses:
+            uvloop.run(introduce(300, invite, address, Identity.load_or_create(key)))
+        eve = swarm.launch("E", ["join", theirs.strip(), "--identity", str(key)])
+        until(ann, lambda: contributes(ann, eve, 0), what="contributions of who came first by the invite")
+        until(bob, lambda: contributes(bob, eve, 0), what="the same at the other peer")
+        for number in range(3):
+            chain = credentials_from_invite(invite, other := Identity.ephemeral()).chain
+            for address in addresses:
+                door = JoinerAuthorizer(chain)
+                opened = Transport(other, listen="", run=invite.run, version=WIRE_VERSION, door=door)
+                told = uvloop.run(refused(opened.serve(Observer()), address))
+                assert "admits one peer and has been used: ask for another one, or join with the identity.key" in told
+            state = tmp_path / f"eve {number}"
+            status, said = command("join", theirs.strip(), *PEER, "--data", str(tmp_path / "corpus"), state=state)
+            assert (status, "admits one peer and has been used" in said) == (3, True), said
+        status, said = command("status", theirs.strip(), state=tmp_path / "asking")
+        assert (status, said.count("training")) == (0, 3), "who asks takes no place"
+        status, text = command("members", "add", state=ann.folder)
+        assert status == 0, text
+        fay = swarm.launch("F", ["join", text.strip()])
+        until(ann, lambda: contributes(ann, fay, 0), what="contributions of an honest newcomer")
+        until(bob, lambda: contributes(bob, fay, 0), what="the same at the other peer")
+        eve.process.terminate()
+        assert ended(eve) == 0
+        ann.refresh()
+        before = ann.view.version
+        eve = swarm.launch("E", ["join", theirs.strip(), "--identity", str(key)])
+        until(ann, lambda: contributes(ann, eve, before), what="contributions of who came back with its key")
+        for member in (eve, fay, bob, ann):
+            member.process.terminate()
+        for member in (eve, fay, bob, ann):
+            assert ended(member) == 0
+
+
+async def introduce(number: int, invite: Invite, address: str, identity: Identity | None = None) -> None:
     """As a member by ``invite``, tell the peer at ``address`` of so many keys that nobody holds."""
-    mine = credentials_from_invite(invite, Identity.ephemeral())
+    mine = credentials_from_invite(invite, identity or Identity.ephemeral())
     by_invite = Credentials(invite.run, mine.chain[: HINT_BYTES + CERTIFICATE_BYTES], invite_key(invite.secret))
     made_up = [by_invite.chain_for(Identity.ephemeral().peer_id, Role.LEARNER) for _ in range(number)]
     told = TellStatements(join_statements(INTRODUCTION + chain for chain in made_up))

@@ -246,6 +246,15 @@ BUGS = (
         ),
     ),
     Bug(
+        name="who asks before it joins is not told that its invite is used up",
+        module=_MEMBERS,
+        where="Members.admit",
+        old="not self._would_admit(grant.steps[-1])",
+        new="False",
+        harm="its node starts, and is refused by all for ever",
+        killed_by=(f"{_TESTS}::test_an_invite_brings_so_many_peers",),
+    ),
+    Bug(
         name="a restart forgets who has used an invite",
         module="p2pdiloco.swarm.credentials",
         where="_learn",

@@ -420,7 +420,11 @@ def test_an_invite_brings_so_many_peers(uses: int, says: str) -> None:
     assert is_let_in(known, the_founder().invites(uses=1).certifies())
     with pytest.raises(NotAMemberError, match=rf"admits {says} and has been used: ask for another .*identity\.key"):
         admitted(known, guests[-1])
-    assert is_let_in(known, guests[-1].certifies(role=Role.OBSERVER)), "asking takes no place"
+    for _ in range(2):
+        assert is_let_in(known, invite.certifies(role=Role.OBSERVER)), "asking takes no place"
+        assert is_let_in(known, guests[0].certifies(role=Role.OBSERVER))
+        with pytest.raises(NotAMemberError, match=rf"admits {says} and has been used"):
+            admitted(known, guests[-1].certifies(role=Role.OBSERVER))
 
 
 def test_a_guest_that_is_banned_or_has_expired_keeps_its_place() -> None:
