@@ -576,8 +576,8 @@ def _members_add(sub: argparse.ArgumentParser) -> None:
         type=at_least(1, USES_LIMIT),
         default=1,
         metavar="N",
-        help="number of peers that the invite admits: 1 for a person, more for machines of one owner, who counts as so "
-        f"many (1 to {USES_LIMIT}; default: %(default)s)",
+        help=f"number of peers that the invite admits, 1 to {USES_LIMIT}; its holder counts as so many "
+        "(default: %(default)s)",
     )
     admits.add_argument(
         "--peer", metavar="ID", help="make the invite for this peer alone (default: for the first that use it)"

@@ -23,7 +23,7 @@ from swarm import PEER, write_corpus
 
 from benchmarks.netbed import namespaces
 from p2pdiloco.access.certificates import NEVER, NO_CAP, Role
-from p2pdiloco.access.invite_code import encode_invite
+from p2pdiloco.access.invite_code import decode_invite, encode_invite
 from p2pdiloco.access.membership_log import ban, closing
 from p2pdiloco.cli import doctor, watch
 from p2pdiloco.discovery import directory
@@ -45,7 +45,14 @@ from p2pdiloco.protocol.manifest import (
     TensorSpec,
 )
 from p2pdiloco.swarm import run_lookup
-from p2pdiloco.swarm.credentials import Credentials, MemberFiles, invite_key, make_invite, members_of
+from p2pdiloco.swarm.credentials import (
+    Credentials,
+    MemberFiles,
+    credentials_from_invite,
+    invite_key,
+    make_invite,
+    members_of,
+)
 from p2pdiloco.swarm.run_index import folder_of
 from p2pdiloco.training import data_sources
 from p2pdiloco.transport.identity import Identity
@@ -60,6 +67,11 @@ INDUCED = ("Errors of commands", "Findings of `doctor`")
 FEWEST = 30
 NOBODY = "12D3KooWFBqHtZsnYhFyqTpV8N2Ynw3YwMxt2TDXZqKpY2Y4RgvC"
 BANNED = Identity.from_secret(b"p2pdiloco test", b"banned")
+EARLIER = (
+    "p2pdiloco2zEQ81CECV8TL3DPRKS7xgLSXJ7URg6Xpf6vyDuK3rF3hRR3PXfwKTwKf5Yx1Gb4ekHCau5xYx1edZf5D2eCgZMPdnP"
+    "kfR4GVhE8aa2XdYq2j57zJN3dAAw2BzyMgvT2Tbcs2wRdaMAyzBH1fCkmwBX9pa5vnGoi2efephfk26YEvkS4gaXeYGGa4kz5GPXcdn9Ur678Uw1XLsmrxa2swG"
+)
+"""An invite without uses."""
 DEAD = f"/ip4/127.0.0.1/tcp/1/p2p/{NOBODY}"
 TINY = "name = 'x'\nmodel.width = 32\nmodel.depth = 1\nmodel.heads = 2\nmodel.context = 32\ndata.kind = 'files'\n"
 LLAMA = "name = 'x'\nmodel.kind = 'huggingface'\nmodel.config.model_type = 'llama'\nmodel.config.vocab_size = 64\n"
@@ -140,6 +152,7 @@ TYPED = [
     Mistake(
         "the invite has a typo, or a piece of it is missing", "join p2pdiloco3S555bYZnQ5L1aRe5rLem", "copy it again"
     ),
+    Mistake("the invite comes from another release of p2pdiloco", f"join {EARLIER}", "ask for a new one"),
     Mistake(
         "cannot listen on ...; that is no address of this machine",
         "bootstrap --listen /ip4/203.0.113.7/tcp/4000",
@@ -195,6 +208,7 @@ OF_OTHERS = {
     "... is banned (by ...)": "the founder of the run",
     "... came with ..., which is revoked": "ask for a new invite",
     "... came with ..., which is closed to newcomers": "ask for a new invite",
+    "the invite of ... admits ... and has been used": "--identity",
     "its signer is not an admin of this run": "ask the founder for an invite",
 }
 FOUND = {
@@ -386,6 +400,8 @@ def found() -> Iterator[tuple[str, Manifest, Credentials]]:
         members.learn(ban(manifest.run, subject, grant, founder.identity.sign))
     members.learn(ban(manifest.run, BANNED.peer_id, grant, founder.identity.sign))
     members.learn(closing(manifest.run, invite_key(b"c" * 16).peer_id, [], grant, founder.identity.sign))
+    used = credentials_from_invite(decode_invite(invite_of(founder, secret=b"u" * 16)), Identity.ephemeral())
+    members.admit(used.identity.peer_id, used.chain, time.time())
     heavy, small = manifest_of("heavy", (2**36,)), manifest_of("small", (64,))
     with directory_with(
         partial(stand, run=RunId("a" * 40), name="lies"),
@@ -418,6 +434,7 @@ def test_what_other_peers_say(
     told("the membership of ... expired at ...", [*join, expired])
     told("... came with ..., which is revoked", [*join, invite_of(founder, address, secret=b"r" * 16)])
     told("... came with ..., which is closed to newcomers", [*join, invite_of(founder, address, secret=b"c" * 16)])
+    told("the invite of ... admits ... and has been used", [*join, invite_of(founder, address, secret=b"u" * 16)])
     impostor = Credentials(manifest.run, b"", Identity.ephemeral())
     told("its signer is not an admin of this run", [*join, invite_of(impostor, address)])
     key = Path("banned.key")

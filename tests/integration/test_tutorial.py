@@ -21,9 +21,9 @@ COMMANDS = [
 @pytest.mark.timeout(400)
 def test_its_commands_do_what_it_says(tmp_path: Path) -> None:
     assert [words[:2] for words in COMMANDS] == [
-        ["p2pdiloco", word] for word in ("bootstrap", "start", "doctor", "join", "status", "generate")
+        ["p2pdiloco", word] for word in ("bootstrap", "start", "members", "doctor", "join", "status", "generate")
     ]
-    _, start, doctor, join, status, generate = [words[1:] for words in COMMANDS]
+    _, start, add, doctor, join, status, generate = [words[1:] for words in COMMANDS]
     with swarm_in(tmp_path) as swarm:
         known = {"bootstrap": swarm.start_bootstrap()}
 
@@ -35,7 +35,8 @@ def test_its_commands_do_what_it_says(tmp_path: Path) -> None:
             ]
 
         ann = swarm.launch("ann", typed(start))
-        known["invite"] = ann.wait_for(Invited, START_S).invite
+        ann.wait_for(Invited, START_S)
+        known["invite"] = run(*add, "--state", ann.folder, timeout_s=START_S).stdout.strip()
         asked = run(*typed(doctor), "--seconds", "0.5", "--state", tmp_path / "doctor", timeout_s=START_S)
         assert asked.returncode == 0, asked.stdout + asked.stderr
         for word in ("1 peer answers, 869,504 parameters", "tokens/s", "GB needed", "Mbit/s needed in each direction"):
