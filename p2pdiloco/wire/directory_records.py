@@ -25,7 +25,7 @@ SIGNATURE_BYTES = 64
 RECORD_LIMIT = 16 << 10
 """Maximum bytes of a stored value. All records under one key must stay below 1 MiB together."""
 BODY_LIMIT = RECORD_LIMIT - 4096
-CHAIN_LIMIT = 746
+CHAIN_LIMIT = 760
 """Maximum bytes of a member's certificates (``access/certificates.py`` has the same number)."""
 TTL_LIMIT_S = 24 * 3600.0
 CLOCK_SKEW_S = 10.0
