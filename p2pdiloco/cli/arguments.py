@@ -669,7 +669,11 @@ def _launch(sub: argparse.ArgumentParser) -> None:
         help="hours per machine (default: %(default)g)",
     )
     sub.add_argument(
-        "--machines", type=at_least(1, 1000), default=1, metavar="N", help="number of machines (default: %(default)s)"
+        "--machines",
+        type=at_least(1, USES_LIMIT),
+        default=1,
+        metavar="N",
+        help="number of machines (default: %(default)s)",
     )
     sub.add_argument(
         "--gpu",

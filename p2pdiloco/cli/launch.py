@@ -14,7 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from p2pdiloco.access.invite_code import VARIABLE, clean_invite
+from p2pdiloco.access.invite_code import VARIABLE, clean_invite, decode_invite
 from p2pdiloco.cli.errors import FAILED, REPAIR, CommandError, as_command_errors
 from p2pdiloco.version import VERSION
 
@@ -59,11 +59,16 @@ def task(arguments: argparse.Namespace) -> str:
     """One machine's, as SkyPilot reads it.
 
     Raises:
-        ValueError: the invite is none; another value cannot stand in a script of lines.
+        ValueError: the invite is none, or admits too few peers; another value cannot stand in a script of lines.
     """
     if len(arguments.address) != 1:
         raise ValueError("give one invite: the machines join with it")
     invite = clean_invite(arguments.address[0])
+    if (uses := decode_invite(invite).uses) < arguments.machines:
+        raise ValueError(
+            f"the invite admits {uses} of {arguments.machines} machines: use the one that start printed, or make "
+            f"another one (p2pdiloco members add --uses {arguments.machines})"
+        )
     for name in ("options", "gpu", "infra", "source"):
         if not (getattr(arguments, name) or "").isprintable():
             raise ValueError(f"--{name} has a line break or another control character: write it in one line")

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from test_access_invite_code import invite
 
@@ -132,3 +133,12 @@ def test_when_its_hours_are_over_a_peer_is_asked_to_leave(tmp_path: Path) -> Non
     program(tmp_path, "p2pdiloco", "exit 3")
     done = subprocess.run(["bash", "-c", script], env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, timeout=20, check=False)
     assert done.returncode == 3
+
+
+def test_an_invite_that_admits_too_few_machines_rents_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for_one = encode_invite(msgspec.structs.replace(invite(), uses=1))
+    for machines, status in (("1", 0), ("2", 2)):
+        words = ["--dollars", "9", "--machines", machines, "--out", str(tmp_path / machines)]
+        assert main(["launch", for_one, *words]) == status
+        assert (tmp_path / machines).exists() is (status == 0)
+    assert "admits 1 of 2 machines: use the one that start printed" in capsys.readouterr().err
