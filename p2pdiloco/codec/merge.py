@@ -3,8 +3,9 @@
 Legend: v_m is learner m's outer gradient (Theta - theta_m), w_m its weight, W the sum of the weights.
 
 Rules of this file:
-1. Sums over gradients run in the given order (the caller sorts by peer id), element by element in float32. Norms are
-   float64. Only the owner merges, so their order of summation may depend on its machine.
+1. Sums over gradients run in the given order (the caller sorts by learner), element by element in float32. Norms are
+   float64, summed in a fixed order (``quantization``). So whoever has the contributions can make the merge again, and
+   gets the same bits.
 2. phi(v) = 0 if v is shorter than ``SHORTEST``: zeros, noise, and gradients that cancel out have no direction. As no
    contribution is longer than ``MOST``, each factor and each sum is a finite float32.
 3. With a total weight of 0 the result is zero: no peer trained, so nothing moves.
@@ -24,10 +25,9 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
-from p2pdiloco.codec import native, quantization, shard_codec
+from p2pdiloco.codec import quantization, shard_codec
 from p2pdiloco.codec.formats import CHUNK, LARGEST
 from p2pdiloco.codec.shard_codec import Bodies
 from p2pdiloco.protocol.manifest import MergeRule
@@ -161,6 +161,29 @@ def merge(
     return Accord(_mean_cosine(parts, length * math.fsum(weights)), shortened)
 
 
+class Declared(Protocol):
+    """What a contribution declares of itself (``protocol.messages.Contributor``)."""
+
+    @property
+    def tokens(self) -> int: ...
+
+    @property
+    def steps(self) -> int: ...
+
+
+def merge_declared(
+    rule: MergeRule,
+    gradients: Sequence[Gradient],
+    declared: Sequence[Declared],
+    per_cent: Sequence[int],
+    turn_steps: int,
+    out: Tensor,
+) -> Accord:
+    """Merge as ``merge`` does, with what a commit says: its contributors and its factors (empty: 100 per cent each)."""
+    weights, steps = [token_weight(c.tokens, c.steps) for c in declared], [c.steps for c in declared]
+    return merge(rule, gradients, weights, steps, turn_steps, out, [factor / 100 for factor in per_cent] or None)
+
+
 def _mean_cosine(parts: Sequence[float], length: float) -> float | None:
     """Return the mean cosine between vectors of the lengths ``parts`` whose sum has length ``length``.
 
@@ -289,7 +312,4 @@ def _weighted_sum(gradients: Sequence[Gradient], factors: Sequence[float], out: 
 
 def norm(v: Tensor) -> float:
     """Return the Euclidean norm, summed in float64."""
-    if native.is_used and v.is_contiguous():
-        return math.sqrt(native.squares(v.numpy()))
-    pieces = (v[start : start + CHUNK] for start in range(0, v.numel(), CHUNK))
-    return math.sqrt(math.fsum(float(torch.linalg.vector_norm(p, dtype=torch.float64)) ** 2 for p in pieces))
+    return math.sqrt(quantization.sum_of_squares(v.contiguous()))

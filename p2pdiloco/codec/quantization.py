@@ -3,14 +3,14 @@
 ``formats`` defines the binary format of a body.
 
 Rules of this file:
-1. value = symbol * scale is exactly one float32 multiply, so every machine decodes the same bits. Encoding need not be
-   reproducible, because only one peer encodes a payload. (The order of sums depends on the machine's vector width.)
+1. value = symbol * scale is exactly one float32 multiply, so every machine decodes the same bits. Every machine also
+   encodes a vector to the same bits, so that a merge can be made again and compared. Sums of squares are therefore
+   added in a fixed order (``LANES``).
 2. A scale is rounded to bfloat16 *before* it divides, so its rounding costs no accuracy. Scales come last so that zstd
    codes the symbols with one table: 0.9 % fewer bytes than scales first. For the same reason bf16's high bytes, the
    only ones that entropy coding can shrink, are kept apart from its low bytes: 14 % fewer bytes.
 3. A thread's calls share its scratch, and its torch is set to one thread (see ``scratch``).
-4. The C library (``shard_codec``) is used where it is present. It decodes to the same bits. A scale of int4 may differ
-   in its last bit, because the library sums in another order.
+4. The C library (``shard_codec``) is used where it is present. It encodes and decodes to the same bits.
 
 4-bit outer gradients cost no measurable quality (arXiv 2501.18512, section 3.4; arXiv 2604.21428).
 """
@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from p2pdiloco.codec import formats, shard_codec
+from p2pdiloco.codec import formats, native, shard_codec
 from p2pdiloco.codec.formats import (
     BLOCK,
     CHUNK,
@@ -63,8 +63,11 @@ __all__ = [
     "encode_vector",
     "recipe",
     "squared_norm",
+    "sum_of_squares",
 ]
 
+LANES: Final = 32
+"""Partial sums of a sum of squares: element i belongs to sum i modulo this. The C library adds in the same order."""
 _SMALLEST_SCALE: Final = 1e-30
 """A block with a smaller scale is encoded as zeros."""
 
@@ -166,16 +169,32 @@ def _quantize(recipe: Recipe, rows: Tensor, part: Part) -> None:
 
 
 def _scales_by_rms(recipe: Recipe, rows: Tensor, part: Part) -> None:
-    norms = torch.linalg.vector_norm(rows, 2, dim=1, out=part.wanted)
+    norms = part.wanted.copy_(_block_norms(rows, part))
+    factor = float(np.float32(recipe.step)) / math.sqrt(part.filled)
     lowest, highest = torch.aminmax(norms)
     if SAFE_NORMS[0] <= float(lowest) and float(highest) <= SAFE_NORMS[1]:  # NaN compares false
-        part.scales.copy_(norms.mul_(recipe.step / math.sqrt(part.filled)))
+        part.scales.copy_(norms.mul_(factor))
         torch.reciprocal(part.inverse.squeeze(1).copy_(part.scales), out=part.inverse.squeeze(1))
         return
     # Blocks of zeros are common in embeddings. All blocks with unusual norms are scaled by their largest value.
     is_sound = (norms >= SAFE_NORMS[0]) & (norms <= SAFE_NORMS[1])
-    by_rms = norms * (recipe.step / math.sqrt(part.filled))
+    by_rms = norms * factor
     _scales_by_largest(recipe, rows, part, torch.where(is_sound, by_rms, -1.0))
+
+
+def _block_norms(rows: Tensor, part: Part) -> Tensor:
+    """Return the norms of ``rows``, float32 [blocks], summed in the order of the C library's ``squares_of_block``."""
+    squares, whole = torch.mul(rows, rows, out=part.work), part.filled - part.filled % LANES
+    lanes, total = torch.zeros(rows.shape[0], LANES), torch.zeros(rows.shape[0])
+    for start in range(0, whole, LANES):
+        lanes += squares[:, start : start + LANES]
+    for column in squares[:, whole : part.filled].unbind(1):
+        total += column
+    width = LANES // 2
+    while width:
+        lanes[:, :width] += lanes[:, width : 2 * width]
+        width //= 2
+    return total.add_(lanes[:, 0]).sqrt_()
 
 
 def _scales_by_largest(recipe: Recipe, rows: Tensor, part: Part, known: Tensor) -> None:
@@ -268,10 +287,9 @@ def add_chunk(body: Buffer, factor: float, out: Tensor) -> None:
 
 
 def squared_norm(body: Buffer, elements: int) -> float:
-    """Return the squared norm of one chunk's vector, in float64.
+    """Return the squared norm of one chunk's vector, in float64; the same bits with and without the C library.
 
-    For codecs with scales it is computed from the symbols, whose sums of squares are exact. So it is the same with and
-    without the C library, up to the rounding of float64.
+    For codecs with scales it is computed from the symbols, whose sums of squares are exact, block after block.
 
     Raises:
         ValueError: as for ``decode_chunk``.
@@ -280,11 +298,31 @@ def squared_norm(body: Buffer, elements: int) -> float:
         return found[0]
     cut, codec, block = opened(body, elements)
     if cut is None:
-        return float(np.square(scratch.narrow[:elements].float().numpy(), dtype=np.float64).sum())
+        values = scratch.narrow[:elements].float()
+        return _sum_of_squares(torch.nn.functional.pad(values, (0, -elements % LANES)))
     _unpack(cut, codec)
     work = scratch.work[: cut.symbols.numel()]
     sums = work.copy_(cut.symbols).square_().view(-1, block).sum(1, dtype=torch.float64)
-    return float((sums.numpy() * np.square(cut.flat_wide, dtype=np.float64)).sum())
+    squares = sums.numpy() * np.square(cut.flat_wide, dtype=np.float64)
+    return float(np.add.accumulate(squares)[-1])
+
+
+def sum_of_squares(vector: Tensor) -> float:
+    """Return the sum of the squares of a contiguous float32 vector, in float64; the same bits on every machine."""
+    return float(native.squares(vector.numpy())) if native.is_used else _sum_of_squares(vector)
+
+
+def _sum_of_squares(vector: Tensor) -> float:
+    """Do what the C library's ``squares`` does, in the same order."""
+    values, whole = vector.numpy(), vector.numel() - vector.numel() % LANES
+    lanes, total = np.zeros(LANES), 0.0
+    for start in range(0, whole, CHUNK):
+        squares = np.square(values[start : min(start + CHUNK, whole)], dtype=np.float64).reshape(-1, LANES)
+        squares[0] += lanes
+        lanes = np.add.accumulate(squares)[-1]
+    for square in (*np.square(values[whole:], dtype=np.float64).tolist(), *lanes.tolist()):
+        total += square
+    return total
 
 
 def _require_chunk(out: Tensor) -> None:

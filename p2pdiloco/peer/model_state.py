@@ -18,7 +18,7 @@ import math
 import threading
 from collections.abc import Sequence
 from functools import partial
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,18 +36,7 @@ from p2pdiloco.protocol.messages import CommitHeader, Contributor
 from p2pdiloco.training.shared_memory import SharedVectors
 
 # -- Own merges --------------------------------------------------------------------------------------------------------
-# Merged steps that this peer made as an owner, until they are committed, and their rounding errors (error feedback).
-# Rules of this section:
-# 1. The rounding error of a coarse codec is added to the shard's next merged step, if this peer makes that one too.
-#    Otherwise values that round to 0 each time would never move. If another peer makes the next step, or this peer
-#    restarts, the error is lost. Other peers need not know it: a commit is what its payload says.
-# 2. The error is valid only at the head that its step led to, however often that head's successor is made. A commit of
-#    another peer, or a fetched state, discards it.
-
-
-# Quantization step from which the rounding error is kept: there it is a quarter of the merged step or more. Finer
-# codecs lose an eighth, which is not worth two bytes per parameter.
-COARSE: Final = 1.0
+# Merged steps that this peer made as an owner, until they are committed.
 
 
 class _Ready(NamedTuple):
@@ -56,7 +45,6 @@ class _Ready(NamedTuple):
     base: Digest
     payload: Digest
     bodies: Sequence[Body]
-    remainder: Tensor | None
 
 
 class PendingMerges:
@@ -64,45 +52,21 @@ class PendingMerges:
 
     def __init__(self) -> None:
         self._ready: dict[ShardId, _Ready] = {}
-        # Rounding error to add to the step that follows the shard's head, bfloat16 [elements].
-        self._owed: dict[ShardId, Tensor] = {}
 
-    def add_owed(self, shard: ShardId, merged: Tensor) -> None:
-        """Add the shard's rounding error to ``merged``, float32 [elements]."""
-        owed = self._owed.get(shard)
-        if owed is not None and bool(owed.isfinite().all()):  # no digest covers it, and memory flips bits
-            merged += owed
-
-    def put(
-        self,
-        shard: ShardId,
-        base: Digest,
-        payload: Digest,
-        bodies: Sequence[Body],
-        how: quantization.Recipe,
-        merged: Tensor,
-    ) -> None:
-        """Remember that ``merged``, float32 [elements], was encoded as ``bodies``."""
-        remainder = None
-        if how.step >= COARSE:
-            remainder = torch.empty(merged.shape, dtype=torch.bfloat16)
-            torch.sub(merged, quantization.decode_chunks(bodies, torch.empty_like(merged)), out=remainder)
-        self._ready[shard] = _Ready(base, payload, bodies, remainder)
+    def put(self, shard: ShardId, base: Digest, payload: Digest, bodies: Sequence[Body]) -> None:
+        """Remember that the step after ``base`` was encoded as ``bodies``."""
+        self._ready[shard] = _Ready(base, payload, bodies)
 
     def take(self, shard: ShardId, parent: Digest, payload: Digest) -> Sequence[Body] | None:
         """Return the bodies of the commit after ``parent`` that is applied now, if it was made here, else None."""
         ready = self._ready.pop(shard, None)
-        self._owed.pop(shard, None)
         if ready is None or ready.base != parent or ready.payload != payload:
             return None
-        if ready.remainder is not None:
-            self._owed[shard] = ready.remainder
         return ready.bodies
 
     def forget(self, shard: ShardId) -> None:
-        """Discard the shard's pending step and rounding error, because its state was replaced."""
+        """Discard the shard's pending step, because its state was replaced."""
         self._ready.pop(shard, None)
-        self._owed.pop(shard, None)
 
 
 # -- Staged states -----------------------------------------------------------------------------------------------------
@@ -481,24 +445,21 @@ class ModelState:
         if self.heads[shard] != base or self.integrity.is_spoilt(shard):
             raise StaleBaseError(f"shard {shard} is not at {base[:8]}")
         piece: Shard = self.layout.shards[shard]
-        gradients, weights = [], []
+        gradients = []
         for contributor, payload in given:
             try:
                 gradients.append(merge.contribution(self._bodies(shard, payload), piece.elements))
             except ValueError as error:
                 raise ContributionError(contributor.learner, str(error)) from error
-            weights.append(merge.token_weight(contributor.tokens, contributor.steps))
-        steps, merged = [c.steps for c, _ in given], self._scratch.merged[: piece.elements]
-        judgement = self._agreement.judge([peer_of(c.learner) for c, _ in given], gradients)
-        factors = [per_cent / 100 for per_cent in judgement.factors] or None
-        accord = merge.merge(piece.merge, gradients, weights, steps, self._turn_steps, merged, factors)
-        self._pending_merges.add_owed(shard, merged)
+        contributors, merged = [c for c, _ in given], self._scratch.merged[: piece.elements]
+        judgement = self._agreement.judge([peer_of(c.learner) for c in contributors], gradients)
+        accord = merge.merge_declared(piece.merge, gradients, contributors, judgement.factors, self._turn_steps, merged)
         how = how or self._down
         bodies, length = merge.encode(how, merged, longest, compression.index_bytes(len(self._chunks(shard))))
         payload = payload_of(bodies, how, is_coded)
         payload_digest = digest_of(payload)
         listed = self._next_digests(shard, bodies, outer_optimizer.factors_of(self._outer, version))
-        self._pending_merges.put(shard, base, payload_digest, bodies, how, merged)
+        self._pending_merges.put(shard, base, payload_digest, bodies)
         return MergeResult(payload, payload_digest, listed, length, accord, tuple(judgement.factors))
 
     def _next_digests(self, shard: ShardId, bodies: Sequence[Body], factors: outer_optimizer.Factors) -> bytes:

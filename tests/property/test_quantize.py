@@ -28,6 +28,7 @@ from p2pdiloco.codec.quantization import (
     encode_vector,
     recipe,
     squared_norm,
+    sum_of_squares,
 )
 from p2pdiloco.protocol.manifest import Codec
 
@@ -281,10 +282,10 @@ def test_impossible_recipes_say_so() -> None:
     st.integers(0, 63),
 )
 @settings(deadline=None)
-def test_the_library_decodes_to_the_same_bits_and_encodes_as_well(
+def test_the_library_encodes_and_decodes_to_the_same_bits(
     seed: int, step: float, block: int, blocks: int, cut_off: int
 ) -> None:
-    """A scale may differ in its last bit, since its sum may run in another order: then nothing else may."""
+    """Whoever merges again compares what it encodes with what the owner has encoded, perhaps without the library."""
     x = (bell(blocks * block, seed) * torch.logspace(-20, 20, blocks).repeat_interleave(block))[cut_off:].clone()
     x[:: 3 * block] *= 50  # some heavy tails
     x[-1] *= 50
@@ -296,18 +297,12 @@ def test_the_library_decodes_to_the_same_bits_and_encodes_as_well(
         vectors = (decode_chunk_of(body, len(x)), added)
         return [v for y in vectors for v in y.view(torch.int32).tolist()], squared_norm(body, len(x))
 
-    [body], found = encode(how, x), []
-    found.append(read(body))
+    [body] = encode(how, x)
+    found, norm = read(body), sum_of_squares(x)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native, "is_used", False)
-        [reference] = encode(how, x)
-        found.append(read(body))
-    assert found[0][0] == found[1][0]
-    assert found[0][1] == pytest.approx(found[1][1], rel=1e-12)
-    scales, expected = (torch.frombuffer(bytearray(b[-2 * blocks :]), dtype=torch.int16) for b in (body, reference))
-    assert int((scales - expected).abs().max()) <= 1
-    if torch.equal(scales, expected):
-        assert body == reference
+        assert encode(how, x) == [body]
+        assert (read(body), sum_of_squares(x)) == (found, norm)
 
 
 @pytest.mark.parametrize("how", RECIPES)

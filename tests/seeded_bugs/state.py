@@ -447,28 +447,6 @@ BUGS = (
         ),
     ),
     Bug(
-        name="what coarse rounding takes off is lost",
-        module="p2pdiloco.peer.model_state",
-        where="PendingMerges.add_owed",
-        old="merged += owed",
-        new="pass",
-        harm="small values that are rounded to 0 each time never move",
-        killed_by=(f"{_STATE_TESTS}::test_what_coarse_rounding_takes_off_is_in_the_owners_next_merge",),
-    ),
-    Bug(
-        name="what is owed outlives another owner's commit",
-        module="p2pdiloco.peer.model_state",
-        where="PendingMerges.take",
-        old=(
-            "self._owed.pop(shard, None)\n"
-            "if ready is None or ready.base != parent or ready.payload != payload:\n"
-            "    ..."
-        ),
-        new="if ready is None or ready.base != parent or ready.payload != payload:\n    ...",
-        harm="what learners have made up for since is added once more",
-        killed_by=(f"{_STATE_TESTS}::test_nothing_is_owed_after_another_owners_commit_nor_by_a_fine_codec",),
-    ),
-    Bug(
         name="a line of which nothing is known is fast",
         module="p2pdiloco.peer.codec_selection",
         where="CodecChoice.is_coded",

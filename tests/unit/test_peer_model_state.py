@@ -143,22 +143,6 @@ def test_all_peers_get_the_same_bits_and_the_owners_digests(peers: tuple[Peer, P
             assert peer.state.digest(SHARD) == header.result
 
 
-def test_what_coarse_rounding_takes_off_is_in_the_owners_next_merge() -> None:
-    """Eight turns in which the same is merged: together they are eight times that, though one alone is far from it.
-    Making a step twice changes nothing."""
-    owner, other = (Peer(codec=CodecConfig(down="int2")) for _ in range(2))
-    payload = owner.contribute(bell(1))
-    given, total = decoded(payload), torch.zeros(ELEMENTS)
-    for _ in range(8):
-        header, merged = owner.merge([payload])
-        assert digest_of(owner.merge([payload])[1].payload) == digest_of(merged.payload)
-        for peer in (owner, other):
-            peer.apply(header, merged)
-        total += decoded(merged.payload)
-    assert (decoded(merged.payload) - given).norm() > 0.4 * given.norm()
-    assert (total / 8 - given).norm() < 0.15 * given.norm()
-
-
 def test_a_start_needs_the_momentum_once() -> None:
     peer, momentum = Peer(), torch.full((ELEMENTS,), 0.5)
     peer.state.keep_in(momentum)
@@ -167,23 +151,6 @@ def test_a_start_needs_the_momentum_once() -> None:
     assert torch.equal(peer.state.momentum, torch.full((ELEMENTS,), 0.5))
     peer.state.keep_in(momentum.bfloat16())
     assert peer.state.momentum.dtype == torch.float32, "one of another kind is copied"
-
-
-def test_nothing_is_owed_after_another_owners_commit_nor_by_a_fine_codec() -> None:
-    owner, other = (Peer(codec=CodecConfig(down="int2")) for _ in range(2))
-    payload = owner.contribute(bell(1))
-    header, first = owner.merge([payload])
-    owner.apply(header, first)
-    other.apply(header, first)
-    assert digest_of(owner.merge([payload])[1].payload) != digest_of(first.payload)
-    header, second = other.merge([payload])
-    assert digest_of(second.payload) == digest_of(first.payload), "it did not make the step before"
-    owner.apply(header, second)
-    assert digest_of(owner.merge([payload])[1].payload) == digest_of(first.payload)
-    fine = Peer()
-    header, merged = fine.merge([payload])
-    fine.apply(header, merged)
-    assert digest_of(fine.merge([payload])[1].payload) == digest_of(merged.payload)
 
 
 def test_a_turn_goes_as_far_as_any_where_the_bias_is_corrected() -> None:
