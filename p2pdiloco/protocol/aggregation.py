@@ -26,7 +26,7 @@ from p2pdiloco.protocol.state import Core
 # -- Own commits: at most one for each parent, also across restarts of this peer ---------------------------------------
 # Rules of this file:
 # 1. An owner that merges again on a parent for which it already made a commit reuses that commit. Two different commits
-#    on one parent would be a proof of equivocation against it (``Equivocations``).
+#    on one parent would be a proof of equivocation against it (``BarredOwners``).
 # 2. The driver stores a commit before it sends it, and passes the commits of earlier runs of this peer in at the start.
 # 3. A commit that cannot be applied here is tried again later. Only a peer that is alone makes another one, after
 #    OWN_TRIES attempts.
@@ -551,6 +551,7 @@ class Aggregation:
             length=event.length,
             counts=counts,
             factors=event.factors,
+            longest=core.chains[event.shard].stated_longest(contributors),
         )
         return self.own_commits.record(header)
 

@@ -23,7 +23,7 @@ from p2pdiloco.protocol.counted_tokens import NOTHING_COUNTED, TokenCounts
 from p2pdiloco.protocol.data_blocks import BlockLedger, Trained
 from p2pdiloco.protocol.events import Mark, ShardState
 from p2pdiloco.protocol.ids import Digest, LearnerId, PeerId, RunId, ShardId, digest_of, peer_of
-from p2pdiloco.protocol.messages import MAX_CONTRIBUTORS, CommitHeader, Contributor, Head
+from p2pdiloco.protocol.messages import MAX_CONTRIBUTORS, MOST_LENGTH, CommitHeader, Contributor, Head
 from p2pdiloco.protocol.norm_bound import NO_NORM, NormBound
 
 NO_MARK = Mark(0, 0, 0)
@@ -158,6 +158,11 @@ class Chain:
         steps = max(c.steps for c in contributors)
         return self.norm_bound.longest(steps, self.limits.turn_steps, self._first)
 
+    def stated_longest(self, contributors: Iterable[Contributor]) -> float:
+        """Return ``longest`` as a commit states it: a finite number, 0 if no limit is known."""
+        longest = self.longest(contributors)
+        return min(longest, MOST_LENGTH) if longest < math.inf else 0.0
+
     def _marks_after(self, version: int, contributors: Iterable[Contributor]) -> dict[LearnerId, Mark]:
         oldest = version - MARK_LIFE_LOGS * self.length
         marks = {learner: mark for learner, mark in self.marks.items() if mark.version >= oldest}
@@ -201,6 +206,8 @@ class Chain:
             return (
                 f"its update has length {header.length:.3g}, but at most {longest:.3g} fits the chain's earlier updates"
             )
+        if header.longest != self.stated_longest(header.contributors):
+            return f"it states that an update may have length {header.longest:.3g}, but {longest:.3g} fits the chain"
         if header.record != self.record_after(header.version, header.contributors, header.length):
             return "its record is not the one that follows from the chain"
         return None

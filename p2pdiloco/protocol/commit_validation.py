@@ -1,4 +1,4 @@
-"""Decides which fetched states to accept, and remembers rejected commits and equivocations.
+"""Decides which fetched states to accept, and remembers rejected commits and barred owners.
 
 A state comes with its *lineage*: the signed and checked commits that led to it, as far back as its donor's log reaches.
 A peer *stands by* a state if it has reported that state's head, or a head in the state's lineage.
@@ -27,50 +27,60 @@ from typing import NamedTuple
 
 from p2pdiloco.protocol.events import Convictions
 from p2pdiloco.protocol.ids import Digest, PeerId, ShardId
-from p2pdiloco.protocol.messages import CommitHeader, Equivocation, Head, HeadsRequest
+from p2pdiloco.protocol.messages import (
+    CommitHeader,
+    Equivocation,
+    Head,
+    HeadsRequest,
+    Proof,
+    WrongMerge,
+    commit_id,
+)
 from p2pdiloco.protocol.state import Core
 
-# -- Equivocations: two commits of one owner on one parent -------------------------------------------------------------
-# Rules of this file:
-# 1. The two commits are a proof that cannot be forged and that every peer can check. A peer keeps it and sends it to
-#    all peers that are connected or connect later.
-# 2. A convicted peer owns nothing for TERM versions of that shard's chain, which every peer counts alike. Its commits
-#    are not accepted from itself. They are accepted from other peers, because those have built on them.
-# 3. Honest peers never equivocate (``OwnCommitLog``). A convicted peer still owns where no other peer can.
+# -- Barred owners: what they did was proved, or refused here ----------------------------------------------------------
+# Rules of this section:
+# 1. Two commits of one owner on one parent are a proof that cannot be forged and that every peer can check. A wrong
+#    merge is one, too, for whoever makes the merge again (``audits``). A peer keeps a proof and sends it to all peers
+#    that are connected or connect later. The driver checks every proof before the machine hears of it.
+# 2. A barred peer owns nothing, of any shard, for TERM versions of that shard's chain, which every peer counts alike.
+#    Its commits are not accepted from itself. They are accepted from other peers, because those have built on them.
+# 3. Honest peers never equivocate (``OwnCommitLog``), and their merges are right. A barred peer still owns where no
+#    other peer can.
 
 
 TERM = 1000
 """Versions for which an excluded peer owns nothing."""
 PROOFS_MOST = 64
 """Maximum number of owners whose proofs are kept; the latest stay."""
+EVIDENCE_MOST = 4
+"""Number of the latest wrong merges whose payloads are kept, so that other peers can make these merges again."""
 
 
-class Equivocations:
-    """Proofs of equivocation, one for each owner, and owners that are excluded for a rejected commit."""
+class BarredOwners:
+    """Owners that own nothing for a while: proofs, one for each owner, and owners of commits that were rejected."""
 
     def __init__(self, core: Core) -> None:
         self.core = core
-        self.proofs: dict[PeerId, Equivocation] = {}
+        self.proofs: dict[PeerId, Proof] = {}
         self._refused: dict[PeerId, tuple[ShardId, int]] = {}
         """Owners of commits that were rejected here, with shard and version (see ``RejectedCommits``)."""
 
-    def add_proof(self, proof: Equivocation, sender: PeerId | None = None) -> None:
-        """Store a proof whose signatures have been checked, and forward it."""
+    def add_proof(self, proof: Proof, sender: PeerId | None = None) -> None:
+        """Store a proof that has been checked, and forward it."""
         core = self.core
-        if not proof.is_one or proof.first.shard >= len(core.chains) or self._is_served(proof):
+        if isinstance(proof, Equivocation) and not proof.is_one:
+            return
+        if proof.shard >= len(core.chains) or self._is_served(proof):
             return
         known = self.proofs.get(proof.owner)
         if known is not None and not self._is_served(known):
             return
+        self.proofs.pop(proof.owner, None)
         while len(self.proofs) >= PROOFS_MOST:
             del self.proofs[next(iter(self.proofs))]
         self.proofs[proof.owner] = proof
-        core.note(
-            "warning",
-            "equivocation",
-            f"{proof.owner} has signed two commits of version {proof.first.version} of shard {proof.first.shard}: it "
-            f"owns nothing for {TERM} versions",
-        )
+        core.note("warning", "equivocation" if isinstance(proof, Equivocation) else "wrong-merge", _sentence(proof))
         self.expire()
         core.send(tuple(peer for peer in core.membership.live if peer != sender), proof)
 
@@ -108,12 +118,41 @@ class Equivocations:
         for proof in self.proofs.values():
             self.core.send((peer,), proof)
 
-    def _is_served(self, proof: Equivocation) -> bool:
-        return self._is_over(proof.first.shard, proof.first.version)
+    def payloads(self, shard: ShardId) -> set[Digest]:
+        """Return the payloads that prove the latest wrong merges of a shard."""
+        return set().union(*(audited_payloads(header) for header in self._evidence(shard)))
+
+    def commits(self, shard: ShardId) -> set[Digest]:
+        """Return the ids of a shard's latest wrong commits."""
+        return {commit_id(header) for header in self._evidence(shard)}
+
+    def _evidence(self, shard: ShardId) -> list[CommitHeader]:
+        wrong = [proof.header for proof in self.proofs.values() if isinstance(proof, WrongMerge)]
+        return [header for header in wrong[-EVIDENCE_MOST:] if header.shard == shard]
+
+    def _is_served(self, proof: Proof) -> bool:
+        return self._is_over(proof.shard, proof.version)
 
     def _is_over(self, shard: ShardId, version: int) -> bool:
         head = self.core.chains[shard].head
         return head is not None and head.version >= version + TERM
+
+
+def _sentence(proof: Proof) -> str:
+    """Return what the owner did, what follows, and what a person can do."""
+    if isinstance(proof, Equivocation):
+        deed = f"{proof.owner} has signed two commits of version {proof.version} of shard {proof.shard}"
+    else:
+        deed = (
+            f"{proof.owner} has put other values into version {proof.version} of shard {proof.shard} than the "
+            "contributions that it names give"
+        )
+    return f"{deed}: it owns nothing for {TERM} versions. To remove it: p2pdiloco members ban {proof.owner}"
+
+
+def audited_payloads(header: CommitHeader) -> set[Digest]:
+    """Return the payloads that are needed to make a commit's merge again: its own, and those of its contributions."""
+    return {header.payload, *(Digest(c.payload.hex()) for c in header.contributors if c.payload)}
 
 
 # -- Rejected commits --------------------------------------------------------------------------------------------------
@@ -134,9 +173,9 @@ REFUSED_MOST = 4096
 class RejectedCommits:
     """Commits that this peer has rejected, by id."""
 
-    def __init__(self, core: Core, equivocations: Equivocations) -> None:
+    def __init__(self, core: Core, barred_owners: BarredOwners) -> None:
         self.core = core
-        self.equivocations = equivocations
+        self.barred_owners = barred_owners
         self._ids: dict[Digest, None] = {}
         """Ids of rejected commits, oldest first; the dict serves as an ordered set."""
 
@@ -145,7 +184,7 @@ class RejectedCommits:
         self.note(header, sender, reason)
         self.remember(commit)
         if header.owner != self.core.config.peer:
-            self.equivocations.bar(header.owner, header.shard, header.version)
+            self.barred_owners.bar(header.owner, header.shard, header.version)
 
     def note(self, header: CommitHeader, sender: PeerId | None, reason: str) -> None:
         """Log that a commit was rejected."""

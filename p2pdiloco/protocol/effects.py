@@ -113,6 +113,18 @@ class Evaluate(msgspec.Struct, frozen=True, array_like=True, tag="evaluate"):
     version: int
 
 
+class Audit(msgspec.Struct, frozen=True, array_like=True, tag="audit"):
+    """With probability ``chance``, make the merge of another owner's applied commit again, and compare.
+
+    Only the driver draws, so that nobody can foresee which commits are audited. May end in ``Audited`` or
+    ``Contradicted``.
+    """
+
+    shard: ShardId
+    commit: Digest
+    chance: float
+
+
 class HangUp(msgspec.Struct, frozen=True, array_like=True, tag="hang-up"):
     """Close the connection to ``peer`` at once, so that a new one can replace it. Ends in ``PeerDisconnected``."""
 
@@ -150,6 +162,7 @@ Effect = (
     | BecameCurrent
     | PauseLearner
     | Evaluate
+    | Audit
     | HangUp
     | Leave
     | Note

@@ -7,7 +7,7 @@ import msgspec
 from p2pdiloco.protocol.counted_tokens import NOTHING_COUNTED, TokenCounts
 from p2pdiloco.protocol.data_blocks import Block, Trained
 from p2pdiloco.protocol.ids import Digest, FragmentId, LearnerId, PeerId, ShardId
-from p2pdiloco.protocol.messages import CommitHeader, Contributor, Equivocation, Head, Message
+from p2pdiloco.protocol.messages import CommitHeader, Contributor, Head, Message, Proof
 from p2pdiloco.protocol.norm_bound import NO_NORM, NormBound
 
 
@@ -37,7 +37,7 @@ class ShardState(msgspec.Struct, frozen=True, array_like=True):
 class Convictions(msgspec.Struct, frozen=True, array_like=True):
     """Peers that are excluded from ownership, with the reasons. Each peer stores its own on disk."""
 
-    proofs: tuple[Equivocation, ...] = ()
+    proofs: tuple[Proof, ...] = ()
     refused: tuple[tuple[PeerId, ShardId, int], ...] = ()
     """Owners of commits that were rejected here, with shard and version of the latest."""
 
@@ -51,7 +51,7 @@ class Started(msgspec.Struct, frozen=True, array_like=True, tag="started"):
     own: tuple[CommitHeader, ...] = ()
     """Commits that this peer made in earlier runs, by shard and version, so that it makes no conflicting ones."""
     convictions: Convictions = Convictions()
-    """Exclusions stored in earlier runs; their signatures have been checked."""
+    """Exclusions stored in earlier runs; they have been checked."""
 
 
 class Woke(msgspec.Struct, frozen=True, array_like=True, tag="woke"):
@@ -197,9 +197,18 @@ class LeaveRequested(msgspec.Struct, frozen=True, array_like=True, tag="leave"):
 
 
 class Contradicted(msgspec.Struct, frozen=True, array_like=True, tag="contradicted"):
-    """Two signed commits of one owner on one parent were found."""
+    """A proof against an owner was found here: two commits on one parent, or a wrong merge."""
 
-    proof: Equivocation
+    proof: Proof
+
+
+class Audited(msgspec.Struct, frozen=True, array_like=True, tag="audited"):
+    """An audit has ended without a proof: the merge is right, or ``owner`` did not deliver the contributions."""
+
+    shard: ShardId
+    version: int
+    owner: PeerId
+    has_delivered: bool
 
 
 class Evaluated(msgspec.Struct, frozen=True, array_like=True, tag="evaluated"):
@@ -229,6 +238,7 @@ OwnEvent = (
     | Failed
     | LeaveRequested
     | Contradicted
+    | Audited
     | Evaluated
 )
 """Events of this peer itself."""

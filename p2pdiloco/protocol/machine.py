@@ -20,9 +20,10 @@ from typing import assert_never
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol.aggregation import Aggregation
+from p2pdiloco.protocol.audits import Audits
 from p2pdiloco.protocol.block_assignment import BlockAssignment
 from p2pdiloco.protocol.chain import SizeOf, no_size
-from p2pdiloco.protocol.commit_validation import Equivocations, RejectedCommits
+from p2pdiloco.protocol.commit_validation import BarredOwners, RejectedCommits
 from p2pdiloco.protocol.contributions import Contributions, DeltaReconciliation
 from p2pdiloco.protocol.effects import Effect, Evaluate
 from p2pdiloco.protocol.evaluation import Evaluations
@@ -85,8 +86,9 @@ class Machine:
         self.block_assignment = BlockAssignment(self.core)
         self.contributions = Contributions(self.core, self.aggregation, self.block_assignment)
         self.evaluations = Evaluations(self.core)
-        self.equivocations = Equivocations(self.core)
-        refusals = RejectedCommits(self.core, self.equivocations)
+        self.audits = Audits(self.core, self.aggregation)
+        self.barred_owners = BarredOwners(self.core)
+        refusals = RejectedCommits(self.core, self.barred_owners)
         delta = DeltaReconciliation(self.core, self.contributions)
         # Components that follow the heads of shards. The order matters. The learner's marks come first, because they
         # decide whether this peer participates. A new collection must exist before a postponed turn opens in it. And a
@@ -100,6 +102,7 @@ class Machine:
             self.contributions,
             self.core.membership.owners,
             self.evaluations,
+            self.audits,
         )
         self.replication = Replication(self.core, self.aggregation, self.contributions, delta, refusals, listeners)
         self.repair = Repair(self.core, self.replication, self.aggregation)
@@ -162,7 +165,7 @@ class Machine:
                 self._on_failed(event)
             case ev.PeerConnected():
                 self.heartbeats.on_connected(event.peer)
-                self.equivocations.send_proofs(event.peer)
+                self.barred_owners.send_proofs(event.peer)
             case ev.PeerDisconnected():
                 self.heartbeats.on_lost(event.peer, event.reason)
             case ev.LearnerStarted():
@@ -178,7 +181,9 @@ class Machine:
             case ev.Evaluated():
                 self.evaluations.on_evaluated(event)
             case ev.Contradicted():
-                self.equivocations.add_proof(event.proof)
+                self.barred_owners.add_proof(event.proof)
+            case ev.Audited():
+                self.audits.on_audited(event)
             case ev.Started():
                 self._on_started(event)
             case _:
@@ -192,7 +197,7 @@ class Machine:
             self._on_applied(state.head.shard, state.head.id)
             if state.head.version:
                 self.aggregation.wait_for_heads(state.head.shard)
-        self.equivocations.restore(event.convictions)
+        self.barred_owners.restore(event.convictions)
         for header in event.own:
             if self.aggregation.own_commits.restore(header, self.core.chains[header.shard].head):
                 self.replication.on_commit(self.core.config.peer, header)
@@ -313,8 +318,8 @@ class Machine:
                     self.replication.on_fetch_advised(peer, message)
             case msg.Evaluation():
                 self.evaluations.on_evaluation(peer, message)
-            case msg.Equivocation():
-                self.equivocations.add_proof(message, peer)
+            case msg.Equivocation() | msg.WrongMerge():
+                self.barred_owners.add_proof(message, peer)
             case msg.Leaving():
                 self.heartbeats.on_lost(peer, f"{peer} left: {message.reason}", said_goodbye=True)
             case _:
@@ -361,7 +366,7 @@ class Machine:
         membership = core.membership
         core.alarms.set(BEAT, core.now + membership.beat_s())
         self.heartbeats.send_heartbeats(membership.peers.values())
-        self.equivocations.expire()
+        self.barred_owners.expire()
         self.heartbeats.refresh("silent")
         self.block_assignment.assign()
         self.repair.retry()
@@ -415,13 +420,15 @@ class Machine:
     def payloads(
         self, shard: ShardId, size_of: SizeOf = no_size, most_bytes: int = 0, own_bytes: float = float("inf")
     ) -> set[Digest]:
-        """Return the shard's payloads that this machine may still send, merge, apply or undo.
+        """Return the shard's payloads that this machine may still send, merge, apply, undo or show to auditors.
 
-        The driver may drop all others. Log payloads are limited to ``most_bytes`` and own contributions to
-        ``own_bytes``, the newest first. Payloads still to be merged or applied are kept regardless of size.
+        The driver may drop all others. Log payloads, and what this peer merged, are each limited to ``most_bytes``, and
+        own contributions to ``own_bytes``, the newest first. Payloads still to be merged or applied are kept regardless
+        of size.
         """
         held = self.aggregation.payloads(shard) | self.replication.payloads(shard)
         held |= self.contributions.payloads(shard, size_of, own_bytes)
+        held |= self.barred_owners.payloads(shard) | self.audits.payloads(shard, size_of, most_bytes)
         return held | self.core.chains[shard].payloads(size_of, most_bytes)
 
     def at_work(self, shard: ShardId) -> set[Digest]:
@@ -438,6 +445,7 @@ class Machine:
         return (
             self.replication.commits(shard)
             | self.aggregation.own_commits.commits(shard)
+            | self.barred_owners.commits(shard)
             | self.core.chains[shard].commits()
         )
 

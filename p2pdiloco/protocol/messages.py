@@ -32,6 +32,8 @@ Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 MAX_SHARDS = 1 << 16
 MAX_CONTRIBUTORS = 4096
 MAX_KNOWN = 256
+MOST_LENGTH = 1e38
+"""Maximum stated norm, beyond that of any merge."""
 MOST_LOSS = 1e6
 """Maximum loss, in nats a token."""
 MAX_HEARD_BYTES = 4096
@@ -94,13 +96,16 @@ class CommitHeader(msgspec.Struct, frozen=True, array_like=True):
     """Digest of the shard's global parameters and outer momentum after this commit."""
     record: Hex
     """Digest of the chain's marks, trained blocks and norm bound after this commit (``Chain.record_after``)."""
-    length: Annotated[float, Meta(ge=0.0, le=1e38)] = 0.0
+    length: Annotated[float, Meta(ge=0.0, le=MOST_LENGTH)] = 0.0
     """Upper bound of the norm (Euclidean) of the merged outer gradient."""
     counts: TokenCounts = NOTHING_COUNTED
     """The chain's record of its contributions' tokens after this commit."""
     factors: Annotated[tuple[Percent, ...], Meta(max_length=MAX_CONTRIBUTORS)] = ()
     """How much of each contribution's weight counted, in per cent: less where most others disagree with it. Empty: all
     of all."""
+    longest: Annotated[float, Meta(ge=0.0, le=MOST_LENGTH)] = 0.0
+    """Norm to which a longer merged outer gradient was scaled down (``Chain.stated_longest``); 0: no limit is known.
+    With it the header has all that a merge depends on besides the contributions' payloads."""
 
     @property
     def steps(self) -> int:
@@ -237,10 +242,49 @@ class Equivocation(msgspec.Struct, frozen=True, array_like=True, tag="equivocati
         return self.first.owner
 
     @property
+    def shard(self) -> ShardId:
+        """The shard of both commits."""
+        return self.first.shard
+
+    @property
+    def version(self) -> int:
+        """The version of both commits."""
+        return self.first.version
+
+    @property
     def is_one(self) -> bool:
         """True if the two commits conflict. The signatures are not checked here."""
         a, b = self.first, self.second
         return (a.owner, a.shard, a.parent) == (b.owner, b.shard, b.parent) and commit_id(a) != commit_id(b)
+
+
+class WrongMerge(msgspec.Struct, frozen=True, array_like=True, tag="wrong-merge"):
+    """A commit, with its owner's signature, whose values are not the merge of the contributions that it names.
+
+    The sender has the payloads. A receiver believes nothing before it has made the merge again.
+    """
+
+    header: CommitHeader
+    signature: Annotated[bytes, Meta(max_length=SIGNATURE_BYTES)]
+
+    @property
+    def owner(self) -> PeerId:
+        """The peer that signed the commit."""
+        return self.header.owner
+
+    @property
+    def shard(self) -> ShardId:
+        """The commit's shard."""
+        return self.header.shard
+
+    @property
+    def version(self) -> int:
+        """The commit's version."""
+        return self.header.version
+
+
+Proof = Equivocation | WrongMerge
+"""Proofs against an owner."""
 
 
 Message = (
@@ -256,6 +300,7 @@ Message = (
     | Leaving
     | Evaluation
     | Equivocation
+    | WrongMerge
 )
 
 

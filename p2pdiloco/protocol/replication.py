@@ -167,7 +167,7 @@ class Replication:
         """Apply another peer's commit, keep it until its parent is here, or settle a fork."""
         shard, core = header.shard, self.core
         if sender == header.owner and core.membership.owners.is_excluded(sender):
-            return  # other peers' copies of its commits are accepted: see ``Equivocations``
+            return  # other peers' copies of its commits are accepted: see ``BarredOwners``
         chain = core.chains[shard]
         new_id = commit_id(header)
         if chain.head is None:

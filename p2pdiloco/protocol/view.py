@@ -212,7 +212,7 @@ class MachineView:
 
     def convictions(self) -> Convictions:
         """Return the reasons for which peers are ``barred``."""
-        return self._replication.refusals.equivocations.convictions()
+        return self._replication.refusals.barred_owners.convictions()
 
     def is_connected(self, peer: PeerId) -> bool:
         """Return whether there is a connection, live or not."""

@@ -17,7 +17,7 @@ import msgspec
 
 from p2pdiloco.protocol.events import Contradicted, PeerConnected, PeerDisconnected, Received
 from p2pdiloco.protocol.ids import Digest, PeerId, ShardId
-from p2pdiloco.protocol.messages import Commit, CommitHeader, Contribution, Message
+from p2pdiloco.protocol.messages import Commit, CommitHeader, Contribution, Message, WrongMerge
 from tests.machine_sim.integer_shards import Payload
 from tests.machine_sim.topologies import WHOLE, Mesh, Pair, pair_of
 
@@ -202,6 +202,8 @@ class Network:
         if link.connection.is_open:
             target, message = link.target, delivery.message
             if self.world.liars is not None and not self.world.liars.is_passed(message):
+                return
+            if isinstance(message, WrongMerge) and not self.world.auditing.holds(target, link.source, message):
                 return
             if delivery.payload is not None:
                 target.store[payload_named(message)] = delivery.payload

@@ -22,6 +22,7 @@ from p2pdiloco.protocol.ids import Digest, PeerId, ShardId, learner_id, peer_of
 from p2pdiloco.protocol.machine import Machine
 from p2pdiloco.protocol.messages import Commit, Contribution, Head
 from p2pdiloco.protocol.state import ProtocolConfig
+from tests.machine_sim.auditing import with_inserted
 from tests.machine_sim.clock import Clock
 from tests.machine_sim.integer_shards import Checkpoint, GlobalShard, Payload, States, component, merged, payload_digest
 from tests.machine_sim.learner import Adopt, Copy, Learner, Pause
@@ -74,6 +75,9 @@ class PeerSetting(msgspec.Struct, frozen=True, kw_only=True):
     """Share of its messages that are lies."""
     wildness: float = 0.0
     """Share of the commits that it makes which have values of its own; it goes on from them."""
+    dishonesty: float = 0.0
+    """Share of the commits that it makes whose values are not the merge of their contributions, though nobody could
+    tell from the commit alone."""
     poison: Literal["", "encode", "merge"] = ""
     """The learner's values are never finite: nothing of it can be encoded, or merged by anybody."""
 
@@ -118,6 +122,7 @@ class Process:
             ef.BecameCurrent: self._became_current,
             ef.PauseLearner: self._pause_learner,
             ef.Evaluate: self._evaluate,
+            ef.Audit: lambda effect: world.auditing.consider(self, effect),
             ef.HangUp: lambda effect: world.network.break_connection(self, effect.peer, effect.reason),
             ef.Leave: self._leave,
         }
@@ -258,6 +263,8 @@ class Process:
             return ev.Failed("merge", shard, (culprits or givers)[0], "values are not finite")
         wildness = self.setting.wildness
         payload = merged(payloads, is_wild=bool(wildness) and self.world.random.random() < wildness)
+        if self.world.auditing.inserts(self.name):
+            payload = with_inserted(payload)
         digest = payload_digest(shard, effect.base.id, payload)
         self.store[digest] = payload
         result = self.world.outer_step(base, digest, payload)
@@ -296,6 +303,7 @@ class Process:
         if value.digest != header.result or self._fails():
             return ev.Failed("apply", shard, None, "the digest is not the commit's")
         self.world.checks.applied(self, header, effect.id, base, value)
+        self.world.auditing.applied(self, header, effect.id, payload)
         self._take(effect, shard, effect.id, value, own)
         return ev.Applied(shard, effect.id)
 

@@ -78,6 +78,7 @@ SCENARIOS: dict[str, FaultRates] = {
     "leaves": FaultRates(leave=3.0, crash=1.0),
     "liars": FaultRates(),
     "early-liars": FaultRates(),
+    "lying-owners": FaultRates(break_=1.0, pause=0.3, learner=0.3),
     "uplinks": FaultRates(crash=0.5, wipe=0.2, learner=0.5, pause=0.5, break_=1.0, cut=0.5, slow=0.5),
     "meshes": FaultRates(crash=0.5, wipe=0.2, learner=0.5, pause=0.5, mute=1.0, break_=2.0, cut=0.5),
 }
@@ -193,6 +194,8 @@ def draw_scene(seed: int, scenario: str = MIXED) -> Scene:
             return with_liars(scene)
         case "early-liars":
             return with_early_liars(scene)
+        case "lying-owners":
+            return with_lying_owners(scene)
         case "meshes":
             return with_meshes(scene)
         case "uplinks":
@@ -274,6 +277,18 @@ def with_early_liars(scene: Scene) -> Scene:
             (name, msgspec.structs.replace(setting, lies=1.0, wildness=1.0) if is_liar else setting, 0.5 * place)
         )
     return msgspec.structs.replace(scene, peers=tuple(peers))
+
+
+def with_lying_owners(scene: Scene) -> Scene:
+    """The scene with one or two peers whose merges are always wrong, or one in three."""
+    random = Random(f"lying owners {scene.seed}")
+    peers = list(scene.peers)
+    for place in random.sample(range(len(peers)), 1 if len(peers) < 5 else random.choice((1, 2))):
+        name, setting, comes_at = peers[place]
+        dishonesty = random.choice((1.0, 1.0, 1 / 3))
+        peers[place] = (name, msgspec.structs.replace(setting, dishonesty=dishonesty), comes_at)
+    config = msgspec.structs.replace(scene.config, total_steps=10**6)
+    return msgspec.structs.replace(scene, peers=tuple(peers), config=config, ending="rest")
 
 
 def with_rarities(scene: Scene) -> Scene:

@@ -40,6 +40,12 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     tokens_merged: int
     versions: int
     forks: int
+    wrong: dict[str, int] = {}
+    """Wrong commits of each lying owner that others applied,"""
+    caught: dict[str, int] = {}
+    """and how many these were when it was found."""
+    audits: dict[str, int] = {}
+    """What ``Auditing`` counted."""
 
 
 def build_world(scene: Scene, transcript: Transcript | None = None) -> World:
@@ -88,6 +94,9 @@ def run_scene(scene: Scene, transcript: Transcript | None = None) -> Outcome:
         tokens_merged=checks.tokens_merged,
         versions=checks.versions,
         forks=checks.forks,
+        wrong=dict(world.auditing.wrong),
+        caught=dict(world.auditing.caught),
+        audits=dict(world.auditing.counted),
     )
 
 
@@ -137,6 +146,8 @@ def _run_phases(world: World, scene: Scene) -> None:
             world.run_until(world.now + SILENT_S)
     if not checks.is_over:
         checks.heads_equal()
+    if not checks.is_over:
+        world.auditing.check_end()
     if not checks.is_over:
         _count_tokens(world, scene)
 

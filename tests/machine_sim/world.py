@@ -20,6 +20,7 @@ from p2pdiloco.protocol.chain import genesis_head
 from p2pdiloco.protocol.ids import Digest, PeerId, ShardId
 from p2pdiloco.protocol.messages import CommitHeader
 from p2pdiloco.protocol.state import ProtocolConfig
+from tests.machine_sim.auditing import Auditing
 from tests.machine_sim.byzantine import Liars
 from tests.machine_sim.checkers import Checks
 from tests.machine_sim.integer_shards import EMPTY, Checkpoint, GlobalShard, Payload, outer_step
@@ -85,6 +86,7 @@ class World:
         self.fates = Fates()
         self.conditions = Conditions()
         self.liars: Liars | None = None
+        self.auditing = Auditing(self, seed)
         self._heap: list[tuple[float, int, Process | None, Callable[[Any], None], Any]] = []
         self._scheduled = 0
         self._outer_steps: dict[tuple[Digest, Digest], GlobalShard] = {}

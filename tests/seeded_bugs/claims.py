@@ -163,7 +163,7 @@ BUGS = (
     _bug(
         "a barred owner is barred for ever",
         "commit_validation",
-        "Equivocations._is_over",
+        "BarredOwners._is_over",
         "head is not None and head.version >= version + TERM",
         "False",
         "a machine whose disk was put back never owns again",

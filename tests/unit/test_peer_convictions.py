@@ -61,7 +61,7 @@ def test_a_restart_forgets_no_ban_that_is_running(tmp_path: Path) -> None:
             second = msgspec.structs.replace(header, step=header.step + 1)
             genuine = [FOUNDER.sign(messages.signed_commit_bytes(msg.commit_id(one))) for one in (header, second)]
             bob.driver.feed(ev.Contradicted(msg.Equivocation(header, second, genuine[0], genuine[1])))
-            bob.machine.equivocations.bar(PeerId("eve"), ShardId(0), 1)
+            bob.machine.barred_owners.bar(PeerId("eve"), ShardId(0), 1)
             await stage.wait(5.0)
             path = bob.peer.options.folder / FILE
             assert path.exists()

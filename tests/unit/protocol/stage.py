@@ -299,7 +299,8 @@ class Stage:
         chain = self.machine.core.chains[SHARD]
         record = chain.record_after(self.head().version + 1, contributors)
         _usual[self.head().id] = chain.counts
-        return commit_on(self.head(), *contributors, **{"record": record, **changes})
+        longest = chain.stated_longest(contributors) if contributors else 0.0
+        return commit_on(self.head(), *contributors, **{"record": record, "longest": longest, **changes})
 
     def take(self, header: msg.CommitHeader, sender: PeerId = B) -> list[ef.Effect]:
         """A commit comes and is applied, in its owner's turn."""

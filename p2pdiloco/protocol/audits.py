@@ -1,0 +1,83 @@
+"""Audits: peers make other owners' merges again and compare the values, so that a lying owner is found (rules V5).
+
+Rules of this file:
+1. The header of a commit and the payloads of its contributions determine its values to the bit. So whoever has them can
+   tell whether a merge is right, and believes nobody else.
+2. Each peer that could audit a commit does so with a probability that makes ``AUDIT_SHARE`` audits in all. The driver
+   draws: neither the owner nor another peer can foresee it.
+3. An owner keeps the contributions of its newest merges for auditors. One that does not deliver them is not barred, as
+   it may have restarted. It counts as an owner that missed its takeover time.
+"""
+
+from __future__ import annotations
+
+from p2pdiloco.protocol.aggregation import Aggregation
+from p2pdiloco.protocol.chain import HeadChange, SizeOf
+from p2pdiloco.protocol.commit_validation import audited_payloads
+from p2pdiloco.protocol.effects import Audit
+from p2pdiloco.protocol.events import Audited
+from p2pdiloco.protocol.ids import Digest, PeerId, ShardId
+from p2pdiloco.protocol.messages import CommitHeader
+from p2pdiloco.protocol.state import Core
+
+AUDIT_SHARE = 0.1
+"""Expected number of audits of a commit, over all peers. An owner that always lies is thus found after ten commits on
+average. An audit moves each contribution once and a version moves it twice (up, and down as part of the commits to all
+peers), so audits cost 5 % of the traffic."""
+AUDITED_VERSIONS = 4
+"""Number of versions of a shard's chain during which their owner keeps the contributions for auditors."""
+MISSES = 3
+"""Consecutive audits for which an owner does not deliver until it counts as one that missed its takeover time."""
+MISSING_MOST = 1024
+"""Owners whose missing deliveries are remembered; the latest stay."""
+
+
+class Audits:
+    """Decides which commits are audited, and which payloads this peer keeps for auditors of its own."""
+
+    def __init__(self, core: Core, aggregation: Aggregation) -> None:
+        self.core = core
+        self._aggregation = aggregation
+        self._missing: dict[PeerId, int] = {}
+        """Consecutive audits for which an owner did not deliver."""
+
+    def on_head_changed(self, change: HeadChange) -> None:
+        """Have the commit audited if its owner can be asked."""
+        core, header = self.core, change.taken
+        membership = core.membership
+        if not isinstance(header, CommitHeader) or not core.is_current or core.departure:
+            return
+        if header.owner in membership.live and header.owner not in membership.owners.barred:
+            # The live peers without the owner, and this one, are as many as the live peers.
+            chance = min(1.0, AUDIT_SHARE / len(membership.live))
+            core.effects.append(Audit(change.shard, change.head.id, chance))
+
+    def on_audited(self, event: Audited) -> None:
+        """Count audits for which an owner did not deliver what it should still have."""
+        core, owner = self.core, event.owner
+        misses = self._missing.pop(owner, 0)
+        if event.has_delivered:
+            return
+        if core.head(event.shard).version <= event.version + 1:
+            misses += 1
+        if misses < MISSES:
+            self._missing[owner] = misses
+            if len(self._missing) > MISSING_MOST:
+                del self._missing[next(iter(self._missing))]
+            return
+        core.note("warning", "audit", f"{owner} did not deliver what it merged for {misses} audits: it owns last")
+        core.membership.on_takeover_missed(owner, core.now, self._aggregation.takeover_s())
+
+    def payloads(self, shard: ShardId, size_of: SizeOf, most_bytes: int) -> set[Digest]:
+        """Return the payloads of the contributions to this peer's newest merges that fit into ``most_bytes`` together;
+        always those of the newest."""
+        found, total = set[Digest](), 0
+        for header in reversed([*self.core.chains[shard].log][-AUDITED_VERSIONS:]):
+            if header.owner != self.core.config.peer:
+                continue
+            needed = audited_payloads(header)
+            total += sum(map(size_of, needed))
+            if found and total > most_bytes:
+                break
+            found |= needed
+        return found
