@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 from p2pdiloco.codec.formats import FORMATS, Recipe, recipe
-from p2pdiloco.protocol.manifest import Coarsest, CodecChoice, Step
+from p2pdiloco.protocol.manifest import Coarsest, CodecChoice, CodecConfig, Step
 
 
 class Rung(NamedTuple):
@@ -67,6 +67,14 @@ def choose(parameters: float, *, bytes_per_s: float | None, time_s: float, coars
         return allowed[0]
     fitting = (rung for rung in allowed if parameters * rung.bytes_per_parameter <= bytes_per_s * time_s)
     return next(fitting, allowed[-1])
+
+
+def downward_recipes(codec: CodecConfig) -> list[Recipe]:
+    """Return the recipes by which an owner of this run may encode a merged update."""
+    if codec.down != "auto":
+        return [fixed(codec.down, codec.down_step)]
+    allowed = LADDER[: 1 + [rung.name for rung in LADDER].index(codec.coarsest)]
+    return [downward(rung).recipe for rung in allowed]
 
 
 def fixed(codec: CodecChoice, step: Step | None) -> Recipe:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 from collections.abc import Callable, Coroutine
 from functools import partial
 from pathlib import Path
@@ -99,6 +100,10 @@ class LocalHost:
     def work(self, queue: Queue, work: Callable[[], T], shard: ShardId | None = None) -> asyncio.Future[T]:
         """Run ``work`` on a thread of ``queue``; work of one ``shard`` always runs on the same thread."""
         return self._queues[queue].do(work, shard)
+
+    def draw(self) -> float:
+        """Return a random number from 0 to 1, from the system."""
+        return random.SystemRandom().random()
 
     def draw_name(self) -> str:
         """Return a random name of 12 hexadecimal digits."""

@@ -121,6 +121,9 @@ _TOPICS = {
     "learner": "the learner",
     "fetch": "a state is fetched",
     "agreement": "contributions disagree",
+    "equivocation": "an owner made two commits of one version",
+    "wrong-merge": "an owner merged what nobody contributed",
+    "audit": "an owner cannot be audited",
 }
 _WRITERS: dict[str, Callable[[Line], Sentence | None]] = {
     "started": lambda line: Sentence("info", "this peer starts" + ("" if line["is_new"] else " with its saved state")),

@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from p2pdiloco.peer.host import Host, replace
-from p2pdiloco.peer.signatures import OPEN, check_equivocation
+from p2pdiloco.peer.signatures import OPEN, check_proof
 from p2pdiloco.protocol.events import Convictions
 from p2pdiloco.util import logs
 from p2pdiloco.wire.control_messages import decode_as, encode
@@ -43,7 +43,7 @@ class ConvictionFile:
         proofs = []
         for proof in found.proofs:
             try:
-                check_equivocation(proof, OPEN)
+                check_proof(proof, OPEN)
             except ValueError as error:
                 log.warning("a saved proof against an owner is invalid", owner=proof.owner, reason=str(error))
                 continue

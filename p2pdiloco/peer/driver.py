@@ -55,9 +55,9 @@ class Defect(NamedTuple):
     error: BaseException
 
 
-# Output that the driver leaves to the peer: effects for the learner and for downloads, the machine's end, shifts that
-# the learner is to take, and defects.
-Output = ef.ForLearner | ef.Fetch | ef.BecameCurrent | ef.Leave | Shifts | Defect
+# Output that the driver leaves to the peer: effects for the learner, for downloads and for audits, the machine's end,
+# shifts that the learner is to take, and defects.
+Output = ef.ForLearner | ef.Fetch | ef.Audit | ef.BecameCurrent | ef.Leave | Shifts | Defect
 
 COPY_S = 60.0
 

@@ -107,8 +107,9 @@ T = TypeVar("T")
 
 # Queues for long work, each in order of submission. ``tensors``: the model state (in order for each shard). ``checks``:
 # verification of received data, apart, so that a flood of payloads does not delay own merges. ``disk``: files. ``log``:
-# the write-ahead log, apart, so that own commits do not wait for a checkpoint.
-Queue = Literal["tensors", "checks", "disk", "log"]
+# the write-ahead log, apart, so that own commits do not wait for a checkpoint. ``audits``: other owners' merges, made
+# again, apart, so that nothing waits for them.
+Queue = Literal["tensors", "checks", "disk", "log", "audits"]
 
 
 class Links(Protocol):
@@ -226,6 +227,9 @@ class Host(Protocol):
     def work(self, queue: Queue, work: Callable[[], T], shard: ShardId | None = None) -> asyncio.Future[T]:
         """Run ``work`` after all earlier jobs of the same queue. A job of one ``shard`` only waits for earlier jobs of
         that shard and of no shard."""
+
+    def draw(self) -> float:
+        """Return a random number from 0 to 1, which no other peer can foresee."""
 
     def draw_name(self) -> str:
         """Return a random name of 12 characters that is practically unique."""

@@ -24,7 +24,8 @@ from p2pdiloco.protocol.view import MachineView
 
 
 class MessageVerifier:
-    """Verifies the messages that one peer receives, then feeds them to the machine."""
+    """Verifies the messages that one peer receives, then feeds them to the machine. Accusations of wrong merges are
+    verified by the ``Auditor``."""
 
     def __init__(
         self,
@@ -62,6 +63,8 @@ class MessageVerifier:
                 if any(message.owner == known.owner for known in self._view.convictions().proofs):
                     return None
                 return self._verify(peer, message, memoryview(b""), lambda _: cache.verify_equivocation(message))
+            case msg.WrongMerge():
+                raise AssertionError("a merge is made again before anybody is blamed for it")
             case _:
                 self._driver.feed(ev.Received(peer, message))
                 return None
@@ -70,7 +73,7 @@ class MessageVerifier:
         """Report owners that signed two commits on one parent to the machine."""
         for proof in self._payload_cache.take_contradictions():
             if proof.owner not in self._view.barred:
-                self._metrics.report_fault(proof.owner, "equivocation", f"two commits of version {proof.first.version}")
+                self._metrics.report_fault(proof.owner, "equivocation", f"two commits of version {proof.version}")
             self._driver.feed(ev.Contradicted(proof))
 
     def _verify(

@@ -18,6 +18,7 @@ import torch
 
 from p2pdiloco.codec.compression import payload_limit
 from p2pdiloco.codec.digests import list_bytes
+from p2pdiloco.peer.audit import Auditor
 from p2pdiloco.peer.checkpoint_writer import CheckpointWriter
 from p2pdiloco.peer.codec_selection import CodecChoice
 from p2pdiloco.peer.commit_wal import CommitLog
@@ -158,6 +159,7 @@ class Peer:
         )
         self.verifier = MessageVerifier(self.driver, view, payload_cache, standing, host, metrics)
         self._payload_cache = payload_cache
+        self._auditor = Auditor(manifest, layout, self.driver, view, payload_cache, self.verifier, host, metrics)
         # The running average of the parameters; None: this peer keeps none.
         self.average = average
         self._downloads = StateClient(
@@ -335,6 +337,8 @@ class Peer:
                 self.supervision.send_shifts(output)
             case ef.Fetch():
                 self.host.spawn(self._downloads.fetch(output.shard, output.peer), name=f"fetch {output.shard}")
+            case ef.Audit():
+                self._auditor.consider(output)
             case ef.BecameCurrent():
                 self._become_current()
             case ef.Leave():
@@ -402,6 +406,9 @@ class Peer:
             case msg.Heartbeat():
                 weight = min(message.weight, standing.most_weight(peer))
                 message = message if weight == message.weight else msgspec.structs.replace(message, weight=weight)
+            case msg.WrongMerge():
+                self._auditor.accused(peer, message)
+                return None
             case _:
                 pass
         return self.verifier.receive(peer, message, payload)

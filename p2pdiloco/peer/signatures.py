@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from p2pdiloco.protocol import messages
 from p2pdiloco.protocol.ids import Digest, PeerId, RunId, ShardId, peer_of
-from p2pdiloco.protocol.messages import CommitHeader, Contributor, Equivocation, commit_id
+from p2pdiloco.protocol.messages import CommitHeader, Contributor, Equivocation, Proof, commit_id
 from p2pdiloco.transport.identity import Identity, verify
 from p2pdiloco.wire.control_messages import GetStatements, TellStatements
 from p2pdiloco.wire.request_reply import Answer, RequestRefused
@@ -117,6 +117,20 @@ def check_equivocation(proof: Equivocation, register: Register = OPEN) -> None:
     for header, signature in ((proof.first, proof.first_signature), (proof.second, proof.second_signature)):
         if not verify(proof.owner, messages.signed_commit_bytes(commit_id(header)), signature):
             raise ValueError(f"{proof.owner} has not signed one of these commits")
+
+
+def check_proof(proof: Proof, register: Register = OPEN) -> None:
+    """Verify what is signed of a proof against an owner. Whether a merge is wrong is not signed, but found
+    (``audit``).
+
+    Raises:
+        UnknownMemberError: the owner is not known as a member.
+        ValueError: the proof does not hold.
+    """
+    if isinstance(proof, Equivocation):
+        check_equivocation(proof, register)
+    elif not verify(proof.owner, messages.signed_commit_bytes(commit_id(proof.header)), proof.signature):
+        raise ValueError(f"{proof.owner} has not signed this commit")
 
 
 # -- Permissions -------------------------------------------------------------------------------------------------------

@@ -1,4 +1,5 @@
-"""State server: serves copies of shards' states to other peers, each of one head, chunk by chunk.
+"""State server: serves copies of shards' states to other peers, each of one head, chunk by chunk, and the payloads of
+merges to auditors.
 
 Rules of this file:
 1. When a shard's state is requested, it is copied once, between two jobs, in wire layout. All chunks requested
@@ -19,8 +20,10 @@ from typing import NamedTuple, TypeVar
 from p2pdiloco.codec.digests import StateForm
 from p2pdiloco.peer.driver import CopyError, Driver
 from p2pdiloco.peer.host import Host
+from p2pdiloco.peer.learner_updates import Payload
 from p2pdiloco.peer.payload_cache import PayloadCache
 from p2pdiloco.peer.signatures import Standing
+from p2pdiloco.protocol.commit_validation import audited_payloads
 from p2pdiloco.protocol.ids import Digest, PeerId, ShardId
 from p2pdiloco.protocol.manifest import Layout, Manifest
 from p2pdiloco.protocol.view import MachineView
@@ -29,6 +32,7 @@ from p2pdiloco.wire.buffer_pool import Blocks
 from p2pdiloco.wire.control_messages import (
     GetChunk,
     GetManifest,
+    GetPayload,
     GetState,
     GetStatements,
     GetStatus,
@@ -108,6 +112,31 @@ class StateServer:
         at = await self._copy(shard, data, range(chunk, chunk + 1), lambda head, _: head)
         if at != head:
             raise RequestRefused(f"shard {shard} is not at {head[:8]}")
+        return data
+
+    async def payload(self, shard: ShardId, commit: Digest, payload: Digest) -> Payload:
+        """Return a payload that was committed with ``commit`` or merged into it.
+
+        Raises:
+            RequestRefused: it is not here, or does not belong to the commit.
+        """
+        if shard >= len(self._layout.shards):
+            raise RequestRefused(f"there is no shard {shard}")
+        cached = self._payload_cache.shards[shard]
+        header, _ = cached.proofs.get(commit, (None, b""))
+        held = None if header is None or payload not in audited_payloads(header) else cached.payloads.get(payload)
+        if held is None:
+            raise RequestRefused(f"payload {payload[:8]} of commit {commit[:8]} is not here")
+        found: asyncio.Future[Payload | None] = asyncio.get_running_loop().create_future()
+
+        def put(data: Payload | None) -> None:
+            if not found.done():
+                found.set_result(data)
+
+        self._driver.store.fetch(held, put, lambda: put(None))
+        data = await found
+        if data is None:
+            raise RequestRefused(f"payload {payload[:8]} cannot be read now")
         return data
 
     def _find(self, shard: ShardId, head: Digest) -> _Copy | None:
@@ -206,6 +235,8 @@ OFFERS, OFFERS_OF_SHARD = 64, 8
 # Rate limit of offers per peer, in all and per shard. An offer has up to 3/4 MiB and is not a payload, so the upload
 # budget does not delay it. A downloading peer asks for each shard once, and again when the shard has moved on.
 OFFERS_PER_S, OFFERS_OF_SHARD_PER_S = 0.2, 1 / 60
+# Rate limit of payloads per peer: those of a merge of many contributions at once, and some a second for later audits.
+PAYLOADS, PAYLOADS_PER_S = 512, 4.0
 # Chunks queued for one peer hold memory. A peer that asks but does not read gets no more.
 QUEUED_MOST_BYTES = 64 << 20
 
@@ -228,6 +259,7 @@ class RequestHandlers:
         self._standing = standing
         self._turns = asyncio.Lock()
         self._manifests: RateLimiter[PeerId] = RateLimiter(burst=MANIFESTS, per_s=MANIFESTS_PER_S)
+        self._payloads: RateLimiter[PeerId] = RateLimiter(burst=PAYLOADS, per_s=PAYLOADS_PER_S)
         shards = len(Layout.of(manifest).shards)
         self._offers: RateLimiter[PeerId] = RateLimiter(
             burst=OFFERS + OFFERS_OF_SHARD * shards, per_s=OFFERS_PER_S + OFFERS_OF_SHARD_PER_S * shards
@@ -256,6 +288,14 @@ class RequestHandlers:
                 if not self._offers.take(peer, self._host.now()):
                     raise RequestRefused("too many state requests: ask again in some seconds")
                 return Answer(encode(await self._state_server.offer(shard)))
+            case GetPayload():
+                if not self._payloads.take(peer, self._host.now()):
+                    raise RequestRefused("too many payload requests: ask again in some seconds")
+                if self._host.links.queued_bytes(peer) > QUEUED_MOST_BYTES:
+                    raise RequestRefused("busy: too much data is queued for you")
+                await self._own_traffic_first()
+                found = await self._state_server.payload(request.shard, request.commit, request.payload)
+                return Answer(b"", found, STATE_PRIORITY)
             case GetChunk():
                 if self._host.links.queued_bytes(peer) > QUEUED_MOST_BYTES:
                     raise RequestRefused("busy: too much data is queued for you")

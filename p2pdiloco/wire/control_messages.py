@@ -57,6 +57,15 @@ class GetChunk(msgspec.Struct, frozen=True, array_like=True, tag="chunk?"):
     chunk: Annotated[int, Meta(ge=0, lt=1 << 20)]
 
 
+class GetPayload(msgspec.Struct, frozen=True, array_like=True, tag="payload?"):
+    """Request for a payload by which the merge of a commit can be made again: its own, or one of a contribution that it
+    names. It comes as payload."""
+
+    shard: Shard
+    commit: Hex
+    payload: Hex
+
+
 class GetStatus(msgspec.Struct, frozen=True, array_like=True, tag="status?"):
     """Request for a ``PeerStatus``."""
 
@@ -73,7 +82,7 @@ class TellStatements(msgspec.Struct, frozen=True, array_like=True, tag="members"
     statements: Annotated[bytes, Meta(max_length=1 << 19)]
 
 
-Request = GetManifest | GetState | GetChunk | GetStatus | GetStatements | TellStatements
+Request = GetManifest | GetState | GetChunk | GetPayload | GetStatus | GetStatements | TellStatements
 
 
 class SignedCommit(msgspec.Struct, frozen=True, array_like=True):

@@ -94,8 +94,8 @@ def run_scene(scene: Scene, transcript: Transcript | None = None) -> Outcome:
         tokens_merged=checks.tokens_merged,
         versions=checks.versions,
         forks=checks.forks,
-        wrong=dict(world.auditing.wrong),
-        caught=dict(world.auditing.caught),
+        wrong={str(owner): count for owner, count in world.auditing.wrong.items()},
+        caught={str(owner): count for owner, count in world.auditing.caught.items()},
         audits=dict(world.auditing.counted),
     )
 

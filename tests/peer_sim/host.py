@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-WORK_S: dict[Queue, float] = {"tensors": 0.004, "checks": 0.002, "disk": 0.03, "log": 0.004}
+WORK_S: dict[Queue, float] = {"tensors": 0.004, "checks": 0.002, "disk": 0.03, "log": 0.004, "audits": 0.02}
 """Typical time of one job."""
 
 
@@ -96,6 +96,8 @@ class SimulatedHost:
         self.life = world.checks.counted["lives"]
         self.start_learner: StartLearner = StartSimulatedLearner(self, vectors)
         self._clock = Clock(*clock)
+        self._draws = Random(f"{name}/{self.life}/audits")
+        """Apart from all other chance."""
         self.is_dead = False
         self.is_paused = False
         self._held: deque[Callable[[], None]] = deque()
@@ -227,6 +229,10 @@ class SimulatedHost:
         world.at(first, partial(self.do, run))
         world.at(last, partial(self.do, tell))
         return done
+
+    def draw(self) -> float:
+        """From 0 to 1."""
+        return self._draws.random()
 
     def draw_name(self) -> str:
         """12 characters that nobody else will draw."""

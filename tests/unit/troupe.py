@@ -100,6 +100,9 @@ class StageHost:
             self._stage.soon(run)
         return future
 
+    def draw(self) -> float:
+        return self._member.draws
+
     def draw_name(self) -> str:
         return f"{next(self._stage.names):012d}"
 
@@ -176,6 +179,8 @@ class Member:
         self.blamed: Counter[PeerId] = Counter()
         self.hung_up: Counter[PeerId] = Counter()
         """For what could not be read."""
+        self.draws = 1.0
+        """What it draws: with 1 it audits nothing, with 0 everything."""
         self.queued: Counter[PeerId] = Counter()
         """Bytes that wait to be sent, as it sees them."""
         self.ending: Ending | None = None
