@@ -28,7 +28,7 @@ from p2pdiloco.peer.signatures import check_commit
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages
 from p2pdiloco.protocol.ids import Digest, LearnerId, PeerId, ShardId, digest_of
-from p2pdiloco.protocol.messages import CommitHeader, Contribution
+from p2pdiloco.protocol.messages import CommitHeader, Contribution, Proof, WrongMerge
 from p2pdiloco.transport.identity import verify
 from tests.peer_sim import reference_math
 from tests.peer_sim.tuning import CHUNK
@@ -45,6 +45,8 @@ CALM_S = 15.0
 """After a fault, or a peer's coming: heads are equal by then."""
 TOGETHER_S = 1.0
 """Between the ends of two peers that end together."""
+MOST_UNCAUGHT = 250
+"""Wrong commits until their owner must have been found: each is audited with a probability of a tenth."""
 NEARLY = 2e-2
 """Steps in a lane are whole numbers; bf16 and float32 sums may be off by little."""
 
@@ -125,13 +127,24 @@ class Checks:
             self._applied(peer, event.shard, event.head)
         elif isinstance(event, ev.Encoded):
             self._encoded(peer, event)
+        elif isinstance(event, ev.Audited):
+            self.counted["audits"] += 1
+            self.counted["undelivered"] += not event.has_delivered
         elif isinstance(event, ev.Merged):
             self.world.durability.merged(peer, event.shard, event.base)
         elif isinstance(event, ev.Contradicted):
-            self._contradicted(event.proof.owner)
+            self._contradicted(event.proof)
 
-    def _contradicted(self, owner: PeerId) -> None:
-        """Rule E1: honest owners are killed at any moment and make no two commits of one parent."""
+    def _contradicted(self, proof: Proof) -> None:
+        """Rule E1: honest owners are killed at any moment and make no two commits of one parent. Rule V5: nobody finds
+        that an honest owner merges wrongly."""
+        owner, lying = proof.owner, self.world.lying_owners
+        if isinstance(proof, WrongMerge):
+            self.world.happened["wrong-merge"] += 1
+            lying.caught.setdefault(owner, lying.wrong[owner])
+            if not lying.is_wrong(proof.header.payload):
+                self.violated(3, f"{owner[-6:]} is said to have merged wrongly, which is not so")
+            return
         self.world.happened["equivocation"] += 1
         disk = self.world.computers[owner].disk
         if owner not in self.spoilt | self.damaged | self.forgetful and not disk.is_unreliable:
@@ -147,6 +160,8 @@ class Checks:
 
     def _applied(self, peer: Peer, shard: ShardId, head: Digest) -> None:
         chain = peer.machine.core.chains[shard]
+        if chain.log and chain.log_ids[-1] == head and chain.log[-1].owner != peer.config.peer:
+            self.world.lying_owners.applied(chain.log[-1].owner, chain.log[-1].payload)
         if peer.state.heads[shard] != head or chain.head is None or chain.head.id != head:
             return  # it has moved on
         known = self.values.get((shard, head))
@@ -305,6 +320,8 @@ class Checks:
     # -- 3: a commit is the merge that it says -------------------------------------------------------------------------
 
     def _is_merged(self, shard: ShardId, header: CommitHeader, change: Vector) -> None:
+        if self.world.lying_owners.is_wrong(header.payload):
+            return
         vectors, weights = [], []
         for c in header.contributors:
             given = self.given.get((shard, c.learner, c.tokens_from, c.tokens_to, header.parent))
@@ -387,6 +404,9 @@ class Checks:
 
     def finished(self) -> None:
         """Everybody has ended."""
+        for owner, count in self.world.lying_owners.wrong.items():
+            if count > MOST_UNCAUGHT and owner not in self.world.lying_owners.caught:
+                self.violated(3, f"{owner[-6:]} has merged wrongly {count} times, and nobody has found out")
         heads = {
             name: self.world.computers[name].last_heads
             for name, ending in self.endings.items()

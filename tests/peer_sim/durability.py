@@ -24,9 +24,11 @@ from p2pdiloco.peer import checkpoint
 from p2pdiloco.peer.checkpoint import Checkpoint, CheckpointError
 from p2pdiloco.peer.payload_store import Held, place_bytes
 from p2pdiloco.protocol import messages
+from p2pdiloco.protocol.audits import AUDITED_VERSIONS
+from p2pdiloco.protocol.commit_validation import audited_payloads
 from p2pdiloco.protocol.ids import Digest, PeerId, ShardId, peer_of
 from p2pdiloco.protocol.manifest import MANIFEST
-from p2pdiloco.protocol.messages import CommitHeader, Head, commit_id
+from p2pdiloco.protocol.messages import CommitHeader, Head, WrongMerge, commit_id
 from p2pdiloco.transport.identity import verify
 from tests.peer_sim.disk import SimulatedDisk
 
@@ -302,8 +304,12 @@ class Durability:
         long_ago = self._world.now - UNNEEDED_S
         if name in checks.spoilt:
             return  # it may be on a fork of its own, where what comes waits for a head that it never reaches (M2b)
-        for merged, shelf in zip(self._merged, peer.driver.payload_cache.shards, strict=True):
-            for digest in sorted(shelf.payloads.keys() - self._commits):
+        chains, proofs = peer.machine.core.chains, peer.machine.barred_owners.proofs.values()
+        wrong = [proof.header for proof in proofs if isinstance(proof, WrongMerge)]
+        for merged, shelf, chain in zip(self._merged, peer.driver.payload_cache.shards, chains, strict=True):
+            own = [header for header in [*chain.log][-2 * AUDITED_VERSIONS :] if header.owner == name]
+            shown_to_auditors = set[Digest]().union(*map(audited_payloads, [*own, *wrong]))
+            for digest in sorted(shelf.payloads.keys() - self._commits - shown_to_auditors):
                 givers, at = merged.get(digest, ({name}, 0.0))
                 here_since = life.kept.get(shelf.payloads[digest], self._world.now)  # the very same may come again
                 if name not in givers and max(at, here_since, host.workers.held_up_at) < long_ago:

@@ -10,6 +10,7 @@ from p2pdiloco.net.handshake import WIRE_VERSION
 from p2pdiloco.protocol.ids import Digest
 from p2pdiloco.transport.identity import Identity
 from tests.peer_sim.disk import SimulatedDisk
+from tests.peer_sim.lying_owner import Lie
 
 
 class PeerSetting(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,6 +32,8 @@ class PeerSetting(msgspec.Struct, frozen=True, kw_only=True):
     tensor_threads: int = 1
     """Of its node: work on different shards overtakes each other."""
     is_rough: bool = False
+    lie: Lie = ""
+    """What is wrong with the merges that it makes."""
 
 
 class Computer:

@@ -17,6 +17,8 @@ ROUGH = 10**14
 machines without a compiler."""
 PRIVATE = 10**15
 """From here on seeds are those of before in a private run, in which peers know only the members whom they have met."""
+LYING = 10**16
+"""From here on seeds are those of before with a peer whose merges are wrong, and longer runs."""
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,6 +33,14 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     faults: int = 0
     happened: dict[str, int] = {}
     """Faults that hit somebody, by kind, and what came of some (``repeated``, ``refused-release``, ``misled-dial``)."""
+    audits: int = 0
+    """That ended without a verdict against the owner,"""
+    undelivered: int = 0
+    """and those among them for which the owner did not deliver."""
+    wrong: dict[str, int] = {}
+    """Wrong commits of each lying owner that others applied,"""
+    caught: dict[str, int] = {}
+    """and how many these were when it was found."""
     seconds: float = 0.0
     """Of virtual time."""
 

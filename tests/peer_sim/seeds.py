@@ -10,9 +10,10 @@ import msgspec
 
 from p2pdiloco.protocol.manifest import CodecConfig, OuterConfig, ScheduleConfig
 from tests.peer_sim.faults import draw_faults, draw_rough
+from tests.peer_sim.lying_owner import LIES
 from tests.peer_sim.machine import PeerSetting
 from tests.peer_sim.process_faults import schedule
-from tests.peer_sim.report import PRIVATE, ROUGH, Outcome
+from tests.peer_sim.report import LYING, PRIVATE, ROUGH, Outcome
 from tests.peer_sim.world import World, WorldSetting
 
 FURTHER = "further faults 185"
@@ -88,12 +89,22 @@ def roughened(setting: WorldSetting, random: Random) -> WorldSetting:
     return msgspec.structs.replace(setting, peers=peers, outer=msgspec.structs.replace(setting.outer, adopt=adopt))
 
 
+def with_lying_owner(setting: WorldSetting, random: Random) -> WorldSetting:
+    """With at least three peers, one of which lies, and twice as many steps."""
+    peers = [*setting.peers, *setting.peers, *setting.peers][: max(3, len(setting.peers))]
+    place = random.randrange(len(peers))
+    peers[place] = msgspec.structs.replace(peers[place], lie=random.choice(LIES))
+    return msgspec.structs.replace(setting, peers=tuple(peers), steps=2 * setting.steps)
+
+
 def run_seed(seed: int) -> Outcome:
     """One world, from its founding to its end."""
     number = seed % ROUGH
     setting, random = draw(number)
-    setting = msgspec.structs.replace(setting, is_private=seed >= PRIVATE)
+    setting = msgspec.structs.replace(setting, is_private=seed % LYING >= PRIVATE)
     is_rough = seed % PRIVATE >= ROUGH
+    if seed >= LYING:
+        setting = with_lying_owner(setting, Random(f"{number}/lying"))
     if is_rough:
         setting = roughened(setting, Random(f"{number}/rough setting"))
     world = World(number, setting)
@@ -119,5 +130,9 @@ def run_seed(seed: int) -> Outcome:
         lives=checks.counted["lives"],
         faults=len(faults),
         happened=dict(world.happened),
+        audits=checks.counted["audits"],
+        undelivered=checks.counted["undelivered"],
+        wrong={str(owner): count for owner, count in world.lying_owners.wrong.items()},
+        caught={str(owner): count for owner, count in world.lying_owners.caught.items()},
         seconds=world.now,
     )

@@ -47,6 +47,7 @@ from tests.peer_sim.durability import Durability, shown
 from tests.peer_sim.host import SimulatedHost
 from tests.peer_sim.learner import Learners, SimulatedLearner, Vectors
 from tests.peer_sim.loop import StandstillError, VirtualLoop
+from tests.peer_sim.lying_owner import LyingOwners
 from tests.peer_sim.machine import Computer, PeerSetting
 from tests.peer_sim.members import Acquaintances
 from tests.peer_sim.network import Network
@@ -117,6 +118,7 @@ class World:
         self.hosts: dict[PeerId, SimulatedHost] = {}
         """Lives under way."""
         self.learners = Learners()
+        self.lying_owners = LyingOwners()
         self._over: asyncio.Future[None] = self.loop.create_future()
         self.happened: Counter[str] = Counter()
         """Faults that hit somebody, by kind."""
@@ -227,6 +229,8 @@ class World:
             if self.setting.is_private
             else None,
         )
+        if setting.lie:
+            self.lying_owners.begin(peer, setting.lie, self.checks.counted["lives"])
         host.serve(peer, partial(self._begin, host, peer))
 
     def _write_bytes_per_day(self) -> float | None:
