@@ -1,0 +1,177 @@
+"""A merge made again is the same to the bit, with the C library and without it; one that differs is found."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from p2pdiloco.codec import compression, merge, native
+from p2pdiloco.codec.bitrate_ladder import downward_recipes
+from p2pdiloco.codec.compression import index_bytes
+from p2pdiloco.codec.formats import CHUNK, Recipe, recipe
+from p2pdiloco.codec.quantization import LARGEST_BODY, decode_chunks, encode_vector
+from p2pdiloco.peer.audit import merge_problem
+from p2pdiloco.peer.model_state import ModelState, payload_of
+from p2pdiloco.protocol.ids import Digest, FragmentId, LearnerId, PeerId, ShardId, digest_of
+from p2pdiloco.protocol.manifest import Codec, CodecConfig, MergeRule, OuterConfig, Shard, TensorSpec, make_layout
+from p2pdiloco.protocol.messages import CommitHeader, Contributor
+from p2pdiloco.training.shared_memory import SharedVectors
+
+TURN = 24
+AUTO = CodecConfig(down="auto", coarsest="int2")
+ZERO = digest_of(b"version 0")
+
+
+@contextlib.contextmanager
+def library(*, is_used: bool) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "is_used", is_used and native.LIBRARY is not None)
+        yield
+
+
+class Made(NamedTuple):
+    """A commit, and what is needed to make its merge again."""
+
+    header: CommitHeader
+    payloads: dict[Digest, Any]
+    piece: Shard
+    recipes: list[Recipe]
+
+    def problem(self, **changes: Any) -> str | None:
+        header = msgspec.structs.replace(self.header, **changes)
+        return merge_problem(header, self.payloads, self.piece, TURN, self.recipes)
+
+
+def made(
+    vectors: list[torch.Tensor],
+    ups: list[Recipe],
+    counts: list[tuple[int, int]],
+    *,
+    rule: MergeRule = "rda",
+    config: CodecConfig = AUTO,
+    how: Recipe | None = None,
+    longest: float = 0.0,
+    is_coded: bool = True,
+) -> Made:
+    """What an owner makes of these contributions, with its real code. ``counts``: tokens and steps of each."""
+    elements = vectors[0].numel()
+    layout = make_layout((TensorSpec(name="t", shape=(elements,), merge=rule, fragment=FragmentId(0)),), 1, 2**30, rule)
+    owner = ModelState(layout, OuterConfig(), config, SharedVectors.create(elements), turn_steps=TURN)
+    owner.put(ShardId(0), ZERO, torch.zeros(elements), torch.zeros(elements, dtype=owner.momentum.dtype))
+    room, payloads, contributors = index_bytes(-(-elements // CHUNK)), dict[Digest, Any](), []
+    for number, (vector, up, (tokens, steps)) in enumerate(zip(vectors, ups, counts, strict=True)):
+        payload = payload_of(encode_vector(up, vector, room=room), up, is_coded)
+        digest = digest_of(payload)
+        payloads[digest] = payload
+        contributors.append(Contributor(LearnerId(f"p{number}/1"), 0, tokens, 0, steps, (), bytes.fromhex(digest)))
+    named = [(c, payloads[Digest(c.payload.hex())]) for c in contributors]
+    found = owner.merge(ShardId(0), ZERO, 1, named, how, longest or math.inf, is_coded=is_coded)
+    payloads[found.payload_digest] = found.payload
+    header = CommitHeader(
+        ShardId(0), 1, ZERO, 4, PeerId("p0"), tuple(contributors), 1, found.payload_digest, ZERO, ZERO, found.length
+    )
+    header = msgspec.structs.replace(header, factors=found.factors, longest=longest)
+    return Made(header, payloads, layout.shards[0], downward_recipes(config))
+
+
+def drawn(seed: int, elements: int, number: int) -> list[torch.Tensor]:
+    """Contributions that agree a little, of unequal lengths, some of them zeros in part or as a whole."""
+    random = torch.Generator().manual_seed(seed)
+    common, found = torch.randn(elements, generator=random), []
+    for each in range(number):
+        vector = common + 2.0 * torch.randn(elements, generator=random)
+        if (seed + each) % 3 == 0:
+            vector *= torch.rand(elements, generator=random) < 0.4
+        if (seed + each) % 7 == 6:
+            vector.zero_()
+        found.append(vector * 10.0 ** float(torch.randint(-6, 3, (), generator=random)))
+    return found
+
+
+CODECS: list[Codec] = ["int4", "int8", "bf16", "int2", "e3m0"]
+
+
+@given(
+    st.integers(0, 2**31),
+    st.sampled_from([1, 31, 300, 5000, 20_001]),
+    st.lists(st.tuples(st.sampled_from(CODECS), st.integers(1, 4000), st.integers(1, 60)), min_size=1, max_size=8),
+    st.sampled_from(["rda", "direct"]),
+    st.sampled_from(downward_recipes(AUTO)),
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
+)
+@settings(max_examples=150, deadline=None)
+def test_whoever_has_the_contributions_makes_the_same_merge(
+    seed: int,
+    elements: int,
+    given_: list[tuple[Codec, int, int]],
+    rule: MergeRule,
+    how: Recipe,
+    is_short: bool,
+    is_coded: bool,
+    is_native: bool,
+) -> None:
+    """V5a: of any codecs, both rules, zeros, merges that are scaled down, and where one of the two has no library."""
+    vectors = drawn(seed, elements, len(given_))
+    longest = 0.3 * float(vectors[0].norm()) if is_short else 0.0
+    ups, counts = [recipe(codec) for codec, _, _ in given_], [(tokens, steps) for _, tokens, steps in given_]
+    with library(is_used=is_native):
+        commit = made(vectors, ups, counts, rule=rule, how=how, longest=longest, is_coded=is_coded)
+    for is_used in (True, False):
+        with library(is_used=is_used):
+            assert commit.problem() is None
+
+
+@pytest.mark.parametrize("is_used", [True, False])
+def test_a_shard_of_several_chunks_is_merged_again(is_used: bool) -> None:
+    """V5a."""
+    vectors = drawn(5, CHUNK + 777, 3)
+    with library(is_used=True):
+        commit = made(vectors, [recipe("int4")] * 3, [(100, 10)] * 3, config=CodecConfig())
+    with library(is_used=is_used):
+        assert commit.problem() is None
+
+
+def test_a_merge_that_is_another_is_found() -> None:
+    """V5a: one value, a contribution that is left out, other factors, another limit or length, a codec of its own."""
+    vectors = drawn(1, 3000, 4)
+    commit = made(vectors, [recipe("int8")] * 4, [(100, 10)] * 4, config=CodecConfig(), longest=1e6)
+    assert commit.problem() is None
+    wrong = "not the merge"
+    assert wrong in str(commit.problem(length=2.0 * commit.header.length))
+    assert wrong in str(commit.problem(longest=0.5 * commit.header.length))
+    assert wrong in str(commit.problem(factors=(100, 10, 100, 100)))
+    assert wrong in str(commit.problem(contributors=commit.header.contributors[:3], factors=commit.header.factors[:3]))
+    first = msgspec.structs.replace(commit.header.contributors[0], payload=b"")
+    assert "without values" in str(commit.problem(contributors=(first, *commit.header.contributors[1:])))
+    assert "cannot be merged" in str(commit.problem(factors=(100,)))
+    values = decode_chunks(_bodies(commit), torch.empty(3000))
+    for how, index, change in ((recipe("int4"), 2999, float(values.norm())), (recipe("int4", 0.335), 0, 0.0)):
+        changed = values.clone()
+        changed[index] += change
+        bodies, length = merge.encode(how, changed, math.inf, index_bytes(1))
+        payload = payload_of(bodies, how, True)
+        lie = commit._replace(payloads={**commit.payloads, digest_of(payload): payload})
+        assert wrong in str(lie.problem(payload=digest_of(payload), length=length))
+
+
+def test_a_contribution_that_nobody_can_merge_is_not_in_a_right_merge() -> None:
+    """V5a."""
+    commit = made(drawn(1, 300, 2), [recipe("int4")] * 2, [(100, 10)] * 2)
+    digest = Digest(commit.header.contributors[0].payload.hex())
+    spoilt = commit._replace(payloads={**commit.payloads, digest: b"nonsense"})
+    assert "cannot be merged" in str(spoilt.problem())
+
+
+def _bodies(commit: Made) -> list[memoryview]:
+    payload = commit.payloads[commit.header.payload]
+    return [memoryview(body) for body in compression.split(payload, 1, LARGEST_BODY)]
