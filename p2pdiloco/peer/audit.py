@@ -34,7 +34,7 @@ from p2pdiloco.peer.signatures import UnknownMemberError, check_commit
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol.commit_validation import audited_payloads
-from p2pdiloco.protocol.ids import Digest, PeerId, digest_of
+from p2pdiloco.protocol.ids import Digest, PeerId, digest_of, peer_of
 from p2pdiloco.protocol.manifest import Layout, Manifest, Shard
 from p2pdiloco.protocol.messages import CommitHeader, WrongMerge, commit_id
 from p2pdiloco.protocol.view import MachineView
@@ -246,11 +246,13 @@ class Auditor:
     # -- payloads ------------------------------------------------------------------------------------------------------
 
     async def _collect(self, header: CommitHeader, sources: Sequence[PeerId]) -> dict[Digest, Payload] | None:
-        """Return the payloads that make the merge again, from here or from ``sources``; None if one is not there."""
+        """Return the payloads that make the merge again, from here, from ``sources`` or from the contributors; None if
+        one is not there."""
         found, size, until = dict[Digest, Payload](), 0, self._host.now() + CASE_S
+        givers = {Digest(c.payload.hex()): peer_of(c.learner) for c in header.contributors}
         for digest in sorted(audited_payloads(header)):
             payload = await self._read(header, digest)
-            for source in sources:
+            for source in dict.fromkeys((*sources, givers.get(digest, header.owner))):
                 if payload is None and self._host.now() < until and not self._driver.is_closed:
                     payload = await self._ask(source, header, digest)
             size += 0 if payload is None else len(payload)

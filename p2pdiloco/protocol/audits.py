@@ -6,7 +6,8 @@ Rules of this file:
 2. Each peer that could audit a commit does so with a probability that makes ``AUDIT_SHARE`` audits in all. The driver
    draws: neither the owner nor another peer can foresee it.
 3. An owner keeps the contributions of its newest merges for auditors. One that does not deliver them is not barred, as
-   it may have restarted. It counts as an owner that missed its takeover time.
+   it may have restarted. But each of its next commits is audited, and while it goes on like that, each counts as a
+   missed takeover time.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ peers), so audits cost 5 % of the traffic."""
 AUDITED_VERSIONS = 4
 """Number of versions of a shard's chain during which their owner keeps the contributions for auditors."""
 MISSES = 3
-"""Consecutive audits for which an owner does not deliver until it counts as one that missed its takeover time."""
+"""Consecutive audits for which an owner does not deliver until each counts as a missed takeover time."""
 MISSING_MOST = 1024
 """Owners whose missing deliveries are remembered; the latest stay."""
 
@@ -49,24 +50,28 @@ class Audits:
             return
         if header.owner in membership.live and header.owner not in membership.owners.barred:
             # The live peers without the owner, and this one, are as many as the live peers.
-            chance = min(1.0, AUDIT_SHARE / len(membership.live))
+            chance = 1.0 if header.owner in self._missing else AUDIT_SHARE / len(membership.live)
             core.effects.append(Audit(change.shard, change.head.id, chance))
 
     def on_audited(self, event: Audited) -> None:
         """Count audits for which an owner did not deliver what it should still have."""
-        core, owner = self.core, event.owner
-        misses = self._missing.pop(owner, 0)
+        core, owner, owners = self.core, event.owner, self.core.membership.owners
         if event.has_delivered:
+            self._missing.pop(owner, None)
+            owners.withholding.discard(owner)
             return
-        if core.head(event.shard).version <= event.version + 1:
-            misses += 1
-        if misses < MISSES:
-            self._missing[owner] = misses
-            if len(self._missing) > MISSING_MOST:
-                del self._missing[next(iter(self._missing))]
+        if owner not in core.membership.live or core.head(event.shard).version > event.version + 1:
             return
-        core.note("warning", "audit", f"{owner} did not deliver what it merged for {misses} audits: it owns last")
-        core.membership.on_takeover_missed(owner, core.now, self._aggregation.takeover_s())
+        misses = self._missing[owner] = min(self._missing.pop(owner, 0) + 1, MISSES)
+        if len(self._missing) > MISSING_MOST:
+            oldest = next(iter(self._missing))
+            del self._missing[oldest]
+            owners.withholding.discard(oldest)
+        if misses == MISSES:
+            if owner not in owners.withholding:
+                core.note("warning", "audit", f"{owner} does not deliver what it merged, so it owns after all others")
+            owners.withholding.add(owner)
+            core.membership.on_takeover_missed(owner, core.now, self._aggregation.takeover_s())
 
     def payloads(self, shard: ShardId, size_of: SizeOf, most_bytes: int) -> set[Digest]:
         """Return the payloads of the contributions to this peer's newest merges that fit into ``most_bytes`` together;

@@ -71,7 +71,17 @@ def capped(candidates: list[tuple[PeerId, float]]) -> Candidates:
 class Owners:
     """Candidates for ownership, as the peer ``me`` sees them."""
 
-    __slots__ = ("_asked_weights", "_me", "_missed", "barred", "candidates", "is_leaving", "own_weight", "willing")
+    __slots__ = (
+        "_asked_weights",
+        "_me",
+        "_missed",
+        "barred",
+        "candidates",
+        "is_leaving",
+        "own_weight",
+        "willing",
+        "withholding",
+    )
 
     def __init__(self, me: PeerId) -> None:
         self._me = me
@@ -85,6 +95,8 @@ class Owners:
         """Peers that may own, this one included, with capped weights."""
         self.candidates: Candidates = ()
         """The same peers; badly connected ones and those that missed a takeover time have tiny weights."""
+        self.withholding: set[PeerId] = set()
+        """Peers that do not deliver what they merged to auditors (``Audits``): no commit of theirs is forgiveness."""
         self._asked_weights: list[tuple[PeerId, float]] = []
         """Peers that may own, with the weights that they ask for."""
         self._missed: dict[PeerId, tuple[int, float]] = {}
@@ -145,7 +157,8 @@ class Owners:
 
     def forgive(self, peer: PeerId) -> None:
         """Forget the missed takeover times of ``peer``: it has made a commit."""
-        self._missed.pop(peer, None)
+        if peer not in self.withholding:
+            self._missed.pop(peer, None)
 
     def on_head_changed(self, change: HeadChange) -> None:
         """Forgive the owner whose commit was applied."""

@@ -101,6 +101,8 @@ def describe_message(message: msg.Message) -> str:
             return f"heads {', '.join(head_text(head) for head in message.heads)}"
         case msg.CommitsRequest():
             return f"commits of shard {message.shard} after {message.head[:6]}?"
+        case msg.WrongMerge():
+            return f"wrong merge: {header_text(message.header)}"
         case msg.FetchAdvised():
             return f"fetch shard {message.shard} instead: {head_text(message.head)}"
         case _:
@@ -127,6 +129,8 @@ def describe_effect(effect: ef.Effect) -> str:
             return f"install {head_text(effect.state.head)}{_carry(effect)}"
         case ef.Fetch():
             return f"fetch shard {effect.shard} from {effect.peer}"
+        case ef.Audit():
+            return f"audit {effect.commit[:6]} of shard {effect.shard} with a chance of {effect.chance:.3g}"
         case ef.AdoptStep():
             return f"adopt step: {effect.step}{f', {effect.tokens} tokens merged' if effect.tokens else ''}"
         case _:

@@ -88,6 +88,18 @@ def test_liars_that_come_first_bring_newcomers_to_nothing() -> None:
     assert not report.violations, "\n".join(f"{v.command}   # {v.sentence}" for v in report.violations)
 
 
+@pytest.mark.timeout(300)
+def test_lying_owners_are_found_and_honest_ones_never() -> None:
+    """Rules V5: one commit in ten is audited; each liar that went on for long was found, and all know of it."""
+    found = [run_seed(seed, scenario="lying-owners") for seed in range(40)]
+    assert not [(outcome.seed, outcome.violations) for outcome in found if outcome.violations]
+    caught = [count for outcome in found for count in outcome.caught.values()]
+    audits = sum(outcome.audits.get("audits", 0) for outcome in found)
+    assert len(caught) >= 20
+    assert sum(caught) / len(caught) < 10
+    assert 0.07 < audits / sum(outcome.versions for outcome in found) < 0.13
+
+
 @pytest.mark.parametrize("seed", [3, 186, 214])
 def test_same_seed_same_trace_in_another_process(seed: int) -> None:
     traces = [

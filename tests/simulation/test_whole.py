@@ -14,7 +14,7 @@ import pytest
 from tests.machine_sim.arguments import fresh_seeds
 from tests.peer_sim import report
 from tests.peer_sim.faults import FirstKind, FurtherKind, LateKind, RoughKind
-from tests.peer_sim.report import PRIVATE, ROUGH, BugFound, Outcome
+from tests.peer_sim.report import LYING, PRIVATE, ROUGH, BugFound, Outcome
 
 JOBS = os.cpu_count() or 1
 FIXED = range(80)
@@ -84,6 +84,15 @@ def test_in_a_private_run_nothing_honest_is_lost_for_want_of_an_introduction() -
     found = outcomes([PRIVATE + seed for seed in (5, 6, 11, 18)], jobs=JOBS)
     assert not broken(found.values())
     assert sum(o.happened.get("introduced", 0) for o in found.values()) >= 3
+
+
+@pytest.mark.timeout(600)
+def test_whole_peers_find_owners_that_merge_wrongly() -> None:
+    """Rules V5: one value, noise of honest length, a contribution that is left out. No honest owner is ever accused."""
+    found = outcomes([LYING + seed for seed in range(12)], jobs=JOBS)
+    assert not broken(found.values())
+    assert sum(len(o.caught) for o in found.values()) >= 4
+    assert sum(o.audits for o in found.values()) >= 20
 
 
 @pytest.mark.timeout(600)

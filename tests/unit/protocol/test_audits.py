@@ -123,26 +123,50 @@ def test_what_proves_a_wrong_merge_is_kept_for_others() -> None:
 
 
 def test_an_owner_that_does_not_deliver_counts_as_one_that_missed() -> None:
-    """V5g: three times in a row, and only while it should still have what is asked for; it is never barred."""
+    """V5g: three times in a row, and only while it should still have what is asked for; it is never barred. All that it
+    makes is audited until it delivers, and no commit of its own makes up for it."""
     stage = Stage(B, C, log_length=16)
-    header = stage.commit(with_payload(tokens(C, 0, 40), "given"), owner=B)
-    stage.take(header)
+    versions = iter(range(20))
+
+    def commit_of(owner: PeerId) -> tuple[msg.CommitHeader, float]:
+        version = next(versions)
+        given = with_payload(tokens(C, 40 * version, 40 * version + 40), f"given {version}")
+        header = stage.commit(given, owner=owner)
+        (audit,) = only(stage.take(header, sender=owner), ef.Audit)
+        return header, audit.chance
+
     missed = stage.machine.core.membership.owners._missed
-    for _ in range(MISSES - 1):
-        stage.tell(of(header, has_delivered=False))
-    stage.tell(of(header, has_delivered=True))
+    header, chance = commit_of(B)
+    assert chance < 0.1
     for _ in range(MISSES - 1):
         assert not notes(stage.tell(of(header, has_delivered=False)), "audit")
+    assert commit_of(B)[1] == 1.0
+    stage.tell(of(header, has_delivered=True))
+    assert commit_of(B)[1] < 0.1
+    header, _ = commit_of(B)
+    for _ in range(MISSES - 1):
+        stage.tell(of(header, has_delivered=False))
     assert not missed
     assert notes(stage.tell(of(header, has_delivered=False)), "audit")
     assert set(missed) == {B}
+    assert commit_of(B)[1] == 1.0
+    assert set(missed) == {B}, "though it made a commit"
+    header, _ = commit_of(B)
+    stage.tell(of(header, has_delivered=True))
+    commit_of(B)
+    assert not missed
     assert B not in stage.machine.view.barred
-    missed.clear()
-    for version in range(1, 4):
-        stage.take(stage.commit(tokens(C, 40 * version, 40 * version + 40), owner=C), sender=C)
+    for _ in range(3):
+        commit_of(C)
     for _ in range(2 * MISSES):
         stage.tell(of(header, has_delivered=False))
     assert not missed, "its head has moved on"
+    header, _ = commit_of(B)
+    stage.beats.pop(B)
+    stage.tell(ev.PeerDisconnected(B, "gone"))
+    for _ in range(2 * MISSES):
+        stage.tell(of(header, has_delivered=False))
+    assert not missed, "who is away cannot be asked"
 
 
 # -- whole peers -------------------------------------------------------------------------------------------------------
