@@ -100,6 +100,19 @@ def test_decoding_has_the_same_bits(elements: int, block: int, seed: int) -> Non
     assert square == wanted_square
 
 
+def test_norms_that_are_nearly_between_two_scales_are_rounded_alike() -> None:
+    """A block's norm that differs in its last bit would be rounded to another scale here."""
+    for seed in range(200):
+        x = torch.randn(256, generator=torch.Generator().manual_seed(seed))
+        norm = float(x.double().norm())
+        scale = torch.tensor(0.4 * norm / 16).to(torch.bfloat16)
+        above = (scale.view(torch.int16) + 1).view(torch.bfloat16)
+        how = quantization.recipe("int4", (float(scale) + float(above)) / 2 * 16 / norm)
+        [body] = map(bytes, quantization.encode_vector(how, x))
+        with by_torch():
+            assert [bytes(b) for b in quantization.encode_vector(how, x)] == [body]
+
+
 def test_the_sum_of_squares_is_that_of_numpy() -> None:
     x = np.random.default_rng(1).standard_normal(5003).astype(np.float32)
     assert native.squares(x) == pytest.approx(float(np.square(x, dtype=np.float64).sum()), rel=1e-12)

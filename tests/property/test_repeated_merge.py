@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from p2pdiloco.codec import compression, merge, native
 from p2pdiloco.codec.bitrate_ladder import downward_recipes
 from p2pdiloco.codec.compression import index_bytes
-from p2pdiloco.codec.formats import CHUNK, Recipe, recipe
+from p2pdiloco.codec.formats import CHUNK, HEADER, Recipe, recipe
 from p2pdiloco.codec.quantization import LARGEST_BODY, decode_chunks, encode_vector
 from p2pdiloco.peer.audit import merge_problem
 from p2pdiloco.peer.model_state import ModelState, payload_of
@@ -154,6 +154,12 @@ def test_a_merge_that_is_another_is_found() -> None:
     first = msgspec.structs.replace(commit.header.contributors[0], payload=b"")
     assert "without values" in str(commit.problem(contributors=(first, *commit.header.contributors[1:])))
     assert "cannot be merged" in str(commit.problem(factors=(100,)))
+    [body] = map(bytearray, _bodies(commit))
+    other = next(i for i in range(HEADER.size + 1, HEADER.size + 100) if body[i] != body[HEADER.size])
+    body[HEADER.size], body[other] = body[other], body[HEADER.size]  # of one block: the length stays
+    payload = compression.join([body])
+    lie = commit._replace(payloads={**commit.payloads, digest_of(payload): payload})
+    assert wrong in str(lie.problem(payload=digest_of(payload)))
     values = decode_chunks(_bodies(commit), torch.empty(3000))
     for how, index, change in ((recipe("int4"), 2999, float(values.norm())), (recipe("int4", 0.335), 0, 0.0)):
         changed = values.clone()

@@ -5,6 +5,7 @@ What seeds do find stands in ``mutants``.
 
 from __future__ import annotations
 
+from tests.seeded_bugs.audits import BUGS as AUDIT_BUGS
 from tests.seeded_bugs.claims import BUGS as CLAIM_BUGS
 from tests.seeded_bugs.inject import Bug
 from tests.seeded_bugs.topologies import BUGS as MESH_BUGS
@@ -18,6 +19,7 @@ def _bug(name: str, module: str, where: str, old: str, new: str, harm: str, kill
 
 
 BUGS = (
+    *AUDIT_BUGS,
     *CLAIM_BUGS,
     *MESH_BUGS,
     _bug(

@@ -276,12 +276,14 @@ def test_an_accuser_whose_word_does_not_hold_is_not_heard_again(tmp_path: Path) 
             assert bob.faults() == {"accusation": 1}
             assert not bob.machine.view.barred
             before = bob.asked[cat.id] + bob.asked[ann.id]
-            await stage.deliver(bob, cat.id, msg.WrongMerge(header, signature))
-            assert bob.asked[cat.id] + bob.asked[ann.id] == before
-            await stage.deliver(cat, bob.id, msg.WrongMerge(header, bytes(64)))
-            assert cat.faults() == {"accusation": 1}
             foreign = msgspec.structs.replace(header, payload=digest("gone"))
             signed = _signed(foreign)
+            for accusation in (msg.WrongMerge(header, signature), msg.WrongMerge(foreign, signed)):
+                await stage.deliver(bob, cat.id, accusation)
+            assert bob.faults() == {"accusation": 1}
+            assert bob.asked[cat.id] + bob.asked[ann.id] == before, "it is not heard"
+            await stage.deliver(cat, bob.id, msg.WrongMerge(foreign, bytes(64)))
+            assert cat.faults() == {"accusation": 1}
             await stage.deliver(ann, bob.id, msg.WrongMerge(foreign, signed))
             assert not ann.faults(), "its own commits it knows better"
             dan = await stage.add("dan", None, has_learner=False, weight=0.0)

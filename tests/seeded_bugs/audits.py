@@ -1,0 +1,185 @@
+"""Bugs in audits of merges: liars that are not found, and honest owners that are accused."""
+
+from __future__ import annotations
+
+from tests.seeded_bugs.inject import Bug
+
+_TESTS = "tests/unit/protocol/test_audits.py"
+_AGAIN = "tests/property/test_repeated_merge.py"
+_AUDIT = "p2pdiloco.peer.audit"
+_RULES = "p2pdiloco.protocol.audits"
+
+
+def _bug(name: str, module: str, where: str, old: str, new: str, harm: str, killed_by: str, path: str = _TESTS) -> Bug:
+    return Bug(name, module, where, old, new, harm, (f"{path}::{killed_by}",))
+
+
+BUGS = (
+    _bug(
+        "only the length of a merge is compared",
+        _AUDIT,
+        "_is_same",
+        "np.array_equal(np.frombuffer(a, np.uint8), np.frombuffer(b, np.uint8))",
+        "True",
+        "an owner changes the sign of what was given",
+        "test_a_merge_that_is_another_is_found",
+        _AGAIN,
+    ),
+    _bug(
+        "the length of a merge is not compared",
+        _AUDIT,
+        "_is_same",
+        "length == header.length",
+        "True",
+        "an owner raises the bound on later steps as it likes",
+        "test_a_merge_that_is_another_is_found",
+        _AGAIN,
+    ),
+    _bug(
+        "a merge is made again without the factors",
+        _AUDIT,
+        "merge_problem",
+        "header.factors",
+        "()",
+        "honest owners are convicted where contributions disagree",
+        "test_whoever_has_the_contributions_makes_the_same_merge",
+        _AGAIN,
+    ),
+    _bug(
+        "a merge is made again without the limit of its length",
+        _AUDIT,
+        "_is_same",
+        "header.longest or math.inf",
+        "math.inf",
+        "honest owners are convicted when learners return from a cut",
+        "test_whoever_has_the_contributions_makes_the_same_merge",
+        _AGAIN,
+    ),
+    _bug(
+        "torch takes square roots in a way of its own",
+        "p2pdiloco.codec.quantization",
+        "_block_norms",
+        "torch.from_numpy(np.sqrt(total.add_(lanes[:, 0]).numpy()))",
+        "total.add_(lanes[:, 0]).sqrt_()",
+        "a machine without a compiler convicts others now and then, and they convict it",
+        "test_norms_that_are_nearly_between_two_scales_are_rounded_alike",
+        "tests/property/test_native.py",
+    ),
+    _bug(
+        "any limit may be stated",
+        "p2pdiloco.protocol.chain",
+        "Chain.problem",
+        "header.longest != self.stated_longest(header.contributors)",
+        "False",
+        "an owner makes each step as long as it likes, and every audit finds it right",
+        "test_a_commit_states_the_limit_that_its_merge_kept_to",
+    ),
+    _bug(
+        "each peer audits one commit in ten",
+        _RULES,
+        "Audits.on_head_changed",
+        "AUDIT_SHARE / len(membership.live)",
+        "AUDIT_SHARE",
+        "audits cost more than the training in a large swarm",
+        "test_all_peers_together_audit_one_commit_in_ten",
+    ),
+    _bug(
+        "an owner drops what it merged at once",
+        "p2pdiloco.protocol.machine",
+        "Machine.payloads",
+        "held |= self.barred_owners.payloads(shard) | self.audits.payloads(shard, size_of, most_bytes)",
+        "held |= self.barred_owners.payloads(shard)",
+        "nothing can be audited",
+        "test_an_owner_keeps_for_a_while_what_it_merged",
+    ),
+    _bug(
+        "what proves a lie is dropped",
+        "p2pdiloco.protocol.machine",
+        "Machine.payloads",
+        "held |= self.barred_owners.payloads(shard) | self.audits.payloads(shard, size_of, most_bytes)",
+        "held |= self.audits.payloads(shard, size_of, most_bytes)",
+        "only the auditor knows of it",
+        "test_what_proves_a_wrong_merge_is_kept_for_others",
+    ),
+    _bug(
+        "an accuser is believed",
+        _AUDIT,
+        "Auditor._judge",
+        "self._ignore(accuser, f'it accuses {header.owner} of a wrong merge, which is right')",
+        "self._convict(case.commit, payloads, '')",
+        "one member bars every owner",
+        "test_an_accuser_whose_word_does_not_hold_is_not_heard_again",
+    ),
+    _bug(
+        "an accusation of a commit that nobody signed is looked into",
+        _AUDIT,
+        "Auditor._is_signed",
+        "self._ignore(accuser, str(error))\nreturn False",
+        "return True",
+        "one member bars every owner by a commit of its own making",
+        "test_an_accuser_whose_word_does_not_hold_is_not_heard_again",
+    ),
+    _bug(
+        "a false accuser may go on",
+        _AUDIT,
+        "Auditor._ignore",
+        "self._ignored[accuser] = None",
+        "pass",
+        "one member keeps all others busy with merges",
+        "test_an_accuser_whose_word_does_not_hold_is_not_heard_again",
+    ),
+    _bug(
+        "accusations have no limit",
+        _AUDIT,
+        "Auditor.accused",
+        "self._accusations.take(accuser, self._host.now())",
+        "True",
+        "one member keeps all others busy with fetching what is not there",
+        "test_accusations_are_few",
+    ),
+    _bug(
+        "an auditor believes what it is sent",
+        _AUDIT,
+        "Auditor._ask",
+        "response.payload is None or digest_of(response.payload) != digest",
+        "response.payload is None",
+        "an owner shows other contributions, which fit what it made",
+        "test_an_audit_that_cannot_be_made_is_told",
+    ),
+    _bug(
+        "a payload is shown with any commit",
+        "p2pdiloco.peer.state_server",
+        "StateServer.payload",
+        "header is None or payload not in audited_payloads(header)",
+        "False",
+        "members read contributions before they are merged",
+        "test_an_owner_shows_what_it_merged_and_nothing_else",
+    ),
+    _bug(
+        "payloads are shown without a limit",
+        "p2pdiloco.peer.state_server",
+        "RequestHandlers.answer",
+        "self._payloads.take(peer, self._host.now())",
+        "True",
+        "one member has all that a peer may send",
+        "test_an_owner_shows_what_it_merged_and_nothing_else",
+    ),
+    _bug(
+        "who shows nothing owns on",
+        _RULES,
+        "Audits.on_audited",
+        "owners.withholding.add(owner)",
+        "pass",
+        "a lying owner shows nothing, and makes up for it by its next lie",
+        "test_an_owner_that_does_not_deliver_counts_as_one_that_missed",
+    ),
+    _bug(
+        "who showed nothing once is not asked again",
+        _RULES,
+        "Audits.on_head_changed",
+        "1.0 if header.owner in self._missing else AUDIT_SHARE / len(membership.live)",
+        "AUDIT_SHARE / len(membership.live)",
+        "a lying owner shows nothing, and lies a hundred times until anybody minds",
+        "test_an_owner_that_does_not_deliver_counts_as_one_that_missed",
+    ),
+)
