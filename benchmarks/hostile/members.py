@@ -24,7 +24,9 @@ from benchmarks import bench
 from p2pdiloco.demo.local_swarm import Member, Swarm
 from tests.chaos.changed_peers import SENT_LIES, launch
 
-ATTACKS = ("tokens+flip", "tokens+noise", "flip", "noise", "tokens")
+ATTACKS = ("tokens+flip", "tokens+noise", "flip", "noise", "tokens", "merges")
+NAMED_FOR = ("point away", "has put other values")
+"""What a log says of a liar's contributions, and of its merges."""
 STEP_TOKENS = 8 * 64
 """Tokens of a learner's step: samples times context."""
 CONFIG = """
@@ -65,7 +67,8 @@ class Outcome(NamedTuple):
     honest_tokens: int
     """Tokens of honest peers that were merged until the end."""
     named: int
-    """Liars that an honest peer's log names: most others disagree with what they contribute."""
+    """Liars that an honest peer's log names: most others disagree with what they contribute, or their merges are
+    wrong."""
 
     def loss_at(self, tokens: int) -> float:
         """The held-out loss when so many honest tokens were merged, between two looks by a straight line."""
@@ -119,7 +122,7 @@ def run(out: Path, options: argparse.Namespace, honest: int, lies: Sequence[str]
         swarm.kill_leftovers()
     for liar in liars:
         liar.refresh()
-    told = [text for member in members for text in member.view.warnings if "point away" in text]
+    told = [text for member in members for text in member.view.warnings if any(why in text for why in NAMED_FOR)]
     named = sum(any(liar.view.peer in text for text in told) for liar in liars)
     return outcome(founder, {member.view.peer for member in members}, named)
 

@@ -34,6 +34,7 @@ LATE_STEP = 2**55
 FAR_VERSIONS, HEAVIER = 1000, 2**40
 HEAVY = 1e12
 NOISE_TIMES = 30.0
+NOISE_SHARE = 0.5
 
 
 class Lie(NamedTuple):
@@ -77,6 +78,24 @@ def _values() -> None:
         return bodies, SHORT
 
     _put(merge, "encode", encode)
+
+
+def _merges() -> None:
+    """As an owner it adds noise to each merge, half as long as what was given: within all bounds."""
+    sound = merge.encode
+
+    def encode(how: quantization.Recipe, merged: torch.Tensor, longest: float, room: int) -> tuple[Bodies, float]:
+        drawn = torch.randn_like(merged)
+        merged += drawn.mul_(NOISE_SHARE * float(merged.norm()) / float(drawn.norm()))
+        bodies, length = sound(how, merged, longest, room)
+        wrong_lengths.add(length)
+        return bodies, length
+
+    _put(merge, "encode", encode)
+
+
+wrong_lengths: set[float] = set()
+"""Of this process's wrong merges."""
 
 
 def _tokens() -> None:
@@ -225,6 +244,7 @@ def _is_heartbeat(message: msg.Message, is_changed: Callable[[msg.Heartbeat], bo
 
 LIES: dict[str, Lie] = {
     "values": Lie(_values, lambda m: _is_commit(m, lambda header: header.length == SHORT)),
+    "merges": Lie(_merges, lambda m: _is_commit(m, lambda header: header.length in wrong_lengths)),
     "tokens": Lie(_tokens, _is_many_tokens),
     "others": Lie(_others, lambda m: _is_commit(m, lambda h: any(c.tokens == MANY_TOKENS for c in h.contributors))),
     "steps": Lie(_steps, lambda m: _is_heads(m, lambda heads: heads.step == LATE_STEP)),

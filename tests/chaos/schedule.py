@@ -40,7 +40,9 @@ Kind = Literal[
     "corrupt",
     "break",
 ]
-LIES = frozenset({"values", "tokens", "others", "steps", "heads", "blocks", "weight", "tiny", "flip", "noise"})
+LIES = frozenset(
+    {"values", "tokens", "others", "steps", "heads", "blocks", "weight", "tiny", "flip", "noise", "merges"}
+)
 """The lies of hostile peers (``byzantine.py``)."""
 COUNTED = frozenset({"values", "others"})
 """Lies that honest peers write down as faults; the rest is within what they believe, or has no effect."""

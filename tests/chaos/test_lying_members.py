@@ -1,5 +1,5 @@
 """A member with changed code, among real peers: it declares as much as is believed and gives the opposite of what it
-has found."""
+has found; or it puts values of its own into what it merges."""
 
 from __future__ import annotations
 
@@ -24,3 +24,15 @@ def test_one_of_four_that_declares_most_and_turns_round_does_not_ruin_the_model(
     assert found["ratio"] < 1.1
     assert found["named"] == 1, "no honest peer's log names the liar"
     assert found["honest_share"] > 0.5, "one liar of four ended the run early"
+
+
+@pytest.mark.timeout(420)
+def test_one_of_four_that_merges_wrongly_is_found(tmp_path: Path) -> None:
+    """It owns some 60 commits of the run if nobody finds out, and one in ten is audited. Logs say who it was."""
+    command = [sys.executable, "-m", "benchmarks.hostile.members", "--steps", "100", "--attacks", "merges"]
+    command += ["--timeout-s", "180", "--json", str(tmp_path / "rows.jsonl")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "rows.jsonl").read_text())["figures"]
+    assert found["named"] == 1, "no honest peer's log names the liar"
+    assert found["ratio"] < 1.1

@@ -12,6 +12,7 @@ bytes on the simulated disk.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from random import Random
@@ -101,6 +102,8 @@ class Durability:
         """By shard: whose payloads were merged, and when. Several may have given the same: nothing but zeros."""
         self.resumes: PeerId | None = None
         """Who begins with the best of what lies on all disks."""
+        self._merged_by: defaultdict[tuple[PeerId, ShardId], dict[Digest, int]] = defaultdict(dict)
+        """What each owner merged, which it shows to auditors for a while: the newest version, by payload."""
         self._commits: set[Digest] = set()
         """Payloads of commits. A learner's alone, merged without others', is its contribution's."""
         self._altered: set[tuple[ShardId, Digest, PeerId]] = set()
@@ -283,6 +286,7 @@ class Durability:
     def committed(self, header: CommitHeader) -> None:
         """Somebody has made a commit."""
         self._commits.add(header.payload)
+        self._merged_by[header.owner, header.shard].update(dict.fromkeys(audited_payloads(header), header.version))
         for contributor in header.contributors:
             giver = peer_of(contributor.learner)
             payload, merged = Digest(contributor.payload.hex()), self._merged[header.shard]
@@ -307,8 +311,9 @@ class Durability:
         chains, proofs = peer.machine.core.chains, peer.machine.barred_owners.proofs.values()
         wrong = [proof.header for proof in proofs if isinstance(proof, WrongMerge)]
         for merged, shelf, chain in zip(self._merged, peer.driver.payload_cache.shards, chains, strict=True):
-            own = [header for header in [*chain.log][-2 * AUDITED_VERSIONS :] if header.owner == name]
-            shown_to_auditors = set[Digest]().union(*map(audited_payloads, [*own, *wrong]))
+            least = (0 if chain.head is None else chain.head.version) - 2 * AUDITED_VERSIONS
+            own = {payload for payload, version in self._merged_by[name, chain.shard].items() if version > least}
+            shown_to_auditors = own.union(*map(audited_payloads, wrong))
             for digest in sorted(shelf.payloads.keys() - self._commits - shown_to_auditors):
                 givers, at = merged.get(digest, ({name}, 0.0))
                 here_since = life.kept.get(shelf.payloads[digest], self._world.now)  # the very same may come again
