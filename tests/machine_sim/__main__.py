@@ -76,8 +76,8 @@ def _seeds(seeds: range, scenario: str, jobs: int, *, is_json: bool) -> int:
         report = simulate(batch, scenario, jobs=jobs)
         seconds += report.seconds
         for key, value in report.summary().items():
-            if key in total:
-                total[key] += value
+            if key != "events_per_second":
+                total[key] = total.get(key, 0) + value
         for violation in report.violations:
             print(f"seed {violation.seed}: {violation.sentence}\n  repeat: {violation.command}", file=sys.stderr)
         if not is_json and len(seeds) > BATCH:

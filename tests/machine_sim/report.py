@@ -44,6 +44,10 @@ class SimulationReport(msgspec.Struct, frozen=True, kw_only=True):
     versions: int
     forks: int
     seconds: float
+    wrong: int = 0
+    """Wrong commits of lying owners,"""
+    found: int = 0
+    """and how many of these owners were found."""
 
     @property
     def events_per_second(self) -> float:
@@ -58,6 +62,7 @@ class SimulationReport(msgspec.Struct, frozen=True, kw_only=True):
             "violations": len(self.violations),
             "tokens_lost": self.tokens_lost,
             "events_per_second": round(self.events_per_second),
+            **({"wrong_commits": self.wrong, "owners_found": self.found} if self.wrong else {}),
         }
 
 
@@ -102,7 +107,7 @@ def _outcomes(seeds: Sequence[int], scenario: str, jobs: int) -> Iterator[Outcom
 
 def _sum(outcomes: Iterable[Outcome], scenario: str, began: float) -> SimulationReport:
     violations = []
-    seeds = events = tokens_lost = tokens_merged = versions = forks = 0
+    seeds = events = tokens_lost = tokens_merged = versions = forks = wrong = found = 0
     for outcome in outcomes:
         seeds += 1
         events += outcome.events
@@ -110,6 +115,8 @@ def _sum(outcomes: Iterable[Outcome], scenario: str, began: float) -> Simulation
         tokens_merged += outcome.tokens_merged
         versions += outcome.versions
         forks += outcome.forks
+        wrong += sum(outcome.caught.get(owner, count) for owner, count in outcome.wrong.items())
+        found += len(outcome.caught)
         if outcome.violations:
             violations.append(
                 Violation(
@@ -127,6 +134,8 @@ def _sum(outcomes: Iterable[Outcome], scenario: str, began: float) -> Simulation
         versions=versions,
         forks=forks,
         seconds=time.perf_counter() - began,
+        wrong=wrong,
+        found=found,
     )
 
 

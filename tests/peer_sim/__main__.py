@@ -59,6 +59,8 @@ async def _whole(seeds: range, jobs: int, *, is_json: bool) -> int:
             for key in ("commits", "contributions", "forks", "lives", "faults"):
                 total[key] += getattr(outcome, key)
             happened.update(outcome.happened)
+            until_found = sum(outcome.caught.get(owner, count) for owner, count in outcome.wrong.items())
+            happened.update({"wrong-commits": until_found, "owners-found": len(outcome.caught)} if until_found else {})
             if outcome.violations:
                 total["violations"] += 1
                 repeat = f"python -m tests.peer_sim --seeds {outcome.seed}"
