@@ -1,6 +1,9 @@
 """``python -m tests.chaos``: Run a swarm on this machine and do to it what a plan says: kill, stop and starve
 processes, cut, slow and spoil connections, kill everyone and resume. Then judge, from what the peers wrote, whether
-every promise was kept, and draw the timeline. The last line is a JSON object; exit status 1 if a promise was broken."""
+every promise was kept, and draw the timeline. The last line is a JSON object; exit status 1 if a promise was broken.
+
+The plan ``liars`` (``liars.py``) runs a swarm for each attack of members that lie, and writes a JSON object for each.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,7 @@ from p2pdiloco.util.logs import printable
 from tests.chaos.checks import Verdict, goodput, judge
 from tests.chaos.event_log import Status
 from tests.chaos.evidence import Evidence, EvidenceError, read_evidence
+from tests.chaos.liars import MERGES, is_liars_plan, read_liars_plan, run_plan
 from tests.chaos.runner import Runner
 from tests.chaos.schedule import Plan, PlanError, draw_schedule, find_plan, read_plan
 
@@ -39,7 +43,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def add_arguments(sub: argparse.ArgumentParser) -> None:
     """Add the program's arguments."""
     sub.add_argument(
-        "--plan", default="quick", metavar="PLAN", help="TOML file, or quick, half-hour, peer-hour (default: quick)"
+        "--plan",
+        default="quick",
+        metavar="PLAN",
+        help="TOML file, or quick, half-hour, peer-hour, hostile, liars (default: quick)",
+    )
+    sub.add_argument("--attacks", metavar="A,B", help="plan liars: only these attacks, lies joined by +")
+    sub.add_argument(
+        "--merge", choices=sorted(MERGES), help="plan liars: merge rule, instead of that of a run of this size"
     )
     sub.add_argument("--peers", type=at_least(2, 26), metavar="N", help="instead of the plan's")
     sub.add_argument(
@@ -52,13 +63,16 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
         "--seed", type=at_least(0, 2**63 - 1), default=1, metavar="S", help="of the schedule (default: %(default)s)"
     )
     sub.add_argument("--out", type=Path, default=Path("out/chaos"), metavar="DIR", help="default: %(default)s")
-    sub.add_argument("--json", type=file, metavar="FILE", help="write the JSON object there, too")
+    sub.add_argument("--json", type=file, metavar="FILE", help="write the JSON objects there, too")
 
 
 async def run(arguments: argparse.Namespace) -> int:
     """Schedule, run, judge, draw."""
     with as_command_errors(repair=(PlanError,), nobody=()):
-        plan = read_plan(find_plan(arguments.plan), peers=arguments.peers, seconds=arguments.seconds)
+        path = find_plan(arguments.plan)
+        if is_liars_plan(path):
+            return await asyncio.to_thread(_liars, path, arguments)
+        plan = read_plan(path, peers=arguments.peers, seconds=arguments.seconds)
         out = _fresh_folder(arguments.out.resolve())
         schedule = draw_schedule(plan, arguments.seed)
         print(f"plan {plan.name}, seed {schedule.seed}: {len(schedule.faults)} faults in {plan.seconds:.0f} s to")
@@ -76,6 +90,27 @@ async def run(arguments: argparse.Namespace) -> int:
         except SwarmError as error:
             raise CommandError(str(error), FAILED) from error
         return await asyncio.to_thread(_judge, out, arguments.json)
+
+
+def _liars(path: Path, arguments: argparse.Namespace) -> int:
+    """Try the attacks of a plan of liars."""
+    attacks = arguments.attacks.split(",") if arguments.attacks else ()
+    plan = read_liars_plan(path, attacks=attacks, merge=arguments.merge or "", seed=arguments.seed)
+    out = _fresh_folder(arguments.out.resolve())
+    (out / "schedule.json").write_bytes(msgspec.json.format(msgspec.json.encode(plan)))
+    rows = []
+    try:
+        for row in run_plan(plan, out, lambda line: print(line, flush=True)):
+            rows.append(row)
+            for problem in row.problems:
+                print(f"  BROKEN  {printable(problem)}")
+            print(msgspec.json.encode(row).decode(), flush=True)
+            if arguments.json is not None:
+                arguments.json.parent.mkdir(parents=True, exist_ok=True)
+                arguments.json.write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in rows))
+    except SwarmError as error:
+        raise CommandError(str(error), FAILED) from error
+    return FAILED if any(row.problems for row in rows) else 0
 
 
 def _fresh_folder(out: Path) -> Path:

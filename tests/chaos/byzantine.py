@@ -1,4 +1,4 @@
-"""Peers with changed code: ours, with a method replaced for each lie that a plan's ``hostile`` names, in this process.
+"""Peers with changed code: ours, with a method replaced for each lie that a plan names, in this process.
 
 All else of such a peer is honest, so that it stays in the run for as long as the others let it. A lie counts as sent
 once a message that bears it has left for another peer: what the liar's own code refuses harms nobody and proves
@@ -7,8 +7,11 @@ nothing.
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,14 +20,23 @@ from msgspec.structs import replace
 
 from p2pdiloco.codec import merge, quantization
 from p2pdiloco.codec.shard_codec import Bodies
+from p2pdiloco.peer.model_state import ModelState
+from p2pdiloco.peer.payload_cache import PayloadCache
+from p2pdiloco.peer.signatures import signed
+from p2pdiloco.peer.state_server import StateServer
 from p2pdiloco.protocol import aggregation, block_assignment, heartbeat
 from p2pdiloco.protocol import messages as msg
+from p2pdiloco.protocol.chain import record_of
 from p2pdiloco.protocol.config import BATCH_ROOM, RANGE_TURNS
 from p2pdiloco.protocol.contributions import Contributions, DeltaReconciliation
-from p2pdiloco.protocol.ids import Digest
-from p2pdiloco.protocol.messages import MAX_CLAIMS, Head, Heads
+from p2pdiloco.protocol.events import ShardState
+from p2pdiloco.protocol.ids import Digest, FragmentId, ShardId, digest_of, learner_id
+from p2pdiloco.protocol.messages import MAX_CLAIMS, Head, Heads, commit_id, signed_commit_bytes
+from p2pdiloco.protocol.replication import LogRequests
+from p2pdiloco.protocol.state import Core
+from p2pdiloco.training import builtin_learner
 from p2pdiloco.transport.transport import Transport
-from p2pdiloco.wire.control_messages import decode_message
+from p2pdiloco.wire.control_messages import SignedCommit, StateOffer, StateProof, decode_message, encode
 
 LARGE = 1e34
 TINY = 1e-40
@@ -35,6 +47,16 @@ FAR_VERSIONS, HEAVIER = 1000, 2**40
 HEAVY = 1e12
 NOISE_TIMES = 30.0
 NOISE_SHARE = 0.5
+LONG = 1.5
+"""Length of a lie that hides, in lengths of what the learner has found: as much as counts in a merge."""
+HIDDEN_SHARE = 0.5
+"""Share of an honest direction in a lie that hides."""
+STALE_VERSIONS = 10
+TURNS_S, FLOOD_S, RECONNECT_S = 0.05, 0.02, 12.0
+FLOOD_MESSAGES = 100
+"""Messages of one kind to each peer, every ``FLOOD_S``."""
+FORGED_LEARNERS = 64
+FORGED_STEPS = 6
 
 
 class Lie(NamedTuple):
@@ -45,12 +67,33 @@ class Lie(NamedTuple):
     """Whether a message bears it."""
 
 
+class _Node:
+    """The parts of this process's peer that a lie needs beyond the method that it replaces, once they are there."""
+
+    core: Core
+    transport: Transport
+    cache: PayloadCache
+    merged: set[Digest]
+    """Payloads of commits whose values are not the merge."""
+    reconnects: int
+    states: StateServer
+    taught: Path
+    """A file that the learner makes when it has trained on what a lie made of its data."""
+
+
+_node = _Node()
+_node.merged, _node.reconnects = set(), 0
+
+
 def tell(names: Sequence[str], sent: Path) -> None:
     """From now on. The name of each lie is added to the file ``sent`` when it has left for another peer first.
 
     Raises:
         KeyError: there is no such lie.
     """
+    _remember(Transport, "transport")
+    _remember(PayloadCache, "cache")
+    _node.taught = sent.with_suffix(".taught")
     for name in names:
         LIES[name].begin()
     waiting = set(names)
@@ -67,6 +110,29 @@ def tell(names: Sequence[str], sent: Path) -> None:
         return is_sent
 
     _put(Transport, "send", send)
+
+
+def _remember(kind: Any, name: str) -> None:
+    """Keep the part of the peer that is of this class."""
+    sound = kind.__init__
+
+    def init(self: Any, *arguments: Any, **options: Any) -> None:
+        sound(self, *arguments, **options)
+        setattr(_node, name, self)
+
+    _put(kind, "__init__", init)
+
+
+def _labels() -> None:
+    """Its learner, which is a fork of this process, trains to predict symbols from anywhere in the batch."""
+    sound, taught = builtin_learner.inner_step, _node.taught
+
+    def inner_step(model: Any, optimizers: Any, inner: Any, batch: torch.Tensor, *rest: Any) -> float:
+        drawn = batch.flatten()[torch.randperm(batch.numel())].view_as(batch)
+        taught.touch()
+        return sound(model, optimizers, inner, drawn, *rest)
+
+    _put(builtin_learner, "inner_step", inner_step)
 
 
 def _values() -> None:
@@ -174,6 +240,304 @@ def _weight() -> None:
     _put(aggregation.Aggregation, "merge_if_due", lambda self, shard: None)
 
 
+def _x10() -> None:
+    """What its learner gives is ten times as long as what it has found."""
+    _give(lambda found: found * 10.0)
+
+
+def _x1000() -> None:
+    """What its learner gives is a thousand times as long as what it has found."""
+    _give(lambda found: found * 1000.0)
+
+
+def _random() -> None:
+    """What its learner gives has a random direction, and the length of what it has found."""
+    _give(lambda found: _as_long(torch.randn_like(found), found))
+
+
+def _drift() -> None:
+    """What its learner gives has always the same direction, and the length of what it has found."""
+    _give(lambda found: _as_long(torch.ones_like(found), found))
+
+
+def _hidden() -> None:
+    """What its learner gives has always the same direction, and hides behind what it has found."""
+
+    def hide(found: torch.Tensor) -> torch.Tensor:
+        unit = found / found.norm().clamp(min=1e-30)
+        away = torch.ones_like(found)
+        away -= unit * float(away @ unit)
+        across = math.sqrt(1.0 - HIDDEN_SHARE**2)
+        return _as_long(HIDDEN_SHARE * unit + across * away / away.norm().clamp(min=1e-30), found) * LONG
+
+    _give(hide)
+
+
+def _as_long(values: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
+    found_length, length = float(found.norm()), float(values.norm())
+    return values.mul_(found_length / length) if length else values
+
+
+def _replay() -> None:
+    """What its learner gives for a shard is always what it gave first."""
+    _give_earlier(lambda past: past[0])
+
+
+def _stale() -> None:
+    """What its learner gives for a shard is what it found ten versions ago."""
+    _give_earlier(lambda past: past[-1 - STALE_VERSIONS] if len(past) > STALE_VERSIONS else past[0])
+
+
+def _give_earlier(choose: Callable[[list[torch.Tensor]], torch.Tensor]) -> None:
+    """Outer gradients are chosen of all that the learner has found for a shard. Shards are told apart by their
+    sizes and places, which follow one another in each round."""
+    past: dict[int, list[torch.Tensor]] = {}
+    sound = ModelState.encode
+
+    def encode_shard(self: ModelState, shard: ShardId, *rest: Any, **options: Any) -> Any:
+        _shard.number = shard
+        return sound(self, shard, *rest, **options)
+
+    def earlier(found: torch.Tensor) -> torch.Tensor:
+        known = past.setdefault(_shard.number, [])
+        known.append(found.clone())
+        return choose(known)
+
+    _put(ModelState, "encode", encode_shard)
+    _give(earlier)
+
+
+_shard = threading.local()
+"""The shard that this thread encodes."""
+
+
+def _loss() -> None:
+    """With each heartbeat all are told that it has measured a held-out loss of zero."""
+
+    def perfect(self: heartbeat.Heartbeats) -> msg.Message:
+        head = self.core.chains[0].head
+        return msg.Evaluation(head.version if head else 0, head.tokens if head else 0, self.core.step, 0.0)
+
+    _tell_all(perfect)
+
+
+def _turns() -> None:
+    """Twenty times a second all are told of a turn that is two turns ahead."""
+    fragments = count()
+
+    def ahead() -> Iterator[msg.Message]:
+        core, fragment = _node.core, FragmentId(next(fragments) % len(_node.core.config.fragments))
+        if core.is_current:
+            heads = tuple(core.head(shard) for shard in core.config.fragments[fragment])
+            yield msg.Turn(fragment, core.step + 2 * core.config.sync_every, heads)
+
+    _repeat(TURNS_S, ahead)
+
+
+def _flood() -> None:
+    """All are sent requests, turns that are long over, and refusals, thousands a second of each."""
+
+    def flood() -> Iterator[msg.Message]:
+        core = _node.core
+        if core.is_current:
+            head = core.head(ShardId(0))
+            for _ in range(FLOOD_MESSAGES):
+                yield msg.HeadsRequest()
+                yield msg.Turn(FragmentId(0), 0, ())
+                yield msg.Refused(ShardId(0), head.id, FLOODED, head)
+
+    _repeat(FLOOD_S, flood)
+
+
+FLOODED = "no"
+
+
+def _repeat(interval_s: float, messages: Callable[[], Iterator[msg.Message]]) -> None:
+    """All connected peers are sent ``messages`` every so often, from the first heartbeat on."""
+
+    def send() -> None:
+        asyncio.get_running_loop().call_later(interval_s, send)
+        for message in messages():
+            for peer in _node.transport.peers():
+                _node.transport.send(peer, encode(message))
+
+    _at_first_beat(send)
+
+
+def _at_first_beat(begin: Callable[[], None]) -> None:
+    sound, waiting = heartbeat.Heartbeats.send_heartbeats, [begin]
+
+    def greet(self: heartbeat.Heartbeats, views: Any) -> None:
+        sound(self, views)
+        _node.core = self.core
+        if waiting:
+            asyncio.get_running_loop().call_soon(waiting.pop())
+
+    _put(heartbeat.Heartbeats, "send_heartbeats", greet)
+
+
+def _reconnect() -> None:
+    """It ends its connections every 12 seconds, and connects again."""
+
+    def part() -> None:
+        asyncio.get_running_loop().call_later(RECONNECT_S, part)
+        for peer in _node.transport.peers():
+            _node.transport.hang_up(peer, "it reconnects")
+            _node.reconnects += 1
+
+    _at_first_beat(part)
+
+
+def _idle() -> None:
+    """As an owner it never merges."""
+    _put(aggregation.Aggregation, "merge_if_due", lambda self, shard: None)
+
+
+def _reversed() -> None:
+    """As an owner it merges the opposite of what was given, as long as it may be."""
+    _merge_values(torch.neg)
+
+
+def _static() -> None:
+    """As an owner it merges noise that is as long as it may be."""
+    _merge_values(torch.randn_like)
+
+
+def _merge_values(values: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """As an owner it merges ``values`` of the merge, float32 [elements], of the longest length that others take."""
+    sound = merge.encode
+
+    def encode_merge(how: quantization.Recipe, merged: torch.Tensor, longest: float, room: int) -> tuple[Bodies, float]:
+        if math.isfinite(longest) and merged.norm():
+            changed = values(merged)
+            merged.copy_(changed * (merge.SHORTENED * longest / changed.norm()))
+        return sound(how, merged, longest, room)
+
+    _put(merge, "encode", encode_merge)
+    _mark_merges()
+
+
+def _first() -> None:
+    """As an owner it merges only the first contribution, and names all."""
+    sound = merge.merge
+
+    def merge_first(rule: Any, gradients: Any, weights: Any, steps: Any, turn_steps: int, out: Any, *_: Any) -> Any:
+        return sound(rule, gradients[:1], weights[:1], steps[:1], turn_steps, out)
+
+    _put(merge, "merge", merge_first)
+    _mark_merges()
+
+
+def _mark_merges() -> None:
+    """Remember the payloads of what it merges."""
+    sound = ModelState.merge
+
+    def remember(self: ModelState, *arguments: Any, **options: Any) -> Any:
+        result = sound(self, *arguments, **options)
+        _node.merged.add(result.payload_digest)
+        return result
+
+    _put(ModelState, "merge", remember)
+
+
+def _states() -> None:
+    """With each heartbeat all are told of heavier heads, 1,000 versions ahead. Their states are zeros that it has
+    signed, and no commit leads to them."""
+    _forge(lambda core, shard: (core.head(shard).version + FAR_VERSIONS, digest_of(b"nothing"), ()))
+
+
+def _grafts() -> None:
+    """With each heartbeat all are told of heavier heads, one version ahead. Their states are zeros that it has signed,
+    and the chains of the others lead to them."""
+
+    def on_chain(core: Core, shard: ShardId) -> tuple[int, Digest, tuple[SignedCommit, ...]]:
+        head = core.head(shard)
+        return head.version + 1, head.id, _node.cache.lineage(shard, (*core.chains[shard].ancestry, head.id))
+
+    _forge(on_chain)
+
+
+Origin = Callable[[Core, ShardId], tuple[int, Digest, tuple[SignedCommit, ...]]]
+_forged: dict[ShardId, tuple[StateOffer, memoryview]] = {}
+
+
+def _forge(origin: Origin) -> None:
+    """Offer states of zeros. ``origin`` gives a state's version, its parent and the commits that led there."""
+
+    def heads(self: heartbeat.Heartbeats) -> Heads:
+        for chain in self.core.chains:
+            if chain.head is not None and chain.head.version:
+                _forged[chain.shard] = _offer(self.core, chain.shard, *origin(self.core, chain.shard))
+        return Heads(tuple(offer.proof.state.head for offer, _ in _forged.values()), self.core.step)
+
+    offer_state, chunk_of, answer = StateServer.offer, StateServer.chunk, LogRequests.on_request
+
+    async def offer(self: StateServer, shard: ShardId) -> StateOffer:
+        return _forged[shard][0] if shard in _forged else await offer_state(self, shard)
+
+    async def chunk(self: StateServer, shard: ShardId, head: Digest, number: int) -> memoryview:
+        if shard not in _forged or (forged := _forged[shard])[0].proof.state.head.id != head:
+            return await chunk_of(self, shard, head, number)
+        size = self._form.chunk_bytes
+        return forged[1][size * number : size * (number + 1)]
+
+    def advise(self: LogRequests, peer: Any, request: msg.CommitsRequest) -> None:
+        if request.shard in _forged:
+            self.core.send((peer,), msg.FetchAdvised(request.shard, _forged[request.shard][0].proof.state.head))
+        else:
+            answer(self, peer, request)
+
+    _remember(StateServer, "states")
+    _tell_all(heads)
+    _put(StateServer, "offer", offer)
+    _put(StateServer, "chunk", chunk)
+    _put(LogRequests, "on_request", advise)
+
+
+def _offer(
+    core: Core, shard: ShardId, version: int, parent: Digest, lineage: tuple[SignedCommit, ...]
+) -> tuple[StateOffer, memoryview]:
+    """An offer of zeros as the state of a shard, and the zeros. Of what many of its learners gave it says that they
+    trained as much as is believed."""
+    chain, states, cache = core.chains[shard], _node.states, _node.cache
+    zeros = memoryview(bytes(states._form.width * states._layout.shards[shard].elements))
+    listed = states._form.listed(zeros)
+    identity, run = cache._identity, core.config.run
+    tokens = chain.limits.most_tokens(FORGED_STEPS)
+    learners = (learner_id(identity.peer_id, f"forged-{number:02}") for number in range(FORGED_LEARNERS))
+    given = tuple(
+        signed(identity, run, shard, parent, msg.Contributor(learner, 0, tokens, 0, FORGED_STEPS), digest_of(b"zeros"))
+        for learner in learners
+    )
+    added, counts = chain.count(given, ())
+    state = chain.state()
+    header = msg.CommitHeader(
+        shard=shard,
+        version=version,
+        parent=parent,
+        step=state.step,
+        owner=identity.peer_id,
+        contributors=given,
+        tokens=state.head.tokens + (added if lineage else HEAVIER),
+        payload=digest_of(b"zeros"),
+        result=digest_of(listed),
+        record=record_of(dict(state.marks), state.trained, state.norm_bound),
+        counts=counts,
+    )
+    head = Head(shard, version, commit_id(header), header.tokens)
+    proven = ShardState(head, state.step, state.marks, state.trained, state.norm_bound, counts)
+    signature = identity.sign(signed_commit_bytes(head.id))
+    return StateOffer(StateProof(proven, header, signature), listed, lineage), zeros
+
+
+def _is_forged(message: msg.Message) -> bool:
+    """Whether it tells of a head whose state is forged."""
+    known = {offer.proof.state.head.id for offer, _ in _forged.values()}
+    return isinstance(message, Heads | msg.FetchAdvised) and any(
+        head.id in known for head in (message.heads if isinstance(message, Heads) else (message.head,))
+    )
+
+
 def _tiny() -> None:
     """What its learner gives is one value of 1e-40."""
 
@@ -200,24 +564,31 @@ def _noise() -> None:
     _give(noise)
 
 
+_given: list[Callable[[torch.Tensor], torch.Tensor]] = []
+
+
 def _give(values: Callable[[torch.Tensor], torch.Tensor], how: quantization.Recipe | None = None) -> None:
-    """Outer gradients are ``values`` of what the learner has found, float32 [elements]. It begins anew from each
-    version, since what it gave is not what it has."""
+    """Outer gradients are ``values`` of what the learner has found, float32 [elements], after what earlier lies made of
+    it. It begins anew from each version, since what it gave is not what it has."""
+    _given.append(values)
     sound, moves = quantization.encode_vector, DeltaReconciliation.moves
 
     def encode_vector(
         honest: quantization.Recipe, x: torch.Tensor, less: torch.Tensor | None = None, room: int = 0
     ) -> Bodies:
-        if less is None:
-            return sound(honest, x, room=room)
-        return sound(how or honest, values(x - less), room=room)
+        if less is None or not (found := x - less).isfinite().all():
+            return sound(honest, x, less, room)
+        for change in _given:
+            found = change(found)
+        return sound(how or honest, found, room=room)
 
     def reset(self: DeltaReconciliation, *arguments: Any) -> Any:
         learner, *_ = moves(self, *arguments)
         return learner, (), (), True
 
-    _put(quantization, "encode_vector", encode_vector)
-    _put(DeltaReconciliation, "moves", reset)
+    if len(_given) == 1:
+        _put(quantization, "encode_vector", encode_vector)
+        _put(DeltaReconciliation, "moves", reset)
 
 
 def _is_given(message: msg.Message) -> bool:
@@ -254,4 +625,22 @@ LIES: dict[str, Lie] = {
     "tiny": Lie(_tiny, _is_given),
     "flip": Lie(_flip, _is_given),
     "noise": Lie(_noise, _is_given),
+    "x10": Lie(_x10, _is_given),
+    "x1000": Lie(_x1000, _is_given),
+    "random": Lie(_random, _is_given),
+    "drift": Lie(_drift, _is_given),
+    "hidden": Lie(_hidden, _is_given),
+    "replay": Lie(_replay, _is_given),
+    "stale": Lie(_stale, _is_given),
+    "labels": Lie(_labels, lambda m: _is_given(m) and _node.taught.exists()),
+    "turns": Lie(_turns, lambda m: isinstance(m, msg.Turn) and m.step > _node.core.step),
+    "loss": Lie(_loss, lambda m: isinstance(m, msg.Evaluation) and m.loss == 0.0),
+    "reversed": Lie(_reversed, lambda m: _is_commit(m, lambda header: header.payload in _node.merged)),
+    "static": Lie(_static, lambda m: _is_commit(m, lambda header: header.payload in _node.merged)),
+    "first": Lie(_first, lambda m: _is_commit(m, lambda header: header.payload in _node.merged)),
+    "idle": Lie(_idle, lambda m: _is_heartbeat(m, lambda beat: beat.phase == "training")),
+    "reconnect": Lie(_reconnect, lambda m: isinstance(m, msg.Heartbeat) and _node.reconnects > 0),
+    "states": Lie(_states, _is_forged),
+    "grafts": Lie(_grafts, _is_forged),
+    "flood": Lie(_flood, lambda m: isinstance(m, msg.Refused) and m.reason == FLOODED),
 }

@@ -212,7 +212,7 @@ def _peer(
 ) -> PeerEvidence:
     """``leaves``: the numbers of the faults that asked each peer to leave."""
     folder = out / f"peer-{name}"
-    events = sorted(_events(folder, clock_off_s), key=lambda line: line["time"])
+    events = sorted(read_events(folder, clock_off_s), key=lambda line: line["time"])
     asked = [line.time for line in happened if line.what == "struck" and line.fault in leaves.get(name, ())]
     lives = list(_lives(name, happened, events, asked, _reports(folder)))
     events_read, problem = _replay_all(folder)
@@ -232,9 +232,9 @@ def _peer(
 
 def _hostile(out: Path, name: str) -> HostilePeer:
     folder = out / f"peer-{name}"
-    ids = {line["peer"] for line in _events(folder, 0.0) if line["event"] == "started"}
+    ids = {line["peer"] for line in read_events(folder) if line["event"] == "started"}
     others = (one for one in out.glob("peer-*") if one != folder)
-    counted = sum(line["event"] == "fault" and line["peer"] in ids for one in others for line in _events(one, 0.0))
+    counted = sum(line["event"] == "fault" and line["peer"] in ids for one in others for line in read_events(one))
     path = folder / SENT_LIES
     sent = path.read_text().split() if path.exists() else ()
     return HostilePeer(name=name, peer=min(ids, default=""), faults=counted, sent=tuple(sorted({*sent})))
@@ -245,8 +245,8 @@ def _told_of_clock(folder: Path) -> int:
     return path.read_text(errors="replace").count("this machine's clock is ") if path.exists() else 0
 
 
-def _events(folder: Path, clock_off_s: float) -> Iterator[dict[str, Any]]:
-    """With times as they were."""
+def read_events(folder: Path, clock_off_s: float = 0.0) -> Iterator[dict[str, Any]]:
+    """Read the event logs in a peer's folder, with times as they were if its clock was ahead."""
     for path in (file for last in folder.glob("*/metrics.jsonl") for file in [*older(last), last]):
         for line in path.read_bytes().splitlines():
             try:

@@ -24,7 +24,6 @@ import msgspec
 import psutil
 
 from p2pdiloco.demo.local_swarm import OPEN, Member, Swarm, SwarmError
-from p2pdiloco.protocol.manifest import RunConfig
 from p2pdiloco.util.status_pipe import Exited, Invited, Listening
 from tests.chaos.changed_peers import launch
 from tests.chaos.event_log import Diary, Status
@@ -73,7 +72,7 @@ class Runner:
         """Copies that run beside their originals, by fault."""
         self._address = ""
         self._founding: list[str] = []
-        _write_config(out / "run.toml", self.plan.run)
+        write_toml(out / "run.toml", msgspec.to_builtins(self.plan.run))
         (out / "schedule.json").write_bytes(msgspec.json.format(msgspec.json.encode(schedule)))
 
     async def run(self) -> None:
@@ -329,10 +328,10 @@ def _free_ports(count: int) -> list[int]:
     return found
 
 
-def _write_config(path: Path, config: RunConfig | None) -> None:
-    """The run as TOML: one dotted key a line."""
+def write_toml(path: Path, values: dict[str, Any]) -> None:
+    """Write tables as TOML: one dotted key a line."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(_lines("", msgspec.to_builtins(config))))
+    path.write_text("".join(_lines("", values)))
 
 
 def _lines(prefix: str, values: dict[str, Any]) -> Iterator[str]:

@@ -41,7 +41,11 @@ Kind = Literal[
     "break",
 ]
 LIES = frozenset(
-    {"values", "tokens", "others", "steps", "heads", "blocks", "weight", "tiny", "flip", "noise", "merges"}
+    (
+        *("values", "tokens", "others", "steps", "heads", "blocks", "weight", "tiny", "flip", "noise", "merges"),
+        *("x10", "x1000", "random", "drift", "hidden", "replay", "stale", "labels", "turns", "loss"),
+        *("reversed", "static", "first", "idle", "reconnect", "states", "grafts", "flood"),
+    )
 )
 """The lies of hostile peers (``byzantine.py``)."""
 COUNTED = frozenset({"values", "others"})
