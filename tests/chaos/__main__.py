@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import shutil
 import signal
 import sys
@@ -71,6 +72,8 @@ async def run(arguments: argparse.Namespace) -> int:
     with as_command_errors(repair=(PlanError,), nobody=()):
         path = find_plan(arguments.plan)
         if is_liars_plan(path):
+            for number in (signal.SIGINT, signal.SIGTERM):  # the peers die with this process, or the reaper kills them
+                asyncio.get_running_loop().add_signal_handler(number, os._exit, INTERRUPTED)
             return await asyncio.to_thread(_liars, path, arguments)
         plan = read_plan(path, peers=arguments.peers, seconds=arguments.seconds)
         out = _fresh_folder(arguments.out.resolve())

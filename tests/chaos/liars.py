@@ -59,7 +59,7 @@ LEAST_HONEST_SHARE = 0.98
 MOST_STANDSTILL_S = 10.0
 WINDOWS = 1024
 """Held-out samples of a measurement."""
-NEWCOMER_AT = 0.3
+NEWCOMER_AT = 0.15
 """Share of the honest peers' part of the budget that is merged when the follower joins."""
 POLL_S = 0.2
 MISSED_S = 12.0
@@ -296,7 +296,7 @@ def _together(plan: LiarsPlan, rows: Sequence[Row]) -> Row:
         tries=len(rows),
         problems=tuple(problem for row in rows for problem in row.problems),
     )
-    return replace(whole, problems=(*whole.problems, *_problems(plan, whole)))
+    return replace(whole, problems=(*whole.problems, *problems_of(plan, whole)))
 
 
 def _is_only_the_loss(plan: LiarsPlan, rows: Sequence[Row]) -> bool:
@@ -309,7 +309,8 @@ def _most_ratio(plan: LiarsPlan, attack: str) -> float:
     return plan.most_ratio + (HIDDEN_MORE if HIDING.intersection(attack.split("+")) else 0.0)
 
 
-def _problems(plan: LiarsPlan, row: Row) -> Iterator[str]:
+def problems_of(plan: LiarsPlan, row: Row) -> Iterator[str]:
+    """What is beyond its bound in a row, as sentences."""
     most = _most_ratio(plan, row.attack)
     if not row.ratio <= most:
         yield f"the held-out loss is {row.ratio:.3f} times that without the liars; allowed are {most:.2f}"
@@ -366,7 +367,7 @@ def _run(plan: LiarsPlan, out: Path, honest: int, lies: Sequence[str], budget: i
         tokens=_honest_tokens(founder, logs.keys()),
         standstill_s=max(most for most, _ in gaps),
         shard_standstill_s=max(most for _, most in gaps),
-        banned=tuple(sorted(_excluded(members, logs))),
+        banned=tuple(sorted(excluded(members, logs))),
         newcomer_s=None if newcomer is None else _joined_s(newcomer),
         named=sum(any(_names(line, liar.view.peer) for lines in logs.values() for line in lines) for liar in liars),
         unsent=tuple(unsent),
@@ -403,7 +404,7 @@ def _longest(times: Sequence[float]) -> float:
     return max((after - before for before, after in pairwise(times)), default=math.inf)
 
 
-def _excluded(members: Sequence[Member], logs: Mapping[str, Sequence[dict[str, Any]]]) -> Iterator[str]:
+def excluded(members: Sequence[Member], logs: Mapping[str, Sequence[dict[str, Any]]]) -> Iterator[str]:
     """Honest peers that another one has excluded from ownership, counted a fault of, or lost for long while they
     ran."""
     ends = {peer: max((line["time"] for line in lines), default=0.0) for peer, lines in logs.items()}
