@@ -50,8 +50,8 @@ def measured(options: argparse.Namespace, merge: str, folder: Path) -> Table:
 
 
 def draw(tables: dict[str, Table], path: Path) -> None:
-    """One group of bars an attack, one bar a merge rule."""
-    names = list(next(iter(tables.values())))
+    """One group of bars an attack that all merge rules have, one bar a merge rule."""
+    names = [name for name in next(iter(tables.values())) if all(name in rows for rows in tables.values())]
     with plots.figure(path, size=(8, 0.45 * len(names) + 1.2), title="Held-out loss beside one liar of four") as axes:
         series = {TITLES[merge]: [min(SHOWN, rows[n]["ratio"]) for n in names] for merge, rows in tables.items()}
         plots.bars(axes, names, series, f"multiple of the loss without the liar (bars end at {SHOWN:g})")

@@ -68,7 +68,7 @@ NO_LOSS = 1e6
 """Stands for a loss that is no number, or for a model that is not there."""
 MERGES: dict[str, dict[str, dict[str, Any]]] = {
     "direct": {"outer": {"merge": "direct", "learning_rate": 1.0, "momentum": 0.0}},
-    "rda": {"outer": {"merge": "rda"}, "schedule": {"sync_every": 24}},
+    "rda": {"outer": {"merge": "rda"}, "schedule": {"sync_every": 24, "fragments": 6}},
 }
 """The merge rules, with the settings that runs have by default that use them: small ones the plain mean, others RDA."""
 
