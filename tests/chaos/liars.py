@@ -343,6 +343,7 @@ def _run(plan: LiarsPlan, out: Path, honest: int, lies: Sequence[str], budget: i
             address = swarm.start_bootstrap()
             founder = swarm.start_founder("A", out / "run.toml", address)
             members = [founder, *(swarm.join(chr(ord("B") + i), address) for i in range(honest - 1))]
+            _wait_until_current(members, began + plan.timeout_s)
             liars = [launch(swarm, f"liar-{i}", ["join", address], lies=names) for i, names in enumerate(lies)]
             newcomer = None
             while any(member.is_running for member in members):
@@ -374,6 +375,20 @@ def _run(plan: LiarsPlan, out: Path, honest: int, lies: Sequence[str], budget: i
         failures=tuple(failures),
         seconds=seconds,
     )
+
+
+def _wait_until_current(members: Sequence[Member], deadline: float) -> None:
+    """Wait until all honest peers have the state. A liar that met the founder alone would be half of the run.
+
+    Raises:
+        SwarmError: they did not come up.
+    """
+    while not all(member.view.current_at for member in members):
+        if time.monotonic() > deadline or any(member.ended_badly for member in members):
+            raise SwarmError(f"the honest peers did not come up, see {members[0].folder.parent}")
+        time.sleep(POLL_S)
+        for member in members:
+            member.refresh()
 
 
 def _unsent(liar: Member, names: str) -> Iterator[str]:
