@@ -9,7 +9,7 @@ from p2pdiloco.codec.digests import StateForm, list_bytes
 from p2pdiloco.peer.signatures import OPEN, Register, UnknownMemberError, check_commit
 from p2pdiloco.protocol.chain import genesis_head, record_of
 from p2pdiloco.protocol.data_blocks import BlockLedger, Trained
-from p2pdiloco.protocol.ids import DIGEST_BYTES, Digest, PeerId, RunId, ShardId, digest_of
+from p2pdiloco.protocol.ids import DIGEST_BYTES, Digest, PeerId, RunId, ShardId, digest_of, peer_of
 from p2pdiloco.protocol.manifest import Layout, Manifest
 from p2pdiloco.protocol.messages import CommitHeader, commit_id
 from p2pdiloco.wire.control_messages import (
@@ -95,6 +95,8 @@ def check_lineage(
 
 def _check_tokens(header: CommitHeader, parent: CommitHeader) -> None:
     declared = [c.tokens for c in header.contributors]
+    if len({peer_of(c.learner) for c in header.contributors}) < len(declared):
+        raise ValueError(f"version {header.version} of shard {header.shard} names two learners of one peer")
     if len(header.factors) not in (0, len(declared)):
         raise ValueError(f"version {header.version} of shard {header.shard} has not one factor for each contributor")
     tokens, counts = parent.counts.count(declared, first=1, factors=header.factors)

@@ -83,6 +83,12 @@ def test_a_lineage_weighs_what_was_given() -> None:
         check_lineage(RUN, ours(second.header, factors=(25,)).header, [first])
     with pytest.raises(ValueError, match="one factor for each contributor"):
         check_lineage(RUN, ours(second.header, factors=(25, 25)).header, [first])
+    (given,) = second.header.contributors
+    again = msgspec.structs.replace(given, learner=learner_id(ANN.peer_id, "2"), payload=b"", signature=b"")
+    again = signed(ANN, RUN, SHARD, second.header.parent, again, digest("payload"))
+    both = ours(second.header, contributors=(given, again), tokens=second.header.tokens + 40)
+    with pytest.raises(ValueError, match="two learners of one peer"):
+        check_lineage(RUN, both.header, [first])
     skipping = ours(second.header, version=7)
     with pytest.raises(ValueError, match="broken"):
         check_lineage(RUN, skipping.header, [first])
