@@ -55,7 +55,6 @@ STALE_VERSIONS = 10
 TURNS_S, FLOOD_S, RECONNECT_S = 0.05, 0.02, 12.0
 FLOOD_MESSAGES = 100
 """Messages of one kind to each peer, every ``FLOOD_S``."""
-FORGED_LEARNERS = 64
 FORGED_STEPS = 6
 
 
@@ -497,18 +496,15 @@ def _forge(origin: Origin) -> None:
 def _offer(
     core: Core, shard: ShardId, version: int, parent: Digest, lineage: tuple[SignedCommit, ...]
 ) -> tuple[StateOffer, memoryview]:
-    """An offer of zeros as the state of a shard, and the zeros. Of what many of its learners gave it says that they
-    trained as much as is believed."""
+    """An offer of zeros as the state of a shard, and the zeros. Its only contributor, a learner of its own, is said to
+    have trained as much as is believed."""
     chain, states, cache = core.chains[shard], _node.states, _node.cache
     zeros = memoryview(bytes(states._form.width * states._layout.shards[shard].elements))
     listed = states._form.listed(zeros)
     identity, run = cache._identity, core.config.run
     tokens = chain.limits.most_tokens(FORGED_STEPS)
-    learners = (learner_id(identity.peer_id, f"forged-{number:02}") for number in range(FORGED_LEARNERS))
-    given = tuple(
-        signed(identity, run, shard, parent, msg.Contributor(learner, 0, tokens, 0, FORGED_STEPS), digest_of(b"zeros"))
-        for learner in learners
-    )
+    mine = msg.Contributor(learner_id(identity.peer_id, "forged"), 0, tokens, 0, FORGED_STEPS)
+    given = (signed(identity, run, shard, parent, mine, digest_of(b"zeros")),)
     added, counts = chain.count(given, ())
     state = chain.state()
     header = msg.CommitHeader(
