@@ -57,6 +57,8 @@ HIDING = frozenset({"hidden"})
 LEAST_HONEST_SHARE = 0.98
 """Share of the honest peers' part of the token budget that must be trained before the run ends."""
 MOST_STANDSTILL_S = 10.0
+NAMED_FOR = ("agreement", "wrong-merge")
+"""Topics of notes that name a liar: of its contributions, and of its merges."""
 WINDOWS = 1024
 """Held-out samples of a measurement."""
 NEWCOMER_AT = 0.15
@@ -450,7 +452,7 @@ def _joined_s(newcomer: Member) -> float | None:
 
 
 def _names(line: dict[str, Any], peer: str) -> bool:
-    return bool(line["event"] == "note" and line["topic"] == "agreement" and peer and peer in line["text"])
+    return bool(line["event"] == "note" and line["topic"] in NAMED_FOR and peer and peer in line["text"])
 
 
 def _held_out_loss(founder: Member) -> float:
