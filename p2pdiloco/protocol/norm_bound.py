@@ -21,6 +21,9 @@ import msgspec
 
 OCTAVE = 1024
 LEAP = 4 * OCTAVE
+LONE_LEAP = 2 * OCTAVE
+"""As ``LEAP``, of an update that one contribution makes: no other one bounds its length. A learner that is alone while
+its rate warms up makes updates of at most 2.4 times the mean."""
 """Maximum leap: a merged update is at most 16 times as long as the mean."""
 MEMORY = 8
 """Maximum number of versions in the mean; the first ones count in full, because learning rates are warmed up."""
@@ -36,13 +39,14 @@ class NormBound(msgspec.Struct, frozen=True, array_like=True):
     octaves: int = 0
     """Mean length per inner step, in octaves."""
 
-    def longest(self, steps: int, turn_steps: int, first: float) -> float:
+    def longest(self, steps: int, turn_steps: int, first: float, leap: int = LEAP) -> float:
         """Return the maximum length of an update of ``steps`` inner steps.
 
-        ``first`` is the maximum per step for the first update of a chain.
+        ``first`` is the maximum per step for the first update of a chain, ``leap`` that of later ones (in octaves above
+        the mean).
         """
         reach = _reach(steps, turn_steps)
-        return power(self.octaves + LEAP + octaves(reach)) if self.counted else first * reach
+        return power(self.octaves + leap + octaves(reach)) if self.counted else first * reach
 
     def after(self, length: float, steps: int, turn_steps: int) -> NormBound:
         """Return the bound after an update of the given length. A length of 0 does not count."""

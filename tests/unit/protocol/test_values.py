@@ -67,8 +67,10 @@ def test_a_merged_step_is_at_most_a_leap_longer_than_those_before() -> None:
         assert apart.head().version == 0
     stage.take(counted(stage, 40, 1.0))
     assert stage.head().version == 1
-    longest = stage.machine.core.chains[SHARD].longest((tokens(C, 40, 80),))
-    assert longest == pytest.approx(16.0)
+    chain = stage.machine.core.chains[SHARD]
+    assert chain.longest((tokens(B, 0, 40), tokens(C, 40, 80))) == pytest.approx(16.0)
+    longest = chain.longest((tokens(C, 40, 80),))
+    assert longest == pytest.approx(4.0), "nothing else bounds one contribution"
     stage.take(counted(stage, 40, 0.99 * longest))
     assert stage.head().version == 2
     effects = stage.take(counted(stage, 40, 1e30))
