@@ -24,7 +24,7 @@ from p2pdiloco.protocol.data_blocks import BlockLedger, Trained
 from p2pdiloco.protocol.events import Mark, ShardState
 from p2pdiloco.protocol.ids import Digest, LearnerId, PeerId, RunId, ShardId, digest_of, peer_of
 from p2pdiloco.protocol.messages import MAX_CONTRIBUTORS, MOST_LENGTH, CommitHeader, Contributor, Head
-from p2pdiloco.protocol.norm_bound import LEAP, LONE_LEAP, NO_NORM, NormBound
+from p2pdiloco.protocol.norm_bound import NO_NORM, NormBound
 
 NO_MARK = Mark(0, 0, 0)
 SizeOf = Callable[[Digest], int]
@@ -155,9 +155,8 @@ class Chain:
 
     def longest(self, contributors: Iterable[Contributor]) -> float:
         """Return the largest allowed norm of a merged outer gradient of these contributors."""
-        steps = [c.steps for c in contributors]
-        leap = LONE_LEAP if len(steps) == 1 else LEAP
-        return self.norm_bound.longest(max(steps), self.limits.turn_steps, self._first, leap)
+        steps = max(c.steps for c in contributors)
+        return self.norm_bound.longest(steps, self.limits.turn_steps, self._first)
 
     def stated_longest(self, contributors: Iterable[Contributor]) -> float:
         """Return ``longest`` as a commit states it: a finite number, 0 if no limit is known."""

@@ -20,11 +20,14 @@ import math
 import msgspec
 
 OCTAVE = 1024
-LEAP = 4 * OCTAVE
-LONE_LEAP = 2 * OCTAVE
-"""As ``LEAP``, of an update that one contribution makes: no other one bounds its length. A learner that is alone while
-its rate warms up makes updates of at most 2.4 times the mean."""
-"""Maximum leap: a merged update is at most 16 times as long as the mean."""
+LEAP = 5 * OCTAVE // 2
+"""Maximum leap: a merged update is at most 6 times as long as the mean. While a rate warms up it becomes 4.7 times as
+long after eight versions, and 2.8 times when one learner of eight stays."""
+EARLY_LEAP = 4 * OCTAVE
+"""The same while the mean counts few versions: after a first contribution of one step, the next may be 12 times longer.
+"""
+MOST_CHANGE = 4 * OCTAVE
+"""Maximum difference from the mean for which a version counts in it."""
 MEMORY = 8
 """Maximum number of versions in the mean; the first ones count in full, because learning rates are warmed up."""
 MOST_OCTAVES = 128 * OCTAVE
@@ -39,13 +42,13 @@ class NormBound(msgspec.Struct, frozen=True, array_like=True):
     octaves: int = 0
     """Mean length per inner step, in octaves."""
 
-    def longest(self, steps: int, turn_steps: int, first: float, leap: int = LEAP) -> float:
+    def longest(self, steps: int, turn_steps: int, first: float) -> float:
         """Return the maximum length of an update of ``steps`` inner steps.
 
-        ``first`` is the maximum per step for the first update of a chain, ``leap`` that of later ones (in octaves above
-        the mean).
+        ``first`` is the maximum per step for the first update of a chain.
         """
         reach = _reach(steps, turn_steps)
+        leap = LEAP if self.counted == MEMORY else EARLY_LEAP
         return power(self.octaves + leap + octaves(reach)) if self.counted else first * reach
 
     def after(self, length: float, steps: int, turn_steps: int) -> NormBound:
@@ -71,7 +74,7 @@ def running_mean(counted: int, mean: int, found: int) -> tuple[int, int]:
     Return the number of values in the mean now (at most ``MEMORY``), and the mean.
     """
     if counted:
-        found = min(max(found, mean - LEAP), mean + LEAP)
+        found = min(max(found, mean - MOST_CHANGE), mean + MOST_CHANGE)
     counted = min(counted + 1, MEMORY)
     return counted, mean + (found - mean) // counted
 

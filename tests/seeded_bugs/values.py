@@ -22,15 +22,6 @@ BUGS = (
         killed_by=("tests/unit/protocol/test_lineage.py::test_what_led_to_a_state_is_kept_while_it_is_on_its_way_in",),
     ),
     _bug(
-        "a lone contribution leaps as far as many",
-        "protocol.chain",
-        "Chain.longest",
-        "len(steps) == 1",
-        "False",
-        "an owner that got one contribution alone takes a step that ruins the shard",
-        "test_a_merged_step_is_at_most_a_leap_longer_than_those_before",
-    ),
-    _bug(
         "a length that is no number fits",
         "protocol.chain",
         "Chain.problem",
