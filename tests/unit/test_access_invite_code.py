@@ -155,7 +155,11 @@ def test_the_invite_of_another_release_is_told_as_one() -> None:
         decode_invite(earlier)
 
 
-@pytest.mark.parametrize(("peer", "uses"), [(None, 0), (None, 257), (PEER, 0), (PEER, 2)])
+@pytest.mark.parametrize(
+    ("peer", "uses"),
+    [(None, 0), (None, 257), (PEER, 0), (PEER, 2)],
+    ids=["none", "too many", "named, none", "named, two"],
+)
 def test_an_invite_admits_1_to_256_peers_and_a_named_one_1(peer: PeerId | None, uses: int) -> None:
     bad = encode_invite(msgspec.structs.replace(invite(peer, ADDRESSES[:1]), uses=uses))
     with pytest.raises(InviteError, match=f"has {uses} uses"):
