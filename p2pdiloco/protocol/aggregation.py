@@ -293,7 +293,7 @@ class Aggregation:
             able.add(core.config.peer)
         took_part = able.intersection((header.owner, *(peer_of(c.learner) for c in header.contributors)))
         rank = self._rank_of(header.owner, header.shard)
-        if not rank or 2 * len(took_part) > len(able):
+        if not rank or core.departure or 2 * len(took_part) > len(able):
             return core.now
         if collection.opened_at is not None and core.now >= collection.opened_at + rank * self.takeover_s():
             return core.now
