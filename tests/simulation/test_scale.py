@@ -39,7 +39,7 @@ def test_racks_take_more_than_chips() -> None:
 def test_the_protocol_merges_what_islands_compute() -> None:
     islands = make_islands(CHIPS[3], 4, Constants(), seed=1)
     figures = measure(make_world(islands), islands, 600.0)
-    assert figures["goodput"] == pytest.approx(figures["computed"], abs=0.02)
+    assert figures["goodput"] == pytest.approx(figures["computed"], abs=0.03)  # commits wait for turns (O5b)
     assert figures["computed"] < 0.95
     assert figures["uptime"] > 0.98
     assert (figures["tokens_lost"], figures["violations"]) == (0, 0)
