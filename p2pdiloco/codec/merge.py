@@ -162,7 +162,7 @@ def merge(
 
 
 class Declared(Protocol):
-    """What a contribution declares of itself (``protocol.messages.Contributor``)."""
+    """A contribution's declared range of tokens and steps, as in ``protocol.messages.Contributor``."""
 
     @property
     def tokens(self) -> int: ...

@@ -217,7 +217,7 @@ class Collection:
         self.opened_at: float | None = None
         self.quorum_at: float | None = None
         self.is_unusual = False
-        """Whether the next commit was taken although most did not contribute and its owner's turn had not come."""
+        """Whether a commit was found due although most did not contribute and its owner's turn had not come."""
         self.is_closed = False
         """A merge is running or another head is being applied: further contributions are too late."""
         self.step = 0
@@ -287,7 +287,6 @@ class Aggregation:
         owner that it considers next.
         """
         core, collection = self.core, self.collections[header.shard]
-        collection.is_unusual = False
         able = set(core.membership.participating)
         if core.is_participating():
             able.add(core.config.peer)
@@ -297,8 +296,8 @@ class Aggregation:
             return core.now
         if collection.opened_at is not None and core.now >= collection.opened_at + rank * self.takeover_s():
             return core.now
-        collection.is_unusual = True
         turn = collection.began_at + self.unusual_s()
+        collection.is_unusual = turn <= core.now
         return turn if collection.opened_at is None else min(turn, collection.opened_at + rank * self.takeover_s())
 
     def unusual_s(self) -> float:

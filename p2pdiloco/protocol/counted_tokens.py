@@ -27,8 +27,8 @@ from p2pdiloco.protocol.norm_bound import MEMORY, OCTAVE, octaves, power, runnin
 
 MOST_TIMES: Final = 4
 ALONE_TIMES: Final = 2
-"""Of the usual contribution, for one that is merged alone. An owner can make such a commit by itself, so it must not
-outweigh the commit that most peers contributed to."""
+"""How many usual contributions one that is merged alone counts for at most. An owner can make such a commit by itself,
+so it must not outweigh the commit that most peers contributed to."""
 _FEW: Final = 2
 """In a merge of at most this many contributions, each has at most one other, which would choose the median alone."""
 

@@ -211,6 +211,7 @@ class Replication:
 
     def _turn_of(self, header: CommitHeader, new_id: Digest) -> float:
         """Return when to apply ``header``: now if most other peers have, else when its owner may merge."""
+        self.aggregation.collections[header.shard].is_unusual = False
         is_own = header.owner == self.core.config.peer
         if is_own or self.ancestry.is_followed_by_most(header.shard, self.orphans.descendants(header.shard, new_id)):
             return self.core.now

@@ -68,7 +68,7 @@ class Invited(StatusMessage, frozen=True):
     usage: str
     """Command with which a person joins."""
     notes: tuple[str, ...] = ()
-    """What a person should know about the invite, in lines."""
+    """Lines printed below the invite: who may get it, and how to make one for another person."""
 
     def __str__(self) -> str:
         return "\n  ".join((f"to join from another machine:  {self.usage}", *self.notes))

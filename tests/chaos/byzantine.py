@@ -160,7 +160,7 @@ def _merges() -> None:
 
 
 wrong_lengths: set[float] = set()
-"""Of this process's wrong merges."""
+"""Lengths of the wrong merges of this process."""
 
 
 def _tokens() -> None:
@@ -240,12 +240,12 @@ def _weight() -> None:
 
 
 def _x10() -> None:
-    """What its learner gives is ten times as long as what it has found."""
+    """Contribute gradients ten times as long as those that the learner found."""
     _give(lambda found: found * 10.0)
 
 
 def _x1000() -> None:
-    """What its learner gives is a thousand times as long as what it has found."""
+    """Contribute gradients a thousand times as long as those that the learner found."""
     _give(lambda found: found * 1000.0)
 
 
