@@ -123,7 +123,7 @@ def _run_phases(world: World, scene: Scene) -> None:
     if is_moving and scene.ending != "finish":
         started_at = world.now
         checks.progress_begins()
-        deadline = started_at + PROGRESS_S + _longest_turn_s(world, scene)
+        deadline = started_at + PROGRESS_S + _longest_turn_s(world, scene) + _waiting_turns_s(world)
         while world.now < deadline and not checks.is_over:
             world.run_until(world.now + 1.0)
             if min(checks.advanced_at.values(), default=0.0) > started_at:
@@ -141,7 +141,7 @@ def _run_phases(world: World, scene: Scene) -> None:
             world.crash(name, keeps_disk=False, restart_s=float("inf"))  # what it might still say is no rest
     if not checks.is_over:
         world.conditions.is_frozen = True
-        world.run_until(world.now + scene.patience * REST_S)
+        world.run_until(world.now + scene.patience * REST_S + _waiting_turns_s(world))
         if not checks.is_over and checks.different_heads():  # an owner waited for its learner, which rests: rule N3a
             world.run_until(world.now + SILENT_S)
     if not checks.is_over:
@@ -160,6 +160,19 @@ def _trains(process: Process) -> bool:
 def _longest_turn_s(world: World, scene: Scene) -> float:
     """The time between two turns of a fragment, if the fastest of those that are left sets the pace."""
     return scene.config.sync_every * min(p.setting.step_s for p in world.living() if _trains(p))
+
+
+def _waiting_turns_s(world: World) -> float:
+    """What the versions take that a peer made alone while it was cut off: the others apply one in each turn (O5b)."""
+    return max(
+        (
+            (world.checks.newest[chain.shard] - chain.head.version) * process.machine.aggregation.unusual_s()
+            for process in world.living()
+            for chain in process.machine.core.chains
+            if chain.head is not None and ("turn", chain.shard) in process.machine.core.alarms
+        ),
+        default=0.0,
+    )
 
 
 def _can_progress(world: World, scene: Scene) -> bool:
