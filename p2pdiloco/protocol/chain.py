@@ -123,16 +123,22 @@ class Chain:
     def farthest(self, head: Head, lineage: Iterable[Digest]) -> float:
         """Return an upper bound for the distance between the state at ``head`` and this one, for an outer rate of 1.
 
-        The bound is the number of versions between the two states times the largest length of an update.
+        The bound is the number of versions between the two states times the largest length of an update. A learner that
+        comes back may have made one of them longer.
         """
         if self.head is None:
             return math.inf
-        is_met = self.head.id in lineage or not set(self.ancestry).isdisjoint(lineage)
-        versions = (
-            abs(head.version - self.head.version) + 2 * self.length if is_met else head.version + self.head.version
-        )
-        turn = self.limits.turn_steps
-        return (versions + self.limits.range_steps // turn) * self.norm_bound.longest(turn, turn, self._first)
+        parted, turn = self.versions_since(lineage), self.limits.turn_steps
+        versions = head.version + (self.head.version if parted is None else 2 * parted - self.head.version)
+        usual, long = (self.norm_bound.longest(steps, turn, self._first) for steps in (turn, self.limits.range_steps))
+        return versions * usual + long
+
+    def versions_since(self, lineage: Iterable[Digest]) -> int | None:
+        """Return how many of this chain's versions a chain with ``lineage`` lacks; None if the two do not meet."""
+        assert self.head is not None
+        theirs = set(lineage)
+        own = enumerate((self.head.id, *reversed(self.ancestry)))
+        return next((versions for versions, one in own if one in theirs), None)
 
     def record_after(self, version: int, contributors: Sequence[Contributor], length: float = 0.0) -> Digest:
         """Return the digest that an owner signs for a commit with these contributors and update norm ``length``.

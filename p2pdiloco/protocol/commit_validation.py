@@ -11,10 +11,11 @@ Rules of this file:
      enough. While the founder is present, the founder or most other peers must have the head. Without the founder, a
      head that most peers lack is accepted after a delay, which is longer while a run is young.
    - A newcomer in doubt asks all other peers for their heads again.
-2. A peer that has a state takes another one whose lineage meets its own ancestry: the fork point is then known. If the
-   lineages do not meet (a long absence, a deep fork, a fabricated chain), it takes the other state unless more than
-   half of all peers, itself included, stand by its own. It first asks peers that have not reported lately.
-   The ancestry is stored, because otherwise forks that grew during a restart would not meet.
+2. A peer that has a state takes that of a fork whose lineage leaves its own ancestry, if learners can have made so many
+   versions since then. It takes any other state unless more than half of all peers, itself included, stand by its own:
+   a long absence, a deep fork, a fabricated chain, or commits that follow its own head, of which it needs the payloads
+   to see what was merged. It first asks peers that have not reported lately. The ancestry is stored, because otherwise
+   forks that grew during a restart would not meet.
 3. A state that was approved is not judged again, because a long download outlives the reports it was judged by.
 """
 
@@ -25,7 +26,8 @@ from collections import Counter
 from collections.abc import Container, Iterable, Sequence
 from typing import NamedTuple
 
-from p2pdiloco.protocol.events import Convictions
+from p2pdiloco.protocol.chain import Chain, HeadChange
+from p2pdiloco.protocol.events import Convictions, ShardState
 from p2pdiloco.protocol.ids import Digest, PeerId, ShardId
 from p2pdiloco.protocol.messages import (
     CommitHeader,
@@ -227,6 +229,15 @@ a newcomer that hears two liars first believes them (seed 10205900 of ``--scenar
 simulated meshes longer: 4.5 instead of 3.9 s in the mean (benchmarks/notes.md)."""
 
 
+FORK_PACE = 1.5
+"""Versions of a fork that are believed for each turn since it left the chain here. Others may be faster than the
+learners that this peer knows."""
+PACE_VERSIONS = 8
+"""Versions that came here from which a pace is measured."""
+LATE_PACE = 1 / 3
+"""Versions of a state that follows the head here that are believed for each turn in which nothing else has come."""
+
+
 class ReportedHead(NamedTuple):
     """The head of one shard that a peer reported last."""
 
@@ -257,6 +268,8 @@ class AncestryCheck:
         self._doubted_at: dict[ShardId, float] = {}
         """By shard: the time at which a state was first refused because too few peers stand by it or have it."""
         self._asked_at = -math.inf
+        self._had_at: dict[ShardId, dict[Digest, float]] = {}
+        """By shard: when this peer came to its latest heads."""
 
     def record_head(self, peer: PeerId, head: Head) -> None:
         """Record the head that ``peer`` reports."""
@@ -315,7 +328,7 @@ class AncestryCheck:
     def _problem(self, peer: PeerId, head: Head, lineage: Sequence[Digest], owner: PeerId) -> str | None:
         shard, chain = head.shard, self.core.chains[head.shard]
         theirs, donors = {head.id, *lineage}, self._donors()
-        if not head.version:
+        if not head.version or head == chain.head:
             return None
         if chain.head is None:
             problem = self._unbacked(peer, owner, head, lineage, donors)
@@ -323,16 +336,56 @@ class AncestryCheck:
                 self._doubted_at.setdefault(shard, self.core.now)
                 self._ask(set(donors).difference((peer,)))
             return problem
-        if chain.head.id not in theirs and theirs.isdisjoint(chain.ancestry):
-            ours = {chain.head.id, *chain.ancestry}
-            if 2 * sum(self._is_fresh(donor, shard) for donor in donors) <= len(donors):
-                self.core.send(tuple(donors), HeadsRequest())
-                return "its lineage does not meet ours; the other peers are asked for their heads first"
-            stand = 1 + sum(self._stands_by(donor, shard, ours, theirs) for donor in donors)
-            if 2 * stand > len(donors) + 1:
-                self._leave_alone(peer)
-                return f"its lineage does not meet ours, and {stand} of {len(donors) + 1} peers stand by ours"
+        parted = chain.versions_since(theirs)
+        if parted is None:
+            meeting = "its lineage does not meet ours"
+        elif self._is_plausible(chain, parted, head.version):
+            return None
+        elif parted:
+            meeting = "it has more versions than learners can have made since it left our chain"
+        else:
+            meeting = "its commits follow our head"
+        ours = {chain.head.id, *chain.ancestry}
+        if 2 * sum(self._is_fresh(donor, shard) for donor in donors) <= len(donors):
+            self.core.send(tuple(donors), HeadsRequest())
+            return f"{meeting}; the other peers are asked for their heads first"
+        stand = 1 + sum(self._stands_by(donor, shard, ours, theirs) for donor in donors)
+        if 2 * stand > len(donors) + 1:
+            self._leave_alone(peer)
+            return f"{meeting}, and {stand} of {len(donors) + 1} peers stand by ours"
         return None
+
+    def _is_plausible(self, chain: Chain, parted: int, version: int) -> bool:
+        """Return whether a chain that left this one ``parted`` versions ago may have come to ``version`` by now.
+
+        If it follows the head here (0), the commits themselves should come, unless nothing has come for long.
+        """
+        assert chain.head is not None
+        common = (*chain.ancestry, chain.head.id)[-1 - parted]
+        since_s = self.core.now - self._had_at.get(chain.shard, {}).get(common, self.core.now)
+        versions = version - chain.head.version + parted
+        return versions * self._turn_s(chain.shard) <= (FORK_PACE if parted else LATE_PACE) * since_s
+
+    def _turn_s(self, shard: ShardId) -> float:
+        """Return how long a version of a shard takes, in seconds: as learners train, or as the last versions came here
+        they came faster. No single peer's claim shortens it.
+        """
+        core, own_s = self.core, self.core.step_time_s()
+        median_s = core.membership.median_step_s(own_s)
+        trained_s = core.config.sync_every * (min(own_s, median_s) if own_s else median_s)
+        times = tuple(self._had_at.get(shard, {}).values())
+        return min(trained_s, (times[-1] - times[0]) / (len(times) - 1)) if len(times) > PACE_VERSIONS else trained_s
+
+    def on_head_changed(self, change: HeadChange) -> None:
+        """Record when this peer came to its head. Each version before a fetched state took one turn."""
+        chain, now, times = self.core.chains[change.shard], self.core.now, self._had_at.setdefault(change.shard, {})
+        if isinstance(change.taken, ShardState):
+            turn_s, lineage = self._turn_s(change.shard), tuple(chain.ancestry)
+            known = {head: now - turn_s * (len(lineage) - at) for at, head in enumerate(lineage)}
+            times = self._had_at[change.shard] = known | {head: times[head] for head in lineage if head in times}
+        times[change.head.id] = now
+        while len(times) > chain.length + 1:
+            del times[next(iter(times))]
 
     def _unbacked(
         self, peer: PeerId, owner: PeerId, head: Head, lineage: Sequence[Digest], donors: Sequence[PeerId]

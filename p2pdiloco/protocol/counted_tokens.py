@@ -26,9 +26,11 @@ from p2pdiloco.protocol.medians import medians_of_others
 from p2pdiloco.protocol.norm_bound import MEMORY, OCTAVE, octaves, power, running_mean
 
 MOST_TIMES: Final = 4
-ALONE_TIMES: Final = 2
-"""How many usual contributions one that is merged alone counts for at most. An owner can make such a commit by itself,
-so it must not outweigh the commit that most peers contributed to."""
+ALONE_TIMES: Final = 1.125
+"""How many usual contributions one that is merged alone counts for at most. An owner can make such commits by itself,
+so they must not outweigh those that most peers contributed to."""
+GROWTH_TIMES: Final = 2
+"""How many usual contributions one that is merged alone may be, as far as it moves the usual one."""
 _FEW: Final = 2
 """In a merge of at most this many contributions, each has at most one other, which would choose the median alone."""
 
@@ -55,6 +57,8 @@ class TokenCounts(msgspec.Struct, frozen=True, array_like=True):
         weighed = (
             [max(1, n * factor // 100) for n, factor in zip(counted, factors, strict=True)] if factors else counted
         )
+        if len(tokens) == 1 and self.versions:
+            counted = [min(tokens[0], GROWTH_TIMES * counted[0])]
         return sum(weighed), self.after(counted, sum(tokens))
 
     def counted(self, tokens: Sequence[int], first: int) -> list[int]:
@@ -64,7 +68,7 @@ class TokenCounts(msgspec.Struct, frozen=True, array_like=True):
         """
         usual = int(power(self.octaves)) if self.versions else 0
         if len(tokens) == 1:
-            return [min(tokens[0], ALONE_TIMES * usual if self.versions else MOST_TIMES * first)]
+            return [min(tokens[0], int(ALONE_TIMES * usual) if self.versions else MOST_TIMES * first)]
         references = medians_of_others(tokens)
         if len(tokens) <= _FEW:
             references = [max(reference, usual) for reference in references]

@@ -143,9 +143,9 @@ class Replication:
         self.aggregation = aggregation
         self.contributions = contributions
         self.delta = delta
-        self.listeners = listeners
-        """Components that follow each new head, in this order."""
         self.ancestry = AncestryCheck(core, refusals)
+        self.listeners = (self.ancestry, *listeners)
+        """Components that follow each new head, in this order."""
         self.applying: dict[ShardId, tuple[Digest, CommitHeader | ShardState]] = {}
         """Each shard's next head and the commit or state that leads to it, while it is being applied."""
         self.log_requests = LogRequests(core, self.applying)

@@ -29,6 +29,7 @@ from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol.chain import record_of
 from p2pdiloco.protocol.config import BATCH_ROOM, RANGE_TURNS
 from p2pdiloco.protocol.contributions import Contributions, DeltaReconciliation
+from p2pdiloco.protocol.counted_tokens import TokenCounts
 from p2pdiloco.protocol.events import ShardState
 from p2pdiloco.protocol.ids import Digest, FragmentId, ShardId, digest_of, learner_id
 from p2pdiloco.protocol.messages import MAX_CLAIMS, Head, Heads, commit_id, signed_commit_bytes
@@ -56,6 +57,7 @@ TURNS_S, FLOOD_S, RECONNECT_S = 0.05, 0.02, 12.0
 FLOOD_MESSAGES = 100
 """Messages of one kind to each peer, every ``FLOOD_S``."""
 FORGED_STEPS = 6
+NOTHING = digest_of(b"nothing")
 
 
 class Lie(NamedTuple):
@@ -442,26 +444,44 @@ def _mark_merges() -> None:
 def _states() -> None:
     """With each heartbeat all are told of heavier heads, 1,000 versions ahead. Their states are zeros that it has
     signed, and no commit leads to them."""
-    _forge(lambda core, shard: (core.head(shard).version + FAR_VERSIONS, digest_of(b"nothing"), ()))
+    _forge(lambda core, shard: (Head(shard, core.head(shard).version + FAR_VERSIONS - 1, NOTHING, HEAVIER), ()))
 
 
 def _grafts() -> None:
     """With each heartbeat all are told of heavier heads, one version ahead. Their states are zeros that it has signed,
     and the chains of the others lead to them."""
 
-    def on_chain(core: Core, shard: ShardId) -> tuple[int, Digest, tuple[SignedCommit, ...]]:
+    def on_chain(core: Core, shard: ShardId) -> tuple[Head, tuple[SignedCommit, ...]]:
         head = core.head(shard)
-        return head.version + 1, head.id, _node.cache.lineage(shard, (*core.chains[shard].ancestry, head.id))
+        return head, _node.cache.lineage(shard, (*core.chains[shard].ancestry, head.id))
 
     _forge(on_chain)
 
 
-Origin = Callable[[Core, ShardId], tuple[int, Digest, tuple[SignedCommit, ...]]]
+def _forks() -> None:
+    """With each heartbeat all are told of heavier heads, one version ahead. Their states are zeros that it has signed,
+    and the last two commits before them are its own: they leave the chains of the others a version before their heads.
+    """
+
+    def beside(core: Core, shard: ShardId) -> tuple[Head, tuple[SignedCommit, ...]]:
+        chain = core.chains[shard]
+        lineage = _node.cache.lineage(shard, chain.ancestry)
+        before = lineage[-1].header if lineage else None
+        if before is None:
+            return core.head(shard), ()
+        own = _own_commit(core, Head(shard, before.version, commit_id(before), before.tokens), before.counts)
+        header = own.header
+        return Head(shard, header.version, commit_id(header), header.tokens), (*lineage, own)
+
+    _forge(beside)
+
+
+Origin = Callable[[Core, ShardId], tuple[Head, tuple[SignedCommit, ...]]]
 _forged: dict[ShardId, tuple[StateOffer, memoryview]] = {}
 
 
 def _forge(origin: Origin) -> None:
-    """Offer states of zeros. ``origin`` gives a state's version, its parent and the commits that led there."""
+    """Offer states of zeros. ``origin`` gives a state's parent, and the commits that led there."""
 
     def heads(self: heartbeat.Heartbeats) -> Heads:
         for chain in self.core.chains:
@@ -494,36 +514,42 @@ def _forge(origin: Origin) -> None:
 
 
 def _offer(
-    core: Core, shard: ShardId, version: int, parent: Digest, lineage: tuple[SignedCommit, ...]
+    core: Core, shard: ShardId, parent: Head, lineage: tuple[SignedCommit, ...]
 ) -> tuple[StateOffer, memoryview]:
-    """An offer of zeros as the state of a shard, and the zeros. Its only contributor, a learner of its own, is said to
-    have trained as much as is believed."""
-    chain, states, cache = core.chains[shard], _node.states, _node.cache
+    """An offer of zeros as the state of a shard that follows ``parent``, and the zeros."""
+    state, states = core.chains[shard].state(), _node.states
     zeros = memoryview(bytes(states._form.width * states._layout.shards[shard].elements))
     listed = states._form.listed(zeros)
-    identity, run = cache._identity, core.config.run
-    tokens = chain.limits.most_tokens(FORGED_STEPS)
+    counts = lineage[-1].header.counts if lineage else state.counts
+    own = _own_commit(core, parent, counts, digest_of(listed))
+    header = own.header
+    head = Head(shard, header.version, commit_id(header), header.tokens)
+    proven = ShardState(head, state.step, state.marks, state.trained, state.norm_bound, header.counts)
+    return StateOffer(StateProof(proven, header, own.signature), listed, lineage), zeros
+
+
+def _own_commit(core: Core, parent: Head, counts: TokenCounts, result: Digest = NOTHING) -> SignedCommit:
+    """A commit that follows ``parent``. Its only contributor, a learner of its own, is said to have trained as much as
+    is believed."""
+    chain, identity, run = core.chains[parent.shard], _node.cache._identity, core.config.run
+    state, tokens = chain.state(), chain.limits.most_tokens(FORGED_STEPS)
     mine = msg.Contributor(learner_id(identity.peer_id, "forged"), 0, tokens, 0, FORGED_STEPS)
-    given = (signed(identity, run, shard, parent, mine, digest_of(b"zeros")),)
-    added, counts = chain.count(given, ())
-    state = chain.state()
+    given = (signed(identity, run, parent.shard, parent.id, mine, NOTHING),)
+    added, after = counts.count([tokens], first=1)
     header = msg.CommitHeader(
-        shard=shard,
-        version=version,
-        parent=parent,
+        shard=parent.shard,
+        version=parent.version + 1,
+        parent=parent.id,
         step=state.step,
         owner=identity.peer_id,
         contributors=given,
-        tokens=state.head.tokens + (added if lineage else HEAVIER),
-        payload=digest_of(b"zeros"),
-        result=digest_of(listed),
+        tokens=parent.tokens + added,
+        payload=NOTHING,
+        result=result,
         record=record_of(dict(state.marks), state.trained, state.norm_bound),
-        counts=counts,
+        counts=after,
     )
-    head = Head(shard, version, commit_id(header), header.tokens)
-    proven = ShardState(head, state.step, state.marks, state.trained, state.norm_bound, counts)
-    signature = identity.sign(signed_commit_bytes(head.id))
-    return StateOffer(StateProof(proven, header, signature), listed, lineage), zeros
+    return SignedCommit(header, identity.sign(signed_commit_bytes(commit_id(header))))
 
 
 def _is_forged(message: msg.Message) -> bool:
@@ -638,5 +664,6 @@ LIES: dict[str, Lie] = {
     "reconnect": Lie(_reconnect, lambda m: isinstance(m, msg.Heartbeat) and _node.reconnects > 0),
     "states": Lie(_states, _is_forged),
     "grafts": Lie(_grafts, _is_forged),
+    "forks": Lie(_forks, _is_forged),
     "flood": Lie(_flood, lambda m: isinstance(m, msg.Refused) and m.reason == FLOODED),
 }

@@ -44,7 +44,7 @@ LIES = frozenset(
     (
         *("values", "tokens", "others", "steps", "heads", "blocks", "weight", "tiny", "flip", "noise", "merges"),
         *("x10", "x1000", "random", "drift", "hidden", "replay", "stale", "labels", "turns", "loss"),
-        *("reversed", "static", "first", "idle", "reconnect", "states", "grafts", "flood"),
+        *("reversed", "static", "first", "idle", "reconnect", "states", "grafts", "forks", "flood"),
     )
 )
 """The lies of hostile peers (``byzantine.py``)."""

@@ -276,6 +276,12 @@ class Stage:
         """Of a state that parts from this peer's chain at its head."""
         return (self.head().id,)
 
+    def bring(self, state: ev.ShardState, by: PeerId) -> list[ef.Effect]:
+        """A state that all others have is there; its chain goes on from this peer's head."""
+        for peer in self.machine.core.membership.live:
+            self.hear(peer, msg.Heads((state.head,), 0))
+        return self.tell(ev.Fetched(by, state, self.lineage()))
+
     def contribution(
         self, peer: PeerId, start: int = 0, stop: int = 40, *, base: msg.Head | None = None, **changes: Any
     ) -> msg.Contribution:

@@ -31,7 +31,7 @@ def state(head: Head, mark: int = 0) -> ev.ShardState:
 
 def install(stage: Stage, theirs: ev.ShardState) -> list[ef.Effect]:
     """The stage downloads a state that it did or did not want."""
-    return stage.work(stage.tell(ev.Fetched(B, theirs, stage.lineage())))
+    return stage.work(stage.bring(theirs, B))
 
 
 def test_a_commit_is_applied_only_on_top_of_its_parent() -> None:

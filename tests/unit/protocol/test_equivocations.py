@@ -182,7 +182,7 @@ def test_who_is_proved_to_have_done_it_owns_nothing_for_a_term() -> None:
     for version, expected in ((TERM, {A, C}), (TERM + 1, {A, B, C})):
         head = msg.Head(SHARD, version, digest(f"version {version}"), 10**6 + version)
         later = msgspec.structs.replace(state, head=head)
-        stage.work(stage.tell(ev.Fetched(C, later, stage.lineage())), ef.Install)
+        stage.work(stage.bring(later, C), ef.Install)
         assert stage.head() == head
         stage.wait(1.0)
         assert owners(stage) == expected

@@ -83,7 +83,7 @@ def forked() -> tuple[Stage, Head, msg.Contribution]:
     [(_, given)] = sent(stage.give(), msg.Contribution)
     stage.take(stage.commit(given.contributor))
     winner = head_of(commit_on(start, tokens(B, 0, 400)))
-    stage.work(stage.tell(ev.Fetched(B, ev.ShardState(winner, 4, ()), stage.lineage())))
+    stage.work(stage.bring(ev.ShardState(winner, 4, ()), B))
     assert stage.head() == winner
     return stage, winner, given
 

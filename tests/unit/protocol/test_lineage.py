@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from stage import SHARD, A, B, C, D, Stage, commit_on, digest, head_of, notes, only, sent, tokens
+from stage import SHARD, STEP_S, A, B, C, D, Stage, commit_on, digest, head_of, notes, only, sent, tokens
 
 from p2pdiloco.peer.signatures import signed
 from p2pdiloco.peer.state_proof import check_lineage
@@ -21,6 +21,7 @@ from p2pdiloco.protocol.machine import Machine
 from p2pdiloco.protocol.messages import CommitHeader, Contributor, Head, commit_id
 from p2pdiloco.transport.identity import Identity
 from p2pdiloco.wire.control_messages import SignedCommit
+from tests.machine_sim.scenarios import base_config
 
 RUN = RunId("run")
 ANN, EVE = Identity.ephemeral(), Identity.ephemeral()
@@ -102,6 +103,8 @@ def test_a_lineage_weighs_what_was_given() -> None:
 
 HONEST = tuple(Head(SHARD, 7 + i, digest(f"honest {i}"), 700 + 100 * i) for i in range(3))
 NOBODY = PeerId("")
+TURN_S = STEP_S * base_config().sync_every
+"""Of a shard, for learners of the stage."""
 FORGED = Head(SHARD, 5000, digest("forged"), 10**6)
 
 
@@ -387,20 +390,65 @@ def settled(*others: PeerId) -> tuple[Stage, Head]:
     return stage, before
 
 
-def test_a_state_whose_lineage_meets_our_log_is_taken_if_it_is_heavier() -> None:
-    """H3a: a fork that was seen where it parts."""
-    stage, before = settled(B, C)
+def test_a_heavier_fork_is_taken_if_learners_can_have_made_it_meanwhile() -> None:
+    """H3a: one member alone makes as many versions as it likes. Versions before this peer came took a turn each."""
+    for turns, versions, is_taken in ((2.1, 3, True), (2.1, 4, False), (4.1, 6, True), (4.1, 7, False)):
+        stage, _ = settled(B, C)
+        left = stage.head().id
+        stage.wait(turns * TURN_S)
+        stage.take(stage.commit(tokens(C, 40, 80)), C)
+        for peer in (B, C):
+            stage.hear(peer, msg.Heads((stage.head(),), 0))
+        fork = Head(SHARD, 1 + versions, digest("fork"), 10**6)
+        effects = bring(stage, fork, left)
+        assert (stage.head() == fork) == is_taken, (turns, versions)
+        assert is_taken == (not any("than learners can have made" in note for note in notes(effects, "fetch")))
+    stage, _ = settled(B, C)
+    far = Head(SHARD, 20, digest("far"), 10**4)
     for peer in (B, C):
-        stage.announce(peer, 8, stage.head())
-    bring(stage, FORGED, stage.head().id)
-    assert stage.head() == FORGED
-    other, _ = settled(B, C)
-    other.take(other.commit(tokens(C, 40, 80)), C)
-    parts = other.machine.core.chains[SHARD].log_ids[0]
-    other.announce(C, 12, other.head())
-    bring(other, FORGED, parts)
-    assert other.head() == FORGED
-    assert before.version == 0
+        stage.hear(peer, msg.Heads((far,), 0))
+    bring(stage, far, stage.head().id, digest("far back"))
+    assert stage.head() == far
+    for peer in (B, C):
+        stage.hear(peer, msg.Heads((far,), 0))
+    stage.wait(1.1 * TURN_S)
+    for peer in (B, C):
+        stage.hear(peer, msg.Heads((far,), 0))
+    for versions, is_taken in ((4, False), (3, True)):
+        fork = Head(SHARD, 19 + versions, digest(f"fork of {versions}"), 10**6)
+        bring(stage, fork, digest("far back"))
+        assert (stage.head() == fork) == is_taken, versions
+
+
+def test_a_state_whose_commits_follow_our_head_is_not_taken_while_more_than_half_stand_by_it() -> None:
+    """H3b: its owner alone vouches for it. The commits would show what was merged; most others have got them."""
+    stage, _ = settled(B, C, D)
+    ours = stage.head()
+    for peer in (C, D):
+        stage.hear(peer, msg.Heads((ours,), 0))
+    made_up = Head(SHARD, 2, digest("made up"), ours.tokens + 40)
+    stage.hear(B, msg.Heads((made_up,), 0))
+    effects = bring(stage, made_up, ours.id)
+    assert stage.head() == ours
+    assert "its commits follow our head, and 3 of 4 peers stand by ours" in notes(effects, "fetch")[0]
+    for peer in (C, D):
+        stage.hear(peer, msg.Heads((made_up,), 0))
+    stage.wait(stage.config.request_s)
+    bring(stage, made_up, ours.id)
+    assert stage.head() == made_up
+
+
+def test_a_state_that_follows_our_head_is_taken_if_nothing_else_comes_for_long() -> None:
+    """H3a: its commits have left all logs, and others hear other peers."""
+    stage, _ = settled(B, C, D)
+    ours = stage.head()
+    later = Head(SHARD, 3, digest("later"), ours.tokens + 80)
+    for turns, is_taken in ((5.9, False), (0.2, True)):
+        stage.wait(turns * TURN_S)
+        for peer in (C, D):
+            stage.hear(peer, msg.Heads((ours,), 0))
+        bring(stage, later, ours.id)
+        assert (stage.head() == later) == is_taken, turns
 
 
 def test_a_state_that_leads_to_nothing_we_know_is_not_taken_while_more_than_half_stand_by_ours() -> None:
@@ -497,6 +545,9 @@ def test_what_led_to_a_state_is_kept_while_it_is_on_its_way_in() -> None:
     stage = Stage(B, C)
     stage.machine = Machine(stage.config)
     stage.tell(ev.Started((ev.ShardState(HONEST[0], 4, ()),), ((),)))
+    for peer in (B, C):
+        stage.meet(peer)
+        stage.hear(peer, msg.Heads((HONEST[1],), 0))
     effects = stage.tell(ev.Fetched(B, ev.ShardState(HONEST[1], 4, ()), (HONEST[0].id, digest("between")), C))
     assert only(effects, ef.Install)
     assert {HONEST[0].id, digest("between"), HONEST[1].id} <= stage.machine.commits(SHARD)

@@ -272,7 +272,7 @@ def test_a_state_that_holds_what_a_learner_never_gave_is_not_taken_by_its_peer()
     heavier = Head(SHARD, 3, digest("heavier"), 5000)
     for mark, is_taken in ((given.contributor.tokens_to + 1, False), (given.contributor.tokens_to, True)):
         marks = ((life(A), ev.Mark(mark, 4, 1)),)
-        effects = stage.work(stage.tell(ev.Fetched(B, ev.ShardState(heavier, 4, marks), stage.lineage())))
+        effects = stage.work(stage.bring(ev.ShardState(heavier, 4, marks), B))
         assert bool(only(effects, ef.Install)) == is_taken
         assert (stage.head() == heavier) == is_taken
         assert any("has not contributed" in note for note in notes(effects, "fetch")) != is_taken
@@ -298,12 +298,12 @@ def test_a_contribution_counts_for_at_most_four_times_what_the_others_do(usual: 
     assert stage.machine.core.chains[SHARD].marks[life(liar)].tokens == claim.tokens_to, "merged it is whole"
 
 
-def test_a_contribution_that_is_merged_alone_counts_for_two_usual_ones_at_most() -> None:
+def test_a_contribution_that_is_merged_alone_counts_for_little_more_than_the_usual_one() -> None:
     """P3f: an owner may merge what it gave itself, and nobody else's."""
     limits = Stage().machine.core.chains[SHARD].limits
     stage = Stage(B, C, owners="bac", has_learner=False, total_steps=10**6)
     assert counted(stage, tokens(B, 0, 40), tokens(C, 0, 40)) == 80
-    assert counted(stage, Contributor(life(B), 40, 40 + 2560, 4, 4 + RANGE)) == 80
+    assert counted(stage, Contributor(life(B), 40, 40 + 2560, 4, 4 + RANGE)) == 45
     assert counted(stage, tokens(B, 2600, 2640), tokens(C, 40, 50)) == 50, "a short one beside it is no measure"
     first = limits.first_tokens
     assert limits.turn_steps == 4
@@ -317,14 +317,14 @@ def test_what_is_usual_is_the_median_of_each_version_and_moves_slowly() -> None:
     counts = NOTHING_COUNTED
     for _ in range(40):
         _, counts = counts.count([512, 512, 512, 3_145_728], first=1)
-        assert counts.counted([10**9], first=1) == [2 * 512]
+        assert counts.counted([10**9], first=1) == [576]
     for version in range(80):
         tokens = [3_145_728] if version % 4 == 3 else [512, 512, 512, 512]
         _, counts = counts.count(tokens, first=1)
-        assert counts.counted([10**9], first=1)[0] < 2 * 2 * 512
+        assert counts.counted([10**9], first=1)[0] < 2 * 576
     for _ in range(40):
         _, counts = counts.count([64, 64, 64], first=1)
-    assert counts.counted([10**9], first=1) == [2 * 64], "it follows what all do"
+    assert counts.counted([10**9], first=1) == [72], "it follows what all do"
 
 
 def test_a_commit_whose_usual_is_not_the_chains_is_not_taken() -> None:

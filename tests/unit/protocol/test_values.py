@@ -274,9 +274,11 @@ def test_a_state_that_is_too_far_away_is_not_taken() -> None:
     stage = Stage(B, C, has_learner=False, sizes=Sizes(elements=(100,)))
     stage.take(counted(stage, 40, 4.0))
     later = msg.Head(SHARD, 3, digest("later"), 900)
-    [install] = only(stage.tell(ev.Fetched(B, ev.ShardState(later, 4, ()), stage.lineage())), ef.Install)
-    assert install.farthest == pytest.approx(16 * 4.0 * (2 + 2 * stage.config.log_length + 64))
+    [install] = only(stage.bring(ev.ShardState(later, 4, ()), B), ef.Install)
+    assert install.farthest == pytest.approx(16 * 4.0 * (2 + 8))
     stage.tell(ev.Failed("values", SHARD, None, "too far"))
+    for peer in (B, C):
+        stage.announce(peer, 8, stage.head())
     effects = stage.tell(ev.Fetched(B, ev.ShardState(later, 4, ()), stage.lineage()))
     assert "was rejected here" in notes(effects, "fetch")[0]
     away = msg.Head(SHARD, 500, digest("away"), 9000)
