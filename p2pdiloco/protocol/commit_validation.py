@@ -374,7 +374,7 @@ class AncestryCheck:
         median_s = core.membership.median_step_s(own_s)
         trained_s = core.config.sync_every * (min(own_s, median_s) if own_s else median_s)
         times = tuple(self._had_at.get(shard, {}).values())
-        return min(trained_s, (times[-1] - times[0]) / (len(times) - 1)) if len(times) > PACE_VERSIONS else trained_s
+        return (times[-1] - times[0]) / (len(times) - 1) if len(times) > PACE_VERSIONS else trained_s
 
     def on_head_changed(self, change: HeadChange) -> None:
         """Record when this peer came to its head. Each version before a fetched state took one turn."""
