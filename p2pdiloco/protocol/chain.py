@@ -123,15 +123,14 @@ class Chain:
     def farthest(self, head: Head, lineage: Iterable[Digest]) -> float:
         """Return an upper bound for the distance between the state at ``head`` and this one, for an outer rate of 1.
 
-        The bound is the number of versions between the two states times the largest length of an update. A learner that
-        comes back may have made one of them longer.
+        The bound is the number of versions between the two states times the largest length of an update of one turn,
+        which leaves room for a longer one, of a learner that has come back.
         """
         if self.head is None:
             return math.inf
         parted, turn = self.versions_since(lineage), self.limits.turn_steps
         versions = head.version + (self.head.version if parted is None else 2 * parted - self.head.version)
-        usual, long = (self.norm_bound.longest(steps, turn, self._first) for steps in (turn, self.limits.range_steps))
-        return versions * usual + long
+        return versions * self.norm_bound.longest(turn, turn, self._first)
 
     def versions_since(self, lineage: Iterable[Digest]) -> int | None:
         """Return how many of this chain's versions a chain with ``lineage`` lacks; None if the two do not meet."""

@@ -275,7 +275,7 @@ def test_a_state_that_is_too_far_away_is_not_taken() -> None:
     stage.take(counted(stage, 40, 4.0))
     later = msg.Head(SHARD, 3, digest("later"), 900)
     [install] = only(stage.bring(ev.ShardState(later, 4, ()), B), ef.Install)
-    assert install.farthest == pytest.approx(16 * 4.0 * (2 + 8))
+    assert install.farthest == pytest.approx(16 * 4.0 * 2)
     stage.tell(ev.Failed("values", SHARD, None, "too far"))
     for peer in (B, C):
         stage.announce(peer, 8, stage.head())
