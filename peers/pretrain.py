@@ -3,27 +3,27 @@
     python peers/pretrain.py MODEL TEXTS.jsonl            # the first prints an INVITE
     python peers/pretrain.py MODEL TEXTS.jsonl INVITE     # any number of others, with a model of the same shape
 
-MODEL: a folder, or a name on the Hugging Face hub. TEXTS: one {"text": ...} per line. Needs the extra hf.
+MODEL: a folder, or a name on the Hugging Face hub (OWNER/NAME or hf://OWNER/NAME). TEXTS: a file with {"text": ...} on
+each line, or a data set on the hub. Needs the extra hf.
 """
 
-import json
 import os
 import sys
-from pathlib import Path
 
 import transformers
 
+from p2pdiloco.integrations.datasets import load_texts
 from p2pdiloco.integrations.transformers import DiLoCoCallback
 
 CONTEXT = 512
 if len(sys.argv) < 3:
     sys.exit(__doc__)
 base, texts, *invite = sys.argv[1:]
+base = base.removeprefix("hf://")
 steps = int(os.environ.get("STEPS", "10000"))
 tokenizer = transformers.AutoTokenizer.from_pretrained(base)
 model = transformers.AutoModelForCausalLM.from_pretrained(base)
-documents = [json.loads(line)["text"] for line in Path(texts).read_text(encoding="utf-8").splitlines()]
-tokens = [token for text in documents for token in tokenizer(text + (tokenizer.eos_token or ""))["input_ids"]]
+tokens = [token for text in load_texts(texts) for token in tokenizer(text + (tokenizer.eos_token or ""))["input_ids"]]
 windows = [tokens[start : start + CONTEXT] for start in range(0, len(tokens) - CONTEXT, CONTEXT)]
 if not windows:
     sys.exit(f"{texts} has {len(tokens)} tokens, one window takes {CONTEXT + 1}: give more text")

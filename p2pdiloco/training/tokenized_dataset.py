@@ -93,7 +93,7 @@ def load_tokens(
     settings = (_FORMAT, digest, config.kind, config.column, config.separator, config.held_out_share, max_bytes)
     folder = _cache() / digest_of(json.dumps([str(root.resolve()), settings, stamps]).encode())
     if not folder.is_dir():
-        _write(folder, _documents(config, root, files), config, tokenizer, max_bytes)
+        _write(folder, read_documents(config, root, files), config, tokenizer, max_bytes)
     splits = []
     for name, label in zip(_FILES, ("training", "held-out"), strict=True):
         tokens = (folder / name).stat().st_size // 4
@@ -179,7 +179,12 @@ def _load_tokenizer(data: bytes) -> Any:
         raise CorpusError(f"tokenizer.json is not a tokenizer: {error}") from error
 
 
-def _documents(config: DataConfig, root: Path, files: Iterable[Path]) -> Iterator[Document]:
+def read_documents(config: DataConfig, root: Path, files: Iterable[Path]) -> Iterator[Document]:
+    """Yield the documents of ``files``, each in one piece or several.
+
+    Raises:
+        CorpusError: a file cannot be read, or a row is broken.
+    """
     for file in files:
         name = file.relative_to(root).as_posix()
         try:

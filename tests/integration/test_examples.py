@@ -34,7 +34,14 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     config = LlamaConfig(vocab_size=VOCABULARY, num_attention_heads=2, tie_word_embeddings=True, **sizes)
-    LlamaForCausalLM(config).save_pretrained(folder)
+    model = LlamaForCausalLM(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(60):  # texts without an end
+        words = torch.randint(2, VOCABULARY, (8, 16))
+        model(words, labels=words).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.save_pretrained(folder)
     file = str(write_tokenizer(folder) / "tokenizer.json")
     PreTrainedTokenizerFast(tokenizer_file=file, eos_token="</s>", unk_token="[UNK]").save_pretrained(folder)
     (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in make_texts(600)))
@@ -77,6 +84,19 @@ def assert_exported(run: str, home: Path, like: str, model: Any) -> None:
         torch.testing.assert_close(found, model(tokens).logits, rtol=1e-5, atol=1e-5)
 
 
+def chance_of_an_end(base: Path, model: Any) -> float:
+    """Mean probability of the end-of-text token after whole texts."""
+    import torch
+    from transformers import AutoTokenizer
+
+    tokenizer, chances = AutoTokenizer.from_pretrained(base), []
+    for text in make_texts(20, seed=2):
+        tokens = torch.tensor([tokenizer(text)["input_ids"]])
+        with torch.no_grad():
+            chances.append(float(model(tokens).logits[0, -1].softmax(0)[tokenizer.eos_token_id]))
+    return sum(chances) / len(chances)
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("name", "run"), [("lora", "fine-tune"), ("pretrain", "pretrain")])
 def test_it_works_as_printed_by_two_peers(name: str, run: str, base: Path, tmp_path: Path) -> None:
@@ -108,6 +128,9 @@ def test_it_works_as_printed_by_two_peers(name: str, run: str, base: Path, tmp_p
         model: Any = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "b" / "tuned")
     else:
         model = AutoModelForCausalLM.from_pretrained(tmp_path / "b" / "model")
+    if name == "lora":
+        before, after = (chance_of_an_end(base, one) for one in (AutoModelForCausalLM.from_pretrained(base), model))
+        assert after > 1.1 * before, "it has learned to stop, though the tokenizer pads with the same token"
     assert_exported(run, tmp_path / "b", "tuned" if name == "lora" else str(base), model.eval())
     assert (
         sum(float(p.detach().abs().sum()) for n, p in model.named_parameters() if "lora_B" in n or name != "lora") > 0
