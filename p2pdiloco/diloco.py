@@ -177,9 +177,10 @@ class DiLoCo(SwarmView):
                 "codec": codec,
             }
             try:
-                self._config = founding_file.settings(given, tensors=len(self._named))
+                config = founding_file.settings(given, tensors=len(self._named))
             except founding_file.FoundationError as error:
                 raise DiLoCoError(str(error)) from error
+            self._config = founding_file.with_architecture(config, model)
         self._tally = StepCounter(optimizer, grad_scaler, tokens_per_step)
         self._check: StepCheck | None = None
         self._island: RankGroup | None = None

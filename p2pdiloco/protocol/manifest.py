@@ -74,7 +74,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     ``external``: a training script's own model (``p2pdiloco.DiLoCo``); a TOML file cannot use it."""
     config: dict[str, Any] = {}
     """For ``huggingface``: the content of config.json, with ``model_type``. The weights begin at random. Keys that
-    could fetch code or weights are refused."""
+    could fetch code or weights are refused. A training script's run records its transformers model here."""
     folder: Annotated[str, Meta(max_length=4096)] = ""
     """For ``huggingface``, instead of ``config``: the founder's folder with config.json and the safetensors to begin
     with. It stays on the founder's machine and is not part of the manifest."""

@@ -234,6 +234,8 @@ def _model_problems(config: RunConfig) -> list[str]:
             problems.append(
                 f"model.context = {model.context} times model.width / model.heads must be at most {MAX_TABLE}"
             )
+    if model.kind == "external" and model.config:
+        problems += architecture_problems(model.config)
     if model.kind == "huggingface" and not model.folder:
         problems += architecture_problems(model.config)
     elif model.kind == "huggingface" and model.config:

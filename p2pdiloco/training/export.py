@@ -216,12 +216,13 @@ def _write_completed(
     manifest: Manifest, theta: Tensor, folder: Path, about: About, like: str | None, base: str | None
 ) -> About:
     """Write the complete model of a run of scripts."""
-    found = complete_model(tensors_of(manifest, theta), like, base)
+    found = complete_model(tensors_of(manifest, theta), manifest.config.model.config, like, base)
     with _system_errors(folder):
         found.model.save_pretrained(folder)
     if like is not None:
         _copy_files(find_folder(like, "--like"), folder, _TOKENIZER_FILES)
-    _copy_files(found.folder, folder, _TOKENIZER_FILES)
+    if found.folder is not None:
+        _copy_files(found.folder, folder, _TOKENIZER_FILES)
     return msgspec.structs.replace(about, base=str(found.folder) if found.takes_weights else "")
 
 
@@ -232,7 +233,7 @@ def _write_scripts_adapters(
     tensors = tensors_of(manifest, theta)
     if not has_adapters(tensors):
         raise ExportError("none of the run's tensors is a low-rank adapter (LoRA): export it with --format safetensors")
-    _save(adapter_tensors(tensors, like, base), folder / ADAPTERS, about)
+    _save(adapter_tensors(tensors, manifest.config.model.config, like, base), folder / ADAPTERS, about)
     _copy_files(find_folder(str(like), "--like"), folder, (ADAPTER_CONFIG, *_TOKENIZER_FILES))
 
 

@@ -14,6 +14,7 @@ Rules of this file:
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import re
 from collections.abc import Iterator, Sequence
@@ -24,18 +25,21 @@ from typing import Any
 import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from p2pdiloco.codec.digests import as_bytes
 from p2pdiloco.protocol.manifest import RunConfig
-from p2pdiloco.protocol.manifest_validation import config_problems
+from p2pdiloco.protocol.manifest_validation import architecture_problems, config_problems
 from p2pdiloco.training.config_errors import in_words
+from p2pdiloco.training.parameters import unwrapped
 from p2pdiloco.util.files import stream_atomically
 
 NAME = "foundation.safetensors"
 # Number of parameters that are converted and written at a time.
 PIECE = 4 << 20
 _HEADER = "p2pdiloco"
+# Keys of a transformers model's configuration that tell nothing about the model, or not what it computes.
+NOT_RECORDED = frozenset({"dtype", "torch_dtype", "transformers_version", "name_or_path", "use_cache"})
 log = logging.getLogger("p2pdiloco")
 
 # The argument of ``p2pdiloco.DiLoCo`` for each of these keys of a configuration.
@@ -105,6 +109,26 @@ def settings(given: dict[str, Any], *, tensors: int) -> RunConfig:
     if problems:
         raise FoundationError("; ".join(_of_arguments(problem) for problem in problems))
     return config
+
+
+def with_architecture(config: RunConfig, model: nn.Module) -> RunConfig:
+    """Return ``config`` with the configuration of a transformers model, from which exports build it.
+
+    Configurations that a manifest may not hold, such as those of quantized models, are left out.
+    """
+    bare: Any = unwrapped(model)
+    bare = bare.get_base_model() if hasattr(bare, "peft_config") and hasattr(bare, "get_base_model") else bare
+    try:
+        told = json.loads(bare.config.to_json_string(use_diff=False))
+    except (AttributeError, TypeError, ValueError):
+        return config
+    if not isinstance(told, dict):
+        return config
+    kept = {key: value for key, value in told.items() if not key.startswith("_") and key not in NOT_RECORDED}
+    kept["architectures"] = [type(bare).__name__]
+    if architecture_problems(kept):
+        return config
+    return msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, config=kept))
 
 
 def _of_arguments(problem: str) -> str:

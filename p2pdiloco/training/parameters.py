@@ -209,12 +209,12 @@ def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
         raise ValueError(
             "FullyShardedDataParallel hides the model's parameters: use torch.distributed.fsdp.fully_shard"
         )
-    return [(_bare(name), p) for name, p in _unwrapped(model).named_parameters() if p.requires_grad]
+    return [(_bare(name), p) for name, p in unwrapped(model).named_parameters() if p.requires_grad]
 
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return all parameters by the bare model's names; tied ones once."""
-    return {_bare(name): p for name, p in _unwrapped(model).named_parameters()}
+    return {_bare(name): p for name, p in unwrapped(model).named_parameters()}
 
 
 def embedding_names(model: nn.Module) -> set[str]:
@@ -224,7 +224,7 @@ def embedding_names(model: nn.Module) -> set[str]:
     return {name for name, p in trainable(model) if any(p is e for e in embeddings)}
 
 
-def _unwrapped(model: nn.Module) -> nn.Module:
+def unwrapped(model: nn.Module) -> nn.Module:
     """Return the module inside wrapper modules."""
     while True:
         inner = getattr(model, "_orig_mod", None)

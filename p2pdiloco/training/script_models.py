@@ -1,16 +1,17 @@
 """Script models: completes the tensors that a run of training scripts trained to a model for transformers or peft.
 
-Such a run knows only the names and shapes of the tensors that it trained. The model's class therefore comes from a
-config.json, its adapters (LoRA) from an adapter_config.json, and every other tensor from the weights that the scripts
-began with, as safetensors. Names and shapes must fit, and a model that would be incomplete is refused. It cannot be
-checked that the weights are those that the scripts began with, because they are never sent.
+Such a run knows the names and shapes of the tensors that it trained, and the configuration of a transformers model. The
+model's class comes from there or from a config.json, its adapters (LoRA) from an adapter_config.json, and every other
+tensor from the weights that the scripts began with, as safetensors. Names, shapes and configuration must fit, and a
+model that would be incomplete is refused. It cannot be checked that the weights are those that the scripts began with,
+because they are never sent.
 """
 
 from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,6 +34,11 @@ _ADAPTER = re.compile(r"\.(?:lora_\w+|modules_to_save|trainable_tokens_delta)\.(
 _PEFT = "base_model.model."
 # Values of ``init_lora_weights``, besides true and false, that do not change the base's weights.
 _PLAIN_STARTS = ("gaussian", "eva", "orthogonal")
+# Keys of a configuration that do not change what a trained model computes.
+_IRRELEVANT = re.compile(
+    r"token_id|drop|initializer|^_|name_or_path|dtype|version|use_cache|architectures|output_|return_dict|id2label|"
+    r"label2id|pretraining_tp|problem_type|tokenizer|task"
+)
 
 
 def has_adapters(names: Iterable[str]) -> bool:
@@ -45,17 +51,20 @@ class CompleteModel(NamedTuple):
 
     model: Any
     """A transformers model, float32, on the CPU."""
-    folder: Path
-    """Folder with the weights that the scripts began with."""
+    folder: Path | None
+    """Folder with the weights that the scripts began with, if one was given."""
     takes_weights: bool
     """True if any of the model's weights come from that folder."""
 
 
-def complete_model(tensors: Mapping[str, Tensor], like: str | None, base: str | None) -> CompleteModel:
+def complete_model(
+    tensors: Mapping[str, Tensor], recorded: Mapping[str, Any], like: str | None, base: str | None
+) -> CompleteModel:
     """Build the complete model: the trained tensors, and all others from ``base``. Adapters are merged.
 
     Args:
         tensors: the trained tensors, by the script's names.
+        recorded: the configuration that the run records; empty if it has none.
         like: folder with the model's config.json, or with the adapters' adapter_config.json.
         base: folder with the weights that the scripts began with, or their name in this machine's Hugging Face cache.
             Default: ``like``, or for adapters the base that their adapter_config.json names.
@@ -65,9 +74,10 @@ def complete_model(tensors: Mapping[str, Tensor], like: str | None, base: str | 
             message says what to do.
     """
     if not has_adapters(tensors):
-        return _complete_plain(tensors, like, base)
+        return _complete_plain(tensors, recorded, like, base)
     name, tensors, settings, folder = _read_adapter(tensors, like, base)
     own, kind = _architecture(folder)
+    _check_recorded(own, recorded, str(folder))
     model, absent = _load(own, kind, folder)
     # A module of modules_to_save needs no weights in the base.
     trained = {one.removeprefix(_PEFT).replace(f".modules_to_save.{name}.", ".") for one in tensors}
@@ -78,7 +88,9 @@ def complete_model(tensors: Mapping[str, Tensor], like: str | None, base: str | 
     return CompleteModel(merge(adapted), folder, True)
 
 
-def adapter_tensors(tensors: Mapping[str, Tensor], like: str | None, base: str | None) -> dict[str, Tensor]:
+def adapter_tensors(
+    tensors: Mapping[str, Tensor], recorded: Mapping[str, Any], like: str | None, base: str | None
+) -> dict[str, Tensor]:
     """Return the trained tensors under the names of peft's files. Arguments as for ``complete_model``.
 
     Only the base's config.json is read.
@@ -88,6 +100,7 @@ def adapter_tensors(tensors: Mapping[str, Tensor], like: str | None, base: str |
     """
     name, tensors, settings, folder = _read_adapter(tensors, like, base)
     own, kind = _architecture(folder)
+    _check_recorded(own, recorded, str(folder))
     with torch.device("meta"):
         adapted = _with_adapter(_build(own, kind, folder), settings, name)
     _check_same(tensors, adapted, kind, f"{folder} with the adapters of {like}")
@@ -141,8 +154,12 @@ def merge(adapted: Any) -> Any:
 # -- parts -------------------------------------------------------------------------------------------------------------
 
 
-def _complete_plain(tensors: Mapping[str, Tensor], like: str | None, base: str | None) -> CompleteModel:
+def _complete_plain(
+    tensors: Mapping[str, Tensor], recorded: Mapping[str, Any], like: str | None, base: str | None
+) -> CompleteModel:
     shape = like or base
+    if shape is None and recorded:
+        return _complete_recorded(tensors, recorded)
     if shape is None:
         raise ArchitectureError(
             "the model is defined by the run's training scripts, and the run does not record its architecture: give "
@@ -151,6 +168,7 @@ def _complete_plain(tensors: Mapping[str, Tensor], like: str | None, base: str |
         )
     folder = find_folder(base or shape, "--model" if base else "--like")
     own, kind = _architecture(find_folder(shape, "--like" if like else "--model"))
+    _check_recorded(own, recorded, shape)
     if (folder / "config.json").is_file() and (other := _architecture(folder)[0].model_type) != own.model_type:
         raise ArchitectureError(
             f"--like {like} is a {own.model_type}, but --model {base} is a {other}: give folders of the same model"
@@ -160,6 +178,63 @@ def _complete_plain(tensors: Mapping[str, Tensor], like: str | None, base: str |
     _check_complete(absent - tensors.keys(), kind, folder, len(tensors))
     _copy(tensors, model)
     return CompleteModel(model, folder, any(name not in tensors for name, _ in model.named_parameters()))
+
+
+def _complete_recorded(tensors: Mapping[str, Tensor], recorded: Mapping[str, Any]) -> CompleteModel:
+    """Build a model that the run trained as a whole, from the configuration that it records."""
+    own = _recorded_config(recorded)
+    kind = _class_of(own, "the run")
+    with torch.device("meta"):
+        shell = _build(own, kind, "the run")
+    _check_same(tensors, shell, kind, "what the run records")
+    if absent := _stored(shell) - tensors.keys():
+        raise ArchitectureError(
+            f"the run trained {len(tensors)} tensors, and not the others of this {kind.__name__} ({_some(absent)}): "
+            "give --model FOLDER, with the weights that the scripts began with, as safetensors"
+        )
+    model = _build(own, kind, "the run")
+    _copy(tensors, model)
+    return CompleteModel(model, None, False)
+
+
+def _recorded_config(recorded: Mapping[str, Any]) -> Any:
+    try:
+        return _transformers().AutoConfig.for_model(**recorded)
+    except Exception as error:  # transformers raises many types of errors
+        raise ArchitectureError(
+            f"this version of transformers cannot use the configuration that the run records ({error}): give --like "
+            "FOLDER, with the model's config.json"
+        ) from error
+
+
+def _check_recorded(own: Any, recorded: Mapping[str, Any], where: str) -> None:
+    """Check that a configuration computes what the scripts' model does. Two architectures may have the same tensors."""
+    if not recorded:
+        return
+    if own.model_type != recorded["model_type"]:
+        raise ArchitectureError(
+            f"{where} is a {own.model_type}, but the run's scripts train a {recorded['model_type']}: give --like "
+            "and --model folders of the scripts' model"
+        )
+    here, there = dict(_flat(own.to_dict())), dict(_flat(_recorded_config(recorded).to_dict()))
+    odd = [
+        f"{key} is {here.get(key)!r} here and {there.get(key)!r} there"
+        for key in sorted({*here, *there})
+        if here.get(key) != there.get(key) and not _IRRELEVANT.search(key)
+    ]
+    if odd:
+        raise ArchitectureError(
+            f"{where} (here) is not the model that the run's scripts train (there): {'; '.join(odd[:MOST_TOLD])}. Give "
+            "--like and --model folders of the scripts' model"
+        )
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in config.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", list(value) if isinstance(value, tuple) else value
 
 
 def _read_adapter(
@@ -244,19 +319,25 @@ def _architecture(folder: Path) -> tuple[Any, Any]:
             f"{folder} has no config.json that transformers can use ({error}). Give the folder that the scripts began "
             f"with, or that model.save_pretrained wrote. {BY_HAND}"
         ) from error
+    return own, _class_of(own, str(folder / "config.json"))
+
+
+def _class_of(own: Any, where: str) -> Any:
+    """Return transformers' class for a configuration."""
+    transformers = _transformers()
     if own.architectures:
         kind = getattr(transformers, own.architectures[0], None)
     else:
         kind = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(own), None)
     if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
         raise ArchitectureError(
-            f"{folder / 'config.json'} names a model ({own.architectures or own.model_type}) that transformers "
+            f"{where} names a model ({own.architectures or own.model_type}) that transformers "
             f"{transformers.__version__} does not have, and code that comes with a model is never run here. {BY_HAND}"
         )
-    return own, kind
+    return kind
 
 
-def _build(own: Any, kind: Any, folder: Path) -> Any:
+def _build(own: Any, kind: Any, folder: Path | str) -> Any:
     try:
         return kind(own)
     except Exception as error:  # the model's own code raises many types of errors
@@ -270,8 +351,7 @@ def _load(own: Any, kind: Any, folder: Path) -> tuple[Any, set[str]]:
         model = _build(own, kind, folder)
         with suppress(OSError, ValueError):
             model.generation_config = _transformers().GenerationConfig.from_pretrained(folder)
-        tied = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-        return model, (set(model.state_dict()) - tied).union(name for name, _ in model.named_parameters())
+        return model, _stored(model)
     try:
         model, told = kind.from_pretrained(
             folder,
@@ -287,6 +367,12 @@ def _load(own: Any, kind: Any, folder: Path) -> tuple[Any, set[str]]:
             f"the weights in {folder} cannot be loaded: give the folder that the scripts began with ({error})"
         ) from error
     return model, {*told["missing_keys"], *(name for name, *_ in told["mismatched_keys"])}
+
+
+def _stored(model: Any) -> set[str]:
+    """Return the names of the tensors that a file of the model's weights has; of tied ones the first."""
+    every = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return (set(model.state_dict()) - every).union(name for name, _ in model.named_parameters())
 
 
 def _with_adapter(model: Any, settings: Any, name: str) -> Any:

@@ -25,6 +25,7 @@ from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.protocol.manifest import LoraConfig, Manifest, ModelConfig, RunConfig, ScheduleConfig
 from p2pdiloco.swarm.run_index import folder_of
 from p2pdiloco.training.export import ABOUT, About, ExportError, Format, export
+from p2pdiloco.training.founding_file import with_architecture
 from p2pdiloco.training.huggingface import read_folder
 from p2pdiloco.training.parameters import embedding_names, trainable
 from p2pdiloco.training.script_models import find_folder
@@ -76,17 +77,19 @@ def moved(model: Any, seed: int = 3) -> Any:
     return model.eval()
 
 
-def run_of(model: nn.Module) -> tuple[Manifest, Tensor, Tensor]:
+def run_of(model: nn.Module, *, is_recorded: bool = True) -> tuple[Manifest, Tensor, Tensor]:
     """A run of scripts that trained ``model``: its manifest, global parameters and momentum."""
     embeddings, parameters = embedding_names(model), trainable(model)
     named = [(name, p.shape, name in embeddings) for name, p in parameters]
     config = RunConfig(name="mine", model=SCRIPTS, schedule=ScheduleConfig(fragments=1))
+    if is_recorded:
+        config = with_architecture(config, model)
     return make_manifest(config, PeerId("founder"), named, parameters)
 
 
-def written(model: nn.Module, out: Path, wanted: Format, **places: Path) -> list[str]:
-    """``export`` of that run."""
-    manifest, theta, _ = run_of(model)
+def written(model: nn.Module, out: Path, wanted: Format, *, is_recorded: bool = True, **places: Path) -> list[str]:
+    """``export`` of that run. ``is_recorded``: as the runs of today, it has its model's configuration."""
+    manifest, theta, _ = run_of(model, is_recorded=is_recorded)
     about = About(run=manifest.run, name="mine", step=7, tokens=99, format=wanted, model=SCRIPTS)
     return export(manifest, theta, out, about, **{name: str(place) for name, place in places.items()})
 
@@ -270,14 +273,14 @@ def test_a_base_of_another_model_is_refused(wanted: Format, tmp_path: Path) -> N
         (short, "is not the model that"),
     ):
         with pytest.raises(ValueError, match=rf"{said}.*--model"):
-            written(model, tmp_path / "out", wanted, like=like, base=folder)
+            written(model, tmp_path / "out", wanted, is_recorded=False, like=like, base=folder)
     for odd in (
         adapted(r=2),
         adapted(target_modules=["q_proj"]),
         adapted(target_modules=["q_proj", "v_proj", "k_proj"]),
     ):
         with pytest.raises(ValueError, match=r"is not the model that the run trained.*--like"):
-            written(odd(loaded(base)), tmp_path / "out", wanted, like=like, base=base)
+            written(odd(loaded(base)), tmp_path / "out", wanted, is_recorded=False, like=like, base=base)
     assert not (tmp_path / "out").exists()
 
 
@@ -292,20 +295,60 @@ def test_a_configuration_of_another_model_is_refused(tmp_path: Path) -> None:
             (tied, r"lm_head\.weight is not in the model"),
         ):
             with pytest.raises(ValueError, match=said):
-                written(model, tmp_path / "out", "hf", like=folder)
+                written(model, tmp_path / "out", "hf", is_recorded=False, like=folder)
     with pytest.raises(ValueError, match=r"is a llama, but --model .* a gpt2"):
-        written(model, tmp_path / "out", "hf", like=base, base=tmp_path / "other")
+        written(model, tmp_path / "out", "hf", is_recorded=False, like=base, base=tmp_path / "other")
     with pytest.raises(ValueError, match=r"or has them in other shapes \(model\.layers\.0\."):
-        written(model, tmp_path / "out", "hf", like=base, base=narrow)
+        written(model, tmp_path / "out", "hf", is_recorded=False, like=base, base=narrow)
     told = json.loads((base / "config.json").read_text())
     for kind in ("MineForCausalLM", "Trainer"):
         (base / "config.json").write_text(json.dumps(told | {"architectures": [kind]}))
         with pytest.raises(ValueError, match=rf"{kind}.*never run here"):
-            written(model, tmp_path / "out", "hf", like=base)
+            written(model, tmp_path / "out", "hf", is_recorded=False, like=base)
     (base / "config.json").write_text("{}")
     with pytest.raises(ValueError, match=r"no config\.json that transformers can use"):
-        written(model, tmp_path / "out", "hf", like=base)
+        written(model, tmp_path / "out", "hf", is_recorded=False, like=base)
     assert not (tmp_path / "out").exists()
+
+
+ALIKE = {"num_attention_heads": 2, "tie_word_embeddings": False}
+
+
+def test_what_a_run_records_needs_no_configuration_and_refuses_another(tmp_path: Path) -> None:
+    """Architectures may have the same tensors and compute something else with them."""
+    from transformers import MistralConfig, MistralForCausalLM
+
+    base = llama(tmp_path / "base", attention_bias=False)
+    other = tmp_path / "other"
+    MistralForCausalLM(MistralConfig(**(SHAPE | ALIKE), num_key_value_heads=2, sliding_window=2)).save_pretrained(other)
+    turned = llama(tmp_path / "turned", attention_bias=False, rope_theta=99.0)
+    for script in (whole, without_first_layer, adapted()):
+        model = moved(script(loaded(base)))
+        given = {"like": settings_of(model, tmp_path / "tuned")} if script not in (whole, without_first_layer) else {}
+        for folder, said in (
+            (other, "other is a mistral, but the run's scripts train a llama"),
+            (turned, r"rope_parameters\.rope_theta is 99\.0 here and 10000\.0 there.*scripts' model"),
+        ):
+            with pytest.raises(ValueError, match=said):
+                written(model, tmp_path / "out", "hf", **({"base": folder} | given))
+        written(model, tmp_path / "out", "hf", **({"base": base} | given))
+        assert_same(loaded(tmp_path / "out"), model)
+
+    model = moved(loaded(base))
+    assert "config.json" in written(model, tmp_path / "alone", "hf")
+    assert_same(loaded(tmp_path / "alone"), model)
+    with pytest.raises(ValueError, match=r"not the others of this LlamaForCausalLM \(model\.layers\.0.*--model FOLDER"):
+        written(moved(without_first_layer(loaded(base))), tmp_path / "none", "hf")
+
+
+@pytest.mark.parametrize(
+    "told", [{"quantization_config": {}}, {"vocab_size": -1}, {"note": "x" * 300}, {"list": [[[[[1]]]]]}]
+)
+def test_a_configuration_that_no_manifest_may_hold_is_not_recorded(told: dict[str, Any], tmp_path: Path) -> None:
+    model = loaded(llama(tmp_path / "base"))
+    assert with_architecture(RunConfig(name="mine", model=SCRIPTS), model).model.config["vocab_size"] == 64
+    model.config.update(told)
+    assert with_architecture(RunConfig(name="mine", model=SCRIPTS), model).model == SCRIPTS
 
 
 def test_who_gives_too_little_is_told_what_to_give(tmp_path: Path) -> None:
@@ -449,7 +492,7 @@ def test_the_command_says_what_loads_it_and_where_the_rest_is_from(
     save(folder_of(tmp_path / "state", manifest.run) / "checkpoint", manifest, first.shards, theta, momentum, keep=2)
     command = ["export", str(tmp_path / "state"), "--format", "hf", "--out", str(tmp_path / "out")]
     for options, said in (
-        ([], "give --like FOLDER"),
+        ([], "give --model FOLDER"),
         (["--like", str(gpt2(tmp_path / "other"))], "score.weight is not in the model"),
     ):
         assert main([*command, *options]) == 2
