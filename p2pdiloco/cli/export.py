@@ -57,7 +57,7 @@ def _export(arguments: argparse.Namespace) -> None:
                 f"  what the run did not train is from {base}: the scripts must have begun with the same weights, "
                 "which is not checked"
             )
-        if config.model.kind == "huggingface" and "tokenizer.json" not in files:
+        if config.model.kind != "external" and "tokenizer.json" not in files:
             peer_options.say("  its tokenizer is not there: give --tokenizer FOLDER, with the run's tokenizer.json")
     elif wanted == "peft":
         peer_options.say(f"  to load it   peft.PeftModel.from_pretrained(base_model, {str(folder)!r})")

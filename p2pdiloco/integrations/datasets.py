@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from p2pdiloco.protocol.manifest import DataConfig
-from p2pdiloco.training.dataset_files import PATTERNS, CorpusError, find_files
+from p2pdiloco.training.dataset_files import CorpusError, find_files, kind_of
 from p2pdiloco.training.huggingface import EXTRA
 from p2pdiloco.training.tokenized_dataset import read_documents
 
@@ -30,7 +29,7 @@ def load_texts(place: str, *, column: str = "text", split: str = "train") -> Ite
     """
     path = Path(place).expanduser()
     if path.exists():
-        config = DataConfig(kind=_kind(path), column=column)
+        config = DataConfig(kind=kind_of(path), column=column)
         text: list[str] = []
         for document in read_documents(config, *find_files(config, str(path))):
             text.append(document.text)
@@ -39,14 +38,6 @@ def load_texts(place: str, *, column: str = "text", split: str = "train") -> Ite
                 text.clear()
     else:
         yield from _hub(place, column, split)
-
-
-def _kind(path: Path) -> Any:
-    """Return the kind of a file, or of those that a folder has."""
-    for kind, pattern in PATTERNS.items():
-        if path.match(pattern) or (path.is_dir() and next(path.rglob(pattern), None) is not None):
-            return kind
-    return "jsonl"
 
 
 def _hub(place: str, column: str, split: str) -> Iterator[str]:

@@ -14,6 +14,7 @@ import sysconfig
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path, PurePath
+from typing import Any
 
 import msgspec
 from torch import Tensor
@@ -82,6 +83,14 @@ def find_files(config: DataConfig, data: str | None) -> tuple[Path, list[Path]]:
             "another folder"
         )
     return root, sorted(found, key=lambda p: p.relative_to(root).as_posix())
+
+
+def kind_of(place: Path) -> Any:
+    """Return the kind of a file of documents, or of those in a folder: JSON lines unless they are something else."""
+    for kind, pattern in PATTERNS.items():
+        if place.match(pattern) or (place.is_dir() and next(place.rglob(pattern), None) is not None):
+            return kind
+    return "jsonl"
 
 
 def is_private(path: PurePath) -> bool:

@@ -27,7 +27,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from p2pdiloco.protocol.manifest import Layout, Manifest, ModelConfig
+from p2pdiloco.protocol.manifest import DataConfig, Layout, Manifest, ModelConfig, RunConfig
+from p2pdiloco.training.dataset_files import PATTERNS, CorpusError
 from p2pdiloco.training.models import NO_BASE, NORM_EPS, ROTARY_BASE, build, build_model, feed_width
 from p2pdiloco.training.parameters import FlatParameters, compared, named_parameters, trainable
 from p2pdiloco.training.script_models import (
@@ -38,6 +39,7 @@ from p2pdiloco.training.script_models import (
     has_adapters,
     merge,
 )
+from p2pdiloco.training.tokenized_dataset import load_tokenizer, read_tokenizer
 
 Format = Literal["hf", "safetensors", "peft"]
 ABOUT = "p2pdiloco.json"
@@ -67,6 +69,10 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
     model: ModelConfig
     base: str = ""
     """For ``hf`` of a run of scripts: the folder with the tensors that the run did not train."""
+    reads_tokens: bool = False
+    """True if the built-in model reads tokens of a tokenizer.json, not bytes."""
+    separator: str = ""
+    """Token at the end of each text that the built-in model was trained on."""
     files: tuple[str, ...] = ()
     """Names of the other files of the export."""
 
@@ -126,9 +132,12 @@ def export(
         OSError: it cannot be written.
     """
     folder = folder.resolve()  # if it is a link, write beside its target, so that a rename stays on one file system
+    about = _with_tokens(about, manifest.config)
     config, half = manifest.config.model, folder.with_name(f"{folder.name}.{os.urandom(4).hex()}.part")
     _check_replaceable(folder)
     _check_used(config, about.format, base, like)
+    if tokenizer is not None:
+        _check_used_tokenizer(manifest.config, tokenizer)
     half.mkdir(parents=True)
     try:
         if config.kind == "external" and about.format == "hf":
@@ -138,6 +147,8 @@ def export(
         else:
             _writer(config, about.format)(manifest, theta, half, about, base)
         _copy_tokenizer(tokenizer, half)
+        if about.separator:
+            _name_end(half, about.separator)
         about = msgspec.structs.replace(about, files=tuple(sorted(path.name for path in half.iterdir())))
         (half / ABOUT).write_bytes(msgspec.json.format(msgspec.json.encode(about)))
         _replace(folder, half, about.files)
@@ -167,6 +178,33 @@ def _check_used(config: ModelConfig, wanted: Format, base: str | None, like: str
         raise ExportError("--like is for runs of training scripts; this run's manifest defines its model: leave it out")
     elif base is not None and config.lora is None:
         raise ExportError(NO_BASE)
+
+
+def _check_used_tokenizer(config: RunConfig, place: str) -> None:
+    """Check that a tokenizer is the run's.
+
+    Raises:
+        ExportError: it is another one, or the model reads bytes.
+    """
+    if config.model.kind == "transformer" and config.data.kind not in PATTERNS:
+        raise ExportError(
+            "the run's model reads bytes, and its exports have a tokenizer of bytes: leave --tokenizer out"
+        )
+    check_tokenizer(config.data, Path(place).expanduser())
+
+
+def check_tokenizer(data: DataConfig, place: Path) -> None:
+    """Check that ``place`` (tokenizer.json, or its folder) is the tokenizer of a run that records one.
+
+    Raises:
+        ExportError: it is another one.
+    """
+    if not data.tokenizer_digest:
+        return
+    try:
+        read_tokenizer(data, None, str(place))
+    except CorpusError as error:
+        raise ExportError(f"--tokenizer {place}: {error}") from error
 
 
 def _writer(config: ModelConfig, wanted: Format) -> _Write:
@@ -243,9 +281,32 @@ def _write_llama(manifest: Manifest, theta: Tensor, folder: Path, about: About, 
     _save(llama_tensors(tensors_of(manifest, theta)), folder / WEIGHTS, about)
     _write_json(folder / "config.json", llama_config(config))
     _write_json(folder / "generation_config.json", {"do_sample": True, "temperature": 0.7})
+    if about.reads_tokens:
+        return
     _write_json(folder / "tokenizer.json", byte_tokenizer(config.vocabulary))
     told = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": config.context}
     _write_json(folder / "tokenizer_config.json", told | {"clean_up_tokenization_spaces": False})
+
+
+def _with_tokens(about: About, config: RunConfig) -> About:
+    """Return ``about`` with what the built-in model reads."""
+    reads_tokens = config.model.kind == "transformer" and config.data.kind in PATTERNS
+    separator = config.data.separator if reads_tokens else ""
+    return msgspec.structs.replace(about, reads_tokens=reads_tokens, separator=separator)
+
+
+def _name_end(folder: Path, separator: str) -> None:
+    """Write which token ends a text into the configuration files of a built-in model that reads tokens."""
+    if not (folder / "tokenizer.json").is_file():
+        return
+    end = load_tokenizer((folder / "tokenizer.json").read_bytes()).token_to_id(separator)
+    for name in ("config.json", "generation_config.json"):
+        if (folder / name).is_file():
+            told = json.loads((folder / name).read_text(encoding="utf-8"))
+            _write_json(folder / name, told | {"eos_token_id": end})
+    if not (folder / "tokenizer_config.json").is_file():
+        told = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": separator}
+        _write_json(folder / "tokenizer_config.json", told | {"clean_up_tokenization_spaces": False})
 
 
 def llama_config(config: ModelConfig) -> dict[str, Any]:

@@ -13,9 +13,11 @@ import torch
 from torch import nn
 
 from p2pdiloco.protocol.manifest import Manifest
-from p2pdiloco.training.export import ABOUT, About, ExportError, built, load_model
+from p2pdiloco.training.dataset_files import PATTERNS
+from p2pdiloco.training.export import ABOUT, About, ExportError, built, check_tokenizer, load_model
 from p2pdiloco.training.huggingface import import_transformers
-from p2pdiloco.training.models import generate
+from p2pdiloco.training.models import continue_tokens, generate
+from p2pdiloco.training.tokenized_dataset import load_tokenizer
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,13 +37,18 @@ def continue_with(manifest: Manifest, theta: torch.Tensor, prompt: str, how: Sam
     Raises:
         ValueError: the model or its tokenizer is missing. The message says what to do.
     """
-    kind = manifest.config.model.kind
-    if kind == "huggingface" and places.get("tokenizer") is None:
+    kind, data = manifest.config.model.kind, manifest.config.data
+    reads_tokens = kind == "huggingface" or data.kind in PATTERNS
+    if reads_tokens and places.get("tokenizer") is None:
         raise ExportError("the run's model reads tokens: give --tokenizer FOLDER, which holds the run's tokenizer.json")
     model = built(manifest, theta, places.get("model"))
-    if kind == "transformer":
+    if not reads_tokens:
         return _bytes(model, prompt, how)
-    return _tokens(model, _tokenizer(Path(str(places["tokenizer"])).expanduser()), prompt, how)
+    folder = Path(str(places["tokenizer"])).expanduser()
+    if kind == "transformer":
+        check_tokenizer(data, folder)
+        return _builtin_tokens(model, folder, data.separator, prompt, how)
+    return _tokens(model, _tokenizer(folder), prompt, how)
 
 
 def continue_with_export(folder: Path, prompt: str, how: Sampling) -> str:
@@ -55,6 +62,8 @@ def continue_with_export(folder: Path, prompt: str, how: Sampling) -> str:
     except (OSError, msgspec.DecodeError) as error:
         raise ExportError(f"{folder / ABOUT} cannot be read ({error}): export the run again") from error
     if about.format == "safetensors" and about.model.kind == "transformer":
+        if about.reads_tokens:
+            return _builtin_tokens(load_model(folder), folder, about.separator, prompt, how)
         return _bytes(load_model(folder), prompt, how)
     if about.format != "hf":
         raise ExportError(
@@ -72,11 +81,31 @@ def _bytes(model: nn.Module, prompt: str, how: Sampling) -> str:
     return generate(model, given, how.tokens, how.temperature, how.seed).decode("utf-8", "replace")
 
 
-def _tokenizer(folder: Path) -> Any:
-    transformers = import_transformers("the model reads tokens")
+def _builtin_tokens(model: nn.Module, folder: Path, separator: str, prompt: str, how: Sampling) -> str:
+    """Continue ``prompt`` with the built-in transformer, to the end of the text. An empty prompt stands for the
+    separator of texts, or a newline."""
+    tokenizer = load_tokenizer(_tokenizer_file(folder).read_bytes())
+    end = tokenizer.token_to_id(separator) if separator else None
+    given = tokenizer.encode(prompt, add_special_tokens=False).ids if prompt else [] if end is None else [end]
+    given = given or tokenizer.encode("\n", add_special_tokens=False).ids
+    if not given:
+        raise ExportError(f"the tokenizer makes no token of {prompt!r}: give another --prompt")
+    found = continue_tokens(
+        model, given, how.tokens, how.temperature, how.seed, symbols=tokenizer.get_vocab_size(), end=end
+    )
+    return str(tokenizer.decode(found if prompt else found[len(given) :]))
+
+
+def _tokenizer_file(folder: Path) -> Path:
     path = folder if folder.is_file() else folder / "tokenizer.json"
     if not path.is_file():
         raise ExportError(f"{folder} has no tokenizer.json: put the run's there, or name its folder with --tokenizer")
+    return path
+
+
+def _tokenizer(folder: Path) -> Any:
+    transformers = import_transformers("the model reads tokens")
+    path = _tokenizer_file(folder)
     return transformers.PreTrainedTokenizerFast(tokenizer_file=str(path))
 
 

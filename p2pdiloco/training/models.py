@@ -166,27 +166,45 @@ def loss(model: nn.Module, batch: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
 
 
-@torch.no_grad()
 def generate(model: nn.Module, prompt: bytes, tokens: int, temperature: float, seed: int) -> bytes:
     """Return ``prompt`` continued by ``tokens`` sampled bytes. ``temperature`` 0: always the most likely byte.
 
-    The model sees the last ``context`` bytes. An empty prompt stands for a newline. Symbols that are not bytes (a
-    vocabulary above 256) are never drawn.
+    An empty prompt stands for a newline. Symbols that are not bytes (a vocabulary above 256) are never drawn.
+    """
+    out = bytes(continue_tokens(model, list(prompt or b"\n"), tokens, temperature, seed, symbols=256))
+    return out if prompt else out[1:]
+
+
+@torch.no_grad()
+def continue_tokens(
+    model: nn.Module,
+    given: list[int],
+    tokens: int,
+    temperature: float,
+    seed: int,
+    *,
+    symbols: int | None = None,
+    end: int | None = None,
+) -> list[int]:
+    """Return ``given``, at least one token, continued by ``tokens`` sampled ones, or until ``end`` is drawn.
+
+    The model sees the last ``context`` tokens. Only the first ``symbols`` tokens are drawn; None: all.
     """
     device = next(model.parameters()).device
     context = int(getattr(model, "context", 1024))
     generator = torch.Generator().manual_seed(seed)
-    text = torch.tensor([list(prompt or b"\n")], dtype=torch.int64)
+    text = torch.tensor([given], dtype=torch.int64)
     for _ in range(tokens):
-        logits = model(text[:, -context:].to(device))[0, -1, :256].float().cpu()
+        logits = model(text[:, -context:].to(device))[0, -1, :symbols].float().cpu()
         if temperature > 0.0:
             chances = torch.softmax(logits / temperature, dim=0)
             drawn = torch.multinomial(chances, 1, generator=generator)
         else:
             drawn = logits.argmax().view(1)
+        if end is not None and int(drawn) == end:
+            break
         text = torch.cat((text, drawn.view(1, 1)), dim=1)
-    out = bytes(text[0].tolist())
-    return out if prompt else out[1:]
+    return [int(token) for token in text[0]]
 
 
 def _rotary_tables(context: int, side: int) -> tuple[Tensor, Tensor]:

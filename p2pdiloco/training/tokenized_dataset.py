@@ -129,7 +129,7 @@ def _cache() -> Path:
 
 def _write(folder: Path, documents: Iterator[Document], config: DataConfig, tokenizer: bytes, max_bytes: int) -> None:
     """Write both files, completely or not at all. If two processes do this at once, one wins."""
-    encoder = _load_tokenizer(tokenizer)
+    encoder = load_tokenizer(tokenizer)
     separator: list[int] = []
     if config.separator:
         token = encoder.token_to_id(config.separator)
@@ -168,7 +168,12 @@ def _sweep(cache: Path) -> None:
             shutil.rmtree(half, ignore_errors=True)
 
 
-def _load_tokenizer(data: bytes) -> Any:
+def load_tokenizer(data: bytes) -> Any:
+    """Return the tokenizer of a tokenizer.json.
+
+    Raises:
+        CorpusError: it is none, or the library is missing.
+    """
     try:
         from tokenizers import Tokenizer
     except ImportError as error:

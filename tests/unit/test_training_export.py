@@ -17,25 +17,29 @@ import torch
 from torch import Tensor, nn
 
 import p2pdiloco
+from p2pdiloco.cli.main import main
 from p2pdiloco.node.run_creation import make_manifest
 from p2pdiloco.protocol.ids import PeerId
-from p2pdiloco.protocol.manifest import LoraConfig, Manifest, ModelConfig, RunConfig, ScheduleConfig
+from p2pdiloco.protocol.manifest import DataConfig, LoraConfig, Manifest, ModelConfig, RunConfig, ScheduleConfig
 from p2pdiloco.training.export import ABOUT, About, ExportError, Format, byte_tokenizer, export
 from p2pdiloco.training.generation import Sampling, continue_with, continue_with_export
 from p2pdiloco.training.models import build_model
 from p2pdiloco.training.parameters import embedding_names, trainable
+from p2pdiloco.training.tokenized_dataset import with_tokenizer
+from p2pdiloco.training.tokenizer_training import END
 
 HF = pytest.mark.skipif(
     not all(map(find_spec, ("transformers", "tokenizers", "peft"))),
     reason="needs the extra hf: pip install -c constraints.txt '.[hf]'",
 )
+BYTES = DataConfig()
 SMALL = ModelConfig(width=24, depth=2, heads=3, context=16)
 TEXT = torch.tensor([list(b"def main(): \x00\xff")])
 
 
-def founded(config: ModelConfig, model: nn.Module) -> tuple[Manifest, Tensor]:
+def founded(config: ModelConfig, model: nn.Module, data: DataConfig = BYTES) -> tuple[Manifest, Tensor]:
     """A run of ``model``, in fragments and shards that cut its tensors."""
-    run = RunConfig(name="small", model=config, schedule=ScheduleConfig(fragments=3, max_shard=1024))
+    run = RunConfig(name="small", model=config, data=data, schedule=ScheduleConfig(fragments=3, max_shard=1024))
     embeddings, parameters = embedding_names(model), trainable(model)
     named = [(name, p.shape, name in embeddings) for name, p in parameters]
     manifest, theta, _ = make_manifest(run, PeerId("founder"), named, parameters)
@@ -89,6 +93,51 @@ def test_what_is_generated_is_the_same_from_the_run_and_from_its_exports(tmp_pat
     how = Sampling(tokens=8, temperature=0.0)  # within the context: the built-in model looks at no more than that
     texts = {continue_with_export(tmp_path / wanted, "def ", how) for wanted in ("hf", "safetensors")}
     assert texts == {continue_with(manifest, theta, "def ", how)}
+
+
+@HF
+@pytest.mark.usefixtures("own_logging")
+@torch.no_grad()
+def test_a_built_in_model_that_reads_tokens_goes_out_with_its_tokenizer(tmp_path: Path) -> None:
+    """Not with one of bytes, which fits no token."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    data, folder = DataConfig(kind="text", separator=END, tokenizer_digest=""), tmp_path / "tokenizer"
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("def main(): return main\n" * 40)
+    command = ["tokenizer", str(tmp_path / "texts"), "--out", str(folder), "--size", "264"]
+    assert main(command) == 0
+    assert main(command) == 2, "a run may use the one that is there"
+    data = with_tokenizer(data, str(tmp_path / "texts"), str(folder))
+    config = msgspec.structs.replace(SMALL, vocabulary=272, context=32)
+    model = build_model(config, 3)
+    manifest, theta = founded(config, model, data)
+    for wanted in ("hf", "safetensors"):
+        export(manifest, theta, tmp_path / wanted, about(manifest, wanted), tokenizer=str(folder))  # type: ignore[arg-type]
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf", local_files_only=True)
+    tokens = tokenizer("def main(): naïve ☃" + END)["input_ids"]
+    assert len(tokens) < len("def main(): naïve ☃".encode())
+    assert tokenizer.decode(tokens) == "def main(): naïve ☃" + END
+    assert tokens[-1] == tokenizer.eos_token_id == loaded.config.eos_token_id == loaded.generation_config.eos_token_id
+    torch.testing.assert_close(
+        loaded(torch.tensor([tokens])).logits, model(torch.tensor([tokens])), rtol=1e-5, atol=1e-5
+    )
+    how = Sampling(tokens=4, temperature=0.0)
+    texts = {continue_with_export(tmp_path / wanted, "def ", how) for wanted in ("hf", "safetensors")}
+    assert texts == {continue_with(manifest, theta, "def ", how, tokenizer=str(folder))}
+
+    assert "tokenizer.json" not in export(manifest, theta, tmp_path / "none", about(manifest, "hf"))
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "tokenizer.json").write_text(json.dumps(byte_tokenizer(256)))
+    with pytest.raises(ExportError, match=r"the tokenizer\.json here has the digest"):
+        export(manifest, theta, tmp_path / "bad", about(manifest, "hf"), tokenizer=str(tmp_path / "other"))
+    with pytest.raises(ExportError, match=r"the tokenizer\.json here has the digest"):
+        continue_with(manifest, theta, "def ", how, tokenizer=str(tmp_path / "other"))
+    manifest, theta, _ = spoken()
+    with pytest.raises(ExportError, match=r"reads bytes.*leave --tokenizer out"):
+        export(manifest, theta, tmp_path / "bad", about(manifest, "hf"), tokenizer=str(folder))
+    assert not (tmp_path / "bad").exists()
 
 
 def test_no_byte_is_lost_in_the_tokenizer() -> None:
