@@ -132,12 +132,12 @@ def export(
         OSError: it cannot be written.
     """
     folder = folder.resolve()  # if it is a link, write beside its target, so that a rename stays on one file system
-    about = _with_tokens(about, manifest.config)
     config, half = manifest.config.model, folder.with_name(f"{folder.name}.{os.urandom(4).hex()}.part")
     _check_replaceable(folder)
     _check_used(config, about.format, base, like)
     if tokenizer is not None:
         _check_used_tokenizer(manifest.config, tokenizer)
+    about = _with_tokens(about, manifest.config)
     half.mkdir(parents=True)
     try:
         if config.kind == "external" and about.format == "hf":
