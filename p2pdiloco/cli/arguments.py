@@ -416,9 +416,9 @@ def export(sub: argparse.ArgumentParser) -> None:
     _add_source(sub)
     sub.add_argument(
         "--format",
-        choices=["hf", "safetensors", "peft"],
-        help="hf for transformers, peft for adapters (LoRA), or safetensors for plain tensors (default: safetensors "
-        "for runs of training scripts, peft for other runs with adapters, else hf)",
+        choices=["hf", "safetensors", "peft", "gguf"],
+        help="hf for transformers, gguf for llama.cpp, peft for adapters (LoRA), or safetensors for plain tensors "
+        "(default: safetensors for runs of training scripts, peft for other runs with adapters, else hf)",
     )
     sub.add_argument("--out", type=Path, metavar="DIR", help="folder to write (default: the run's name)")
     _add_average(sub)

@@ -17,6 +17,7 @@ from p2pdiloco.cli.errors import as_command_errors
 from p2pdiloco.node.results import find_result, model_of
 from p2pdiloco.peer.checkpoint import CheckpointError
 from p2pdiloco.training.export import ABOUT, WEIGHTS, About, Format, export
+from p2pdiloco.training.gguf_export import GGUF
 
 
 async def run(arguments: argparse.Namespace) -> int:
@@ -52,13 +53,8 @@ def _export(arguments: argparse.Namespace) -> None:
         peer_options.say(
             f"  to load it   transformers.{_loader(folder, config.model.kind)}.from_pretrained({str(folder)!r})"
         )
-        if base := msgspec.json.decode((folder / ABOUT).read_bytes(), type=About).base:
-            peer_options.say(
-                f"  what the run did not train is from {base}: the scripts must have begun with the same weights, "
-                "which is not checked"
-            )
-        if config.model.kind != "external" and "tokenizer.json" not in files:
-            peer_options.say("  its tokenizer is not there: give --tokenizer FOLDER, with the run's tokenizer.json")
+    elif wanted == "gguf":
+        peer_options.say(f"  to load it   llama-cli -m {folder / GGUF}")
     elif wanted == "peft":
         peer_options.say(f"  to load it   peft.PeftModel.from_pretrained(base_model, {str(folder)!r})")
     elif config.model.kind == "transformer":
@@ -66,6 +62,15 @@ def _export(arguments: argparse.Namespace) -> None:
     else:
         weights = str(folder / WEIGHTS)
         peer_options.say(f"  to load it   p2pdiloco.load_into(model, {weights!r})")
+    if wanted in ("hf", "gguf"):
+        written = msgspec.json.decode((folder / ABOUT).read_bytes(), type=About)
+        if base := written.base:
+            peer_options.say(
+                f"  what the run did not train is from {base}: the scripts must have begun with the same weights, "
+                "which is not checked"
+            )
+        if not written.has_tokenizer:
+            peer_options.say("  its tokenizer is not there: give --tokenizer FOLDER, with the run's tokenizer.json")
 
 
 def _loader(folder: Path, kind: str) -> str:

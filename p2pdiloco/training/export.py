@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from p2pdiloco.protocol.manifest import DataConfig, Layout, Manifest, ModelConfig, RunConfig
 from p2pdiloco.training.dataset_files import PATTERNS, CorpusError
+from p2pdiloco.training.gguf_export import GGUF, write_gguf
 from p2pdiloco.training.models import NO_BASE, NORM_EPS, ROTARY_BASE, build, build_model, feed_width
 from p2pdiloco.training.parameters import FlatParameters, compared, named_parameters, trainable
 from p2pdiloco.training.script_models import (
@@ -41,7 +42,7 @@ from p2pdiloco.training.script_models import (
 )
 from p2pdiloco.training.tokenized_dataset import load_tokenizer, read_tokenizer
 
-Format = Literal["hf", "safetensors", "peft"]
+Format = Literal["hf", "safetensors", "peft", "gguf"]
 ABOUT = "p2pdiloco.json"
 TORN = f"{ABOUT}.torn"
 WEIGHTS = "model.safetensors"
@@ -69,6 +70,7 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
     model: ModelConfig
     base: str = ""
     """For ``hf`` of a run of scripts: the folder with the tensors that the run did not train."""
+    has_tokenizer: bool = False
     reads_tokens: bool = False
     """True if the built-in model reads tokens of a tokenizer.json, not bytes."""
     separator: str = ""
@@ -140,7 +142,7 @@ def export(
     about = _with_tokens(about, manifest.config)
     half.mkdir(parents=True)
     try:
-        if config.kind == "external" and about.format == "hf":
+        if config.kind == "external" and about.format in ("hf", "gguf"):
             about = _write_completed(manifest, theta, half, about, like, base)
         elif config.kind == "external" and about.format == "peft":
             _write_scripts_adapters(manifest, theta, half, about, like, base)
@@ -149,6 +151,9 @@ def export(
         _copy_tokenizer(tokenizer, half)
         if about.separator:
             _name_end(half, about.separator)
+        about = msgspec.structs.replace(about, has_tokenizer=(half / "tokenizer.json").is_file())
+        if about.format == "gguf":
+            _make_gguf(half, about)
         about = msgspec.structs.replace(about, files=tuple(sorted(path.name for path in half.iterdir())))
         (half / ABOUT).write_bytes(msgspec.json.format(msgspec.json.encode(about)))
         _replace(folder, half, about.files)
@@ -215,6 +220,14 @@ def _writer(config: ModelConfig, wanted: Format) -> _Write:
             raise ExportError("the run trains a whole model, not adapters (LoRA): export it with --format hf")
         return _write_lora
     return _write_llama if config.kind == "transformer" else _write_pretrained
+
+
+def _make_gguf(folder: Path, about: About) -> None:
+    """Replace an export for transformers by one GGUF file."""
+    before = list(folder.iterdir())
+    write_gguf(folder, folder / GGUF, about.name)
+    for path in before:
+        path.unlink()
 
 
 def _write_tensors(manifest: Manifest, theta: Tensor, folder: Path, about: About, base: str | None) -> None:
