@@ -18,6 +18,8 @@ from p2pdiloco.node.results import find_result, model_of
 from p2pdiloco.peer.checkpoint import CheckpointError
 from p2pdiloco.training.export import ABOUT, WEIGHTS, About, Format, export
 from p2pdiloco.training.gguf_export import GGUF
+from p2pdiloco.training.hub import check_hub, push
+from p2pdiloco.training.model_card import Facts, model_card
 
 
 async def run(arguments: argparse.Namespace) -> int:
@@ -33,6 +35,8 @@ def _export(arguments: argparse.Namespace) -> None:
     wanted: Format = arguments.format or ("peft" if config.model.lora is not None else "hf")
     if config.model.kind == "external" and not arguments.format:
         wanted = "safetensors"
+    if arguments.push_to_hub:
+        check_hub(arguments.push_to_hub)
     result, theta = model_of(result, is_averaged=arguments.average)
     about = result.about(wanted)
     folder: Path = arguments.out or Path(config.name)
@@ -44,6 +48,19 @@ def _export(arguments: argparse.Namespace) -> None:
         base=arguments.model,
         tokenizer=arguments.tokenizer,
         like=arguments.like,
+        card=model_card(
+            result.checkpoint.manifest,
+            Facts(
+                step=about.step,
+                tokens=about.tokens,
+                format=wanted,
+                base=arguments.model or arguments.like or "",
+                held_out_loss=None if about.averaged else result.held_out_loss(),
+                peers=result.peers,
+                license=arguments.license,
+                averaged=about.averaged,
+            ),
+        ),
     )
     kind = f", average of about {about.averaged} versions" if arguments.average else ""
     peer_options.say(
@@ -71,6 +88,10 @@ def _export(arguments: argparse.Namespace) -> None:
             )
         if not written.has_tokenizer:
             peer_options.say("  its tokenizer is not there: give --tokenizer FOLDER, with the run's tokenizer.json")
+    if arguments.push_to_hub:
+        shown = [name for name in files if name != ABOUT]  # it may name folders of this machine
+        url = push(folder, shown, arguments.push_to_hub, is_private=arguments.private)
+        peer_options.say(f"  pushed to    {url}")
 
 
 def _loader(folder: Path, kind: str) -> str:

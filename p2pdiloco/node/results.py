@@ -4,7 +4,9 @@ A running peer is not disturbed, since checkpoints appear atomically."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,6 +39,22 @@ class Result(NamedTuple):
     """Folders in which the checkpoint was found."""
     averaged: int = 0
     """Number of versions over which the model is averaged; 0: it is the newest version."""
+
+    @property
+    def peers(self) -> int:
+        """Number of peers whose tokens the chains have merged in their last versions."""
+        learners = {learner for shard in self.checkpoint.shards for learner, _ in shard.state.marks}
+        return len({learner.partition("/")[0] for learner in learners})
+
+    def held_out_loss(self) -> tuple[float, int] | None:
+        """Return the last held-out loss of the peer that ended with this very state, and its step; None: not known."""
+        heads = [shard.state.head.id for shard in self.checkpoint.shards]
+        for place in places(self.folders):
+            with suppress(OSError, ValueError, TypeError, AttributeError, KeyError):
+                report = json.loads((place.parent / "report.json").read_bytes())
+                if report.get("heads") == heads and isinstance(report.get("held_out_loss"), float):
+                    return report["held_out_loss"], int(report["held_out_step"])
+        return None
 
     def about(self, wanted: Format) -> About:
         """Return the description for an export in the format ``wanted``."""

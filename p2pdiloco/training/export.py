@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from p2pdiloco.protocol.manifest import DataConfig, Layout, Manifest, ModelConfig, RunConfig
 from p2pdiloco.training.dataset_files import PATTERNS, CorpusError
 from p2pdiloco.training.gguf_export import GGUF, write_gguf
+from p2pdiloco.training.model_card import CARD
 from p2pdiloco.training.models import NO_BASE, NORM_EPS, ROTARY_BASE, build, build_model, feed_width
 from p2pdiloco.training.parameters import FlatParameters, compared, named_parameters, trainable
 from p2pdiloco.training.script_models import (
@@ -118,6 +119,7 @@ def export(
     base: str | None = None,
     tokenizer: str | None = None,
     like: str | None = None,
+    card: str = "",
 ) -> list[str]:
     """Write the model into ``folder`` in ``about.format``; return the names of the written files.
 
@@ -127,6 +129,7 @@ def export(
         base: as for ``built``; for runs of scripts the weights that they began with.
         tokenizer: a folder whose tokenizer is copied into the export.
         like: for runs of scripts, a folder with the configuration of the same model, or of its adapters.
+        card: the model card, if one is to be written.
 
     Raises:
         ExportError: the run has no such format, does not use these folders, or ``folder`` holds something else.
@@ -154,6 +157,8 @@ def export(
         about = msgspec.structs.replace(about, has_tokenizer=(half / "tokenizer.json").is_file())
         if about.format == "gguf":
             _make_gguf(half, about)
+        if card:
+            (half / CARD).write_text(card, encoding="utf-8")
         about = msgspec.structs.replace(about, files=tuple(sorted(path.name for path in half.iterdir())))
         (half / ABOUT).write_bytes(msgspec.json.format(msgspec.json.encode(about)))
         _replace(folder, half, about.files)

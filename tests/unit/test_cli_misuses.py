@@ -85,7 +85,7 @@ MISUSES: list[tuple[str, int, list[str]]] = [
     ("generate x --tokens 0", REPAIR, ["--tokens", "1 or more"]),
     ("generate x --temperature -1", REPAIR, ["--temperature", "from 0 to 100"]),
     ("generate x --seed many", REPAIR, ["--seed", "whole number"]),
-    ("export x --format gguf", REPAIR, ["--format", "hf", "safetensors"]),
+    ("export x --format onnx", REPAIR, ["--format", "hf", "safetensors"]),
     ("tests.machine_sim --scenario doom", REPAIR, ["--scenario"]),
     ("start stdlib-tiny --name two/words", REPAIR, ["--name two/words", "letters, digits"]),
     ("demo --steps 0", REPAIR, ["--steps", "'0' is not a whole number from 1 to 1000000"]),

@@ -56,7 +56,7 @@ def test_a_run_is_exported_by_its_folder_and_by_its_name(tmp_path: Path, capsys:
     for source in (folder_of(state, manifest.run), "story", manifest.run[:8]):
         status, said, _ = ended(capsys, "export", source, "--state", state, "--out", out)
         assert status == 0
-        assert f"{out}: run story at step 0, 0 tokens merged (config.json" in said
+        assert f"{out}: run story at step 0, 0 tokens merged (README.md, config.json" in said
         assert f"AutoModelForCausalLM.from_pretrained('{out}')" in said
     status, said, _ = ended(capsys, "export", state, "--run", "story", "--format", "safetensors", "--out", out)
     assert (status, f"p2pdiloco.load_model('{out}')" in said) == (0, True)
