@@ -63,8 +63,9 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
         Args:
             run: Name of the run; None: train alone.
             load_global: Whether the model holds the run's parameters after training. False: this peer's own.
-            share_data: Whether to replace torch's or accelerate's sampler, so that peers with the same dataset train
-                different samples. Iterable datasets and samplers of your own are left as they are, with a warning.
+            share_data: Whether to replace torch's or accelerate's sampler, or divide an iterable dataset, so that
+                peers with the same data train different samples. Samplers of your own are left as they are, with a
+                warning.
             follow_schedule: Whether the learning-rate schedule follows the run's step, if the Trainer makes as many
                 steps as the run has. False: it follows the Trainer's steps.
             options: Further arguments of ``p2pdiloco.DiLoCo``, except ``model`` and ``optimizer``. ``total_steps``

@@ -89,7 +89,7 @@ class OwnSamples(Sampler[int]):
 def share_loader(loader: Any, known: Known) -> bool:
     """Make ``loader`` draw this peer's samples. Call it before anything iterates over it.
 
-    Returns False if the loader's samples cannot be changed (an iterable dataset, or a custom sampler).
+    Returns False if the loader's samples cannot be changed (a custom sampler).
     """
     batches: Any = getattr(loader, "batch_sampler", None)
     while isinstance(getattr(batches, "batch_sampler", None), Sampler):  # accelerate wraps torch's batch sampler

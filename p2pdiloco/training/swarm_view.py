@@ -5,15 +5,17 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import Dataset, Subset
 
 from p2pdiloco.training.node_link import NodeLink
 from p2pdiloco.training.sampler import FirstBatches, OwnSamples, share_loader
+from p2pdiloco.training.streams import OwnStream, TrainingPeers, share_stream
 
 log = logging.getLogger("p2pdiloco")
 
@@ -34,6 +36,8 @@ class SwarmView:
         # True while there is a node, or the script waits for one.
         self._is_linked = False
         self._batches = FirstBatches()
+        # What workers of data loaders know of the peers. It is made for the first stream.
+        self._shared_peers: TrainingPeers | None = None
         self._call_hook: Any = None
         # True once the script was warned that another peer trains the same batches.
         self._is_warned = False
@@ -93,18 +97,41 @@ class SwarmView:
             return dataset
         return Subset(dataset, list(self.sampler(dataset).epoch(0)))
 
-    def share(self, loader: Any) -> bool:
-        """Replace the sampler of a ``DataLoader`` by ``sampler``, before the first iteration.
+    def stream(self, dataset: Iterable[Any]) -> OwnStream:
+        """This peer's samples of an iterable dataset: ``DataLoader(outer.stream(dataset), num_workers=4)``.
 
-        A ``DistributedSampler`` is replaced too: each rank of an island then draws its own part of the peer's samples.
+        A hash of the sample decides which peer trains it, so the peers may read the stream in different orders. Each
+        iteration over the result is a pass, and gives the peer other samples. It follows peers that join or leave.
+        Under torchrun each rank gets its own part. Without a run it has all samples.
 
         Args:
-            loader: A ``DataLoader`` with torch's random, sequential or distributed sampler (or accelerate's).
+            dataset: An iterable dataset, of torch or Hugging Face, or any other iterable.
 
         Returns:
-            False if nothing was replaced: without a run, for iterable datasets, and for samplers of your own.
+            A ``torch.utils.data.IterableDataset``.
         """
-        return self._has_run and share_loader(loader, self._known_peers)
+        rank, ranks = 0, 1
+        if self._has_run and dist.is_available() and dist.is_initialized():
+            rank, ranks = dist.get_rank(), dist.get_world_size()
+        return OwnStream(dataset, self._tell_workers(), rank=rank, ranks=ranks)
+
+    def share(self, loader: Any) -> bool:
+        """Make a ``DataLoader`` draw this peer's samples, before the first iteration.
+
+        Its sampler is replaced by ``sampler``, or its iterable dataset by ``stream``. A ``DistributedSampler`` is
+        replaced too: each rank of an island then draws its own part of the peer's samples. The ranks of an island must
+        divide an iterable dataset themselves, as accelerate does.
+
+        Args:
+            loader: A ``DataLoader`` with torch's random, sequential or distributed sampler (or accelerate's), or of an
+                iterable dataset.
+
+        Returns:
+            False if nothing was replaced: without a run, and for samplers of your own.
+        """
+        if not self._has_run:
+            return False
+        return share_stream(loader, self._tell_workers()) or share_loader(loader, self._known_peers)
 
     def record_batch(self, *batch: Any) -> None:
         """Record a batch by which peers detect that they train the same data.
@@ -149,8 +176,17 @@ class SwarmView:
         swarm = None if self._link is None else self._link.swarm
         return ("", ()) if swarm is None else (swarm.me, swarm.peers)
 
+    def _tell_workers(self) -> TrainingPeers:
+        """Let the workers of data loaders know the training peers."""
+        if self._shared_peers is None:
+            self._shared_peers = TrainingPeers()
+        self._shared_peers.write(*self._known_peers())
+        return self._shared_peers
+
     def _look_at_batches(self, link: NodeLink) -> None:
-        """Report the first batches, and warn if another peer trains them too."""
+        """Report the first batches, and warn if another peer trains them too. Tell loaders who trains."""
+        if self._shared_peers is not None:
+            self._tell_workers()
         if news := self._batches.news():
             link.batches(news)
         if not self._is_warned and link.swarm is not None and link.swarm.same_batches:
@@ -169,7 +205,9 @@ class SwarmView:
             self._look_no_more()
 
     def _begin_to_look(self) -> None:
-        """Begin to record the batches that the model is called with."""
+        """Begin to record the batches that the model is called with. Tell loaders who trains."""
+        if self._shared_peers is not None:
+            self._tell_workers()
         self._call_hook = self._model.register_forward_pre_hook(of(self._model, self._on_call), with_kwargs=True)
 
     def _look_no_more(self) -> None:

@@ -145,6 +145,15 @@ BUGS = (
         ),
     ),
     Bug(
+        name="the workers of a loader know the peers of their start",
+        module="p2pdiloco.training.streams",
+        where="TrainingPeers.read",
+        old="count != self._seen and (not count % 2)",
+        new="not self._seen",
+        harm="a second machine trains what the first one trains, too",
+        killed_by=("tests/unit/test_training_streams.py::test_workers_follow_who_joins",),
+    ),
+    Bug(
         name="who trains is looked at once an epoch",
         module=_SAMPLES,
         where="OwnSamples.epoch",
