@@ -226,6 +226,12 @@ def _start(sub: argparse.ArgumentParser) -> None:
         help="who may join; open: anyone, invite: holders of an invite, list: only peers that you name (default: the "
         "file's, else invite)",
     )
+    sub.add_argument(
+        "--found-from",
+        metavar="RUN",
+        help="begin with the parameters and outer momentum of another run of the same model: its name in --state, or a "
+        "peer's state folder (default: new weights)",
+    )
     _add_bootstrap(sub, "addresses of directory nodes, or an invite", "none, this peer is the first")
     _add_peer(sub)
 
