@@ -125,7 +125,8 @@ def with_architecture(config: RunConfig, model: nn.Module) -> RunConfig:
     if not isinstance(told, dict):
         return config
     kept = {key: value for key, value in told.items() if not key.startswith("_") and key not in NOT_RECORDED}
-    kept["architectures"] = [type(bare).__name__]
+    kinds = (kind for kind in type(bare).__mro__ if kind.__module__.startswith("transformers."))
+    kept["architectures"] = [next(kinds, type(bare)).__name__]  # fully_shard and scripts make classes of their own
     if architecture_problems(kept):
         return config
     return msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, config=kept))

@@ -96,6 +96,19 @@ def test_a_loader_is_given_this_peers_samples(how: dict[str, Any]) -> None:
     assert drawn == (expected[1::2] if "sampler" in how else expected)
 
 
+def test_a_stream_is_shared_and_follows_the_peers(caplog: pytest.LogCaptureFixture) -> None:
+    link = Link()
+    loader, made = DataLoader(Stream(), batch_size=None), view(link)
+    assert made.share(loader)
+    assert not view(None).share(DataLoader(Stream()))
+    part = list(loader)
+    assert 0 < len(part) < 8
+    link.swarm = Swarm(me="ann", peers=("ann",), figures={}, same_batches="")
+    made._look_at_batches(link)  # type: ignore[arg-type]
+    assert len(list(loader)) == 8
+    assert len(list(view(None).stream(range(8)))) == 8
+
+
 def test_a_loader_whose_samples_are_its_users_own_is_left_alone() -> None:
     data = TensorDataset(torch.arange(20))
     weighted = torch.utils.data.WeightedRandomSampler([1.0] * 20, 20)

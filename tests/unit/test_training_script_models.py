@@ -341,6 +341,18 @@ def test_what_a_run_records_needs_no_configuration_and_refuses_another(tmp_path:
         written(moved(without_first_layer(loaded(base))), tmp_path / "none", "hf")
 
 
+def test_the_class_that_is_recorded_is_transformers_own(tmp_path: Path) -> None:
+    from transformers import LlamaForCausalLM
+
+    class Mine(LlamaForCausalLM):  # as fully_shard makes one
+        pass
+
+    model = loaded(llama(tmp_path / "base"))
+    model.__class__ = Mine
+    written(moved(model), tmp_path / "out", "hf")
+    assert_same(loaded(tmp_path / "out"), model)
+
+
 @pytest.mark.parametrize(
     "told", [{"quantization_config": {}}, {"vocab_size": -1}, {"note": "x" * 300}, {"list": [[[[[1]]]]]}]
 )
