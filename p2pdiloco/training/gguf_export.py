@@ -50,6 +50,8 @@ _ROTARY_TYPES = ("default",)
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _CUTS = {rf"{_WORDS}|\p{{N}}{{1,3}}|{_REST}": "llama-bpe", rf"{_WORDS}|\p{{N}}|{_REST}": "qwen2"}
+# A tokenizer of bytes has no merges, but llama.cpp needs one. "!!" is no token, so it is split into bytes again.
+_NO_MERGE = "! !"
 _EXPERT = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(\d+)\.(\w+)\.weight")
 
 
@@ -207,8 +209,7 @@ def _add_tokenizer(writer: Any, folder: Path, config: Mapping[str, Any]) -> None
     writer.add_token_list([tokens.get(i, f"[PAD{i}]") for i in range(size)])
     writer.add_token_types([_kind(i, tokens, added, kinds) for i in range(size)])
     merges = [one if isinstance(one, str) else " ".join(one) for one in told["model"]["merges"]]
-    if merges:
-        writer.add_token_merges(merges)
+    writer.add_token_merges(merges or [_NO_MERGE])
     _add_ends(writer, path, config, tokens)
 
 

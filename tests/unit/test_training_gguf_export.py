@@ -88,6 +88,22 @@ def test_the_tokenizer_is_in_the_file_with_the_end_of_text(tmp_path: Path) -> No
     assert again(TEXT)["input_ids"] == there(TEXT)["input_ids"]
 
 
+def test_a_tokenizer_of_bytes_has_what_llama_cpp_requires(tmp_path: Path) -> None:
+    """A list of merges, and ends of text: without these it takes token 11, a byte of text."""
+    from gguf import GGUFReader
+
+    from p2pdiloco.training.export import byte_tokenizer
+
+    model_in(tmp_path, "Llama", **(SHAPE | HEADS | {"vocab_size": 256}), eos_token_id=None, bos_token_id=None)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(byte_tokenizer(256)))
+    write_gguf(tmp_path, tmp_path / GGUF, "mine")
+    fields = GGUFReader(tmp_path / GGUF).fields
+    assert fields["tokenizer.ggml.merges"].contents()
+    assert fields["tokenizer.ggml.eos_token_id"].contents() == 0
+    assert fields["tokenizer.ggml.bos_token_id"].contents() == 0
+    assert not fields["tokenizer.ggml.add_bos_token"].contents()
+
+
 @pytest.mark.parametrize(
     ("kind", "changes", "said"),
     [
