@@ -245,14 +245,17 @@ def _cut(told: Mapping[str, Any]) -> str:
     steps = told.get("pre_tokenizer") or {}
     steps = steps.get("pretokenizers", [steps])
     ends_in_bytes = bool(steps) and steps[-1].get("type") == "ByteLevel" and not steps[-1].get("add_prefix_space")
-    if told["model"].get("type") == "BPE" and ends_in_bytes:
+    is_plain = (told.get("normalizer") or {}).get("type", "NFC") == "NFC"  # llama.cpp does not normalize text
+    if told["model"].get("type") == "BPE" and ends_in_bytes and is_plain:
         if len(steps) == 1 and (steps[0].get("use_regex", True) or not told["model"]["merges"]):
             return "gpt-2"
+        if len(steps) == 2 and steps[0].get("individual_digits") and steps[1].get("use_regex", True):
+            return "smollm"
         if len(steps) == 2 and steps[0].get("type") == "Split" and not steps[1].get("use_regex", True):
             cut = _CUTS.get(steps[0].get("pattern", {}).get("Regex"))
             if cut is not None:
                 return cut
     raise ArchitectureError(
-        f"GGUF is written with byte-level BPE tokenizers as of GPT-2, Llama 3 and Qwen 2, and this one is another "
-        f"({told['model'].get('type')}): {_OTHERWISE}"
+        "GGUF is written with byte-level BPE tokenizers as of GPT-2, Llama 3, Qwen 2 and SmolLM, and this one is "
+        f"another ({told['model'].get('type')}): {_OTHERWISE}"
     )

@@ -125,6 +125,24 @@ def test_what_llama_cpp_would_compute_otherwise_is_refused(
         write_gguf(tmp_path, tmp_path / GGUF, "mine")
 
 
+def test_how_a_text_is_cut_is_told_to_llama_cpp(tmp_path: Path) -> None:
+    from gguf import GGUFReader
+    from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
+
+    tokenizer_in(tmp_path)
+    model_in(tmp_path, "Llama", **(SHAPE | HEADS), eos_token_id=0)
+    told = json.loads((tmp_path / "tokenizer.json").read_text())
+    split = {"type": "Split", "pattern": {"Regex": PRETOKENIZE_REGEX}, "behavior": "Isolated", "invert": False}
+    many = split | {"pattern": {"Regex": PRETOKENIZE_REGEX.replace(r"\p{N}|", r"\p{N}{1,3}|", 1)}}
+    digits = {"type": "Digits", "individual_digits": True}
+    for first, cut in ((split, "qwen2"), (many, "llama-bpe"), (digits, "smollm")):
+        bytes_after = told["pre_tokenizer"] | {"use_regex": cut == "smollm"}
+        steps = {"type": "Sequence", "pretokenizers": [first, bytes_after]}
+        (tmp_path / "tokenizer.json").write_text(json.dumps(told | {"pre_tokenizer": steps}))
+        write_gguf(tmp_path, tmp_path / GGUF, "mine")
+        assert GGUFReader(tmp_path / GGUF).fields["tokenizer.ggml.pre"].contents() == cut
+
+
 def test_a_tokenizer_of_another_kind_or_model_is_refused(tmp_path: Path) -> None:
     tokenizer_in(tmp_path)
     model_in(tmp_path, "Llama", **(SHAPE | HEADS | {"vocab_size": 64}))
@@ -135,6 +153,7 @@ def test_a_tokenizer_of_another_kind_or_model_is_refused(tmp_path: Path) -> None
         told | {"pre_tokenizer": {"type": "Metaspace"}},
         told | {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [{"type": "Digits"}, told["pre_tokenizer"]]}},
         told | {"model": told["model"] | {"type": "Unigram"}},
+        told | {"normalizer": {"type": "Lowercase"}},
     ):
         (tmp_path / "tokenizer.json").write_text(json.dumps(odd))
         with pytest.raises(ValueError, match=r"this one is another.*convert_hf_to_gguf\.py"):
