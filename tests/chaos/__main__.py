@@ -47,7 +47,7 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
         "--plan",
         default="quick",
         metavar="PLAN",
-        help="TOML file, or quick, half-hour, peer-hour, hostile, liars (default: quick)",
+        help="TOML file, or quick, half-hour, peer-hour, blackout, hostile, liars (default: quick)",
     )
     sub.add_argument("--attacks", metavar="A,B", help="plan liars: only these attacks, lies joined by +")
     sub.add_argument(

@@ -17,8 +17,9 @@ from itertools import pairwise
 
 import msgspec
 
+from p2pdiloco.protocol.ids import LearnerId, peer_of
 from tests.chaos.evidence import Evidence, Struck
-from tests.chaos.schedule import COUNTED, LEAVE_S
+from tests.chaos.schedule import COUNTED, LEAVE_S, MEET_S
 
 BLOCKED_SHARE = 0.01
 """Allowed share of a learner's training time: the kernel may suspend a thread in a call that waits for nobody."""
@@ -60,6 +61,7 @@ def judge(evidence: Evidence) -> list[Verdict]:
         _never_blocked(evidence),
         _orderly(evidence),
         _all_take_part(evidence),
+        _meetings(evidence),
         _twins(evidence),
         _clocks(evidence),
         _liars(evidence),
@@ -236,6 +238,47 @@ def _all_take_part(evidence: Evidence) -> Verdict:
         elif peer.left is not None and not any(marks.get(peer.left.learner or "", ())):
             problems.append(f"nothing of {peer.name}'s last learner was merged")
     return _verdict("everybody came back", problems, f"all {len(evidence.peers)} peers train and merge at the end")
+
+
+def _meetings(evidence: Evidence) -> Verdict:
+    """After a power cut, MEET_S from when the last peer was started again, versions that all took have merged learners
+    of all."""
+    problems, slowest_s = [], 0.0
+    cuts = [fault for fault in evidence.faults if fault.kind == "power-cut"]
+    for cut in cuts:
+        starts = [[life.began for life in peer.lives if life.began > cut.began] for peer in evidence.peers]
+        if not all(starts):
+            problems.append(f"after the power cut at {cut.began - evidence.began:.0f} s not all were started again")
+            continue
+        last = max(min(began) for began in starts)
+        met_s = _met(evidence, last) - last
+        slowest_s = max(slowest_s, met_s)
+        if met_s > MEET_S:
+            at_s = cut.began - evidence.began
+            told = "never" if met_s == float("inf") else f"only {met_s:.0f} s after the last start"
+            problems.append(f"after the power cut at {at_s:.0f} s all peers merged together {told}")
+    kept = f"{len(cuts)} power cuts without a bootstrap; all merged together within {slowest_s:.0f} s of the last start"
+    return _verdict("met again", problems, kept)
+
+
+def _met(evidence: Evidence, since: float) -> float:
+    """When, after ``since``, all peers had taken versions that merge learners of all of them; infinite: never."""
+    taken: dict[str, set[str]] = {}
+    merged: set[str] = set()
+    lines = sorted(
+        ((commit.time, peer.name, commit) for peer in evidence.peers for commit in peer.commits),
+        key=lambda line: line[:2],
+    )
+    for time, name, commit in lines:
+        if time < since:
+            continue
+        takers = taken.setdefault(commit.head, set())
+        takers.add(name)
+        if len(takers) == len(evidence.peers):
+            merged |= {peer_of(LearnerId(learner)) for learner in commit.contributors}
+            if len(merged) >= len(evidence.peers):
+                return time
+    return float("inf")
 
 
 def _twins(evidence: Evidence) -> Verdict:

@@ -43,6 +43,8 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True):
     shard: int
     version: int
     head: str
+    contributors: dict[str, int] = {}
+    """Tokens by learner."""
 
 
 class Life(msgspec.Struct, frozen=True, kw_only=True):

@@ -135,7 +135,7 @@ class Hand:
                 for peer in hit:
                     _kill(peer)
                 return f"SIGKILL to the node of {who}"
-            case "blackout":
+            case "blackout" | "power-cut":
                 for peer in hit:
                     _kill(peer)
                 return "SIGKILL to every node"

@@ -204,7 +204,7 @@ class Runner:
             self._peers[fault.peers[0]].hunt = fault.number
         if fault.kind == "twins":
             self._twins[fault.number] = self._swarm.join(twin_of(fault), self._address)
-        if fault.kind in ("kill", "region", "blackout", "leave"):
+        if fault.kind in ("kill", "region", "blackout", "power-cut", "leave"):
             for name in fault.peers:
                 self._peers[name].fault = fault.number
         if fault.kind in ("kill", "region", "blackout"):
@@ -212,6 +212,8 @@ class Runner:
                 self._peers[name].back_at = max(fault.end, self._diary.now())
         if fault.kind == "blackout":
             self._blackout(fault)
+        if fault.kind == "power-cut":
+            self._power_cut(fault)
 
     def _blackout(self, fault: Fault) -> None:
         """End all other faults; one peer resumes later, then the others join it."""
@@ -222,6 +224,15 @@ class Runner:
         for name in others:
             self._peers[name].follows = first
         self._peers[first].follows = None
+
+    def _power_cut(self, fault: Fault) -> None:
+        """End all other faults, and the learners and the bootstrap; each peer is started again at a time of its own."""
+        for other in [other for other in self._active if other is not fault]:
+            self._undo(other)
+        self._swarm.bootstrap.kill()
+        self._swarm.kill_leftovers()
+        for name, after_s in zip(fault.peers, fault.returns_s, strict=True):
+            self._peers[name].back_at = self._diary.now() + after_s
 
     def _undo(self, fault: Fault) -> None:
         self._active.remove(fault)

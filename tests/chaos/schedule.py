@@ -32,6 +32,7 @@ Kind = Literal[
     "disk",
     "region",
     "blackout",
+    "power-cut",
     "cut",
     "mute",
     "one-way",
@@ -50,6 +51,8 @@ LIES = frozenset(
 """The lies of hostile peers (``byzantine.py``)."""
 COUNTED = frozenset({"values", "others"})
 """Lies that honest peers write down as faults; the rest is within what they believe, or has no effect."""
+DARK_KINDS: frozenset[Kind] = frozenset({"blackout", "power-cut"})
+"""They hit everybody at once. A plan says how many; they are not drawn."""
 LINK_KINDS = frozenset({"cut", "mute", "one-way", "split", "slow", "corrupt", "break"})
 """They hit connections, not processes; a peer may have one of each sort at a time."""
 DURATIONS_S: dict[Kind, tuple[float, float]] = {
@@ -65,6 +68,7 @@ DURATIONS_S: dict[Kind, tuple[float, float]] = {
     "disk": (6.0, 15.0),
     "region": (2.0, 8.0),
     "blackout": (2.0, 4.0),
+    "power-cut": (0.0, 40.0),
     "cut": (3.0, 15.0),
     "mute": (3.0, 15.0),
     "one-way": (12.0, 12.0),
@@ -74,6 +78,7 @@ DURATIONS_S: dict[Kind, tuple[float, float]] = {
     "break": (0.0, 0.0),
 }
 """Shortest and longest. For what ends processes: until they are started again; for ``rollback``: the copy's age;
+for ``power-cut``: when each peer comes back;
 for ``one-way``: what the peers are given to find out, and to meet again, since nobody undoes it;
 for ``twins``: what the copy that is started beside its original is given to start, find out, and end."""
 RECOVERY_S = 12.0
@@ -82,6 +87,8 @@ LEARNER_LIVES = 3
 """Kills of one peer's learner in one schedule, so that no node runs out of its learner's lives."""
 BLACKOUT_CALM_S = 30.0
 """Without faults after a blackout: everything starts again, one after the other."""
+MEET_S = 60.0
+"""Time in which all peers merge together after the last of them was started again after a power cut."""
 
 MOST_CLOCK_S = 10 * 365 * 86_400.0
 LEAVE_S = 20.0
@@ -138,6 +145,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """Mean time between two faults (exponential)."""
     blackouts: Annotated[int, Meta(ge=0, le=100)] = 0
     """Times that everybody is killed at once, evenly spread; one peer then resumes from what all left."""
+    power_cuts: Annotated[int, Meta(ge=0, le=10)] = 0
+    """Times that everybody and the bootstrap node, which does not come back, are killed at once, evenly spread. A
+    service manager starts each peer again with its own command, at some time."""
     bootstrap_dies: bool = False
     """The bootstrap node is killed before the first fault, and does not come back."""
     settle_s: Annotated[float, Meta(ge=5.0, le=600.0)] = 20.0
@@ -188,6 +198,8 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
     peers: tuple[str, ...]
     """Whom it hits; for ``split`` one side; for ``blackout`` first the one that resumes."""
     duration_s: float
+    returns_s: tuple[float, ...] = ()
+    """For ``power-cut``: seconds after which each of ``peers`` is started again."""
 
     @property
     def end(self) -> float:
@@ -204,7 +216,7 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _drawn_kinds() -> list[Kind]:
-    return [kind for kind in get_args(Kind) if kind != "blackout"]
+    return [kind for kind in get_args(Kind) if kind not in DARK_KINDS]
 
 
 def find_plan(text: str) -> Path:
@@ -275,15 +287,23 @@ def plan_problems(plan: Plan) -> list[str]:
     if 2 * len(told) >= plan.peers or any(plan.odd.hostile[:1]):
         found.append("hostile: the first peer is honest, and more than half are")
     found += [f"hostile: there is no lie {name!r}" for names in told for name in names.split("+") if name not in LIES]
-    if "blackout" in plan.weights:
-        found.append("weights: blackout is not drawn; say blackouts = N")
-    if not any(plan.weights.values()) and not plan.blackouts:
-        found.append("weights: at least one must be more than 0, or blackouts")
+    for kind, field in (("blackout", "blackouts"), ("power-cut", "power_cuts")):
+        if kind in plan.weights:
+            found.append(f"weights: {kind} is not drawn; say {field} = N")
+    if not any(plan.weights.values()) and not plan.blackouts and not plan.power_cuts:
+        found.append("weights: at least one must be more than 0, or blackouts, or power_cuts")
     are_chosen = set(plan.weights) != set(_drawn_kinds())
     if len(plan.regions) < 2 and are_chosen and any(plan.weights.get(kind) for kind in _OF_REGIONS):
         found.append("weights: region and split need two regions")
     if plan.blackouts and plan.bootstrap_dies:
         found.append("blackouts: with bootstrap_dies nobody would be left to find the others by")
+    if plan.blackouts and plan.power_cuts:
+        found.append("blackouts: who resumes needs a bootstrap node, and power_cuts leave none")
+    apart_s = DURATIONS_S["power-cut"][1]
+    if plan.power_cuts and plan.seconds / (plan.power_cuts + 1) < apart_s:
+        found.append(
+            f"power_cuts: {plan.power_cuts} of them need {(plan.power_cuts + 1) * apart_s:.0f} seconds or more"
+        )
     if plan.blackouts and plan.seconds / plan.blackouts < 2 * BLACKOUT_CALM_S:
         found.append(f"blackouts: each needs {2 * BLACKOUT_CALM_S:.0f} of the {plan.seconds:.0f} seconds")
     return found
@@ -296,6 +316,7 @@ def draw_schedule(plan: Plan, seed: int) -> Schedule:
     """The faults, by time."""
     random = Random(f"{plan.name}/{seed}")
     dark = [_blackout(plan, random, (index + 1) / (plan.blackouts + 1)) for index in range(plan.blackouts)]
+    dark += [_power_cut(plan, random, (index + 1) / (plan.power_cuts + 1)) for index in range(plan.power_cuts)]
     drawn = list(dark)
     at = 0.0
     while (at := at + random.expovariate(1.0 / plan.every_s)) < plan.seconds:
@@ -313,6 +334,18 @@ def _blackout(plan: Plan, random: Random, share: float) -> Fault:
     duration_s = round(random.uniform(*DURATIONS_S["blackout"]), 2)
     return Fault(
         number=0, at=round(plan.seconds * share, 2), kind="blackout", peers=tuple(order), duration_s=duration_s
+    )
+
+
+def _power_cut(plan: Plan, random: Random, share: float) -> Fault:
+    returns_s = tuple(round(random.uniform(*DURATIONS_S["power-cut"]), 2) for _ in plan.names)
+    return Fault(
+        number=0,
+        at=round(plan.seconds * share, 2),
+        kind="power-cut",
+        peers=plan.names,
+        duration_s=max(returns_s),
+        returns_s=returns_s,
     )
 
 
@@ -344,7 +377,7 @@ def _targets(plan: Plan, kind: Kind) -> list[tuple[str, ...]]:
 def _is_fair(plan: Plan, fault: Fault, drawn: list[Fault]) -> bool:
     """Whether rule 2 holds with it, and nobody is hit twice by the same sort at once."""
     for other in drawn:
-        if other.kind == "blackout" and other.at - 1.0 < fault.at < other.end + BLACKOUT_CALM_S:
+        if other.kind in DARK_KINDS and other.at - 1.0 < fault.at < other.end + BLACKOUT_CALM_S:
             return False  # what began before it ends with it
     lives = sum(other.kind == "learner" and other.peers == fault.peers for other in drawn)
     if fault.kind == "learner" and lives >= LEARNER_LIVES:

@@ -10,7 +10,7 @@ import pytest
 from evidences import BEGAN, OVER, PLAN, SAID, SETTLED, SETTLING, TOKENS, commits, evidence, peer, struck, with_peer
 
 from tests.chaos.checks import goodput, judge, quiet_windows
-from tests.chaos.evidence import Evidence, EvidenceError, HostilePeer, LearnerLife, Life, Twin, read_evidence
+from tests.chaos.evidence import Commit, Evidence, EvidenceError, HostilePeer, LearnerLife, Life, Twin, read_evidence
 from tests.chaos.schedule import Least, Oddities
 from tests.chaos.timeline import draw
 
@@ -53,6 +53,46 @@ def beside_liar(lies: str, peer: str = "12D3", faults: int = 1, sent: tuple[str,
     told = tuple(lies.split("+")) if sent is None else sent
     liar = HostilePeer(name="B", peer=peer, faults=faults, sent=told)
     return msgspec.structs.replace(demanding(odd=Oddities(hostile=("", lies, ""))), hostile=(liar,))
+
+
+def after_a_power_cut(back_s: float, *who: str, heads: str = "") -> Evidence:
+    """All lost power at 10 s, and were started again at 12 s; the learners of ``who`` were merged from ``back_s`` on,
+    and all took the same versions, or C has others (``heads``)."""
+    whole = evidence()
+    lives = (*of_life(ended=BEGAN + 10, status=-9), *of_life(began=BEGAN + 12, trained=BEGAN + 14))
+
+    def took(name: str) -> tuple[Commit, ...]:
+        merging = dict.fromkeys((f"{one}/2" for one in who), 1)
+        return tuple(
+            msgspec.structs.replace(
+                commit,
+                head=commit.head + (heads if name == "C" else ""),
+                contributors=merging if commit.time >= BEGAN + back_s else {},
+            )
+            for commit in commits()
+        )
+
+    peers = tuple(msgspec.structs.replace(one, lives=lives, commits=took(one.name)) for one in whole.peers)
+    return msgspec.structs.replace(whole, peers=peers, faults=(struck(1, "power-cut", PLAN.names, 10.0, 20.0),))
+
+
+def test_peers_that_merge_together_after_a_power_cut_have_met() -> None:
+    (met,) = (one for one in judge(after_a_power_cut(20.0, "A", "B", "C")) if one.name == "met again")
+    assert met.is_kept
+    assert "within 8 s of the last start" in met.sentence
+
+
+@pytest.mark.parametrize(
+    "apart",
+    [
+        after_a_power_cut(20.0, "A", "B"),
+        after_a_power_cut(80.0, "A", "B", "C"),
+        after_a_power_cut(20.0, "A", "B", "C", heads="-elsewhere"),
+    ],
+    ids=["one is not merged", "late", "on another chain"],
+)
+def test_peers_that_stay_apart_after_a_power_cut_have_not(apart: Evidence) -> None:
+    assert not next(one for one in judge(apart) if one.name == "met again").is_kept
 
 
 BROKEN = {

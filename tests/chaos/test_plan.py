@@ -31,7 +31,9 @@ def written(folder: Path, text: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", ["quick", "short", "half-hour", "as-shipped", "peer-hour", "hostile", "hostile-short"])
+@pytest.mark.parametrize(
+    "name", ["quick", "short", "half-hour", "as-shipped", "peer-hour", "hostile", "hostile-short", "blackout"]
+)
 def test_shipped_plans_are_good(name: str) -> None:
     plan = read_plan(find_plan(name))
     assert plan.name == name
@@ -70,6 +72,15 @@ def test_a_schedule_is_fair(seed: int) -> None:
         assert sum(fault.kind == "learner" and fault.peers == (name,) for fault in faults) <= LEARNER_LIVES
 
 
+def test_after_a_power_cut_each_peer_comes_back_at_a_time_of_its_own() -> None:
+    plan = read_plan(find_plan("blackout"))
+    (cut,) = draw_schedule(plan, 1).faults
+    assert cut.peers == plan.names
+    assert len({*cut.returns_s}) == plan.peers
+    assert max(cut.returns_s) == cut.duration_s
+    assert draw_schedule(plan, 2).faults[0].returns_s != cut.returns_s
+
+
 def test_the_command_line_beats_the_file(tmp_path: Path) -> None:
     plan = read_plan(written(tmp_path, GOOD), peers=5, seconds=7.0)
     assert (plan.peers, plan.seconds) == (5, 7.0)
@@ -95,6 +106,9 @@ def test_a_run_may_lie_in_a_file_of_its_own(tmp_path: Path) -> None:
         (GOOD + "[weights]\nkill = 0\n", "at least one must be more than 0"),
         (GOOD + "[weights]\nkill = 1\nregion = 1\n", "need two regions"),
         (GOOD + "[weights]\nblackout = 1\n", "say blackouts = N"),
+        (GOOD + "[weights]\npower-cut = 1\n", "say power_cuts = N"),
+        (GOOD.replace("seconds = 60", "seconds = 60\npower_cuts = 1"), "power_cuts: 1 of them need 80 seconds"),
+        (GOOD.replace("seconds = 60", "seconds = 200\npower_cuts = 1\nblackouts = 1"), "power_cuts leave none"),
         (GOOD + "[odd]\nclocks_off_s = [1, 2, 3, 4]\n", "4 of them for 3 peers"),
         (GOOD + "[odd]\nclocks_off_s = [1e12]\n", "clocks_off_s: less than"),
         (GOOD + '[odd]\nhostile = ["", "values", "steps"]\n', "more than half are"),

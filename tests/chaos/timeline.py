@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from tests.chaos.checks import Verdict, goodput, quiet_windows
 from tests.chaos.evidence import Evidence, PeerEvidence, Struck
-from tests.chaos.schedule import LINK_KINDS, Kind
+from tests.chaos.schedule import DARK_KINDS, LINK_KINDS, Kind
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,6 +23,7 @@ LOOKS: dict[Kind, tuple[str, str, str]] = {
     "twins": ("D", "#4e79a7", "started twice, from a copy"),
     "region": ("X", "#8c1515", "whole region killed"),
     "blackout": ("X", "#000000", "everybody killed, then resume"),
+    "power-cut": ("X", "#4b4b4b", "everybody and the bootstrap lose power"),
     "learner": ("v", "#e377c2", "learner killed (SIGKILL)"),
     "leave": ("P", "#2ca02c", "leaves, comes back"),
     "stop": ("s", "#ff7f0e", "node stopped (SIGSTOP)"),
@@ -99,7 +100,7 @@ def _shade(evidence: Evidence, *axes: Any) -> None:
         for window in quiet_windows(evidence):
             axis.axvspan(_at(evidence, window.began), _at(evidence, window.ended), color=QUIET, linewidth=0, zorder=0)
         for fault in evidence.faults:
-            if fault.kind == "blackout":
+            if fault.kind in DARK_KINDS:
                 axis.axvline(_at(evidence, fault.began), color="black", linewidth=1.2, zorder=1)
 
 
