@@ -23,6 +23,7 @@ from typing import Any
 import msgspec
 
 from p2pdiloco.discovery import sandbox
+from p2pdiloco.discovery.call_deadlines import CallDeadlines
 from p2pdiloco.discovery.clock_sync import SharedClock
 from p2pdiloco.transport.identity import verify
 from p2pdiloco.util import logs
@@ -64,6 +65,7 @@ for _module in (dht_node, dht_protocol, dht_routing, timed_storage):
 __all__ = [
     "BUCKET",
     "CLOCK",
+    "DHTID",
     "P2P",
     "ControlFailure",
     "DirectoryNode",
@@ -122,13 +124,45 @@ class SignedRecords(RecordValidatorBase):  # type: ignore[misc]
         )
 
 
+class TimedStub:
+    """Stub of another node whose calls have that node's own deadline, and measure its round trip.
+
+    hivemind gives all calls the same timeout, which is too short for far nodes or too long for dead ones.
+    """
+
+    def __init__(self, stub: Any, peer: PeerID, deadlines: CallDeadlines) -> None:
+        self._stub = stub
+        self._peer = peer
+        self._deadlines = deadlines
+
+    def __getattr__(self, name: str) -> Callable[..., Awaitable[Any]]:
+        return partial(self.call, name)
+
+    async def call(self, name: str, request: Any, timeout: float | None = None) -> Any:
+        """Call the node within its deadline, instead of ``timeout``."""
+        return await self.call_within(self._deadlines.deadline_s(self._peer), name, request)
+
+    async def call_within(self, limit_s: float, name: str, request: Any) -> Any:
+        """Call the node within ``limit_s``."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        answer = await getattr(self._stub, name)(request, timeout=limit_s)
+        self._deadlines.record(self._peer, loop.time() - began)
+        return answer
+
+
 class DirectoryNode(DHTNode):  # type: ignore[misc]
-    """A DHT node whose searches do not download records.
+    """A DHT node whose calls have deadlines by measured round trips, and whose searches do not download records.
 
     In hivemind, a search for the nodes near a key also returns the records under that key, so that each announcement
     would download all records of the run. This node searches for an adjacent key instead: it has no records, and the
     same nodes are near to it.
     """
+
+    def set_deadlines(self, deadlines: CallDeadlines) -> None:
+        """Use ``deadlines`` for all calls to other nodes."""
+        stub_of = self.protocol.get_stub
+        self.protocol.get_stub = lambda peer: TimedStub(stub_of(peer), peer, deadlines)
 
     async def find_nearest_nodes(
         self, queries: Collection[DHTID], *given: Any, found_callback: Found | None = None, **more: Any

@@ -29,7 +29,15 @@ import msgspec
 from msgspec import Meta, Struct
 
 from p2pdiloco.discovery.dht import CLOCK, adopt_logging
-from p2pdiloco.discovery.p2pd import CALL_S, DirectoryError, P2pdProcess, is_loopback
+from p2pdiloco.discovery.p2pd import (
+    CALL_S,
+    CLIENT,
+    SILENT,
+    UNREACHABLE,
+    DirectoryError,
+    P2pdProcess,
+    is_loopback,
+)
 from p2pdiloco.discovery.record_cache import RecordCache
 from p2pdiloco.protocol.ids import PeerId, RunId
 from p2pdiloco.timing import Backoff
@@ -203,6 +211,22 @@ _CAUSES = (
     ("i/o timeout", "no answer", "a firewall or a router drops it: open or forward its port"),
     ("deadline exceeded", "no answer", "a firewall or a router drops it: open or forward its port"),
     (
+        UNREACHABLE,
+        UNREACHABLE,
+        "its machine is off, or a firewall or a router drops packets to it: open or forward its port",
+    ),
+    (
+        SILENT,
+        SILENT,
+        "the link loses large packets (try a smaller MTU: ip link set DEVICE mtu 1280), or the process there hangs",
+    ),
+    (
+        "protocols not supported",
+        "it answers, but is not a node of this directory",
+        "another program has this port: copy the address that a bootstrap or a peer of the run prints",
+    ),
+    (CLIENT, CLIENT, "name a bootstrap or a peer that others can dial"),
+    (
         "dial to self",
         "that is this machine's own address",
         "name another peer's address; to found a network, name none",
@@ -237,12 +261,12 @@ def explain_failures(failures: Mapping[str, str]) -> str:
 __all__ = ["Directory", "DirectoryError"]
 
 
-CONNECT_S = 5.0
+# Deadline of a first connection: some eight round trips, over a satellite 6 s, more if packets are lost.
+CONNECT_S = 15.0
 STRAGGLERS_S = 1.0
 # The result of a peer that had not answered STRAGGLERS_S after the first one.
 LATE = f"no answer within {STRAGGLERS_S:g} s after another peer's"
 KEEP_S = 2.0
-KEEP_CONNECT_S = 3.0
 # Maximum number of peers to ping in one round; more of them take turns.
 KEPT_PEERS = 32
 SAVE_ROUNDS = 5
@@ -303,6 +327,8 @@ class Directory:
         self._next_kept = 0
         self._pings = PingSchedule(KEEP_S)
         self._silent_rounds = 0
+        # Peers that are being pinged.
+        self._pinged: set[PeerId] = set()
         # Receives the first peer that answers, while this one waits in ``_wait_for_peer``.
         self._answered: asyncio.Future[PeerId] | None = None
 
@@ -572,7 +598,7 @@ class Directory:
         """Connect to all ``peers``; after the first answer, the others have STRAGGLERS_S.
 
         Returns for each peer the result of ``_connect``, or LATE."""
-        tasks = {asyncio.create_task(self._connect(peer, CONNECT_S), name=f"meet {peer}"): peer for peer in peers}
+        tasks = {asyncio.create_task(self._connect(peer), name=f"meet {peer}"): peer for peer in peers}
         waiting = set(tasks)
         try:
             while waiting:
@@ -586,9 +612,9 @@ class Directory:
             await asyncio.gather(*waiting, return_exceptions=True)
         return {peer: LATE if task in waiting else task.result() for task, peer in tasks.items()}
 
-    async def _connect(self, peer: PeerId, timeout_s: float = KEEP_CONNECT_S) -> str | None:
+    async def _connect(self, peer: PeerId) -> str | None:
         """Connect to ``peer`` at its known addresses. Returns None, or the reason why that failed."""
-        return await self._daemon.connect(peer, self._book.addresses_of(peer), timeout_s)
+        return await self._daemon.connect(peer, self._book.addresses_of(peer), CONNECT_S)
 
     async def _clocks_of(self, peers: list[PeerId]) -> list[float]:
         """Return how far the clocks of ``peers`` are ahead of the shared time, in seconds, without silent peers."""
@@ -656,12 +682,20 @@ class Directory:
                 self._daemon.kill()
                 self._silent_rounds = 0
             return
-        now = asyncio.get_running_loop().time()
-        due = self._pings.due(self._peers_to_ping(), now)
-        for peer, reason in zip(due, await asyncio.gather(*map(self._connect, due)), strict=True):
-            self._pings.record_result(peer, now, is_answered=reason is None)
-            if reason is None and self._answered is not None and not self._answered.done():
-                self._answered.set_result(peer)
+        for peer in self._pings.due(self._peers_to_ping(), asyncio.get_running_loop().time()):
+            if peer not in self._pinged:
+                self._pinged.add(peer)
+                self._tasks.spawn(self._ping(peer), name=f"ping {peer}")
+
+    async def _ping(self, peer: PeerId) -> None:
+        """Ping a peer, without keeping the others waiting for it."""
+        try:
+            reason = await self._connect(peer)
+        finally:
+            self._pinged.discard(peer)
+        self._pings.record_result(peer, asyncio.get_running_loop().time(), is_answered=reason is None)
+        if reason is None and self._answered is not None and not self._answered.done():
+            self._answered.set_result(peer)
 
     async def _remember_connected(self) -> None:
         for peer, where in (await self._daemon.connected_peers()).items():

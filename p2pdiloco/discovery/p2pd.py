@@ -23,9 +23,11 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from p2pdiloco.discovery.call_deadlines import LEAST_S, CallDeadlines
 from p2pdiloco.discovery.dht import (
     BUCKET,
     CLOCK,
+    DHTID,
     P2P,
     ControlFailure,
     DirectoryNode,
@@ -47,10 +49,13 @@ from p2pdiloco.wire.directory_records import Envelope, subkey_of, unseal
 
 Result = TypeVar("Result")
 
-# Deadline of a read or a write.
-CALL_S = 5.0
-# Timeout after which a search skips a DHT node. With hivemind's 3 s, a store took 10 s if every third node was frozen.
-PING_S = 0.7
+# Deadline of a read or a write among near nodes; far ones have CALL_ROUND_TRIPS more. A search takes some three rounds
+# of calls, and each call opens a stream.
+CALL_S, CALL_ROUND_TRIPS = 5.0, 12
+# Reasons why a node was not reached, as ``connect`` returns them.
+CLIENT = "it answers, but only asks the directory, and others cannot reach it"
+UNREACHABLE = "no connection"
+SILENT = "connected, but no answer to a ping"
 
 # Prefix of the name of the folder for p2pd's control sockets.
 SOCKET_FOLDER = "p2pdiloco-p2pd-"
@@ -86,6 +91,7 @@ class P2pdProcess:
         self._sockets: SocketFolder | None = None
         self._p2p: Any = None
         self._node: Any = None
+        self._deadlines = CallDeadlines()
         # Multiaddrs with this peer's id; loopback addresses come last.
         self.visible: list[str] = []
 
@@ -143,13 +149,14 @@ class P2pdProcess:
         self._node = await DirectoryNode.create(
             p2p=self._p2p,
             bucket_size=BUCKET,
-            wait_timeout=PING_S,
+            wait_timeout=LEAST_S,  # see set_deadlines
             record_validator=self._validator,
             cache_refresh_before_expiry=0,
             cache_locally=False,
             cache_nearest=0,
             cache_on_store=False,
         )
+        self._node.set_deadlines(self._deadlines)
         if not self._is_serving:
             self.stop_serving()
         found = [str(text) for text in await self._p2p.get_visible_maddrs(latest=True)]
@@ -221,16 +228,19 @@ class P2pdProcess:
     # -- calls -------------------------------------------------------------------------------------------------------
 
     async def call(self, action: Callable[[], Awaitable[Result]], doing: str) -> Result:
-        """Await ``action`` within CALL_S and return its result. ``doing`` names the action in error messages.
+        """Await ``action`` within CALL_S, or longer where other nodes are far away, and return its result.
+
+        ``doing`` names the action in error messages.
 
         Raises:
             DirectoryError: the deadline has passed, or hivemind or p2pd failed.
         """
+        limit_s = CALL_S + CALL_ROUND_TRIPS * self._deadlines.typical_s
         try:
-            async with asyncio.timeout(CALL_S):
+            async with asyncio.timeout(limit_s):
                 return await action()
         except TimeoutError:
-            raise DirectoryError(f"{doing} took longer than {CALL_S:g} s") from None
+            raise DirectoryError(f"{doing} took longer than {limit_s:.1f} s") from None
         except (OSError, EOFError, RuntimeError, ValueError, AssertionError, P2PDaemonError, ControlFailure) as error:
             raise DirectoryError(f"{doing} failed: {error or type(error).__name__}") from error
 
@@ -276,17 +286,22 @@ class P2pdProcess:
         p2p, node = self._p2p, self._node
         if p2p is None or node is None:
             return "the directory is restarting"
+        is_connected = False
         try:
             target = PeerID.from_base58(peer)
             async with asyncio.timeout(timeout_s):
                 await p2p._client.connect(target, [Multiaddr(text) for text in where])
-                answer = await node.protocol.call_ping(target)
+                is_connected = True
+                request = dht_pb2.PingRequest(peer=node.protocol.node_info)
+                answer = await node.protocol.get_stub(target).call_within(timeout_s, "rpc_ping", request)
         except TimeoutError:
-            return f"no answer within {timeout_s:g} s"
-        except (ControlFailure, P2PDaemonError, OSError, EOFError, ValueError) as error:
+            await node.protocol.update_routing_table(None, target, responded=False)
+            return f"{SILENT if is_connected else UNREACHABLE} within {timeout_s:g} s"
+        except (ControlFailure, P2PDaemonError, P2PHandlerError, OSError, EOFError, ValueError) as error:
             return shorten(str(error) or type(error).__name__)
-        if answer is None:
-            return "it answers, but is not a node of this directory"
+        if not answer.peer.node_id:
+            return CLIENT
+        await node.protocol.update_routing_table(DHTID.from_bytes(answer.peer.node_id), target, responded=True)
         return None
 
     async def clock_of(self, peer: PeerId) -> float | None:
@@ -296,9 +311,7 @@ class P2pdProcess:
             return None
         try:
             asked = CLOCK.now()
-            stub = node.protocol.get_stub(PeerID.from_base58(peer))
-            async with asyncio.timeout(PING_S):
-                answer = await stub.rpc_ping(dht_pb2.PingRequest())
+            answer = await node.protocol.get_stub(PeerID.from_base58(peer)).rpc_ping(dht_pb2.PingRequest())
             return float(answer.dht_time) - (asked + CLOCK.now()) / 2
         except (TimeoutError, P2PHandlerError, P2PDaemonError, ControlFailure, OSError, EOFError, ValueError):
             return None

@@ -11,6 +11,7 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 import uvloop
@@ -20,8 +21,10 @@ from p2pdiloco.discovery import dht, p2pd, sandbox
 from p2pdiloco.discovery import directory as module
 from p2pdiloco.discovery.directory import Directory, DirectoryError
 from p2pdiloco.protocol.ids import PeerId, RunId
+from p2pdiloco.transport import addresses
 from p2pdiloco.transport.identity import Identity
 from p2pdiloco.wire.directory_records import Envelope, peers_topic, seal, subkey_of
+from tests.chaos.fault_proxy import Network, slow_down
 
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
 RUN = RunId("a" * 40)
@@ -158,13 +161,55 @@ def test_who_is_late_at_the_start_is_not_taken_for_gone(
             where_gone = where(gone)
             await gone.__aexit__(None, None, None)
 
-            async def slowly(self: Directory, peer: PeerId, timeout_s: float = 3.0) -> str | None:
+            async def slowly(self: Directory, peer: PeerId) -> str | None:
                 await asyncio.sleep(1.3 * (peer == far.peer_id))
-                return await meet(self, peer, timeout_s)
+                return await meet(self, peer)
 
             monkeypatch.setattr(Directory, "_connect", slowly)
             async with member(where(far), where(near), where_gone) as ann:
                 assert ann.meeting_places() == (where(far), where(near))
+
+    run(main())
+
+
+def test_a_directory_beyond_a_satellite_is_joined_and_used(run: Callable[[Main], None]) -> None:
+    """Each way takes 0.4 s. A ping had 0.7 s, and its node was told to be no node of the directory."""
+
+    async def main() -> None:
+        async with member() as far:
+            place = addresses.parse(where(far))
+            async with Network({"far": place.port}, lambda _: None) as between:
+                slow_down(between.between(["far"]), 0.4, None)
+                relayed = str(msgspec.structs.replace(place, port=between.port("far")))
+                async with member(relayed) as ann:
+                    await ann.publish_peer(RUN, b"ann is here", 60.0)
+                    assert await far.peers(RUN) == {ann.peer_id: b"ann is here"}
+                    await far.publish_run(RUN, b"the run", 60.0)
+                    assert await ann.runs() == {RUN: b"the run"}
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("answers", "told"),
+    [(False, "a firewall or a router drops packets to it"), (True, "another program has this port")],
+)
+def test_who_does_not_answer_and_who_is_a_stranger_are_told_apart(
+    run: Callable[[Main], None], monkeypatch: pytest.MonkeyPatch, answers: bool, told: str
+) -> None:
+    async def main() -> None:
+        async with member() as there:
+            if answers:
+                await there._daemon._node.protocol.remove_p2p_handlers(there._daemon._p2p)
+            else:
+                monkeypatch.setattr(module, "CONNECT_S", 1.0)
+            place = addresses.parse(where(there))
+            async with Network({"there": place.port}, lambda _: None) as between:
+                for link in between.between(["there"]) if not answers else ():
+                    link.cut()
+                with pytest.raises(DirectoryError, match=told):
+                    async with member(str(msgspec.structs.replace(place, port=between.port("there")))):
+                        pass
 
     run(main())
 
