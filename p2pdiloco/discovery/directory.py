@@ -43,6 +43,7 @@ from p2pdiloco.protocol.ids import PeerId, RunId
 from p2pdiloco.timing import Backoff
 from p2pdiloco.transport import addresses
 from p2pdiloco.transport.identity import Identity
+from p2pdiloco.transport.narrow_paths import NarrowPaths
 from p2pdiloco.util import logs
 from p2pdiloco.util.files import write_atomically
 from p2pdiloco.util.tasks import Tasks
@@ -218,7 +219,7 @@ _CAUSES = (
     (
         SILENT,
         SILENT,
-        "the link loses large packets (try a smaller MTU: ip link set DEVICE mtu 1280), or the process there hangs",
+        "the link is too slow or loses most packets, or the process there hangs: restart it",
     ),
     (
         "protocols not supported",
@@ -291,6 +292,7 @@ class Directory:
     initial_peers: multiaddrs with /p2p/; empty for the first peer of a network.
     cache_path: file that remembers the peers that this node has met.
     patience_s: seconds to wait for an initial peer to answer, if any were given; 0: each is tried once.
+    narrow_paths: hosts to which segments must be short; None: none is known yet.
     """
 
     def __init__(
@@ -304,18 +306,21 @@ class Directory:
         startup_timeout_s: float = 15.0,
         nat_port_map: bool = False,
         patience_s: float = 0.0,
+        narrow_paths: NarrowPaths | None = None,
     ) -> None:
         self._identity = identity
         self._patience_s = patience_s
         self._initial_peers = list(initial_peers)
         self._cache_path = cache_path
         self._startup_timeout_s = startup_timeout_s
+        self.narrow_paths = narrow_paths or NarrowPaths()
         self._daemon = P2pdProcess(
             identity,
             listen=listen,
             announce=announce,
             startup_timeout_s=startup_timeout_s,
             nat_port_map=nat_port_map,
+            narrow_paths=self.narrow_paths,
         )
         self._book = AddressBook()
         self._initial: dict[PeerId, list[str]] = {}
@@ -345,6 +350,7 @@ class Directory:
         self._daemon.require_free_ports()
         if self._cache_path is not None:
             await asyncio.to_thread(self._book.load, self._cache_path)
+        await asyncio.to_thread(self.narrow_paths.load)
         try:
             async with asyncio.timeout(self._startup_timeout_s + CONNECT_S + CALL_S):
                 await self._daemon.start()
@@ -711,3 +717,4 @@ class Directory:
     async def _save(self) -> None:
         if self._cache_path is not None:
             await asyncio.to_thread(save, self._cache_path, self._book.encode())
+        await asyncio.to_thread(self.narrow_paths.save)

@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from p2pdiloco.discovery.call_deadlines import LEAST_S, CallDeadlines
+from p2pdiloco.discovery.detours import Detours
 from p2pdiloco.discovery.dht import (
     BUCKET,
     CLOCK,
@@ -45,7 +46,11 @@ from p2pdiloco.discovery.record_cache import RECORDS_LIMIT
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.transport import addresses, sockets
 from p2pdiloco.transport.identity import Identity, verify
+from p2pdiloco.transport.narrow_paths import NarrowPaths
+from p2pdiloco.util import logs
 from p2pdiloco.wire.directory_records import Envelope, subkey_of, unseal
+
+log = logs.get("directory")
 
 Result = TypeVar("Result")
 
@@ -55,6 +60,8 @@ CALL_S, CALL_ROUND_TRIPS = 5.0, 12
 # Reasons why a node was not reached, as ``connect`` returns them.
 CLIENT = "it answers, but only asks the directory, and others cannot reach it"
 UNREACHABLE = "no connection"
+# Time for the first answer of a node that is connected and near, before a detour is tried.
+SILENT_S = 3.0
 SILENT = "connected, but no answer to a ping"
 
 # Prefix of the name of the folder for p2pd's control sockets.
@@ -80,6 +87,7 @@ class P2pdProcess:
         announce: list[str],
         startup_timeout_s: float,
         nat_port_map: bool,
+        narrow_paths: NarrowPaths,
     ) -> None:
         self._identity = identity
         self._listen = [str(addresses.parse(text)) for text in listen]
@@ -92,6 +100,10 @@ class P2pdProcess:
         self._p2p: Any = None
         self._node: Any = None
         self._deadlines = CallDeadlines()
+        self._narrow_paths = narrow_paths
+        self._detours: Detours | None = None
+        # Nodes that were connected by a detour.
+        self._detoured: set[PeerId] = set()
         # Multiaddrs with this peer's id; loopback addresses come last.
         self.visible: list[str] = []
 
@@ -121,6 +133,8 @@ class P2pdProcess:
             identity_path, is_temporary = await asyncio.to_thread(_write_temporary_identity, self._identity), True
         if self._sockets is None:
             self._sockets = await asyncio.to_thread(SocketFolder)
+        if self._detours is None:
+            self._detours = await Detours().__aenter__()
         # hivemind puts p2pd's control sockets into /tmp with the umask's permissions, so any user could control p2pd.
         private: Any = type("P2P", (P2P,), {"_UNIX_SOCKET_PREFIX": f"/unix{self._sockets.path}/"})
         try:
@@ -192,6 +206,10 @@ class P2pdProcess:
                 with suppress(ProcessLookupError):
                     p2p._child.kill()
                 await p2p._child.wait()
+        if self._detours is not None:
+            await self._detours.__aexit__(None, None, None)
+            self._detours = None
+        self._detoured.clear()
         if self._sockets is not None:
             await asyncio.to_thread(self._sockets.remove)
             self._sockets = None
@@ -282,7 +300,37 @@ class P2pdProcess:
         return {PeerId(info.peer_id.to_base58()): [str(address) for address in info.addrs] for info in infos}
 
     async def connect(self, peer: PeerId, where: Sequence[str], timeout_s: float) -> str | None:
-        """Connect to ``peer`` and add it to the routing table. Returns None, or the reason why that failed."""
+        """Connect to ``peer`` and add it to the routing table. Returns None, or the reason why that failed.
+
+        A peer that is silent at first, or whose path is known to lose long packets, is reached by a detour.
+        """
+        is_narrow = peer in self._detoured or any(_host(text) in self._narrow_paths for text in where)
+        if not is_narrow:
+            silent_s = min(timeout_s, SILENT_S + CALL_ROUND_TRIPS * self._deadlines.typical_s)
+            reason = await self._connect(peer, where, timeout_s, silent_s)
+            if reason is None or not reason.startswith(SILENT) or not where or all(map(is_loopback, where)):
+                return reason
+        if peer not in self._detoured and self._p2p is not None:
+            with suppress(DirectoryError):
+                await self.call(lambda: self._p2p._client.disconnect(PeerID.from_base58(peer)), "disconnecting")
+        try:
+            ways = await self._detours.to(where) if self._detours is not None else []
+        except OSError as error:
+            return str(error)
+        if not ways:
+            return UNREACHABLE
+        reason = await self._connect(peer, ways, timeout_s, timeout_s)
+        if reason is None and peer not in self._detoured:
+            self._detoured.add(peer)
+            if not is_narrow:
+                log.warning("the path loses long packets; the directory uses short segments", peer=peer)
+                self._narrow_paths.add(_host(where[0]))
+        if reason is not None:
+            self._detoured.discard(peer)
+        return reason
+
+    async def _connect(self, peer: PeerId, where: Sequence[str], timeout_s: float, silent_s: float) -> str | None:
+        """Connect to ``peer`` at exactly these addresses; its ping may take ``silent_s``."""
         p2p, node = self._p2p, self._node
         if p2p is None or node is None:
             return "the directory is restarting"
@@ -293,12 +341,13 @@ class P2pdProcess:
                 await p2p._client.connect(target, [Multiaddr(text) for text in where])
                 is_connected = True
                 request = dht_pb2.PingRequest(peer=node.protocol.node_info)
-                answer = await node.protocol.get_stub(target).call_within(timeout_s, "rpc_ping", request)
+                answer = await node.protocol.get_stub(target).call_within(silent_s, "rpc_ping", request)
         except TimeoutError:
             await node.protocol.update_routing_table(None, target, responded=False)
-            return f"{SILENT if is_connected else UNREACHABLE} within {timeout_s:g} s"
+            return f"{SILENT} within {silent_s:.1f} s" if is_connected else f"{UNREACHABLE} within {timeout_s:g} s"
         except (ControlFailure, P2PDaemonError, P2PHandlerError, OSError, EOFError, ValueError) as error:
-            return shorten(str(error) or type(error).__name__)
+            reason = shorten(str(error) or type(error).__name__)
+            return f"{SILENT}: {reason}" if is_connected and "not supported" not in reason else reason
         if not answer.peer.node_id:
             return CLIENT
         await node.protocol.update_routing_table(DHTID.from_bytes(answer.peer.node_id), target, responded=True)
@@ -357,6 +406,11 @@ def _write_temporary_identity(identity: Identity) -> Path:
     with os.fdopen(descriptor, "wb") as file:
         file.write(identity.to_file_bytes())
     return Path(name)
+
+
+def _host(text: str) -> str:
+    """Return the host of a multiaddr."""
+    return addresses.parse(text).host
 
 
 def is_loopback(text: str) -> bool:

@@ -206,7 +206,7 @@ class RendezvousClient:
             role,
             may_relay=may_relay,
             congestion=self._congestion,
-            narrow=self._transport.setup.narrow_hosts,
+            narrow=self._transport.setup.narrow_paths,
             may_dial=may_dial,
         )
 

@@ -135,6 +135,7 @@ class Node:
                 ),
                 door=authorizer,
                 port_file=folder / "ports.json",
+                narrow_paths=directory.narrow_paths,
             )
             known = KnownPeers(me)
 

@@ -26,6 +26,7 @@ from p2pdiloco.swarm.run_index import is_meant
 from p2pdiloco.transport import addresses, port_memory
 from p2pdiloco.transport.dialer import Dialler
 from p2pdiloco.transport.identity import Identity
+from p2pdiloco.transport.narrow_paths import NarrowPaths
 from p2pdiloco.transport.sockets import everywhere
 from p2pdiloco.transport.transport import DialError, Observer, PeerRefused, RequestError, Transport
 from p2pdiloco.util import logs
@@ -101,6 +102,7 @@ async def open_directory(
         initial_peers=list(options.initial_peers),
         cache_path=None if folder is None else folder / CACHE,
         patience_s=patience_s,
+        narrow_paths=NarrowPaths(None if folder is None else folder / "narrow-paths.json"),
     )
     async with directory:
         if ports is not None and not options.announce:  # announced addresses show the forwarded port, not ours
@@ -121,11 +123,22 @@ def observer_transport(
 ) -> contextlib.AbstractAsyncContextManager[Transport]:
     """Return the context of a transport that does not listen and only sends requests.
 
-    In a private run it shows an observer's certificate, issued with our ``credentials``."""
+    In a private run it shows an observer's certificate, issued with our ``credentials``. It sends little, so it uses
+    short segments in any case: they also pass where long packets are lost."""
+    narrow_paths = NarrowPaths(everywhere=True)
     if credentials is None:
-        return Transport(identity, listen="", run="", version=WIRE_VERSION).serve(Observer())
+        transport = Transport(identity, listen="", run="", version=WIRE_VERSION, narrow_paths=narrow_paths)
+        return transport.serve(Observer())
     door = JoinerAuthorizer(credentials.chain_for(identity.peer_id, Role.OBSERVER))
-    transport = Transport(identity, listen="", run=credentials.run, version=WIRE_VERSION, door=door, observes=True)
+    transport = Transport(
+        identity,
+        listen="",
+        run=credentials.run,
+        version=WIRE_VERSION,
+        door=door,
+        observes=True,
+        narrow_paths=narrow_paths,
+    )
     return transport.serve(Observer())
 
 

@@ -35,6 +35,7 @@ from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.timing import TokenBucket
 from p2pdiloco.transport import addresses, sockets
 from p2pdiloco.transport.addresses import Address
+from p2pdiloco.transport.narrow_paths import NarrowPaths
 from p2pdiloco.transport.sockets import DialError, Impostor, PeerRefused
 from p2pdiloco.transport.tls import TlsContexts
 from p2pdiloco.transport.tls_connection import Channel
@@ -372,7 +373,6 @@ class HandshakePool:
 
 
 LINE_BURST, LINES_PER_S = 20, 10 / 60
-NARROW_LIMIT = 256
 TRIED_ADDRESSES = 4
 """Maximum number of addresses of a name that are tried."""
 
@@ -400,6 +400,7 @@ class ConnectionSetup:
         tls: TlsContexts,
         limits: TransportLimits,
         tasks: Tasks,
+        narrow_paths: NarrowPaths,
     ) -> None:
         self._new_channel = new_channel
         self._abandon = abandon
@@ -412,8 +413,7 @@ class ConnectionSetup:
         self._lines = TokenBucket(burst=LINE_BURST, per_s=LINES_PER_S)
         self._untold = 0
         """Failed handshakes since the last log line."""
-        self.narrow_hosts: dict[str, None] = {}
-        """Hosts on whose path long packets are lost, oldest first."""
+        self.narrow_paths = narrow_paths
         self._listeners: list[socket.socket] = []
 
     async def dial(self, target: Address, lane: int = 0, bond: bytes = b"") -> PeerId:
@@ -426,7 +426,7 @@ class ConnectionSetup:
             Impostor: another peer answers there, or somebody is in between.
             DialError: any other failure.
         """
-        raw = await connect(target, congestion=self._congestion, narrow=self.narrow_hosts)
+        raw = await connect(target, congestion=self._congestion, narrow=self.narrow_paths)
         channel = self._new_channel(Role.DIALLER, _host_of(raw), target, Dialled(target.peer, lane, bond))
         return await self._open(channel, raw)
 
@@ -467,6 +467,8 @@ class ConnectionSetup:
         """Accept connections until cancelled."""
         if listener not in self._listeners:
             self._listeners.append(listener)
+        if self.narrow_paths.is_everywhere:
+            sockets.shorten(listener)
         await self._pool.serve(listener)
 
     def check_path_mtu(self, channel: Channel, error: Exception | None) -> None:
@@ -484,9 +486,7 @@ class ConnectionSetup:
         if connection.role is Role.LISTENER:
             for listener in self._listeners:
                 sockets.shorten(listener)
-        self.narrow_hosts[connection.host] = None
-        if len(self.narrow_hosts) > NARROW_LIMIT:
-            del self.narrow_hosts[next(iter(self.narrow_hosts))]
+        self.narrow_paths.add(connection.host)
         log.warning(
             "a peer acknowledged nothing that was sent: its path may lose long packets; from now on "
             f"segments have {sockets.SHORT_BYTES} bytes",

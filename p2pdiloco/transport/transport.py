@@ -34,6 +34,7 @@ from p2pdiloco.transport import addresses, port_memory, sockets
 from p2pdiloco.transport.addresses import Address
 from p2pdiloco.transport.connection_setup import ConnectionSetup, DialMet
 from p2pdiloco.transport.identity import Identity, verify
+from p2pdiloco.transport.narrow_paths import NarrowPaths
 from p2pdiloco.transport.sockets import DialError, Impostor, Listeners, PeerRefused
 from p2pdiloco.transport.tls import TlsContexts, remote_fingerprint
 from p2pdiloco.transport.tls_connection import Channel
@@ -133,6 +134,7 @@ class Transport:
     door: decides which peers are admitted; None: all.
     observes: this process only sends requests.
     port_file: file in which the ports are kept for the next start; None: they are not kept.
+    narrow_paths: hosts to which segments must be short; None: none is known yet.
     """
 
     def __init__(
@@ -146,6 +148,7 @@ class Transport:
         door: Authorizer | None = None,
         observes: bool = False,
         port_file: Path | None = None,
+        narrow_paths: NarrowPaths | None = None,
     ) -> None:
         self._limits = limits or TransportLimits()
         self._listen = listen
@@ -176,6 +179,7 @@ class Transport:
             tls=self._tls,
             limits=self._limits,
             tasks=self._tasks,
+            narrow_paths=narrow_paths or NarrowPaths(),
         )
         self._channels: dict[ConnectionId, Channel] = {}
         self._requests: dict[ev.OutgoingRequest, asyncio.Future[Response]] = {}

@@ -8,7 +8,7 @@ import pytest
 from possible import why_not
 
 from benchmarks.netbed.namespaces import TestbedError
-from benchmarks.wan.homes import train
+from benchmarks.wan.homes import START_S, gathered, train, wait_for
 from benchmarks.wan.sites import network
 
 pytestmark = pytest.mark.xdist_group("wan")  # namespaces are the machine's
@@ -33,6 +33,37 @@ nat = "cgn"
 name = "kim"
 nat = "random"
 """
+
+
+NARROW = """
+name = "test-narrow"
+[defaults]
+up = "50mbit"
+down = "100mbit"
+round_trip_ms = 10
+[[site]]
+name = "hub"
+[[site]]
+name = "ann"
+[[site]]
+name = "bob"
+mtu = 1300
+"""
+
+
+def test_who_is_behind_a_tunnel_that_drops_long_packets_joins(tmp_path: Path) -> None:
+    """Its libp2p daemon cannot use short segments; before, it joined only where all records fitted into one packet."""
+    if reason := why_not():
+        pytest.skip(reason)
+    try:
+        with network(NARROW, is_verified=False) as made, gathered(made, tmp_path, steps=100_000) as those:
+            bob = those.homes[-1]
+            wait_for(lambda: any(event["event"] == "progress" for event in bob.events()), [bob], START_S, "bob trains")
+            assert "the path loses long packets; the directory uses short segments" in bob.told()
+            known = bob.folder / "state" / "narrow-paths.json"
+            wait_for(known.exists, [bob], START_S, "what its next life knows")
+    except TestbedError as error:
+        pytest.skip(str(error))
 
 
 def test_three_homes_train_together_one_of_them_over_a_relay(tmp_path: Path) -> None:
