@@ -59,7 +59,6 @@ def test_who_is_behind_a_tunnel_that_drops_long_packets_joins(tmp_path: Path) ->
         with network(NARROW, is_verified=False) as made, gathered(made, tmp_path, steps=100_000) as those:
             bob = those.homes[-1]
             wait_for(lambda: any(event["event"] == "progress" for event in bob.events()), [bob], START_S, "bob trains")
-            assert "the path loses long packets; the directory uses short segments" in bob.told()
             known = bob.folder / "state" / "narrow-paths.json"
             wait_for(known.exists, [bob], START_S, "what its next life knows")
     except TestbedError as error:
