@@ -2,7 +2,7 @@
 
 An invite contains, in order: kind (1 byte: an invite key, or a certificate for one named peer), run (20), secret (16)
 or the peer's key (32), role (1), cap (4), not after (4), uses (2), the first 4 bytes of its signer's key, signature
-(64), the key of a directory node (32) and its addresses, checksum (4).
+(64), the key of a directory node (32) and its addresses, further nodes in the same way, checksum (4).
 
 Rules of this file:
 1. An invite has at most TEXT_LIMIT characters, all letters and digits. A double click selects it, and chat programs
@@ -16,6 +16,7 @@ Rules of this file:
 from __future__ import annotations
 
 import ipaddress
+import itertools
 import re
 import struct
 from collections.abc import Sequence
@@ -30,7 +31,7 @@ from p2pdiloco.wire.peer_ids import KEY_BYTES, key_of, peer_id_of
 PREFIX = "p2pdiloco"
 VARIABLE = "P2PDILOCO_INVITE"
 """Environment variable from which commands take an invite, or addresses, unless they are given one."""
-TEXT_LIMIT = 250
+TEXT_LIMIT = 400
 """Maximum characters of an invite."""
 TEXT_LEAST = 80
 """Shorter text is not meant as an invite."""
@@ -41,6 +42,8 @@ _EARLIER_CHECK_CONTEXT = b"p2pdiloco invite 1"
 _TERMS = struct.Struct(">BIIH")
 _PORT = struct.Struct(">H")
 _IP4, _IP6, _NAME, _NAME4 = 4, 6, 7, 8
+_NODE = 1
+"""Stands before the key of a further node."""
 _FAMILIES = {"dns": _NAME, "dns4": _NAME4}
 _NAME_FORM = re.compile(r"[A-Za-z0-9._-]{1,253}")
 
@@ -67,6 +70,8 @@ class Invite(Struct, frozen=True, kw_only=True):
     """Id of a directory node."""
     addresses: tuple[str, ...]
     """Multiaddrs of the directory node without its id, best first."""
+    others: tuple[str, ...] = ()
+    """Multiaddrs of further nodes, with their ids; those of one node follow each other."""
 
     @property
     def kind(self) -> Kind:
@@ -74,8 +79,8 @@ class Invite(Struct, frozen=True, kw_only=True):
         return Kind.INVITE if self.peer is None else Kind.PEER
 
     def initial_peers(self) -> tuple[str, ...]:
-        """Return the addresses of the directory node, with its id."""
-        return tuple(f"{address}/p2p/{self.directory}" for address in self.addresses)
+        """Return the addresses of the directory nodes, with their ids."""
+        return (*(f"{address}/p2p/{self.directory}" for address in self.addresses), *self.others)
 
 
 def is_invite(text: str) -> bool:
@@ -89,7 +94,7 @@ def encode_invite(invite: Invite) -> str:
     Raises:
         ValueError: not even one address fits, or a field cannot be encoded.
     """
-    addresses: Sequence[str] = invite.addresses
+    addresses: Sequence[str] = invite.initial_peers()
     while addresses:
         data = _packed(invite, addresses)
         text: str = PREFIX + base58.b58encode(data + _checksum(data)).decode("ascii")
@@ -129,8 +134,8 @@ def decode_invite(text: str) -> Invite:
         )
     try:
         invite = _unpacked(body)
-        for address in invite.addresses:
-            _packed_address(address)  # raises ValueError for an invalid host name
+        for address in invite.initial_peers():
+            _packed_address(address.partition("/p2p/")[0])  # raises ValueError for an invalid host name
     except (ValueError, KeyError, struct.error) as error:
         raise InviteError(f"the invite cannot be read ({error}): it comes from another release of p2pdiloco") from None
     return invite
@@ -145,7 +150,15 @@ def clean_invite(text: str) -> str:
     return encode_invite(decode_invite(text))
 
 
-def _packed(invite: Invite, addresses: Sequence[str]) -> bytes:
+def _packed(invite: Invite, places: Sequence[str]) -> bytes:
+    """Return the bytes of ``invite`` with these of its addresses."""
+    addresses, node = list[bytes](), invite.directory
+    for place in places:
+        bare, _, peer = place.partition("/p2p/")
+        if peer != node:
+            node = PeerId(peer)
+            addresses.append(bytes([_NODE]) + key_of(node))
+        addresses.append(_packed_address(bare))
     holder = invite.secret if invite.peer is None else key_of(invite.peer)
     parts = (
         bytes([invite.kind]),
@@ -155,7 +168,7 @@ def _packed(invite: Invite, addresses: Sequence[str]) -> bytes:
         invite.hint,
         invite.signature,
         key_of(invite.directory),
-        *map(_packed_address, addresses),
+        *addresses,
     )
     return b"".join(parts)
 
@@ -178,9 +191,16 @@ def _unpacked(data: bytes) -> Invite:
     if not are_uses_valid(kind, uses):
         raise ValueError(f"it has {uses} uses")
     hint, signature, directory = take(HINT_BYTES), take(SIGNATURE_BYTES), peer_id_of(take(KEY_BYTES))
-    addresses = []
+    found: list[tuple[PeerId, str]] = []
+    node, is_new = directory, False
     while at < len(data):
         family = take(1)[0]
+        if family == _NODE:
+            other = peer_id_of(take(KEY_BYTES))
+            if is_new or other == node:
+                raise ValueError("a node has no address, or is there twice")
+            node, is_new = other, True
+            continue
         if family == _IP4:
             host = f"/ip4/{ipaddress.IPv4Address(take(4))}"
         elif family == _IP6:
@@ -188,9 +208,11 @@ def _unpacked(data: bytes) -> Invite:
         else:
             name = next((name for name, number in _FAMILIES.items() if number == family), "")
             host = f"/{name}/{take(take(1)[0]).decode('ascii')}"
-        addresses.append(f"{host}/tcp/{_PORT.unpack(take(2))[0]}")
-    if not addresses:
-        raise ValueError("it has no address")
+        found.append((node, f"{host}/tcp/{_PORT.unpack(take(2))[0]}"))
+        is_new = False
+    own = [address for _, address in itertools.takewhile(lambda one: one[0] == directory, found)]
+    if not own or is_new:
+        raise ValueError("a node has no address")
     return Invite(
         run=run,
         secret=secret,
@@ -202,7 +224,8 @@ def _unpacked(data: bytes) -> Invite:
         hint=hint,
         signature=signature,
         directory=directory,
-        addresses=tuple(addresses),
+        addresses=tuple(own),
+        others=tuple(f"{address}/p2p/{node}" for node, address in found[len(own) :]),
     )
 
 

@@ -18,6 +18,7 @@ Rules of this file:
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import random
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -165,6 +166,10 @@ class PingSchedule:
         """Return whether the last ping of ``peer`` was not answered."""
         return peer in self._peers and not self._peers[peer].has_answered
 
+    def has_answered(self, peer: PeerId) -> bool:
+        """Return whether the last ping of ``peer`` was answered."""
+        return peer in self._peers and self._peers[peer].has_answered
+
     def record_result(self, peer: PeerId, now: float, *, is_answered: bool) -> None:
         """Note whether a ping of ``peer`` was answered."""
         known = self._peers.pop(peer) if peer in self._peers else _Peer(self._shortest_s)
@@ -277,11 +282,27 @@ CLOCKS_S, CLOCKS_MOST_S = 90.0, 720.0
 # Number of nodes in a comparison of clocks.
 CLOCKS = 8
 SILENT_ROUNDS = 3
+# Number of nodes that invites name besides the initial peers and this node.
+FURTHER_NODES = 2
 # Interval between two log lines while this peer waits for others.
 WAIT_TOLD_S = 60.0
 RESTART_S, RESTART_LIMIT_S = 0.1, 30.0
 # Key under which a failing restart stands in ``troubles``.
 RESTARTING = "directory"
+
+
+def _one_of_each_family(texts: Iterable[str]) -> list[str]:
+    """Return the first multiaddr of each family, public ones first."""
+    found: dict[str, str] = {}
+    for text in sorted(texts, key=lambda text: not _is_public(text)):
+        found.setdefault(addresses.parse(text).family, text)
+    return list(found.values())
+
+
+def _is_public(text: str) -> bool:
+    """Return whether a multiaddr may be dialled from anywhere."""
+    address = addresses.parse(text)
+    return address.family not in ("ip4", "ip6") or ipaddress.ip_address(address.host).is_global
 
 
 class Directory:
@@ -409,6 +430,31 @@ class Directory:
         """Return addresses for invites: the initial peers that answer, since they are meant to be found, else ours."""
         found = [text for peer, where in self._initial.items() if not self._pings.is_silent(peer) for text in where]
         return tuple(found or self.bootstrap_addresses())
+
+    def further_places(self) -> tuple[str, ...]:
+        """Return more addresses for invites, so that one of them answers from any network, and later, too.
+
+        They are: for the initial peers that answer, an address of each family that the user has not named; one of this
+        node for each family, unless others cannot reach it; and those of FURTHER_NODES nodes that answer at a public
+        address.
+        """
+        places = self.meeting_places()
+        found: list[str] = []
+        for peer, named in self._initial.items():
+            if not self._pings.is_silent(peer):
+                are_local = all(map(is_loopback, named))
+                known = [text for text in self._book.addresses_of(peer) if is_loopback(text) == are_local]
+                families = {addresses.parse(text).family for text in named}
+                more = _one_of_each_family(known)
+                found += [f"{text}/p2p/{peer}" for text in more if addresses.parse(text).family not in families]
+        if self._daemon.is_serving:
+            found += _one_of_each_family(self.bootstrap_addresses())
+        others = [peer for peer in self._book.peers() if peer != self.peer_id and peer not in self._initial]
+        answering = [peer for peer in others if self._pings.has_answered(peer)]
+        public = [(peer, [text for text in self._book.addresses_of(peer) if _is_public(text)]) for peer in answering]
+        for peer, where in [one for one in public if one[1]][:FURTHER_NODES]:
+            found += [f"{text}/p2p/{peer}" for text in _one_of_each_family(where)]
+        return tuple(text for text in dict.fromkeys(found) if text not in places)
 
     def stop_serving(self) -> None:
         """Become a client of the DHT: store no keys for others, and be in no routing table.

@@ -236,6 +236,11 @@ class P2pdProcess:
         if self._p2p is not None and self._p2p._child.returncode is None:
             self._p2p._child.kill()
 
+    @property
+    def is_serving(self) -> bool:
+        """True unless this node is a client of the DHT."""
+        return self._is_serving
+
     def stop_serving(self) -> None:
         """Become a client of the DHT: store no keys for others from now on, also after a restart."""
         self._is_serving = False

@@ -408,7 +408,10 @@ async def take_part(
     options = await asyncio.to_thread(apply_grant, manifest, mine, options, say)
     _require_script(manifest, options)
     await refuse_duplicate_identity(directory, manifest.run, identity.peer_id, None if is_open else mine)
-    await asyncio.to_thread(keep_addresses, options.folder, directory.meeting_places())
+    if shows_how_to_join:
+        await directory.points()  # names the bootstrap's addresses of both families, for invites
+    places = (*directory.meeting_places(), *directory.further_places())
+    await asyncio.to_thread(keep_addresses, options.folder, places)
     if shows_how_to_join:
         for invited in await asyncio.to_thread(how_to_join, manifest, mine, options.folder, directory):
             say(invited)

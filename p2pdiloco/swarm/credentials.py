@@ -126,7 +126,7 @@ def make_invite(
     """Return an invite, for ``peer`` alone or else for anybody who holds it.
 
     uses: number of peers that it admits.
-    addresses: multiaddrs of a directory node, with its peer id.
+    addresses: multiaddrs of directory nodes, with their peer ids. All of the first one's come first.
 
     Raises:
         CredentialsError: there are no addresses.
@@ -138,6 +138,8 @@ def make_invite(
     split = [address.rpartition("/p2p/") for address in addresses]
     if not split:
         raise CredentialsError("an invite needs an address at which newcomers find the run: name one with --address")
+    order = list(dict.fromkeys(node for _, _, node in split))
+    split.sort(key=lambda one: order.index(one[2]))
     directory = PeerId(split[0][2])
     return Invite(
         run=mine.run,
@@ -151,6 +153,7 @@ def make_invite(
         signature=certificate.signature,
         directory=directory,
         addresses=tuple(bare for bare, _, node in split if node == directory),
+        others=tuple(f"{bare}/p2p/{node}" for bare, _, node in split if node != directory),
     )
 
 

@@ -198,13 +198,18 @@ def load_or_make_invite(
     files = MemberFiles(run_folder)
     kept = files.invite()
     try:
-        if kept and set(decode_invite(kept).initial_peers()) <= set(addresses):
+        if kept and _first_node(decode_invite(kept)) <= set(addresses):
             return clean_invite(kept)
     except InviteError:
         pass
     text = invite_text(manifest, mine, grant, addresses, uses=OWN_MACHINES)
     files.write_invite(text)
     return text
+
+
+def _first_node(invite: Invite) -> set[str]:
+    """Return the addresses of the first directory node of an invite. Further ones may come and go."""
+    return {place for place in invite.initial_peers() if place.endswith(f"/p2p/{invite.directory}")}
 
 
 def apply_grant(manifest: Manifest, mine: Credentials, options: PeerOptions, say: Callable[[str], None]) -> PeerOptions:
@@ -243,7 +248,8 @@ def how_to_join(manifest: Manifest, mine: Credentials, folder: Path, directory: 
     if manifest.config.access == "list":
         made = f"{usage.format('INVITE')}, made for a peer by p2pdiloco members add --peer ID"
         return [Invited("", made + where_made)]
-    invite = load_or_make_invite(manifest, mine, grant, folder, directory.meeting_places())
+    places = (*directory.meeting_places(), *directory.further_places())
+    invite = load_or_make_invite(manifest, mine, grant, folder, places)
     notes = (
         f"this invite is for your own machines: whoever has it counts as up to {OWN_MACHINES} peers",
         f"for another person: p2pdiloco members add{where_made} (one peer per invite)",
@@ -264,7 +270,8 @@ async def keep_meeting_places(
     is_dialable: returns whether others could dial this peer's directory node; None if nobody has tried.
     say: tells the user about a lasting change, and how to join then; None: the user is not told.
     """
-    first = kept = directory.meeting_places()
+    first = directory.meeting_places()
+    kept = await asyncio.to_thread(kept_addresses, folder)
     told = seen = first, True
     looks = 0
     while True:
@@ -275,14 +282,14 @@ async def keep_meeting_places(
         looks, seen = looks + 1 if found == seen else 1, found
         if looks < LOOKS:
             continue
-        is_of_use = found[1]
-        if is_of_use and places != kept:
+        is_of_use, wanted = found[1], (*places, *directory.further_places())
+        if is_of_use and wanted != kept:
             try:
-                await asyncio.to_thread(keep_addresses, folder, places)
+                await asyncio.to_thread(keep_addresses, folder, wanted)
             except OSError as error:
                 log.warning("the addresses for later invites cannot be saved", reason=str(error))
             else:
-                kept = places
+                kept = wanted
         if found == told:
             continue
         told = found

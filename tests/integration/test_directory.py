@@ -27,6 +27,7 @@ from p2pdiloco.wire.directory_records import Envelope, peers_topic, seal, subkey
 from tests.chaos.fault_proxy import Network, slow_down
 
 LOOPBACK = "/ip4/127.0.0.1/tcp/0"
+LOOPBACK6 = "/ip6/::1/tcp/0"
 RUN = RunId("a" * 40)
 Main = Coroutine[Any, Any, None]
 GONE = f"/ip4/127.0.0.1/tcp/1/p2p/{Identity.ephemeral().peer_id}"
@@ -146,6 +147,38 @@ def test_invites_name_an_initial_peer_that_answers_or_ourselves(run: Callable[[M
             await until(lambda: ann.meeting_places() == (where(ann),), 30.0)
             async with member(*ann.meeting_places()) as bob:
                 assert bob.meeting_places() == (where(ann),)
+
+    run(main())
+
+
+def test_an_invite_outlives_the_bootstrap_that_it_names_first(run: Callable[[Main], None]) -> None:
+    async def main() -> None:
+        async with member() as bootstrap, member(where(bootstrap)) as ann:
+            places = (*ann.meeting_places(), *ann.further_places())
+            assert places == (where(bootstrap), where(ann))
+            await bootstrap.__aexit__(None, None, None)
+            async with member(*places) as bob:
+                await bob.publish_run(RUN, b"the run", 60.0)
+                assert await ann.runs() == {RUN: b"the run"}
+            ann.stop_serving()
+            assert ann.further_places() == (), "others cannot reach it"
+
+    run(main())
+
+
+def test_an_invite_names_the_families_that_its_maker_has_not_typed(run: Callable[[Main], None]) -> None:
+    """A bootstrap with IPv4 and IPv6, of which the founder has typed one; who comes may have the other alone."""
+
+    async def main() -> None:
+        async with Directory(
+            Identity.ephemeral(), listen=[LOOPBACK, LOOPBACK6], announce=[], initial_peers=[]
+        ) as bootstrap:
+            four, six = sorted(bootstrap.visible_addresses())
+            await bootstrap.publish_point(b"here", 60.0)
+            async with member(four) as ann:
+                assert ann.meeting_places() == (four,)
+                await ann.points()
+                assert ann.further_places()[0] == six
 
     run(main())
 

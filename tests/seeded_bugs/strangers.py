@@ -240,8 +240,8 @@ BUGS = (
         name="where newcomers are sent is looked at when the places change, not when we are found",
         module="p2pdiloco.swarm.invitations",
         where="keep_meeting_places",
-        old="if is_of_use and places != kept:\n    ...\nif found == told:\n    continue",
-        new="if is_of_use and places != kept:\n    ...\nif places == told[0]:\n    continue",
+        old="if is_of_use and wanted != kept:\n    ...\nif found == told:\n    continue",
+        new="if is_of_use and wanted != kept:\n    ...\nif places == told[0]:\n    continue",
         harm="the founder is told that nobody new comes, and not that somebody can since the router has a port for it",
         killed_by=(f"{_INVITES}::test_where_newcomers_are_sent_is_told_as_it_is",),
     ),
@@ -260,19 +260,19 @@ BUGS = (
         where="keep_meeting_places",
         old=(
             "try:\n"
-            "    await asyncio.to_thread(keep_addresses, folder, places)\n"
+            "    await asyncio.to_thread(keep_addresses, folder, wanted)\n"
             "except OSError as error:\n"
             "    ...\n"
             "else:\n"
-            "    kept = places"
+            "    kept = wanted"
         ),
         new=(
             "try:\n"
-            "    await asyncio.to_thread(keep_addresses, folder, places)\n"
+            "    await asyncio.to_thread(keep_addresses, folder, wanted)\n"
             "except TimeoutError as error:\n"
             "    ...\n"
             "else:\n"
-            "    kept = places"
+            "    kept = wanted"
         ),
         harm="invites name a bootstrap that has gone for the rest of this life",
         killed_by=(f"{_INVITES}::test_a_full_disk_takes_no_addresses_and_ends_nothing",),

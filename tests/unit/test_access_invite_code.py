@@ -22,12 +22,15 @@ from p2pdiloco.access.invite_code import (
 )
 from p2pdiloco.protocol.ids import PeerId, RunId
 from p2pdiloco.transport.identity import Identity
+from p2pdiloco.wire.peer_ids import key_of
 
 FOUNDER, NODE, PEER = (Identity.ephemeral().peer_id for _ in range(3))
 ADDRESSES = ("/ip4/203.0.113.5/tcp/31337", "/ip4/192.168.100.200/tcp/65535", "/ip4/10.0.0.1/tcp/1")
 
+IP6 = "/ip6/2001:db8:1:2:3:4:5:6/tcp/4100"
 
-def invite(peer: PeerId | None = None, addresses: tuple[str, ...] = ADDRESSES) -> Invite:
+
+def invite(peer: PeerId | None = None, addresses: tuple[str, ...] = ADDRESSES, others: tuple[str, ...] = ()) -> Invite:
     return Invite(
         run=RunId("0123456789abcdef" * 2 + "01234567"),
         secret=bytes(range(200, 216)) if peer is None else b"",
@@ -40,6 +43,7 @@ def invite(peer: PeerId | None = None, addresses: tuple[str, ...] = ADDRESSES) -
         signature=b"\xff" * 64,
         directory=NODE,
         addresses=addresses,
+        others=others,
     )
 
 
@@ -51,9 +55,10 @@ def invite(peer: PeerId | None = None, addresses: tuple[str, ...] = ADDRESSES) -
         invite(addresses=("/dns/swarm.example.org/tcp/4100",)),
         invite(addresses=("/dns4/a-b.c/tcp/4100", "/ip4/1.2.3.4/tcp/5")),
         invite(PEER, ADDRESSES[:1]),
+        invite(others=(f"{ADDRESSES[1]}/p2p/{PEER}", f"{IP6}/p2p/{PEER}", f"{ADDRESSES[0]}/p2p/{FOUNDER}")),
     ],
 )
-def test_an_invite_of_at_most_250_characters_comes_back(one: Invite) -> None:
+def test_an_invite_of_at_most_400_characters_comes_back(one: Invite) -> None:
     text = encode_invite(one)
     assert len(text) <= TEXT_LIMIT
     assert text.isalnum()
@@ -85,13 +90,22 @@ def test_the_first_addresses_are_kept_if_not_all_fit() -> None:
     many = tuple(f"/ip4/10.0.0.{n}/tcp/{4000 + n}" for n in range(20))
     kept = decode_invite(encode_invite(invite(addresses=many))).addresses
     assert kept == many[: len(kept)]
-    assert len(kept) == 3
+    assert len(kept) == 19
+    others = tuple(f"{ADDRESSES[0]}/p2p/{Identity.ephemeral().peer_id}" for _ in range(9))
+    assert decode_invite(encode_invite(invite(others=others))).others == others[:2]
     with pytest.raises(ValueError, match="has room"):
-        encode_invite(invite(addresses=("/dns/" + "a" * 120 + "/tcp/1",)))
+        encode_invite(invite(addresses=("/dns/" + "a" * 200 + "/tcp/1",)))
 
 
 def test_the_directorys_addresses_bear_its_id() -> None:
     assert invite().initial_peers()[0] == f"{ADDRESSES[0]}/p2p/{NODE}"
+
+
+def test_a_node_without_an_address_and_one_that_is_there_twice_are_refused() -> None:
+    good = base58.b58decode(encode_invite(invite())[len(PREFIX) :])[:-4]
+    for node, address in ((PEER, b""), (NODE, bytes([4, 1, 2, 3, 4, 0, 5]))):
+        with pytest.raises(InviteError, match="a node has no address"):
+            decode_invite(sealed(good + bytes([1]) + key_of(node) + address))
 
 
 def test_every_typo_is_told_as_one() -> None:
@@ -114,7 +128,7 @@ def test_every_typo_is_told_as_one() -> None:
         ("hello", "begins with p2pdiloco"),
         (PREFIX, "typo"),
         (PREFIX + "0OIl", "character that invites never have"),
-        (PREFIX + "z" * 300, "at most 250 characters"),
+        (PREFIX + "z" * 400, "at most 400 characters"),
         (PREFIX + "é", "character that invites never have"),
     ],
 )

@@ -103,9 +103,31 @@ def test_the_invite_that_is_shown_stays_the_same_while_its_addresses_are_right(t
     grant = load_grant(manifest, mine, tmp_path, time.time())
     first = load_or_make_invite(manifest, mine, grant, tmp_path, (ADDRESS,))
     assert load_or_make_invite(manifest, mine, grant, tmp_path, (ADDRESS, OTHER)) == first
-    moved = load_or_make_invite(manifest, mine, grant, tmp_path, (OTHER,))
+    moved = load_or_make_invite(manifest, mine, grant, tmp_path, (OTHER, THIRD))
     assert moved != first
-    assert decode_invite(moved).initial_peers() == (OTHER,)
+    assert decode_invite(moved).initial_peers() == (OTHER, THIRD)
+    assert load_or_make_invite(manifest, mine, grant, tmp_path, (OTHER,)) == moved, "other nodes come and go"
+
+
+def test_later_invites_name_other_nodes_as_they_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(invitations, "LOOK_S", 0.001)
+    manifest, mine = run_with("invite")
+
+    async def story() -> None:
+        directory = Places()
+        keep_addresses(tmp_path, directory.places)
+        said: list[str | StatusMessage] = []
+        keeping = asyncio.create_task(
+            keep_meeting_places(manifest, mine, tmp_path, directory, lambda: True, said.append)  # type: ignore[arg-type]
+        )
+        async with asyncio.timeout(10.0):
+            directory.further = (THIRD,)
+            await directory.looked_at()
+        keeping.cancel()
+        assert kept_addresses(tmp_path) == (ADDRESS, THIRD)
+        assert said == [], "the user's invite is as good as before"
+
+    asyncio.run(story())
 
 
 class Known:
@@ -113,6 +135,9 @@ class Known:
 
     def visible_addresses(self) -> tuple[str, ...]:
         return (ADDRESS,)
+
+    def further_places(self) -> tuple[str, ...]:
+        return ()
 
     def meeting_places(self) -> tuple[str, ...]:
         return (OTHER,)
@@ -158,12 +183,16 @@ class Places:
 
     def __init__(self) -> None:
         self.places = (ADDRESS,)
+        self.further: tuple[str, ...] = ()
         self.is_dialable: bool | None = None
         self.looks = asyncio.Semaphore(0)
 
     def meeting_places(self) -> tuple[str, ...]:
         self.looks.release()
         return self.places
+
+    def further_places(self) -> tuple[str, ...]:
+        return self.further
 
     async def looked_at(self, times: int = 12) -> None:
         """So often more, from now on: what followed all of these but the last is done."""
