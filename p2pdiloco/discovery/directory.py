@@ -207,18 +207,18 @@ _CAUSES = (
     (
         "no route to host",
         "no route to host",
-        "this machine has no route to it; without IPv6, take an /ip4 address",
+        "this machine has no route to it: with IPv4 alone, take an /ip4 address, with IPv6 alone an /ip6 address",
     ),
     (
         "network is unreachable",
         "no route to host",
-        "this machine has no route to it; without IPv6, take an /ip4 address",
+        "this machine has no route to it: with IPv4 alone, take an /ip4 address, with IPv6 alone an /ip6 address",
     ),
     ("i/o timeout", "no answer", "a firewall or a router drops it: open or forward its port"),
     ("deadline exceeded", "no answer", "a firewall or a router drops it: open or forward its port"),
     (
         UNREACHABLE,
-        UNREACHABLE,
+        "no answer",
         "its machine is off, or a firewall or a router drops packets to it: open or forward its port",
     ),
     (

@@ -195,7 +195,8 @@ OF_SURROUNDINGS = {
 """What the machine has to be made like first."""
 OF_OTHERS = {
     "none of the initial peers answers (...: another key answers there)": "take the address that this peer prints now",
-    "none of the initial peers answers (...: no route to host)": "take an /ip4 address",
+    "none of the initial peers answers (...: no route to host)": "with IPv6 alone an /ip6 address",
+    "none of the initial peers answers (...: connected, but no answer to a ping)": "the process there hangs: restart it",
     "none of the initial peers answers (...: no answer)": "open or forward its port",
     "the directory lists no open run": "for an invite",
     "no run is called NAME": "the directory knows: ",
@@ -457,6 +458,10 @@ def test_what_other_peers_say(
             "none of the initial peers answers (...: no answer)",
             f"Connect failed. msg=failed to dial: failed to dial {NOBODY}: all dials failed * "
             "[/ip4/203.0.113.7/tcp/4100] dial tcp4 203.0.113.7:4100: i/o timeout",
+        ),
+        (
+            "none of the initial peers answers (...: connected, but no answer to a ping)",
+            "connected, but no answer to a ping within 15.0 s",
         ),
     ],
 )
