@@ -196,7 +196,7 @@ OF_SURROUNDINGS = {
 OF_OTHERS = {
     "none of the initial peers answers (...: another key answers there)": "take the address that this peer prints now",
     "none of the initial peers answers (...: no route to host)": "with IPv6 alone an /ip6 address",
-    "none of the initial peers answers (...: connected, but no answer to a ping)": "the process there hangs: restart it",
+    "none of the initial peers answers (...: connected, but no answer to a ping)": "the process there hangs",
     "none of the initial peers answers (...: no answer)": "open or forward its port",
     "the directory lists no open run": "for an invite",
     "no run is called NAME": "the directory knows: ",
