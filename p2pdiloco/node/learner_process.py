@@ -27,7 +27,7 @@ from p2pdiloco.training import PASSIVE, PROGRAM
 from p2pdiloco.training.node_reconnect import find_learner, peer_credentials
 from p2pdiloco.util import logs, status_pipe
 from p2pdiloco.util.files import rotate
-from p2pdiloco.util.process import ProcessHandle
+from p2pdiloco.util.process import ProcessHandle, let_be_killed_first, memory_kills
 from p2pdiloco.wire import learner_ipc
 
 # -- Pre-forked learner ------------------------------------------------------------------------------------------------
@@ -185,6 +185,7 @@ class LearnerProcess:
         self._patience_s = patience_s
         self._process: asyncio.subprocess.Process | ProcessHandle | None = None
         self._is_adopted = False
+        self._memory_kills = memory_kills()
         self._outgoing: asyncio.Queue[bytes] = asyncio.Queue(COMMANDS)
         self._tasks: list[asyncio.Task[None]] = []
         self._reason = ""
@@ -206,6 +207,7 @@ class LearnerProcess:
         first = take()
         if ours is None:
             ours = await self._start(first)
+            let_be_killed_first(self.pid)  # the node starts another learner, but nobody starts another node
         elif first is not None:
             first.dismiss()
         ours.setblocking(False)
@@ -362,4 +364,7 @@ class LearnerProcess:
             self._reason = self._reason or f"its message could not be handled ({error!r})"
             self._cut_off()
         status = 0 if self._manifest is not None else await self._process.wait()
-        self._ended(self._reason or f"it ended with status {status}, see {self._log_path}", status)
+        reason = self._reason
+        if not reason and status == -signal.SIGKILL and memory_kills() > self._memory_kills:
+            reason = "the kernel killed it because memory ran out: give this peer more memory, or let it --follow"
+        self._ended(reason or f"it ended with status {status}, see {self._log_path}", status)

@@ -1,12 +1,15 @@
-"""Processes that asyncio did not start, handled through a pidfd that identifies them reliably (Linux)."""
+"""Processes that asyncio did not start, handled through a pidfd that identifies them reliably, and what the kernel is
+asked about processes (Linux)."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import os
 import signal
 import sys
+from pathlib import Path
 
 
 class ProcessHandle:
@@ -69,3 +72,27 @@ def be_called(name: str) -> None:
     """Set the name of this process in process lists, at most 15 characters."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
+
+
+# -- Lack of memory ----------------------------------------------------------------------------------------------------
+# Linux only.
+
+
+_VMSTAT = Path("/proc/vmstat")
+# Of -1000 to 1000, which stands for all of the memory.
+_FIRST_SCORE = 900
+
+
+def let_be_killed_first(pid: int) -> None:
+    """Have the kernel kill this process of this user before others if memory runs out."""
+    with contextlib.suppress(OSError):
+        Path(f"/proc/{pid}/oom_score_adj").write_text(str(_FIRST_SCORE))
+
+
+def memory_kills() -> int:
+    """Return how many processes the kernel has killed for lack of memory since it started; 0 if it does not tell."""
+    try:
+        lines = _VMSTAT.read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -84,6 +85,43 @@ def test_a_learner_whose_words_cannot_be_handled_is_ended_and_its_end_is_told(
     reason, status = asyncio.run(live())
     assert "its message could not be handled" in reason
     assert status == -9
+
+
+def badness(pid: int) -> int:
+    """What the kernel adds when it chooses whom to kill."""
+    return int(Path(f"/proc/{pid}/oom_score_adj").read_text())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
+@pytest.mark.parametrize("is_for_memory", [True, False])
+def test_a_learner_is_the_first_that_the_kernel_kills_for_memory_and_that_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_for_memory: bool
+) -> None:
+    """Before, the kernel killed the node, which is larger, and nothing was told. Here the test kills."""
+    monkeypatch.setattr(learner_process, "COMMAND", (sys.executable, "-c", "import time; time.sleep(60)"))
+    kills = iter([7, 8] if is_for_memory else [7, 7])
+    monkeypatch.setattr(learner_process, "memory_kills", lambda: next(kills))
+
+    async def live() -> tuple[str, int]:
+        told: asyncio.Future[tuple[str, int]] = asyncio.get_running_loop().create_future()
+        memory = os.memfd_create("vectors")
+        async with LearnerProcess(
+            [],
+            memory_fd=memory,
+            heard=lambda _: None,
+            ended=lambda reason, status: told.set_result((reason, status)),
+            log_path=tmp_path / "log",
+            reunion="p2pdiloco-nobody-is-here",
+            patience_s=1.0,
+        ) as learner:
+            os.close(memory)
+            assert badness(learner.pid) > badness(os.getpid())
+            os.kill(learner.pid, signal.SIGKILL)
+            return await asyncio.wait_for(told, 20.0)
+
+    reason, status = asyncio.run(live())
+    assert status == -9
+    assert ("memory ran out" in reason) is is_for_memory
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="pidfd is Linux's")
