@@ -12,13 +12,16 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import logging
+import multiprocessing
 import os
 import sys
+import threading
 import warnings
 from collections.abc import Awaitable, Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from typing import Any
+from unittest import mock
 
 import msgspec
 
@@ -35,7 +38,8 @@ for _name in ("hivemind", "hivemind.dht", "hivemind.utils"):
         _package = importlib.util.find_spec(_name)
         assert _package is not None
         sys.modules[_name] = importlib.util.module_from_spec(_package)  # an empty package, to import submodules from
-with warnings.catch_warnings():
+with warnings.catch_warnings(), mock.patch.object(multiprocessing, "Lock", threading.Lock):
+    # hivemind makes a lock between processes, which needs room in /dev/shm; we use it in one process only.
     warnings.simplefilter("ignore")
     from hivemind.utils import serializer, timed_storage
     from hivemind.utils.logging import get_logger, use_hivemind_log_handler

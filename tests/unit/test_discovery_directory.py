@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 from p2pdiloco.discovery import directory
 
 DIAL = "Connect failed. msg=failed to dial: failed to dial 12D3KooW: "
@@ -33,3 +36,18 @@ def test_of_several_addresses_each_has_its_cause_and_a_remedy_is_said_once() -> 
     said = directory.explain_failures({"/ip4/a": DIAL + "connection refused", "/ip4/b": DIAL + "connection refused"})
     assert said.count("connection refused") == 2
     assert said.count("start it again") == 1
+
+
+WITHOUT_SHARED_MEMORY = """
+import _multiprocessing
+def full(*_, **__):
+    raise OSError(28, "No space left on device")
+_multiprocessing.SemLock = full
+import p2pdiloco.discovery.dht
+"""
+
+
+def test_a_full_dev_shm_keeps_no_peer_from_starting() -> None:
+    """hivemind makes a lock between processes when it is imported; before, a peer ended with its traceback."""
+    done = subprocess.run([sys.executable, "-c", WITHOUT_SHARED_MEMORY], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
