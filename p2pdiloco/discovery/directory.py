@@ -289,6 +289,8 @@ WAIT_TOLD_S = 60.0
 RESTART_S, RESTART_LIMIT_S = 0.1, 30.0
 # Key under which a failing restart stands in ``troubles``.
 RESTARTING = "directory"
+# Key under which a wrong clock stands in ``troubles``.
+WRONG_CLOCK = "clock"
 
 
 def _one_of_each_family(texts: Iterable[str]) -> list[str]:
@@ -638,13 +640,23 @@ class Directory:
     async def _join(self, answered: list[PeerId]) -> None:
         """Join the DHT of the peers that ``answered``."""
         CLOCK.adopt(await self._clocks_of(answered))
-        if CLOCK.is_wrong:
-            log.warning(CLOCK.describe())
+        self._check_clock()
         if answered:
             with suppress(DirectoryError):
                 await self._daemon.fill_routing_table()
         log.info("directory is up", peers=len(answered), address=(self.bootstrap_addresses() or ["-"])[0])
         await self._save()
+
+    def _check_clock(self) -> None:
+        """Tell the user when this machine's clock becomes wrong, or right again."""
+        if CLOCK.is_wrong == (WRONG_CLOCK in self.troubles):
+            return
+        if CLOCK.is_wrong:
+            self.troubles[WRONG_CLOCK] = CLOCK.describe()
+            log.warning(self.troubles[WRONG_CLOCK])
+        else:
+            del self.troubles[WRONG_CLOCK]
+            log.info("this machine's clock agrees with that of the directory again")
 
     async def _connect_to_some(self, peers: list[PeerId]) -> dict[PeerId, str | None]:
         """Connect to all ``peers``; after the first answer, the others have STRAGGLERS_S.
@@ -707,6 +719,7 @@ class Directory:
         while True:
             await asyncio.sleep(KEEP_S)
             rounds += 1
+            self._check_clock()
             try:
                 await self._ping_round()
                 if rounds >= clocks_at and self._answered is None:

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import sys
+import time
 from asyncio.subprocess import PIPE
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -492,6 +493,25 @@ async def main():
 
 uvloop.run(main())
 """
+
+
+def test_a_clock_that_jumps_in_mid_run_is_told_until_it_is_right_again(
+    run: Callable[[Main], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "KEEP_S", 0.1)
+    shift = [0.0]
+    monkeypatch.setattr(dht.CLOCK, "_wall", lambda: time.time() + shift[0])
+
+    async def main() -> None:
+        async with member() as boot, member(where(boot)) as ann:
+            await until(lambda: not ann.troubles)
+            shift[0] = -7200.0
+            await until(lambda: "clock is 7,200 s behind" in ann.troubles.get("clock", ""))
+            assert not ann._tasks.troubles.keys() - {"clock"}
+            shift[0] = 0.0
+            await until(lambda: not ann.troubles)
+
+    run(main())
 
 
 @pytest.mark.parametrize("shift_s", [3600.0, -3600.0, 0.0])
