@@ -3,7 +3,8 @@
 Rules of this file:
 1. What a process wrote is there for its next life, synced or not; a power cut leaves what was synced, and of the rest
    anything: the old bytes, the new ones, a part of them.
-2. A rename survives a power cut for sure only when its folder was synced.
+2. A rename survives a power cut for sure only when its folder was synced. That makes the name durable, not the bytes:
+   a file that was never synced may be empty then.
 3. Every operation may be the last of its process (``dies_in``), or fail (``room``, ``is_failing``), or do what it does
    not say (``lie``).
 """
@@ -32,6 +33,9 @@ class SimulatedDisk:
         self._random = random
         self.files: dict[str, bytes] = {}
         self._durable: dict[str, bytes] = {}
+        """What is there after a power cut, for sure."""
+        self._synced: dict[str, bytes] = {}
+        """The bytes of each file when it was last synced, whatever it was called then."""
         self.dies_in: int | None = None
         """Operations until the process dies in one."""
         self.room: int | None = None
@@ -111,7 +115,7 @@ class SimulatedDisk:
         if others:
             other = self._random.choice(sorted(others))
             there = self.files[other]
-            self.files[other] = self._durable[other] = data[: len(there)] + there[len(data) :]
+            self.files[other] = self._durable[other] = self._synced[other] = data[: len(there)] + there[len(data) :]
             self.altered.add(other)
 
     def sync(self, path: Path) -> None:
@@ -119,7 +123,7 @@ class SimulatedDisk:
         self._operation()
         if self.is_failing:
             raise OSError(errno.EIO, "Input/output error")
-        self._durable[str(path)] = self.files[str(path)]
+        self._durable[str(path)] = self._synced[str(path)] = self.files[str(path)]
 
     def sync_folder(self, folder: Path) -> None:
         """The names in ``folder`` are durable."""
@@ -129,11 +133,9 @@ class SimulatedDisk:
         prefix = f"{folder}/"
         for path in [path for path in self._durable if path.startswith(prefix) and path not in self.files]:
             del self._durable[path]
-        for path, data in self.files.items():
+        for path in self.files:
             if path.startswith(prefix):
-                self._durable.setdefault(path, data)
-                if self._durable[path] != data:
-                    self._durable[path] = data
+                self._durable[path] = self._synced.get(path, b"")
 
     def rename(self, old: Path, new: Path) -> None:
         """``new`` is what ``old`` was."""
@@ -142,6 +144,9 @@ class SimulatedDisk:
             self.files[str(new)] = self.files.pop(str(old))
         except KeyError:
             raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(old)) from None
+        self._synced.pop(str(new), None)
+        if str(old) in self._synced:
+            self._synced[str(new)] = self._synced.pop(str(old))
         self.altered.discard(str(new))
         if str(old) in self.altered:
             self.altered ^= {str(old), str(new)}
@@ -150,12 +155,14 @@ class SimulatedDisk:
         """A file; nothing if it is not there."""
         self._operation()
         self.files.pop(str(path), None)
+        self._synced.pop(str(path), None)
 
     def remove_folder(self, folder: Path) -> None:
         """With all that is in it."""
         self._operation()
         for path in [path for path in self.files if path.startswith(f"{folder}/")]:
             del self.files[path]
+            self._synced.pop(path, None)
 
     def _operation(self) -> None:
         if self.dies_in is not None:
@@ -172,17 +179,17 @@ class SimulatedDisk:
         for path, data in self.files.items():
             if self._durable.get(path) == data:
                 continue
+            synced = self._synced.get(path, b"")
             match self._random.randrange(3):
                 case 0:
                     files[path] = data
-                case 1:
-                    synced = self._durable.get(path, b"")
+                case 1 if synced != data:  # else only its name is unsure
                     kept = len(synced) if data.startswith(synced) else 0  # only its end is new
                     files[path] = data[: kept + self._random.randrange(len(data) - kept + 1)]
                 case _:
                     pass
         self.altered |= {path for path in {*files, *self.files} if files.get(path) != self.files.get(path)}
-        self.files, self._durable = files, dict(files)
+        self.files, self._durable, self._synced = files, dict(files), dict(files)
 
     def flip(self, first_bytes: int | None = None, within: str = "") -> str | None:
         """One bit of one file, within its ``first_bytes``, becomes another one; which file, of those whose paths begin
@@ -193,7 +200,7 @@ class SimulatedDisk:
         path = self._random.choice(paths)
         data = bytearray(self.files[path])
         data[self._random.randrange(min(len(data), first_bytes or len(data)))] ^= 1 << self._random.randrange(8)
-        self.files[path] = self._durable[path] = bytes(data)
+        self.files[path] = self._durable[path] = self._synced[path] = bytes(data)
         self.altered.add(path)
         return path
 
@@ -203,4 +210,4 @@ class SimulatedDisk:
 
     def put_back(self, files: dict[str, bytes], altered: Iterable[str] = ()) -> None:
         """An old copy takes the place of all that is there."""
-        self.files, self._durable, self.altered = dict(files), dict(files), {*altered}
+        self.files, self._durable, self._synced, self.altered = dict(files), dict(files), dict(files), {*altered}
