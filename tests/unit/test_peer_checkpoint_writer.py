@@ -85,6 +85,7 @@ def test_a_shard_is_written_as_it_was_copied_though_the_disk_is_slow(tmp_path: P
             assert copied_in(tmp_path / "ann") == [1, 3], "each is of the moment of its copy"
             await stage.wait(61.0)
             assert versions_in(tmp_path / "ann") == [3, 3]
+            assert copied_in(tmp_path / "ann") == [3, 3], "what was committed meanwhile is not in the first one"
 
     act(story)
 

@@ -434,10 +434,5 @@ class Stage:
 
 
 def act(story: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Run an asynchronous test with a deadline."""
-
-    async def limited() -> None:
-        async with asyncio.timeout(60.0):
-            await story()
-
-    asyncio.run(limited())
+    """Run an asynchronous test. Its time is a number, so a busy machine may take as long as pytest allows."""
+    asyncio.run(story())
