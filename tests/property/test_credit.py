@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from p2pdiloco.net.flow_control import AHEAD_BYTES, SLACK_S, Account, Granter, Spending
+from p2pdiloco.net.flow_control import AHEAD_BYTES, SLACK_S, Account, Granter, Grants, Spending
 from p2pdiloco.net.frames import FIRST_CREDIT, FrameError
 from p2pdiloco.net.traffic_shaping import BURST_S
 
@@ -201,3 +201,18 @@ def test_a_credit_is_not_taken_back() -> None:
     assert spending.left == FIRST_CREDIT - 95
     with pytest.raises(FrameError):
         spending.extend(FIRST_CREDIT)
+
+
+def test_of_connections_that_have_gone_nothing_is_left() -> None:
+    """Peers come and go for months: neither their accounts nor what they were granted stay."""
+    granter = Granter(window_bytes=WINDOW, total_bytes=TOTAL, bytes_per_s=1e9)
+    grants = Grants(granter)
+    for number in range(100):
+        for lane in [Account(number), Account(number)]:
+            lane.demand = 10 * MIB
+            grants.open(lane, float(number))
+        grants.grant(number + 0.5)
+        for lane in granter.accounts():
+            grants.close(lane)
+    assert granter.accounts() == []
+    assert (granter._served, grants._accounts) == ({}, set())

@@ -387,3 +387,21 @@ def test_the_pool_keeps_to_its_limit() -> None:
 def test_block_sizes_waste_an_eighth_at_most() -> None:
     for size in [262_144, 262_145, 300_000, 1 << 20, (1 << 20) + 1, 77_777_777]:
         assert size <= block_bytes(size) <= size * 1.126 + 1
+
+
+def test_what_was_left_of_a_cancelled_payload_keeps_no_other_waiting() -> None:
+    """Of streams that take turns at most GROUP_BYTES are left; those of a cancelled one do not count."""
+    outbox = make_outbox(payload_limit=1 << 30)
+    small = memoryview(bytes(10 * CHUNK))
+    assert put(outbox, b"small", small, 0.0)
+    large = outbox.put_payload(whole(2 * GROUP_BYTES), b"large", memoryview(bytes(2 * GROUP_BYTES)), 0.0)
+    assert large is not None
+    assert outbox.next() is not None, "both have begun"
+    outbox.cancel(large)
+    assert put(outbox, b"another", small, 0.0)
+    for _ in range(4):
+        found = outbox.next()
+        assert found is not None
+        if b"another" in found.head:
+            return
+    raise AssertionError("it waits until the small one is sent")

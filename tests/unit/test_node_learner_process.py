@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from p2pdiloco.node import learner_process
@@ -119,9 +120,12 @@ def test_a_learner_is_the_first_that_the_kernel_kills_for_memory_and_that_is_tol
             os.kill(learner.pid, signal.SIGKILL)
             return await asyncio.wait_for(told, 20.0)
 
+    asyncio.run(asyncio.sleep(0))
+    before = psutil.Process().num_fds()
     reason, status = asyncio.run(live())
     assert status == -9
     assert ("memory ran out" in reason) is is_for_memory
+    assert psutil.Process().num_fds() == before, "the link to it is closed"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="pidfd is Linux's")

@@ -2,6 +2,7 @@
 
 import math
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -11,7 +12,14 @@ from p2pdiloco.codec.digests import packed
 from p2pdiloco.codec.outer_optimizer import outer_step_by_torch
 from p2pdiloco.peer.integrity import SpoiltStateError
 from p2pdiloco.peer.learner_updates import Moves, Shifts
-from p2pdiloco.peer.model_state import ContributionError, DigestMismatchError, MergeResult, ModelState, StaleBaseError
+from p2pdiloco.peer.model_state import (
+    ContributionError,
+    DigestMismatchError,
+    MergeResult,
+    ModelState,
+    StaleBaseError,
+    UnfitCommitError,
+)
 from p2pdiloco.protocol.ids import Digest, FragmentId, LearnerId, PeerId, ShardId, digest_of
 from p2pdiloco.protocol.manifest import CodecConfig, MergeRule, OuterConfig, TensorSpec, make_layout
 from p2pdiloco.protocol.messages import CommitHeader, Contributor
@@ -467,3 +475,22 @@ def test_only_the_state_that_was_fetched_last_is_installed(peers: tuple[Peer, Pe
         with pytest.raises(StaleBaseError, match="not staged any more"):
             mine.state.install(SHARD, wanted, NOTHING)
     assert torch.equal(mine.state.theta, before)
+
+
+def test_a_merge_made_before_a_repair_is_checked_as_anybodys(peers: tuple[Peer, Peer]) -> None:
+    """What this peer has merged itself is applied unchecked, unless its memory was altered meanwhile."""
+    spoilt, donor = peers
+    head = spoilt.head
+    header, merged = spoilt.merge([donor.contribute(bell(5))])
+    header = msgspec.structs.replace(header, length=header.length / 2)
+    spoilt.state.theta[3] += 1.0
+    spoilt.state.integrity.invalidate()
+    with pytest.raises(SpoiltStateError):
+        spoilt.state.verify(SHARD, 0)
+    out = travelling_of(donor)
+    _, listed = donor.state.copy(SHARD, out)
+    spoilt.state.stage(SHARD, head, cut(donor, out), listed)
+    spoilt.state.install(SHARD, head, NOTHING)
+    with pytest.raises(UnfitCommitError, match="has norm"):
+        spoilt.apply(header, merged)
+    assert spoilt.head == head

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import socket
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -577,3 +578,24 @@ def test_a_visitor_that_brings_no_memory_is_sent_away_and_the_next_is_heard(tmp_
         assert torch.equal(vectors.shift, memory.shift), "both have the same memory"
         vectors.close()
         connection.close()
+
+
+def test_a_copy_that_is_under_way_when_it_is_told_to_end_is_told() -> None:
+    """On a GPU a copy takes a moment: the node still hears that the snapshot is there."""
+    bench = Bench()
+    bench.do(*bench.load(0))
+    bench.flat.pending[:] = [True] * len(bench.flat.pending)
+    bench.do()
+    commands = learner_ipc.Snapshot(fragment=FragmentId(0), step=1), learner_ipc.Exit()
+    bench.socket.sendall(b"".join(map(learner_ipc.encode, commands)))
+
+    def end_copies() -> None:
+        bench.flat.pending[:] = [True] * len(bench.flat.pending)
+
+    timer = threading.Timer(0.1, end_copies)
+    timer.start()
+    assert not bench.link.boundary()
+    timer.join()
+    assert any(isinstance(message, learner_ipc.Snapshotted) for message in bench.hear())
+    bench.socket.close()
+    bench.vectors.close()

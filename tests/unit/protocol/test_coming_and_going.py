@@ -353,3 +353,15 @@ def test_a_run_ends_within_2_percent_of_its_budget_whoever_trains(seed: int) -> 
     assert not world.living(), "nobody went"
     assert not world.checks.is_over, world.checks.violations
     assert sum(heads) / len(heads) == pytest.approx(budget, rel=0.02)
+
+
+def test_a_newcomer_opens_no_turn_that_was_over_before_it_came() -> None:
+    """C1c, T1b: its state is of step 28, so an announcement of step 12 that was on its way is no news."""
+    stage = newcomer(B)
+    theirs = heads(7, 0)
+    stage.hear(B, theirs)
+    stage.work(stage.tell(ev.Fetched(B, state(theirs.heads[0]))))
+    stage.tell(ev.LearnerStarted(life(A), has_blocks=False))
+    stage.train(1)
+    assert not only(stage.announce(B, 12, theirs.heads[0]) + stage.wait(0.1), ef.Snapshot)
+    assert only(stage.announce(B, 32, theirs.heads[0]) + stage.wait(0.1), ef.Snapshot)
