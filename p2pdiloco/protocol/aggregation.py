@@ -10,6 +10,7 @@ Rules of this file:
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -30,6 +31,7 @@ from p2pdiloco.protocol.state import Core
 # 2. The driver stores a commit before it sends it, and passes the commits of earlier runs of this peer in at the start.
 # 3. A commit that cannot be applied here is tried again later. Only a peer that is alone makes another one, after
 #    OWN_TRIES attempts.
+# 4. A peer that comes back to a parent whose commit it has dropped merges nothing on it.
 
 
 def is_left(header: CommitHeader, head: Head) -> bool:
@@ -43,8 +45,10 @@ def is_left(header: CommitHeader, head: Head) -> bool:
 class OwnCommitLog:
     """Commits that this peer has made, by shard and parent. A commit is dropped once the head has passed it."""
 
-    def __init__(self, shards: int) -> None:
+    def __init__(self, shards: int, log_length: int) -> None:
         self._made: list[dict[Digest, CommitHeader]] = [{} for _ in range(shards)]
+        self._dropped: list[deque[Digest]] = [deque(maxlen=log_length) for _ in range(shards)]
+        """Parents of the latest dropped commits."""
 
     def record(self, header: CommitHeader) -> CommitHeader:
         """Store ``header`` and return it, or return the commit that was made on its parent before."""
@@ -53,8 +57,13 @@ class OwnCommitLog:
     def restore(self, header: CommitHeader, head: Head | None) -> bool:
         """Store a commit of an earlier run of this peer; return False if a peer at ``head`` no longer needs it."""
         if head is not None and is_left(header, head):
+            self._dropped[header.shard].append(header.parent)
             return False
         return self.record(header) is header
+
+    def is_dropped(self, head: Head) -> bool:
+        """Return whether this peer has made a commit on ``head`` and dropped it."""
+        return head.id in self._dropped[head.shard]
 
     def is_own(self, header: CommitHeader) -> bool:
         """Return whether this peer made the commit."""
@@ -69,6 +78,7 @@ class OwnCommitLog:
         made = self._made[change.shard]
         for parent in [parent for parent, header in made.items() if is_left(header, change.head)]:
             del made[parent]
+            self._dropped[change.shard].append(parent)
 
     def payloads(self, shard: ShardId) -> set[Digest]:
         """Return the payloads that are sent with a shard's own commits."""
@@ -257,7 +267,7 @@ class Aggregation:
         """Smoothed time from closing a collection to the commit, in seconds."""
         self.jobs: dict[ShardId, Job] = {}
         """Running merges. A shard has at most one, so that a result can be matched to its merge."""
-        self.own_commits = OwnCommitLog(len(core.chains))
+        self.own_commits = OwnCommitLog(len(core.chains), core.config.log_length)
         self._retries: dict[ShardId, Retry] = {}
         """Own commits that could not be applied, by shard."""
         self._unsure_until: dict[ShardId, float] = {}
@@ -428,7 +438,7 @@ class Aggregation:
         collection, core = self.collections[shard], self.core
         if collection.is_closed or shard in self.jobs or not collection.given or collection.opened_at is None:
             return
-        if not core.membership.owners.may_own:
+        if not core.membership.owners.may_own or self.own_commits.is_dropped(core.head(shard)):
             return
         if core.config.needs_majority and not self._is_majority(collection.answered):
             return

@@ -229,13 +229,13 @@ a newcomer that hears two liars first believes them (seed 10205900 of ``--scenar
 simulated meshes longer: 4.5 instead of 3.9 s in the mean (benchmarks/notes.md)."""
 
 
-FORK_PACE = 1.5
+FORK_PACE = 1.25
 """Versions of a fork that are believed for each turn since it left the chain here. Others may be faster than the
 learners that this peer knows."""
 PACE_VERSIONS = 8
 """Versions that came here from which a pace is measured."""
-LATE_PACE = 1 / 3
-"""Versions of a state that follows the head here that are believed for each turn in which nothing else has come."""
+LATE_TURNS = 3
+"""Turns without a commit before a peer takes a state that follows its head, or the lighter chain of most peers."""
 
 
 class ReportedHead(NamedTuple):
@@ -245,6 +245,9 @@ class ReportedHead(NamedTuple):
     earlier: Digest
     """The head that it reported before."""
     at: float
+    tokens: int
+    moved_at: float
+    """When it reported this head first."""
 
 
 class JudgedState(NamedTuple):
@@ -270,17 +273,21 @@ class AncestryCheck:
         self._asked_at = -math.inf
         self._had_at: dict[ShardId, dict[Digest, float]] = {}
         """By shard: when this peer came to its latest heads."""
+        self._left_at: dict[ShardId, tuple[float, float]] = {}
+        """By shard: since when most peers have had a lighter chain, and when this was last found."""
 
     def record_head(self, peer: PeerId, head: Head) -> None:
         """Record the head that ``peer`` reports."""
         mine = self._reported.setdefault(peer, {})
-        before = mine.get(head.shard, ReportedHead(head.id, head.id, 0.0))
-        earlier = before.earlier if before.head == head.id else before.head
-        mine[head.shard] = ReportedHead(head.id, earlier, self.core.now)
+        now = self.core.now
+        before = mine.get(head.shard, ReportedHead(head.id, head.id, 0.0, head.tokens, now))
+        earlier, moved_at = (before.earlier, before.moved_at) if before.head == head.id else (before.head, now)
+        mine[head.shard] = ReportedHead(head.id, earlier, now, head.tokens, moved_at)
 
     def record_commit(self, peer: PeerId, head: Head, parent: Digest) -> None:
         """Record that ``peer`` made the commit ``head``, and so was at ``parent`` before."""
-        self._reported.setdefault(peer, {})[head.shard] = ReportedHead(head.id, parent, self.core.now)
+        now = self.core.now
+        self._reported.setdefault(peer, {})[head.shard] = ReportedHead(head.id, parent, now, head.tokens, now)
 
     def forget(self, peer: PeerId) -> None:
         """Forget what a peer that is gone has reported."""
@@ -336,6 +343,8 @@ class AncestryCheck:
                 self._doubted_at.setdefault(shard, self.core.now)
                 self._ask(set(donors).difference((peer,)))
             return problem
+        if self.is_left(shard) and 2 * sum(self._was_at(donor, shard, theirs) for donor in donors) > len(donors) + 1:
+            return None
         parted = chain.versions_since(theirs)
         if parted is None:
             meeting = "its lineage does not meet ours"
@@ -363,8 +372,23 @@ class AncestryCheck:
         assert chain.head is not None
         common = (*chain.ancestry, chain.head.id)[-1 - parted]
         since_s = self.core.now - self._had_at.get(chain.shard, {}).get(common, self.core.now)
-        versions = version - chain.head.version + parted
-        return versions * self._turn_s(chain.shard) <= (FORK_PACE if parted else LATE_PACE) * since_s
+        turn_s, versions = self._turn_s(chain.shard), version - chain.head.version + parted
+        return versions * turn_s <= FORK_PACE * since_s and (parted > 0 or since_s >= LATE_TURNS * turn_s)
+
+    def is_left(self, shard: ShardId) -> bool:
+        """Return whether more than half of all peers have had a lighter chain for long, and have gone on with it."""
+        chain, donors, now = self.core.chains[shard], self._donors(), self.core.now
+        assert chain.head is not None
+        own, tokens = {chain.head.id, *chain.ancestry}, chain.head.tokens
+        told = (self._reported.get(donor, {}).get(shard) for donor in donors)
+        gone = [one for one in told if one is not None and one.tokens < tokens and one.head not in own]
+        patience_s = max(DIVIDED_REQUESTS * self.core.config.request_s, LATE_TURNS * self._turn_s(shard))
+        since, last = self._left_at.pop(shard, (now, now))
+        if 2 * len(gone) <= len(donors) + 1:
+            return False
+        since = since if now - last < patience_s else now
+        self._left_at[shard] = since, now
+        return now - since >= patience_s and 2 * sum(one.moved_at > since for one in gone) > len(donors) + 1
 
     def _turn_s(self, shard: ShardId) -> float:
         """Return how long a version of a shard takes, in seconds: as learners train, or as the last versions came here

@@ -326,6 +326,8 @@ class Replication:
                     core.alarms.set(("want", shard), core.now + self.aggregation.commit_patience_s())
         elif theirs.id != chain.head.id and theirs.id not in chain.log_ids and theirs.version:
             core.send((peer,), Heads((chain.head,), core.step))
+            if self.ancestry.is_left(shard) and shard not in self.asked:
+                self.fetch(shard, peer)
 
     def request_wanted(self, shard: ShardId) -> None:
         """Request a heavier head that was reported but has not arrived by itself."""
@@ -384,7 +386,8 @@ class Replication:
         core, shard = self.core, state.head.shard
         head = core.chains[shard].head
         is_repair = head is not None and shard in self.repairing and state.head.id == head.id
-        if head is not None and not is_heavier(state.head, head) and not is_repair:
+        is_better = head is None or is_heavier(state.head, head) or self.ancestry.is_left(shard)
+        if not is_better and not is_repair:
             core.note("debug", "fetch", f"shard {shard}: fetched version {state.head.version} is not heavier, dropped")
             return
         learner = core.learner

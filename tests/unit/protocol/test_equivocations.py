@@ -12,6 +12,7 @@ from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages
 from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol.aggregation import OWN_TRIES
+from p2pdiloco.protocol.chain import HeadChange
 from p2pdiloco.protocol.commit_validation import PROOFS_MOST, TERM
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.transport.identity import Identity
@@ -111,6 +112,19 @@ def test_who_is_alone_and_cannot_apply_its_own_makes_another_at_last() -> None:
         stage.tell(FAILED)
     assert set(made) == {first}
     assert not stage.machine.aggregation.own_commits.commits(SHARD)
+
+
+def test_who_comes_back_to_a_parent_whose_commit_it_dropped_merges_nothing_there() -> None:
+    """E1e: most peers have a lighter chain (H3f), and that is where this peer's way leads."""
+    for is_dropped in (True, False):
+        stage = Stage(B, C, owners="abc", has_learner=False, grace_share=0.0)
+        made = stage.commit(tokens(C, 0, 40), owner=A)
+        if is_dropped:
+            log = stage.machine.aggregation.own_commits
+            log.record(made)
+            log.on_head_changed(HeadChange(SHARD, stage.head(), head_of(made), made))
+            assert not log.commits(SHARD)
+        assert bool(only(stage.offer(C), ef.Merge)) != is_dropped
 
 
 # -- who does it -------------------------------------------------------------------------------------------------------

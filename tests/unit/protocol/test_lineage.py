@@ -392,7 +392,7 @@ def settled(*others: PeerId) -> tuple[Stage, Head]:
 
 def test_a_heavier_fork_is_taken_if_learners_can_have_made_it_meanwhile() -> None:
     """H3a: one member alone makes as many versions as it likes. Versions before this peer came took a turn each."""
-    for turns, versions, is_taken in ((2.1, 3, True), (2.1, 4, False), (4.1, 6, True), (4.1, 7, False)):
+    for turns, versions, is_taken in ((2.1, 2, True), (2.1, 3, False), (4.1, 5, True), (4.1, 6, False)):
         stage, _ = settled(B, C)
         left = stage.head().id
         stage.wait(turns * TURN_S)
@@ -414,7 +414,7 @@ def test_a_heavier_fork_is_taken_if_learners_can_have_made_it_meanwhile() -> Non
     stage.wait(1.1 * TURN_S)
     for peer in (B, C):
         stage.hear(peer, msg.Heads((far,), 0))
-    for versions, is_taken in ((4, False), (3, True)):
+    for versions, is_taken in ((3, False), (2, True)):
         fork = Head(SHARD, 19 + versions, digest(f"fork of {versions}"), 10**6)
         bring(stage, fork, digest("far back"))
         assert (stage.head() == fork) == is_taken, versions
@@ -443,12 +443,30 @@ def test_a_state_that_follows_our_head_is_taken_if_nothing_else_comes_for_long()
     stage, _ = settled(B, C, D)
     ours = stage.head()
     later = Head(SHARD, 3, digest("later"), ours.tokens + 80)
-    for turns, is_taken in ((5.9, False), (0.2, True)):
+    for turns, is_taken in ((2.9, False), (0.2, True)):
         stage.wait(turns * TURN_S)
         for peer in (C, D):
             stage.hear(peer, msg.Heads((ours,), 0))
         bring(stage, later, ours.id)
         assert (stage.head() == later) == is_taken, turns
+
+
+def test_who_is_left_by_most_follows_their_lighter_chain_in_the_end() -> None:
+    """H3f: if they go on with it. Their heads say nothing while they stand still: they may be far behind."""
+    for is_moving in (True, False):
+        stage, _ = settled(B, C, D)
+        common = stage.head().id
+        stage.take(stage.commit(tokens(C, 40, 80)), C)
+        fetched, before, fork = list[ef.Fetch](), common, stage.head()
+        for second in range(2 * int(stage.config.request_s) + 2):
+            if is_moving or not second:
+                before, fork = fork.id, Head(SHARD, 2 + second, digest(f"fork {second}"), 41 + second)
+            for peer in (B, C, D):
+                fetched += only(stage.announce(peer, 8, fork), ef.Fetch)
+            stage.wait(1.0)
+        assert bool(fetched) == is_moving
+        bring(stage, fork, common, before)
+        assert (stage.head() == fork) == is_moving
 
 
 def test_a_state_that_leads_to_nothing_we_know_is_not_taken_while_more_than_half_stand_by_ours() -> None:
