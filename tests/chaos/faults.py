@@ -27,6 +27,8 @@ from p2pdiloco.training import NAME
 from tests.chaos.fault_proxy import Network, slow_down
 from tests.chaos.schedule import Fault, Plan
 
+NO_DESCRIPTORS = 3
+"""Only standard input, output and error have lower numbers."""
 LOG_ROOM_BYTES = 32 << 10
 WRITE_S, WRITE_LOOK_S = 15.0, 0.001
 """How long, and how often, a checkpoint's half-written file is looked for."""
@@ -118,6 +120,8 @@ class Hand:
         self._plan = plan
         self._stopped: dict[int, psutil.Process] = {}
         """Saved by the number of the fault."""
+        self._limits: dict[int, tuple[int, int]] = {}
+        """Limits of starved nodes, by fault."""
         self._copies: dict[int, dict[str, bytes]] = {}
         """Checkpoint folders, by fault."""
 
@@ -172,6 +176,14 @@ class Hand:
                     raise NotNow(f"{who} is starting, and ends by itself where it cannot write")
                 _limit_files(hit[0], _log_bytes(hit[0]) + LOG_ROOM_BYTES)
                 return f"the disk of {who} is full"
+            case "starve":
+                if not hit[0].is_current:
+                    raise NotNow(f"{who} is starting, and ends by itself where it cannot open a file")
+                learner = hit[0].learner()
+                self._limits[fault.number] = hit[0].node().rlimit(psutil.RLIMIT_NOFILE)
+                _limit_descriptors(hit[0], NO_DESCRIPTORS)
+                learner.kill()
+                return f"{who} has no file descriptor left, and its learner is killed"
             case "cut" | "split":
                 for link in network.between(fault.peers):
                     link.cut()
@@ -209,6 +221,8 @@ class Hand:
                     self._peers[fault.peers[0]].is_stopped = False
             case "disk":
                 _limit_files(self._peers[fault.peers[0]], resource.RLIM_INFINITY)
+            case "starve":
+                _limit_descriptors(self._peers[fault.peers[0]], self._limits.pop(fault.number)[0])
             case "cut" | "split":
                 for link in network.between(fault.peers):
                     link.mend()
@@ -296,6 +310,13 @@ def _kill_in_write(peer: Peer) -> None:
 def _log_bytes(peer: Peer) -> int:
     assert peer.member is not None
     return peer.member.log_path.stat().st_size
+
+
+def _limit_descriptors(peer: Peer, most: int) -> None:
+    """Of the node, if it is there; what it has open stays open."""
+    if peer.is_up:
+        _, hard = peer.node().rlimit(psutil.RLIMIT_NOFILE)
+        peer.node().rlimit(psutil.RLIMIT_NOFILE, (most, hard))
 
 
 def _limit_files(peer: Peer, size: int) -> None:

@@ -30,6 +30,7 @@ Kind = Literal[
     "stop-learner",
     "leave",
     "disk",
+    "starve",
     "region",
     "blackout",
     "power-cut",
@@ -66,6 +67,7 @@ DURATIONS_S: dict[Kind, tuple[float, float]] = {
     "stop-learner": (1.0, 12.0),
     "leave": (1.0, 8.0),
     "disk": (6.0, 15.0),
+    "starve": (6.0, 20.0),
     "region": (2.0, 8.0),
     "blackout": (2.0, 4.0),
     "power-cut": (0.0, 40.0),
@@ -83,6 +85,8 @@ for ``one-way``: what the peers are given to find out, and to meet again, since 
 for ``twins``: what the copy that is started beside its original is given to start, find out, and end."""
 RECOVERY_S = 12.0
 """Time for a restart and for catching up, before a peer's processes are hit again."""
+LEARNER_KINDS: frozenset[Kind] = frozenset({"learner", "starve"})
+"""They kill a learner."""
 LEARNER_LIVES = 3
 """Kills of one peer's learner in one schedule, so that no node runs out of its learner's lives."""
 BLACKOUT_CALM_S = 30.0
@@ -379,8 +383,8 @@ def _is_fair(plan: Plan, fault: Fault, drawn: list[Fault]) -> bool:
     for other in drawn:
         if other.kind in DARK_KINDS and other.at - 1.0 < fault.at < other.end + BLACKOUT_CALM_S:
             return False  # what began before it ends with it
-    lives = sum(other.kind == "learner" and other.peers == fault.peers for other in drawn)
-    if fault.kind == "learner" and lives >= LEARNER_LIVES:
+    lives = sum(other.kind in LEARNER_KINDS and other.peers == fault.peers for other in drawn)
+    if fault.kind in LEARNER_KINDS and lives >= LEARNER_LIVES:
         return False
     if fault.kind in LINK_KINDS:
         alike = [other for other in drawn if other.kind == fault.kind]

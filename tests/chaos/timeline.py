@@ -30,6 +30,7 @@ LOOKS: dict[Kind, tuple[str, str, str]] = {
     "freeze": ("s", "#b30000", "node stopped for over a minute"),
     "stop-learner": ("d", "#bc8f00", "learner stopped"),
     "disk": ("h", "#8c564b", "disk full"),
+    "starve": ("h", "#1f77b4", "no descriptors, learner killed"),
     "cut": ("_", "#7b2cbf", "cut off"),
     "mute": ("_", "#b58be0", "not heard (cut one way)"),
     "one-way": ("1", "#b58be0", "connections that carry nothing one way"),
