@@ -363,7 +363,11 @@ class LearnerProcess:
                 log.failure("a message of the learner could not be handled", error)
             self._reason = self._reason or f"its message could not be handled ({error!r})"
             self._cut_off()
-        status = 0 if self._manifest is not None else await self._process.wait()
+        status = 1
+        try:
+            status = 0 if self._manifest is not None else await self._process.wait()
+        except OSError as error:
+            self._reason = self._reason or f"its end could not be awaited ({error})"
         reason = self._reason
         if not reason and status == -signal.SIGKILL and memory_kills() > self._memory_kills:
             reason = "the kernel killed it because memory ran out: give this peer more memory, or let it --follow"

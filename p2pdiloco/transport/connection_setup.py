@@ -188,6 +188,8 @@ class HandshakePool:
         self._shut_out = 0
         """Number of machines on the blocklist."""
         self._listeners: set[socket.socket] = set()
+        self._cannot_accept = False
+        """The last attempt to accept a connection failed. Keeps the log to one warning per outage."""
         self._turn: asyncio.TimerHandle | None = None
         self._sweep: asyncio.TimerHandle | None = None
 
@@ -212,10 +214,13 @@ class HandshakePool:
             except (BlockingIOError, ConnectionError):
                 return
             except OSError as error:
-                log.warning("cannot accept", error=str(error))
+                if not self._cannot_accept:
+                    log.warning("cannot accept; trying again until it is possible", error=str(error))
+                self._cannot_accept = True
                 loop.remove_reader(listener.fileno())
                 loop.call_later(ACCEPT_PAUSE_S, self._resume, listener)
                 return
+            self._cannot_accept = False
             machine, now = machine_of(where[0]), loop.time()
             if self._blocklist_timer is not None:
                 unblock(raw)

@@ -23,21 +23,25 @@ class ProcessHandle:
         """
         self.pid = pid
         self._status: int | None = None if is_own else 1
+        # Done when the process has ended. All waiters share it, since a new descriptor may not be available.
+        self._ended: asyncio.Future[None] | None = None
         self._fd = -1
         self._fd = os.pidfd_open(pid)
 
     async def wait(self) -> int:
         """Wait until the process has ended. Return its exit code as ``subprocess`` does; 1 if it is not a child."""
-        loop, ended = asyncio.get_running_loop(), asyncio.Event()
-        with os.fdopen(os.dup(self._fd)) as watched:
-            loop.add_reader(watched.fileno(), ended.set)
-            try:
-                await ended.wait()
-            finally:
-                loop.remove_reader(watched.fileno())
+        if self._ended is None:
+            loop = asyncio.get_running_loop()
+            self._ended = loop.create_future()
+            loop.add_reader(self._fd, self._on_end, loop, self._ended)
+        await asyncio.shield(self._ended)
         if self._status is None:
             self._status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])  # noqa: ASYNC222 (it has ended)
         return self._status
+
+    def _on_end(self, loop: asyncio.AbstractEventLoop, ended: asyncio.Future[None]) -> None:
+        loop.remove_reader(self._fd)
+        ended.set_result(None)
 
     def kill(self) -> None:
         """Send SIGKILL. Raises ProcessLookupError if the process has ended."""

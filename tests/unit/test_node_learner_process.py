@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -86,6 +87,27 @@ def test_a_learner_whose_words_cannot_be_handled_is_ended_and_its_end_is_told(
     reason, status = asyncio.run(live())
     assert "its message could not be handled" in reason
     assert status == -9
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pidfd is Linux's")
+def test_the_end_of_a_learner_is_told_though_no_descriptor_is_free() -> None:
+    """Before, the task that waits for it ended in silence, and the peer never had a learner again."""
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    async def wait() -> list[int]:
+        process = ProcessHandle(child.pid, is_own=True)
+        await asyncio.sleep(0)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, limit[1]))
+        try:
+            process.kill()
+            return await asyncio.wait_for(asyncio.gather(process.wait(), process.wait()), 20.0)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+
+    assert asyncio.run(wait()) == [-9, -9]
+    assert child.stdin is not None
+    child.stdin.close()
 
 
 def badness(pid: int) -> int:
