@@ -375,7 +375,7 @@ class Directory:
             await asyncio.to_thread(self._book.load, self._cache_path)
         await asyncio.to_thread(self.narrow_paths.load)
         try:
-            async with asyncio.timeout(self._startup_timeout_s + CONNECT_S + CALL_S):
+            async with asyncio.timeout(self._startup_timeout_s + 3 * CONNECT_S + CALL_S):
                 await self._daemon.start()
                 answered, refusal = await self._connect_to_known()
         except TimeoutError:

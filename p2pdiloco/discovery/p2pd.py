@@ -324,10 +324,12 @@ class P2pdProcess:
             return str(error)
         if not ways:
             return UNREACHABLE
+        began = asyncio.get_running_loop().time()
         reason = await self._connect(peer, ways, timeout_s, timeout_s)
+        is_quick = asyncio.get_running_loop().time() - began < SILENT_S  # else its process may have hung before
         if reason is None and peer not in self._detoured:
             self._detoured.add(peer)
-            if not is_narrow:
+            if is_quick and not is_narrow:
                 log.warning("the path loses long packets; the directory uses short segments", peer=peer)
                 self._narrow_paths.add(_host(where[0]))
         if reason is not None:
