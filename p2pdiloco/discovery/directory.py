@@ -22,6 +22,7 @@ import ipaddress
 import random
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Annotated, Self
@@ -44,7 +45,7 @@ from p2pdiloco.protocol.ids import PeerId, RunId
 from p2pdiloco.timing import Backoff
 from p2pdiloco.transport import addresses
 from p2pdiloco.transport.identity import Identity
-from p2pdiloco.transport.narrow_paths import NarrowPaths
+from p2pdiloco.transport.narrow_paths import EVERYWHERE, NarrowPaths
 from p2pdiloco.util import logs
 from p2pdiloco.util.files import write_atomically
 from p2pdiloco.util.tasks import Tasks
@@ -592,7 +593,13 @@ class Directory:
             self._book.add(peer, where)
         candidates = [peer for peer in self._book.peers() if peer != self.peer_id]
         reasons = await self._connect_to_some(candidates)
+        if None not in reasons.values() and any(str(reason).startswith(SILENT) for reason in reasons.values()):
+            await self._daemon.stop()
+            await self._daemon.start()
+            reasons = await self._connect_to_some(candidates, by_detour=True)
         answered = [peer for peer, reason in reasons.items() if reason is None]
+        if answered and not self.narrow_paths.is_everywhere and all(map(self._daemon.is_detoured, answered)):
+            self.narrow_paths.add(EVERYWHERE)  # nobody answers without: the tunnel is on this side
         for peer, reason in reasons.items():
             if reason != LATE:  # a late peer may still answer, so it is not recorded as silent
                 self._pings.record_result(peer, asyncio.get_running_loop().time(), is_answered=reason is None)
@@ -658,11 +665,12 @@ class Directory:
             del self.troubles[WRONG_CLOCK]
             log.info("this machine's clock agrees with that of the directory again")
 
-    async def _connect_to_some(self, peers: list[PeerId]) -> dict[PeerId, str | None]:
-        """Connect to all ``peers``; after the first answer, the others have STRAGGLERS_S.
+    async def _connect_to_some(self, peers: list[PeerId], *, by_detour: bool = False) -> dict[PeerId, str | None]:
+        """Connect to all ``peers``; after the first answer, the others have STRAGGLERS_S. See ``P2pdProcess.connect``.
 
         Returns for each peer the result of ``_connect``, or LATE."""
-        tasks = {asyncio.create_task(self._connect(peer), name=f"meet {peer}"): peer for peer in peers}
+        connect = partial(self._connect, by_detour=True) if by_detour else self._connect
+        tasks = {asyncio.create_task(connect(peer), name=f"meet {peer}"): peer for peer in peers}
         waiting = set(tasks)
         try:
             while waiting:
@@ -676,9 +684,9 @@ class Directory:
             await asyncio.gather(*waiting, return_exceptions=True)
         return {peer: LATE if task in waiting else task.result() for task, peer in tasks.items()}
 
-    async def _connect(self, peer: PeerId) -> str | None:
+    async def _connect(self, peer: PeerId, *, by_detour: bool = False) -> str | None:
         """Connect to ``peer`` at its known addresses. Returns None, or the reason why that failed."""
-        return await self._daemon.connect(peer, self._book.addresses_of(peer), CONNECT_S)
+        return await self._daemon.connect(peer, self._book.addresses_of(peer), CONNECT_S, by_detour=by_detour)
 
     async def _clocks_of(self, peers: list[PeerId]) -> list[float]:
         """Return how far the clocks of ``peers`` are ahead of the shared time, in seconds, without silent peers."""

@@ -231,6 +231,10 @@ class P2pdProcess:
         """True if hivemind's control channel to p2pd, which carries all calls, is closed."""
         return self._p2p is not None and any(task.done() for task in channel_tasks(self._p2p))
 
+    def is_detoured(self, peer: PeerId) -> bool:
+        """Return whether ``peer`` was connected by a detour, because its path loses long packets."""
+        return peer in self._detoured
+
     def kill(self) -> None:
         """Kill a p2pd that does not answer."""
         if self._p2p is not None and self._p2p._child.returncode is None:
@@ -304,14 +308,18 @@ class P2pdProcess:
         infos = await self.call(self._p2p.list_peers, "asking p2pd")
         return {PeerId(info.peer_id.to_base58()): [str(address) for address in info.addrs] for info in infos}
 
-    async def connect(self, peer: PeerId, where: Sequence[str], timeout_s: float) -> str | None:
+    async def connect(
+        self, peer: PeerId, where: Sequence[str], timeout_s: float, *, by_detour: bool = False
+    ) -> str | None:
         """Connect to ``peer`` and add it to the routing table. Returns None, or the reason why that failed.
 
-        A peer that is silent at first, or whose path is known to lose long packets, is reached by a detour.
+        A peer that is silent at first, or whose path is known to lose long packets, is reached by a detour. The daemon
+        may still know the direct address then, and be faster there, so that it stays silent. With ``by_detour``,
+        nothing else is tried: for a daemon that was just started, and knows no address.
         """
         is_narrow = peer in self._detoured or any(_host(text) in self._narrow_paths for text in where)
-        if not is_narrow:
-            silent_s = min(timeout_s, SILENT_S + CALL_ROUND_TRIPS * self._deadlines.typical_s)
+        silent_s = min(timeout_s, SILENT_S + CALL_ROUND_TRIPS * self._deadlines.typical_s)
+        if not is_narrow and not by_detour:
             reason = await self._connect(peer, where, timeout_s, silent_s)
             if reason is None or not reason.startswith(SILENT) or not where or all(map(is_loopback, where)):
                 return reason
@@ -325,7 +333,7 @@ class P2pdProcess:
         if not ways:
             return UNREACHABLE
         began = asyncio.get_running_loop().time()
-        reason = await self._connect(peer, ways, timeout_s, timeout_s)
+        reason = await self._connect(peer, ways, timeout_s, timeout_s if by_detour or is_narrow else silent_s)
         is_quick = asyncio.get_running_loop().time() - began < SILENT_S  # else its process may have hung before
         if reason is None and peer not in self._detoured:
             self._detoured.add(peer)

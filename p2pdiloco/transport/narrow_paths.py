@@ -2,7 +2,8 @@
 to them use short TCP segments (``sockets.shorten``).
 
 Rules of this file:
-1. Two such hosts are a sign that the tunnel is on this side: then all paths count as narrow.
+1. If the tunnel is on this side, all paths are narrow: EVERYWHERE stands for all hosts. Two narrow paths are a sign of
+   it, too.
 2. What was found is kept on disk for LIFE_S, so that a restarted peer does not have to find out again. The file is a
    hint: if it is damaged or missing, nothing is known. A wrong entry costs a few per cent of the link.
 """
@@ -26,6 +27,7 @@ HOSTS_LIMIT = 256
 # Number of narrow paths from which all are taken to be narrow.
 MANY = 2
 LIFE_S = 7 * 86_400.0
+EVERYWHERE = "*"
 FILE_LIMIT = 1 << 16
 _Hosts = dict[Annotated[str, Meta(max_length=64)], float]
 
@@ -50,10 +52,10 @@ class NarrowPaths:
     @property
     def is_everywhere(self) -> bool:
         """True if all paths count as narrow."""
-        return self._everywhere or len(self._hosts) >= MANY
+        return self._everywhere or EVERYWHERE in self._hosts or len(self._hosts) >= MANY
 
     def add(self, host: str) -> None:
-        """Record that the path to ``host`` is narrow."""
+        """Record that the path to ``host`` is narrow, or all are (EVERYWHERE)."""
         self._hosts.pop(host, None)
         self._hosts[host] = time.time()
         self._is_saved = False

@@ -27,6 +27,8 @@ def test_two_narrow_paths_are_a_tunnel_on_this_side() -> None:
     paths.add("10.0.0.2")
     assert "10.0.0.3" in paths
     assert paths.is_everywhere
+    (ours := NarrowPaths()).add(narrow_paths.EVERYWHERE)
+    assert "10.0.0.3" in ours
 
 
 def test_the_next_process_knows_them_for_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
