@@ -6,8 +6,9 @@ Rules of this file:
 2. Participations that are active when the process ends shut down gracefully. So Ctrl+C and exceptions outside of a
    ``with`` statement, as in the Hugging Face Trainer, lose nothing. A killed process does not get here; its node waits
    for the script's next process.
-3. SIGTERM (spot machines, Kubernetes, systemd) ends the process as Ctrl+C does, with status 143, unless there is
-   another handler for it. A rank of an island dies of it, as torchrun expects; the peer stays for the next attempt.
+3. SIGTERM (spot machines, Kubernetes, systemd) and SIGHUP (a terminal or ssh connection that closes) end the process
+   as Ctrl+C does, with status 143 and 129, unless there is another handler, or nohup ignores SIGHUP. A rank of an
+   island dies of them, as torchrun expects; the peer stays for the next attempt.
 4. A forked process does not inherit the participations.
 """
 
@@ -29,13 +30,14 @@ log = logging.getLogger("p2pdiloco")
 NOT_BEGUN = "DiLoCo was created but not started: use it in a with statement, or call start()"
 # By state folder: the process id, and the function that ends the participation.
 _here: dict[Path, tuple[int, Callable[[], None]]] = {}
+_ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 
 def begin(folder: Path, leave: Callable[[], None], *, heeds_sigterm: bool = True) -> None:
     """Register a participation with the state ``folder``, after ending an earlier one with the same folder.
 
     leave: ends the participation, waits until that is done, and calls ``end``.
-    heeds_sigterm: whether SIGTERM ends this process as Ctrl+C does.
+    heeds_sigterm: whether SIGTERM and SIGHUP end this process as Ctrl+C does.
     """
     place = folder.resolve()
     if _is_ours(place):
@@ -43,16 +45,18 @@ def begin(folder: Path, leave: Callable[[], None], *, heeds_sigterm: bool = True
         _here[place][1]()
     _here[place] = os.getpid(), leave
     is_main = threading.current_thread() is threading.main_thread()
-    if heeds_sigterm and is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, _terminated)
+    for number in _ENDING if heeds_sigterm and is_main else ():
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, _terminated)
 
 
 def end(folder: Path) -> None:
     """Remove a participation that has ended or failed to start."""
     _here.pop(folder.resolve(), None)
     is_main = threading.current_thread() is threading.main_thread()
-    if not _here and is_main and signal.getsignal(signal.SIGTERM) is _terminated:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for number in _ENDING if not _here and is_main else ():
+        if signal.getsignal(number) is _terminated:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _terminated(number: int, frame: FrameType | None) -> None:

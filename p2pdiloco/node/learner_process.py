@@ -117,7 +117,8 @@ def take() -> PreforkedLearner | None:
 
 def _receive_arguments(theirs: socket.socket) -> list[str] | None:
     """Wait in the forked process for the learner's arguments, and redirect its output. None: it is not needed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     with theirs:
         encoded, fds, _, _ = socket.recv_fds(theirs, LONGEST, len(FDS) + 1)
     if len(fds) != len(FDS) + 1:

@@ -2,9 +2,9 @@
 
 Rules of this file:
 1. All of them cause a graceful shutdown: unmerged progress is contributed and the state is saved, within ``--leave-s``.
-2. A second SIGINT or SIGTERM ends the process at once. A repeated SIGUSR1 (SLURM: ``--signal=B:USR1@60``) has no
-   further effect, since schedulers may send it again. SIGUSR2 pauses the learner, or ends the pause
-   (``resource_guard.py``).
+2. A second SIGINT or SIGTERM ends the process at once. A repeated SIGUSR1 (SLURM: ``--signal=B:USR1@60``) or SIGHUP
+   (the terminal closes; nohup ignores it) has no further effect, since it may be sent again. SIGUSR2 pauses the
+   learner, or ends the pause (``resource_guard.py``).
 3. A metadata server is asked only if the user names the cloud, and only at that cloud's address (tests give another
    one). Its answer is bounded in size, and only compared with the expected notice.
 """
@@ -95,7 +95,9 @@ def leave_when_asked(node: Node, spot: str | None) -> Iterator[None]:
         elif number in IMPATIENT:
             node.abandon(number.name)
 
-    numbers = (*IMPATIENT, signal.SIGUSR1)
+    numbers = [*IMPATIENT, signal.SIGUSR1]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
     for number in numbers:
         loop.add_signal_handler(number, on_signal, number)
     loop.add_signal_handler(signal.SIGUSR2, node.toggle_pause)

@@ -5,7 +5,8 @@
                             [--tokenizer PATH] [--model PATH] [--threads N]
 
 Rules of this file:
-1. The node leads. SIGINT is ignored, because Ctrl+C reaches the whole process group. SIGTERM ends the learner at once.
+1. The node leads. SIGINT and SIGHUP are ignored, because Ctrl+C and the end of a terminal reach the whole process
+   group. SIGTERM ends the learner at once.
    So does the node's death (Linux), even in the middle of a step that takes minutes, unless the learner may wait for
    the next node.
 2. A problem that the user must repair (data, device, manifest) is sent to the node as ``Failed`` and ends with status
@@ -47,7 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run until the node sends ``Exit`` or is gone; return the exit status."""
     options = _parser().parse_args(argv)
     be_called(NAME)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if not options.reattach_s:
         die_with_parent()

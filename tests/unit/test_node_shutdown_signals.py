@@ -136,4 +136,6 @@ def test_signals(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asyncio.run(live(signal.SIGUSR2, signal.SIGUSR2, usr1)) == ["pause", "pause", "leave: SIGUSR1"]
     assert asyncio.run(live(usr1, usr1)) == ["leave: SIGUSR1"], "SLURM may send it to all steps, and again"
     assert asyncio.run(live(usr1, term)) == ["leave: SIGUSR1", "at once: SIGTERM"]
+    monkeypatch.setattr(signal, "getsignal", lambda _: signal.SIG_DFL)  # who runs tests may ignore it
+    assert asyncio.run(live(signal.SIGHUP, signal.SIGHUP)) == ["leave: SIGHUP"]
     assert asyncio.run(live(interrupt, interrupt)) == ["leave: SIGINT", "at once: SIGINT"]

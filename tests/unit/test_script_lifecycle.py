@@ -19,6 +19,8 @@ import os, signal, sys, time
 from pathlib import Path
 from p2pdiloco import script_lifecycle
 
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup, and some who run tests, ignore it
+
 def leave():
     print("left", flush=True)
     if odd := {"interrupted": KeyboardInterrupt, "told again": SystemExit, "broken": ValueError}.get(sys.argv[1]):
@@ -33,7 +35,7 @@ os.wait()
 print("waited", flush=True)
 if sys.argv[1] == "fails":
     raise ValueError("mine")
-if sys.argv[1] == "terminated":
+if number := {"terminated": signal.SIGTERM, "hung up": signal.SIGHUP}.get(sys.argv[1]):
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
@@ -41,15 +43,15 @@ if sys.argv[1] == "terminated":
         while True:  # a signal that comes just before one long sleep would wait for its end
             time.sleep(0.05)
     os.read(reading, 1)
-    os.kill(child, signal.SIGTERM)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+    os.kill(child, number)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -number
     try:
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
         time.sleep(60)
     finally:
         print("closed", flush=True)
 script_lifecycle.end(Path("a"))
-assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+assert signal.getsignal(signal.SIGTERM) is signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
 script_lifecycle.begin(Path("a"), leave)
 """
 
@@ -78,14 +80,22 @@ def test_who_takes_part_again_leaves_first(tmp_path: Path, caplog: pytest.LogCap
 
 @pytest.mark.parametrize(
     ("how", "status"),
-    [("ends", 0), ("fails", 1), ("interrupted", 0), ("told again", 0), ("broken", 0), ("terminated", 143)],
+    [
+        ("ends", 0),
+        ("fails", 1),
+        ("interrupted", 0),
+        ("told again", 0),
+        ("broken", 0),
+        ("terminated", 143),
+        ("hung up", 129),
+    ],
 )
 def test_what_still_takes_part_at_the_end_leaves_and_a_forked_process_does_not(
     tmp_path: Path, how: str, status: int
 ) -> None:
     command = [sys.executable, "-c", SCRIPT, how]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    closed = "closed\n" * (how == "terminated")
+    closed = "closed\n" * (how in ("terminated", "hung up"))
     assert (ended.returncode, ended.stdout) == (status, f"waited\n{closed}left\n"), ended.stderr
     assert ended.stderr.count("contributes its progress and shuts down") == 1
     assert not any(word in ended.stderr for word in ("KeyboardInterrupt", "SystemExit", "atexit"))
