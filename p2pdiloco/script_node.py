@@ -29,7 +29,7 @@ from p2pdiloco.access.invite_code import PREFIX, VARIABLE, clean_invite, decode_
 from p2pdiloco.protocol.ids import RunId, digest_of
 from p2pdiloco.protocol.manifest import Manifest
 from p2pdiloco.timing import Backoff
-from p2pdiloco.training.node_reconnect import Found, Reunion
+from p2pdiloco.training.node_reconnect import IS_POSSIBLE, Found, Reunion, meeting_place
 from p2pdiloco.util import status_pipe
 from p2pdiloco.util.files import LockedError, lock, rotate
 from p2pdiloco.util.logs import printable
@@ -59,9 +59,17 @@ NOBODY_THERE = 3
 _LOOK_S = 0.05
 
 
-def leaving_s(parameters: int) -> float:
-    """Return the seconds that a node may take to shut down before it is killed; ``parameters``: size of the model."""
-    return LEAVE_S + parameters * WRITTEN_BYTES / WRITTEN_BYTES_PER_S
+def leaving_s(parameters: int, options: Sequence[str] = ()) -> float:
+    """Return the seconds that a node may take to shut down before it is killed.
+
+    ``parameters``: size of the model; ``options``: the node's, of which ``--leave-s`` counts.
+    """
+    words = [part for option in options for part in option.split("=", 1)]
+    given_s = 0.0
+    if "--leave-s" in words[:-1]:
+        with contextlib.suppress(ValueError):  # the node refuses it
+            given_s = float(words[words.index("--leave-s") + 1])
+    return LEAVE_S + max(0.0, given_s) + parameters * WRITTEN_BYTES / WRITTEN_BYTES_PER_S
 
 
 class ScriptNodeError(Exception):
@@ -130,7 +138,7 @@ class ScriptNode:
                 "stop it, or give this script a folder of its own (state=...)"
             ) from error
         # Name of the socket by which node and script find each other (``training/node_reconnect.py``).
-        self.meeting_place = f"p2pdiloco-script-{os.getuid()}-{digest_of(str(folder.resolve()).encode())}"
+        self.meeting_place = f"{meeting_place(folder)}-script"
         self.log_path = folder / NODE_LOG
         self._wish = wish
         if wish.foundation is not None and not wish.foundation.exists() and self._kept_run() is not None:
@@ -159,6 +167,11 @@ class ScriptNode:
         """True if the node founds the run, or has founded it before."""
         return self._wish.foundation is not None
 
+    @property
+    def has_run(self) -> bool:
+        """True if the folder has a state of a run of this name."""
+        return bool(self._runs_here())
+
     def connect(self) -> Found:
         """Connect to the node that the script's previous process left, or start one.
 
@@ -169,7 +182,12 @@ class ScriptNode:
         """
         reunion = Reunion(self.meeting_place, JOIN_S, is_script=True)
         if not reunion.open():
-            raise ScriptNodeError("training scripts need Linux (abstract Unix sockets)")
+            raise ScriptNodeError(
+                f"another process on this machine waits for the node of {self._folder}: end it, or give this script a "
+                "folder of its own (state=...)"
+                if IS_POSSIBLE
+                else "training scripts need Linux (abstract Unix sockets)"
+            )
         try:
             is_new = not self._find_running()
             if is_new:
@@ -197,6 +215,19 @@ class ScriptNode:
         """Restart a node that has ended, after a pause. Returns False once it has died too often.
 
         Call this repeatedly while there is no link to the node."""
+        try:
+            return self._restart_if_ended(run)
+        except OSError as error:  # the state folder was moved or removed, or there is no memory for a process
+            log.warning("the node cannot be restarted: %s", error)
+            self._is_ending = True
+            return False
+
+    def _restart_if_ended(self, run: RunId) -> bool:
+        """Do so.
+
+        Raises:
+            OSError: it cannot be started.
+        """
         now = time.monotonic()
         if self._is_ending:
             return False
@@ -328,9 +359,12 @@ class ScriptNode:
         """Return the last line of the node's log, the best reason of a node that reported none.
 
         Such a node has crashed, or was started by an earlier process of the script."""
-        with open(self.log_path, "rb") as file:
-            file.seek(self._log_began)
-            lines = file.read().decode(errors="replace").split("\n")
+        try:
+            with open(self.log_path, "rb") as file:
+                file.seek(self._log_began)
+                lines = file.read().decode(errors="replace").split("\n")
+        except OSError as error:
+            return f"its log cannot be read ({error})"
         return next(filter(None, reversed(lines)), "its log is empty")
 
     @property

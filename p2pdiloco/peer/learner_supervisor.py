@@ -31,9 +31,10 @@ from p2pdiloco.peer.model_state import ModelState
 from p2pdiloco.peer.options import PeerOptions
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
-from p2pdiloco.protocol.ids import FragmentId, LearnerId, digest_of, learner_id, peer_of
+from p2pdiloco.protocol.ids import FragmentId, LearnerId, learner_id, peer_of
 from p2pdiloco.protocol.view import MachineView
 from p2pdiloco.timing import Backoff
+from p2pdiloco.training.node_reconnect import meeting_place
 from p2pdiloco.util import logs
 from p2pdiloco.util.logs import short
 from p2pdiloco.wire import learner_ipc
@@ -170,7 +171,7 @@ class LearnerSupervisor:
         self.child: SupervisedLearner | None = None
         self._manifest = manifest if options.learner.script else None
         # Name under which a learner of this folder waits for its node after the previous node ended.
-        self._reunion = options.learner.script or f"p2pdiloco-{digest_of(str(options.folder.absolute()).encode())}"
+        self._reunion = options.learner.script or meeting_place(options.folder)
         # Counts crashes in a row.
         self._losses = Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
         # Why nothing that the learner trains can be merged; empty if it can.

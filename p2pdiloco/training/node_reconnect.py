@@ -1,8 +1,9 @@
 """Reconnects a learner whose node has died with the next node.
 
 The meeting point is a Unix socket in Linux's abstract namespace, named after the peer's folder, so it leaves no file
-behind. A visitor must be the same user, and brings the new shared memory. Its connection then is the learner's link. A
-training script first receives the run's manifest.
+behind. Containers that share the host's network share this namespace, so the name holds the folder's device and inode,
+not only its path. A visitor must be the same user, and brings the new shared memory. Its connection then is the
+learner's link. A training script first receives the run's manifest.
 
 Rules of this file:
 1. Nothing here waits: a learner polls at its step boundaries.
@@ -17,7 +18,9 @@ import socket
 import struct
 import sys
 import time
+from pathlib import Path
 
+from p2pdiloco.protocol.ids import digest_of
 from p2pdiloco.training.ipc_channel import Channel
 from p2pdiloco.training.shared_memory import SharedVectors
 from p2pdiloco.wire.learner_ipc import Welcome
@@ -25,6 +28,15 @@ from p2pdiloco.wire.learner_ipc import Welcome
 IS_POSSIBLE = sys.platform == "linux"
 CONNECT_S = 0.05
 _CREDENTIALS = struct.Struct("3i")
+
+
+def meeting_place(folder: Path) -> str:
+    """Return the name of the socket at which the learner and the node of ``folder`` meet."""
+    path = folder.resolve()
+    known = str(path)
+    with contextlib.suppress(OSError):
+        known += f"/{path.stat().st_dev}/{path.stat().st_ino}"
+    return f"p2pdiloco-{os.getuid()}-{digest_of(known.encode(errors='surrogateescape'))}"
 
 
 class Found:

@@ -26,7 +26,8 @@ from p2pdiloco.protocol.ids import RunId
 from p2pdiloco.script_node import LEAVE_S, RESTARTS, STABLE_S, ScriptNode, ScriptNodeError, Wish, leaving_s
 from p2pdiloco.swarm.credentials import Credentials, make_invite
 from p2pdiloco.swarm.run_index import folder_of
-from p2pdiloco.training.node_reconnect import Found, Reunion, find_learner
+from p2pdiloco.training import founding_file
+from p2pdiloco.training.node_reconnect import Found, Reunion, find_learner, meeting_place
 from p2pdiloco.transport.identity import Identity
 from p2pdiloco.util import status_pipe
 from p2pdiloco.util.files import state_home
@@ -249,6 +250,42 @@ def visit(name: str) -> Iterator[socket.socket]:
         os.close(memory)
 
 
+def test_a_folder_that_was_moved_while_training_ends_no_script(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its node cannot come back, and the script trains on alone."""
+    folder = tmp_path / "state"
+    node = Dying(folder)
+    node._start([])
+    folder.rename(tmp_path / "elsewhere")
+    node._start = ScriptNode._start.__get__(node)  # type: ignore[method-assign]
+    assert not node.restart_if_ended(RUN)
+    assert "the node cannot be restarted" in caplog.text
+    assert "its log cannot be read" in node.ending
+    node.release_folder()
+
+
+def test_folders_of_one_path_in_two_containers_have_meeting_places_of_their_own(tmp_path: Path) -> None:
+    """On the host's network they share the namespace of abstract sockets."""
+    folder = tmp_path / "state"
+    folder.mkdir()
+    first = meeting_place(folder)
+    assert meeting_place(tmp_path / "." / "state") == first
+    folder.rename(tmp_path / "other")
+    folder.mkdir()
+    assert meeting_place(folder) != first
+
+
+def test_a_meeting_place_that_is_taken_is_told_so(tmp_path: Path) -> None:
+    node = ScriptNode(tmp_path, Wish("story", (), tmp_path / "foundation", ()))
+    taken = Reunion(node.meeting_place, 60.0, is_script=True)
+    assert taken.open()
+    with pytest.raises(ScriptNodeError, match="another process on this machine waits for the node of"):
+        node.connect()
+    taken.close()
+    node.release_folder()
+
+
 def test_a_script_is_told_the_run_before_it_takes_the_node_however_slowly() -> None:
     name = f"p2pdiloco-test-{os.getpid()}"
     reunion = Reunion(name, 60.0, is_script=True)
@@ -298,6 +335,10 @@ def test_the_node_of_a_large_model_is_waited_for_longer() -> None:
     """Else it is killed while it merges and writes what was trained last (1.1 billion parameters on 24 GB: 140 s)."""
     assert leaving_s(10_000) - LEAVE_S < 1.0
     assert leaving_s(1_100_000_000) > 2 * LEAVE_S
+    for options in (("--up", "1mbit", "--leave-s", "600"), ("--leave-s=600",)):
+        assert leaving_s(0, options) == LEAVE_S + 600
+    for options in (("--leave-s",), ("--leave-s", "long")):
+        assert leaving_s(0, options) == LEAVE_S, "the node refuses them"
 
 
 @pytest.mark.parametrize(("stay_s", "status"), [(30.0, 0), (0.0, -9)])
@@ -311,7 +352,9 @@ def test_a_node_that_stays_after_the_end_is_waited_for(tmp_path: Path, stay_s: f
 def test_a_folder_that_cannot_be_used_is_told_with_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     model = torch.nn.Linear(2, 1)
-    outer = p2pdiloco.DiLoCo(model, torch.optim.SGD(model.parameters()), run="story", state=tmp_path / "file" / "state")
+    outer = p2pdiloco.DiLoCo(
+        model, torch.optim.SGD(model.parameters()), run="story", tokens_per_step=8, state=tmp_path / "file" / "state"
+    )
     for _ in range(2):
         with pytest.raises(p2pdiloco.DiLoCoError, match=r"Not a directory.*: the state folder cannot be used"):
             outer.start()
@@ -319,7 +362,7 @@ def test_a_folder_that_cannot_be_used_is_told_with_what_to_do(tmp_path: Path) ->
 
 def test_the_swarms_step_is_at_most_the_runs_last(tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 1)
-    outer = p2pdiloco.DiLoCo(model, torch.optim.SGD(model.parameters()), run="story", state=tmp_path)
+    outer = p2pdiloco.DiLoCo(model, torch.optim.SGD(model.parameters()), run="story", tokens_per_step=8, state=tmp_path)
     assert (outer.global_step, outer.total_steps) == (0, 0)
     for step, told in ((59, 59), (61, 60)):
         outer._link = SimpleNamespace(counts=SimpleNamespace(global_step=step), last_step=60)  # type: ignore[assignment]
@@ -335,6 +378,12 @@ def test_what_was_wrong_with_an_option_is_told_and_not_where_help_is(tmp_path: P
     assert str(told.value) == "the node ended with status 2: there is no option --upp: did you mean --up?"
     assert "see p2pdiloco join --help" in node.log_path.read_text()
     node.release_folder()
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters())
+    options = {"run": "story", "tokens_per_step": 8, "state": tmp_path, "node_options": ("--upp", "3")}
+    with pytest.raises(p2pdiloco.DiLoCoError, match="there is no option --upp"):
+        p2pdiloco.DiLoCo(model, optimizer, **options).start()
+    assert not (tmp_path / founding_file.NAME).exists(), "nothing is founded"
 
 
 def test_a_node_that_reports_nothing_ends_with_the_last_line_of_its_log(tmp_path: Path) -> None:
@@ -350,14 +399,19 @@ def test_one_invite_may_be_given_as_a_text(tmp_path: Path) -> None:
     text = encode_invite(made_invite(RunId("f" * 40)))
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters())
-    for given, peers in (("ADDR", ("ADDR",)), (["ADDR"], ("ADDR",)), (f" {text}\n", (text,)), ("", ()), ((), ())):
-        wish = p2pdiloco.DiLoCo(model, optimizer, run="story", initial_peers=given, state=tmp_path)._wish
+    address = "/ip4/192.0.2.1/tcp/1"
+    for given, peers in ((address, (address,)), ([address], (address,)), (f" {text}\n", (text,)), ([], ()), ((), ())):
+        wish = p2pdiloco.DiLoCo(
+            model, optimizer, run="story", tokens_per_step=8, initial_peers=given, state=tmp_path
+        )._wish
         assert wish is not None
         assert (wish.peers, wish.foundation is None) == (peers, bool(peers))
     for bad in (f"{text} junk", text + " " * 500 + "; touch x", f"{text}\njunk", text[:-1], "p2pdiloco"):
-        for given in (bad, [bad], ["ADDR", bad]):
+        for given in (bad, [bad], [address, bad]):
             with pytest.raises(p2pdiloco.DiLoCoError, match=r"initial_peers: .*copy it again"):
-                p2pdiloco.DiLoCo(model, optimizer, run="story", initial_peers=given, state=tmp_path / "new")
+                p2pdiloco.DiLoCo(
+                    model, optimizer, run="story", tokens_per_step=8, initial_peers=given, state=tmp_path / "new"
+                )
     assert not (tmp_path / "new").exists()
 
 
@@ -371,13 +425,16 @@ def test_commands_and_scripts_keep_their_state_in_one_place(
     assert state_home() == expected
     assert _parse(["members"]).state == expected
     model = torch.nn.Linear(2, 1)
-    assert p2pdiloco.DiLoCo(model, torch.optim.SGD(model.parameters()), run="story")._state == expected / "story"
+    assert (
+        p2pdiloco.DiLoCo(model, torch.optim.SGD(model.parameters()), run="story", tokens_per_step=8)._state
+        == expected / "story"
+    )
 
 
 def test_a_script_that_comes_after_the_end_is_told_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Its loop makes a step at least before it looks."""
     model = torch.nn.Linear(2, 1)
-    outer = p2pdiloco.DiLoCo(model, torch.optim.SGD(model.parameters()), run="story", state=tmp_path)
+    outer = p2pdiloco.DiLoCo(model, torch.optim.SGD(model.parameters()), run="story", tokens_per_step=8, state=tmp_path)
     last = 60
     for step, is_training, is_told in ((last - 1, True, False), (last - 1, False, False), (last, False, True)):
         caplog.clear()
