@@ -45,9 +45,10 @@ from p2pdiloco import script_lifecycle
 from p2pdiloco.access.invite_code import InviteError
 from p2pdiloco.protocol.manifest import Layout, Manifest, RunConfig
 from p2pdiloco.script_node import JOIN_S, NODE_LOG, Return, ScriptNode, ScriptNodeError, Wish, leaving_s
-from p2pdiloco.training import founding_file
+from p2pdiloco.training import founding_file, script_arguments
 from p2pdiloco.training.node_link import Meeting, NodeLink, ScriptTrainer, Visit
 from p2pdiloco.training.parameters import FlatParameters, embedding_names, trainable
+from p2pdiloco.training.script_arguments import DiLoCoError as DiLoCoError
 from p2pdiloco.training.step_check import StepCheck
 from p2pdiloco.training.step_counter import StepCounter
 from p2pdiloco.training.swarm_view import SwarmView
@@ -61,10 +62,6 @@ log = logging.getLogger("p2pdiloco")
 _LOOK_S = 0.05
 
 
-class DiLoCoError(Exception):
-    """A run cannot be created or joined, or ``DiLoCo`` is used wrongly. The message says why and what to do."""
-
-
 class DiLoCo(SwarmView):
     """Connects a training loop to a run (Decoupled DiLoCo, arXiv 2604.21428).
 
@@ -72,9 +69,9 @@ class DiLoCo(SwarmView):
     into the model. From then on ``DiLoCo`` hooks into ``optimizer.step()``: it sends the model's changes to the other
     peers, and adds theirs to the model in place. It never waits for the network there.
 
-    ``optimizer.step()`` raises ``RuntimeError`` if the parameters have moved to other memory since ``start``
-    (``model.to()``, ``p.data = ...``). If the model holds other parameters instead (``load_state_dict(assign=True)``),
-    p2pdiloco warns, and merges nothing more from this script.
+    No error of p2pdiloco leaves ``optimizer.step()``. If the parameters have moved to other memory since ``start``
+    (``model.to()``, ``p.data = ...``), or the model holds others instead (``load_state_dict(assign=True)``), p2pdiloco
+    warns, and merges nothing more from this script.
     """
 
     def __init__(
@@ -85,17 +82,18 @@ class DiLoCo(SwarmView):
         run: str | None = None,
         initial_peers: str | Sequence[str] = (),
         found: bool | None = None,
-        tokens_per_step: int = 1,
+        tokens_per_step: int | None = None,
         grad_scaler: torch.amp.GradScaler | None = None,
-        total_steps: int = 10**9,
-        sync_every: int = 24,
-        n_fragments: int = 1,
-        fragment_sync_delay: int = 2,
-        min_quorum: int = 1,
-        outer_lr: float = 0.4,
-        outer_momentum: float = 0.7,
-        codec: str = "int4",
-        access: str = "invite",
+        total_steps: int | None = None,
+        sync_every: int | None = None,
+        n_fragments: int | None = None,
+        fragment_sync_delay: int | None = None,
+        min_quorum: int | None = None,
+        merge: str | None = None,
+        outer_lr: float | None = None,
+        outer_momentum: float | None = None,
+        codec: str | None = None,
+        access: str | None = None,
         state: str | os.PathLike[str] | None = None,
         wait_for_peers: int = 1,
         stay_s: float = 0.0,
@@ -104,36 +102,49 @@ class DiLoCo(SwarmView):
     ) -> None:
         """
         The arguments from ``total_steps`` to ``access`` belong to the run. The script that creates the run sets them;
-        all other scripts take over the run's values, and ignore their own.
+        all other scripts take over the run's values, and warn if their own differ. All arguments are checked here,
+        before a node is started or a file is written.
 
         Args:
             model: The model, as it is trained: after ``.to(device)``, DDP, ``fully_shard`` and ``torch.compile``.
                 Parameters with ``requires_grad`` are exchanged as float32, whatever their floating-point dtype is here.
                 All peers need the same names, shapes and order.
-            optimizer: The optimizer that trains the model's parameters. With several optimizers, the one that steps
-                last.
+            optimizer: The optimizer that trains the model's parameters, also as accelerate has prepared it. With
+                several optimizers, the one that steps last.
             run: Name of the run, at most 64 letters, digits, dots, dashes and underscores. None: train alone.
             initial_peers: The invite that the first script prints. In a run with ``access="open"``, multiaddrs of
-                directory nodes (bootstrap nodes or peers) instead. A single one may be a str.
+                directory nodes (bootstrap nodes or peers) instead. A single one may be a str. An empty text or None is
+                an error unless ``found`` is given, because it usually is a variable that was not set.
             found: Whether this script creates the run, with the model's parameters as version 0. None: only if
-                ``initial_peers`` is empty. Pass True to create a run at the directory that ``initial_peers`` names. If
-                ``state`` already holds the run, that run continues.
+                ``initial_peers`` is left out, or an empty list. Pass True to create a run at the directory that
+                ``initial_peers`` names. If ``state`` already holds the run, that run continues.
             tokens_per_step: Tokens that this process trains on per optimizer step, at most 2^24. The merge weights
                 contributions by them, so all peers must count the same unit. ``count`` overrides it for a step.
-            grad_scaler: The GradScaler that the loop uses. Steps that it skips are then not counted.
-            total_steps: Global step at which the run is complete. The default is practically endless.
-            sync_every: H, steps between two exchanges of the same fragment.
+                Required; 0: ``count`` is called for each step.
+            grad_scaler: The GradScaler that the loop uses. Steps that it skips are then not counted. Default: that of
+                an optimizer that accelerate has prepared.
+            total_steps: Global step at which the run is complete, at least ``sync_every``. Default: 10^9, practically
+                endless.
+            sync_every: H, steps between two exchanges of the same fragment. Default, as for configuration files: 6 if
+                at most 8 million parameters are exchanged; else 24, or fewer in a run below 960 steps, so that it has
+                80 turns, but at least 6.
             n_fragments: P, number of parts into which the model is divided. They are exchanged one after the other. P
-                must divide ``sync_every`` and be at most the number of trainable tensors.
+                must divide ``sync_every`` and be at most the number of trainable tensors. Default: 1 if ``sync_every``
+                is given; else the largest such number.
             fragment_sync_delay: tau, optimizer steps that an exchange may take. Less than ``sync_every``. Raise it if
-                steps are short or links are slow.
-            min_quorum: Contributions needed for a merge. If fewer peers train, all of them are enough.
-            outer_lr: Learning rate of the outer optimizer (SGD with Nesterov momentum).
-            outer_momentum: Momentum of the outer optimizer, from 0 to below 1.
+                steps are short or links are slow. Default: 2.
+            min_quorum: Contributions needed for a merge. If fewer peers train, all of them are enough. Default: 1.
+            merge: Merge rule: ``"direct"`` (the plain mean) or ``"rda"`` (radial-directional averaging, which keeps the
+                length of the changes). Default: ``"direct"`` if ``sync_every`` and the outer optimizer are left out and
+                H comes out below 24; else ``"rda"``.
+            outer_lr: Learning rate of the outer optimizer (SGD with Nesterov momentum). Default: 1.0 where ``merge``
+                becomes ``"direct"`` by default; else 0.4.
+            outer_momentum: Momentum of the outer optimizer, from 0 to below 1. Default: 0.0 where ``merge`` becomes
+                ``"direct"`` by default; else 0.7.
             codec: Encoding of the exchanged changes: ``"int4"``, ``"int8"``, ``"bf16"``, ``"int2"`` or ``"e3m0"``.
-                ``"auto"``: each sender takes the finest one that its link can carry in time.
+                ``"auto"``: each sender takes the finest one that its link can carry in time. Default: ``"int4"``.
             access: Who may join: ``"invite"`` (holders of an invite), ``"list"`` (only peers that an admin names) or
-                ``"open"`` (anyone).
+                ``"open"`` (anyone). Default: ``"invite"``.
             state: Folder of this peer: identity, checkpoints, logs. One script uses it at a time. Default:
                 ``~/.local/state/p2pdiloco/RUN``, or ``$XDG_STATE_HOME/p2pdiloco/RUN``.
             wait_for_peers: Number of training peers, this one included, to wait for in ``start``. After ten minutes
@@ -144,27 +155,31 @@ class DiLoCo(SwarmView):
 
         Raises:
             DiLoCoError: An argument or a combination is not allowed; an invite has a typo; the model has no trainable
-                parameter; the optimizer holds none of them; or the optimizer does not call torch's step hooks.
+                parameter, or one that cannot be exchanged; the optimizer holds none of them; or the optimizer does not
+                call torch's step hooks.
             ValueError: The model is wrapped in ``FullyShardedDataParallel``. Use ``fully_shard`` instead.
         """
-        super().__init__(model, has_run=run is not None)
-        self._optimizer = optimizer
-        self._named = trainable(model)
+        super().__init__(model, process_group, has_run=run is not None)
+        self._named: list[tuple[str, nn.Parameter]] = []
         self._wish: Wish | None = None
-        self._state = Path(state) if state is not None else state_home() / (run or "")
-        if run is not None:
-            try:
-                self._wish = Wish.of(run, initial_peers, found, self._state / founding_file.NAME, node_options, stay_s)
-            except InviteError as error:
-                raise DiLoCoError(f"initial_peers: {error}") from error
-        self._wait_for_peers = wait_for_peers
-        self._process_group = process_group
         self._config: RunConfig | None = None
+        self._given: dict[str, Any] = {}
+        self._state = Path()
+        self._wait_for_peers = wait_for_peers
+        self._check: StepCheck | None = None
+        self._island: RankGroup | None = None
+        self._companion: ScriptNode | None = None
+        self._hooks: list[Any] = []
+        tokens = 0
         if run is not None:
-            if not self._named:
-                raise DiLoCoError("the model has no parameter that requires a gradient: there is nothing to exchange")
-            _require_training(self._named, optimizer)
-            given = {
+            self._named = script_arguments.exchanged(model)
+            grad_scaler = getattr(optimizer, "scaler", None) if grad_scaler is None else grad_scaler  # accelerate's
+            optimizer = script_arguments.stepping(optimizer)
+            script_arguments.require_training(self._named, optimizer)
+            script_arguments.grad_scaler(grad_scaler)
+            script_arguments.process_group(process_group)
+            self._wait_for_peers = script_arguments.whole("wait_for_peers", wait_for_peers, 1, 1024)
+            self._given = {
                 "run": run,
                 "access": access,
                 "total_steps": total_steps,
@@ -172,24 +187,42 @@ class DiLoCo(SwarmView):
                 "sync_every": sync_every,
                 "fragment_sync_delay": fragment_sync_delay,
                 "min_quorum": min_quorum,
+                "merge": merge,
                 "outer_lr": outer_lr,
                 "outer_momentum": outer_momentum,
                 "codec": codec,
             }
+            sizes = [parameter.numel() for _, parameter in self._named]
             try:
-                config = founding_file.settings(given, tensors=len(self._named))
+                config = founding_file.settings(self._given, tensors=len(sizes), parameters=sum(sizes))
             except founding_file.FoundationError as error:
                 raise DiLoCoError(str(error)) from error
             self._config = founding_file.with_architecture(config, model)
-        self._tally = StepCounter(optimizer, grad_scaler, tokens_per_step)
-        self._check: StepCheck | None = None
-        self._island: RankGroup | None = None
-        self._companion: ScriptNode | None = None
-        self._hooks: list[Any] = []
-        if run is not None:
+            self._state = script_arguments.state_folder(state, state_home() / run)
+            self._wish = self._wished(run, initial_peers, found, node_options, stay_s)
+            tokens = script_arguments.tokens_per_step(tokens_per_step)
             self._hooks.append(optimizer.register_step_post_hook(script_lifecycle.alone(self)))
+        self._optimizer = optimizer
+        self._tally = StepCounter(optimizer, grad_scaler, tokens)
         self._begun_in = 0  # the process that takes part; a forked one does not
         self._stepped_at = 0.0
+
+    def _wished(self, run: str, initial_peers: object, found: object, node_options: object, stay_s: object) -> Wish:
+        """Return what this script asks of its node.
+
+        Raises:
+            DiLoCoError: one of the arguments is not possible.
+        """
+        is_founder = script_arguments.is_founder(found)
+        peers = script_arguments.peers(initial_peers, is_founder)
+        options, stay_s = script_arguments.node_options(node_options), script_arguments.stay_s(stay_s)
+        try:
+            wish = Wish.of(run, peers, is_founder, self._state / founding_file.NAME, options, stay_s)
+        except InviteError as error:
+            raise DiLoCoError(f"initial_peers: {error}") from error
+        if wish.foundation is not None and not wish.foundation.exists():
+            script_arguments.require_finite(self._named)
+        return wish
 
     # -- the run -------------------------------------------------------------------------------------------------------
 
@@ -215,7 +248,7 @@ class DiLoCo(SwarmView):
                 "the model's trainable parameters have changed since DiLoCo was created (replaced, frozen, unfrozen): "
                 "create DiLoCo when model and optimizer are complete"
             )
-        _require_training(self._named, self._optimizer)
+        script_arguments.require_training(self._named, self._optimizer)
         self._island = _island(self._process_group, self._leave_s)
         script_lifecycle.begin(self._state, self._leave_at_once, heeds_sigterm=self._island is None)
         self._begun_in = os.getpid()
@@ -230,7 +263,7 @@ class DiLoCo(SwarmView):
         self._stepped_at = time.perf_counter()
         self._hook_steps()
         self._begin_to_look()
-        self._tally.begin([p for _, p in self._named] if self._island is None else ())
+        self._tally.begin()
         if self._check is not None:
             self._check.begin()
         return self
@@ -244,11 +277,17 @@ class DiLoCo(SwarmView):
 
         def meet() -> bytes:
             self._companion = companion = ScriptNode(self._state, wish)
+            is_new = False
             if companion.is_founder and wish.foundation is not None and self._config is not None:
-                founding_file.write_once(
-                    wish.foundation, self._config, initial, frozenset(embedding_names(self._model))
-                )
-            found = companion.connect()
+                embeddings = frozenset(embedding_names(self._model))
+                is_new = not wish.foundation.exists()
+                founding_file.write_once(wish.foundation, self._config, initial, embeddings, self._given)
+            try:
+                found = companion.connect()
+            except ScriptNodeError:
+                if is_new and wish.foundation is not None and not companion.has_run:
+                    wish.foundation.unlink()  # nothing was founded: the next try may have other settings
+                raise
             visits.append(found)
             return found.manifest
 
@@ -281,11 +320,13 @@ class DiLoCo(SwarmView):
             vectors, channel = visit.attach(layout.elements)
         except ValueError as error:
             raise DiLoCoError(f"this model does not match run {manifest.config.name}: {error}") from error
+        if self._companion is not None and not self._companion.is_founder:
+            founding_file.tell_differences(manifest.config, self._given)
         steps = manifest.config.inner.steps
         is_sharded = any(hasattr(p, "to_local") for _, p in self._named)  # a rank has pieces, and none of the whole
-        self._check = check = StepCheck(self._model, self._optimizer, () if is_sharded else self._named)
+        self._check = StepCheck(self._model, self._optimizer, () if is_sharded else self._named)
         self._link = NodeLink(
-            ScriptTrainer(), flat, vectors, channel, last_step=steps, reunion=back, doubt=check.problem
+            ScriptTrainer(), flat, vectors, channel, last_step=steps, reunion=back, doubt=self._problem
         )
         self._link.greet(device=str(self._named[0][1].device))
         self._is_linked = True
@@ -335,7 +376,8 @@ class DiLoCo(SwarmView):
 
         The node sends unmerged progress for up to 20 s (``node_options=("--leave-s", "60")``: 60 s); what is not merged
         by then is lost. At the end of a run it may take 60 s. It then saves its state, and serves the result of
-        a complete run for ``stay_s``. A node that hangs is killed after 90 s, plus 160 s per billion parameters.
+        a complete run for ``stay_s``. A node that hangs is killed after 90 s and ``--leave-s``, plus 160 s per billion
+        parameters.
 
         A second call does nothing. The model keeps its own parameters; call ``load_global`` for the run's. All ranks of
         an island call it.
@@ -356,7 +398,8 @@ class DiLoCo(SwarmView):
 
     @property
     def _leave_s(self) -> float:
-        return leaving_s(sum(parameter.numel() for _, parameter in self._named))
+        options = () if self._wish is None else self._wish.options
+        return leaving_s(sum(parameter.numel() for _, parameter in self._named), options)
 
     def _part(self) -> None:
         """Ask the node to leave, and serve its requests meanwhile. Wait first for a node that is being restarted."""
@@ -391,28 +434,36 @@ class DiLoCo(SwarmView):
         Several calls before one ``optimizer.step()`` add up, as micro-batches do.
 
         Args:
-            tokens: Tokens that this process trains on. With several ranks, each counts its own.
+            tokens: Tokens that this process trains on, a whole number (or a tensor with one). With several ranks, each
+                counts its own.
             loss: Loss for status and metrics, a number or a tensor with one element. A tensor is read at most once a
                 second, because reading one waits for the GPU.
+
+        Raises:
+            DiLoCoError: One of them is something else.
         """
-        self._tally.count(tokens, loss)
+        tokens = script_arguments.whole("tokens", tokens, 0, script_arguments.MOST_TOKENS)
+        self._tally.count(tokens, None if loss is None else script_arguments.loss(loss))
 
     def report(self, loss: float | Tensor) -> None:
         """Report the loss for status and metrics, if ``count`` does not.
 
         Args:
             loss: As for ``count``.
+
+        Raises:
+            DiLoCoError: It is something else.
         """
-        self._tally.report(loss)
+        self._tally.report(script_arguments.loss(loss))
 
     @property
     def is_complete(self) -> bool:
         """True when training should stop: the run is complete, or this peer is leaving. False without a run.
 
-        It stays False if the node is lost for good and the script trains alone. So also bound the loop by your own
-        number of steps.
+        If the node is lost for good and the script trains alone, it is True once ``global_step`` is ``total_steps``.
         """
-        return self._link is not None and not self._link.is_training
+        link = self._link
+        return link is not None and (not link.is_training or link.counts.global_step >= link.last_step)
 
     @property
     def global_step(self) -> int:
@@ -468,18 +519,52 @@ class DiLoCo(SwarmView):
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
         if self._check is None or not self._is_linked or self._begun_in != os.getpid():
             return None
-        return self._check.before(args, kwargs)
+        try:
+            return self._check.before(args, kwargs)
+        except Exception:  # noqa: BLE001 - none of ours leaves the user's optimizer.step()
+            self._fail()
+            return None
 
     def _on_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         link, check = self._link, self._check
-        if link is None or check is None or not self._is_linked or self._begun_in != os.getpid():
+        if link is None or check is None or self._begun_in != os.getpid():
             return
+        if not self._is_linked:  # the script trains alone, for as many steps as the run has
+            link.counts.global_step += not link.is_dismissed
+            return
+        try:
+            self._exchange(link, check)
+        except Exception:  # noqa: BLE001
+            self._fail()
+
+    def _fail(self) -> None:
+        """Train alone from now on, because of the error that is being handled. In an island it is raised again: the
+        other ranks wait for this one, and torchrun restarts all."""
+        if self._island is not None:
+            raise
+        log.exception("an error of p2pdiloco: from now on this script trains alone. Please report it")
+        self._is_linked = False
+        if self._check is not None:
+            with contextlib.suppress(Exception):
+                self._check.end()
+        if self._companion is not None:
+            self._companion.stop(signal.SIGTERM)
+
+    def _problem(self) -> str:
+        """Return why this script's updates must not be merged; empty: they may."""
+        own = "" if self._check is None else self._check.problem()
+        return own or self._tally.problem()
+
+    def _exchange(self, link: NodeLink, check: StepCheck) -> None:
+        """Do everything between two steps: check the step, count it, and exchange what is due."""
         check.after()
         now = time.perf_counter()
         tokens, loss, is_step = self._tally.take()
         if self._island is not None:
             ranks, tokens, losses, known = self._island.totals(is_step, tokens, loss)
             is_step, loss = ranks > 0, losses / known if known else None
+        if is_step:
+            self._tally.settle(tokens)
         if link.is_training and is_step:
             link.stepped(tokens, loss, now - self._stepped_at)
         self._look_at_batches(link)
@@ -491,27 +576,6 @@ class DiLoCo(SwarmView):
             log.warning("the node is lost: from now on this script trains alone (see %s)", self._log)
         check.rest()
         self._stepped_at = time.perf_counter()
-
-
-def _require_training(named: Sequence[tuple[str, Tensor]], optimizer: torch.optim.Optimizer) -> None:
-    """Check that the optimizer trains the model, and that its steps can be hooked.
-
-    Raises:
-        DiLoCoError: It holds none of these parameters, or does not call torch's step hooks.
-    """
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    if not any(id(p) in held for _, p in named):
-        raise DiLoCoError(
-            "the optimizer holds none of the model's trainable parameters, so the exchanged model would never change. "
-            "Create the optimizer from this model's parameters, after anything that replaces them (fully_shard, an "
-            "adapter). If the model has copies (deepcopy, an average, float32 masters), give DiLoCo the one that the "
-            "optimizer holds"
-        )
-    if not getattr(type(optimizer).step, "hooked", False) or not hasattr(optimizer, "_optimizer_step_pre_hooks"):
-        raise DiLoCoError(
-            f"this {type(optimizer).__name__} does not call torch's step hooks, so DiLoCo cannot see its steps. It "
-            "probably wraps another optimizer: give DiLoCo that one"
-        )
 
 
 def _island(group: dist.ProcessGroup | None, leave_s: float) -> RankGroup | None:

@@ -25,8 +25,9 @@ from typing import Any
 
 from torch import Tensor
 
-from p2pdiloco.diloco import DiLoCo
+from p2pdiloco.diloco import DiLoCo, DiLoCoError
 from p2pdiloco.integrations.lr_schedules import Schedules
+from p2pdiloco.training.script_arguments import known_options
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -59,8 +60,8 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]  # lightning is not typed 
         """
         Args:
             run: Name of the run; None: train alone.
-            tokens: Function from a batch to its number of tokens. Accumulated batches add up. None: each optimizer step
-                counts ``tokens_per_step``.
+            tokens: Function from a batch to its number of tokens. Accumulated batches add up. None: give
+                ``tokens_per_step``, and each optimizer step counts it.
             load_global: Whether the module holds the run's parameters after training. False: this peer's own.
             share_data: Whether to replace torch's sampler in the train loader, so that peers with the same dataset
                 train different samples. Iterable datasets and samplers of your own are left as they are, with a
@@ -69,7 +70,16 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]  # lightning is not typed 
                 many steps as the run has. False: they follow the trainer's steps.
             options: Further arguments of ``p2pdiloco.DiLoCo``, except ``model`` and ``optimizer``. ``total_steps``
                 defaults to the trainer's number of steps, if it is known; ``grad_scaler`` to the trainer's.
+
+        Raises:
+            DiLoCoError: ``DiLoCo`` has no such argument, or nothing says how many tokens a step has.
         """
+        known_options(options, DiLoCo)
+        if run is not None and tokens is None and options.get("tokens_per_step") is None:
+            raise DiLoCoError(
+                "nothing says how many tokens a step has: give tokens=, a function from a batch to its number of "
+                "tokens (such as lambda batch: batch[0].numel()), or tokens_per_step="
+            )
         self._run = run
         self._share_data = share_data
         self._follow_schedule = follow_schedule
@@ -87,7 +97,7 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]  # lightning is not typed 
             DiLoCoError: The run could not be joined.
         """
         scaler = getattr(trainer.precision_plugin, "scaler", None)
-        options = {"grad_scaler": scaler, **self._options}
+        options = {"grad_scaler": scaler, "tokens_per_step": 0, **self._options}
         steps = trainer.max_steps if trainer.max_steps > 0 else trainer.estimated_stepping_batches
         if 0 < steps < math.inf:
             options.setdefault("total_steps", int(steps))

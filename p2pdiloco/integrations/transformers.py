@@ -28,7 +28,8 @@ from torch import Tensor, nn
 
 from p2pdiloco.diloco import DiLoCo
 from p2pdiloco.integrations.lr_schedules import Schedules
-from p2pdiloco.training.swarm_view import of
+from p2pdiloco.training.script_arguments import known_options
+from p2pdiloco.training.swarm_view import CallHook
 
 try:
     from transformers import DefaultFlowCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -69,8 +70,14 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
             follow_schedule: Whether the learning-rate schedule follows the run's step, if the Trainer makes as many
                 steps as the run has. False: it follows the Trainer's steps.
             options: Further arguments of ``p2pdiloco.DiLoCo``, except ``model`` and ``optimizer``. ``total_steps``
-                defaults to the Trainer's number of steps, ``grad_scaler`` to the Trainer's.
+                defaults to the Trainer's number of steps, ``grad_scaler`` to the Trainer's. ``tokens_per_step`` is only
+                needed for models whose inputs are not called ``input_ids``, ``inputs_embeds``, ``pixel_values`` or
+                ``input_features``.
+
+        Raises:
+            DiLoCoError: ``DiLoCo`` has no such argument.
         """
+        known_options(options, DiLoCo)
         self._run = run
         self._share_data = share_data
         self._follow_schedule = follow_schedule
@@ -94,7 +101,7 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
         model, wrapped = kwargs["model"], kwargs["optimizer"]
         _go_first(self)
         optimizer = getattr(wrapped, "optimizer", wrapped)  # accelerate wraps it
-        options = {"grad_scaler": getattr(wrapped, "scaler", None), **self._options}
+        options = {"grad_scaler": getattr(wrapped, "scaler", None), "tokens_per_step": 0, **self._options}
         if self._run is not None and args.load_best_model_at_end:
             log.warning(
                 "load_best_model_at_end is switched off: it would load an earlier model, and the run would merge that "
@@ -113,7 +120,7 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
             self._schedules = Schedules(self.outer, state.max_steps)
             self._schedules.follow([kwargs.get("lr_scheduler")])
         if self._run is not None:
-            self._handle = model.register_forward_pre_hook(of(model, self._count), with_kwargs=True)
+            self._handle = model.register_forward_pre_hook(CallHook(self._count), with_kwargs=True)
 
     def _count(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.outer is None or not module.training or not torch.is_grad_enabled():

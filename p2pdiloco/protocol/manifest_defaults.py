@@ -71,7 +71,14 @@ def is_bias_corrected(outer: OuterConfig, turns: int) -> bool:
     return turns < ENOUGH_TURNS and outer.learning_rate / (1.0 - outer.momentum) <= LARGEST_GAIN
 
 
-def in_turns(config: RunConfig, said: Collection[str], said_outer: Collection[str] = ()) -> RunConfig:
+def in_turns(
+    config: RunConfig,
+    said: Collection[str],
+    said_outer: Collection[str] = (),
+    *,
+    parameters: float | None = None,
+    tensors: int | None = None,
+) -> RunConfig:
     """Return ``config`` with H (``sync_every``) filled in if it was left out, and P (``fragments``) likewise.
 
     A ``SMALL`` model gets ``SHORTEST_TURN`` steps, if the overlap is at most half of that and P is no larger. Others
@@ -82,24 +89,32 @@ def in_turns(config: RunConfig, said: Collection[str], said_outer: Collection[st
     Args:
         said: keys that the founder wrote in the schedule.
         said_outer: keys that the founder wrote in the outer optimizer.
+        parameters: number of parameters that are exchanged; None: estimate it, for a built-in model.
+        tensors: number of the model's tensors, which P must not exceed; None: it has enough.
     """
     schedule, outer, steps = config.schedule, config.outer, config.inner.steps
+    parameters = _parameters(config.model) if parameters is None else parameters
     if "sync_every" in said:
         return config
     is_short = config.inner.tokens is UNSET and steps < ENOUGH_TURNS * USUAL_TURN
     least = max(SHORTEST_TURN, schedule.overlap + 1)
     fragments = schedule.fragments if "fragments" in said else 0
-    if max(fragments, 2 * schedule.overlap) <= SHORTEST_TURN and _parameters(config.model) <= SMALL:
+    if max(fragments, 2 * schedule.overlap) <= SHORTEST_TURN and parameters <= SMALL:
         wanted = SHORTEST_TURN
     else:
         wanted = max(least, steps // SHORT_TURNS) if is_short else USUAL_TURN
-    fragments = fragments or wanted
+    fragments = fragments or (wanted if tensors is None else _divisor(wanted, tensors))
     sync_every = max(-(-least // fragments), wanted // fragments) * fragments
     if max(wanted, sync_every) < USUAL_TURN and not said_outer:
         outer = msgspec.structs.replace(outer, merge="direct", learning_rate=1.0, momentum=0.0)
     return msgspec.structs.replace(
         config, outer=outer, schedule=msgspec.structs.replace(schedule, fragments=fragments, sync_every=sync_every)
     )
+
+
+def _divisor(number: int, most: int) -> int:
+    """Return the largest divisor of ``number`` that is at most ``most``."""
+    return next(divisor for divisor in range(max(1, min(number, most)), 0, -1) if number % divisor == 0)
 
 
 def with_usual_rate(config: RunConfig, said: Collection[str]) -> RunConfig:

@@ -16,8 +16,9 @@ from __future__ import annotations
 import functools
 import json
 import logging
+import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from torch import Tensor, nn
 
 from p2pdiloco.codec.digests import as_bytes
 from p2pdiloco.protocol.manifest import RunConfig
+from p2pdiloco.protocol.manifest_defaults import in_turns
 from p2pdiloco.protocol.manifest_validation import architecture_problems, config_problems
 from p2pdiloco.training.config_errors import in_words
 from p2pdiloco.training.parameters import unwrapped
@@ -53,6 +55,7 @@ _ARGUMENTS = {
     "schedule.min_quorum": "min_quorum",
     "outer.learning_rate": "outer_lr",
     "outer.momentum": "outer_momentum",
+    "outer.merge": "merge",
     "codec.up": "codec",
     "codec.down": "codec",
 }
@@ -86,10 +89,16 @@ class Foundation(msgspec.Struct, frozen=True):
                 yield name, file.get_tensor(name)
 
 
-def settings(given: dict[str, Any], *, tensors: int) -> RunConfig:
-    """Return the configuration of a run from arguments of ``p2pdiloco.DiLoCo`` (all keys of _ARGUMENTS).
+# Defaults of a script that differ from those of a configuration file.
+ENDLESS = 10**9
 
-    ``tensors``: the number of the model's tensors.
+
+def settings(given: Mapping[str, Any], *, tensors: int, parameters: float = math.inf) -> RunConfig:
+    """Return the configuration of a run from arguments of ``p2pdiloco.DiLoCo`` (of _ARGUMENTS; those that are None are
+    left out).
+
+    H, P and the outer optimizer get the defaults of a configuration file (``manifest_defaults.in_turns``), for a model
+    of so many ``tensors`` and ``parameters``. With ``sync_every`` alone, P is 1.
 
     Raises:
         FoundationError: an argument is invalid. The message names it and its allowed values.
@@ -97,11 +106,27 @@ def settings(given: dict[str, Any], *, tensors: int) -> RunConfig:
     written: dict[str, Any] = {"model": {"kind": "external"}, "inner": {"warmup": 0}, "evaluation": {"every": 0}}
     for key, argument in _ARGUMENTS.items():
         table, _, name = key.rpartition(".")
-        (written.setdefault(table, {}) if table else written)[name] = given[argument]
+        if (value := given.get(argument)) is not None:
+            (written.setdefault(table, {}) if table else written)[name] = value
+    written["inner"].setdefault("steps", ENDLESS)
+    schedule = written.setdefault("schedule", {})
+    if "sync_every" in schedule:
+        schedule.setdefault("fragments", 1)
     try:
         msgspec.json.encode(written, enc_hook=repr)
-        config = msgspec.convert(written, RunConfig)
+        config = in_turns(
+            msgspec.convert(written, RunConfig),
+            schedule,
+            written.get("outer", {}),
+            parameters=parameters,
+            tensors=tensors,
+        )
         problems = config_problems(config, tensors=tensors)
+        if given.get("sync_every") is not None and config.schedule.sync_every > config.inner.steps:
+            problems.append(
+                f"inner.steps = {config.inner.steps} is less than schedule.sync_every = {config.schedule.sync_every}: "
+                "nothing would be exchanged before the end"
+            )
     except msgspec.ValidationError as error:
         problems = [in_words(error, written, RunConfig)]
     except UnicodeEncodeError as error:
@@ -167,8 +192,16 @@ def _pieces(named: Sequence[tuple[str, Tensor]]) -> Iterator[memoryview]:
             yield as_bytes(flat[start : start + PIECE].to("cpu", torch.float32)).data
 
 
-def write_once(path: Path, config: RunConfig, named: Sequence[tuple[str, Tensor]], embeddings: frozenset[str]) -> None:
+def write_once(
+    path: Path,
+    config: RunConfig,
+    named: Sequence[tuple[str, Tensor]],
+    embeddings: frozenset[str],
+    given: Mapping[str, Any],
+) -> None:
     """Write the file, unless it exists; then the earlier run continues.
+
+    ``given``: the script's own arguments, which are compared with the earlier run's.
 
     Raises:
         FoundationError: the folder belongs to another run, or the file cannot be used.
@@ -182,17 +215,25 @@ def write_once(path: Path, config: RunConfig, named: Sequence[tuple[str, Tensor]
             f"the state folder {path.parent} belongs to run {earlier.name}, which a script founded there: give run "
             f"{config.name} a folder of its own (state=...), or continue with run={earlier.name!r}"
         )
-    if others := [
-        f"{argument}={_at(earlier, key)!r}"
-        for key, argument in _ARGUMENTS.items()
-        if _at(earlier, key) != _at(config, key)
-    ]:
-        log.warning(
-            "run %s was founded with %s and keeps these settings: to train with others, choose another run=",
-            config.name,
-            ", ".join(others),
-        )
+    tell_differences(earlier, given)
     return None
+
+
+def tell_differences(config: RunConfig, given: Mapping[str, Any]) -> None:
+    """Warn if a run's settings differ from the arguments that a script has given (those that are not None)."""
+    others = {
+        argument: _at(config, key)
+        for key, argument in _ARGUMENTS.items()
+        if key != "name" and given.get(argument) is not None and given[argument] != _at(config, key)
+    }
+    if others:
+        log.warning(
+            "run %s was founded with %s and keeps these settings; this script has %s, which is ignored. To train with "
+            "other settings, choose another run=",
+            config.name,
+            ", ".join(f"{argument}={value!r}" for argument, value in others.items()),
+            ", ".join(f"{argument}={given[argument]!r}" for argument in others),
+        )
 
 
 def _at(config: RunConfig, key: str) -> object:

@@ -9,7 +9,7 @@ Rules of this file:
    samples that another peer trained before it came; ``wait_for_peers`` avoids that.
 3. Each peer goes through its pieces, and through each of them, in an order of its own. Even if two peers train the same
    samples, their batches differ.
-4. All ranks of a rank group are one peer and draw the same samples.
+4. All ranks of a rank group are one peer, and go through the same samples; each takes every n-th of them.
 """
 
 from __future__ import annotations

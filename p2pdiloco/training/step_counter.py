@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,6 +27,12 @@ LOOK_STEPS = 32
 # Steps of another optimizer, without one of ours in between, that are too many to be parts of one step (as a GAN's two
 # are).
 OTHER_STEPS = 50
+# Steps in a row without tokens that are more than a batch without labels.
+UNCOUNTED_STEPS = 2
+UNCOUNTED = (
+    "the tokens of this script's steps are not known: nothing that is trained here is merged until they are. Give "
+    "tokens_per_step, or call outer.count(tokens) before each optimizer.step()"
+)
 
 
 class StepCounter:
@@ -45,8 +50,8 @@ class StepCounter:
         self._looked_at = -math.inf
         self._took = False
         self._is_idle = True
-        # Addresses of the first and the last parameter's values.
-        self._places: list[tuple[Tensor, int]] = []
+        # Steps in a row of which nobody counted the tokens.
+        self._uncounted_steps = 0
         # Steps of other optimizers with parameters of ours, since ours last stepped.
         self._other_steps = 0
         self._hook: Any = None
@@ -54,10 +59,9 @@ class StepCounter:
         # Number of parameters that the optimizer trained in the beginning.
         self._trained = 0
 
-    def begin(self, parameters: Sequence[Tensor] = ()) -> None:
-        """Begin to watch the scaler (if any), other optimizers, and whether ``parameters`` stay in the same memory."""
-        self._places = [(p, p.data_ptr()) for p in (*parameters[:1], *parameters[-1:])]
-        self._other_steps = 0
+    def begin(self) -> None:
+        """Begin to watch the scaler (if any) and other optimizers."""
+        self._other_steps = self._uncounted_steps = 0
         self._steps, self._trained = 0, self._count_trained()
         self._hook = register_optimizer_step_post_hook(self._on_any_step)
         if self._scaler is None:
@@ -110,17 +114,8 @@ class StepCounter:
         self._given = loss.detach() if isinstance(loss, Tensor) else loss
 
     def take(self) -> tuple[int, float | None, bool]:
-        """Complete a step; return its tokens, the latest known loss, and whether it counts as a step.
-
-        Raises:
-            RuntimeError: the parameters were moved to other memory, so that further training is not synchronized.
-        """
+        """Complete a step; return its tokens, the latest known loss, and whether it counts as a step."""
         self._took, self._is_idle, self._other_steps = True, False, 0
-        if any(p.data_ptr() != place for p, place in self._places):
-            raise RuntimeError(
-                "the model's parameters were moved to other memory (model.to(), load_state_dict(assign=True), "
-                "p.data = ...): do that before p2pdiloco.DiLoCo begins, or close() it and create it again afterwards"
-            )
         self._steps += 1
         if self._steps % LOOK_STEPS == 0 and self._trained != (trained := self._count_trained()):
             self._trained = trained
@@ -134,6 +129,14 @@ class StepCounter:
             self._given = None
             return 0, self._loss, False
         return tokens, self._look(), True
+
+    def settle(self, tokens: int) -> None:
+        """Note the tokens of a complete step, of all ranks together."""
+        self._uncounted_steps = 0 if tokens else self._uncounted_steps + 1
+
+    def problem(self) -> str:
+        """Return why the updates must not be merged: their weight is not known. Empty: it is."""
+        return UNCOUNTED if self._uncounted_steps >= UNCOUNTED_STEPS else ""
 
     def _count_trained(self) -> int:
         return sum(p.requires_grad for group in self._optimizer.param_groups for p in group["params"])

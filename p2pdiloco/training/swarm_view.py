@@ -29,8 +29,9 @@ LOOK_S = 0.05
 class SwarmView:
     """Base class of ``DiLoCo``: the peers, the run's figures, and the division of the data."""
 
-    def __init__(self, model: nn.Module, *, has_run: bool) -> None:
+    def __init__(self, model: nn.Module, process_group: dist.ProcessGroup | None, *, has_run: bool) -> None:
         self._model = model
+        self._process_group = process_group
         self._has_run = has_run
         self._link: NodeLink | None = None
         # True while there is a node, or the script waits for one.
@@ -67,8 +68,8 @@ class SwarmView:
 
         An epoch of the run is one random order of the dataset, divided among the peers that train. The sampler follows
         peers that join or leave. Samples that a peer trained on before another one joined may repeat. One pass of the
-        sampler has ``len(dataset)`` samples, so it spans several epochs of the run. All ranks of an island would draw
-        the same samples; use ``share`` there. Without a run it draws all samples in a fixed random order.
+        sampler has ``len(dataset)`` samples, so it spans several epochs of the run. Under torchrun, each rank draws its
+        own part of these samples. Without a run it draws all samples in a fixed random order.
 
         Args:
             dataset: A dataset with a length, the same at all peers.
@@ -76,7 +77,10 @@ class SwarmView:
         Raises:
             ValueError: The dataset is empty.
         """
-        return OwnSamples(len(dataset), self._known_peers)
+        rank, ranks = 0, 1
+        if dist.is_available() and dist.is_initialized():
+            rank, ranks = dist.get_rank(self._process_group), dist.get_world_size(self._process_group)
+        return OwnSamples(len(dataset), self._known_peers, rank=rank, replicas=ranks)
 
     def shard(self, dataset: Dataset[Any]) -> Dataset[Any]:
         """This peer's part of a dataset, for any loader. Call it after ``start``.
@@ -208,7 +212,7 @@ class SwarmView:
         """Begin to record the batches that the model is called with. Tell loaders who trains."""
         if self._shared_peers is not None:
             self._tell_workers()
-        self._call_hook = self._model.register_forward_pre_hook(of(self._model, self._on_call), with_kwargs=True)
+        self._call_hook = self._model.register_forward_pre_hook(CallHook(self._on_call), with_kwargs=True)
 
     def _look_no_more(self) -> None:
         if self._call_hook is not None:
@@ -216,14 +220,17 @@ class SwarmView:
             self._call_hook = None
 
 
-def of(model: nn.Module, hook: Callable[..., None]) -> Callable[..., None]:
-    """Return ``hook`` for calls of ``model``, but not of its copies (such as an average made by ``copy.deepcopy``).
+class CallHook:
+    """A hook for calls of one model. In copies of the model (``copy.deepcopy``, ``torch.save``) it does nothing, and
+    holds nothing."""
 
-    It is a function, because a bound method would be copied together with its whole object.
-    """
+    def __init__(self, hook: Callable[..., None] | None = None) -> None:
+        self._hook = hook
 
-    def called(module: nn.Module, *given: Any) -> None:
-        if module is model:
-            hook(module, *given)
+    def __call__(self, *given: Any) -> None:
+        """Call the hook."""
+        if self._hook is not None:
+            self._hook(*given)
 
-    return called
+    def __reduce__(self) -> tuple[type[CallHook], tuple[()]]:
+        return CallHook, ()

@@ -46,7 +46,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 said = []
 
 def cell():
-    options = {"run": "cells", "state": sys.argv[1], "total_steps": 10**6, "sync_every": 10}
+    options = {"run": "cells", "state": sys.argv[1], "total_steps": 10**6, "sync_every": 10, "tokens_per_step": 4}
     return p2pdiloco.DiLoCo(model, optimizer, node_options=sys.argv[2:], **options)
 
 def step():
@@ -97,6 +97,7 @@ made = MasterWeights if how == "master weights" else torch.optim.SGD
 optimizer = made(model.parameters(), lr=0.1)
 trained = copy.deepcopy(model) if how == "a copy" else model
 options = {"run": "doubt", "state": state, "total_steps": 10**6, "sync_every": 20, "n_fragments": 2}
+options["tokens_per_step"] = 16
 with p2pdiloco.DiLoCo(model, optimizer, node_options=node_options, **options) as outer:
     for step in range(10**6):
         if how == "replaced" and step == 3:
@@ -115,6 +116,7 @@ import sys, time, torch, p2pdiloco
 model = torch.nn.Linear(8, 8)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 options = {"run": "stays", "state": sys.argv[1], "total_steps": 20, "sync_every": 10, "stay_s": 300}
+options["tokens_per_step"] = 4
 with p2pdiloco.DiLoCo(model, optimizer, node_options=sys.argv[2:], **options) as outer:
     while not outer.is_complete:
         model(torch.randn(4, 8)).square().mean().backward()

@@ -77,7 +77,7 @@ def names() -> dict[str, Any]:
         "peak": 0.1,
         "scheduler": torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0),
     }
-    given["outer"] = p2pdiloco.DiLoCo(model, optimizer, run="story")
+    given["outer"] = p2pdiloco.DiLoCo(model, optimizer, run="story", tokens_per_step=8)
     if find_spec("lightning"):
         given |= lightning_names(model)
     return given
@@ -187,7 +187,7 @@ def programs(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     module = ModuleType("task")
     exec(compile(task, "task.py", "exec"), module.__dict__)
     monkeypatch.setitem(sys.modules, "task", module)
-    monkeypatch.setattr(sys, "argv", ["program", "PEER"])
+    monkeypatch.setattr(sys, "argv", ["program", "/ip4/192.0.2.1/tcp/1"])
     return dict(zip(("p2pdiloco", "torchft", "hivemind"), others, strict=True))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import inspect
 import socket
 import sys
 from pathlib import Path
@@ -15,8 +16,9 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
+from p2pdiloco.diloco import DiLoCo
 from p2pdiloco.integrations.lr_schedules import follow
-from p2pdiloco.training.swarm_view import of
+from p2pdiloco.training.swarm_view import CallHook
 
 
 @pytest.mark.parametrize(("name", "library"), [("transformers", "transformers"), ("lightning", "lightning.pytorch")])
@@ -56,7 +58,7 @@ def test_tokens_are_what_the_model_sees_while_it_trains() -> None:
 
     callback, model, outer = DiLoCoCallback(run=None), Words(), Outer()
     callback.outer = outer  # type: ignore[assignment]
-    model.register_forward_pre_hook(of(model, callback._count), with_kwargs=True)
+    model.register_forward_pre_hook(CallHook(callback._count), with_kwargs=True)
     outer.socket = socket.socket()  # type: ignore[attr-defined]  # as a run has, which no deepcopy takes
     average = copy.deepcopy(model)
     ids = torch.zeros(3, 5, dtype=torch.int64)
@@ -96,6 +98,7 @@ def test_without_a_run_nothing_happens() -> None:
 class Swarmed(Outer):
     """A run that says how it stands, and whose options are seen."""
 
+    __signature__ = inspect.signature(DiLoCo)
     made: ClassVar[list[dict[str, Any]]] = []
     swarm: ClassVar[dict[str, float]] = {"loss": 1.5, "peers": 2.0}
     is_complete = False
@@ -342,7 +345,7 @@ def test_lightnings_schedules_follow_the_run_if_they_are_as_long(
         lr_scheduler_configs=configs,
     )
     for run in (None, "story"):
-        callback = integration.DiLoCoCallback(run=run, follow_schedule=follows)
+        callback = integration.DiLoCoCallback(run=run, tokens=len, follow_schedule=follows)
         callback.on_train_start(trainer, module)
         begins = schedulers[0].last_epoch
         monkeypatch.setattr(Swarmed, "global_step", 50)

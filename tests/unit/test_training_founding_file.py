@@ -118,6 +118,7 @@ GIVEN: dict[str, Any] = {
     "outer_lr": 0.4,
     "outer_momentum": 0.7,
     "codec": "int4",
+    "merge": "rda",
 }
 
 
@@ -125,13 +126,19 @@ def test_a_run_that_was_founded_otherwise_goes_on_and_says_so(tmp_path: Path, ca
     model = torch.nn.Linear(2, 1)
     for steps in (GIVEN["total_steps"], 900):
         config = founding_file.settings({**GIVEN, "total_steps": steps, "outer_lr": GIVEN["outer_lr"]}, tensors=2)
-        founding_file.write_once(tmp_path / "f", config, list(model.named_parameters()), frozenset())
+        founding_file.write_once(
+            tmp_path / "f",
+            config,
+            list(model.named_parameters()),
+            frozenset(),
+            {"total_steps": steps, "outer_lr": None},
+        )
         if steps != 900:
             assert not caplog.records
     assert (
-        f"run {GIVEN['run']} was founded with total_steps={GIVEN['total_steps']} and keeps these settings"
-        in caplog.text
-    )
+        f"run {GIVEN['run']} was founded with total_steps={GIVEN['total_steps']} and keeps these settings; this script "
+        "has total_steps=900, which is ignored"
+    ) in caplog.text
     assert founding_file.read(tmp_path / "f").config.inner.steps == GIVEN["total_steps"]
 
 
@@ -154,6 +161,8 @@ def test_a_run_that_was_founded_otherwise_goes_on_and_says_so(tmp_path: Path, ca
         ("min_quorum", 0, "min_quorum = 0: write a whole number of at least 1"),
         ("outer_lr", 0.0, "outer_lr = 0.0: write a number above 0.0"),
         ("outer_momentum", 1.0, "outer_momentum = 1.0: write a number below 1.0"),
+        ("total_steps", 3, "total_steps = 3 is less than sync_every = 4"),
+        ("merge", "mean", "merge = 'mean': choose one of direct, rda"),
         ("codec", "int3", "codec = 'int3': choose one of auto, bf16, e3m0, int2, int4, int8"),
     ],
 )
@@ -166,7 +175,7 @@ def test_what_a_script_cannot_have_is_said_with_its_argument_before_anything_is_
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters())
     with pytest.raises(p2pdiloco.DiLoCoError) as told:
-        p2pdiloco.DiLoCo(model, optimizer, state=tmp_path / "state", **{**GIVEN, argument: value})
+        p2pdiloco.DiLoCo(model, optimizer, tokens_per_step=8, state=tmp_path / "state", **{**GIVEN, argument: value})
     assert str(told.value) == str(error.value)
     assert not (tmp_path / "state").exists()
 
@@ -182,12 +191,12 @@ def test_what_a_script_may_have_is_what_its_node_reads(tmp_path: Path) -> None:
 
 def test_it_is_written_once_and_not_taken_for_another_runs(tmp_path: Path) -> None:
     path = tmp_path / founding_file.NAME
-    founding_file.write_once(path, CONFIG, NAMED, frozenset())
+    founding_file.write_once(path, CONFIG, NAMED, frozenset(), {})
     first = path.read_bytes()
-    founding_file.write_once(path, CONFIG, [("z", torch.ones(2, 3))], frozenset())
+    founding_file.write_once(path, CONFIG, [("z", torch.ones(2, 3))], frozenset(), {})
     assert path.read_bytes() == first, "the run that was founded goes on"
     with pytest.raises(
         founding_file.FoundationError, match=r"belongs to run story, .*give run other a folder of its own \(state="
     ):
-        founding_file.write_once(path, msgspec.structs.replace(CONFIG, name="other"), NAMED, frozenset())
+        founding_file.write_once(path, msgspec.structs.replace(CONFIG, name="other"), NAMED, frozenset(), {})
     assert path.read_bytes() == first

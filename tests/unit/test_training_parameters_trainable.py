@@ -64,7 +64,7 @@ def test_a_model_with_nothing_to_train_is_refused() -> None:
     model = nn.Linear(2, 2).requires_grad_(False)
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
     with pytest.raises(p2pdiloco.DiLoCoError, match="requires a gradient"):
-        p2pdiloco.DiLoCo(model, optimizer, run="x")
+        p2pdiloco.DiLoCo(model, optimizer, run="x", tokens_per_step=8)
     p2pdiloco.DiLoCo(model, optimizer)  # alone, nothing is asked of it
 
 
@@ -75,9 +75,11 @@ def test_an_optimizer_that_holds_none_of_the_model_is_refused_and_one_that_holds
     masters = torch.optim.SGD([p.detach().float().clone() for p in model.parameters()], lr=0.1)
     for given, trained_by in ((copy.deepcopy(model), optimizer), (model, masters)):
         with pytest.raises(p2pdiloco.DiLoCoError, match="holds none of the model's trainable parameters"):
-            p2pdiloco.DiLoCo(given, trained_by, run="x", state=tmp_path / "x")
+            p2pdiloco.DiLoCo(given, trained_by, run="x", tokens_per_step=8, state=tmp_path / "x")
         p2pdiloco.DiLoCo(given, trained_by)  # alone, nothing is asked of it
-    p2pdiloco.DiLoCo(model, torch.optim.SGD(model[0].parameters(), lr=0.1), run="x", state=tmp_path / "x")
+    p2pdiloco.DiLoCo(
+        model, torch.optim.SGD(model[0].parameters(), lr=0.1), run="x", tokens_per_step=8, state=tmp_path / "x"
+    )
     assert not list(tmp_path.iterdir())
 
 
@@ -97,13 +99,17 @@ def test_an_optimizer_whose_steps_cannot_be_seen_is_refused(tmp_path: Path) -> N
     scheduler = torch.optim.lr_scheduler.StepLR(inner, 1)  # it replaces the optimizer's step by one of its own
     for has_hooks in (False, True):
         with pytest.raises(p2pdiloco.DiLoCoError, match="give DiLoCo that one"):
-            p2pdiloco.DiLoCo(model, Around(inner, has_hooks=has_hooks), run="x", state=tmp_path / "x")
-    p2pdiloco.DiLoCo(model, scheduler.optimizer, run="x", state=tmp_path / "x")
+            p2pdiloco.DiLoCo(
+                model, Around(inner, has_hooks=has_hooks), run="x", tokens_per_step=8, state=tmp_path / "x"
+            )
+    p2pdiloco.DiLoCo(model, scheduler.optimizer, run="x", tokens_per_step=8, state=tmp_path / "x")
 
 
 def test_parameters_that_are_replaced_before_the_start_are_refused_there(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    outer = p2pdiloco.DiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.1), run="x", state=tmp_path / "x")
+    outer = p2pdiloco.DiLoCo(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), run="x", tokens_per_step=8, state=tmp_path / "x"
+    )
     model[1] = nn.Linear(2, 2)
     with pytest.raises(p2pdiloco.DiLoCoError, match="trainable parameters have changed since DiLoCo was created"):
         outer.start()

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset
 
 from p2pdiloco.diloco import DiLoCo
@@ -128,7 +130,7 @@ class Link:
 
 
 def view(link: Link | None, model: nn.Module | None = None) -> SwarmView:
-    made = SwarmView(model or nn.Linear(4, 1), has_run=link is not None)
+    made = SwarmView(model or nn.Linear(4, 1), None, has_run=link is not None)
     made._link = link  # type: ignore[assignment]
     return made
 
@@ -229,6 +231,19 @@ def test_peers_that_do_not_come_are_waited_for_only_so_long(
     assert silent.peers == (), "a node that says nothing of the others stops nobody"
 
 
+def test_each_rank_of_several_draws_samples_of_its_own() -> None:
+    drawn = []
+    for rank in (0, 1):
+        dist.init_process_group("fake", rank=rank, world_size=2, store=FakeStore())
+        try:
+            sampler = view(None).sampler(range(100))
+            drawn.append(list(sampler))
+        finally:
+            dist.destroy_process_group()
+        assert len(sampler) == len(drawn[-1]) == 50
+    assert sorted(drawn[0] + drawn[1]) == list(range(100))
+
+
 def test_inside_the_block_the_model_is_the_swarms() -> None:
     model = nn.Linear(2, 1)
     outer = DiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.1), run=None)
@@ -242,6 +257,7 @@ def test_inside_the_block_the_model_is_the_swarms() -> None:
 
         with outer.global_parameters():
             assert all(torch.equal(p, o) for p, o in zip(model.parameters(), own, strict=True)), "without a run"
+        outer._named = list(model.named_parameters())
         outer._link = Global()  # type: ignore[assignment]
 
         def evaluate() -> None:

@@ -1,0 +1,326 @@
+"""Checks of what a training script gives to ``p2pdiloco.DiLoCo``, before a node is started or a file is written.
+
+Rules of this file:
+1. Every check raises ``DiLoCoError`` with the argument, what it is, and what to write instead.
+2. The settings of a run are checked as those of a configuration file are (``founding_file.settings``).
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
+
+from p2pdiloco.training.parameters import trainable
+
+MOST_TOKENS = 1 << 24
+"""Maximum number of tokens of a step."""
+MOST_STAY_S = 1e7
+# Options of the node that ``DiLoCo`` sets itself, and the argument for each.
+_OWN_OPTIONS = {
+    "--state": "state=",
+    "--run": "run=",
+    "--bootstrap": "initial_peers=",
+    "--stay-s": "stay_s=",
+    "--learner": "",
+    "--reattach-s": "",
+    "--status-fd": "",
+}
+_FEW = "Convert it with int(...)"
+
+
+class DiLoCoError(Exception):
+    """A run cannot be created or joined, or ``DiLoCo`` is used wrongly. The message says why and what to do."""
+
+
+def _shown(value: object) -> str:
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 60 else f"{text[:60]}..."
+
+
+def whole(name: str, value: object, least: int, most: int, hint: str = _FEW) -> int:
+    """Return ``value`` as a whole number from ``least`` to ``most``. Integer tensors and numpy integers are accepted.
+
+    Raises:
+        DiLoCoError: it is another one, or none.
+    """
+    if isinstance(value, bool) or not hasattr(type(value), "__index__"):
+        raise DiLoCoError(f"{name} = {_shown(value)}: write a whole number from {least} to {most}. {hint}")
+    try:
+        number = int(value.__index__())  # type: ignore[attr-defined]
+    except (TypeError, ValueError, RuntimeError) as error:  # a tensor of floats, or of several elements
+        raise DiLoCoError(f"{name} = {_shown(value)}: write a whole number from {least} to {most}. {hint}") from error
+    if not least <= number <= most:
+        raise DiLoCoError(f"{name} = {number}: write a whole number from {least} to {most}")
+    return number
+
+
+def tokens_per_step(value: object) -> int:
+    """Check the argument ``tokens_per_step``.
+
+    Raises:
+        DiLoCoError: it was left out, or is not a number of tokens.
+    """
+    if value is None:
+        raise DiLoCoError(
+            "tokens_per_step is missing: write how many tokens (samples, if the model has none) this process trains on "
+            "per optimizer step, in the same unit at all peers. The merge weights peers by it. If steps differ, write "
+            "tokens_per_step=0, and call outer.count(tokens) before each optimizer.step()"
+        )
+    return whole("tokens_per_step", value, 0, MOST_TOKENS)
+
+
+def loss(value: object) -> float | Tensor:
+    """Check a loss: a number, or a tensor with one element, which is not read.
+
+    Raises:
+        DiLoCoError: it is something else.
+    """
+    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
+        return value.detach()
+    if isinstance(value, Tensor):
+        raise DiLoCoError(f"loss has the shape {tuple(value.shape)}: give a number or one element, such as loss.mean()")
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError) as error:
+        raise DiLoCoError(f"loss = {_shown(value)}: give a number or a tensor with one element") from error
+
+
+def stay_s(value: object) -> float:
+    """Check the argument ``stay_s``.
+
+    Raises:
+        DiLoCoError: it is not a number of seconds.
+    """
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0.0 <= float(value) <= MOST_STAY_S:  # type: ignore[arg-type]
+        raise DiLoCoError(f"stay_s = {_shown(value)}: write seconds, a number from 0 to {MOST_STAY_S:g}")
+    return float(value)  # type: ignore[arg-type]
+
+
+def run_name(value: object) -> str:
+    """Check that ``run`` is a text; ``founding_file.settings`` checks which.
+
+    Raises:
+        DiLoCoError: it is none.
+    """
+    if not isinstance(value, str):
+        raise DiLoCoError(f"run = {_shown(value)}: write a text, the name of the run")
+    return value
+
+
+def peers(value: object, found: bool | None) -> tuple[str, ...]:
+    """Return the argument ``initial_peers`` as texts.
+
+    A text that is empty, as of a variable that is not set, would create a second run. So it must come with ``found``.
+
+    Raises:
+        DiLoCoError: it is not a text or a list of texts, or one of them is empty or no invite or address.
+    """
+    given = (value,) if isinstance(value, str) or value is None else value
+    if not isinstance(given, Sequence) or isinstance(given, bytes | bytearray):
+        raise DiLoCoError(f"initial_peers = {_shown(value)}: write an invite or an address, or a list of them")
+    found_peers = []
+    for one in given:
+        if one is None or (isinstance(one, str) and not one.strip()):
+            if found is None:
+                raise DiLoCoError(
+                    f"initial_peers = {_shown(value)} is empty: give the invite that the first script prints. To "
+                    "create the run here, leave initial_peers out, or add found=True"
+                )
+        elif not isinstance(one, str):
+            raise DiLoCoError(f"initial_peers has {_shown(one)}: write an invite or an address, as a text")
+        elif not one.strip().startswith(("/", "p2pdiloco")):
+            raise DiLoCoError(
+                f"initial_peers has {_shown(one)}, which is neither an invite (p2pdiloco...) nor a multiaddr "
+                "(/ip4/203.0.113.5/tcp/31337/p2p/ID): copy what the first script prints"
+            )
+        else:
+            found_peers.append(one)
+    return tuple(found_peers)
+
+
+def is_founder(value: object) -> bool | None:
+    """Check the argument ``found``.
+
+    Raises:
+        DiLoCoError: it is not True, False or None.
+    """
+    if value is not None and not isinstance(value, bool):
+        raise DiLoCoError(f"found = {_shown(value)}: write True (create the run), False (join it) or leave it out")
+    return value
+
+
+def state_folder(value: object, default: Path) -> Path:
+    """Return the state folder as an absolute path, so that a later ``os.chdir`` does not change it.
+
+    Raises:
+        DiLoCoError: it is not a path, or not one of a folder.
+    """
+    if value is None:
+        return default.absolute()
+    if not isinstance(value, str | os.PathLike) or not (text := os.fspath(value)) or isinstance(text, bytes):
+        raise DiLoCoError(f"state = {_shown(value)}: write the path of a folder, or leave it out")
+    folder = Path(text).absolute()
+    if folder.exists() and not folder.is_dir():
+        raise DiLoCoError(f"state = {_shown(text)} is a file: write the path of a folder, or leave it out")
+    return folder
+
+
+def node_options(value: object) -> tuple[str, ...]:
+    """Check the argument ``node_options``.
+
+    Raises:
+        DiLoCoError: it is not a list of texts, or has an option that ``DiLoCo`` sets.
+    """
+    if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(one, str) for one in value):
+        raise DiLoCoError(
+            f'node_options = {_shown(value)}: write a list of texts, such as ["--up", "20mbit"]; numbers in quotes, too'
+        )
+    for one in value:
+        if (word := one.partition("=")[0]) in _OWN_OPTIONS:
+            instead = _OWN_OPTIONS[word]
+            raise DiLoCoError(
+                f"node_options has {word}, which DiLoCo sets itself: " + (f"use {instead}" if instead else "remove it")
+            )
+    return tuple(value)
+
+
+def grad_scaler(value: Any) -> None:
+    """Check the argument ``grad_scaler``.
+
+    Raises:
+        DiLoCoError: it is not like ``torch.amp.GradScaler``.
+    """
+    if value is not None and not (callable(getattr(value, "step", None)) and callable(getattr(value, "scale", None))):
+        raise DiLoCoError(f"grad_scaler = {_shown(value)}: give the torch.amp.GradScaler of the loop, or leave it out")
+
+
+def process_group(value: object) -> None:
+    """Check the argument ``process_group``.
+
+    Raises:
+        DiLoCoError: it is not one.
+    """
+    if value is None or (dist.is_available() and isinstance(value, dist.ProcessGroup)):
+        return
+    raise DiLoCoError(
+        f"process_group = {_shown(value)}: give what torch.distributed.new_group returns, or leave it out for all ranks"
+    )
+
+
+def stepping(optimizer: Any) -> torch.optim.Optimizer:
+    """Return the optimizer that makes the steps: the one inside of accelerate's and Lightning's wrappers.
+
+    Raises:
+        DiLoCoError: it is no optimizer, or a class, or in a list, or a scheduler of one.
+    """
+    while type(optimizer).__module__.partition(".")[0] in ("accelerate", "lightning") and isinstance(
+        getattr(optimizer, "optimizer", None), torch.optim.Optimizer
+    ):
+        optimizer = optimizer.optimizer
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return optimizer
+    if isinstance(optimizer, Sequence) and len(optimizer) > 0:
+        why = "a list: give the optimizer that steps last"
+    elif isinstance(optimizer, type):
+        why = "a class: give an instance, such as torch.optim.AdamW(model.parameters())"
+    elif isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        why = f"a {type(optimizer).__name__}: give its optimizer"
+    else:
+        why = f"{_shown(optimizer)}: give the torch.optim.Optimizer that trains the model"
+    raise DiLoCoError(f"optimizer is {why}")
+
+
+def exchanged(model: object) -> list[tuple[str, nn.Parameter]]:
+    """Return the names and parameters that are exchanged: those that require a gradient.
+
+    Raises:
+        DiLoCoError: ``model`` is no model, it has none, or one that cannot be exchanged.
+        ValueError: the model is wrapped in FSDP's first version.
+    """
+    if not isinstance(model, nn.Module):
+        what = f"of type {type(model).__name__}" if not isinstance(model, type) else "a class"
+        raise DiLoCoError(
+            f"model is {what}: give the torch.nn.Module that is trained, not its class, parameters or state_dict"
+        )
+    named = trainable(model)
+    if not named:
+        raise DiLoCoError("the model has no parameter that requires a gradient: there is nothing to exchange")
+    for name, parameter in named:
+        if why := _not_exchangeable(parameter):
+            raise DiLoCoError(f"parameter {name} {why}")
+    return named
+
+
+def _not_exchangeable(p: nn.Parameter) -> str:
+    """Return why a parameter cannot be exchanged, and what to do; empty if it can."""
+    if isinstance(p, UninitializedParameter):
+        return "has no shape yet: call the model once with a batch first"
+    if p.is_meta:
+        return "is on the meta device and has no values: model.to_empty(device=...) and initialize it first"
+    if not p.is_floating_point():
+        return f"is {p.dtype}, and only real floating-point numbers are exchanged: keep torch.view_as_real(...) of it"
+    if p.layout is not torch.strided:
+        return f"is stored as {p.layout}, and only dense parameters are exchanged: use p.to_dense()"
+    if p.numel() == 0:
+        return f"is empty (shape {tuple(p.shape)}): remove it, or freeze it with requires_grad_(False) at all peers"
+    if not p.is_contiguous():
+        return "is not contiguous in memory: set p.data = p.data.contiguous() first"
+    return ""
+
+
+def require_finite(named: Sequence[tuple[str, Tensor]]) -> None:
+    """Check the parameters from which a run would be created.
+
+    Raises:
+        DiLoCoError: one has values that are not finite.
+    """
+    for name, p in named:
+        local: Tensor = p.to_local() if hasattr(p, "to_local") else p
+        if not bool(local.detach().isfinite().all()):
+            raise DiLoCoError(
+                f"parameter {name} has values that are not finite (NaN or inf): initialize the model anew"
+            )
+
+
+def require_training(named: Sequence[tuple[str, Tensor]], optimizer: torch.optim.Optimizer) -> None:
+    """Check that the optimizer trains the model, and that its steps can be hooked.
+
+    Raises:
+        DiLoCoError: It holds none of these parameters, or does not call torch's step hooks.
+    """
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if not any(id(p) in held for _, p in named):
+        raise DiLoCoError(
+            "the optimizer holds none of the model's trainable parameters, so the exchanged model would never change. "
+            "Create the optimizer from this model's parameters, after anything that replaces them (fully_shard, an "
+            "adapter). If the model has copies (deepcopy, an average, float32 masters), give DiLoCo the one that the "
+            "optimizer holds"
+        )
+    if not getattr(type(optimizer).step, "hooked", False) or not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        raise DiLoCoError(
+            f"this {type(optimizer).__name__} does not call torch's step hooks, so DiLoCo cannot see its steps. It "
+            "probably wraps another optimizer: give DiLoCo that one"
+        )
+
+
+def known_options(options: Mapping[str, object], owner: Callable[..., object]) -> None:
+    """Check the names of arguments that a callback passes on to ``owner``, before its training begins.
+
+    Raises:
+        DiLoCoError: it has no such argument, or the callback gives it itself.
+    """
+    known = set(inspect.signature(owner).parameters) - {"self", "model", "optimizer", "run"}
+    if unknown := [name for name in options if name not in known]:
+        raise DiLoCoError(
+            f"DiLoCoCallback has no argument {unknown[0]}: its own are in its docstring, the others are "
+            f"{', '.join(sorted(known))}"
+        )
