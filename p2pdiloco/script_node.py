@@ -59,6 +59,11 @@ NOBODY_THERE = 3
 _LOOK_S = 0.05
 
 
+def _is_notebook() -> bool:
+    """Return whether this process shows its output in a notebook, to the person who runs it."""
+    return "ipykernel" in sys.modules
+
+
 def leaving_s(parameters: int, options: Sequence[str] = ()) -> float:
     """Return the seconds that a node may take to shut down before it is killed.
 
@@ -208,7 +213,8 @@ class ScriptNode:
         if is_new and self._reports is not None:
             for message in self._reports.poll():
                 if isinstance(message, Invited | PageAt):
-                    print(printable(str(message), keeps="\n"), file=sys.stderr, flush=True)  # noqa: T201 - for the script's user
+                    shown = str(message) if sys.stderr.isatty() or _is_notebook() else message.public
+                    print(printable(shown, keeps="\n"), file=sys.stderr, flush=True)  # noqa: T201 - for the script's user
         return found
 
     def restart_if_ended(self, run: RunId) -> bool:

@@ -140,15 +140,15 @@ def _is_meant_as_invite(word: str) -> bool:
 
 def say(told: str | StatusMessage) -> None:
     """Print a line for the user at once; without control characters on a terminal, since a model writes what it was
-    taught. A message also goes to the program that started this one, if it reads the status pipe: after the line, so
-    that the program finds it printed."""
+    taught, and without secrets elsewhere, since logs are kept. A message also goes to the program that started this
+    one, if it reads the status pipe: after the line, so that the program finds it printed."""
     line = str(told)
     try:
         if sys.stdout.isatty():
             with bottom_line.lifted():
                 print(printable(line, keeps="\n\t"), flush=True)
         else:
-            print(line, flush=True)
+            print(told.public if isinstance(told, StatusMessage) else line, flush=True)
     finally:
         if isinstance(told, StatusMessage):
             status_pipe.writer.report(told)

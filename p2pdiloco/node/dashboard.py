@@ -96,7 +96,7 @@ async def serve_page(telemetry: Telemetry, folder: Path, place: str, say: Say) -
     async with server:
         with suppress(OSError):
             (folder / "page.port").write_text(str(server.port))
-        say(PageAt(server.address))
+        say(PageAt(server.address, str(folder / "page.token") if token else ""))
         yield
 
 

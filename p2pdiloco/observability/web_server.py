@@ -3,7 +3,7 @@
 Rules of this file:
 1. Read-only: GET and HEAD. No request changes anything of the peer.
 2. On loopback every user of this machine may look. On any other address a token is required, as ``?token=`` (it then
-   becomes a cookie) or as ``Authorization: Bearer``.
+   becomes a cookie) or as ``Authorization: Bearer``. Only ``PROBES`` need none.
 3. The Host header must name this machine by an address, by ``localhost`` or by its own name. A foreign name that
    resolves to this address (DNS rebinding) is refused. No other origin may read, frame or embed anything.
 4. At most ``MOST_STREAMS`` streams are open, and a client that does not read is disconnected. Other connections are
@@ -33,6 +33,7 @@ from p2pdiloco.observability.connection_limits import PageConnections, PageLimit
 from p2pdiloco.observability.prometheus import expose, unhealthy_reason, unready_reason
 from p2pdiloco.observability.snapshot import History, RunSnapshot
 from p2pdiloco.util import logs
+from p2pdiloco.util.files import write_atomically
 
 log = logs.get("page")
 
@@ -57,6 +58,9 @@ HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
+# Paths for the probes of Kubernetes and others, which need no token.
+PROBES = ("/livez", "/readyz")
+TOKEN_VARIABLE = "P2PDILOCO_PAGE_TOKEN"
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -125,6 +129,8 @@ class PageServer:
         app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/health", self._health)
         app.router.add_get("/ready", self._ready)
+        app.router.add_get("/livez", self._alive)
+        app.router.add_get("/readyz", self._probed)
         self._runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=0.5)
         await self._runner.setup()
         assert self._runner.server is not None
@@ -184,7 +190,7 @@ class PageServer:
         is_foreign = request.headers.get("Sec-Fetch-Site", "none") in ("cross-site", "same-site")
         if is_foreign and (request.path != "/" or request.headers.get("Sec-Fetch-Mode") != "navigate"):
             raise web.HTTPForbidden(text="requests from other sites are refused\n")
-        if self._token and not self._knows_token(request):
+        if self._token and request.path not in PROBES and not self._knows_token(request):
             raise web.HTTPUnauthorized(
                 text="the token is missing: open the address that the peer has printed, with ?token=...\n",
                 headers={"WWW-Authenticate": "Bearer"},
@@ -227,6 +233,14 @@ class PageServer:
 
     async def _ready(self, request: web.Request) -> web.StreamResponse:
         return _verdict(unready_reason(self._view(request).picture()))
+
+    async def _alive(self, request: web.Request) -> web.StreamResponse:
+        """Answer a liveness probe. A peer that is alone, or waits, is alive: restarting it would not help."""
+        return _verdict("")
+
+    async def _probed(self, request: web.Request) -> web.StreamResponse:
+        """Answer a readiness probe, without details, since a probe has no token."""
+        return _verdict("not ready" if unready_reason(self._view(request).picture()) else "")
 
     def _view(self, request: web.Request) -> Sight:
         try:
@@ -315,12 +329,16 @@ def new_token() -> str:
 
 
 def kept_token(folder: Path) -> str:
-    """Return the token of this peer's page. It is created at the first call, readable by its user only.
+    """Return the token of this peer's page: of the variable P2PDILOCO_PAGE_TOKEN, or one that is created at the first
+    call, readable by its user only.
 
     Raises:
         OSError: the file can be neither read nor written.
     """
     path = folder / "page.token"
+    if given := os.environ.get(TOKEN_VARIABLE, "").strip():
+        write_atomically(path, given.encode(), mode=0o600)  # for p2pdiloco watch on this machine
+        return given
     with suppress(FileNotFoundError):
         return path.read_text().strip()
     token = new_token()

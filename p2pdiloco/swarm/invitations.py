@@ -254,7 +254,7 @@ def how_to_join(manifest: Manifest, mine: Credentials, folder: Path, directory: 
         f"this invite is for your own machines: whoever has it counts as up to {OWN_MACHINES} peers",
         f"for another person: p2pdiloco members add{where_made} (one peer per invite)",
     )
-    return [Invited(invite, usage.format(invite), notes)]
+    return [Invited(invite, usage.format(invite), notes, str(MemberFiles(folder).folder / "invite"))]
 
 
 async def keep_meeting_places(

@@ -11,7 +11,8 @@ Rules of this file:
    the child stops reporting and continues.
 2. A line has at most ``LINE_BYTES`` bytes. The writer leaves out a longer message; the reader skips a longer line.
 3. The end of the pipe means the end of the child: no other process keeps the write end open.
-4. ``str(message)`` is the text that a person reads. Programs never parse that text.
+4. ``str(message)`` is the text that a person reads. Programs never parse that text. ``message.public`` has no secret
+   in it: it is printed where the output may be kept (container logs, files).
 """
 
 from __future__ import annotations
@@ -39,6 +40,11 @@ MOST_MESSAGES = 64
 
 class StatusMessage(msgspec.Struct, frozen=True, tag=True, tag_field="type"):
     """One line of the pipe."""
+
+    @property
+    def public(self) -> str:
+        """The text without secrets."""
+        return str(self)
 
 
 class Listening(StatusMessage, frozen=True):
@@ -69,6 +75,15 @@ class Invited(StatusMessage, frozen=True):
     """Command with which a person joins."""
     notes: tuple[str, ...] = ()
     """Lines printed below the invite: who may get it, and how to make one for another person."""
+    file: str = ""
+    """File that holds the invite, if it is a secret."""
+
+    @property
+    def public(self) -> str:
+        """Where the invite is."""
+        if not self.file:
+            return str(self)
+        return f"to join from another machine: the invite is in {self.file} (it is secret, and this is no terminal)"
 
     def __str__(self) -> str:
         return "\n  ".join((f"to join from another machine:  {self.usage}", *self.notes))
@@ -78,6 +93,15 @@ class PageAt(StatusMessage, frozen=True):
     """The page of this peer is served."""
 
     url: str
+    token_file: str = ""
+    """File that holds the token in the address, if there is one."""
+
+    @property
+    def public(self) -> str:
+        """The address without the token."""
+        if not self.token_file:
+            return str(self)
+        return f"look at  {self.url.partition('?')[0]}  (add ?token=... with the token in {self.token_file})"
 
     def __str__(self) -> str:
         return f"look at  {self.url}"

@@ -164,6 +164,9 @@ def test_an_exposed_page_wants_its_token_everywhere() -> None:
                 async with session.get(at(server, path), headers=wrong) as answer:
                     assert answer.status == 401, path
         assert not shown.asked
+        for probe in ("/livez", "/readyz"):
+            async with session.get(at(server, probe)) as answer:
+                assert (answer.status, await answer.text()) == (200, "ok\n")
         async with session.get(at(server, "/metrics"), headers={"Authorization": "Bearer secret"}) as answer:
             assert answer.status == 200
         jar = aiohttp.CookieJar(unsafe=True)  # cookies of an address
@@ -196,10 +199,14 @@ def test_an_exposed_page_without_a_token_is_not_made() -> None:
         PageServer(lambda _: Shown(), "0.0.0.0", 0)
 
 
-def test_the_token_stays_and_is_its_users(tmp_path: Path) -> None:
+def test_the_token_stays_and_is_its_users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     token = kept_token(tmp_path)
     assert kept_token(tmp_path) == token
     assert len(token) >= 20
+    assert (tmp_path / "page.token").stat().st_mode & 0o777 == 0o600
+    monkeypatch.setenv("P2PDILOCO_PAGE_TOKEN", "mine")
+    assert kept_token(tmp_path) == "mine"
+    assert (tmp_path / "page.token").read_text() == "mine", "for watch on this machine"
     assert (tmp_path / "page.token").stat().st_mode & 0o777 == 0o600
 
 
@@ -249,10 +256,14 @@ def test_machines_are_told_whether_it_is_healthy_and_ready() -> None:
                 503,
                 "joining: the model is not complete on this peer yet\n",
             )
+        async with session.get(at(server, "/readyz")) as answer:
+            assert (answer.status, await answer.text()) == (503, "not ready\n"), "a probe has no token"
         picture = msgspec.structs.replace(new.picture(1.0), troubles=("no new version",))
         shown.picture = lambda: picture  # type: ignore[method-assign]
         async with session.get(at(server, "/health")) as answer:
             assert (answer.status, await answer.text()) == (503, "no new version\n")
+        async with session.get(at(server, "/livez")) as answer:
+            assert answer.status == 200, "restarting a peer in trouble would not help it"
 
     serving(ask)
 

@@ -30,8 +30,8 @@ from p2pdiloco.util.status_pipe import (
 
 MESSAGES: list[StatusMessage] = [
     Listening(("/ip4/192.0.2.1/tcp/1/p2p/x", "/ip6/::1/tcp/1/p2p/x")),
-    Invited("p2pdilocoABC", "p2pdiloco join p2pdilocoABC"),
-    PageAt("http://127.0.0.1:7373/"),
+    Invited("p2pdilocoABC", "p2pdiloco join p2pdilocoABC", file="/state/members/invite"),
+    PageAt("http://127.0.0.1:7373/?token=secret", token_file="/state/page.token"),
     Exited(3, "nobody answers:\n\u2028 1. a run\x1b"),
 ]
 
@@ -182,3 +182,12 @@ def test_a_bootstrap_node_reports_its_addresses_and_prints_what_a_person_reads(t
     assert process.returncode == 0, "it does not depend on its reader"
     assert printed == f"{listening}\n"
     assert f"\n  p2pdiloco join {listening.addresses[0]}\n" in printed
+
+
+def test_what_is_printed_where_no_terminal_is_holds_no_secret() -> None:
+    for message, secret, place in ((MESSAGES[1], "ABC", "members/invite"), (MESSAGES[2], "secret", "page.token")):
+        assert secret in str(message)
+        assert secret not in message.public.replace("(it is secret", "")
+        assert place in message.public
+    assert Invited("/ip4/192.0.2.1", "p2pdiloco join /ip4/192.0.2.1").public.endswith("join /ip4/192.0.2.1")
+    assert PageAt("http://127.0.0.1:7373").public == "look at  http://127.0.0.1:7373"
