@@ -20,7 +20,7 @@ from typing import Any
 
 from p2pdiloco.cli import invite_sources, spellings
 from p2pdiloco.cli.arguments import COMMANDS, Command, add_common_arguments
-from p2pdiloco.cli.errors import FAILED, INTERRUPTED, CommandError
+from p2pdiloco.cli.errors import FAILED, INTERRUPTED, REPAIR, CommandError
 from p2pdiloco.cli.parser import Parser, meant
 from p2pdiloco.training import PASSIVE
 from p2pdiloco.util import status_pipe
@@ -45,8 +45,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             module.prepare(arguments)
         part = getattr(arguments, "part", None)
         return execute(getattr(module, f"run_{part}" if part else "run"), arguments)
+    except CommandError as error:
+        return _tell(error)
     except KeyboardInterrupt:  # while it is still being imported
         return INTERRUPTED
+
+
+def _tell(error: CommandError) -> int:
+    """Print an error for the user, and report it to the program that started this one; returns the exit status."""
+    from p2pdiloco.util import logs
+
+    status_pipe.writer.report_exit(error.status, str(error))
+    print("p2pdiloco:", logs.printable(str(error), keeps="\n"), file=sys.stderr)
+    return error.status
 
 
 def _load(command: str) -> Any:
@@ -56,6 +67,12 @@ def _load(command: str) -> Any:
     gc.disable()
     try:
         return import_module(f"p2pdiloco.cli.{command}")
+    except FileNotFoundError as error:  # libraries look for a folder while they are imported
+        raise CommandError(
+            f"{error.strerror or error}: set TMPDIR to a folder that can be written (in a container, mount a tmpfs at "
+            "/tmp)",
+            REPAIR,
+        ) from error
     finally:
         gc.freeze()
         gc.enable()
@@ -94,9 +111,7 @@ def execute(run: Callable[[argparse.Namespace], Coroutine[None, None, int]], arg
         status: int = uvloop.run(_until_terminated(run(arguments)))
         return status
     except CommandError as error:
-        status_pipe.writer.report_exit(error.status, str(error))
-        print("p2pdiloco:", logs.printable(str(error), keeps="\n"), file=sys.stderr)
-        return error.status
+        return _tell(error)
     except BrokenPipeError:  # ``p2pdiloco watch --events ... | head``
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED

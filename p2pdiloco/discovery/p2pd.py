@@ -389,9 +389,12 @@ class SocketFolder:
     """
 
     def __init__(self) -> None:
-        base = Path(tempfile.gettempdir())
-        if len(str(base)) > LONGEST_SOCKET_BASE:
-            base = Path("/tmp")
+        """Make the folder.
+
+        Raises:
+            DirectoryError: none can be made.
+        """
+        base = _socket_base()
         for left in base.glob(f"{SOCKET_FOLDER}*"):
             with suppress(OSError):
                 if left.lstat().st_uid == os.getuid():
@@ -414,6 +417,20 @@ class SocketFolder:
         """Remove the folder and what is in it."""
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
+
+
+def _socket_base() -> Path:
+    """Return the folder for temporary files, or one with a shorter name: paths of sockets have at most 107 bytes.
+
+    Raises:
+        DirectoryError: none of them can be written.
+    """
+    for base in (tempfile.gettempdir(), os.environ.get("XDG_RUNTIME_DIR", ""), "/tmp", "/dev/shm"):
+        if base and len(base) <= LONGEST_SOCKET_BASE and os.access(base, os.W_OK | os.X_OK):
+            return Path(base)
+    raise DirectoryError(
+        f"no folder for sockets can be written: set TMPDIR to one of at most {LONGEST_SOCKET_BASE} characters"
+    )
 
 
 def _write_temporary_identity(identity: Identity) -> Path:
