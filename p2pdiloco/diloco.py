@@ -31,7 +31,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -99,6 +99,7 @@ class DiLoCo(SwarmView):
         stay_s: float = 0.0,
         node_options: Sequence[str] = (),
         process_group: dist.ProcessGroup | None = None,
+        on_update: Callable[[Tensor, Tensor], None] | None = None,
     ) -> None:
         """
         The arguments from ``total_steps`` to ``access`` belong to the run. The script that creates the run sets them;
@@ -152,6 +153,9 @@ class DiLoCo(SwarmView):
             stay_s: Seconds for which ``close`` keeps serving the result of a complete run to peers that come later.
             node_options: Further arguments of ``p2pdiloco join`` for the node, such as ``("--up", "20mbit")``.
             process_group: The ranks that form this peer, if ``torch.distributed`` is initialized. None: all ranks.
+            on_update: Function for optimizers that keep copies of the parameters (float32 master weights, slow
+                weights). It is called with a parameter and a float32 tensor of its shape that was added to it, and must
+                add this tensor to the copies. Not with several ranks.
 
         Raises:
             DiLoCoError: An argument or a combination is not allowed; an invite has a typo; the model has no trainable
@@ -170,6 +174,7 @@ class DiLoCo(SwarmView):
         self._island: RankGroup | None = None
         self._companion: ScriptNode | None = None
         self._hooks: list[Any] = []
+        self._on_update = on_update
         tokens = 0
         if run is not None:
             self._named = script_arguments.exchanged(model)
@@ -178,6 +183,7 @@ class DiLoCo(SwarmView):
             script_arguments.require_training(self._named, optimizer)
             script_arguments.grad_scaler(grad_scaler)
             script_arguments.process_group(process_group)
+            script_arguments.on_update(on_update)
             self._wait_for_peers = script_arguments.whole("wait_for_peers", wait_for_peers, 1, 1024)
             self._given = {
                 "run": run,
@@ -250,6 +256,10 @@ class DiLoCo(SwarmView):
             )
         script_arguments.require_training(self._named, self._optimizer)
         self._island = _island(self._process_group, self._leave_s)
+        if self._island is not None and self._on_update is not None:
+            raise DiLoCoError(
+                "on_update cannot be used with several ranks: give DiLoCo the copy that is trained instead"
+            )
         script_lifecycle.begin(self._state, self._leave_at_once, heeds_sigterm=self._island is None)
         self._begun_in = os.getpid()
         self._unhook()
@@ -324,9 +334,16 @@ class DiLoCo(SwarmView):
             founding_file.tell_differences(manifest.config, self._given)
         steps = manifest.config.inner.steps
         is_sharded = any(hasattr(p, "to_local") for _, p in self._named)  # a rank has pieces, and none of the whole
-        self._check = StepCheck(self._model, self._optimizer, () if is_sharded else self._named)
+        self._check = StepCheck(self._model, self._optimizer, () if is_sharded else self._named, self._on_update)
         self._link = NodeLink(
-            ScriptTrainer(), flat, vectors, channel, last_step=steps, reunion=back, doubt=self._problem
+            ScriptTrainer(),
+            flat,
+            vectors,
+            channel,
+            last_step=steps,
+            reunion=back,
+            doubt=self._problem,
+            on_update=self._on_update,
         )
         self._link.greet(device=str(self._named[0][1].device))
         self._is_linked = True

@@ -32,7 +32,7 @@ from p2pdiloco.protocol.data_blocks import Block
 from p2pdiloco.protocol.ids import FragmentId, ShardId
 from p2pdiloco.training.cuda_copies import Finished
 from p2pdiloco.training.ipc_channel import Channel
-from p2pdiloco.training.parameters import FlatParameters
+from p2pdiloco.training.parameters import FlatParameters, OnUpdate
 from p2pdiloco.training.shared_memory import Vectors
 from p2pdiloco.wire.learner_ipc import (
     AdoptStep,
@@ -234,11 +234,16 @@ class NodeLink:
         last_step: int,
         reunion: Meeting | None = None,
         doubt: Callable[[], str] = lambda: "",
+        on_update: OnUpdate | None = None,
     ) -> None:
-        """``doubt`` returns why updates must not be merged; empty: they may. It is called before each snapshot."""
+        """``doubt`` returns why updates must not be merged; empty: they may. It is called before each snapshot.
+
+        ``on_update`` is called with each parameter that an update of other peers changes; not in a rank group.
+        """
         self._trainer = trainer
         self._doubt = doubt
         self._flat = flat
+        self._on_update = on_update
         self._node = NodeEnd(vectors, channel)
         flat.pin((vectors.shift, vectors.snapshot))
         self._answers: deque[tuple[Finished | None, FromLearner]] = deque()
@@ -377,14 +382,24 @@ class NodeLink:
                 self._regain(self._anchor, shards)
                 self._answer(Shifted(shards=shards))
             case Shift(shards=shards, replace=replace):
-                take = self._flat.copy_from if replace else self._flat.add_from
-                self._answer(Shifted(shards=shards), take(self._node.vectors.shift, shards))
+                self._answer(Shifted(shards=shards), self._apply(self._node.vectors.shift, shards, replace=replace))
             case Snapshot(fragment=fragment, step=step):
                 self._tell_health(self._health.doubted(self._doubt()))
                 answer = Snapshotted(fragment=fragment, step=step, steps=self.counts.steps, tokens=self.counts.tokens)
                 self._answer(answer, self._flat.copy_to(self._node.vectors.snapshot, self._flat.of_fragment(fragment)))
             case _:
                 assert_never(command)
+
+    def _apply(self, vector: Tensor, shards: Sequence[ShardId], *, replace: bool = False) -> Finished | None:
+        """Change these shards of the parameters, and tell ``on_update``."""
+        changes: list[tuple[Tensor, Tensor]] = []
+        if self._on_update is not None and isinstance(self._flat, FlatParameters):
+            changes = self._flat.changes(vector, shards, replace=replace)
+        finished = (self._flat.copy_from if replace else self._flat.add_from)(vector, shards)
+        for parameter, change in changes:
+            assert self._on_update is not None
+            self._on_update(parameter, change)
+        return finished
 
     def _regain(self, anchor: Tensor, shards: Sequence[ShardId]) -> None:
         """Set these shards to the swarm's parameters plus everything trained since the node was lost.
@@ -395,7 +410,7 @@ class NodeLink:
         shift, pieces = self._node.vectors.shift, [self._flat.layout.shards[shard] for shard in shards]
         for piece in pieces:
             anchor[piece.start : piece.stop].neg_().add_(shift[piece.start : piece.stop])
-        self._until(self._flat.add_from(anchor, shards))
+        self._until(self._apply(anchor, shards))
         for piece in pieces:
             anchor[piece.start : piece.stop].copy_(shift[piece.start : piece.stop])
 

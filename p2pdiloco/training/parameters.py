@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 import torch
@@ -27,12 +27,19 @@ from p2pdiloco.training.cuda_copies import CudaCopies, Finished
 MOST_TOLD = 3
 
 
+OnUpdate = Callable[[Tensor, Tensor], None]
+"""Called with a parameter and a float32 tensor of its shape that was added to it."""
+
+
 class Piece(msgspec.Struct, frozen=True):
     """A part of one parameter: ``view``, 1-D, is elements ``start`` to ``stop`` of the flat vector."""
 
     view: Tensor
     start: int
     stop: int
+    parameter: Tensor
+    first: int
+    """Index of the part's first element in the flattened parameter."""
 
 
 class FlatParameters:
@@ -50,12 +57,8 @@ class FlatParameters:
             if not parameter.is_contiguous():
                 raise ValueError(f"{name} is not contiguous in memory: set p.data = p.data.contiguous() first")
         parameters = [parameter for _, parameter in given]
-        placed = [
-            (start, parameters[index].detach().view(-1))
-            for index, start in zip(layout.order, layout.starts, strict=True)
-        ]
         self._placed = [(parameters[index], start) for index, start in zip(layout.order, layout.starts, strict=True)]
-        self._shards = tuple(_pieces(placed, shard.start, shard.stop) for shard in layout.shards)
+        self._shards = tuple(_pieces(self._placed, shard.start, shard.stop) for shard in layout.shards)
         self.layout = layout
         self._side: CudaCopies | None = None
         devices = {parameter.device for parameter in parameters}
@@ -102,6 +105,21 @@ class FlatParameters:
                 vector[piece.start : piece.stop].copy_(piece.view)
             return None
         return self._side.to_host(_pairs(pieces, vector))
+
+    @torch.no_grad()
+    def changes(
+        self, vector: Tensor, shards: Iterable[ShardId], *, replace: bool = False
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Return what ``add_from`` (or ``copy_from``) would add: each parameter, and a float32 tensor of its shape."""
+        found: dict[int, tuple[Tensor, Tensor]] = {}
+        for piece in self._of(shards):
+            p = piece.parameter
+            _, change = found.setdefault(id(p), (p, torch.zeros_like(p, dtype=torch.float32)))
+            part = change.view(-1)[piece.first : piece.first + piece.stop - piece.start]
+            part.copy_(vector[piece.start : piece.stop])
+            if replace:
+                part.sub_(piece.view)
+        return list(found.values())
 
     @contextlib.contextmanager
     def showing(self, vector: Tensor) -> Iterator[None]:
@@ -177,13 +195,14 @@ def compared(
     return "; ".join(odd[:MOST_TOLD]) + (f"; and {len(odd) - MOST_TOLD} more" if len(odd) > MOST_TOLD else "")
 
 
-def _pieces(placed: Sequence[tuple[int, Tensor]], start: int, stop: int) -> tuple[Piece, ...]:
-    """Return the parts of the placed tensors that lie in [start, stop)."""
+def _pieces(placed: Sequence[tuple[Tensor, int]], start: int, stop: int) -> tuple[Piece, ...]:
+    """Return the parts of the placed parameters that lie in [start, stop)."""
     pieces = []
-    for at, flat in placed:
-        first, last = max(start, at), min(stop, at + flat.numel())
+    for parameter, at in placed:
+        first, last = max(start, at), min(stop, at + parameter.numel())
         if first < last:
-            pieces.append(Piece(flat[first - at : last - at], first, last))
+            view = parameter.detach().view(-1)[first - at : last - at]
+            pieces.append(Piece(view, first, last, parameter, first - at))
     return tuple(pieces)
 
 

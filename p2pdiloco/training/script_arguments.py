@@ -216,6 +216,18 @@ def process_group(value: object) -> None:
     )
 
 
+def on_update(value: object) -> None:
+    """Check the argument ``on_update``.
+
+    Raises:
+        DiLoCoError: it is not a function.
+    """
+    if value is not None and not callable(value):
+        raise DiLoCoError(
+            f"on_update = {_shown(value)}: give a function of a parameter and of what was added to it, or leave it out"
+        )
+
+
 def stepping(optimizer: Any) -> torch.optim.Optimizer:
     """Return the optimizer that makes the steps: the one inside of accelerate's and Lightning's wrappers.
 

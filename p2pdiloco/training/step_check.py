@@ -28,6 +28,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from p2pdiloco.training.parameters import OnUpdate
+
 log = logging.getLogger("p2pdiloco")
 
 WINDOW = 64
@@ -67,7 +69,8 @@ REPLACED = (
 OWN_COPY = (
     "the optimizer, or the loop around it, restores its own copy of the parameters, and so undoes the updates from "
     "other peers ({lost:.0%} of a change was lost): nothing that is trained here is merged. Float32 master weights and "
-    "Lookahead do this. Use an optimizer without a copy, or give DiLoCo the copy that is trained as its model"
+    "Lookahead do this. Use an optimizer without a copy, give DiLoCo the copy that is trained as its model, or give it "
+    "on_update=, a function that changes the copies, too"
 )
 IDLE = (
     "{steps} optimizer steps changed no parameter of the model: nothing is merged until one does. Check that the loss "
@@ -88,10 +91,16 @@ class StepCheck:
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, named: Sequence[tuple[str, nn.Parameter]]
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        named: Sequence[tuple[str, nn.Parameter]],
+        on_update: OnUpdate | None = None,
     ) -> None:
-        """``named``: the synchronized parameters; empty: nothing is checked."""
+        """``named``: the synchronized parameters; empty: nothing is checked. ``on_update``: changes copies of the
+        parameters, as of the probe."""
         self._model = model
+        self._on_update = on_update
         self._optimizer = optimizer
         self._named = named
         self._places = [parameter.data_ptr() for _, parameter in named]
@@ -233,6 +242,7 @@ class StepCheck:
             signs = torch.randint(0, 2, before.shape, generator=self._signs, device=before.device).mul_(2).sub_(1)
             self._slices.write(before + signs.to(before) * self._sizes)
             self._probe = self._slices.read() - before  # as rounded to the parameters' type
+            self._tell_copies(self._probe)
 
     @torch.no_grad()
     def _take_off(self) -> Tensor | None:
@@ -244,7 +254,14 @@ class StepCheck:
         if self._sizes is not None:
             now = torch.where(now == before + probe, before, now - probe)  # restores unchanged values exactly
             self._slices.write(now)
+            self._tell_copies(-probe)
         return now
+
+    def _tell_copies(self, change: Tensor) -> None:
+        """Tell the user's function what was added to the sample."""
+        if self._on_update is not None and self._slices is not None:
+            for parameter, full in self._slices.spread(change):
+                self._on_update(parameter, full)
 
     @torch.no_grad()
     def _judge_step(self, change: Tensor, probe: Tensor) -> None:
@@ -326,8 +343,10 @@ class StepCheck:
 class _Slices:
     """Slices of parameters, all of the same length, read and written as one tensor [slices, length]."""
 
-    def __init__(self, views: Sequence[Tensor]) -> None:
+    def __init__(self, views: Sequence[Tensor], places: Sequence[tuple[Tensor, int]]) -> None:
+        """``places``: of each view, the parameter and the index of the first element."""
         self._views = views
+        self._places = places
         self.device = views[0].device
         self.elements = sum(view.numel() for view in views)
 
@@ -341,20 +360,30 @@ class _Slices:
         for view, row in zip(self._views, values, strict=True):
             view.copy_(row)
 
+    def spread(self, values: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Return each parameter, and a float32 tensor of its shape with the values of its slices, 0 elsewhere."""
+        found: dict[int, tuple[Tensor, Tensor]] = {}
+        for (p, start), row in zip(self._places, values, strict=True):
+            _, full = found.setdefault(id(p), (p, torch.zeros_like(p, dtype=torch.float32)))
+            full.view(-1)[start : start + len(row)] = row
+        return list(found.values())
+
 
 def _slices(parameters: Iterable[Tensor]) -> _Slices | None:
     """Select at most SLICES slices, spread evenly over the parameters; None if there is nothing to check."""
-    able = [p.data.view(-1) for p in parameters if p.numel() and p.is_floating_point() and p.is_contiguous()]
-    able = [flat for flat in able if flat.device == able[0].device]
-    length = min(LENGTH, max((flat.numel() for flat in able), default=0))
-    able = [flat for flat in able if flat.numel() >= length]
+    able = [p for p in parameters if p.numel() and p.is_floating_point() and p.is_contiguous()]
+    able = [p for p in able if p.device == able[0].device]
+    length = min(LENGTH, max((p.numel() for p in able), default=0))
+    able = [p for p in able if p.numel() >= length]
     able = able[:: -(-len(able) // SLICES)] if able else []
-    views = []
-    for flat in able:
-        number = min(SLICES // len(able), flat.numel() // length)
-        part = flat.numel() // number
-        views += [flat[(start := index * part + (part - length) // 2) : start + length] for index in range(number)]
-    return _Slices(views) if views else None
+    views, places = [], []
+    for p in able:
+        number = min(SLICES // len(able), p.numel() // length)
+        part = p.numel() // number
+        for start in (index * part + (part - length) // 2 for index in range(number)):
+            views.append(p.data.view(-1)[start : start + length])
+            places.append((p, start))
+    return _Slices(views, places) if views else None
 
 
 def _decay(group: Mapping[str, Any]) -> float:

@@ -599,3 +599,18 @@ def test_a_copy_that_is_under_way_when_it_is_told_to_end_is_told() -> None:
     assert any(isinstance(message, learner_ipc.Snapshotted) for message in bench.hear())
     bench.socket.close()
     bench.vectors.close()
+
+
+def test_copies_of_the_parameters_are_told_of_each_update() -> None:
+    """Of all parts of a parameter at once, in float32, in its shape."""
+    bench = Bench()
+    copies = {p: p.detach().clone() for p in bench.parameters}
+    bench.link._on_update = lambda p, change: copies[p].add_(change)  # type: ignore[index,assignment]
+    elements = bench.flat.layout.elements
+    bench.vectors.shift.copy_(torch.arange(float(elements)))
+    bench.do(*bench.load(0))
+    bench.vectors.shift.copy_(torch.randn(elements))
+    bench.do(learner_ipc.Shift(shards=bench.flat.everything[:1], replace=False))
+    for p in bench.parameters:
+        assert copies[p].shape == p.shape
+        torch.testing.assert_close(copies[p], p.detach())

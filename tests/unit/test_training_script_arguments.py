@@ -124,6 +124,7 @@ MISTAKES = {
     "peers to wait for as text": Mistake(WHOLE, {"wait_for_peers": "2"}),
     "no peers to wait for": Mistake("wait_for_peers = 0", {"wait_for_peers": 0}),
     "half a peer to wait for": Mistake(WHOLE, {"wait_for_peers": 2.5}),
+    "a hook that is none": Mistake("give a function", {"on_update": "masters"}),
     "ranks as group": Mistake("torch.distributed.new_group", {"process_group": [0, 1]}),
     # -- where, and how long
     "a number as state": Mistake("write the path of a folder", {"state": 5}),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -67,12 +68,21 @@ class OldStyle(optim.SGD):
 class Bench:
     """A model, its optimizer, and the hooks as the wrapper has them; others move the parameters now and then."""
 
-    def __init__(self, made: Made, *, dtype: torch.dtype = torch.float32, shift: float = 0.01, is_linear: bool = False):
+    def __init__(
+        self,
+        made: Made,
+        *,
+        dtype: torch.dtype = torch.float32,
+        shift: float = 0.01,
+        is_linear: bool = False,
+        copies: Callable[[optim.Optimizer, Tensor, Tensor], None] | None = None,
+    ) -> None:
         torch.manual_seed(0)
         layers = [nn.Linear(16, 8)] if is_linear else [nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 8)]
         self.model = nn.Sequential(*layers).to(dtype)
         self.optimizer = made(self.model)
-        self.check = StepCheck(self.model, self.optimizer, list(self.model.named_parameters()))
+        self.on_update = None if copies is None else partial(copies, self.optimizer)
+        self.check = StepCheck(self.model, self.optimizer, list(self.model.named_parameters()), self.on_update)
         self.shift = shift
         self.steps = 0
         self.seen: list[Tensor] = []
@@ -87,7 +97,9 @@ class Bench:
         if self.shift and self.steps % 7 == 0:
             with torch.no_grad():
                 for p in self.model.parameters():
-                    p.add_(torch.randn_like(p) * self.shift)
+                    p.add_(change := torch.randn_like(p) * self.shift)
+                    if self.on_update is not None:
+                        self.on_update(p, change.float())
         self.check.rest()
 
     def loss(self) -> Tensor:
@@ -173,6 +185,36 @@ def test_master_weights_are_told_within_a_turn(rate: float, shift: float, *, clo
 def test_master_weights_of_parameters_in_bfloat16_are_told() -> None:
     told = Bench(lambda m: MasterWeights(m.parameters(), 0.01), dtype=torch.bfloat16).problems(TURN)
     assert "restores its own copy" in told[-1]
+
+
+def shift_copies(optimizer: optim.Optimizer, p: Tensor, change: Tensor) -> None:
+    """What a script gives as ``on_update``."""
+    for word in ("master", "slow"):
+        if word in optimizer.state[p]:
+            optimizer.state[p][word].add_(change)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("made", ["master weights", "lookahead"])
+def test_copies_that_are_changed_too_are_honest_and_those_that_are_not_are_told(made: str, dtype: torch.dtype) -> None:
+    """The probe is in the copies while it is in the parameters, and what is trained is the same without it."""
+
+    def make(model: nn.Module) -> optim.Optimizer:
+        if made == "lookahead":
+            return Lookahead(model.parameters(), 0.1, 5, 0.5)
+        return MasterWeights(model.parameters(), 0.1)
+
+    bench = Bench(make, dtype=dtype, copies=shift_copies)
+    assert set(bench.problems(WINDOW)) == {""}
+    plain = Bench(make, dtype=dtype, copies=shift_copies)
+    plain.check.before = lambda *_: None  # type: ignore[method-assign]
+    for _ in range(WINDOW):
+        plain.step()
+    tolerance = 1e-4 if dtype is torch.float32 else 0.1
+    for p, same in zip(bench.model.parameters(), plain.model.parameters(), strict=True):
+        torch.testing.assert_close(p, same, rtol=tolerance, atol=tolerance)
+    idle = Bench(make, dtype=dtype, copies=lambda *_: None)
+    assert "restores its own copy" in idle.problems(WINDOW)[-1]
 
 
 SLOW = pytest.mark.parametrize(("k", "alpha"), [(1, 0.5), (5, 0.5), (6, 0.8), (10, 0.5)])
