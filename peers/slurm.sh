@@ -1,10 +1,11 @@
 #!/bin/bash
 # An array of peers on a cluster that takes its machines back: each element is one peer with a state folder of its own.
 #
-#   sbatch --export=ALL,ADDR=/ip4/203.0.113.5/tcp/31337/p2p/12D3KooW... peers/slurm.sh
+#   export P2PDILOCO_INVITE=...                 (as start prints it; the environment is not on a command line)
+#   sbatch --export=ALL peers/slurm.sh
 #
 # A minute before the limit SLURM sends SIGUSR1; the peer contributes what is unmerged, saves, and ends within 20 s. So it
-# does if the job is preempted (SIGTERM). A requeued element goes on from its own folder.
+# does if the job is preempted (SIGTERM). In both cases the element is queued again, and goes on from its own folder.
 #SBATCH --job-name=p2pdiloco
 #SBATCH --array=0-7
 #SBATCH --gres=gpu:1
@@ -16,9 +17,23 @@
 #SBATCH --output=p2pdiloco-%A_%a.log
 
 set -euo pipefail
-: "${ADDR:?say --export=ALL,ADDR=..., as p2pdiloco bootstrap prints it}"
+: "${P2PDILOCO_INVITE:?export P2PDILOCO_INVITE=... and say --export=ALL; start prints it}"
 STATE=${STATE:-$HOME/.local/state/p2pdiloco}/slurm-${SLURM_ARRAY_TASK_ID:-0}
 
-# exec: the signal for the batch shell (B:) reaches the peer itself. The model is served by those who stay on.
-# shellcheck disable=SC2086  # several addresses, several options
-exec "${P2PDILOCO:-p2pdiloco}" join $ADDR --state "$STATE" --stay-s 0 ${OPTIONS:---device cuda}
+# The signals for the batch shell (B:) go on to the peer. The model is served by those who stay on.
+# shellcheck disable=SC2086  # several options
+"${P2PDILOCO:-p2pdiloco}" join --state "$STATE" --stay-s 0 ${OPTIONS:---device cuda} &
+peer=$!
+is_time_up=
+trap 'is_time_up=yes; kill -USR1 "$peer"' USR1
+trap 'kill -TERM "$peer"' TERM INT
+status=0
+while :; do # a signal interrupts wait
+    wait "$peer" && status=0 || status=$?
+    kill -0 "$peer" 2>/dev/null || break
+done
+# SLURM queues preempted jobs again by itself, but not those whose time is up.
+if [ -n "$is_time_up" ] && [ -n "${SLURM_JOB_ID:-}" ]; then
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$status"

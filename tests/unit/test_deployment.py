@@ -5,56 +5,99 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import signal
 import subprocess
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 
+from p2pdiloco.access.invite_code import VARIABLE
 from p2pdiloco.cli.main import _parse
+from p2pdiloco.node.dashboard import split_place
+from p2pdiloco.observability.web_server import PROBES, TOKEN_VARIABLE
 
 ROOT = Path(__file__).parents[2]
 ADDRESS = "/ip4/192.0.2.1/tcp/1/p2p/x"
 
 
-def test_the_slurm_script_becomes_one_peer_an_element(tmp_path: Path) -> None:
-    told = tmp_path / "told"
-    told.write_text('#!/bin/sh\nprintf "%s\\n" "$$" "$@"\n')
-    told.chmod(0o755)
+def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> None:
+    """Wait for another process."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.01)
+
+
+def test_the_slurm_script_becomes_one_peer_an_element_and_is_queued_again_when_its_time_is_up(tmp_path: Path) -> None:
     script = ROOT / "peers" / "slurm.sh"
-    environment = {"P2PDILOCO": str(told), "STATE": str(tmp_path), "SLURM_ARRAY_TASK_ID": "3", "PATH": "/usr/bin:/bin"}
-    process = subprocess.Popen([script], env={**environment, "ADDR": ADDRESS}, stdout=subprocess.PIPE, text=True)
-    pid, *words = process.communicate(timeout=20)[0].splitlines()
-    assert int(pid) == process.pid, "SLURM's signal reaches the peer itself"
-    asked = _parse(words)
-    assert (asked.command, asked.address, asked.state) == ("join", [ADDRESS], tmp_path / "slurm-3")
+    for name, text in (
+        ("told", 'printf "%s\\n" "$@" > "$TOLD"; trap "exit 7" USR1; trap "exit 8" TERM; while :; do sleep 0.1; done'),
+        ("scontrol", 'echo "$@" > "$QUEUED"'),
+    ):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    told, queued = tmp_path / "words", tmp_path / "queued"
+    environment = {"P2PDILOCO": str(tmp_path / "told"), "STATE": str(tmp_path), "SLURM_ARRAY_TASK_ID": "3"}
+    environment |= {"SLURM_JOB_ID": "41", "TOLD": str(told), "QUEUED": str(queued), "PATH": f"{tmp_path}:/usr/bin:/bin"}
+    for number, status, is_queued in ((signal.SIGTERM, 8, False), (signal.SIGUSR1, 7, True)):
+        told.unlink(missing_ok=True)
+        process = subprocess.Popen([script], env={**environment, VARIABLE: ADDRESS})
+        wait_until(lambda: told.exists() and told.read_text().endswith("cuda\n"), 60.0, "the peer")
+        process.send_signal(number)
+        assert process.wait(60) == status
+        assert queued.exists() is is_queued, "SLURM itself queues what it preempts"
+    assert queued.read_text() == "requeue 41\n"
+    asked = _parse([*told.read_text().splitlines(), ADDRESS])
+    assert (asked.command, asked.state) == ("join", tmp_path / "slurm-3")
     silent = subprocess.run([script], env=environment, capture_output=True, text=True, check=False, timeout=20)
     assert silent.returncode != 0
-    assert "--export=ALL,ADDR=" in silent.stderr
+    assert "export P2PDILOCO_INVITE=" in silent.stderr
     limits = dict(re.findall(r"#SBATCH --(\w[\w-]*)=(\S+)", script.read_text()))
     before_s = int(limits["signal"].removeprefix("B:USR1@"))
     assert before_s > asked.leave_s + 20, "what is written at the end, and SLURM's own slack"
-    assert subprocess.run(["bash", "-n", script], check=False).returncode == 0
 
 
 @pytest.mark.parametrize("path", ["peers/peer.service", "bootstrap/p2pdiloco-bootstrap.service"])
-def test_the_services_type_what_there_is(path: str) -> None:
+def test_the_services_type_what_there_is(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, ADDRESS)
     text = (ROOT / path).read_text()
     command = re.search(r"(?m)^ExecStart=\S*p2pdiloco (.*)$", text)
     assert command is not None
-    asked = _parse([word.replace("$ADDR", ADDRESS) for word in shlex.split(command[1])])
+    asked = _parse(shlex.split(command[1]))
     if asked.command == "join":
         stop_s = re.search(r"(?m)^TimeoutStopSec=(\d+)$", text)
         assert stop_s is not None
         assert int(stop_s[1]) > asked.leave_s + 20
 
 
-def test_the_pods_type_what_there_is() -> None:
-    text = (ROOT / "peers" / "kubernetes.yaml").read_text()
-    arguments = re.search(r"(?m)^ +args: (\[.*\])$", text)
-    assert arguments is not None
-    asked = _parse([word.replace("$(ADDR)", ADDRESS) for word in json.loads(arguments[1])])
-    assert asked.command == "join"
-    grace_s = re.search(r"terminationGracePeriodSeconds: (\d+)", text)
-    assert grace_s is not None
-    assert int(grace_s[1]) > asked.leave_s + 20
-    assert str(asked.state) in text.split("mountPath: ")[1]
+def test_the_pods_type_what_there_is_and_need_no_rights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, ADDRESS)
+    pod = yaml.safe_load((ROOT / "peers" / "kubernetes.yaml").read_text())["spec"]["template"]["spec"]
+    (peer,) = pod["containers"]
+    asked = _parse(peer["args"])
+    assert (asked.command, asked.address) == ("join", [ADDRESS])
+    assert pod["terminationGracePeriodSeconds"] > asked.leave_s + 60
+    assert str(asked.state) in [mount["mountPath"] for mount in peer["volumeMounts"]]
+    assert {"/tmp", "/dev/shm"} < {mount["mountPath"] for mount in peer["volumeMounts"]}, "the root is read-only"
+    assert {one["name"] for one in peer["env"] if "secretKeyRef" in one["valueFrom"]} == {VARIABLE, TOKEN_VARIABLE}
+    assert pod["securityContext"]["fsGroup"] == pod["securityContext"]["runAsUser"], "it owns its volume"
+    probed = {peer[f"{kind}Probe"]["httpGet"]["path"] for kind in ("startup", "liveness", "readiness")}
+    assert probed == set(PROBES)
+    assert split_place(asked.page) == ("0.0.0.0", peer["ports"][0]["containerPort"])
+
+
+@pytest.mark.parametrize("path", ["peers/Dockerfile", "bootstrap/Dockerfile"])
+def test_images_copy_what_there_is_and_run_as_a_user(path: str) -> None:
+    text = re.sub(r"\\\n", " ", (ROOT / path).read_text())
+    for stage in re.split(r"(?m)^FROM ", text)[1:]:
+        for words in re.findall(r"(?m)^COPY (?!--from)(.*)$", stage):
+            assert all((ROOT / word).exists() for word in words.split()[:-1]), words
+        if "ENTRYPOINT" in stage:
+            assert re.search(r"(?m)^USER (?!root|0)\w+$", stage)
+            assert json.loads(stage.split("ENTRYPOINT ")[1])[0] == "p2pdiloco"
+    pinned = re.search(r"TORCH|torch==([\d.]+)", (ROOT / "Makefile").read_text())
+    assert pinned is not None
+    assert set(re.findall(r"torch==([\d.]+)", text)) == {pinned[1]}
