@@ -48,7 +48,7 @@ PUBLIC = (
         "training/swarm_view",
         ("peers", "swarm", "sampler", "stream", "share", "shard", "record_batch"),
     ),
-    Entry("p2pdiloco.DiLoCoError", "diloco"),
+    Entry("p2pdiloco.DiLoCoError", "training/script_arguments"),
     Entry("p2pdiloco.integrations.transformers.DiLoCoCallback", "integrations/transformers", ("outer",)),
     Entry("p2pdiloco.integrations.lightning.DiLoCoCallback", "integrations/lightning", ("outer",)),
     Entry("p2pdiloco.integrations.lr_schedules.follow", "integrations/lr_schedules"),
