@@ -129,21 +129,22 @@ def peers(value: object, found: bool | None) -> tuple[str, ...]:
         raise DiLoCoError(f"initial_peers = {_shown(value)}: write an invite or an address, or a list of them")
     found_peers = []
     for one in given:
-        if one is None or (isinstance(one, str) and not one.strip()):
-            if found is None:
-                raise DiLoCoError(
-                    f"initial_peers = {_shown(value)} is empty: give the invite that the first script prints. To "
-                    "create the run here, leave initial_peers out, or add found=True"
-                )
-        elif not isinstance(one, str):
+        is_blank = one is None or (isinstance(one, str) and not one.strip())
+        if is_blank and found is None:
+            raise DiLoCoError(
+                f"initial_peers = {_shown(value)} is empty: give the invite that the first script prints. To create "
+                "the run here, leave initial_peers out, or add found=True"
+            )
+        if is_blank:
+            continue
+        if not isinstance(one, str):
             raise DiLoCoError(f"initial_peers has {_shown(one)}: write an invite or an address, as a text")
-        elif not one.strip().startswith(("/", "p2pdiloco")):
+        if not one.strip().startswith(("/", "p2pdiloco")):
             raise DiLoCoError(
                 f"initial_peers has {_shown(one)}, which is neither an invite (p2pdiloco...) nor a multiaddr "
                 "(/ip4/203.0.113.5/tcp/31337/p2p/ID): copy what the first script prints"
             )
-        else:
-            found_peers.append(one)
+        found_peers.append(one)
     return tuple(found_peers)
 
 

@@ -15,6 +15,7 @@ _ADOPTED = "test_a_learner_that_is_adopted_keeps_its_progress_since_the_loss_and
 _CONSERVATION = "tests/property/test_conservation.py::test_every_token_trained_stands_in_the_parameters_once"
 _QUEUE = "tests/unit/test_util_executor.py"
 
+_ARGUMENT_TESTS = "tests/unit/test_training_script_arguments.py"
 _CHECK = "p2pdiloco.training.step_check"
 _CHECK_TESTS = "tests/unit/test_training_step_check.py"
 
@@ -162,7 +163,7 @@ BUGS = (
     Bug(
         name="a replacement is added",
         module=_LINK,
-        where="NodeLink._copy",
+        where="NodeLink._apply",
         old="self._flat.copy_from if replace else self._flat.add_from",
         new="self._flat.add_from",
         harm="a learner that is reset doubles its parameters",
@@ -213,10 +214,48 @@ BUGS = (
         name="a large model's node has no more time to end than a small one's",
         module="p2pdiloco.script_node",
         where="leaving_s",
-        old="LEAVE_S + parameters * WRITTEN_BYTES / WRITTEN_BYTES_PER_S",
+        old="LEAVE_S + max(0.0, given_s) + parameters * WRITTEN_BYTES / WRITTEN_BYTES_PER_S",
         new="LEAVE_S",
         harm="what was trained last is killed while it is merged and written",
         killed_by=("tests/unit/test_script_node.py::test_the_node_of_a_large_model_is_waited_for_longer",),
+    ),
+    Bug(
+        name="an empty variable founds a second run",
+        module="p2pdiloco.training.script_arguments",
+        where="peers",
+        old="is_blank and found is None",
+        new="False",
+        harm="a script that should join trains a run of its own, in silence",
+        killed_by=(f"{_ARGUMENT_TESTS}::test_a_mistake_is_told_with_the_remedy_before_anything_is_founded",),
+    ),
+    Bug(
+        name="an error of ours leaves the user's step",
+        module="p2pdiloco.diloco",
+        where="DiLoCo._fail",
+        old="self._island is not None",
+        new="True",
+        harm="a folder that was moved ends the training",
+        killed_by=(
+            f"{_ARGUMENT_TESTS}::test_no_error_leaves_a_step_and_a_script_that_trains_alone_ends_at_the_runs_last_step",
+        ),
+    ),
+    Bug(
+        name="the probe is not in the copies",
+        module=_CHECK,
+        where="StepCheck._put_on",
+        old="self._tell_copies(self._probe)",
+        new="None",
+        harm="a script that changes its master weights too is never merged",
+        killed_by=(f"{_CHECK_TESTS}::test_copies_that_are_changed_too_are_honest_and_those_that_are_not_are_told",),
+    ),
+    Bug(
+        name="containers of one path meet each other's nodes",
+        module="p2pdiloco.training.node_reconnect",
+        where="meeting_place",
+        old="path.stat().st_ino",
+        new="0",
+        harm="two containers on the host's network are told that scripts need Linux",
+        killed_by=(f"{_COMPANION_TESTS}::test_folders_of_one_path_in_two_containers_have_meeting_places_of_their_own",),
     ),
     Bug(
         name="more is read than the welcome",
