@@ -142,7 +142,7 @@ def merge(adapted: Any) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the warning that weights are no longer tied
         model = adapted.merge_and_unload()
-    own, tied = model.state_dict(keep_vars=True), model.all_tied_weights_keys.items()
+    own, tied = model.state_dict(keep_vars=True), _tied(model).items()
     are_equal = all(torch.equal(own[one], own[other]) for one, other in tied)
     if tied:
         model.config.tie_word_embeddings = are_equal
@@ -366,7 +366,7 @@ def _load(own: Any, kind: Any, folder: Path) -> tuple[Any, set[str]]:
         raise ArchitectureError(
             f"the weights in {folder} cannot be loaded: give the folder that the scripts began with ({error})"
         ) from error
-    return model, {*told["missing_keys"], *(name for name, *_ in told["mismatched_keys"])}
+    return model, {*told["missing_keys"], *_names(told["mismatched_keys"])}
 
 
 def _stored(model: Any) -> set[str]:
@@ -418,6 +418,22 @@ def _copy(tensors: Mapping[str, Tensor], model: Any) -> None:
     own = dict(model.named_parameters())
     for name, tensor in tensors.items():
         own[name].copy_(tensor)
+
+
+def _names(mismatched: Iterable[Any]) -> Iterator[str]:
+    """Yield the names of tensors of other shapes: transformers 5 gives them with both shapes, 4 alone."""
+    return (one if isinstance(one, str) else one[0] for one in mismatched)
+
+
+def _tied(model: Any) -> Mapping[str, str]:
+    """Return the names of weights that are copies of others, with the names of these."""
+    if (every := getattr(model, "all_tied_weights_keys", None)) is not None:
+        return dict(every)
+    copies = model._tied_weights_keys if model.config.tie_word_embeddings else None  # transformers 4
+    embedding = model.get_input_embeddings()
+    source = next(f"{name}.weight" for name, module in model.named_modules() if module is embedding)
+    own = model.state_dict()
+    return {name: source for name in copies or () if name in own and name != source}
 
 
 def _put(model: Any, name: str, p: Tensor) -> None:
