@@ -34,7 +34,7 @@ def wait_until(condition: Callable[[], bool], timeout_s: float, what: str) -> No
 def test_the_slurm_script_becomes_one_peer_an_element_and_is_queued_again_when_its_time_is_up(tmp_path: Path) -> None:
     script = ROOT / "peers" / "slurm.sh"
     for name, text in (
-        ("told", 'printf "%s\\n" "$@" > "$TOLD"; trap "exit 7" USR1; trap "exit 8" TERM; while :; do sleep 0.1; done'),
+        ("told", 'trap "exit 7" USR1; trap "exit 8" TERM; printf "%s\\n" "$@" > "$TOLD"; while :; do sleep 0.1; done'),
         ("scontrol", 'echo "$@" > "$QUEUED"'),
     ):
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
