@@ -114,6 +114,7 @@ bench-quick: $(READY) ## the same in five minutes or so: that all of it works, n
 site: ## the documentation as a site, in out/site (brings zensical into an environment of its own)
 	@test -x out/site-env/bin/zensical || { $(PYTHON) -m venv out/site-env && out/site-env/bin/pip install -q zensical; }
 	@out/site-env/bin/zensical build --clean
+	@$(PYTHON) -m tests.site out/site
 
 bench-uml: $(READY) ## the testbed's real netem path, in User-Mode Linux (apt install user-mode-linux; a minute)
 	@tests/wan/uml.sh $(CURDIR)/$(BIN)/python

@@ -21,12 +21,13 @@ set -euo pipefail
 STATE=${STATE:-$HOME/.local/state/p2pdiloco}/slurm-${SLURM_ARRAY_TASK_ID:-0}
 
 # The signals for the batch shell (B:) go on to the peer. The model is served by those who stay on.
+peer=
+is_time_up=
+trap 'is_time_up=yes; kill -USR1 $peer' USR1
+trap 'kill -TERM $peer' TERM INT
 # shellcheck disable=SC2086  # several options
 "${P2PDILOCO:-p2pdiloco}" join --state "$STATE" --stay-s 0 ${OPTIONS:---device cuda} &
 peer=$!
-is_time_up=
-trap 'is_time_up=yes; kill -USR1 "$peer"' USR1
-trap 'kill -TERM "$peer"' TERM INT
 status=0
 while :; do # a signal interrupts wait
     wait "$peer" && status=0 || status=$?

@@ -19,6 +19,7 @@ from p2pdiloco.cli import argument_types
 from p2pdiloco.cli.arguments import COMMANDS
 from p2pdiloco.cli.main import _parse, main
 from p2pdiloco.observability import exporters
+from tests.site import complete
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [
@@ -163,3 +164,20 @@ def test_the_site_has_every_page() -> None:
     told = tomllib.loads((ROOT / "zensical.toml").read_text(encoding="utf-8"))["project"]
     named = set(re.findall(r"'(\S+\.md)'", str(told["nav"])))
     assert named == {*(path.name for path in (ROOT / told["docs_dir"]).glob("*.md")), "adr/index.md"}
+
+
+def test_the_sites_links_to_files_of_the_repository_lead_to_copies(tmp_path: Path) -> None:
+    site, root = tmp_path / "site", tmp_path / "root"
+    for path, text in (
+        ("site/index.html", '<a href="guide/">'),
+        ("site/guide/index.html", '<a href="../index.html"><a href="../../peers/one.py#L3"><a href="../../peers">'),
+        ("site/broken/index.html", '<a href="../../peers/none.py"><a href="../nowhere/">'),
+        ("root/peers/one.py", "pass"),
+    ):
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_text(text)
+    assert complete(site, root) == ["../../peers/none.py", "../nowhere/"]
+    guide = (site / "guide" / "index.html").read_text()
+    assert guide == '<a href="../index.html"><a href="../files/peers/one.py#L3"><a href="../files/peers">'
+    assert (site / "files" / "peers" / "one.py").read_text() == "pass"
+    assert 'href="one.py"' in (site / "files" / "peers" / "index.html").read_text()
