@@ -30,6 +30,7 @@ import psutil
 from p2pdiloco.discovery.clock_sync import SharedClock
 from p2pdiloco.peer.options import LearnerOptions
 from p2pdiloco.protocol.manifest import PROTOCOL_VERSION, Layout, Manifest
+from p2pdiloco.protocol.manifest_defaults import momentum_type
 from p2pdiloco.training import PASSIVE
 from p2pdiloco.training.speed_trial import SpeedTrial
 from p2pdiloco.transport.identity import Identity, IdentityError
@@ -195,7 +196,7 @@ LOCAL_CHECKS: tuple[Callable[[], Finding], ...] = (
 
 
 def disk(state: Path, needs_bytes: int = FREE_DISK_BYTES) -> Finding:
-    """Check the disk of the state folder. ``needs_bytes``: space that the run's checkpoints need."""
+    """Check the disk of the state folder. ``needs_bytes``: space that the run needs."""
     existing = next(path for path in (state, *state.parents) if path.exists())
     if not existing.is_dir():
         return Finding("failure", "state folder", f"{existing} is a file", "give another one with --state")
@@ -293,8 +294,12 @@ COMMAND = (sys.executable, "-P", "-m", "p2pdiloco.training.speed_trial")
 NODE_BYTES_A_PARAMETER, NODE_BYTES = 9, 45 << 20
 # Memory of a process that has loaded Python and torch.
 PROCESS_BYTES = 250 << 20
-CHECKPOINT_BYTES_A_PARAMETER = 8
+# Sizes on disk (docs/operating.md): parameters and bfloat16 momentum; AdamW's state; recent payloads; commits since the
+# oldest kept checkpoint, at most.
+CHECKPOINT_BYTES_A_PARAMETER = 6
 INNER_STATE_BYTES_A_PARAMETER = 8
+PAYLOAD_BYTES_A_PARAMETER = 27
+COMMIT_BYTES_A_PARAMETER = 58
 LOG_BYTES = 100 << 20
 # Bytes sent per parameter in one exchange, one way: int4 with its scales (docs/results.md).
 SENT_BYTES_A_PARAMETER = 0.44
@@ -370,7 +375,9 @@ def judged(
     learner = trial.bytes if trial is not None and trial.bytes else 16 * parameters + PROCESS_BYTES
     is_measured = bool(trial is not None and trial.bytes)
     findings.append(_memory(node, learner, is_measured, memory_bytes() if free_memory is None else free_memory))
-    room = (keeps + 1) * CHECKPOINT_BYTES_A_PARAMETER + INNER_STATE_BYTES_A_PARAMETER
+    checkpoint = CHECKPOINT_BYTES_A_PARAMETER + 2 * (momentum_type(manifest.config.outer) == "float32")
+    room = (keeps + 2) * checkpoint + INNER_STATE_BYTES_A_PARAMETER  # also a known-good one, and one being written
+    room += PAYLOAD_BYTES_A_PARAMETER + COMMIT_BYTES_A_PARAMETER
     needs = room * parameters + LOG_BYTES
     findings.append(disk(state, needs))
     gift = Gift(memory_bytes=node + learner, disk_bytes=needs)

@@ -18,6 +18,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
+
 from p2pdiloco.node.run_creation import is_founded_from
 from p2pdiloco.peer import checkpoint, state_client
 from p2pdiloco.peer.checkpoint import (
@@ -205,6 +207,18 @@ def go_back(folders: Sequence[Path]) -> str:
             "training has continued normally until the next one). Without --known-good the newest are used"
         )
     return f"going back to {', '.join(found)}; newer checkpoints are kept beside it as {checkpoint.ASIDE}*"
+
+
+def are_of_scripts(folders: Sequence[Path]) -> bool:
+    """Return whether the runs in or below ``folders`` are trained by scripts, which start their nodes themselves.
+
+    Blocks on the disk.
+    """
+    kinds = set()
+    for place in places(folders):
+        with contextlib.suppress(OSError, ValueError):
+            kinds.add(msgspec.msgpack.decode((place / MANIFEST).read_bytes(), type=Manifest).config.model.kind)
+    return kinds == {"external"}
 
 
 def has_finished(manifest: Manifest, shards: Iterable[StateProof]) -> bool:

@@ -19,6 +19,7 @@ from p2pdiloco.node import diagnostics
 from p2pdiloco.node.diagnostics import Finding
 from p2pdiloco.peer.options import LearnerOptions
 from p2pdiloco.protocol.manifest import Layout, Manifest
+from p2pdiloco.protocol.manifest_defaults import momentum_type
 from p2pdiloco.training.speed_trial import SpeedTrial
 from p2pdiloco.transport.identity import Identity
 from p2pdiloco.util.files import lock
@@ -166,6 +167,8 @@ def test_what_a_machine_would_give_is_told(manifest: Manifest, tmp_path: Path) -
     sync = manifest.config.schedule.sync_every
     assert gift.up_bytes_per_s == pytest.approx(0.44 * parameters * (1 + 3 / 4) / (sync * 0.5))
     assert gift.memory_bytes == 9 * parameters + (45 << 20) + (250 << 20) + 400_000_000
+    checkpoint = 8 if momentum_type(manifest.config.outer) == "float32" else 6
+    assert gift.disk_bytes == (4 * checkpoint + 8 + 27 + 58) * parameters + (100 << 20), "as docs/operating.md says"
 
 
 def test_what_a_machine_lacks_is_told(manifest: Manifest, tmp_path: Path) -> None:

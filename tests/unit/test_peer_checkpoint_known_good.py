@@ -5,15 +5,17 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from test_peer_checkpoint import make_manifest, proof_of, versions_of, write
 
+from p2pdiloco.cli.main import main
 from p2pdiloco.codec.digests import state_digest
 from p2pdiloco.node.run_folder import LOCK, FolderInUseError, RunStore, folder_of, go_back
 from p2pdiloco.peer.checkpoint import ASIDE, MEMORY, CheckpointError, KnownGood, good_number, load, save
 from p2pdiloco.peer.commit_wal import path_of
-from p2pdiloco.protocol.manifest import Layout
+from p2pdiloco.protocol.manifest import Layout, ModelConfig
 from p2pdiloco.util.files import LOCAL, lock
 
 
@@ -110,3 +112,17 @@ def test_a_checkpoint_that_is_not_finite_is_not_loaded(tmp_path: Path) -> None:
     ]
     save(tmp_path, manifest, proofs, theta, momentum, keep=2)
     assert versions_of(load(tmp_path)) == [1, 1]
+
+
+def test_a_scripts_run_goes_back_and_waits_for_its_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its node is started by the script alone."""
+    peer = Peer(tmp_path)
+    config = msgspec.structs.replace(peer.manifest.config, model=ModelConfig(kind="external"))
+    peer.manifest = msgspec.structs.replace(peer.manifest, config=config)
+    peer.folder = folder_of(tmp_path, peer.manifest.run) / "checkpoint"
+    peer.known = KnownGood(peer.folder, LOCAL)
+    peer.trains(3.0, 2.5, 2.2, 2.1, 9.0)
+    assert main(["resume", str(tmp_path), "--state", str(tmp_path), "--known-good"]) == 0
+    told = capsys.readouterr().out
+    assert "going back to" in told
+    assert "start the training script again" in told
