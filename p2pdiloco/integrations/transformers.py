@@ -40,7 +40,7 @@ except ImportError as missing:
 
 log = logging.getLogger("p2pdiloco")
 
-_INPUTS = ("input_ids", "inputs_embeds", "pixel_values", "input_features")
+_INPUTS = ("input_ids", "inputs_embeds", "pixel_values", "input_features", "input_values")
 
 
 class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not typed for mypy here
@@ -71,8 +71,8 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
                 steps as the run has. False: it follows the Trainer's steps.
             options: Further arguments of ``p2pdiloco.DiLoCo``, except ``model`` and ``optimizer``. ``total_steps``
                 defaults to the Trainer's number of steps, ``grad_scaler`` to the Trainer's. ``tokens_per_step`` is only
-                needed for models whose inputs are not called ``input_ids``, ``inputs_embeds``, ``pixel_values`` or
-                ``input_features``.
+                needed for models whose inputs are not called ``input_ids``, ``inputs_embeds``, ``pixel_values``,
+                ``input_features`` or ``input_values``.
 
         Raises:
             DiLoCoError: ``DiLoCo`` has no such argument.
