@@ -22,12 +22,17 @@ STATE=${STATE:-$HOME/.local/state/p2pdiloco}/slurm-${SLURM_ARRAY_TASK_ID:-0}
 
 # The signals for the batch shell (B:) go on to the peer. The model is served by those who stay on.
 peer=
+early=
 is_time_up=
-trap 'is_time_up=yes; kill -USR1 $peer' USR1
-trap 'kill -TERM $peer' TERM INT
+forward() {
+    if [ -n "$peer" ]; then kill -s "$1" "$peer"; else early=$1; fi
+}
+trap 'is_time_up=yes; forward USR1' USR1
+trap 'forward TERM' TERM INT
 # shellcheck disable=SC2086  # several options
 "${P2PDILOCO:-p2pdiloco}" join --state "$STATE" --stay-s 0 ${OPTIONS:---device cuda} &
 peer=$!
+if [ -n "$early" ]; then forward "$early"; fi
 status=0
 while :; do # a signal interrupts wait
     wait "$peer" && status=0 || status=$?

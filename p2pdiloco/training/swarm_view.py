@@ -116,7 +116,7 @@ class SwarmView:
         """
         rank, ranks = 0, 1
         if self._has_run and dist.is_available() and dist.is_initialized():
-            rank, ranks = dist.get_rank(), dist.get_world_size()
+            rank, ranks = dist.get_rank(self._process_group), dist.get_world_size(self._process_group)
         return OwnStream(dataset, self._tell_workers(), rank=rank, ranks=ranks)
 
     def share(self, loader: Any) -> bool:
