@@ -178,8 +178,9 @@ class DiLoCo(SwarmView):
         tokens = 0
         if run is not None:
             self._named = script_arguments.exchanged(model)
-            grad_scaler = getattr(optimizer, "scaler", None) if grad_scaler is None else grad_scaler  # accelerate's
-            optimizer = script_arguments.stepping(optimizer)
+            prepared, optimizer = optimizer, script_arguments.stepping(optimizer)
+            if grad_scaler is None and prepared is not optimizer:
+                grad_scaler = getattr(prepared, "scaler", None)  # accelerate's
             script_arguments.require_training(self._named, optimizer)
             script_arguments.grad_scaler(grad_scaler)
             script_arguments.process_group(process_group)
