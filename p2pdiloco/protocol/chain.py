@@ -124,12 +124,15 @@ class Chain:
         """Return an upper bound for the distance between the state at ``head`` and this one, for an outer rate of 1.
 
         The bound is the number of versions between the two states times the largest length of an update of one turn,
-        which leaves room for a longer one, of a learner that has come back.
+        which leaves room for a longer one, of a learner that has come back. Updates of a young chain may grow fast, so
+        that more is allowed.
         """
         if self.head is None:
             return math.inf
         parted, turn = self.versions_since(lineage), self.limits.turn_steps
         versions = head.version + (self.head.version if parted is None else 2 * parted - self.head.version)
+        if self.norm_bound.is_young:
+            versions += 2 * self.length + self.limits.range_steps // turn
         return versions * self.norm_bound.longest(turn, turn, self._first)
 
     def versions_since(self, lineage: Iterable[Digest]) -> int | None:

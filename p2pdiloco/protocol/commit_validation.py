@@ -355,10 +355,10 @@ class AncestryCheck:
         else:
             meeting = "its commits follow our head"
         ours = {chain.head.id, *chain.ancestry}
-        if 2 * sum(self._is_fresh(donor, shard) for donor in donors) <= len(donors):
+        if 2 * sum(donor == peer or self._is_fresh(donor, shard) for donor in donors) <= len(donors):
             self.core.send(tuple(donors), HeadsRequest())
             return f"{meeting}; the other peers are asked for their heads first"
-        stand = 1 + sum(self._stands_by(donor, shard, ours, theirs) for donor in donors)
+        stand = 1 + sum(donor != peer and self._stands_by(donor, shard, ours, theirs) for donor in donors)
         if 2 * stand > len(donors) + 1:
             self._leave_alone(peer)
             return f"{meeting}, and {stand} of {len(donors) + 1} peers stand by ours"

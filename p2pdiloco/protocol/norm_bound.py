@@ -48,7 +48,7 @@ class NormBound(msgspec.Struct, frozen=True, array_like=True):
         ``first`` is the maximum per step for the first update of a chain.
         """
         reach = _reach(steps, turn_steps)
-        leap = LEAP if self.counted == MEMORY else EARLY_LEAP
+        leap = EARLY_LEAP if self.is_young else LEAP
         return power(self.octaves + leap + octaves(reach)) if self.counted else first * reach
 
     def after(self, length: float, steps: int, turn_steps: int) -> NormBound:
@@ -58,6 +58,11 @@ class NormBound(msgspec.Struct, frozen=True, array_like=True):
         found = octaves(length) - octaves(_reach(steps, turn_steps))
         counted, found = running_mean(self.counted, self.octaves, found)
         return NormBound(counted, min(max(found, -MOST_OCTAVES), MOST_OCTAVES))
+
+    @property
+    def is_young(self) -> bool:
+        """True while the mean holds too few versions to say how long updates usually are."""
+        return self.counted < MEMORY
 
     @property
     def is_sound(self) -> bool:

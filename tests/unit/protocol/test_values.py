@@ -275,7 +275,7 @@ def test_a_state_that_is_too_far_away_is_not_taken() -> None:
     stage.take(counted(stage, 40, 4.0))
     later = msg.Head(SHARD, 3, digest("later"), 900)
     [install] = only(stage.bring(ev.ShardState(later, 4, ()), B), ef.Install)
-    assert install.farthest == pytest.approx(16 * 4.0 * 2)
+    assert install.farthest == pytest.approx(16 * 4.0 * (2 + 2 * stage.config.log_length + 64))
     stage.tell(ev.Failed("values", SHARD, None, "too far"))
     for peer in (B, C):
         stage.announce(peer, 8, stage.head())
@@ -283,6 +283,12 @@ def test_a_state_that_is_too_far_away_is_not_taken() -> None:
     assert "was rejected here" in notes(effects, "fetch")[0]
     away = msg.Head(SHARD, 500, digest("away"), 9000)
     assert stage.machine.core.chains[SHARD].farthest(away, ()) > 4 * install.farthest
+    for _ in range(MEMORY):
+        stage.take(counted(stage, 40, 4.0))
+    lineage = stage.machine.core.chains[SHARD].log_ids
+    fork = msg.Head(SHARD, stage.head().version + 1, digest("fork"), 900)
+    farthest = stage.machine.core.chains[SHARD].farthest(fork, tuple(lineage)[:-2])
+    assert farthest == pytest.approx(6 * 4.0 * (2 + 3), rel=1e-3), "two of ours, and three of theirs"
     for scale, is_taken in ((1.0, True), (1e6, False)):
         owner = Owner()
         vectors = torch.full((ELEMENTS,), scale), owner.state.form.still(ELEMENTS)
