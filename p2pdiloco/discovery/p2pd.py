@@ -363,7 +363,8 @@ class P2pdProcess:
         except (ControlFailure, P2PDaemonError, P2PHandlerError, OSError, EOFError, ValueError) as error:
             reason = shorten(str(error) or type(error).__name__)
             return f"{SILENT}: {reason}" if is_connected and "not supported" not in reason else reason
-        if not answer.peer.node_id:
+        if not answer.peer.node_id:  # it stores nothing, so that searches must not end there
+            await node.protocol.update_routing_table(None, target, responded=False)
             return CLIENT
         await node.protocol.update_routing_table(DHTID.from_bytes(answer.peer.node_id), target, responded=True)
         return None

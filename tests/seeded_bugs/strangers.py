@@ -241,7 +241,7 @@ BUGS = (
         module="p2pdiloco.swarm.invitations",
         where="keep_meeting_places",
         old="if is_of_use and wanted != kept:\n    ...\nif found == told:\n    continue",
-        new="if is_of_use and wanted != kept:\n    ...\nif places == told[0]:\n    continue",
+        new="if is_of_use and wanted != kept:\n    ...\nif found[0] == told[0]:\n    continue",
         harm="the founder is told that nobody new comes, and not that somebody can since the router has a port for it",
         killed_by=(f"{_INVITES}::test_where_newcomers_are_sent_is_told_as_it_is",),
     ),
