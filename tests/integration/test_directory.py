@@ -6,9 +6,10 @@ import asyncio
 import os
 import signal
 import sys
+import tempfile
 import time
 from asyncio.subprocess import PIPE
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -78,18 +79,25 @@ def daemon_of(directory: Directory) -> int:
     return pid
 
 
+@pytest.fixture
+def tmp_path_of_few_letters() -> Iterator[Path]:
+    """A folder of this test alone: those of other tests have names that are too long for sockets."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        yield Path(folder)
+
+
 def test_other_users_cannot_command_the_daemon(
-    run: Callable[[Main], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run: Callable[[Main], None], tmp_path_of_few_letters: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its control sockets lie in a folder of this user alone, which goes with it; so do those of killed peers."""
-    monkeypatch.setattr(p2pd.tempfile, "tempdir", "/tmp")
-    leftover = Path(f"/tmp/{p2pd.SOCKET_FOLDER}of-a-killed-peer")
-    leftover.mkdir(exist_ok=True)
+    base = tmp_path_of_few_letters
+    monkeypatch.setattr(tempfile, "tempdir", str(base))
+    leftover = base / f"{p2pd.SOCKET_FOLDER}of-a-killed-peer"
+    leftover.mkdir()
     os.utime(leftover, (0, 0))
-    before = set(Path("/tmp").glob(f"{p2pd.SOCKET_FOLDER}*"))
 
     def folders() -> list[Path]:
-        return [path for path in Path("/tmp").glob(f"{p2pd.SOCKET_FOLDER}*") if path not in before]
+        return [path for path in base.glob(f"{p2pd.SOCKET_FOLDER}*") if path != leftover]
 
     def check() -> None:
         assert len(folders()) == 2
