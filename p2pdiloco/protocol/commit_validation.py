@@ -391,8 +391,8 @@ class AncestryCheck:
         return now - since >= patience_s and 2 * sum(one.moved_at > since for one in gone) > len(donors) + 1
 
     def _turn_s(self, shard: ShardId) -> float:
-        """Return how long a version of a shard takes, in seconds: as learners train, or as the last versions came here
-        they came faster. No single peer's claim shortens it.
+        """Return the usual time between two versions of a shard, in seconds: the mean of those that came here, or, while
+        they are few, the time in which learners make ``sync_every`` steps. No single peer's claim shortens it.
         """
         core, own_s = self.core, self.core.step_time_s()
         median_s = core.membership.median_step_s(own_s)

@@ -23,7 +23,7 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
-    """What the manifest does not tell of a run's result."""
+    """Facts about a run's result that are not in its manifest."""
 
     step: int
     """Global step."""

@@ -313,7 +313,7 @@ def _log_bytes(peer: Peer) -> int:
 
 
 def _limit_descriptors(peer: Peer, most: int) -> None:
-    """Of the node, if it is there; what it has open stays open."""
+    """Limit the file descriptors of a peer's node, if it runs. Those that are open stay open."""
     if peer.is_up:
         _, hard = peer.node().rlimit(psutil.RLIMIT_NOFILE)
         peer.node().rlimit(psutil.RLIMIT_NOFILE, (most, hard))

@@ -17,7 +17,7 @@ COMMIT = "c" * 40
 
 
 class Hub:
-    """What was uploaded, and what was asked for."""
+    """A stand-in for the Hugging Face hub. It keeps uploaded files, and the requests that it got."""
 
     def __init__(self) -> None:
         self.address = ""

@@ -163,7 +163,7 @@ def _longest_turn_s(world: World, scene: Scene) -> float:
 
 
 def _waiting_turns_s(world: World) -> float:
-    """What the versions take that a peer made alone while it was cut off: the others apply one in each turn (O5b)."""
+    """Return how long the others need for versions that a peer made alone while it was cut off: one per turn (O5b)."""
     return max(
         (
             (world.checks.newest[chain.shard] - chain.head.version) * process.machine.aggregation.unusual_s()

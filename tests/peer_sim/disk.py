@@ -33,7 +33,7 @@ class SimulatedDisk:
         self._random = random
         self.files: dict[str, bytes] = {}
         self._durable: dict[str, bytes] = {}
-        """What is there after a power cut, for sure."""
+        """Contents that survive a power cut, by path."""
         self._synced: dict[str, bytes] = {}
         """The bytes of each file when it was last synced, whatever it was called then."""
         self.dies_in: int | None = None

@@ -104,7 +104,7 @@ def test_a_lineage_weighs_what_was_given() -> None:
 HONEST = tuple(Head(SHARD, 7 + i, digest(f"honest {i}"), 700 + 100 * i) for i in range(3))
 NOBODY = PeerId("")
 TURN_S = STEP_S * base_config().sync_every
-"""Of a shard, for learners of the stage."""
+"""Time between two versions of a shard, with the stage's learners."""
 FORGED = Head(SHARD, 5000, digest("forged"), 10**6)
 
 
