@@ -163,7 +163,7 @@ def _longest_turn_s(world: World, scene: Scene) -> float:
 
 
 def _waiting_turns_s(world: World) -> float:
-    """Return how long the others need for versions that a peer made alone while it was cut off: one per turn (O5b)."""
+    """Return how long others need for the versions that a peer made alone while it was cut off: one per turn (O5b)."""
     return max(
         (
             (world.checks.newest[chain.shard] - chain.head.version) * process.machine.aggregation.unusual_s()
