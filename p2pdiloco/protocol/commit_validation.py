@@ -26,7 +26,7 @@ from collections import Counter
 from collections.abc import Container, Iterable, Sequence
 from typing import NamedTuple
 
-from p2pdiloco.protocol.chain import Chain, HeadChange
+from p2pdiloco.protocol.chain import Chain, HeadChange, is_heavier
 from p2pdiloco.protocol.events import Convictions, ShardState
 from p2pdiloco.protocol.ids import Digest, PeerId, ShardId
 from p2pdiloco.protocol.messages import (
@@ -205,6 +205,10 @@ class RejectedCommits:
         """Return whether a chain contains a rejected commit."""
         return bool(self._ids) and (head in self._ids or not self._ids.keys().isdisjoint(lineage))
 
+    def among(self, heads: Iterable[Digest]) -> set[Digest]:
+        """Return those of ``heads`` that are rejected commits."""
+        return {head for head in heads if head in self._ids}
+
     def forget(self, head: Digest, lineage: Iterable[Digest]) -> None:
         """Forget rejected commits that were accepted after all because most peers stand by them."""
         if self._ids:
@@ -323,7 +327,7 @@ class AncestryCheck:
         ``owner`` made the commit at ``head``; ``lineage`` holds its ancestors.
         """
         before = self._judged.get(head.shard)
-        if self._refusals.holds(head.id, lineage) and not self.is_outvoted(head.shard):
+        if self._refusals.holds(head.id, lineage) and not self.is_outvoted_for(head, lineage):
             self._leave_alone(peer)
             self._judged[head.shard] = JudgedState(
                 head.id, tuple(lineage), "it contains a commit that was rejected here"
@@ -343,8 +347,10 @@ class AncestryCheck:
                 self._doubted_at.setdefault(shard, self.core.now)
                 self._ask(set(donors).difference((peer,)))
             return problem
-        if self.is_left(shard) and 2 * sum(self._was_at(donor, shard, theirs) for donor in donors) > len(donors) + 1:
+        if self.is_left(shard) and self._is_most_peers(shard, theirs):
             return None
+        if not is_heavier(head, chain.head):
+            return "it is lighter than ours, and not what most peers have"
         parted = chain.versions_since(theirs)
         if parted is None:
             meeting = "its lineage does not meet ours"
@@ -391,8 +397,10 @@ class AncestryCheck:
         return now - since >= patience_s and 2 * sum(one.moved_at > since for one in gone) > len(donors) + 1
 
     def _turn_s(self, shard: ShardId) -> float:
-        """Return the usual time between two versions of a shard, in seconds: the mean of those that came here, or, while
-        they are few, the time in which learners make ``sync_every`` steps. No single peer's claim shortens it.
+        """Return the usual time between two versions of a shard, in seconds.
+
+        It is the mean of those that came here, or, while they are few, the time in which learners make ``sync_every``
+        steps. No single peer's claim shortens it.
         """
         core, own_s = self.core, self.core.step_time_s()
         median_s = core.membership.median_step_s(own_s)
@@ -436,6 +444,16 @@ class AncestryCheck:
         donors = self._donors()
         told = (self._reported.get(donor, {}).get(shard) for donor in donors)
         return 2 * sum(one is not None and self._refusals.holds(one.head) for one in told) > len(donors) + 1
+
+    def is_outvoted_for(self, head: Head, lineage: Sequence[Digest]) -> bool:
+        """Return whether most peers have a commit that leads to the state at ``head`` and that was rejected here."""
+        rejected = self._refusals.among((head.id, *lineage))
+        return self.is_outvoted(head.shard) and self._is_most_peers(head.shard, rejected)
+
+    def _is_most_peers(self, shard: ShardId, heads: Container[Digest]) -> bool:
+        """Return whether more than half of all peers, this one included, have lately reported one of ``heads``."""
+        donors = self._donors()
+        return 2 * sum(self._was_at(donor, shard, heads) for donor in donors) > len(donors) + 1
 
     def _is_divided(self, shard: ShardId, stand: int, theirs: Container[Digest], donors: Sequence[PeerId]) -> bool:
         """Return whether the run has been divided for long enough to accept a state without a majority.

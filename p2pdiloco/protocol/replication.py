@@ -394,11 +394,9 @@ class Replication:
         moves = self.delta.moves(shard, None if learner is None else self.delta.mark_in(learner, state).tokens)
         if head is not None and not is_repair:
             core.note("info", "fork", f"shard {shard}: a fork with {state.head.tokens} tokens replaces {head.tokens}")
-        farthest = (
-            math.inf
-            if self.ancestry.is_outvoted(shard)
-            else core.chains[shard].farthest(state.head, self.ancestry.lineage_of(state.head))
-        )
+        lineage = self.ancestry.lineage_of(state.head)
+        is_outvoted = self.ancestry.is_outvoted_for(state.head, lineage)
+        farthest = math.inf if is_outvoted else core.chains[shard].farthest(state.head, lineage)
         self.applying[shard] = (state.head.id, state)
         self.aggregation.close(shard)
         core.effects.append(Install(state, *moves, farthest))
