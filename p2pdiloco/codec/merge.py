@@ -134,11 +134,13 @@ def merge(
     turn_steps: int,
     out: Tensor,
     factors: Sequence[float] | None = None,
+    longest: float = math.inf,
 ) -> Accord:
     """Merge by ``rule`` into ``out``, float32 [n] (see ``direct_mean`` and ``radial_directional``).
 
     Each contribution declares its weight (``token_weight``) and its inner steps. ``turn_steps`` is H.
-    ``factors`` multiply the weights after these have been limited (``agreement``).
+    ``factors`` multiply the weights after these have been limited (``agreement``). ``longest`` is the length that the
+    result may have if all count in full; what counts for less may not make up for it by its length.
     """
     norms = [_length(v) for v in gradients]
     weights, lengths = counted_weights(weights), counted_lengths(norms, steps, turn_steps)
@@ -156,7 +158,7 @@ def merge(
             length = radial_directional(gradients, weights, out, lengths)
             parts = [w if n else 0.0 for w, n in zip(weights, norms, strict=True)]
     if scale < 1.0:  # no weight is left that a low factor would count beside: the contribution becomes shorter instead
-        out.mul_(scale)
+        out.mul_(scale * _shortened(norm(out), longest))
     shortened = sum(counted < n for counted, n in zip(lengths, norms, strict=True))
     return Accord(_mean_cosine(parts, length * math.fsum(weights)), shortened)
 
@@ -178,10 +180,12 @@ def merge_declared(
     per_cent: Sequence[int],
     turn_steps: int,
     out: Tensor,
+    longest: float,
 ) -> Accord:
     """Merge as ``merge`` does, with what a commit says: its contributors and its factors (empty: 100 per cent each)."""
     weights, steps = [token_weight(c.tokens, c.steps) for c in declared], [c.steps for c in declared]
-    return merge(rule, gradients, weights, steps, turn_steps, out, [factor / 100 for factor in per_cent] or None)
+    factors = [factor / 100 for factor in per_cent] or None
+    return merge(rule, gradients, weights, steps, turn_steps, out, factors, longest)
 
 
 def _mean_cosine(parts: Sequence[float], length: float) -> float | None:

@@ -66,7 +66,8 @@ def merge_problem(
         bodies = [_bodies(payloads[Digest(c.payload.hex())], elements) for c in header.contributors]
         gradients = [merge.contribution(each, elements) for each in bodies]
         merged = torch.empty(elements)
-        merge.merge_declared(piece.merge, gradients, header.contributors, header.factors, turn_steps, merged)
+        longest = header.longest or math.inf
+        merge.merge_declared(piece.merge, gradients, header.contributors, header.factors, turn_steps, merged, longest)
         committed = _bodies(payloads[header.payload], elements)
         codec = committed[0][1]
         for how in recipes:

@@ -453,7 +453,9 @@ class ModelState:
                 raise ContributionError(contributor.learner, str(error)) from error
         contributors, merged = [c for c, _ in given], self._scratch.merged[: piece.elements]
         judgement = self._agreement.judge([peer_of(c.learner) for c in contributors], gradients)
-        accord = merge.merge_declared(piece.merge, gradients, contributors, judgement.factors, self._turn_steps, merged)
+        accord = merge.merge_declared(
+            piece.merge, gradients, contributors, judgement.factors, self._turn_steps, merged, longest
+        )
         how = how or self._down
         bodies, length = merge.encode(how, merged, longest, compression.index_bytes(len(self._chunks(shard))))
         payload = payload_of(bodies, how, is_coded)

@@ -339,6 +339,7 @@ class Checks:
             self.world.manifest.config.schedule.sync_every,
             how,
             header.factors,
+            header.longest,
         )
         slack = (1e-2 if self.world.setting.is_exact else 0.5) * float(np.abs(expected).max()) + 1e-4
         if self.world.setting.is_exact and float(np.abs(expected - change).max()) > slack:

@@ -35,9 +35,10 @@ def merged(
     turn: int,
     how: str,
     factors: Sequence[int] = (),
+    longest: float = 0.0,
 ) -> NDArray[np.float64]:
     """What is made of contributions that declare these weights and so many inner steps, where a turn has ``turn``, and
-    of which so many per cent count."""
+    of which so many per cent count. ``longest``: the length that it may have; 0: any."""
     weights = [min((w, *_others(declared, i))) for i, w in enumerate(declared)]
     heaviest = max(weights)
     weights = [w * per_cent / 100 for w, per_cent in zip(weights, factors or [100] * len(weights), strict=True)]
@@ -47,11 +48,15 @@ def merged(
     counted = _counted(norms, steps, turn)
     found = zip(weights, vectors, norms, counted, strict=True)
     if how != "rda":
-        return np.asarray(scale * sum(w / total * v * (count / n) for w, v, n, count in found if n))
-    mean = sum(w / total * v / n for w, v, n, _ in found if n)
-    length = float(np.linalg.norm(mean))
-    radius = sum(w / total * n for w, n in zip(weights, counted, strict=True))
-    return np.asarray(scale * mean * (radius / length if length else 0.0))
+        result = np.asarray(sum(w / total * v * (count / n) for w, v, n, count in found if n))
+    else:
+        mean = sum(w / total * v / n for w, v, n, _ in found if n)
+        length = float(np.linalg.norm(mean))
+        radius = sum(w / total * n for w, n in zip(weights, counted, strict=True))
+        result = np.asarray(mean * (radius / length if length else 0.0))
+    if scale < 1.0:
+        scale *= min(1.0, (longest or np.inf) / max(float(np.linalg.norm(result)), 1e-300))
+    return scale * result
 
 
 def _counted(norms: Sequence[float], steps: Sequence[int], turn: int) -> list[float]:

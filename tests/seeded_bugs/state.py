@@ -304,10 +304,22 @@ BUGS = (
         name="agreement with the others is not used",
         module="p2pdiloco.peer.model_state",
         where="ModelState.merge",
-        old="merge.merge_declared(piece.merge, gradients, contributors, judgement.factors, self._turn_steps, merged)",
-        new="merge.merge_declared(piece.merge, gradients, contributors, (), self._turn_steps, merged)",
+        old="piece.merge, gradients, contributors, judgement.factors, self._turn_steps, merged, longest",
+        new="piece.merge, gradients, contributors, (), self._turn_steps, merged, longest",
         harm="one member of four that pulls the other way costs 21 % of the held-out loss instead of 0.6 %",
         killed_by=(f"{_STATE_TESTS}::test_a_contribution_that_most_others_disagree_with_hardly_moves_the_merge",),
+    ),
+    Bug(
+        name="a low factor is made up for by length",
+        module="p2pdiloco.codec.merge",
+        where="merge",
+        old="out.mul_(scale * _shortened(norm(out), longest))",
+        new="out.mul_(scale)",
+        harm="who is known to pull the other way, and is merged alone, moves the model as far as a step may go",
+        killed_by=(
+            "tests/unit/test_codec_agreement.py::"
+            "test_a_contribution_alone_with_a_low_factor_counts_as_a_short_one[direct]",
+        ),
     ),
     Bug(
         name="a new learner has no past",

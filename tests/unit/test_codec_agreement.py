@@ -104,6 +104,8 @@ def test_a_contribution_alone_with_a_low_factor_counts_as_a_short_one(rule: str)
     merged = torch.empty(ELEMENTS)
     merge(rule, [Vector(v)], [1.0], [4], 4, merged, [0.1])  # type: ignore[arg-type]
     assert torch.allclose(merged, 0.1 * v, rtol=1e-5)
+    merge(rule, [Vector(1000.0 * v)], [1.0], [4], 4, merged, [0.1], float(v.norm()))  # type: ignore[arg-type]
+    assert torch.allclose(merged, 0.1 * v, rtol=1e-5), "its length does not make up for the factor"
 
 
 def test_a_bad_past_is_no_penalty_once_a_learner_agrees() -> None:
