@@ -10,8 +10,10 @@ Rules of this file:
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable
+from statistics import median_low
 from typing import NamedTuple
 
 from p2pdiloco.protocol.chain import HeadChange
@@ -199,6 +201,12 @@ class ResponseTimes:
 
 
 SMOOTHING = 0.2
+TURNS_KEPT = 15
+PAIR = 2
+"""Participants of which one is enough: nobody can tell which of two contributions is usual."""
+LEFT_OUT_TAKEOVERS = 2
+"""Takeover times for which a peer does not apply a commit that left most contributions out, its own among them. The
+next owner merges them in the second."""
 OWN_TRIES = 8
 """Attempts to apply an own commit before a peer that is alone makes another."""
 
@@ -216,7 +224,18 @@ def is_ahead(contribution: Contribution, head: Head) -> bool:
 class Collection:
     """Contributions to the next version of one shard."""
 
-    __slots__ = ("answered", "began_at", "given", "is_closed", "is_unusual", "opened_at", "quorum_at", "step")
+    __slots__ = (
+        "answered",
+        "began_at",
+        "few_at",
+        "given",
+        "held_until",
+        "is_closed",
+        "is_unusual",
+        "opened_at",
+        "quorum_at",
+        "step",
+    )
 
     def __init__(self, began_at: float) -> None:
         self.began_at = began_at
@@ -225,7 +244,12 @@ class Collection:
         """Contributions with tokens."""
         self.answered: set[PeerId] = set()
         self.opened_at: float | None = None
+        """When the round was announced here, or most had contributed (``Aggregation._accept``)."""
+        self.held_until = math.inf
+        """When the round opens without an announcement."""
         self.quorum_at: float | None = None
+        self.few_at = math.inf
+        """When a commit came in its owner's turn that most did not contribute to."""
         self.is_unusual = False
         """Whether a commit was found due although most did not contribute and its owner's turn had not come."""
         self.is_closed = False
@@ -262,7 +286,9 @@ class Aggregation:
         """Peers whose contributions arrive through other peers."""
         self.response_times = ResponseTimes(len(core.chains))
         self.turn_s = core.config.takeover_floor_s
-        """Smoothed time from the announcement of a turn to its last commit, in seconds."""
+        """Usual time from the announcement of a turn to its last commit, in seconds."""
+        self._turns_s: deque[float] = deque((self.turn_s,), maxlen=TURNS_KEPT)
+        """That of the latest turns."""
         self.sync_s = 0.0
         """Smoothed time from closing a collection to the commit, in seconds."""
         self.jobs: dict[ShardId, Job] = {}
@@ -276,9 +302,12 @@ class Aggregation:
     # -- measured times ------------------------------------------------------------------------------------------------
 
     def record_turn(self, seconds: float) -> None:
-        """Add the duration of a turn, from its announcement to its last commit, to the mean."""
-        seconds = min(seconds, self.core.config.takeover_ceiling_s)
-        self.turn_s += SMOOTHING * (seconds - self.turn_s)
+        """Record the duration of a turn, from its announcement to its last commit.
+
+        The median counts: owners that commit just before the takeover time must not make that longer.
+        """
+        self._turns_s.append(min(seconds, self.core.config.takeover_ceiling_s))
+        self.turn_s = median_low(self._turns_s)
 
     def takeover_s(self) -> float:
         """Return how long an owner may take before the next in rank takes over, in seconds.
@@ -290,11 +319,13 @@ class Aggregation:
         wanted = overlap + 3 * self.turn_s + 4 * membership.slowest_round_trip_s
         return min(max(wanted, config.takeover_floor_s), config.takeover_ceiling_s)
 
-    def turn_of(self, header: CommitHeader) -> float:
+    def turn_of(self, header: CommitHeader, left_out_since: float) -> float:
         """Return when the owner of ``header``, a child of the head, may merge as far as is known here (own clock).
 
-        It may at once if it is of rank 0, or if more than half of the participants took part: a peer contributes to the
-        owner that it considers next.
+        It may at once if more than half of the participants took part: a peer contributes to the owner that it
+        considers next. An owner of rank 0 may a little later, as it has to wait for the others (``wait_for_most_s``).
+        But if it left out what it had had from this peer in time (``left_out_since``), the next owner comes first,
+        which gets all contributions after the takeover time.
         """
         core, collection = self.core, self.collections[header.shard]
         able = set(core.membership.participating)
@@ -302,13 +333,28 @@ class Aggregation:
             able.add(core.config.peer)
         took_part = able.intersection((header.owner, *(peer_of(c.learner) for c in header.contributors)))
         rank = self._rank_of(header.owner, header.shard)
-        if not rank or core.departure or 2 * len(took_part) > len(able):
+        is_pair = len(able) <= PAIR and not rank
+        if core.departure or 2 * len(took_part) > len(able) or is_pair:
             return core.now
-        if collection.opened_at is not None and core.now >= collection.opened_at + rank * self.takeover_s():
+        if not rank:
+            collection.few_at = min(collection.few_at, core.now)
+        if not rank and collection.few_at - left_out_since > self.commit_patience_s():
+            began_at = collection.began_at if collection.opened_at is None else collection.opened_at
+            return max(core.now, began_at + LEFT_OUT_TAKEOVERS * self.takeover_s())
+        wait_s = rank * self.takeover_s() if rank else self.wait_for_most_s()
+        if collection.opened_at is not None and core.now >= collection.opened_at + wait_s:
             return core.now
         turn = collection.began_at + self.unusual_s()
         collection.is_unusual = turn <= core.now
-        return turn if collection.opened_at is None else min(turn, collection.opened_at + rank * self.takeover_s())
+        return turn if collection.opened_at is None else min(turn, collection.opened_at + wait_s)
+
+    def wait_for_most_s(self) -> float:
+        """Return how long after the quorum an owner waits if at most half of the participants have answered."""
+        core = self.core
+        if not core.config.grace_share:
+            return 0.0
+        turn_s = core.config.sync_every * core.membership.median_step_s(core.step_time_s())
+        return min(turn_s, self.takeover_s()) / 2
 
     def unusual_s(self) -> float:
         """Return how often commits that most participants did not contribute to may come from other ranks than 0."""
@@ -351,11 +397,13 @@ class Aggregation:
     def open(self, shard: ShardId, step: int) -> None:
         """Record that a turn opened: this peer's rank is timed from now on."""
         collection = self.collections[shard]
+        collection.step = max(collection.step, step)
         if collection.opened_at is None:
             collection.opened_at = self.core.now
             if ("turn", shard) in self.core.alarms:
                 self.core.alarms.set(("turn", shard), self.core.now)
-        collection.step = max(collection.step, step)
+            if collection.given:
+                self.core.alarms.set(("close", shard), self.core.now)
 
     def collect(self, sender: PeerId, contribution: Contribution) -> None:
         """Accept, postpone or refuse a contribution."""
@@ -409,19 +457,31 @@ class Aggregation:
         return self.core.chains[contribution.shard].range_problem(c)
 
     def _accept(self, giver: PeerId, contribution: Contribution) -> None:
+        """Collect a contribution. Alone it opens no round, because the others may not have been told of one.
+
+        Their owner would not wait for them, and merge alone what comes first.
+        """
         collection, c = self.collections[contribution.shard], contribution.contributor
-        if not collection.is_closed:
-            self.open(contribution.shard, self.core.plausible(contribution.step))
         if collection.opened_at is not None:
             self.response_times.record(giver, self.core.now - collection.opened_at)
         if collection.is_closed:
             return
         collection.answered.add(giver)
+        collection.step = max(collection.step, self.core.plausible(contribution.step))
+        if collection.opened_at is None:
+            collection.held_until = min(collection.held_until, self.core.now + self.takeover_s())
+            if self._have_most(collection):
+                self.open(contribution.shard, collection.step)
         if c.tokens:
             for learner in [x for x in collection.given if peer_of(x) == giver and x != c.learner]:
                 del collection.given[learner]
             collection.given.setdefault(c.learner, contribution)
         self.merge_if_due(contribution.shard)
+
+    def _have_most(self, collection: Collection) -> bool:
+        """Return whether more than half of those that participate have answered."""
+        able = len(self.core.membership.participating | self.guests) + self.core.is_participating()
+        return 2 * len(collection.answered) > able
 
     def _refuse(self, sender: PeerId, contribution: Contribution, reason: str) -> None:
         core, shard = self.core, contribution.shard
@@ -436,7 +496,12 @@ class Aggregation:
     def merge_if_due(self, shard: ShardId) -> None:
         """Start a merge of the collected contributions if the quorum and grace window allow it."""
         collection, core = self.collections[shard], self.core
-        if collection.is_closed or shard in self.jobs or not collection.given or collection.opened_at is None:
+        if collection.is_closed or shard in self.jobs or not collection.given:
+            return
+        if collection.opened_at is None and core.now >= collection.held_until:
+            self.open(shard, collection.step)
+        if collection.opened_at is None:
+            core.alarms.set(("close", shard), collection.held_until)
             return
         if not core.membership.owners.may_own or self.own_commits.is_dropped(core.head(shard)):
             return
@@ -503,6 +568,8 @@ class Aggregation:
             limit_s = config.sync_every * self.core.fastest_step_time_s() / 2
             waited_for = {*absent, config.peer} if is_waiting_for_me else absent
             grace_s = max(grace_s, self.response_times.wait_s(waited_for, limit_s) - quorum_s)
+            if len(absent) + is_waiting_for_me + len(collection.answered) > PAIR and not self._have_most(collection):
+                grace_s = max(grace_s, self.wait_for_most_s() - quorum_s)
         takeover_s = self.takeover_s()
         if membership.is_any_departing(absent):
             # A departing peer has no later turn. It goes when its own time is up, and what waits here goes with it.

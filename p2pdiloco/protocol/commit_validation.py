@@ -80,7 +80,7 @@ class BarredOwners:
             return
         self.proofs.pop(proof.owner, None)
         while len(self.proofs) >= PROOFS_MOST:
-            del self.proofs[next(iter(self.proofs))]
+            del self.proofs[self._least_needed(self.proofs)]
         self.proofs[proof.owner] = proof
         core.note("warning", "equivocation" if isinstance(proof, Equivocation) else "wrong-merge", _sentence(proof))
         self.expire()
@@ -91,7 +91,7 @@ class BarredOwners:
         self._refused.pop(owner, None)
         self._refused[owner] = (shard, version)
         if len(self._refused) > PROOFS_MOST:
-            del self._refused[next(iter(self._refused))]
+            del self._refused[self._least_needed(self._refused)]
         self.expire()
 
     def convictions(self) -> Convictions:
@@ -131,6 +131,12 @@ class BarredOwners:
     def _evidence(self, shard: ShardId) -> list[CommitHeader]:
         wrong = [proof.header for proof in self.proofs.values() if isinstance(proof, WrongMerge)]
         return [header for header in wrong[-EVIDENCE_MOST:] if header.shard == shard]
+
+    def _least_needed(self, owners: Iterable[PeerId]) -> PeerId:
+        """Return the first of ``owners`` that is not connected, else the first. A peer can make as many keys as it
+        likes, and proofs against them."""
+        owners, peers = tuple(owners), self.core.membership.peers
+        return next((owner for owner in owners if owner not in peers), owners[0])
 
     def _is_served(self, proof: Proof) -> bool:
         return self._is_over(proof.shard, proof.version)
@@ -301,6 +307,14 @@ class AncestryCheck:
         """Return whether more than half of the peers with states have reported their head of ``shard``."""
         donors = self._donors()
         return 2 * sum(shard in self._reported.get(peer, ()) for peer in donors) > len(donors)
+
+    def is_newest(self, shard: ShardId) -> bool:
+        """Return whether more than half of the other peers with states report no heavier head of ``shard`` than this
+        peer's."""
+        head, donors = self.core.head(shard), self._donors()
+        told = (self._reported.get(peer, {}).get(shard) for peer in donors)
+        lighter = [one for one in told if one is not None and (one.tokens, one.head) <= (head.tokens, head.id)]
+        return 2 * len(lighter) > len(donors)
 
     def is_doubted(self, shard: ShardId) -> bool:
         """Return whether a state was refused because too few peers stand by it; the founder's report would suffice."""

@@ -6,8 +6,9 @@ budget is spent, so a peer must not be able to declare as many as it likes.
 Rules of this file:
 1. A contribution counts for at most ``MOST_TIMES`` the median of the merge's other contributions. Each of these has one
    vote, whatever it declares: fewer than half of them cannot move the median beyond what honest peers declare.
-2. With one other contribution, or none, the chain's usual contribution counts as well: a newcomer's first contribution
-   is a short one, and an owner may merge its own alone.
+2. With one other contribution, or none, the chain's usual contribution stands for the others, because one owner can
+   choose both. While a chain is young, the other one counts as well: a newcomer's first contribution is a short one.
+   An owner can name keys of its own, too, so no median counts for more than ``MOST_TIMES`` the usual contribution.
 3. A contribution that most others disagree with counts for as much less as its weight does (``CommitHeader.factors``).
 4. Integers only: every peer computes the same counts, to the bit.
 """
@@ -64,14 +65,14 @@ class TokenCounts(msgspec.Struct, frozen=True, array_like=True):
     def counted(self, tokens: Sequence[int], first: int) -> list[int]:
         """Return the counted tokens of each contribution, given the declared ``tokens``.
 
-        ``first`` replaces the usual contribution for one that is merged alone on a chain that has merged nothing yet.
+        ``first`` replaces the usual contribution on a chain that has merged nothing yet.
         """
         usual = int(power(self.octaves)) if self.versions else 0
         if len(tokens) == 1:
             return [min(tokens[0], int(ALONE_TIMES * usual) if self.versions else MOST_TIMES * first)]
-        references = medians_of_others(tokens)
-        if len(tokens) <= _FEW:
-            references = [max(reference, usual) for reference in references]
+        is_few, is_young = len(tokens) <= _FEW, self.versions < MEMORY
+        most = (1 if is_few and not is_young else MOST_TIMES) * usual if self.versions else first
+        references = [min(max(r, usual if is_few else 0), most) for r in medians_of_others(tokens)]
         return [min(t, MOST_TIMES * reference) for t, reference in zip(tokens, references, strict=True)]
 
     def after(self, counted: Sequence[int], merged: int) -> TokenCounts:

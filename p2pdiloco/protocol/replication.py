@@ -84,11 +84,21 @@ class Orphans:
         self.waiting: dict[ShardId, dict[Digest, CommitHeader]] = {}
         """By shard and parent."""
 
-    def add(self, header: CommitHeader) -> None:
-        """Keep a commit until its parent is here, or there are too many."""
+    def add(self, header: CommitHeader, head: Head | None) -> None:
+        """Keep a commit until its parent is here, or there are too many.
+
+        A newcomer keeps the newest, since its state is on the way. A peer with a ``head`` keeps those that come next:
+        nobody must displace them by commits of parents that nobody has.
+        """
         waiting = self.waiting.setdefault(header.shard, {})
+        if head is not None and header.version > head.version + self._config.log_length:
+            return
         if len(waiting) >= self._config.log_length:
-            del waiting[min(waiting, key=lambda parent: waiting[parent].version)]
+            choose = min if head is None else max
+            last = choose(waiting, key=lambda parent: waiting[parent].version)
+            if head is not None and header.version >= waiting[last].version:
+                return
+            del waiting[last]
         elif sum(map(len, self.waiting.values())) >= self._config.waiting_most:
             return  # the sender is asked again once the waiting commits are applied
         other = waiting.get(header.parent)
@@ -171,7 +181,7 @@ class Replication:
         chain = core.chains[shard]
         new_id = commit_id(header)
         if chain.head is None:
-            self.orphans.add(header)
+            self.orphans.add(header, None)
             if sender == header.owner and self.is_donor(sender):
                 head = Head(shard, header.version, new_id, header.tokens)
                 self.ancestry.record_commit(sender, head, header.parent)
@@ -188,12 +198,12 @@ class Replication:
             elif self.asked.get(shard) == sender and ("asked", shard) in core.alarms:
                 self.on_request_timeout(shard)
         elif applying is not None:
-            self.orphans.add(header)
+            self.orphans.add(header, chain.head)
         elif chain.extends(header):
             self._apply_if_sound(sender, header, new_id)
         else:
             if header.version > chain.head.version + 1:
-                self.orphans.add(header)
+                self.orphans.add(header, chain.head)
             self.on_head(sender, Head(shard, header.version, new_id, header.tokens))
             if shard in self.wanted and header.version <= chain.head.version:
                 core.alarms.set(("want", shard), core.now)  # a sibling fork: no child of the own head is on its way
@@ -204,7 +214,7 @@ class Replication:
         elif (problem := self.delta.problem(header)) is not None:
             self.refusals.note(header, sender, problem)
         elif (turn := self._turn_of(header, new_id)) > self.core.now:
-            self.orphans.add(header)
+            self.orphans.add(header, self.core.head(header.shard))
             self.core.alarms.set(("turn", header.shard), turn)
         else:
             self.apply(header, new_id)
@@ -215,7 +225,7 @@ class Replication:
         is_own = header.owner == self.core.config.peer
         if is_own or self.ancestry.is_followed_by_most(header.shard, self.orphans.descendants(header.shard, new_id)):
             return self.core.now
-        return self.aggregation.turn_of(header)
+        return self.aggregation.turn_of(header, self.contributions.left_out_since(header))
 
     def on_turn(self, shard: ShardId) -> None:
         """Apply the commit that waited for its owner's turn."""
@@ -314,8 +324,7 @@ class Replication:
         chain = core.chains[shard]
         if chain.head is None or shard in self.applying:
             return
-        if not is_heavier(theirs, chain.head):
-            self.aggregation.confirm_head(shard)
+        self._confirm(shard)
         if is_heavier(theirs, chain.head):
             if core.now < core.membership.peers[peer].ignored_until:
                 return
@@ -328,6 +337,11 @@ class Replication:
             core.send((peer,), Heads((chain.head,), core.step))
             if self.ancestry.is_left(shard) and shard not in self.asked:
                 self.fetch(shard, peer)
+
+    def _confirm(self, shard: ShardId) -> None:
+        """Allow merges on a head that was restored from disk, once most other peers report none that is heavier."""
+        if self.ancestry.is_newest(shard):
+            self.aggregation.confirm_head(shard)
 
     def request_wanted(self, shard: ShardId) -> None:
         """Request a heavier head that was reported but has not arrived by itself."""
@@ -428,7 +442,7 @@ class Replication:
             if ours is not None and is_heavier(theirs, ours):
                 self.on_head(peer, theirs)
             elif ours is not None:
-                self.aggregation.confirm_head(theirs.shard)
+                self._confirm(theirs.shard)
 
     def fetch_missing(self) -> None:
         """Start a newcomer's next fetches, spread over the donors."""

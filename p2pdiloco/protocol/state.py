@@ -289,9 +289,13 @@ class Core:
         return 0.0 if self.learner is None or self.learner.is_idle else self.learner.step_time_s
 
     def fastest_step_time_s(self) -> float:
-        """Return the smallest step time of all learners that train; 0 if none does."""
+        """Return the smallest step time of all learners that train; 0 if none does.
+
+        A peer that says it is faster than ``HASTE`` times the median learner is believed to be that fast.
+        """
         own, others = self.step_time_s(), self.membership.fastest_step_s
-        return min(own, others) if own and others else own or others
+        fastest_s = min(own, others) if own and others else own or others
+        return max(fastest_s, self.membership.median_step_s(own) / HASTE)
 
     def is_participating(self) -> bool:
         """Return whether this peer's learner may still contribute: it trains, or holds progress that is not merged."""

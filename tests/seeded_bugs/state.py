@@ -304,8 +304,9 @@ BUGS = (
         name="agreement with the others is not used",
         module="p2pdiloco.peer.model_state",
         where="ModelState.merge",
-        old="contributors, judgement.factors, self._turn_steps",
-        new="contributors, (), self._turn_steps",
+        old="merge.merge_declared(piece.merge, gradients, contributors, judgement.factors, self._turn_steps, merged, "
+        "longest)",
+        new="merge.merge_declared(piece.merge, gradients, contributors, (), self._turn_steps, merged, longest)",
         harm="one member of four that pulls the other way costs 21 % of the held-out loss instead of 0.6 %",
         killed_by=(f"{_STATE_TESTS}::test_a_contribution_that_most_others_disagree_with_hardly_moves_the_merge",),
     ),

@@ -293,8 +293,11 @@ class Stage:
         return msgspec.structs.replace(contribution, **changes)
 
     def offer(self, peer: PeerId, start: int = 0, stop: int = 40) -> list[ef.Effect]:
-        """``peer`` contributes on this peer's head."""
-        return self.hear(peer, self.contribution(peer, start, stop))
+        """``peer`` contributes on this peer's head, to a round that it announces if nobody has."""
+        effects: list[ef.Effect] = []
+        if self.machine.aggregation.collections[SHARD].opened_at is None:
+            effects = self.announce(peer, self.machine.contributions.turns[0].step + 4)
+        return effects + self.hear(peer, self.contribution(peer, start, stop))
 
     def announce(self, peer: PeerId, step: int, *heads: msg.Head) -> list[ef.Effect]:
         """``peer`` announces a turn of fragment 0, with our head if no other is named."""

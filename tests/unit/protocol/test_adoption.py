@@ -179,7 +179,7 @@ def test_who_is_asked_sends_what_follows_or_advises_to_download() -> None:
 def test_who_is_asked_while_it_applies_answers_when_it_has() -> None:
     """A3e: its log of before would lead the asker nowhere (seed 6005196); nobody who went meanwhile is answered."""
     stage = Stage(B, C)
-    start, header = stage.head(), stage.commit(tokens(B, 0, 40))
+    start, header = stage.head(), stage.commit(tokens(B, 0, 40), tokens(C, 0, 40))
     asked = stage.hear(B, msg.Commit(header)) + stage.hear(B, msg.CommitsRequest(SHARD, start.id))
     asked += stage.hear(C, msg.CommitsRequest(SHARD, start.id))
     assert not sent(asked, msg.Commit)

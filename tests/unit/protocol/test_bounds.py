@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 from stage import SHARD, A, B, C, Stage, commit_on, digest, head_of, only, sent, tokens
 
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
+from p2pdiloco.protocol.chain import genesis_head
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.protocol.messages import CommitHeader, Head
 
@@ -37,16 +39,32 @@ def test_ledgers_are_bounded_by_the_log_length() -> None:
     assert stage.machine.payloads(SHARD) & set(given) == set(given[-LENGTH:])
 
 
-def test_waiting_commits_are_bounded_by_the_log_length() -> None:
-    """B1c: of a long chain whose beginning is missing, the newest are kept."""
-    stage = Stage(B, log_length=LENGTH)
-    head = head_of(stage.commit(tokens(B, 0, 10)))
+@pytest.mark.parametrize("has_state", [True, False])
+def test_waiting_commits_are_bounded_by_the_log_length(has_state: bool) -> None:
+    """B1c: of a long chain whose beginning is missing, a newcomer keeps the newest, and others what comes next."""
+    stage = Stage(B, log_length=LENGTH, is_founder=has_state, has_learner=has_state)
+    genesis = genesis_head(stage.config.run, SHARD, digest("state 0"))
+    head = head_of(commit_on(genesis, tokens(B, 0, 10), result=digest("a result")))
     headers: list[CommitHeader] = []
     for i in range(1, 3 * LENGTH):
         headers.append(commit_on(head, tokens(B, 10 * i, 10 * i + 10)))
         head = head_of(headers[-1])
         stage.hear(B, msg.Commit(headers[-1]))
-    assert stage.machine.payloads(SHARD) == {header.payload for header in headers[-LENGTH:]}
+    kept = headers[: LENGTH - 1] if has_state else headers[-LENGTH:]  # from version 2 to the log's length
+    assert stage.machine.payloads(SHARD) == {header.payload for header in kept}
+
+
+def test_commits_of_far_parents_displace_none_that_come_next() -> None:
+    """B1c: any member can sign such commits, with the largest of payloads."""
+    stage = Stage(B, log_length=LENGTH)
+    following = commit_on(head_of(stage.commit(tokens(B, 0, 10))), tokens(B, 10, 20))
+    stage.hear(B, msg.Commit(following))
+    for i in range(3 * LENGTH):
+        parent = Head(SHARD, 2 + i % LENGTH, digest(f"made up {i}"), 1000 + i)
+        stage.hear(B, msg.Commit(commit_on(parent, tokens(B, 100, 110))))
+        stage.hear(B, msg.Commit(commit_on(Head(SHARD, 2**50, parent.id, 10**6), tokens(B, 100, 110))))
+    assert following.payload in stage.machine.payloads(SHARD)
+    assert len(stage.machine.payloads(SHARD)) <= LENGTH
 
 
 def test_early_contributions_are_bounded_by_the_number_of_connected_peers() -> None:

@@ -193,7 +193,7 @@ def test_where_a_majority_is_needed_the_fewer_merge_nothing() -> None:
     assert [len(merge.contributions) for merge in only(effects, ef.Merge)] == [1]
     most = Stage(B, C, owners="abc", needs_majority=True)
     lose(most, C)
-    most.offer(B, 0, 40)
+    most.hear(B, most.contribution(B, 0, 40))
     assert only(most.work(most.give() + most.wait(5.0)), ef.Merge), "two of three"
 
 

@@ -86,12 +86,18 @@ def test_who_begins_from_a_disk_hears_others_before_it_commits() -> None:
     def begun() -> Stage:
         stage = Stage(B, run=run, is_founder=False, has_learner=False, grace_share=0.0)
         stage.tell(ev.Started((state,), (lineage,)))
-        assert not only(stage.offer(B, 40, 50), ef.Merge), "nobody has told of a head"
+        assert not only(stage.hear(B, stage.contribution(B, 40, 50)), ef.Merge), "nobody has told of a head"
         return stage
 
     assert only(begun().announce(B, 8, state.head), ef.Merge)
     assert only(begun().hear(B, msg.Heads((state.head,), 4)), ef.Merge)
     assert not only(begun().hear(B, msg.Heads((head_of(further),), 4)), ef.Merge), "it is further"
+    crowd = begun()
+    for peer in (C, D):
+        crowd.meet(peer, is_participating=False, weight=0.0)
+    effects = crowd.hear(B, msg.Heads((state.head,), 4)) + crowd.wait(0.5)
+    assert not only(effects, ef.Merge), "one of three"
+    assert only(crowd.hear(C, msg.Heads((state.head,), 4)) + crowd.wait(0.5), ef.Merge)
     alone = begun()
     assert not only(alone.wait(alone.config.request_s - 0.2), ef.Merge)
     assert only(alone.wait(0.3), ef.Merge)
@@ -183,6 +189,15 @@ def test_proofs_are_bounded() -> None:
     for number in range(2 * PROOFS_MOST):
         stage.hear(B, proof_of(stage, PeerId(f"e{number}")))
     assert len(stage.machine.view.barred) == PROOFS_MOST
+
+
+def test_proofs_against_keys_that_are_not_here_displace_none_against_a_peer() -> None:
+    """E2b: a peer that was proved to lie makes keys, and proofs against them, until its own is forgotten."""
+    stage = Stage(B, C)
+    stage.hear(C, proof_of(stage, B))
+    for number in range(2 * PROOFS_MOST):
+        stage.hear(B, proof_of(stage, PeerId(f"e{number}")))
+    assert B in stage.machine.view.barred
 
 
 def test_who_is_proved_to_have_done_it_owns_nothing_for_a_term() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import pytest
 from stage import SHARD, A, B, C, D, Stage, bare, commit_on, digest, head_of, life, only, sent, tokens
 
 from p2pdiloco.protocol import effects as ef
@@ -141,7 +142,7 @@ def test_with_the_quorum_in_the_owner_merges_when_every_participant_has_answered
 def test_the_owner_waits_for_its_own_learner_as_for_any_other() -> None:
     """M4a."""
     stage = Stage(B, owners="ab", grace_share=1.0, overlap=100)
-    assert merged(stage.offer(B)) == []
+    assert merged(stage.hear(B, stage.contribution(B))) == []
     assert merged(stage.give()) == [(tokens(A, 0, 40), tokens(B, 0, 40))]
 
 
@@ -266,3 +267,35 @@ def test_a_commit_by_others_ends_the_collection_for_its_version() -> None:
     genesis: Head = stage.head()
     stage.take(commit_on(genesis, tokens(C, 0, 40)), C)
     assert merged(stage.offer(C, 40, 80) + stage.wait(10.0)) == []
+
+
+def test_a_contribution_alone_opens_no_round() -> None:
+    """M4e: one that comes right after the head was merged alone, before the others were told of a round."""
+    stage = owner(B, C, D)
+    assert merged(stage.hear(B, stage.contribution(B)) + stage.wait(0.5)) == []
+    effects = stage.announce(C, 4) + stage.hear(C, stage.contribution(C)) + stage.hear(D, stage.contribution(D))
+    assert merged(effects) == [(tokens(B, 0, 40), tokens(C, 0, 40), tokens(D, 0, 40))]
+    stage = owner(B, C, D)
+    effects = stage.hear(B, stage.contribution(B)) + stage.hear(C, stage.contribution(C))
+    assert merged(effects + stage.wait(5.0)) == [(tokens(B, 0, 40), tokens(C, 0, 40))], "two of three contribute"
+    stage = owner(B, C, D)
+    effects = stage.hear(B, stage.contribution(B)) + stage.wait(2.2 * stage.machine.aggregation.takeover_s())
+    assert merged(effects) == [(tokens(B, 0, 40),)], "an announcement may have been lost"
+
+
+def test_an_owner_waits_longer_while_most_have_not_answered() -> None:
+    """M4d: half of a round, however fast one of them says it is; of two, one is enough."""
+    for answered in ((B,), (B, C)):
+        stage = owner(B, C, D)
+        stage.says(B, step_time_s=1e-9)
+        stage.wait(1.0)
+        effects = [effect for peer in answered for effect in stage.offer(peer)]
+        wait_s = stage.machine.aggregation.wait_for_most_s()
+        assert wait_s == pytest.approx(1.0), "half of a round"
+        effects += stage.wait(0.8 * wait_s)
+        assert bool(merged(effects)) == (len(answered) == 2)
+        assert merged(effects + stage.wait(0.4 * wait_s)) == [tuple(tokens(peer, 0, 40) for peer in answered)]
+    stage = owner(B, C)
+    stage.says(B, step_time_s=1e-9)
+    stage.wait(1.0)
+    assert merged(stage.offer(B) + stage.wait(0.3)) == [(tokens(B, 0, 40),)]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-from stage import SHARD, A, B, C, D, Stage, head_of, life, only, sent, tokens
+import pytest
+from stage import SHARD, A, B, C, D, Stage, bare, head_of, life, only, sent, tokens
 
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
@@ -201,12 +202,54 @@ def test_a_commit_out_of_turn_that_few_took_part_in_waits_for_its_owners_turn() 
 
 def test_a_commit_in_turn_or_that_most_took_part_in_is_applied_at_once() -> None:
     """O5a: also while another one waits."""
-    for owner, givers in ((B, (B,)), (D, (C,)), (D, (B, D)), (C, (B, C, D))):
+    for owner, givers in ((B, (B, C)), (D, (C,)), (D, (B, D)), (C, (B, C, D))):
         stage = Stage(B, C, D, owners="bcda", has_learner=False)
         stage.announce(B, 4)
         stage.hear(D, msg.Commit(stage.commit(tokens(D, 0, 40), owner=D)))
         header = stage.commit(*(tokens(giver, 0, 40) for giver in givers), owner=owner)
         assert is_applied(stage.hear(owner, msg.Commit(header)), header), (owner, givers)
+
+
+def test_a_commit_in_turn_that_few_took_part_in_waits_as_its_owner_has_to() -> None:
+    """O5a, M4d: else a member merged its own contribution before the others were told of the round."""
+    stage = Stage(B, C, D, owners="bcda", has_learner=False)
+    alone = stage.commit(tokens(B, 0, 40), owner=B)
+    assert not is_applied(stage.hear(B, msg.Commit(alone)), alone), "no round was announced"
+    wait_s = stage.machine.aggregation.wait_for_most_s()
+    assert wait_s == pytest.approx(1.0)
+    assert not is_applied(stage.announce(B, 4) + stage.wait(0.9 * wait_s), alone)
+    assert is_applied(stage.wait(0.2 * wait_s), alone)
+
+
+def test_a_commit_that_leaves_out_what_its_owner_had_in_time_comes_after_the_next_owners() -> None:
+    """O5d: it may be right, so that no audit finds it, and hold what nobody can compare with anything."""
+    for is_in_time in (True, False):
+        stage = Stage(B, C, D, owners="bcda")
+        takeover_s = stage.machine.aggregation.takeover_s()
+        given = [message for _, message in sent(stage.give(), msg.Contribution)]
+        assert given
+        stage.wait(0.6 if is_in_time else 0.3)
+        alone = stage.commit(tokens(B, 0, 40), owner=B)
+        effects = stage.hear(B, msg.Commit(alone)) + stage.wait(1.0)
+        assert is_applied(effects, alone) != is_in_time
+        if is_in_time:
+            effects = stage.wait(takeover_s - 1.5)
+            assert [to for to, _ in sent(effects, msg.Contribution)] == [C], "the next owner gets it"
+            every = (given[0].contributor, tokens(C, 0, 40), tokens(D, 0, 40))
+            joint = stage.commit(*sorted(map(bare, every), key=lambda c: c.learner), owner=C)
+            assert not is_applied(effects, alone)
+            assert is_applied(stage.hear(C, msg.Commit(joint)), joint)
+
+
+def test_who_says_it_is_far_faster_than_all_others_is_believed_to_be_eight_times_faster() -> None:
+    """W3d: else owners would wait for nobody but that peer."""
+    stage = Stage(B, C, D, owners="abcd", has_learner=False)
+    stage.says(B, step_time_s=1e-9)
+    stage.wait(1.0)
+    assert stage.machine.core.fastest_step_time_s() == pytest.approx(0.5 / 8)
+    stage.says(B, step_time_s=0.2)
+    stage.wait(1.0)
+    assert stage.machine.core.fastest_step_time_s() == pytest.approx(0.2)
 
 
 def test_a_commit_that_most_others_have_is_applied_at_once() -> None:
@@ -247,7 +290,8 @@ def test_the_turn_of_another_owner_does_not_depend_on_what_only_this_peer_saw() 
         stage.machine.core.membership.on_takeover_missed(B, stage.now, 1.0)
         stage.announce(C, 4)
         header = stage.commit(tokens(owner, 0, 40), owner=owner)
-        assert is_applied(stage.hear(owner, msg.Commit(header)), header), owner
+        effects = stage.hear(owner, msg.Commit(header)) + stage.wait(1.1 * stage.machine.aggregation.wait_for_most_s())
+        assert is_applied(effects, header), owner
     stage = Stage(B, C, owners="bca", has_learner=False)
     stage.announce(C, 4)
     header = stage.commit(tokens(C, 0, 40), owner=PeerId("z"))

@@ -312,11 +312,24 @@ def test_a_contribution_that_is_merged_alone_counts_for_little_more_than_the_usu
     assert NOTHING_COUNTED.counted([10 * first], first) == [4 * first]
 
 
+@pytest.mark.parametrize("keys", [2, 8])
+def test_an_owner_that_names_keys_of_its_own_counts_for_few_usual_contributions(keys: int) -> None:
+    """P3e: each key's claim is then the median of the others'; one such commit used to spend a run's budget."""
+    counts = NOTHING_COUNTED
+    for _ in range(20):
+        _, counts = counts.count([512, 512, 512], first=512)
+    most = 4 * 512 if keys == 2 else 16 * 512
+    assert counts.counted([3_145_728] * keys, first=512) == [most] * keys
+    young = NOTHING_COUNTED.count([512, 512, 512], first=512)[1]
+    assert young.counted([3_145_728] * keys, first=512) == [16 * 512] * keys
+    assert NOTHING_COUNTED.counted([3_145_728] * keys, first=512) == [4 * 512] * keys
+
+
 def test_what_is_usual_is_the_median_of_each_version_and_moves_slowly() -> None:
     """P3g: one of four that declares most, and one version in four that holds nothing else, move it little."""
     counts = NOTHING_COUNTED
     for _ in range(40):
-        _, counts = counts.count([512, 512, 512, 3_145_728], first=1)
+        _, counts = counts.count([512, 512, 512, 3_145_728], first=512)
         assert counts.counted([10**9], first=1) == [576]
     for version in range(80):
         tokens = [3_145_728] if version % 4 == 3 else [512, 512, 512, 512]
