@@ -273,6 +273,7 @@ def test_a_contribution_alone_opens_no_round() -> None:
     """M4e: one that comes right after the head was merged alone, before the others were told of a round."""
     stage = owner(B, C, D)
     assert merged(stage.hear(B, stage.contribution(B)) + stage.wait(0.5)) == []
+    assert stage.machine.aggregation.collections[SHARD].opened_at is None
     effects = stage.announce(C, 4) + stage.hear(C, stage.contribution(C)) + stage.hear(D, stage.contribution(D))
     assert merged(effects) == [(tokens(B, 0, 40), tokens(C, 0, 40), tokens(D, 0, 40))]
     stage = owner(B, C, D)
