@@ -296,6 +296,8 @@ class Aggregation:
         self.own_commits = OwnCommitLog(len(core.chains), core.config.log_length)
         self._retries: dict[ShardId, Retry] = {}
         """Own commits that could not be applied, by shard."""
+        self._waited_for: set[tuple[PeerId, ShardId]] = set()
+        """Departing peers that were waited for in vain once."""
         self._unsure_until: dict[ShardId, float] = {}
         """Shards restored from disk whose newer heads no peer has reported yet, and the time until which to wait."""
 
@@ -526,6 +528,8 @@ class Aggregation:
         core.alarms.cancel(("close", shard))
         core.note("debug", "close", f"shard {shard} version {head.version + 1}: {decision.reason}")
         collection.is_closed = True
+        absent = core.membership.participating - collection.answered
+        self._waited_for.update((peer, shard) for peer in absent if core.membership.is_departing(peer))
         contributions = tuple(collection.given[learner] for learner in sorted(collection.given))
         self.jobs[shard] = Job(head.id, contributions, core.now)
         longest = core.chains[shard].longest(c.contributor for c in contributions)
@@ -571,7 +575,7 @@ class Aggregation:
             if len(absent) + is_waiting_for_me + len(collection.answered) > PAIR and not self._have_most(collection):
                 grace_s = max(grace_s, self.wait_for_most_s() - quorum_s)
         takeover_s = self.takeover_s()
-        if membership.is_any_departing(absent):
+        if membership.is_any_departing(frozenset(p for p in absent if (p, shard) not in self._waited_for)):
             # A departing peer has no later turn. It goes when its own time is up, and what waits here goes with it.
             grace_s = min(config.leave_s, config.finish_s) / 2
         grace_s = min(grace_s, takeover_s)
@@ -691,6 +695,7 @@ class Aggregation:
     def forget(self, peer: PeerId) -> None:
         """Drop early contributions of a peer that has left. The peer sends them again if it comes back."""
         self.response_times.forget(peer)
+        self._waited_for = {(one, shard) for one, shard in self._waited_for if one != peer}
         for early in self.early:
             early.pop(peer, None)
 

@@ -20,6 +20,7 @@ from p2pdiloco.protocol.ids import RunId
 from p2pdiloco.protocol.manifest import Name
 from p2pdiloco.protocol.messages import (
     SIGNATURE_BYTES,
+    Commit,
     CommitHeader,
     Count,
     Evaluation,
@@ -34,6 +35,9 @@ TROUBLE_LIMIT = 500
 MAX_LINEAGE = 256
 LINEAGE_BYTES = 1 << 18
 """Maximum size of a state's lineage; of a longer one only the newest commits are sent."""
+COMMIT_BYTES = 480 << 10
+"""Maximum size of a commit without its payload. Two of them are a proof against their owner, which has to fit into a
+message, and one comes with a state's offer."""
 
 
 class GetManifest(msgspec.Struct, frozen=True, array_like=True, tag="manifest?"):
@@ -190,6 +194,8 @@ def decode_message(body: bytes) -> Message:
         ValueError: ``body`` is malformed, out of bounds, or contains a number that is not finite.
     """
     message = _decoded(_messages, body)
+    if isinstance(message, Commit) and len(body) > COMMIT_BYTES:
+        raise ValueError(f"a commit of {len(body)} bytes; the maximum is {COMMIT_BYTES}")
     if isinstance(message, Heartbeat):
         floats = (message.echo_held_s, message.step_time_s, message.weight)
     elif isinstance(message, Evaluation):

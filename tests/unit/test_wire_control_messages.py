@@ -4,13 +4,18 @@ from collections.abc import Callable
 
 import pytest
 
+from p2pdiloco.net.frames import CONTROL_LIMIT
+from p2pdiloco.protocol.ids import DIGEST_BYTES, Digest, LearnerId, PeerId, ShardId
+from p2pdiloco.protocol.messages import Commit, CommitHeader, Contributor, Equivocation
 from p2pdiloco.wire.control_messages import (
+    COMMIT_BYTES,
     SIGNATURE_BYTES,
     CommitParts,
     PeerStatus,
     decode_as,
     decode_message,
     decode_request,
+    encode,
     join_commit,
     split_commit,
 )
@@ -26,6 +31,26 @@ def test_a_commit_without_all_its_digests_is_refused() -> None:
     assert split_commit(memoryview(whole), 40).gradient == b""
     with pytest.raises(ValueError, match="103 bytes"):
         split_commit(memoryview(whole[:-1]), 40)
+
+
+def test_two_of_the_largest_commits_fit_into_a_proof() -> None:
+    """A longer proof could be sent to nobody, and each newcomer's connection ended in an error."""
+    payload, signature = b"p" * DIGEST_BYTES, b"s" * SIGNATURE_BYTES
+
+    def commit(contributors: int) -> Commit:
+        given = tuple(
+            Contributor(LearnerId(f"{'k' * 52}{i:05}/1"), 0, 2**40, 0, 2**30, (), payload, signature)
+            for i in range(contributors)
+        )
+        known = Digest("ab" * DIGEST_BYTES)
+        return Commit(CommitHeader(ShardId(0), 1, known, 4, PeerId("owner"), given, 2**50, known, known, known))
+
+    most = COMMIT_BYTES // 200
+    assert decode_message(encode(commit(most))) == commit(most)
+    proof = Equivocation(commit(most).header, commit(most).header, signature, signature)
+    assert len(encode(proof)) < CONTROL_LIMIT
+    with pytest.raises(ValueError, match="the maximum is 491520"):
+        decode_message(encode(commit(4000)))
 
 
 DEEP = b"\x91" * 3000 + b"\xc0"
