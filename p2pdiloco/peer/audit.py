@@ -4,9 +4,10 @@ Rules of this file:
 1. A verdict follows from signed and hashed data alone, and from this peer's own arithmetic, done twice. What another
    peer says is only a reason to look.
 2. Audits wait for everything else. One runs at a time, on a queue of its own, and asks for one payload at a time; an
-   audit that finds too many waiting is not made.
-3. A peer that accuses an owner whose merge is right is not listened to again. One whose accusation cannot be checked,
-   because the payloads are gone, is.
+   audit that finds too many waiting is not made. Accusations have a queue of their own, so that no accuser delays this
+   peer's audits. Accusers take turns in it.
+3. A peer that accuses an owner whose merge is right is not listened to again. One whose accusations cannot be checked,
+   because the payloads do not come, is heard a few times, and then seldom.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -33,7 +33,8 @@ from p2pdiloco.peer.payload_cache import PayloadCache
 from p2pdiloco.peer.signatures import UnknownMemberError, check_commit
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
-from p2pdiloco.protocol.commit_validation import audited_payloads
+from p2pdiloco.protocol.audits import AUDITED_VERSIONS
+from p2pdiloco.protocol.commit_validation import EVIDENCE_MOST, audited_payloads
 from p2pdiloco.protocol.ids import Digest, PeerId, digest_of, peer_of
 from p2pdiloco.protocol.manifest import Layout, Manifest, Shard
 from p2pdiloco.protocol.messages import CommitHeader, WrongMerge, commit_id
@@ -41,7 +42,7 @@ from p2pdiloco.protocol.view import MachineView
 from p2pdiloco.timing import RateLimiter
 from p2pdiloco.util import logs
 from p2pdiloco.wire.control_messages import GetPayload, encode
-from p2pdiloco.wire.request_reply import RequestError
+from p2pdiloco.wire.request_reply import RequestError, RequestRefused
 
 # -- The merge, made again ---------------------------------------------------------------------------------------------
 
@@ -96,25 +97,33 @@ def _is_same(committed: Bodies, header: CommitHeader, how: Recipe, merged: torch
 
 log = logs.get("node")
 
-# Audits and accusations that wait. Further ones are dropped: a commit is one of many, and accusations come again.
-AUDITS_WAITING, ACCUSATIONS_WAITING = 4, 16
-# Accusations that one peer may make: all that it knows when it connects, and one a minute.
-ACCUSATIONS, ACCUSATIONS_PER_S = 16, 1 / 60
+# Own audits that wait. Further ones are dropped: a commit is one of many.
+AUDITS_WAITING = 4
+# Accusers whose accusations wait. Of each, the newest wait that it keeps the payloads of.
+ACCUSERS_WAITING = 16
+# Accusations of one peer that cannot be checked until it is not heard any more, and how fast it may try again.
+UNCHECKED, UNCHECKED_PER_S = 3, 1 / 3600
 # Accusers that are ignored; the latest stay.
 IGNORED_MOST = 1024
-# A payload takes at most so long, by its size at a slow link, and all of a commit so long together.
-PAYLOAD_S, SLOWEST_BYTES_PER_S, CASE_S = 20.0, 50_000, 300.0
-# Payloads of one commit that are held in memory; a commit with more is not audited.
+# The payloads of a commit take at most so long together: for the first answer, for each to wait for other traffic
+# (``state_server.YIELD_MOST_S``) and to come over a slow link, and in all.
+ANSWER_S, TURN_S, SLOWEST_BYTES_PER_S, CASE_S = 20.0, 2.0, 50_000, 300.0
+# A peer that no longer has a payload says so at once.
+PROMPT_S = 1.0
+# Payloads of one commit that are held in memory, for an audit and for an accusation; a commit with more is not audited.
 CASE_MOST_BYTES = 512 << 20
 
 
-class _Case(NamedTuple):
-    """A commit to be checked."""
+class _Case:
+    """The collection of one commit's payloads, from ``began`` to ``until`` at the latest."""
 
-    commit: WrongMerge
-    """As if its merge were wrong; without a verdict so far."""
-    accuser: PeerId | None
-    """None: this peer audits by itself."""
+    def __init__(self, began: float, until: float) -> None:
+        self.began = began
+        self.until = until
+        # Peers that did not answer, or sent something else. They are not asked again.
+        self.failed: set[PeerId] = set()
+        # Peers that said at once (``PROMPT_S``) that they do not have a payload.
+        self.refused: set[PeerId] = set()
 
 
 class Auditor:
@@ -141,27 +150,40 @@ class Auditor:
         self._verifier = verifier
         self._host = host
         self._metrics = metrics
-        self._accusations: RateLimiter[PeerId] = RateLimiter(burst=ACCUSATIONS, per_s=ACCUSATIONS_PER_S)
+        self._unchecked: RateLimiter[PeerId] = RateLimiter(burst=UNCHECKED, per_s=UNCHECKED_PER_S)
         # Ordered set, the oldest first.
         self._ignored: dict[PeerId, None] = {}
-        self._cases: deque[_Case] = deque()
-        self._task: asyncio.Task[None] | None = None
+        # Commits to audit, as if their merges were wrong.
+        self._audits: deque[WrongMerge] = deque()
+        # Accusations by accuser, the accuser that waits longest first.
+        self._accusations: dict[PeerId, deque[WrongMerge]] = {}
+        self._auditing: asyncio.Task[None] | None = None
+        self._checking: asyncio.Task[None] | None = None
 
     def consider(self, effect: ef.Audit) -> None:
         """Audit a commit with the given probability."""
-        if self._host.draw() >= effect.chance or sum(c.accuser is None for c in self._cases) >= AUDITS_WAITING:
+        if self._host.draw() >= effect.chance or len(self._audits) >= AUDITS_WAITING:
             return
         proof = self._payload_cache.shards[effect.shard].proofs.get(effect.commit)
         if proof is not None:
-            self._add(_Case(WrongMerge(*proof), None))
+            self._audits.append(WrongMerge(*proof))
+            if self._auditing is None or self._auditing.done():
+                self._auditing = self._host.spawn(self._audit_waiting(), name="audits")
 
     def accused(self, accuser: PeerId, accusation: WrongMerge) -> None:
         """Check what ``accuser`` says of an owner."""
-        waiting = sum(c.accuser is not None for c in self._cases)
-        if accuser in self._ignored or waiting >= ACCUSATIONS_WAITING or not self._is_open(accusation):
+        if not self._is_heard(accuser) or not self._is_open(accusation):
             return
-        if self._accusations.take(accuser, self._host.now()):
-            self._add(_Case(accusation, accuser))
+        if accuser not in self._accusations:
+            if len(self._accusations) >= ACCUSERS_WAITING:
+                return
+            self._accusations[accuser] = deque(maxlen=EVIDENCE_MOST)
+        self._accusations[accuser].append(accusation)
+        if self._checking is None or self._checking.done():
+            self._checking = self._host.spawn(self._check_waiting(), name="accusations")
+
+    def _is_heard(self, accuser: PeerId) -> bool:
+        return accuser not in self._ignored and self._unchecked.available(accuser, self._host.now()) >= 1.0
 
     def _is_open(self, accusation: WrongMerge) -> bool:
         """Return whether a verdict would change anything here."""
@@ -169,37 +191,57 @@ class Auditor:
         is_known = owner == self._view.me or accusation.shard >= len(self._layout.shards)
         return not is_known and all(owner != proof.owner for proof in self._view.convictions().proofs)
 
-    def _add(self, case: _Case) -> None:
-        self._cases.append(case)
-        if self._task is None or self._task.done():
-            self._task = self._host.spawn(self._work(), name="audits")
+    async def _audit_waiting(self) -> None:
+        while self._audits and not self._driver.is_closed:
+            await self._audit(self._audits.popleft())
 
-    async def _work(self) -> None:
-        while self._cases and not self._driver.is_closed:
-            case = self._cases.popleft()
-            if self._is_open(case.commit):
-                await self._judge(case)
+    async def _audit(self, commit: WrongMerge) -> None:
+        """Make a merge again, unless its owner may have dropped the contributions by now."""
+        header, asked_at = commit.header, self._version(commit)
+        if not self._is_open(commit) or asked_at >= header.version + AUDITED_VERSIONS:
+            return
+        case = self._begin(header)
+        is_right = await self._judge(commit, (header.owner,), case)
+        if is_right is False or self._driver.is_closed:
+            return
+        # An owner that takes its time does not escape by that. One that answers may be ahead of this peer.
+        version = self._version(commit) if header.owner in case.refused else asked_at
+        self._driver.feed(ev.Audited(header.shard, header.version, header.owner, is_right is not None, version))
 
-    async def _judge(self, case: _Case) -> None:
-        header, accuser = case.commit.header, case.accuser
-        if accuser is not None and not await self._is_signed(accuser, case.commit):
-            return
-        payloads = await self._collect(header, (header.owner,) if accuser is None else (accuser, header.owner))
-        if self._driver.is_closed:
-            return
-        if payloads is None:
-            if accuser is None:
-                self._driver.feed(ev.Audited(header.shard, header.version, header.owner, False))
-            return
-        problem = await self._host.work("audits", partial(self._problem, header, payloads))
-        if self._driver.is_closed:
-            return
-        if problem is not None:
-            self._convict(case.commit, payloads, problem)
-        elif accuser is None:
-            self._driver.feed(ev.Audited(header.shard, header.version, header.owner, True))
-        else:
-            self._ignore(accuser, f"it accuses {header.owner} of a wrong merge, which is right")
+    def _version(self, commit: WrongMerge) -> int:
+        head = self._view.head(commit.shard)
+        assert head is not None, "it was applied here"
+        return head.version
+
+    async def _check_waiting(self) -> None:
+        while self._accusations and not self._driver.is_closed:
+            accuser, waiting = next(iter(self._accusations.items()))
+            accusation = waiting.pop()
+            if self._is_heard(accuser) and self._is_open(accusation):
+                await self._check(accuser, accusation)
+            del self._accusations[accuser]
+            if waiting:
+                self._accusations[accuser] = waiting  # behind the other accusers
+
+    async def _check(self, accuser: PeerId, accusation: WrongMerge) -> None:
+        owner = accusation.owner
+        is_right = None
+        if await self._is_signed(accuser, accusation):
+            is_right = await self._judge(accusation, (accuser, owner), self._begin(accusation.header))
+        if is_right:
+            self._ignore(accuser, f"it accuses {owner} of a wrong merge, which is right")
+        elif is_right is None and accuser not in self._ignored:
+            self._unchecked.take(accuser, self._host.now())
+
+    async def _judge(self, commit: WrongMerge, sources: Sequence[PeerId], case: _Case) -> bool | None:
+        """Return whether a merge is right; None if its payloads did not come. A wrong one is reported."""
+        payloads = await self._collect(commit.header, sources, case)
+        if payloads is None or self._driver.is_closed:
+            return None
+        problem = await self._host.work("audits", partial(self._problem, commit.header, payloads))
+        if problem is not None and not self._driver.is_closed:
+            self._convict(commit, payloads, problem)
+        return problem is None
 
     def _problem(self, header: CommitHeader, payloads: Mapping[Digest, Payload]) -> str | None:
         """Return what is wrong with a merge. As memory and processors err, it must be found twice."""
@@ -246,16 +288,26 @@ class Auditor:
 
     # -- payloads ------------------------------------------------------------------------------------------------------
 
-    async def _collect(self, header: CommitHeader, sources: Sequence[PeerId]) -> dict[Digest, Payload] | None:
+    def _begin(self, header: CommitHeader) -> _Case:
+        count, most = len(audited_payloads(header)), self._most_bytes(header)
+        now, case_s = self._host.now(), ANSWER_S + count * (TURN_S + most / SLOWEST_BYTES_PER_S)
+        return _Case(now, now + min(CASE_S, case_s))
+
+    def _most_bytes(self, header: CommitHeader) -> int:
+        return compression.payload_limit(self._layout.shards[header.shard].elements)
+
+    async def _collect(
+        self, header: CommitHeader, sources: Sequence[PeerId], case: _Case
+    ) -> dict[Digest, Payload] | None:
         """Return the payloads that make the merge again, from here, from ``sources`` or from the contributors; None if
         one is not there."""
-        found, size, until = dict[Digest, Payload](), 0, self._host.now() + CASE_S
+        found, size = dict[Digest, Payload](), 0
         givers = {Digest(c.payload.hex()): peer_of(c.learner) for c in header.contributors}
         for digest in sorted(audited_payloads(header)):
             payload = await self._read(header, digest)
             for source in dict.fromkeys((*sources, givers.get(digest, header.owner))):
-                if payload is None and self._host.now() < until and not self._driver.is_closed:
-                    payload = await self._ask(source, header, digest)
+                if payload is None and source not in case.failed and not self._driver.is_closed:
+                    payload = await self._ask(source, header, digest, case)
             size += 0 if payload is None else len(payload)
             if payload is None or size > CASE_MOST_BYTES:
                 return None
@@ -272,17 +324,22 @@ class Auditor:
         except ValueError:
             return None
 
-    async def _ask(self, peer: PeerId, header: CommitHeader, digest: Digest) -> Payload | None:
+    async def _ask(self, peer: PeerId, header: CommitHeader, digest: Digest, case: _Case) -> Payload | None:
         """Return a payload from ``peer``."""
-        most = compression.payload_limit(self._layout.shards[header.shard].elements)
+        most = self._most_bytes(header)
+        timeout_s = min(case.until - self._host.now(), ANSWER_S + most / SLOWEST_BYTES_PER_S)
+        if timeout_s <= 0.0:
+            return None
         wanted = encode(GetPayload(header.shard, commit_id(header), digest))
-        timeout_s = min(CASE_S, PAYLOAD_S + most / SLOWEST_BYTES_PER_S)
         try:
             response = await self._host.links.request(peer, wanted, timeout_s=timeout_s, max_payload=most)
         except RequestError as error:
             log.debug("an audited payload did not arrive", peer=peer, reason=str(error))
+            is_prompt = isinstance(error, RequestRefused) and self._host.now() - case.began <= PROMPT_S
+            (case.refused if is_prompt else case.failed).add(peer)
             return None
         if response.payload is None or digest_of(response.payload) != digest:
             self._metrics.report_fault(peer, "payload", "the digest of an audited payload does not match")
+            case.failed.add(peer)
             return None
         return response.payload

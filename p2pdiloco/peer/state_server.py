@@ -293,8 +293,8 @@ class RequestHandlers:
                     raise RequestRefused("too many payload requests: ask again in some seconds")
                 if self._host.links.queued_bytes(peer) > QUEUED_MOST_BYTES:
                     raise RequestRefused("busy: too much data is queued for you")
-                await self._own_traffic_first()
                 found = await self._state_server.payload(request.shard, request.commit, request.payload)
+                await self._own_traffic_first()
                 return Answer(b"", found, STATE_PRIORITY)
             case GetChunk():
                 if self._host.links.queued_bytes(peer) > QUEUED_MOST_BYTES:

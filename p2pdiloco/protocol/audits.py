@@ -60,7 +60,7 @@ class Audits:
             self._missing.pop(owner, None)
             owners.withholding.discard(owner)
             return
-        if owner not in core.membership.live or core.head(event.shard).version > event.version + 1:
+        if owner not in core.membership.live or event.head_version > event.version + 1:
             return
         misses = self._missing[owner] = min(self._missing.pop(owner, 0) + 1, MISSES)
         if len(self._missing) > MISSING_MOST:

@@ -209,6 +209,8 @@ class Audited(msgspec.Struct, frozen=True, array_like=True, tag="audited"):
     version: int
     owner: PeerId
     has_delivered: bool
+    head_version: int = 0
+    """Version of the shard's head here when the owner was asked or, if it refused at once, now."""
 
 
 class Evaluated(msgspec.Struct, frozen=True, array_like=True, tag="evaluated"):

@@ -75,7 +75,7 @@ class Auditing:
         if found is None:
             self._missed(process, header)
         elif not is_wrong(header, found):
-            process.tell(ev.Audited(header.shard, header.version, header.owner, True))
+            process.tell(ev.Audited(header.shard, header.version, header.owner, True, header.version))
         else:
             self._proved(header.owner)
             process.store.update(found)
@@ -83,7 +83,7 @@ class Auditing:
 
     def _missed(self, process: Process, header: CommitHeader) -> None:
         self.counted["missed"] += 1
-        process.tell(ev.Audited(header.shard, header.version, header.owner, False))
+        process.tell(ev.Audited(header.shard, header.version, header.owner, False, header.version))
 
     def _proved(self, owner: PeerId) -> None:
         self.caught.setdefault(owner, self.wrong[owner])

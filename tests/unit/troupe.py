@@ -139,15 +139,20 @@ class StageHost:
         self._member.asked[peer] += 1
         asking = asyncio.ensure_future(self._stage.members[peer].peer.answer(self._member.id, body))
         lost = self._stage.lost.setdefault((self._member.id, peer), asyncio.get_running_loop().create_future())
+        late: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        timer = self.call_at(self.now() + timeout_s, lambda: late.done() or late.set_result(None))
         try:
-            await asyncio.wait({asking, lost}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({asking, lost, late}, return_when=asyncio.FIRST_COMPLETED)
             if asking.done():
                 answer = asking.result()
                 payload = None if answer.payload is None else bytearray(answer.payload)
                 self._stage.spoil_answer(peer, body, payload)
             if lost.done():
                 raise RequestError("the connection is lost")
+            if not asking.done():
+                raise RequestError("no answer in time")
         finally:
+            timer.cancel()
             asking.cancel()
         return Response(answer.body, None if payload is None else memoryview(payload))
 

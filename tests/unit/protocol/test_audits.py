@@ -14,7 +14,7 @@ from troupe import Member, act
 from troupe import Stage as Theatre
 
 from p2pdiloco.codec import merge
-from p2pdiloco.peer.audit import ACCUSATIONS
+from p2pdiloco.peer.audit import ANSWER_S, UNCHECKED, UNCHECKED_PER_S
 from p2pdiloco.peer.state_server import PAYLOADS
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
@@ -25,7 +25,7 @@ from p2pdiloco.protocol.chain import no_size
 from p2pdiloco.protocol.commit_validation import EVIDENCE_MOST, audited_payloads
 from p2pdiloco.protocol.config import Sizes
 from p2pdiloco.protocol.ids import Digest, PeerId, ShardId
-from p2pdiloco.wire.control_messages import GetPayload, encode
+from p2pdiloco.wire.control_messages import GetPayload, decode_request, encode
 from p2pdiloco.wire.request_reply import RequestRefused
 
 
@@ -35,8 +35,9 @@ def wrong(stage: Stage, owner: PeerId = B, version: int = 1, name: str = "") -> 
     return msg.WrongMerge(stage.commit(given, owner=owner, version=version), b"")
 
 
-def of(header: msg.CommitHeader, *, has_delivered: bool) -> ev.Audited:
-    return ev.Audited(header.shard, header.version, header.owner, has_delivered)
+def of(header: msg.CommitHeader, *, has_delivered: bool, later: int = 0) -> ev.Audited:
+    """An audit whose owner was asked when there were ``later`` further versions."""
+    return ev.Audited(header.shard, header.version, header.owner, has_delivered, header.version + later)
 
 
 # -- what the machine decides ------------------------------------------------------------------------------------------
@@ -123,8 +124,9 @@ def test_what_proves_a_wrong_merge_is_kept_for_others() -> None:
 
 
 def test_an_owner_that_does_not_deliver_counts_as_one_that_missed() -> None:
-    """V5g: three times in a row, and only while it should still have what is asked for; it is never barred. All that it
-    makes is audited until it delivers, and no commit of its own makes up for it."""
+    """V5g: three times in a row, and only if it was asked while it should still have it, however long it takes to
+    answer; it is never barred. All that it makes is audited until it delivers, and no commit of its own makes up for
+    it."""
     stage = Stage(B, C, log_length=16)
     versions = iter(range(20))
 
@@ -156,11 +158,9 @@ def test_an_owner_that_does_not_deliver_counts_as_one_that_missed() -> None:
     commit_of(B)
     assert not missed
     assert B not in stage.machine.view.barred
-    for _ in range(3):
-        commit_of(C)
     for _ in range(2 * MISSES):
-        stage.tell(of(header, has_delivered=False))
-    assert not missed, "its head has moved on"
+        stage.tell(of(header, has_delivered=False, later=2))
+    assert not missed, "it was asked when it need not have them any more"
     header, _ = commit_of(B)
     stage.beats.pop(B)
     stage.tell(ev.PeerDisconnected(B, "gone"))
@@ -297,8 +297,21 @@ def test_an_accuser_whose_word_does_not_hold_is_not_heard_again(tmp_path: Path) 
     act(story)
 
 
-def test_accusations_are_few(tmp_path: Path) -> None:
-    """V5e: of one peer, whatever becomes of them."""
+def never_answers(member: Member, after_s: float = 1e9) -> None:
+    """From now on it lets every question for a payload wait so long, and then refuses."""
+    honest = member.peer.answer
+
+    async def answer(peer: PeerId, body: bytes) -> Any:
+        if isinstance(decode_request(body), GetPayload):
+            await member.host.sleep(after_s)
+            raise RequestRefused("not for you")
+        return await honest(peer, body)
+
+    member.peer.answer = answer  # type: ignore[method-assign]
+
+
+def test_accusations_that_cannot_be_checked_are_few(tmp_path: Path) -> None:
+    """V5e: of one peer; once an hour it may try again."""
 
     async def story() -> None:
         async with Theatre(tmp_path) as stage:
@@ -308,9 +321,78 @@ def test_accusations_are_few(tmp_path: Path) -> None:
             foreign = msgspec.structs.replace(header, payload=digest("gone"))
             await stage.settle()
             before = bob.asked[cat.id]
-            for _ in range(3 * ACCUSATIONS):
+            for _ in range(3 * UNCHECKED):
                 await stage.deliver(bob, cat.id, msg.WrongMerge(foreign, _signed(foreign)))
-            assert 0 < bob.asked[cat.id] - before <= ACCUSATIONS
+            assert bob.asked[cat.id] - before == UNCHECKED
+            assert not cat.faults()
+            stage.now += 1.01 / UNCHECKED_PER_S
+            for _ in range(3):
+                await stage.deliver(bob, cat.id, msg.WrongMerge(foreign, _signed(foreign)))
+            assert bob.asked[cat.id] - before == UNCHECKED + 1
+
+    act(story)
+
+
+def test_no_accuser_delays_audits_or_other_accusers(tmp_path: Path) -> None:
+    """V5e: one whose payloads never come has them wait, one accusation at a time, and nobody else."""
+
+    async def story() -> None:
+        async with Theatre(tmp_path) as stage:
+            ann, bob, cat = await company(stage)
+            dan = await stage.add("dan", None, has_learner=False, weight=0.0)
+            await stage.wait(3.0)
+            await stage.train(ann, 1.0, 1.0)
+            header, signature = newest(bob)
+            foreign = msgspec.structs.replace(header, payload=digest("gone"))
+            never_answers(cat)
+            for _ in range(UNCHECKED):
+                await stage.deliver(bob, cat.id, msg.WrongMerge(foreign, _signed(foreign)))
+            bob.draws = 0.0
+            await stage.train(ann, 1.0, 1.0)
+            ended = [event for event in bob.events if isinstance(event, ev.Audited)]
+            assert ended, "its own audits go on"
+            assert all(event.has_delivered for event in ended)
+            await stage.deliver(bob, dan.id, msg.WrongMerge(header, signature))
+            await stage.wait(2.0 * ANSWER_S)
+            assert bob.faults() == {"accusation": 1}, "the other accuser comes next"
+
+    act(story)
+
+
+def test_an_owner_that_takes_its_time_does_not_escape(tmp_path: Path) -> None:
+    """V5g: it answers for nothing until two versions have passed; it is judged by when it was asked."""
+
+    async def story() -> None:
+        async with Theatre(tmp_path) as stage:
+            ann, bob, _ = await company(stage)
+            bob.draws = 0.0
+            lying(ann)
+            never_answers(ann, 5.0)
+            await stage.train(ann, *[1.0] * 12)
+            await stage.wait(2.0 * ANSWER_S)
+            first = next(event for event in bob.events if isinstance(event, ev.Audited))
+            assert not first.has_delivered
+            assert bob.versions[first.shard] > first.version + 1
+            assert first.head_version == first.version
+
+    act(story)
+
+
+def test_what_is_long_past_is_not_audited(tmp_path: Path) -> None:
+    """V5g: when its turn comes, the owner has dropped the contributions."""
+
+    async def story() -> None:
+        async with Theatre(tmp_path) as stage:
+            ann, bob, _ = await company(stage)
+            bob.draws = 0.0
+            lying(ann)
+            never_answers(ann)
+            await stage.train(ann, *[1.0] * 30)
+            assert bob.asked[ann.id]
+            bob.draws = 1.0
+            before = bob.asked[ann.id]
+            await stage.wait(10.0 * ANSWER_S)
+            assert bob.asked[ann.id] == before
 
     act(story)
 
