@@ -5,15 +5,17 @@ followed by its outer momentum, in the byte layout below. The digest list of a s
 digests, 20 bytes each. The digest of that list is the digest of the state (a commit's ``result``).
 
 Rules of this file:
-1. The owner computes the whole list, and the list travels with the commit. Other peers check only a sample, which moves
-   on with the version. A payload's digest and deterministic arithmetic leave bad memory and bad hardware as causes of a
-   difference. Every chunk is checked at least once in CYCLE versions.
-2. The sample depends on the version alone, so that all peers refuse the same commits.
+1. The owner computes the whole list, and the list travels with the commit. Other peers check only a sample, an eighth
+   of the chunks. A payload's digest and deterministic arithmetic leave bad memory, bad hardware and a lying owner as
+   causes of a difference.
+2. Each peer draws its sample at random, so that the owner does not know which chunks nobody checks. Where most have
+   applied a commit that this peer refused, it follows them (``protocol/commit_validation.py``).
 3. Each chunk can be checked against the list by itself, whichever peer it comes from.
 """
 
 from __future__ import annotations
 
+import random
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
@@ -121,7 +123,7 @@ def as_bytes(vector: Tensor) -> NDArray[np.uint8]:
 
 
 CYCLE: Final = 8
-"""Versions in which every chunk is checked at least once."""
+"""Versions in which a chunk is checked once on average."""
 
 
 def list_bytes(elements: int) -> int:
@@ -150,8 +152,7 @@ def is_chunk(digests: bytes, index: int, theta: Tensor, momentum: Tensor) -> boo
     return chunk_digest(theta, momentum) == digests[DIGEST_BYTES * index : DIGEST_BYTES * (index + 1)]
 
 
-def sample(elements: int, version: int) -> range:
-    """Return the chunks of a shard that are checked for ``version``: one of up to eight, every eighth of more."""
+def sample(elements: int, draw: random.Random) -> list[int]:
+    """Draw the chunks of a shard that are checked for a version: an eighth of them, at least one."""
     chunks = -(-elements // CHUNK)
-    stride = max(1, min(CYCLE, chunks))
-    return range(-version % stride, chunks, stride)
+    return sorted(draw.sample(range(chunks), -(-chunks // CYCLE)))

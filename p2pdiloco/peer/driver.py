@@ -307,10 +307,14 @@ class Driver:
         def refuse(error: Exception) -> None:
             if isinstance(error, SpoiltStateError):
                 self.report_corruption(error)
-            if not found.done():
+                copy_now()  # fails with the digest that the state has
+            elif not found.done():
                 found.set_exception(CopyError(str(error)))
 
-        self.submit(lambda: self._state.copy(shard, data, chunks, is_checked=is_checked), take, refuse, shard=shard)
+        def copy_now() -> None:
+            self.submit(lambda: self._state.copy(shard, data, chunks, is_checked=is_checked), take, refuse, shard=shard)
+
+        copy_now()
         try:
             return await within(self._host, found, COPY_S)
         except TimeoutError:

@@ -5,8 +5,8 @@ Rules of this file:
    whole, run alone, between all others. This order keeps the learner's view exact without locks: commits, shifts, their
    acknowledgements and snapshots are told apart by it. Different shards are worked on in parallel. They share only
    ``VectorMemory``, and each thread has its own scratch.
-2. Parameters and momentum change only together with the shard's head, and only if the sample of chunks checked at this
-   version has the digests that the owner signed (``codec.digests``).
+2. Parameters and momentum change only together with the shard's head, and only if a sample of chunks has the digests
+   that the owner signed (``codec.digests``).
 3. ``learner_updates`` decides what a change means for the learner.
 4. Work on a shard goes chunk by chunk, so that a chunk stays in the CPU cache. Everything that can fail is checked
    before the first chunk is changed.
@@ -23,8 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from p2pdiloco.codec import bitrate_ladder, compression, digests, merge, outer_optimizer, quantization
-from p2pdiloco.codec.agreement import AgreementHistory
+from p2pdiloco.codec import agreement, bitrate_ladder, compression, digests, merge, outer_optimizer, quantization
 from p2pdiloco.codec.compression import Body
 from p2pdiloco.codec.digests import StateForm, as_bytes
 from p2pdiloco.codec.shard_codec import Bodies
@@ -125,6 +124,18 @@ class StaleBaseError(Exception):
     """The shard is not at the head that the caller expected."""
 
 
+class AlteredStateError(StaleBaseError):
+    """This peer's state of a shard does not match its head. The message says what its digest is instead, so that a peer
+    with the same state can tell that the head's owner signed a wrong one (``is_told_by``)."""
+
+    def __init__(self, shard: ShardId, head: Digest, digest: Digest) -> None:
+        super().__init__(f"shard {shard} is corrupted here: at {head} its digest is {digest}")
+
+    def is_told_by(self, reason: str) -> bool:
+        """Return whether another peer gave the same reason: its state has the same digest at the same head."""
+        return reason == str(self)
+
+
 class DigestMismatchError(Exception):
     """A commit or a fetched state does not have the digest that it names."""
 
@@ -204,7 +215,8 @@ class ModelState:
         self.integrity = Integrity([quantization.chunk_count(shard.elements) for shard in layout.shards])
         self._staged: dict[ShardId, Staged] = {}
         self._pending_merges = PendingMerges()
-        self._agreement = AgreementHistory()
+        self._agreement = agreement.AgreementHistory()
+        self._draw = agreement.new_random()
         # This learner's newest contribution with its bodies. Half a byte per parameter, but saves a decompression.
         self._own: dict[ShardId, tuple[Payload, Bodies]] = {}
         self._scratch = _Scratch(max(shard.elements for shard in layout.shards), self.form.momentum)
@@ -214,6 +226,13 @@ class ModelState:
         return vector[piece.start : piece.stop]
 
     # -- global state --------------------------------------------------------------------------------------------------
+
+    def altered(self, shard: ShardId) -> AlteredStateError | None:
+        """Return how the shard's state differs from its head, if it is known to."""
+        head = self.heads[shard]
+        if head is None or not self.integrity.is_spoilt(shard):
+            return None
+        return AlteredStateError(shard, head, self.digest(shard))
 
     def digest(self, shard: ShardId) -> Digest:
         """Compute the digest of the shard's parameters and momentum."""
@@ -265,11 +284,14 @@ class ModelState:
 
         Raises:
             StaleBaseError: the shard has no state yet, or none that can be proven.
-            SpoiltStateError: the state does not match its head.
+            AlteredStateError: the state is known not to match its head.
+            SpoiltStateError: the state does not match its head, as is found now.
         """
         head = self.heads[shard]
-        if head is None or self.integrity.is_spoilt(shard):
-            raise StaleBaseError(f"shard {shard} {'has no state here yet' if head is None else 'is corrupted here'}")
+        if head is None:
+            raise StaleBaseError(f"shard {shard} has no state here yet")
+        if (altered := self.altered(shard)) is not None:
+            raise altered
         if self.integrity.is_unsigned(shard):
             raise StaleBaseError(f"shard {shard} cannot be proven before its next version")
         for chunk in self.integrity.unverified(shard):
@@ -332,7 +354,7 @@ class ModelState:
 
     def _check_commit(self, header: CommitHeader, head: Digest, payload: Payload, listed: bytes) -> Sequence[Body]:
         """Return the bodies of a commit's payload, after checks: all can be decoded, the norm is at most the declared
-        one, and the sampled chunks of its version have the listed digests."""
+        one, and a sample of chunks has the listed digests."""
         shard, spans = header.shard, self._chunks(header.shard)
         factors = outer_optimizer.factors_of(self._outer, header.version)
         elements = self.layout.shards[shard].elements
@@ -343,7 +365,7 @@ class ModelState:
             raise UnfitCommitError(f"the payload of commit {head[:8]} is malformed: {error}") from error
         if length > header.length * ROUNDED_LENGTH:
             raise UnfitCommitError(f"the step of commit {head[:8]} has norm {length:.3g}, not {header.length:.3g}")
-        for index in digests.sample(elements, header.version):
+        for index in digests.sample(elements, self._draw):
             theta, momentum = self._next_chunk(bodies[index], spans[index], factors)
             if not digests.is_chunk(listed, index, theta, momentum):
                 self.verify(shard, index)  # raises if this peer's own state is the one that is wrong

@@ -182,7 +182,8 @@ class Fetched(msgspec.Struct, frozen=True, array_like=True, tag="fetched"):
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
-    """Work on a shard has failed. ``work`` names the effect; "give" means that an encoded payload was lost."""
+    """Work on a shard has failed. ``work`` names the effect; "give" means that an encoded payload was lost, "state"
+    that the state does not match its head, and "owner" that it does not and ``peer`` has the same state."""
 
     work: str
     shard: ShardId

@@ -233,6 +233,8 @@ class Machine:
                 self.contributions.on_payload_lost(event.shard)
             case "state":
                 self.repair.start(event.shard, event.reason)
+            case "owner":
+                self.repair.blame_owner(event.shard, event.peer)
             case "values":
                 self.replication.reject(event.shard, event.reason)
             case "apply" | "install":

@@ -15,7 +15,7 @@ from collections.abc import Container, Sequence
 
 from p2pdiloco.protocol.aggregation import Aggregation
 from p2pdiloco.protocol.chain import HeadChange, HeadListener, is_heavier
-from p2pdiloco.protocol.commit_validation import AncestryCheck, RejectedCommits
+from p2pdiloco.protocol.commit_validation import TERM, AncestryCheck, RejectedCommits
 from p2pdiloco.protocol.contributions import Contributions, DeltaReconciliation
 from p2pdiloco.protocol.effects import Apply, BecameCurrent, Fetch, Install
 from p2pdiloco.protocol.events import Fetched, ShardState
@@ -550,7 +550,7 @@ class Repair:
         self.aggregation.jobs.pop(shard, None)
         self.aggregation.close(shard)
         tries = self.tries[shard] = self.tries.get(shard, 0) + 1
-        donors = [p for p in self.core.membership.live if replication.is_donor(p)] if tries <= TRIES else []
+        donors = self._donors(shard, tries)
         is_busy = shard in replication.asked or shard in replication.applying
         if donors or is_busy:
             replication.repairing.add(shard)
@@ -559,6 +559,30 @@ class Repair:
         elif not donors:
             replication.repairing.discard(shard)
             self.aggregation.reopen(shard)
+
+    def _donors(self, shard: ShardId, tries: int) -> list[PeerId]:
+        """Return the peers that may be asked. The head's owner may have signed another state than its commit gives, so
+        that only it can supply what it signed: others come first."""
+        donors = [p for p in self.core.membership.live if self.replication.is_donor(p)] if tries <= TRIES else []
+        log = self.core.chains[shard].log
+        others = [p for p in donors if not log or p != log[-1].owner]
+        return others if others and tries <= TRIES // 2 else donors
+
+    def blame_owner(self, shard: ShardId, witness: PeerId | None) -> None:
+        """Go on with the state here, and bar the owner of the head: another peer has the same state, so this is what
+        its commit gives, and not what it signed."""
+        log = self.core.chains[shard].log
+        if log and log[-1].owner != self.core.config.peer:
+            owner, version = log[-1].owner, log[-1].version
+            text = (
+                f"{owner} has signed other digests for version {version} of shard {shard} than its values give, as "
+                f"{witness} has found, too: it owns nothing for {TERM} versions. This peer goes on with its own state. "
+                f"To remove that owner: p2pdiloco members ban {owner}"
+            )
+            self.core.note("warning", "commit", text)
+            self.replication.refusals.barred_owners.bar(owner, shard, version)
+        self.replication.repairing.discard(shard)
+        self.aggregation.reopen(shard)
 
     def retry(self) -> None:
         """Ask again for states that have not come: the last donor did not have them, or has left."""

@@ -12,6 +12,7 @@ _STATE_TESTS = "tests/unit/test_peer_model_state.py"
 _CONSERVATION = "tests/property/test_conservation.py::test_every_token_trained_stands_in_the_parameters_once"
 _SHIFT_TESTS = "tests/unit/test_peer_learner_updates.py"
 _LOG = "p2pdiloco.peer.commit_wal"
+_SIGNED_ANOTHER = "tests/unit/test_peer_scrubber.py::test_an_owner_that_signed_another_state_is_barred"
 _LOG_TESTS = "tests/unit/test_peer_commit_wal.py"
 _CONVICTION_TESTS = "tests/unit/test_peer_convictions.py"
 
@@ -458,6 +459,54 @@ BUGS = (
             "tests/unit/test_peer_scrubber.py"
             "::test_who_has_just_lost_the_others_gets_its_state_from_them_when_they_are_back",
         ),
+    ),
+    Bug(
+        name="all know which chunk is checked next",
+        module="p2pdiloco.codec.digests",
+        where="sample",
+        old="draw.sample(range(chunks), -(-chunks // CYCLE))",
+        new="range(0, chunks, CYCLE)",
+        harm="an owner signs wrong digests of the others, and every peer takes its own memory for damaged",
+        killed_by=(
+            "tests/unit/test_codec_digests.py::test_nobody_knows_which_chunks_are_checked[2097152]",
+            "tests/unit/test_codec_digests.py::test_nobody_knows_which_chunks_are_checked[1048576]",
+        ),
+    ),
+    Bug(
+        name="who signed another state is asked for it",
+        module="p2pdiloco.protocol.replication",
+        where="Repair._donors",
+        old="others if others and tries <= TRIES // 2 else donors",
+        new="donors",
+        harm="an owner puts values of its own into a chunk of which it signed a wrong digest",
+        killed_by=("tests/unit/protocol/test_adoption.py::test_the_owner_of_the_head_is_asked_last_for_a_repair",),
+    ),
+    Bug(
+        name="an altered state is not compared with others",
+        module="p2pdiloco.peer.model_state",
+        where="AlteredStateError.is_told_by",
+        old="reason == str(self)",
+        new="False",
+        harm="an owner that signs wrong digests owns on, and each time all peers stand still",
+        killed_by=(_SIGNED_ANOTHER,),
+    ),
+    Bug(
+        name="whoever has an altered state blames the owner",
+        module="p2pdiloco.peer.model_state",
+        where="AlteredStateError.is_told_by",
+        old="reason == str(self)",
+        new="True",
+        harm="honest owners are barred for a flipped bit of somebody else's memory",
+        killed_by=("tests/unit/test_peer_scrubber.py::test_who_is_altered_itself_blames_nobody",),
+    ),
+    Bug(
+        name="who signed another state owns on",
+        module="p2pdiloco.protocol.replication",
+        where="Repair.blame_owner",
+        old="self.replication.refusals.barred_owners.bar(owner, shard, version)",
+        new="pass",
+        harm="it does so again, and each time all peers stand still",
+        killed_by=(_SIGNED_ANOTHER,),
     ),
     Bug(
         name="a line of which nothing is known is fast",

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from stage import SHARD, A, B, C, Stage, commit_on, digest, head_of, life, notes, only, sent, tokens
+from stage import SHARD, A, B, C, D, Stage, commit_on, digest, head_of, life, notes, only, sent, tokens
 
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
@@ -14,7 +14,7 @@ from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol.chain import MARK_LIFE_LOGS
 from p2pdiloco.protocol.ids import FragmentId
 from p2pdiloco.protocol.messages import CommitHeader, Contributor, Head
-from p2pdiloco.protocol.replication import MAX_COMMITS_SENT
+from p2pdiloco.protocol.replication import MAX_COMMITS_SENT, TRIES
 from tests.machine_sim.process import PeerSetting
 from tests.machine_sim.scenarios import P0, P1, base_config, make_world
 
@@ -348,6 +348,21 @@ def test_on_a_spoilt_state_nothing_is_merged_and_contributions_wait() -> None:
     assert not only(stage.offer(C) + stage.wait(5.0), ef.Merge)
     stage.tell(ev.Fetched(B, stage.machine.core.chains[SHARD].state()))
     assert only(stage.tell(ev.Applied(SHARD, stage.head().id)) + stage.offer(C), ef.Merge)
+
+
+def test_the_owner_of_the_head_is_asked_last_for_a_repair() -> None:
+    """A6d: it may have signed another state, which only it has."""
+    stage = Stage(B, C, D)
+    stage.take(stage.commit(tokens(C, 0, 40), owner=B))
+    asked = [only(stage.tell(SPOILT), ef.Fetch)[0].peer]
+    for _ in range(30):
+        stage.tell(ev.Failed("fetch", SHARD, asked[-1], "it is corrupted here"))
+        asked += [effect.peer for effect in only(stage.wait(1.0), ef.Fetch)]
+    assert B not in asked[: TRIES // 2]
+    assert len(asked) == TRIES
+    pair = Stage(B)
+    pair.take(pair.commit(tokens(B, 0, 40), owner=B))
+    assert only(pair.tell(SPOILT), ef.Fetch)[0].peer == B, "there is no other"
 
 
 def test_a_repair_is_asked_for_until_it_comes_and_who_is_alone_goes_on() -> None:
