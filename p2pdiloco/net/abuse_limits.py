@@ -231,6 +231,8 @@ LIMIT = 100.0
 WEARS_OFF_PER_S = 0.5
 BODY = 1.0
 """Penalty for a body that cannot be parsed."""
+FORGED = 25.0
+"""Penalty for a body whose digest or signature is wrong."""
 FRAMES = 25.0
 """Penalty for frames that break the format, which also ends the connection."""
 SHUT_OUT_S = 60.0

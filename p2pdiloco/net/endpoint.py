@@ -47,7 +47,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from p2pdiloco.net.abuse_limits import BODY, FRAMES, Room, displaced, machine_of
+from p2pdiloco.net.abuse_limits import BODY, FORGED, FRAMES, Room, displaced, machine_of
 from p2pdiloco.net.bandwidth import Path, Traffic
 from p2pdiloco.net.connection import Connection
 from p2pdiloco.net.context import Due, EndpointContext
@@ -446,12 +446,12 @@ class Endpoint:
             account.untaken -= hold.bytes_each
             self._send_credit(self._context.grants.update(account, now))
 
-    def blame(self, peer: PeerId, now: float) -> None:
-        """Report that ``peer`` sent a malformed body. After too many of them it is disconnected."""
+    def blame(self, peer: PeerId, now: float, *, is_forged: bool = False) -> None:
+        """Report that ``peer`` sent a malformed or forged body. After too many of them it is disconnected."""
         self._context.now = now
         connection = self.serving.get(peer)
-        if self._context.scores.blame(peer, BODY, now) and connection is not None:
-            connection.break_off("too much data that cannot be parsed")
+        if self._context.scores.blame(peer, FORGED if is_forged else BODY, now) and connection is not None:
+            connection.break_off("too much data that cannot be parsed or is forged")
 
     def disconnect(self, peer: PeerId, reason: str, now: float) -> None:
         """Disconnect ``peer``: flush queued data for at most ``part_s`` seconds, and tell it ``reason``."""

@@ -144,8 +144,9 @@ class Links(Protocol):
     def hang_up(self, peer: PeerId, reason: str) -> None:
         """Close the connection with ``peer`` at once. Queued messages are lost."""
 
-    def blame(self, peer: PeerId) -> None:
-        """Record that ``peer`` sent malformed data. After too much of it, the peer is blocked for a while."""
+    def blame(self, peer: PeerId, *, is_forged: bool = False) -> None:
+        """Record that ``peer`` sent malformed data. After too much of it, the peer is blocked for a while: after a few
+        messages if they were forged."""
 
 
 class Handle(Protocol):

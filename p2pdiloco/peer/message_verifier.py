@@ -1,8 +1,8 @@
 """Message verifier: checks digests, signatures and membership of received messages, off the event loop's thread.
 
 Rules of this file:
-1. An invalid message is dropped, and the fault of its sender counted. A message that names an unknown member waits
-   until its sender was asked for members, once.
+1. An invalid message is dropped, and the fault of its sender counted. A few with a wrong digest or signature cost it
+   the connection. A message that names an unknown member waits until its sender was asked for members, once.
 2. Signed commits are compared with those that are known here. Two commits of one owner on one parent are proof of
    equivocation.
 """
@@ -16,7 +16,7 @@ from p2pdiloco.peer.driver import Driver
 from p2pdiloco.peer.host import Host
 from p2pdiloco.peer.metrics import Metrics
 from p2pdiloco.peer.payload_cache import Keep, PayloadCache
-from p2pdiloco.peer.signatures import Standing, UnknownMemberError
+from p2pdiloco.peer.signatures import ForgedError, Standing, UnknownMemberError
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol.ids import PeerId
@@ -105,6 +105,8 @@ class MessageVerifier:
                 return
             if isinstance(error, ValueError):
                 self._metrics.report_fault(peer, "payload", str(error))
+                if isinstance(error, ForgedError):
+                    self._host.links.blame(peer, is_forged=True)
                 whole.cancel()
                 return
             keep = future.result()

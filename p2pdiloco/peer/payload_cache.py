@@ -20,7 +20,15 @@ from p2pdiloco.codec.digests import list_bytes
 from p2pdiloco.peer.host import Disk
 from p2pdiloco.peer.learner_updates import Moves, Payload
 from p2pdiloco.peer.payload_store import Held, PayloadStore
-from p2pdiloco.peer.signatures import OPEN, Register, check_commit, check_contributor, check_equivocation, signed
+from p2pdiloco.peer.signatures import (
+    OPEN,
+    ForgedError,
+    Register,
+    check_commit,
+    check_contributor,
+    check_equivocation,
+    signed,
+)
 from p2pdiloco.peer.state_proof import lineage_of
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import messages
@@ -220,11 +228,11 @@ class PayloadCache:
 
         Raises:
             UnknownMemberError: its learner's peer is not known as a member.
-            ValueError: the payload does not match its digest, or the contribution is not signed by its learner's peer.
+            ForgedError: the payload does not match its digest, or the contribution is not signed by its learner's peer.
         """
         cached = self._of(message.shard)
         if digest_of(data) != message.payload:
-            raise ValueError("its digest does not match")
+            raise ForgedError("its digest does not match")
         check_contributor(self._run, message.shard, message.base.id, message.contributor, self._register)
         return lambda: cached.put(message.payload, data)
 
@@ -233,12 +241,12 @@ class PayloadCache:
 
         Raises:
             UnknownMemberError: it names an unknown member.
-            ValueError: a digest or a signature does not match, or a contribution is not signed.
+            ForgedError: a digest or a signature does not match, or a contribution is not signed.
         """
         cached = self._of(header.shard)
         parts = split_commit(data, list_bytes(self._pieces[header.shard].elements))
         if digest_of(parts.gradient) != header.payload or digest_of(parts.digests) != header.result:
-            raise ValueError("its digests do not match")
+            raise ForgedError("its digests do not match")
         mine = self._given.get(header.shard)
         check_commit(self._run, header, parts.signature, register or self._register, mine)
         commit = msg.commit_id(header)

@@ -59,9 +59,9 @@ from p2pdiloco.wire.request_reply import Answer
 log = logs.get("node")
 
 MESSAGES_PER_S = 1000
-# Rate limit per peer and kind of message, for messages without a payload. An honest peer sends a few per exchange of a
-# fragment: hundreds a second for a tiny model on a fast machine. Messages above the limit are dropped and count as
-# malformed, so that the sender is eventually blocked.
+# Rate limit per peer and kind of message. An honest peer sends a few per exchange of a fragment: hundreds a second for
+# a tiny model on a fast machine. Messages above the limit are dropped and count as malformed, so that the sender is
+# eventually blocked.
 MESSAGE_BURST = 5000
 
 
@@ -392,7 +392,7 @@ class Peer:
             self.metrics.report_fault(peer, "message", str(error))
             self.host.links.blame(peer)
             return None
-        if payload is None and not self._rates.take((peer, type(message)), self.host.now()):
+        if not self._rates.take((peer, type(message)), self.host.now()):
             self.metrics.report_fault(peer, "flood", f"more than {MESSAGES_PER_S} {type(message).__name__} a second")
             self.host.links.blame(peer)
             return None

@@ -53,6 +53,10 @@ class UnknownMemberError(ValueError):
     """A signer is not known as a member. Other peers may know it."""
 
 
+class ForgedError(ValueError):
+    """A digest or a signature does not match. No honest peer sends that, whatever it knows of members."""
+
+
 def signed(
     identity: Identity, run: RunId, shard: ShardId, base: Digest, contributor: Contributor, payload: Digest
 ) -> Contributor:
@@ -68,7 +72,8 @@ def check_contributor(
 
     Raises:
         UnknownMemberError: the peer is not known as a member.
-        ValueError: the signature is invalid, or the peer may not contribute.
+        ForgedError: the signature is invalid.
+        ValueError: the peer may not contribute.
     """
     giver = peer_of(contributor.learner)
     if not register.was_member(giver):
@@ -76,7 +81,7 @@ def check_contributor(
     if not register.may_contribute(giver):
         raise ValueError(f"{giver} is a follower and may not contribute")
     if not verify(giver, messages.signed_contribution_bytes(run, shard, base, contributor), contributor.signature):
-        raise ValueError(f"the contribution of learner {contributor.learner} does not bear its peer's signature")
+        raise ForgedError(f"the contribution of learner {contributor.learner} does not bear its peer's signature")
 
 
 def check_commit(
@@ -92,12 +97,13 @@ def check_commit(
 
     Raises:
         UnknownMemberError: a signer is not known as a member.
-        ValueError: a signature is invalid, or a contributor may not contribute.
+        ForgedError: a signature is invalid.
+        ValueError: a contributor may not contribute.
     """
     if not register.was_member(header.owner):
         raise UnknownMemberError(f"its owner {header.owner} is not known as a member of the run")
     if not verify(header.owner, messages.signed_commit_bytes(commit_id(header)), signature):
-        raise ValueError("it does not bear its owner's signature")
+        raise ForgedError("it does not bear its owner's signature")
     for contributor in header.contributors:
         if (header.parent, contributor) != mine:
             check_contributor(run, header.shard, header.parent, contributor, register)
@@ -108,15 +114,15 @@ def check_equivocation(proof: Equivocation, register: Register = OPEN) -> None:
 
     Raises:
         UnknownMemberError: the owner is not known as a member.
-        ValueError: the proof does not hold.
+        ForgedError: the proof does not hold.
     """
     if not proof.is_one:
-        raise ValueError("these two commits do not exclude each other")
+        raise ForgedError("these two commits do not exclude each other")
     if not register.was_member(proof.owner):
         raise UnknownMemberError(f"their owner {proof.owner} is not known as a member of the run")
     for header, signature in ((proof.first, proof.first_signature), (proof.second, proof.second_signature)):
         if not verify(proof.owner, messages.signed_commit_bytes(commit_id(header)), signature):
-            raise ValueError(f"{proof.owner} has not signed one of these commits")
+            raise ForgedError(f"{proof.owner} has not signed one of these commits")
 
 
 def check_proof(proof: Proof, register: Register = OPEN) -> None:

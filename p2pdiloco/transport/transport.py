@@ -382,9 +382,9 @@ class Transport:
             self._endpoint.abort(connection.id, reason, self._loop.time())
             self._turn()
 
-    def blame(self, peer: PeerId) -> None:
-        """Report that ``peer`` sent a malformed body. After too many of them it is blocked for a while."""
-        self._endpoint.blame(peer, self._loop.time())
+    def blame(self, peer: PeerId, *, is_forged: bool = False) -> None:
+        """Report that ``peer`` sent a malformed or forged body. After too many of them it is blocked for a while."""
+        self._endpoint.blame(peer, self._loop.time(), is_forged=is_forged)
         self._turn()
 
     def set_budget(self, up_bytes_per_s: UpBudget, down_bytes_per_s: float | None) -> None:

@@ -375,7 +375,7 @@ class SimulatedLinks:
         if (connection := self.connections.get(peer)) is not None:
             self._host.world.network.break_connection(connection, reason)
 
-    def blame(self, peer: PeerId) -> None:
+    def blame(self, peer: PeerId, *, is_forged: bool = False) -> None:
         """``peer`` sent what cannot be read: nobody does, here."""
         self._host.world.checks.violated(5, f"{self._host.name[-6:]} cannot read what {peer[-6:]} sent")
 

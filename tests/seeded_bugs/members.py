@@ -23,12 +23,33 @@ BUGS = (
         name="floods are taken",
         module="p2pdiloco.peer.peer",
         where="Peer.message",
-        old="payload is None and not self._rates.take((peer, type(message)), self.host.now())",
-        new="False",
+        old="self._rates.take((peer, type(message)), self.host.now())",
+        new="True",
         harm="one member that sends nothing but small messages takes the others' processors, and stays",
         killed_by=(
             "tests/unit/test_peer_floods.py::test_a_flood_of_one_kind_is_dropped_and_costs_its_sender_the_connection",
         ),
+    ),
+    Bug(
+        name="floods of messages with payloads are taken",
+        module="p2pdiloco.peer.peer",
+        where="Peer.message",
+        old="self._rates.take((peer, type(message)), self.host.now())",
+        new="payload is not None or self._rates.take((peer, type(message)), self.host.now())",
+        harm="one member has the others check signatures all day",
+        killed_by=(
+            "tests/unit/test_peer_floods.py"
+            "::test_a_flood_of_messages_with_payloads_is_dropped_before_they_are_verified",
+        ),
+    ),
+    Bug(
+        name="a forged message costs its sender nothing",
+        module="p2pdiloco.peer.message_verifier",
+        where="MessageVerifier._verify",
+        old="self._host.links.blame(peer, is_forged=True)",
+        new="pass",
+        harm="one member has the others hash and check what is wrong, and stays",
+        killed_by=("tests/unit/test_peer_floods.py::test_a_wrong_digest_or_signature_is_blamed_on_its_sender",),
     ),
     Bug(
         name="text far behind an invite is ignored",

@@ -119,8 +119,9 @@ class StageHost:
     def hang_up(self, peer: PeerId, reason: str) -> None:
         self._member.hung_up[peer] += 1
 
-    def blame(self, peer: PeerId) -> None:
+    def blame(self, peer: PeerId, *, is_forged: bool = False) -> None:
         self._member.blamed[peer] += 1
+        self._member.forged[peer] += is_forged
 
     def peers(self) -> list[PeerId]:
         return [b for a, b in self._stage.connections if a == self._member.id]
@@ -182,6 +183,7 @@ class Member:
         self.asked: Counter[PeerId] = Counter()
         """Questions of its own."""
         self.blamed: Counter[PeerId] = Counter()
+        self.forged: Counter[PeerId] = Counter()
         self.hung_up: Counter[PeerId] = Counter()
         """For what could not be read."""
         self.draws = 1.0
