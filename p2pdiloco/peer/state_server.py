@@ -13,6 +13,7 @@ Rules of this file:
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
@@ -229,6 +230,8 @@ LITTLE_BYTES, LITTLE_S = 4 << 20, 0.15
 YIELD_S = 0.02
 # A chunk is sent after this time at the latest, even if own traffic waits.
 YIELD_MOST_S = 2.0
+# A peer that reads less than this meanwhile is not waited for; on a slow link, an eighth of its share of the link.
+READ_LEAST_BYTES_PER_S = 50_000
 # Rate limit per peer: a request of a dozen bytes is answered with up to 4 MiB, ahead of any chunk.
 MANIFESTS, MANIFESTS_PER_S = 3, 0.1
 OFFERS, OFFERS_OF_SHARD = 64, 8
@@ -258,6 +261,8 @@ class RequestHandlers:
         self._status = status
         self._standing = standing
         self._turns = asyncio.Lock()
+        # Peers that hardly read what is queued for them. They are not waited for until little is queued for them.
+        self._idlers: set[PeerId] = set()
         self._manifests: RateLimiter[PeerId] = RateLimiter(burst=MANIFESTS, per_s=MANIFESTS_PER_S)
         self._payloads: RateLimiter[PeerId] = RateLimiter(burst=PAYLOADS, per_s=PAYLOADS_PER_S)
         shards = len(Layout.of(manifest).shards)
@@ -308,14 +313,21 @@ class RequestHandlers:
 
         One request at a time waits, for at most ``YIELD_MOST_S``: a peer that receives slowly does not fill our link.
         """
+        links = self._host.links
         async with self._turns:
+            before = {peer: links.queued_bytes(peer) for peer in links.peers()}
             for _ in range(round(YIELD_MOST_S / YIELD_S)):
                 if self._waiting_bytes() <= self._little_bytes():
                     return
                 await self._host.sleep(YIELD_S)
+            share = (links.up_bytes_per_s or math.inf) / (8 * len(before)) if before else math.inf
+            least = YIELD_MOST_S * min(READ_LEAST_BYTES_PER_S, share)
+            self._idlers.update(peer for peer, queued in before.items() if links.queued_bytes(peer) > queued - least)
 
     def _waiting_bytes(self) -> int:
-        return sum(map(self._host.links.queued_bytes, self._host.links.peers()))
+        queued = {peer: self._host.links.queued_bytes(peer) for peer in self._host.links.peers()}
+        self._idlers = {peer for peer in self._idlers if queued.get(peer, 0) > LITTLE_BYTES}
+        return sum(size for peer, size in queued.items() if peer not in self._idlers)
 
     def _little_bytes(self) -> float:
         return max(LITTLE_BYTES, LITTLE_S * (self._host.links.up_bytes_per_s or 2 * LITTLE_BYTES / LITTLE_S))

@@ -43,6 +43,15 @@ BUGS = (
         ),
     ),
     Bug(
+        name="who does not read is waited for",
+        module="p2pdiloco.peer.state_server",
+        where="RequestHandlers._waiting_bytes",
+        old="peer not in self._idlers",
+        new="True",
+        harm="one member that asks for chunks and does not read them has newcomers wait two seconds for each chunk",
+        killed_by=("tests/unit/test_peer_state_server.py::test_who_does_not_read_holds_up_nobody_else",),
+    ),
+    Bug(
         name="a forged message costs its sender nothing",
         module="p2pdiloco.peer.message_verifier",
         where="MessageVerifier._verify",

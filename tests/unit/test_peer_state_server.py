@@ -143,6 +143,60 @@ def test_contributions_and_commits_go_before_chunks_but_not_for_ever(tmp_path: P
     act(story)
 
 
+def test_who_does_not_read_holds_up_nobody_else(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            ann, bob, question = await two(stage)
+            eve = await stage.add("eve", None, has_learner=False)
+            ann.host.up_bytes_per_s = 1e6
+
+            def ask() -> asyncio.Task[Answer]:
+                return asyncio.ensure_future(ann.peer.answer(bob.id, question))
+
+            ann.queued[eve.id] = 2 * LITTLE_BYTES
+            first = ask()
+            await stage.wait(YIELD_MOST_S + 2 * YIELD_S)
+            assert first.done()
+            ann.queued[eve.id] -= 1
+            second = ask()
+            await stage.settle()
+            assert second.done(), "eve is not waited for any more"
+            ann.queued[bob.id] = LITTLE_BYTES + 1
+            third = ask()
+            await stage.wait(YIELD_S)
+            assert not third.done(), "others are"
+            ann.queued[bob.id] = ann.queued[eve.id] = 0
+            await stage.wait(2 * YIELD_S)
+            assert third.done()
+            ann.queued[eve.id] = 2 * LITTLE_BYTES
+            fourth = ask()
+            await stage.settle()
+            assert not fourth.done(), "it has read all that was queued"
+            fourth.cancel()
+
+    act(story)
+
+
+def test_who_reads_as_fast_as_the_link_allows_is_waited_for(tmp_path: Path) -> None:
+    """Each time, on a link of 20 kB/s."""
+
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            ann, bob, question = await two(stage)
+            ann.host.up_bytes_per_s = 20_000.0
+            ann.queued[bob.id] = 3 * LITTLE_BYTES
+            for _ in range(2):
+                answer = asyncio.ensure_future(ann.peer.answer(bob.id, question))
+                for _ in range(round(YIELD_MOST_S / YIELD_S) - 1):
+                    ann.queued[bob.id] -= int(20_000 * YIELD_S)
+                    await stage.wait(YIELD_S)
+                    assert not answer.done()
+                await stage.wait(4 * YIELD_S)
+                assert answer.done()
+
+    act(story)
+
+
 def test_what_the_link_carries_says_what_is_little(tmp_path: Path) -> None:
     async def story() -> None:
         async with Stage(tmp_path) as stage:
