@@ -47,7 +47,7 @@ from p2pdiloco.protocol.manifest import Layout, Manifest, RunConfig
 from p2pdiloco.script_node import JOIN_S, NODE_LOG, Return, ScriptNode, ScriptNodeError, Wish, leaving_s
 from p2pdiloco.training import founding_file, script_arguments
 from p2pdiloco.training.node_link import Meeting, NodeLink, ScriptTrainer, Visit
-from p2pdiloco.training.parameters import FlatParameters, embedding_names, trainable
+from p2pdiloco.training.parameters import FlatParameters, OnUpdate, embedding_names, trainable
 from p2pdiloco.training.script_arguments import DiLoCoError as DiLoCoError
 from p2pdiloco.training.step_check import StepCheck
 from p2pdiloco.training.step_counter import StepCounter
@@ -155,7 +155,8 @@ class DiLoCo(SwarmView):
             process_group: The ranks that form this peer, if ``torch.distributed`` is initialized. None: all ranks.
             on_update: Function for optimizers that keep copies of the parameters (float32 master weights, slow
                 weights). It is called with a parameter and a float32 tensor of its shape that was added to it, and must
-                add this tensor to the copies. Not with several ranks.
+                add this tensor to the copies. Not with several ranks. Default: one for the iterates of schedule-free
+                optimizers.
 
         Raises:
             DiLoCoError: An argument or a combination is not allowed; an invite has a typo; the model has no trainable
@@ -174,17 +175,17 @@ class DiLoCo(SwarmView):
         self._island: RankGroup | None = None
         self._companion: ScriptNode | None = None
         self._hooks: list[Any] = []
-        self._on_update = on_update
+        self._on_update: OnUpdate | None = None
         tokens = 0
         if run is not None:
-            self._named = script_arguments.exchanged(model)
             prepared, optimizer = optimizer, script_arguments.stepping(optimizer)
+            self._named = script_arguments.exchanged(model)
             if grad_scaler is None and prepared is not optimizer:
                 grad_scaler = getattr(prepared, "scaler", None)  # accelerate's
             script_arguments.require_training(self._named, optimizer)
             script_arguments.grad_scaler(grad_scaler)
             script_arguments.process_group(process_group)
-            script_arguments.on_update(on_update)
+            self._on_update = script_arguments.on_update(on_update, optimizer)
             self._wait_for_peers = script_arguments.whole("wait_for_peers", wait_for_peers, 1, 1024)
             self._given = {
                 "run": run,
@@ -259,7 +260,8 @@ class DiLoCo(SwarmView):
         self._island = _island(self._process_group, self._leave_s)
         if self._island is not None and self._on_update is not None:
             raise DiLoCoError(
-                "on_update cannot be used with several ranks: give DiLoCo the copy that is trained instead"
+                "on_update and schedule-free optimizers cannot be used with several ranks: use one process for each "
+                "peer, or another optimizer"
             )
         script_lifecycle.begin(self._state, self._leave_at_once, heeds_sigterm=self._island is None)
         self._begun_in = os.getpid()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from p2pdiloco.training.parameters import trainable
+from p2pdiloco.training.parameters import OnUpdate, trainable
 
 MOST_TOKENS = 1 << 24
 """Maximum number of tokens of a step."""
@@ -34,6 +35,12 @@ _OWN_OPTIONS = {
     "--status-fd": "",
 }
 _FEW = "Convert it with int(...)"
+_SCHEDULE_FREE = "ScheduleFree"
+_DEEPSPEED = (
+    "DeepSpeed's {name} trains float32 copies of the parameters and overwrites the parameters with them: the other "
+    "peers' progress would be lost. Use torch.distributed.fsdp.fully_shard(model) and a torch optimizer under torchrun "
+    "instead; with accelerate or the Hugging Face Trainer, remove the DeepSpeed configuration"
+)
 
 
 class DiLoCoError(Exception):
@@ -217,24 +224,38 @@ def process_group(value: object) -> None:
     )
 
 
-def on_update(value: object) -> None:
-    """Check the argument ``on_update``.
+def on_update(value: object, optimizer: torch.optim.Optimizer) -> OnUpdate | None:
+    """Return the function that changes the optimizer's copies of the parameters: ``value``, or ours for a schedule-free
+    optimizer; None if nothing is known of copies.
 
     Raises:
-        DiLoCoError: it is not a function.
+        DiLoCoError: ``value`` is not a function.
     """
     if value is not None and not callable(value):
         raise DiLoCoError(
             f"on_update = {_shown(value)}: give a function of a parameter and of what was added to it, or leave it out"
         )
+    if value is None and any(_SCHEDULE_FREE in kind.__name__ for kind in type(optimizer).__mro__):
+        return partial(_change_iterates, optimizer)
+    return value
+
+
+def _change_iterates(optimizer: torch.optim.Optimizer, p: Tensor, change: Tensor) -> None:
+    """Add ``change`` to the iterates that a schedule-free optimizer keeps beside ``p`` (arXiv 2405.15682). They are
+    weighted means of each other, so that all must move alike."""
+    for name in ("x", "y", "z"):
+        if isinstance(iterate := optimizer.state.get(p, {}).get(name), Tensor):
+            iterate.add_(change)
 
 
 def stepping(optimizer: Any) -> torch.optim.Optimizer:
     """Return the optimizer that makes the steps: the one inside of accelerate's and Lightning's wrappers.
 
     Raises:
-        DiLoCoError: it is no optimizer, or a class, or in a list, or a scheduler of one.
+        DiLoCoError: it is no optimizer, or a class, or in a list, or a scheduler of one; or one that trains copies
+            which cannot be reached from here.
     """
+    _refuse_unreachable_copies(optimizer)
     while type(optimizer).__module__.partition(".")[0] in ("accelerate", "lightning") and isinstance(
         getattr(optimizer, "optimizer", None), torch.optim.Optimizer
     ):
@@ -252,6 +273,24 @@ def stepping(optimizer: Any) -> torch.optim.Optimizer:
     raise DiLoCoError(f"optimizer is {why}")
 
 
+def _refuse_unreachable_copies(given: Any) -> None:
+    """Refuse an optimizer, or a model, whose library trains copies of the parameters that p2pdiloco cannot change.
+
+    Raises:
+        DiLoCoError: it is one, also inside of wrappers such as accelerate's.
+    """
+    for _ in range(4):
+        for kind in type(given).__mro__:
+            if kind.__module__.startswith("deepspeed.runtime.") and "Optimizer" in kind.__name__:
+                raise DiLoCoError(_DEEPSPEED.format(name=kind.__name__))
+            if kind.__name__.startswith(_SCHEDULE_FREE) and hasattr(given, "base"):
+                raise DiLoCoError(
+                    f"{kind.__name__} swaps other values into the parameters around its base optimizer's step, so "
+                    "neither of the two can be used: take AdamWScheduleFree, RAdamScheduleFree or SGDScheduleFree"
+                )
+        given = getattr(given, "optimizer", None) or getattr(given, "module", None)
+
+
 def exchanged(model: object) -> list[tuple[str, nn.Parameter]]:
     """Return the names and parameters that are exchanged: those that require a gradient.
 
@@ -264,6 +303,7 @@ def exchanged(model: object) -> list[tuple[str, nn.Parameter]]:
         raise DiLoCoError(
             f"model is {what}: give the torch.nn.Module that is trained, not its class, parameters or state_dict"
         )
+    _refuse_unreachable_copies(model)
     named = trainable(model)
     if not named:
         raise DiLoCoError("the model has no parameter that requires a gradient: there is nothing to exchange")

@@ -69,6 +69,19 @@ def an_optimizer(made: Callable[[Any], Any], said: str) -> Mistake:
     return Mistake(said, optimizer=made)
 
 
+def zero_of(optimizer: Any) -> Any:
+    """Like DeepSpeed's, as far as it is known by: it is no optimizer of torch, and has one."""
+    kind = type("DeepSpeedZeroOptimizer", (SimpleNamespace,), {"__module__": "deepspeed.runtime.zero.stage_1_and_2"})
+    return kind(optimizer=optimizer)
+
+
+def engine() -> nn.Module:
+    """Like DeepSpeed's engine around a model."""
+    model = linear()
+    model.optimizer = zero_of(None)
+    return model
+
+
 WHOLE = "write a whole number"
 EMPTY = "To create the run here, leave initial_peers out, or add found=True"
 MISTAKES = {
@@ -95,6 +108,16 @@ MISTAKES = {
     ),
     "another model's optimizer": an_optimizer(lambda _: sgd(linear()), "holds none of the model's"),
     "an average as model": Mistake("holds none", model=linear, optimizer=lambda model: sgd(copy.deepcopy(model))),
+    "DeepSpeed's optimizer": an_optimizer(
+        lambda model: zero_of(sgd(model)), "DeepSpeed's DeepSpeedZeroOptimizer trains"
+    ),
+    "DeepSpeed's, in accelerate": an_optimizer(
+        lambda model: SimpleNamespace(optimizer=zero_of(sgd(model))), "fully_shard(model) and a torch optimizer"
+    ),
+    "DeepSpeed's engine as model": a_model(engine, "remove the DeepSpeed configuration"),
+    "a schedule-free wrapper": an_optimizer(
+        lambda model: type("ScheduleFreeWrapper", (SimpleNamespace,), {})(base=sgd(model)), "take AdamWScheduleFree"
+    ),
     "a scaler's name": Mistake("give the torch.amp.GradScaler", {"grad_scaler": "fp16"}),
     "an optimizer as scaler": Mistake("give the torch.amp.GradScaler", {"grad_scaler": sgd(linear())}),
     # -- how much
