@@ -205,7 +205,7 @@ class DiLoCo(SwarmView):
                 config = founding_file.settings(self._given, tensors=len(sizes), parameters=sum(sizes))
             except founding_file.FoundationError as error:
                 raise DiLoCoError(str(error)) from error
-            self._config = founding_file.with_architecture(config, model)
+            self._config = founding_file.with_frozen(founding_file.with_architecture(config, model), model)
             self._state = script_arguments.state_folder(state, state_home() / run)
             self._wish = self._wished(run, initial_peers, found, node_options, stay_s)
             tokens = script_arguments.tokens_per_step(tokens_per_step)
@@ -335,6 +335,8 @@ class DiLoCo(SwarmView):
             raise DiLoCoError(f"this model does not match run {manifest.config.name}: {error}") from error
         if self._companion is not None and not self._companion.is_founder:
             founding_file.tell_differences(manifest.config, self._given)
+            if self._config is not None:
+                founding_file.tell_other_base(manifest.config, self._config)
         steps = manifest.config.inner.steps
         is_sharded = any(hasattr(p, "to_local") for _, p in self._named)  # a rank has pieces, and none of the whole
         self._check = StepCheck(self._model, self._optimizer, () if is_sharded else self._named, self._on_update)

@@ -29,6 +29,7 @@ def main() -> int:
     parser.add_argument("--state", type=Path, required=True)
     parser.add_argument("--peer", action="append", default=[])
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--base-seed", type=int, default=0, help="of the frozen layer")
     parser.add_argument("--run")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--found", action="store_true")
@@ -37,9 +38,10 @@ def main() -> int:
     parser.add_argument("--leave-s", default="20", help="for how long unmerged progress keeps it from leaving")
     parser.add_argument("--step-s", type=float, default=0.04, help="what a larger model would take")
     options = parser.parse_args()
-    torch.manual_seed(options.seed)
     torch.set_num_threads(1)
-    frozen = nn.Linear(32, 32).requires_grad_(False)  # as with LoRA: it does not travel
+    torch.manual_seed(options.base_seed)
+    frozen = nn.Linear(32, 32).requires_grad_(False)  # as with LoRA: it does not travel, and is the same everywhere
+    torch.manual_seed(options.seed)
     before = frozen.weight.clone()
     model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), frozen, nn.Tanh(), nn.Linear(32, 1))
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=3e-3)

@@ -80,6 +80,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     with. It stays on the founder's machine and is not part of the manifest."""
     lora: LoraConfig | None = None
     """For ``huggingface`` with ``folder``: train adapters instead of all weights. See the table below."""
+    frozen_digest: Annotated[str, Meta(pattern=r"^[0-9a-f]{40}\Z")] | UnsetType = UNSET
+    """For ``external``: fingerprint of the parameters that the founder's script keeps frozen. A script with others is
+    warned. Default: filled in."""
+    frozen_name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9._/-]{1,128}\Z")] | UnsetType = UNSET
+    """For ``external``: the founder's name of that model. Default: filled in."""
     width: Side = 128
     """Size of the residual stream. A multiple of ``2 * heads``."""
     depth: Count = 4

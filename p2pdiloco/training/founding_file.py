@@ -25,6 +25,7 @@ from typing import Any
 
 import msgspec
 import torch
+from msgspec import UNSET
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
@@ -33,7 +34,7 @@ from p2pdiloco.protocol.manifest import RunConfig
 from p2pdiloco.protocol.manifest_defaults import in_turns
 from p2pdiloco.protocol.manifest_validation import architecture_problems, config_problems
 from p2pdiloco.training.config_errors import in_words
-from p2pdiloco.training.parameters import unwrapped
+from p2pdiloco.training.parameters import frozen_digest, unwrapped
 from p2pdiloco.util.files import stream_atomically
 
 NAME = "foundation.safetensors"
@@ -157,6 +158,36 @@ def with_architecture(config: RunConfig, model: nn.Module) -> RunConfig:
     return msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, config=kept))
 
 
+def with_frozen(config: RunConfig, model: nn.Module) -> RunConfig:
+    """Return ``config`` with the name and the fingerprint of the model's frozen parameters, if it has any."""
+    if (digest := frozen_digest(model)) is None:
+        return config
+    bare: Any = unwrapped(model)
+    bare = bare.get_base_model() if hasattr(bare, "peft_config") and hasattr(bare, "get_base_model") else bare
+    name = str(getattr(getattr(bare, "config", None), "name_or_path", ""))
+    is_of_hub = re.fullmatch(r"[\w.-]{1,63}/[\w.-]{1,64}", name, re.ASCII) and not Path(name).exists()
+    told = name if is_of_hub else re.sub(r"\W", "-", type(bare).__name__, flags=re.ASCII)[:128]  # paths do not travel
+    about = msgspec.structs.replace(config.model, frozen_digest=str(digest), frozen_name=told)
+    return msgspec.structs.replace(config, model=about)
+
+
+def tell_other_base(run: RunConfig, own: RunConfig) -> None:
+    """Warn if a script's frozen parameters are not those of the run's founder."""
+    theirs, mine = run.model, own.model
+    if UNSET in (theirs.frozen_digest, mine.frozen_digest) or theirs.frozen_digest == mine.frozen_digest:
+        return
+    log.warning(
+        "run %s trains on the frozen parameters of %s (fingerprint %.8s), this script has those of %s (%.8s): what is "
+        "merged fits neither. Load the same base weights everywhere, from the same source. If they are the same, but "
+        "quantized differently, ignore this",
+        run.name,
+        theirs.frozen_name,
+        theirs.frozen_digest,
+        mine.frozen_name,
+        mine.frozen_digest,
+    )
+
+
 def _of_arguments(problem: str) -> str:
     """Rewrite a sentence about configuration keys as one about arguments."""
     problem = re.sub(r"[a-z]+\.[a-z_]+", lambda key: _ARGUMENTS.get(key[0], key[0]), problem)
@@ -216,6 +247,7 @@ def write_once(
             f"{config.name} a folder of its own (state=...), or continue with run={earlier.name!r}"
         )
     tell_differences(earlier, given)
+    tell_other_base(earlier, config)
     return None
 
 

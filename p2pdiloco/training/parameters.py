@@ -18,13 +18,18 @@ import msgspec
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parameter import UninitializedParameter
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from p2pdiloco.protocol.ids import FragmentId, ShardId
+from p2pdiloco.protocol.ids import Digest, FragmentId, ShardId, digest_of
 from p2pdiloco.protocol.manifest import Layout, TensorSpec
 from p2pdiloco.training.cuda_copies import CudaCopies, Finished
 
 # Maximum number of differing tensors that a message names.
 MOST_TOLD = 3
+# What a fingerprint covers of each frozen parameter: runs of so many values, evenly spread. A file that is mapped into
+# memory is not read as a whole.
+FROZEN_RUNS, FROZEN_RUN = 16, 256
 
 
 OnUpdate = Callable[[Tensor, Tensor], None]
@@ -229,6 +234,26 @@ def trainable(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
             "FullyShardedDataParallel hides the model's parameters: use torch.distributed.fsdp.fully_shard"
         )
     return [(_bare(name), p) for name, p in unwrapped(model).named_parameters() if p.requires_grad]
+
+
+def frozen_digest(model: nn.Module) -> Digest | None:
+    """Return a fingerprint of the parameters that are not exchanged: names, shapes, and up to 4,096 values of each;
+    None if there are none, or if this process does not hold them whole.
+
+    Values count in bfloat16, so that the same weights in float32 and in 16 bits have one fingerprint.
+    """
+    parts: list[bytes | memoryview] = []
+    for name, p in named_parameters(model).items():
+        if p.requires_grad:
+            continue
+        if p.is_meta or is_traceable_wrapper_subclass(p) or isinstance(p, UninitializedParameter):
+            return None  # no values; a rank's shard, or quantized by torchao
+        flat = p.detach().reshape(-1)
+        parts_of_it = flat[: flat.numel() // FROZEN_RUNS * FROZEN_RUNS].view(FROZEN_RUNS, -1)[:, :FROZEN_RUN]
+        sample = (flat if flat.numel() <= FROZEN_RUNS * FROZEN_RUN else parts_of_it).reshape(-1)
+        sample = sample.to("cpu", torch.bfloat16 if sample.is_floating_point() else None).contiguous()
+        parts += [f"{name} {tuple(p.shape)}\n".encode(), sample.view(torch.uint8).numpy().tobytes()]
+    return digest_of(*parts) if parts else None
 
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

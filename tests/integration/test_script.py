@@ -163,6 +163,8 @@ def test_two_scripts_train_one_model(tmp_path: Path) -> None:
         outputs = [script.communicate(timeout=END_S)[0] for script in (founder, other)]
         logs = [(tmp_path / name / "node.log").read_text()[-3000:] for name in "ab"]
         assert [script.returncode for script in (founder, other)] == [0, 0], (outputs, logs)
+    told = [("frozen parameters" in out, "total_steps=400 and keeps these settings" in out) for out in outputs]
+    assert told == [(False, False), (False, True)], "the other one has 200 steps"
     results = [json.loads((tmp_path / name / "result.json").read_text()) for name in "ab"]
     assert results[0]["sum"] == results[1]["sum"], "the same global parameters"
     assert all(result["last"] < 0.5 * result["first"] for result in results)
@@ -272,7 +274,14 @@ def test_a_script_whose_loss_is_not_finite_is_told_and_the_others_go_on(tmp_path
         address = swarm.start_bootstrap()
         sound = start(tmp_path / "a", "--run", "sines", "--peer", address, *FOUND, "--steps", "1000000")
         until_founded(tmp_path / "a")
-        spoiled = ("--spoil-at", "40", "--leave-s", "2")  # what is not finite would keep it until then
+        spoiled = (
+            "--spoil-at",
+            "40",
+            "--leave-s",
+            "2",
+            "--base-seed",
+            "1",
+        )  # what is not finite would keep it until then
         spoilt = start(tmp_path / "b", "--run", "sines", "--peer", address, "--seed", "1", *spoiled)
         try:
             wait_until(lambda: events(tmp_path / "b", "learner-unable"), START_S, "word of it")
@@ -286,6 +295,7 @@ def test_a_script_whose_loss_is_not_finite_is_told_and_the_others_go_on(tmp_path
             outputs = [script.communicate(timeout=END_S)[0] for script in (sound, spoilt)]
     assert "nothing that is trained here is merged" in outputs[1]
     assert "nothing that is trained here is merged" not in outputs[0]
+    assert ["trains on the frozen parameters of Sequential" in out for out in outputs] == [False, True]
     assert "the node ended with status 1" in outputs[1]
     ending = report(tmp_path / "b")["ending"]
     assert ending["status"] == 1

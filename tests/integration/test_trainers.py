@@ -25,6 +25,10 @@ LIGHTNING = pytest.mark.skipif(
 )
 
 
+DEFAULT_STEPS = 200
+"""What a script that joins says, against the run's own number."""
+
+
 def start(program: str, state: Path, *arguments: str) -> subprocess.Popen[str]:
     state.mkdir(parents=True)
     with open(state / "script.log", "w") as output:
@@ -55,8 +59,11 @@ def train_two(program: str, folder: Path, steps: int, *extra: str) -> tuple[list
                 if script.poll() is None:
                     script.kill()
                     script.wait()
-    said = [(folder / name / "script.log").read_text()[-3000:] for name in "ab"]
-    assert statuses == [0, 0], said
+    said = [(folder / name / "script.log").read_text() for name in "ab"]
+    assert statuses == [0, 0], [log[-3000:] for log in said]
+    other = f"was founded with total_steps={steps} and keeps these settings; this script has total_steps="
+    assert [other in log for log in said] == [False, steps != DEFAULT_STEPS]
+    assert not any("frozen parameters" in log for log in said), "one base"
     results = [json.loads((folder / name / "result.json").read_text()) for name in "ab"]
     reports = [report(folder / name / "peer") for name in "ab"]
     assert reports[0]["digests"] == reports[1]["digests"]

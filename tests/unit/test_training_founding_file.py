@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -200,3 +202,48 @@ def test_it_is_written_once_and_not_taken_for_another_runs(tmp_path: Path) -> No
     ):
         founding_file.write_once(path, msgspec.structs.replace(CONFIG, name="other"), NAMED, frozenset(), {})
     assert path.read_bytes() == first
+
+
+class Adapted(torch.nn.Module):
+    """A frozen base with something that is trained."""
+
+    def __init__(self, base: torch.nn.Module, name: str = "") -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.adapter = torch.nn.Linear(2, 2)
+        self.config = SimpleNamespace(name_or_path=name)
+
+
+def config_of(model: torch.nn.Module) -> RunConfig:
+    return founding_file.with_frozen(CONFIG, model)
+
+
+def test_a_script_with_another_base_is_told_with_both_names(caplog: pytest.LogCaptureFixture) -> None:
+    """One that is the same, in whatever type, is not; nor is one in a run of before, which does not say."""
+    base = torch.nn.Linear(300, 200)
+    of_hub = config_of(Adapted(base, "org/Base-1B"))
+    for same in (copy.deepcopy(base), copy.deepcopy(base).bfloat16(), torch.nn.Linear(300, 200).requires_grad_(False)):
+        if same.weight.dtype == torch.float32:
+            same.load_state_dict(base.state_dict())
+        founding_file.tell_other_base(of_hub, config_of(Adapted(same, "/home/me/base")))
+    founding_file.tell_other_base(CONFIG, of_hub)
+    founding_file.tell_other_base(of_hub, CONFIG)
+    assert not caplog.records
+    tuned = copy.deepcopy(base)
+    tuned.weight.data *= 1.01
+    founding_file.tell_other_base(of_hub, config_of(Adapted(tuned, "/home/me/base")))
+    (record,) = caplog.records
+    assert "trains on the frozen parameters of org/Base-1B (fingerprint " in record.getMessage()
+    assert "this script has those of Adapted (" in record.getMessage(), "no path travels"
+
+
+def test_only_what_is_frozen_is_in_the_fingerprint() -> None:
+    model = Adapted(torch.nn.Linear(4, 4))
+    before = config_of(model)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(before), type=RunConfig) == before
+    model.adapter.weight.data += 1.0
+    assert config_of(model) == before
+    assert config_of(torch.nn.Linear(4, 4)) is CONFIG, "nothing is frozen"
+    model.base = torch.nn.Linear(4, 4, device="meta").requires_grad_(False)
+    assert config_of(model) is CONFIG, "no values to compare"
+    assert b"frozen" not in msgspec.msgpack.encode(CONFIG), "manifests of before keep their bytes"
