@@ -60,6 +60,8 @@ FORMS = {
     r"^[A-Za-z0-9_.]+\Z": "letters, digits, `_` and `.`",
     r"^(?!\.{1,2}\Z)[A-Za-z0-9._-]+\Z": "letters, digits, `.`, `_` and `-`",
     r"^([0-9a-f]{40})?\Z": "40 hexadecimal digits",
+    r"^[0-9a-f]{40}\Z": "40 hexadecimal digits",
+    r"^[A-Za-z0-9._/-]{1,128}\Z": "up to 128 letters, digits, `.`, `_`, `/` and `-`",
 }
 KINDS: dict[Any, str] = {
     types.IntType: "integer",

@@ -23,6 +23,7 @@ LIGHTNING = pytest.mark.skipif(
     find_spec("lightning") is None,
     reason="needs the extra lightning: pip install -c constraints.txt '.[lightning]'",
 )
+TRL = pytest.mark.skipif(find_spec("trl") is None, reason="needs trl (pip install trl), which no extra has")
 
 
 DEFAULT_STEPS = 200
@@ -40,6 +41,81 @@ def start(program: str, state: Path, *arguments: str) -> subprocess.Popen[str]:
             cwd=ROOT,
             env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
         )
+
+
+SFT = """
+import json, sys, time
+from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback
+from trl import SFTConfig, SFTTrainer
+import torch
+from p2pdiloco.integrations.transformers import DiLoCoCallback
+
+half, state, *peers = sys.argv[1:]
+torch.manual_seed(0)
+torch.set_num_threads(1)
+words = ["<pad>", "<eos>", "<user>", "<bot>", *(f"w{i}" for i in range(64))]
+tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}))
+tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+tokenizer.chat_template = (
+    "{% for m in messages %}{{ '<user> ' if m.role == 'user' else '<bot> ' }}{{ m.content }} {% endfor %}"
+    "{{ eos_token }}"
+)
+answers = {n: (n * 7 + 3) % 64 for n in range(16)}
+mine = list(answers)[:8] if half == "0" else list(answers)[8:]
+
+def talk(n):
+    said = {"role": "user", "content": f"w{n}"}, {"role": "assistant", "content": f"w{answers[n]}"}
+    return {"messages": list(said)}
+
+class Slowly(TrainerCallback):
+    def on_step_end(self, *args, **kwargs):
+        time.sleep(0.01)
+
+sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+model = LlamaForCausalLM(LlamaConfig(vocab_size=len(words), **sizes))
+loopback = ("--listen", "/ip4/127.0.0.1/tcp/0", "--directory-listen", "/ip4/127.0.0.1/tcp/0")
+options = {"run": "sft", "initial_peers": peers, "found": half == "0", "access": "open", "wait_for_peers": 2}
+callback = DiLoCoCallback(**options, total_steps=400, state=f"{state}/peer", node_options=loopback)
+arguments = SFTConfig(
+    f"{state}/trainer", max_steps=10**5, per_device_train_batch_size=4, learning_rate=5e-3, packing=True, max_length=64,
+    lr_scheduler_type="constant", save_strategy="no", report_to=[], disable_tqdm=True, use_cpu=True, bf16=False,
+)
+data = Dataset.from_list([talk(n) for n in mine] * 160)
+SFTTrainer(model, arguments, train_dataset=data, processing_class=tokenizer, callbacks=[callback, Slowly()]).train()
+with torch.no_grad():
+    said = model.eval()(torch.tensor([[2, 4 + n, 3] for n in answers])).logits[:, -1].argmax(-1) - 4
+with open(f"{state}/result.json", "w") as file:
+    json.dump({"right": sum(a == b for a, b in zip(said.tolist(), answers.values()))}, file)
+"""
+
+
+@HF
+@TRL
+@pytest.mark.timeout(900)
+def test_two_sft_trainers_of_trl_learn_both_halves(tmp_path: Path) -> None:
+    """Chats, packed; each peer has half of the questions, and knows all answers in the end."""
+    with swarm_in(tmp_path / "swarm") as swarm:
+        address = swarm.start_bootstrap()
+        scripts = []
+        for half, name in enumerate("ab"):
+            (tmp_path / name).mkdir()
+            with open(tmp_path / name / "script.log", "w") as output:
+                command = [sys.executable, "-c", SFT, str(half), str(tmp_path / name), address]
+                environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+                scripts.append(subprocess.Popen(command, stdout=output, stderr=output, cwd=ROOT, env=environment))
+            until_founded(tmp_path / "a" / "peer")
+        try:
+            statuses = [script.wait(END_S) for script in scripts]
+        finally:
+            for script in scripts:
+                script.kill()
+    assert statuses == [0, 0], [(tmp_path / name / "script.log").read_text()[-3000:] for name in "ab"]
+    assert [json.loads((tmp_path / name / "result.json").read_text())["right"] for name in "ab"] == [16, 16]
+    reports = [report(tmp_path / name / "peer") for name in "ab"]
+    assert reports[0]["tokens_merged"] == sum(one["tokens_trained"] for one in reports)
 
 
 def train_two(program: str, folder: Path, steps: int, *extra: str) -> tuple[list[Any], list[Any]]:

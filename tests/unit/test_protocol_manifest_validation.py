@@ -22,7 +22,7 @@ from p2pdiloco.protocol.manifest import (
     ScheduleConfig,
     TensorSpec,
 )
-from p2pdiloco.protocol.manifest_validation import MAX_MANIFEST_BYTES, decode_manifest, without_places
+from p2pdiloco.protocol.manifest_validation import MAX_MANIFEST_BYTES, config_problems, decode_manifest, without_places
 
 QUICKLY_S = 3.0
 MEMORY = 96 << 20
@@ -207,3 +207,12 @@ def test_what_a_founder_wrote_of_its_own_machine_does_not_travel() -> None:
     config = without_places(RunConfig(name="x", data=data, model=model))
     assert b"ann" not in msgspec.msgpack.encode(config)
     assert (config.data.column, config.model.context) == ("body", 8)
+
+
+def test_only_a_script_has_a_fingerprint_of_frozen_parameters() -> None:
+    about: Raw = {"frozen_digest": "0" * 40, "frozen_name": "org/Base-1B"}
+    for kind, number in (("external", 0), ("transformer", 1)):
+        problems = config_problems(RunConfig(name="story", model=ModelConfig(kind=kind, **about)))
+        assert sum("are for training scripts: leave them out" in problem for problem in problems) == number
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert({"frozen_name": "\x1b[2J"}, ModelConfig)
