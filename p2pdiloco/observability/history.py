@@ -130,7 +130,8 @@ MOST_PEERS = 1024
 MOST_SHARDS = 4096
 MOST_COUNTS = 64
 MEMBERSHIP_EVENTS = ("joined", "left")
-# A peer of a recording without an event for this long is shown as gone.
+# A peer of a recording without an event for this long does not train. Unless another event says that it is live, it is
+# shown as gone.
 QUIET_S = 30.0
 
 
@@ -159,11 +160,12 @@ class RunHistory:
         self.sample: Sample | None = None
         self._elements = tuple(elements)
         self._course = Course(total_steps=total_steps)
-        self._live = 1
         self._costs = Costs()
         self._link = LinkUse()
         self._given: dict[str, _Given] = {}
         self._words: dict[str, tuple[float, OwnWords]] = {}
+        # Whether a peer is live, as the events say; a peer that they do not name is live while it is heard of.
+        self._presence: dict[str, bool] = {}
         # Version, time, and tokens of the chain, by shard.
         self._shards: dict[int, tuple[int, float, int]] = {}
         self._merges: deque[MergeRow] = deque(maxlen=KEPT_MERGES)
@@ -188,8 +190,6 @@ class RunHistory:
                 self._evaluation(line, at)
             case "progress":
                 self._progress(line, at, source)
-            case "peers" if source == self.title.me:
-                self._live = int(line["live"])
             case "sample":
                 self.sample = Sample(at=at, step=int(line["step"]), text=str(line["text"])[:4000])
             case "fault":
@@ -197,13 +197,19 @@ class RunHistory:
             case "note" if line["topic"] in ("fork", "refusal"):
                 self._count(line["topic"])
             case "joined" | "left":
-                self._word(source if source != self.title.me else str(line["peer"]), at)
-            case "started" if source == self.title.me:
-                self._course = msgspec.structs.replace(self._course, phase="joining" if line["is_new"] else "starting")
+                self._membership(source, str(line["peer"]), at, is_live=line["event"] == "joined")
+            case "started":
+                if source == self.title.me:
+                    phase = "joining" if line["is_new"] else "starting"
+                    self._course = msgspec.structs.replace(self._course, phase=phase)
+                    self._presence.clear()
+                self._set_presence(source, is_live=True)
             case "ended":
                 self._words.pop(source, None)
+                self._set_presence(source, is_live=False)
                 if source == self.title.me:
                     self._course = msgspec.structs.replace(self._course, phase="ended", tokens_per_s=0.0)
+                    self._link = msgspec.structs.replace(self._link, up_per_s=0.0)
             case _:
                 pass
         told = sentence(line)
@@ -221,6 +227,20 @@ class RunHistory:
     def _word(self, peer: str, at: float) -> None:
         if peer in self._given:
             self._given[peer].seen = at
+
+    def _membership(self, source: str, peer: str, at: float, *, is_live: bool) -> None:
+        """Record that ``source`` saw ``peer`` join or leave. Other peers' word counts about this peer, and after its
+        end."""
+        me = self.title.me
+        self._word(peer if source == me else source, at)
+        if me in (source, peer) or not self._presence.get(me, True):
+            self._set_presence(peer, is_live=is_live)
+
+    def _set_presence(self, peer: str, *, is_live: bool) -> None:
+        if not is_live and peer not in self._given:
+            self._presence.pop(peer, None)
+        elif peer in self._presence or len(self._presence) < MOST_PEERS:
+            self._presence[peer] = is_live
 
     def _giver(self, peer: str) -> _Given | None:
         if peer not in self._given and len(self._given) < MOST_PEERS:
@@ -286,6 +306,7 @@ class RunHistory:
             self._words[source] = (at, words)
         self._giver(source)
         self._word(source, at)
+        self._set_presence(source, is_live=True)
         if source == self.title.me:
             if loss is not None:
                 self._past.train.add(self._course.tokens_merged, at, loss)
@@ -308,7 +329,11 @@ class RunHistory:
     def picture(self, now: float) -> RunSnapshot:
         """Return the snapshot of time ``now``, from the events alone."""
         total = self._course.total_steps
-        words = {peer: told for peer, (at, told) in self._words.items() if now - at < QUIET_S}
+        words = {
+            peer: told
+            for peer, (at, told) in self._words.items()
+            if now - at < QUIET_S and self._presence.get(peer, True)
+        }
         rows = self.rows(now, words)
         return RunSnapshot(
             at=now,
@@ -320,8 +345,8 @@ class RunHistory:
                 swarm_tokens_per_s=sum(told.tokens_per_s for told in words.values()),
             ),
             headcount=Headcount(
-                known=max(self._live, len(words)),
-                live=max(self._live, len(words)),
+                known=len(rows) or 1,
+                live=sum(row.is_live for row in rows) if rows else 1,
                 participating=sum(row.is_participating for row in rows),
                 weight_averaged=self._merges[-1].contributors if self._merges else 0,
             ),
@@ -336,22 +361,27 @@ class RunHistory:
         )
 
     def rows(self, now: float, words: dict[str, OwnWords]) -> tuple[PeerRow, ...]:
-        """Return the peers that contributed or merged: this one first, then by merged tokens, then by ID."""
+        """Return the live peers and those that contributed or merged: this one first, then by merged tokens, then by
+        ID."""
         total = sum(giver.merged for giver in self._given.values())
-        rows = [
-            PeerRow(
-                peer=peer,
-                is_me=peer == self.title.me,
-                is_live=peer in words or now - giver.seen < QUIET_S,
-                is_participating=peer in words or now - giver.seen < QUIET_S,
-                merged=round(giver.merged),
-                share=giver.merged / total if total else 0.0,
-                commits=giver.commits,
-                seen=giver.seen,
-                words=words.get(peer),
+        rows = []
+        for peer in dict.fromkeys((*self._given, *(peer for peer, is_live in self._presence.items() if is_live))):
+            giver = self._given.get(peer) or _Given()
+            is_heard = peer in words or now - giver.seen < QUIET_S
+            is_live = self._presence.get(peer, is_heard)
+            rows.append(
+                PeerRow(
+                    peer=peer,
+                    is_me=peer == self.title.me,
+                    is_live=is_live,
+                    is_participating=is_live and is_heard,
+                    merged=round(giver.merged),
+                    share=giver.merged / total if total else 0.0,
+                    commits=giver.commits,
+                    seen=giver.seen,
+                    words=words.get(peer),
+                )
             )
-            for peer, giver in self._given.items()
-        ]
         return tuple(sorted(rows, key=lambda row: (not row.is_me, -row.merged, row.peer)))
 
     def history(self) -> History:

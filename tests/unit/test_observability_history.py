@@ -86,6 +86,52 @@ def test_progress_is_a_rate_and_a_curve_and_silence_is_gone() -> None:
     assert quiet.course.swarm_tokens_per_s == 0.0
 
 
+def test_headcount_and_rows_agree_from_the_first_event_to_the_last() -> None:
+    told = chronicle(1)
+
+    def live() -> dict[str, bool]:
+        picture = told.picture(moment)
+        rows = {row.peer: row.is_live for row in picture.peers}
+        assert (picture.headcount.known, picture.headcount.live) == (len(rows), sum(rows.values()))
+        assert picture.headcount.participating == sum(row.is_participating for row in picture.peers)
+        assert all(row.is_live for row in picture.peers if row.words is not None or row.is_participating)
+        return rows
+
+    moment = 1.0
+    told.take({"time": 1.0, "event": "started", "peer": ANN, "run": "r", "is_new": False})
+    told.take({"time": 1.0, "event": "joined", "peer": BOB, "live": 2})
+    told.take({"time": 1.0, "event": "joined", "peer": CID, "live": 3})
+    assert live() == {ANN: True, BOB: True, CID: True}, "also before anybody contributes"
+    told.take({"time": 2.0, "event": "left", "peer": CID, "live": 2})
+    told.take(progress(2.0, 100), BOB)
+    told.take(commit(3.0, 1, ANN, ann=200, bob=200))
+    moment = 100.0
+    assert live() == {ANN: True, BOB: True}, "a live peer may be slow; one that gave nothing and left is not shown"
+    told.take(progress(100.0, 500))
+    told.take(progress(100.5, 900) | {"sent_bytes": 9000})
+    assert told.picture(100.5).link.up_per_s > 0.0
+    told.take({"time": 101.0, "event": "ended", "status": 0, "reason": "complete"})
+    moment = 101.5
+    assert live() == {ANN: False, BOB: True}
+    assert told.picture(moment).link.up_per_s == 0.0
+    told.take({"time": 101.0, "event": "left", "peer": ANN, "live": 1}, BOB)
+    told.take({"time": 102.0, "event": "ended", "status": 0, "reason": "complete"}, BOB)
+    moment = 102.5
+    assert live() == {ANN: False, BOB: False}, "the run has ended, although both contributed a moment ago"
+
+
+def test_a_peer_is_gone_when_this_one_says_so_or_when_nothing_is_heard_of_it() -> None:
+    told = chronicle(1)
+    told.take(commit(3.0, 1, ANN, ann=200, bob=200))
+    rows = [{row.peer: row.is_live for row in told.picture(at).peers} for at in (4.0, 4.0 + QUIET_S)]
+    assert rows == [{ANN: True, BOB: True}, {ANN: False, BOB: False}], "its log does not say who is live"
+    told.take({"time": 40.0, "event": "joined", "peer": BOB, "live": 2})
+    told.take({"time": 41.0, "event": "left", "peer": BOB, "live": 1}, CID)
+    assert {row.peer: row.is_live for row in told.picture(41.0).peers}[BOB], "another peer may have lost it alone"
+    told.take({"time": 42.0, "event": "left", "peer": BOB, "live": 1})
+    assert not {row.peer: row.is_live for row in told.picture(42.0).peers}[BOB]
+
+
 def test_a_held_out_loss_is_a_point_once() -> None:
     told = chronicle(1)
     for _ in range(3):
