@@ -191,8 +191,10 @@ class Top(App[None]):
     def _pulse(self) -> str:
         if self.lost:
             return "no answer; retrying"
-        if not isinstance(self.source, Tape):
+        if not isinstance(self.source, Tape) or self.seen is None:
             return "live"
+        if self.seen.picture.at >= self.source.recording.ends:
+            return "end of the recording"
         return f"playing at {self.source.speed:g}x" if self.source.speed else "paused"
 
     # -- keys ----------------------------------------------------------------------------------------------------------
@@ -210,8 +212,9 @@ class Top(App[None]):
         """Pause a recording, or play on; at its end, play from the beginning."""
         if isinstance(self.source, Tape) and self.seen is not None:
             at, tape = self.seen.picture.at, self.source.recording
-            is_standing = not self.source.speed
-            self.source.go(tape.begins if is_standing and at >= tape.ends else at, self._speed if is_standing else 0.0)
+            is_over = at >= tape.ends
+            is_standing = is_over or not self.source.speed
+            self.source.go(tape.begins if is_over else at, self._speed if is_standing else 0.0)
             await self.look()
 
     async def action_leap(self, way: int) -> None:

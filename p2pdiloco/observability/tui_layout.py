@@ -36,7 +36,7 @@ SMOOTHED = 80
 # With more peers that joined or left than this, the marks are drawn on the axis only.
 CROWD = 8
 
-# Style of a character: ``main``, ``second``, ``good``, ``error`` or ``quiet``; "": empty.
+# Style of a character: ``main``, ``second``, ``good``, ``warning`` or ``quiet``; "": empty.
 Kind = str
 
 
@@ -159,7 +159,7 @@ class _Canvas:
 
 
 def _tone(mark: Headline) -> Kind:
-    return "good" if mark.level == "good" else "error"
+    return "good" if mark.level == "good" else "warning"
 
 
 def _tokens_at(points: list[Point], at: float) -> float:
@@ -230,7 +230,7 @@ def cards(picture: RunSnapshot) -> list[tuple[str, str, str]]:
     if link.up_budget:
         below = f"{percent(min(1.0, link.up_per_s / link.up_budget), 0)} of {volume(link.up_budget)}/s"
     spent = costs.compute_s + costs.exchange_s + costs.blocked_s
-    held = f"training {loss(course.train_loss)}"
+    held = f"at step {course.held_out_step:,}" if course.phase in OVER else f"training {loss(course.train_loss)}"
     return [
         ("held-out loss", loss(course.held_out_loss), "not measured yet" if course.held_out_loss is None else held),
         ("tokens in the model", amount(course.tokens_merged), gave),
@@ -328,7 +328,8 @@ def peers(picture: RunSnapshot, history: History, width: int) -> Content:
 def _peer_words(row: PeerRow, at: float, gave: str) -> dict[str, Part]:
     words, reach = row.words, row.reach
     normal = "" if row.is_live else STYLES["quiet"]
-    role = "left" if not row.is_live else "trains" if row.is_participating else "follows"
+    gone = "ended" if row.is_me else "left"
+    role = gone if not row.is_live else "trains" if row.is_participating else "follows"
     if row.is_live and words is not None and words.phase != "training":
         role = plain(words.phase)
     way = ""

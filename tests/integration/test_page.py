@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ pytestmark = [
     ),
 ]
 HOSTILE = "<img src=x onerror=\"document.title='evil'\"></td><script>document.title='evil'</script>"
-ME = "12D3KooW" + "A" * 44
+ME, OTHER, THIRD = ("12D3KooW" + letter * 44 for letter in "ABC")
 LOADED = "typeof picture !== 'undefined' && picture !== null && history !== null"
 
 
@@ -97,6 +98,10 @@ def test_it_loads_lives_and_comes_back_after_a_restart_and_hostile_words_stay_wo
                 assert await tab.value("getComputedStyle(document.body).backgroundColor") != was
             lost = "document.getElementById('pulse').classList.contains('lost')"
             await tab.until(lost, "it says that nobody answers")
+            await tab.value("picture.course.phase = 'finished', pulse()")
+            assert (await tab.text("pulse")).startswith("this peer stopped at")
+            assert not await tab.value(lost)
+            await tab.value("picture.course.phase = 'training', pulse()")
             live.step(6)
             async with PageServer(lambda _: live, port=port):
                 await tab.until("document.getElementById('loss').textContent === '0.833'", "it is there again")
@@ -139,5 +144,59 @@ def test_sixty_four_recorded_peers_fit_a_phone_and_are_drawn_in_time(tmp_path: P
             for change in ("picture.peers.reverse()", "picture.peers.splice(5, 20)", "picture.peers.sort(() => 1)"):
                 assert await tab.value(f"source.close(), {change}, show(), {ROWS_ARE_RIGHT}"), change
             assert not tab.complaints
+
+    asyncio.run(whole())
+
+
+NOTHING_OVERLAPS = """(() => {
+  const box = document.getElementById('curve').getBoundingClientRect();
+  const boxes = [...document.querySelectorAll('#curve text')].map((text) => text.getBoundingClientRect());
+  const isApart = (a, b) => a.right <= b.left || b.right <= a.left || a.bottom <= b.top + 3 || b.bottom <= a.top + 3;
+  return boxes.every((a, i) => a.left >= box.left - 1 && a.right <= box.right + 1 &&
+    boxes.every((b, j) => i === j || isApart(a, b)));
+})()"""
+VOID = """(() => { const box = document.getElementById('lanes').parentElement;
+  return box.clientHeight - document.getElementById('lanes').clientHeight; })()"""
+
+
+def test_a_recording_is_right_at_its_beginning_and_at_its_end(tmp_path: Path) -> None:
+    def at(second: float, event: str, **fields: Any) -> dict[str, Any]:
+        return {"time": 1000.0 + second, "event": event, **fields}
+
+    begun: dict[str, Any] = {"steps": 1, "sent_bytes": 0, "step_time_s": 0.1, "compute_s": 1.0, "blocked_s": 0.0}
+    contributors = {f"{ME}/1": 700, f"{OTHER}/1": 300}
+    told = [
+        at(0.0, "started", peer=ME, run="5" * 40, is_new=False),
+        at(1.0, "joined", peer=OTHER, live=2),
+        at(2.0, "evaluation", version=0, tokens=0, step=0, loss=5.575),
+        at(2.0, "progress", step=1, tokens=10, loss=5.565, **begun),
+        at(9.0, "commit", shard=0, version=1, step=8, head="h", tokens=1000, owner=ME, contributors=contributors),
+        at(9.5, "joined", peer=THIRD, live=3),
+        at(9.6, "left", peer=OTHER, live=2),
+        at(9.7, "left", peer=THIRD, live=1),
+        at(10.0, "ended", status=0, reason="the run is complete"),
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in told))
+    recording = Recording(tmp_path)
+
+    async def whole() -> None:
+        async with PageServer(lambda query: player(recording, query, 1.0)) as server, browser() as tab:
+            for width in (1280, 400):
+                await tab.open(f"{server.address}/?at={recording.begins + 3.0}&speed=0", width, 900)
+                await tab.until(LOADED, "it shows the beginning")
+                assert (await tab.text("live"), await tab.text("peers-words")) == ("2", "2 live")
+                labels = await tab.value(
+                    "[...document.querySelectorAll('#curve text')].map((text) => text.textContent)"
+                )
+                assert len(labels) == len(set(labels)), "one label a place, even where the axis spans almost nothing"
+                await tab.open(f"{server.address}/?at={recording.ends}", width, 900)
+                await tab.until(LOADED, "it shows the end")
+                words = [await tab.text(name) for name in ("phase", "pulse", "live", "peers-words", "up", "loss-more")]
+                still = ["ended", "end of the recording", "0", "0 live, 2 left", "0 B/s", "last measured at step 0"]
+                assert words == still
+                assert await tab.text("play") == "▶"
+                await tab.until(f"Math.abs({VOID}) < 30", "two lanes fill their panel")
+                assert await tab.value(NOTHING_OVERLAPS)
+                assert not tab.complaints
 
     asyncio.run(whole())

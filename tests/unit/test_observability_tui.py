@@ -195,6 +195,14 @@ def test_a_recording_is_played_paused_and_leapt_through(tmp_path: Path) -> None:
             await pilot.press("space")
             assert tape.speed == 0.0
             assert "paused" in letters(app)
+            tape.go(tape.recording.ends, 60.0)
+            await app.look()
+            await pilot.pause()
+            assert "end of the recording" in letters(app)
+            assert "playing" not in letters(app)
+            await pilot.press("space")
+            assert app.seen.picture.at < tape.recording.ends
+            assert tape.speed == 60.0, "it plays from the beginning"
 
     asyncio.run(whole())
 

@@ -32,6 +32,8 @@ function loss(value) { return value == null ? "–" : value.toFixed(3); }
 function hue(peer) { let h = 0; for (const c of peer.slice(-8)) h = (h * 31 + c.charCodeAt(0)) >>> 0; return h % 360; }
 function make(name, text, kind) { const e = document.createElement(name); if (text != null) e.textContent = text; if (kind) e.className = kind; return e; }
 function draw(name, attributes, text) { const e = document.createElementNS(SVG, name); for (const k in attributes) e.setAttribute(k, attributes[k]); if (text != null) e.textContent = text; return e; }
+function isOver() { return picture.course.phase === "finished" || picture.course.phase === "ended"; }
+function isAtEnd() { return picture.playback !== null && picture.at >= picture.playback.ends; }
 function color(name) { return getComputedStyle(document.documentElement).getPropertyValue(name).trim(); }
 
 // --------------------------------------------------------------------------------------------------------- stream
@@ -49,8 +51,11 @@ function connect(query) {
 }
 function pulse() {
   const isLost = !heardAt || Date.now() - heardAt > STALE_MS;
-  $("pulse").classList.toggle("lost", isLost);
-  say("pulse", !heardAt ? "connecting" : isLost ? "the peer does not answer; retrying" : picture.playback ? (isPaused ? "paused" : "playing") : "live");
+  const hasEnded = heardAt && isLost && isOver();
+  $("pulse").classList.toggle("lost", isLost && !hasEnded);
+  $("pulse").classList.toggle("still", Boolean(hasEnded || heardAt && !isLost && picture.playback && (isPaused || isAtEnd())));
+  document.body.classList.toggle("stale", Boolean(heardAt && isLost));
+  say("pulse", !heardAt ? "connecting" : hasEnded ? `this peer stopped at ${clock(picture.at)}` : isLost ? "the peer does not answer; retrying" : !picture.playback ? "live" : isAtEnd() ? "end of the recording" : isPaused ? "paused" : "playing");
 }
 
 // -------------------------------------------------------------------------------------------------------- picture
@@ -61,15 +66,15 @@ function show() {
   say("name", p.title.name);
   say("where", `run ${p.title.run.slice(0, 12)} · ${p.title.parameters ? amount(p.title.parameters) + " parameters · " : ""}seen by ${short(p.title.me)}`);
   say("phase", c.phase);
-  $("phase").className = "badge" + (c.phase === "training" || c.phase === "following" ? "" : c.phase === "finished" || c.phase === "ended" ? " over" : " waits");
+  $("phase").className = "badge" + (c.phase === "training" || c.phase === "following" ? "" : isOver() ? " over" : " waits");
   const done = c.done == null ? null : Math.floor(1000 * c.done) / 1000;
   $("done").style.width = (100 * (done || 0)) + "%";
   $("bar").setAttribute("aria-valuenow", String(Math.round(100 * (done || 0))));
   say("percent", done == null ? "" : percent(done));
   say("steps", `step ${c.step.toLocaleString("en")}` + (c.total_steps && done != null ? ` of ${c.total_steps.toLocaleString("en")}` : ""));
-  say("left", c.left_s != null && c.phase !== "finished" ? ` · ${duration(c.left_s)} left` : "");
+  say("left", c.left_s != null && !isOver() ? ` · ${duration(c.left_s)} left` : "");
   say("loss", loss(c.held_out_loss));
-  say("loss-more", c.held_out_loss == null ? "not measured yet" : `at step ${c.held_out_step.toLocaleString("en")} · training ${loss(c.train_loss)}`);
+  say("loss-more", c.held_out_loss == null ? "not measured yet" : isOver() ? `last measured at step ${c.held_out_step.toLocaleString("en")}` : `at step ${c.held_out_step.toLocaleString("en")} · training ${loss(c.train_loss)}`);
   say("merged", amount(c.tokens_merged));
   const mine = p.peers.find((row) => row.is_me);
   const price = p.account && p.account.cost != null ? ` · cost ${p.account.cost.toFixed(2)}` : "";
@@ -83,7 +88,7 @@ function show() {
   say("blocked", p.costs.blocked_s.toFixed(3) + " s");
   const spent = p.costs.compute_s + p.costs.exchange_s;
   say("blocked-more", spent ? `${percent(p.costs.compute_s / (spent + p.costs.blocked_s))} of the learner's time in steps` : "no steps on this machine yet");
-  showTroubles(p.troubles); showHeadlines(p.headlines); showPeers(p); showMerges(p.merges); showCounts(p.counts);
+  showTroubles(p.troubles); showHeadlines(p.headlines); showPeers(p); showMerges(p.merges); showCounts(p.counts); say("counts-since", p.playback ? "in the recorded logs" : "since this peer started");
   showShards(p.shards, p.at); showSample(p.sample); showPlayback(p.playback, p.at); showLink(p);
   pulse();
 }
@@ -133,7 +138,7 @@ function showPeers(p) {
     if (share.firstChild.data !== percents) share.firstChild.data = percents;
     if (share.lastChild.firstChild.style.width !== width) share.lastChild.firstChild.style.width = width;
     if (w && w.trouble) tell(role, w.trouble, "bad");
-    else tell(role, !row.is_live ? "left" : w && w.phase !== "training" ? w.phase : row.is_participating ? "trains" : "follows", "");
+    else tell(role, !row.is_live ? (row.is_me ? p.course.phase : "left") : w && w.phase !== "training" ? w.phase : row.is_participating ? "trains" : "follows", "");
     tell(rate, w ? amount(w.tokens_per_s) : "–");
     tell(ofLoss, w ? loss(w.loss) : "–");
     tell(version, w ? (w.version_min === w.version_max ? String(w.version_max) : w.version_min + "–" + w.version_max) : "–");
@@ -191,6 +196,7 @@ function ticks(low, high, count) {
   for (let t = Math.ceil(low / step) * step; t <= high + step * 1e-6; t += step) found.push(t);
   return found;
 }
+function decimals(marks) { return marks.length < 2 ? 1 : Math.max(1, Math.ceil(-Math.log10(marks[1] - marks[0]) - 1e-6)); }
 function path(points, x, y) { return points.map((p, i) => (i ? "L" : "M") + x(p).toFixed(1) + " " + y(p[2]).toFixed(1)).join(""); }
 function tokensAt(at) {
   const all = history.train.length > history.held_out.length ? history.train : history.held_out;
@@ -214,32 +220,33 @@ function drawCurve() {
   const held = history.held_out, train = merged(history.train), all = held.concat(train);
   if (!all.length) { box.replaceChildren(make("p", "no loss has been measured yet", "quiet")); say("curve-words", ""); return; }
   const f = frame(box, 44, 26), of = (p) => overTime ? p[1] : p[0];
-  const xs = all.map(of), low = Math.min(...xs), high = Math.max(...xs, low + 1e-9);
+  const xs = all.map(of), low = Math.min(...xs), high = Math.max(...xs, low + (overTime ? 10 : 1000));
   const ys = all.map((p) => p[2]), least = Math.min(...ys), most = Math.max(...ys);
   const pad = (most - least || 1) * 0.08, y0 = Math.max(0, least - pad), y1 = most + pad;
   const x = (p) => f.left + (of(p) - low) / (high - low) * (f.right - f.left), y = (v) => f.bottom - (v - y0) / (y1 - y0) * (f.bottom - f.top);
-  for (const t of ticks(y0, y1, 5)) f.svg.append(draw("line", { x1: f.left, x2: f.right, y1: y(t), y2: y(t), stroke: color("--grid") }), draw("text", { x: f.left - 8, y: y(t) + 4, "text-anchor": "end" }, t.toFixed(y1 - y0 < 1 ? 2 : 1)));
+  const heights = ticks(y0, y1, 6);
+  for (const t of heights) f.svg.append(draw("line", { x1: f.left, x2: f.right, y1: y(t), y2: y(t), stroke: color("--grid") }), draw("text", { x: f.left - 8, y: y(t) + 4, "text-anchor": "end" }, t.toFixed(decimals(heights))));
   const base = overTime ? low : 0;
   for (const t of ticks(low - base, high - base, Math.max(2, Math.floor(f.width / 130)))) {
     const at = f.left + (t + base - low) / (high - low) * (f.right - f.left);
     f.svg.append(draw("text", { x: Math.min(at, f.right - 16), y: f.bottom + 18, "text-anchor": "middle" }, overTime ? (t ? duration(t) : "0") : amount(t)));
   }
-  let labelled = -1e9;
-  const marks = history.marks.slice(-24), isCrowded = marks.length > 8;
-  for (const m of marks) {
-    const at = overTime ? m.at : tokensAt(m.at);
-    if (at < low || at > high) continue;
-    const px = f.left + (at - low) / (high - low) * (f.right - f.left), tone = m.level === "good" ? color("--good") : color("--error");
+  const marks = history.marks.slice(-24).map((m) => [m, overTime ? m.at : tokensAt(m.at)]).filter(([, at]) => at >= low && at <= high), isCrowded = marks.length > 8;
+  const places = marks.map(([, at]) => f.left + (at - low) / (high - low) * (f.right - f.left));
+  let taken = f.left;  // up to here, there is a label or a mark
+  marks.forEach(([m], i) => {
+    const px = places[i], tone = color(m.level === "good" ? "--good" : "--warning");
     const line = draw("line", { x1: px, x2: px, y1: f.top, y2: f.bottom, stroke: tone, "stroke-dasharray": "3 4", "stroke-width": isCrowded ? 1 : 1.2, opacity: isCrowded ? 0.4 : 1 });
     line.append(draw("title", {}, m.text));
     f.svg.append(line);
-    const isLate = px > f.right - 90, words = m.text.split(";")[0];
-    const width = 6.6 * words.length, left = isLate ? px - 5 - width : px + 5;
-    if (!isCrowded && left > labelled + 8) {
-      const label = draw("text", { x: px + (isLate ? -5 : 5), y: f.top + 10, "text-anchor": isLate ? "end" : "start" }, words);
-      label.style.fill = tone; f.svg.append(label); labelled = left + width;
+    const words = m.text.split(";")[0], width = 6.8 * words.length + 10;
+    const isBefore = px + width > (places[i + 1] ?? f.right), isFree = isBefore ? px - width > taken : px >= taken;
+    if (!isCrowded && isFree) {
+      const label = draw("text", { x: px + (isBefore ? -5 : 5), y: f.top + 10, "text-anchor": isBefore ? "end" : "start" }, words);
+      label.style.fill = tone; f.svg.append(label);
     }
-  }
+    taken = isFree && !isBefore ? px + width : px;
+  });
   if (train.length > 1) f.svg.append(draw("path", { d: path(train, x, y), fill: "none", stroke: color("--second"), "stroke-width": 1.3, opacity: 0.75, "stroke-linejoin": "round" }));
   if (held.length > 1) f.svg.append(draw("path", { d: path(held, x, y), fill: "none", stroke: color("--main"), "stroke-width": 2.4, "stroke-linejoin": "round" }));
   if (held.length < 90) for (const p of held) f.svg.append(draw("circle", { cx: x(p), cy: y(p[2]), r: 3, fill: color("--panel"), stroke: color("--main"), "stroke-width": 2 }));
@@ -257,14 +264,16 @@ function drawCurve() {
 function showLink(p) {
   if (!p.playback || links.length === 0 || links[links.length - 1].at !== p.at) links.push({ at: p.at, up: p.link.up_per_s, down: p.link.down_per_s });
   while (links.length > LINK_POINTS) links.shift();
-  say("link-now", `${bytes(p.link.up_per_s)}/s out, ${bytes(p.link.down_per_s)}/s in`);
+  say("link-now", `${bytes(p.link.up_per_s)}/s out` + (p.playback ? "" : `, ${bytes(p.link.down_per_s)}/s in`));
+  $("received-key").hidden = Boolean(p.playback);  // the event log has no received bytes
+  $("budget-key").hidden = !p.link.up_budget;
   const box = $("link");
   if (!box.clientWidth || links.length < 2) return;
   const f = frame(box, 52, 6), peak = Math.max(1000, ...links.flatMap((l) => [l.up, l.down])) * 1.1, budget = p.link.up_budget;
   const x = (i) => f.left + (LINK_POINTS - links.length + i) / (LINK_POINTS - 1) * (f.right - f.left), y = (v) => f.bottom - v / peak * (f.bottom - f.top);
   for (const t of ticks(0, peak, 2)) f.svg.append(draw("line", { x1: f.left, x2: f.right, y1: y(t), y2: y(t), stroke: color("--grid") }), draw("text", { x: f.left - 6, y: y(t) + 4, "text-anchor": "end" }, bytes(t)));
   if (budget && budget <= peak) f.svg.append(draw("line", { x1: f.left, x2: f.right, y1: y(budget), y2: y(budget), stroke: color("--quiet"), "stroke-dasharray": "2 3" }));
-  for (const [key, tone] of [["down", "--second"], ["up", "--main"]]) f.svg.append(draw("path", { d: links.map((l, i) => (i ? "L" : "M") + x(i).toFixed(1) + " " + y(l[key]).toFixed(1)).join(""), fill: "none", stroke: color(tone), "stroke-width": 1.8 }));
+  for (const [key, tone] of p.playback ? [["up", "--main"]] : [["down", "--second"], ["up", "--main"]]) f.svg.append(draw("path", { d: links.map((l, i) => (i ? "L" : "M") + x(i).toFixed(1) + " " + y(l[key]).toFixed(1)).join(""), fill: "none", stroke: color(tone), "stroke-width": 1.8 }));
   box.replaceChildren(f.svg);
 }
 function drawLanes() {
@@ -272,10 +281,14 @@ function drawLanes() {
   if (!history) return;
   const order = new Map((picture ? picture.peers : []).map((row, i) => [row.peer, i]));
   const lanes = history.lanes.slice().sort((a, b) => (order.get(a.peer) ?? 999) - (order.get(b.peer) ?? 999));
-  const width = canvas.parentElement.clientWidth, row = Math.max(14, Math.min(40, Math.floor(230 / Math.max(1, lanes.length)))), height = Math.max(40, lanes.length * row + 22), ratio = window.devicePixelRatio || 1;
+  const box = canvas.parentElement, usual = Math.max(14, Math.min(40, Math.floor(230 / Math.max(1, lanes.length))));
+  box.style.minHeight = Math.min(520, Math.max(1, lanes.length) * usual + 22) + "px";
+  const width = box.clientWidth, row = Math.max(usual, Math.min(115, Math.floor((box.clientHeight - 22) / Math.max(1, lanes.length))));  // the panel beside may leave more room
+  const height = Math.max(1, lanes.length) * row + 22, ratio = window.devicePixelRatio || 1;
   canvas.width = width * ratio; canvas.height = height * ratio; canvas.style.height = height + "px";
-  const g = canvas.getContext("2d"), left = 62, columns = Math.max(1, ...lanes.map((l) => Math.max(l.given.length, l.owned.length))), step = (width - left - 6) / Math.max(columns, 20);
+  const g = canvas.getContext("2d");
   g.scale(ratio, ratio); g.font = `${row < 18 ? 10 : 12}px system-ui, sans-serif`; g.textBaseline = "middle";
+  const left = Math.min(width / 3, Math.max(50, ...lanes.map((l) => g.measureText(short(l.peer)).width)) + 10), columns = Math.max(20, ...lanes.map((l) => Math.max(l.given.length, l.owned.length))), step = (width - left - 6) / columns;
   const most = Math.max(1, ...lanes.flatMap((l) => l.given)), ink = color("--ink"), quiet = color("--quiet"), lane = color("--lane"), dot = color("--second"), grid = color("--grid");
   lanes.forEach((l, i) => {
     const y = i * row;
@@ -287,6 +300,7 @@ function drawLanes() {
     l.owned.forEach((n, c) => { if (n) { g.beginPath(); g.arc(left + (c + 0.5) * step, y + row / 2 - 0.5, Math.min(row / 4.5, 1.4 + 0.6 * Math.sqrt(n), Math.max(1.2, step * 0.7)), 0, 7); g.fill(); } });
   });
   g.fillStyle = quiet; g.font = "11px system-ui, sans-serif";
+  if (!lanes.length) g.fillText("no version has been merged yet", left, row / 2);
   const seconds = columns * history.column_s;
   for (const t of ticks(0, seconds, Math.max(2, Math.floor(width / 160)))) { const px = left + t / history.column_s * step; if (px < width - 24) g.fillText(t ? duration(t) : "0", px, height - 8); }
   canvas.setAttribute("aria-label", `lanes of ${lanes.length} peers over ${duration(seconds)}`);
@@ -299,6 +313,7 @@ function showPlayback(playback, at) {
   $("playback").hidden = !playback;
   if (!playback) return;
   if (!isSeeking) $("seek").value = String(1000 * (at - playback.begins) / Math.max(1e-9, playback.ends - playback.begins));
+  $("play").textContent = isPaused || isAtEnd() ? "▶" : "❚❚";
   say("moment", `${duration(Math.max(0, at - playback.begins))} of ${duration(playback.ends - playback.begins)}`);
   const speed = $("speed"), now = String(playback.speed);
   if (playback.speed > 0 && speed.value !== now && [...speed.options].some((o) => o.value === now)) speed.value = now;
@@ -307,7 +322,12 @@ function replay(at, speed) {
   links.length = 0;
   connect(`at=${at.toFixed(3)}&speed=${isPaused ? 0 : speed}`);
 }
-$("play").onclick = () => { isPaused = !isPaused; $("play").textContent = isPaused ? "▶" : "❚❚"; if (picture) replay(picture.at, $("speed").value); };
+$("play").onclick = () => {
+  if (!picture || !picture.playback) return;
+  const isAgain = isAtEnd();
+  isPaused = !isAgain && !isPaused;
+  replay(isAgain ? picture.playback.begins : picture.at, $("speed").value);
+};
 $("speed").onchange = () => { if (picture) replay(picture.at, $("speed").value); };
 $("seek").oninput = () => { isSeeking = true; };
 $("seek").onchange = () => { isSeeking = false; const b = picture.playback; replay(b.begins + $("seek").value / 1000 * (b.ends - b.begins), $("speed").value); };
