@@ -1,7 +1,6 @@
 """Shared parts of the benchmarks' plots; needs matplotlib (``pip install -e '.[plot]'``).
 
-Figures go in, one PNG comes out; nothing is measured here. p2pdiloco always has the same colour, the others have greys
-and quiet colours.
+Figures go in, one PNG comes out; nothing is measured here. A system has the same colour in every plot.
 """
 
 from __future__ import annotations
@@ -19,9 +18,24 @@ ANGLES = [math.radians(degrees) for degrees in (0, 180, 35, -35, 145, -145, 90, 
 OTHERS = ("#30638e", "#edae49", "#00798c", "#8d96a3", "#5c4d7d", "#66a182")
 
 
-def colour(name: str, index: int) -> str:
-    """Of a system."""
-    return OURS if name.startswith("p2pdiloco") else OTHERS[index % len(OTHERS)]
+SYSTEMS = {
+    "p2pdiloco": OURS,
+    "torchft": "#00798c",
+    "hivemind": "#66a182",
+    "elastic": "#8fb3d1",
+    "data parallel": "#30638e",
+    "gloo": "#30638e",
+    "Decoupled DiLoCo": "#b98b1f",
+    "Streaming DiLoCo": "#00798c",
+    "DiLoCo": "#5c4d7d",
+    "raw": "#8d96a3",
+}
+"""The colour of a system whose name contains the key; the first one counts."""
+
+
+def colour(name: str, index: int = 0) -> str:
+    """Of a system, or of the scenario with this index."""
+    return next((shade for key, shade in SYSTEMS.items() if key in name), OTHERS[index % len(OTHERS)])
 
 
 @contextmanager
@@ -117,8 +131,8 @@ def _holds(outer: Any, inner: Any) -> bool:
 
 
 def named_bars(axes: Any, labels: Mapping[str, tuple[float, str]], unit: str, *, margin: float = 0.35) -> None:
-    """One bar a system, in its colour, with a text at its end."""
-    names = list(labels)
+    """One bar a system, the shortest first, in its colour, with a text at its end, for which ``margin`` leaves room."""
+    names = sorted(labels, key=lambda name: labels[name][0])
     drawn = axes.barh(names, [labels[n][0] for n in names], color=[colour(n, i) for i, n in enumerate(names)])
     axes.bar_label(drawn, [labels[n][1] for n in names], padding=4, fontsize=10)
     axes.set_xlabel(unit)

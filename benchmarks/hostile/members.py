@@ -21,7 +21,7 @@ from tests.chaos.schedule import find_plan
 
 TITLES = {"direct": "plain mean, every 6 steps", "rda": "RDA, every 24 steps"}
 SHOWN = 1.5
-"""Largest ratio of the plot."""
+"""Ratio at which a bar ends at the latest."""
 COLUMNS: tuple[bench.Column, ...] = (
     ("held-out loss", "held_out", ".3f"),
     ("without the liars", "held_out_honest", ".3f"),
@@ -53,10 +53,12 @@ def draw(tables: dict[str, Table], path: Path) -> None:
     """One group of bars an attack that all merge rules have, one bar a merge rule."""
     names = [name for name in next(iter(tables.values())) if all(name in rows for rows in tables.values())]
     with plots.figure(path, size=(8, 0.45 * len(names) + 1.2), title="Held-out loss beside one liar of four") as axes:
-        series = {TITLES[merge]: [min(SHOWN, rows[n]["ratio"]) for n in names] for merge, rows in tables.items()}
-        plots.bars(axes, names, series, f"multiple of the loss without the liar (bars end at {SHOWN:g})")
-        axes.axvline(1.02, color="0.5", linewidth=0.8, linestyle="--")
-        axes.set_xlim(0.85, SHOWN + 0.08)
+        ratios = {TITLES[merge]: [min(SHOWN, rows[n]["ratio"]) for n in names] for merge, rows in tables.items()}
+        series = {title: [100.0 * (ratio - 1.0) for ratio in rows] for title, rows in ratios.items()}
+        unit = f"% above the loss without the liar (bars end at {100 * (SHOWN - 1):g})"
+        plots.bars(axes, names, series, unit, form="%+.1f")
+        axes.axvline(2.0, color="0.5", linewidth=0.8, linestyle="--")
+        axes.axvline(0.0, color="black", linewidth=0.8)
 
 
 def main() -> None:

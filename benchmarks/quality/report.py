@@ -236,7 +236,7 @@ def _draw_codecs(cells: Mapping[Setting, Any], points: Sequence[tuple[Setting, f
             )
             sized.append((size, gap, s.up if s.up == s.down else f"{s.up}, {s.down}"))
         axes.set(
-            xlabel="bytes a parameter, both ways together (squares: owners make up for rounding; diamonds: one owner)",
+            xlabel="bytes a parameter, both ways\n(squares: owners make up for rounding; diamonds: one owner)",
             ylabel="loss to int4 both ways, seed by seed, %",
         )
         _scale(axes, (0.4, 0.6, 1, 2, 4, 8))

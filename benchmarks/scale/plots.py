@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from benchmarks.plots import OTHERS, OURS, figure
+from benchmarks.plots import OURS, colour, figure
 
 Rows = Mapping[str, Mapping[str, Any]]
 SHADES = {"M = 2": "#f0b8bf", "M = 4": "#e58c97", "M = 8": OURS, "M = 16": "#96293a", "M = 32": "#5f1a25"}
@@ -26,7 +26,7 @@ def goodput(path: Path, rows: Rows) -> None:
             is_ours = system.startswith("p2pdiloco")
             if (is_ours and size not in SHADES) or len(points) < 2:
                 continue
-            shade = SHADES[size] if is_ours else OTHERS[3 if system.startswith("data") else 0]
+            shade = SHADES[size] if is_ours else colour(system)
             points.sort()
             chips, ours, papers = zip(*points, strict=True)
             axes.plot(chips, ours, "-", color=shade, lw=2.4)
@@ -52,8 +52,8 @@ def goodput(path: Path, rows: Rows) -> None:
 def bandwidth(path: Path, rates: Sequence[float], curves: Mapping[str, Sequence[float]]) -> None:
     """Utilisation over the line's rate."""
     with figure(path, size=(11, 6)) as axes:
-        for i, (name, shares) in enumerate(curves.items()):
-            shade = OURS if name == "p2pdiloco" else OTHERS[i % len(OTHERS)]
+        for name, shares in curves.items():
+            shade = colour(name)
             wide, style = (3.0, "-") if name == "p2pdiloco" else (2.0, "--")
             axes.plot(rates, [100 * share for share in shares], style, color=shade, lw=wide, label=name)
         axes.axhline(95, color="black", lw=1, ls=":")

@@ -6,31 +6,39 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.plots import OTHERS, OURS, bars, colour, figure, named_bars
+from benchmarks.plots import OURS, bars, colour, figure, named_bars
 
 Results = Mapping[str, Mapping[str, Any]]
 
 
 def speed(path: Path, results: Results, curve: Sequence[tuple[int, float]], wanted: float) -> None:
-    """Loss over time, and times to the fixed loss."""
+    """Loss over time, and times to the fixed loss; without curves, the times alone."""
+    if not any(one["curve"] for one in results.values()):
+        with figure(path, size=(9, 0.8 + 0.45 * len(results))) as axes:
+            _times(axes, results, wanted)
+        return
     with figure(path, 2, size=(14, 5.2), width_ratios=(3, 2)) as (left, right):
-        for i, (name, one) in enumerate(results.items()):
+        for name, one in results.items():
             points = [(at, loss) for at, _, loss in one["curve"]]
             style = "-"
             if name.startswith("data parallel") and curve:
-                points, style = [(n * one["seconds_a_step"], loss) for n, loss in curve], "--"
+                points = [(n * one["seconds_a_step"], loss) for n, loss in curve]
+                style = ":" if "float32" in name else "--"
             if points:
-                left.plot(*zip(*points, strict=True), style, color=colour(name, i), label=name, lw=2.2)
+                left.plot(*zip(*points, strict=True), style, color=colour(name), label=name, lw=2.2)
         left.axhline(wanted, color="black", lw=1, ls=":")
         left.set(xscale="log", xlabel="seconds (log; dashed: extrapolated)", ylabel="held-out loss, nats")
         left.legend(fontsize=9, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncol=2)
-        times = {}
-        for name, one in results.items():
-            seconds, kind, ratio = one["to_loss_s"] or 0.0, one["to_loss_kind"], one.get("times_p2pdiloco")
-            told = ("at least " if kind == "at least" else "") + f"{seconds:.0f} s"
-            times[name] = (seconds, told + (f" ({ratio:.1f}x)" if ratio else ""))
-        named_bars(right, times, f"seconds to a loss of {wanted:.3f}")
-        right.set(xscale="log")
+        _times(right, results, wanted)
+
+
+def _times(axes: Any, results: Results, wanted: float) -> None:
+    times = {}
+    for name, one in results.items():
+        seconds, kind, ratio = one["to_loss_s"] or 0.0, one["to_loss_kind"], one.get("times_p2pdiloco")
+        told = ("at least " if kind == "at least" else "") + f"{seconds:,.0f} s"
+        times[name] = (seconds, told + (f" ({ratio:.1f}x)" if ratio else ""))
+    named_bars(axes, times, f"seconds to a loss of {wanted:.3f}")
 
 
 def bandwidth(path: Path, results: Results) -> None:
@@ -43,8 +51,7 @@ def bandwidth(path: Path, results: Results) -> None:
         left.set(xscale="log", xlabel="each line, Mbit/s", ylabel="compute utilisation (p2pdiloco: or turns kept)")
         left.legend(fontsize=10)
         rates = {name: (one["rate_mbps"], f"{one['rate_mbps']:.3g} Mbit/s") for name, one in results.items()}
-        named_bars(right, rates, "slowest line for 95 %", margin=0.4)
-        right.set(xscale="log")
+        named_bars(right, rates, "slowest line for 95 %, Mbit/s", margin=0.4)
 
 
 def fragments(path: Path, results: Results) -> None:
@@ -92,9 +99,9 @@ def day(path: Path, found: Mapping[str, Any], seconds: float) -> None:
     edges = [width * i for i in range(int(seconds / width) + 2)]
     size = (14.0, 2 + 1.25 * (len(names) + 2))
     with figure(path, 1, len(names) + 2, size=size, sharex=True) as rows:
-        for i, (axes, name) in enumerate(zip(rows, names, strict=False)):
+        for axes, name in zip(rows, names, strict=False):
             weights = [1 / width] * len(found["steps"][name])
-            axes.hist([one[0] for one in found["steps"][name]], edges, weights=weights, color=OTHERS[i % len(OTHERS)])
+            axes.hist([one[0] for one in found["steps"][name]], edges, weights=weights, color=OURS)
             axes.set_ylabel(f"{name}\nsteps/s", fontsize=10)
         rows[-2].hist(found["commits"], edges, weights=[1 / width] * len(found["commits"]), color=OURS)
         rows[-2].set_ylabel("commits/s", fontsize=10)

@@ -37,6 +37,7 @@ def crowd(folder: Path, peers: int = 64, minutes: int = 60, seed: int = 7) -> Pa
     speeds = [draw.choice((0.4, 1.0, 1.0, 2.5)) * draw.uniform(0.8, 1.2) for _ in ids]
     comes = [0.0 if i < peers // 3 else draw.uniform(0.0, 40.0) for i in range(peers)]
     goes = [draw.uniform(20.0, 70.0) if draw.random() < 0.3 and i else 1e9 for i in range(peers)]
+    goes = [max(at, come + 5.0) for at, come in zip(goes, comes, strict=True)]
     begun, now = 1.79e9, 1.79e9
     lines: list[dict[str, object]] = [
         {"time": begun, "event": "started", "peer": ids[0], "run": "5" * 40, "is_new": False}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ Rows = Sequence[Mapping[str, Any]]
 RESULTS = Path(__file__).parent / "results" / "rows.jsonl"
 PLOTS = Path(__file__).parents[2] / "docs" / "plots"
 LINKS = {"lo": "loopback", "2.5gbit": "2.5 Gbit/s", "1gbit": "1 Gbit/s", "200mbit": "200 Mbit/s"}
+SORTED_BY = "1gbit"
 SHOWN = ("int2 rms 1.224", "int4 rms 1", "int4 rms 0.4", "e3m0", "int8 absmax", "bf16")
 """Codecs whose speeds are drawn, those of docs/results.md; of the others bytes and error alone."""
 SHIPPED = "int4 rms 0.4"
@@ -86,8 +88,9 @@ def transport(path: Path, rows: Rows) -> None:
 def exchange(path: Path, rows: Rows) -> None:
     """Wall time by system, a panel a link, and bytes."""
     found = of(rows, "wire/exchange")
-    systems = sorted({_system(s): None for s, _ in found}, key=lambda name: not name.startswith("p2pdiloco"))
     links = [link for link in LINKS if any(s["link"] == link for s, _ in found)]
+    seconds = {_system(s): f["wall_s"] for s, f in found if s["link"] == SORTED_BY}
+    systems = sorted({_system(s) for s, _ in found}, key=lambda name: (seconds.get(name, math.inf), name))
     title = f"one exchange of {millions(found)} parameters, {conditions(rows)}"
     with figure(path, len(links) + 1, size=(16, 3.6), title=title, sharey=True, squeeze=False) as axes:
         for panel, link in zip(axes[0], links, strict=False):
@@ -110,12 +113,12 @@ def _by_system(axes: Any, systems: Sequence[str], values: Mapping[str, float], f
     """A bar each, in its colour; a dash where nothing was measured."""
     for index, name in enumerate(systems):
         if name in values:
-            drawn = axes.barh([index], [values[name]], color=colour(name, index), height=0.7)
+            drawn = axes.barh([index], [values[name]], color=colour(name), height=0.7)
             axes.bar_label(drawn, fmt=form, fontsize=9, padding=3)
         else:
             axes.text(0.0, index, " not measured", va="center", fontsize=8, color="0.5")
     axes.set_yticks(range(len(systems)), systems)
-    axes.margins(x=0.3)
+    axes.margins(x=0.35)
 
 
 def millions(found: Sequence[tuple[Mapping[str, Any], object]]) -> str:

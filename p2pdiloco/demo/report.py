@@ -27,8 +27,13 @@ TRAINS, STARTS, KILLED, MERGED, FAINT = "#2b6cb0", "#cbd5e0", "#c53030", "#f6e05
 LANE = 0.5
 
 
-def draw(story: Story, start: float, path: Path) -> str:
-    """Write the plot (PNG). Return its path, or the reason why there is none. ``start``: held-out loss of version 0."""
+def draw(story: Story, start: float, end: float, path: Path) -> str:
+    """Write the plot (PNG). Return its path, or the reason why there is none.
+
+    Args:
+        start: held-out loss of version 0.
+        end: held-out loss of the final model.
+    """
     try:
         import matplotlib as mpl
     except ModuleNotFoundError as error:
@@ -40,7 +45,7 @@ def draw(story: Story, start: float, path: Path) -> str:
     figure, (top, lanes) = plt.subplots(
         2, 1, sharex=True, figsize=(9, 5.6), dpi=150, height_ratios=(3.0, 0.4 + 0.3 * len(story.members))
     )
-    _loss(story, start, top)
+    _loss(story, start, end, top)
     for row, member in enumerate(story.members):
         _lane(story, lanes, row, member)
     lanes.set_yticks(range(len(story.members)), [f"peer {member.name}" for member in story.members])
@@ -65,12 +70,14 @@ def draw(story: Story, start: float, path: Path) -> str:
     return str(path)
 
 
-def _loss(story: Story, start: float, axis: Any) -> None:
+def _loss(story: Story, start: float, end: float, axis: Any) -> None:
     measured: dict[int, tuple[float, float]] = {}
     for at, loss, version in sorted(p for m in story.members for p in m.view.held_out):
         measured.setdefault(version, (at - story.began_unix, loss))
-    points = sorted(measured.values())
+    ended = max(member.view.trained_at for member in story.members) - story.began_unix
+    points = [*sorted(point for point in measured.values() if point[0] < ended), (ended, end)]
     axis.plot([t for t, _ in points], [loss for _, loss in points], marker="o", markersize=4, color=TRAINS)
+    axis.annotate(f"final model: {end:.3f}", points[-1], (0, -9), textcoords="offset points", ha="right", va="top")
     axis.axhline(start / 2, color=FAINT, linewidth=0.8, linestyle=":")
     place = (0.995, start / 2)
     axis.annotate("half of the start", place, xycoords=("axes fraction", "data"), ha="right", va="bottom", color=FAINT)
@@ -163,7 +170,7 @@ def make_report(story: Story, config: RunConfig, out: Path) -> dict[str, Any]:
         "sample": sample,
     }
     (out / "report.json").write_text(json.dumps(report, indent=2))
-    report["plot"] = draw(story, start, out / "loss.png")
+    report["plot"] = draw(story, start, end, out / "loss.png")
     return report
 
 

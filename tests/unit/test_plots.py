@@ -32,6 +32,26 @@ def test_names_cover_no_point_and_no_other_name(tmp_path: Path) -> None:
     assert (tmp_path / "crowd.png").stat().st_size > 5000
 
 
+def test_bars_are_sorted_with_their_labels_inside_and_a_system_keeps_its_colour(tmp_path: Path) -> None:
+    seconds = {"data parallel (torch DDP, gloo, float32)": 2042.0, "p2pdiloco, int4": 73.0, "hivemind, 8 bit": 201.0}
+    shades = []
+    for names in (list(seconds), list(reversed(seconds))):
+        with plots.figure(tmp_path / "bars.png", size=(9, 3)) as axes:
+            labels = {name: (seconds[name], f"{seconds[name]:,.0f} s (28.0x)") for name in names}
+            plots.named_bars(axes, labels, "seconds")
+            axes.figure.tight_layout()
+            axes.figure.canvas.draw()
+            renderer, inside = axes.figure.canvas.get_renderer(), axes.get_window_extent()
+            assert all(inside.contains(*text.get_window_extent(renderer).max) for text in axes.texts)
+            assert axes.get_xscale() == "linear"
+            widths = [bar.get_width() for bar in axes.patches]
+            assert widths == sorted(widths)
+        shades.append([bar.get_facecolor() for bar in axes.patches])
+    assert shades[0] == shades[1]
+    assert len(set(shades[0])) == 3
+    assert plots.colour("hivemind, uint8") == plots.colour("hivemind.Optimizer, local updates")
+
+
 def test_the_wire_s_pictures_are_drawn_from_the_rows_that_are_kept(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in wire.RESULTS.read_text(encoding="utf-8").splitlines()]
     for draw in (wire.codec, wire.transport, wire.exchange):
