@@ -19,6 +19,8 @@ from p2pdiloco.protocol.state import Core
 
 RECENT = 16
 """An evaluation is outdated once this many newer ones were due."""
+FRESH = 2
+"""Number of newer ones that may be due for an evaluation to settle which of two middle values is shown."""
 
 
 class Evaluations:
@@ -75,15 +77,20 @@ class Evaluations:
         here = core.membership.peers.keys() | {core.config.peer}
         self._latest = {peer: one for peer, one in self._latest.items() if peer in here}
         head = core.chains[0].head
-        oldest = (0 if head is None else head.version) - RECENT * core.config.evaluation_every
+        version, every = 0 if head is None else head.version, core.config.evaluation_every
+        oldest = version - RECENT * every
         recent = [one for one in self._latest.values() if one.version >= oldest]
         if not recent:
             return
-        own = self._latest.get(core.config.peer)
-        near = own if own in recent else self.shown
+        fresh = [
+            one
+            for one in (self._latest.get(core.config.peer), self.shown)
+            if one is not None and one.version >= version - FRESH * every
+        ]
+        near = fresh[0] if fresh else max(recent, key=lambda one: one.step)
 
         def median(field: Callable[[Evaluation], float]) -> float:
-            return median_near(sorted(map(field, recent)), None if near is None else field(near))
+            return median_near(sorted(map(field, recent)), field(near))
 
         self.shown = Evaluation(
             int(median(lambda one: one.version)),
@@ -98,11 +105,10 @@ def is_loss(value: float) -> bool:
     return math.isfinite(value) and 0.0 <= value <= MOST_LOSS
 
 
-def median_near(ordered: list[float], near: float | None) -> float:
-    """Return the median of sorted values.
+def median_near(ordered: list[float], near: float) -> float:
+    """Return the median of sorted values; of two middle values, the one nearer to ``near``.
 
-    Of two middle values, return the one nearer to ``near``, or the smaller if ``near`` is None. With two evaluations
-    a peer thus shows its own.
+    With two evaluations a peer thus shows its own, while that is fresh.
     """
     low, high = ordered[(len(ordered) - 1) // 2], ordered[len(ordered) // 2]
-    return high if near is not None and abs(high - near) < abs(low - near) else low
+    return high if abs(high - near) < abs(low - near) else low

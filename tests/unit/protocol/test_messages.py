@@ -97,6 +97,22 @@ def test_of_two_evaluations_ones_own_is_shown(lie: float) -> None:
     assert shown(follower) == evaluation(2.0)
 
 
+@pytest.mark.parametrize("has_learner", [True, False])
+def test_of_two_evaluations_the_newer_is_shown_once_the_other_is_old(has_learner: bool) -> None:
+    """S3b: else a peer whose turn to measure does not come shows the loss of the first version for the whole run."""
+    stage = Stage(B, C, evaluation_every=1, has_learner=has_learner)
+    if has_learner:
+        stage.tell(ev.Evaluated(0, 5.0))
+    else:
+        stage.hear(C, evaluation(5.0))
+    for turn in range(3):
+        stage.wait(2.0)
+        stage.take(stage.commit(tokens(B, 40 * turn, 40 * (turn + 1)), step=4 * (turn + 1)))
+        stage.hear(B, evaluation(2.0, 4 * (turn + 1), turn + 1))
+        assert (shown(stage) or evaluation(0.0)).loss == (5.0 if turn < 2 else 2.0)
+    assert shown(stage) == evaluation(2.0, 12, 3)
+
+
 def test_who_alone_evaluates_is_shown() -> None:
     """S3b: as it says, each time."""
     stage = Stage(B, C)
