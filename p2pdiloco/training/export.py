@@ -418,6 +418,7 @@ def _save(tensors: Mapping[str, Tensor], path: Path, about: About) -> None:
         safetensors.torch.save_file(
             {name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata=told
         )
+        path.chmod(path.parent.stat().st_mode & 0o666)  # safetensors lets nobody else read what it writes
 
 
 @contextmanager

@@ -65,6 +65,8 @@ def test_the_built_in_transformer_loads_in_three_lines(tmp_path: Path) -> None:
     assert export(manifest, theta, tmp_path / "out", about(manifest, "safetensors")) == ["model.safetensors", ABOUT]
     loaded = p2pdiloco.load_model(tmp_path / "out")
     assert torch.equal(loaded(TEXT), model(TEXT))
+    modes = {(tmp_path / "out" / name).stat().st_mode for name in ("model.safetensors", ABOUT)}
+    assert len(modes) == 1, "who may read the folder may read the weights"
 
 
 @HF
