@@ -8,6 +8,7 @@ nothing.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -18,26 +19,44 @@ from typing import Any, NamedTuple
 import torch
 from msgspec.structs import replace
 
-from p2pdiloco.codec import merge, quantization
+from p2pdiloco.codec import digests, merge, quantization
+from p2pdiloco.codec.digests import list_bytes
 from p2pdiloco.codec.shard_codec import Bodies
+from p2pdiloco.net.flow_control import Granter
+from p2pdiloco.peer.integrity import Integrity
 from p2pdiloco.peer.model_state import ModelState
 from p2pdiloco.peer.payload_cache import PayloadCache
 from p2pdiloco.peer.signatures import signed
 from p2pdiloco.peer.state_server import StateServer
 from p2pdiloco.protocol import aggregation, block_assignment, heartbeat
 from p2pdiloco.protocol import messages as msg
-from p2pdiloco.protocol.chain import record_of
+from p2pdiloco.protocol.chain import NO_MARK, record_of
 from p2pdiloco.protocol.config import BATCH_ROOM, RANGE_TURNS
+from p2pdiloco.protocol.connectivity import Connectivity, fingerprint, listed
 from p2pdiloco.protocol.contributions import Contributions, DeltaReconciliation
 from p2pdiloco.protocol.counted_tokens import TokenCounts
+from p2pdiloco.protocol.data_blocks import Block
 from p2pdiloco.protocol.events import ShardState
-from p2pdiloco.protocol.ids import Digest, FragmentId, ShardId, digest_of, learner_id
+from p2pdiloco.protocol.ids import DIGEST_BYTES, Digest, FragmentId, ShardId, digest_of, learner_id, peer_of
 from p2pdiloco.protocol.messages import MAX_CLAIMS, Head, Heads, commit_id, signed_commit_bytes
 from p2pdiloco.protocol.replication import LogRequests
 from p2pdiloco.protocol.state import Core
 from p2pdiloco.training import builtin_learner
+from p2pdiloco.transport.identity import Identity
 from p2pdiloco.transport.transport import Transport
-from p2pdiloco.wire.control_messages import SignedCommit, StateOffer, StateProof, decode_message, encode
+from p2pdiloco.wire.control_messages import (
+    CommitParts,
+    GetChunk,
+    GetState,
+    SignedCommit,
+    StateOffer,
+    StateProof,
+    decode_as,
+    decode_message,
+    encode,
+    join_commit,
+)
+from p2pdiloco.wire.request_reply import RequestError, RequestRefused
 
 LARGE = 1e34
 TINY = 1e-40
@@ -58,6 +77,16 @@ FLOOD_MESSAGES = 100
 """Messages of one kind to each peer, every ``FLOOD_S``."""
 FORGED_STEPS = 6
 NOTHING = digest_of(b"nothing")
+NO_TIME_S = 1e-9
+BULKY = 290
+OVERWRITTEN, OVERWRITING = 17, 3.0
+"""The first parameters of a chunk, one of so many, and their new value."""
+SINK = 200
+SLANDER_S, STALL_S = 5.0, 50.0
+LATE_SHARE = 0.9
+"""Share of the takeover time that an owner lets pass."""
+ORPHANS = 24
+"""Commits without a parent for each shard, sent to each peer."""
 
 
 class Lie(NamedTuple):
@@ -78,12 +107,19 @@ class _Node:
     """Payloads of commits whose values are not the merge."""
     reconnects: int
     states: StateServer
+    puppet: Identity
+    """A second key of this member, which is connected to nobody."""
+    has_puppet: bool
+    is_sink: bool
+    late: int
+    """Merges that it held back."""
     taught: Path
     """A file that the learner makes when it has trained on what a lie made of its data."""
 
 
 _node = _Node()
-_node.merged, _node.reconnects = set(), 0
+_node.merged, _node.reconnects, _node.late = set(), 0, 0
+_node.puppet, _node.has_puppet, _node.is_sink = Identity.ephemeral(), False, False
 
 
 def tell(names: Sequence[str], sent: Path) -> None:
@@ -92,7 +128,6 @@ def tell(names: Sequence[str], sent: Path) -> None:
     Raises:
         KeyError: there is no such lie.
     """
-    _remember(Transport, "transport")
     _remember(PayloadCache, "cache")
     _node.taught = sent.with_suffix(".taught")
     for name in names:
@@ -102,8 +137,12 @@ def tell(names: Sequence[str], sent: Path) -> None:
 
     def send(self: Transport, peer: Any, body: bytes, *rest: Any, **options: Any) -> bool:
         is_sent = sound(self, peer, body, *rest, **options)
-        if is_sent and waiting:
+        if is_sent and (waiting or not hasattr(_node, "transport")):
             message = decode_message(body)
+            if isinstance(message, msg.Heartbeat):  # a process has other transports, which take no part in the run
+                _node.transport = self
+            if self is not getattr(_node, "transport", None):
+                return is_sent
             for name in [name for name in waiting if LIES[name].is_in(message)]:
                 waiting.remove(name)
                 with open(sent, "a") as file:
@@ -371,7 +410,7 @@ def _at_first_beat(begin: Callable[[], None]) -> None:
     def greet(self: heartbeat.Heartbeats, views: Any) -> None:
         sound(self, views)
         _node.core = self.core
-        if waiting:
+        if waiting and hasattr(_node, "transport"):
             asyncio.get_running_loop().call_soon(waiting.pop())
 
     _put(heartbeat.Heartbeats, "send_heartbeats", greet)
@@ -552,6 +591,310 @@ def _own_commit(core: Core, parent: Head, counts: TokenCounts, result: Digest = 
     return SignedCommit(header, identity.sign(signed_commit_bytes(commit_id(header))))
 
 
+def _hurry() -> None:
+    """Each of its steps is a contribution: it opens rounds that nobody has announced."""
+    sound = Contributions.on_steps
+
+    def on_steps(self: Contributions, learner: Any, steps: int) -> None:
+        sound(self, learner, steps)
+        for fragment, shards in enumerate(self.core.config.fragments if self.core.is_current else ()):
+            turn = self.turns[fragment]
+            for shard in shards:
+                if shard not in turn.open:
+                    self._open_shard(turn, shard)
+            self._ask_for_snapshot(FragmentId(fragment))
+
+    _put(Contributions, "on_steps", on_steps)
+    _at_first_beat(lambda: None)
+    _put(Contributions, "_give_nothing", lambda self, shard: None)
+
+
+def _fast() -> None:
+    """It says that its steps take no time, so that nobody waits for others' contributions."""
+    sound = heartbeat.Heartbeats.send_heartbeats
+
+    def greet(self: heartbeat.Heartbeats, views: Any) -> None:
+        learner = self.core.learner
+        if learner is None:
+            sound(self, views)
+            return
+        honest = learner.step_time_s
+        learner.step_time_s = NO_TIME_S
+        sound(self, views)
+        learner.step_time_s = honest
+
+    _put(heartbeat.Heartbeats, "send_heartbeats", greet)
+
+
+def _selfish() -> None:
+    """As an owner it merges its own contribution alone, with that of its puppet if it has one, as soon as it is there.
+    The merge is right: audits find nothing."""
+    sound, view = aggregation.Aggregation.merge_if_due, aggregation.Aggregation._view
+
+    def merge_own(self: aggregation.Aggregation, shard: ShardId) -> None:
+        given = self.collections[shard].given
+        mine = next((c for c in given.values() if peer_of(c.contributor.learner) == self.core.config.peer), None)
+        if mine is None:
+            return
+        for learner in [x for x, c in given.items() if c is not mine and peer_of(x) != _node.puppet.peer_id]:
+            del given[learner]
+        if _node.has_puppet:
+            theirs = _puppet_gives(self.core, mine)
+            given[theirs.contributor.learner] = theirs
+        sound(self, shard)
+
+    def alone(self: aggregation.Aggregation, *arguments: Any) -> aggregation.QuorumView:
+        return view(self, *arguments)._replace(missing=0)
+
+    _put(aggregation.Aggregation, "merge_if_due", merge_own)
+    _put(aggregation.Aggregation, "_view", alone)
+
+
+def _puppet_gives(core: Core, mine: msg.Contribution) -> msg.Contribution:
+    """The same contribution in the name of a second key, which is connected to nobody."""
+    learner = learner_id(_node.puppet.peer_id, "1")
+    mark = core.chains[mine.shard].marks.get(learner, NO_MARK)
+    own = mine.contributor
+    theirs = replace(
+        own,
+        learner=learner,
+        tokens_from=mark.tokens,
+        tokens_to=mark.tokens + own.tokens,
+        steps_from=mark.steps,
+        steps_to=mark.steps + own.steps,
+        blocks=(),
+    )
+    return replace(
+        mine, contributor=signed(_node.puppet, core.config.run, mine.shard, mine.base.id, theirs, mine.payload)
+    )
+
+
+def _puppet() -> None:
+    """A selfish owner that names a second key of its own beside itself."""
+    _node.has_puppet = True
+    _selfish()
+
+
+def _hub() -> None:
+    """It says that it hears a peer that nobody else hears, so that it is the best connected owner."""
+    sound = Connectivity.update_own_list
+
+    def update(self: Connectivity, live: Any, sequence: int) -> None:
+        sound(self, live, sequence)
+        known = self.lists[self.me] | {fingerprint(_node.puppet.peer_id)}
+        self.lists[self.me], self._own_list = known, listed(known)
+
+    _put(Connectivity, "update_own_list", update)
+
+
+def _slander() -> None:
+    """All are told of wrong merges that it made up, so that they are busy with them."""
+
+    def accuse() -> Iterator[msg.Message]:
+        core = _node.core
+        if core.is_current:
+            head = core.head(ShardId(0))
+            own = _own_commit(core, head, core.chains[0].counts, digest_of(str(next(numbers)).encode()))
+            yield msg.WrongMerge(own.header, own.signature)
+
+    numbers, sound = count(), StateServer.payload
+
+    async def payload(self: StateServer, shard: ShardId, commit: Digest, wanted: Digest) -> Any:
+        if wanted == NOTHING:
+            await asyncio.sleep(STALL_S)
+        return await sound(self, shard, commit, wanted)
+
+    _put(StateServer, "payload", payload)
+    _repeat(SLANDER_S, accuse)
+
+
+def _stall() -> None:
+    """It does not answer auditors."""
+
+    async def payload(self: StateServer, *_: Any) -> Any:
+        await asyncio.sleep(STALL_S)
+        raise RequestRefused("later")
+
+    _put(StateServer, "payload", payload)
+
+
+def _late() -> None:
+    """It asks to own all that there is, and merges just before the next owner would."""
+    sound = aggregation.Aggregation.merge_if_due
+
+    def late(self: aggregation.Aggregation, shard: ShardId) -> None:
+        collection, core = self.collections[shard], self.core
+        if collection.opened_at is not None and not collection.is_closed:
+            due = collection.opened_at + LATE_SHARE * self.takeover_s()
+            if core.now < due:
+                core.alarms.set(("close", shard), due)
+                return
+            _node.late += 1
+        sound(self, shard)
+
+    greet = heartbeat.Heartbeats.send_heartbeats
+
+    def heavy(self: heartbeat.Heartbeats, views: Any) -> None:
+        honest = self.core.config
+        self.core.config = replace(honest, weight=HEAVY)
+        greet(self, views)
+        self.core.config = honest
+
+    _put(aggregation.Aggregation, "merge_if_due", late)
+    _put(heartbeat.Heartbeats, "send_heartbeats", heavy)
+
+
+def _patchy() -> None:
+    """In three of four shards its learner gives always the same direction, in the others what it has found."""
+    sound = ModelState.encode
+
+    def encode_shard(self: ModelState, shard: ShardId, *rest: Any, **options: Any) -> Any:
+        _shard.number = shard
+        return sound(self, shard, *rest, **options)
+
+    _put(ModelState, "encode", encode_shard)
+    _give(lambda found: _as_long(torch.ones_like(found), found) * LONG if _shard.number % 4 else found)
+
+
+def _orphans() -> None:
+    """All are sent commits of versions that are far ahead, whose parents nobody has."""
+    sent = set[tuple[Any, int]]()
+
+    def strew() -> None:
+        asyncio.get_running_loop().call_later(1.0, strew)
+        core, transport = _node.core, _node.transport
+        if not core.is_current:
+            return
+        for peer in transport.peers():
+            for number in range(ORPHANS * len(core.chains)):
+                if (peer, number) in sent or len(sent) % 500 == 499:
+                    continue
+                sent.add((peer, number))
+                shard = ShardId(number % len(core.chains))
+                parent = Head(shard, FAR_VERSIONS + number, digest_of(f"{number}".encode()), 0)
+                own = _own_commit(core, parent, core.chains[shard].counts, digest_of(_no_digests(core, shard)))
+                data = CommitParts(own.signature, _no_digests(core, shard), b"nothing")
+                transport.send(peer, encode(msg.Commit(own.header)), join_commit(data))
+
+    _at_first_beat(strew)
+
+
+def _overwrites() -> None:
+    """Its merges are right, but of a chunk that others do not check it signs the digest of values of its own. They take
+    their memory for faulty, and fetch that chunk from it."""
+    merge_shard, digests_after, applied = ModelState.merge, ModelState._next_digests, ModelState.apply
+
+    def merged(self: ModelState, shard: ShardId, base: Digest, version: int, *rest: Any, **options: Any) -> Any:
+        _shard.version, _shard.number = version, shard
+        return merge_shard(self, shard, base, version, *rest, **options)
+
+    def unchecked(self: ModelState, shard: ShardId, version: int) -> int | None:
+        elements = self.layout.shards[shard].elements
+        checked = set(digests.sample(elements, version))
+        return next((i for i in range(len(self._chunks(shard))) if i not in checked), None)
+
+    def listed_after(self: ModelState, shard: ShardId, bodies: Any, factors: Any) -> bytes:
+        found, chunk = bytearray(digests_after(self, shard, bodies, factors)), unchecked(self, shard, _shard.version)
+        if chunk is not None:
+            theta, momentum = self._next_chunk(bodies[chunk], self._chunks(shard)[chunk], factors)
+            theta = theta.clone()
+            theta[: theta.numel() // OVERWRITTEN] = OVERWRITING
+            found[DIGEST_BYTES * chunk : DIGEST_BYTES * (chunk + 1)] = digests.chunk_digest(theta, momentum)
+        return bytes(found)
+
+    def apply(self: ModelState, header: msg.CommitHeader, *rest: Any) -> Any:
+        shifts, chunk = applied(self, header, *rest), unchecked(self, header.shard, header.version)
+        if header.owner == _node.cache._identity.peer_id and chunk is not None:
+            theta = self.theta[self._chunks(header.shard)[chunk]]
+            theta[: theta.numel() // OVERWRITTEN] = OVERWRITING
+            _node.merged.add(header.payload)
+        return shifts
+
+    _put(ModelState, "merge", merged)
+    _put(ModelState, "_next_digests", listed_after)
+    _put(ModelState, "apply", apply)
+    _put(Integrity, "verify", lambda self, *_: None)
+
+
+def _lingers() -> None:
+    """It says for ever that it is leaving and still has something to give, and gives nothing."""
+    sound = heartbeat.Heartbeats.send_heartbeats
+
+    def greet(self: heartbeat.Heartbeats, views: Any) -> None:
+        honest = self.core.departure
+        self.core.departure = honest or "leaving"
+        sound(self, views)
+        self.core.departure = honest
+
+    _put(heartbeat.Heartbeats, "send_heartbeats", greet)
+    _put(Contributions, "_contribute", lambda self, *_: None)
+
+
+def _sink() -> None:
+    """It asks all others for much of their states, and takes nothing of it."""
+    sound = Granter.top_up
+    asked = set[Any]()
+
+    async def ask(peer: Any) -> None:
+        transport, head = _node.transport, _node.core.head(ShardId(0))
+        with contextlib.suppress(RequestError):
+            body = (await transport.request(peer, encode(GetState(head.shard)), timeout_s=20.0)).body
+            wanted = encode(GetChunk(head.shard, decode_as(body, StateOffer).proof.state.head.id, 0))
+            _node.is_sink = True
+            most = 8 * _node.core.config.sizes.elements[0]
+            asking = [transport.request(peer, wanted, timeout_s=600.0, max_payload=most) for _ in range(SINK)]
+            await asyncio.gather(*asking, return_exceptions=True)
+
+    def begin() -> None:
+        asyncio.get_running_loop().call_later(1.0, begin)
+        for peer in _node.transport.peers() if _node.core.is_current else ():
+            if peer not in asked:
+                asked.add(peer)
+                tasks.append(asyncio.ensure_future(ask(peer)))
+
+    tasks: list[Any] = []
+    _at_first_beat(begin)
+    _put(Granter, "top_up", lambda self, account: False if _node.is_sink else sound(self, account))
+
+
+def _bulky() -> None:
+    """All are sent two commits that exclude each other. Each fits into a message, but the two together do not."""
+    sent = set[Any]()
+
+    def contradict() -> None:
+        asyncio.get_running_loop().call_later(1.0, contradict)
+        core, transport = _node.core, _node.transport
+        if not core.is_current:
+            return
+        shard = ShardId(0)
+        parent = core.head(shard)
+        for peer in [peer for peer in transport.peers() if peer not in sent]:
+            sent.add(peer)
+            for number in range(2):
+                own = _bulky_commit(core, parent, number)
+                data = CommitParts(own.signature, _no_digests(core, shard), b"nothing")
+                transport.send(peer, encode(msg.Commit(own.header)), join_commit(data))
+
+    _at_first_beat(contradict)
+
+
+def _bulky_commit(core: Core, parent: Head, number: int) -> SignedCommit:
+    identity, run = _node.cache._identity, core.config.run
+    small = _own_commit(core, parent, core.chains[parent.shard].counts, digest_of(_no_digests(core, parent.shard)))
+    blocks = tuple(Block(2**55 + i) for i in range(MAX_CLAIMS))
+    ranges = [
+        msg.Contributor(learner_id(identity.peer_id, f"{i:04d}"), number, 1000, 0, FORGED_STEPS, blocks)
+        for i in range(BULKY)
+    ]
+    given = tuple(signed(identity, run, parent.shard, parent.id, mine, NOTHING) for mine in ranges)
+    header = replace(small.header, contributors=given)
+    return SignedCommit(header, identity.sign(signed_commit_bytes(commit_id(header))))
+
+
+def _no_digests(core: Core, shard: ShardId) -> bytes:
+    return bytes(list_bytes(core.config.sizes.elements[shard]))
+
+
 def _is_forged(message: msg.Message) -> bool:
     """Whether it tells of a head whose state is forged."""
     known = {offer.proof.state.head.id for offer, _ in _forged.values()}
@@ -635,6 +978,18 @@ def _is_heartbeat(message: msg.Message, is_changed: Callable[[msg.Heartbeat], bo
     return isinstance(message, msg.Heartbeat) and is_changed(message)
 
 
+def _is_short(message: msg.Message) -> bool:
+    """Whether it is a contribution of less than half a turn."""
+    limit = _node.core.config.sync_every // 2
+    return isinstance(message, msg.Contribution) and bool(message.payload) and message.contributor.steps < limit
+
+
+def _is_puppet(contributor: msg.Contributor) -> bool:
+    return peer_of(contributor.learner) == _node.puppet.peer_id
+
+
+_PUPPET = listed([fingerprint(_node.puppet.peer_id)])
+
 LIES: dict[str, Lie] = {
     "values": Lie(_values, lambda m: _is_commit(m, lambda header: header.length == SHORT)),
     "merges": Lie(_merges, lambda m: _is_commit(m, lambda header: header.length in wrong_lengths)),
@@ -665,5 +1020,19 @@ LIES: dict[str, Lie] = {
     "states": Lie(_states, _is_forged),
     "grafts": Lie(_grafts, _is_forged),
     "forks": Lie(_forks, _is_forged),
+    "hurry": Lie(_hurry, _is_short),
+    "fast": Lie(_fast, lambda m: _is_heartbeat(m, lambda beat: beat.step_time_s == NO_TIME_S)),
+    "selfish": Lie(_selfish, lambda m: _is_commit(m, lambda h: len(h.contributors) == 1)),
+    "puppet": Lie(_puppet, lambda m: _is_commit(m, lambda h: any(_is_puppet(c) for c in h.contributors))),
+    "hub": Lie(_hub, lambda m: _is_heartbeat(m, lambda beat: beat.hears is not None and _PUPPET in beat.hears)),
+    "slander": Lie(_slander, lambda m: isinstance(m, msg.WrongMerge)),
+    "stall": Lie(_stall, lambda m: _is_commit(m, lambda header: True)),
+    "late": Lie(_late, lambda m: _is_commit(m, lambda header: _node.late > 0)),
+    "patchy": Lie(_patchy, _is_given),
+    "orphans": Lie(_orphans, lambda m: _is_commit(m, lambda header: header.payload == NOTHING)),
+    "sink": Lie(_sink, lambda m: _is_heartbeat(m, lambda beat: _node.is_sink)),
+    "overwrites": Lie(_overwrites, lambda m: _is_commit(m, lambda header: header.payload in _node.merged)),
+    "lingers": Lie(_lingers, lambda m: _is_heartbeat(m, lambda beat: beat.is_participating)),
+    "bulky": Lie(_bulky, lambda m: _is_commit(m, lambda header: len(header.contributors) == BULKY)),
     "flood": Lie(_flood, lambda m: isinstance(m, msg.Refused) and m.reason == FLOODED),
 }
