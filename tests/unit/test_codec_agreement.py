@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from p2pdiloco.codec import agreement
-from p2pdiloco.codec.agreement import AgreementHistory, Judgement
+from p2pdiloco.codec.agreement import JUDGED, AgreementHistory, Judgement
 from p2pdiloco.codec.formats import CHUNK
 from p2pdiloco.codec.merge import Vector, merge
 from p2pdiloco.protocol.config import LEAST_FACTOR
@@ -96,6 +96,15 @@ def test_where_too_few_can_be_compared_the_past_decides() -> None:
     assert history.judge([liar], [lie]).factors == [LEAST_FACTOR]
     assert history.judge([fine, liar], [v, lie]).factors == [100, LEAST_FACTOR]
     assert history.judge([fine, unknown], [v, lie]).factors == []
+
+
+def test_a_past_decides_from_the_third_judged_merge_on() -> None:
+    history, factors = AgreementHistory(), []
+    for turn in range(JUDGED):
+        *vectors, last = honest(4, turn)
+        judged(history, [*vectors, -last])
+        factors.append(history.judge(["learner 3"], [Vector(last)]).factors)
+    assert factors == [[], [], [LEAST_FACTOR]]
 
 
 @pytest.mark.parametrize("rule", ["direct", "rda"])

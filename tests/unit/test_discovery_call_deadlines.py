@@ -42,3 +42,14 @@ def test_nodes_that_were_measured_long_ago_are_forgotten() -> None:
     for number in range(NODES_LIMIT):
         deadlines.record(number, 0.1)
     assert deadlines.deadline_s("first") < 5.0
+
+
+def test_a_node_that_is_measured_again_is_not_forgotten_first() -> None:
+    deadlines = CallDeadlines()
+    deadlines.record("far", 0.8)
+    for number in range(NODES_LIMIT - 1):
+        deadlines.record(number, 0.1)
+    for _ in range(20):
+        deadlines.record("far", 0.8)
+    deadlines.record("new", 0.1)
+    assert deadlines.deadline_s("far") > 2 * 0.8

@@ -77,3 +77,9 @@ def test_who_is_there_moves_only_with_most_of_several() -> None:
     assert machine.clock.compare([3600.0, 3600.5, 0.0])
     assert not machine.clock.compare([0.0, 0.5, -3600.0])
     assert machine.clock.now() == pytest.approx(NOW + 3600.0, abs=1.0)
+
+
+def test_half_of_the_others_is_no_majority() -> None:
+    machine = Machine()
+    assert machine.clock.compare([-1800.0, 3600.0, 3600.5, 7200.0]), "they do not agree: look again soon"
+    assert machine.clock.now() == NOW

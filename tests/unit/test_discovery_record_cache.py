@@ -58,3 +58,11 @@ def test_the_book_is_bounded() -> None:
     for index in range(TOPICS_LIMIT + 5):
         book.add(envelope(expires_s=10.0, topic=f"topic{index}"))
     assert len(book._topics) == TOPICS_LIMIT
+
+
+def test_of_two_records_that_expire_together_the_first_counts() -> None:
+    """As in the DHT. Otherwise nodes that hear them in another order would replace them for ever."""
+    book = RecordCache()
+    assert book.add(envelope(b"first", expires_s=20.0))
+    assert not book.add(envelope(b"second", expires_s=20.0))
+    assert bodies(book) == [b"first"]

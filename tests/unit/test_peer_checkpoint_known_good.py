@@ -13,10 +13,11 @@ from test_peer_checkpoint import make_manifest, proof_of, versions_of, write
 from p2pdiloco.cli.main import main
 from p2pdiloco.codec.digests import state_digest
 from p2pdiloco.node.run_folder import LOCK, FolderInUseError, RunStore, folder_of, go_back
+from p2pdiloco.peer import checkpoint
 from p2pdiloco.peer.checkpoint import ASIDE, MEMORY, CheckpointError, KnownGood, good_number, load, save
 from p2pdiloco.peer.commit_wal import path_of
 from p2pdiloco.protocol.manifest import Layout, ModelConfig
-from p2pdiloco.util.files import LOCAL, lock
+from p2pdiloco.util.files import LOCAL, LocalDisk, lock
 
 
 class Peer:
@@ -126,3 +127,21 @@ def test_a_scripts_run_goes_back_and_waits_for_its_script(tmp_path: Path, capsys
     told = capsys.readouterr().out
     assert "going back to" in told
     assert "start the training script again" in told
+
+
+def test_what_is_put_aside_stays_aside_after_a_power_cut(tmp_path: Path) -> None:
+    class Watched(LocalDisk):
+        def rename(self, old: Path, new: Path) -> None:
+            done.append("rename")
+            super().rename(old, new)
+
+        def sync_folder(self, folder: Path) -> None:
+            done.append("sync")
+            super().sync_folder(folder)
+
+    done: list[str] = []
+    peer = Peer(tmp_path)
+    peer.trains(3.0, 2.5, 9.0)
+    assert checkpoint.go_back(peer.folder, Watched()) == 1
+    assert done[-1] == "sync"
+    assert "rename" in done

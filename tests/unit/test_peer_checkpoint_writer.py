@@ -482,6 +482,28 @@ def test_a_copy_that_is_held_up_for_minutes_costs_one_checkpoint_and_not_all_tha
     act(story)
 
 
+def test_a_checkpoint_that_takes_long_is_written_less_often(tmp_path: Path) -> None:
+    """Writing takes at most ``COST_SHARE`` of the time, or of the interval that the user wants."""
+
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            ann = await stage.found(checkpoint_s=120.0)
+            await stage.wait(1.0)
+            ann.held["disk"] = []
+            await stage.train(ann, *[1.0] * 4)
+            await stage.wait(125.0)
+            await ann.release("disk")
+            await stage.wait(1.0)
+            written = copied_in(tmp_path / "ann")
+            await stage.train(ann, *[1.0] * 4)
+            await stage.wait(60.0)
+            assert copied_in(tmp_path / "ann") == written
+            await stage.wait(120.0)
+            assert copied_in(tmp_path / "ann") != written
+
+    act(story)
+
+
 def test_who_comes_back_from_a_checkpoint_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     """Parameters and momentum: the next versions are those that everybody else computes."""
 

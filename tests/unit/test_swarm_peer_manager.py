@@ -405,3 +405,13 @@ def test_records_of_nobody_keep_no_newcomer_from_being_known(tmp_path: Path, mon
         keeping.cancel()
 
     in_virtual_time(main)
+
+
+def test_a_record_that_began_when_its_peer_left_does_not_bring_it_back() -> None:
+    """It is of the process that has left: a later one begins later."""
+    known = KnownPeers(ME)
+    assert known.learn(BOB, PeerRecord((HUB,), began_s=5.0), 0.0)
+    known._known[BOB].left_s = 5.0
+    assert not known.learn(BOB, PeerRecord((HUB,), began_s=5.0), 1.0)
+    assert known._known[BOB].left_s == 5.0
+    assert known.learn(BOB, PeerRecord((HUB,), began_s=5.1), 2.0)

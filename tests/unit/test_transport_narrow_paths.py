@@ -112,3 +112,15 @@ def test_of_many_detours_the_oldest_is_closed(monkeypatch: pytest.MonkeyPatch) -
             server.close()
 
     uvloop.run(work())
+
+
+def test_a_host_found_again_is_known_for_as_long_from_then_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, began, days = tmp_path / "narrow.json", narrow_paths.time.time(), [0.0]
+    monkeypatch.setattr(narrow_paths.time, "time", lambda: began + days[0] * 86_400.0)
+    paths = NarrowPaths(file)
+    for days[0] in (0.0, 6.0):
+        paths.add("10.0.0.1")
+    paths.save()
+    days[0] = 10.0
+    (again := NarrowPaths(file)).load()
+    assert "10.0.0.1" in again

@@ -61,17 +61,18 @@ def test_of_each_member_the_newest_evaluation_counts() -> None:
     assert shown(stage) == evaluation(2.1, 8)
 
 
-def test_an_evaluation_counts_until_16_more_were_due() -> None:
+@pytest.mark.parametrize("every", [1, 2])
+def test_an_evaluation_counts_until_16_more_were_due(every: int) -> None:
     """S3a: it says nothing of the model then, though its maker is still connected."""
-    stage = Stage(B, C, D, evaluation_every=1)
+    stage = Stage(B, C, D, evaluation_every=every)
     for peer in (B, C):
         stage.hear(peer, evaluation(5.0))
-    for turn in range(17):
+    for turn in range(16 * every + 1):
         assert (shown(stage) or evaluation(0.0)).loss == 5.0
         stage.wait(2.0)
         stage.take(stage.commit(tokens(B, 40 * turn, 40 * (turn + 1)), step=4 * (turn + 1)))
         stage.hear(D, evaluation(2.0, 4 * (turn + 1), turn + 1))
-    assert shown(stage) == evaluation(2.0, 68, 17)
+    assert shown(stage) == evaluation(2.0, 4 * (16 * every + 1), 16 * every + 1)
 
 
 def test_one_lying_evaluation_among_several_changes_nothing() -> None:
