@@ -71,7 +71,7 @@ def test_a_flood_of_messages_with_payloads_is_dropped_before_they_are_verified(t
 
 
 def test_a_wrong_digest_or_signature_is_blamed_on_its_sender(tmp_path: Path) -> None:
-    """G2e: not that it names somebody who may not be known here."""
+    """But not that it names somebody who may not be known here."""
 
     async def story() -> None:
         async with Stage(tmp_path) as stage:
