@@ -203,9 +203,12 @@ TOLD: dict[str, Callable[[nn.Module], Any]] = {
 
 
 @pytest.fixture(autouse=True)
-def _no_accelerator() -> Iterator[None]:
-    """accelerate keeps its state for the process."""
+def _one_thread() -> Iterator[None]:
+    """Threads of torch that wait for each other take minutes on a busy machine. accelerate keeps its state."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     yield
+    torch.set_num_threads(threads)
     if "accelerate" in sys.modules:
         sys.modules["accelerate"].state.AcceleratorState._reset_state(reset_partial_state=True)
 
