@@ -155,8 +155,8 @@ class DiLoCo(SwarmView):
             process_group: The ranks that form this peer, if ``torch.distributed`` is initialized. None: all ranks.
             on_update: Function for optimizers that keep copies of the parameters (float32 master weights, slow
                 weights). It is called with a parameter and a float32 tensor of its shape that was added to it, and must
-                add this tensor to the copies. Not with several ranks. Default: one for the iterates of schedule-free
-                optimizers.
+                add this tensor to the copies. Not with several ranks. Default: one for schedule-free optimizers
+                and MADGRAD, if the optimizer is one.
 
         Raises:
             DiLoCoError: An argument or a combination is not allowed; an invite has a typo; the model has no trainable
@@ -260,8 +260,8 @@ class DiLoCo(SwarmView):
         self._island = _island(self._process_group, self._leave_s)
         if self._island is not None and self._on_update is not None:
             raise DiLoCoError(
-                "on_update and schedule-free optimizers cannot be used with several ranks: use one process for each "
-                "peer, or another optimizer"
+                "on_update, schedule-free optimizers and MADGRAD cannot be used with several ranks: use one process "
+                "for each peer, or another optimizer"
             )
         script_lifecycle.begin(self._state, self._leave_at_once, heeds_sigterm=self._island is None)
         self._begun_in = os.getpid()

@@ -36,6 +36,9 @@ _OWN_OPTIONS = {
 }
 _FEW = "Convert it with int(...)"
 _SCHEDULE_FREE = "ScheduleFree"
+# In the names of classes that average the parameters with points of their own, and where their state has these points.
+_AVERAGING = (_SCHEDULE_FREE, "MADGRAD", "DAdaptSGD", "DAdaptAdaGrad")
+_POINTS = ("x0", "x", "y", "z")
 _DEEPSPEED = (
     "DeepSpeed's {name} trains float32 copies of the parameters and overwrites the parameters with them: the other "
     "peers' progress would be lost. Use torch.distributed.fsdp.fully_shard(model) and a torch optimizer under torchrun "
@@ -225,8 +228,8 @@ def process_group(value: object) -> None:
 
 
 def on_update(value: object, optimizer: torch.optim.Optimizer) -> OnUpdate | None:
-    """Return the function that changes the optimizer's copies of the parameters: ``value``, or ours for a schedule-free
-    optimizer; None if nothing is known of copies.
+    """Return the function that changes the optimizer's copies of the parameters: ``value``, or ours for schedule-free
+    optimizers and those of dual averaging; None if nothing is known of copies.
 
     Raises:
         DiLoCoError: ``value`` is not a function.
@@ -235,17 +238,21 @@ def on_update(value: object, optimizer: torch.optim.Optimizer) -> OnUpdate | Non
         raise DiLoCoError(
             f"on_update = {_shown(value)}: give a function of a parameter and of what was added to it, or leave it out"
         )
-    if value is None and any(_SCHEDULE_FREE in kind.__name__ for kind in type(optimizer).__mro__):
-        return partial(_change_iterates, optimizer)
+    if value is None and _is_averaging(optimizer):
+        return partial(_change_points, optimizer)
     return value
 
 
-def _change_iterates(optimizer: torch.optim.Optimizer, p: Tensor, change: Tensor) -> None:
-    """Add ``change`` to the iterates that a schedule-free optimizer keeps beside ``p`` (arXiv 2405.15682). They are
-    weighted means of each other, so that all must move alike."""
-    for name in ("x", "y", "z"):
-        if isinstance(iterate := optimizer.state.get(p, {}).get(name), Tensor):
-            iterate.add_(change)
+def _is_averaging(optimizer: torch.optim.Optimizer) -> bool:
+    return any(word in kind.__name__ for kind in type(optimizer).__mro__ for word in _AVERAGING)
+
+
+def _change_points(optimizer: torch.optim.Optimizer, p: Tensor, change: Tensor) -> None:
+    """Add ``change`` to the points that the optimizer averages with ``p``: the iterates of schedule-free optimizers
+    (arXiv 2405.15682), and the starting point of dual averaging (arXiv 2101.11075). All must move alike."""
+    for name in _POINTS:
+        if isinstance(point := optimizer.state.get(p, {}).get(name), Tensor):
+            point.add_(change)
 
 
 def stepping(optimizer: Any) -> torch.optim.Optimizer:

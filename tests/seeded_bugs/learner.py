@@ -249,10 +249,10 @@ BUGS = (
         killed_by=(f"{_CHECK_TESTS}::test_copies_that_are_changed_too_are_honest_and_those_that_are_not_are_told",),
     ),
     Bug(
-        name="a schedule-free optimizer keeps its iterates where they were",
+        name="a schedule-free optimizer keeps its points where they were",
         module="p2pdiloco.training.script_arguments",
-        where="_change_iterates",
-        old="iterate.add_(change)",
+        where="_change_points",
+        old="point.add_(change)",
         new="None",
         harm="it pulls back what came from other peers, and is never merged, or in silence if it has made many steps",
         killed_by=("tests/unit/test_training_optimizer_copies.py::test_two_peers_learn_both_halves",),

@@ -49,6 +49,23 @@ class ScheduleFreeSGD(torch.optim.Optimizer):
             group["k"] += 1
 
 
+class MADGRAD(torch.optim.Optimizer):
+    """Dual averaging: at each step it goes a tenth of the way to the starting point less the sum of all gradients. What
+    is lost of another peer's progress in a step is too little to be told."""
+
+    def __init__(self, parameters: Iterable[Tensor], lr: float) -> None:
+        super().__init__(list(parameters), {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                x0 = state.setdefault("x0", p.clone())
+                total = state.setdefault("s", torch.zeros_like(p)).add_(p.grad, alpha=group["lr"])
+                p.lerp_(x0 - total, 0.1)
+
+
 class EightBitAdam(torch.optim.Optimizer):
     """As bitsandbytes does it: the moments are kept as 8-bit numbers with a scale for each block."""
 
@@ -193,6 +210,7 @@ LEARNING: dict[str, tuple[Callable[[nn.Module], Any], Any]] = {
     "schedulefree.AdamW": (schedule_free("AdamWScheduleFree", lr=0.1, warmup_steps=20), None),
     "schedulefree.RAdam": (schedule_free("RAdamScheduleFree", lr=0.2), None),
     "schedulefree.reference": (schedule_free("AdamWScheduleFreeReference", lr=0.1), None),
+    "dual averaging": (lambda m: MADGRAD(m.parameters(), lr=0.3), None),
     "lookahead, with a hook": (lambda m: Lookahead(m.parameters(), 0.5, 5, 0.5), shift_copies),
     "master weights, with a hook": (lambda m: MasterWeights(m.parameters(), 0.5), shift_copies),
 }
