@@ -71,6 +71,8 @@ class Shutdown:
             self._leave_now(
                 "warning", f"{missing} peers that were lost at once did not come back: they may have another model"
             )
+        elif self.core.learner is not None and not self.core.learner.is_paused:
+            self._leave_now("warning", "the learner did not stop in time: the step that it was in is lost")
         else:
             self._leave_now("info", "all progress is merged; peers that were lost without a goodbye did not come back")
 

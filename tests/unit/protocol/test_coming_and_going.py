@@ -212,6 +212,9 @@ def test_who_leaves_goes_when_leave_s_has_passed() -> None:
     effects = stage.wait(0.2)
     assert only(effects, ef.Leave)
     assert "20 tokens unmerged" in notes(effects, "leave")[0]
+    stage = Stage(B)
+    stage.tell(ev.LeaveRequested("asked to"))
+    assert "the learner did not stop in time" in notes(stage.wait(stage.config.leave_s + 0.1), "leave")[0]
 
 
 def test_who_is_alone_since_others_were_lost_waits_for_them() -> None:
