@@ -673,7 +673,7 @@ def demo(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--time-limit",
         type=between(1, 86400, "seconds"),
-        default=420.0,
+        default=1200.0,
         metavar="SECONDS",
         help="seconds after which an unfinished demo fails; a slow machine may need more (default: %(default)g)",
     )
