@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 from itertools import combinations
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from benchmarks import plots
 from benchmarks.wire import plots as wire
+from p2pdiloco.demo import report
+from p2pdiloco.demo.local_swarm import View
+from p2pdiloco.demo.scenario import Story
 
 pytestmark = pytest.mark.heavy
 matplotlib = pytest.importorskip("matplotlib")
@@ -50,6 +54,21 @@ def test_bars_are_sorted_with_their_labels_inside_and_a_system_keeps_its_colour(
     assert shades[0] == shades[1]
     assert len(set(shades[0])) == 3
     assert plots.colour("hivemind, uint8") == plots.colour("hivemind.Optimizer, local updates")
+
+
+def test_the_demo_s_curve_ends_at_the_loss_that_its_report_names() -> None:
+    from matplotlib.figure import Figure
+
+    view = View()
+    for at, loss, version in ((1.0, 5.5, 0), (9.0, 2.0, 8)):
+        view.apply({"event": "evaluation", "time": at, "loss": loss, "version": version})
+    view.trained_at = 10.0
+    story = Story(0.0)
+    story.members = [SimpleNamespace(view=view)]  # type: ignore[list-item]
+    axes = Figure().subplots()
+    report._loss(story, 5.5, 1.459, axes)
+    assert [tuple(map(float, point)) for point in axes.lines[0].get_xydata()] == [(1.0, 5.5), (9.0, 2.0), (10.0, 1.459)]
+    assert "1.459" in " ".join(text.get_text() for text in axes.texts)
 
 
 def test_the_wire_s_pictures_are_drawn_from_the_rows_that_are_kept(tmp_path: Path) -> None:
