@@ -63,6 +63,8 @@ FORMS = {
     r"^[0-9a-f]{40}\Z": "40 hexadecimal digits",
     r"^[A-Za-z0-9._/-]{1,128}\Z": "up to 128 letters, digits, `.`, `_`, `/` and `-`",
 }
+BEYOND = 1 << 30
+"""An upper bound that no run reaches is left out."""
 KINDS: dict[Any, str] = {
     types.IntType: "integer",
     types.FloatType: "number",
@@ -118,12 +120,13 @@ def allowed(type_: Any) -> str:
             return ", ".join(f"`{value}`" for value in values)
         case types.IntType() | types.FloatType() as number:
             bounds = [(">=", number.ge), (">", number.gt), ("<=", number.le), ("<", number.lt)]
-            return ", ".join(f"{sign} {amount(bound)}" for sign, bound in bounds if bound is not None)
+            told = [(sign, bound) for sign, bound in bounds if bound is not None and bound < BEYOND]
+            return ", ".join(f"{sign} {amount(bound)}" for sign, bound in told)
         case types.BoolType():
             return "`true`, `false`"
         case types.StrType() as text:
             parts = [FORMS[text.pattern]] if text.pattern else []
-            parts += [f"at most {text.max_length:,} characters"] if text.max_length else []
+            parts += [f"at most {text.max_length:,} characters"] if text.max_length and text.max_length < 1024 else []
             return "; ".join(parts)
         case types.VarTupleType() as many:
             return f"{many.min_length} to {many.max_length} names: {allowed(many.item_type)}"
