@@ -186,7 +186,7 @@ class Exchange:
                 parts = [merge.Vector(_decoded(v)[cut]) for v in gradients]
                 merge.merge(rule, parts, weights, steps, self._setting.sync_every, merged[cut])
         elif self._setting.bounded:
-            factors = self._factors(learners, gradients) if self._setting.agreement else None
+            factors = self._factors(learners, gradients, shard) if self._setting.agreement else None
             merge.merge(rule, gradients, weights, steps, self._setting.sync_every, merged, factors)
             norms = [v.norm() for v in gradients]
             counted = merge.counted_lengths(norms, steps, self._setting.sync_every)
@@ -233,8 +233,8 @@ class Exchange:
         self._round(self.momentum[span])
         return change
 
-    def _factors(self, learners: Sequence[int], gradients: Sequence[merge.Gradient]) -> list[float] | None:
-        found = self._agreement.judge(list(map(str, learners)), gradients).factors
+    def _factors(self, learners: Sequence[int], gradients: Sequence[merge.Gradient], shard: int) -> list[float] | None:
+        found = self._agreement.judge(list(map(str, learners)), gradients, shard).factors
         self.lowered += sum(per_cent < 100 for per_cent in found)
         return [per_cent / 100 for per_cent in found] or None
 

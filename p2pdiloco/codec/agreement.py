@@ -7,14 +7,14 @@ For the contributions of a merge, with v their outer gradients:
 
 1. Agreement a_i is the median over the others of cos(v_i, v_j); of two middle values it is the larger. The smaller half
    of the members can therefore not lower the agreement of an honest one.
-2. History h_i is the owner's own running mean of a_i for that peer, over all shards and over its learners: a peer can
-   start a new learner at any time. It is never sent.
+2. History h_i is the owner's own running mean of a_i for that peer and shard, over its learners: a peer can start a new
+   learner at any time, and can be honest in some shards only. It is never sent.
 3. The factor of a contribution's weight is max(F(a_i), F(h_i)), where F(x) = min(1, max(``FLOOR``, ``SLOPE`` x / m))
    and m is the lower median of all x. Where m is within the noise of random vectors nothing can be judged, and F is 1.
    A contribution of zeros gets ``FLOOR``: it would make the step shorter. Factors are whole per cent: the commit states
    them, so that everybody can make the same merge again.
-4. Fewer than three contributions cannot be compared. There a peer's past decides, and a contribution that is alone
-   counts as so much shorter (``merge``).
+4. Fewer than three contributions cannot be compared. There a peer's past decides, over all shards if it has none in
+   this one, and a contribution that is alone counts as so much shorter (``merge``).
 5. A large shard is judged by a random sample of its elements, which the owner draws when all contributions are in, so
    that nobody knows where it will not look.
 
@@ -26,7 +26,7 @@ from __future__ import annotations
 import math
 import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Final, NamedTuple
 
 import torch
@@ -45,8 +45,9 @@ DECAY: Final = 0.9
 PIECES: Final = 4
 PIECE: Final = CHUNK // 4
 """A larger shard is judged by so many pieces of so many elements, each from another chunk."""
-REMEMBERED: Final = 4096
-"""Peers in the history; the one that has not contributed for longest is forgotten first."""
+REMEMBERED: Final = 1 << 16
+"""Records in the history, one for each peer and shard, of some 200 bytes; that of the contribution that was merged
+longest ago is forgotten first."""
 DISSENTS_AFTER: Final = 12
 """Judged merges after which a peer that still disagrees is named."""
 JUDGED: Final = 3
@@ -67,7 +68,7 @@ class Judgement(NamedTuple):
 
 
 class _Record(NamedTuple):
-    """Past agreement of one peer."""
+    """Past agreement of one peer, in one shard."""
 
     mean: float
     """h_i."""
@@ -81,42 +82,49 @@ class AgreementHistory:
     """One owner's memory of how far each peer has agreed with the others."""
 
     def __init__(self) -> None:
-        self._records: dict[str, _Record] = {}
-        """Ordered by the last contribution, the oldest first."""
+        self._records: dict[Hashable, _Record] = {}
+        """By peer and shard, ordered by the last contribution, the oldest first."""
+        self._peers: dict[Hashable, _Record] = {}
+        """By peer, over all shards: for people, and for shards in which a peer has no past."""
         self._draw = new_random()
         self._lock = threading.Lock()
         """Needed because shards are merged on several threads."""
 
     def __len__(self) -> int:
-        """Return the number of peers that are remembered."""
+        """Return the number of records."""
         return len(self._records)
 
-    def judge(self, peers: Sequence[str], gradients: Sequence[Gradient]) -> Judgement:
+    def judge(self, peers: Sequence[str], gradients: Sequence[Gradient], shard: int = 0) -> Judgement:
         """Compare the contributions of one merge, and add them to the history.
 
         Args:
             peers: the id of each contribution's peer.
-            gradients: their outer gradients, all with the same number of elements.
+            gradients: their outer gradients of ``shard``, all with the same number of elements.
         """
         present = [index for index, gradient in enumerate(gradients) if gradient.norm() >= SHORTEST]
         if len(present) < JUDGED:
-            factors = [round(100 * self._past_factor(peer)) for peer in peers]
+            factors = [round(100 * self._past_factor(peer, shard)) for peer in peers]
             return Judgement(factors if min(factors, default=100) < 100 else [], [])
         factors, agreements = [LEAST_FACTOR] * len(gradients), [0.0] * len(gradients)
         cosines, compared = self._cosines([gradients[index] for index in present])
         now = [_upper_median(row[:place] + row[place + 1 :]) for place, row in enumerate(cosines.tolist())]
         noise = 1.0 / math.sqrt(compared)
         usual = _lower_median(now) if _lower_median(now) > 3.0 * noise else 0.0
-        means = [self._remember(peers[index], value, usual) for index, value in zip(present, now, strict=True)]
+        means = []
+        for index, value in zip(present, now, strict=True):
+            self._remember(self._peers, peers[index], value, usual)
+            means.append(self._remember(self._records, (peers[index], shard), value, usual))
         both = zip(_factors(now, 3.0 * noise), _factors(means, noise), strict=True)
         for index, value, pair in zip(present, now, both, strict=True):
             factors[index], agreements[index] = round(100 * max(pair)), value
         return Judgement(factors if min(factors) < 100 else [], agreements)
 
-    def _past_factor(self, peer: str) -> float:
+    def _past_factor(self, peer: str, shard: int) -> float:
         """F by the peer's past alone, where there are too few contributions to compare."""
         with self._lock:
-            record = self._records.get(peer, _Record(0.0))
+            record = self._records.get((peer, shard), _Record(0.0))
+            if record.judged < JUDGED:
+                record = self._peers.get(peer, record)
         return 1.0 if record.judged < JUDGED else min(1.0, max(FLOOR, SLOPE * record.mean / record.usual))
 
     def _cosines(self, gradients: Sequence[Gradient]) -> tuple[Tensor, int]:
@@ -148,18 +156,18 @@ class AgreementHistory:
             found.append((chunk, slice(start, min(start + PIECE, size))))
         return found
 
-    def _remember(self, peer: str, value: float, usual: float) -> float:
-        """Add an agreement to a peer's past; return its new mean. ``usual`` is the merge's, 0 if unknown."""
+    def _remember(self, records: dict[Hashable, _Record], key: Hashable, value: float, usual: float) -> float:
+        """Add an agreement to a record; return its new mean. ``usual`` is the merge's, 0 if unknown."""
         with self._lock:
-            last = self._records.pop(peer, _Record(value))
+            last = records.pop(key, _Record(value))
             mean = DECAY * last.mean + (1.0 - DECAY) * value
             found = last._replace(mean=mean)
             if usual:
                 mean_usual = DECAY * (last.usual or usual) + (1.0 - DECAY) * usual
                 found = _Record(mean, mean_usual, last.judged + 1)
-            self._records[peer] = found
-            if len(self._records) > REMEMBERED:
-                del self._records[next(iter(self._records))]
+            records[key] = found
+            if len(records) > REMEMBERED:
+                del records[next(iter(records))]
         return mean
 
     def dissenters(self) -> dict[str, int]:
@@ -169,9 +177,9 @@ class AgreementHistory:
         low already; this result is for people.
         """
         with self._lock:
-            records = dict(self._records)
+            records = dict(self._peers)
         return {
-            peer: record.judged
+            str(peer): record.judged
             for peer, record in records.items()
             if record.judged >= DISSENTS_AFTER and SLOPE * record.mean < record.usual
         }

@@ -474,7 +474,7 @@ class ModelState:
             except ValueError as error:
                 raise ContributionError(contributor.learner, str(error)) from error
         contributors, merged = [c for c, _ in given], self._scratch.merged[: piece.elements]
-        judgement = self._agreement.judge([peer_of(c.learner) for c in contributors], gradients)
+        judgement = self._agreement.judge([peer_of(c.learner) for c in contributors], gradients, shard)
         accord = merge.merge_declared(
             piece.merge, gradients, contributors, judgement.factors, self._turn_steps, merged, longest
         )

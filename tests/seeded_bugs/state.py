@@ -333,6 +333,15 @@ BUGS = (
         killed_by=(f"{_STATE_TESTS}::test_a_peer_does_not_lose_its_past_with_a_new_learner",),
     ),
     Bug(
+        name="a past is one for all shards",
+        module=_AGREEMENT,
+        where="AgreementHistory.judge",
+        old="(peers[index], shard)",
+        new="(peers[index], 0)",
+        harm="a liar that is honest in one shard of four keeps its whole weight in the others",
+        killed_by=(f"{_AGREEMENT_TESTS}::test_honest_work_in_one_shard_is_no_excuse_in_others",),
+    ),
+    Bug(
         name="one bad batch is held against a learner",
         module=_AGREEMENT,
         where="AgreementHistory.judge",

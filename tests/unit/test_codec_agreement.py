@@ -107,6 +107,19 @@ def test_a_past_decides_from_the_third_judged_merge_on() -> None:
     assert factors == [[], [], [LEAST_FACTOR]]
 
 
+def test_honest_work_in_one_shard_is_no_excuse_in_others() -> None:
+    history, names = AgreementHistory(), [f"learner {index}" for index in range(4)]
+    for turn in range(30):
+        *vectors, last = honest(4, turn)
+        for shard in range(4):
+            given = [Vector(v) for v in (*vectors, -last if shard else last)]
+            factors = history.judge(names, given, shard).factors
+            assert factors == ([100, 100, 100, LEAST_FACTOR] if shard else [])
+    assert history.dissenters() == {"learner 3": 120}
+    assert history.judge(["learner 3"], [Vector(honest(1, 40)[0])], 9).factors == [LEAST_FACTOR], "a new shard"
+    assert history.judge(["learner 3"], [Vector(honest(1, 40)[0])], 0).factors == []
+
+
 @pytest.mark.parametrize("rule", ["direct", "rda"])
 def test_a_contribution_alone_with_a_low_factor_counts_as_a_short_one(rule: str) -> None:
     v = honest(1, 22)[0]
