@@ -341,7 +341,9 @@ class AncestryCheck:
         ``owner`` made the commit at ``head``; ``lineage`` holds its ancestors.
         """
         before = self._judged.get(head.shard)
-        if self._refusals.holds(head.id, lineage) and not self.is_outvoted_for(head, lineage):
+        # What the owner of a rejected commit shows may be what it signed, and not what most have.
+        is_its_own = peer == owner and self._refusals.holds(head.id)
+        if is_its_own or (self._refusals.holds(head.id, lineage) and not self.is_outvoted_for(head, lineage)):
             self._leave_alone(peer)
             self._judged[head.shard] = JudgedState(
                 head.id, tuple(lineage), "it contains a commit that was rejected here"

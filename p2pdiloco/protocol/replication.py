@@ -561,12 +561,12 @@ class Repair:
             self.aggregation.reopen(shard)
 
     def _donors(self, shard: ShardId, tries: int) -> list[PeerId]:
-        """Return the peers that may be asked. The head's owner may have signed another state than its commit gives, so
-        that only it can supply what it signed: others come first."""
+        """Return the peers that may be asked. The head's owner may have signed another state than its commit gives, and
+        only it can supply that: it is asked only if there is no other."""
         donors = [p for p in self.core.membership.live if self.replication.is_donor(p)] if tries <= TRIES else []
         log = self.core.chains[shard].log
         others = [p for p in donors if not log or p != log[-1].owner]
-        return others if others and tries <= TRIES // 2 else donors
+        return others or donors
 
     def blame_owner(self, shard: ShardId, witness: PeerId | None) -> None:
         """Go on with the state here, and bar the owner of the head: another peer has the same state, so this is what

@@ -485,10 +485,21 @@ BUGS = (
         name="who signed another state is asked for it",
         module="p2pdiloco.protocol.replication",
         where="Repair._donors",
-        old="others if others and tries <= TRIES // 2 else donors",
+        old="others or donors",
         new="donors",
         harm="an owner puts values of its own into a chunk of which it signed a wrong digest",
-        killed_by=("tests/unit/protocol/test_adoption.py::test_the_owner_of_the_head_is_asked_last_for_a_repair",),
+        killed_by=(
+            "tests/unit/protocol/test_adoption.py::test_the_owner_of_the_head_is_not_asked_for_a_repair_beside_others",
+        ),
+    ),
+    Bug(
+        name="an outvoted peer takes what the owner shows",
+        module="p2pdiloco.protocol.commit_validation",
+        where="AncestryCheck.judge",
+        old="peer == owner and self._refusals.holds(head.id)",
+        new="False",
+        harm="an owner that signed wrong digests puts its own values into those who had noticed it",
+        killed_by=("tests/unit/protocol/test_values.py::test_what_most_go_on_from_is_taken_in_the_end",),
     ),
     Bug(
         name="an altered state is not compared with others",

@@ -390,7 +390,9 @@ def test_what_most_go_on_from_is_taken_in_the_end() -> None:
     stage.work(stage.tell(ev.Fetched(C, state, stage.lineage())))
     assert stage.head().version == 0, "two of four"
     assert [fetch.peer for fetch in only(stage.hear(D, msg.Commit(bad)), ef.Fetch)] == [D]
-    stage.work(stage.tell(ev.Fetched(D, state, stage.lineage())))
+    stage.work(stage.tell(ev.Fetched(B, state, stage.lineage(), B)))
+    assert stage.head().version == 0, "its owner may show what it signed, and not what the others have"
+    stage.work(stage.tell(ev.Fetched(D, state, stage.lineage(), B)))
     assert stage.head() == head_of(bad)
     stage.take(stage.commit(tokens(C, 0, 40), owner=C), C)
     assert stage.head().version == 2
