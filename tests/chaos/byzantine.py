@@ -780,8 +780,8 @@ def _orphans() -> None:
 
 
 def _overwrites() -> None:
-    """Its merges are right, but of a chunk that others do not check it signs the digest of values of its own. They take
-    their memory for faulty, and fetch that chunk from it."""
+    """Its merges are right, but of one chunk it signs the digest of values of its own. Peers that do not draw it take
+    their memory for faulty, and may fetch that chunk from it."""
     merge_shard, digests_after, applied = ModelState.merge, ModelState._next_digests, ModelState.apply
 
     def merged(self: ModelState, shard: ShardId, base: Digest, version: int, *rest: Any, **options: Any) -> Any:
@@ -789,9 +789,8 @@ def _overwrites() -> None:
         return merge_shard(self, shard, base, version, *rest, **options)
 
     def unchecked(self: ModelState, shard: ShardId, version: int) -> int | None:
-        elements = self.layout.shards[shard].elements
-        checked = set(digests.sample(elements, version))
-        return next((i for i in range(len(self._chunks(shard))) if i not in checked), None)
+        chunks = len(self._chunks(shard))
+        return version % chunks if chunks > 1 else None
 
     def listed_after(self: ModelState, shard: ShardId, bodies: Any, factors: Any) -> bytes:
         found, chunk = bytearray(digests_after(self, shard, bodies, factors)), unchecked(self, shard, _shard.version)
