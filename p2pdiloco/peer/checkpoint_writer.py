@@ -11,6 +11,7 @@ was not merged yet. ``every_s`` is the longest time between two checkpoints.
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 from collections.abc import Callable
 from functools import partial
@@ -145,6 +146,8 @@ class CommitFollower:
 TRIES = 20
 LOOK_S = 0.2
 SHORT_S = 1e-6
+# How long the last checkpoint is tried again, and the pause between two tries.
+LAST_S, LAST_PAUSE_S = 10.0, 1.0
 # Share of the time that writing checkpoints may take, unless ``every_s`` demands more.
 COST_SHARE = 0.02
 
@@ -187,6 +190,8 @@ class CheckpointWriter:
         self._one_at_a_time = asyncio.Lock()
         # Mark of the heads in the last checkpoint.
         self._saved_mark: int | None = None
+        # Why the newest state could not be written; empty if it was, or if nobody has tried yet.
+        self._problem = ""
 
     async def keep_saving(self, every_s: float) -> None:
         """Write checkpoints and commits until cancelled.
@@ -225,6 +230,18 @@ class CheckpointWriter:
         async with self._one_at_a_time:
             return await self._save(is_last=is_last)
 
+    async def save_last(self) -> str:
+        """Write the checkpoint of the peer's end. If that fails, try again for ``LAST_S``.
+
+        Returns why it was not written; empty if it was, or if nothing is new.
+        """
+        until = self._host.now() + LAST_S
+        while not await self.save(is_last=True) and self._problem:
+            if self._driver.is_closed or self._host.now() >= until:
+                return self._problem
+            await self._host.sleep(LAST_PAUSE_S)
+        return ""
+
     async def _save(self, *, is_last: bool) -> bool:
         view = self._view
         mark = view.heads_mark
@@ -237,15 +254,18 @@ class CheckpointWriter:
             reason = "a shard kept changing while it was copied"
         except OSError as error:
             reason = os.strerror(error.errno or 0)
+        except MemoryError:
+            reason = os.strerror(errno.ENOMEM)
         except ValueError as error:
             reason = str(error)
             # The state in memory is altered: have every chunk verified again, so that the shard is fetched again.
             self._driver.submit(self._state.integrity.invalidate, lambda _: None)
         else:
-            self._saved_mark = mark
+            self._saved_mark, self._problem = mark, ""
             self._metrics.write("checkpoint", is_last=is_last)
             await self._judge(draft.number)
             return True
+        self._problem = reason
         await self._host.work("disk", draft.discard)
         log.error("checkpoint not written; the previous one is kept", folder=self._folder, reason=reason)
         self._metrics.write("checkpoint-failed", reason=reason)

@@ -257,8 +257,17 @@ class Peer:
             learners=self.supervision.trouble,
             absence=self.supervision.absence,
         )
-        await self.checkpoint_writer.save(is_last=True)
-        return ending
+        return self._with_last_checkpoint(ending, await self.checkpoint_writer.save_last())
+
+    def _with_last_checkpoint(self, ending: Ending, problem: str) -> Ending:
+        """Return the ending of a peer whose last checkpoint was not written because of ``problem``, if there is one."""
+        if not problem or ending.status not in (0, APART):
+            return ending
+        return Ending(
+            1,
+            f"{ending.reason}; the last checkpoint was not written ({problem}), so {self.options.folder} holds an "
+            "older model. When the disk accepts writes again, the same command takes the newest one from other peers",
+        )
 
     async def _look_after_learner(self, lives: AsyncExitStack) -> None:
         """Run the learner's supervisor. A failure in it ends the peer, which must not silently go on without a
@@ -274,8 +283,10 @@ class Peer:
         is_one = not view.missing and all(mark == view.heads_mark for mark in view.marks().values())
         if ending.status != APART or not is_one:
             return ending
-        await self.checkpoint_writer.save(is_last=True)
-        return Ending(0, "the missing peers came back, and all have the same model")
+        problem = await self.checkpoint_writer.save_last()
+        return self._with_last_checkpoint(
+            Ending(0, "the missing peers came back, and all have the same model"), problem
+        )
 
     @property
     def layout(self) -> Layout:

@@ -184,7 +184,10 @@ class LocalDisk:
         """Return the file's bytes from ``start`` on, at most ``size``."""
         with path.open("rb") as file:
             file.seek(start)
-            return file.read(-1 if size is None else size)
+            try:
+                return file.read(-1 if size is None else size)
+            except MemoryError:
+                raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM), str(path)) from None
 
     def write(self, path: Path, parts: Iterable[Buffer]) -> None:
         """Write a new file of ``parts``."""

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 Vector = NDArray[np.float32]
 CALM_S = 15.0
 """After a fault, or a peer's coming: heads are equal by then."""
+NOT_WRITTEN = "the last checkpoint was not written"
 TOGETHER_S = 1.0
 """Between the ends of two peers that end together."""
 MOST_UNCAUGHT = 250
@@ -100,6 +101,8 @@ class Checks:
         """Of them, those whose disk was."""
         self.forgetful: set[PeerId] = set()
         """Peers that have dropped payloads which they needed."""
+        self.unwritten: set[PeerId] = set()
+        """Peers whose disk refused something when they ended."""
 
     def violated(self, number: int, sentence: str) -> None:
         """Note a violation, and end the world."""
@@ -358,10 +361,17 @@ class Checks:
             live = peer.machine.core.membership.live
             self._together += [(name, other) for other in live if self._is_waited_for(other)]
         is_sound = ending.status in (0, APART)
+        if self.world.computers[name].is_full:
+            self.unwritten.add(name)
+        if NOT_WRITTEN in ending.reason:
+            if name not in self.unwritten | self.spoilt | self.damaged and not self.world.computers[name].is_excused:
+                self.violated(5, f"{name[-6:]} ended with status {ending.status}: {ending.reason}")
+            return
         if ending.status == APART and not self.world.happened:
             self.violated(5, f"{name[-6:]} says that it is apart where nobody was: {ending.reason}")
             return
-        if not is_sound and not self.world.computers[name].is_excused and not self._stands_still(name):
+        is_excused = self.world.computers[name].is_excused or self._stands_still(name)
+        if not is_sound and (not is_excused or ending.reason.startswith("internal error")):
             self.violated(5, f"{name[-6:]} ended with status {ending.status}: {ending.reason}")
             return
         learner = self.world.learners.by_name.get(peer.supervision.learner or LearnerId(""))
@@ -422,5 +432,5 @@ class Checks:
             files = computer.disk.files
             known = {path.removesuffix("json") + "safetensors" for path in files if path.endswith(".json")}
             left = [path for path in files if path.endswith((".part", ".safetensors")) and path not in known]
-            if left and name in self.endings and not computer.is_full:
+            if left and name in self.endings and not computer.is_full and name not in self.unwritten:
                 self.violated(6, f"{name[-6:]} leaves {', '.join(left)}")

@@ -5,21 +5,41 @@ Rules of this file:
    anything: the old bytes, the new ones, a part of them.
 2. A rename survives a power cut for sure only when its folder was synced. That makes the name durable, not the bytes:
    a file that was never synced may be empty then.
-3. Every operation may be the last of its process (``dies_in``), or fail (``room``, ``is_failing``), or do what it does
-   not say (``lie``).
+3. Every operation may be the last of its process (``dies_in``), or fail (``room``, ``is_failing``, ``shortage``), or
+   do what it does not say (``lie``).
 """
 
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from random import Random
+from typing import Literal
 
 from p2pdiloco.peer.host import Buffer
 
 MEMORY_BYTES = 1 << 30
 """Of a process; a read takes its memory first."""
+
+Shortage = Literal["no-process", "no-descriptor", "no-memory", "unwritable"]
+"""What the machine refuses for a while."""
+START = "start"
+"""The operation that begins a process, which also opens its log for writing."""
+REFUSED: dict[Shortage, tuple[int, frozenset[str]]] = {
+    "no-process": (errno.EAGAIN, frozenset({START})),
+    "no-descriptor": (
+        errno.EMFILE,
+        frozenset({START, "names", "read", "write", "put", "append", "sync", "sync_folder"}),
+    ),
+    "no-memory": (
+        errno.ENOMEM,
+        frozenset({START, "names", "read", "write", "put", "append", "sync", "sync_folder", "rename", "remove"}),
+    ),
+    "unwritable": (errno.EROFS, frozenset({START, "write", "put", "append", "rename", "remove"})),
+}
+"""The error of each, and the operations that fail with it. Removing a folder ignores errors."""
 
 
 class ProcessDied(BaseException):
@@ -42,6 +62,7 @@ class SimulatedDisk:
         """Bytes that still fit; None: enough."""
         self.is_failing = False
         """fsync says EIO."""
+        self.shortage: Shortage | None = None
         self.is_unreliable = False
         """It took nothing for a while, or was put back to what it had been."""
         self.healed_at = 0.0
@@ -57,13 +78,13 @@ class SimulatedDisk:
 
     def names(self, folder: Path) -> list[str]:
         """What lies in ``folder``, sorted."""
-        self._operation()
+        self._operation("names")
         prefix = f"{folder}/"
         return sorted({path[len(prefix) :].split("/")[0] for path in self.files if path.startswith(prefix)})
 
     def read(self, path: Path, start: int = 0, size: int | None = None) -> bytes:
         """The file's bytes from ``start``; at most ``size``, or all."""
-        self._operation()
+        self._operation("read")
         if size is not None and size > MEMORY_BYTES:
             raise MemoryError
         try:
@@ -73,10 +94,12 @@ class SimulatedDisk:
 
     def write(self, path: Path, parts: Iterable[Buffer]) -> None:
         """A new file; a full disk takes the beginning of it."""
+        self.refuse("write")
         self._put(path, b"", b"".join(bytes(part) for part in parts))
 
     def put(self, path: Path, at: int, *parts: Buffer) -> None:
         """Into a file; a full disk takes the beginning of it."""
+        self.refuse("put")
         old, name = self.files.get(str(path), b""), str(path)
         was_altered = bool(old) and name in self.altered
         try:
@@ -88,6 +111,7 @@ class SimulatedDisk:
 
     def append(self, path: Path, part: Buffer) -> None:
         """More of a file; a full disk takes the beginning of it."""
+        self.refuse("append")
         if str(path) not in self.files:
             raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(path))
         self._put(path, self.files[str(path)], bytes(part))
@@ -120,14 +144,14 @@ class SimulatedDisk:
 
     def sync(self, path: Path) -> None:
         """The file's bytes are durable."""
-        self._operation()
+        self._operation("sync")
         if self.is_failing:
             raise OSError(errno.EIO, "Input/output error")
         self._durable[str(path)] = self._synced[str(path)] = self.files[str(path)]
 
     def sync_folder(self, folder: Path) -> None:
         """The names in ``folder`` are durable."""
-        self._operation()
+        self._operation("sync_folder")
         if self.is_failing:
             raise OSError(errno.EIO, "Input/output error")
         prefix = f"{folder}/"
@@ -139,7 +163,7 @@ class SimulatedDisk:
 
     def rename(self, old: Path, new: Path) -> None:
         """``new`` is what ``old`` was."""
-        self._operation()
+        self._operation("rename")
         try:
             self.files[str(new)] = self.files.pop(str(old))
         except KeyError:
@@ -153,18 +177,33 @@ class SimulatedDisk:
 
     def remove(self, path: Path) -> None:
         """A file; nothing if it is not there."""
-        self._operation()
+        self._operation("remove")
         self.files.pop(str(path), None)
         self._synced.pop(str(path), None)
 
     def remove_folder(self, folder: Path) -> None:
-        """With all that is in it."""
+        """With all that is in it, as far as possible."""
         self._operation()
+        if self.shortage not in (None, "no-process"):
+            return
         for path in [path for path in self.files if path.startswith(f"{folder}/")]:
             del self.files[path]
             self._synced.pop(path, None)
 
-    def _operation(self) -> None:
+    def refuse(self, operation: str) -> None:
+        """Fail as this operation does in the present shortage, if there is one.
+
+        Raises:
+            OSError: the machine has not what it takes.
+        """
+        if self.shortage is None:
+            return
+        number, refused = REFUSED[self.shortage]
+        if operation in refused:
+            raise OSError(number, os.strerror(number))
+
+    def _operation(self, name: str = "") -> None:
+        self.refuse(name)
         if self.dies_in is not None:
             self.dies_in -= 1
             if self.dies_in <= 0:

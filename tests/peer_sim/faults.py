@@ -58,7 +58,13 @@ RoughKind = Literal[
     "garble",  # bits flip in signatures that come in
     "forge",  # the same, after they were found sound: what the peer commits then bears them
 ]
-Kind = FirstKind | FurtherKind | LateKind | RoughKind
+ShortKind = Literal[
+    "no-process",  # nothing can be started for a while
+    "no-descriptor",  # nothing can be opened, and no connection made
+    "no-memory",  # ENOMEM from the system
+    "unwritable",  # the peer's folder
+]
+Kind = FirstKind | FurtherKind | LateKind | RoughKind | ShortKind
 FURTHER_SHARE = 0.4
 """Of seeds have further kinds."""
 LATE_SHARE = 0.2
@@ -90,6 +96,11 @@ def draw_rough(random: Random, names: list[PeerId], typical_s: float) -> list[Fa
     kinds = (*get_args(FirstKind), *get_args(FurtherKind), *get_args(LateKind), *get_args(RoughKind))
     faults = _draw(random, random.choice((4, 8, 12, 16)), kinds, names, typical_s)
     return sorted(faults, key=lambda fault: fault.at)
+
+
+def draw_shortages(random: Random, names: list[PeerId], typical_s: float) -> list[Fault]:
+    """Machines that lack something for a while, beside the other faults."""
+    return _draw(random, random.choice((1, 2, 3, 5)), get_args(ShortKind), names, typical_s)
 
 
 def _draw(

@@ -18,6 +18,7 @@ from p2pdiloco.training.cuda_copies import Finished
 from p2pdiloco.training.node_link import NodeLink
 from p2pdiloco.training.parameters import FlatParameters
 from p2pdiloco.wire import learner_ipc
+from tests.peer_sim.disk import START
 from tests.peer_sim.tuning import CHUNK
 
 if TYPE_CHECKING:
@@ -362,6 +363,11 @@ class _Starting:
         host = self._host
         world = host.world
         world.check_alive(host)
+        try:
+            host.disk.refuse(START)
+        except OSError:
+            world.happened["learner-not-started"] += 1
+            raise
         waiting = world.waiting_learner(host.name)
         is_adopted = waiting is not None
         if waiting is not None:

@@ -53,4 +53,4 @@ class Computer:
     @property
     def is_full(self) -> bool:
         """Nothing can be written there."""
-        return self.disk.room is not None or self.disk.is_failing
+        return self.disk.room is not None or self.disk.is_failing or self.disk.shortage is not None

@@ -161,7 +161,8 @@ class Network:
         if pair[1] in a.links.connections:
             return
         is_cut = pair in self.blocked or pair[::-1] in self.blocked
-        if is_cut or a.is_paused or b.is_paused or pair[0] in b.links.connections:
+        has_no_socket = "no-descriptor" in (a.disk.shortage, b.disk.shortage)
+        if is_cut or has_no_socket or a.is_paused or b.is_paused or pair[0] in b.links.connections:
             self.dial(*pair, REDIAL_S * (0.5 + world.random.random()))
             return
         if (reason := greeting(a, b)) is not None:

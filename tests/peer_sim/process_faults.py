@@ -15,6 +15,7 @@ import msgspec
 
 from p2pdiloco.peer.learner_supervisor import MISUSED, RESTARTS
 from tests.peer_sim import disk_faults
+from tests.peer_sim.disk import Shortage
 from tests.peer_sim.faults import Fault, Kind, again
 from tests.peer_sim.host import WORK_S
 from tests.peer_sim.world import World
@@ -23,6 +24,7 @@ Strike = Callable[[World, Fault], bool]
 
 CUT_MOST_S = 30.0
 SPOILT_LEAST_S = 5.0
+SHORT_LEAST_S = 2.0
 ONE_WAY_S = 20.0
 """What both ends need to find out, with heartbeats of the slowest kind, and to meet again."""
 FORKED_S = 4.0
@@ -83,6 +85,31 @@ def _crash_loop(world: World, fault: Fault) -> bool:
 
     crash()
     return host is not None
+
+
+def _shortage(kind: Shortage) -> Strike:
+    """The machine refuses something for a while; often the learner has just ended, so that it must be started then."""
+
+    def strike(world: World, fault: Fault) -> bool:
+        disk = world.computers[fault.peer].disk
+        if disk.shortage is not None:
+            return False
+        seconds = min(max(fault.seconds, SHORT_LEAST_S), CUT_MOST_S)
+        disk.shortage = kind
+        if kind != "no-process":
+            disk.is_unreliable = True
+            world.checks.forgetful.add(fault.peer)  # what cannot be written down is kept in memory, so less of it
+        world.harm_until(world.now + 3 * seconds)  # backoff: the learner is started again by then
+
+        def end() -> None:
+            disk.shortage, disk.healed_at = None, world.now
+
+        world.at(world.now + seconds, end)
+        if world.random.random() < 0.5:
+            _learner(world, fault)
+        return fault.peer in world.hosts
+
+    return strike
 
 
 def _misuse(world: World, fault: Fault) -> bool:
@@ -336,4 +363,8 @@ STRIKES: dict[Kind, Strike] = {
     "blackout": _blackout,
     "garble": disk_faults.garble,
     "forge": disk_faults.forge,
+    "no-process": _shortage("no-process"),
+    "no-descriptor": _shortage("no-descriptor"),
+    "no-memory": _shortage("no-memory"),
+    "unwritable": _shortage("unwritable"),
 }

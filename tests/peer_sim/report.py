@@ -20,6 +20,10 @@ PRIVATE = 10**15
 LYING = 10**16
 """From here on seeds are those of before with a peer whose merges are wrong, and longer runs."""
 
+SHORT = 10**17
+"""From here on seeds are those of before on machines that at times lack processes, descriptors, memory, or the right
+to write."""
+
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """What came of a seed."""

@@ -9,11 +9,11 @@ from typing import Literal
 import msgspec
 
 from p2pdiloco.protocol.manifest import CodecConfig, OuterConfig, ScheduleConfig
-from tests.peer_sim.faults import draw_faults, draw_rough
+from tests.peer_sim.faults import draw_faults, draw_rough, draw_shortages
 from tests.peer_sim.lying_owner import LIES
 from tests.peer_sim.machine import PeerSetting
 from tests.peer_sim.process_faults import schedule
-from tests.peer_sim.report import LYING, PRIVATE, ROUGH, Outcome
+from tests.peer_sim.report import LYING, PRIVATE, ROUGH, SHORT, Outcome
 from tests.peer_sim.world import World, WorldSetting
 
 FURTHER = "further faults 185"
@@ -103,7 +103,7 @@ def run_seed(seed: int) -> Outcome:
     setting, random = draw(number)
     setting = msgspec.structs.replace(setting, is_private=seed % LYING >= PRIVATE)
     is_rough = seed % PRIVATE >= ROUGH
-    if seed >= LYING:
+    if seed % SHORT >= LYING:
         setting = with_lying_owner(setting, Random(f"{number}/lying"))
     if is_rough:
         setting = roughened(setting, Random(f"{number}/rough setting"))
@@ -115,6 +115,10 @@ def run_seed(seed: int) -> Outcome:
     else:
         further, late = Random(f"{number}/{FURTHER}"), Random(f"{number}/{LATE}")
         faults = draw_faults(random, further, late, names, typical_s)
+    if seed >= SHORT:
+        faults = sorted(
+            [*faults, *draw_shortages(Random(f"{number}/shortages"), names, typical_s)], key=lambda one: one.at
+        )
     for i, name in enumerate(names):
         late_s = 0.0 if i == 0 else 0.2 + random.random() * (typical_s / 3 if random.random() < 0.3 else 0.5)
         world.at(late_s, partial(world.begin, name))

@@ -56,6 +56,8 @@ from tests.peer_sim.tuning import CHUNK
 FOLDER = Path("/peer")
 CHECKPOINTS = FOLDER / "checkpoint"
 CHUNKS_A_SHARD = 4
+RESTART_S = 1.0
+"""Until a service manager starts a peer again that its machine could not start."""
 SELDOM_S = 20.0
 """Between two checkpoints of a thrifty peer."""
 
@@ -199,9 +201,12 @@ class World:
         """A life of this peer, with what lies on its disk."""
         if name in self.hosts or name in self.checks.endings:
             return
+        computer = self.computers[name]
+        if computer.disk.shortage is not None:
+            self.at(self.now + RESTART_S, partial(self.begin, name))
+            return
         self.checks.counted["lives"] += 1
         self.harm_until(self.now)
-        computer = self.computers[name]
         setting = computer.setting
         vectors = Vectors(self.layout.elements)
         host = self.hosts[name] = SimulatedHost(self, name, computer.disk, setting.clock, vectors)

@@ -259,6 +259,15 @@ BUGS = (
         killed_by=(f"{_SAVER_TESTS}::test_a_checkpoint_that_a_full_disk_refused_is_written_later",),
     ),
     Bug(
+        name="a last checkpoint that failed is only logged",
+        module="p2pdiloco.peer.peer",
+        where="Peer._with_last_checkpoint",
+        old="not problem or ending.status not in (0, APART)",
+        new="True",
+        harm="a peer ends with status 0, and what it has trained since is not on its disk",
+        killed_by=(f"{_SAVER_TESTS}::test_a_peer_that_cannot_save_its_last_state_says_so",),
+    ),
+    Bug(
         name="a copy that is held up ends all checkpoints",
         module=_SAVER,
         where="CheckpointWriter._save",
@@ -397,6 +406,15 @@ BUGS = (
         new="False",
         harm="its unmerged tokens are waited for, and counted as the next learner's",
         killed_by=(f"{_SUPERVISION_TESTS}::test_a_learner_that_dies_is_started_again_from_the_global_parameters",),
+    ),
+    Bug(
+        name="a learner that cannot be started ends its peer",
+        module=_SUPERVISION,
+        where="LearnerSupervisor.live",
+        old="await self._cannot_start(error, starts.next_s())\ncontinue",
+        new="raise",
+        harm="a machine that has no process or descriptor left for a moment loses its peer",
+        killed_by=(f"{_SUPERVISION_TESTS}::test_a_learner_that_cannot_be_started_is_tried_again",),
     ),
     Bug(
         name="a learner is started again for ever",

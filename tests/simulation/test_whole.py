@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import tomllib
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import get_args
@@ -13,13 +14,14 @@ import pytest
 
 from tests.machine_sim.arguments import fresh_seeds
 from tests.peer_sim import report
-from tests.peer_sim.faults import FirstKind, FurtherKind, LateKind, RoughKind
-from tests.peer_sim.report import LYING, PRIVATE, ROUGH, BugFound, Outcome
+from tests.peer_sim.faults import FirstKind, FurtherKind, LateKind, RoughKind, ShortKind
+from tests.peer_sim.report import LYING, PRIVATE, ROUGH, SHORT, BugFound, Outcome
 
 JOBS = os.cpu_count() or 1
 FIXED = range(80)
 ROUGHLY = range(ROUGH, ROUGH + 40)
 FRESH = 30
+SHORT_SEEDS = (1, 2, 4, 8, 14, 15, 18, 23)
 REGRESSIONS = tomllib.loads((Path(__file__).parent / "regressions.toml").read_text()).get("whole", [])
 OBVIOUS = ("momentum zeroed on restart", "queued shift overwritten by the next", "a checkpoint's proofs are not taken")
 ONCE_FAILED = [row["seed"] for row in REGRESSIONS]
@@ -84,6 +86,16 @@ def test_in_a_private_run_nothing_honest_is_lost_for_want_of_an_introduction() -
     found = outcomes([PRIVATE + seed for seed in (5, 6, 11, 18)], jobs=JOBS)
     assert not broken(found.values())
     assert sum(o.happened.get("introduced", 0) for o in found.values()) >= 3
+
+
+@pytest.mark.timeout(600)
+def test_nothing_ends_because_a_machine_lacks_something_for_a_while() -> None:
+    """No process, no descriptor, no memory, a folder that cannot be written: also where the learner must be started."""
+    found = outcomes([SHORT + seed for seed in SHORT_SEEDS], jobs=JOBS)
+    assert not broken(found.values())
+    happened = sum((Counter(o.happened) for o in found.values()), Counter[str]())
+    assert all(happened[kind] >= 2 for kind in get_args(ShortKind))
+    assert happened["learner-not-started"] >= 10
 
 
 @pytest.mark.timeout(600)

@@ -18,6 +18,7 @@ from p2pdiloco.cli.main import _parse
 from p2pdiloco.cli.peer_options import peer_options
 from p2pdiloco.peer import commit_wal
 from p2pdiloco.peer.checkpoint import indices, load
+from p2pdiloco.peer.checkpoint_writer import LAST_PAUSE_S, LAST_S
 from p2pdiloco.peer.disk_budget import DiskBudget
 from p2pdiloco.peer.host import Buffer
 from p2pdiloco.peer.peer import InitialState
@@ -221,6 +222,47 @@ def test_a_checkpoint_that_a_full_disk_refused_is_written_later(tmp_path: Path) 
             disk.is_full = False
             await stage.wait(6.0)
             assert versions_in(tmp_path / "ann") == [1, 1]
+
+    act(story)
+
+
+async def leaves_a_full_disk(stage: Stage, *, full_s: float) -> Member:
+    """A peer whose disk takes nothing when it ends, and for so long after that."""
+    ann = await stage.found(checkpoint_s=3600.0)
+    await stage.wait(1.0)
+    disk = ann.host.disk = FullDisk()  # type: ignore[misc]
+    disk.is_full = True
+    await stage.train(ann, *[1.0] * 4)
+    ann.peer.request_leave("asked to")
+    for _ in range(5):
+        await stage.rest(ann)
+        await stage.wait(1.0)
+    await stage.wait(full_s)
+    assert (ann.ending is None) == (full_s < LAST_S)
+    disk.is_full = False
+    await stage.wait(2 * LAST_PAUSE_S)
+    return ann
+
+
+def test_the_last_checkpoint_is_tried_again(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            ann = await leaves_a_full_disk(stage, full_s=0.0)
+            assert ann.ending is not None
+            assert ann.ending.status == 0
+            assert versions_in(tmp_path / "ann") == ann.versions != [0, 0]
+
+    act(story)
+
+
+def test_a_peer_that_cannot_save_its_last_state_says_so(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            ann = await leaves_a_full_disk(stage, full_s=LAST_S + LAST_PAUSE_S)
+            assert ann.ending is not None
+            assert ann.ending.status == 1
+            assert "the last checkpoint was not written (No space left on device)" in ann.ending.reason
+            assert versions_in(tmp_path / "ann") == [0, 0]
 
     act(story)
 

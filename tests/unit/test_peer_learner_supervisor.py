@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -60,6 +64,35 @@ def test_a_learner_that_dies_is_started_again_from_the_global_parameters(tmp_pat
             versions = ann.versions
             await stage.train(ann, *[1.0] * 8)
             assert min(ann.versions) > max(versions)
+
+    act(story)
+
+
+def test_a_learner_that_cannot_be_started_is_tried_again(tmp_path: Path) -> None:
+    """Also where the machine has no process left for longer than one try."""
+
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            ann = await stage.found()
+            start, left = ann.host.start_learner, [2]
+
+            @contextlib.asynccontextmanager
+            async def start_later(*arguments: Any, **options: Any) -> AsyncIterator[Any]:
+                if left[0]:
+                    left[0] -= 1
+                    raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+                async with start(*arguments, **options) as life:
+                    yield life
+
+            ann.host.start_learner = start_later  # type: ignore[method-assign]
+            ann.learner.die()
+            await stage.wait(3.5)
+            assert "temporarily unavailable" in ann.peer.supervision.absence
+            await stage.wait(3.0)
+            assert len(ann.lives) == 2
+            await stage.ready(ann)
+            assert not ann.peer.supervision.absence
+            assert not ann.peer.is_over
 
     act(story)
 
