@@ -95,8 +95,9 @@ class Detours:
         return f"/ip4/127.0.0.1/tcp/{port}"
 
     async def _accept_all(self, listener: socket.socket, address: str) -> None:
+        """Relay what comes in, until the detour is closed. If this fails, the next ``to`` makes a new detour."""
         loop = asyncio.get_running_loop()
-        with listener:
+        try:
             while True:
                 try:
                     raw, _ = await loop.sock_accept(listener)
@@ -105,6 +106,10 @@ class Detours:
                     await asyncio.sleep(ACCEPT_PAUSE_S)
                     continue
                 self._tasks.spawn(self._carry(raw, address), name=f"relay to {address}")
+        finally:
+            listener.close()
+            if address in self._ways and self._ways[address][1] is asyncio.current_task():
+                del self._ways[address]
 
     async def _carry(self, raw: socket.socket, address: str) -> None:
         """Relay the daemon's connection ``raw`` until it ends, and close it."""

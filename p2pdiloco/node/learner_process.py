@@ -77,16 +77,27 @@ _waiting: PreforkedLearner | None = None
 
 
 def bear() -> None:
-    """Fork the process. Call this before there are threads, an event loop, sockets or a key."""
+    """Fork the process. Call this before there are threads, an event loop, sockets or a key.
+
+    If that fails, the learner is started like every later one: again and again until it succeeds.
+    """
     global _waiting
     if not IS_POSSIBLE:
         return
     from p2pdiloco.training import learner_main  # before the fork, so that both processes share it
 
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    except OSError:
+        return
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # about threads: only OpenBLAS has some, and handles forks
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError:
+            ours.close()
+            theirs.close()
+            return
     if pid:
         theirs.close()
         _waiting = PreforkedLearner(pid, ours)

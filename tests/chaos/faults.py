@@ -4,7 +4,9 @@ Rules of this file:
 1. Nothing is asked of the peers: signals, limits of the kernel, and the relays before them.
 2. What is the case now decides: ``strike`` says in one sentence what it did, or raises ``NotNow`` with the reason.
    Nobody's processes are taken while no other peer could carry the run on (but in a blackout).
-3. A full disk is a limit on the size of the files that the node writes (RLIMIT_FSIZE): checkpoints, journal and event
+3. As root can write everywhere, a folder that cannot be written is a file of its name in its place, until the fault
+   ends. A limit on processes does not bind root either: there is no such fault (``peer_sim`` has one).
+4. A full disk is a limit on the size of the files that the node writes (RLIMIT_FSIZE): checkpoints, journal and event
    log fail with EFBIG, without root. The log for people may grow a little, so that it can tell.
 """
 
@@ -29,6 +31,8 @@ from tests.chaos.schedule import Fault, Plan
 
 NO_DESCRIPTORS = 3
 """Only standard input, output and error have lower numbers."""
+ASIDE = ".aside"
+"""Suffix of files and folders in whose place nothing can be written."""
 LOG_ROOM_BYTES = 32 << 10
 WRITE_S, WRITE_LOOK_S = 15.0, 0.001
 """How long, and how often, a checkpoint's half-written file is looked for."""
@@ -184,6 +188,21 @@ class Hand:
                 _limit_descriptors(hit[0], NO_DESCRIPTORS)
                 learner.kill()
                 return f"{who} has no file descriptor left, and its learner is killed"
+            case "memory":
+                if not hit[0].is_current:
+                    raise NotNow(f"{who} is starting, and ends by itself where it finds no memory")
+                self._limits[fault.number] = hit[0].node().rlimit(psutil.RLIMIT_AS)
+                used = hit[0].node().memory_info().vms
+                hit[0].node().rlimit(psutil.RLIMIT_AS, (used, self._limits[fault.number][1]))
+                return f"{who} gets no more than its {used >> 20} MiB of address space"
+            case "unwritable":
+                folder, learner = _checkpoints(hit[0]), hit[0].learner()
+                for path in (folder, folder.with_name("learner.log")):
+                    path.rename(path.with_name(f"{path.name}{ASIDE}"))
+                folder.touch()
+                folder.with_name("learner.log").mkdir()
+                learner.kill()
+                return f"nothing can be written where the checkpoints of {who} were, and its learner is killed"
             case "cut" | "split":
                 for link in network.between(fault.peers):
                     link.cut()
@@ -223,6 +242,10 @@ class Hand:
                 _limit_files(self._peers[fault.peers[0]], resource.RLIM_INFINITY)
             case "starve":
                 _limit_descriptors(self._peers[fault.peers[0]], self._limits.pop(fault.number)[0])
+            case "memory":
+                self._peers[fault.peers[0]].node().rlimit(psutil.RLIMIT_AS, self._limits.pop(fault.number))
+            case "unwritable":
+                _uncover(self._peers[fault.peers[0]])
             case "cut" | "split":
                 for link in network.between(fault.peers):
                     link.mend()
@@ -277,6 +300,18 @@ def _copy_folder(peer: Peer, name: str) -> None:
                 data, copy = path.read_bytes(), to / path.relative_to(peer.member.folder)
                 copy.parent.mkdir(parents=True, exist_ok=True)
                 copy.write_bytes(data)
+
+
+def _uncover(peer: Peer) -> None:
+    """Put back what ``unwritable`` has renamed."""
+    assert peer.member is not None
+    for aside in peer.member.folder.glob(f"*/*{ASIDE}"):
+        path = aside.with_name(aside.name.removesuffix(ASIDE))
+        if path.is_dir():
+            path.rmdir()
+        else:
+            path.unlink(missing_ok=True)
+        aside.rename(path)
 
 
 def _kill(peer: Peer) -> None:

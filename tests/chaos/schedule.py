@@ -31,6 +31,8 @@ Kind = Literal[
     "leave",
     "disk",
     "starve",
+    "memory",
+    "unwritable",
     "region",
     "blackout",
     "power-cut",
@@ -84,6 +86,8 @@ DURATIONS_S: dict[Kind, tuple[float, float]] = {
     "leave": (1.0, 8.0),
     "disk": (6.0, 15.0),
     "starve": (6.0, 20.0),
+    "memory": (3.0, 10.0),
+    "unwritable": (6.0, 20.0),
     "region": (2.0, 8.0),
     "blackout": (2.0, 4.0),
     "power-cut": (0.0, 40.0),
@@ -101,7 +105,7 @@ for ``one-way``: what the peers are given to find out, and to meet again, since 
 for ``twins``: what the copy that is started beside its original is given to start, find out, and end."""
 RECOVERY_S = 12.0
 """Time for a restart and for catching up, before a peer's processes are hit again."""
-LEARNER_KINDS: frozenset[Kind] = frozenset({"learner", "starve"})
+LEARNER_KINDS: frozenset[Kind] = frozenset({"learner", "starve", "unwritable"})
 """They kill a learner."""
 LEARNER_LIVES = 3
 """Kills of one peer's learner in one schedule, so that no node runs out of its learner's lives."""

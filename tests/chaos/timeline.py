@@ -31,6 +31,8 @@ LOOKS: dict[Kind, tuple[str, str, str]] = {
     "stop-learner": ("d", "#bc8f00", "learner stopped"),
     "disk": ("h", "#8c564b", "disk full"),
     "starve": ("h", "#1f77b4", "no descriptors, learner killed"),
+    "memory": ("h", "#9467bd", "no more memory for the node"),
+    "unwritable": ("h", "#bcbd22", "folder gone, learner killed"),
     "cut": ("_", "#7b2cbf", "cut off"),
     "mute": ("_", "#b58be0", "not heard (cut one way)"),
     "one-way": ("1", "#b58be0", "connections that carry nothing one way"),

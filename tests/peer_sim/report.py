@@ -24,6 +24,10 @@ SHORT = 10**17
 """From here on seeds are those of before on machines that at times lack processes, descriptors, memory, or the right
 to write."""
 
+DARK = 2 * SHORT
+"""From here on seeds are worlds in which all peers and the bootstrap node lose power at once, and nothing else
+happens."""
+
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """What came of a seed."""

@@ -9,11 +9,12 @@ from typing import Literal
 import msgspec
 
 from p2pdiloco.protocol.manifest import CodecConfig, OuterConfig, ScheduleConfig
+from tests.peer_sim.blackout import Blackout, darkened
 from tests.peer_sim.faults import draw_faults, draw_rough, draw_shortages
 from tests.peer_sim.lying_owner import LIES
 from tests.peer_sim.machine import PeerSetting
 from tests.peer_sim.process_faults import schedule
-from tests.peer_sim.report import LYING, PRIVATE, ROUGH, SHORT, Outcome
+from tests.peer_sim.report import DARK, LYING, PRIVATE, ROUGH, SHORT, Outcome
 from tests.peer_sim.world import World, WorldSetting
 
 FURTHER = "further faults 185"
@@ -102,20 +103,26 @@ def run_seed(seed: int) -> Outcome:
     number = seed % ROUGH
     setting, random = draw(number)
     setting = msgspec.structs.replace(setting, is_private=seed % LYING >= PRIVATE)
-    is_rough = seed % PRIVATE >= ROUGH
+    is_dark, is_rough = seed >= DARK, seed % PRIVATE >= ROUGH
     if seed % SHORT >= LYING:
         setting = with_lying_owner(setting, Random(f"{number}/lying"))
     if is_rough:
         setting = roughened(setting, Random(f"{number}/rough setting"))
+    if is_dark:
+        setting = darkened(setting, Random(f"{number}/dark setting"))
     world = World(number, setting)
     names = list(world.computers)
     typical_s = max(peer.step_s for peer in setting.peers) * setting.steps
-    if is_rough:
+    if is_dark:
+        faults, typical_s = [], 0.0  # nobody comes late
+        cut = Random(f"{number}/blackout")
+        world.blackout = Blackout(world, cut, 5.0 + cut.random() * 20.0)
+    elif is_rough:
         faults = draw_rough(Random(f"{number}/rough faults"), names, typical_s)
     else:
         further, late = Random(f"{number}/{FURTHER}"), Random(f"{number}/{LATE}")
         faults = draw_faults(random, further, late, names, typical_s)
-    if seed >= SHORT:
+    if SHORT <= seed < DARK:
         faults = sorted(
             [*faults, *draw_shortages(Random(f"{number}/shortages"), names, typical_s)], key=lambda one: one.at
         )

@@ -41,6 +41,7 @@ from p2pdiloco.protocol.manifest import (
 )
 from p2pdiloco.transport.identity import Identity
 from p2pdiloco.wire.control_messages import PeerStatus, StateProof
+from tests.peer_sim.blackout import Blackout
 from tests.peer_sim.checkers import Checks
 from tests.peer_sim.directory import Directory
 from tests.peer_sim.durability import Durability, shown
@@ -121,6 +122,7 @@ class World:
         """Lives under way."""
         self.learners = Learners()
         self.lying_owners = LyingOwners()
+        self.blackout: Blackout | None = None
         self._over: asyncio.Future[None] = self.loop.create_future()
         self.happened: Counter[str] = Counter()
         """Faults that hit somebody, by kind."""
@@ -338,6 +340,8 @@ class World:
             if chain.head is not None and chain.head.id == event.head:
                 parent = chain.log[-1].parent if chain.log else None
                 self.durability.applied(host.peer, event.shard, chain.head, parent)
+                if self.blackout is not None and chain.log:
+                    self.blackout.applied(host.name, chain.log[-1])
 
     def _status(self, peer: Peer) -> PeerStatus:
         raise NotImplementedError  # nobody asks here

@@ -15,7 +15,7 @@ import pytest
 from tests.machine_sim.arguments import fresh_seeds
 from tests.peer_sim import report
 from tests.peer_sim.faults import FirstKind, FurtherKind, LateKind, RoughKind, ShortKind
-from tests.peer_sim.report import LYING, PRIVATE, ROUGH, SHORT, BugFound, Outcome
+from tests.peer_sim.report import DARK, LYING, PRIVATE, ROUGH, SHORT, BugFound, Outcome
 
 JOBS = os.cpu_count() or 1
 FIXED = range(80)
@@ -96,6 +96,14 @@ def test_nothing_ends_because_a_machine_lacks_something_for_a_while() -> None:
     happened = sum((Counter(o.happened) for o in found.values()), Counter[str]())
     assert all(happened[kind] >= 2 for kind in get_args(ShortKind))
     assert happened["learner-not-started"] >= 10
+
+
+@pytest.mark.timeout(600)
+def test_after_a_power_cut_of_all_peers_and_the_bootstrap_they_merge_together() -> None:
+    """Within a minute of the last start, in whatever order they come back."""
+    found = outcomes([DARK, DARK + 1], jobs=JOBS)
+    assert not broken(found.values())
+    assert all(o.happened["blackout"] == o.happened["met-again"] == 1 for o in found.values())
 
 
 @pytest.mark.timeout(600)

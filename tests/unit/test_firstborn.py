@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import socket
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from p2pdiloco.node import learner_process
 from p2pdiloco.node.learner_process import PreforkedLearner
 from tests.property import forked
 
@@ -21,7 +23,6 @@ pytestmark = [
 
 def node(output: Path, use: str) -> None:
     """A node's process: its status is that of its first learner, which tells what it was given."""
-    from p2pdiloco.node import learner_process
     from p2pdiloco.training import learner_main
 
     def learn(words: list[str]) -> int:
@@ -53,6 +54,20 @@ def test_the_firstborn_becomes_the_learner_that_it_is_told_to_be(tmp_path: Path)
 
 def test_who_is_not_needed_ends(tmp_path: Path) -> None:
     assert forked.Process(node, tmp_path / "log", "dismiss").wait(30) == 0
+
+
+@pytest.mark.parametrize("what", ["fork", "socketpair"])
+def test_a_machine_without_a_process_or_descriptor_has_no_firstborn(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    """The node starts its learner later, and nothing stays open."""
+
+    def refuse(*_: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    before = os.listdir("/proc/self/fd")
+    monkeypatch.setattr(*{"fork": (os, "fork"), "socketpair": (socket, "socketpair")}[what], refuse)
+    learner_process.bear()
+    assert learner_process.take() is None
+    assert os.listdir("/proc/self/fd") == before
 
 
 def test_who_is_dismissed_is_told() -> None:
