@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from _pytest.nodeid import coerce_node_id
 
 from p2pdiloco.util import logs
+from tests import leaks
 
 DURATIONS = Path(__file__).parent / "durations.json"
 """Seconds of the slowest tests, by their ids."""
 UNKNOWN_S = 30.0
 """Of tests that start processes and are not recorded."""
+LEAKS = pytest.StashKey[Callable[[], None]]()
 LIGHT = ("tests/unit", "tests/property", "tests/golden")
 """Tests that wait for nothing and start nothing."""
 DEAR = ("base", "complete", "found", "report")
@@ -52,6 +54,29 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return (1, 0.0) if is_light else (2, -seconds.get(item.nodeid.partition("@")[0], UNKNOWN_S))
 
     items.sort(key=turn)
+
+
+@pytest.fixture(autouse=True)
+def gives_back(request: pytest.FixtureRequest) -> Iterator[None]:
+    """After tests of transports and learners nothing is left open, mapped, granted or queued."""
+    name = request.node.path.stem
+    if not name.startswith(leaks.CHECKED):
+        yield
+        return
+    is_integration = request.node.path.parent.name == "integration"
+    with leaks.counted(is_settled=is_integration and name in leaks.SETTLED) as check:
+        request.node.stash[LEAKS] = check
+        yield
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    """Look for leaks when nothing holds the test's fixtures any more."""
+    yield
+    check = item.stash.get(LEAKS, None)
+    if check is not None:
+        getattr(item, "funcargs", {}).clear()
+        check()
 
 
 @pytest.fixture

@@ -442,4 +442,10 @@ class Stage:
 
 def act(story: Callable[[], Coroutine[Any, Any, None]]) -> None:
     """Run an asynchronous test. Its time is a number, so a busy machine may take as long as pytest allows."""
-    asyncio.run(story())
+
+    async def told() -> None:
+        await story()
+        left = [task.get_name() for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        assert not left, f"tasks are left: {left}"
+
+    asyncio.run(told())
