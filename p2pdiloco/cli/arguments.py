@@ -142,6 +142,12 @@ def _add_network(sub: argparse._ActionsContainer) -> None:
         help="do not ask the router for a port mapping (PCP, NAT-PMP, UPnP)",
     )
     sub.add_argument(
+        "--no-lan",
+        dest="lan",
+        action="store_false",
+        help="do not look for peers of the run on the local network (multicast DNS)",
+    )
+    sub.add_argument(
         "--directory-listen",
         nargs="*",
         metavar="MULTIADDR",

@@ -117,6 +117,7 @@ def directory_options(arguments: argparse.Namespace, initial_peers: list[str]) -
         announce=tuple(arguments.directory_announce),
         initial_peers=first,
         invite=invite,
+        has_lan=arguments.lan,
     )
 
 

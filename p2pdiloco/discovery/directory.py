@@ -25,12 +25,13 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
 import msgspec
 from msgspec import Meta, Struct
 
 from p2pdiloco.discovery.dht import CLOCK, adopt_logging
+from p2pdiloco.discovery.lan import LanDiscovery
 from p2pdiloco.discovery.p2pd import (
     CALL_S,
     CLIENT,
@@ -271,6 +272,8 @@ __all__ = ["Directory", "DirectoryError"]
 # Deadline of a first connection: some eight round trips, over a satellite 6 s, more if packets are lost.
 CONNECT_S = 15.0
 STRAGGLERS_S = 1.0
+# Time for a peer of the local network to be found, where no other peer answers.
+LAN_S = 3.0
 # The result of a peer that had not answered STRAGGLERS_S after the first one.
 LATE = f"no answer within {STRAGGLERS_S:g} s after another peer's"
 KEEP_S = 2.0
@@ -317,6 +320,7 @@ class Directory:
     cache_path: file that remembers the peers that this node has met.
     patience_s: seconds to wait for an initial peer to answer, if any were given; 0: each is tried once.
     narrow_paths: hosts to which segments must be short; None: none is known yet.
+    lan_run: run whose peers are looked for on the local network; None: none is.
     """
 
     def __init__(
@@ -331,6 +335,7 @@ class Directory:
         nat_port_map: bool = False,
         patience_s: float = 0.0,
         narrow_paths: NarrowPaths | None = None,
+        lan_run: RunId | None = None,
     ) -> None:
         self._identity = identity
         self._patience_s = patience_s
@@ -347,6 +352,11 @@ class Directory:
             narrow_paths=self.narrow_paths,
         )
         self._book = AddressBook()
+        self._lan: LanDiscovery | None = None
+        if lan_run is not None:
+            self._lan = LanDiscovery(lan_run, identity.peer_id, lambda: self._daemon.visible, self._on_lan)
+        # The first peer of the local network that answers, while this node joins.
+        self._lan_answered: asyncio.Future[PeerId] | None = None
         self._initial: dict[PeerId, list[str]] = {}
         self._tasks = Tasks()
         self._records = RecordCache()
@@ -378,14 +388,16 @@ class Directory:
         try:
             async with asyncio.timeout(self._startup_timeout_s + 3 * CONNECT_S + CALL_S):
                 await self._daemon.start()
+                await self._tasks.__aenter__()
+                if self._lan is not None:
+                    self._tasks.keep(self._lan.keep, name="local network")
                 answered, refusal = await self._connect_to_known()
         except TimeoutError:
-            await self._daemon.stop()
+            await self._stop()
             raise DirectoryError(f"the directory did not start within {self._startup_timeout_s:g} s") from None
         except BaseException:
-            await self._daemon.stop()
+            await self._stop()
             raise
-        await self._tasks.__aenter__()
         self._tasks.keep(self._supervise, name="directory supervisor")
         self._tasks.keep(self._keep_connected, name="directory keeper")
         try:
@@ -400,9 +412,12 @@ class Directory:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._tasks.__aexit__(kind, error, trace)
-        await self._daemon.stop()
+        await self._stop()
         await self._save()
+
+    async def _stop(self) -> None:
+        await self._tasks.__aexit__(None, None, None)
+        await self._daemon.stop()
 
     # -- for the user ------------------------------------------------------------------------------------------------
 
@@ -592,7 +607,7 @@ class Directory:
         for peer, where in self._initial.items():
             self._book.add(peer, where)
         candidates = [peer for peer in self._book.peers() if peer != self.peer_id]
-        reasons = await self._connect_to_some(candidates)
+        reasons = await self._connect_to_some_or_lan(candidates)
         if None not in reasons.values() and any(str(reason).startswith(SILENT) for reason in reasons.values()):
             await self._daemon.stop()
             await self._daemon.start()
@@ -684,6 +699,34 @@ class Directory:
             await asyncio.gather(*waiting, return_exceptions=True)
         return {peer: LATE if task in waiting else task.result() for task, peer in tasks.items()}
 
+    async def _connect_to_some_or_lan(self, peers: list[PeerId]) -> dict[PeerId, str | None]:
+        """As ``_connect_to_some``, but also end when a peer of the local network answers, which is then in the result.
+
+        If none of ``peers`` answers, wait LAN_S for one."""
+        if self._lan is None or not peers:
+            return await self._connect_to_some(peers)
+        loop = asyncio.get_running_loop()
+        began, self._lan_answered = loop.time(), loop.create_future()
+        known = asyncio.create_task(self._connect_to_some(peers), name="meet known peers")
+        try:
+            either: list[asyncio.Future[Any]] = [known, self._lan_answered]
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if known.done() and None not in known.result().values() and self._lan.is_on:
+                await asyncio.wait([self._lan_answered], timeout=began + LAN_S - loop.time())
+            reasons: dict[PeerId, str | None] = known.result() if known.done() else dict.fromkeys(peers, LATE)
+            return reasons | ({self._lan_answered.result(): None} if self._lan_answered.done() else {})
+        finally:
+            self._lan_answered = None
+            known.cancel()
+            await asyncio.gather(known, return_exceptions=True)
+
+    def _on_lan(self, peer: PeerId, where: list[str]) -> None:
+        """Connect to a peer that announced itself on the local network."""
+        self._book.add(peer, where)
+        if peer not in self._pinged:
+            self._pinged.add(peer)
+            self._tasks.spawn(self._ping(peer), name=f"meet {peer}")
+
     async def _connect(self, peer: PeerId, *, by_detour: bool = False) -> str | None:
         """Connect to ``peer`` at its known addresses. Returns None, or the reason why that failed."""
         return await self._daemon.connect(peer, self._book.addresses_of(peer), CONNECT_S, by_detour=by_detour)
@@ -767,8 +810,9 @@ class Directory:
         finally:
             self._pinged.discard(peer)
         self._pings.record_result(peer, asyncio.get_running_loop().time(), is_answered=reason is None)
-        if reason is None and self._answered is not None and not self._answered.done():
-            self._answered.set_result(peer)
+        for waiting in (self._answered, self._lan_answered):
+            if reason is None and waiting is not None and not waiting.done():
+                waiting.set_result(peer)
 
     async def _remember_connected(self) -> None:
         for peer, where in (await self._daemon.connected_peers()).items():

@@ -101,13 +101,15 @@ async def start(
             say(f"--found-from is not used: run {config.name} exists here and continues (another one: --name NAME)")
         with hold(options.folder, earlier):
             patience_s = await asyncio.to_thread(_patience_s, earlier, options)
-            async with open_directory(identity, directory_options, options.folder, patience_s) as directory:
+            async with open_directory(
+                identity, directory_options, options.folder, patience_s, earlier.run
+            ) as directory:
                 return await _continue_run(earlier, None, options, identity, directory, say)
     begin = partial(_found, options=options, founder=identity.peer_id, found_from=found_from)
     manifest, initial = await asyncio.to_thread(begin, config)
     if found_from is not None:
         say(f"begins with the state of {found_from}")
-    async with open_directory(identity, directory_options, options.folder) as directory:
+    async with open_directory(identity, directory_options, options.folder, run=manifest.run) as directory:
         other = await RunLookup(directory).find_namesake(manifest, LOOK_S if directory_options.initial_peers else 0.0)
         name = config.name if other is None else decide(*other)
         if other is not None and not name:
@@ -152,7 +154,7 @@ async def start_from_script(
         if manifest.run in await asyncio.to_thread(RunStore(options.folder).standings):
             new.take()  # free version 0 before a checkpoint is read, since two models need twice the memory
             initial = None
-        async with open_directory(identity, directory_options, options.folder) as directory:
+        async with open_directory(identity, directory_options, options.folder, run=manifest.run) as directory:
             again = partial(found_from_script, foundation, identity.peer_id)
             return await _continue_run(manifest, initial, options, identity, directory, say, again=again)
 
@@ -184,7 +186,8 @@ async def join(
     )
     kept = await asyncio.to_thread(_unfinished_run, options, wanted, mine, directory_options.initial_peers)
     patience_s = 0.0 if kept is None else WAKE_S
-    async with open_directory(identity, directory_options, options.folder, patience_s) as directory:
+    known = mine.run if mine is not None else None if kept is None else kept.run
+    async with open_directory(identity, directory_options, options.folder, patience_s, known) as directory:
         if mine is not None:
             run = mine.run
         else:
@@ -216,7 +219,7 @@ async def resume(
     with hold(options.folder, manifest):
         directory_options = await asyncio.to_thread(_without_needless_peers, directory_options, options, manifest)
         patience_s = await asyncio.to_thread(_patience_s, manifest, options, folders)
-        async with open_directory(identity, directory_options, options.folder, patience_s) as directory:
+        async with open_directory(identity, directory_options, options.folder, patience_s, manifest.run) as directory:
             invite = directory_options.invite
             return await _continue_run(manifest, None, options, identity, directory, say, folders, invite)
 

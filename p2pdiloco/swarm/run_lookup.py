@@ -68,6 +68,8 @@ class DirectoryOptions(msgspec.Struct, frozen=True, kw_only=True):
     initial_peers: tuple[str, ...] = ()
     invite: Invite | None = None
     """Invite with which to join. Its addresses are among the initial peers."""
+    has_lan: bool = True
+    """Whether to look for peers of the run on the local network."""
 
 
 def check_directory_addresses(texts: Iterable[str]) -> None:
@@ -83,9 +85,15 @@ def check_directory_addresses(texts: Iterable[str]) -> None:
 
 @contextlib.asynccontextmanager
 async def open_directory(
-    identity: Identity, options: DirectoryOptions, folder: Path | None, patience_s: float = 0.0
+    identity: Identity,
+    options: DirectoryOptions,
+    folder: Path | None,
+    patience_s: float = 0.0,
+    run: RunId | None = None,
 ) -> AsyncIterator[Directory]:
     """Open the directory, with a cache of its peers' addresses in ``folder`` (None: no cache).
+
+    run: the run, if it is known: its peers are looked for on the local network, too.
 
     Raises:
         DirectoryError: none of the initial (and remembered) peers answers within ``patience_s`` (0: at once).
@@ -103,6 +111,7 @@ async def open_directory(
         cache_path=None if folder is None else folder / CACHE,
         patience_s=patience_s,
         narrow_paths=NarrowPaths(None if folder is None else folder / "narrow-paths.json"),
+        lan_run=run if options.has_lan else None,
     )
     async with directory:
         if ports is not None and not options.announce:  # announced addresses show the forwarded port, not ours

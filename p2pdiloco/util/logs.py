@@ -87,7 +87,7 @@ bottom_line = BottomLine()
 LogFormat = Literal["text", "json"]
 
 ROOT = "p2pdiloco"
-FOREIGN = ("asyncio", "py.warnings")
+FOREIGN = ("asyncio", "py.warnings", "zeroconf")
 """Loggers of libraries whose warnings belong in this log."""
 
 LEVELS = {10: "debug", 20: "info", 30: "warning", 40: "error", 50: "critical"}

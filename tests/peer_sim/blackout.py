@@ -26,20 +26,23 @@ RETURN_S = 40.0
 """When the last peer comes back, at most."""
 LOOK_S = 0.5
 STEP_S = 0.4
-GRACE_SHARE = 0.7
-"""As most runs have it; with none, slower peers' contributions are often late."""
+TURN_STEPS, GRACE_SHARE = 8, 0.7
+"""In shorter turns, or with no grace, contributions of slower peers are often late, also without a power cut."""
 RUN_S = 240.0
 """Length of the run: nobody may finish it alone before the others are back."""
 
 
 def darkened(setting: WorldSetting, random: Random) -> WorldSetting:
-    """With three to five peers, all of which train, and a longer run. Merges wait for slower peers' contributions."""
+    """With three to five peers, all of which train, and a longer run, in which merges wait for slower peers."""
     peers = (setting.peers * 5)[: random.randint(3, 5)]
     trainers = tuple(
-        msgspec.structs.replace(peer, is_follower=False, step_s=STEP_S * random.choice((1.0, 1.2, 2.0)))
+        msgspec.structs.replace(peer, is_follower=False, step_s=STEP_S * random.choice((1.0, 1.2, 1.5)))
         for peer in peers
     )
-    schedule = msgspec.structs.replace(setting.schedule, grace_share=GRACE_SHARE)
+    turn_steps = TURN_STEPS * setting.schedule.fragments
+    schedule = msgspec.structs.replace(
+        setting.schedule, sync_every=turn_steps, overlap=turn_steps // 2, grace_share=GRACE_SHARE
+    )
     return msgspec.structs.replace(setting, peers=trainers, schedule=schedule, steps=int(RUN_S / STEP_S))
 
 
