@@ -168,7 +168,7 @@ class Auditor:
         if proof is not None:
             self._audits.append(WrongMerge(*proof))
             if self._auditing is None or self._auditing.done():
-                self._auditing = self._host.spawn(self._audit_waiting(), name="audits")
+                self._auditing = self._host.keep(self._audit_waiting, name="audits")
 
     def accused(self, accuser: PeerId, accusation: WrongMerge) -> None:
         """Check what ``accuser`` says of an owner."""
@@ -180,7 +180,7 @@ class Auditor:
             self._accusations[accuser] = deque(maxlen=EVIDENCE_MOST)
         self._accusations[accuser].append(accusation)
         if self._checking is None or self._checking.done():
-            self._checking = self._host.spawn(self._check_waiting(), name="accusations")
+            self._checking = self._host.keep(self._check_waiting, name="accusations")
 
     def _is_heard(self, accuser: PeerId) -> bool:
         return accuser not in self._ignored and self._unchecked.available(accuser, self._host.now()) >= 1.0

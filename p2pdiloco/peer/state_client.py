@@ -570,7 +570,7 @@ class StateClient:
         self._plan.begin(shard, download.sizes, peer)
         self._plan.add(peer)
         if self._looking is None:
-            self._looking = self._host.spawn(self._keep_asking(), name="look after downloads")
+            self._looking = self._host.keep(self._keep_asking, name="look after downloads")
         self._ask_more()
         try:
             await download.done
@@ -581,13 +581,11 @@ class StateClient:
 
     async def _keep_asking(self) -> None:
         """Look for donors and overdue requests at intervals, while something is being fetched."""
-        try:
-            while not self._plan.is_idle:
-                self._find_donors()
-                self._ask_more()
-                await self._host.sleep(LOOK_S)
-        finally:
-            self._looking = None
+        while not self._plan.is_idle:
+            self._find_donors()
+            self._ask_more()
+            await self._host.sleep(LOOK_S)
+        self._looking = None
 
     def _find_donors(self) -> None:
         """Add donors, besides the peers that offered a shard. The choice stays the same while these peers live."""
