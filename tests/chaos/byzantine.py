@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from msgspec.structs import replace
 
-from p2pdiloco.codec import digests, merge, quantization
+from p2pdiloco.codec import agreement, digests, merge, quantization
 from p2pdiloco.codec.digests import list_bytes
 from p2pdiloco.codec.shard_codec import Bodies
 from p2pdiloco.net.flow_control import Granter
@@ -31,7 +31,7 @@ from p2pdiloco.peer.state_server import StateServer
 from p2pdiloco.protocol import aggregation, block_assignment, heartbeat
 from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol.chain import NO_MARK, record_of
-from p2pdiloco.protocol.config import BATCH_ROOM, RANGE_TURNS
+from p2pdiloco.protocol.config import BATCH_ROOM, LEAST_FACTOR, RANGE_TURNS
 from p2pdiloco.protocol.connectivity import Connectivity, fingerprint, listed
 from p2pdiloco.protocol.contributions import Contributions, DeltaReconciliation
 from p2pdiloco.protocol.counted_tokens import TokenCounts
@@ -78,6 +78,7 @@ FLOOD_MESSAGES = 100
 FORGED_STEPS = 6
 NOTHING = digest_of(b"nothing")
 NO_TIME_S = 1e-9
+CROWD = 8
 BULKY = 290
 OVERWRITTEN, OVERWRITING = 17, 3.0
 """The first parameters of a chunk, one of so many, and their new value."""
@@ -650,9 +651,37 @@ def _selfish() -> None:
     _put(aggregation.Aggregation, "_view", alone)
 
 
-def _puppet_gives(core: Core, mine: msg.Contribution) -> msg.Contribution:
-    """The same contribution in the name of a second key, which is connected to nobody."""
-    learner = learner_id(_node.puppet.peer_id, "1")
+def _crowd() -> None:
+    """As an owner it names all contributions, and more of its own: eight keys that are connected to nobody have given
+    the same as its learner. The merge is right."""
+    keys, sound = [Identity.ephemeral() for _ in range(CROWD)], aggregation.Aggregation.merge_if_due
+    _crowd_ids.update(key.peer_id for key in keys)
+
+    def merge_crowd(self: aggregation.Aggregation, shard: ShardId) -> None:
+        given = self.collections[shard].given
+        mine = next((c for c in given.values() if peer_of(c.contributor.learner) == self.core.config.peer), None)
+        if mine is None:
+            return
+        for key in keys:
+            theirs = _puppet_gives(self.core, mine, key)
+            given[theirs.contributor.learner] = theirs
+        sound(self, shard)
+
+    def judge(self: agreement.AgreementHistory, peers: Sequence[str], _: Any) -> agreement.Judgement:
+        own = {_node.cache._identity.peer_id, *_crowd_ids}
+        return agreement.Judgement([100 if peer in own else LEAST_FACTOR for peer in peers], [])
+
+    _put(aggregation.Aggregation, "merge_if_due", merge_crowd)
+    _put(agreement.AgreementHistory, "judge", judge)
+
+
+_crowd_ids: set[str] = set()
+
+
+def _puppet_gives(core: Core, mine: msg.Contribution, key: Identity | None = None) -> msg.Contribution:
+    """The same contribution in the name of another key, which is connected to nobody."""
+    key = key or _node.puppet
+    learner = learner_id(key.peer_id, "1")
     mark = core.chains[mine.shard].marks.get(learner, NO_MARK)
     own = mine.contributor
     theirs = replace(
@@ -664,9 +693,7 @@ def _puppet_gives(core: Core, mine: msg.Contribution) -> msg.Contribution:
         steps_to=mark.steps + own.steps,
         blocks=(),
     )
-    return replace(
-        mine, contributor=signed(_node.puppet, core.config.run, mine.shard, mine.base.id, theirs, mine.payload)
-    )
+    return replace(mine, contributor=signed(key, core.config.run, mine.shard, mine.base.id, theirs, mine.payload))
 
 
 def _puppet() -> None:
@@ -1022,6 +1049,9 @@ LIES: dict[str, Lie] = {
     "hurry": Lie(_hurry, _is_short),
     "fast": Lie(_fast, lambda m: _is_heartbeat(m, lambda beat: beat.step_time_s == NO_TIME_S)),
     "selfish": Lie(_selfish, lambda m: _is_commit(m, lambda h: len(h.contributors) == 1)),
+    "crowd": Lie(
+        _crowd, lambda m: _is_commit(m, lambda h: any(peer_of(c.learner) in _crowd_ids for c in h.contributors))
+    ),
     "puppet": Lie(_puppet, lambda m: _is_commit(m, lambda h: any(_is_puppet(c) for c in h.contributors))),
     "hub": Lie(_hub, lambda m: _is_heartbeat(m, lambda beat: beat.hears is not None and _PUPPET in beat.hears)),
     "slander": Lie(_slander, lambda m: isinstance(m, msg.WrongMerge)),

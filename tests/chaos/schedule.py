@@ -49,22 +49,8 @@ LIES = frozenset(
         *("values", "tokens", "others", "steps", "heads", "blocks", "weight", "tiny", "flip", "noise", "merges"),
         *("x10", "x1000", "random", "drift", "hidden", "replay", "stale", "labels", "turns", "loss"),
         *("reversed", "static", "first", "idle", "reconnect", "states", "grafts", "forks", "flood"),
-        *(
-            "hurry",
-            "fast",
-            "selfish",
-            "puppet",
-            "hub",
-            "slander",
-            "stall",
-            "late",
-            "patchy",
-            "orphans",
-            "bulky",
-            "sink",
-            "lingers",
-            "overwrites",
-        ),
+        *("hurry", "fast", "selfish", "puppet", "crowd", "hub", "slander", "stall", "late", "patchy", "orphans"),
+        *("bulky", "sink", "lingers", "overwrites"),
     )
 )
 """The lies of hostile peers (``byzantine.py``)."""
