@@ -38,6 +38,7 @@ def node(output: Path, use: str) -> None:
     if use == "become":
         with open(output, "ab") as told, open(__file__, "rb") as link, open(os.__file__, "rb") as memory:
             process = first.become(["--name", "x"], link.fileno(), memory.fileno(), told.fileno())
+        assert first._ours.fileno() < 0, "the node keeps no end of it"
         status = asyncio.run(process.wait())
     else:
         first.dismiss()

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
 from collections.abc import Coroutine
 from typing import Any
 
 import pytest
 
 from p2pdiloco.nat import rendezvous_server
-from p2pdiloco.nat.rendezvous_server import Budget
+from p2pdiloco.nat.rendezvous_server import Budget, Relay
 from tests.peer_sim.loop import VirtualLoop
 
 
@@ -85,3 +87,22 @@ def test_turns_are_long_for_one_and_short_for_many() -> None:
         assert Budget(None).turn_bytes == rendezvous_server.LARGEST_BYTES
 
     run(work())
+
+
+def test_a_pair_that_has_ended_leaves_no_descriptor_open() -> None:
+    async def work() -> None:
+        (a, ours), (b, theirs) = socket.socketpair(), socket.socketpair()
+        with a, b, ours, theirs:
+            for end in (a, b):
+                end.setblocking(False)
+            before = len(os.listdir("/proc/self/fd"))
+            carrying = asyncio.create_task(Relay(None).carry(a, b, [0, 0]))
+            ours.sendall(b"x")
+            while not await asyncio.to_thread(theirs.recv, 1):
+                pass
+            for end in (ours, theirs):
+                end.shutdown(socket.SHUT_WR)
+            await carrying
+            assert len(os.listdir("/proc/self/fd")) == before
+
+    asyncio.run(work())

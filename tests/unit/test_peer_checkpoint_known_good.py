@@ -145,3 +145,10 @@ def test_what_is_put_aside_stays_aside_after_a_power_cut(tmp_path: Path) -> None
     assert checkpoint.go_back(peer.folder, Watched()) == 1
     assert done[-1] == "sync"
     assert "rename" in done
+
+
+def test_a_mark_whose_checkpoint_is_gone_marks_nothing(tmp_path: Path) -> None:
+    peer = Peer(tmp_path)
+    peer.trains(3.0, 2.5)
+    (peer.folder / "state-00000009.good").write_bytes(b"")
+    assert good_number(peer.folder) == 1

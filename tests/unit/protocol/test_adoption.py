@@ -381,3 +381,15 @@ def test_a_repair_is_asked_for_until_it_comes_and_who_is_alone_goes_on() -> None
     alone = Stage()
     assert not only(alone.tell(SPOILT) + alone.wait(3.0), ef.Fetch)
     assert not alone.machine.replication.repairing
+
+
+def test_a_commit_that_the_head_has_overtaken_waits_no_longer() -> None:
+    """A1d: one of the head's own version neither, whose parent another chain has."""
+    stage = Stage(B, C)
+    other = msg.Head(SHARD, 1, digest("another parent"), 5)
+    stage.hear(C, msg.Commit(commit_on(other, tokens(C, 0, 40), owner=C)))
+    assert stage.machine.replication.orphans.of_shard(SHARD)
+    for turn in range(2):
+        stage.take(stage.commit(tokens(B, 40 * turn, 40 * (turn + 1))))
+    assert stage.head().version == 2
+    assert not stage.machine.replication.orphans.of_shard(SHARD)
