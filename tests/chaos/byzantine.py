@@ -35,7 +35,6 @@ from p2pdiloco.protocol.config import BATCH_ROOM, LEAST_FACTOR, RANGE_TURNS
 from p2pdiloco.protocol.connectivity import Connectivity, fingerprint, listed
 from p2pdiloco.protocol.contributions import Contributions, DeltaReconciliation
 from p2pdiloco.protocol.counted_tokens import TokenCounts
-from p2pdiloco.protocol.data_blocks import Block
 from p2pdiloco.protocol.events import ShardState
 from p2pdiloco.protocol.ids import DIGEST_BYTES, Digest, FragmentId, ShardId, digest_of, learner_id, peer_of
 from p2pdiloco.protocol.messages import MAX_CLAIMS, Head, Heads, commit_id, signed_commit_bytes
@@ -79,7 +78,6 @@ FORGED_STEPS = 6
 NOTHING = digest_of(b"nothing")
 NO_TIME_S = 1e-9
 CROWD = 8
-BULKY = 290
 OVERWRITTEN, OVERWRITING = 17, 3.0
 """The first parameters of a chunk, one of so many, and their new value."""
 SINK = 200
@@ -807,8 +805,8 @@ def _orphans() -> None:
 
 
 def _overwrites() -> None:
-    """Its merges are right, but of one chunk it signs the digest of values of its own. Peers that do not draw it take
-    their memory for faulty, and may fetch that chunk from it."""
+    """Its merges are right, but of a chunk that others may not check it signs the digest of values of its own. They
+    take their memory for faulty, and fetch that chunk from it."""
     merge_shard, digests_after, applied = ModelState.merge, ModelState._next_digests, ModelState.apply
 
     def merged(self: ModelState, shard: ShardId, base: Digest, version: int, *rest: Any, **options: Any) -> Any:
@@ -817,7 +815,7 @@ def _overwrites() -> None:
 
     def unchecked(self: ModelState, shard: ShardId, version: int) -> int | None:
         chunks = len(self._chunks(shard))
-        return version % chunks if chunks > 1 else None
+        return version % chunks if chunks > 1 else None  # which of them others check is not known
 
     def listed_after(self: ModelState, shard: ShardId, bodies: Any, factors: Any) -> bytes:
         found, chunk = bytearray(digests_after(self, shard, bodies, factors)), unchecked(self, shard, _shard.version)
@@ -881,40 +879,6 @@ def _sink() -> None:
     tasks: list[Any] = []
     _at_first_beat(begin)
     _put(Granter, "top_up", lambda self, account: False if _node.is_sink else sound(self, account))
-
-
-def _bulky() -> None:
-    """All are sent two commits that exclude each other. Each fits into a message, but the two together do not."""
-    sent = set[Any]()
-
-    def contradict() -> None:
-        asyncio.get_running_loop().call_later(1.0, contradict)
-        core, transport = _node.core, _node.transport
-        if not core.is_current:
-            return
-        shard = ShardId(0)
-        parent = core.head(shard)
-        for peer in [peer for peer in transport.peers() if peer not in sent]:
-            sent.add(peer)
-            for number in range(2):
-                own = _bulky_commit(core, parent, number)
-                data = CommitParts(own.signature, _no_digests(core, shard), b"nothing")
-                transport.send(peer, encode(msg.Commit(own.header)), join_commit(data))
-
-    _at_first_beat(contradict)
-
-
-def _bulky_commit(core: Core, parent: Head, number: int) -> SignedCommit:
-    identity, run = _node.cache._identity, core.config.run
-    small = _own_commit(core, parent, core.chains[parent.shard].counts, digest_of(_no_digests(core, parent.shard)))
-    blocks = tuple(Block(2**55 + i) for i in range(MAX_CLAIMS))
-    ranges = [
-        msg.Contributor(learner_id(identity.peer_id, f"{i:04d}"), number, 1000, 0, FORGED_STEPS, blocks)
-        for i in range(BULKY)
-    ]
-    given = tuple(signed(identity, run, parent.shard, parent.id, mine, NOTHING) for mine in ranges)
-    header = replace(small.header, contributors=given)
-    return SignedCommit(header, identity.sign(signed_commit_bytes(commit_id(header))))
 
 
 def _no_digests(core: Core, shard: ShardId) -> bytes:
@@ -1062,6 +1026,5 @@ LIES: dict[str, Lie] = {
     "sink": Lie(_sink, lambda m: _is_heartbeat(m, lambda beat: _node.is_sink)),
     "overwrites": Lie(_overwrites, lambda m: _is_commit(m, lambda header: header.payload in _node.merged)),
     "lingers": Lie(_lingers, lambda m: _is_heartbeat(m, lambda beat: beat.is_participating)),
-    "bulky": Lie(_bulky, lambda m: _is_commit(m, lambda header: len(header.contributors) == BULKY)),
     "flood": Lie(_flood, lambda m: isinstance(m, msg.Refused) and m.reason == FLOODED),
 }

@@ -50,7 +50,7 @@ LIES = frozenset(
         *("x10", "x1000", "random", "drift", "hidden", "replay", "stale", "labels", "turns", "loss"),
         *("reversed", "static", "first", "idle", "reconnect", "states", "grafts", "forks", "flood"),
         *("hurry", "fast", "selfish", "puppet", "crowd", "hub", "slander", "stall", "late", "patchy", "orphans"),
-        *("bulky", "sink", "lingers", "overwrites"),
+        *("sink", "lingers", "overwrites"),
     )
 )
 """The lies of hostile peers (``byzantine.py``)."""
