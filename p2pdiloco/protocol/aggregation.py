@@ -197,6 +197,39 @@ class ResponseTimes:
         self._delays.pop(peer, None)
 
 
+# -- Owners that leave contributions out -------------------------------------------------------------------------------
+
+
+class OmissionRates:
+    """How often each owner's commits leave this peer's learner out.
+
+    An owner need not wait for a contribution that is late, and no audit can tell. But a learner that is late is late
+    for all owners alike, so only an owner that leaves it out more often than the others do is suspected.
+    """
+
+    def __init__(self) -> None:
+        self._latest: dict[PeerId, deque[bool]] = {}
+        """For each owner, whether its latest commits left the learner out; the longest silent owner first."""
+
+    def record(self, owner: PeerId, *, is_left_out: bool) -> None:
+        """Record a commit that was made while the learner trained."""
+        latest = self._latest.pop(owner, None) or deque(maxlen=OMISSIONS_KEPT)
+        latest.append(is_left_out)
+        self._latest[owner] = latest
+        if len(self._latest) > OWNERS_REMEMBERED:
+            del self._latest[next(iter(self._latest))]
+
+    def is_unfair(self, owner: PeerId) -> bool:
+        """Return whether ``owner`` leaves the learner out in more than a quarter of its commits, and more than twice
+        as often as the others do."""
+        latest = self._latest.get(owner, ())
+        if len(latest) < OMISSIONS_LEAST:
+            return False
+        others = [one for peer, their in self._latest.items() if peer != owner for one in their]
+        usual = sum(others) / len(others) if others else 0.0
+        return sum(latest) / len(latest) > max(0.25, 2.0 * usual)
+
+
 # -- Aggregation -------------------------------------------------------------------------------------------------------
 
 
@@ -205,8 +238,10 @@ TURNS_KEPT = 15
 PAIR = 2
 """Participants of which one is enough: nobody can tell which of two contributions is usual."""
 LEFT_OUT_TAKEOVERS = 2
-"""Takeover times for which a peer does not apply a commit that left most contributions out, its own among them. The
-next owner merges them in the second."""
+"""Takeover times for which a peer does not apply a suspected owner's commit that left most contributions out. The next
+owner merges them in the second."""
+OMISSIONS_KEPT, OMISSIONS_LEAST, OWNERS_REMEMBERED = 8, 3, 1024
+"""Commits of an owner that are remembered, that are needed to suspect it, and owners that are remembered."""
 OWN_TRIES = 8
 """Attempts to apply an own commit before a peer that is alone makes another."""
 
@@ -227,7 +262,6 @@ class Collection:
     __slots__ = (
         "answered",
         "began_at",
-        "few_at",
         "given",
         "held_until",
         "is_closed",
@@ -248,8 +282,6 @@ class Collection:
         self.held_until = math.inf
         """When the round opens without an announcement."""
         self.quorum_at: float | None = None
-        self.few_at = math.inf
-        """When a commit came in its owner's turn that most did not contribute to."""
         self.is_unusual = False
         """Whether a commit was found due although most did not contribute and its owner's turn had not come."""
         self.is_closed = False
@@ -285,6 +317,7 @@ class Aggregation:
         self.guests: set[PeerId] = set()
         """Peers whose contributions arrive through other peers."""
         self.response_times = ResponseTimes(len(core.chains))
+        self.omissions = OmissionRates()
         self.turn_s = core.config.takeover_floor_s
         """Usual time from the announcement of a turn to its last commit, in seconds."""
         self._turns_s: deque[float] = deque((self.turn_s,), maxlen=TURNS_KEPT)
@@ -321,13 +354,13 @@ class Aggregation:
         wanted = overlap + 3 * self.turn_s + 4 * membership.slowest_round_trip_s
         return min(max(wanted, config.takeover_floor_s), config.takeover_ceiling_s)
 
-    def turn_of(self, header: CommitHeader, left_out_since: float) -> float:
+    def turn_of(self, header: CommitHeader) -> float:
         """Return when the owner of ``header``, a child of the head, may merge as far as is known here (own clock).
 
         It may at once if more than half of the participants took part: a peer contributes to the owner that it
         considers next. An owner of rank 0 may a little later, as it has to wait for the others (``wait_for_most_s``).
-        But if it left out what it had had from this peer in time (``left_out_since``), the next owner comes first,
-        which gets all contributions after the takeover time.
+        But if it leaves this learner out more often than others do, the next owner comes first, which gets all
+        contributions after the takeover time (``OmissionRates``).
         """
         core, collection = self.core, self.collections[header.shard]
         able = set(core.membership.participating)
@@ -338,9 +371,7 @@ class Aggregation:
         is_pair = len(able) <= PAIR and not rank
         if core.departure or 2 * len(took_part) > len(able) or is_pair:
             return core.now
-        if not rank:
-            collection.few_at = min(collection.few_at, core.now)
-        if not rank and collection.few_at - left_out_since > self.commit_patience_s():
+        if not rank and self.omissions.is_unfair(header.owner):
             began_at = collection.began_at if collection.opened_at is None else collection.opened_at
             return max(core.now, began_at + LEFT_OUT_TAKEOVERS * self.takeover_s())
         wait_s = rank * self.takeover_s() if rank else self.wait_for_most_s()
@@ -686,6 +717,10 @@ class Aggregation:
         last = self.collections[shard]
         began_at = min(core.now, last.began_at + self.unusual_s()) if last.is_unusual else core.now
         self.collections[shard] = Collection(began_at)
+        header, learner = change.taken, core.learner
+        if isinstance(header, CommitHeader) and learner is not None and core.is_participating():
+            is_in = any(c.learner == learner.id for c in header.contributors)
+            self.omissions.record(header.owner, is_left_out=not is_in)
         self.guests = set(filter(core.membership.connectivity.is_afar, self.guests))
         self._retries.pop(shard, None)
         early, self.early[shard] = self.early[shard], {}

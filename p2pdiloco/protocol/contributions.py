@@ -11,7 +11,6 @@ Rules of this file:
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from typing import Final, NamedTuple
 
@@ -203,12 +202,10 @@ class FragmentTurn:
 class Pending:
     """A contribution that is neither merged nor superseded."""
 
-    __slots__ = ("asked", "beyond", "contribution", "offered_at", "rank", "target")
+    __slots__ = ("asked", "beyond", "contribution", "rank", "target")
 
     def __init__(self, contribution: Contribution) -> None:
         self.contribution = contribution
-        self.offered_at = 0.0
-        """When ``target`` was offered it."""
         self.rank = 0
         """Number of owners that have missed their takeover time."""
         self.asked: set[PeerId] = set()
@@ -374,15 +371,6 @@ class Contributions:
         pending = self.pending.get(shard)
         return pending is not None and pending.contribution.contributor.tokens > 0
 
-    def left_out_since(self, header: CommitHeader) -> float:
-        """Return since when the owner of ``header`` has been offered a contribution of this learner that the commit
-        leaves out; infinite if there is none."""
-        pending = self.pending.get(header.shard)
-        if pending is None or not self.has_given(header.shard) or pending.target != header.owner:
-            return math.inf
-        is_in = any(c.learner == pending.contribution.contributor.learner for c in header.contributors)
-        return math.inf if is_in else pending.offered_at
-
     def on_encoded(self, event: Encoded) -> None:
         """Offer a shard's encoded outer gradient, unless its base is no longer the head."""
         shard, given = event.shard, event.contributor
@@ -451,7 +439,6 @@ class Contributions:
             pending.asked.clear()
         pending.target = next(peer for peer in ranked if peer not in pending.asked and peer not in pending.beyond)
         pending.asked.add(pending.target)
-        pending.offered_at = core.now
         if pending.target == core.config.peer:
             self.aggregation.collect(pending.target, pending.contribution)
         else:

@@ -225,7 +225,7 @@ class Replication:
         is_own = header.owner == self.core.config.peer
         if is_own or self.ancestry.is_followed_by_most(header.shard, self.orphans.descendants(header.shard, new_id)):
             return self.core.now
-        return self.aggregation.turn_of(header, self.contributions.left_out_since(header))
+        return self.aggregation.turn_of(header)
 
     def on_turn(self, shard: ShardId) -> None:
         """Apply the commit that waited for its owner's turn."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 
 import pytest
 from stage import SHARD, A, B, C, D, Stage, bare, head_of, life, only, sent, tokens
@@ -10,6 +10,7 @@ from stage import SHARD, A, B, C, D, Stage, bare, head_of, life, only, sent, tok
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
+from p2pdiloco.protocol.aggregation import OmissionRates
 from p2pdiloco.protocol.ids import PeerId, RunId
 from p2pdiloco.protocol.ownership import Candidates, ranked_owners
 
@@ -221,24 +222,47 @@ def test_a_commit_in_turn_that_few_took_part_in_waits_as_its_owner_has_to() -> N
     assert is_applied(stage.wait(0.2 * wait_s), alone)
 
 
-def test_a_commit_that_leaves_out_what_its_owner_had_in_time_comes_after_the_next_owners() -> None:
+def test_a_commit_of_an_owner_that_leaves_this_learner_out_comes_after_the_next_owners() -> None:
     """O5d: it may be right, so that no audit finds it, and hold what nobody can compare with anything."""
-    for is_in_time in (True, False):
+    for is_unfair in (True, False):
         stage = Stage(B, C, D, owners="bcda")
-        takeover_s = stage.machine.aggregation.takeover_s()
+        omissions = stage.machine.aggregation.omissions
+        for _ in range(3):
+            omissions.record(B, is_left_out=True)
+            omissions.record(C, is_left_out=not is_unfair)
         given = [message for _, message in sent(stage.give(), msg.Contribution)]
-        assert given
-        stage.wait(0.6 if is_in_time else 0.3)
         alone = stage.commit(tokens(B, 0, 40), owner=B)
-        effects = stage.hear(B, msg.Commit(alone)) + stage.wait(1.0)
-        assert is_applied(effects, alone) != is_in_time
-        if is_in_time:
-            effects = stage.wait(takeover_s - 1.5)
+        effects = stage.hear(B, msg.Commit(alone)) + stage.wait(1.2)
+        assert is_applied(effects, alone) != is_unfair
+        if is_unfair:
+            effects = stage.wait(stage.machine.aggregation.takeover_s() - 1.0)
             assert [to for to, _ in sent(effects, msg.Contribution)] == [C], "the next owner gets it"
             every = (given[0].contributor, tokens(C, 0, 40), tokens(D, 0, 40))
             joint = stage.commit(*sorted(map(bare, every), key=lambda c: c.learner), owner=C)
             assert not is_applied(effects, alone)
             assert is_applied(stage.hear(C, msg.Commit(joint)), joint)
+
+
+def test_an_owner_is_suspected_if_it_leaves_a_learner_out_more_often_than_others_do() -> None:
+    """O5d: who is slow is late for all."""
+    rates = OmissionRates()
+    for is_left_out in (True, True):
+        rates.record(B, is_left_out=is_left_out)
+    assert not rates.is_unfair(B), "two are too few"
+    rates.record(B, is_left_out=True)
+    assert rates.is_unfair(B)
+    for is_left_out in (True, False):
+        rates.record(C, is_left_out=is_left_out)
+    assert not rates.is_unfair(B), "others leave it out half of the time"
+    for _ in range(6):
+        rates.record(C, is_left_out=False)
+    assert rates.is_unfair(B)
+    for _ in range(6):
+        rates.record(B, is_left_out=False)
+    assert not rates.is_unfair(B), "a quarter of its last eight"
+    stage = Stage(B, C, D, owners="bcda")
+    stage.take(stage.commit(tokens(B, 0, 40), tokens(C, 0, 40), tokens(D, 0, 40)))
+    assert [*stage.machine.aggregation.omissions._latest.values()] == [deque((True,))]
 
 
 def test_who_says_it_is_far_faster_than_all_others_is_believed_to_be_eight_times_faster() -> None:
