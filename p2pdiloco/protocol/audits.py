@@ -25,6 +25,10 @@ AUDIT_SHARE = 0.1
 """Expected number of audits of a commit, over all peers. An owner that always lies is thus found after ten commits on
 average. An audit moves each contribution once and a version moves it twice (up, and down as part of the commits to all
 peers), so audits cost 5 % of the traffic."""
+LONG_AUDITS = 2.0
+"""The same for an update that is longer than usual, and for a young chain's: there an owner could do most harm."""
+LONG = 3
+"""An update is longer than usual if its length is more than a third of the largest that is allowed."""
 AUDITED_VERSIONS = 4
 """Number of versions of a shard's chain during which their owner keeps the contributions for auditors."""
 MISSES = 3
@@ -49,8 +53,11 @@ class Audits:
         if not isinstance(header, CommitHeader) or not core.is_current or core.departure:
             return
         if header.owner in membership.live and header.owner not in membership.owners.barred:
+            is_young = core.chains[change.shard].norm_bound.is_young
+            is_long = header.longest > 0.0 and (is_young or LONG * header.length > header.longest)
             # The live peers without the owner, and this one, are as many as the live peers.
-            chance = 1.0 if header.owner in self._missing else AUDIT_SHARE / len(membership.live)
+            share = (LONG_AUDITS if is_long else AUDIT_SHARE) / len(membership.live)
+            chance = 1.0 if header.owner in self._missing else min(1.0, share)
             core.effects.append(Audit(change.shard, change.head.id, chance))
 
     def on_audited(self, event: Audited) -> None:

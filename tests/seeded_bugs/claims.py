@@ -361,6 +361,15 @@ BUGS = (
         "test_equivocations.py::test_who_begins_from_a_disk_hears_others_before_it_commits",
     ),
     _bug(
+        "long steps are audited as seldom as short ones",
+        "audits",
+        "Audits.on_head_changed",
+        "LONG * header.length > header.longest",
+        "False",
+        "an owner inserts ten of the longest steps before it is found, on average",
+        "test_audits.py::test_steps_with_which_an_owner_could_do_most_harm_are_audited_by_two[8-11.0-2.0]",
+    ),
+    _bug(
         "slow owners make the takeover time longer",
         "aggregation",
         "Aggregation.record_turn",
