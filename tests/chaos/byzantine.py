@@ -665,7 +665,7 @@ def _crowd() -> None:
             given[theirs.contributor.learner] = theirs
         sound(self, shard)
 
-    def judge(self: agreement.AgreementHistory, peers: Sequence[str], _: Any) -> agreement.Judgement:
+    def judge(self: agreement.AgreementHistory, peers: Sequence[str], *_: Any, **__: Any) -> agreement.Judgement:
         own = {_node.cache._identity.peer_id, *_crowd_ids}
         return agreement.Judgement([100 if peer in own else LEAST_FACTOR for peer in peers], [])
 
