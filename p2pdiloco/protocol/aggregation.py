@@ -368,10 +368,10 @@ class Aggregation:
             able.add(core.config.peer)
         took_part = able.intersection((header.owner, *(peer_of(c.learner) for c in header.contributors)))
         rank = self._rank_of(header.owner, header.shard)
-        is_pair = len(able) <= PAIR and not rank
-        if core.departure or 2 * len(took_part) > len(able) or is_pair:
+        is_pair, is_crowd = len(able) <= PAIR and not rank, self._is_crowd(header)
+        if core.departure or (not is_crowd and (2 * len(took_part) > len(able) or is_pair)):
             return core.now
-        if not rank and self.omissions.is_unfair(header.owner):
+        if is_crowd or (not rank and self.omissions.is_unfair(header.owner)):
             began_at = collection.began_at if collection.opened_at is None else collection.opened_at
             return max(core.now, began_at + LEFT_OUT_TAKEOVERS * self.takeover_s())
         wait_s = rank * self.takeover_s() if rank else self.wait_for_most_s()
@@ -380,6 +380,18 @@ class Aggregation:
         turn = collection.began_at + self.unusual_s()
         collection.is_unusual = turn <= core.now
         return turn if collection.opened_at is None else min(turn, collection.opened_at + wait_s)
+
+    def _is_crowd(self, header: CommitHeader) -> bool:
+        """Return whether a commit names contributors that nobody here hears, and the others, without its owner, are at
+        most half of all. An owner can make keys, whose contributions are then what all are measured by."""
+        membership = self.core.membership
+        givers = {peer_of(c.learner) for c in header.contributors}
+        heard = {
+            peer
+            for peer in givers
+            if peer in membership.peers or peer == self.core.config.peer or membership.connectivity.is_afar(peer)
+        }
+        return heard < givers and 2 * len(heard - {header.owner}) <= len(givers)
 
     def wait_for_most_s(self) -> float:
         """Return how long after the quorum an owner waits if at most half of the participants have answered."""

@@ -125,7 +125,9 @@ def test_errors_name_the_field(tmp_path: Path, text: str, told: str) -> None:
 
 
 def test_an_unknown_plan_is_answered_with_those_that_there_are() -> None:
-    with pytest.raises(PlanError, match="half-hour, hostile, hostile-short, liars, liars-short, peer-hour, quick"):
+    with pytest.raises(
+        PlanError, match="half-hour, hostile, hostile-short, liars, liars-large, liars-short, peer-hour, quick"
+    ):
         find_plan("slow")
 
 

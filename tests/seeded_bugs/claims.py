@@ -379,6 +379,15 @@ BUGS = (
         "test_values.py::test_a_merge_of_one_contribution_may_be_half_as_long_as_one_of_several",
     ),
     _bug(
+        "a commit may name any number of keys that nobody hears",
+        "aggregation",
+        "Aggregation._is_crowd",
+        "2 * len(heard - {header.owner}) <= len(givers)",
+        "False",
+        "an owner names eight keys of its own, and its merge is what they gave",
+        "test_ownership.py::test_a_commit_whose_givers_nobody_hears_comes_after_the_next_owners",
+    ),
+    _bug(
         "slow owners make the takeover time longer",
         "aggregation",
         "Aggregation.record_turn",

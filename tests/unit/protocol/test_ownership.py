@@ -243,6 +243,21 @@ def test_a_commit_of_an_owner_that_leaves_this_learner_out_comes_after_the_next_
             assert is_applied(stage.hear(C, msg.Commit(joint)), joint)
 
 
+def test_a_commit_whose_givers_nobody_hears_comes_after_the_next_owners() -> None:
+    """O5e: an owner can make keys, and what they give is then what all others' contributions are measured by."""
+    for keys, is_crowd in ((0, False), (1, True), (8, True)):
+        stage = Stage(B, C, D, owners="bcda", has_learner=False)
+        stage.announce(B, 4)
+        crowd = [PeerId(f"k{number}") for number in range(keys)]
+        header = stage.commit(*(tokens(peer, 0, 40) for peer in sorted([B, C, D, *crowd])), owner=B)
+        effects = stage.hear(B, msg.Commit(header))
+        assert is_applied(effects, header) != is_crowd, keys
+        takeover_s = stage.machine.aggregation.takeover_s()
+        if is_crowd:
+            assert not is_applied(stage.wait(1.9 * takeover_s), header)
+            assert is_applied(stage.wait(0.3 * takeover_s), header), "nobody else has made one"
+
+
 def test_an_owner_is_suspected_if_it_leaves_a_learner_out_more_often_than_others_do() -> None:
     """O5d: who is slow is late for all."""
     rates = OmissionRates()
