@@ -108,6 +108,8 @@ IGNORED_MOST = 1024
 # The payloads of a commit take at most so long together: for the first answer, for each to wait for other traffic
 # (``state_server.YIELD_MOST_S``) and to come over a slow link, and in all.
 ANSWER_S, TURN_S, SLOWEST_BYTES_PER_S, CASE_S = 20.0, 2.0, 50_000, 300.0
+# The first answer to an own audit takes at most the takeover time, if that is between this and ``ANSWER_S``.
+LEAST_ANSWER_S = 3.0
 # A peer that no longer has a payload says so at once.
 PROMPT_S = 1.0
 # Payloads of one commit that are held in memory, for an audit and for an accusation; a commit with more is not audited.
@@ -115,9 +117,13 @@ CASE_MOST_BYTES = 512 << 20
 
 
 class _Case:
-    """The collection of one commit's payloads, from ``began`` to ``until`` at the latest."""
+    """The collection of one commit's payloads, from ``began`` to ``until`` at the latest.
 
-    def __init__(self, began: float, until: float) -> None:
+    ``answer_s``: for how long each payload may be waited for, besides the time in which it comes.
+    """
+
+    def __init__(self, began: float, until: float, answer_s: float) -> None:
+        self.answer_s = answer_s
         self.began = began
         self.until = until
         # Peers that did not answer, or sent something else. They are not asked again.
@@ -153,8 +159,8 @@ class Auditor:
         self._unchecked: RateLimiter[PeerId] = RateLimiter(burst=UNCHECKED, per_s=UNCHECKED_PER_S)
         # Ordered set, the oldest first.
         self._ignored: dict[PeerId, None] = {}
-        # Commits to audit, as if their merges were wrong.
-        self._audits: deque[WrongMerge] = deque()
+        # Commits to audit, as if their merges were wrong, and how long their owners may take to answer.
+        self._audits: deque[tuple[WrongMerge, float]] = deque()
         # Accusations by accuser, the accuser that waits longest first.
         self._accusations: dict[PeerId, deque[WrongMerge]] = {}
         self._auditing: asyncio.Task[None] | None = None
@@ -166,7 +172,7 @@ class Auditor:
             return
         proof = self._payload_cache.shards[effect.shard].proofs.get(effect.commit)
         if proof is not None:
-            self._audits.append(WrongMerge(*proof))
+            self._audits.append((WrongMerge(*proof), min(ANSWER_S, max(LEAST_ANSWER_S, effect.patience_s))))
             if self._auditing is None or self._auditing.done():
                 self._auditing = self._host.keep(self._audit_waiting, name="audits")
 
@@ -193,14 +199,14 @@ class Auditor:
 
     async def _audit_waiting(self) -> None:
         while self._audits and not self._driver.is_closed:
-            await self._audit(self._audits.popleft())
+            await self._audit(*self._audits.popleft())
 
-    async def _audit(self, commit: WrongMerge) -> None:
+    async def _audit(self, commit: WrongMerge, answer_s: float) -> None:
         """Make a merge again, unless its owner may have dropped the contributions by now."""
         header, asked_at = commit.header, self._version(commit)
         if not self._is_open(commit) or asked_at >= header.version + AUDITED_VERSIONS:
             return
-        case = self._begin(header)
+        case = self._begin(header, answer_s)
         is_right = await self._judge(commit, (header.owner,), case)
         if is_right is False or self._driver.is_closed:
             return
@@ -227,7 +233,7 @@ class Auditor:
         owner = accusation.owner
         is_right = None
         if await self._is_signed(accuser, accusation):
-            is_right = await self._judge(accusation, (accuser, owner), self._begin(accusation.header))
+            is_right = await self._judge(accusation, (accuser, owner), self._begin(accusation.header, ANSWER_S))
         if is_right:
             self._ignore(accuser, f"it accuses {owner} of a wrong merge, which is right")
         elif is_right is None and accuser not in self._ignored:
@@ -288,10 +294,10 @@ class Auditor:
 
     # -- payloads ------------------------------------------------------------------------------------------------------
 
-    def _begin(self, header: CommitHeader) -> _Case:
+    def _begin(self, header: CommitHeader, answer_s: float) -> _Case:
         count, most = len(audited_payloads(header)), self._most_bytes(header)
-        now, case_s = self._host.now(), ANSWER_S + count * (TURN_S + most / SLOWEST_BYTES_PER_S)
-        return _Case(now, now + min(CASE_S, case_s))
+        now, case_s = self._host.now(), answer_s + count * (TURN_S + most / SLOWEST_BYTES_PER_S)
+        return _Case(now, now + min(CASE_S, case_s), answer_s)
 
     def _most_bytes(self, header: CommitHeader) -> int:
         return compression.payload_limit(self._layout.shards[header.shard].elements)
@@ -327,7 +333,7 @@ class Auditor:
     async def _ask(self, peer: PeerId, header: CommitHeader, digest: Digest, case: _Case) -> Payload | None:
         """Return a payload from ``peer``."""
         most = self._most_bytes(header)
-        timeout_s = min(case.until - self._host.now(), ANSWER_S + most / SLOWEST_BYTES_PER_S)
+        timeout_s = min(case.until - self._host.now(), case.answer_s + most / SLOWEST_BYTES_PER_S)
         if timeout_s <= 0.0:
             return None
         wanted = encode(GetPayload(header.shard, commit_id(header), digest))

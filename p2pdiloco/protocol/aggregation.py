@@ -369,9 +369,12 @@ class Aggregation:
         took_part = able.intersection((header.owner, *(peer_of(c.learner) for c in header.contributors)))
         rank = self._rank_of(header.owner, header.shard)
         is_pair, is_crowd = len(able) <= PAIR and not rank, self._is_crowd(header)
-        if core.departure or (not is_crowd and (2 * len(took_part) > len(able) or is_pair)):
+        is_suspect = is_crowd or (
+            2 * len(took_part) <= len(able) and not rank and self.omissions.is_unfair(header.owner)
+        )
+        if not is_suspect and (core.departure or 2 * len(took_part) > len(able) or is_pair):
             return core.now
-        if is_crowd or (not rank and self.omissions.is_unfair(header.owner)):
+        if is_suspect:
             began_at = collection.began_at if collection.opened_at is None else collection.opened_at
             return max(core.now, began_at + LEFT_OUT_TAKEOVERS * self.takeover_s())
         wait_s = rank * self.takeover_s() if rank else self.wait_for_most_s()
@@ -382,16 +385,15 @@ class Aggregation:
         return turn if collection.opened_at is None else min(turn, collection.opened_at + wait_s)
 
     def _is_crowd(self, header: CommitHeader) -> bool:
-        """Return whether a commit names contributors that nobody here hears, and the others, without its owner, are at
-        most half of all. An owner can make keys, whose contributions are then what all are measured by."""
-        membership = self.core.membership
-        givers = {peer_of(c.learner) for c in header.contributors}
-        heard = {
-            peer
-            for peer in givers
-            if peer in membership.peers or peer == self.core.config.peer or membership.connectivity.is_afar(peer)
-        }
-        return heard < givers and 2 * len(heard - {header.owner}) <= len(givers)
+        """Return whether a commit names contributors that nobody hears, and the others, without its owner, are at most
+        half of all. An owner can make keys, whose contributions are then what all are measured by.
+
+        Where some peers hear each other only through others, nobody can tell.
+        """
+        membership, givers = self.core.membership, {peer_of(c.learner) for c in header.contributors}
+        heard = {peer for peer in givers if peer in membership.peers or peer == self.core.config.peer}
+        is_told = not membership.connectivity.afar and heard < givers
+        return is_told and 2 * len(heard - {header.owner}) <= len(givers)
 
     def wait_for_most_s(self) -> float:
         """Return how long after the quorum an owner waits if at most half of the participants have answered."""
@@ -729,15 +731,19 @@ class Aggregation:
         last = self.collections[shard]
         began_at = min(core.now, last.began_at + self.unusual_s()) if last.is_unusual else core.now
         self.collections[shard] = Collection(began_at)
-        header, learner = change.taken, core.learner
-        if isinstance(header, CommitHeader) and learner is not None and core.is_participating():
-            is_in = any(c.learner == learner.id for c in header.contributors)
-            self.omissions.record(header.owner, is_left_out=not is_in)
+        if isinstance(change.taken, CommitHeader):
+            self._record_omission(change.taken)
         self.guests = set(filter(core.membership.connectivity.is_afar, self.guests))
         self._retries.pop(shard, None)
         early, self.early[shard] = self.early[shard], {}
         for sender in sorted(early):
             self.collect(sender, early[sender])
+
+    def _record_omission(self, header: CommitHeader) -> None:
+        learner = self.core.learner
+        if learner is not None and self.core.is_participating() and header.owner != self.core.config.peer:
+            is_in = any(c.learner == learner.id for c in header.contributors)
+            self.omissions.record(header.owner, is_left_out=not is_in)
 
     def forget(self, peer: PeerId) -> None:
         """Drop early contributions of a peer that has left. The peer sends them again if it comes back."""

@@ -6,8 +6,8 @@ Rules of this file:
 2. Each peer that could audit a commit does so with a probability that makes ``AUDIT_SHARE`` audits in all. The driver
    draws: neither the owner nor another peer can foresee it.
 3. An owner keeps the contributions of its newest merges for auditors. One that does not deliver them is not barred, as
-   it may have restarted. But each of its next commits is audited, and while it goes on like that, each counts as a
-   missed takeover time.
+   it may have restarted. But each audit for which it does not counts as a missed takeover time, and each of its next
+   commits is audited.
 """
 
 from __future__ import annotations
@@ -31,8 +31,6 @@ LONG = 3
 """An update is longer than usual if its length is more than a third of the largest that is allowed."""
 AUDITED_VERSIONS = 4
 """Number of versions of a shard's chain during which their owner keeps the contributions for auditors."""
-MISSES = 3
-"""Consecutive audits for which an owner does not deliver until each counts as a missed takeover time."""
 MISSING_MOST = 1024
 """Owners whose missing deliveries are remembered; the latest stay."""
 
@@ -43,8 +41,8 @@ class Audits:
     def __init__(self, core: Core, aggregation: Aggregation) -> None:
         self.core = core
         self._aggregation = aggregation
-        self._missing: dict[PeerId, int] = {}
-        """Consecutive audits for which an owner did not deliver."""
+        self._missing: dict[PeerId, None] = {}
+        """Owners that did not deliver for the last audit; the dict serves as an ordered set."""
 
     def on_head_changed(self, change: HeadChange) -> None:
         """Have the commit audited if its owner can be asked."""
@@ -58,7 +56,7 @@ class Audits:
             # The live peers without the owner, and this one, are as many as the live peers.
             share = (LONG_AUDITS if is_long else AUDIT_SHARE) / len(membership.live)
             chance = 1.0 if header.owner in self._missing else min(1.0, share)
-            core.effects.append(Audit(change.shard, change.head.id, chance))
+            core.effects.append(Audit(change.shard, change.head.id, chance, self._aggregation.takeover_s()))
 
     def on_audited(self, event: Audited) -> None:
         """Count audits for which an owner did not deliver what it should still have."""
@@ -69,16 +67,15 @@ class Audits:
             return
         if owner not in core.membership.live or event.head_version > event.version + 1:
             return
-        misses = self._missing[owner] = min(self._missing.pop(owner, 0) + 1, MISSES)
+        if owner not in self._missing:
+            core.note("warning", "audit", f"{owner} does not deliver what it merged, so it owns after all others")
+        self._missing[owner] = None
         if len(self._missing) > MISSING_MOST:
             oldest = next(iter(self._missing))
             del self._missing[oldest]
             owners.withholding.discard(oldest)
-        if misses == MISSES:
-            if owner not in owners.withholding:
-                core.note("warning", "audit", f"{owner} does not deliver what it merged, so it owns after all others")
-            owners.withholding.add(owner)
-            core.membership.on_takeover_missed(owner, core.now, self._aggregation.takeover_s())
+        owners.withholding.add(owner)
+        core.membership.on_takeover_missed(owner, core.now, self._aggregation.takeover_s())
 
     def payloads(self, shard: ShardId, size_of: SizeOf, most_bytes: int) -> set[Digest]:
         """Return the payloads of the contributions to this peer's newest merges that fit into ``most_bytes`` together;

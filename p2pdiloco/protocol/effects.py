@@ -123,6 +123,8 @@ class Audit(msgspec.Struct, frozen=True, array_like=True, tag="audit"):
     shard: ShardId
     commit: Digest
     chance: float
+    patience_s: float = math.inf
+    """Time in which the owner should begin to answer."""
 
 
 class HangUp(msgspec.Struct, frozen=True, array_like=True, tag="hang-up"):

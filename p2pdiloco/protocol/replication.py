@@ -321,6 +321,8 @@ class Replication:
         if peer == core.config.peer:
             return  # an own commit of an earlier run, which is not on this chain
         self.ancestry.record_head(peer, theirs)
+        if ("turn", shard) in core.alarms:  # a commit waits here, and most others may have applied it
+            core.alarms.set(("turn", shard), core.now)
         chain = core.chains[shard]
         if chain.head is None or shard in self.applying:
             return
