@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable
-from statistics import median_low
 from typing import NamedTuple
 
 from p2pdiloco.protocol.chain import HeadChange
@@ -234,7 +233,6 @@ class OmissionRates:
 
 
 SMOOTHING = 0.2
-TURNS_KEPT = 15
 PAIR = 2
 """Participants of which one is enough: nobody can tell which of two contributions is usual."""
 LEFT_OUT_TAKEOVERS = 2
@@ -319,9 +317,7 @@ class Aggregation:
         self.response_times = ResponseTimes(len(core.chains))
         self.omissions = OmissionRates()
         self.turn_s = core.config.takeover_floor_s
-        """Usual time from the announcement of a turn to its last commit, in seconds."""
-        self._turns_s: deque[float] = deque((self.turn_s,), maxlen=TURNS_KEPT)
-        """That of the latest turns."""
+        """Smoothed time from the announcement of a turn to its last commit, in seconds."""
         self.sync_s = 0.0
         """Smoothed time from closing a collection to the commit, in seconds."""
         self.jobs: dict[ShardId, Job] = {}
@@ -329,20 +325,15 @@ class Aggregation:
         self.own_commits = OwnCommitLog(len(core.chains), core.config.log_length)
         self._retries: dict[ShardId, Retry] = {}
         """Own commits that could not be applied, by shard."""
-        self._waited_for: set[tuple[PeerId, ShardId]] = set()
-        """Departing peers that were waited for in vain once."""
         self._unsure_until: dict[ShardId, float] = {}
         """Shards restored from disk whose newer heads no peer has reported yet, and the time until which to wait."""
 
     # -- measured times ------------------------------------------------------------------------------------------------
 
     def record_turn(self, seconds: float) -> None:
-        """Record the duration of a turn, from its announcement to its last commit.
-
-        The median counts: owners that commit just before the takeover time must not make that longer.
-        """
-        self._turns_s.append(min(seconds, self.core.config.takeover_ceiling_s))
-        self.turn_s = median_low(self._turns_s)
+        """Add the duration of a turn, from its announcement to its last commit, to the mean."""
+        seconds = min(seconds, self.core.config.takeover_ceiling_s)
+        self.turn_s += SMOOTHING * (seconds - self.turn_s)
 
     def takeover_s(self) -> float:
         """Return how long an owner may take before the next in rank takes over, in seconds.
@@ -369,9 +360,8 @@ class Aggregation:
         took_part = able.intersection((header.owner, *(peer_of(c.learner) for c in header.contributors)))
         rank = self._rank_of(header.owner, header.shard)
         is_pair, is_crowd = len(able) <= PAIR and not rank, self._is_crowd(header)
-        is_suspect = is_crowd or (
-            2 * len(took_part) <= len(able) and not rank and self.omissions.is_unfair(header.owner)
-        )
+        is_unfair = not rank and not self._is_any_leaving() and self.omissions.is_unfair(header.owner)
+        is_suspect = is_crowd or (is_unfair and 2 * len(took_part) <= len(able))
         if not is_suspect and (core.departure or 2 * len(took_part) > len(able) or is_pair):
             return core.now
         if is_suspect:
@@ -385,23 +375,29 @@ class Aggregation:
         return turn if collection.opened_at is None else min(turn, collection.opened_at + wait_s)
 
     def _is_crowd(self, header: CommitHeader) -> bool:
-        """Return whether a commit names contributors that nobody hears, and the others, without its owner, are at most
-        half of all. An owner can make keys, whose contributions are then what all are measured by.
+        """Return whether a commit names contributors that this peer never met, and the others, without its owner, are
+        at most half of all. An owner can make keys, whose contributions are then what all are measured by.
 
         Where some peers hear each other only through others, nobody can tell.
         """
         membership, givers = self.core.membership, {peer_of(c.learner) for c in header.contributors}
-        heard = {peer for peer in givers if peer in membership.peers or peer == self.core.config.peer}
+        heard = {peer for peer in givers if peer in membership.met or peer == self.core.config.peer}
         is_told = not membership.connectivity.afar and heard < givers
         return is_told and 2 * len(heard - {header.owner}) <= len(givers)
 
     def wait_for_most_s(self) -> float:
-        """Return how long after the quorum an owner waits if at most half of the participants have answered."""
+        """Return how long after the quorum an owner waits if at most half of the participants have answered.
+
+        While a peer leaves, no round waits: its time is short.
+        """
         core = self.core
-        if not core.config.grace_share:
+        if not core.config.grace_share or self._is_any_leaving():
             return 0.0
         turn_s = core.config.sync_every * core.membership.median_step_s(core.step_time_s())
         return min(turn_s, self.takeover_s()) / 2
+
+    def _is_any_leaving(self) -> bool:
+        return self.core.departure == "leaving" or self.core.membership.is_any_leaving()
 
     def unusual_s(self) -> float:
         """Return how often commits that most participants did not contribute to may come from other ranks than 0."""
@@ -573,8 +569,6 @@ class Aggregation:
         core.alarms.cancel(("close", shard))
         core.note("debug", "close", f"shard {shard} version {head.version + 1}: {decision.reason}")
         collection.is_closed = True
-        absent = core.membership.participating - collection.answered
-        self._waited_for.update((peer, shard) for peer in absent if core.membership.is_departing(peer))
         contributions = tuple(collection.given[learner] for learner in sorted(collection.given))
         self.jobs[shard] = Job(head.id, contributions, core.now)
         longest = core.chains[shard].longest([c.contributor for c in contributions])
@@ -620,7 +614,7 @@ class Aggregation:
             if len(absent) + is_waiting_for_me + len(collection.answered) > PAIR and not self._have_most(collection):
                 grace_s = max(grace_s, self.wait_for_most_s() - quorum_s)
         takeover_s = self.takeover_s()
-        if membership.is_any_departing(frozenset(p for p in absent if (p, shard) not in self._waited_for)):
+        if membership.is_any_departing(absent):
             # A departing peer has no later turn. It goes when its own time is up, and what waits here goes with it.
             grace_s = min(config.leave_s, config.finish_s) / 2
         grace_s = min(grace_s, takeover_s)
@@ -748,7 +742,6 @@ class Aggregation:
     def forget(self, peer: PeerId) -> None:
         """Drop early contributions of a peer that has left. The peer sends them again if it comes back."""
         self.response_times.forget(peer)
-        self._waited_for = {(one, shard) for one, shard in self._waited_for if one != peer}
         for early in self.early:
             early.pop(peer, None)
 

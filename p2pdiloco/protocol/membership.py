@@ -184,6 +184,7 @@ class Membership:
         "interval_s",
         "live",
         "me",
+        "met",
         "owners",
         "participating",
         "partition_detector",
@@ -200,6 +201,8 @@ class Membership:
         self.interval_s = interval_s
         """Seconds between two heartbeats in a small swarm."""
         self.peers: dict[PeerId, PeerView] = {}
+        self.met: dict[PeerId, None] = {}
+        """Peers that were connected once, the first ones first."""
         self.sequence = 0
         self.sent_at: deque[float] = deque(maxlen=SENT_KEPT)
         """Send times of the last heartbeats; the newest has number ``sequence``."""
@@ -227,6 +230,9 @@ class Membership:
         if peer not in self.peers and len(self.peers) >= MAX_PEERS:
             return False
         self.peers[peer] = PeerView(peer, now)
+        self.met[peer] = None
+        if len(self.met) > 2 * MAX_PEERS:
+            del self.met[next(iter(self.met))]
         return True
 
     def disconnect(self, peer: PeerId) -> None:
@@ -383,6 +389,10 @@ class Membership:
     def is_any_departing(self, peers: frozenset[PeerId]) -> bool:
         """Return whether one of these live peers is leaving."""
         return any(map(self.is_departing, peers))
+
+    def is_any_leaving(self) -> bool:
+        """Return whether a live peer that participates is leaving before the run's end."""
+        return any(beat.phase == "leaving" and beat.is_participating for beat in self._beats())
 
     def is_departing(self, peer: PeerId) -> bool:
         """Return whether this live peer is leaving."""

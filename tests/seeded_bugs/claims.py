@@ -388,15 +388,6 @@ BUGS = (
         "test_ownership.py::test_a_commit_whose_givers_nobody_hears_comes_after_the_next_owners",
     ),
     _bug(
-        "slow owners make the takeover time longer",
-        "aggregation",
-        "Aggregation.record_turn",
-        "median_low(self._turns_s)",
-        "sum(self._turns_s) / len(self._turns_s)",
-        "an owner that commits just in time makes all rounds as long as may be",
-        "test_timers.py::test_an_owner_that_is_as_slow_as_it_may_be_does_not_make_the_takeover_time_longer",
-    ),
-    _bug(
         "a state that follows the head is believed at once",
         "commit_validation",
         "AncestryCheck._is_plausible(self, chain, parted, version)",

@@ -173,19 +173,6 @@ def test_for_a_peer_on_its_way_out_no_owner_waits_until_it_is_gone() -> None:
         assert merged(stage.wait(0.02)) == [(tokens(B, 0, 40),)]
 
 
-def test_for_a_peer_that_never_goes_the_owner_waits_once() -> None:
-    """M4c: one that says it is leaving, and gives nothing, made each round as long as may be."""
-    stage = owner(B, C, grace_share=0.0)
-    stage.says(C, phase="leaving")
-    takeover_s = stage.machine.aggregation.takeover_s()
-    effects = stage.offer(B) + stage.wait(takeover_s + 0.1)
-    assert merged(effects) == [(tokens(B, 0, 40),)]
-    stage.work(effects)
-    assert stage.head().version == 1
-    stage.machine.core.membership.owners.candidates = ((A, 1.0),)
-    assert merged(stage.offer(B, 40, 80)) == [(tokens(B, 40, 80),)]
-
-
 def test_a_shard_has_one_merge_under_way_at_a_time() -> None:
     """M5: the head moves while a merge is under way; the next begins only when that one has ended."""
     stage = owner(B)
