@@ -571,7 +571,7 @@ class Aggregation:
         collection.is_closed = True
         contributions = tuple(collection.given[learner] for learner in sorted(collection.given))
         self.jobs[shard] = Job(head.id, contributions, core.now)
-        longest = core.chains[shard].longest([c.contributor for c in contributions])
+        longest = core.chains[shard].longest(c.contributor for c in contributions)
         core.effects.append(Merge(shard, head, contributions, longest))
 
     def _is_majority(self, answered: set[PeerId]) -> bool:

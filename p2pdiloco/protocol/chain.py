@@ -161,13 +161,12 @@ class Chain:
         """Return the counted tokens of the next commit's contributions, in total, and the chain's counts after it."""
         return self.counts.count([c.tokens for c in contributors], self.limits.first_tokens, factors)
 
-    def longest(self, contributors: Sequence[Contributor]) -> float:
+    def longest(self, contributors: Iterable[Contributor]) -> float:
         """Return the largest allowed norm of a merged outer gradient of these contributors."""
         steps = max(c.steps for c in contributors)
-        is_lone = len(contributors) == 1
-        return self.norm_bound.longest(steps, self.limits.turn_steps, self._first, is_lone=is_lone)
+        return self.norm_bound.longest(steps, self.limits.turn_steps, self._first)
 
-    def stated_longest(self, contributors: Sequence[Contributor]) -> float:
+    def stated_longest(self, contributors: Iterable[Contributor]) -> float:
         """Return ``longest`` as a commit states it: a finite number, 0 if no limit is known."""
         longest = self.longest(contributors)
         return min(longest, MOST_LENGTH) if longest < math.inf else 0.0

@@ -23,9 +23,6 @@ OCTAVE = 1024
 LEAP = 5 * OCTAVE // 2
 """Maximum leap: a merged update is at most 6 times as long as the mean. While a rate warms up it becomes 4.7 times as
 long after eight versions, and 2.8 times when one learner of eight stays."""
-LONE_LEAP = 3 * OCTAVE // 2
-"""The same for an update of one contribution, with which no other can be compared: 3 times. Beside seven others, a
-contribution is 2.8 times as long as their merge."""
 EARLY_LEAP = 4 * OCTAVE
 """The same while the mean counts few versions: after a first contribution of one step, the next may be 12 times longer.
 """
@@ -45,13 +42,13 @@ class NormBound(msgspec.Struct, frozen=True, array_like=True):
     octaves: int = 0
     """Mean length per inner step, in octaves."""
 
-    def longest(self, steps: int, turn_steps: int, first: float, *, is_lone: bool = False) -> float:
+    def longest(self, steps: int, turn_steps: int, first: float) -> float:
         """Return the maximum length of an update of ``steps`` inner steps.
 
-        ``first`` is the maximum per step for the first update of a chain. ``is_lone``: it has one contribution.
+        ``first`` is the maximum per step for the first update of a chain.
         """
         reach = _reach(steps, turn_steps)
-        leap = EARLY_LEAP if self.is_young else LONE_LEAP if is_lone else LEAP
+        leap = EARLY_LEAP if self.is_young else LEAP
         return power(self.octaves + leap + octaves(reach)) if self.counted else first * reach
 
     def after(self, length: float, steps: int, turn_steps: int) -> NormBound:

@@ -370,15 +370,6 @@ BUGS = (
         "test_audits.py::test_steps_with_which_an_owner_could_do_most_harm_are_audited_by_two[8-11.0-2.0]",
     ),
     _bug(
-        "a merge of one contribution may be as long as one of several",
-        "chain",
-        "Chain.longest",
-        "len(contributors) == 1",
-        "False",
-        "a contribution with which nothing can be compared moves the model twice as far",
-        "test_values.py::test_a_merge_of_one_contribution_may_be_half_as_long_as_one_of_several",
-    ),
-    _bug(
         "a commit may name any number of keys that nobody hears",
         "aggregation",
         "Aggregation._is_crowd",

@@ -45,7 +45,7 @@ class Brought:
 
 
 @contextlib.asynccontextmanager
-async def nobody(*_: Any) -> AsyncIterator[None]:
+async def nobody(*_: Any, **__: Any) -> AsyncIterator[None]:
     """A directory that is not asked."""
     yield
 

@@ -181,10 +181,11 @@ def test_a_join_that_was_cut_off_goes_on_with_what_it_had(tmp_path: Path) -> Non
             await stage.train(ann, *[1.0] * 32)
             await stage.wait(3.0)
             cid = await stage.add("cid", has_learner=False)
-            ann.queued[cid.id] = 32 << 20  # chunks yield to it, two seconds each
-            await stage.wait(20.0)
-            had = sum(version >= 0 for version in cid.versions)
-            assert 4 <= had < 16
+            ann.queued[cid.id] = 32 << 20  # chunks yield to it, two seconds each, as it is being read
+            while (had := sum(version >= 0 for version in cid.versions)) < 4:
+                await stage.wait(0.1)
+                ann.queued[cid.id] -= 100_000
+            assert had < 16
             stage.kill(cid)
             folder = tmp_path / "cid" / INCOMING
             kept = load_kept(folder, stage.manifest)

@@ -71,7 +71,6 @@ def test_a_merged_step_is_at_most_a_leap_longer_than_those_before() -> None:
     assert longest == pytest.approx(16.0)
     old = NormBound(MEMORY, 0)
     assert old.longest(4, 4, 1.0) == pytest.approx(24.0), "4 steps, each of at most 6"
-    assert old.longest(4, 4, 1.0, is_lone=True) == pytest.approx(12.0), "nobody else's to compare with"
     stage.take(counted(stage, 40, 0.99 * longest))
     assert stage.head().version == 2
     effects = stage.take(counted(stage, 40, 1e30))
@@ -87,14 +86,6 @@ def counted(stage: Stage, given: int, length: float) -> msg.CommitHeader:
     is_sound = 0.0 < length < 1e38
     record = chain.record_after(stage.head().version + 1, contributors, length if is_sound else 1.0)
     return stage.commit(*contributors, length=length, record=record)
-
-
-def test_a_merge_of_one_contribution_may_be_half_as_long_as_one_of_several() -> None:
-    """V1b: with no other one to compare it with."""
-    chain = Stage(B, C, has_learner=False, sizes=Sizes(elements=(100,))).machine.core.chains[SHARD]
-    chain.norm_bound = NormBound(MEMORY, 0)
-    both = chain.longest((tokens(B, 0, 40), tokens(C, 0, 40)))
-    assert chain.longest((tokens(C, 0, 40),)) == pytest.approx(both / 2)
 
 
 def test_the_mean_of_lengths_is_the_same_everywhere() -> None:
@@ -137,11 +128,6 @@ def test_learners_that_come_back_and_rates_that_are_warmed_up_fit() -> None:
     for turn in range(1, 40):  # 1,000 steps of warm-up
         length = TURN * (TURN * turn - TURN / 2)
         assert length <= norm_bound.longest(TURN, TURN, 1.0)
-        norm_bound = norm_bound.after(length, TURN, TURN)
-    norm_bound = NO_NORM
-    for turn in range(1, 40):  # also where one learner trains alone, from its first round on
-        length = TURN * (TURN * turn - TURN / 2)
-        assert length <= norm_bound.longest(TURN, TURN, length, is_lone=True)
         norm_bound = norm_bound.after(length, TURN, TURN)
 
 
