@@ -453,6 +453,10 @@ class Endpoint:
         if self._context.scores.blame(peer, FORGED if is_forged else BODY, now) and connection is not None:
             connection.break_off("too much data that cannot be parsed or is forged")
 
+    def is_shut_out(self, peer: PeerId, now: float) -> bool:
+        """Return whether ``peer`` is blocked for what it sent."""
+        return self._context.scores.is_shut_out(peer, now)
+
     def disconnect(self, peer: PeerId, reason: str, now: float) -> None:
         """Disconnect ``peer``: flush queued data for at most ``part_s`` seconds, and tell it ``reason``."""
         self._context.now = now

@@ -148,6 +148,9 @@ class Links(Protocol):
         """Record that ``peer`` sent malformed data. After too much of it, the peer is blocked for a while: after a few
         messages if they were forged."""
 
+    def is_shut_out(self, peer: PeerId) -> bool:
+        """Return whether ``peer`` is blocked for what it sent."""
+
 
 class Handle(Protocol):
     """A scheduled call that can be cancelled."""

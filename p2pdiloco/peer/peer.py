@@ -391,7 +391,7 @@ class Peer:
     def disconnected(self, peer: PeerId, reason: str) -> None:
         """Handle the end of a connection."""
         if self.machine.view.is_connected(peer):  # the machine does not know observers
-            self.driver.feed(ev.PeerDisconnected(peer, reason))
+            self.driver.feed(ev.PeerDisconnected(peer, reason, self.host.links.is_shut_out(peer)))
 
     def message(
         self, peer: PeerId, body: bytes | msg.Message, payload: memoryview | None

@@ -69,6 +69,8 @@ class PeerDisconnected(msgspec.Struct, frozen=True, array_like=True, tag="discon
 
     peer: PeerId
     reason: str
+    is_shut_out: bool = False
+    """This peer closed it, because of what ``peer`` sent, and lets it in no more for a while."""
 
 
 class Received(msgspec.Struct, frozen=True, array_like=True, tag="received"):

@@ -16,6 +16,7 @@ from collections.abc import Iterable
 
 from p2pdiloco.protocol.aggregation import Aggregation
 from p2pdiloco.protocol.block_assignment import BlockAssignment
+from p2pdiloco.protocol.connectivity import fingerprint
 from p2pdiloco.protocol.contributions import Contributions
 from p2pdiloco.protocol.effects import HangUp, Send
 from p2pdiloco.protocol.ids import FragmentId, PeerId
@@ -53,10 +54,12 @@ class Heartbeats:
         if self.core.membership.connect(peer, self.core.now):
             self.send_heartbeats((self.core.membership.peers[peer],))
 
-    def on_lost(self, peer: PeerId, why: str, *, said_goodbye: bool = False) -> None:
-        """Handle the end of a connection, or a peer's goodbye."""
+    def on_lost(self, peer: PeerId, why: str, *, said_goodbye: bool = False, is_shut_out: bool = False) -> None:
+        """Handle the end of a connection, or a peer's goodbye. A peer that is shut out was not cut off, either."""
         membership = self.core.membership
         parted = membership.connectivity.on_goodbye(peer) if said_goodbye else NOBODY
+        if is_shut_out:
+            parted = frozenset((fingerprint(peer),))
         membership.disconnect(peer)
         self.aggregation.forget(peer)
         self.replication.on_peers_lost((peer,))  # ``refresh`` reports only peers that were still live

@@ -167,7 +167,7 @@ class Machine:
                 self.heartbeats.on_connected(event.peer)
                 self.barred_owners.send_proofs(event.peer)
             case ev.PeerDisconnected():
-                self.heartbeats.on_lost(event.peer, event.reason)
+                self.heartbeats.on_lost(event.peer, event.reason, is_shut_out=event.is_shut_out)
             case ev.LearnerStarted():
                 self._on_learner_started(event)
             case ev.LearnerStopped():

@@ -387,6 +387,10 @@ class Transport:
         self._endpoint.blame(peer, self._loop.time(), is_forged=is_forged)
         self._turn()
 
+    def is_shut_out(self, peer: PeerId) -> bool:
+        """Return whether ``peer`` is blocked for what it sent."""
+        return self._endpoint.is_shut_out(peer, self._loop.time())
+
     def set_budget(self, up_bytes_per_s: UpBudget, down_bytes_per_s: float | None) -> None:
         """Set the rates over all connections in bytes per second, as in TransportLimits; None: no limit."""
         self._endpoint.set_budget(up_bytes_per_s, down_bytes_per_s, self._loop.time())

@@ -376,6 +376,10 @@ class SimulatedLinks:
         if (connection := self.connections.get(peer)) is not None:
             self._host.world.network.break_connection(connection, reason)
 
+    def is_shut_out(self, peer: PeerId) -> bool:
+        """Nobody is."""
+        return False
+
     def blame(self, peer: PeerId, *, is_forged: bool = False) -> None:
         """``peer`` sent what cannot be read: nobody does, here. What is forged may come from spoilt memory."""
         if is_forged:

@@ -289,6 +289,15 @@ BUGS = (
         "test_plausibility.py::test_an_owner_that_names_keys_of_its_own_counts_for_few_usual_contributions[8]",
     ),
     _bug(
+        "who was shut out is missing",
+        "machine",
+        "Machine._dispatch",
+        "self.heartbeats.on_lost(event.peer, event.reason, is_shut_out=event.is_shut_out)",
+        "self.heartbeats.on_lost(event.peer, event.reason)",
+        "a peer whose last honest companion leaves in order ends as if it had been cut off, because of a liar",
+        "test_company.py::test_who_was_shut_out_is_not_missing[True]",
+    ),
+    _bug(
         "a contribution alone opens a round",
         "aggregation",
         "Aggregation._accept",

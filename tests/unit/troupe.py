@@ -119,6 +119,10 @@ class StageHost:
     def hang_up(self, peer: PeerId, reason: str) -> None:
         self._member.hung_up[peer] += 1
 
+    def is_shut_out(self, peer: PeerId) -> bool:
+        """Nobody is."""
+        return False
+
     def blame(self, peer: PeerId, *, is_forged: bool = False) -> None:
         self._member.blamed[peer] += 1
         self._member.forged[peer] += is_forged

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from stage import A, B, C, D, Stage, notes, only, sent
 
 from p2pdiloco.protocol import effects as ef
@@ -27,6 +28,17 @@ def lose(stage: Stage, *peers: PeerId, goodbye: bool = False) -> list[ef.Effect]
 def missing(stage: Stage) -> int:
     """As the node reads it."""
     return stage.machine.view.missing
+
+
+@pytest.mark.parametrize("is_shut_out", [True, False])
+def test_who_was_shut_out_is_not_missing(is_shut_out: bool) -> None:
+    """C6g: a peer whose last honest companion left in order took itself for cut off, because of the liar."""
+    stage = Stage(B, C)
+    stage.beats.pop(C)
+    stage.tell(ev.PeerDisconnected(C, "too much that was forged", is_shut_out))
+    stage.says(B, hears=listed(map(fingerprint, (A,))))
+    lose(stage, B, goodbye=True)
+    assert missing(stage) == (0 if is_shut_out else 1)
 
 
 def test_who_is_lost_with_as_many_as_stay_may_be_cut_off() -> None:
