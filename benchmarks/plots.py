@@ -34,7 +34,7 @@ SYSTEMS = {
 
 
 def colour(name: str, index: int = 0) -> str:
-    """Of a system, or of the scenario with this index."""
+    """Return the colour of a system by its name, or of the scenario with this index."""
     return next((shade for key, shade in SYSTEMS.items() if key in name), OTHERS[index % len(OTHERS)])
 
 

@@ -1,4 +1,4 @@
-"""What tests of transports and learners must give back: file descriptors, shared memory, credits and queued bytes.
+"""Leak checks after tests of transports and learners: file descriptors, shared memory, credits and queued bytes.
 
 Tasks are looked at where a test's event loop is (``act`` of ``unit/troupe.py``, ``run`` of
 ``integration/test_transport.py``).

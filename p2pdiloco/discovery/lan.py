@@ -42,7 +42,7 @@ ASKING_MOST, FOUND_MOST = 8, 64
 
 
 class Announcement(NamedTuple):
-    """What a peer tells the network."""
+    """Announcement of a peer's directory node on the local network, as everybody there can read it."""
 
     name: str
     """The salt, in hexadecimal."""

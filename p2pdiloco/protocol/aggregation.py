@@ -200,7 +200,7 @@ class ResponseTimes:
 
 
 class OmissionRates:
-    """How often each owner's commits leave this peer's learner out.
+    """Shares of each owner's commits that leave this peer's learner out.
 
     An owner need not wait for a contribution that is late, and no audit can tell. But a learner that is late is late
     for all owners alike, so only an owner that leaves it out more often than the others do is suspected.

@@ -389,16 +389,12 @@ class AncestryCheck:
     def _is_plausible(self, chain: Chain, parted: int, version: int) -> bool:
         """Return whether a chain that left this one ``parted`` versions ago may have come to ``version`` by now.
 
-        If it follows the head here (0), the commits themselves should come, unless nothing has come for long. A chain
-        that stands still here, although this peer's learner trains, is no argument against one that goes on.
+        If it follows the head here (0), the commits themselves should come, unless nothing has come for long.
         """
         assert chain.head is not None
         common = (*chain.ancestry, chain.head.id)[-1 - parted]
-        had_at, now = self._had_at.get(chain.shard, {}), self.core.now
-        since_s, still_s = (now - had_at.get(head, now) for head in (common, chain.head.id))
+        since_s = self.core.now - self._had_at.get(chain.shard, {}).get(common, self.core.now)
         turn_s, versions = self._turn_s(chain.shard), version - chain.head.version + parted
-        if parted and self.core.step_time_s() and still_s >= LATE_TURNS * turn_s:
-            return True
         return versions * turn_s <= FORK_PACE * since_s and (parted > 0 or since_s >= LATE_TURNS * turn_s)
 
     def is_left(self, shard: ShardId) -> bool:

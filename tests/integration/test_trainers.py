@@ -27,7 +27,7 @@ TRL = pytest.mark.skipif(find_spec("trl") is None, reason="needs trl (pip instal
 
 
 DEFAULT_STEPS = 200
-"""What a script that joins says, against the run's own number."""
+"""Number of steps that a joining script gives, which differs from the run's."""
 
 
 def start(program: str, state: Path, *arguments: str) -> subprocess.Popen[str]:

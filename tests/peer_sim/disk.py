@@ -24,7 +24,7 @@ MEMORY_BYTES = 1 << 30
 """Of a process; a read takes its memory first."""
 
 Shortage = Literal["no-process", "no-descriptor", "no-memory", "unwritable"]
-"""What the machine refuses for a while."""
+"""A kind of operation that the simulated machine refuses for a while."""
 START = "start"
 """The operation that begins a process, which also opens its log for writing."""
 REFUSED: dict[Shortage, tuple[int, frozenset[str]]] = {

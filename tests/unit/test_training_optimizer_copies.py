@@ -49,12 +49,16 @@ class ScheduleFreeSGD(torch.optim.Optimizer):
             group["k"] += 1
 
 
-class MADGRAD(torch.optim.Optimizer):
-    """Dual averaging: at each step it goes a tenth of the way to the starting point less the sum of all gradients. What
-    is lost of another peer's progress in a step is too little to be told."""
+class WithRate(torch.optim.Optimizer):
+    """An optimizer with a learning rate and nothing else to set."""
 
     def __init__(self, parameters: Iterable[Tensor], lr: float) -> None:
         super().__init__(list(parameters), {"lr": lr})
+
+
+class MADGRAD(WithRate):
+    """Dual averaging: at each step it goes a tenth of the way to the starting point less the sum of all gradients. What
+    is lost of another peer's progress in a step is too little to be told."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -66,11 +70,8 @@ class MADGRAD(torch.optim.Optimizer):
                 p.lerp_(x0 - total, 0.1)
 
 
-class EightBitAdam(torch.optim.Optimizer):
+class EightBitAdam(WithRate):
     """As bitsandbytes does it: the moments are kept as 8-bit numbers with a scale for each block."""
-
-    def __init__(self, parameters: Iterable[Tensor], lr: float) -> None:
-        super().__init__(list(parameters), {"lr": lr})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:

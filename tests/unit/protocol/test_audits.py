@@ -313,6 +313,15 @@ def never_answers(member: Member, after_s: float = 1e9) -> None:
     member.peer.answer = answer  # type: ignore[method-assign]
 
 
+async def beside_a_silent_liar(stage: Theatre, after_s: float = 1e9) -> tuple[Member, Member]:
+    """Ann, who merges wrongly and answers auditors so late, and Bob, who audits all that she makes."""
+    ann, bob, _ = await company(stage)
+    bob.draws = 0.0
+    lying(ann)
+    never_answers(ann, after_s)
+    return ann, bob
+
+
 def test_accusations_that_cannot_be_checked_are_few(tmp_path: Path) -> None:
     """V5e: of one peer; once an hour it may try again."""
 
@@ -367,10 +376,7 @@ def test_an_owner_that_takes_its_time_does_not_escape(tmp_path: Path) -> None:
 
     async def story() -> None:
         async with Theatre(tmp_path) as stage:
-            ann, bob, _ = await company(stage)
-            bob.draws = 0.0
-            lying(ann)
-            never_answers(ann, 5.0)
+            ann, bob = await beside_a_silent_liar(stage, 5.0)
             await stage.train(ann, *[1.0] * 12)
             await stage.wait(2.0 * ANSWER_S)
             first = next(event for event in bob.events if isinstance(event, ev.Audited))
@@ -386,10 +392,7 @@ def test_what_is_long_past_is_not_audited(tmp_path: Path) -> None:
 
     async def story() -> None:
         async with Theatre(tmp_path) as stage:
-            ann, bob, _ = await company(stage)
-            bob.draws = 0.0
-            lying(ann)
-            never_answers(ann)
+            ann, bob = await beside_a_silent_liar(stage)
             await stage.train(ann, *[1.0] * 30)
             assert bob.asked[ann.id]
             bob.draws = 1.0

@@ -222,6 +222,30 @@ def test_a_commit_in_turn_that_few_took_part_in_waits_as_its_owner_has_to() -> N
     assert is_applied(stage.wait(0.2 * wait_s), alone)
 
 
+def test_while_a_participant_leaves_no_round_waits_for_the_others() -> None:
+    """M4d, O5a: its time is short."""
+    stage = Stage(B, C, D, owners="bcda", has_learner=False)
+    stage.announce(B, 4)
+    assert stage.machine.aggregation.wait_for_most_s() > 0.0
+    stage.says(D, phase="leaving")
+    assert stage.machine.aggregation.wait_for_most_s() == 0.0
+    alone = stage.commit(tokens(B, 0, 40), owner=B)
+    assert is_applied(stage.hear(B, msg.Commit(alone)), alone)
+    stage = Stage(B, C, D, has_learner=False)
+    stage.says(D, phase="finished")
+    assert stage.machine.aggregation.wait_for_most_s() > 0.0, "the end of the run is no hurry"
+
+
+def test_a_commit_that_waits_is_applied_when_most_others_have_it() -> None:
+    """O5a: as soon as they say so, not when it would have been due."""
+    stage = Stage(B, C, D, owners="bcda", has_learner=False)
+    stage.announce(B, 4)
+    header = stage.commit(tokens(D, 0, 40), owner=D)
+    assert not is_applied(stage.hear(D, msg.Commit(header)), header)
+    effects = [effect for peer in (C, D) for effect in stage.announce(peer, 8, head_of(header))]
+    assert is_applied(effects, header)
+
+
 def test_a_commit_of_an_owner_that_leaves_this_learner_out_comes_after_the_next_owners() -> None:
     """O5d: it may be right, so that no audit finds it, and hold what nobody can compare with anything."""
     for is_unfair in (True, False):
@@ -256,6 +280,13 @@ def test_a_commit_whose_givers_nobody_hears_comes_after_the_next_owners() -> Non
         if is_crowd:
             assert not is_applied(stage.wait(1.9 * takeover_s), header)
             assert is_applied(stage.wait(0.3 * takeover_s), header), "nobody else has made one"
+    stage = Stage(B, C, D, owners="bcda", has_learner=False)
+    stage.beats.pop(D)
+    stage.tell(ev.PeerDisconnected(D, "left"))
+    stage.announce(B, 4)
+    header = stage.commit(tokens(B, 0, 40), tokens(D, 0, 40), owner=B)
+    effects = stage.hear(B, msg.Commit(header)) + stage.wait(0.1)
+    assert is_applied(effects, header), "what one that has left gave is nobody's crowd"
 
 
 def test_an_owner_is_suspected_if_it_leaves_a_learner_out_more_often_than_others_do() -> None:
@@ -277,7 +308,9 @@ def test_an_owner_is_suspected_if_it_leaves_a_learner_out_more_often_than_others
     assert not rates.is_unfair(B), "a quarter of its last eight"
     stage = Stage(B, C, D, owners="bcda")
     stage.take(stage.commit(tokens(B, 0, 40), tokens(C, 0, 40), tokens(D, 0, 40)))
-    assert [*stage.machine.aggregation.omissions._latest.values()] == [deque((True,))]
+    assert stage.machine.aggregation.omissions._latest == {B: deque((True,))}
+    stage.take(stage.commit(tokens(C, 40, 80), tokens(D, 40, 80), owner=A))
+    assert set(stage.machine.aggregation.omissions._latest) == {B}, "its own commits are no measure"
 
 
 def test_who_says_it_is_far_faster_than_all_others_is_believed_to_be_eight_times_faster() -> None:
