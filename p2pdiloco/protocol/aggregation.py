@@ -350,8 +350,8 @@ class Aggregation:
 
         It may at once if more than half of the participants took part: a peer contributes to the owner that it
         considers next. An owner of rank 0 may a little later, as it has to wait for the others (``wait_for_most_s``).
-        But if it leaves this learner out more often than others do, the next owner comes first, which gets all
-        contributions after the takeover time (``OmissionRates``).
+        But if owners wait, and this one leaves the learner out more often than others do, the next owner comes first,
+        which gets all contributions after the takeover time (``OmissionRates``).
         """
         core, collection = self.core, self.collections[header.shard]
         able = set(core.membership.participating)
@@ -360,7 +360,7 @@ class Aggregation:
         took_part = able.intersection((header.owner, *(peer_of(c.learner) for c in header.contributors)))
         rank = self._rank_of(header.owner, header.shard)
         is_pair, is_crowd = len(able) <= PAIR and not rank, self._is_crowd(header)
-        is_unfair = not rank and not self._is_any_leaving() and self.omissions.is_unfair(header.owner)
+        is_unfair = not rank and self._waits_for_most() and self.omissions.is_unfair(header.owner)
         is_suspect = is_crowd or (is_unfair and 2 * len(took_part) <= len(able))
         if not is_suspect and (core.departure or 2 * len(took_part) > len(able) or is_pair):
             return core.now
@@ -391,13 +391,14 @@ class Aggregation:
         While a peer leaves, no round waits: its time is short.
         """
         core = self.core
-        if not core.config.grace_share or self._is_any_leaving():
+        if not self._waits_for_most():
             return 0.0
         turn_s = core.config.sync_every * core.membership.median_step_s(core.step_time_s())
         return min(turn_s, self.takeover_s()) / 2
 
-    def _is_any_leaving(self) -> bool:
-        return self.core.departure == "leaving" or self.core.membership.is_any_leaving()
+    def _waits_for_most(self) -> bool:
+        is_any_leaving = self.core.departure == "leaving" or self.core.membership.is_any_leaving()
+        return bool(self.core.config.grace_share) and not is_any_leaving
 
     def unusual_s(self) -> float:
         """Return how often commits that most participants did not contribute to may come from other ranks than 0."""

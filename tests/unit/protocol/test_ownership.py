@@ -267,6 +267,19 @@ def test_a_commit_of_an_owner_that_leaves_this_learner_out_comes_after_the_next_
             assert is_applied(stage.hear(C, msg.Commit(joint)), joint)
 
 
+def test_where_owners_do_not_wait_none_is_suspected_of_leaving_somebody_out() -> None:
+    """O5d: with a gamma of 0 the fastest learner's commits regularly hold its own contribution alone."""
+    for grace_share in (0.0, 1.0):
+        stage = Stage(B, C, D, owners="bcda", grace_share=grace_share)
+        stage.announce(B, 4)
+        for _ in range(3):
+            stage.machine.aggregation.omissions.record(B, is_left_out=True)
+            stage.machine.aggregation.omissions.record(C, is_left_out=False)
+        alone = stage.commit(tokens(B, 0, 40), owner=B)
+        effects = stage.hear(B, msg.Commit(alone)) + stage.wait(1.2)
+        assert is_applied(effects, alone) == (grace_share == 0.0)
+
+
 def test_a_commit_whose_givers_nobody_hears_comes_after_the_next_owners() -> None:
     """O5e: an owner can make keys, and what they give is then what all others' contributions are measured by."""
     for keys, is_crowd in ((0, False), (1, True), (8, True)):
