@@ -17,7 +17,8 @@ Rules of this file:
 5. An invite admits as many peers here as it has uses. A peer that was seen keeps its place for good. Unseen peers use
    up nothing. The oldest of them count for the places that are left: contributions of the others, which can only be
    forwarded, are not merged here. Peers that see the guests of an invite in different orders admit different ones, but
-   none admits more. Observers take no place, but those of a peer that would not be admitted are refused like it.
+   none admits more, so no commit may name more. Observers take no place, but those of a peer that would not be admitted
+   are refused like it.
 6. All collections are bounded: by invite, by banning admin, and in total. Of an invite's unseen peers, UNSEEN_LIMIT are
    kept. Beyond that, peers reported by the most frequent teller make room, the oldest report first. Beyond half of
    that, the peers of that teller are not passed on. Unseen peers never displace seen ones. In total, peers nearer to
@@ -117,6 +118,8 @@ class Members:
         """Observers that were admitted, oldest first."""
         self._followed: dict[bytes, Grant] = {}
         """Chains with valid signatures, by their bytes, so that each is verified only once."""
+        self.changes = 0
+        """Number of changes of who is known, so that what follows from it need not be computed again."""
 
     # -- membership --------------------------------------------------------------------------------------------------
 
@@ -192,6 +195,15 @@ class Members:
         """Return whether contributions of ``peer`` may count here: its invite admits it, or has a place left for it."""
         grant = self.grant_of(peer)
         return grant is not None and self._has_place(grant)
+
+    def used_up(self, peers: Iterable[PeerId]) -> str | None:
+        """Return why no peer can have admitted ``peers`` together: they are too many for an invite. None: it can."""
+        grants = [grant for peer in peers if (grant := self.grant_of(peer)) is not None and grant.depth]
+        inviters = {grant.steps[-1].subject: grant.steps[-1] for grant in grants}
+        for invite, number in Counter(grant.steps[-1].subject for grant in grants).items():
+            if inviters[invite].kind is Kind.INVITE and number > inviters[invite].uses:
+                return f"{number} of its peers came with the invite {invite}, which admits {inviters[invite].uses}"
+        return None
 
     def used_of(self, invite: PeerId) -> int:
         """Return how many peers the invite with this key has admitted here."""
@@ -444,6 +456,7 @@ class Members:
         return f"the run has {KNOWN_LIMIT} peers already, so {grant.subject} is not admitted"
 
     def _keep(self, grant: Grant, statement: bytes, teller: PeerId | None) -> None:
+        self.changes += 1
         self._known[grant.subject] = grant
         self._statements[mark_of(statement)] = statement
         inviter = grant.steps[-1].subject
@@ -454,6 +467,7 @@ class Members:
 
     def _forget(self, grant: Grant) -> PeerId | None:
         """Remove a grant and return the teller of an unseen peer."""
+        self.changes += 1
         inviter = grant.steps[-1].subject
         told = self._unseen.get(inviter, {})
         teller = told.pop(grant.subject, None)

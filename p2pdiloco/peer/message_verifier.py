@@ -108,6 +108,8 @@ class MessageVerifier:
                 if isinstance(error, ForgedError):
                     self._host.links.blame(peer, is_forged=True)
                 whole.cancel()
+                if isinstance(message, msg.Commit):
+                    self._driver.feed(ev.Failed("commit", message.header.shard, peer, str(error)))
                 return
             keep = future.result()
             keep()

@@ -415,6 +415,8 @@ class Peer:
             case msg.Contribution() if not standing.may_contribute_here(peer_of(message.contributor.learner)):
                 return None  # not its sender's fault, which may have admitted this guest of the invite
             case msg.Heartbeat():
+                if (admitted := standing.admitted()) is not None and admitted is not self.machine.view.admitted:
+                    self.driver.feed(ev.Admitted(admitted))
                 weight = min(message.weight, standing.most_weight(peer))
                 message = message if weight == message.weight else msgspec.structs.replace(message, weight=weight)
             case msg.WrongMerge():

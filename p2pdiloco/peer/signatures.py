@@ -8,10 +8,12 @@ Rules of this file:
 3. Every signer must be, or have been, a member; a contributor must have been allowed to contribute. A register knows
    this. An unknown signer may be a member that only other peers have heard of, so they are asked before anything is
    dropped.
+4. The signers of a commit are no more peers of an invite than it admits: its owner merged no more guests than that.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Protocol
 
 from msgspec.structs import replace
@@ -33,6 +35,9 @@ class Register(Protocol):
     def may_contribute(self, peer: PeerId) -> bool:
         """Return whether contributions of ``peer`` may be merged."""
 
+    def used_up(self, peers: Collection[PeerId]) -> str | None:
+        """Return why ``peers`` cannot have been admitted together: an invite of theirs admits fewer. None: they can."""
+
 
 class OpenRegister:
     """The register of a run that is open to all."""
@@ -44,6 +49,9 @@ class OpenRegister:
     def may_contribute(self, peer: PeerId) -> bool:
         """Return True: every peer may contribute."""
         return True
+
+    def used_up(self, peers: Collection[PeerId]) -> str | None:
+        """Return None: nobody needs an invite."""
 
 
 OPEN = OpenRegister()
@@ -98,7 +106,7 @@ def check_commit(
     Raises:
         UnknownMemberError: a signer is not known as a member.
         ForgedError: a signature is invalid.
-        ValueError: a contributor may not contribute.
+        ValueError: a contributor may not contribute, or there are more peers of an invite than it admits.
     """
     if not register.was_member(header.owner):
         raise UnknownMemberError(f"its owner {header.owner} is not known as a member of the run")
@@ -107,6 +115,8 @@ def check_commit(
     for contributor in header.contributors:
         if (header.parent, contributor) != mine:
             check_contributor(run, header.shard, header.parent, contributor, register)
+    if (problem := register.used_up({header.owner, *(peer_of(c.learner) for c in header.contributors)})) is not None:
+        raise ValueError(problem)
 
 
 def check_equivocation(proof: Equivocation, register: Register = OPEN) -> None:
@@ -157,6 +167,9 @@ class Standing(Register, Protocol):
     def most_weight(self, peer: PeerId) -> float:
         """Return the largest weight that ``peer`` may have in the selection of owners."""
 
+    def admitted(self) -> frozenset[int] | None:
+        """Return the fingerprints of all peers that have a place here; None: every peer has."""
+
     def connected(self, peer: PeerId) -> None:
         """Note that ``peer`` takes part."""
 
@@ -185,6 +198,9 @@ class Everybody(OpenRegister):
     def most_weight(self, peer: PeerId) -> float:
         """Return infinity: weights have no limit."""
         return float("inf")
+
+    def admitted(self) -> frozenset[int] | None:
+        """Return None: every peer has a place."""
 
     def connected(self, peer: PeerId) -> None:
         """Do nothing."""

@@ -552,4 +552,4 @@ class AncestryCheck:
         """Ask this peer for no states for a while."""
         view = self.core.membership.peers.get(peer)
         if view is not None:
-            view.ignored_until = self.core.now + self.core.config.request_s
+            view.ignore_heads(self.core.now, self.core.config.request_s)

@@ -5,9 +5,9 @@ A heartbeat lists the peers that its sender hears, as fingerprints, whenever tha
 Rules of this file:
 1. A peer's own claim is not enough. "X reaches Z" counts if X says that it hears Z and, where this peer hears Z, Z says
    that it hears X.
-2. A peer that only others hear is *afar*. It is believed to exist if tokens of its learner, under its signature, were
-   merged recently; in a run's first versions it is always believed. Otherwise a peer could become owner by inventing
-   names that it claims to hear.
+2. A peer that only others hear is *afar*. It is believed to exist if an invite has a place for it here, and tokens of
+   its learner, under its signature, were merged recently; in a run's first versions the place is enough. Otherwise a
+   peer could become owner by inventing names that it claims to hear.
 3. The best connected peers that all hear each other are *fit* to own. Two peers that are both afar are assumed to hear
    each other, so that no peer takes itself for the best by mistake.
 4. A peer that was fit stays fit for a while, because lists differ briefly when peers come and go.
@@ -64,6 +64,8 @@ class Connectivity:
         """The current own list, encoded."""
         self.givers: frozenset[int] | None = None
         """Fingerprints of peers whose tokens were merged recently; None: the run is young."""
+        self.admitted: frozenset[int] | None = None
+        """Fingerprints of the peers that have a place here; None: every peer has."""
         self.afar: frozenset[int] = frozenset()
         """Fingerprints of peers that only others hear."""
         self.best: frozenset[int] = frozenset()
@@ -164,7 +166,7 @@ class Connectivity:
 
     def judge(self, now: float, live: Sequence[PeerId], willing: Candidates, settling_s: float) -> None:
         """Determine which of the candidates ``willing`` are fit to own."""
-        found_from = (self._changes, live, willing, self.givers)
+        found_from = (self._changes, live, willing, self.givers, self.admitted)
         if found_from != self._judged:
             self._judged = found_from
             able = {peer: fingerprint(peer) for peer, _ in willing}
@@ -186,7 +188,9 @@ class Connectivity:
             here[fingerprint(peer)] = prints if prints is None or me in prints else prints | {me}
         lists = [prints for prints in here.values() if prints is not None]
         afar = frozenset().union(*lists) - here.keys()
-        self.afar = afar = afar if self.givers is None else afar & self.givers
+        for believed in (self.givers, self.admitted):
+            afar = afar if believed is None else afar & believed
+        self.afar = afar
         if not afar and all(prints is None or here.keys() - prints <= {x} for x, prints in here.items()):
             self.best = frozenset(able)
             return

@@ -73,6 +73,13 @@ class PeerDisconnected(msgspec.Struct, frozen=True, array_like=True, tag="discon
     """This peer closed it, because of what ``peer`` sent, and lets it in no more for a while."""
 
 
+class Admitted(msgspec.Struct, frozen=True, array_like=True, tag="admitted"):
+    """The peers that have a place here have changed: that are certified by name, or admitted by an invite."""
+
+    prints: frozenset[int]
+    """Their fingerprints."""
+
+
 class Received(msgspec.Struct, frozen=True, array_like=True, tag="received"):
     """``peer`` sent ``message``. If it has a payload, that is complete, matches its digest, and is available."""
 
@@ -184,8 +191,9 @@ class Fetched(msgspec.Struct, frozen=True, array_like=True, tag="fetched"):
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
-    """Work on a shard has failed. ``work`` names the effect; "give" means that an encoded payload was lost, "state"
-    that the state does not match its head, and "owner" that it does not and ``peer`` has the same state."""
+    """Work on a shard has failed. ``work`` names the effect; "give" means that an encoded payload was lost, "commit"
+    that ``peer`` sent an invalid one, "state" that the state does not match its head, and "owner" that it does not and
+    ``peer`` has the same state."""
 
     work: str
     shard: ShardId
@@ -228,6 +236,7 @@ OwnEvent = (
     | Woke
     | PeerConnected
     | PeerDisconnected
+    | Admitted
     | LearnerStarted
     | LearnerStopped
     | LearnerPaused

@@ -168,6 +168,8 @@ class Machine:
                 self.barred_owners.send_proofs(event.peer)
             case ev.PeerDisconnected():
                 self.heartbeats.on_lost(event.peer, event.reason, is_shut_out=event.is_shut_out)
+            case ev.Admitted():
+                self.core.membership.connectivity.admitted = event.prints
             case ev.LearnerStarted():
                 self._on_learner_started(event)
             case ev.LearnerStopped():
@@ -241,6 +243,8 @@ class Machine:
                 self.replication.on_apply_failed(event.shard, event.reason)
             case "fetch":
                 self.replication.on_fetch_failed(event.shard, event.peer, event.reason)
+            case "commit":
+                self.replication.on_bad_commit(event.shard, event.peer)
             case other:
                 raise AssertionError(f"unknown work {other!r}")
 

@@ -120,6 +120,9 @@ DEAF_BEATS = 2
 """Heartbeat intervals for which a peer may report that it does not hear this one before the connection is closed.
 Echoes that were delayed on the way, or sent before the peer had read its input, are followed at once by newer ones."""
 
+IGNORED_MOST = 8
+"""Longest time for which a peer's heads are ignored, as a multiple of the first."""
+
 
 class PeerView:
     """State of one connected peer."""
@@ -130,6 +133,7 @@ class PeerView:
         "deaf_since",
         "echoed",
         "heard_at",
+        "ignored_s",
         "ignored_until",
         "is_behind",
         "mismatches",
@@ -157,7 +161,16 @@ class PeerView:
         self.is_behind = False
         """Whether its messages may still be ones that had waited while this peer stood still."""
         self.ignored_until = 0.0
-        """Until then its reports of heavier heads are ignored, because it did not answer a request for commits."""
+        """Until then its reports of heavier heads are ignored, because it did not deliver what leads to one."""
+        self.ignored_s = 0.0
+        """For how long they were ignored last; 0: it has delivered since."""
+
+    def ignore_heads(self, now: float, least_s: float) -> None:
+        """Ignore its reports of heavier heads for ``least_s``, and twice as long each time, until it delivers."""
+        if now < self.ignored_until:
+            return
+        self.ignored_s = min(max(least_s, 2.0 * self.ignored_s), IGNORED_MOST * least_s)
+        self.ignored_until = now + self.ignored_s
 
     def record_round_trip(self, sample_s: float) -> None:
         """Add a round-trip sample to the mean."""

@@ -195,12 +195,13 @@ class Replication:
             self.ancestry.record_head(sender, Head(shard, header.version, new_id, header.tokens))
             if shard not in self.asked and self.is_donor(sender) and self.ancestry.is_outvoted(shard):
                 self.fetch(shard, sender)  # most peers have accepted the commit, so this peer is in error
-            elif self.asked.get(shard) == sender and ("asked", shard) in core.alarms:
-                self.on_request_timeout(shard)
+            else:
+                self.on_bad_commit(shard, sender)
         elif applying is not None:
             self.orphans.add(header, chain.head)
         elif chain.extends(header):
             self._apply_if_sound(sender, header, new_id)
+            self._record_delivery(shard, sender)
         else:
             if header.version > chain.head.version + 1:
                 self.orphans.add(header, chain.head)
@@ -375,11 +376,21 @@ class Replication:
             del self.asked[shard]
             self.core.alarms.cancel(("asked", shard))
 
+    def on_bad_commit(self, shard: ShardId, sender: PeerId | None) -> None:
+        """Ask ``sender`` no more for now, if it was asked for the commits of this shard: one of them is invalid."""
+        if self.asked.get(shard) == sender and ("asked", shard) in self.core.alarms:
+            self.on_request_timeout(shard)
+
     def on_request_timeout(self, shard: ShardId) -> None:
-        """Ignore a peer's heads for a while, since its answer did not come in time."""
+        """Ignore a peer's heads for a while, since its answer did not come in time or was of no use."""
         view = self.core.membership.peers.get(self.asked.pop(shard, PeerId("")))
         if view is not None:
-            view.ignored_until = self.core.now + self.core.config.request_s
+            view.ignore_heads(self.core.now, self.core.config.request_s)
+
+    def _record_delivery(self, shard: ShardId, sender: PeerId) -> None:
+        """Believe the next heads of a peer that was asked for what leads to one, if it has delivered that."""
+        if self.asked.get(shard) == sender and (view := self.core.membership.peers.get(sender)) is not None:
+            view.ignored_s = 0.0
 
     def on_fetched(self, event: Fetched) -> None:
         """Install a fetched state if it is still better than the own one."""
@@ -390,6 +401,7 @@ class Replication:
         if problem is not None:
             self.on_fetch_failed(shard, peer, problem)
             return
+        self._record_delivery(shard, peer)
         self.asked.pop(shard, None)
         if shard in self.applying:
             self.staged[shard] = state

@@ -63,6 +63,11 @@ class MachineView:
         return frozenset().union(*(prints for peer, prints in lists.items() if peer != self.me))
 
     @property
+    def admitted(self) -> frozenset[int] | None:
+        """Fingerprints of the peers that have a place here, as last reported to the machine; None: every peer has."""
+        return self._core.membership.connectivity.admitted
+
+    @property
     def is_current(self) -> bool:
         """True if every shard has had a state."""
         return self._core.is_current

@@ -17,13 +17,14 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import NamedTuple, Protocol
 
 from p2pdiloco.access.certificates import NEVER, Role
 from p2pdiloco.access.members import NotAMemberError
 from p2pdiloco.access.membership_log import join_statements, split_statements
 from p2pdiloco.net.authorization import MemberAuthorizer
+from p2pdiloco.protocol.connectivity import fingerprint
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.swarm.credentials import Credentials, MemberFiles
 from p2pdiloco.timing import RateLimiter
@@ -104,6 +105,9 @@ class MembershipSync:
         self._events = events
         self._now_s = now_s
         self._is_changed = False
+        self._admitted: frozenset[int] = frozenset()
+        self._admitted_at = -1
+        """Number of changes of the members for which ``_admitted`` was computed."""
         self._refused: Counter[PeerId] = Counter()
         self._ignored: set[PeerId] = set()
         self._introduced: RateLimiter[PeerId] = RateLimiter(burst=INTRODUCED, per_s=INTRODUCED_PER_S)
@@ -135,6 +139,20 @@ class MembershipSync:
     def most_weight(self, peer: PeerId) -> float:
         """Return the largest ownership weight that ``peer`` may have."""
         return self.members.most_weight_of(peer)
+
+    def used_up(self, peers: Collection[PeerId]) -> str | None:
+        """Return why ``peers`` cannot have been admitted together, or None."""
+        return self.members.used_up(peers)
+
+    def admitted(self) -> frozenset[int] | None:
+        """Return the fingerprints of all peers that have a place here; None: every peer has."""
+        if not self.members.is_private:
+            return None
+        if self._admitted_at != self.members.changes:
+            self._admitted_at = self.members.changes
+            peers = [grant.subject for grant in self.members.known()]
+            self._admitted = frozenset(fingerprint(peer) for peer in peers if self.members.has_place(peer))
+        return self._admitted
 
     def is_member(self, peer: PeerId) -> bool:
         """Return whether ``peer`` is a valid member now."""

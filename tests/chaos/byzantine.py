@@ -10,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from pathlib import Path
@@ -19,6 +21,8 @@ from typing import Any, NamedTuple
 import torch
 from msgspec.structs import replace
 
+from p2pdiloco.access.invite_code import decode_invite, is_invite
+from p2pdiloco.access.membership_log import introduction
 from p2pdiloco.codec import agreement, digests, merge, quantization
 from p2pdiloco.codec.digests import list_bytes
 from p2pdiloco.codec.shard_codec import Bodies
@@ -40,6 +44,8 @@ from p2pdiloco.protocol.ids import DIGEST_BYTES, Digest, FragmentId, ShardId, di
 from p2pdiloco.protocol.messages import MAX_CLAIMS, Head, Heads, commit_id, signed_commit_bytes
 from p2pdiloco.protocol.replication import LogRequests
 from p2pdiloco.protocol.state import Core
+from p2pdiloco.swarm.credentials import credentials_from_invite
+from p2pdiloco.swarm.membership_sync import MembershipSync
 from p2pdiloco.training import builtin_learner
 from p2pdiloco.transport.identity import Identity
 from p2pdiloco.transport.transport import Transport
@@ -654,6 +660,7 @@ def _crowd() -> None:
     the same as its learner. The merge is right."""
     keys, sound = [Identity.ephemeral() for _ in range(CROWD)], aggregation.Aggregation.merge_if_due
     _crowd_ids.update(key.peer_id for key in keys)
+    _introduce(keys)
 
     def merge_crowd(self: aggregation.Aggregation, shard: ShardId) -> None:
         given = self.collections[shard].given
@@ -694,9 +701,27 @@ def _puppet_gives(core: Core, mine: msg.Contribution, key: Identity | None = Non
     return replace(mine, contributor=signed(key, core.config.run, mine.shard, mine.base.id, theirs, mine.payload))
 
 
+def _introduce(keys: Sequence[Identity]) -> None:
+    """It certifies further keys with its invite, and tells everybody of them. In an open run they need nothing."""
+    sound = MembershipSync.keep
+
+    async def keep(self: MembershipSync) -> None:
+        invite = next(filter(is_invite, sys.argv), None)
+        if invite is not None:
+            chains = [(key.peer_id, credentials_from_invite(decode_invite(invite), key).chain) for key in keys]
+            told = [introduction(self.members.examine(peer, chain, time.time())) for peer, chain in chains]
+            for statement in told:
+                self.members.learn(statement)
+            self._spread_and_part(told)
+        await sound(self)
+
+    _put(MembershipSync, "keep", keep)
+
+
 def _puppet() -> None:
     """A selfish owner that names a second key of its own beside itself."""
     _node.has_puppet = True
+    _introduce([_node.puppet])
     _selfish()
 
 

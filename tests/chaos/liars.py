@@ -10,12 +10,16 @@ Rules of this file:
    peers alone, each with its own token budget, because the learning rate falls at the end of a budget.
 3. An attack that no liar has sent fails.
 4. During each run a follower joins. It has to get the state.
+5. Access is as by default: honest peers are the founder's own machines, which share its invite, and each liar has an
+   invite for one person.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
@@ -39,6 +43,7 @@ from p2pdiloco.training.corpus import load_corpus
 from p2pdiloco.training.dataset_files import Corpus
 from p2pdiloco.training.evaluation import held_out_loss
 from p2pdiloco.training.export import built
+from p2pdiloco.util.status_pipe import Invited
 from p2pdiloco.wire.control_messages import decode_as
 from tests.chaos.changed_peers import SENT_LIES, launch
 from tests.chaos.evidence import read_events
@@ -343,10 +348,15 @@ def _run(plan: LiarsPlan, out: Path, honest: int, lies: Sequence[str], budget: i
     with reaper(swarm.mark):
         try:
             address = swarm.start_bootstrap()
-            founder = swarm.start_founder("A", out / "run.toml", address)
-            members = [founder, *(swarm.join(chr(ord("B") + i), address) for i in range(honest - 1))]
+            founder = swarm.launch("A", ["start", str(out / "run.toml"), "--bootstrap", address])
+            invited = founder.wait_for(Invited)
+            assert isinstance(invited, Invited)
+            members = [founder, *(swarm.join(chr(ord("B") + i), invited.invite) for i in range(honest - 1))]
             _wait_until_current(members, began + plan.timeout_s)
-            liars = [launch(swarm, f"liar-{i}", ["join", address], lies=names) for i, names in enumerate(lies)]
+            liars = [
+                launch(swarm, f"liar-{i}", ["join", _invite_for_a_person(founder)], lies=names)
+                for i, names in enumerate(lies)
+            ]
             newcomer = None
             while any(member.is_running for member in members):
                 if time.monotonic() > began + plan.timeout_s:
@@ -356,7 +366,7 @@ def _run(plan: LiarsPlan, out: Path, honest: int, lies: Sequence[str], budget: i
                 for member in members:
                     member.refresh()
                 if newcomer is None and _honest_tokens(founder, (m.view.peer for m in members)) > share * NEWCOMER_AT:
-                    newcomer = swarm.join("newcomer", address, "--follow")
+                    newcomer = swarm.join("newcomer", invited.invite, "--follow")
             failures += [f"{member.name} ended with status {member.status}" for member in members if member.ended_badly]
         finally:
             swarm.stop()
@@ -377,6 +387,11 @@ def _run(plan: LiarsPlan, out: Path, honest: int, lies: Sequence[str], budget: i
         failures=tuple(failures),
         seconds=seconds,
     )
+
+
+def _invite_for_a_person(founder: Member) -> str:
+    command = [sys.executable, "-P", "-m", "p2pdiloco", "members", "add", "--state", str(founder.folder)]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
 def _wait_until_current(members: Sequence[Member], deadline: float) -> None:

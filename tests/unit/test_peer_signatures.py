@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from actors import genesis
 from troupe import Stage, act
 
 from p2pdiloco.peer.signatures import Everybody
+from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.wire.control_messages import encode
@@ -89,6 +91,50 @@ def test_what_a_guest_contributes_whose_invite_is_used_up_here_is_not_merged_her
             ann.peer.verifier.standing = Everybody()
             await stage.deliver(ann, bob.id, caught.message, caught.payload)
             assert (bob.faults(), ann.versions, bob.versions) == ({}, [0, 1], [0, 1])
+
+    act(story)
+
+
+class Counted(Everybody):
+    """An invite admits fewer peers than it has guests."""
+
+    def used_up(self, peers: Collection[PeerId]) -> str | None:
+        return "too many came with one invite"
+
+    def admitted(self) -> frozenset[int]:
+        return ADMITTED
+
+
+ADMITTED = frozenset({1, 2})
+
+
+def test_a_commit_of_more_guests_than_an_invite_admits_is_dropped(tmp_path: Path) -> None:
+    """G2e: keys that an owner made itself would be what all others' contributions are measured by."""
+
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            ann = await stage.found()
+            bob = await stage.beside(has_learner=False)
+            bob.driver.payload_cache._register = Counted()
+            await stage.train(ann, 1.0, 1.0)
+            assert (ann.versions, bob.versions) == ([0, 1], [0, 0])
+            assert bob.faults() == {"payload": 1}
+            failed = [event for event in bob.events if isinstance(event, ev.Failed)]
+            assert [(event.work, event.shard, event.peer) for event in failed] == [("commit", 1, ann.id)]
+
+    act(story)
+
+
+def test_a_peer_learns_of_places_with_each_heartbeat(tmp_path: Path) -> None:
+    """R2b: before it takes a list of peers for true."""
+
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            ann = await stage.found(has_learner=False)
+            ann.peer.verifier.standing = Counted()
+            assert ann.peer.machine.view.admitted is None
+            await stage.beside()
+            assert ann.peer.machine.view.admitted is ADMITTED
 
     act(story)
 

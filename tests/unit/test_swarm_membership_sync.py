@@ -17,7 +17,9 @@ from p2pdiloco.access import membership_log
 from p2pdiloco.access.certificates import NEVER, NO_CAP, Role
 from p2pdiloco.access.invite_code import decode_invite, encode_invite
 from p2pdiloco.access.members import Members, NotAMemberError
+from p2pdiloco.access.membership_log import introduction
 from p2pdiloco.net.authorization import MemberAuthorizer
+from p2pdiloco.protocol.connectivity import fingerprint
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.swarm import membership_sync as membership_sync_module
 from p2pdiloco.swarm.credentials import (
@@ -334,6 +336,29 @@ def test_each_peer_merges_contributions_of_as_many_guests_as_an_invite_admits(tm
             assert all(place.there[here.peer].may_contribute(there.peer) for there in (eve, eva)), (
                 "a commit may name it"
             )
+
+    played(tmp_path, story)
+
+
+def test_peers_are_counted_by_the_invites_that_they_came_with(tmp_path: Path) -> None:
+    """G2e: by what all peers know alike, so that all judge a commit alike."""
+    person, machines = the_founder().invites(uses=1), the_founder().invites(uses=2)
+    eve, eva, *fleet = person.certifies(), person.certifies(), *(machines.certifies() for _ in range(3))
+    named = the_founder().certifies()
+
+    async def story(place: Place) -> None:
+        one = place.enter(the_founder())
+        assert one.admitted() == {fingerprint(the_founder().peer)}
+        for holder in (eve, named, *fleet[:2]):
+            place.doors[one].admit(holder.peer, holder.chain)
+        for holder in (eva, fleet[2]):
+            one.members.learn(introduction(holder.grant), eve.peer)
+        honest = {the_founder().peer, named.peer, eve.peer, *(holder.peer for holder in fleet[:2])}
+        assert one.used_up(honest) is None
+        assert one.used_up({eva.peer, fleet[2].peer}) is None, "another peer may have admitted these"
+        assert "2 of its peers" in (one.used_up({*honest, eva.peer}) or "")
+        assert "3 of its peers" in (one.used_up({holder.peer for holder in fleet}) or "")
+        assert one.admitted() == set(map(fingerprint, honest)), "the others' invites are used up here"
 
     played(tmp_path, story)
 

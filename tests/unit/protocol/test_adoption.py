@@ -161,6 +161,43 @@ def test_who_is_farther_behind_than_an_answer_reaches_asks_again() -> None:
     assert asked == [heads[0].id, heads[MAX_COMMITS_SENT].id]
 
 
+def asked_again_after(stage: Stage, theirs: Head) -> float:
+    """Seconds until b, which goes on reporting a head, is asked for what leads to it."""
+    waited = 0.0
+    while not sent(stage.announce(B, 4, theirs) + stage.wait(0.25), msg.CommitsRequest):
+        waited += 0.25
+    return waited
+
+
+def test_who_delivers_nothing_is_asked_less_and_less_often() -> None:
+    """A3d: a head to which nothing valid leads must not keep a peer from what others have."""
+    stage = Stage(B, C, has_learner=False)
+    request_s, theirs = stage.machine.core.config.request_s, heavy(stage.head())
+    patience_s = stage.machine.aggregation.commit_patience_s()
+    waits = []
+    for _ in range(5):
+        waits.append(asked_again_after(stage, theirs) - patience_s)
+        stage.tell(ev.Failed("commit", SHARD, B, "a signature is wrong"))
+    for waited, times in zip(waits, (0, 1, 2, 4, 8), strict=True):
+        assert waited == pytest.approx(times * request_s, abs=0.6)
+    asked_again_after(stage, theirs)
+    stage.take(stage.commit(tokens(B, 0, 40)), sender=B)
+    stage.tell(ev.Failed("commit", SHARD, B, "a signature is wrong"))
+    theirs = heavy(stage.head())
+    asked_again_after(stage, theirs)
+    stage.tell(ev.Failed("commit", SHARD, B, "a signature is wrong"))
+    assert asked_again_after(stage, theirs) - patience_s == pytest.approx(request_s, abs=0.6), "it had delivered"
+
+
+def test_an_invalid_commit_of_who_was_not_asked_ends_no_request() -> None:
+    """A3d: or anybody could."""
+    stage = Stage(B, C, has_learner=False)
+    stage.announce(B, 4, heavy(stage.head()))
+    stage.wait(1.0)
+    stage.tell(ev.Failed("commit", SHARD, C, "a signature is wrong"))
+    assert stage.machine.replication.asked == {SHARD: B}
+
+
 def test_who_is_asked_sends_what_follows_or_advises_to_download() -> None:
     """A3b: the donor's side."""
     stage = Stage(B)

@@ -142,6 +142,17 @@ def test_who_is_heard_by_others_only_counts_if_it_gave_of_late() -> None:
     assert fit(stage) == {A, B, C}, "what it gave is long ago"
 
 
+def test_a_name_that_has_no_place_here_makes_nobody_better_connected() -> None:
+    """R2b: whoever holds an invite can certify any number of keys, and they have nothing to do but to be named."""
+    stage = met({B: (A, C, E, F), C: (A, B)}, has_learner=False)
+    stage.tell(ev.Admitted(frozenset(map(fingerprint, (A, B, C)))))
+    stage.wait(SETTLED_S)
+    assert fit(stage) == {A, B, C}
+    stage.tell(ev.Admitted(frozenset(map(fingerprint, (A, B, C, E)))))
+    stage.wait(SETTLED_S)
+    assert fit(stage) == {B}
+
+
 def with_versions_after(stage: Stage, count: int) -> None:
     """More versions, of c's alone."""
     done = 10 * LATELY

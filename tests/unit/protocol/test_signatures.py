@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import msgspec
@@ -26,15 +27,20 @@ BASE = Head(SHARD, 3, digest("base"), 90)
 class Known:
     """A register of these."""
 
-    def __init__(self, *those: Identity, followers: tuple[Identity, ...] = ()) -> None:
+    def __init__(self, *those: Identity, followers: tuple[Identity, ...] = (), most: int = 1000) -> None:
         self._those = {one.peer_id for one in those}
         self._followers = {one.peer_id for one in followers}
+        self._most = most
+        """How many of them their common invite admits."""
 
     def was_member(self, peer: PeerId) -> bool:
         return peer in self._those
 
     def may_contribute(self, peer: PeerId) -> bool:
         return peer in self._those - self._followers
+
+    def used_up(self, peers: Collection[PeerId]) -> str | None:
+        return None if len(peers) <= self._most else f"{len(peers)} of its peers came with one invite"
 
 
 def given(by: Identity = ANN, *, signer: Identity | None = None, **says: Any) -> Contributor:
@@ -131,6 +137,17 @@ def test_owner_and_givers_are_members() -> None:
         check_commit(RUN, header, signature, Known(ANN))
     with pytest.raises(ValueError, match=f"^{BOB.peer_id} is a follower and may not contribute"):
         check_commit(RUN, header, signature, Known(ANN, BOB, followers=(BOB,)))
+
+
+def test_owner_and_givers_are_no_more_than_their_invite_admits() -> None:
+    """G2e: an owner could name any number of keys of its own."""
+    header, signature = committed(given(BOB), given(ANN))
+    check_commit(RUN, header, signature, Known(ANN, BOB, most=2))
+    with pytest.raises(ValueError, match="2 of its peers came with one invite"):
+        check_commit(RUN, header, signature, Known(ANN, BOB, most=1))
+    alone, signature = committed(given(BOB))
+    with pytest.raises(ValueError, match="2 of its peers came with one invite"):
+        check_commit(RUN, alone, signature, Known(ANN, BOB, most=1))
 
 
 def test_who_is_not_known_is_told_from_who_may_not() -> None:
