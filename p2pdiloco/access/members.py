@@ -196,7 +196,7 @@ class Members:
         grant = self.grant_of(peer)
         return grant is not None and self._has_place(grant)
 
-    def used_up(self, peers: Iterable[PeerId]) -> str | None:
+    def invite_problem(self, peers: Iterable[PeerId]) -> str | None:
         """Return why no peer can have admitted ``peers`` together: they are too many for an invite. None: it can."""
         grants = [grant for peer in peers if (grant := self.grant_of(peer)) is not None and grant.depth]
         inviters = {grant.steps[-1].subject: grant.steps[-1] for grant in grants}

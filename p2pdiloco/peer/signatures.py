@@ -35,7 +35,7 @@ class Register(Protocol):
     def may_contribute(self, peer: PeerId) -> bool:
         """Return whether contributions of ``peer`` may be merged."""
 
-    def used_up(self, peers: Collection[PeerId]) -> str | None:
+    def invite_problem(self, peers: Collection[PeerId]) -> str | None:
         """Return why ``peers`` cannot have been admitted together: an invite of theirs admits fewer. None: they can."""
 
 
@@ -50,7 +50,7 @@ class OpenRegister:
         """Return True: every peer may contribute."""
         return True
 
-    def used_up(self, peers: Collection[PeerId]) -> str | None:
+    def invite_problem(self, peers: Collection[PeerId]) -> str | None:
         """Return None: nobody needs an invite."""
 
 
@@ -115,7 +115,9 @@ def check_commit(
     for contributor in header.contributors:
         if (header.parent, contributor) != mine:
             check_contributor(run, header.shard, header.parent, contributor, register)
-    if (problem := register.used_up({header.owner, *(peer_of(c.learner) for c in header.contributors)})) is not None:
+    if (
+        problem := register.invite_problem({header.owner, *(peer_of(c.learner) for c in header.contributors)})
+    ) is not None:
         raise ValueError(problem)
 
 

@@ -140,9 +140,9 @@ class MembershipSync:
         """Return the largest ownership weight that ``peer`` may have."""
         return self.members.most_weight_of(peer)
 
-    def used_up(self, peers: Collection[PeerId]) -> str | None:
+    def invite_problem(self, peers: Collection[PeerId]) -> str | None:
         """Return why ``peers`` cannot have been admitted together, or None."""
-        return self.members.used_up(peers)
+        return self.members.invite_problem(peers)
 
     def admitted(self) -> frozenset[int] | None:
         """Return the fingerprints of all peers that have a place here; None: every peer has."""

@@ -268,7 +268,7 @@ BUGS = (
         name="a commit may name any number of guests",
         module="p2pdiloco.peer.signatures",
         where="check_commit",
-        old="register.used_up({header.owner, *(peer_of(c.learner) for c in header.contributors)})",
+        old="register.invite_problem({header.owner, *(peer_of(c.learner) for c in header.contributors)})",
         new="None",
         harm="an owner measures all others by what keys of its own gave",
         killed_by=(
@@ -279,7 +279,7 @@ BUGS = (
     Bug(
         name="an invite counts as used up by as many as it admits",
         module=_MEMBERS,
-        where="Members.used_up",
+        where="Members.invite_problem",
         old="number > inviters[invite].uses",
         new="number >= inviters[invite].uses",
         harm="no commit that names the guest of an invite is taken",

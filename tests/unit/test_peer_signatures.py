@@ -98,7 +98,7 @@ def test_what_a_guest_contributes_whose_invite_is_used_up_here_is_not_merged_her
 class Counted(Everybody):
     """An invite admits fewer peers than it has guests."""
 
-    def used_up(self, peers: Collection[PeerId]) -> str | None:
+    def invite_problem(self, peers: Collection[PeerId]) -> str | None:
         return "too many came with one invite"
 
     def admitted(self) -> frozenset[int]:

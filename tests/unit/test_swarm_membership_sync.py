@@ -354,10 +354,10 @@ def test_peers_are_counted_by_the_invites_that_they_came_with(tmp_path: Path) ->
         for holder in (eva, fleet[2]):
             one.members.learn(introduction(holder.grant), eve.peer)
         honest = {the_founder().peer, named.peer, eve.peer, *(holder.peer for holder in fleet[:2])}
-        assert one.used_up(honest) is None
-        assert one.used_up({eva.peer, fleet[2].peer}) is None, "another peer may have admitted these"
-        assert "2 of its peers" in (one.used_up({*honest, eva.peer}) or "")
-        assert "3 of its peers" in (one.used_up({holder.peer for holder in fleet}) or "")
+        assert one.invite_problem(honest) is None
+        assert one.invite_problem({eva.peer, fleet[2].peer}) is None, "another peer may have admitted these"
+        assert "2 of its peers" in (one.invite_problem({*honest, eva.peer}) or "")
+        assert "3 of its peers" in (one.invite_problem({holder.peer for holder in fleet}) or "")
         assert one.admitted() == set(map(fingerprint, honest)), "the others' invites are used up here"
 
     played(tmp_path, story)

@@ -39,7 +39,7 @@ class Known:
     def may_contribute(self, peer: PeerId) -> bool:
         return peer in self._those - self._followers
 
-    def used_up(self, peers: Collection[PeerId]) -> str | None:
+    def invite_problem(self, peers: Collection[PeerId]) -> str | None:
         return None if len(peers) <= self._most else f"{len(peers)} of its peers came with one invite"
 
 
