@@ -292,6 +292,7 @@ def test_a_length_in_an_earlier_releases_segment_is_not_believed(tmp_path: Path)
             body = encode(Commit(header))
             old = len(body).to_bytes(8, "big") + (len(data) | 1 << 60).to_bytes(8, "big") + body + data
             path_of(folder_of(ann), 1).write_bytes(old)
+            assert not list(entries(path_of(folder_of(ann), 1), LOCAL, MOST_BYTES))
             found = load(folder_of(ann))
             assert found is not None
             assert [saved.state.head.version for saved in found.shards] == [0, 0]
