@@ -124,8 +124,8 @@ class DiLoCo(SwarmView):
                 Required; 0: ``count`` is called for each step.
             grad_scaler: The GradScaler that the loop uses. Steps that it skips are then not counted. Default: that of
                 an optimizer that accelerate has prepared.
-            total_steps: Global step at which the run is complete, at least ``sync_every``. Default: 10^9, practically
-                endless.
+            total_steps: Global step at which the run is complete, at least ``sync_every``. Later, the command
+                ``p2pdiloco prolong`` makes a run longer. Default: 10^9, practically endless.
             sync_every: H, steps between two exchanges of the same fragment. Default, as for configuration files: 6 if
                 at most 8 million parameters are exchanged; else 24, or fewer in a run below 960 steps, so that it has
                 80 turns, but at least 6.
@@ -359,7 +359,8 @@ class DiLoCo(SwarmView):
             ending = "" if self._companion is None else self._companion.ending
             raise DiLoCoError(ending or f"the node ended before it had joined the run: see its log, {self._log}")
         if self._companion is not None:
-            self._tell_end(manifest.config.name, steps)
+            founding_file.tell_end(manifest.config.name, self._given["total_steps"], self._link.last_step, self._state)
+            self._tell_end(manifest.config.name, self._link.last_step, self._state)
         self._wait_for_swarm(self._wait_for_peers)
 
     __enter__ = start
@@ -498,7 +499,7 @@ class DiLoCo(SwarmView):
 
     @property
     def total_steps(self) -> int:
-        """The step at which the run is complete; 0 without a run."""
+        """The step at which the run is complete; 0 without a run. It grows if the run is prolonged."""
         return 0 if self._link is None else self._link.last_step
 
     def load_global(self) -> None:

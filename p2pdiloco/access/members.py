@@ -26,7 +26,9 @@ Rules of this file:
 7. If a peer has two chains, the one that is not banned counts; then the one that the peer has shown here; then the one
    whose invite has a place left; then the one that grants more. So another peer's statement cannot replace the chain of
    a peer that was seen.
-8. Time comes from the machine's own clock: no other peer can end or prolong a membership.
+8. The founder and admins may prolong the run: it ends at the largest number that one of them has signed. Only the
+   largest statement of each counts, and none of a banned admin, whenever it was made, so the end may also come nearer.
+9. Time comes from the machine's own clock: no other peer can end or prolong a membership.
 """
 
 from __future__ import annotations
@@ -52,8 +54,11 @@ from p2pdiloco.access.membership_log import (
     CLOSING,
     INTRODUCTION,
     MARK_BYTES,
+    PROLONGING,
     Ban,
+    Prolonging,
     introduction,
+    last_in,
     mark_of,
     named_in,
     read_statement,
@@ -77,6 +82,8 @@ OBSERVING_LIMIT = 1024
 """Maximum number of remembered observers; more than connections."""
 SIGNERS_LIMIT = 8
 """Maximum number of bans and closings of one key."""
+PROLONGERS_LIMIT = 64
+"""Maximum number of admins whose prolongings are kept; the founder's is always kept."""
 NOBODY = PeerId("")
 """Teller of the statements on this machine's disk."""
 
@@ -108,6 +115,8 @@ class Members:
             raise ValueError("the run's founder is not a valid peer id, so the run cannot be private")
         self._bans: dict[PeerId, dict[tuple[PeerId, bool], Ban]] = {}
         """By banned key; then by signer and by whether the ban closes an invite."""
+        self._prolongings: dict[PeerId, tuple[Prolonging, bytes]] = {}
+        """By signer, with the statement."""
         self._statements: dict[bytes, bytes] = {}
         self._invited: Counter[PeerId] = Counter()
         """Number of peers seen, by invite."""
@@ -231,6 +240,11 @@ class Members:
             return False
         return target.role is not Role.ADMIN or by.depth < target.depth
 
+    @property
+    def prolonged_to(self) -> int:
+        """Steps (tokens, in a run with a token budget) to which the run is prolonged (rule 8); 0: it is not."""
+        return max((said.last for said, _ in self._prolongings.values() if self._counts(said)), default=0)
+
     def guests_of(self, key: PeerId) -> list[PeerId]:
         """Return the current and former members whose chain continues directly after the invite ``key``."""
         paths = [grant.path for grant in self._known.values()]
@@ -253,16 +267,19 @@ class Members:
         if self._founder.subject not in self._known:
             raise CertificateError("this run's founder has no key")
         said = read_statement(self.run, self._founder, statement, self._verify)
+        if isinstance(said, Prolonging):
+            return self._prolong(said, statement)
         return self._introduce(said, statement, teller) if isinstance(said, Grant) else self._ban(said, statement)
 
     def has(self, statement: bytes) -> bool:
         """Return whether ``statement`` is known, without verifying a signature."""
         return mark_of(statement) in self._statements
 
-    def brings(self, statement: bytes) -> Literal["ban", "peer", "nothing"]:
+    def brings(self, statement: bytes) -> Literal["ban", "peer", "end", "nothing"]:
         """Return what ``statement`` would add if valid, without verifying a signature.
 
-        "ban": a ban or closing that would be kept; "peer": an unknown peer; "nothing" otherwise.
+        "ban": a ban or closing that would be kept; "peer": an unknown peer; "end": a later end than its signer has
+        named before; "nothing" otherwise.
 
         Raises:
             ValueError: the statement is malformed.
@@ -270,6 +287,8 @@ class Members:
         subject, by, tag = named_in(statement)
         if tag == INTRODUCTION:
             return "nothing" if subject in self._known else "peer"
+        if tag == PROLONGING:
+            return "end" if last_in(statement) > self._last_of(by) else "nothing"
         return "ban" if self._may_be_banned(subject, by, is_closing=tag == CLOSING) else "nothing"
 
     def statements(self) -> list[bytes]:
@@ -307,6 +326,10 @@ class Members:
     def banned_keys(self) -> dict[PeerId, list[Ban]]:
         """Return all bans by banned key."""
         return {subject: list(bans.values()) for subject, bans in self._bans.items()}
+
+    def prolongings(self) -> list[bytes]:
+        """Return the statements that prolong the run, as far as they count."""
+        return [statement for said, statement in self._prolongings.values() if self._counts(said)]
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
@@ -493,6 +516,30 @@ class Members:
         self._statements[mark_of(statement)] = statement
         self._banned_by[signer] += 1
         return True
+
+    def _prolong(self, said: Prolonging, statement: bytes) -> bool:
+        """Store a prolonging instead of its signer's earlier one, if it says more and is among the most that count."""
+        signer = said.by.subject
+        if said.last <= self._last_of(signer):
+            return False
+        kept = {**self._prolongings, signer: (said, statement)}
+        others = [one for one, _ in kept.values() if one.by.subject != self._founder.subject]
+        if len(others) > PROLONGERS_LIMIT:
+            least = min(others, key=lambda one: (self._counts(one), one.last, one.by.subject))
+            if least is said:
+                return False
+            del kept[least.by.subject]
+        for _, dropped in self._prolongings.values():
+            del self._statements[mark_of(dropped)]
+        self._prolongings = kept
+        self._statements.update((mark_of(one), one) for _, one in kept.values())
+        return True
+
+    def _last_of(self, signer: PeerId) -> int:
+        return self._prolongings[signer][0].last if signer in self._prolongings else 0
+
+    def _counts(self, said: Prolonging) -> bool:
+        return self.ban_of(said.by) is None
 
     def _may_be_banned(self, subject: PeerId, signer: PeerId, *, is_closing: bool) -> bool:
         """Return whether another ban may be stored: one ban and one closing per signer, within the bounds."""

@@ -1,9 +1,11 @@
-"""Signed statements about members: introductions (a peer's whole chain), bans, and closed invites.
+"""Signed statements about members (introductions, that is, a peer's whole chain; bans; closed invites), and about the
+end of the run.
 
 An introduction is ``i`` and a chain that begins at the founder. A ban is ``b``, the banned key (32 bytes; a peer's or
 an invite's), the banning admin's signature (64), its key (32), and its chain, empty for the founder. The closing of an
 invite is ``c`` and the same fields. Before the chain it has a list: the number of peers that stay members (2), and the
-first 16 bytes of the key of each, in ascending order.
+first 16 bytes of the key of each, in ascending order. A prolonging of the run is ``p``, the number of steps (of tokens,
+in a run with a token budget) at which it ends (8), the signature, the key, and the chain.
 
 Rules of this file:
 1. Every peer that knows run and founder can verify a statement. A statement stays valid for ever.
@@ -32,12 +34,14 @@ from p2pdiloco.access.certificates import (
     follow,
     hint_of,
 )
+from p2pdiloco.protocol.config import MOST_BUDGET
 from p2pdiloco.protocol.ids import PeerId, RunId, digest_of
 from p2pdiloco.wire.peer_ids import KEY_BYTES, key_of, peer_id_of
 
 BAN_CONTEXT = b"p2pdiloco ban 1\x00"
 CLOSING_CONTEXT = b"p2pdiloco closing 1\x00"
-INTRODUCTION, BAN, CLOSING = b"i", b"b", b"c"
+PROLONGING_CONTEXT = b"p2pdiloco prolonging 1\x00"
+INTRODUCTION, BAN, CLOSING, PROLONGING = b"i", b"b", b"c", b"p"
 KEPT_LIMIT = 512
 """Maximum number of peers that a closed invite keeps as members."""
 KEPT_BYTES = 16
@@ -47,6 +51,7 @@ STATEMENT_LIMIT = 1 + 2 * KEY_BYTES + SIGNATURE_BYTES + _KEPT.size + KEPT_LIMIT 
 MARK_BYTES = 8
 """Bytes of a statement's digest by which peers name it."""
 _LENGTH = struct.Struct(">H")
+_END = struct.Struct(">Q")
 
 
 class Ban(Struct, frozen=True):
@@ -69,6 +74,13 @@ class Ban(Struct, frozen=True):
     def keeps(self, guest: PeerId) -> bool:
         """Return whether ``guest``, which joined with the invite, stays a member."""
         return self.kept is not None and _kept_key(guest) in self.kept
+
+
+class Prolonging(Struct, frozen=True):
+    """The run ends at ``last``: a number of steps, or of tokens if the run has a token budget."""
+
+    last: int
+    by: Grant
 
 
 def introduction(grant: Grant) -> bytes:
@@ -97,13 +109,20 @@ def closing(run: RunId, invite: PeerId, kept: Iterable[PeerId], by: Grant, sign:
     return CLOSING + key_of(invite) + signature + key_of(by.subject) + listed + chain
 
 
+def prolonging(run: RunId, last: int, by: Grant, sign: Sign) -> bytes:
+    """Return the statement with which the admin ``by`` lets the run end at ``last`` steps or tokens."""
+    chain = by.chain().encode() if by.depth else b""
+    signature = sign(_prolonged_bytes(run, by.subject, _END.pack(last)))
+    return PROLONGING + _END.pack(last) + signature + key_of(by.subject) + chain
+
+
 def mark_of(statement: bytes) -> bytes:
     """Return the MARK_BYTES that identify a statement."""
     return bytes.fromhex(digest_of(statement))[:MARK_BYTES]
 
 
-def read_statement(run: RunId, founder: Grant, statement: bytes, verify: Verify) -> Grant | Ban:
-    """Verify a statement; return the introduced peer's grant, or the ban.
+def read_statement(run: RunId, founder: Grant, statement: bytes, verify: Verify) -> Grant | Ban | Prolonging:
+    """Verify a statement; return the introduced peer's grant, the ban, or the prolonging.
 
     Raises:
         CertificateError: the statement is malformed or not signed as required.
@@ -120,11 +139,14 @@ def read_statement(run: RunId, founder: Grant, statement: bytes, verify: Verify)
         return _read_ban(run, founder, rest, verify)
     if tag == CLOSING:
         return _read_closing(run, founder, rest, verify)
+    if tag == PROLONGING:
+        return _read_prolonging(run, founder, rest, verify)
     raise CertificateError("the statement has an unknown kind")
 
 
 def named_in(statement: bytes) -> tuple[PeerId, PeerId, bytes]:
-    """Return subject, signer and kind of a statement, without verifying a signature.
+    """Return subject, signer and kind of a statement, without verifying a signature. A prolonging's subject is its
+    signer.
 
     Raises:
         ValueError: the statement is malformed.
@@ -133,6 +155,9 @@ def named_in(statement: bytes) -> tuple[PeerId, PeerId, bytes]:
     if tag in (BAN, CLOSING) and len(rest) >= 2 * KEY_BYTES + SIGNATURE_BYTES:
         signer_at = KEY_BYTES + SIGNATURE_BYTES
         return peer_id_of(rest[:KEY_BYTES]), peer_id_of(rest[signer_at : signer_at + KEY_BYTES]), tag
+    if tag == PROLONGING:
+        _, _, signer, _ = _split_prolonging(rest)
+        return signer, signer, tag
     if tag != INTRODUCTION:
         raise CertificateError("the statement has an unknown kind")
     *earlier, last = decode_chain(rest).certificates
@@ -186,6 +211,34 @@ def _read_closing(run: RunId, founder: Grant, data: bytes, verify: Verify) -> Ba
     return Ban(invite, by, frozenset(stay))
 
 
+def _read_prolonging(run: RunId, founder: Grant, data: bytes, verify: Verify) -> Prolonging:
+    end, signature, signer, chain = _split_prolonging(data)
+    by = _admin(run, founder, signer, chain, verify)
+    if not verify(signer, _prolonged_bytes(run, signer, end), signature):
+        raise CertificateError(f"{signer} has not signed that this run is prolonged")
+    (last,) = _END.unpack(end)
+    if not 1 <= last <= MOST_BUDGET:
+        raise CertificateError(f"a run cannot end at {last} steps or tokens")
+    return Prolonging(last, by)
+
+
+def _split_prolonging(data: bytes) -> tuple[bytes, bytes, PeerId, bytes]:
+    """Return the encoded end, the signature, the signer, and the signer's chain."""
+    signature_at, signer_at = _END.size, _END.size + SIGNATURE_BYTES
+    chain_at = signer_at + KEY_BYTES
+    if len(data) < chain_at:
+        raise CertificateError("a prolonging of the run is cut off")
+    return data[:signature_at], data[signature_at:signer_at], peer_id_of(data[signer_at:chain_at]), data[chain_at:]
+
+
+def last_in(statement: bytes) -> int:
+    """Return the end that a prolonging names, without verifying its signature; 0 for other statements."""
+    if not statement.startswith(PROLONGING) or len(statement) < 1 + _END.size:
+        return 0
+    (last,) = _END.unpack(statement[1 : 1 + _END.size])
+    return int(last)
+
+
 def _split_ban(data: bytes) -> tuple[PeerId, bytes, PeerId, bytes]:
     """Return the banned key, the signature, the signer, and the rest."""
     signer_at = KEY_BYTES + SIGNATURE_BYTES
@@ -196,10 +249,10 @@ def _split_ban(data: bytes) -> tuple[PeerId, bytes, PeerId, bytes]:
 
 
 def _admin(run: RunId, founder: Grant, signer: PeerId, chain: bytes, verify: Verify) -> Grant:
-    """Return the grant of a ban's signer."""
+    """Return the grant of the admin who signed a statement."""
     by = _whole(run, founder, chain, verify) if chain else founder
     if by.subject != signer or by.kind is not Kind.PEER or by.role is not Role.ADMIN:
-        raise CertificateError(f"{signer} may not ban")
+        raise CertificateError(f"{signer} may not ban, nor prolong the run")
     return by
 
 
@@ -216,6 +269,10 @@ def _banned_bytes(run: RunId, signer: PeerId, subject: PeerId) -> bytes:
 
 def _closed_bytes(run: RunId, signer: PeerId, invite: PeerId, listed: bytes) -> bytes:
     return CLOSING_CONTEXT + run.encode() + b"\x00" + key_of(signer) + key_of(invite) + listed
+
+
+def _prolonged_bytes(run: RunId, signer: PeerId, end: bytes) -> bytes:
+    return PROLONGING_CONTEXT + run.encode() + b"\x00" + key_of(signer) + end
 
 
 def _kept_key(peer: PeerId) -> bytes:

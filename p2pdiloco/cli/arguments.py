@@ -27,6 +27,7 @@ from p2pdiloco.cli.argument_types import (
     up_budget,
 )
 from p2pdiloco.cli.invite_sources import add_addresses
+from p2pdiloco.protocol.config import LONGEST_RUN, MOST_BUDGET
 from p2pdiloco.util.files import state_home
 
 MOST_THREADS = 1024
@@ -265,6 +266,29 @@ def _resume(sub: argparse.ArgumentParser) -> None:
     )
     _add_bootstrap(sub, "addresses of directory nodes, or an invite", "none, this peer is the first")
     _add_peer(sub)
+
+
+def _prolong(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument(
+        "folder", type=Path, metavar="DIR", help="state folder of the founder's or an admin's peer, or the run's in it"
+    )
+    ends = sub.add_mutually_exclusive_group(required=True)
+    ends.add_argument(
+        "--steps",
+        type=at_least(1, LONGEST_RUN),
+        metavar="N",
+        help="global step at which the run ends, counted from its beginning (default: the run has a token budget)",
+    )
+    ends.add_argument(
+        "--tokens",
+        type=at_least(1, MOST_BUDGET),
+        metavar="N",
+        help="merged tokens at which a run with a token budget ends, counted from its beginning (default: the run has "
+        "none)",
+    )
+    _add_run(sub, "DIR")
+    _add_state(sub, is_used=False)
+    _add_identity(sub)
 
 
 def _fetch(sub: argparse.ArgumentParser) -> None:
@@ -839,6 +863,7 @@ COMMANDS = {
     "start": Command("create a run and train it", _start),
     "join": Command("join a running run", _join),
     "resume": Command("continue a run whose peers have all stopped", _resume),
+    "prolong": Command("let a run end later, whether it trains or has finished", _prolong, is_quiet=True),
     "fetch": Command("download the model of a run, finished or not, without joining it", _fetch, is_quiet=True),
     "export": Command("write a run's model to files for other programs", export, is_quiet=True),
     "generate": Command("sample text from a run's model", generate, is_quiet=True),

@@ -52,6 +52,7 @@ def _export(arguments: argparse.Namespace) -> None:
             result.checkpoint.manifest,
             Facts(
                 step=about.step,
+                last_step=result.last_step,
                 tokens=about.tokens,
                 format=wanted,
                 base=arguments.model or arguments.like or "",

@@ -450,4 +450,5 @@ def _share(tokens_per_s: float, peers: Sequence[PeerStatus]) -> float | None:
 
 def _left_s(manifest: Manifest, trial: SpeedTrial, peers: Sequence[PeerStatus]) -> float | None:
     step = max((one.step for one in peers), default=0)
-    return (manifest.config.inner.steps - step) * trial.step_s if peers else None
+    last_step = max((one.total_steps for one in peers), default=manifest.config.inner.steps)
+    return (last_step - step) * trial.step_s if peers else None

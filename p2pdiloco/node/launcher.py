@@ -22,14 +22,15 @@ from p2pdiloco.node.run_folder import CHECKPOINT, RunStore, describe_state, has_
 from p2pdiloco.node.shutdown_signals import leave_when_asked
 from p2pdiloco.observability.alerts import Alert
 from p2pdiloco.observability.history import closing
-from p2pdiloco.peer.checkpoint import CheckpointError
+from p2pdiloco.peer.checkpoint import CheckpointError, places
 from p2pdiloco.peer.ending import Ending
 from p2pdiloco.peer.options import PeerOptions
 from p2pdiloco.peer.peer import InitialState
+from p2pdiloco.protocol.config import describe_end
 from p2pdiloco.protocol.ids import PeerId, RunId
 from p2pdiloco.protocol.manifest import Layout, Manifest, RunConfig
-from p2pdiloco.protocol.manifest_defaults import few_turns
-from p2pdiloco.swarm.credentials import Credentials
+from p2pdiloco.protocol.manifest_defaults import end_of, few_turns
+from p2pdiloco.swarm.credentials import Credentials, MemberFiles
 from p2pdiloco.swarm.duplicate_identity import refuse_duplicate_identity
 from p2pdiloco.swarm.invitations import (
     apply_grant,
@@ -49,6 +50,7 @@ from p2pdiloco.swarm.run_lookup import (
     LookupFailedError,
     RunLookup,
     fetch_manifest,
+    fetch_prolongings,
     has_met,
     observer_transport,
     open_directory,
@@ -248,8 +250,11 @@ async def _join_run(
         except LookupFailedError as error:
             if kept is None:
                 raise
+            peers = []
             log.warning("no other peer of the run answers yet; continuing from the local state", reason=str(error))
             manifest = kept
+        if peers:
+            await fetch_prolongings(transport, peers, folder_of(options.folder, run), manifest)
     if not is_meant(wanted, manifest.config.name, run):
         raise ConfigError(f"the invite is to run {manifest.config.name} ({run[:12]}), not to {wanted}")
     say(f"joining run {manifest.config.name} ({run[:12]}), {Layout.of(manifest).elements:,} parameters")
@@ -292,22 +297,29 @@ async def _continue_run(
         if again is not None:
             _, initial = await asyncio.to_thread(again)
     folder = folder_of(options.folder, manifest.run)
+    others = [place.parent for place in places(folders)]
+    await asyncio.to_thread(MemberFiles(folder).take_over_end, manifest, others)
     mine = credentials_of(manifest, identity, folder, invite)
     asking = None if manifest.config.access == "open" else mine
     if initial is not None and (own is not None or await RunLookup(directory).has_state(manifest.run, asking)):
         initial.take()  # version 0 is not needed: this run has a newer state, here or at another peer
         initial = None
-    is_over = own is not None and has_finished(manifest, own.shards)
+    is_over, is_serving = own is not None and has_finished(manifest, own.shards, folder), False
     if own is not None:
         initial = own
         say(describe_state(manifest, own))
-        if is_over and not options.learner.script and not await RunLookup(directory).is_live(manifest.run, asking):
-            if not options.stay_s:
-                return Ending(0, finished_message(manifest, folder))
-            options = msgspec.structs.replace(options, is_follower=True)  # the run is over: only serve its model
+        if is_over and not options.learner.script:
+            if await RunLookup(directory).hears_of_end(manifest, folder, asking):
+                is_over = has_finished(manifest, own.shards, folder)
+            elif not options.stay_s:
+                return Ending(0, finished_message(manifest, folder, options.folder))
+            else:
+                is_serving = True  # the run is over: only serve its model
     settings = msgspec.structs.replace(options, folder=folder)
     goes = is_over and bool(options.learner.script) and not options.stay_s  # it ends before anybody could join
-    return await take_part(manifest, settings, identity, directory, initial, mine, say, shows_how_to_join=not goes)
+    return await take_part(
+        manifest, settings, identity, directory, initial, mine, say, shows_how_to_join=not goes, only_serves=is_serving
+    )
 
 
 def _unfinished_run(
@@ -397,8 +409,12 @@ async def take_part(
     say: Say,
     *,
     shows_how_to_join: bool = False,
+    only_serves: bool = False,
 ) -> Ending:
-    """Run a node until it ends. SIGINT and SIGTERM shut it down gracefully.
+    """Run a node until it ends, and again if the run is prolonged while it serves the model. SIGINT and SIGTERM shut it
+    down gracefully.
+
+    only_serves: the peer does not train until the run is prolonged.
 
     Raises:
         IdentityError: another process takes part with this identity.
@@ -419,6 +435,29 @@ async def take_part(
         for invited in await asyncio.to_thread(how_to_join, manifest, mine, options.folder, directory):
             say(invited)
     tell = say if shows_how_to_join else None
+    ran = partial(_run_node, manifest, identity=identity, directory=directory, mine=mine, say=say, tell=tell)
+    first = msgspec.structs.replace(options, is_follower=True) if only_serves else options
+    ending, goes_on = await ran(first, initial)
+    while goes_on:
+        end = end_of(manifest.config, await asyncio.to_thread(MemberFiles(options.folder).prolonged_to, manifest))
+        say(f"run {manifest.config.name} is prolonged to {describe_end(end)}: going on")
+        initial = await asyncio.to_thread(RunStore(options.folder.parent).load_state, manifest)
+        ending, goes_on = await ran(options, initial)
+    return ending
+
+
+async def _run_node(
+    manifest: Manifest,
+    options: PeerOptions,
+    initial: InitialState | None,
+    *,
+    identity: Identity,
+    directory: Directory,
+    mine: Credentials,
+    say: Say,
+    tell: Say | None,
+) -> tuple[Ending, bool]:
+    """Run a node until it ends; return its ending, and whether it should take part again, as the run is prolonged."""
     async with Node.open(manifest, options, identity, directory, initial, mine) as node:
         keeping = partial(
             keep_meeting_places,
@@ -437,7 +476,8 @@ async def take_part(
                 MetricsExport(options.watch.log_to, node.telemetry.picture, troubles=node.host.troubles),
             ):
                 node.events.subscribe(Alert, notifier.tell)
-                return await node.run(say, partial(_announce_end, node, notifier, say))
+                ending = await node.run(say, partial(_announce_end, node, notifier, say))
+    return ending, node.goes_on
 
 
 def _announce_end(node: Node, notifier: Notifier, say: Callable[[str], None], ending: Ending) -> None:

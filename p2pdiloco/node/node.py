@@ -34,11 +34,12 @@ from p2pdiloco.peer.metrics import Metrics, progress_fields
 from p2pdiloco.peer.options import PeerOptions
 from p2pdiloco.peer.peer import InitialState, Peer
 from p2pdiloco.protocol.manifest import Layout, Manifest
+from p2pdiloco.protocol.manifest_defaults import end_of
 from p2pdiloco.swarm.credentials import Credentials, MemberFiles, members_of
 from p2pdiloco.swarm.duplicate_identity import DuplicateIdentity, IdentityTaken
 from p2pdiloco.swarm.known_peers import KnownPeers
 from p2pdiloco.swarm.lookup_policy import LookupPolicy
-from p2pdiloco.swarm.membership_sync import MembershipLost, MembershipSync
+from p2pdiloco.swarm.membership_sync import MembershipLost, MembershipSync, Prolonged
 from p2pdiloco.swarm.peer_manager import PeerManager
 from p2pdiloco.swarm.reachability import Reachability
 from p2pdiloco.swarm.run_announcer import RunAnnouncer
@@ -85,6 +86,8 @@ class Node:
     """State with which the peer starts, until ``begin`` hands it over."""
     _leaves: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the peer must leave, so that it does not serve the model after the end."""
+    goes_on: bool = False
+    """True if the run was prolonged after this peer had come to its end, so that it should take part again."""
 
     @classmethod
     @asynccontextmanager
@@ -211,6 +214,8 @@ class Node:
                 initial=initial,
             )
             events.subscribe(MembershipLost, node._on_membership_lost)
+            events.subscribe(Prolonged, node._on_prolonged)
+            node._on_prolonged(Prolonged(membership_sync.members.prolonged_to))
             events.subscribe(IdentityTaken, node._on_identity_taken)
 
             # All parts exist: from here on, others can connect.
@@ -275,6 +280,17 @@ class Node:
     def _on_membership_lost(self, event: MembershipLost) -> None:
         self.peer.end_in_order(Ending(2, event.reason))
 
+    def _on_prolonged(self, event: Prolonged) -> None:
+        self.peer.move_end(end_of(self.peer.manifest.config, event.last))
+        self._look_whether_to_go_on()
+
+    def _look_whether_to_go_on(self) -> None:
+        """End the time of serving the model if the run goes on and this peer has trained it."""
+        if self.peer.is_over and self.peer.machine.view.is_prolonged and not self._leaves.is_set():
+            self.goes_on = not self.options.learner.script  # a script is gone by now, and starts a node again itself
+            if self.goes_on:
+                self._leaves.set()
+
     def _on_identity_taken(self, event: IdentityTaken) -> None:
         """End at once, because another process has this identity."""
         self._leaves.set()
@@ -306,6 +322,7 @@ class Node:
                 say(line)
         ended(ending)
         if is_in_order and self.has_finished:
+            self._look_whether_to_go_on()
             await self._stay(say)
             ending = await self.peer.stayed(ending)
         return ending

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from p2pdiloco.node.run_folder import RunStore
+from p2pdiloco.node.run_folder import RunStore, known_end
 from p2pdiloco.peer.checkpoint import Checkpoint, CheckpointError, best_of, load_all, places
 from p2pdiloco.peer.ema import RunningAverage, span
 from p2pdiloco.protocol.manifest import Layout, Manifest
@@ -33,6 +33,8 @@ class Result(NamedTuple):
 
     checkpoint: Checkpoint
     step: int
+    last_step: int
+    """Step at which the run ends, as far as the folders know."""
     tokens: int
     """Merged tokens, averaged over the shards by their size."""
     folders: tuple[Path, ...]
@@ -156,14 +158,18 @@ def farewell(status: PeerStatus, folder: Path, *, is_scripts: bool = False) -> l
     ]
 
 
-def finished_message(manifest: Manifest, folder: Path) -> str:
-    """Return a message for a user who continues a finished run: its model's folder, and the next commands."""
+def finished_message(manifest: Manifest, folder: Path, state: Path) -> str:
+    """Return a message for a user who continues a finished run: its model's folder, and the next commands.
+
+    state: the state folder, which contains the run's ``folder``.
+    """
     is_scripts = manifest.config.model.kind == "external"
     use = "export it: p2pdiloco export" if is_scripts else "generate text: p2pdiloco generate"
     return (
-        f"run {manifest.config.name} ({manifest.run[:12]}) has finished all {manifest.config.inner.steps} steps; its "
-        f"model is in {folder}. To {use} {folder}. To serve it to others for an "
-        f"hour: p2pdiloco resume {folder} --stay-s 3600. To train another run, give that another name"
+        f"run {manifest.config.name} ({manifest.run[:12]}) has finished all {known_end(manifest, folder).steps} "
+        f"steps; its model is in {folder}. To {use} {folder}. To serve it to others for an "
+        f"hour: p2pdiloco resume {folder} --stay-s 3600. To train it longer, as its founder or an admin: p2pdiloco "
+        f"prolong {state} --run {manifest.run[:12]} --steps N. To train another run, give that another name"
     )
 
 
@@ -171,8 +177,10 @@ def _result(checkpoint: Checkpoint, folders: Sequence[Path]) -> Result:
     layout = Layout.of(checkpoint.manifest)
     tokens = sum(p.state.counts.merged * layout.shards[p.state.head.shard].elements for p in checkpoint.shards)
     # The protocol may run a turn or two beyond the last step of the run.
-    step = min(max(p.state.step for p in checkpoint.shards), checkpoint.manifest.config.inner.steps)
-    return Result(checkpoint, step, tokens // layout.elements, tuple(folders))
+    ends = [known_end(checkpoint.manifest, place.parent).steps for place in places(folders)]
+    last_step = max([checkpoint.manifest.config.inner.steps, *ends])
+    step = min(max(p.state.step for p in checkpoint.shards), last_step)
+    return Result(checkpoint, step, last_step, tokens // layout.elements, tuple(folders))
 
 
 def _nothing(source: str, state: Path) -> str:

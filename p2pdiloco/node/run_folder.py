@@ -37,8 +37,11 @@ from p2pdiloco.peer.checkpoint import (
 from p2pdiloco.peer.checkpoint import sweep_halves as sweep_checkpoints
 from p2pdiloco.peer.host import sweep
 from p2pdiloco.peer.peer import InitialState
+from p2pdiloco.protocol.config import RunEnd
 from p2pdiloco.protocol.ids import RunId, digest_of
 from p2pdiloco.protocol.manifest import MANIFEST, Manifest, RunConfig
+from p2pdiloco.protocol.manifest_defaults import end_of
+from p2pdiloco.swarm.credentials import MemberFiles
 from p2pdiloco.swarm.run_index import folder_of, is_meant
 from p2pdiloco.util import logs
 from p2pdiloco.util.files import LOCAL, LockedError, lock, write_atomically
@@ -65,11 +68,13 @@ class Standing(NamedTuple):
     weight: int
     """Merged tokens of all shards together in that checkpoint."""
     step: int
+    last_step: int
+    """Step at which the run ends, as far as that folder knows."""
 
     @property
     def is_finished(self) -> bool:
         """True if no steps are left to train."""
-        return self.step >= self.manifest.config.inner.steps
+        return self.step >= self.last_step
 
 
 @contextlib.contextmanager
@@ -154,7 +159,7 @@ class RunStore:
                 run, state = other.manifest.run, self._folders[0]
                 raise NameTakenError(
                     f"{folder_of(state, run)} holds run {config.name} ({run[:12]}) of another configuration, at step "
-                    f"{other.step} of {other.manifest.config.inner.steps}. To go on with that one: p2pdiloco resume "
+                    f"{other.step} of {other.last_step}. To go on with that one: p2pdiloco resume "
                     f"{state} --run {run[:12]}. To found this one beside it: add --name {config.name}-2"
                 )
         return None
@@ -221,9 +226,14 @@ def are_of_scripts(folders: Sequence[Path]) -> bool:
     return kinds == {"external"}
 
 
-def has_finished(manifest: Manifest, shards: Iterable[StateProof]) -> bool:
-    """Return whether a run is complete at these heads."""
-    return max((proof.state.step for proof in shards), default=0) >= manifest.config.inner.steps
+def has_finished(manifest: Manifest, shards: Iterable[StateProof], folder: Path) -> bool:
+    """Return whether a run is complete at these heads, as far as the run's ``folder`` knows."""
+    return max((proof.state.step for proof in shards), default=0) >= known_end(manifest, folder).steps
+
+
+def known_end(manifest: Manifest, folder: Path) -> RunEnd:
+    """Return the run's end, as far as its ``folder`` knows. Blocks on the disk."""
+    return end_of(manifest.config, MemberFiles(folder).prolonged_to(manifest))
 
 
 def describe_state(manifest: Manifest, state: InitialState) -> str:
@@ -246,7 +256,8 @@ def _standing(place: Path, index: Index) -> Standing | None:
     except (OSError, ValueError) as error:
         log.warning("checkpoints without a readable manifest are ignored", folder=place, reason=str(error))
         return None
-    return Standing(manifest, index.weight, max(proof.state.step for proof in index.shards))
+    step = max(proof.state.step for proof in index.shards)
+    return Standing(manifest, index.weight, step, known_end(manifest, place.parent).steps)
 
 
 def _rename_earlier(state: Path, manifest: Manifest, folder: Path) -> None:

@@ -124,6 +124,7 @@ _TOPICS = {
     "equivocation": "an owner made two commits of one version",
     "wrong-merge": "an owner merged what nobody contributed",
     "audit": "an owner cannot be audited",
+    "end": "the end of the run has moved",
 }
 _WRITERS: dict[str, Callable[[Line], Sentence | None]] = {
     "started": lambda line: Sentence("info", "this peer starts" + ("" if line["is_new"] else " with its saved state")),
@@ -159,6 +160,7 @@ _DETAILS: dict[str, Callable[[Line], str]] = {
     "evaluation": lambda line: f"held-out loss {formatting.loss(line['loss'])}, step {line['step']:,}",
     "progress": _progress,
     "codec": _codec,
+    "end": lambda line: f"the run ends at step {line['last_step']:,}",
     "checkpoint": lambda line: "the last checkpoint is written" if line["is_last"] else "a checkpoint is written",
     "sample": lambda line: f"step {line['step']:,}, the model writes: {line['text']}",
 }
@@ -272,6 +274,7 @@ EVENTS = (
     Event("learner-unable", "the learner's progress cannot be merged", _REASON),
     Event("learner-able", "it can be merged again", ()),
     Event("fault", "another peer broke a rule", _fields("text", "peer what")),
+    Event("end", "the run was prolonged", _fields("integer", "last_step")),
     Event("note", "a message of the protocol", _fields("text", "level topic text")),
     Event(
         "alert",

@@ -192,6 +192,8 @@ class RunHistory:
                 self._progress(line, at, source)
             case "sample":
                 self.sample = Sample(at=at, step=int(line["step"]), text=str(line["text"])[:4000])
+            case "end":
+                self._course = msgspec.structs.replace(self._course, total_steps=int(line["last_step"]))
             case "fault":
                 self._count(f"fault: {line['what']}")
             case "note" if line["topic"] in ("fork", "refusal"):

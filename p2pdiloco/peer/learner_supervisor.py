@@ -31,6 +31,7 @@ from p2pdiloco.peer.model_state import ModelState
 from p2pdiloco.peer.options import PeerOptions
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
+from p2pdiloco.protocol.config import RunEnd
 from p2pdiloco.protocol.ids import FragmentId, LearnerId, learner_id, peer_of
 from p2pdiloco.protocol.view import MachineView
 from p2pdiloco.timing import Backoff
@@ -323,7 +324,7 @@ class LearnerSupervisor:
                 event = ev.Snapshotted(message.fragment, message.step, message.steps, message.tokens)
                 self.child.snapshots.on_taken(event)
             case learner_ipc.Paused():
-                driver.feed(ev.LearnerPaused(message.steps, message.tokens))
+                driver.feed(ev.LearnerPaused(message.steps, message.tokens, message.step))
             case learner_ipc.Evaluated():
                 driver.feed(ev.Evaluated(message.version, message.loss))
             case learner_ipc.Written():
@@ -393,6 +394,7 @@ class LearnerSupervisor:
     def _on_loaded(self, child: SupervisedLearner, process: LearnerLife) -> None:
         """Let the learner begin to train: it has all global parameters."""
         child.is_loaded = True
+        process.send(_end(self._view.end))
         process.send(learner_ipc.Begin(step=self._view.step))
         self.stop_waiting()
         self._driver.feed(ev.LearnerStarted(child.learner, child.has_blocks))
@@ -446,6 +448,8 @@ class LearnerSupervisor:
                 self._send(learner_ipc.AdoptStep(step=effect.step, tokens=effect.tokens))
             case ef.PauseLearner():
                 self._send(learner_ipc.Pause())
+            case ef.MoveEnd():
+                self._send(_end(effect.end))
             case ef.Evaluate():
                 self._send(learner_ipc.Evaluate(version=effect.version))
 
@@ -457,3 +461,7 @@ class LearnerSupervisor:
         child = self.child
         if child is not None and child.process is not None and child.is_loaded:
             child.process.send(command)
+
+
+def _end(end: RunEnd) -> learner_ipc.MoveEnd:
+    return learner_ipc.MoveEnd(last_step=end.steps, tokens=end.tokens)

@@ -45,6 +45,7 @@ from p2pdiloco.peer.state_server import RequestHandlers, StateServer
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
+from p2pdiloco.protocol.config import RunEnd
 from p2pdiloco.protocol.ids import Digest, PeerId, peer_of
 from p2pdiloco.protocol.machine import Machine
 from p2pdiloco.protocol.manifest import Layout, Manifest
@@ -204,6 +205,12 @@ class Peer:
         )
 
     # -- life of the peer ----------------------------------------------------------------------------------------------
+
+    def move_end(self, end: RunEnd) -> None:
+        """Take part until another end of the run. It may be called before ``begin``."""
+        if end != self.machine.view.end:
+            self.driver.feed(ev.EndMoved(end))
+            self.metrics.write("end", last_step=end.steps)
 
     def begin(self, initial: InitialState | None) -> None:
         """Feed the first event, with the states that the peer brings. None: it is a newcomer and has none."""

@@ -56,7 +56,9 @@ class BlockAssignment:
     def __init__(self, core: Core) -> None:
         self.core = core
         self.is_taking = False
-        """Whether the learner trains on the run's data."""
+        """Whether the learner trains on the run's data now."""
+        self.has_blocks = False
+        """Whether the learner has the run's data."""
         self.assigned: list[Block] = []
         self.trained: list[tuple[int, Block]] = []
         """Trained blocks and the learner's token count at the end of each, oldest first."""
@@ -64,13 +66,18 @@ class BlockAssignment:
     def start(self, *, has_blocks: bool) -> None:
         """Assign blocks to a new learner. ``has_blocks`` says whether the learner has the run's data."""
         self.reset()
-        self.is_taking = has_blocks and self.core.config.blocks > 0
+        self.is_taking = self.has_blocks = has_blocks and self.core.config.blocks > 0
         self.assign()
 
     def stop(self) -> None:
         """Stop assigning blocks: the learner no longer trains. Its unfinished blocks become free."""
         self.is_taking = False
         self.assigned.clear()
+
+    def go_on(self) -> None:
+        """Assign blocks again: the learner trains on, since the run was prolonged."""
+        self.is_taking = self.has_blocks
+        self.assign()
 
     def reset(self) -> None:
         """Forget all blocks: the learner is gone."""

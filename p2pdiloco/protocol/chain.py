@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from p2pdiloco.protocol.config import LEAST_FACTOR, MAX_COUNT, Limits
+from p2pdiloco.protocol.config import LEAST_FACTOR, LONGEST_RUN, MAX_COUNT, Limits
 from p2pdiloco.protocol.counted_tokens import NOTHING_COUNTED, TokenCounts
 from p2pdiloco.protocol.data_blocks import BlockLedger, Trained
 from p2pdiloco.protocol.events import Mark, ShardState
@@ -115,7 +115,7 @@ class Chain:
         if self.is_merged(c):
             return "its tokens are merged already"
         if c.tokens_to > mark.tokens + self._run_tokens or c.steps_to > mark.steps + limits.learner_steps:
-            return "it exceeds the tokens or steps that a learner can make in the whole run"
+            return "it exceeds the tokens or steps that a learner can make in any run"
         if self.head is not None and self.head.tokens > self._most_tokens:
             return "the chain cannot count further"
         return limits.range_problem(c.tokens, c.steps, len(c.blocks))
@@ -180,7 +180,7 @@ class Chain:
 
     def latest_step(self) -> int:
         """Return the largest global step that the next commit may have."""
-        return min(self.step, self.limits.run_steps) + self.limits.lead_steps
+        return min(self.step, LONGEST_RUN) + self.limits.lead_steps
 
     def problem(self, header: CommitHeader) -> str | None:
         """Return why ``header`` cannot be this chain's next commit, or None if it can."""
@@ -238,7 +238,7 @@ class Chain:
     def state_problem(self, state: ShardState) -> str | None:
         """Return why no chain of this run can have this state, or None."""
         head, limits = state.head, self.limits
-        if not 0 <= state.step <= min(head.version * limits.lead_steps, limits.run_steps + limits.lead_steps):
+        if not 0 <= state.step <= min(head.version * limits.lead_steps, LONGEST_RUN + limits.lead_steps):
             return f"step {state.step} cannot be reached with version {head.version}"
         if head.tokens > head.version * MAX_CONTRIBUTORS * limits.range_tokens:
             return f"{head.tokens} tokens cannot be merged in {head.version} versions"

@@ -1,9 +1,11 @@
-"""Limits on the numbers that a peer may declare. They derive from the manifest alone; no honest peer exceeds them.
+"""Limits on the numbers that a peer may declare, which derive from the manifest alone and which no honest peer exceeds,
+and the end of a run, which may be moved.
 
 Rules of this file:
 1. Every number that goes into a chain (tokens, steps, blocks, a commit's step) is checked against the chain and these
    limits alone, so that all peers come to the same verdict. An honest peer keeps its own messages within them.
 2. A number beyond its limit is refused before it is added to a sum, so no sum can exceed a message's ``Count``.
+3. No limit of a chain depends on the run's end: a run may be prolonged, and peers learn of that at different times.
 """
 
 from __future__ import annotations
@@ -13,7 +15,11 @@ import msgspec
 RANGE_TURNS = 64
 """Maximum number of turns whose steps a contribution declares; a learner that has more declares the last of them."""
 AGAIN = 8
-"""Factor by which a learner's steps may exceed those of a whole run."""
+"""Factor by which a learner's steps may exceed those of the longest run."""
+LONGEST_RUN = 2**40
+"""Maximum number of steps of a run, however often it is prolonged."""
+MOST_BUDGET = 2**50
+"""Maximum token budget of a run."""
 LEAD_TURNS = 16
 """Maximum number of turns by which a commit's global step lies beyond its parent's."""
 MAX_COUNT = 2**56
@@ -38,7 +44,21 @@ class Sizes(msgspec.Struct, frozen=True, kw_only=True):
     elements: tuple[int, ...] = ()
     """Number of parameters of each shard; if empty, the first merged update has no length limit."""
     budget: int = 0
-    """Token budget of the run, which may end it before ``total_steps`` do; 0: no budget."""
+    """Token budget of the run in its manifest, which may end it before ``total_steps`` do; 0: no budget."""
+
+
+class RunEnd(msgspec.Struct, frozen=True, array_like=True):
+    """The end of a run: as the manifest says, or a later one that the founder or an admin has signed."""
+
+    steps: int
+    """Global step at which the run is complete."""
+    tokens: int = 0
+    """Token budget, which may end the run before ``steps`` do; 0: no budget."""
+
+
+def describe_end(end: RunEnd) -> str:
+    """Return the end in words."""
+    return f"{end.tokens:,} merged tokens" if end.tokens else f"step {end.steps:,}"
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,8 +74,6 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Inner steps between two turns (H)."""
     lead_steps: int = LEAD_TURNS
     """Maximum number of steps by which a commit's step may exceed its parent's."""
-    run_steps: int = 2**40
-    """Inner steps of the whole run."""
 
     @property
     def range_tokens(self) -> int:
@@ -76,9 +94,10 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     def learner_steps(self) -> int:
         """Maximum number of inner steps of one learner.
 
-        The limit exceeds the run's steps: a learner may outlive its node, and may repeat steps that the run has lost.
+        The limit exceeds the steps of any run: a learner may outlive its node, and may repeat steps that the run has
+        lost.
         """
-        return AGAIN * self.run_steps
+        return AGAIN * LONGEST_RUN
 
     def most_tokens(self, steps: int) -> int:
         """Return the maximum number of tokens in a contribution of ``steps`` inner steps."""

@@ -56,6 +56,7 @@ class TokenBudget:
         self.announced = 0
         """Merged tokens that the learner was last told of."""
         self._paused: LearnerId | None = None
+        """The learner that was asked to stop."""
 
     @property
     def merged(self) -> int:
@@ -65,33 +66,46 @@ class TokenBudget:
     @property
     def is_spent(self) -> bool:
         """True if the merged tokens, with those under way, use up the budget."""
-        total = self._core.config.sizes.budget
+        total = self._core.end.tokens
         return 0 < total <= self.merged + self._under_way // (2 * len(self._merged))
+
+    @property
+    def is_over(self) -> bool:
+        """True if the run has reached its last step, or its budget is spent."""
+        return self._core.step >= self._core.end.steps or self.is_spent
 
     @property
     def last_step(self) -> int:
         """Estimated global step at which the run ends."""
         core = self._core
-        if not core.config.sizes.budget:
-            return core.config.total_steps
+        if not core.end.tokens:
+            return core.end.steps
         if self.is_spent:
             return core.step
-        rest = core.config.sizes.budget / max(1, self.merged)
-        return min(core.config.total_steps, max(core.step + 1, round(core.step * rest)))
+        rest = core.end.tokens / max(1, self.merged)
+        return min(core.end.steps, max(core.step + 1, round(core.step * rest)))
 
     def on_head_changed(self, change: HeadChange) -> None:
         """Count the tokens of the shard's new head. Report them to the learner, and stop it if the budget is spent."""
         core, shard, tokens = self._core, change.shard, change.head.tokens
-        if not core.config.sizes.budget:
+        if not core.end.tokens:
             return
         newest = max(0, tokens - self._merged[shard])
         self._under_way += newest - self._newest[shard]
         self._merged[shard], self._newest[shard] = tokens, newest
         merged = self.merged
-        if core.learner is not None and abs(merged - self.announced) * TOLD >= core.config.sizes.budget:
+        if core.learner is not None and abs(merged - self.announced) * TOLD >= core.end.tokens:
             self.announced = merged
             core.effects.append(AdoptStep(core.step, merged))
         self.stop_if_spent()
+
+    def on_end_moved(self) -> None:
+        """Forget that the learner was asked to stop at the earlier end."""
+        self._paused = None
+
+    def has_stopped(self, learner: LearnerId) -> bool:
+        """Return whether the learner was asked to stop, because the budget is spent."""
+        return self._paused == learner
 
     def stop_if_spent(self) -> None:
         """Stop the learner if the budget is spent."""
@@ -273,10 +287,20 @@ class Contributions:
     def on_current(self) -> None:
         """Start from the states that have arrived: take the median step of the shards and ignore earlier turns."""
         core = self.core
-        steps = sorted(chain.step for chain in core.chains)
-        core.step = max(core.step, min(steps[len(steps) // 2], core.config.total_steps))
+        self._take_step_of_chains()
         for fragment, turn in zip(core.config.fragments, self.turns, strict=True):
             turn.step = max(turn.step, *(min(core.chains[shard].step, core.step) for shard in fragment))
+
+    def on_end_moved(self) -> None:
+        """Count the steps that the chains have made beyond the earlier end."""
+        self.budget.on_end_moved()
+        if self.core.is_current:
+            self._take_step_of_chains()
+
+    def _take_step_of_chains(self) -> None:
+        core = self.core
+        steps = sorted(chain.step for chain in core.chains)
+        core.step = max(core.step, min(steps[len(steps) // 2], core.end.steps))
 
     def on_turn(self, sender: PeerId, message: Turn) -> None:
         """Open a turn that another peer announces, and forward it to peers that do not hear that peer."""
@@ -291,7 +315,7 @@ class Contributions:
         """
         turn, core = self.turns[fragment], self.core
         shards = core.config.fragments[fragment]
-        if step <= turn.step and (step < core.config.latest_step or turn.open.keys() >= set(shards)):
+        if step <= turn.step and (step < core.latest_step or turn.open.keys() >= set(shards)):
             return False
         turn.step = max(turn.step, step)
         if is_mine:

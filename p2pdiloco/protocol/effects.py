@@ -7,6 +7,7 @@ from typing import Literal
 
 import msgspec
 
+from p2pdiloco.protocol.config import RunEnd
 from p2pdiloco.protocol.data_blocks import Block
 from p2pdiloco.protocol.events import ShardState
 from p2pdiloco.protocol.ids import Digest, FragmentId, LearnerId, PeerId, ShardId
@@ -107,6 +108,12 @@ class PauseLearner(msgspec.Struct, frozen=True, array_like=True, tag="pause-lear
     """Learner: make no more steps. Ends in ``LearnerPaused``."""
 
 
+class MoveEnd(msgspec.Struct, frozen=True, array_like=True, tag="move-end"):
+    """Learner: the run's end has moved. If it has stopped at an earlier end, it trains again."""
+
+    end: RunEnd
+
+
 class Evaluate(msgspec.Struct, frozen=True, array_like=True, tag="evaluate"):
     """Learner: measure the global model's held-out loss. May end in ``Evaluated``."""
 
@@ -148,7 +155,7 @@ class Note(msgspec.Struct, frozen=True, array_like=True, tag="note"):
     reason: str
 
 
-ForLearner = Snapshot | Train | AdoptStep | PauseLearner | Evaluate
+ForLearner = Snapshot | Train | AdoptStep | PauseLearner | MoveEnd | Evaluate
 """Effects that the node forwards to the learner."""
 
 Effect = (
@@ -163,6 +170,7 @@ Effect = (
     | AdoptStep
     | BecameCurrent
     | PauseLearner
+    | MoveEnd
     | Evaluate
     | Audit
     | HangUp

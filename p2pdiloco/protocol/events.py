@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from p2pdiloco.protocol.config import LONGEST_RUN, RunEnd
 from p2pdiloco.protocol.counted_tokens import NOTHING_COUNTED, TokenCounts
 from p2pdiloco.protocol.data_blocks import Block, Trained
 from p2pdiloco.protocol.ids import Digest, FragmentId, LearnerId, PeerId, ShardId
@@ -106,6 +107,8 @@ class LearnerPaused(msgspec.Struct, frozen=True, array_like=True, tag="learner-p
 
     steps: int
     tokens: int
+    step: int = LONGEST_RUN
+    """Global step at which it stopped."""
 
 
 class LearnerRested(msgspec.Struct, frozen=True, array_like=True, tag="learner-rested"):
@@ -207,6 +210,15 @@ class LeaveRequested(msgspec.Struct, frozen=True, array_like=True, tag="leave"):
     reason: str
 
 
+class EndMoved(msgspec.Struct, frozen=True, array_like=True, tag="end"):
+    """The run's end is another one than before: a statement of the founder or an admin has come, or counts no more.
+
+    It may come before ``Started``.
+    """
+
+    end: RunEnd
+
+
 class Contradicted(msgspec.Struct, frozen=True, array_like=True, tag="contradicted"):
     """A proof against an owner was found here: two commits on one parent, or a wrong merge."""
 
@@ -251,6 +263,7 @@ OwnEvent = (
     | Fetched
     | Failed
     | LeaveRequested
+    | EndMoved
     | Contradicted
     | Audited
     | Evaluated

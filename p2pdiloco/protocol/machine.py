@@ -24,8 +24,9 @@ from p2pdiloco.protocol.audits import Audits
 from p2pdiloco.protocol.block_assignment import BlockAssignment
 from p2pdiloco.protocol.chain import SizeOf, no_size
 from p2pdiloco.protocol.commit_validation import BarredOwners, RejectedCommits
+from p2pdiloco.protocol.config import RunEnd, describe_end
 from p2pdiloco.protocol.contributions import Contributions, DeltaReconciliation
-from p2pdiloco.protocol.effects import Effect, Evaluate
+from p2pdiloco.protocol.effects import Effect, Evaluate, MoveEnd
 from p2pdiloco.protocol.evaluation import Evaluations
 from p2pdiloco.protocol.forwarding import hand_on_commit, send_commit
 from p2pdiloco.protocol.heartbeat import NEWS, Heartbeats
@@ -180,6 +181,8 @@ class Machine:
                 self._on_learner_rested()
             case ev.LeaveRequested():
                 self.shutdown.start_leaving(event.reason)
+            case ev.EndMoved():
+                self._on_end_moved(event.end)
             case ev.Evaluated():
                 self.evaluations.on_evaluated(event)
             case ev.Contradicted():
@@ -248,6 +251,27 @@ class Machine:
             case other:
                 raise AssertionError(f"unknown work {other!r}")
 
+    def _on_end_moved(self, end: RunEnd) -> None:
+        """Train on until another end (rule C8)."""
+        core = self.core
+        if end == core.end:
+            return
+        core.end = end
+        self.contributions.on_end_moved()
+        core.note("info", "end", f"the run now ends at {describe_end(end)}")
+        if self.shutdown.is_done or core.departure == "leaving":
+            return
+        is_over = self.contributions.budget.is_over
+        if not is_over and core.departure == "finished":
+            self.shutdown.go_on()
+            if core.learner is not None:
+                core.learner.is_paused = False
+                self.block_assignment.go_on()
+        if core.learner is not None and not core.learner.is_paused:
+            core.effects.append(MoveEnd(end))
+        if core.is_current:
+            self._beat()
+
     # -- the learner ---------------------------------------------------------------------------------------------------
 
     def _on_learner_started(self, event: ev.LearnerStarted) -> None:
@@ -269,9 +293,12 @@ class Machine:
         self._beat()
 
     def _on_learner_paused(self, event: ev.LearnerPaused) -> None:
-        learner = self.core.learner
+        core, learner = self.core, self.core.learner
         if learner is not None:
             learner.steps, learner.tokens = event.steps, event.tokens
+            is_asked = core.departure == "leaving" or self.contributions.budget.has_stopped(learner.id)
+            if not is_asked and event.step < core.end.steps:
+                return  # it stopped at an earlier end, and the news that it goes on is on its way
             learner.is_paused = True
             self.block_assignment.stop()
             self.shutdown.finish_run()
@@ -389,7 +416,7 @@ class Machine:
         self.contributions.check_health()
         budget = self.contributions.budget
         budget.stop_if_spent()
-        is_over = (core.step >= core.config.total_steps or budget.is_spent) and not membership.participating
+        is_over = budget.is_over and not membership.participating
         if core.learner is None and not core.departure and is_over:
             self.shutdown.finish_run()
 

@@ -11,6 +11,7 @@ from typing import Final, Literal
 import msgspec
 from msgspec import UNSET
 
+from p2pdiloco.protocol.config import LONGEST_RUN, MOST_BUDGET, RunEnd
 from p2pdiloco.protocol.manifest import (
     InnerConfig,
     ModelConfig,
@@ -157,8 +158,7 @@ def completed(config: RunConfig, shards: int) -> RunConfig:
         share = LINE_SHARE if inner.tokens is UNSET else DECAY_SHARE
         inner = msgspec.structs.replace(inner, decay_share=share)
     if inner.tokens is not UNSET:
-        alone = -(-inner.tokens // (inner.batch * config.model.context))
-        inner = msgspec.structs.replace(inner, steps=SPARE_STEPS * alone)
+        inner = msgspec.structs.replace(inner, steps=_most_steps(inner.tokens, config))
     filled = msgspec.structs.replace(
         schedule,
         heartbeat_s=heartbeat_s(schedule),
@@ -215,6 +215,25 @@ def momentum_type(outer: OuterConfig) -> MomentumType:
 def budget(inner: InnerConfig) -> int:
     """Return the token budget of a run; 0: it ends by steps."""
     return 0 if inner.tokens is UNSET else inner.tokens
+
+
+def end_of(config: RunConfig, prolonged_to: int = 0) -> RunEnd:
+    """Return the end of a run.
+
+    prolonged_to: steps, or tokens if the run has a budget, to which it is prolonged (``Members.prolonged_to``).
+    """
+    steps, tokens = config.inner.steps, budget(config.inner)
+    if not tokens:
+        return RunEnd(min(max(steps, prolonged_to), LONGEST_RUN))
+    if prolonged_to <= tokens:
+        return RunEnd(steps, tokens)
+    tokens = min(prolonged_to, MOST_BUDGET)
+    return RunEnd(min(max(steps, _most_steps(tokens, config)), LONGEST_RUN), tokens)
+
+
+def _most_steps(tokens: int, config: RunConfig) -> int:
+    """Return the steps of a run with a token budget: several times those that one learner alone needs."""
+    return SPARE_STEPS * -(-tokens // (config.inner.batch * config.model.context))
 
 
 def heartbeat_s(schedule: ScheduleConfig) -> float:

@@ -9,7 +9,8 @@ Rules of this file:
 4. A peer that is alone after others were lost without a goodbye may be the one that was cut off. What it merged
    meanwhile is lost if it leaves and the other fork wins. So it waits for lost peers until its deadline. When one is
    back, it waits until both have the same heads.
-5. At the run's end, a peer that is apart (``PartitionDetector``) waits, too. If nobody comes back, it warns that there
+5. A run may be prolonged. A peer that has finished and not yet left then trains on.
+6. At the run's end, a peer that is apart (``PartitionDetector``) waits, too. If nobody comes back, it warns that there
    may be a second model.
 """
 
@@ -59,6 +60,15 @@ class Shutdown:
             last = self.contributions.budget.last_step
             core.note("info", "finish", f"global step {min(core.step, last)} of {last}")
             core.alarms.set(("depart", 0), core.now + core.config.finish_s)
+
+    def go_on(self) -> None:
+        """Take part again: the run was prolonged after this peer had finished, and before it has left."""
+        core = self.core
+        core.departure = ""
+        self.reason = ""
+        self.flush_at = 0.0
+        core.alarms.cancel(("depart", 0))
+        core.alarms.cancel(("flush", 0))
 
     def on_deadline(self) -> None:
         """Leave now, since the deadline has passed."""

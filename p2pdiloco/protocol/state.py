@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 from p2pdiloco.protocol.chain import NO_MARK, Chain
-from p2pdiloco.protocol.config import LEAD_TURNS, RANGE_TURNS, Limits, Sizes
+from p2pdiloco.protocol.config import LEAD_TURNS, RANGE_TURNS, Limits, RunEnd, Sizes
 from p2pdiloco.protocol.effects import Effect, Note, Send
 from p2pdiloco.protocol.events import Mark
 from p2pdiloco.protocol.ids import Digest, FragmentId, LearnerId, PeerId, RunId, ShardId
@@ -86,7 +86,7 @@ class ProtocolConfig(msgspec.Struct, frozen=True, kw_only=True):
     grace_share: float
     """Share of the remaining overlap that the owner waits for late contributions (gamma)."""
     total_steps: int
-    """Global step at which the run is complete."""
+    """Global step at which the run is complete, as its manifest says (``Core.end``: as it is now)."""
     expects_learner: bool = False
     """Whether this peer has, or will have, a learner; if not, it only follows."""
     blocks: int = 0
@@ -139,13 +139,7 @@ class ProtocolConfig(msgspec.Struct, frozen=True, kw_only=True):
             range_steps=RANGE_TURNS * self.sync_every,
             turn_steps=self.sync_every,
             lead_steps=LEAD_TURNS * self.sync_every,
-            run_steps=self.total_steps,
         )
-
-    @property
-    def latest_step(self) -> int:
-        """Largest step that a claim may name: one turn beyond the last step."""
-        return self.total_steps + self.sync_every
 
     def offset(self, fragment: FragmentId) -> int:
         """Return the remainder of the global step modulo H at which the fragment's turn is due."""
@@ -199,6 +193,7 @@ class Core:
         "config",
         "departure",
         "effects",
+        "end",
         "fragment_of",
         "heads_mark",
         "is_current",
@@ -213,6 +208,8 @@ class Core:
 
     def __init__(self, config: ProtocolConfig) -> None:
         self.config = config
+        self.end = RunEnd(config.total_steps, config.sizes.budget)
+        """The run's end, as far as this peer knows. It may move (``EndMoved``)."""
         self.now = 0.0
         """This peer's own clock, in seconds; it does not run while the peer stands still."""
         self.stalled_s = 0.0
@@ -254,11 +251,16 @@ class Core:
         assert head is not None
         return head
 
+    @property
+    def latest_step(self) -> int:
+        """Largest step that a claim may name: one turn beyond the last step."""
+        return self.end.steps + self.config.sync_every
+
     def plausible(self, step: int) -> int:
         """Return how much of another peer's claim to be at ``step`` is accepted (``StepClaimLimit``)."""
         if step <= self.step:
             return step
-        step = min(step, self.config.latest_step)
+        step = min(step, self.latest_step)
         allowed = self.step + self.pace.allowed(self.now, self.membership.median_step_s(self.step_time_s()))
         return step if step <= allowed else max(min(step, self.membership.majority_step(self.step)), allowed)
 

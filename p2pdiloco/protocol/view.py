@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from p2pdiloco.protocol import messages as msg
+from p2pdiloco.protocol.config import RunEnd
 from p2pdiloco.protocol.contributions import Contributions
 from p2pdiloco.protocol.evaluation import Evaluations
 from p2pdiloco.protocol.events import Convictions, ShardState
@@ -76,6 +77,16 @@ class MachineView:
     def has_finished(self) -> bool:
         """True if the run is complete here."""
         return self._core.departure == "finished"
+
+    @property
+    def end(self) -> RunEnd:
+        """The run's end, as far as this peer knows."""
+        return self._core.end
+
+    @property
+    def is_prolonged(self) -> bool:
+        """True if this peer has finished, and the run then got a later end."""
+        return self.has_finished and not self._contributions.budget.is_over
 
     def merged_tokens(self) -> list[int]:
         """Return, by shard, the tokens that its chain's contributions have declared."""

@@ -10,7 +10,8 @@ Rules of this file:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,7 +29,14 @@ from p2pdiloco.access.certificates import (
 )
 from p2pdiloco.access.invite_code import SECRET_BYTES, Invite
 from p2pdiloco.access.members import NOBODY, Members
-from p2pdiloco.access.membership_log import MARK_BYTES, join_statements, mark_of, split_statements
+from p2pdiloco.access.membership_log import (
+    INTRODUCTION,
+    MARK_BYTES,
+    join_statements,
+    last_in,
+    mark_of,
+    split_statements,
+)
 from p2pdiloco.protocol.ids import PeerId, RunId
 from p2pdiloco.protocol.manifest import Manifest
 from p2pdiloco.transport.identity import Identity, verify
@@ -208,6 +216,39 @@ class MemberFiles:
     def queue_statement(self, statement: bytes) -> None:
         """Leave a statement for the node of this folder, which takes it while it runs or when it starts."""
         write_atomically(self.folder / "new" / mark_of(statement).hex(), statement)
+
+    def prolonged_to(self, manifest: Manifest) -> int:
+        """Return the steps or tokens to which the run is prolonged, as far as the files say; 0: it is not.
+
+        Only the statements that matter for this are verified. Damaged files count as empty.
+        """
+        statements = self._raw()
+        if not any(map(last_in, statements)):
+            return 0
+        members = members_of(manifest)
+        for statement in statements:
+            if not statement.startswith(INTRODUCTION):
+                with contextlib.suppress(CertificateError):
+                    members.learn(statement)
+        return members.prolonged_to
+
+    def take_over_end(self, manifest: Manifest, others: Iterable[Path]) -> None:
+        """Queue the statements that prolong the run from ``others``, which may be copies of the run's folder."""
+        members = members_of(manifest)
+        own = self._raw()
+        for statement in itertools.chain.from_iterable(MemberFiles(folder)._raw() for folder in others):
+            with contextlib.suppress(CertificateError):
+                if last_in(statement) and statement not in own and members.learn(statement):
+                    self.queue_statement(statement)
+
+    def _raw(self) -> list[bytes]:
+        """Return the statements in the files, without verifying them. Damaged files count as empty."""
+        statements: list[bytes] = []
+        with contextlib.suppress(OSError, CertificateError):
+            statements += split_statements((self.folder / "statements").read_bytes())
+        with contextlib.suppress(OSError):
+            statements += [path.read_bytes() for path in sorted((self.folder / "new").iterdir())[:NEW_LIMIT]]
+        return statements
 
     def take_queued(self, members: Members, *, removes: bool = True) -> Iterator[bytes]:
         """Add the statements that commands have left to ``members``; yield those that are new."""

@@ -3,11 +3,12 @@
 Rules of this file:
 1. A newly connected peer is asked for the statements that are missing here. New statements are forwarded once, to all
    connected members.
-2. Statements are sent only to members, never to observers.
+2. Statements are sent only to members, never to observers. Those that prolong the run are the exception: a peer that
+   comes back is told of the run's end before it begins.
 3. A peer whose membership has expired or was revoked by a ban first receives the same statements as the others, and is
    then disconnected with a reason. If it is this peer, the node ends.
 4. Statements cost signature checks, so they are rate limited. Each peer may introduce a limited number of new peers,
-   and send a limited number of statements without a new peer (another chain of a known one). All peers that came with
+   and send a limited number of statements without one (another chain of a known one). All peers that came with
    one invite share the latter limit. Answers are limited, too. Statements beyond a limit are logged and ignored.
 """
 
@@ -61,6 +62,12 @@ class MembershipLost(NamedTuple):
     reason: str
 
 
+class Prolonged(NamedTuple):
+    """Event: the run is prolonged to ``last`` steps, or tokens if it has a token budget; 0: no longer."""
+
+    last: int
+
+
 class Links(Protocol):
     """The methods of a transport that this module needs."""
 
@@ -78,7 +85,8 @@ class Links(Protocol):
 
 
 class MembershipSync:
-    """Synchronizes and enforces membership. Publishes ``MembershipLost`` when this peer is no longer a member."""
+    """Synchronizes and enforces membership. Publishes ``MembershipLost`` when this peer is no longer a member, and
+    ``Prolonged`` when the run's end has moved."""
 
     def __init__(
         self,
@@ -114,6 +122,7 @@ class MembershipSync:
         self._vain: RateLimiter[PeerId] = RateLimiter(burst=VAIN, per_s=VAIN_PER_S)
         self._answers: RateLimiter[PeerId] = RateLimiter(burst=ANSWERS, per_s=ANSWERS_PER_S)
         files.load(self.members)
+        self._prolonged_to = self.members.prolonged_to
         with contextlib.suppress(NotAMemberError):  # this peer's own place, before others that came by its invite
             self.members.admit(mine.identity.peer_id, mine.chain, now_s())
 
@@ -200,12 +209,14 @@ class MembershipSync:
         Raises:
             RequestRefused: the peer is an observer, asks too often, or sent malformed statements.
         """
-        if self.observes(peer):
-            raise RequestRefused("only members may ask for members")
+        is_observer = self.observes(peer)
+        if is_observer and not isinstance(request, GetStatements):
+            raise RequestRefused("only members may tell of members")
         if isinstance(request, GetStatements):
             if not self._answers.take(peer, self._now_s()):
                 raise RequestRefused("rate limit for membership statements reached; retry in a few seconds")
-            return Answer(b"", join_statements(self.members.beyond(request.marks, PIECE_BYTES)))
+            found = self.members.prolongings() if is_observer else self.members.beyond(request.marks, PIECE_BYTES)
+            return Answer(b"", join_statements(found))
         try:
             self._spread_and_part(await self._learn(split_statements(request.statements), peer), but=peer)
         except ValueError as error:
@@ -283,7 +294,7 @@ class MembershipSync:
         match self.members.brings(statement):
             case "ban":
                 return True
-            case "peer":
+            case "peer" | "end":
                 return self._introduced.take(teller, self._now_s())
             case "nothing":
                 grant = self.members.grant_of(teller)
@@ -291,7 +302,10 @@ class MembershipSync:
                 return self._vain.take(came_with, self._now_s())
 
     def _spread_and_part(self, news: list[bytes], but: PeerId | None = None) -> None:
-        """Send ``news`` to all other members, then disconnect former members."""
+        """Send ``news`` to all other members, then disconnect former members. Publish a new end of the run."""
+        if (last := self.members.prolonged_to) != self._prolonged_to:
+            self._prolonged_to = last
+            self._events.publish(Prolonged(last))
         receivers = [peer for peer in self._links.peers() if peer != but and not self.observes(peer)] if news else []
         self._spawn(
             self._tell_and_part(receivers, encode(TellStatements(join_statements(news)))), name="tell of members"

@@ -13,6 +13,7 @@ import msgspec
 
 from p2pdiloco.access.certificates import Role
 from p2pdiloco.access.invite_code import Invite
+from p2pdiloco.access.membership_log import last_in, split_statements
 from p2pdiloco.discovery.directory import AddressBook, Directory, DirectoryError
 from p2pdiloco.nat.rendezvous_client import RendezvousClient
 from p2pdiloco.net.authorization import JoinerAuthorizer
@@ -21,7 +22,14 @@ from p2pdiloco.protocol.ids import PeerId, RunId
 from p2pdiloco.protocol.manifest import Layout, Manifest
 from p2pdiloco.protocol.manifest_validation import MAX_MANIFEST_BYTES, decode_manifest
 from p2pdiloco.swarm.connect import ConnectFallback
-from p2pdiloco.swarm.credentials import Credentials, credentials_from_invite, observing_credentials
+from p2pdiloco.swarm.credentials import (
+    Credentials,
+    MemberFiles,
+    credentials_from_invite,
+    members_of,
+    observing_credentials,
+)
+from p2pdiloco.swarm.membership_sync import PIECE_BYTES
 from p2pdiloco.swarm.run_index import is_meant
 from p2pdiloco.transport import addresses, port_memory
 from p2pdiloco.transport.dialer import Dialler
@@ -31,7 +39,7 @@ from p2pdiloco.transport.sockets import everywhere
 from p2pdiloco.transport.transport import DialError, Observer, PeerRefused, RequestError, Transport
 from p2pdiloco.util import logs
 from p2pdiloco.util.tasks import Tasks
-from p2pdiloco.wire.control_messages import GetManifest, GetStatus, PeerStatus, decode_as, encode
+from p2pdiloco.wire.control_messages import GetManifest, GetStatements, GetStatus, PeerStatus, decode_as, encode
 from p2pdiloco.wire.directory_records import PeerRecord, RunRecord
 
 log = logs.get("lookup")
@@ -247,6 +255,12 @@ class RunLookup:
         async with self._connected(run, credentials) as (_, peers):
             return bool(peers)
 
+    async def hears_of_end(self, manifest: Manifest, folder: Path, credentials: Credentials | None) -> bool:
+        """Return whether a peer of the run can be reached, and take over what it knows of the run's end."""
+        async with self._connected(manifest.run, credentials) as (transport, peers):
+            await fetch_prolongings(transport, peers, folder, manifest)
+            return bool(peers)
+
     async def ask_runs(
         self,
         invite: Invite | None,
@@ -389,6 +403,22 @@ async def fetch_manifest(transport: Transport, peers: list[PeerId], run: RunId) 
         f"no peer sent a valid manifest of run {run[:12]} ({'; '.join(reasons)}): "
         "compare releases (p2pdiloco doctor ADDR), or use the address of a peer that you trust"
     )
+
+
+async def fetch_prolongings(transport: Transport, peers: list[PeerId], folder: Path, manifest: Manifest) -> None:
+    """Ask ``peers`` how far the run is prolonged, and leave what they know for this peer's node in the run's folder."""
+    files, members = MemberFiles(folder), members_of(manifest)
+    known = await asyncio.to_thread(files.prolonged_to, manifest)
+    for peer in peers:
+        try:
+            response = await transport.request(
+                peer, encode(GetStatements(b"")), timeout_s=ASK_S, max_payload=2 * PIECE_BYTES
+            )
+            for statement in split_statements(bytes(response.payload or b"")):
+                if last_in(statement) > known and members.learn(statement):
+                    await asyncio.to_thread(files.queue_statement, statement)
+        except (RequestError, ValueError) as error:
+            log.debug("a peer did not say how far the run is prolonged", peer=peer, reason=str(error))
 
 
 async def ask_status(transport: Transport, peer: PeerId) -> PeerStatus | None:

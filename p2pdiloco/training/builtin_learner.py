@@ -18,7 +18,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from itertools import chain
 
+import msgspec
 import torch
+from msgspec import UNSET
 from torch import Tensor, nn
 
 from p2pdiloco.protocol.data_blocks import Block
@@ -165,6 +167,8 @@ class Learner:
         # Steps of the inner optimizer, including earlier lives.
         self._inner_steps = 0
         self._merged_tokens = 0
+        # With the run's present end, which the learning rate follows.
+        self._inner = config.inner
         self._restore()
         # None: torch's number of threads is not changed.
         self._threads = threads
@@ -201,6 +205,10 @@ class Learner:
     def merged(self, tokens: int) -> None:
         """Note the tokens merged of the run's budget, which the learning rate follows."""
         self._merged_tokens = max(self._merged_tokens, tokens)
+
+    def move_end(self, last_step: int, tokens: int) -> None:
+        """Note the run's end, which the learning rate follows."""
+        self._inner = msgspec.structs.replace(self._config.inner, steps=last_step, tokens=tokens or UNSET)
 
     def begin_again(self) -> None:
         """Drop the assigned blocks, because the node that assigned them is lost."""
@@ -253,7 +261,7 @@ class Learner:
         measured = inner_step(
             self._model,
             self._optimizers,
-            self._config.inner,
+            self._inner,
             batch,
             self._link.counts.global_step,
             self._inner_steps,

@@ -252,11 +252,16 @@ def write_once(
 
 
 def tell_differences(config: RunConfig, given: Mapping[str, Any]) -> None:
-    """Warn if a run's settings differ from the arguments that a script has given (those that are not None)."""
+    """Warn if a run's settings differ from the arguments that a script has given (those that are not None).
+
+    ``tell_end`` is for the end, which is not fixed.
+    """
     others = {
         argument: _at(config, key)
         for key, argument in _ARGUMENTS.items()
-        if key != "name" and given.get(argument) is not None and given[argument] != _at(config, key)
+        if key not in ("name", "inner.steps")
+        and given.get(argument) is not None
+        and given[argument] != _at(config, key)
     }
     if others:
         log.warning(
@@ -265,6 +270,19 @@ def tell_differences(config: RunConfig, given: Mapping[str, Any]) -> None:
             config.name,
             ", ".join(f"{argument}={value!r}" for argument, value in others.items()),
             ", ".join(f"{argument}={given[argument]!r}" for argument in others),
+        )
+
+
+def tell_end(run: str, wanted: int | None, last_step: int, state: Path) -> None:
+    """Warn if the run ends at another step than a script has given as ``total_steps`` (None: it has not)."""
+    if wanted is not None and wanted != last_step:
+        log.warning(
+            "run %s ends at step %s, and this script's total_steps=%s is ignored. Its founder, or an admin, can "
+            "prolong it: p2pdiloco prolong %s --steps N",
+            run,
+            last_step,
+            wanted,
+            state,
         )
 
 

@@ -27,6 +27,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
 
     step: int
     """Global step."""
+    last_step: int
+    """Global step at which the run ends."""
     tokens: int
     """Number of merged tokens."""
     format: str
@@ -58,7 +60,7 @@ def model_card(manifest: Manifest, facts: Facts) -> str:
         "run": f"`{config.name}` ({manifest.run})",
         "trained by": "peers of p2pdiloco, with [Decoupled DiLoCo](https://arxiv.org/abs/2604.21428)",
         "parameters trained": f"{sum(tensor.elements for tensor in manifest.tensors):,}",
-        "global step": f"{facts.step:,} of {config.inner.steps:,}",
+        "global step": f"{facts.step:,} of {facts.last_step:,}",
         "tokens merged": f"{facts.tokens:,}",
         "peers in the last versions": f"{facts.peers:,}",
         "data": _data(config),

@@ -46,6 +46,7 @@ from p2pdiloco.wire.learner_ipc import (
     ForPeople,
     FromLearner,
     FromNode,
+    MoveEnd,
     Pause,
     Paused,
     Progress,
@@ -162,6 +163,9 @@ class Trainer(Protocol):
 
     def merged(self, tokens: int) -> None:
         """Note the tokens merged of the run's budget, if it has one."""
+
+    def move_end(self, last_step: int, tokens: int) -> None:
+        """Note that the run ends at this global step, or when these tokens are merged (0: it has no budget)."""
 
     def begin_again(self) -> None:
         """Drop assigned blocks of data, because the node is lost."""
@@ -359,6 +363,10 @@ class NodeLink:
                 self._trainer.merged(tokens)
             case Evaluate(version=version):
                 self._answer(Evaluated(version=version, loss=self._trainer.evaluate(self._node.vectors.theta)))
+            case MoveEnd(last_step=last_step, tokens=tokens):
+                self.last_step = last_step
+                self._trainer.move_end(last_step, tokens)
+                self.is_training = self.is_loaded  # one that has reached this end stops again at the boundary
             case Pause():
                 self._stop()
             case Rest():
@@ -459,7 +467,7 @@ class NodeLink:
             self._save()
         self.is_training = False
         if not self.is_alone:  # without a node, the next one decides with Begin where the run is, possibly further back
-            self._answer(Paused(steps=self.counts.steps, tokens=self.counts.tokens))
+            self._answer(Paused(steps=self.counts.steps, tokens=self.counts.tokens, step=self.counts.global_step))
 
     def _save(self) -> None:
         began = time.perf_counter()
@@ -527,6 +535,9 @@ class ScriptTrainer:
         """Do nothing: the script saves its own optimizer."""
 
     def merged(self, tokens: int) -> None:
+        """Do nothing: the script sets its own learning rate."""
+
+    def move_end(self, last_step: int, tokens: int) -> None:
         """Do nothing: the script sets its own learning rate."""
 
     def begin_again(self) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -165,15 +166,20 @@ class SwarmView:
         if told and self._is_linked and len(self.peers) < wanted:
             log.warning("training begins with %s of %s peers", len(self.peers), wanted)
 
-    def _tell_end(self, run: str, last_step: int) -> None:
-        """Warn if the run is complete before this script has made a step, since its steps would have no effect."""
+    def _tell_end(self, run: str, last_step: int, state: Path) -> None:
+        """Warn if the run is complete before this script has made a step, since its steps would have no effect.
+
+        state: this script's state folder.
+        """
         link = self._link
         if link is not None and not link.is_training and link.counts.global_step >= last_step:
             log.warning(
                 "run %s is complete at step %s: the model now has its result, and this script's steps are not merged. "
-                "To train again, choose another run= (and another state=, if you set one)",
+                "To train it longer, as its founder or an admin: p2pdiloco prolong %s --steps N, then start this "
+                "script again. To train another one, choose another run= (and another state=, if you set one)",
                 run,
                 last_step,
+                state,
             )
 
     def _known_peers(self) -> tuple[str, tuple[str, ...]]:

@@ -74,6 +74,14 @@ class Evaluate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     version: int
 
 
+class MoveEnd(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The run ends at global step ``last_step``. A learner that has stopped trains again if it has not reached it."""
+
+    last_step: int
+    tokens: int = 0
+    """Token budget of the run; 0 without one."""
+
+
 class Pause(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Stop training, but continue to answer commands."""
 
@@ -177,6 +185,8 @@ class Paused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     steps: int
     tokens: int
+    step: int
+    """Global step at which it stopped."""
 
 
 class Rested(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -207,7 +217,7 @@ class Unable(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     reason: str
 
 
-FromNode = Shift | Begin | Snapshot | Train | AdoptStep | Evaluate | Pause | Rest | Save | Swarm | Exit
+FromNode = Shift | Begin | Snapshot | Train | AdoptStep | Evaluate | MoveEnd | Pause | Rest | Save | Swarm | Exit
 FromLearner = (
     Ready
     | Progress

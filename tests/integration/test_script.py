@@ -163,7 +163,10 @@ def test_two_scripts_train_one_model(tmp_path: Path) -> None:
         outputs = [script.communicate(timeout=END_S)[0] for script in (founder, other)]
         logs = [(tmp_path / name / "node.log").read_text()[-3000:] for name in "ab"]
         assert [script.returncode for script in (founder, other)] == [0, 0], (outputs, logs)
-    told = [("frozen parameters" in out, "total_steps=400 and keeps these settings" in out) for out in outputs]
+    told = [
+        ("frozen parameters" in out, "ends at step 400, and this script's total_steps=200 is ignored" in out)
+        for out in outputs
+    ]
     assert told == [(False, False), (False, True)], "the other one has 200 steps"
     results = [json.loads((tmp_path / name / "result.json").read_text()) for name in "ab"]
     assert results[0]["sum"] == results[1]["sum"], "the same global parameters"

@@ -47,7 +47,13 @@ class Pause(msgspec.Struct, frozen=True, gc=False):
     """Make no more steps."""
 
 
-Command = Shift | Copy | Adopt | Pause
+class MoveEnd(msgspec.Struct, frozen=True, gc=False):
+    """The run's last step is another one; go on if it is not reached."""
+
+    last_step: int
+
+
+Command = Shift | Copy | Adopt | Pause | MoveEnd
 
 
 class Snapshot(msgspec.Struct, frozen=True, gc=False):
@@ -115,6 +121,7 @@ class Learner:
         self.process = process
         self.name = name
         self.global_step = global_step
+        self.last_step = process.machine.core.end.steps
         self.steps = 0
         self.tokens = 0
         self.moved = [0] * shards
@@ -151,7 +158,7 @@ class Learner:
         block = self.work.step(process.setting.block_steps, self.tokens)
         if block is not None:
             process.tell(BlockFinished(block, self.tokens))
-        if self.global_step >= process.machine.core.config.total_steps:
+        if self.global_step >= self.last_step:
             self._pause()
         self._run_commands()
         if not self.is_paused:
@@ -170,7 +177,7 @@ class Learner:
     def _pause(self) -> None:
         if not self.is_paused:
             self.is_paused = True
-            self._report(LearnerPaused(self.steps, self.tokens))
+            self._report(LearnerPaused(self.steps, self.tokens, self.global_step))
 
     def _run_commands(self) -> None:
         while self.commands:
@@ -185,6 +192,14 @@ class Learner:
                         self.global_step = max(self.global_step, command.step)
                     case Pause():
                         self._pause()
+                    case MoveEnd():
+                        self._move_end(command.last_step)
+
+    def _move_end(self, last_step: int) -> None:
+        self.last_step = last_step
+        if self.is_paused and self.global_step < last_step:
+            self.is_paused = False
+            self._next_step()
 
     def _shift(self, shift: Shift) -> None:
         shard = shift.shard

@@ -25,7 +25,7 @@ from p2pdiloco.protocol.state import ProtocolConfig
 from tests.machine_sim.auditing import with_inserted
 from tests.machine_sim.clock import Clock
 from tests.machine_sim.integer_shards import Checkpoint, GlobalShard, Payload, States, component, merged, payload_digest
-from tests.machine_sim.learner import Adopt, Copy, Learner, Pause
+from tests.machine_sim.learner import Adopt, Copy, Learner, MoveEnd, Pause
 from tests.machine_sim.network import Link
 
 if TYPE_CHECKING:
@@ -121,6 +121,7 @@ class Process:
             ef.AdoptStep: self._adopt_step,
             ef.BecameCurrent: self._became_current,
             ef.PauseLearner: self._pause_learner,
+            ef.MoveEnd: self._move_end,
             ef.Evaluate: self._evaluate,
             ef.Audit: lambda effect: world.auditing.consider(self, effect),
             ef.HangUp: lambda effect: world.network.break_connection(self, effect.peer, effect.reason),
@@ -400,6 +401,10 @@ class Process:
         if self.learner is not None:
             self.world.checks.pausing(self)
             self.learner.order(Pause())
+
+    def _move_end(self, effect: ef.MoveEnd) -> None:
+        if self.learner is not None:
+            self.learner.order(MoveEnd(effect.end.steps))
 
     def _evaluate(self, effect: ef.Evaluate) -> None:
         self.world.schedule(self.world.now + 0.5, self, self._evaluated, effect.version)

@@ -300,6 +300,9 @@ class SimulatedLearner:
     def merged(self, tokens: int) -> None:
         """There is no rate here."""
 
+    def move_end(self, last_step: int, tokens: int) -> None:
+        """There is no rate here."""
+
     def begin_again(self) -> None:
         """The node is lost, and with it the claim to what it had given."""
         self._blocks.clear()

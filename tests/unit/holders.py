@@ -76,6 +76,9 @@ class Holder:
     def bans(self, other: Holder) -> bytes:
         return membership_log.ban(RUN, other.peer, self.grant, self.identity.sign)
 
+    def prolongs(self, last: int) -> bytes:
+        return membership_log.prolonging(self.run, last, self.grant, self.identity.sign)
+
     def closes(self, invite: Holder, *stay: Holder) -> bytes:
         return membership_log.closing(RUN, invite.peer, [one.peer for one in stay], self.grant, self.identity.sign)
 

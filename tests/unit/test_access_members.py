@@ -547,3 +547,74 @@ def test_what_decodes_encodes_to_the_same_bytes() -> None:
     assert decode_chain(chain).encode() == chain
     kept = [b"x", b"yy" * 40]
     assert membership_log.split_statements(membership_log.join_statements(kept)) == kept
+
+
+# ------------------------------------------------------------------------------------------------- the end of the run
+
+
+def test_founder_and_admins_prolong_the_run_and_the_largest_end_counts() -> None:
+    """Whatever the order in which the statements come. Of each signer, one statement is kept."""
+    admin, other = (the_founder().certifies(role=Role.ADMIN) for _ in range(2))
+    said = [the_founder().prolongs(200), admin.prolongs(500), admin.prolongs(300), other.prolongs(400)]
+    for order in itertools.permutations(said):
+        known = members()
+        for statement in order:
+            known.learn(statement)
+        assert known.prolonged_to == 500
+        assert sorted(known.prolongings()) == sorted(statement for statement in said if statement != said[2])
+        assert not known.learn(said[2]), "smaller than what its signer has said"
+        assert known.brings(admin.prolongs(501)) == "end"
+        assert known.brings(admin.prolongs(499)) == "nothing"
+    assert members().prolonged_to == 0
+
+
+def test_what_a_banned_admin_has_signed_prolongs_nothing_whenever_it_was_made() -> None:
+    admin = the_founder().certifies(role=Role.ADMIN)
+    said = [the_founder().prolongs(200), admin.prolongs(500), the_founder().bans(admin)]
+    for order in itertools.permutations(said):
+        known = members()
+        for statement in order:
+            known.learn(statement)
+        assert known.prolonged_to == 200
+        assert known.prolongings() == said[:1]
+
+
+def test_only_admins_prolong_and_the_statement_names_run_signer_and_end() -> None:
+    learner, invite = the_founder().invites().certifies(), the_founder().invites(Role.ADMIN)
+    for holder in (learner, invite):
+        with pytest.raises(ValueError, match="may not"):
+            members().learn(holder.prolongs(500))
+    stranger = Holder(Identity.ephemeral())
+    with pytest.raises(ValueError, match="has not signed"):
+        members().learn(stranger.prolongs(500))
+    elsewhere = Holder(FOUNDER, run=RunId("cd" * 20)).prolongs(500)
+    with pytest.raises(ValueError, match="has not signed"):
+        members().learn(elsewhere)
+    for last in (0, 2**50 + 1):
+        with pytest.raises(ValueError, match="cannot end"):
+            members().learn(the_founder().prolongs(last))
+    sound = the_founder().certifies(role=Role.ADMIN).prolongs(500)
+    assert members().learn(sound)
+    for at in range(len(sound)):
+        broken = bytearray(sound)
+        broken[at] ^= 1
+        with pytest.raises(ValueError):
+            members().learn(bytes(broken))
+        with pytest.raises(ValueError):
+            members().learn(sound[:at])
+
+
+def test_prolongings_are_bounded_and_those_that_count_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rules, "PROLONGERS_LIMIT", 2)
+    known = members()
+    admins = [the_founder().certifies(role=Role.ADMIN) for _ in range(4)]
+    for last, admin in enumerate(admins[:3], 100):
+        assert known.learn(admin.prolongs(last))
+    assert known.prolonged_to == 102
+    assert not known.learn(admins[3].prolongs(50)), "two say more"
+    assert known.learn(the_founder().prolongs(10)), "the founder's is always kept"
+    known.learn(the_founder().bans(admins[2]))
+    assert known.learn(admins[3].prolongs(50)), "one of the two counts no more"
+    assert known.prolonged_to == 101
+    kept = [statement for statement in known.statements() if statement.startswith(membership_log.PROLONGING)]
+    assert len(kept) == 3

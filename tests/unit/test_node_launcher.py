@@ -36,7 +36,8 @@ class Brought:
         self.theta: torch.Tensor | None = None
         self.shows_how_to_join = False
 
-    async def take_part(self, manifest: Manifest, *given: Any, shows_how_to_join: bool) -> Ending:
+    async def take_part(self, manifest: Manifest, *given: Any, shows_how_to_join: bool, only_serves: bool) -> Ending:
+        assert not only_serves, "a script's node takes part"
         self.shows_how_to_join = shows_how_to_join
         initial = given[3]
         assert isinstance(initial, InitialState)

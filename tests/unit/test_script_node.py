@@ -439,11 +439,12 @@ def test_a_script_that_comes_after_the_end_is_told_so(tmp_path: Path, caplog: py
     for step, is_training, is_told in ((last - 1, True, False), (last - 1, False, False), (last, False, True)):
         caplog.clear()
         outer._link = SimpleNamespace(is_training=is_training, counts=SimpleNamespace(global_step=step))  # type: ignore[assignment]
-        outer._tell_end("story", last)
+        outer._tell_end("story", last, tmp_path)
         assert [f"run story is complete at step {last}:" in record.message for record in caplog.records] == [
             True
         ] * is_told
-        assert all("choose another run=" in record.message for record in caplog.records)
+        told = f"p2pdiloco prolong {tmp_path} --steps N", "choose another run="
+        assert all(remedy in record.message for record in caplog.records for remedy in told)
 
 
 def test_a_nodes_last_words_steer_no_terminal(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from p2pdiloco.access import membership_log
 from p2pdiloco.access.certificates import NEVER, NO_CAP, Role
 from p2pdiloco.access.invite_code import decode_invite, encode_invite
 from p2pdiloco.access.members import Members, NotAMemberError
-from p2pdiloco.access.membership_log import introduction
+from p2pdiloco.access.membership_log import introduction, join_statements
 from p2pdiloco.net.authorization import MemberAuthorizer
 from p2pdiloco.protocol.connectivity import fingerprint
 from p2pdiloco.protocol.ids import PeerId
@@ -30,11 +30,11 @@ from p2pdiloco.swarm.credentials import (
     invite_key,
     make_invite,
 )
-from p2pdiloco.swarm.membership_sync import MembershipLost, MembershipSync
+from p2pdiloco.swarm.membership_sync import MembershipLost, MembershipSync, Prolonged
 from p2pdiloco.transport.identity import Identity, verify
 from p2pdiloco.util.event_bus import EventBus
 from p2pdiloco.wire.control_messages import GetStatements, TellStatements, decode_request
-from p2pdiloco.wire.request_reply import RequestError, RequestRefused, Response
+from p2pdiloco.wire.request_reply import Answer, RequestError, RequestRefused, Response
 
 ADDRESS = f"/ip4/127.0.0.1/tcp/4100/p2p/{Identity.ephemeral().peer_id}"
 
@@ -50,6 +50,7 @@ class Place:
         self.links: set[frozenset[PeerId]] = set()
         self.parted: list[tuple[PeerId, PeerId, str]] = []
         self.expelled: list[tuple[PeerId, str]] = []
+        self.ends: list[tuple[PeerId, int]] = []
         self.blamed: Counter[tuple[PeerId, PeerId]] = Counter()
         self.now_s = 1_000_000.0
         self._work: list[asyncio.Task[None]] = []
@@ -60,6 +61,7 @@ class Place:
         door = MemberAuthorizer(members(), mine.chain, lambda: self.now_s)
         events = EventBus()
         events.subscribe(MembershipLost, lambda lost: self.expelled.append((holder.peer, lost.reason)))
+        events.subscribe(Prolonged, lambda end: self.ends.append((holder.peer, end.last)))
         one = MembershipSync(door, mine, files, Line(self, holder.peer), self._spawn, events, lambda: self.now_s)
         self.there[holder.peer], self.doors[one] = one, door
         return one
@@ -225,9 +227,41 @@ def test_observers_are_told_nothing_of_members_and_are_not_believed(tmp_path: Pa
         one = place.enter(the_founder())
         place.doors[one].admit(asking.peer, asking.chain)
         assert one.observes(asking.peer)
-        for request in (GetStatements(b""), TellStatements(b"")):
-            with pytest.raises(RequestRefused, match="only members"):
-                await one.answer(asking.peer, request)
+        with pytest.raises(RequestRefused, match="only members"):
+            await one.answer(asking.peer, TellStatements(b""))
+        assert await one.answer(asking.peer, GetStatements(b"")) == Answer(b"", b"")
+        one.members.admit(ann.peer, ann.chain, place.now_s)
+        one.members.learn(the_founder().prolongs(500))
+        told = await one.answer(asking.peer, GetStatements(b""))
+        assert told == Answer(b"", join_statements([the_founder().prolongs(500)])), "but of the end of the run"
+
+    played(tmp_path, story)
+
+
+def test_a_prolonged_run_ends_later_everywhere_and_a_ban_takes_it_back(tmp_path: Path) -> None:
+    """A command leaves the statement in one peer's folder; the others hear of it, also those that come later."""
+    admin, ann, bob = the_founder().certifies(role=Role.ADMIN), *(the_founder().invites().certifies() for _ in "ab")
+
+    async def story(place: Place) -> None:
+        for holder in (admin, the_founder(), ann):
+            place.enter(holder)
+        place.connect(admin, the_founder())
+        place.connect(the_founder(), ann)
+        await place.settle()
+        one = place.there[admin.peer]
+        one._files.queue_statement(admin.prolongs(500))
+        one.check_members()
+        await place.settle()
+        assert place.ends == [(peer, 500) for peer in (admin.peer, FOUNDER.peer_id, ann.peer)]
+        place.enter(bob)
+        place.connect(bob, ann)
+        await place.settle()
+        assert place.ends[3:] == [(bob.peer, 500)]
+        first = place.there[FOUNDER.peer_id]
+        first._files.queue_statement(the_founder().bans(admin))
+        first.check_members()
+        await place.settle()
+        assert dict(place.ends)[bob.peer] == dict(place.ends)[ann.peer] == 0
 
     played(tmp_path, story)
 

@@ -185,7 +185,7 @@ def test_a_life(start: Callable[..., Node]) -> None:
     vectors.shift.copy_(initial)
     node.load(100, learner_ipc.Pause())
     assert node.until(learner_ipc.Shifted).shards == everything
-    assert node.until(learner_ipc.Paused) == learner_ipc.Paused(steps=0, tokens=0)
+    assert node.until(learner_ipc.Paused) == learner_ipc.Paused(steps=0, tokens=0, step=100)
 
     vectors.shift.fill_(0.5)
     node.send(
@@ -245,7 +245,7 @@ def test_a_life(start: Callable[..., Node]) -> None:
 def test_training_ends_at_the_runs_last_step(start: Callable[..., Node]) -> None:
     node = start(steps=1000)
     node.load(990)
-    assert node.until(learner_ipc.Paused) == learner_ipc.Paused(steps=10, tokens=160)
+    assert node.until(learner_ipc.Paused) == learner_ipc.Paused(steps=10, tokens=160, step=1000)
     node.send(learner_ipc.Snapshot(fragment=FragmentId(0), step=1000))  # it still answers
     assert node.until(learner_ipc.Snapshotted).steps == 10
     node.load(0)

@@ -126,22 +126,33 @@ GIVEN: dict[str, Any] = {
 
 def test_a_run_that_was_founded_otherwise_goes_on_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = torch.nn.Linear(2, 1)
-    for steps in (GIVEN["total_steps"], 900):
-        config = founding_file.settings({**GIVEN, "total_steps": steps, "outer_lr": GIVEN["outer_lr"]}, tensors=2)
+    for quorum in (GIVEN["min_quorum"], 3):
+        config = founding_file.settings({**GIVEN, "min_quorum": quorum, "outer_lr": GIVEN["outer_lr"]}, tensors=2)
         founding_file.write_once(
             tmp_path / "f",
             config,
             list(model.named_parameters()),
             frozenset(),
-            {"total_steps": steps, "outer_lr": None},
+            {"min_quorum": quorum, "outer_lr": None, "total_steps": 900},
         )
-        if steps != 900:
+        if quorum != 3:
             assert not caplog.records
     assert (
-        f"run {GIVEN['run']} was founded with total_steps={GIVEN['total_steps']} and keeps these settings; this script "
-        "has total_steps=900, which is ignored"
+        f"run {GIVEN['run']} was founded with min_quorum={GIVEN['min_quorum']} and keeps these settings; this script "
+        "has min_quorum=3, which is ignored"
     ) in caplog.text
-    assert founding_file.read(tmp_path / "f").config.inner.steps == GIVEN["total_steps"]
+    assert founding_file.read(tmp_path / "f").config.schedule.min_quorum == GIVEN["min_quorum"]
+
+
+def test_a_script_that_wants_another_end_is_told_how_to_prolong_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for wanted in (None, 100):
+        founding_file.tell_end("story", wanted, 100, tmp_path)
+        assert not caplog.records
+    founding_file.tell_end("story", 900, 100, tmp_path)
+    assert "ends at step 100, and this script's total_steps=900 is ignored. Its founder" in caplog.text
+    assert f"p2pdiloco prolong {tmp_path} --steps N" in caplog.text
 
 
 @pytest.mark.parametrize(

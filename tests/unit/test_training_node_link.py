@@ -41,6 +41,8 @@ class Loop:
 
     def merged(self, tokens: int) -> None: ...
 
+    def move_end(self, last_step: int, tokens: int) -> None: ...
+
     def begin_again(self) -> None:
         self.asked.append("begin again")
 
@@ -387,7 +389,7 @@ def test_the_global_step_never_falls_and_at_the_runs_last_step_training_ends(ben
     bench.do(learner_ipc.Pause())
     assert bench.loop.asked == ["save"], "it is saved once"
     paused = [m for m in bench.do(learner_ipc.Pause()) if isinstance(m, learner_ipc.Paused)]
-    assert paused[-1] == learner_ipc.Paused(steps=bench.link.counts.steps, tokens=bench.link.counts.tokens)
+    assert paused[-1] == learner_ipc.Paused(steps=bench.link.counts.steps, tokens=bench.link.counts.tokens, step=1000)
 
 
 def test_it_ends_when_it_is_told_to_and_when_its_node_is_dead() -> None:
@@ -539,9 +541,9 @@ def test_who_reached_the_runs_end_alone_trains_on_where_its_nodes_next_life_says
         memory = adopt(bench, name, 100.0, step)
     heard = bench.hear()
     assert bench.link.is_training == (step < 1000)
-    assert [m for m in heard if isinstance(m, learner_ipc.Paused)] == [learner_ipc.Paused(steps=1, tokens=10)] * (
-        step == 1000
-    )
+    assert [m for m in heard if isinstance(m, learner_ipc.Paused)] == [
+        learner_ipc.Paused(steps=1, tokens=10, step=1000)
+    ] * (step == 1000)
     bench.socket.close()
     memory.close()
 

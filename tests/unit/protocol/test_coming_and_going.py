@@ -5,14 +5,33 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from stage import NEWS_S, SHARD, STEP_S, A, B, C, D, Stage, bare, digest, life, notes, only, sent, tokens
+from stage import (
+    NEWS_S,
+    SHARD,
+    STEP_S,
+    TOKENS,
+    A,
+    B,
+    C,
+    D,
+    Stage,
+    bare,
+    digest,
+    head_of,
+    life,
+    notes,
+    only,
+    sent,
+    tokens,
+)
 
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
-from p2pdiloco.protocol.chain import genesis_head
-from p2pdiloco.protocol.config import Sizes
+from p2pdiloco.protocol.chain import Chain, genesis_head
+from p2pdiloco.protocol.config import RunEnd, Sizes
 from p2pdiloco.protocol.ids import PeerId, RunId, ShardId
+from p2pdiloco.protocol.machine import Machine
 from p2pdiloco.protocol.messages import Head
 from tests.machine_sim.process import PeerSetting
 from tests.machine_sim.scenarios import base_config, make_world
@@ -335,6 +354,119 @@ def test_a_learner_that_comes_when_the_budget_is_spent_makes_no_steps() -> None:
     follower.take(follower.commit(tokens(B, 0, 100)))
     follower.wait(2.0)
     assert follower.machine.core.departure == "finished"
+
+
+def test_a_peer_that_has_finished_trains_on_when_the_run_is_prolonged() -> None:
+    """C8a: it has not left, since C still trains. Its learner is told, and its turns go on beyond the earlier end."""
+    stage = finished()
+    assert stage.machine.core.departure == "finished"
+    effects = stage.tell(ev.EndMoved(RunEnd(12)))
+    assert only(effects, ef.MoveEnd) == [ef.MoveEnd(RunEnd(12))]
+    assert {beat.phase for _, beat in sent(effects, msg.Heartbeat)} == {"training"}
+    assert not only(stage.wait(stage.config.finish_s + 1.0), ef.Leave), "it does not wait for the end any more"
+    opened = stage.train(4)
+    assert [turn.step for _, turn in sent(opened, msg.Turn)] == [8, 8]
+    stage.train(4)
+    assert stage.machine.core.step == 12
+    effects = stage.tell(ev.LearnerPaused(12, 120, 12))
+    assert stage.machine.core.departure == "finished"
+    assert not only(effects, ef.MoveEnd)
+
+
+@pytest.mark.parametrize("is_budget", [False, True])
+def test_a_learner_that_stops_at_the_earlier_end_goes_on(*, is_budget: bool) -> None:
+    """C8a: the news and its last step have crossed. With a budget, its node has asked it to stop."""
+    end = RunEnd(100, 1000) if is_budget else RunEnd(100)
+    stage = Stage(B, total_steps=100 if is_budget else 4, sizes=Sizes(budget=100 if is_budget else 0))
+    asked = stage.train(3) + stage.take(stage.commit(tokens(B, 0, 100)))
+    assert bool(only(asked, ef.PauseLearner)) == is_budget
+    assert only(stage.tell(ev.EndMoved(end)), ef.MoveEnd) == [ef.MoveEnd(end)]
+    stage.tell(ev.LearnerPaused(3, 30, 4))
+    assert stage.machine.core.departure == ""
+    assert stage.machine.view.phase == "training"
+    stage.tell(ev.LearnerPaused(100, 1000, 100))
+    assert stage.machine.core.departure == "finished"
+
+
+def test_a_run_may_be_prolonged_before_a_peer_has_its_state_and_again_and_be_shortened() -> None:
+    """C8a: a follower that starts at the earlier end does not end. The step is that of its chains."""
+    follower = Stage(is_founder=False, has_learner=False, total_steps=4)
+    follower.machine = Machine(follower.config)
+    follower.tell(ev.EndMoved(RunEnd(50)))
+    follower.tell(ev.Started((state(Head(SHARD, 5, digest("there"), 400)),)))
+    assert follower.machine.core.step == 20
+    follower.tell(ev.EndMoved(RunEnd(60)))
+    assert not only(follower.wait(2.0), ef.Leave)
+    assert follower.machine.view.last_step == 60
+    effects = follower.tell(ev.EndMoved(RunEnd(20)))
+    assert only(effects + follower.wait(2.0), ef.Leave), "the admin who prolonged it was banned"
+    assert not follower.machine.view.is_prolonged
+    follower.tell(ev.EndMoved(RunEnd(60)))
+    assert follower.machine.view.is_prolonged, "its node starts it again"
+    assert follower.machine.core.departure == "finished"
+
+
+def test_a_peer_that_was_asked_to_leave_leaves_though_the_run_is_prolonged() -> None:
+    """C8a."""
+    stage = Stage(B, total_steps=4)
+    stage.tell(ev.LeaveRequested("asked to"))
+    assert not only(stage.tell(ev.EndMoved(RunEnd(12))), ef.MoveEnd)
+    assert only(stage.tell(ev.LearnerPaused(0, 0, 0)) + stage.wait(1.0), ef.Leave)
+
+
+def test_who_does_not_know_that_the_run_is_prolonged_merges_what_others_train_beyond_its_end() -> None:
+    """C8b: as an owner it merges, it applies commits, and it takes states, whatever their steps."""
+    stage = Stage(B, C, owners="abc", has_learner=False, total_steps=4)
+    far = msg.Contributor(life(B), 990, 1000, 99, 100)
+    effects = stage.hear(B, stage.contribution(B, contributor=far)) + stage.hear(C, stage.contribution(C))
+    assert not sent(effects, msg.Refused), "its learner has made many times the steps that the run had"
+    stage.work(effects + stage.wait(3.0))
+    assert stage.head().version == 1
+    for step in (60, 120, 180):
+        commit = stage.commit(tokens(C, step * TOKENS, (step + 4) * TOKENS), step=step)
+        stage.take(commit)
+        assert stage.head() == head_of(commit)
+    assert stage.machine.core.step <= 4 + stage.config.sync_every, "P1e: its own clock stays at the end that it knows"
+    late = newcomer(B, total_steps=4)
+    there = Head(SHARD, 20, digest("there"), 400)
+    late.hear(B, msg.Heads((there,), 0))
+    late.work(late.tell(ev.Fetched(B, state(there))))
+    assert late.head() == there
+    late.tell(ev.EndMoved(RunEnd(400)))
+    assert late.machine.core.step == 80, "it goes on when it hears"
+
+
+@pytest.mark.parametrize(("seed", "has_budget"), [(1, False), (2, False), (3, True), (4, True)])
+def test_peers_that_hear_at_different_times_that_the_run_is_prolonged_end_together(
+    seed: int, *, has_budget: bool
+) -> None:
+    """C8a, C8b: one before the end, two at it, one that has finished. No token is lost, and all have one model."""
+    fragments = tuple((ShardId(f),) for f in range(2))
+    sizes, later = (Sizes(budget=6_000), RunEnd(10**6, 20_000)) if has_budget else (Sizes(), RunEnd(500))
+    total_steps = 10**6 if has_budget else 200
+    config = base_config(fragments=fragments, sync_every=8, sizes=sizes, total_steps=total_steps, finish_s=30.0)
+    peers = {PeerId(f"p{i}"): PeerSetting(step_s=step_s) for i, step_s in enumerate((0.2, 0.2, 0.3, 0.25))}
+    world = make_world(config, peers, None, seed)
+    hear_at, told = {"p0": 25.0, "p1": 40.0, "p2": 40.1, "p3": 46.0}, set[str]()
+    was_finished, chains = set[str](), list[Chain]()
+    world.run_until(20.0)
+    while world.now < 300.0 and world.living():
+        world.run_until(world.now + 0.1)
+        for process in world.living():
+            if process.name not in told and process.machine.core.departure == "finished":
+                was_finished.add(process.name)
+            if process.name not in told and world.now >= hear_at[process.name]:
+                told.add(process.name)
+                process.tell(ev.EndMoved(later))
+            chains = process.machine.core.chains
+    assert not world.living(), "nobody went"
+    assert told == set(hear_at)
+    assert "p3" in was_finished
+    assert not world.checks.is_over, world.checks.violations
+    if has_budget:
+        assert sum(chain.head.tokens for chain in chains if chain.head) / 2 == pytest.approx(20_000, rel=0.03)
+    else:
+        assert 500 <= max(chain.step for chain in chains) <= 500 + 8
 
 
 @pytest.mark.parametrize("seed", [1, 2])

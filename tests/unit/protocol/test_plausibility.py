@@ -28,7 +28,7 @@ from stage import (
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
-from p2pdiloco.protocol.config import Sizes
+from p2pdiloco.protocol.config import LONGEST_RUN, Sizes
 from p2pdiloco.protocol.counted_tokens import NOTHING_COUNTED
 from p2pdiloco.protocol.data_blocks import Block
 from p2pdiloco.protocol.ids import FragmentId, PeerId, ShardId
@@ -219,7 +219,7 @@ def test_a_commit_that_holds_what_no_learner_can_make_is_not_taken(contributor: 
 def test_a_learner_may_make_the_steps_of_a_run_again_but_not_for_ever(runs: int, is_merged: bool) -> None:
     """P3a: it outlived its node, whose state was of the run's beginning (whole peers, seed 2299)."""
     stage = Stage(B, C, owners="abc", has_learner=False, **LIMITS)
-    steps = runs * 1000
+    steps = runs * LONGEST_RUN
     late = Contributor(life(B), 10 * steps - 100, 10 * steps, steps - 10, steps)
     refused = sent(stage.hear(B, stage.contribution(B, 0, 40, contributor=late)), msg.Refused)
     assert not refused if is_merged else refused
@@ -547,7 +547,7 @@ def test_one_peer_that_answers_late_does_not_make_all_wait() -> None:
 
 IMPOSSIBLE = {
     "step": {"step": 10 * LEAD + 1},
-    "step beyond the run": {"step": 10**6 + LEAD + 1, "head": Head(SHARD, 2**40, digest("h"), 1000)},
+    "step beyond any run": {"step": LONGEST_RUN + LEAD + 1, "head": Head(SHARD, 2**40, digest("h"), 1000)},
     "tokens": {"head": Head(SHARD, 10, digest("h"), 10 * 4096 * RANGE * 100 + 1)},
     "mark": {"marks": ((life(B), ev.Mark(2**57, 1, 1)),)},
     "negative mark": {"marks": ((life(B), ev.Mark(-1, 1, 1)),)},
