@@ -263,6 +263,7 @@ class Node:
         ending = await self.peer.live()
         self._write_report(ending)
         ending = await self._finish(ending, say, ended)
+        await self.membership_sync.save()  # among the last news may be the one that lets this peer go on
         if not self.duplicate_identity.must_end:  # otherwise the records belong to the other process
             await asyncio.gather(self.peer_manager.withdraw(), self.run_announcer.withdraw())
         return ending

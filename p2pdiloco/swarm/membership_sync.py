@@ -228,13 +228,17 @@ class MembershipSync:
         """Check members and save statements until cancelled."""
         while True:
             self.check_members()
-            if self._is_changed:
-                self._is_changed = False
-                try:
-                    await asyncio.to_thread(self._files.save, self.members)
-                except OSError as error:
-                    log.warning("the membership log cannot be saved", reason=str(error))
+            await self.save()
             await asyncio.sleep(LOOK_S)
+
+    async def save(self) -> None:
+        """Save the statements, if there are new ones."""
+        if self._is_changed:
+            self._is_changed = False
+            try:
+                await asyncio.to_thread(self._files.save, self.members)
+            except OSError as error:
+                log.warning("the membership log cannot be saved", reason=str(error))
 
     def check_members(self) -> None:
         """Take the statements that commands have left, and disconnect peers that are no longer members."""
