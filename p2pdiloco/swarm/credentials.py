@@ -175,6 +175,8 @@ class MemberFiles:
 
     def __init__(self, run_folder: Path) -> None:
         self.folder = run_folder / FOLDER
+        # Files in ``new/`` whose statements were taken and are not among the saved ones yet.
+        self._taken: list[Path] = []
 
     def chain(self) -> bytes:
         """Return this peer's certificate chain, empty if there is none."""
@@ -204,14 +206,18 @@ class MemberFiles:
             seen = (self.folder / "seen").read_bytes()
         with contextlib.suppress(FileNotFoundError):
             _learn(members, (self.folder / "statements").read_bytes(), seen, self.folder)
-        for _ in self.take_queued(members, removes=False):
-            pass
+        for path in self._queued():
+            self._take(path, members)
 
     def save(self, members: Members) -> None:
-        """Write all known statements."""
+        """Write all known statements, then remove the queued ones that were taken before."""
+        taken = list(self._taken)
         statements, seen = join_statements(members.statements()), members.seen_marks()
         write_atomically(self.folder / "statements", statements)
         write_atomically(self.folder / "seen", seen)
+        for path in taken:
+            path.unlink(missing_ok=True)
+            self._taken.remove(path)
 
     def queue_statement(self, statement: bytes) -> None:
         """Leave a statement for the node of this folder, which takes it while it runs or when it starts."""
@@ -247,24 +253,39 @@ class MemberFiles:
         with contextlib.suppress(OSError, CertificateError):
             statements += split_statements((self.folder / "statements").read_bytes())
         with contextlib.suppress(OSError):
-            statements += [path.read_bytes() for path in sorted((self.folder / "new").iterdir())[:NEW_LIMIT]]
+            statements += [path.read_bytes() for path in self._queued()]
         return statements
 
-    def take_queued(self, members: Members, *, removes: bool = True) -> Iterator[bytes]:
-        """Add the statements that commands have left to ``members``; yield those that are new."""
-        try:
-            paths = sorted(path for path in (self.folder / "new").iterdir() if not path.name.startswith("."))
-        except OSError:
-            return
-        for path in paths[:NEW_LIMIT]:
-            try:
-                statement = path.read_bytes()
-                if removes:
-                    path.unlink()
-                if members.learn(statement):
+    @property
+    def taken(self) -> int:
+        """Number of statements that were taken from the queue, which ``save`` removes there."""
+        return len(self._taken)
+
+    def take_queued(self, members: Members) -> Iterator[bytes]:
+        """Add the statements that commands have left to ``members``; yield those that are new.
+
+        They stay in the queue until ``save``, so that a crash loses none.
+        """
+        for path in self._queued():
+            if path not in self._taken:
+                self._taken.append(path)
+                if (statement := self._take(path, members)) is not None:
                     yield statement
-            except (OSError, CertificateError) as error:
-                log.warning("a membership statement is ignored", file=path, reason=str(error))
+
+    def _queued(self) -> list[Path]:
+        try:
+            return sorted(path for path in (self.folder / "new").iterdir() if not path.name.startswith("."))[:NEW_LIMIT]
+        except OSError:
+            return []
+
+    def _take(self, path: Path, members: Members) -> bytes | None:
+        """Add a queued statement to ``members``; return it if it is new."""
+        try:
+            statement = path.read_bytes()
+            return statement if members.learn(statement) else None
+        except (OSError, CertificateError) as error:
+            log.warning("a membership statement is ignored", file=path, reason=str(error))
+            return None
 
 
 def _learn(members: Members, data: bytes, seen: bytes, where: Path) -> None:

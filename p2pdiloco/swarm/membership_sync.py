@@ -242,8 +242,9 @@ class MembershipSync:
 
     def check_members(self) -> None:
         """Take the statements that commands have left, and disconnect peers that are no longer members."""
+        before = self._files.taken
         news = list(self._files.take_queued(self.members))
-        self._is_changed = self._is_changed or bool(news)
+        self._is_changed = self._is_changed or self._files.taken > before
         self._spread_and_part(news)
         own = self.members.grant_of(self.mine.identity.peer_id)
         if own is not None and own.depth and own.chain().encode() != self.chain:

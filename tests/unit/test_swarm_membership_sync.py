@@ -174,6 +174,7 @@ def test_a_ban_reaches_everybody_and_ends_connections(tmp_path: Path) -> None:
             True,
             False,
         ], "who is dialled no more"
+        await here.save()
         assert not list((tmp_path / the_founder().peer / "members" / "new").iterdir()), "it was taken"
 
     played(tmp_path, story)
@@ -262,6 +263,23 @@ def test_a_prolonged_run_ends_later_everywhere_and_a_ban_takes_it_back(tmp_path:
         first.check_members()
         await place.settle()
         assert dict(place.ends)[bob.peer] == dict(place.ends)[ann.peer] == 0
+
+    played(tmp_path, story)
+
+
+def test_what_a_command_left_before_the_start_is_kept(tmp_path: Path) -> None:
+    """The node knows it from its start, and nobody connects to it."""
+
+    async def story(place: Place) -> None:
+        files = MemberFiles(tmp_path / FOUNDER.peer_id)
+        files.queue_statement(the_founder().prolongs(500))
+        one = place.enter(the_founder())
+        one.check_members()
+        await one.save()
+        assert list((files.folder / "new").iterdir()) == []
+        found = members()
+        files.load(found)
+        assert found.prolonged_to == 500
 
     played(tmp_path, story)
 
@@ -427,6 +445,9 @@ def test_what_is_known_is_kept_and_damage_is_survived(tmp_path: Path) -> None:
     assert read().grant_of(ann.peer) is not None
     assert not read().is_member(ann.peer, 0.0)
     assert len(list(files.take_queued(members()))) == 1
+    assert len(list(files.take_queued(members()))) == 0
+    assert not read().is_member(ann.peer, 0.0), "a crash now loses nothing"
+    files.save(known)
     assert read().is_member(ann.peer, 0.0), "whoever takes a statement keeps it"
     (tmp_path / "members" / "statements").write_bytes(b"\xff\xff")
     assert read().grant_of(ann.peer) is None
