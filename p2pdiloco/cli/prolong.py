@@ -43,7 +43,7 @@ async def run(arguments: argparse.Namespace) -> int:
         files, members = MemberFiles(folder), members_of(manifest)
         files.load(members)
         before = end_of(config, members.prolonged_to)
-        if last < max(before.tokens or before.steps, 1):
+        if last < (before.tokens or before.steps):
             raise CommandError(
                 f"run {config.name} ends at {describe_end(before)}, and its end cannot come nearer: give a larger "
                 f"{option}",
@@ -55,11 +55,8 @@ async def run(arguments: argparse.Namespace) -> int:
         files.queue_statement(prolonging(manifest.run, last, grant, mine.identity.sign))
         after = end_of(config, last)
         peer_options.say(f"run {config.name} now ends at {describe_end(after)}, no longer at {describe_end(before)}")
-        again = (
-            "start the training script again"
-            if config.model.kind == "external"
-            else (f"p2pdiloco resume {kept.state} --state {kept.state} --run {manifest.run[:12]}")
-        )
+        again = f"p2pdiloco resume {kept.state} --state {kept.state} --run {manifest.run[:12]}"
+        again = "start the training script again" if config.model.kind == "external" else again
         peer_options.say(f"a peer that runs here takes it over within seconds; else: {again}")
     return 0
 

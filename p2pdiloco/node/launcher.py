@@ -312,7 +312,7 @@ async def _continue_run(
             if await RunLookup(directory).hears_of_end(manifest, folder, asking):
                 is_over = has_finished(manifest, own.shards, folder)
             elif not options.stay_s:
-                return Ending(0, finished_message(manifest, folder, options.folder))
+                return Ending(0, finished_message(manifest, folder))
             else:
                 is_serving = True  # the run is over: only serve its model
     settings = msgspec.structs.replace(options, folder=folder)

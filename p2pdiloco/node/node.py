@@ -34,7 +34,7 @@ from p2pdiloco.peer.metrics import Metrics, progress_fields
 from p2pdiloco.peer.options import PeerOptions
 from p2pdiloco.peer.peer import InitialState, Peer
 from p2pdiloco.protocol.manifest import Layout, Manifest
-from p2pdiloco.protocol.manifest_defaults import end_of
+from p2pdiloco.protocol.manifest_defaults import budget, end_of
 from p2pdiloco.swarm.credentials import Credentials, MemberFiles, members_of
 from p2pdiloco.swarm.duplicate_identity import DuplicateIdentity, IdentityTaken
 from p2pdiloco.swarm.known_peers import KnownPeers
@@ -288,7 +288,8 @@ class Node:
     def _look_whether_to_go_on(self) -> None:
         """End the time of serving the model if the run goes on and this peer has trained it."""
         if self.peer.is_over and self.peer.machine.view.is_prolonged and not self._leaves.is_set():
-            self.goes_on = not self.options.learner.script  # a script is gone by now, and starts a node again itself
+            # A script is gone by now, and starts another node when it comes back.
+            self.goes_on = not self.options.learner.script and not self.options.is_fetching
             if self.goes_on:
                 self._leaves.set()
 
@@ -318,8 +319,9 @@ class Node:
             if ending.status:
                 say(ending.reason)
             log.info("progress", **progress_fields(self.status()))  # a short run has logged none yet
-            is_scripts = self.peer.manifest.config.model.kind == "external"
-            for line in farewell(self.status(), self.options.folder, is_scripts=is_scripts):
+            config = self.peer.manifest.config
+            kinds = {"is_scripts": config.model.kind == "external", "has_budget": budget(config.inner) > 0}
+            for line in farewell(self.status(), self.options.folder, **kinds):
                 say(line)
         ended(ending)
         if is_in_order and self.has_finished:

@@ -16,6 +16,7 @@ from p2pdiloco.node.run_folder import RunStore, known_end
 from p2pdiloco.peer.checkpoint import Checkpoint, CheckpointError, best_of, load_all, places
 from p2pdiloco.peer.ema import RunningAverage, span
 from p2pdiloco.protocol.manifest import Layout, Manifest
+from p2pdiloco.protocol.manifest_defaults import budget
 from p2pdiloco.swarm.run_index import peers_below
 from p2pdiloco.training.export import About, Format
 from p2pdiloco.util import logs
@@ -142,10 +143,11 @@ def model_of(result: Result, *, is_averaged: bool) -> tuple[Result, Tensor]:
     return result._replace(averaged=span(min(average.looks))), average.theta
 
 
-def farewell(status: PeerStatus, folder: Path, *, is_scripts: bool = False) -> list[str]:
+def farewell(status: PeerStatus, folder: Path, *, is_scripts: bool = False, has_budget: bool = False) -> list[str]:
     """Return lines for the user at the end of a run: the result, its folder, and the next commands.
 
-    is_scripts: the run is one of training scripts, whose model ``p2pdiloco generate`` cannot build."""
+    is_scripts: the run is one of training scripts, whose model ``p2pdiloco generate`` cannot build.
+    has_budget: it ends by tokens."""
     is_complete = status.step >= status.total_steps and not status.participating
     stands = "is complete:" if is_complete else "as it is now:"
     loss = "" if status.held_out_loss is None else f"held-out loss {status.held_out_loss:.3f} nats a token, "
@@ -155,22 +157,26 @@ def farewell(status: PeerStatus, folder: Path, *, is_scripts: bool = False) -> l
         f"  model folder        {folder}",
         *([] if is_scripts else [f"  generate text       p2pdiloco generate {folder}"]),
         f"  export it           p2pdiloco export {folder} --out {status.name}",
+        *([f"  train it longer     {_prolong(folder, has_budget=has_budget)}"] if is_complete else []),
     ]
 
 
-def finished_message(manifest: Manifest, folder: Path, state: Path) -> str:
-    """Return a message for a user who continues a finished run: its model's folder, and the next commands.
-
-    state: the state folder, which contains the run's ``folder``.
-    """
+def finished_message(manifest: Manifest, folder: Path) -> str:
+    """Return a message for a user who continues a finished run: its model's folder, and the next commands."""
     is_scripts = manifest.config.model.kind == "external"
     use = "export it: p2pdiloco export" if is_scripts else "generate text: p2pdiloco generate"
     return (
         f"run {manifest.config.name} ({manifest.run[:12]}) has finished all {known_end(manifest, folder).steps} "
         f"steps; its model is in {folder}. To {use} {folder}. To serve it to others for an "
-        f"hour: p2pdiloco resume {folder} --stay-s 3600. To train it longer, as its founder or an admin: p2pdiloco "
-        f"prolong {state} --run {manifest.run[:12]} --steps N. To train another run, give that another name"
+        f"hour: p2pdiloco resume {folder} --stay-s 3600. To train it longer, as its founder or an admin: "
+        f"{_prolong(folder, has_budget=budget(manifest.config.inner) > 0)}. To train another run, give that another "
+        "name"
     )
+
+
+def _prolong(folder: Path, *, has_budget: bool) -> str:
+    """Return the command that prolongs the run in this folder."""
+    return f"p2pdiloco prolong {folder} {'--tokens' if has_budget else '--steps'} N"
 
 
 def _result(checkpoint: Checkpoint, folders: Sequence[Path]) -> Result:

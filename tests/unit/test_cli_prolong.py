@@ -61,9 +61,9 @@ def test_the_founder_prolongs_a_run_and_commands_know_it(tmp_path: Path, capsys:
         told = said(capsys, 0 if steps == "400" else REPAIR, tmp_path, "--steps", steps)
         assert "ends at step 400" in told
     assert known_end(manifest, folder) == RunEnd(400)
-    told = finished_message(manifest, folder, tmp_path)
+    told = finished_message(manifest, folder)
     assert "finished all 400 steps" in told
-    assert f"p2pdiloco prolong {tmp_path} --run {manifest.run[:12]} --steps N" in told
+    assert f"p2pdiloco prolong {folder} --steps N" in told
     copy = tmp_path / "copy"
     MemberFiles(copy).take_over_end(manifest, [tmp_path, folder])
     assert known_end(manifest, copy) == RunEnd(400)

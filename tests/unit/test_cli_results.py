@@ -173,12 +173,21 @@ def test_the_end_tells_path_loss_tokens_and_the_next_command() -> None:
     of_scripts = "\n".join(farewell(status, Path("/state/aaaa"), is_scripts=True))
     assert "generate" not in of_scripts, "it refuses them"
     assert "p2pdiloco export /state/aaaa --out story" in of_scripts
-    assert farewell(msgspec.structs.replace(status, step=359), Path("/x"))[0].startswith("run story as it is now: ")
+    early = farewell(msgspec.structs.replace(status, step=359), Path("/x"))
+    assert early[0].startswith("run story as it is now: ")
+    assert "prolong" not in "\n".join(early)
+    assert "p2pdiloco prolong /state/aaaa --steps N" in said
+    assert "p2pdiloco prolong /x --tokens N" in "\n".join(farewell(status, Path("/x"), has_budget=True))
 
 
 def test_a_finished_run_says_where_its_model_is_and_how_to_serve_it(tmp_path: Path) -> None:
     said = finished_message(leave(tmp_path, "story"), Path("/state/aaaa"))
-    for told in ("has finished all 1000 steps", "p2pdiloco generate /state/aaaa", "resume /state/aaaa --stay-s 3600"):
+    for told in (
+        "has finished all 1000 steps",
+        "p2pdiloco generate /state/aaaa",
+        "resume /state/aaaa --stay-s 3600",
+        "prolong /state/aaaa --steps N",
+    ):
         assert told in said
     manifest = leave(tmp_path, "script")
     config = msgspec.structs.replace(manifest.config, model=ModelConfig(kind="external"))

@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "p2pdiloco"
 TWO_SIDES = """
-    AdoptStep Batches BlockFinished Evaluate Evaluated Failed Shift Snapshot Snapshotted Train Pause
+    AdoptStep Batches BlockFinished Evaluate Evaluated Failed MoveEnd Shift Snapshot Snapshotted Train Pause
     Channel Checkpoint Checks Connection Directory Driver Fault Learner LearnerLife Network Outcome PeerSetting World
     DiLoCoCallback Commit Peer Swarm Workers
 """

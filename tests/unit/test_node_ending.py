@@ -16,6 +16,7 @@ from p2pdiloco.node.notifier import Notifier
 from p2pdiloco.observability.alerts import Alert
 from p2pdiloco.observability.snapshot import Bill
 from p2pdiloco.peer.ending import APART, Ending
+from p2pdiloco.protocol.manifest import RunConfig
 
 BILL = Bill(share=0.5, commits=1, lasts_s=10.0, tokens=1000, up_bytes=1, down_bytes=1)
 
@@ -25,12 +26,12 @@ class Ended(Node):
 
     def __init__(self, *, has_finished: bool) -> None:
         self.told: list[str] = []
-        view = SimpleNamespace(has_finished=has_finished)
-        config = SimpleNamespace(model=SimpleNamespace(kind="transformer"))
+        view = SimpleNamespace(has_finished=has_finished, is_prolonged=False)
         peer = SimpleNamespace(
             machine=SimpleNamespace(view=view),
             stayed=self._stayed,
-            manifest=SimpleNamespace(config=config),
+            manifest=SimpleNamespace(config=RunConfig(name="story")),
+            is_over=True,
             options=SimpleNamespace(is_fetching=False, folder=Path("/state")),
         )
         self.peer = cast(Any, peer)
@@ -57,7 +58,7 @@ class Ended(Node):
 
 @pytest.fixture(autouse=True)
 def plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nodes, "farewell", lambda _status, _folder, is_scripts: ["the run is complete"])
+    monkeypatch.setattr(nodes, "farewell", lambda _status, _folder, **_: ["the run is complete"])
     monkeypatch.setattr(nodes, "progress_fields", lambda _status: {})
 
 
