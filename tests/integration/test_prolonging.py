@@ -77,5 +77,6 @@ def test_a_finished_run_is_prolonged_and_goes_on_where_it_ended(tmp_path: Path) 
         reports = [report_of(member) for member in (ann, bob)]
         assert [report["step"] for report in reports] == [120, 120]
         assert reports[0]["digests"] == reports[1]["digests"]
+        assert reports[0]["train_loss"] < 0.7 * before["train_loss"], "the learning rate follows the end"
         swarm.stop()
         assert [ended(member) for member in (ann, bob)] == [0, 0]

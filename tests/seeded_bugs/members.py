@@ -462,4 +462,32 @@ BUGS = (
         killed_by=(f"{_FELLOWSHIP_TESTS}::test_a_follower_gives_nothing_and_owns_nothing",),
     ),
     # -- invites -------------------------------------------------------------------------------------------------------
+    # -- the end of the run --------------------------------------------------------------------------------------------
+    Bug(
+        name="a banned admin's end of the run counts",
+        module=_MEMBERS,
+        where="Members._counts",
+        old="return self.ban_of(said.by) is None",
+        new="return True",
+        harm="an admin who was thrown out has prolonged the run for good",
+        killed_by=(f"{_TESTS}::test_what_a_banned_admin_has_signed_prolongs_nothing_whenever_it_was_made",),
+    ),
+    Bug(
+        name="the signature under an end of the run is not looked at",
+        module=_STATEMENTS,
+        where="_read_prolonging",
+        old="not verify(signer, _prolonged_bytes(run, signer, end), signature)",
+        new="False",
+        harm="anybody prolongs the run in the founder's name",
+        killed_by=(f"{_TESTS}::test_only_admins_prolong_and_the_statement_names_run_signer_and_end",),
+    ),
+    Bug(
+        name="what a command left before the start is not saved",
+        module=_FELLOWSHIP,
+        where="MembershipSync.check_members",
+        old="self._files.taken > before",
+        new="bool(news)",
+        harm="a ban, or a later end of the run, is forgotten at the next start",
+        killed_by=(f"{_FELLOWSHIP_TESTS}::test_what_a_command_left_before_the_start_is_kept",),
+    ),
 )

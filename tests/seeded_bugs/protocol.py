@@ -240,4 +240,32 @@ BUGS = (
         "others take an honest peer whose model has diverged for one that sends nonsense",
         "test_messages.py::test_a_loss_that_is_none_is_refused_and_not_told",
     ),
+    _bug(
+        "a peer that has finished stays finished",
+        "machine",
+        "Machine._on_end_moved",
+        'not is_over and core.departure == "finished"',
+        "False",
+        "whoever was at the earlier end leaves, though the run is prolonged",
+        "test_coming_and_going.py::test_a_peer_that_has_finished_trains_on_when_the_run_is_prolonged",
+    ),
+    _bug(
+        "a pause at the earlier end counts",
+        "machine",
+        "Machine._on_learner_paused",
+        "not is_asked and event.step < core.end.steps",
+        "False",
+        "a peer whose learner stops while the news is on its way takes the prolonged run for complete",
+        "test_coming_and_going.py::test_a_learner_that_stops_at_the_earlier_end_goes_on",
+    ),
+    _bug(
+        "a chain's steps end with the run",
+        "chain",
+        "Chain.latest_step",
+        "min(self.step, LONGEST_RUN)",
+        "min(self.step, 4)",
+        "who has not heard that the run is prolonged refuses the others' commits",
+        "test_coming_and_going.py"
+        "::test_who_does_not_know_that_the_run_is_prolonged_merges_what_others_train_beyond_its_end",
+    ),
 )

@@ -41,7 +41,8 @@ class Loop:
 
     def merged(self, tokens: int) -> None: ...
 
-    def move_end(self, last_step: int, tokens: int) -> None: ...
+    def move_end(self, last_step: int, tokens: int) -> None:
+        self.asked.append((last_step, tokens))
 
     def begin_again(self) -> None:
         self.asked.append("begin again")
@@ -390,6 +391,27 @@ def test_the_global_step_never_falls_and_at_the_runs_last_step_training_ends(ben
     assert bench.loop.asked == ["save"], "it is saved once"
     paused = [m for m in bench.do(learner_ipc.Pause()) if isinstance(m, learner_ipc.Paused)]
     assert paused[-1] == learner_ipc.Paused(steps=bench.link.counts.steps, tokens=bench.link.counts.tokens, step=1000)
+
+
+def test_a_learner_at_the_runs_end_trains_on_when_the_end_has_moved_and_stops_there(bench: Bench) -> None:
+    """Whether it stopped by itself or was asked to. One that has no parameters yet does not begin by it."""
+    bench.do(learner_ipc.MoveEnd(last_step=1000))
+    assert not bench.link.is_training
+    bench.do(*bench.load(999))
+    assert not bench.link.is_training
+    bench.do(learner_ipc.MoveEnd(last_step=1010, tokens=7))
+    assert bench.link.is_training
+    bench.do(learner_ipc.Pause(), learner_ipc.MoveEnd(last_step=1020))
+    assert bench.link.is_training
+    heard = bench.do(learner_ipc.MoveEnd(last_step=1002))
+    assert not bench.link.is_training
+    assert [m.step for m in heard if isinstance(m, learner_ipc.Paused)] == [bench.link.counts.global_step]
+    assert [asked for asked in bench.loop.asked if isinstance(asked, tuple)] == [
+        (1000, 0),
+        (1010, 7),
+        (1020, 0),
+        (1002, 0),
+    ]
 
 
 def test_it_ends_when_it_is_told_to_and_when_its_node_is_dead() -> None:
