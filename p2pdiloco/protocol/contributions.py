@@ -111,7 +111,9 @@ class TokenBudget:
         """Stop the learner if the budget is spent."""
         core = self._core
         learner = core.learner
-        if not core.is_current or core.departure or learner is None or learner.is_paused or learner.id == self._paused:
+        if not core.is_current or core.departure == "leaving" or learner is None or learner.is_paused:
+            return
+        if learner.id == self._paused:
             return
         if self.is_spent:
             self._paused = learner.id

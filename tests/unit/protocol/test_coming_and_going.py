@@ -349,6 +349,12 @@ def test_a_learner_that_comes_when_the_budget_is_spent_makes_no_steps() -> None:
     stage = Stage(B, sizes=Sizes(budget=100), has_learner=False)
     stage.take(stage.commit(tokens(B, 0, 100)))
     assert only(stage.tell(ev.LearnerStarted(life(A))) + stage.wait(1.0), ef.PauseLearner)
+    late = Stage(B, sizes=Sizes(budget=100), has_learner=False, expects_learner=True)
+    late.says(B, phase="finished", is_participating=False)
+    late.take(late.commit(tokens(B, 0, 100)))
+    late.wait(2.0)
+    assert late.machine.core.departure == "finished", "before its learner is there"
+    assert only(late.tell(ev.LearnerStarted(life(A))), ef.PauseLearner)
     follower = Stage(B, sizes=Sizes(budget=100), has_learner=False, expects_learner=False)
     follower.says(B, phase="finished", is_participating=False)
     follower.take(follower.commit(tokens(B, 0, 100)))
