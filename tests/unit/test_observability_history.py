@@ -86,6 +86,15 @@ def test_progress_is_a_rate_and_a_curve_and_silence_is_gone() -> None:
     assert quiet.course.swarm_tokens_per_s == 0.0
 
 
+def test_a_prolonged_run_is_shown_until_its_new_end() -> None:
+    told = chronicle(300, total_steps=8)
+    told.take(commit(10.0, 3, BOB, ann=100))
+    assert (told.picture(10.0).course.step, told.picture(10.0).course.done) == (8, 1.0)
+    told.take({"time": 11.0, "event": "end", "last_step": 48})
+    course = told.picture(11.0).course
+    assert (course.step, course.total_steps, course.done) == (24, 48, 0.5)
+
+
 def test_headcount_and_rows_agree_from_the_first_event_to_the_last() -> None:
     told = chronicle(1)
 

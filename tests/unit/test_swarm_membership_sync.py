@@ -267,6 +267,26 @@ def test_a_prolonged_run_ends_later_everywhere_and_a_ban_takes_it_back(tmp_path:
     played(tmp_path, story)
 
 
+def test_an_admin_that_prolongs_the_run_again_and_again_is_soon_not_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each statement is one step further, costs everybody two signatures, and is told to all."""
+    monkeypatch.setattr(membership_sync_module, "INTRODUCED", 5)
+    admin = the_founder().certifies(role=Role.ADMIN)
+
+    async def story(place: Place) -> None:
+        one = place.enter(the_founder())
+        place.enter(admin)
+        place.connect(the_founder(), admin)
+        await place.settle()
+        for last in range(100, 120):
+            await one.answer(admin.peer, TellStatements(join_statements([admin.prolongs(last)])))
+        assert one.members.prolonged_to < 110
+        assert len(one.members.prolongings()) == 1
+
+    played(tmp_path, story)
+
+
 def test_what_a_command_left_before_the_start_is_kept(tmp_path: Path) -> None:
     """The node knows it from its start, and nobody connects to it."""
 
