@@ -34,7 +34,7 @@ from p2pdiloco.peer.commit_wal import CHECKPOINT_PREFIX, next_number, numbers, p
 from p2pdiloco.peer.host import PART, Disk, replace
 from p2pdiloco.peer.state_proof import SavedState, proven_digest
 from p2pdiloco.protocol.chain import is_heavier
-from p2pdiloco.protocol.ids import RunId, digest_of
+from p2pdiloco.protocol.ids import Digest, RunId, ShardId, digest_of
 from p2pdiloco.protocol.manifest import MANIFEST, Layout, Manifest
 from p2pdiloco.protocol.manifest_validation import decode_manifest
 from p2pdiloco.util import logs
@@ -387,6 +387,36 @@ def _read(disk: Disk, folder: Path, number: int) -> Checkpoint:
     return Checkpoint(manifest=manifest, shards=shards, theta=theta, momentum=momentum)
 
 
+def good_heads(folder: Path, disk: Disk = LOCAL) -> tuple[Digest, ...]:
+    """Return the heads of the known-good checkpoint in ``folder``, by shard; empty if there is none. Blocks.
+
+    Raises:
+        OSError, ValueError: its index cannot be read.
+    """
+    number = good_number(folder, disk)
+    if number is None:
+        return ()
+    return tuple(proof.state.head.id for proof in _read_index(disk, folder, number).shards)
+
+
+def read_shard(
+    folder: Path, number: int, manifest: Manifest, shard: ShardId, disk: Disk = LOCAL
+) -> tuple[SavedState, memoryview, bytes]:
+    """Return one shard of a checkpoint: its proof, its data in wire layout, and its chunks' digests. Blocks.
+
+    Raises:
+        OSError, ValueError: it cannot be read, or is not what its owner signed.
+    """
+    layout, form = Layout.of(manifest), StateForm.of(manifest.config.outer)
+    proof, piece = _read_index(disk, folder, number).shards[shard], layout.shards[shard]
+    start = len(_header(layout, form)) + form.width * piece.start
+    data = memoryview(bytearray(disk.read(_tensors(folder, number), start, form.width * piece.elements)))
+    listed = form.listed(data)
+    if digest_of(listed) != proven_digest(manifest, proof):
+        raise ValueError(f"shard {shard} does not have the digest that its owner signed")
+    return proof, data, listed
+
+
 def _header(layout: Layout, form: StateForm) -> bytes:
     """Return the header of a safetensors file with one tensor ``shard.N`` per shard, in wire layout.
 
@@ -450,6 +480,10 @@ class KnownGood:
         if before is not None:
             mark_good(self._folder, before, self._disk)
         return before is not None
+
+    def forget_newest(self) -> None:
+        """Judge no checkpoint before the next one is written: the newest was set aside."""
+        self._waiting = None
 
     def _is_usual(self, loss: float) -> bool:
         if not math.isfinite(loss) or not self._losses:

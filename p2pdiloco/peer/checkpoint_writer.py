@@ -17,7 +17,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from p2pdiloco.peer.checkpoint import Draft, KnownGood
+from p2pdiloco.peer.checkpoint import Draft, KnownGood, go_back, good_heads, read_shard
 from p2pdiloco.peer.commit_wal import CommitLog, LoggedCommit
 from p2pdiloco.peer.disk_budget import DAY_S, HOUR_S, DiskBudget
 from p2pdiloco.peer.driver import CopyError, Driver
@@ -26,7 +26,8 @@ from p2pdiloco.peer.host import Host
 from p2pdiloco.peer.metrics import Metrics
 from p2pdiloco.peer.model_state import ModelState
 from p2pdiloco.peer.payload_cache import PayloadCache
-from p2pdiloco.peer.state_proof import SavedState
+from p2pdiloco.peer.state_proof import SavedState, ancestors, unbroken_lineage
+from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol.ids import Digest, ShardId
 from p2pdiloco.protocol.manifest import Layout, Manifest
 from p2pdiloco.protocol.messages import commit_id
@@ -73,6 +74,11 @@ class CommitFollower:
         self._with_average_at = self._host.now()
         # The disk refused the last commits. Keeps the log to one warning per outage.
         self._is_failing = False
+
+    def forget(self) -> None:
+        """Log nothing until the next checkpoint begins: the run went back, and the segments were set aside."""
+        self._heads = [None] * len(self._heads)
+        self._is_following = False
 
     @property
     def is_due(self) -> bool:
@@ -185,11 +191,14 @@ class CheckpointWriter:
         self._save_learner = save_learner
         self._layout = Layout.of(manifest)
         self._budget = budget
+        self._commit_log = commit_log
         self._follower = CommitFollower(view, payload_cache, commit_log, host, budget)
         self._known_good = KnownGood(folder, host.disk)
         self._one_at_a_time = asyncio.Lock()
         # Mark of the heads in the last checkpoint.
         self._saved_mark: int | None = None
+        # The known-good checkpoint, while everything newer is set aside (``restore``).
+        self._back_to: int | None = None
         # Why the newest state could not be written; empty if it was, or if nobody has tried yet.
         self._problem = ""
 
@@ -261,7 +270,7 @@ class CheckpointWriter:
             # The state in memory is altered: have every chunk verified again, so that the shard is fetched again.
             self._driver.submit(self._state.integrity.invalidate, lambda _: None)
         else:
-            self._saved_mark, self._problem = mark, ""
+            self._saved_mark, self._problem, self._back_to = mark, "", None
             self._metrics.write("checkpoint", is_last=is_last)
             await self._judge(draft.number)
             return True
@@ -272,13 +281,64 @@ class CheckpointWriter:
         return False
 
     async def _judge(self, number: int) -> None:
-        """Judge the previous checkpoint by the training loss since it was written."""
-        loss = self._metrics.loss
+        """Judge the previous checkpoint by the training loss since it was written. None is good while some peer
+        measures a far higher held-out loss than usual."""
+        loss = None if self._view.is_alarmed else self._metrics.loss
         try:
             if await self._host.work("disk", lambda: self._known_good.judge_previous(number, loss)):
                 self._metrics.write("checkpoint-good", loss=loss)
-        except OSError as error:
-            log.warning("cannot mark the checkpoint as good", reason=os.strerror(error.errno or 0))
+                heads = await self._host.work("disk", lambda: good_heads(self._folder, self._host.disk))
+                self._driver.feed(ev.CheckpointGood(heads))
+        except (OSError, ValueError) as error:
+            log.warning("cannot mark the checkpoint as good", reason=str(error))
+
+    async def restore(self, shard: ShardId) -> None:
+        """Stage a shard's state of the known-good checkpoint; feeds ``Restored`` to the machine.
+
+        Everything newer is set aside first, so that a restart does not lead back to what the run has left.
+        """
+        async with self._one_at_a_time:
+            try:
+                found = await self._read_good(shard)
+            except (OSError, ValueError) as error:
+                log.warning("cannot go back to the known-good checkpoint", shard=shard, reason=str(error))
+                found = None
+        if found is None:
+            self._driver.feed(ev.Restored(shard, None))
+            return
+        proof, data, listed = found
+        lineage, size = unbroken_lineage(proof, proof.lineage), self._state.form.chunk_bytes
+        chunks = [data[at : at + size] for at in range(0, len(data), size)]
+
+        def staged(_: None) -> None:
+            if proof.header is not None:
+                self._payload_cache.keep_proof(proof.header, proof.signature)
+            for earlier in lineage:
+                self._payload_cache.keep_proof(earlier.header, earlier.signature)
+            self._driver.feed(ev.Restored(shard, proof.state, ancestors(proof, lineage)))
+
+        head = proof.state.head.id
+        self._driver.submit(lambda: self._state.stage(shard, head, chunks, listed), staged, shard=shard)
+
+    async def _read_good(self, shard: ShardId) -> tuple[SavedState, memoryview, bytes] | None:
+        """Read a shard of the known-good checkpoint; None if there is none."""
+        if self._back_to is None:
+            self._driver.save_convictions()  # on the same queue, so that a crash in between forgets nothing
+            self._follower.forget()
+            self._known_good.forget_newest()
+            self._saved_mark = None
+            self._back_to = await self._host.work("log", self._set_aside)
+        number, disk = self._back_to, self._host.disk
+        if number is None:
+            return None
+        return await self._host.work("disk", lambda: read_shard(self._folder, number, self._manifest, shard, disk))
+
+    def _set_aside(self) -> int | None:
+        """Set everything aside that is newer than the known-good checkpoint; return its number. Blocks."""
+        number = go_back(self._folder, self._host.disk)
+        if number is not None:
+            self._commit_log.forget()
+        return number
 
     async def _write(self, draft: Draft) -> None:
         """Write the shards one after the other. Each is copied between two jobs and written before the next is copied.

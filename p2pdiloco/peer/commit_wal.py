@@ -325,6 +325,10 @@ class CommitLog:
         else:
             appending.add_done_callback(lambda _: then())
 
+    def forget(self) -> None:
+        """Forget all segments, because they were set aside. Runs on the ``log`` queue."""
+        self._path, self._full, self._logged, self._own = None, [], set(), {}
+
     # -- checkpoints and others' commits -------------------------------------------------------------------------------
 
     async def begin_segment(self, heads: Sequence[Head | None], *, is_bounded: bool) -> int:

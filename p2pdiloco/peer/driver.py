@@ -55,9 +55,9 @@ class Defect(NamedTuple):
     error: BaseException
 
 
-# Output that the driver leaves to the peer: effects for the learner, for downloads and for audits, the machine's end,
-# shifts that the learner is to take, and defects.
-Output = ef.ForLearner | ef.Fetch | ef.Audit | ef.BecameCurrent | ef.Leave | Shifts | Defect
+# Output that the driver leaves to the peer: effects for the learner, for downloads, for states on disk and for audits,
+# the machine's end, shifts that the learner is to take, and defects.
+Output = ef.ForLearner | ef.Fetch | ef.Restore | ef.Audit | ef.BecameCurrent | ef.Leave | Shifts | Defect
 
 COPY_S = 60.0
 
@@ -141,7 +141,7 @@ class Driver:
             return
         self._set_timer()
         if self.payload_cache.sweep(self._machine, now):
-            self._convictions.save(self._view.convictions())
+            self.save_convictions()
             self.submit(self._state.shifts.memory.release_unused, lambda _: None)
 
     def _set_timer(self) -> None:
@@ -151,6 +151,10 @@ class Driver:
         deadline = self._machine.next_deadline()
         if deadline is not None and not self.is_closed:
             self._timer = self._host.call_at(deadline, lambda: self.feed(ev.Woke()))
+
+    def save_convictions(self) -> None:
+        """Write what the machine knows against commits and owners to disk. Does not wait."""
+        self._convictions.save(self._view.convictions())
 
     # -- effects -------------------------------------------------------------------------------------------------------
 

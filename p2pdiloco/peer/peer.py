@@ -355,6 +355,8 @@ class Peer:
                 self.supervision.send_shifts(output)
             case ef.Fetch():
                 self.host.spawn(self._downloads.fetch(output.shard, output.peer), name=f"fetch {output.shard}")
+            case ef.Restore():
+                self.host.spawn(self.checkpoint_writer.restore(output.shard), name=f"restore {output.shard}")
             case ef.Audit():
                 self._auditor.consider(output)
             case ef.BecameCurrent():

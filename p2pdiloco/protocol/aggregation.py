@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from p2pdiloco.protocol.chain import HeadChange
@@ -50,6 +50,8 @@ class OwnCommitLog:
         self._made: list[dict[Digest, CommitHeader]] = [{} for _ in range(shards)]
         self._dropped: list[deque[Digest]] = [deque(maxlen=log_length) for _ in range(shards)]
         """Parents of the latest dropped commits."""
+        self.starts = [0] * shards
+        """Versions with which this life began: what earlier lives committed before is not known."""
 
     def record(self, header: CommitHeader) -> CommitHeader:
         """Store ``header`` and return it, or return the commit that was made on its parent before."""
@@ -62,9 +64,23 @@ class OwnCommitLog:
             return False
         return self.record(header) is header
 
+    def restore_made(self, made: Iterable[tuple[ShardId, Digest]], starts: Sequence[int]) -> None:
+        """Remember what earlier lives of this peer may have committed, from which it went back (rule K4)."""
+        for shard, parent in made:
+            self._dropped[shard].append(parent)
+        self.starts = [max(pair) for pair in zip(self.starts, starts, strict=True)]
+
+    def parents(self) -> tuple[tuple[ShardId, Digest], ...]:
+        """Return the parents of the latest own commits."""
+        return tuple(
+            (ShardId(shard), parent)
+            for shard, (made, dropped) in enumerate(zip(self._made, self._dropped, strict=True))
+            for parent in dict.fromkeys((*dropped, *made))
+        )
+
     def is_dropped(self, head: Head) -> bool:
-        """Return whether this peer has made a commit on ``head`` and dropped it."""
-        return head.id in self._dropped[head.shard]
+        """Return whether this peer has made a commit on ``head`` and dropped it, or may have in an earlier life."""
+        return head.version < self.starts[head.shard] or head.id in self._dropped[head.shard]
 
     def is_own(self, header: CommitHeader) -> bool:
         """Return whether this peer made the commit."""
@@ -546,6 +562,8 @@ class Aggregation:
             self.open(shard, collection.step)
         if collection.opened_at is None:
             core.alarms.set(("close", shard), collection.held_until)
+            return
+        if core.head(shard).id in core.abandoned:
             return
         if not core.membership.owners.may_own or self.own_commits.is_dropped(core.head(shard)):
             return

@@ -96,7 +96,8 @@ class BarredOwners:
 
     def convictions(self) -> Convictions:
         """Return all exclusions, for storage on disk."""
-        return Convictions(tuple(self.proofs.values()), tuple((owner, *at) for owner, at in self._refused.items()))
+        refused = tuple((owner, *at) for owner, at in self._refused.items())
+        return Convictions(tuple(self.proofs.values()), refused)
 
     def restore(self, earlier: Convictions) -> None:
         """Restore the exclusions that an earlier run of this peer stored."""
@@ -200,7 +201,11 @@ class RejectedCommits:
         self.core.note("warning", "commit", f"shard {header.shard} commit of {origin} rejected: {reason}")
 
     def is_refused(self, header: CommitHeader, commit: Digest) -> bool:
-        """Return whether the commit or its parent was rejected."""
+        """Return whether the commit or its parent was rejected or abandoned."""
+        if header.parent in self.core.abandoned:
+            self.core.abandon(commit)
+        if commit in self.core.abandoned:
+            return True
         if not self._ids:
             return False
         if commit not in self._ids and header.parent in self._ids:
@@ -208,8 +213,15 @@ class RejectedCommits:
         return commit in self._ids
 
     def holds(self, head: Digest, lineage: Iterable[Digest] = ()) -> bool:
-        """Return whether a chain contains a rejected commit."""
-        return bool(self._ids) and (head in self._ids or not self._ids.keys().isdisjoint(lineage))
+        """Return whether a chain contains a rejected or abandoned commit."""
+        return any(
+            bool(ids) and (head in ids or not ids.keys().isdisjoint(lineage))
+            for ids in (self._ids, self.core.abandoned)
+        )
+
+    def is_invalid(self, commit: Digest) -> bool:
+        """Return whether the commit was rejected for its values or header, and not only abandoned (``going_back``)."""
+        return commit in self._ids
 
     def among(self, heads: Iterable[Digest]) -> set[Digest]:
         """Return those of ``heads`` that are rejected commits."""
@@ -285,6 +297,8 @@ class AncestryCheck:
         """By shard: when this peer came to its latest heads."""
         self._left_at: dict[ShardId, tuple[float, float]] = {}
         """By shard: since when most peers have had a lighter chain, and when this was last found."""
+        self._deserted_at: dict[ShardId, float] = {}
+        """By shard: since when at least half of all peers have had a heavier chain."""
 
     def record_head(self, peer: PeerId, head: Head) -> None:
         """Record the head that ``peer`` reports."""
@@ -302,6 +316,11 @@ class AncestryCheck:
     def forget(self, peer: PeerId) -> None:
         """Forget what a peer that is gone has reported."""
         self._reported.pop(peer, None)
+
+    def is_back(self, peer: PeerId, shard: ShardId) -> bool:
+        """Return whether ``peer`` reports a head that is not abandoned, as far as is known here."""
+        told = self._reported.get(peer, {}).get(shard)
+        return told is not None and told.head not in self.core.abandoned
 
     def is_known(self, shard: ShardId) -> bool:
         """Return whether more than half of the peers with states have reported their head of ``shard``."""
@@ -357,6 +376,8 @@ class AncestryCheck:
         theirs, donors = {head.id, *lineage}, self._donors()
         if not head.version or head == chain.head:
             return None
+        if chain.head is not None and chain.head.id in self.core.abandoned:
+            return self._unbacked_return(peer, shard, theirs, donors)
         if chain.head is None:
             problem = self._unbacked(peer, owner, head, lineage, donors)
             if problem is not None:
@@ -386,6 +407,25 @@ class AncestryCheck:
             return f"{meeting}, and {stand} of {len(donors) + 1} peers stand by ours"
         return None
 
+    def _unbacked_return(
+        self, peer: PeerId, shard: ShardId, theirs: set[Digest], donors: Sequence[PeerId]
+    ) -> str | None:
+        """Return why a peer whose own head is abandoned does not accept a state from before, or None.
+
+        It must lead on from this peer's own chain. Those that still report abandoned heads have no say.
+        """
+        chain, back = self.core.chains[shard], [donor for donor in donors if self.is_back(donor, shard)]
+        if theirs.isdisjoint(chain.ancestry):
+            return "its lineage does not meet ours"
+        stand = sum(donor == peer or self._was_at(donor, shard, theirs) for donor in back)
+        if 2 * stand <= len(back):
+            return f"{stand} of {len(back)} peers that went back stand by it, but more than half are needed"
+        if stand > 1 or self._is_long(shard, DIVIDED_REQUESTS):
+            self._doubted_at.pop(shard, None)
+            return None
+        self._doubted_at.setdefault(shard, self.core.now)
+        return "only one peer has it"
+
     def _is_plausible(self, chain: Chain, parted: int, version: int) -> bool:
         """Return whether a chain that left this one ``parted`` versions ago may have come to ``version`` by now.
 
@@ -404,7 +444,7 @@ class AncestryCheck:
         own, tokens = {chain.head.id, *chain.ancestry}, chain.head.tokens
         told = (self._reported.get(donor, {}).get(shard) for donor in donors)
         gone = [one for one in told if one is not None and one.tokens < tokens and one.head not in own]
-        patience_s = max(DIVIDED_REQUESTS * self.core.config.request_s, LATE_TURNS * self._turn_s(shard))
+        patience_s = self.patience_s(shard)
         since, last = self._left_at.pop(shard, (now, now))
         if 2 * len(gone) <= len(donors) + 1:
             return False
@@ -459,7 +499,34 @@ class AncestryCheck:
         """Return whether more than half of all peers, this one included, report heads that follow a rejected commit."""
         donors = self._donors()
         told = (self._reported.get(donor, {}).get(shard) for donor in donors)
-        return 2 * sum(one is not None and self._refusals.holds(one.head) for one in told) > len(donors) + 1
+        return 2 * sum(one is not None and self._refusals.is_invalid(one.head) for one in told) > len(donors) + 1
+
+    def is_deserted(self, shard: ShardId) -> bool:
+        """Return whether at least half of all peers have gone on with a heavier chain than this peer's for very long:
+        the run did not go back with this peer."""
+        chain, donors, now = self.core.chains[shard], self._donors(), self.core.now
+        assert chain.head is not None
+        own, tokens = {chain.head.id, *chain.ancestry}, chain.head.tokens
+        told = (self._reported.get(donor, {}).get(shard) for donor in donors)
+        others = [one for one in told if one is not None and one.tokens > tokens and one.head not in own]
+        if 2 * len(others) < len(donors) + 1:
+            self._deserted_at.pop(shard, None)
+            return False
+        since = self._deserted_at.setdefault(shard, now)
+        are_moving = 2 * sum(one.moved_at > since for one in others) >= len(donors) + 1
+        return are_moving and now - since >= 2 * self.patience_s(shard)
+
+    def has_left(self, peer: PeerId) -> bool:
+        """Return whether ``peer`` reports a head that is lighter than this peer's and not on its chain."""
+        for shard, told in self._reported.get(peer, {}).items():
+            chain = self.core.chains[shard]
+            if chain.head is not None and told.tokens < chain.head.tokens and told.head not in chain.ancestry:
+                return True
+        return False
+
+    def patience_s(self, shard: ShardId) -> float:
+        """Return for how long most peers must have gone another way, in seconds."""
+        return max(DIVIDED_REQUESTS * self.core.config.request_s, LATE_TURNS * self._turn_s(shard))
 
     def is_outvoted_for(self, head: Head, lineage: Sequence[Digest]) -> bool:
         """Return whether most peers have a commit that leads to the state at ``head`` and that was rejected here."""

@@ -569,7 +569,7 @@ class DeltaReconciliation:
         core, learner = self.core, self.core.learner
         walk: Walk | None = STAY
         if learner is not None and to_tokens is not None and not core.config.is_overwrite:
-            walk = self.walk(shard, to_tokens)
+            walk = self.walk(shard, max(to_tokens, learner.floors[shard].tokens))
         learner_id = None if learner is None else learner.id
         if walk is None:
             return learner_id, (), (), True
@@ -604,6 +604,10 @@ class DeltaReconciliation:
         else:
             own = learner.marks[shard] if mark is None else mark
         learner.marks[shard] = own
+        is_back = change.previous is not None and change.previous.id in self.core.abandoned
+        if is_back:
+            learner.floors[shard] = Mark(learner.tokens, learner.steps, own.version)
+        learner.marks[shard] = max(own, learner.floors[shard], key=lambda mark: mark.tokens)
         if self.core.config.is_overwrite:
             learner.discard_unmerged(shard)
 
@@ -611,4 +615,5 @@ class DeltaReconciliation:
         """Return the learner's mark in a state's chain. A mark that the chain dropped for its age still counts."""
         own = learner.marks[state.head.shard]
         is_forgotten = state.head.version - own.version > MARK_LIFE_LOGS * self.core.config.log_length
-        return dict(state.marks).get(learner.id, own if is_forgotten else NO_MARK)
+        mark = dict(state.marks).get(learner.id, own if is_forgotten else NO_MARK)
+        return max(mark, learner.floors[state.head.shard], key=lambda mark: mark.tokens)

@@ -73,6 +73,12 @@ class Apply(msgspec.Struct, frozen=True, array_like=True, tag="apply"):
     """Discard the learner's delta and take the global parameters: the delta is unknown, or ``overwrite`` is set."""
 
 
+class Restore(msgspec.Struct, frozen=True, array_like=True, tag="restore"):
+    """Set newer checkpoints aside, and read the shard's state from the known-good one. Ends in ``Restored``."""
+
+    shard: ShardId
+
+
 class Fetch(msgspec.Struct, frozen=True, array_like=True, tag="fetch"):
     """Download the shard's state from ``peer``. Ends in ``Fetched`` or ``Failed``."""
 
@@ -166,6 +172,7 @@ Effect = (
     | Merge
     | Apply
     | Fetch
+    | Restore
     | Install
     | AdoptStep
     | BecameCurrent

@@ -7,6 +7,7 @@ moves the median no farther than to a neighbouring honest one.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable
 
 from p2pdiloco.protocol.chain import HeadChange
@@ -23,6 +24,14 @@ FRESH = 2
 """Number of newer ones that may be due for an evaluation to settle which of two middle values is shown."""
 
 
+JUMP = 0.5
+"""A loss that is so much above a peer's best recent one, in nats or as a share of it (whichever is more), is a jump."""
+JUMPS = 2
+"""Evaluations in a row that a peer must have found so high."""
+JUMPED_LEAST = 3
+"""Peers that must have found a jump."""
+
+
 class Evaluations:
     """Evaluations of one run."""
 
@@ -32,6 +41,10 @@ class Evaluations:
         """Field-wise median over the peers, this one included, as of the last evaluation."""
         self._latest: dict[PeerId, Evaluation] = {}
         """The latest evaluation of each connected peer and of this one."""
+        self._usual: dict[PeerId, deque[float]] = {}
+        """The latest losses of each peer that were no jumps."""
+        self._jumps: dict[PeerId, int] = {}
+        """How many evaluations of a peer in a row are far above its usual ones."""
 
     def on_head_changed(self, change: HeadChange) -> None:
         """Have the learner measure shard 0's new version, if an evaluation is due and this peer is selected."""
@@ -43,7 +56,8 @@ class Evaluations:
             return
         able = {*core.membership.participating, core.config.peer}
         candidates = tuple((peer, 1.0) for peer in sorted(able))
-        if ranked_owners(core.config.run, EVALUATION_DUTY, version, candidates)[0] == core.config.peer:
+        is_drawn = ranked_owners(core.config.run, EVALUATION_DUTY, version, candidates)[0] == core.config.peer
+        if is_drawn or self.is_alarmed or core.config.peer not in self._usual:
             core.effects.append(Evaluate(version))
 
     def on_evaluated(self, event: Evaluated) -> None:
@@ -59,8 +73,7 @@ class Evaluations:
             return
         tokens = max((c.counts.merged for c in core.chains if c.head is not None), default=0)
         evaluation = Evaluation(event.version, tokens, core.step, event.loss)
-        self._latest[core.config.peer] = evaluation
-        self._show()
+        self._record(core.config.peer, evaluation)
         core.send(core.membership.live, evaluation)
 
     def on_evaluation(self, peer: PeerId, evaluation: Evaluation) -> None:
@@ -68,14 +81,46 @@ class Evaluations:
         before = self._latest.get(peer)
         is_newer = before is None or evaluation.step > before.step
         if is_newer and is_loss(evaluation.loss) and self.core.plausible(evaluation.step) == evaluation.step:
-            self._latest[peer] = evaluation
-            self._show()
+            self._record(peer, evaluation)
+
+    def _record(self, peer: PeerId, evaluation: Evaluation) -> None:
+        """Take a new evaluation, and count whether it is a jump (rule K1): each peer is compared with itself."""
+        self._latest[peer] = evaluation
+        usual = self._usual.setdefault(peer, deque(maxlen=RECENT))
+        best = min(usual, default=math.inf)
+        if evaluation.loss > best + max(JUMP, JUMP * best) and self._jumps.get(peer, 0) < RECENT:
+            self._jumps[peer] = self._jumps.get(peer, 0) + 1
+        else:
+            if self._jumps.pop(peer, 0) >= RECENT:
+                usual.clear()  # it stays: this is the usual loss now
+            usual.append(evaluation.loss)
+        self._show()
+
+    @property
+    def is_alarmed(self) -> bool:
+        """Whether some peer's newest evaluation is a jump."""
+        return bool(self._jumps)
+
+    @property
+    def has_jumped(self) -> bool:
+        """Whether this peer and more than half of the members that measure lately have found a jump of the loss, twice
+        in a row."""
+        found = [peer for peer in self._latest if self._jumps.get(peer, 0) >= JUMPS]
+        is_most = len(found) >= JUMPED_LEAST and 2 * len(found) > len(self._latest)
+        return is_most and self.core.config.peer in found
+
+    def forget_jump(self) -> None:
+        """Forget the evaluations of a model that the run has left."""
+        self._latest.clear()
+        self._jumps.clear()
 
     def _show(self) -> None:
         """Recompute the evaluation that is shown."""
         core = self.core
         here = core.membership.peers.keys() | {core.config.peer}
         self._latest = {peer: one for peer, one in self._latest.items() if peer in here}
+        self._usual = {peer: usual for peer, usual in self._usual.items() if peer in here}
+        self._jumps = {peer: count for peer, count in self._jumps.items() if peer in here}
         head = core.chains[0].head
         version, every = 0 if head is None else head.version, core.config.evaluation_every
         oldest = version - RECENT * every

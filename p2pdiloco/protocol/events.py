@@ -41,6 +41,12 @@ class Convictions(msgspec.Struct, frozen=True, array_like=True):
     proofs: tuple[Proof, ...] = ()
     refused: tuple[tuple[PeerId, ShardId, int], ...] = ()
     """Owners of commits that were rejected here, with shard and version of the latest."""
+    abandoned: tuple[Digest, ...] = ()
+    """Commits without which the run goes on."""
+    made: tuple[tuple[ShardId, Digest], ...] = ()
+    """When the run went back: parents of this peer's latest commits, on which it must make no others."""
+    starts: tuple[int, ...] = ()
+    """By shard: the version with which this peer's life had begun when the run went back."""
 
 
 class Started(msgspec.Struct, frozen=True, array_like=True, tag="started"):
@@ -193,6 +199,20 @@ class Fetched(msgspec.Struct, frozen=True, array_like=True, tag="fetched"):
     """The peer that made and signed the commit at its head; empty for version 0."""
 
 
+class Restored(msgspec.Struct, frozen=True, array_like=True, tag="restored"):
+    """The shard's state in this peer's known-good checkpoint waits to be installed. None: there is none."""
+
+    shard: ShardId
+    state: ShardState | None
+    lineage: tuple[Digest, ...] = ()
+
+
+class CheckpointGood(msgspec.Struct, frozen=True, array_like=True, tag="checkpoint-good"):
+    """Training went on well from this peer's checkpoint at ``heads`` (by shard), which was written in this life."""
+
+    heads: tuple[Digest, ...]
+
+
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
     """Work on a shard has failed. ``work`` names the effect; "give" means that an encoded payload was lost, "commit"
     that ``peer`` sent an invalid one, "state" that the state does not match its head, and "owner" that it does not and
@@ -261,6 +281,8 @@ OwnEvent = (
     | Applied
     | StateOffered
     | Fetched
+    | Restored
+    | CheckpointGood
     | Failed
     | LeaveRequested
     | EndMoved

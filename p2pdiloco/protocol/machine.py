@@ -29,6 +29,7 @@ from p2pdiloco.protocol.contributions import Contributions, DeltaReconciliation
 from p2pdiloco.protocol.effects import Effect, Evaluate, MoveEnd
 from p2pdiloco.protocol.evaluation import Evaluations
 from p2pdiloco.protocol.forwarding import hand_on_commit, send_commit
+from p2pdiloco.protocol.going_back import GoingBack
 from p2pdiloco.protocol.heartbeat import NEWS, Heartbeats
 from p2pdiloco.protocol.ids import Digest, PeerId, ShardId
 from p2pdiloco.protocol.replication import Repair, Replication
@@ -106,12 +107,13 @@ class Machine:
             self.audits,
         )
         self.replication = Replication(self.core, self.aggregation, self.contributions, delta, refusals, listeners)
+        self.going_back = GoingBack(self.core, self.replication, self.aggregation, self.evaluations)
         self.repair = Repair(self.core, self.replication, self.aggregation)
         self.heartbeats = Heartbeats(
             self.core, self.aggregation, self.contributions, self.replication, self.block_assignment
         )
         self.shutdown = Shutdown(self.core, self.contributions)
-        self.view = MachineView(self.core, self.replication, self.evaluations, self.contributions)
+        self.view = MachineView(self.core, self.replication, self.evaluations, self.contributions, self.going_back)
         self.is_alone = False
 
     def handle(self, event: ev.Event, now: float) -> list[Effect]:
@@ -162,11 +164,16 @@ class Machine:
                 self.replication.ancestry.judge(event.peer, event.head, event.lineage, event.owner)
             case ev.Fetched():
                 self.replication.on_fetched(event)
+            case ev.Restored():
+                self.going_back.on_restored(event)
+            case ev.CheckpointGood():
+                self.going_back.good = event.heads
             case ev.Failed():
                 self._on_failed(event)
             case ev.PeerConnected():
                 self.heartbeats.on_connected(event.peer)
                 self.barred_owners.send_proofs(event.peer)
+                self.going_back.send_vote(event.peer)
             case ev.PeerDisconnected():
                 self.heartbeats.on_lost(event.peer, event.reason, is_shut_out=event.is_shut_out)
             case ev.Admitted():
@@ -185,6 +192,7 @@ class Machine:
                 self._on_end_moved(event.end)
             case ev.Evaluated():
                 self.evaluations.on_evaluated(event)
+                self.going_back.vote_if_due()
             case ev.Contradicted():
                 self.barred_owners.add_proof(event.proof)
             case ev.Audited():
@@ -195,6 +203,8 @@ class Machine:
                 assert_never(event)
 
     def _on_started(self, event: ev.Started) -> None:
+        self.barred_owners.restore(event.convictions)
+        self.going_back.restore(event.convictions, event.shards)
         lineages = event.lineages or ((),) * len(event.shards)
         for state, lineage in zip(event.shards, lineages, strict=True):
             self.replication.ancestry.restore(state.head, lineage)
@@ -202,7 +212,6 @@ class Machine:
             self._on_applied(state.head.shard, state.head.id)
             if state.head.version:
                 self.aggregation.wait_for_heads(state.head.shard)
-        self.barred_owners.restore(event.convictions)
         for header in event.own:
             if self.aggregation.own_commits.restore(header, self.core.chains[header.shard].head):
                 self.replication.on_commit(self.core.config.peer, header)
@@ -351,6 +360,9 @@ class Machine:
                     self.replication.on_fetch_advised(peer, message)
             case msg.Evaluation():
                 self.evaluations.on_evaluation(peer, message)
+                self.going_back.vote_if_due()
+            case msg.AbandonVote():
+                self.going_back.on_vote(peer, message)
             case msg.Equivocation() | msg.WrongMerge():
                 self.barred_owners.add_proof(message, peer)
             case msg.Leaving():
@@ -403,6 +415,7 @@ class Machine:
         self.heartbeats.refresh("silent")
         self.block_assignment.assign()
         self.repair.retry()
+        self.going_back.check()
         if not core.is_current:
             self.replication.find_donors()
             return

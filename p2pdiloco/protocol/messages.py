@@ -32,6 +32,8 @@ Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 MAX_SHARDS = 1 << 16
 MAX_CONTRIBUTORS = 4096
 MAX_KNOWN = 256
+MAX_ABANDONED = 1024
+"""Maximum number of commits in a vote."""
 MOST_LENGTH = 1e38
 """Maximum stated norm, beyond that of any merge."""
 MOST_LOSS = 1e6
@@ -228,6 +230,12 @@ class Evaluation(msgspec.Struct, frozen=True, array_like=True, tag="evaluation")
     loss: Annotated[float, Meta(ge=0.0, le=MOST_LOSS)]
 
 
+class AbandonVote(msgspec.Struct, frozen=True, array_like=True, tag="abandon"):
+    """The sender's vote to go on without these commits, after which the held-out loss has jumped."""
+
+    commits: Annotated[tuple[Hex, ...], Meta(max_length=MAX_ABANDONED)]
+
+
 class Equivocation(msgspec.Struct, frozen=True, array_like=True, tag="equivocation"):
     """Two commits that one owner signed on one parent, with its signatures. Every peer can check them."""
 
@@ -299,6 +307,7 @@ Message = (
     | FetchAdvised
     | Leaving
     | Evaluation
+    | AbandonVote
     | Equivocation
     | WrongMerge
 )

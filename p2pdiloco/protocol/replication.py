@@ -414,17 +414,20 @@ class Replication:
         core, shard = self.core, state.head.shard
         head = core.chains[shard].head
         is_repair = head is not None and shard in self.repairing and state.head.id == head.id
-        is_better = head is None or is_heavier(state.head, head) or self.ancestry.is_left(shard)
+        is_back = head is not None and head.id in core.abandoned
+        is_better = is_back or head is None or is_heavier(state.head, head) or self.ancestry.is_left(shard)
         if not is_better and not is_repair:
             core.note("debug", "fetch", f"shard {shard}: fetched version {state.head.version} is not heavier, dropped")
             return
         learner = core.learner
         moves = self.delta.moves(shard, None if learner is None else self.delta.mark_in(learner, state).tokens)
+        if is_back:
+            moves = (None if learner is None else learner.id, (), (), True)
         if head is not None and not is_repair:
             core.note("info", "fork", f"shard {shard}: a fork with {state.head.tokens} tokens replaces {head.tokens}")
         lineage = self.ancestry.lineage_of(state.head)
         is_outvoted = self.ancestry.is_outvoted_for(state.head, lineage)
-        farthest = math.inf if is_outvoted else core.chains[shard].farthest(state.head, lineage)
+        farthest = math.inf if is_outvoted or is_back else core.chains[shard].farthest(state.head, lineage)
         self.applying[shard] = (state.head.id, state)
         self.aggregation.close(shard)
         core.effects.append(Install(state, *moves, farthest))

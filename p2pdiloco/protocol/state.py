@@ -68,6 +68,10 @@ STALL_BEATS = 2
 """Heartbeats by which a deadline must be missed to count as a stall of this peer."""
 
 
+ABANDONED_MOST = 4096
+"""Maximum number of abandoned commits that are remembered, over all shards; the latest stay."""
+
+
 class ProtocolConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Configuration of the machine: the run's parameters and this peer's. Times are in seconds."""
 
@@ -149,7 +153,18 @@ class ProtocolConfig(msgspec.Struct, frozen=True, kw_only=True):
 class LearnerView:
     """This peer's learner: its counters since it started, and how far each shard's chain has merged it."""
 
-    __slots__ = ("id", "is_able", "is_paused", "is_resting", "marks", "reached", "step_time_s", "steps", "tokens")
+    __slots__ = (
+        "floors",
+        "id",
+        "is_able",
+        "is_paused",
+        "is_resting",
+        "marks",
+        "reached",
+        "step_time_s",
+        "steps",
+        "tokens",
+    )
 
     def __init__(self, learner: LearnerId, shards: int, step: int) -> None:
         self.id = learner
@@ -157,6 +172,8 @@ class LearnerView:
         """Global step at its last step boundary."""
         self.marks = [NO_MARK] * shards
         """Marks by shard. They are kept here too, because chains drop marks of learners not merged for a long time."""
+        self.floors = [NO_MARK] * shards
+        """By shard: what it discarded when the run went back. No chain returns these tokens to it."""
         self.steps = 0
         self.tokens = 0
         self.step_time_s = 0.0
@@ -188,6 +205,7 @@ class Core:
     """Shared state. Components read and change it only while an event is handled."""
 
     __slots__ = (
+        "abandoned",
         "alarms",
         "chains",
         "config",
@@ -217,6 +235,8 @@ class Core:
         self.longest_s = STALL_BEATS * config.heartbeat_s
         """Seconds by which a deadline may be missed before this counts as a stall."""
         self.effects: list[Effect] = []
+        self.abandoned: dict[Digest, None] = {}
+        """Commits without which the run goes on, and their descendants (``going_back``), oldest first."""
         self.alarms: Timers[Key] = Timers()
         self.membership = Membership(config.peer, config.heartbeat_s)
         elements = config.sizes.elements or (0,) * config.shards
@@ -235,6 +255,12 @@ class Core:
         self.heads_mark = 0
         """Exclusive-or over the ``mark_bits`` of all heads."""
         self.departure: Literal["", "leaving", "finished"] = ""
+
+    def abandon(self, commit: Digest) -> None:
+        """Go on without this commit and those that follow it."""
+        while len(self.abandoned) >= ABANDONED_MOST:
+            del self.abandoned[next(iter(self.abandoned))]
+        self.abandoned[commit] = None
 
     def send(self, peers: tuple[PeerId, ...], message: Message) -> None:
         """Emit a ``Send``, unless ``peers`` is empty."""

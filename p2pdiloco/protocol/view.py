@@ -7,11 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
+
 from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol.config import RunEnd
 from p2pdiloco.protocol.contributions import Contributions
 from p2pdiloco.protocol.evaluation import Evaluations
 from p2pdiloco.protocol.events import Convictions, ShardState
+from p2pdiloco.protocol.going_back import GoingBack
 from p2pdiloco.protocol.ids import Digest, PeerId, RunId, ShardId
 from p2pdiloco.protocol.messages import CommitHeader, Evaluation, Head
 from p2pdiloco.protocol.ownership import ranked_owners
@@ -23,8 +26,14 @@ class MachineView:
     """Read access to the current state of one machine."""
 
     def __init__(
-        self, core: Core, replication: Replication, evaluations: Evaluations, contributions: Contributions
+        self,
+        core: Core,
+        replication: Replication,
+        evaluations: Evaluations,
+        contributions: Contributions,
+        going_back: GoingBack,
     ) -> None:
+        self._going_back = going_back
         self._core = core
         self._contributions = contributions
         self._replication = replication
@@ -226,9 +235,17 @@ class MachineView:
             return None
         return ranked_owners(self.run, shard, head.version + 1, candidates)[0]
 
+    @property
+    def is_alarmed(self) -> bool:
+        """Whether some peer's newest evaluation is a jump (rule K1)."""
+        return self._evaluations.is_alarmed
+
     def convictions(self) -> Convictions:
         """Return the reasons for which peers are ``barred``."""
-        return self._replication.refusals.barred_owners.convictions()
+        known, back = self._replication.refusals.barred_owners.convictions(), self._going_back
+        if not back.made and not self._core.abandoned:
+            return known
+        return msgspec.structs.replace(known, abandoned=tuple(self._core.abandoned), made=back.made, starts=back.starts)
 
     def is_connected(self, peer: PeerId) -> bool:
         """Return whether there is a connection, live or not."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol.data_blocks import Block
 from p2pdiloco.protocol.ids import Digest, LearnerId, PeerId, ShardId, peer_of
-from p2pdiloco.protocol.messages import CommitHeader, Contributor, Equivocation
+from p2pdiloco.protocol.messages import CommitHeader, Contributor, Equivocation, Head
 from tests.machine_sim.integer_shards import GlobalShard, tokens_in, value_of
 from tests.machine_sim.learner import Copy
 from tests.machine_sim.topologies import pair_of, parts
@@ -129,7 +129,7 @@ class Checks:
         end, if that is as long as a contribution may be)."""
         if header.shard == 0:
             self.blocks_travel(header)
-        if process.machine.core.config.is_overwrite:
+        if process.machine.core.config.is_overwrite or self.world.has_gone_back:
             return  # a learner that is reset gives fewer tokens than its range names
         most_steps = process.machine.core.chains[header.shard].limits.range_steps
         for c in self._honest(header):
@@ -163,13 +163,16 @@ class Checks:
         """A learner was moved in its own component: a token vanished from it, or is there twice."""
         if learner.process.setting.lies:
             return  # it has not trained what it said
+        view = learner.process.machine.core.learner
+        if view is not None and view.floors[shard].tokens:
+            return  # the run has gone back: what it had trained before is discarded
         tokens = tokens_in(own)
         self.tokens_lost += max(1, -tokens)
         self.violated(3, f"{learner.name} is moved by {tokens} of its own tokens in shard {shard}")
 
     def lost(self, learner: Learner, shard: ShardId, tokens: int) -> None:
         """A learner was reset while it held progress."""
-        if tokens and not learner.process.setting.lies:
+        if tokens and not learner.process.setting.lies and not self.world.has_gone_back:
             self.tokens_lost += abs(tokens)
             self.violated(3, f"{learner.name} is reset in shard {shard} and loses {tokens} tokens")
 
@@ -177,6 +180,8 @@ class Checks:
         """At the end: what is merged plus the learner's delta is all that it trained."""
         view = learner.process.machine.core.learner
         assert view is not None
+        if self.world.has_gone_back:
+            return
         for shard, value in enumerate(values):
             mark = view.marks[shard].tokens
             if value.of(learner.name) != value_of(mark):
@@ -223,9 +228,14 @@ class Checks:
     def progress_begins(self) -> None:
         """From now on what grows beyond the heaviest head of the living is progress: heavier ones may have died."""
         for shard in self.advanced_at:
-            heads = [process.machine.core.chains[shard].head for process in self.world.living()]
-            self.heaviest[shard] = max((head.tokens for head in heads if head is not None), default=0)
+            cores = [process.machine.core for process in self.world.living()]
+            heads = [head for core in cores if (head := core.chains[shard].head) and head.id not in core.abandoned]
+            self.heaviest[shard] = max((head.tokens for head in heads), default=0)
             self.advanced_at[shard] = max(self.advanced_at[shard], self.world.now)
+
+    def went_back(self, head: Head) -> None:
+        """The run goes on from ``head``, or from a later one: what grows beyond it is progress."""
+        self.heaviest[head.shard] = min(self.heaviest[head.shard], head.tokens)
 
     def merging(self, process: Process, contributions: int) -> None:
         """Nobody merges less than the quorum: K, or all who participate and stay if they are fewer."""

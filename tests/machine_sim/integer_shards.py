@@ -27,6 +27,9 @@ Payload = tuple[tuple[LearnerId, int], ...]
 WILD = LearnerId("!")
 """Whose component stands for values that no owner may put into a commit (rules V)."""
 
+POISON = LearnerId("~")
+"""Whose component stands for a contribution that ruins the model, though no bound tells."""
+
 
 class States:
     """Of all shards, as this process has them."""
@@ -105,3 +108,4 @@ class Checkpoint(msgspec.Struct, frozen=True):
     lineages: tuple[tuple[Digest, ...], ...] = ()
     own: tuple[tuple[CommitHeader, Payload], ...] = ()
     """Commits that it made after that, with their payloads."""
+    convictions: ev.Convictions = ev.Convictions()

@@ -24,7 +24,16 @@ from p2pdiloco.protocol.messages import Commit, Contribution, Head
 from p2pdiloco.protocol.state import ProtocolConfig
 from tests.machine_sim.auditing import with_inserted
 from tests.machine_sim.clock import Clock
-from tests.machine_sim.integer_shards import Checkpoint, GlobalShard, Payload, States, component, merged, payload_digest
+from tests.machine_sim.integer_shards import (
+    POISON,
+    Checkpoint,
+    GlobalShard,
+    Payload,
+    States,
+    component,
+    merged,
+    payload_digest,
+)
 from tests.machine_sim.learner import Adopt, Copy, Learner, MoveEnd, Pause
 from tests.machine_sim.network import Link
 
@@ -32,6 +41,8 @@ if TYPE_CHECKING:
     from tests.machine_sim.world import World
 
 WOKE = ev.Woke()
+RUINED = 3.0
+"""Held-out loss of a ruined model; that of others is 1."""
 CHECKED_EVERY = 16
 """Events of one process between two looks at its invariants and bounds."""
 PAYLOADS_CHECKED_EVERY = 64
@@ -107,6 +118,9 @@ class Process:
         """The first of them is under way."""
         self.learner: Learner | None = None
         self.handled = 0
+        self.good: Checkpoint | None = None
+        """The last one of this life after which the model was not ruined."""
+        self.saved: Checkpoint | None = None
         self._wake_due = float("inf")
         """The earliest deadline that the world will wake us for, by our own clock."""
         self._run: dict[type, Callable[[Any], None]] = {
@@ -118,6 +132,7 @@ class Process:
             ef.Apply: self._apply_later,
             ef.Install: self._install_later,
             ef.Fetch: self._fetch,
+            ef.Restore: self._restore,
             ef.AdoptStep: self._adopt_step,
             ef.BecameCurrent: self._became_current,
             ef.PauseLearner: self._pause_learner,
@@ -139,7 +154,7 @@ class Process:
             self.states.values[state.head.shard] = value
         self.store.update((header.payload, payload) for header, payload in disk.own)
         own = tuple(header for header, _ in disk.own)
-        self.tell(ev.Started(tuple(state for state, _ in disk.shards), disk.lineages, own))
+        self.tell(ev.Started(tuple(state for state, _ in disk.shards), disk.lineages, own, disk.convictions))
 
     def tell(self, event: ev.Event) -> None:
         """Hand the machine an event and run what it answers."""
@@ -241,7 +256,13 @@ class Process:
             return ev.Failed("encode", shard, None, "the learner was reset after the snapshot")
         if self.setting.poison == "encode" or self._fails():
             return ev.Failed("encode", shard, None, "values are not finite")
-        payload = ((learner.name, base.of(learner.name) - own),)
+        payload: Payload = ((learner.name, base.of(learner.name) - own),)
+        if (
+            self.world.poison is not None
+            and self.world.poison[0] == self.name
+            and self.world.now >= self.world.poison[1]
+        ):
+            payload, self.world.poison = (*payload, (POISON, 1)), None
         digest = payload_digest(shard, effect.base.id, payload)
         self.store[digest] = payload
         given = msgspec.structs.replace(effect.contributor, payload=bytes.fromhex(digest))
@@ -339,6 +360,22 @@ class Process:
             self.world.checks.moved(learner, shard, moved)
         learner.move(shard, moved, is_reset=False)
 
+    def _restore(self, effect: ef.Restore) -> None:
+        self.world.has_gone_back = True
+        self.world.schedule(self.world.now + 0.5 * self.world.random.random(), self, self._restored, effect)
+
+    def _restored(self, effect: ef.Restore) -> None:
+        convictions, disks = self.machine.view.convictions(), self.world.fates.disks
+        self.saved = None
+        if self.good is None:
+            self.tell(ev.Restored(effect.shard, None))
+            return
+        disks[self.name] = msgspec.structs.replace(self.good, own=(), convictions=convictions)
+        state, value = self.good.shards[effect.shard]
+        self.states.fetched[state.head.id] = value
+        self.world.checks.went_back(state.head)
+        self.tell(ev.Restored(effect.shard, state, self.good.lineages[effect.shard]))
+
     def _fetch(self, effect: ef.Fetch) -> None:
         world, link = self.world, self.links.get(effect.peer)
         if link is None or not link.connection.is_open:
@@ -411,10 +448,21 @@ class Process:
 
     def _evaluated(self, version: int) -> None:
         if self.learner is not None:
-            self.tell(ev.Evaluated(version, 1.0))
+            self.tell(ev.Evaluated(version, RUINED if self.is_ruined() else 1.0))
 
     def _leave(self, effect: ef.Leave) -> None:
         self.world.left(self, effect.reason)
+
+    def is_ruined(self) -> bool:
+        """Whether its model holds the poison."""
+        return any(value is not None and bool(value.of(POISON)) for value in self.states.values)
+
+    def judge(self, saved: Checkpoint) -> None:
+        """The last checkpoint is good if the model is, now that the next one is written."""
+        if self.saved is not None and not self.is_ruined():
+            self.good = self.saved
+            self.tell(ev.CheckpointGood(tuple(state.head.id for state, _ in self.good.shards)))
+        self.saved = saved
 
     def checkpoint(self) -> Checkpoint | None:
         """What the disk gets; None while nothing is joined."""

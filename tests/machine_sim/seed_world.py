@@ -38,6 +38,8 @@ STORM_SHARE = 0.1
 """Runs in which one peer restarts again and again."""
 STOP_SHARE = 0.03
 """Runs in which one peer stands still for up to two minutes."""
+RUIN_AT_S, RUIN_S, RUIN_LOG = 14.0, 20.0, 64
+"""When the model is ruined, how much longer faults last, and the least length of a log: time to go back."""
 TWINS_SHARE = 0.1
 """Runs whose learners all have the same speed, so that forks of equal weight are common."""
 
@@ -67,6 +69,8 @@ class Scene(msgspec.Struct, frozen=True, kw_only=True):
     faults: tuple[Fault, ...]
     faults_s: float
     ending: Ending
+    poison: tuple[PeerId, float] | None = None
+    """Whose next contribution ruins the model, and from when on."""
 
 
 MIXED = "mixed"
@@ -79,6 +83,7 @@ SCENARIOS: dict[str, FaultRates] = {
     "liars": FaultRates(),
     "early-liars": FaultRates(),
     "lying-owners": FaultRates(break_=1.0, pause=0.3, learner=0.3),
+    "ruined": FaultRates(break_=1.0, pause=0.3, cut=0.3, crash=0.3, learner=0.3),
     "uplinks": FaultRates(crash=0.5, wipe=0.2, learner=0.5, pause=0.5, break_=1.0, cut=0.5, slow=0.5),
     "meshes": FaultRates(crash=0.5, wipe=0.2, learner=0.5, pause=0.5, mute=1.0, break_=2.0, cut=0.5),
 }
@@ -196,6 +201,8 @@ def draw_scene(seed: int, scenario: str = MIXED) -> Scene:
             return with_early_liars(scene)
         case "lying-owners":
             return with_lying_owners(scene)
+        case "ruined":
+            return with_ruin(scene)
         case "meshes":
             return with_meshes(scene)
         case "uplinks":
@@ -289,6 +296,26 @@ def with_lying_owners(scene: Scene) -> Scene:
         peers[place] = (name, msgspec.structs.replace(setting, dishonesty=dishonesty), comes_at)
     config = msgspec.structs.replace(scene.config, total_steps=10**6)
     return msgspec.structs.replace(scene, peers=tuple(peers), config=config, ending="rest")
+
+
+def with_ruin(scene: Scene) -> Scene:
+    """The scene with one contribution that ruins the model, after checkpoints and evaluations of a good one."""
+    names = [name for name, setting, at in scene.peers if setting.has_learner and setting.step_s < GLACIAL_S and at < 1]
+    config = msgspec.structs.replace(
+        scene.config,
+        evaluation_every=1,
+        is_overwrite=False,
+        log_length=max(RUIN_LOG, scene.config.log_length),
+        total_steps=10**9,
+    )
+    return msgspec.structs.replace(
+        scene,
+        config=config,
+        poison=(Random(f"ruin {scene.seed}").choice(names), RUIN_AT_S),
+        faults_s=scene.faults_s + RUIN_S,
+        checkpoint_every_s=2.0,
+        ending="rest",
+    )
 
 
 def with_rarities(scene: Scene) -> Scene:

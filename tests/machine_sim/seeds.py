@@ -46,6 +46,10 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """and how many these were when it was found."""
     audits: dict[str, int] = {}
     """What ``Auditing`` counted."""
+    went_back: bool = False
+    """Whether some peer went back."""
+    ruined: int = 0
+    """Living peers that have a ruined model at the end."""
 
 
 def build_world(scene: Scene, transcript: Transcript | None = None) -> World:
@@ -69,6 +73,7 @@ def build_world(scene: Scene, transcript: Transcript | None = None) -> World:
     for i, (name, setting, at) in enumerate(scene.peers):
         world.add(name, setting, at, is_founder=i == 0)
     schedule_faults(world, list(scene.faults))
+    world.poison = scene.poison
     world.save_all(scene.checkpoint_every_s)
     return world
 
@@ -97,6 +102,8 @@ def run_scene(scene: Scene, transcript: Transcript | None = None) -> Outcome:
         wrong={str(owner): count for owner, count in world.auditing.wrong.items()},
         caught={str(owner): count for owner, count in world.auditing.caught.items()},
         audits=dict(world.auditing.counted),
+        went_back=world.has_gone_back,
+        ruined=sum(process.is_ruined() for process in world.living()),
     )
 
 

@@ -78,6 +78,10 @@ class World:
         self.make_config = make_config
         self.now = 0.0
         self.events = 0
+        self.has_gone_back = False
+        """Learners were reset: what was merged after the good versions counts as lost."""
+        self.poison: tuple[PeerId, float] | None = None
+        """Whose next contribution ruins the model, and from when on."""
         self.transcript = transcript
         self.network = Network(self, network)
         self.checks = Checks(self)
@@ -203,10 +207,12 @@ class World:
         if process is not None:
             checkpoint = process.checkpoint()
             if checkpoint is not None:
+                process.judge(checkpoint)
                 heads = {state.head.shard: state.head for state, _ in checkpoint.shards}
                 kept = self.fates.disks[name].own if name in self.fates.disks else ()
                 own = tuple((h, payload) for h, payload in kept if not is_left(h, heads[h.shard]))
-                self.fates.disks[name] = msgspec.structs.replace(checkpoint, own=own)
+                convictions = process.machine.view.convictions()
+                self.fates.disks[name] = msgspec.structs.replace(checkpoint, own=own, convictions=convictions)
 
     def save_all(self, every_s: float) -> None:
         """Write everybody's, again and again."""
