@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from tests.seeded_bugs.audits import BUGS as AUDIT_BUGS
 from tests.seeded_bugs.claims import BUGS as CLAIM_BUGS
+from tests.seeded_bugs.going_back import BUGS as BACK_BUGS
 from tests.seeded_bugs.inject import Bug
 from tests.seeded_bugs.topologies import BUGS as MESH_BUGS
 
@@ -20,6 +21,7 @@ def _bug(name: str, module: str, where: str, old: str, new: str, harm: str, kill
 
 BUGS = (
     *AUDIT_BUGS,
+    *BACK_BUGS,
     *CLAIM_BUGS,
     *MESH_BUGS,
     _bug(
