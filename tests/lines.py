@@ -75,12 +75,13 @@ def watch() -> Lines:
 
 
 def machine(seeds: range) -> None:
-    """The machine alone, in mixed worlds and beside liars."""
+    """The machine alone: in mixed worlds, beside liars, and where the model is ruined."""
     from tests.machine_sim.seeds import run_seed
 
     for seed in seeds:
         run_seed(seed)
         run_seed(seed, scenario="liars")
+        run_seed(seed, scenario="ruined")
 
 
 def whole(seeds: range) -> None:

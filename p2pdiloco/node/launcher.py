@@ -425,7 +425,8 @@ async def take_part(
     is_open = manifest.config.access == "open"
     mine = mine or Credentials(manifest.run, b"", identity)
     options = await asyncio.to_thread(apply_grant, manifest, mine, options, say)
-    _require_script(manifest, options)
+    first = msgspec.structs.replace(options, is_follower=True) if only_serves else options
+    _require_script(manifest, first)
     await refuse_duplicate_identity(directory, manifest.run, identity.peer_id, None if is_open else mine)
     if shows_how_to_join:
         await directory.points()  # names the bootstrap's addresses of both families, for invites
@@ -436,7 +437,8 @@ async def take_part(
             say(invited)
     tell = say if shows_how_to_join else None
     ran = partial(_run_node, manifest, identity=identity, directory=directory, mine=mine, say=say, tell=tell)
-    first = msgspec.structs.replace(options, is_follower=True) if only_serves else options
+    if manifest.config.model.kind == "external" and not options.learner.script:
+        options = first  # only a script can train on
     ending, goes_on = await ran(first, initial)
     while goes_on:
         end = end_of(manifest.config, await asyncio.to_thread(MemberFiles(options.folder).prolonged_to, manifest))

@@ -138,7 +138,7 @@ def train_two(program: str, folder: Path, steps: int, *extra: str) -> tuple[list
     said = [(folder / name / "script.log").read_text() for name in "ab"]
     assert statuses == [0, 0], [log[-3000:] for log in said]
     assert ["keeps these settings; this script has access='invite'" in log for log in said] == [False, True]
-    is_told = f"was founded with access='open', total_steps={steps} and keeps" in said[1]
+    is_told = f"run tiny ends at step {steps}, and this script's total_steps=" in said[1]
     assert is_told == (steps != DEFAULT_STEPS), "the other one is told what it has otherwise"
     assert not any("frozen parameters" in log for log in said), "one base"
     results = [json.loads((folder / name / "result.json").read_text()) for name in "ab"]

@@ -303,7 +303,7 @@ def test_a_finished_run_is_known_as_such(tmp_path: Path) -> None:
     assert RunStore(tmp_path / "state").founded_from(MANIFEST.config) == MANIFEST
     own = RunStore(tmp_path / "state").load_state(MANIFEST)
     assert own is not None
-    assert has_finished(MANIFEST, own.shards)
+    assert has_finished(MANIFEST, own.shards, tmp_path / "state" / MANIFEST.run)
     longer = msgspec.structs.replace(MANIFEST.config, inner=InnerConfig(steps=2 * STEPS))
     assert RunStore(tmp_path / "state").founded_from(longer) is None, "a finished run does not keep its name"
 

@@ -485,8 +485,11 @@ BUGS = (
         name="what a command left before the start is not saved",
         module=_FELLOWSHIP,
         where="MembershipSync.check_members",
-        old="self._files.taken > before",
-        new="bool(news)",
+        old=(
+            "news = list(self._files.take_queued(self.members))\n"
+            "self._is_changed = self._is_changed or self._files.taken > before"
+        ),
+        new=("news = list(self._files.take_queued(self.members))\nself._is_changed = self._is_changed or bool(news)"),
         harm="a ban, or a later end of the run, is forgotten at the next start",
         killed_by=(f"{_FELLOWSHIP_TESTS}::test_what_a_command_left_before_the_start_is_kept",),
     ),
