@@ -1,7 +1,6 @@
-"""``p2pdiloco prolong``: Let a run of which this machine's peer is the founder or an admin end later, whether it trains
-or has finished. A running peer with this state folder spreads the news within seconds, and all peers go on. If none
-runs, resume this one: others that come back learn of it from it. The learning rate follows the new end, so it rises
-again.
+"""``p2pdiloco prolong``: Let a run end later, whether it trains or has finished. This machine's peer must be the run's
+founder or an admin. If it is running, it tells the others within seconds, and all go on. If not, resume it: the others
+learn of the new end when they come back. The learning rate follows the new end, so it rises again.
 """
 
 from __future__ import annotations

@@ -125,6 +125,7 @@ _TOPICS = {
     "wrong-merge": "an owner merged what nobody contributed",
     "audit": "an owner cannot be audited",
     "end": "the end of the run has moved",
+    "going-back": "the model was ruined",
 }
 _WRITERS: dict[str, Callable[[Line], Sentence | None]] = {
     "started": lambda line: Sentence("info", "this peer starts" + ("" if line["is_new"] else " with its saved state")),

@@ -281,9 +281,9 @@ class CheckpointWriter:
         return False
 
     async def _judge(self, number: int) -> None:
-        """Judge the previous checkpoint by the training loss since it was written. None is good while some peer
-        measures a far higher held-out loss than usual."""
-        loss = None if self._view.is_alarmed else self._metrics.loss
+        """Judge the previous checkpoint by the training loss since it was written. None is good while this peer, or
+        most, measure a far higher held-out loss than usual."""
+        loss = None if self._view.is_doubtful else self._metrics.loss
         try:
             if await self._host.work("disk", lambda: self._known_good.judge_previous(number, loss)):
                 self._metrics.write("checkpoint-good", loss=loss)

@@ -102,6 +102,12 @@ class Evaluations:
         return bool(self._jumps)
 
     @property
+    def is_doubtful(self) -> bool:
+        """Whether the newest evaluation of this peer, or those of most peers, are jumps. One member alone must not keep
+        the others' checkpoints from being known as good."""
+        return self.core.config.peer in self._jumps or 2 * len(self._jumps) > len(self._latest)
+
+    @property
     def has_jumped(self) -> bool:
         """Whether this peer and more than half of the members that measure lately have found a jump of the loss, twice
         in a row."""

@@ -25,7 +25,7 @@ from p2pdiloco.protocol.replication import Replication
 from p2pdiloco.protocol.state import Core
 
 LEAST_MEMBERS = 3
-"""Of fewer members nobody can tell which one is wrong."""
+"""Minimum number of participants: of fewer nobody can tell which one is wrong."""
 VOTE_EVALUATIONS = 4
 """Evaluations that may be due before a vote no longer counts. All peers measure, so the votes come soon."""
 LEAST_NAMED = 2

@@ -236,9 +236,9 @@ class MachineView:
         return ranked_owners(self.run, shard, head.version + 1, candidates)[0]
 
     @property
-    def is_alarmed(self) -> bool:
-        """Whether some peer's newest evaluation is a jump (rule K1)."""
-        return self._evaluations.is_alarmed
+    def is_doubtful(self) -> bool:
+        """Whether this peer or most peers have found a far higher held-out loss than usual (rule K1)."""
+        return self._evaluations.is_doubtful
 
     def convictions(self) -> Convictions:
         """Return the reasons for which peers are ``barred``."""

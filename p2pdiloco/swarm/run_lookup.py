@@ -409,7 +409,8 @@ async def fetch_prolongings(transport: Transport, peers: list[PeerId], folder: P
     """Ask ``peers`` how far the run is prolonged, and leave what they know for this peer's node in the run's folder."""
     files, members = MemberFiles(folder), members_of(manifest)
     known = await asyncio.to_thread(files.prolonged_to, manifest)
-    for peer in peers:
+
+    async def ask(peer: PeerId) -> None:
         try:
             response = await transport.request(
                 peer, encode(GetStatements(b"")), timeout_s=ASK_S, max_payload=2 * PIECE_BYTES
@@ -419,6 +420,8 @@ async def fetch_prolongings(transport: Transport, peers: list[PeerId], folder: P
                     await asyncio.to_thread(files.queue_statement, statement)
         except (RequestError, ValueError) as error:
             log.debug("a peer did not say how far the run is prolonged", peer=peer, reason=str(error))
+
+    await asyncio.gather(*map(ask, peers))  # at once, so that several that do not answer cost no more than one
 
 
 async def ask_status(transport: Transport, peer: PeerId) -> PeerStatus | None:

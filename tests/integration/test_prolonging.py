@@ -27,7 +27,7 @@ from p2pdiloco.util.status_pipe import Invited
 
 
 def prolong(folder: Path, *end: str) -> str:
-    """What the command says."""
+    """Run the command ``p2pdiloco prolong``, and return what it prints."""
     command = [sys.executable, "-m", "p2pdiloco", "prolong", str(folder), *end]
     return subprocess.run(command, capture_output=True, text=True, timeout=START_S, check=True).stdout
 

@@ -25,10 +25,10 @@ PLACE = 1 << 48
 Payload = tuple[tuple[LearnerId, int], ...]
 """An outer gradient: each learner's component, sorted by learner."""
 WILD = LearnerId("!")
-"""Whose component stands for values that no owner may put into a commit (rules V)."""
+"""Learner whose component stands for values that no owner may put into a commit (rules V)."""
 
 POISON = LearnerId("~")
-"""Whose component stands for a contribution that ruins the model, though no bound tells."""
+"""Learner whose component stands for a contribution that ruins the model, though no bound tells."""
 
 
 class States:

@@ -70,7 +70,7 @@ class Scene(msgspec.Struct, frozen=True, kw_only=True):
     faults_s: float
     ending: Ending
     poison: tuple[PeerId, float] | None = None
-    """Whose next contribution ruins the model, and from when on."""
+    """The peer whose next contribution ruins the model, and the time from which on it may."""
 
 
 MIXED = "mixed"

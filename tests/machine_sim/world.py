@@ -81,7 +81,7 @@ class World:
         self.has_gone_back = False
         """Learners were reset: what was merged after the good versions counts as lost."""
         self.poison: tuple[PeerId, float] | None = None
-        """Whose next contribution ruins the model, and from when on."""
+        """The peer whose next contribution ruins the model, and the time from which on it may."""
         self.transcript = transcript
         self.network = Network(self, network)
         self.checks = Checks(self)

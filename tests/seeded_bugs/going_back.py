@@ -35,6 +35,15 @@ BUGS = (
         "test_a_loss_that_stays_high_is_the_usual_one",
     ),
     _bug(
+        "one member's jump keeps all checkpoints from being good",
+        _EVALUATION,
+        "Evaluations.is_doubtful",
+        "self.core.config.peer in self._jumps or 2 * len(self._jumps) > len(self._latest)",
+        "bool(self._jumps)",
+        "a liar that says for ever that the loss has jumped leaves nobody a state to go back to",
+        "test_one_member_alone_keeps_no_checkpoint_from_being_known_as_good",
+    ),
+    _bug(
         "a jump is waited for to show at one peer after the other",
         _EVALUATION,
         "Evaluations.on_head_changed",

@@ -43,7 +43,7 @@ def against(*states: ev.ShardState) -> msg.AbandonVote:
 
 
 def votes(effects: list[ef.Effect]) -> set[tuple[Digest, ...]]:
-    """What this peer votes against."""
+    """Return the votes that this peer sends: the commits that each names."""
     return {message.commits for _, message in sent(effects, msg.AbandonVote)}
 
 
@@ -100,9 +100,18 @@ def test_a_loss_that_stays_high_is_the_usual_one() -> None:
     ruined(stage)
     for _ in range(16):
         measure(stage, 0, BAD, A)
-    assert stage.machine.view.is_alarmed
+    assert stage.machine.view.is_doubtful
     measure(stage, 0, BAD, A)
-    assert not stage.machine.view.is_alarmed
+    assert not stage.machine.view.is_doubtful
+
+
+def test_one_member_alone_keeps_no_checkpoint_from_being_known_as_good() -> None:
+    """K1d: it could say for ever that the loss has jumped, and nobody would have where to go back to."""
+    for peers, is_doubtful in (((B,), False), ((B, C), False), ((B, C, D), True), ((A,), True)):
+        stage = Stage(B, C, D)
+        ruined(stage)
+        measure(stage, 2, BAD, *peers)
+        assert stage.machine.view.is_doubtful == is_doubtful, peers
 
 
 def test_all_measure_while_somebody_has_found_a_jump() -> None:
