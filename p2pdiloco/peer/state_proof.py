@@ -12,6 +12,7 @@ from p2pdiloco.protocol.data_blocks import BlockLedger, Trained
 from p2pdiloco.protocol.ids import DIGEST_BYTES, Digest, PeerId, RunId, ShardId, digest_of, peer_of
 from p2pdiloco.protocol.manifest import Layout, Manifest
 from p2pdiloco.protocol.messages import CommitHeader, commit_id
+from p2pdiloco.protocol.norm_bound import NO_NORM
 from p2pdiloco.wire.control_messages import (
     LINEAGE_BYTES,
     MAX_LINEAGE,
@@ -49,7 +50,7 @@ def proven_digest(manifest: Manifest, proof: StateProof, register: Register = OP
         if (
             state.step
             or state.marks
-            or state.norm_bound.counted
+            or state.norm_bound != NO_NORM
             or state.trained not in (Trained(), _nothing(manifest))
         ):
             raise ValueError(f"version 0 of shard {head.shard} counts tokens that nobody has trained")

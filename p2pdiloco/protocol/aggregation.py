@@ -370,15 +370,15 @@ class Aggregation:
         which gets all contributions after the takeover time (``OmissionRates``).
         """
         core, collection = self.core, self.collections[header.shard]
-        able = set(core.membership.participating)
+        able = core.membership.participating | self._finished(header.shard)
         if core.is_participating():
-            able.add(core.config.peer)
+            able |= {core.config.peer}
         took_part = able.intersection((header.owner, *(peer_of(c.learner) for c in header.contributors)))
         rank = self._rank_of(header.owner, header.shard)
         is_pair, is_crowd = len(able) <= PAIR and not rank, self._is_crowd(header)
         is_unfair = not rank and self._waits_for_most() and self.omissions.is_unfair(header.owner)
         is_suspect = is_crowd or (is_unfair and 2 * len(took_part) <= len(able))
-        if not is_suspect and (core.departure or 2 * len(took_part) > len(able) or is_pair):
+        if not is_suspect and (core.departure == "leaving" or 2 * len(took_part) > len(able) or is_pair):
             return core.now
         if is_suspect:
             began_at = collection.began_at if collection.opened_at is None else collection.opened_at
@@ -389,6 +389,17 @@ class Aggregation:
         turn = collection.began_at + self.unusual_s()
         collection.is_unusual = turn <= core.now
         return turn if collection.opened_at is None else min(turn, collection.opened_at + wait_s)
+
+    def _finished(self, shard: ShardId) -> set[PeerId]:
+        """Return the peers here whose learners have contributed to this shard and stopped at the end of the run.
+
+        Otherwise one that has not stopped would be most participants by itself.
+        """
+        membership = self.core.membership
+        here = {peer for peer in membership.live if membership.has_finished(peer)}
+        if self.core.departure == "finished":
+            here.add(self.core.config.peer)
+        return here and here.intersection(map(peer_of, self.core.chains[shard].marks))
 
     def _is_crowd(self, header: CommitHeader) -> bool:
         """Return whether a commit names contributors that this peer never met, and the others, without its owner, are
@@ -590,7 +601,7 @@ class Aggregation:
         collection.is_closed = True
         contributions = tuple(collection.given[learner] for learner in sorted(collection.given))
         self.jobs[shard] = Job(head.id, contributions, core.now)
-        longest = core.chains[shard].longest(c.contributor for c in contributions)
+        longest = core.chains[shard].longest([c.contributor for c in contributions])
         core.effects.append(Merge(shard, head, contributions, longest))
 
     def _is_majority(self, answered: set[PeerId]) -> bool:

@@ -51,8 +51,9 @@ class Audits:
         if not isinstance(header, CommitHeader) or not core.is_current or core.departure:
             return
         if header.owner in membership.live and header.owner not in membership.owners.barred:
-            is_young = core.chains[change.shard].norm_bound.is_young
-            is_long = header.longest > 0.0 and (is_young or LONG * header.length > header.longest)
+            norm_bound = core.chains[change.shard].norm_bound
+            is_far = LONG * header.length > header.longest and not norm_bound.is_few(len(header.contributors))
+            is_long = header.longest > 0.0 and (norm_bound.is_young or is_far)
             # The live peers without the owner, and this one, are as many as the live peers.
             share = (LONG_AUDITS if is_long else AUDIT_SHARE) / len(membership.live)
             chance = 1.0 if header.owner in self._missing else min(1.0, share)

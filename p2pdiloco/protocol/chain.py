@@ -149,7 +149,8 @@ class Chain:
         """
         marks, ledger, norm_bound = self._marks_after(version, contributors), self.ledger, self.norm_bound
         if length:
-            norm_bound = norm_bound.after(length, max(c.steps for c in contributors), self.limits.turn_steps)
+            steps = max(c.steps for c in contributors)
+            norm_bound = norm_bound.after(length, steps, self.limits.turn_steps, len(contributors))
         if ledger is None:
             return record_of(marks, Trained(), norm_bound)
         after = ledger.copied()
@@ -161,12 +162,12 @@ class Chain:
         """Return the counted tokens of the next commit's contributions, in total, and the chain's counts after it."""
         return self.counts.count([c.tokens for c in contributors], self.limits.first_tokens, factors)
 
-    def longest(self, contributors: Iterable[Contributor]) -> float:
+    def longest(self, contributors: Sequence[Contributor]) -> float:
         """Return the largest allowed norm of a merged outer gradient of these contributors."""
         steps = max(c.steps for c in contributors)
-        return self.norm_bound.longest(steps, self.limits.turn_steps, self._first)
+        return self.norm_bound.longest(steps, self.limits.turn_steps, self._first, len(contributors))
 
-    def stated_longest(self, contributors: Iterable[Contributor]) -> float:
+    def stated_longest(self, contributors: Sequence[Contributor]) -> float:
         """Return ``longest`` as a commit states it: a finite number, 0 if no limit is known."""
         longest = self.longest(contributors)
         return min(longest, MOST_LENGTH) if longest < math.inf else 0.0
@@ -228,7 +229,9 @@ class Chain:
             self.ancestry.append(self.head.id)
         self.head = Head(self.shard, header.version, new_id, header.tokens)
         self.step = header.step
-        self.norm_bound = self.norm_bound.after(header.length, header.steps, self.limits.turn_steps)
+        self.norm_bound = self.norm_bound.after(
+            header.length, header.steps, self.limits.turn_steps, len(header.contributors)
+        )
         self.counts = header.counts
         self.marks = self._marks_after(header.version, header.contributors)
         if self.ledger is not None:

@@ -407,6 +407,11 @@ class Membership:
         """Return whether a live peer that participates is leaving before the run's end."""
         return any(beat.phase == "leaving" and beat.is_participating for beat in self._beats())
 
+    def has_finished(self, peer: PeerId) -> bool:
+        """Return whether this live peer has reached the end of the run."""
+        view = self.peers.get(peer)
+        return view is not None and view.beat is not None and view.beat.phase == "finished"
+
     def is_departing(self, peer: PeerId) -> bool:
         """Return whether this live peer is leaving."""
         view = self.peers.get(peer)

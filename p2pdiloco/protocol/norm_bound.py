@@ -11,6 +11,8 @@ Rules of this file:
 3. Learners that return after a partition contribute many steps at once. Beyond one turn's steps the bound grows with
    the square root of the steps. An update that goes straight on for 64 turns is 8 times as long as that bound, which is
    within a leap.
+4. An update of few contributions, fewer than half as many as usual, may be as long as the mean, and does not move it.
+   An owner can make such updates by itself, one after the other.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ from __future__ import annotations
 import math
 
 import msgspec
+
+from p2pdiloco.protocol.config import MAX_COUNT
 
 OCTAVE = 1024
 LEAP = 5 * OCTAVE // 2
@@ -30,6 +34,9 @@ MOST_CHANGE = 4 * OCTAVE
 """Maximum difference from the mean for which a version counts in it."""
 MEMORY = 8
 """Maximum number of versions in the mean; the first ones count in full, because learning rates are warmed up."""
+FEW_MEMORY = 32
+"""Versions over which the usual number of contributions is taken. One peer that is left of four has few contributions
+for 35 versions, and so has one owner that merges its own alone."""
 MOST_OCTAVES = 128 * OCTAVE
 """Bound of a float32 update's length per inner step, in both directions."""
 
@@ -41,23 +48,39 @@ class NormBound(msgspec.Struct, frozen=True, array_like=True):
     """Number of versions in the mean, at most ``MEMORY``."""
     octaves: int = 0
     """Mean length per inner step, in octaves."""
+    versions: int = 0
+    """Number of versions in the usual number of contributions, at most ``FEW_MEMORY``."""
+    usual: int = 0
+    """Usual number of contributions, in 1,024ths."""
 
-    def longest(self, steps: int, turn_steps: int, first: float) -> float:
+    def longest(self, steps: int, turn_steps: int, first: float, contributions: int = 0) -> float:
         """Return the maximum length of an update of ``steps`` inner steps.
 
-        ``first`` is the maximum per step for the first update of a chain.
+        ``first`` is the maximum per step for the first update of a chain. ``contributions``: so many were merged; 0:
+        enough.
         """
-        reach = _reach(steps, turn_steps)
+        if not self.counted:
+            return first * _reach(steps, turn_steps)
+        if contributions and self.is_few(contributions):
+            return power(self.octaves + octaves(min(steps, turn_steps)))
         leap = EARLY_LEAP if self.is_young else LEAP
-        return power(self.octaves + leap + octaves(reach)) if self.counted else first * reach
+        return power(self.octaves + leap + octaves(_reach(steps, turn_steps)))
 
-    def after(self, length: float, steps: int, turn_steps: int) -> NormBound:
+    def after(self, length: float, steps: int, turn_steps: int, contributions: int) -> NormBound:
         """Return the bound after an update of the given length. A length of 0 does not count."""
         if not length:
             return self
+        versions = min(self.versions + 1, FEW_MEMORY)
+        usual = self.usual + (contributions * OCTAVE - self.usual) // versions
+        if self.is_few(contributions):
+            return NormBound(self.counted, self.octaves, versions, usual)
         found = octaves(length) - octaves(_reach(steps, turn_steps))
         counted, found = running_mean(self.counted, self.octaves, found)
-        return NormBound(counted, min(max(found, -MOST_OCTAVES), MOST_OCTAVES))
+        return NormBound(counted, min(max(found, -MOST_OCTAVES), MOST_OCTAVES), versions, usual)
+
+    def is_few(self, contributions: int) -> bool:
+        """Return whether so many contributions are fewer than half as many as usual."""
+        return 2 * OCTAVE * contributions < self.usual
 
     @property
     def is_young(self) -> bool:
@@ -67,7 +90,8 @@ class NormBound(msgspec.Struct, frozen=True, array_like=True):
     @property
     def is_sound(self) -> bool:
         """True if a chain can have these values."""
-        return 0 <= self.counted <= MEMORY and abs(self.octaves) <= MOST_OCTAVES
+        is_mean_sound = 0 <= self.counted <= MEMORY and abs(self.octaves) <= MOST_OCTAVES
+        return is_mean_sound and self.counted <= self.versions <= FEW_MEMORY and 0 <= self.usual <= MAX_COUNT
 
 
 NO_NORM = NormBound()

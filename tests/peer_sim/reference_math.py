@@ -54,8 +54,11 @@ def merged(
         length = float(np.linalg.norm(mean))
         radius = sum(w / total * n for w, n in zip(weights, counted, strict=True))
         result = np.asarray(mean * (radius / length if length else 0.0))
+    length, most = float(np.linalg.norm(result)), longest or np.inf
     if scale < 1.0:
-        scale *= min(1.0, (longest or np.inf) / max(float(np.linalg.norm(result)), 1e-300))
+        scale *= min(1.0, most / max(length, 1e-300))
+    if scale * length > most:
+        scale = 0.9 * most / length
     return scale * result
 
 

@@ -246,6 +246,29 @@ def test_a_commit_that_waits_is_applied_when_most_others_have_it() -> None:
     assert is_applied(effects, header)
 
 
+def test_peers_that_have_finished_are_still_among_those_of_whom_most_take_part() -> None:
+    """O5a: else who trains on after the end would be most participants by itself."""
+    for have_given in (True, False):
+        stage = Stage(B, C, D, owners="bcda", has_learner=False)
+        givers = (B, C, D) if have_given else (B,)
+        stage.take(stage.commit(*(tokens(peer, 0, 40) for peer in givers)))
+        for peer in (C, D):
+            stage.says(peer, phase="finished", is_participating=False)
+        stage.announce(B, 4)
+        alone = stage.commit(tokens(B, 40, 80), owner=B)
+        assert is_applied(stage.hear(B, msg.Commit(alone)), alone) != have_given
+    stage = Stage(B, C, owners="bca")
+    given = map(life, (A, C))
+    stage.machine.core.chains[SHARD].marks.update((learner, ev.Mark(4, 1, 0)) for learner in given)
+    core = stage.machine.core
+    assert core.learner is not None
+    core.departure, core.learner.is_paused = "finished", True
+    assert not core.is_participating()
+    stage.says(C, phase="finished", is_participating=False)
+    alone = stage.commit(tokens(B, 0, 40), owner=B)
+    assert not is_applied(stage.hear(B, msg.Commit(alone)), alone), "a peer that has finished is one of them, and waits"
+
+
 def test_a_commit_of_an_owner_that_leaves_this_learner_out_comes_after_the_next_owners() -> None:
     """O5d: it may be right, so that no audit finds it, and hold what nobody can compare with anything."""
     for is_unfair in (True, False):

@@ -24,7 +24,7 @@ from p2pdiloco.protocol.config import Sizes
 from p2pdiloco.protocol.data_blocks import Trained
 from p2pdiloco.protocol.ids import FragmentId, PeerId, digest_of
 from p2pdiloco.protocol.manifest import CodecConfig, OuterConfig, TensorSpec, make_layout
-from p2pdiloco.protocol.norm_bound import MEMORY, MOST_CHANGE, NO_NORM, OCTAVE, NormBound, octaves
+from p2pdiloco.protocol.norm_bound import FEW_MEMORY, MEMORY, MOST_CHANGE, NO_NORM, OCTAVE, NormBound, octaves
 from p2pdiloco.training.shared_memory import SharedVectors
 from p2pdiloco.wire.control_messages import StateOffer, StateProof
 
@@ -94,7 +94,7 @@ def test_the_mean_of_lengths_is_the_same_everywhere() -> None:
     stage = Stage(B, C, has_learner=False)
     stage.take(counted(stage, 40, 8.0))
     state = stage.machine.core.chains[SHARD].state()
-    assert state.norm_bound == NormBound(1, OCTAVE), "8 long after 4 steps"
+    assert state.norm_bound == NormBound(1, OCTAVE, 1, OCTAVE), "8 long after 4 steps"
     assert stage.machine.core.chains[SHARD].log[-1].record == record_of(dict(state.marks), Trained(), state.norm_bound)
     assert record_of(dict(state.marks), Trained(), NormBound(1, 0)) != record_of(dict(state.marks), Trained())
     other = Stage(B, has_learner=False, is_founder=False)
@@ -102,8 +102,9 @@ def test_the_mean_of_lengths_is_the_same_everywhere() -> None:
     other.work(other.tell(ev.Fetched(B, state)))
     assert other.machine.core.chains[SHARD].norm_bound == state.norm_bound
     apart = Stage(B, has_learner=False, is_founder=False)
-    effects = apart.tell(ev.Fetched(B, msgspec.structs.replace(state, norm_bound=NormBound(MEMORY + 1, 0))))
-    assert "its norm bound is malformed" in notes(effects, "fetch")[0]
+    for norm_bound in (NormBound(MEMORY + 1, 0, FEW_MEMORY), NormBound(2, 0, 1), NormBound(1, 0, 1, -1)):
+        effects = apart.tell(ev.Fetched(B, msgspec.structs.replace(state, norm_bound=norm_bound)))
+        assert "its norm bound is malformed" in notes(effects, "fetch")[0]
 
 
 def test_an_owner_in_four_that_leaps_raises_the_mean_by_little() -> None:
@@ -111,10 +112,37 @@ def test_an_owner_in_four_that_leaps_raises_the_mean_by_little() -> None:
     norm_bound = NO_NORM
     for version in range(400):
         longest = norm_bound.longest(TURN, TURN, 1.0)
-        norm_bound = norm_bound.after(longest if version % 4 == 3 else float(TURN), TURN, TURN)
+        norm_bound = norm_bound.after(longest if version % 4 == 3 else float(TURN), TURN, TURN, 1)
         assert norm_bound.octaves < 2 * OCTAVE + MOST_CHANGE // MEMORY
-    assert NormBound(8, 0).after(1e-30, TURN, TURN).octaves == -MOST_CHANGE // MEMORY
-    assert norm_bound.after(0.0, TURN, TURN) is norm_bound
+    assert NormBound(8, 0).after(1e-30, TURN, TURN, 1).octaves == -MOST_CHANGE // MEMORY
+    assert norm_bound.after(0.0, TURN, TURN, 1) is norm_bound
+
+
+def test_few_contributions_move_the_model_no_farther_than_usual_and_raise_no_bound() -> None:
+    """V1g: else an owner that merges its own alone, again and again, may go ever farther."""
+    usual = NO_NORM
+    for _ in range(FEW_MEMORY):
+        usual = usual.after(float(TURN), TURN, TURN, 4)
+    assert usual == NormBound(MEMORY, 0, FEW_MEMORY, 4 * OCTAVE)
+    assert usual.longest(64 * TURN, TURN, 1.0, 2) == usual.longest(64 * TURN, TURN, 1.0) > 32 * TURN, "half is enough"
+    for steps, longest in ((1, 1.0), (TURN, TURN), (64 * TURN, TURN)):
+        assert usual.longest(steps, TURN, 1.0, 1) == longest
+    norm_bound, versions = usual, 0
+    while norm_bound.is_few(1):
+        norm_bound = norm_bound.after(2.0 * TURN, TURN, TURN, 1)
+        assert norm_bound.octaves == usual.octaves
+        versions += 1
+    assert 30 <= versions <= 40, "who is left of four is soon the usual case"
+    stage = Stage(B, C, D, has_learner=False)
+    several = tokens(B, 0, 40), tokens(C, 0, 40), tokens(D, 0, 40)
+    chain = stage.machine.core.chains[SHARD]
+    stage.take(stage.commit(*several, length=4.0, record=chain.record_after(1, several, 4.0)))
+    alone = (tokens(B, 40, 80),)
+    assert chain.longest((*alone, tokens(C, 40, 80))) == pytest.approx(64.0)
+    assert chain.longest(alone) == pytest.approx(4.0)
+    for length, version in ((4.1, 1), (4.0, 2)):
+        stage.take(stage.commit(*alone, length=length, record=chain.record_after(2, alone, length)))
+        assert stage.head().version == version
 
 
 def test_learners_that_come_back_and_rates_that_are_warmed_up_fit() -> None:
@@ -122,13 +150,13 @@ def test_learners_that_come_back_and_rates_that_are_warmed_up_fit() -> None:
     of one step."""
     norm_bound = NO_NORM
     for _ in range(MEMORY):
-        norm_bound = norm_bound.after(float(TURN), TURN, TURN)
+        norm_bound = norm_bound.after(float(TURN), TURN, TURN, 1)
         assert norm_bound.longest(64 * TURN, TURN, 1.0) >= (32 if norm_bound.counted == MEMORY else 64) * TURN
-    norm_bound = NO_NORM.after(1.0, 1, TURN)
+    norm_bound = NO_NORM.after(1.0, 1, TURN, 1)
     for turn in range(1, 40):  # 1,000 steps of warm-up
         length = TURN * (TURN * turn - TURN / 2)
         assert length <= norm_bound.longest(TURN, TURN, 1.0)
-        norm_bound = norm_bound.after(length, TURN, TURN)
+        norm_bound = norm_bound.after(length, TURN, TURN, 1)
 
 
 # -- tensors -----------------------------------------------------------------------------------------------------------
