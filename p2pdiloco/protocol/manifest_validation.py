@@ -150,7 +150,7 @@ def decode_manifest(data: bytes, run: RunId) -> Manifest:
     if manifest.protocol != PROTOCOL_VERSION:
         raise ValueError(
             f"the run speaks protocol {manifest.protocol} and this release {PROTOCOL_VERSION}: "
-            "install the release that matches"
+            "use the release that started it"
         )
     problems = config_problems(manifest.config, tensors=len(manifest.tensors)) or manifest_problems(manifest)
     if problems:
