@@ -244,8 +244,8 @@ def load(folder: Path, disk: Disk = LOCAL, run: RunId | None = None) -> Checkpoi
             log.warning("checkpoint cannot be used", folder=folder, number=number, reason=str(error))
     if reasons:
         raise CheckpointError(
-            f"no checkpoint in {folder} can be used: {'; '.join(reasons)}. If files are damaged, take another "
-            "peer's folder, or a copy of this one; or move it away and join again, if the run still has peers"
+            f"no checkpoint in {folder} can be used: {'; '.join(reasons)}. If a file is damaged, use another peer's "
+            "folder, or a copy of this one; or move it away and join again, if the run still has peers"
         )
     return None
 

@@ -170,7 +170,7 @@ TYPED = [
     Mistake("--device NAME: torch sees no CUDA device here", f"join {DEAD} --device cuda", "--device cpu"),
     Mistake("--device NAME is not a device that torch knows", f"join {DEAD} --device gpu", "use cpu, cuda"),
     Mistake("there is no checkpoint in FOLDER", "resume nothing", "name a state folder"),
-    Mistake("no checkpoint in FOLDER can be used", "resume half", "Take another peer's folder"),
+    Mistake("no checkpoint in FOLDER can be used", "resume half", "use another peer's folder"),
     Mistake("... is not the peer id of an Ed25519 key", "members ban F3j9J4", "12D3KooW"),
     Mistake("FOLDER has no run", "members add --state nothing", "is --state the folder of the peer"),
     Mistake("no peer has logged anything below FOLDER", "watch nothing --page auto", "name a state folder"),

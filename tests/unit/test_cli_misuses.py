@@ -155,7 +155,7 @@ MISUSES: list[tuple[str, int, list[str]]] = [
     # files
     ("resume nowhere", REPAIR, ["nowhere", "name a state folder"]),
     ("resume state-of-nothing", REPAIR, ["there is no checkpoint in state-of-nothing", "name a state folder"]),
-    ("resume half", REPAIR, ["state-00000001.json", "Take another peer's folder"]),
+    ("resume half", REPAIR, ["state-00000001.json", "use another peer's folder"]),
     ("export nowhere", REPAIR, ["nowhere is not a folder", "p2pdiloco fetch ADDR"]),
     ("export state-of-nothing", REPAIR, ["there is no checkpoint"]),
     ("generate half", REPAIR, ["state-00000001.json"]),
