@@ -367,7 +367,7 @@ class Aggregation:
         It may at once if more than half of the participants took part: a peer contributes to the owner that it
         considers next. An owner of rank 0 may a little later, as it has to wait for the others (``wait_for_most_s``).
         But if owners wait, and this one leaves the learner out more often than others do, the next owner comes first,
-        which gets all contributions after the takeover time (``OmissionRates``).
+        which gets all contributions after the takeover time (``OmissionRates``), and the next versions' at once.
         """
         core, collection = self.core, self.collections[header.shard]
         able = core.membership.participating | self._finished(header.shard)
@@ -381,6 +381,7 @@ class Aggregation:
         if not is_suspect and (core.departure == "leaving" or 2 * len(took_part) > len(able) or is_pair):
             return core.now
         if is_suspect:
+            core.membership.on_takeover_missed(header.owner, core.now, self.takeover_s())
             began_at = collection.began_at if collection.opened_at is None else collection.opened_at
             return max(core.now, began_at + LEFT_OUT_TAKEOVERS * self.takeover_s())
         wait_s = rank * self.takeover_s() if rank else self.wait_for_most_s()
@@ -757,6 +758,8 @@ class Aggregation:
         self.collections[shard] = Collection(began_at)
         if isinstance(change.taken, CommitHeader):
             self._record_omission(change.taken)
+            if not core.chains[shard].norm_bound.is_few(len(change.taken.contributors)):
+                core.membership.owners.forgive(change.taken.owner)
         self.guests = set(filter(core.membership.connectivity.is_afar, self.guests))
         self._retries.pop(shard, None)
         early, self.early[shard] = self.early[shard], {}

@@ -102,7 +102,6 @@ class Machine:
             self.aggregation,
             self.contributions.budget,
             self.contributions,
-            self.core.membership.owners,
             self.evaluations,
             self.audits,
         )

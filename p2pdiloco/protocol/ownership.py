@@ -11,9 +11,7 @@ from functools import lru_cache
 from hashlib import blake2b
 from math import log
 
-from p2pdiloco.protocol.chain import HeadChange
 from p2pdiloco.protocol.ids import PeerId, RunId
-from p2pdiloco.protocol.messages import CommitHeader
 
 Candidates = tuple[tuple[PeerId, float], ...]
 """Peers with their weights, sorted by peer."""
@@ -156,11 +154,6 @@ class Owners:
             self.rank(now, tiers)
 
     def forgive(self, peer: PeerId) -> None:
-        """Forget the missed takeover times of ``peer``: it has made a commit."""
+        """Forget the missed takeover times of ``peer``: it has made a commit, and not of few contributions."""
         if peer not in self.withholding:
             self._missed.pop(peer, None)
-
-    def on_head_changed(self, change: HeadChange) -> None:
-        """Forgive the owner whose commit was applied."""
-        if isinstance(change.taken, CommitHeader):
-            self.forgive(change.taken.owner)

@@ -281,6 +281,8 @@ def test_a_commit_of_an_owner_that_leaves_this_learner_out_comes_after_the_next_
         alone = stage.commit(tokens(B, 0, 40), owner=B)
         effects = stage.hear(B, msg.Commit(alone)) + stage.wait(1.2)
         assert is_applied(effects, alone) != is_unfair
+        weights = dict(stage.machine.core.membership.owners.candidates)
+        assert (weights[B] < 1e-6) == is_unfair, "the next contributions go to others at once"
         if is_unfair:
             effects = stage.wait(stage.machine.aggregation.takeover_s() - 1.0)
             assert [to for to, _ in sent(effects, msg.Contribution)] == [C], "the next owner gets it"

@@ -33,6 +33,7 @@ from p2pdiloco.protocol.counted_tokens import NOTHING_COUNTED
 from p2pdiloco.protocol.data_blocks import Block
 from p2pdiloco.protocol.ids import FragmentId, PeerId, ShardId
 from p2pdiloco.protocol.messages import Contributor, Head
+from p2pdiloco.protocol.norm_bound import FEW_MEMORY, MEMORY, OCTAVE, NormBound
 
 HUGE = 2**55
 BURST = 8
@@ -409,9 +410,13 @@ def test_an_owner_that_lets_the_takeover_time_pass_owns_last_for_a_while() -> No
     stage.machine.core.membership.on_takeover_missed(B, stage.now, 1.0)
     stage.wait(16 * 3 * 1.0 - 0.6)
     assert dict(stage.machine.core.membership.owners.candidates)[B] < 1e-6
-    stage.take(stage.commit(tokens(C, 40, 80)), sender=C)
-    stage.wait(0.6)
-    assert dict(stage.machine.core.membership.owners.candidates)[B] == 1.0
+    chain = stage.machine.core.chains[SHARD]
+    chain.norm_bound = NormBound(MEMORY, 0, FEW_MEMORY, 4 * OCTAVE)
+    for version, contributors in enumerate(((tokens(B, 40, 80),), (tokens(B, 80, 120), tokens(C, 80, 120))), start=2):
+        stage.take(stage.commit(*contributors, length=1.0, record=chain.record_after(version, contributors, 1.0)))
+        stage.wait(0.6)
+        is_last = dict(stage.machine.core.membership.owners.candidates)[B] < 1e-6
+        assert is_last == (version == 2), "not by merging its own contribution alone, where four are usual"
 
 
 @pytest.mark.parametrize("is_reconnecting", [False, True])
