@@ -330,7 +330,7 @@ class DiLoCo(SwarmView):
                 flat = island.parameters(self._named, manifest.tensors, layout)
                 visit, back = island.visit(visit), island.meeting(back)
             assert visit is not None
-            vectors, channel = visit.attach(layout.elements)
+            vectors, channel = visit.attach(layout)
         except ValueError as error:
             raise DiLoCoError(f"this model does not match run {manifest.config.name}: {error}") from error
         if self._companion is not None and not self._companion.is_founder:

@@ -33,7 +33,7 @@ from p2pdiloco.training.builtin_learner import Learner
 from p2pdiloco.training.dataset_files import Corpus
 from p2pdiloco.training.models import build_model, named_tensors
 from p2pdiloco.training.optimizer_state import Keeper
-from p2pdiloco.training.shared_memory import SharedVectors
+from p2pdiloco.training.shared_memory import SharedVectors, ring_elements
 from p2pdiloco.wire import learner_ipc
 
 DEPTH = 6
@@ -124,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     found: dict[str, int] = {}
     with (
         tempfile.TemporaryDirectory(prefix="p2pdiloco-memory-") as folder,
-        SharedVectors.create(layout.elements) as vectors,
+        SharedVectors.create(layout.elements, ring_elements(layout)) as vectors,
     ):
         path = Path(folder) / "learner.safetensors"
         learner = Learner(
@@ -138,7 +138,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             keeper=Keeper(path),
         )
         vectors.theta.normal_(std=0.02)
-        vectors.shift.copy_(vectors.theta)
+        vectors.shift[: layout.elements] = vectors.theta
         told = threading.Thread(target=script, args=(ScriptedNode(ours), layout, path, found), name="node")
         told.start()
         learner.run()

@@ -18,7 +18,7 @@ import uvloop
 
 from benchmarks.memory import residence
 from benchmarks.wire import line
-from benchmarks.wire.exchange_peer import SYNC_EVERY, TOKENS, ExchangePeer, Rounds, incoming_lines, run_of
+from benchmarks.wire.exchange_peer import SYNC_EVERY, TOKENS, ExchangePeer, Rounds, block_of, incoming_lines, run_of
 from p2pdiloco.codec import digests, outer_optimizer, quantization
 from p2pdiloco.codec.formats import CHUNK, recipe
 from p2pdiloco.codec.shard_codec import Bodies
@@ -66,12 +66,11 @@ class MeasuredRounds(Rounds):
         it is given again at the next turn: there is one every ``PATIENCE_S``."""
         peer = self._peer
         self._rounds += 1
-        await asyncio.to_thread(peer.fill, self._index, self._rounds)
+        peer.gradient = block_of(self._index, self._rounds)
         came = peer.awaits(self._rounds)
         while not came.done():
             peer.stand_in.train(SYNC_EVERY if self._index == 0 else 1, TOKENS if self._index else 12 * TOKENS)
             await asyncio.wait([came], timeout=PATIENCE_S)
-        peer.peer.state.shifts.memory.is_pinned = False
 
     def _rest(self) -> dict[str, int]:
         """Bytes by component."""

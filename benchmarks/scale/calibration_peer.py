@@ -21,11 +21,10 @@ import uvloop
 from benchmarks.netbed import namespace_exec
 from benchmarks.scale.sightings import Sightings
 from benchmarks.wire import line
-from benchmarks.wire.exchange_peer import BLOCK, ExchangePeer, StandIn, block_of, run_of, until
+from benchmarks.wire.exchange_peer import ExchangePeer, StandIn, block_of, run_of, until
 from p2pdiloco.discovery.directory import Directory
 from p2pdiloco.node.telemetry import MachineStepped
 from p2pdiloco.peer.options import LinkOptions, PeerOptions
-from p2pdiloco.protocol.ids import FragmentId
 from p2pdiloco.protocol.manifest import ScheduleConfig
 from p2pdiloco.transport.identity import Identity
 from p2pdiloco.util import logs
@@ -50,7 +49,6 @@ class SteppingStandIn(StandIn):
 
     def __init__(self, peer: CalibrationPeer, config: line.Message) -> None:
         super().__init__(peer)
-        self._node = peer
         self._step_s, self._jitter = float(config["step_s"]), float(config["jitter"])
         self._index, self._turns = int(config["index"]), 0
         self._random = Random(self._index)
@@ -75,19 +73,9 @@ class SteppingStandIn(StandIn):
             commands, self._commands = self._commands, []
             for command in commands:
                 if isinstance(command, learner_ipc.Snapshot):
-                    self._fill(command.fragment)
+                    self._turns += 1
+                    self._peer.gradient = block_of(self._index, self._turns)
                 super().send(command)
-
-    def _fill(self, fragment: FragmentId) -> None:
-        """The copy that the node is told of: global parameters less an outer gradient."""
-        self._turns += 1
-        block = block_of(self._index, self._turns)
-        peer = self._node.peer
-        for shard in peer.layout.fragments[fragment]:
-            piece = peer.layout.shards[shard]
-            for start in range(piece.start, piece.stop, BLOCK):
-                span = slice(start, min(start + BLOCK, piece.stop))
-                torch.sub(peer.state.theta[span], block[: span.stop - span.start], out=peer.state.shifts.snapshot[span])
 
 
 class CalibrationPeer(ExchangePeer):

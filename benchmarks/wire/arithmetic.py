@@ -24,7 +24,7 @@ from p2pdiloco.peer.model_state import ModelState
 from p2pdiloco.protocol.ids import Digest, FragmentId, LearnerId, PeerId, ShardId, digest_of
 from p2pdiloco.protocol.manifest import CodecChoice, CodecConfig, OuterConfig, TensorSpec, make_layout
 from p2pdiloco.protocol.messages import CommitHeader, Contributor
-from p2pdiloco.training.shared_memory import SharedVectors
+from p2pdiloco.training.shared_memory import SharedVectors, ring_elements
 
 FRAGMENT = FragmentId(0)
 MAX_SHARD = 2 << 20
@@ -58,7 +58,7 @@ class Tensors:
         layout = make_layout(specs, 1, MAX_SHARD, "rda")
         self.shards = [piece.shard for piece in layout.shards]
         self.own = {shard for shard in self.shards if shard % peers == number}
-        self.vectors = SharedVectors.create(parameters)
+        self.vectors = SharedVectors.create(parameters, ring_elements(layout))
         self.state = ModelState(layout, OuterConfig(), CodecConfig(up=codec, down=codec), self.vectors, turn_steps=24)
         drawn = torch.Generator().manual_seed(0)  # all begin with the same
         for piece in layout.shards:
@@ -74,7 +74,9 @@ class Tensors:
     def snapshot(self) -> None:
         """What the learner does."""
         self.state.shifts.begin_snapshot(FRAGMENT)
-        self.vectors.snapshot.copy_(self.state.theta).add_(self._moved)
+        for piece in self.state.layout.shards:
+            here = slice(piece.start, piece.stop)
+            torch.add(self.state.theta[here], self._moved[here], out=self.state.shifts.part("snapshot", piece.shard))
         self.state.shifts.complete_snapshot(FRAGMENT)
 
     def given(self) -> dict[ShardId, Payload]:

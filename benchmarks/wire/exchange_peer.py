@@ -1,9 +1,9 @@
 """p2pdiloco peer without training: node, state machine, driver, global state and transport are the real ones.
 
-Only the learner is a stand-in. It answers at once where a real one answers at its next step boundary, and its snapshot
-is filled beforehand, because copying parameters is the learner's work. An exchange is one turn of all fragments at
-once: outer gradients are encoded, sent to the shards' owners, merged, encoded again, spread, decoded, applied by the
-outer step with its momentum, proved by digests, and handed to the learner as shifts.
+Only the learner is a stand-in. It answers at once where a real one answers at its next step boundary, and copies its
+snapshots when it is asked for them; memory is neither touched before nor page-locked. An exchange is one turn of all
+fragments at once: snapshots are copied, outer gradients encoded, sent to the shards' owners, merged, encoded again,
+spread, decoded, applied by the outer step with its momentum, proved by digests, and handed to the learner as shifts.
 
 Peer 0's learner announces the turns, after the others have made one step, so that everybody has tokens to contribute;
 all weights are equal (``SYNC_EVERY``). The result is compared with a merge and an outer step of the inputs, on CHECKED
@@ -18,6 +18,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -109,6 +110,7 @@ class StandIn:
 
     def __init__(self, peer: ExchangePeer) -> None:
         self._peer = peer
+        self._copier = ThreadPoolExecutor(1, "learner")
         self.steps = 0
         self.tokens = 0
 
@@ -118,11 +120,12 @@ class StandIn:
             case learner_ipc.Shift():
                 self.say(learner_ipc.Shifted(shards=message.shards))
             case learner_ipc.Snapshot():
-                self.say(
-                    learner_ipc.Snapshotted(
-                        fragment=message.fragment, step=message.step, steps=self.steps, tokens=self.tokens
-                    )
+                taken = learner_ipc.Snapshotted(
+                    fragment=message.fragment, step=message.step, steps=self.steps, tokens=self.tokens
                 )
+                loop = asyncio.get_running_loop()
+                copying = loop.run_in_executor(self._copier, self._peer.copy, message.fragment)
+                copying.add_done_callback(lambda done: self._peer.heard_learner(taken) if done.result() else None)
             case _:
                 pass
 
@@ -145,6 +148,7 @@ class ExchangePeer(Node):
     """A node with a stand-in for its learner, on addresses that it is told."""
 
     stand_in: StandIn
+    gradient: torch.Tensor
     came: asyncio.Future[float]
     awaited_version = 0
 
@@ -181,15 +185,17 @@ class ExchangePeer(Node):
         found = [chain.head.version for chain in self.peer.machine.core.chains if chain.head is not None]
         return min(found), max(found)
 
-    def fill(self, index: int, number: int) -> None:
-        """Put the gradient of peer ``index`` in round ``number`` into the snapshot."""
-        block = block_of(index, number)
-        self.peer.state.shifts.memory.is_pinned = True  # the snapshot is there before it is asked for
-        for shard in self.peer.layout.shards:
-            for start in range(shard.start, shard.stop, BLOCK):
-                span = slice(start, min(start + BLOCK, shard.stop))
-                state = self.peer.state
-                torch.sub(state.theta[span], block[: span.stop - span.start], out=state.shifts.snapshot[span])
+    def copy(self, fragment: FragmentId) -> bool:
+        """Make the snapshot of a fragment: global parameters less ``gradient``, which every BLOCK has."""
+        state = self.peer.state
+        for shard in self.peer.layout.fragments[fragment]:
+            theta, snapshot = state.theta, state.shifts.part("snapshot", shard)
+            piece = self.peer.layout.shards[shard]
+            for start in range(piece.start, piece.stop, BLOCK):
+                stop = min(start + BLOCK, piece.stop)
+                part = snapshot[start - piece.start : stop - piece.start]
+                torch.sub(theta[start:stop], self.gradient[: stop - start], out=part)
+        return True
 
 
 class Sampler:
@@ -286,7 +292,7 @@ class Rounds:
     async def _prepare(self) -> None:
         peer, state = self._peer, self._peer.peer.state
         self._rounds += 1
-        await asyncio.to_thread(peer.fill, self._index, self._rounds)
+        peer.gradient = block_of(self._index, self._rounds)
         pieces = [peer.peer.layout.shards[s] for s in self._checked()]
         self._before = [
             (state.theta[p.start : p.stop].clone(), state.momentum[p.start : p.stop].clone()) for p in pieces

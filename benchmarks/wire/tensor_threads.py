@@ -22,7 +22,7 @@ from p2pdiloco.peer.model_state import MergeResult, ModelState
 from p2pdiloco.protocol.ids import FragmentId, LearnerId, PeerId, ShardId, digest_of
 from p2pdiloco.protocol.manifest import CodecConfig, OuterConfig, TensorSpec, make_layout
 from p2pdiloco.protocol.messages import CommitHeader, Contributor
-from p2pdiloco.training.shared_memory import SharedVectors
+from p2pdiloco.training.shared_memory import SharedVectors, ring_elements
 from p2pdiloco.util.executor import WorkQueue
 
 MINE, OTHER = LearnerId("mine/1"), LearnerId("other/1")
@@ -37,7 +37,7 @@ class Node:
         tensors = (TensorSpec(name="all", shape=(parameters,), merge="rda", fragment=FRAGMENT),)
         self.layout = make_layout(tensors, 1, 2 << 20, "rda")
         self.queue = WorkQueue("tensors", partial(torch.set_num_threads, 1), threads)
-        self.vectors = SharedVectors.create(parameters)
+        self.vectors = SharedVectors.create(parameters, ring_elements(self.layout))
         self.state = ModelState(
             self.layout, OuterConfig(learning_rate=0.7, momentum=0.9), CodecConfig(), self.vectors, turn_steps=24
         )
@@ -54,7 +54,9 @@ class Node:
         """Seconds from a snapshot of all to the next version of all."""
         state, shards = self.state, [piece.shard for piece in self.layout.shards]
         state.shifts.begin_snapshot(FRAGMENT)
-        self.vectors.snapshot.copy_(state.theta).add_(self._moved)
+        for piece in self.layout.shards:
+            here = slice(piece.start, piece.stop)
+            torch.add(state.theta[here], self._moved[here], out=state.shifts.part("snapshot", piece.shard))
         self.version += 1
         began = time.perf_counter()
         self.queue.do(lambda: state.shifts.complete_snapshot(FRAGMENT))

@@ -44,7 +44,7 @@ from p2pdiloco.swarm.peer_manager import PeerManager
 from p2pdiloco.swarm.reachability import Reachability
 from p2pdiloco.swarm.run_announcer import RunAnnouncer
 from p2pdiloco.swarm.run_lookup import ask_status
-from p2pdiloco.training.shared_memory import SharedVectors
+from p2pdiloco.training.shared_memory import SharedVectors, ring_elements
 from p2pdiloco.transport.identity import Identity
 from p2pdiloco.transport.transport import ConnectionLimits, Transport, TransportLimits
 from p2pdiloco.util import logs
@@ -121,7 +121,7 @@ class Node:
             history = run_history(manifest, me)
             metrics = stack.enter_context(Metrics(folder / "metrics.jsonl", history.take))
             await asyncio.to_thread(write_atomically, folder / "manifest.msgpack", manifest.encode())
-            vectors = stack.enter_context(SharedVectors.create(layout.elements))
+            vectors = stack.enter_context(SharedVectors.create(layout.elements, ring_elements(layout)))
 
             # Connections: authorization, and the transport, which does not accept connections yet.
             authorizer = MemberAuthorizer(members_of(manifest), mine.chain, time.time)

@@ -25,14 +25,14 @@ from contextlib import AsyncExitStack
 from p2pdiloco.peer.checkpoint import LEARNER
 from p2pdiloco.peer.driver import Driver
 from p2pdiloco.peer.host import Host, LearnerLife, within
-from p2pdiloco.peer.learner_updates import KEPT, Shifts
+from p2pdiloco.peer.learner_updates import KEPT, Shifts, turns_at_once
 from p2pdiloco.peer.metrics import Metrics
 from p2pdiloco.peer.model_state import ModelState
 from p2pdiloco.peer.options import PeerOptions
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol.config import RunEnd
-from p2pdiloco.protocol.ids import FragmentId, LearnerId, learner_id, peer_of
+from p2pdiloco.protocol.ids import FragmentId, LearnerId, ShardId, learner_id, peer_of
 from p2pdiloco.protocol.view import MachineView
 from p2pdiloco.timing import Backoff
 from p2pdiloco.training.node_reconnect import meeting_place
@@ -48,7 +48,6 @@ from p2pdiloco.wire.control_messages import TROUBLE_LIMIT
 #    fragments as are due at one step have copies at once; more only if they are small (``KEPT`` parameters in all). If
 #    all fragments are due at once, as after a learner has stopped, their copies follow each other.
 # 2. Waiting requests keep their order. A new learner process starts with none.
-# 3. If a device has page-locked the memory, it is never given back, so nothing waits.
 
 
 class Snapshots:
@@ -59,7 +58,7 @@ class Snapshots:
         self._layout = state.layout
         self._shifts = state.shifts
         self._ask = ask
-        self._at_once = 2 * -(-len(state.layout.fragments) // sync_every)
+        self._at_once = turns_at_once(state.layout, sync_every)
         self._waiting: deque[ef.Snapshot] = deque()
         self._under_way: set[FragmentId] = set()
 
@@ -91,8 +90,6 @@ class Snapshots:
             self._start(question)
 
     def _has_room(self, fragment: FragmentId) -> bool:
-        if self._shifts.memory.is_pinned:
-            return True
         if fragment in self._under_way:
             return False
         shards = (shard for one in (fragment, *self._under_way) for shard in self._layout.fragments[one])
@@ -422,11 +419,16 @@ class LearnerSupervisor:
         process = None if child is None else child.process
         if child is not None and process is not None:
             if shifts.added:
-                process.send(learner_ipc.Shift(shards=shifts.added, replace=False))
+                self._send_shift(process, shifts.added, replace=False)
             if shifts.replaced:
-                process.send(learner_ipc.Shift(shards=shifts.replaced, replace=True))
+                self._send_shift(process, shifts.replaced, replace=True)
             if shifts.is_last_piece and child.is_given and not child.is_loaded:
                 self._on_loaded(child, process)
+
+    def _send_shift(self, process: LearnerLife, shards: tuple[ShardId, ...], *, replace: bool) -> None:
+        at = self._shifts.memory.starts("shift", shards)
+        if at is not None:  # else they were meant for a learner that has ended since
+            process.send(learner_ipc.Shift(shards=shards, replace=replace, at=at))
 
     def save(self) -> None:
         """Ask the learner to save its inner optimizer's state."""
@@ -454,7 +456,9 @@ class LearnerSupervisor:
                 self._send(learner_ipc.Evaluate(version=effect.version))
 
     def _ask_for_snapshot(self, question: ef.Snapshot) -> None:
-        self._send(learner_ipc.Snapshot(fragment=question.fragment, step=question.step))
+        at = self._shifts.memory.starts("snapshot", self._state.layout.fragments[question.fragment])
+        if at is not None:  # else the learner that was to be asked has ended since
+            self._send(learner_ipc.Snapshot(fragment=question.fragment, step=question.step, at=at))
 
     def _send(self, command: learner_ipc.FromNode) -> None:
         """Send a command to a learner that has its parameters. One that starts later gets the state of that time."""

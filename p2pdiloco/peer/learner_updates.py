@@ -7,7 +7,7 @@ Rules of this file:
 2. A shard has at most one shift in flight. Shifts that come before the learner has added it are summed in a queue.
 3. A snapshot is updated with all shifts that the learner had not added when it was taken. An outer gradient is
    therefore always relative to the head that it names.
-4. A buffer's memory is in use until the learner has taken the shift, or the snapshot is encoded (``VectorMemory``).
+4. A shard's slot is in use until the learner has taken the shift, or the snapshot is encoded (``VectorMemory``).
 5. A new learner gets the global parameters piece by piece, each after it has taken the previous one. Changes made
    meanwhile reach it with the piece, or as a shift if it has that piece already.
 6. Everything runs on the threads of ``model_state``, in the order of its rule 1. ``begin_shift``, ``has_snapshot`` and
@@ -16,6 +16,7 @@ Rules of this file:
 
 from __future__ import annotations
 
+import heapq
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -27,83 +28,113 @@ from torch import Tensor
 from p2pdiloco.codec import quantization
 from p2pdiloco.codec.compression import Body
 from p2pdiloco.protocol.ids import FragmentId, LearnerId, ShardId
-from p2pdiloco.protocol.manifest import Layout
-from p2pdiloco.training.shared_memory import SharedVectors, SpareVector
+from p2pdiloco.protocol.manifest import Layout, Shard
+from p2pdiloco.training.shared_memory import SharedVectors, SpareVector, ring_elements, slot_elements
 
 # -- Memory of updates and snapshots -----------------------------------------------------------------------------------
-# Memory of shifts and snapshots, given back to the system when it is not used.
+# Slots for the shifts and snapshots that are in flight, in three rings: shifts, shifts that wait, and snapshots.
 # Rules of this section:
-# 1. Parts in use keep their memory. Of the others, the most recently used keep it, ``KEPT`` parameters in all, because
-#    fresh memory costs more than the arithmetic in it. A part that was not used between two calls of
-#    ``release_unused`` is given back too.
-# 2. Threads that work on different shards share this object, under its lock.
-# 3. Nothing is given back while a learner may have page-locked the memory: its device would keep using the old pages.
+# 1. A shard gets the lowest free slot, so that all shards use the same few, one after the other: fresh memory costs
+#    more than the arithmetic in it.
+# 2. The first slots of shifts and of snapshots, as many as the turns of two steps need, keep their memory. So a turn
+#    finds memory, however long ago the previous one was.
+# 3. Other free slots keep it for a while: ``KEPT`` parameters in all, the lowest ones, and until a slot was not used
+#    between two calls of ``release_unused``.
+# 4. Threads that work on different shards share this object, under its lock.
+# 5. Nothing is given back while a learner may have page-locked the memory: its device would keep using the old pages.
 
 
 Place = Literal["shift", "queued", "snapshot"]
-# In parameters: 64 MB, whatever the model. With 32 times as much, an outer step alone takes 1.6 instead of 2.1 ns per
-# parameter, but an exchange is no faster (benchmarks/notes.md).
+# In parameters: 64 MB, whatever the model.
 KEPT = 16 << 20
 
 
-class VectorMemory:
-    """The memory of shifts and snapshots, by shard."""
+def turns_at_once(layout: Layout, sync_every: int) -> int:
+    """Return how many fragments take their turn in two steps, and may have snapshots at once."""
+    return min(len(layout.fragments), 2 * -(-len(layout.fragments) // sync_every))
 
-    def __init__(self, layout: Layout, vectors: SharedVectors) -> None:
-        self._shards = layout.shards
+
+class VectorMemory:
+    """The slots of shifts and snapshots."""
+
+    def __init__(self, layout: Layout, vectors: SharedVectors, sync_every: int) -> None:
+        ring = ring_elements(layout)
+        if min(len(vectors.shift), len(vectors.snapshot)) < ring:
+            raise ValueError(f"shift and snapshot must have {ring} elements: create them with ring_elements(layout)")
         self._vectors = vectors
-        # The queue's vector, private to this process.
-        self.spare = SpareVector(layout.elements)
-        # True if the learner's device has page-locked the shared vectors, or may have.
+        # The queue's ring, private to this process.
+        self.spare = SpareVector(ring)
+        # True if the learner's device has page-locked slots, or may have.
         self.is_pinned = False
         self._lock = threading.RLock()
-        self._used: set[tuple[Place, ShardId]] = set()
-        # Unused parts that still have memory, most recently used last. True: used since the last ``release_unused``.
-        self._kept: dict[tuple[Place, ShardId], bool] = {}
-        self._kept_elements = 0
+        self._slot = slot_elements(layout)
+        most = max(map(len, layout.fragments)) * turns_at_once(layout, sync_every)
+        # Slots below this number keep their memory.
+        self._lasting: dict[Place, int] = {"shift": most, "queued": 0, "snapshot": most}
+        # Heaps of slots that hold no shard, and the slots of the shards.
+        self._free: dict[Place, list[int]] = {place: list(range(len(layout.shards))) for place in self._lasting}
+        self._used: dict[tuple[Place, ShardId], int] = {}
+        # Free slots that keep their memory for a while. True: used since the last ``release_unused``.
+        self._kept: dict[tuple[Place, int], bool] = {}
 
     def acquire(self, place: Place, shard: ShardId) -> None:
-        """Mark a shard's memory as used."""
-        with self._lock:
-            self._used.add((place, shard))
-            if self._kept.pop((place, shard), None) is not None:
-                self._kept_elements -= self._shards[shard].elements
-
-    def release(self, place: Place, shard: ShardId, *, is_kept: bool = True) -> None:
-        """Mark a shard's memory as unused. ``is_kept``: keep it for a while, because it may be needed soon."""
+        """Give a shard a slot, if it has none."""
         with self._lock:
             if (place, shard) not in self._used:
+                slot = self._used[place, shard] = heapq.heappop(self._free[place])
+                self._kept.pop((place, slot), None)
+
+    def part(self, place: Place, shard: Shard) -> slice:
+        """Return the elements of ``place`` that a shard has."""
+        start = self._used[place, shard.shard] * self._slot
+        return slice(start, start + shard.elements)
+
+    def starts(self, place: Place, shards: Sequence[ShardId]) -> tuple[int, ...] | None:
+        """Return the first element of each shard in ``place``; None if one has no slot any more."""
+        with self._lock:
+            slots = [self._used.get((place, shard)) for shard in shards]
+        return None if None in slots else tuple(slot * self._slot for slot in slots if slot is not None)
+
+    def release(self, place: Place, shard: ShardId, *, is_kept: bool = True) -> None:
+        """Take a shard's slot. ``is_kept``: keep its memory for a while, because it may be needed soon."""
+        with self._lock:
+            slot = self._used.pop((place, shard), None)
+            if slot is None:
                 return
-            self._used.discard((place, shard))
-            self._kept[place, shard] = True
-            self._kept_elements += self._shards[shard].elements
-            if not is_kept and not self.is_pinned:
-                self._give_back(place, shard)
-            while self._kept_elements > KEPT and not self.is_pinned:
-                self._give_back(*next(iter(self._kept)))
+            heapq.heappush(self._free[place], slot)
+            if slot < self._lasting[place]:
+                return
+            self._kept[place, slot] = True
+            if self.is_pinned:
+                return
+            if not is_kept:
+                self._give_back(place, slot)
+            while len(self._kept) * self._slot > KEPT:
+                self._give_back(*max(self._kept, key=lambda key: key[1]))
 
     def release_all(self) -> None:
-        """Mark all memory as unused."""
+        """Take all slots."""
         for place, shard in list(self._used):
             self.release(place, shard)
 
     def release_unused(self) -> None:
         """Give back the memory that was not used since the last call."""
-        if not self.is_pinned:
-            for (place, shard), is_fresh in list(self._kept.items()):
+        if self.is_pinned:
+            return
+        with self._lock:
+            for (place, slot), is_fresh in list(self._kept.items()):
                 if is_fresh:
-                    self._kept[place, shard] = False
+                    self._kept[place, slot] = False
                 else:
-                    self._give_back(place, shard)
+                    self._give_back(place, slot)
 
-    def _give_back(self, place: Place, shard: ShardId) -> None:
-        del self._kept[place, shard]
-        piece = self._shards[shard]
-        self._kept_elements -= piece.elements
+    def _give_back(self, place: Place, slot: int) -> None:
+        del self._kept[place, slot]
+        start, stop = slot * self._slot, (slot + 1) * self._slot
         if place == "queued":
-            self.spare.give_back(piece.start, piece.stop)
+            self.spare.give_back(start, stop)
         else:
-            self._vectors.give_back(place, piece.start, piece.stop)
+            self._vectors.give_back(place, start, stop)
 
 
 # -- Updates for the learner -------------------------------------------------------------------------------------------
@@ -152,22 +183,28 @@ class Handover(NamedTuple):
 
     shifts: Shifts
     """Shifts to announce to the learner."""
+    start: int
+    """The shard's first element in the flat layout."""
     buffer: Tensor | None
-    """The shift buffer or the queue; None without a learner."""
+    """The shard's slot for shifts, or its slot in the queue; None without a learner."""
     is_added: bool
     """True: add to the buffer's content. False: replace it."""
     is_reset: bool
     """True: the buffer takes the new parameters, not the changes."""
     snapshot: Tensor | None
-    """The snapshot buffer, if the shard's part of it must be kept up to date."""
+    """The shard's snapshot, if it must be kept up to date."""
     settled: Sequence[Sequence[Body]]
     restored: Sequence[Sequence[Body]]
     """Bodies of own contributions, by chunk; so is ``settled``."""
 
     def take(self, chunk: int, span: slice, theta: Tensor, change: Tensor) -> None:
-        """Record one chunk's new parameters ``theta`` and their ``change``, both float32 [n]. Overwrites ``change``."""
+        """Record one chunk's new parameters ``theta`` and their ``change``, both float32 [n]. Overwrites ``change``.
+
+        ``span``: the chunk's elements in the flat layout.
+        """
         if self.buffer is None:
             return
+        span = slice(span.start - self.start, span.stop - self.start)
         if self.is_reset:
             self.buffer[span].copy_(theta)
             return
@@ -184,17 +221,19 @@ class Handover(NamedTuple):
 
 
 class LearnerUpdates:
-    """Pending updates of one peer's learner, over all parameters in the layout's flat order."""
+    """Pending updates of one peer's learner."""
 
-    def __init__(self, layout: Layout, vectors: SharedVectors) -> None:
+    def __init__(self, layout: Layout, vectors: SharedVectors, sync_every: int) -> None:
+        """``sync_every``: inner steps between two turns of a fragment (H)."""
         self._layout = layout
-        self.shift = vectors.shift
-        self.snapshot = vectors.snapshot
         self._vectors = vectors
-        self.memory = VectorMemory(layout, vectors)
-        # Shifts that wait until the learner has added the previous one. Few ever wait; elsewhere the content is
-        # undefined.
-        self.queued = self.memory.spare.values
+        self.memory = VectorMemory(layout, vectors, sync_every)
+        # ``queued``: shifts that wait until the learner has added the previous one. Few ever wait.
+        self._rings: dict[Place, Tensor] = {
+            "shift": vectors.shift,
+            "queued": self.memory.spare.values,
+            "snapshot": vectors.snapshot,
+        }
         # Shards that a new learner has not been given yet.
         self._unloaded: deque[ShardId] = deque()
         # Shards of the present piece that the learner has not taken yet.
@@ -204,12 +243,12 @@ class LearnerUpdates:
         self.learner: LearnerId | None = None
         self._in_flight = [ShiftKind.NONE] * len(layout.shards)
         self._in_queue = [ShiftKind.NONE] * len(layout.shards)
-        # True if the shard's part of the snapshot buffer holds the learner's parameters, up to date.
+        # True if the shard's slot for snapshots holds the learner's parameters, up to date.
         self._has_snapshot = [False] * len(layout.shards)
 
-    def _range(self, vector: Tensor, shard: ShardId) -> Tensor:
-        piece = self._layout.shards[shard]
-        return vector[piece.start : piece.stop]
+    def part(self, place: Place, shard: ShardId) -> Tensor:
+        """Return the values of a shard that has a slot in ``place``, float32 [n]."""
+        return self._rings[place][self.memory.part(place, self._layout.shards[shard])]
 
     @property
     def is_empty(self) -> bool:
@@ -235,15 +274,16 @@ class LearnerUpdates:
         return Shifts((), self._next_piece(), not self._unloaded)
 
     def _next_piece(self) -> tuple[ShardId, ...]:
-        """Copy the next piece of the global parameters into the shift buffer; return the shards of the piece."""
+        """Copy the next piece of the global parameters into the slots for shifts; return the shards of the piece."""
         elements = 0
         while self._unloaded and elements < PIECE:
             shard = self._unloaded.popleft()
             self.memory.acquire("shift", shard)
-            self._range(self.shift, shard).copy_(self._range(self._vectors.theta, shard))
+            piece = self._layout.shards[shard]
+            self.part("shift", shard).copy_(self._vectors.theta[piece.start : piece.stop])
             self._in_flight[shard] = ShiftKind.REPLACE
             self._piece.add(shard)
-            elements += self._layout.shards[shard].elements
+            elements += piece.elements
         return tuple(sorted(self._piece))
 
     def unload(self) -> None:
@@ -257,48 +297,50 @@ class LearnerUpdates:
     # -- shifts --------------------------------------------------------------------------------------------------------
 
     def begin_shift(self, shard: ShardId, moves: Moves, bodies: Callable[[Payload], Sequence[Body]]) -> Handover:
-        """Begin a shift: into the shift buffer if the learner has taken the previous one, else into the queue.
+        """Begin a shift: into a slot for shifts if the learner has taken the previous one, else into the queue.
 
         ``bodies`` decompresses a payload.
         """
+        start = self._layout.shards[shard].start
         if self.learner is None or shard in self._unloaded:
-            return Handover(Shifts((), ()), None, False, False, None, (), ())
+            return Handover(Shifts((), ()), start, None, False, False, None, (), ())
         kind = ShiftKind.REPLACE if moves.is_reset else ShiftKind.ADD
         if moves.is_reset:
             self._has_snapshot[shard] = False  # the learner loses the steps that the snapshot holds
-        shifts, buffer, is_added = Shifts((), ()), self.queued, False
+        shifts, is_added = Shifts((), ()), False
+        place: Place = "queued"
         if self._in_flight[shard] is ShiftKind.NONE:
             assert self._in_queue[shard] is ShiftKind.NONE, "a shift waits in the queue but none is in flight"
             self._in_flight[shard] = kind
             shifts = Shifts((), (shard,)) if moves.is_reset else Shifts((shard,), ())
-            buffer = self.shift
-            self.memory.acquire("shift", shard)
+            place = "shift"
         else:
-            self.memory.acquire("queued", shard)
             is_first = self._in_queue[shard] is ShiftKind.NONE
             is_added = not is_first and not moves.is_reset
             if is_first or moves.is_reset:
                 self._in_queue[shard] = kind
+        self.memory.acquire(place, shard)
         is_mine = moves.learner == self.learner and not moves.is_reset
         return Handover(
             shifts,
-            buffer,
+            start,
+            self.part(place, shard),
             is_added,
             moves.is_reset,
-            self.snapshot if self._has_snapshot[shard] else None,
+            self.part("snapshot", shard) if self._has_snapshot[shard] else None,
             [bodies(payload) for payload in moves.settled] if is_mine else (),
             [bodies(payload) for payload in moves.restored] if is_mine else (),
         )
 
     def next_shifts(self, shards: Sequence[ShardId]) -> Shifts:
-        """Move queued shifts of ``shards`` to the shift buffer where the learner has taken the previous one; return
+        """Move queued shifts of ``shards`` to slots for shifts where the learner has taken the previous one; return
         them."""
         ready: dict[ShiftKind, list[ShardId]] = {ShiftKind.ADD: [], ShiftKind.REPLACE: []}
         for shard in shards:
             kind = self._in_queue[shard]
             if kind is not ShiftKind.NONE and self._in_flight[shard] is ShiftKind.NONE:
                 self.memory.acquire("shift", shard)
-                self._range(self.shift, shard).copy_(self._range(self.queued, shard))
+                self.part("shift", shard).copy_(self.part("queued", shard))
                 self.memory.release("queued", shard)
                 self._in_queue[shard] = ShiftKind.NONE
                 self._in_flight[shard] = kind
@@ -326,7 +368,7 @@ class LearnerUpdates:
         return self._has_snapshot[shard]
 
     def begin_snapshot(self, fragment: FragmentId) -> None:
-        """Reserve the fragment's part of the snapshot buffer for the learner to write."""
+        """Give the fragment's shards slots for the learner to write to."""
         for shard in self._layout.fragments[fragment]:
             self._has_snapshot[shard] = False
             self._asked.add(shard)
@@ -335,12 +377,15 @@ class LearnerUpdates:
     def complete_snapshot(self, fragment: FragmentId) -> None:
         """Update the fragment's snapshot with the shifts that the learner had not added when it wrote it."""
         for shard in self._layout.fragments[fragment]:
+            if shard not in self._asked:
+                continue  # a learner asked before has ended since
             self._asked.discard(shard)
-            waiting = ((self._in_flight[shard], self.shift), (self._in_queue[shard], self.queued))
+            waiting: tuple[tuple[ShiftKind, Place], ...]
+            waiting = ((self._in_flight[shard], "shift"), (self._in_queue[shard], "queued"))
             self._has_snapshot[shard] = all(kind is not ShiftKind.REPLACE for kind, _ in waiting)
-            for kind, buffer in waiting:
+            for kind, place in waiting:
                 if kind is ShiftKind.ADD:
-                    self._range(self.snapshot, shard).add_(self._range(buffer, shard))
+                    self.part("snapshot", shard).add_(self.part(place, shard))
 
     def release_snapshot(self, shard: ShardId) -> None:
         """Stop keeping the shard's snapshot up to date: it was encoded, and the next contribution has its own."""

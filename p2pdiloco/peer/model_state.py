@@ -210,7 +210,7 @@ class ModelState:
         self.theta = vectors.theta
         self.form = StateForm.of(outer_config)
         self.momentum = self.form.still(layout.elements)
-        self.shifts = LearnerUpdates(layout, vectors)
+        self.shifts = LearnerUpdates(layout, vectors, turn_steps)
         self.heads: list[Digest | None] = [None] * len(layout.shards)
         self.integrity = Integrity([quantization.chunk_count(shard.elements) for shard in layout.shards])
         self._staged: dict[ShardId, Staged] = {}
@@ -384,8 +384,7 @@ class ModelState:
         own = to.settled[0] if to.settled else None
         is_plain = not to.is_reset and to.snapshot is None and not to.restored and len(to.settled) <= 1
         vectors = self._range(self.theta, shard), self._range(self.momentum, shard)
-        buffer = None if to.buffer is None else self._range(to.buffer, shard)
-        if is_plain and outer_optimizer.step_shard(bodies, own, *vectors, buffer, to.is_added, factors):
+        if is_plain and outer_optimizer.step_shard(bodies, own, *vectors, to.buffer, to.is_added, factors):
             return
         for number, (body, span) in enumerate(zip(bodies, self._chunks(shard), strict=True)):
             theta, momentum = self.theta[span], self.momentum[span]
@@ -512,7 +511,9 @@ class ModelState:
     def encode_error(self, shard: ShardId, payload: Payload) -> float:
         """Return the relative quantization error of the first chunk of the newest contribution."""
         span = self._chunks(shard)[0]
-        return self._error(shard, payload, self.theta[span] - self.shifts.snapshot[span])
+        return self._error(
+            shard, payload, self.theta[span] - self.shifts.part("snapshot", shard)[: span.stop - span.start]
+        )
 
     def _error(self, shard: ShardId, payload: Payload, exact: Tensor) -> float:
         chunks = quantization.chunk_count(self.layout.shards[shard].elements)
@@ -536,7 +537,7 @@ class ModelState:
         if self.heads[shard] != base or not self.shifts.has_snapshot(shard) or self.integrity.is_spoilt(shard):
             raise StaleBaseError(f"shard {shard} is not at {base[:8]}")
         how = how or self._up
-        vectors = self._range(self.theta, shard), self._range(self.shifts.snapshot, shard)
+        vectors = self._range(self.theta, shard), self.shifts.part("snapshot", shard)
         bodies = quantization.encode_vector(how, *vectors, compression.index_bytes(len(self._chunks(shard))))
         self.shifts.release_snapshot(shard)
         payload = payload_of(bodies, how, is_coded)

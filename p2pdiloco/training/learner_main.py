@@ -34,7 +34,7 @@ from p2pdiloco.training.corpus import load_corpus
 from p2pdiloco.training.ipc_channel import Channel
 from p2pdiloco.training.node_reconnect import Reunion
 from p2pdiloco.training.optimizer_state import Keeper
-from p2pdiloco.training.shared_memory import SharedVectors
+from p2pdiloco.training.shared_memory import SharedVectors, ring_elements
 from p2pdiloco.training.thread_tuning import ThreadChoice
 from p2pdiloco.util.process import be_called, die_with_parent
 from p2pdiloco.wire.learner_ipc import Failed
@@ -133,7 +133,7 @@ def setting(options: argparse.Namespace) -> tuple[torch.device, Manifest]:
 def _build(options: argparse.Namespace, connection: socket.socket) -> Learner:
     device, manifest = setting(options)
     layout = Layout.of(manifest)
-    vectors = SharedVectors.attach(options.memory_fd, layout.elements)
+    vectors = SharedVectors.attach(options.memory_fd, layout.elements, ring_elements(layout))
     config = manifest.config
     corpus = load_corpus(config.data, options.data, options.tokenizer, context=config.model.context)
     return Learner(

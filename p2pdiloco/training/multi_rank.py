@@ -27,7 +27,7 @@ from p2pdiloco.protocol.ids import FragmentId, ShardId
 from p2pdiloco.protocol.manifest import Layout, TensorSpec
 from p2pdiloco.training.ipc_channel import Channel
 from p2pdiloco.training.node_link import Meeting, Visit
-from p2pdiloco.training.parameters import check_tensors
+from p2pdiloco.training.parameters import check_tensors, moves
 from p2pdiloco.training.shared_memory import NoVectors, Vectors
 from p2pdiloco.wire import learner_ipc
 
@@ -199,11 +199,11 @@ class RankGroupVisit:
         self._island = island
         self._visit = visit
 
-    def attach(self, elements: int) -> tuple[Vectors, RankGroupChannel]:
+    def attach(self, layout: Layout) -> tuple[Vectors, RankGroupChannel]:
         """Return the node's vectors and channel, as ``Visit.attach``. Other ranks than the leader get empty vectors."""
         if self._visit is None:
             return NoVectors(), RankGroupChannel(self._island, None)
-        vectors, channel = self._visit.attach(elements)
+        vectors, channel = self._visit.attach(layout)
         assert isinstance(channel, Channel)
         return vectors, RankGroupChannel(self._island, channel)
 
@@ -216,7 +216,7 @@ class _Part:
 
 
 class RankGroupParameters:
-    """The counterpart of ``FlatParameters`` for a rank group. ``vector`` arguments matter at the leader only."""
+    """The counterpart of ``FlatParameters`` for a rank group. ``vector`` and ``at`` matter at the leader only."""
 
     def __init__(
         self, named: Iterable[tuple[str, Tensor]], tensors: Sequence[TensorSpec], layout: Layout, island: RankGroup
@@ -252,26 +252,26 @@ class RankGroupParameters:
     def unpin(self, vectors: Sequence[Tensor]) -> None:
         """Do nothing."""
 
-    def copy_from(self, vector: Tensor, shards: Iterable[ShardId]) -> None:
+    def copy_from(self, vector: Tensor, shards: Iterable[ShardId], at: Sequence[int] = ()) -> None:
         """Set the parameters of these shards to ``vector``, on all ranks."""
-        self._take(vector, shards, replace=True)
+        self._take(vector, shards, at, replace=True)
 
-    def add_from(self, vector: Tensor, shards: Iterable[ShardId]) -> None:
+    def add_from(self, vector: Tensor, shards: Iterable[ShardId], at: Sequence[int] = ()) -> None:
         """Add ``vector`` to the parameters of these shards, on all ranks."""
-        self._take(vector, shards, replace=False)
+        self._take(vector, shards, at, replace=False)
 
     @torch.no_grad()
-    def copy_to(self, vector: Tensor, shards: Iterable[ShardId]) -> None:
+    def copy_to(self, vector: Tensor, shards: Iterable[ShardId], at: Sequence[int] = ()) -> None:
         """Copy the parameters of these shards to ``vector``, at the leader."""
-        for index, parts in self._by_parameter(shards):
+        for index, parts in self._by_parameter(shards, at):
             full = _whole(self._parameters[index]).flatten()
             if self._island.is_leader:
                 for part in parts:
                     vector[part.start : part.stop].copy_(full[part.first : part.last])
 
     @torch.no_grad()
-    def _take(self, vector: Tensor, shards: Iterable[ShardId], *, replace: bool) -> None:
-        for index, parts in self._by_parameter(shards):
+    def _take(self, vector: Tensor, shards: Iterable[ShardId], at: Sequence[int], *, replace: bool) -> None:
+        for index, parts in self._by_parameter(shards, at):
             parameter = self._parameters[index]
             full = _whole(parameter)
             flat = full.flatten()  # a view of a plain parameter that is contiguous
@@ -293,12 +293,13 @@ class RankGroupParameters:
             elif flat.data_ptr() != parameter.data_ptr():
                 parameter.copy_(flat.view(full.shape))
 
-    def _by_parameter(self, shards: Iterable[ShardId]) -> list[tuple[int, list[_Part]]]:
+    def _by_parameter(self, shards: Iterable[ShardId], at: Sequence[int]) -> list[tuple[int, list[_Part]]]:
         """Group the shards' parts by parameter, so that each is gathered once, in the flat vector's order."""
         found: dict[int, list[_Part]] = {}
-        for shard in shards:
+        for shard, moved in moves(self.layout, shards, at):
             for index, part in self._shards[shard]:
-                found.setdefault(index, []).append(part)
+                placed = _Part(part.first, part.last, part.start + moved, part.stop + moved)
+                found.setdefault(index, []).append(placed)
         return list(found.items())
 
 

@@ -23,17 +23,18 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol, assert_never
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, assert_never
 
 import torch
 from torch import Tensor
 
 from p2pdiloco.protocol.data_blocks import Block
 from p2pdiloco.protocol.ids import FragmentId, ShardId
+from p2pdiloco.protocol.manifest import Layout
 from p2pdiloco.training.cuda_copies import Finished
 from p2pdiloco.training.ipc_channel import Channel
-from p2pdiloco.training.parameters import FlatParameters, OnUpdate
-from p2pdiloco.training.shared_memory import Vectors
+from p2pdiloco.training.parameters import FlatParameters, OnUpdate, moves
+from p2pdiloco.training.shared_memory import Vectors, slot_elements
 from p2pdiloco.wire.learner_ipc import (
     AdoptStep,
     Batches,
@@ -177,7 +178,7 @@ class Trainer(Protocol):
 class Visit(Protocol):
     """A new node that has come (``node_reconnect.Found``)."""
 
-    def attach(self, elements: int) -> tuple[Vectors, Channel | RankGroupChannel]:
+    def attach(self, layout: Layout) -> tuple[Vectors, Channel | RankGroupChannel]:
         """Return the node's memory and the link to it.
 
         Raises:
@@ -249,7 +250,10 @@ class NodeLink:
         self._flat = flat
         self._on_update = on_update
         self._node = NodeEnd(vectors, channel)
-        flat.pin((vectors.shift, vectors.snapshot))
+        # Slots of the node's memory that are page-locked, by ring and first element.
+        self._pinned: dict[tuple[str, int], Tensor] = {}
+        # Parts of ``snapshot`` that hold the copies under way.
+        self._copies: dict[FragmentId, list[Tensor]] = {}
         self._answers: deque[tuple[Finished | None, FromLearner]] = deque()
         self.last_step = last_step
         self._reunion = reunion
@@ -386,41 +390,61 @@ class NodeLink:
 
     def _copy(self, command: Shift | Snapshot) -> None:
         match command:
-            case Shift(shards=shards, replace=True) if self._anchor is not None:
-                self._regain(self._anchor, shards)
+            case Shift(shards=shards, replace=True, at=at) if self._anchor is not None:
+                self._regain(self._anchor, shards, at)
                 self._answer(Shifted(shards=shards))
-            case Shift(shards=shards, replace=replace):
-                self._answer(Shifted(shards=shards), self._apply(self._node.vectors.shift, shards, replace=replace))
-            case Snapshot(fragment=fragment, step=step):
+            case Shift(shards=shards, replace=replace, at=at):
+                self._pin("shift", at)
+                finished = self._apply(self._node.vectors.shift, shards, at, replace=replace)
+                self._answer(Shifted(shards=shards), finished)
+            case Snapshot(fragment=fragment, step=step, at=at):
                 self._tell_health(self._health.doubted(self._doubt()))
+                self._pin("snapshot", at)
                 answer = Snapshotted(fragment=fragment, step=step, steps=self.counts.steps, tokens=self.counts.tokens)
-                self._answer(answer, self._flat.copy_to(self._node.vectors.snapshot, self._flat.of_fragment(fragment)))
+                snapshot, shards = self._node.vectors.snapshot, self._flat.of_fragment(fragment)
+                self._copies[fragment] = self._parts(snapshot, shards, at)
+                self._answer(answer, self._flat.copy_to(snapshot, shards, at))
             case _:
                 assert_never(command)
 
-    def _apply(self, vector: Tensor, shards: Sequence[ShardId], *, replace: bool = False) -> Finished | None:
+    def _pin(self, ring: Literal["shift", "snapshot"], at: Sequence[int]) -> None:
+        """Page-lock the slots that begin at these elements, for as long as this node is there: the node uses few."""
+        vector: Tensor = getattr(self._node.vectors, ring)
+        for start in at:
+            if (ring, start) not in self._pinned:
+                slot = self._pinned[ring, start] = vector[start : start + slot_elements(self._flat.layout)]
+                self._flat.pin((slot,))
+
+    def _parts(self, vector: Tensor, shards: Sequence[ShardId], at: Sequence[int]) -> list[Tensor]:
+        """Return each shard's part of a vector."""
+        pieces = ((self._flat.layout.shards[shard], moved) for shard, moved in moves(self._flat.layout, shards, at))
+        return [vector[piece.start + moved : piece.stop + moved] for piece, moved in pieces]
+
+    def _apply(
+        self, vector: Tensor, shards: Sequence[ShardId], at: Sequence[int] = (), *, replace: bool = False
+    ) -> Finished | None:
         """Change these shards of the parameters, and tell ``on_update``."""
         changes: list[tuple[Tensor, Tensor]] = []
         if self._on_update is not None and isinstance(self._flat, FlatParameters):
-            changes = self._flat.changes(vector, shards, replace=replace)
-        finished = (self._flat.copy_from if replace else self._flat.add_from)(vector, shards)
+            changes = self._flat.changes(vector, shards, at, replace=replace)
+        finished = (self._flat.copy_from if replace else self._flat.add_from)(vector, shards, at)
         for parameter, change in changes:
             assert self._on_update is not None
             self._on_update(parameter, change)
         return finished
 
-    def _regain(self, anchor: Tensor, shards: Sequence[ShardId]) -> None:
+    def _regain(self, anchor: Tensor, shards: Sequence[ShardId], at: Sequence[int]) -> None:
         """Set these shards to the swarm's parameters plus everything trained since the node was lost.
 
         The anchor becomes the swarm's parameters. If this node is lost too before it has sent the other shards,
         progress counts from there.
         """
-        shift, pieces = self._node.vectors.shift, [self._flat.layout.shards[shard] for shard in shards]
-        for piece in pieces:
-            anchor[piece.start : piece.stop].neg_().add_(shift[piece.start : piece.stop])
+        given = self._parts(self._node.vectors.shift, shards, at)
+        for part, new in zip(self._parts(anchor, shards, ()), given, strict=True):
+            part.neg_().add_(new)
         self._until(self._apply(anchor, shards))
-        for piece in pieces:
-            anchor[piece.start : piece.stop].copy_(shift[piece.start : piece.stop])
+        for part, new in zip(self._parts(anchor, shards, ()), given, strict=True):
+            part.copy_(new)
 
     def _until(self, finished: Finished | None) -> None:
         """Wait for a copy, which takes milliseconds."""
@@ -440,8 +464,7 @@ class NodeLink:
             self._node.channel.post(message)
 
     def _judge_snapshot(self, fragment: FragmentId) -> None:
-        shards = (self._flat.layout.shards[shard] for shard in self._flat.of_fragment(fragment))
-        pieces = [self._node.vectors.snapshot[shard.start : shard.stop] for shard in shards]
+        pieces = self._copies.pop(fragment)
         if self._health.is_doubted:
             for piece in pieces:
                 piece.fill_(math.nan)
@@ -481,7 +504,7 @@ class NodeLink:
         if self._reunion is None or not self.is_training or not self._reunion.open():
             return False
         if self._anchor is None:
-            self._anchor = torch.empty_like(self._node.vectors.shift)
+            self._anchor = torch.empty_like(self._node.vectors.theta)
             self._until(self._flat.copy_to(self._anchor, self._flat.everything))
             self.counts.steps = self.counts.tokens = 0
         self._answers.clear()
@@ -503,10 +526,11 @@ class NodeLink:
             self.is_training = False
         found = reunion.poll()
         if found is not None:
-            self._flat.unpin((self._node.vectors.shift, self._node.vectors.snapshot))
+            self._flat.unpin(tuple(self._pinned.values()))
+            self._pinned.clear()
+            self._copies.clear()
             self._node.vectors.close()
-            self._node = NodeEnd(*found.attach(self._flat.layout.elements))
-            self._flat.pin((self._node.vectors.shift, self._node.vectors.snapshot))
+            self._node = NodeEnd(*found.attach(self._flat.layout))
             assert self._ready is not None
             self._node.channel.post(self._ready)
             if self._health.problem:

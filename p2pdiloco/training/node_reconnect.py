@@ -21,8 +21,9 @@ import time
 from pathlib import Path
 
 from p2pdiloco.protocol.ids import digest_of
+from p2pdiloco.protocol.manifest import Layout
 from p2pdiloco.training.ipc_channel import Channel
-from p2pdiloco.training.shared_memory import SharedVectors
+from p2pdiloco.training.shared_memory import SharedVectors, ring_elements
 from p2pdiloco.wire.learner_ipc import Welcome
 
 IS_POSSIBLE = sys.platform == "linux"
@@ -47,13 +48,14 @@ class Found:
         self._memory_fd = memory_fd
         self.manifest = manifest
 
-    def attach(self, elements: int) -> tuple[SharedVectors, Channel]:
+    def attach(self, layout: Layout) -> tuple[SharedVectors, Channel]:
         """Return the memory and the link that the node has brought. Call it once.
 
         Raises:
-            ValueError: the memory is not that of ``elements`` parameters.
+            ValueError: the memory is not that of this layout.
         """
-        return SharedVectors.attach(self._memory_fd, elements), Channel(self._connection)
+        vectors = SharedVectors.attach(self._memory_fd, layout.elements, ring_elements(layout))
+        return vectors, Channel(self._connection)
 
     def dismiss(self) -> None:
         """Close the connection: this is not the expected node."""

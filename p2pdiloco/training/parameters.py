@@ -73,55 +73,55 @@ class FlatParameters:
         self.everything: tuple[ShardId, ...] = tuple(shard.shard for shard in layout.shards)
 
     @torch.no_grad()
-    def copy_from(self, vector: Tensor, shards: Iterable[ShardId]) -> Finished | None:
-        """Set the parameters of these shards to ``vector``.
+    def copy_from(self, vector: Tensor, shards: Iterable[ShardId], at: Sequence[int] = ()) -> Finished | None:
+        """Set the parameters of these shards to ``vector``. ``at``: see ``moves``.
 
         ``vector`` may be changed again when the returned function says that the copy has ended (None: at once).
         """
-        pieces = self._of(shards)
+        pairs = self._pairs(vector, shards, at)
         if self._side is None:
-            for piece in pieces:
-                piece.view.copy_(vector[piece.start : piece.stop])
+            for view, part in pairs:
+                view.copy_(part)
             return None
-        return self._side.to_device(_pairs(pieces, vector), Tensor.copy_)
+        return self._side.to_device(pairs, Tensor.copy_)
 
     @torch.no_grad()
-    def add_from(self, vector: Tensor, shards: Iterable[ShardId]) -> Finished | None:
-        """Add ``vector`` to the parameters of these shards.
+    def add_from(self, vector: Tensor, shards: Iterable[ShardId], at: Sequence[int] = ()) -> Finished | None:
+        """Add ``vector`` to the parameters of these shards. ``at``: see ``moves``.
 
         ``vector`` may be changed again when the returned function says that the copy has ended (None: at once).
         """
-        pieces = self._of(shards)
+        pairs = self._pairs(vector, shards, at)
         if self._side is None:
-            for piece in pieces:
-                piece.view.add_(vector[piece.start : piece.stop].to(piece.view.device))
+            for view, part in pairs:
+                view.add_(part.to(view.device))
             return None
-        return self._side.to_device(_pairs(pieces, vector), Tensor.add_)
+        return self._side.to_device(pairs, Tensor.add_)
 
     @torch.no_grad()
-    def copy_to(self, vector: Tensor, shards: Iterable[ShardId]) -> Finished | None:
-        """Copy the present parameters of these shards to ``vector``.
+    def copy_to(self, vector: Tensor, shards: Iterable[ShardId], at: Sequence[int] = ()) -> Finished | None:
+        """Copy the present parameters of these shards to ``vector``. ``at``: see ``moves``.
 
         The copy is complete when the returned function says so (None: at once).
         """
-        pieces = self._of(shards)
+        pairs = self._pairs(vector, shards, at)
         if self._side is None:
-            for piece in pieces:
-                vector[piece.start : piece.stop].copy_(piece.view)
+            for view, part in pairs:
+                part.copy_(view)
             return None
-        return self._side.to_host(_pairs(pieces, vector))
+        return self._side.to_host(pairs)
 
     @torch.no_grad()
     def changes(
-        self, vector: Tensor, shards: Iterable[ShardId], *, replace: bool = False
+        self, vector: Tensor, shards: Iterable[ShardId], at: Sequence[int] = (), *, replace: bool = False
     ) -> list[tuple[Tensor, Tensor]]:
         """Return what ``add_from`` (or ``copy_from``) would add: each parameter, and a float32 tensor of its shape."""
         found: dict[int, tuple[Tensor, Tensor]] = {}
-        for piece in self._of(shards):
+        for piece, here in self._of(shards, at):
             p = piece.parameter
             _, change = found.setdefault(id(p), (p, torch.zeros_like(p, dtype=torch.float32)))
             part = change.view(-1)[piece.first : piece.first + piece.stop - piece.start]
-            part.copy_(vector[piece.start : piece.stop])
+            part.copy_(vector[here])
             if replace:
                 part.sub_(piece.view)
         return list(found.values())
@@ -158,12 +158,24 @@ class FlatParameters:
         """Return the shards of ``fragment``."""
         return self.layout.fragments[fragment]
 
-    def _of(self, shards: Iterable[ShardId]) -> list[Piece]:
-        return [piece for shard in shards for piece in self._shards[shard]]
+    def _of(self, shards: Iterable[ShardId], at: Sequence[int]) -> Iterator[tuple[Piece, slice]]:
+        """Yield the shards' pieces, and where each is in a vector."""
+        for shard, moved in moves(self.layout, shards, at):
+            for piece in self._shards[shard]:
+                yield piece, slice(piece.start + moved, piece.stop + moved)
+
+    def _pairs(self, vector: Tensor, shards: Iterable[ShardId], at: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
+        return ((piece.view, vector[here]) for piece, here in self._of(shards, at))
 
 
-def _pairs(pieces: Iterable[Piece], vector: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    return ((piece.view, vector[piece.start : piece.stop]) for piece in pieces)
+def moves(layout: Layout, shards: Iterable[ShardId], at: Sequence[int]) -> Iterator[tuple[ShardId, int]]:
+    """Yield each shard, and by how many elements it lies further on in a vector than in the flat layout.
+
+    ``at``: the first element of each shard in the vector; empty: as in the flat layout.
+    """
+    if not at:
+        return ((shard, 0) for shard in shards)
+    return ((shard, start - layout.shards[shard].start) for shard, start in zip(shards, at, strict=True))
 
 
 def check_tensors(given: Sequence[tuple[str, Tensor]], tensors: Sequence[TensorSpec]) -> None:

@@ -1,12 +1,14 @@
-"""Shared memory of a node and its learner: three float32 vectors in the flat layout.
+"""Shared memory of a node and its learner: the global parameters, and two rings of slots for what is in flight.
 
 Rules of this file:
-1. ``theta`` holds the global parameters (written by the node; the learner reads it to evaluate). ``shift`` goes from
-   node to learner, ``snapshot`` from learner to node. Rule 2 of ``wire/learner_ipc.py`` says who may write when.
+1. ``theta`` holds the global parameters in the flat layout (written by the node; the learner reads it to evaluate).
+   ``shift`` goes from node to learner, ``snapshot`` from learner to node. Each has a slot per shard, and every slot
+   holds the largest shard, so that the node can put any shard into any slot and reuse few. Its messages say where a
+   shard is. Rule 2 of ``wire/learner_ipc.py`` says who may write when.
 2. The memory has no name. It lives as long as a process maps it or holds its file descriptor, so SIGKILL leaves nothing
    behind.
-3. Memory that was never written costs nothing: a follower without a learner pays only for ``theta``. Memory that is no
-   longer in use can be given back; it then reads as zero on both sides.
+3. Memory that was never written costs nothing: a follower without a learner pays only for ``theta``, and a ring only
+   for the slots that were used. Memory that is no longer in use can be given back; it then reads as zero on both sides.
 """
 
 from __future__ import annotations
@@ -22,33 +24,57 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from p2pdiloco.protocol.manifest import Layout
+
 Vectors: TypeAlias = "SharedVectors | NoVectors"
 
-_VECTORS = 3
 _PAGE = 4096
 
 
+def slot_elements(layout: Layout) -> int:
+    """Return the elements from one slot to the next: the largest shard, in whole pages, so that each slot can be
+    page-locked."""
+    return _stride(_largest(layout)) // 4
+
+
+def ring_elements(layout: Layout) -> int:
+    """Return the elements of ``shift`` and of ``snapshot``: a slot per shard."""
+    return (len(layout.shards) - 1) * slot_elements(layout) + _largest(layout)
+
+
+def _largest(layout: Layout) -> int:
+    return max(shard.elements for shard in layout.shards)
+
+
 def _stride(elements: int) -> int:
-    """Return the bytes from one vector to the next, in whole pages."""
+    """Return the bytes of ``elements`` float32, in whole pages."""
     return -(-4 * elements // _PAGE) * _PAGE
 
 
-class SharedVectors:
-    """Three vectors of ``elements`` float32 each; zero when new."""
+def _size(elements: int, ring: int) -> int:
+    """Return the bytes of the whole memory."""
+    return _stride(elements) + 2 * _stride(ring)
 
-    def __init__(self, fd: int, elements: int) -> None:
+
+class SharedVectors:
+    """``theta`` of ``elements`` float32, ``shift`` and ``snapshot`` of ``ring`` each; zero when new."""
+
+    def __init__(self, fd: int, elements: int, ring: int = 0) -> None:
+        """``ring``: see ``ring_elements``; 0: ``elements``, which is enough for one shard."""
+        ring = ring or elements
         # The file descriptor to hand to the learner. Closed by ``close``, or with the last reference to this object.
         self.fd = fd
         self.elements = elements
-        self._memory = memory = mmap.mmap(fd, _VECTORS * _stride(elements))
-        self.theta, self.shift, self.snapshot = (
-            torch.frombuffer(memory, dtype=torch.float32, count=elements, offset=i * _stride(elements))
-            for i in range(_VECTORS)
+        self._memory = memory = mmap.mmap(fd, _size(elements, ring))
+        self._begins = {"shift": _stride(elements), "snapshot": _stride(elements) + _stride(ring)}
+        self.theta = torch.frombuffer(memory, dtype=torch.float32, count=elements)
+        self.shift, self.snapshot = (
+            torch.frombuffer(memory, dtype=torch.float32, count=ring, offset=begin) for begin in self._begins.values()
         )
         self._closing = weakref.finalize(self, os.close, fd)
 
     @classmethod
-    def create(cls, elements: int) -> SharedVectors:
+    def create(cls, elements: int, ring: int = 0) -> SharedVectors:
         """Create vectors of zeros.
 
         Raises:
@@ -59,30 +85,30 @@ class SharedVectors:
             raise ValueError(f"elements = {elements} must be at least 1")
         fd = _nameless_file()
         try:
-            os.ftruncate(fd, _VECTORS * _stride(elements))
-            return cls(fd, elements)
+            os.ftruncate(fd, _size(elements, ring or elements))
+            return cls(fd, elements, ring)
         except BaseException:
             os.close(fd)
             raise
 
     @classmethod
-    def attach(cls, fd: int, elements: int) -> SharedVectors:
+    def attach(cls, fd: int, elements: int, ring: int = 0) -> SharedVectors:
         """Map the vectors behind ``fd``, which another process created. Takes ownership of ``fd``.
 
         Raises:
             ValueError: the memory is not that of ``elements`` parameters.
         """
-        size = os.fstat(fd).st_size
-        if size != _VECTORS * _stride(elements):
+        size, expected = os.fstat(fd).st_size, _size(elements, ring or elements)
+        if size != expected:
             raise ValueError(
-                f"the shared memory has {size} bytes, but {elements} parameters need {_VECTORS * _stride(elements)}: "
+                f"the shared memory has {size} bytes, but {elements} parameters need {expected}: "
                 "is the manifest that of another run?"
             )
-        return cls(fd, elements)
+        return cls(fd, elements, ring)
 
     def give_back(self, vector: Literal["shift", "snapshot"], start: int, stop: int) -> None:
         """Give the memory of elements ``start`` to ``stop`` back to the system, as far as it is whole pages."""
-        begin = _stride(self.elements) * (1 if vector == "shift" else 2)
+        begin = self._begins[vector]
         give_back(self._memory, begin + 4 * start, begin + 4 * stop)
 
     def close(self) -> None:

@@ -4,8 +4,8 @@ A frame is a 4-byte big-endian length and that many bytes of MessagePack: one ta
 
 Rules of this file:
 1. The socket carries control messages only. Parameters lie in memory that both processes map
-   (``training/shared_memory.py``): ``theta`` (global parameters), ``shift`` (node to learner) and ``snapshot`` (learner
-   to node), all in the flat layout.
+   (``training/shared_memory.py``): ``theta`` (global parameters, in the flat layout), ``shift`` (node to learner) and
+   ``snapshot`` (learner to node). The node chooses where a shard is in these two, and says so (``at``).
 2. The learner executes commands in order, at a step boundary. The node must not write a piece of ``shift`` again before
    ``Shifted`` names it. It must not ask for a fragment's snapshot again before it has read the last one.
 3. ``steps`` and ``tokens`` count from the learner's start and never decrease. ``step`` is the global step.
@@ -39,6 +39,8 @@ class Shift(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     shards: tuple[ShardId, ...]
     replace: bool
+    at: tuple[int, ...] = ()
+    """First element of each shard in ``shift``; empty: as in the flat layout."""
 
 
 class Begin(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -52,6 +54,8 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     fragment: FragmentId
     step: int
+    at: tuple[int, ...] = ()
+    """First element of each of its shards in ``snapshot``; empty: as in the flat layout."""
 
 
 class Train(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -16,7 +16,8 @@ from p2pdiloco.protocol.ids import LearnerId, PeerId, ShardId
 from p2pdiloco.protocol.manifest import Layout, Manifest
 from p2pdiloco.training.cuda_copies import Finished
 from p2pdiloco.training.node_link import NodeLink
-from p2pdiloco.training.parameters import FlatParameters
+from p2pdiloco.training.parameters import FlatParameters, moves
+from p2pdiloco.training.shared_memory import ring_elements
 from p2pdiloco.wire import learner_ipc
 from tests.peer_sim.disk import START
 from tests.peer_sim.tuning import CHUNK
@@ -36,9 +37,10 @@ class Vectors:
 
     fd = -1
 
-    def __init__(self, elements: int) -> None:
-        self.elements = elements
-        self.theta, self.shift, self.snapshot = (torch.zeros(elements) for _ in range(3))
+    def __init__(self, layout: Layout) -> None:
+        self.elements = layout.elements
+        self.theta = torch.zeros(layout.elements)
+        self.shift, self.snapshot = (torch.zeros(ring_elements(layout)) for _ in range(2))
 
     def give_back(self, vector: Literal["shift", "snapshot"], start: int, stop: int) -> None:
         """Nobody may look at it any more."""
@@ -101,7 +103,7 @@ class _Found(NamedTuple):
     vectors: Vectors
     channel: SimulatedChannel
 
-    def attach(self, elements: int) -> tuple[Vectors, SimulatedChannel]:
+    def attach(self, layout: Layout) -> tuple[Vectors, SimulatedChannel]:
         """What it shares with its learner."""
         return self.vectors, self.channel
 
@@ -420,29 +422,30 @@ class _Watched(FlatParameters):
     looks: Callable[[], int]
     """How often the next copy is asked for before it has ended."""
 
-    def copy_from(self, vector: Tensor, shards: Iterable[ShardId]) -> Finished | None:
+    def copy_from(self, vector: Tensor, shards: Iterable[ShardId], at: Sequence[int] = ()) -> Finished | None:
         """Parameters = ``vector``."""
-        super().copy_from(vector, shards)
+        super().copy_from(vector, shards, at)
         self.replaced(shards)
         return self._under_way(lambda: None)
 
-    def add_from(self, vector: Tensor, shards: Iterable[ShardId]) -> Finished | None:
+    def add_from(self, vector: Tensor, shards: Iterable[ShardId], at: Sequence[int] = ()) -> Finished | None:
         """Parameters += ``vector``."""
-        super().add_from(vector, shards)
+        super().add_from(vector, shards, at)
         return self._under_way(lambda: None)
 
-    def copy_to(self, vector: Tensor, shards: Iterable[ShardId]) -> Finished | None:
+    def copy_to(self, vector: Tensor, shards: Iterable[ShardId], at: Sequence[int] = ()) -> Finished | None:
         """``vector`` = parameters of now, when the copy ends."""
-        copy, shards = torch.empty_like(vector), tuple(shards)
-        super().copy_to(copy, shards)
+        copy, placed = torch.empty_like(vector), tuple(moves(self.layout, tuple(shards), at))
+        super().copy_to(copy, tuple(shard for shard, _ in placed), at)
 
-        def arrive(of: tuple[ShardId, ...]) -> None:
-            for shard in of:
+        def arrive(of: tuple[tuple[ShardId, int], ...]) -> None:
+            for shard, moved in of:
                 piece = self.layout.shards[shard]
-                vector[piece.start : piece.stop].copy_(copy[piece.start : piece.stop])
+                here = slice(piece.start + moved, piece.stop + moved)
+                vector[here].copy_(copy[here])
 
-        arrive(shards[:1])  # a copy under way is there in part
-        return self._under_way(lambda: arrive(shards[1:]))
+        arrive(placed[:1])  # a copy under way is there in part
+        return self._under_way(lambda: arrive(placed[1:]))
 
     def _under_way(self, arrive: Callable[[], None]) -> Finished | None:
         left = self.looks()

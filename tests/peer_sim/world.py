@@ -210,7 +210,7 @@ class World:
         self.checks.counted["lives"] += 1
         self.harm_until(self.now)
         setting = computer.setting
-        vectors = Vectors(self.layout.elements)
+        vectors = Vectors(self.layout)
         host = self.hosts[name] = SimulatedHost(self, name, computer.disk, setting.clock, vectors)
         options = PeerOptions(
             folder=FOLDER,

@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import socket
 from collections import deque
+from collections.abc import Sequence
 from random import Random
 from typing import NamedTuple
 
@@ -26,7 +27,7 @@ from p2pdiloco.codec import compression, digests, quantization
 from p2pdiloco.codec.digests import packed
 from p2pdiloco.codec.merge import LONGEST
 from p2pdiloco.peer import learner_updates
-from p2pdiloco.peer.learner_updates import Moves, Shifts
+from p2pdiloco.peer.learner_updates import Moves, Place, Shifts
 from p2pdiloco.peer.model_state import ModelState, StaleBaseError
 from p2pdiloco.protocol.data_blocks import Block
 from p2pdiloco.protocol.ids import FragmentId, LearnerId, PeerId, ShardId, digest_of
@@ -35,7 +36,7 @@ from p2pdiloco.protocol.messages import CommitHeader, Contributor
 from p2pdiloco.training.ipc_channel import Channel
 from p2pdiloco.training.node_link import NodeLink
 from p2pdiloco.training.parameters import FlatParameters
-from p2pdiloco.training.shared_memory import SharedVectors
+from p2pdiloco.training.shared_memory import SharedVectors, ring_elements
 from p2pdiloco.wire import learner_ipc
 
 ELEMENTS = 24
@@ -91,13 +92,13 @@ class Spied(FlatParameters):
 
     model: Conservation
 
-    def copy_from(self, vector, shards):  # type: ignore[no-untyped-def]
-        taken = super().copy_from(vector, list(shards := list(shards)))
+    def copy_from(self, vector, shards, at=()):  # type: ignore[no-untyped-def]
+        taken = super().copy_from(vector, list(shards := list(shards)), at)
         self.model.replaced(shards)
         return taken
 
-    def copy_to(self, vector, shards):  # type: ignore[no-untyped-def]
-        taken = super().copy_to(vector, list(shards := list(shards)))
+    def copy_to(self, vector, shards, at=()):  # type: ignore[no-untyped-def]
+        taken = super().copy_to(vector, list(shards := list(shards)), at)
         self.model.copied(shards)
         return taken
 
@@ -112,7 +113,7 @@ class Conservation:
         )
         self.layout = make_layout(tensors, FRAGMENTS, 1024, "direct")
         self.shards = [shard.shard for shard in self.layout.shards]
-        self.vectors = SharedVectors.create(self.layout.elements)
+        self.vectors = SharedVectors.create(self.layout.elements, ring_elements(self.layout))
         outer = OuterConfig(learning_rate=RATE, momentum=MOMENTUM)
         self.state = ModelState(self.layout, outer, CodecConfig(up="bf16", down="bf16"), self.vectors, turn_steps=24)
         self.names = (digest_of(f"head {n}".encode()) for n in itertools.count())
@@ -172,14 +173,19 @@ class Conservation:
         assert self.node is not None
         self.node.sendall(learner_ipc.encode(message))
 
+    def at(self, place: Place, shards: Sequence[ShardId]) -> tuple[int, ...]:
+        found = self.state.shifts.memory.starts(place, shards)
+        assert found is not None
+        return found
+
     def pass_on(self, shifts: Shifts) -> None:
         """As Supervision does."""
         if shifts.added:
-            self.tell(learner_ipc.Shift(shards=shifts.added, replace=False))
+            self.tell(learner_ipc.Shift(shards=shifts.added, replace=False, at=self.at("shift", shifts.added)))
         if shifts.replaced:
             for shard in shifts.replaced:
                 self.told[shard].append(self.eras[shard])
-            self.tell(learner_ipc.Shift(shards=shifts.replaced, replace=True))
+            self.tell(learner_ipc.Shift(shards=shifts.replaced, replace=True, at=self.at("shift", shifts.replaced)))
         if shifts.is_last_piece:
             self.is_begun = True
             self.tell(learner_ipc.Begin(step=0))
@@ -236,9 +242,11 @@ class Conservation:
         if self.is_begun and not self.is_asked[fragment]:
             self.is_asked[fragment] = True
             self.state.shifts.begin_snapshot(FragmentId(fragment))
-            for shard in self.layout.fragments[fragment]:
+            shards = self.layout.fragments[fragment]
+            for shard in shards:
                 self.has_copy[shard] = False
-            self.tell(learner_ipc.Snapshot(fragment=FragmentId(fragment), step=0))
+            at = self.at("snapshot", shards)
+            self.tell(learner_ipc.Snapshot(fragment=FragmentId(fragment), step=0, at=at))
 
     def encode(self, shard: int) -> None:
         """What is given is all that was not merged when the learner copied, to the bit."""

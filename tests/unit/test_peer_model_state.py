@@ -203,7 +203,7 @@ def test_the_learner_keeps_what_was_not_merged(peers: tuple[Peer, Peer]) -> None
         expected.append(mine.state.theta - before + decoded(payload))
         before = mine.state.theta.clone()
     assert torch.equal(mine.vectors.shift, expected[0])
-    assert torch.equal(mine.state.shifts.queued, expected[1] + expected[2])
+    assert torch.equal(mine.state.shifts.part("queued", SHARD), expected[1] + expected[2])
     moved = learner + expected[0] + expected[1] + expected[2]
     assert torch.equal(mine.vectors.snapshot, moved)
     assert mine.state.shifts.acknowledge((SHARD,)) == Shifts((SHARD,), ())
@@ -255,7 +255,9 @@ def test_a_snapshot_is_brought_up_to_date_with_what_is_in_flight_and_queued(peer
     mine.state.shifts.begin_snapshot(FRAGMENT)
     mine.vectors.snapshot.copy_(before - bell(3))  # it has taken neither
     mine.state.shifts.complete_snapshot(FRAGMENT)
-    assert torch.equal(mine.vectors.snapshot, before - bell(3) + mine.vectors.shift + mine.state.shifts.queued)
+    assert torch.equal(
+        mine.vectors.snapshot, before - bell(3) + mine.vectors.shift + mine.state.shifts.part("queued", SHARD)
+    )
     assert torch.allclose(mine.state.theta - mine.vectors.snapshot, bell(3), atol=1e-6)
 
 

@@ -34,7 +34,7 @@ from p2pdiloco.training.ipc_channel import Channel
 from p2pdiloco.training.models import build_model, loss, named_tensors
 from p2pdiloco.training.node_reconnect import find_learner
 from p2pdiloco.training.parameters import FlatParameters
-from p2pdiloco.training.shared_memory import SharedVectors
+from p2pdiloco.training.shared_memory import SharedVectors, ring_elements
 from p2pdiloco.wire import learner_ipc
 
 pytestmark = pytest.mark.heavy
@@ -67,7 +67,7 @@ class Node:
 
     def __init__(self, manifest: Manifest, folder: Path, *extra: str, is_forked: bool = True) -> None:
         self.layout = Layout.of(manifest)
-        self.vectors = SharedVectors.create(self.layout.elements)
+        self.vectors = SharedVectors.create(self.layout.elements, ring_elements(self.layout))
         path = folder / "manifest.msgpack"
         path.write_bytes(manifest.encode())
         self.socket, theirs = socket.socketpair()
@@ -182,7 +182,7 @@ def test_a_life(start: Callable[..., Node]) -> None:
 
     # Pause comes with Begin, so no step lies between: what is in the parameters is exactly what was loaded.
     initial = torch.randn(elements, generator=torch.Generator().manual_seed(1)) * 0.02
-    vectors.shift.copy_(initial)
+    vectors.shift[:elements] = initial
     node.load(100, learner_ipc.Pause())
     assert node.until(learner_ipc.Shifted).shards == everything
     assert node.until(learner_ipc.Paused) == learner_ipc.Paused(steps=0, tokens=0, step=100)
@@ -206,7 +206,7 @@ def test_a_life(start: Callable[..., Node]) -> None:
     assert not vectors.snapshot[boundary:].any()  # the other fragment was not asked for
     node.send(learner_ipc.Snapshot(fragment=FragmentId(1), step=101))
     node.until(learner_ipc.Snapshotted)
-    assert torch.equal(vectors.snapshot, expected)
+    assert torch.equal(vectors.snapshot[:elements], expected)
 
     manifest = make_manifest()
     model = build_model(manifest.config.model, 0)
@@ -222,7 +222,7 @@ def test_a_life(start: Callable[..., Node]) -> None:
         "on the run's samples, not on its own data"
     )
 
-    vectors.shift.copy_(initial)
+    vectors.shift[:elements] = initial
     node.load(100)
     node.until(learner_ipc.Shifted)
     progress = node.until(learner_ipc.Progress, lambda p: p.steps >= 50)
@@ -429,12 +429,13 @@ def test_a_learner_that_lost_its_node_trains_on_and_is_found(start: Callable[...
     the progress since then."""
     node = start(*WAITS)
     node.until(learner_ipc.Ready)
-    node.vectors.shift.copy_(torch.randn(node.layout.elements, generator=torch.Generator().manual_seed(1)) * 0.02)
+    elements = node.layout.elements
+    node.vectors.shift[:elements] = torch.randn(elements, generator=torch.Generator().manual_seed(1)) * 0.02
     node.load(0)
     node.until(learner_ipc.Progress, lambda p: p.steps >= 3)
     node.socket.close()
 
-    vectors = SharedVectors.create(node.layout.elements)
+    vectors = SharedVectors.create(node.layout.elements, ring_elements(node.layout))
     deadline = time.monotonic() + DEADLINE_S
     while (found := find_learner(REUNION, vectors.fd)) is None:
         assert time.monotonic() < deadline
@@ -449,7 +450,7 @@ def test_a_learner_that_lost_its_node_trains_on_and_is_found(start: Callable[...
         node.send(learner_ipc.Snapshot(fragment=FragmentId(fragment), step=501))
     node.send(learner_ipc.Pause())
     taken = node.until(learner_ipc.Snapshotted, lambda m: m.fragment == 1)
-    progress = vectors.snapshot - 0.25
+    progress = vectors.snapshot[:elements] - 0.25
     assert begun.steps <= taken.steps
     assert taken.tokens == taken.steps * 16
     assert 0 < progress.abs().max() <= 1.5e-3 * taken.steps, "AdamW's steps are about the learning rate each"

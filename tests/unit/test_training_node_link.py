@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import socket
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -20,7 +20,7 @@ from p2pdiloco.training.ipc_channel import Channel
 from p2pdiloco.training.node_link import NodeLink
 from p2pdiloco.training.node_reconnect import IS_POSSIBLE, Reunion, find_learner
 from p2pdiloco.training.parameters import FlatParameters
-from p2pdiloco.training.shared_memory import SharedVectors
+from p2pdiloco.training.shared_memory import SharedVectors, ring_elements
 from p2pdiloco.wire import learner_ipc
 
 
@@ -57,8 +57,8 @@ class SlowParameters(FlatParameters):
     pending: list[bool]
     is_slow = True
 
-    def copy_to(self, vector: Tensor, shards: Iterable[ShardId]) -> Callable[[], bool] | None:
-        super().copy_to(vector, shards)
+    def copy_to(self, vector: Tensor, shards: Iterable[ShardId], at: Sequence[int] = ()) -> Callable[[], bool] | None:
+        super().copy_to(vector, shards, at)
         if not self.is_slow:
             return None
         index = len(self.pending)
@@ -321,7 +321,7 @@ def test_a_learner_that_is_adopted_keeps_its_progress_since_the_loss_and_counts_
         bench.step(2.0)
         bench.step(2.0)
 
-        memory = SharedVectors.create(15)
+        memory = SharedVectors.create(15, ring_elements(bench.flat.layout))
         memory.shift.fill_(100.0)
         found = find_learner(name, memory.fd)
         assert found is not None
@@ -466,7 +466,7 @@ def adopt(
     bench: Bench, name: str, values: float, step: int = 20, before_loading: Callable[[], None] = lambda: None
 ) -> SharedVectors:
     """The node's next life finds the learner and loads it; its shared memory."""
-    memory = SharedVectors.create(15)
+    memory = SharedVectors.create(15, ring_elements(bench.flat.layout))
     memory.shift.fill_(values)
     found = find_learner(name, memory.fd)
     assert found is not None
@@ -512,7 +512,7 @@ def test_a_learner_whose_next_node_dies_while_it_gives_the_parameters_keeps_all_
     bench.socket.close()
     assert bench.link.boundary()
     bench.step(1.0)
-    memory = SharedVectors.create(15)
+    memory = SharedVectors.create(15, ring_elements(bench.flat.layout))
     memory.shift.fill_(50.0)
     found = find_learner(name, memory.fd)
     assert found is not None
@@ -591,13 +591,14 @@ def test_a_visitor_that_brings_no_memory_is_sent_away_and_the_next_is_heard(tmp_
             visitor.settimeout(10.0)
             assert visitor.recv(1) == b"", "it is sent away"
     assert reunion.poll() is None, "the last one has gone"
+    layout = make_layout(tensor_specs([("all", torch.Size((15,)), False)], 1), 1, 1024, "rda")
     with SharedVectors.create(15) as memory:
         connection = find_learner(name, memory.fd)
         assert connection is not None
         found = reunion.poll()
         assert found is not None
         assert not reunion.is_open
-        vectors, _ = found.attach(15)
+        vectors, _ = found.attach(layout)
         memory.shift.fill_(7.0)
         assert torch.equal(vectors.shift, memory.shift), "both have the same memory"
         vectors.close()

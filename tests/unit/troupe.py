@@ -29,7 +29,7 @@ from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol.ids import PeerId, ShardId
 from p2pdiloco.protocol.manifest import Layout
-from p2pdiloco.training.shared_memory import SharedVectors
+from p2pdiloco.training.shared_memory import SharedVectors, ring_elements
 from p2pdiloco.transport.identity import Identity
 from p2pdiloco.util.files import LOCAL
 from p2pdiloco.wire.control_messages import decode_message, encode
@@ -199,7 +199,8 @@ class Member:
         self.before: Callable[[ev.Event, list[ef.Effect]], None] = lambda event, effects: None
         """Called with each event before its effects are carried out."""
         self.host = StageHost(stage, self)
-        self.vectors = SharedVectors.create(Layout.of(stage.manifest).elements)
+        layout = Layout.of(stage.manifest)
+        self.vectors = SharedVectors.create(layout.elements, ring_elements(layout))
         self.metrics = Recorded(folder / "metrics.jsonl")
         self.peer = Peer(
             stage.manifest,

@@ -179,7 +179,7 @@ class Owner:
     def merge(self, scale: float, longest: float = math.inf) -> MergeResult:
         """A step of ones times ``scale``."""
         self.state.shifts.begin_snapshot(FragmentId(0))
-        self.state.shifts.snapshot.copy_(self.state.theta - scale)
+        self.state.shifts.part("snapshot", SHARD).copy_(self.state.theta - scale)
         self.state.shifts.complete_snapshot(FragmentId(0))
         payload, _ = self.state.encode(SHARD, digest("zero"))
         return self.state.merge(SHARD, digest("zero"), 1, [(tokens(C, 0, 40), payload)], None, longest)
