@@ -1,25 +1,29 @@
-"""Cost of ``p2pdiloco.DiLoCo`` to a training loop, with a model of 10 million parameters.
+"""Cost of ``p2pdiloco.DiLoCo`` to a training loop, with a model of 10 million parameters or more.
 
     python -m benchmarks.training.overhead [--steps 40] [--batch 4] [--fragments 24] [--threads 2]
-                                           [--json out/overhead.json] [--plot out/overhead.png]
+                                           [--width 384] [--json out/overhead.json] [--plot out/overhead.png]
 
 The wrapper has joined a run of its own, with a real node beside it and no exchange due. Every other step's optimizer is
 hooked, so that other work on the machine affects both kinds alike; the cost is the median difference of neighbours.
-Then a snapshot and a shift of each fragment are done through the same link, without the node, and compared with the
-median step. On a busy machine trust the CPU time of this thread, which stands beside wall time. The two collectives per
-step of an island of several ranks are not included.
+Then each fragment's snapshot and shift are done, turn after turn, in the memory that the node's ``LearnerUpdates``
+chooses, and compared with the median step. Nothing is touched before; the first turn does not count. On a busy machine
+trust the CPU time of this thread, which stands beside wall time, and ``--threads 1``. The two collectives per step of
+an island of several ranks are not included.
 """
 
 from __future__ import annotations
 
+import resource
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -27,11 +31,12 @@ import p2pdiloco
 from benchmarks import bench
 from benchmarks.plots import bars, figure
 from p2pdiloco.codec.fragments import tensor_specs
+from p2pdiloco.peer.learner_updates import LearnerUpdates
 from p2pdiloco.protocol.ids import FragmentId
 from p2pdiloco.protocol.manifest import ModelConfig, make_layout
 from p2pdiloco.training.models import build_model, loss
 from p2pdiloco.training.parameters import FlatParameters, trainable
-from p2pdiloco.training.shared_memory import SharedVectors
+from p2pdiloco.training.shared_memory import SharedVectors, ring_elements
 
 MODEL = ModelConfig(width=384, depth=6, heads=6, context=256)
 """10.8 million parameters: that of stdlib-10m.toml."""
@@ -44,13 +49,19 @@ class Took(NamedTuple):
 
     wall_s: float
     cpu_s: float
+    faults: int
 
 
 def clocked(call: Callable[[], object]) -> Took:
-    """Time of ``call``, and of this thread in it."""
-    wall, cpu = time.perf_counter(), time.thread_time()
+    """Time of ``call``, and of this thread in it, and this process's page faults."""
+    faults, wall, cpu = page_faults(), time.perf_counter(), time.thread_time()
     call()
-    return Took(time.perf_counter() - wall, time.thread_time() - cpu)
+    return Took(time.perf_counter() - wall, time.thread_time() - cpu, page_faults() - faults)
+
+
+def page_faults() -> int:
+    """Those so far that the kernel answered without a disk."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,10 +71,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--batch", type=int, default=4, help="samples per step")
     parser.add_argument("--fragments", type=int, default=24, help="number of fragments")
     parser.add_argument("--threads", type=int, default=2, help="threads of torch")
+    parser.add_argument("--width", type=int, default=MODEL.width, help="width of the model; 704: 36M parameters")
     options = parser.parse_args(argv)
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
-    model = build_model(MODEL, 0)
+    model = build_model(msgspec.structs.replace(MODEL, width=options.width, heads=options.width // 64), 0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     batch = torch.randint(0, 256, (options.batch, MODEL.context + 1))
 
@@ -105,9 +117,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             calls.append(clocked(hooks))
             outer._hook_steps()
     copies = time_copies(model, options.fragments)
-    figures = summarize(hooked, plain, calls, *copies)
-    show(figures)
     parameters = sum(p.numel() for p in model.parameters())
+    figures = summarize(hooked, plain, calls, *copies, parameters)
+    show(figures)
     bench.write(options, "training.overhead", {"parameters": parameters}, figures)
     if options.plot:
         draw(figures, options.plot)
@@ -126,21 +138,37 @@ def show_progress(done: int, steps: int) -> None:
 
 
 def time_copies(model: torch.nn.Module, fragments: int) -> tuple[list[Took], list[Took]]:
-    """A snapshot of each fragment, and a shift of each, several times."""
+    """A snapshot of each fragment, and a shift of each, several times; between two of them the peer has rested."""
     named = trainable(model)
     tensors = tensor_specs([(name, p.shape, False) for name, p in named], fragments)
     layout = make_layout(tensors, fragments, 262144, "rda")
     snapshots: list[Took] = []
     shifts: list[Took] = []
-    with SharedVectors.create(layout.elements) as vectors:
+    with SharedVectors.create(layout.elements, ring_elements(layout)) as vectors:
         flat = FlatParameters(named, tensors, layout)
-        vectors.shift.fill_(0.0)
-        flat.copy_to(vectors.snapshot, flat.everything)  # the first touch of memory is the kernel's time
-        for _ in range(REPEATS):
-            for fragment in map(FragmentId, range(fragments)):
-                shards = flat.of_fragment(fragment)
-                snapshots.append(clocked(lambda shards=shards: flat.copy_to(vectors.snapshot, shards)))  # type: ignore[misc]
-                shifts.append(clocked(lambda shards=shards: flat.add_from(vectors.shift, shards)))  # type: ignore[misc]
+        updates = LearnerUpdates(layout, vectors, fragments)
+        memory = updates.memory
+
+        def copy(fragment: FragmentId) -> None:
+            shards = flat.of_fragment(fragment)
+            flat.copy_to(vectors.snapshot, shards, memory.starts("snapshot", shards) or ())
+
+        def shift(fragment: FragmentId) -> None:
+            shards = flat.of_fragment(fragment)
+            for shard in shards:  # as the node
+                memory.acquire("shift", shard)
+                updates.part("shift", shard).zero_()
+            flat.add_from(vectors.shift, shards, memory.starts("shift", shards) or ())
+            for shard in shards:
+                memory.release("shift", shard)
+
+        for fragment in (FragmentId(i) for _ in range(1 + REPEATS) for i in range(fragments)):
+            updates.begin_snapshot(fragment)
+            snapshots.append(clocked(partial(copy, fragment)))
+            updates.end_snapshot(fragment)
+            shifts.append(clocked(partial(shift, fragment)))
+            for _ in range(2):
+                memory.release_unused()
     return snapshots, shifts
 
 
@@ -150,8 +178,12 @@ def summarize(
     calls: Sequence[Took],
     snapshots: Sequence[Took],
     shifts: Sequence[Took],
+    parameters: int,
 ) -> dict[str, float]:
-    """Medians, in seconds and as shares of the plain step."""
+    """Medians, in seconds and as shares of the plain step. Page faults: per 1,000 parameters and turn."""
+    first = len(shifts) // (1 + REPEATS)
+    faults = [s.faults + a.faults for s, a in zip(snapshots, shifts, strict=True)]
+    snapshots, shifts = snapshots[first:], shifts[first:]
     step_s = statistics.median(took.wall_s for took in plain)
     step_cpu_s = statistics.median(took.cpu_s for took in plain)
     pairs = [(h.wall_s - p.wall_s) / p.wall_s for h, p in zip(hooked, plain, strict=True)]
@@ -174,6 +206,9 @@ def summarize(
         "exchange_share": exchange_s / step_s,
         "exchange_cpu_share": exchange_cpu_s / step_cpu_s,
         "exchange_largest_share": max(wall for wall, _ in both) / step_s,
+        "turn_faults": 1e3 * sum(faults[first:]) / REPEATS / parameters,
+        "snapshot_ns": 1e9 * sum(s.cpu_s for s in snapshots) / REPEATS / parameters,
+        "shift_ns": 1e9 * sum(a.cpu_s for a in shifts) / REPEATS / parameters,
     }
 
 
@@ -194,6 +229,11 @@ def show(figures: dict[str, float]) -> None:
         f"by CPU time {figures['exchange_cpu_share']:.3%} (limit 5 %)"
     )
     print(f"  the largest of them     {figures['exchange_largest_share']:8.2%}")
+    print(
+        f"  CPU time a parameter    {figures['snapshot_ns']:9.2f} ns snapshot {figures['shift_ns']:9.2f} ns shift, "
+        f"written by the node and added"
+    )
+    print(f"  page faults a turn      {figures['turn_faults']:9.3f} per 1,000 parameters (limit 0.01)")
 
 
 def draw(figures: dict[str, float], path: Path) -> None:

@@ -54,7 +54,6 @@ def stand() -> Iterator[Stand]:
         vectors.theta.fill_(1.0)
         queue.load(LEARNER)
         queue.acknowledge(SHARDS)
-        assert slots_of(vectors) == LASTING
         yield queue, vectors
 
 
