@@ -22,7 +22,7 @@ REST_S = 20.0
 """Memory that is not used any more goes after some laps through all shards."""
 FIXED_BYTES = 50e6
 """Of a node whatever its model: working memory of threads, sockets' buffers."""
-AT_REST = 7.0
+AT_REST = 7.7
 CHECKPOINT = 1.0
 LEARNER = 1.0
 SHARD_BYTES = 12e6
@@ -63,7 +63,8 @@ def learner_figures(parameters: int) -> dict[str, float]:
 
 
 def formula(parameters: int) -> float:
-    """Bytes that a node holds at rest, at most: parameters and momentum, and what is in flight or kept at hand."""
+    """Bytes that a node holds at rest, at most: parameters and momentum, payloads, and two fragments' updates and
+    snapshots."""
     return AT_REST * parameters + FIXED_BYTES
 
 

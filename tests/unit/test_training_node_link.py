@@ -271,6 +271,19 @@ def test_shifts_and_snapshots_are_exact_whatever_the_parameters_are(bench: Bench
     assert torch.equal(bench.vectors.snapshot, torch.arange(15.0) + 0.5)
 
 
+def test_of_the_nodes_memory_what_is_used_is_page_locked_once(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each shard's shift comes in the same slot."""
+    locked: list[torch.Tensor] = []
+    monkeypatch.setattr(bench.flat, "pin", locked.extend)
+    bench.do(*bench.load(0))
+    before = bench.values().clone()
+    bench.vectors.shift.fill_(0.5)
+    for shard in bench.flat.everything:
+        bench.do(learner_ipc.Shift(shards=(shard,), replace=False, at=(0,)))
+    assert torch.equal(bench.values(), before + 0.5)
+    assert [slot.data_ptr() for slot in locked] == [bench.vectors.shift.data_ptr()]
+
+
 def test_a_parameter_that_is_not_contiguous_is_named() -> None:
     parameter = nn.Parameter(torch.zeros(2, 3).t())
     tensors = tensor_specs([("head.weight", parameter.shape, False)], 1)
