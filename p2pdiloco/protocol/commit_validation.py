@@ -84,7 +84,7 @@ class BarredOwners:
         self.proofs[proof.owner] = proof
         core.note("warning", "equivocation" if isinstance(proof, Equivocation) else "wrong-merge", _sentence(proof))
         self.expire()
-        core.send(tuple(peer for peer in core.membership.live if peer != sender), proof)
+        core.send(tuple(peer for peer in sorted(core.membership.peers) if peer != sender), proof)
 
     def bar(self, owner: PeerId, shard: ShardId, version: int) -> None:
         """Exclude the owner of a commit that every peer with its parent's state rejects."""

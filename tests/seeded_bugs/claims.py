@@ -152,6 +152,15 @@ BUGS = (
         "test_equivocations.py::test_who_is_proved_to_have_done_it_owns_nothing_for_a_term",
     ),
     _bug(
+        "a proof is told to live peers alone",
+        "commit_validation",
+        "BarredOwners.add_proof",
+        "sorted(core.membership.peers)",
+        "core.membership.live",
+        "a machine that stood still for a while goes on merging with an owner that lies",
+        "test_equivocations.py::test_a_proof_is_told_to_a_connected_peer_that_is_silent",
+    ),
+    _bug(
         "a barred owner's commits are refused from everybody",
         "replication",
         "Replication.on_commit",

@@ -183,6 +183,16 @@ def test_a_proof_is_told_to_all_and_to_who_comes_later() -> None:
     assert B in another.machine.view.barred
 
 
+def test_a_proof_is_told_to_a_connected_peer_that_is_silent() -> None:
+    """E2b: it was stopped for a while, and no other connection of it comes later."""
+    stage = Stage(B, C)
+    del stage.beats[C]
+    stage.wait(20.0)
+    assert C not in stage.machine.core.membership.live
+    proof = proof_of(stage, PeerId("d"))
+    assert (C, proof) in sent(stage.hear(B, proof), msg.Equivocation)
+
+
 def test_proofs_are_bounded() -> None:
     """E2b: who has many names proves many things."""
     stage = Stage(B)
