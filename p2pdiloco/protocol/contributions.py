@@ -218,7 +218,7 @@ class FragmentTurn:
 class Pending:
     """A contribution that is neither merged nor superseded."""
 
-    __slots__ = ("asked", "beyond", "contribution", "rank", "target")
+    __slots__ = ("asked", "beyond", "contribution", "has_answered", "rank", "target")
 
     def __init__(self, contribution: Contribution) -> None:
         self.contribution = contribution
@@ -229,6 +229,8 @@ class Pending:
         self.beyond: set[PeerId] = set()
         """Owners that refused it because their head wins over its base, so that they can no longer merge it."""
         self.target = PeerId("")
+        self.has_answered = False
+        """Whether the target has refused it because its head wins over the base."""
 
 
 class Contributions:
@@ -465,6 +467,7 @@ class Contributions:
             pending.asked.clear()
         pending.target = next(peer for peer in ranked if peer not in pending.asked and peer not in pending.beyond)
         pending.asked.add(pending.target)
+        pending.has_answered = False
         if pending.target == core.config.peer:
             self.aggregation.collect(pending.target, pending.contribution)
         else:
@@ -475,7 +478,7 @@ class Contributions:
         pending = self.pending.get(shard)
         if pending is not None:
             pending.rank += 1
-            if pending.target not in pending.beyond:
+            if not pending.has_answered:
                 self.core.membership.on_takeover_missed(pending.target, self.core.now, self.aggregation.takeover_s())
             self.core.note(
                 "info",
@@ -499,16 +502,26 @@ class Contributions:
         return found
 
     def on_candidates_changed(self) -> None:
-        """Offer contributions again whose owner has left or is leaving."""
+        """Offer contributions again whose owner has left or is leaving.
+
+        If the owner has refused one for a newer head, that commit is on its way here, but control messages overtake
+        payloads. So the contribution waits until the owner's connection ends.
+        """
         if not self.pending:
             return
         able = {peer for peer, _ in self.core.membership.owners.candidates}
         for pending in self.pending.values():
             pending.beyond &= able  # a peer that comes back may have an older head
-        for shard in [s for s, p in self.pending.items() if p.target not in able]:
+        for shard in [s for s, p in self.pending.items() if p.target not in able and not p.has_answered]:
             pending = self.pending[shard]
             self.core.note("info", "takeover", f"shard {shard}: owner {pending.target} is gone, offering again")
             self._offer(shard)
+
+    def on_disconnected(self, peer: PeerId) -> None:
+        """Wait no longer for the commits of a peer: what it sent has arrived, or is lost."""
+        for pending in self.pending.values():
+            pending.has_answered &= pending.target != peer
+        self.on_candidates_changed()
 
     def on_payload_lost(self, shard: ShardId) -> None:
         """Contribute again after a payload on offer was lost here.
@@ -527,6 +540,7 @@ class Contributions:
         if pending is not None and pending.contribution.base.id == base:
             if is_heavier(head, pending.contribution.base):
                 pending.beyond.add(peer)
+                pending.has_answered |= peer == pending.target
             self.core.note(
                 "debug", "contribution", f"shard {shard} refused ({reason}), their version is {head.version}"
             )

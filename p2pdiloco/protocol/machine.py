@@ -175,6 +175,7 @@ class Machine:
                 self.going_back.send_vote(event.peer)
             case ev.PeerDisconnected():
                 self.heartbeats.on_lost(event.peer, event.reason, is_shut_out=event.is_shut_out)
+                self.contributions.on_disconnected(event.peer)
             case ev.Admitted():
                 self.core.membership.connectivity.admitted = event.prints
             case ev.LearnerStarted():

@@ -113,6 +113,19 @@ def test_if_its_target_starts_to_leave_a_contribution_goes_to_the_new_rank_0_at_
     assert sent(stage.says(B, phase="leaving"), msg.Contribution) == [(C, given)]
 
 
+def test_the_commit_of_a_target_that_leaves_is_waited_for_until_its_connection_ends() -> None:
+    """O3b: the payload of its commit is still on its way. Another commit on the same parent would be a fork."""
+    for last_word in (None, msg.Leaving("asked to")):
+        stage = Stage(B, C, owners="bca")
+        [(_, given)] = sent(stage.give(), msg.Contribution)
+        stage.hear(B, msg.Refused(SHARD, given.base.id, "stale", head_of(stage.commit(tokens(B, 0, 40)))))
+        effects = stage.says(B, phase="leaving")
+        if last_word is not None:
+            effects += stage.hear(B, last_word)
+        assert not sent(effects, msg.Contribution)
+        assert sent(stage.tell(ev.PeerDisconnected(B, "gone")), msg.Contribution) == [(C, given)]
+
+
 def test_if_no_commit_comes_within_the_takeover_time_a_contribution_goes_to_the_next_rank_too() -> None:
     """O3c."""
     stage = Stage(B, C, owners="bca")
