@@ -27,6 +27,7 @@ from p2pdiloco.util.logs import printable
 from tests.chaos.checks import Verdict, goodput, judge
 from tests.chaos.event_log import Status
 from tests.chaos.evidence import Evidence, EvidenceError, read_evidence
+from tests.chaos.faults import process_limit_problem
 from tests.chaos.liars import MERGES, is_liars_plan, read_liars_plan, run_plan
 from tests.chaos.runner import Runner
 from tests.chaos.schedule import Plan, PlanError, draw_schedule, find_plan, read_plan
@@ -80,6 +81,8 @@ async def run(arguments: argparse.Namespace) -> int:
         schedule = draw_schedule(plan, arguments.seed)
         print(f"plan {plan.name}, seed {schedule.seed}: {len(schedule.faults)} faults in {plan.seconds:.0f} s to")
         print(f"{plan.peers} peers in {len(plan.regions)} regions; {out / 'schedule.json'}", flush=True)
+        if any(fault.kind == "no-process" for fault in schedule.faults) and (problem := process_limit_problem()):
+            print(f"no-process is left out: {problem}", flush=True)
         runner = Runner(schedule, out, _Screen(plan).show)
         task = asyncio.create_task(runner.run(), name="chaos")
         loop = asyncio.get_running_loop()

@@ -19,13 +19,15 @@ import msgspec
 
 from p2pdiloco.protocol.ids import LearnerId, peer_of
 from tests.chaos.evidence import Evidence, Struck
-from tests.chaos.schedule import COUNTED, LEAVE_S, MEET_S
+from tests.chaos.schedule import COUNTED, DURATIONS_S, LEAVE_S, MEET_S, SHORT_KINDS
 
 BLOCKED_SHARE = 0.01
 """Allowed share of a learner's training time: the kernel may suspend a thread in a call that waits for nobody."""
 MIN_COMPARED = 3
 """Versions that several peers must have taken in the quiet time."""
 
+LEARNER_S = 60.0
+"""Time for a node to start a learner again after what kept it from that is over: a pause, and the start."""
 TWIN_S = 50.0
 """Time for a copy to start, to detect the original, and to end."""
 TWIN_STATUS = 2
@@ -62,6 +64,7 @@ def judge(evidence: Evidence) -> list[Verdict]:
         _orderly(evidence),
         _all_take_part(evidence),
         _meetings(evidence),
+        _shortages(evidence),
         _twins(evidence),
         _clocks(evidence),
         _liars(evidence),
@@ -279,6 +282,33 @@ def _met(evidence: Evidence, since: float) -> float:
             if len(merged) >= len(evidence.peers):
                 return time
     return float("inf")
+
+
+def _shortages(evidence: Evidence) -> Verdict:
+    """Who cannot start a learner tells so, and starts one when it can again, unless it ended before."""
+    by_name, problems, count = {peer.name: peer for peer in evidence.peers}, [], 0
+    for fault in evidence.faults:
+        peer = by_name.get(fault.peers[0])
+        if fault.kind not in SHORT_KINDS or fault.ended - fault.began < DURATIONS_S[fault.kind][0] or peer is None:
+            continue
+        count += 1
+        at_s = fault.began - evidence.began
+        if not any(fault.began <= time <= fault.ended for time in peer.absences):
+            problems.append(f"{peer.name} did not tell that it could start no learner ({fault.kind} at {at_s:.0f} s)")
+        until = next((life.ended for life in peer.lives if life.began < fault.began < life.ended), fault.ended)
+        patience_s = LEARNER_S + _stopped_s(evidence, peer.name)
+        if until - fault.ended > patience_s and not any(
+            0.0 < time - fault.began < fault.ended - fault.began + patience_s for time in peer.starts
+        ):
+            problems.append(f"{peer.name} had no learner any more after {at_s:.0f} s ({fault.kind})")
+    kept = f"{count} times no learner could be started; each was told, and the learner came back"
+    return _verdict("shortages survived", problems, kept)
+
+
+def _stopped_s(evidence: Evidence, name: str) -> float:
+    """Return for how long a peer's processes were stopped."""
+    kinds = ("stop", "freeze", "stop-learner")
+    return sum(f.ended - f.began for f in evidence.faults if f.kind in kinds and name in f.peers)
 
 
 def _twins(evidence: Evidence) -> Verdict:

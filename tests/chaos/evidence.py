@@ -110,6 +110,10 @@ class PeerEvidence(msgspec.Struct, frozen=True, kw_only=True):
     left: Left | None = None
     marks: dict[str, tuple[int, ...]] = {}
     """Learner -> merged tokens by shard, in its last checkpoint."""
+    absences: tuple[float, ...] = ()
+    """When it told that it cannot start a learner,"""
+    starts: tuple[float, ...] = ()
+    """and when a learner of it was ready."""
     told_of_clock: int = 0
     """Lives that were told that their machine's clock is wrong."""
     journal_events: int = 0
@@ -226,6 +230,8 @@ def _peer(
         learners=tuple(_learners(events)),
         left=None if report is None else msgspec.json.decode(report.read_bytes(), type=Left),
         marks=_marks(folder),
+        absences=tuple(line["time"] for line in events if line["event"] == "learner-not-started"),
+        starts=tuple(line["time"] for line in events if line["event"] == "learner-ready"),
         told_of_clock=_told_of_clock(folder),
         journal_events=events_read,
         journal_problem=problem,

@@ -5,7 +5,7 @@ Rules of this file:
 2. What is the case now decides: ``strike`` says in one sentence what it did, or raises ``NotNow`` with the reason.
    Nobody's processes are taken while no other peer could carry the run on (but in a blackout).
 3. As root can write everywhere, a folder that cannot be written is a file of its name in its place, until the fault
-   ends. A limit on processes does not bind root either: there is no such fault (``peer_sim`` has one).
+   ends. A limit on processes (RLIMIT_NPROC) does not bind root either, whose node goes into a cgroup that allows none.
 4. A full disk is a limit on the size of the files that the node writes (RLIMIT_FSIZE): checkpoints, journal and event
    log fail with EFBIG, without root. The log for people may grow a little, so that it can tell.
 """
@@ -126,6 +126,8 @@ class Hand:
         """Saved by the number of the fault."""
         self._limits: dict[int, tuple[int, int]] = {}
         """Limits of starved nodes, by fault."""
+        self._groups: dict[int, ProcessLimit] = {}
+        """By fault."""
         self._copies: dict[int, dict[str, bytes]] = {}
         """Checkpoint folders, by fault."""
 
@@ -203,6 +205,11 @@ class Hand:
                 folder.with_name("learner.log").mkdir()
                 learner.kill()
                 return f"nothing can be written where the checkpoints of {who} were, and its learner is killed"
+            case "no-process":
+                learner = hit[0].learner()
+                self._groups[fault.number] = ProcessLimit(hit[0].node())
+                learner.kill()
+                return f"{who} can start no process and no thread, and its learner is killed"
             case "cut" | "split":
                 for link in network.between(fault.peers):
                     link.cut()
@@ -246,6 +253,8 @@ class Hand:
                 self._peers[fault.peers[0]].node().rlimit(psutil.RLIMIT_AS, self._limits.pop(fault.number))
             case "unwritable":
                 _uncover(self._peers[fault.peers[0]])
+            case "no-process":
+                self._groups.pop(fault.number).lift()
             case "cut" | "split":
                 for link in network.between(fault.peers):
                     link.mend()
@@ -283,6 +292,69 @@ class Hand:
         process = self._stopped.pop(number, None)
         if process is not None and process.is_running():
             process.resume()
+
+
+class ProcessLimit:
+    """Keeps ``process`` from starting processes and threads. Those that there are go on."""
+
+    def __init__(self, process: psutil.Process) -> None:
+        """Set the limit.
+
+        Raises:
+            NotNow: this process is root, and may not make cgroups.
+        """
+        self._process = process
+        self._group: Path | None = None
+        if os.geteuid():
+            self._limits = process.rlimit(psutil.RLIMIT_NPROC)
+            process.rlimit(psutil.RLIMIT_NPROC, (1, self._limits[1]))
+            return
+        tree = _processes_tree()
+        if tree is None:
+            raise NotNow(process_limit_problem())
+        self._home, self._group = tree / _group_of(process.pid), tree / f"p2pdiloco-chaos-{process.pid}"
+        try:
+            self._group.mkdir(exist_ok=True)
+            (self._group / "pids.max").write_text("0")
+            (self._group / "cgroup.procs").write_text(f"{process.pid}")
+        except OSError as error:
+            raise NotNow(f"no cgroup can be used: {error}") from error
+
+    def lift(self) -> None:
+        """End it, also for what the process may have started."""
+        if self._group is None:
+            self._process.rlimit(psutil.RLIMIT_NPROC, self._limits)
+            return
+        for pid in (self._group / "cgroup.procs").read_text().split():
+            with contextlib.suppress(ProcessLookupError):
+                (self._home / "cgroup.procs").write_text(pid)
+        with contextlib.suppress(OSError):  # the process has just been killed
+            self._group.rmdir()
+
+
+def process_limit_problem() -> str:
+    """Return why no process can be kept from starting others; empty if each can."""
+    if os.geteuid() and hasattr(psutil, "RLIMIT_NPROC"):
+        return ""
+    tree = _processes_tree()
+    is_here = tree is not None and os.access(tree, os.W_OK)
+    return "" if is_here else "RLIMIT_NPROC does not bind root, and the cgroup controller pids cannot be used here"
+
+
+def _processes_tree() -> Path | None:
+    """Return the root of the cgroups that limit processes, version 1 or 2."""
+    first, second = Path("/sys/fs/cgroup/pids"), Path("/sys/fs/cgroup")
+    if first.is_dir():
+        return first
+    control = second / "cgroup.subtree_control"
+    return second if control.exists() and "pids" in control.read_text().split() else None
+
+
+def _group_of(pid: int) -> str:
+    """Return a process's cgroup that limits its number, relative to their root."""
+    lines = [line.split(":", 2) for line in Path(f"/proc/{pid}/cgroup").read_text().splitlines()]
+    found = {name: path for _, names, path in lines for name in names.split(",")}
+    return found.get("pids", found.get("", "/")).lstrip("/")
 
 
 def twin_of(fault: Fault) -> str:

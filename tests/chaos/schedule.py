@@ -33,6 +33,7 @@ Kind = Literal[
     "starve",
     "memory",
     "unwritable",
+    "no-process",
     "region",
     "blackout",
     "power-cut",
@@ -74,6 +75,7 @@ DURATIONS_S: dict[Kind, tuple[float, float]] = {
     "starve": (6.0, 20.0),
     "memory": (3.0, 10.0),
     "unwritable": (6.0, 20.0),
+    "no-process": (6.0, 20.0),
     "region": (2.0, 8.0),
     "blackout": (2.0, 4.0),
     "power-cut": (0.0, 40.0),
@@ -91,8 +93,10 @@ for ``one-way``: what the peers are given to find out, and to meet again, since 
 for ``twins``: what the copy that is started beside its original is given to start, find out, and end."""
 RECOVERY_S = 12.0
 """Time for a restart and for catching up, before a peer's processes are hit again."""
-LEARNER_KINDS: frozenset[Kind] = frozenset({"learner", "starve", "unwritable"})
+LEARNER_KINDS: frozenset[Kind] = frozenset({"learner", "starve", "unwritable", "no-process"})
 """They kill a learner."""
+SHORT_KINDS: frozenset[Kind] = LEARNER_KINDS - {"learner"}
+"""While they last, no other learner can be started."""
 LEARNER_LIVES = 3
 """Kills of one peer's learner in one schedule, so that no node runs out of its learner's lives."""
 BLACKOUT_CALM_S = 30.0

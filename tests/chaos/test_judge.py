@@ -95,7 +95,24 @@ def test_peers_that_stay_apart_after_a_power_cut_have_not(apart: Evidence) -> No
     assert not next(one for one in judge(apart) if one.name == "met again").is_kept
 
 
+def without_a_process(*, told: bool = True, is_back: bool = True) -> Evidence:
+    """A could start no process for ten seconds, and lives on for long."""
+    times = (BEGAN + 2.0,) if told else ()
+    whole = with_peer(
+        "A", absences=times, starts=(BEGAN - 1.0, BEGAN + 15.0)[: 1 + is_back], lives=of_life(ended=OVER + 60.0)
+    )
+    return msgspec.structs.replace(whole, faults=(*whole.faults, struck(3, "no-process", ("A",), 1.0, 11.0)))
+
+
+def test_who_could_start_no_process_told_so_and_has_a_learner_again() -> None:
+    (found,) = (one for one in judge(without_a_process()) if one.name == "shortages survived")
+    assert found.is_kept
+    assert found.sentence.startswith("1 times")
+
+
 BROKEN = {
+    "no learner, and not a word": (without_a_process(told=False), "shortages survived"),
+    "no learner any more": (without_a_process(is_back=False), "shortages survived"),
     "none of the faults was done": (evidence(faults=(), skipped=2), "faults done"),
     "two states of one version": (renamed(1, 75), "one model"),
     "another last chain": (with_peer("A", left=msgspec.structs.replace(LEFT, heads=("x", "head-1-85"))), "one model"),

@@ -33,6 +33,7 @@ LOOKS: dict[Kind, tuple[str, str, str]] = {
     "starve": ("h", "#1f77b4", "no descriptors, learner killed"),
     "memory": ("h", "#9467bd", "no more memory for the node"),
     "unwritable": ("h", "#bcbd22", "folder gone, learner killed"),
+    "no-process": ("h", "#17becf", "no process, learner killed"),
     "cut": ("_", "#7b2cbf", "cut off"),
     "mute": ("_", "#b58be0", "not heard (cut one way)"),
     "one-way": ("1", "#b58be0", "connections that carry nothing one way"),
