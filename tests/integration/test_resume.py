@@ -119,6 +119,14 @@ def test_a_run_wakes_up_without_its_bootstrap(tmp_path: Path, order: str) -> Non
 
 
 @pytest.mark.timeout(300)
+def test_two_peers_that_are_restarted_at_once_meet_without_their_bootstrap(tmp_path: Path) -> None:
+    """The system gave them their ports."""
+    with after_a_power_failure(tmp_path) as (swarm, commands, version):
+        ann, bob = [swarm.launch(name, commands[name]) for name in "AB"]
+        until(ann, lambda: contributes(ann, bob, version), what="both at work together")
+
+
+@pytest.mark.timeout(300)
 def test_who_waits_for_the_others_can_be_ended_and_who_has_no_state_does_not_wait(tmp_path: Path) -> None:
     with after_a_power_failure(tmp_path) as (swarm, commands, _):
         for number in (signal.SIGTERM, signal.SIGINT):
