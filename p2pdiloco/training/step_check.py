@@ -76,6 +76,10 @@ IDLE = (
     "{steps} optimizer steps changed no parameter of the model: nothing is merged until one does. Check that the loss "
     "is computed with the model that was given to DiLoCo, not with a copy of it"
 )
+ELSEWHERE = (
+    "the optimizer that was given to DiLoCo has not stepped, but {other} has, {steps} times, with parameters of the "
+    "same model: nothing is merged until the given one steps. Give DiLoCo the optimizer whose step() the loop calls"
+)
 UNTRAINED = (
     "no optimizer that stepped in the last {steps} steps holds {names} of the model's {number} trainable parameters: "
     "they are merged unchanged, which slows down their training on other peers. Give them to an optimizer, or freeze "
@@ -104,8 +108,11 @@ class StepCheck:
         self._optimizer = optimizer
         self._named = named
         self._places = [parameter.data_ptr() for _, parameter in named]
+        self._ids = {id(parameter) for _, parameter in named}
         # Parameters of optimizers that have stepped, by ``id``.
         self._held: set[int] = set()
+        # Steps that other optimizers made with the synchronized parameters.
+        self._steps_elsewhere = 0
         self._any_hook: Any = None
         self._note_optimizer(optimizer)
         self._slices = _slices([p for _, p in named if id(p) in self._held])
@@ -238,7 +245,8 @@ class StepCheck:
         assert self._slices is not None
         self._before = before = self._slices.read()
         self._probe = torch.zeros_like(before)
-        if self._sizes is not None:
+        is_told = len(self._lost) >= TIMES  # an optimizer that goes back would keep what removes the probe
+        if self._sizes is not None and not is_told:
             signs = torch.randint(0, 2, before.shape, generator=self._signs, device=before.device).mul_(2).sub_(1)
             self._slices.write(before + signs.to(before) * self._sizes)
             self._probe = self._slices.read() - before  # as rounded to the parameters' type
@@ -325,7 +333,12 @@ class StepCheck:
             self._idle.append((now == self._at_rest).all())
 
     def _note_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        self._held.update(id(p) for group in optimizer.param_groups for p in group["params"])
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        self._held |= held
+        if optimizer is not self._optimizer and not self._steps and not self._ids.isdisjoint(held):
+            self._steps_elsewhere += 1
+            if self._steps_elsewhere == COVERED_STEPS:
+                log.warning(ELSEWHERE.format(other=type(optimizer).__name__, steps=COVERED_STEPS))
 
     def _stop_noting_optimizers(self) -> None:
         if self._any_hook is not None:

@@ -321,6 +321,41 @@ def test_gradients_are_computed_without_the_probe_and_what_is_trained_is_the_sam
         assert torch.allclose(seen, expected, rtol=0.0, atol=1e-5), "a hundredth of a step"
 
 
+def test_an_optimizer_that_goes_back_after_its_closure_is_told_and_its_model_not_spoilt() -> None:
+    """SAM in a wrapper that p2pdiloco does not know: each probe would be taken off where it is no longer."""
+
+    class GoesBack(OldStyle):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            held = [p for group in self.param_groups for p in group["params"]]
+            own = [p.clone() for p in held]
+            with torch.enable_grad():
+                closure()
+            for p, before in zip(held, own, strict=True):
+                p.copy_(before - 0.1 * p.grad)
+
+    bench, plain = (Bench(lambda m: GoesBack(m.parameters(), lr=0.1), shift=0.0) for _ in range(2))
+    plain.check.before = lambda *_: None  # type: ignore[method-assign]
+    for one in (bench, plain):
+        torch.manual_seed(1)
+        told = one.problems(WINDOW, closure=True)
+        assert ("restores its own copy" in told[-1]) == (one is bench)
+    pairs = list(zip(bench.model.parameters(), plain.model.parameters(), strict=True))
+    assert sum(float((p - same).detach().square().sum()) for p, same in pairs) < 2.0
+
+
+def test_another_optimizer_that_steps_in_place_of_the_given_one_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """As the one inside of a wrapper, or one that a loop was changed to. Another model's is left alone."""
+    bench = Bench(HONEST["sgd"], shift=0.0)
+    elsewhere = nn.Linear(2, 2)
+    for name, model in (("", elsewhere), ("AdamW", bench.model)):
+        inside = optim.AdamW(model.parameters())
+        for _ in range(COVERED_STEPS):
+            inside.step()
+        assert [record.message.split(", ")[1] for record in caplog.records] == ([f"but {name} has"] if name else [])
+    bench.check.end()
+
+
 def test_a_step_that_fails_leaves_no_probe() -> None:
     class Failing(optim.SGD):
         fails = False
