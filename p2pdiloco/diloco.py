@@ -110,8 +110,8 @@ class DiLoCo(SwarmView):
             model: The model, as it is trained: after ``.to(device)``, DDP, ``fully_shard`` and ``torch.compile``.
                 Parameters with ``requires_grad`` are exchanged as float32, whatever their floating-point dtype is here.
                 All peers need the same names, shapes and order.
-            optimizer: The optimizer that trains the model's parameters, also as accelerate has prepared it. With
-                several optimizers, the one that steps last.
+            optimizer: The optimizer that trains the model's parameters, also as accelerate has prepared it, or inside
+                of SAM. With several optimizers, the one that steps last.
             run: Name of the run, at most 64 letters, digits, dots, dashes and underscores. None: train alone.
             initial_peers: The invite that the first script prints. In a run with ``access="open"``, multiaddrs of
                 directory nodes (bootstrap nodes or peers) instead. A single one may be a str. An empty text or None is
@@ -185,6 +185,7 @@ class DiLoCo(SwarmView):
             script_arguments.require_training(self._named, optimizer)
             script_arguments.grad_scaler(grad_scaler)
             script_arguments.process_group(process_group)
+            script_arguments.require_ranks(self._named, process_group)
             self._on_update = script_arguments.on_update(on_update, optimizer)
             self._wait_for_peers = script_arguments.whole("wait_for_peers", wait_for_peers, 1, 1024)
             self._given = {
@@ -257,7 +258,7 @@ class DiLoCo(SwarmView):
                 "create DiLoCo when model and optimizer are complete"
             )
         script_arguments.require_training(self._named, self._optimizer)
-        self._island = _island(self._process_group, self._leave_s)
+        self._island = _island(self._process_group, self._leave_s, is_sharded=self._is_sharded)
         if self._island is not None and self._on_update is not None:
             raise DiLoCoError(
                 "on_update, schedule-free optimizers and MADGRAD cannot be used with several ranks: use one process "
@@ -280,6 +281,11 @@ class DiLoCo(SwarmView):
         if self._check is not None:
             self._check.begin()
         return self
+
+    @property
+    def _is_sharded(self) -> bool:
+        """True if a rank has pieces of parameters (``fully_shard``), and none as a whole."""
+        return any(hasattr(p, "to_local") for _, p in self._named)
 
     def _lead_to_manifest(self, wish: Wish) -> tuple[Visit | None, Manifest, bytes]:
         """The leader's connection to its node, and the run's manifest: decoded, and encoded as the node sent it."""
@@ -338,8 +344,7 @@ class DiLoCo(SwarmView):
             if self._config is not None:
                 founding_file.tell_other_base(manifest.config, self._config)
         steps = manifest.config.inner.steps
-        is_sharded = any(hasattr(p, "to_local") for _, p in self._named)  # a rank has pieces, and none of the whole
-        self._check = StepCheck(self._model, self._optimizer, () if is_sharded else self._named, self._on_update)
+        self._check = StepCheck(self._model, self._optimizer, () if self._is_sharded else self._named, self._on_update)
         self._link = NodeLink(
             ScriptTrainer(),
             flat,
@@ -601,9 +606,11 @@ class DiLoCo(SwarmView):
         self._stepped_at = time.perf_counter()
 
 
-def _island(group: dist.ProcessGroup | None, leave_s: float) -> RankGroup | None:
-    """The island to which this process belongs; None if it is the only rank."""
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size(group) <= 1:
+def _island(group: dist.ProcessGroup | None, leave_s: float, *, is_sharded: bool) -> RankGroup | None:
+    """The island to which this process belongs; None if it is the only rank and has plain parameters."""
+    if not dist.is_available() or not dist.is_initialized():
+        return None
+    if dist.get_world_size(group) <= 1 and not is_sharded:
         return None
     from p2pdiloco.training.multi_rank import RankGroup
 

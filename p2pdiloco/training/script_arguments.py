@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from p2pdiloco.training.parameters import OnUpdate, trainable
 
@@ -256,17 +257,16 @@ def _change_points(optimizer: torch.optim.Optimizer, p: Tensor, change: Tensor) 
 
 
 def stepping(optimizer: Any) -> torch.optim.Optimizer:
-    """Return the optimizer that makes the steps: the one inside of accelerate's and Lightning's wrappers.
+    """Return the optimizer that makes the steps: the one inside of accelerate's and Lightning's wrappers, and of those
+    that keep it as ``base_optimizer`` (SAM).
 
     Raises:
         DiLoCoError: it is no optimizer, or a class, or in a list, or a scheduler of one; or one that trains copies
             which cannot be reached from here.
     """
     _refuse_unreachable_copies(optimizer)
-    while type(optimizer).__module__.partition(".")[0] in ("accelerate", "lightning") and isinstance(
-        getattr(optimizer, "optimizer", None), torch.optim.Optimizer
-    ):
-        optimizer = optimizer.optimizer
+    while isinstance(inner := _inner(optimizer), torch.optim.Optimizer):
+        optimizer = inner
     if isinstance(optimizer, torch.optim.Optimizer):
         return optimizer
     if isinstance(optimizer, Sequence) and len(optimizer) > 0:
@@ -278,6 +278,16 @@ def stepping(optimizer: Any) -> torch.optim.Optimizer:
     else:
         why = f"{_shown(optimizer)}: give the torch.optim.Optimizer that trains the model"
     raise DiLoCoError(f"optimizer is {why}")
+
+
+def _inner(optimizer: Any) -> Any:
+    """Return the optimizer whose steps must be seen in place of this wrapper's; None if it is no such wrapper.
+
+    SAM (arXiv 2010.01412) climbs, and returns to where it was before its base optimizer steps. Its own ``step`` would
+    show this as a copy that is put back, and scripts that call ``first_step`` and ``second_step`` never call it.
+    """
+    is_known = type(optimizer).__module__.partition(".")[0] in ("accelerate", "lightning")
+    return getattr(optimizer, "optimizer" if is_known else "base_optimizer", None)
 
 
 def _refuse_unreachable_copies(given: Any) -> None:
@@ -330,11 +340,39 @@ def _not_exchangeable(p: nn.Parameter) -> str:
         return f"is {p.dtype}, and only real floating-point numbers are exchanged: keep torch.view_as_real(...) of it"
     if p.layout is not torch.strided:
         return f"is stored as {p.layout}, and only dense parameters are exchanged: use p.to_dense()"
+    if is_traceable_wrapper_subclass(p) and not hasattr(p, "to_local") and not _is_plain_inside(p):
+        return (
+            f"is a {type(p).__name__}, which packs or quantizes its values: freeze it (requires_grad_(False)) and "
+            "train adapters, or train the plain model and quantize the export"
+        )
     if p.numel() == 0:
         return f"is empty (shape {tuple(p.shape)}): remove it, or freeze it with requires_grad_(False) at all peers"
     if not p.is_contiguous():
         return "is not contiguous in memory: set p.data = p.data.contiguous() first"
     return ""
+
+
+def _is_plain_inside(p: Any) -> bool:
+    """Return True if this tensor subclass keeps its values in one ordinary tensor, which can be changed in place."""
+    inner = [getattr(p, name) for name in p.__tensor_flatten__()[0]]
+    return len(inner) == 1 and inner[0].is_floating_point() and inner[0].shape == p.shape
+
+
+def require_ranks(named: Sequence[tuple[str, Any]], group: dist.ProcessGroup | None) -> None:
+    """Check that all ranks that hold a part of a parameter (``fully_shard``) are ranks of this peer.
+
+    Raises:
+        DiLoCoError: ``group`` lacks one.
+    """
+    for name, p in named:
+        if not hasattr(p, "to_local"):
+            continue
+        holders, ranks = set(p.device_mesh.mesh.flatten().tolist()), set(dist.get_process_group_ranks(group))
+        if not holders <= ranks:
+            raise DiLoCoError(
+                f"parameter {name} is sharded over the ranks {sorted(holders)}, but process_group has {sorted(ranks)}: "
+                "give the group of all ranks of this peer, or shard the model over a mesh of these ranks alone"
+            )
 
 
 def require_finite(named: Sequence[tuple[str, Tensor]]) -> None:
@@ -357,7 +395,7 @@ def require_training(named: Sequence[tuple[str, Tensor]], optimizer: torch.optim
     Raises:
         DiLoCoError: It holds none of these parameters, or does not call torch's step hooks.
     """
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    held = {id(p) for group in getattr(optimizer, "param_groups", ()) for p in group["params"]}
     if not any(id(p) in held for _, p in named):
         raise DiLoCoError(
             "the optimizer holds none of the model's trainable parameters, so the exchanged model would never change. "

@@ -38,12 +38,12 @@ ENVIRONMENT = {
 }
 
 
-def start(state: Path, *arguments: str, restarts: int = 0) -> subprocess.Popen[str]:
+def start(state: Path, *arguments: str, ranks: int = RANKS, restarts: int = 0) -> subprocess.Popen[str]:
     state.mkdir(parents=True)
     with open(state / "script.log", "w") as output:
         return subprocess.Popen(
             [
-                *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)),
+                *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)),
                 *("--max-restarts", str(restarts), str(SCRIPT), "--state", str(state), *QUICKLY, *arguments),
             ],
             stdout=output,
@@ -155,3 +155,15 @@ def test_an_island_whose_node_dies_trains_on_and_gets_it_back(tmp_path: Path) ->
             island.terminate()
             island.wait(60)
             end_node(a)
+
+
+@pytest.mark.timeout(300)
+def test_a_sharded_model_on_a_single_rank_trains_as_well(tmp_path: Path) -> None:
+    """As a script of several GPUs is tried on a machine with one."""
+    a = tmp_path / "a"
+    finish(
+        [start(a, "--run-name", "sines", "--found", "--shard", "--steps", "30", "--step-s", "0", ranks=1)], [a], END_S
+    )
+    told = json.loads((a / "result-0.json").read_text())
+    assert told["step"] >= 30
+    assert report(a)["tokens_unmerged"] == 0

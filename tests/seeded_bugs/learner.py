@@ -258,6 +258,26 @@ BUGS = (
         killed_by=("tests/unit/test_training_optimizer_copies.py::test_two_peers_learn_both_halves",),
     ),
     Bug(
+        name="SAM's own steps are looked at",
+        module="p2pdiloco.training.script_arguments",
+        where="_inner",
+        old='"base_optimizer"',
+        new='"optimizer"',
+        harm="a script that calls both halves of its step is never merged, in silence",
+        killed_by=("tests/unit/test_training_optimizer_copies.py::test_two_peers_learn_both_halves",),
+    ),
+    Bug(
+        name="an optimizer that goes back is probed on after it was told",
+        module=_CHECK,
+        where="StepCheck._put_on",
+        old="len(self._lost) >= TIMES",
+        new="False",
+        harm="each probe is taken off where it is no longer, and the script's model drifts away",
+        killed_by=(
+            f"{_CHECK_TESTS}::test_an_optimizer_that_goes_back_after_its_closure_is_told_and_its_model_not_spoilt",
+        ),
+    ),
+    Bug(
         name="DeepSpeed's optimizer is taken",
         module="p2pdiloco.training.script_arguments",
         where="_refuse_unreachable_copies",

@@ -91,6 +91,51 @@ class EightBitAdam(WithRate):
                 p.sub_(moments[0] / (moments[1].sqrt() + 1e-3), alpha=group["lr"])
 
 
+class EightBitLion(WithRate):
+    """As bitsandbytes does it: the momentum is kept as 8-bit numbers with a scale, and only signs are applied."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                words, scale = self.state[p].get("m", (torch.zeros_like(p, dtype=torch.int8), torch.ones(())))
+                kept = words.float().mul_(scale)
+                p.sub_(kept.lerp(p.grad, 0.1).sign_(), alpha=group["lr"])
+                kept.lerp_(p.grad, 0.01)
+                scale = kept.abs().max().clamp(min=1e-12) / 127
+                self.state[p]["m"] = (kept.div_(scale).round_().to(torch.int8), scale)
+
+
+class SAM(torch.optim.Optimizer):
+    """As its libraries do it (arXiv 2010.01412): climb, take the gradients there, go back, step with another optimizer.
+    Scripts call ``step`` with a closure, or both halves in turn."""
+
+    def __init__(self, parameters: Iterable[Tensor], lr: float, *, is_in_two: bool) -> None:
+        super().__init__(list(parameters), {"lr": lr})
+        self.base_optimizer = torch.optim.SGD(self.param_groups, lr=lr)
+        self.param_groups = self.base_optimizer.param_groups
+        self.is_in_two = is_in_two
+
+    @torch.no_grad()
+    def first_step(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["old"] = p.clone()
+                p.add_(p.grad, alpha=0.05)
+
+    @torch.no_grad()
+    def second_step(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.copy_(self.state[p]["old"])
+        self.base_optimizer.step()
+
+    def step(self, closure: Any = None) -> None:
+        self.first_step()
+        closure()
+        self.second_step()
+
+
 class Peer:
     """A script whose data tell of one half of the features, with the hooks that ``DiLoCo`` has."""
 
@@ -136,12 +181,22 @@ class Peer:
     def command(self, message: learner_ipc.FromNode) -> None:
         self.socket.sendall(learner_ipc.encode(message))
 
-    def step(self) -> None:
+    def gradients(self) -> None:
         x = torch.zeros(16, FEATURES)
         x[:, self.mine] = torch.randn(16, FEATURES // 2, generator=self.seeds)
         self.given.zero_grad()
         (self.model(x) - x @ self.target.T).square().mean().backward()
-        self.given.step()
+
+    def step(self) -> None:
+        self.gradients()
+        if not isinstance(self.given, SAM):
+            self.given.step()
+        elif self.given.is_in_two:
+            self.given.first_step()
+            self.gradients()
+            self.given.second_step()
+        else:
+            self.given.step(self.gradients)
 
     def error(self, of: slice) -> float:
         weight = next(self.model.parameters()).detach()
@@ -205,6 +260,9 @@ LEARNING: dict[str, tuple[Callable[[nn.Module], Any], Any]] = {
     "adamw": (lambda m: torch.optim.AdamW(m.parameters(), lr=0.05, weight_decay=0.0), None),
     "muon": (lambda m: Muon(m.parameters(), lr=0.05), None),
     "8-bit adam": (lambda m: EightBitAdam(m.parameters(), lr=0.03), None),
+    "8-bit lion": (lambda m: EightBitLion(m.parameters(), lr=0.03), None),
+    "sam": (lambda m: SAM(m.parameters(), 0.5, is_in_two=False), None),
+    "sam, in two halves": (lambda m: SAM(m.parameters(), 0.5, is_in_two=True), None),
     "accelerate": (accelerated, None),
     "schedule-free": (lambda m: ScheduleFreeSGD(m.parameters(), lr=0.5), None),
     "schedulefree.SGD": (schedule_free("SGDScheduleFree", lr=0.5), None),

@@ -6,6 +6,7 @@ import copy
 import math
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -13,7 +14,12 @@ from typing import Any, NamedTuple
 import numpy
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.testing._internal.two_tensor import TwoTensor
 
 import p2pdiloco
 from p2pdiloco.training.node_link import Counts
@@ -41,6 +47,20 @@ def having(tensor: torch.Tensor) -> Callable[[], nn.Module]:
         return model
 
     return made
+
+
+def packed() -> nn.Module:
+    """A model with a parameter that is not one tensor inside, as quantized ones are."""
+    model = nn.Linear(4, 4)
+    model.weight = nn.Parameter(TwoTensor(torch.zeros(4, 4), torch.zeros(4, 4)))
+    return model
+
+
+def without_groups(model: Any) -> Any:
+    """An optimizer that keeps its parameters elsewhere, as some wrappers do."""
+    optimizer = sgd(model)
+    del optimizer.param_groups
+    return optimizer
 
 
 def spoilt() -> nn.Module:
@@ -97,6 +117,7 @@ MISTAKES = {
     "a sparse parameter": Mistake("use p.to_dense()", model=having(torch.eye(3).to_sparse())),
     "a transposed parameter": Mistake("p.data.contiguous()", model=having(torch.zeros(4, 5).t())),
     "a model on meta": Mistake("to_empty", model=lambda: nn.Linear(4, 4, device="meta")),
+    "a packed parameter": a_model(packed, "weight is a TwoTensor, which packs or quantizes its values: freeze it"),
     "a lazy model": Mistake("call the model once with a batch", model=lambda: nn.LazyLinear(3)),
     "a model of NaN": Mistake("not finite (NaN or inf): initialize the model anew", model=spoilt),
     # -- what trains it
@@ -107,6 +128,7 @@ MISTAKES = {
         lambda model: torch.optim.lr_scheduler.StepLR(sgd(model), 1), "a StepLR: give its optimizer"
     ),
     "another model's optimizer": an_optimizer(lambda _: sgd(linear()), "holds none of the model's"),
+    "an optimizer without groups": an_optimizer(without_groups, "holds none of the model's"),
     "an average as model": Mistake("holds none", model=linear, optimizer=lambda model: sgd(copy.deepcopy(model))),
     "DeepSpeed's optimizer": an_optimizer(
         lambda model: zero_of(sgd(model)), "DeepSpeed's DeepSpeedZeroOptimizer trains"
@@ -232,6 +254,19 @@ def test_an_optimizer_that_accelerate_has_prepared_is_taken_with_its_scaler(tmp_
     outer = p2pdiloco.DiLoCo(model, prepared, run="story", tokens_per_step=8, state=tmp_path)
     assert outer._optimizer is optimizer
     assert outer._tally._scaler is scaler
+
+
+def test_a_model_that_is_sharded_over_other_ranks_than_the_peers_is_refused(tmp_path: Path) -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        model = fully_shard(linear(), mesh=init_device_mesh("cpu", (2,)))
+        made = partial(p2pdiloco.DiLoCo, model, sgd(model), run="story", tokens_per_step=8, state=tmp_path / "state")
+        made()
+        with pytest.raises(DiLoCoError, match=r"sharded over the ranks \[0, 1\], but process_group has \[0\]: give"):
+            made(process_group=dist.new_group([0]))
+    finally:
+        dist.destroy_process_group()
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_is_counted_and_reported_is_checked_at_once(tmp_path: Path) -> None:
