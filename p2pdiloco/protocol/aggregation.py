@@ -215,30 +215,30 @@ class ResponseTimes:
 # -- Owners that leave contributions out -------------------------------------------------------------------------------
 
 
-class OmissionRates:
-    """Shares of each owner's commits that leave this peer's learner out.
+class SmallCommits:
+    """Shares of each owner's commits that most participants did not take part in.
 
-    An owner need not wait for a contribution that is late, and no audit can tell. But a learner that is late is late
-    for all owners alike, so only an owner that leaves it out more often than the others do is suspected.
+    An owner need not wait for contributions that are late, and no audit can tell. But what is late is late for all
+    owners alike, so only an owner whose commits are small more often than those of the others is suspected.
     """
 
     def __init__(self) -> None:
         self._latest: dict[PeerId, deque[bool]] = {}
-        """For each owner, whether its latest commits left the learner out; the longest silent owner first."""
+        """For each owner, whether its latest commits were small; the longest silent owner first."""
 
-    def record(self, owner: PeerId, *, is_left_out: bool) -> None:
-        """Record a commit that was made while the learner trained."""
-        latest = self._latest.pop(owner, None) or deque(maxlen=OMISSIONS_KEPT)
-        latest.append(is_left_out)
+    def record(self, owner: PeerId, *, is_small: bool) -> None:
+        """Record a commit."""
+        latest = self._latest.pop(owner, None) or deque(maxlen=COMMITS_KEPT)
+        latest.append(is_small)
         self._latest[owner] = latest
         if len(self._latest) > OWNERS_REMEMBERED:
             del self._latest[next(iter(self._latest))]
 
     def is_unfair(self, owner: PeerId) -> bool:
-        """Return whether ``owner`` leaves the learner out in more than a quarter of its commits, and more than twice
-        as often as the others do."""
+        """Return whether more than a quarter of the commits of ``owner`` are small, and more than twice as many as of
+        the others' commits."""
         latest = self._latest.get(owner, ())
-        if len(latest) < OMISSIONS_LEAST:
+        if len(latest) < COMMITS_LEAST:
             return False
         others = [one for peer, their in self._latest.items() if peer != owner for one in their]
         usual = sum(others) / len(others) if others else 0.0
@@ -254,7 +254,7 @@ PAIR = 2
 LEFT_OUT_TAKEOVERS = 2
 """Takeover times for which a peer does not apply a suspected owner's commit that left most contributions out. The next
 owner merges them in the second."""
-OMISSIONS_KEPT, OMISSIONS_LEAST, OWNERS_REMEMBERED = 8, 3, 1024
+COMMITS_KEPT, COMMITS_LEAST, OWNERS_REMEMBERED = 8, 3, 1024
 """Commits of an owner that are remembered, that are needed to suspect it, and owners that are remembered."""
 OWN_TRIES = 8
 """Attempts to apply an own commit before a peer that is alone makes another."""
@@ -331,7 +331,7 @@ class Aggregation:
         self.guests: set[PeerId] = set()
         """Peers whose contributions arrive through other peers."""
         self.response_times = ResponseTimes(len(core.chains))
-        self.omissions = OmissionRates()
+        self.small_commits = SmallCommits()
         self.turn_s = core.config.takeover_floor_s
         """Smoothed time from the announcement of a turn to its last commit, in seconds."""
         self.sync_s = 0.0
@@ -366,19 +366,16 @@ class Aggregation:
 
         It may at once if more than half of the participants took part: a peer contributes to the owner that it
         considers next. An owner of rank 0 may a little later, as it has to wait for the others (``wait_for_most_s``).
-        But if owners wait, and this one leaves the learner out more often than others do, the next owner comes first,
-        which gets all contributions after the takeover time (``OmissionRates``), and the next versions' at once.
+        But if owners wait, and this one leaves most out more often than others do (``SmallCommits``), the next owner
+        comes first, which gets all contributions after the takeover time, and those to the next versions at once.
         """
         core, collection = self.core, self.collections[header.shard]
-        able = core.membership.participating | self._finished(header.shard)
-        if core.is_participating():
-            able |= {core.config.peer}
-        took_part = able.intersection((header.owner, *(peer_of(c.learner) for c in header.contributors)))
+        able, is_small = self._able(header.shard), self._is_small(header)
         rank = self._rank_of(header.owner, header.shard)
         is_pair, is_crowd = len(able) <= PAIR and not rank, self._is_crowd(header)
-        is_unfair = not rank and self._waits_for_most() and self.omissions.is_unfair(header.owner)
-        is_suspect = is_crowd or (is_unfair and 2 * len(took_part) <= len(able))
-        if not is_suspect and (core.departure == "leaving" or 2 * len(took_part) > len(able) or is_pair):
+        is_unfair = not is_pair and not rank and self._waits_for_most() and self.small_commits.is_unfair(header.owner)
+        is_suspect = is_crowd or (is_unfair and is_small)
+        if not is_suspect and (core.departure == "leaving" or not is_small or is_pair):
             return core.now
         if is_suspect:
             core.membership.on_takeover_missed(header.owner, core.now, self.takeover_s())
@@ -391,16 +388,23 @@ class Aggregation:
         collection.is_unusual = turn <= core.now
         return turn if collection.opened_at is None else min(turn, collection.opened_at + wait_s)
 
-    def _finished(self, shard: ShardId) -> set[PeerId]:
-        """Return the peers here whose learners have contributed to this shard and stopped at the end of the run.
+    def _able(self, shard: ShardId) -> set[PeerId]:
+        """Return all peers that may take part in a commit, also learners that stopped at the end of the run: otherwise
+        one that has not stopped would be most participants by itself."""
+        core = self.core
+        finished = {peer for peer in core.membership.live if core.membership.has_finished(peer)}
+        if core.departure == "finished":
+            finished.add(core.config.peer)
+        if finished:
+            finished.intersection_update(map(peer_of, core.chains[shard].marks))
+        own = {core.config.peer} if core.is_participating() else set()
+        return finished.union(own, core.membership.participating)
 
-        Otherwise one that has not stopped would be most participants by itself.
-        """
-        membership = self.core.membership
-        here = {peer for peer in membership.live if membership.has_finished(peer)}
-        if self.core.departure == "finished":
-            here.add(self.core.config.peer)
-        return here and here.intersection(map(peer_of, self.core.chains[shard].marks))
+    def _is_small(self, header: CommitHeader) -> bool:
+        """Return whether at most half of the peers that may take part did: the owner, and the contributors."""
+        able = self._able(header.shard)
+        took_part = able.intersection((header.owner, *(peer_of(c.learner) for c in header.contributors)))
+        return 2 * len(took_part) <= len(able)
 
     def _is_crowd(self, header: CommitHeader) -> bool:
         """Return whether a commit names contributors that this peer never met, and the others, without its owner, are
@@ -757,7 +761,7 @@ class Aggregation:
         began_at = min(core.now, last.began_at + self.unusual_s()) if last.is_unusual else core.now
         self.collections[shard] = Collection(began_at)
         if isinstance(change.taken, CommitHeader):
-            self._record_omission(change.taken)
+            self.small_commits.record(change.taken.owner, is_small=self._is_small(change.taken))
             if not core.chains[shard].norm_bound.is_few(len(change.taken.contributors)):
                 core.membership.owners.forgive(change.taken.owner)
         self.guests = set(filter(core.membership.connectivity.is_afar, self.guests))
@@ -765,12 +769,6 @@ class Aggregation:
         early, self.early[shard] = self.early[shard], {}
         for sender in sorted(early):
             self.collect(sender, early[sender])
-
-    def _record_omission(self, header: CommitHeader) -> None:
-        learner = self.core.learner
-        if learner is not None and self.core.is_participating() and header.owner != self.core.config.peer:
-            is_in = any(c.learner == learner.id for c in header.contributors)
-            self.omissions.record(header.owner, is_left_out=not is_in)
 
     def forget(self, peer: PeerId) -> None:
         """Drop early contributions of a peer that has left. The peer sends them again if it comes back."""
