@@ -235,14 +235,13 @@ class SmallCommits:
             del self._latest[next(iter(self._latest))]
 
     def is_unfair(self, owner: PeerId) -> bool:
-        """Return whether more than a quarter of the commits of ``owner`` are small, and more than twice as many as of
-        the others' commits."""
+        """Return whether more than half of the commits of ``owner`` are small, and more than twice as many as of the
+        others' commits."""
         latest = self._latest.get(owner, ())
-        if len(latest) < COMMITS_LEAST:
-            return False
         others = [one for peer, their in self._latest.items() if peer != owner for one in their]
-        usual = sum(others) / len(others) if others else 0.0
-        return sum(latest) / len(latest) > max(0.25, 2.0 * usual)
+        if min(len(latest), len(others)) < COMMITS_LEAST:
+            return False
+        return sum(latest) / len(latest) > max(0.5, 2.0 * sum(others) / len(others))
 
 
 # -- Aggregation -------------------------------------------------------------------------------------------------------
@@ -254,8 +253,9 @@ PAIR = 2
 LEFT_OUT_TAKEOVERS = 2
 """Takeover times for which a peer does not apply a suspected owner's commit that left most contributions out. The next
 owner merges them in the second."""
-COMMITS_KEPT, COMMITS_LEAST, OWNERS_REMEMBERED = 8, 3, 1024
-"""Commits of an owner that are remembered, that are needed to suspect it, and owners that are remembered."""
+COMMITS_KEPT, COMMITS_LEAST, OWNERS_REMEMBERED = 24, 6, 1024
+"""Commits of an owner that are remembered; those of it, and of the others, that are needed to suspect it; and owners
+that are remembered. In one bad round an owner may make several small commits."""
 OWN_TRIES = 8
 """Attempts to apply an own commit before a peer that is alone makes another."""
 

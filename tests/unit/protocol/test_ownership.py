@@ -10,7 +10,7 @@ from stage import SHARD, A, B, C, D, Stage, bare, head_of, life, only, sent, tok
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
-from p2pdiloco.protocol.aggregation import SmallCommits
+from p2pdiloco.protocol.aggregation import COMMITS_LEAST, SmallCommits
 from p2pdiloco.protocol.ids import PeerId, RunId
 from p2pdiloco.protocol.ownership import Candidates, ranked_owners
 
@@ -287,7 +287,7 @@ def test_a_commit_of_an_owner_that_leaves_most_out_comes_after_the_next_owners()
     for is_unfair in (True, False):
         stage = Stage(B, C, D, owners="bcda")
         small_commits = stage.machine.aggregation.small_commits
-        for _ in range(3):
+        for _ in range(COMMITS_LEAST):
             small_commits.record(B, is_small=True)
             small_commits.record(C, is_small=not is_unfair)
         given = [message for _, message in sent(stage.give(), msg.Contribution)]
@@ -310,7 +310,7 @@ def test_where_owners_do_not_wait_none_is_suspected_of_leaving_somebody_out() ->
     for others, grace_share in (((B, C, D), 0.0), ((B,), 1.0), ((B, C, D), 1.0)):
         stage = Stage(*others, owners="bcda", grace_share=grace_share)
         stage.announce(B, 4)
-        for _ in range(3):
+        for _ in range(COMMITS_LEAST):
             stage.machine.aggregation.small_commits.record(B, is_small=True)
             stage.machine.aggregation.small_commits.record(C, is_small=False)
         alone = stage.commit(tokens(B, 0, 40), owner=B)
@@ -343,20 +343,24 @@ def test_a_commit_whose_givers_nobody_hears_comes_after_the_next_owners() -> Non
 def test_an_owner_is_suspected_if_it_leaves_most_out_more_often_than_others_do() -> None:
     """O5d: who is slow is late for all."""
     rates = SmallCommits()
-    for is_small in (True, True):
-        rates.record(B, is_small=is_small)
-    assert not rates.is_unfair(B), "two are too few"
-    rates.record(B, is_small=True)
-    assert rates.is_unfair(B)
-    for is_small in (True, False):
-        rates.record(C, is_small=is_small)
-    assert not rates.is_unfair(B), "others' commits are small half of the time"
-    for _ in range(6):
-        rates.record(C, is_small=False)
-    assert rates.is_unfair(B)
-    for _ in range(6):
-        rates.record(B, is_small=False)
-    assert not rates.is_unfair(B), "a quarter of its last eight"
+
+    def record(owner: PeerId, *, small: int = 0, of: int) -> bool:
+        for number in range(of):
+            rates.record(owner, is_small=number < small)
+        return rates.is_unfair(B)
+
+    assert not record(B, small=8, of=8), "there is nobody to compare it with"
+    assert not record(C, of=5)
+    assert record(C, of=1)
+    assert not record(C, small=6, of=6), "others' commits are small half of the time"
+    assert record(C, of=24)
+    assert record(B, of=7), "eight of fifteen"
+    assert not record(B, of=1), "half of them"
+    assert record(B, small=24, of=24)
+    rates = SmallCommits()
+    record(C, of=6)
+    assert not record(B, small=5, of=5), "five are too few"
+    assert record(B, small=1, of=1)
     stage = Stage(B, C, D, owners="bcda")
     latest = stage.machine.aggregation.small_commits._latest
     stage.take(stage.commit(tokens(B, 0, 40), tokens(C, 0, 40), tokens(D, 0, 40)))
