@@ -41,4 +41,13 @@ BUGS = (
         harm="the event loop looks through thousands of slivers",
         killed_by=("tests/property/test_places.py::test_pieces_of_nearly_one_size_leave_no_slivers",),
     ),
+    Bug(
+        name="a read that failed counts as running",
+        module="p2pdiloco.peer.payload_store",
+        where="PayloadStore.fetch",
+        old="self._reading_bytes -= held.size\nif future.cancelled():\n    return",
+        new="if future.cancelled() or future.exception() is None:\n    self._reading_bytes -= held.size",
+        harm="after 64 MiB that a disk has lost no payload is read any more",
+        killed_by=("tests/unit/test_peer_payload_store.py::test_reads_that_failed_leave_room_for_others",),
+    ),
 )

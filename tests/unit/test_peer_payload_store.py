@@ -371,6 +371,26 @@ def test_what_is_read_at_once_is_bounded(tmp_path: Path) -> None:
     act(story)
 
 
+def test_reads_that_failed_leave_room_for_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(payload_store, "READ_BYTES", 4)
+
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            ann = await stage.found(payload_memory_bytes=0)
+            store, came, failed = ann.driver.store, list[bytes](), list[bool]()
+            lost, kept = (Held(digest_of(data), data) for data in (b"lost", b"kept"))
+            for one in (lost, kept):
+                store.spill(one)
+            await stage.wait(0.1)
+            lost.path = tmp_path / "gone"
+            for one in (lost, kept):
+                store.fetch(one, lambda data: came.append(bytes(data)), lambda: failed.append(True))
+                await stage.wait(0.1)
+            assert (came, failed) == ([b"kept"], [True])
+
+    act(story)
+
+
 def test_a_payload_that_is_larger_than_what_is_read_at_once_is_read_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
