@@ -421,6 +421,27 @@ BUGS = (
         killed_by=(f"{_SUPERVISION_TESTS}::test_a_learner_that_cannot_be_started_is_tried_again",),
     ),
     Bug(
+        name="how long the peer lives proves its learner sound",
+        module=_SUPERVISION,
+        where="LearnerSupervisor.live",
+        old="self._host.now() - began",
+        new="self._host.now()",
+        harm="after ten minutes a learner that always crashes is started again for ever, each second",
+        killed_by=(f"{_SUPERVISION_TESTS}::test_too_many_lives_lost_in_a_row_end_the_peer",),
+    ),
+    Bug(
+        name="a task that has recovered is punished for all its failures",
+        module="p2pdiloco.util.tasks",
+        where="Tasks._run_again",
+        old="backoff.reset()",
+        new="pass",
+        harm="after some failures in months each further one stops the task for a minute",
+        killed_by=(
+            "tests/unit/test_runtime_basics.py"
+            "::test_a_task_that_has_run_well_for_long_is_started_again_as_soon_as_after_its_first_failure",
+        ),
+    ),
+    Bug(
         name="a learner is started again for ever",
         module=_SUPERVISION,
         where="LearnerSupervisor.live",

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 from actors import genesis
 from troupe import Stage, act
 
-from p2pdiloco.peer.learner_supervisor import MISUSED, RESTARTS
+from p2pdiloco.peer.learner_supervisor import MISUSED, RESTARTS, STABLE_S
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.util.logs import short
 from p2pdiloco.wire import learner_ipc
@@ -113,10 +114,14 @@ def test_what_was_queued_for_a_dead_learner_does_not_move_the_next(tmp_path: Pat
     act(story)
 
 
-def test_too_many_lives_lost_in_a_row_end_the_peer(tmp_path: Path) -> None:
+@pytest.mark.parametrize("first_life_s", [0.0, STABLE_S])
+def test_too_many_lives_lost_in_a_row_end_the_peer(tmp_path: Path, first_life_s: float) -> None:
+    """However long the peer itself has lived."""
+
     async def story() -> None:
         async with Stage(tmp_path) as stage:
             ann = await stage.found()
+            await stage.wait(first_life_s)
             for life in range(1, RESTARTS + 1):
                 ann.learner.die()
                 await stage.wait(2.0**life)

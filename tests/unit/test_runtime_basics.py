@@ -251,6 +251,35 @@ def test_a_task_that_is_kept_is_told_of_when_it_fails_and_started_again(monkeypa
     assert "Traceback" in stream.getvalue()
 
 
+def test_a_task_that_has_run_well_for_long_is_started_again_as_soon_as_after_its_first_failure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stream = io.StringIO()
+    logs.configure("info", "json", stream)
+    monkeypatch.setattr(tasks_module, "FIRST_PAUSE_S", 0.001)
+    monkeypatch.setattr(tasks_module, "SOUND_S", 0.02)
+
+    async def main() -> None:
+        lives, is_sound = [0], asyncio.Event()
+
+        async def work() -> None:
+            lives[0] += 1
+            if lives[0] == 3:
+                await until(lambda: not tasks.troubles, what="the end of the trouble")
+            if lives[0] == 4:
+                is_sound.set()
+                await asyncio.Event().wait()
+            raise KeyError("oops")
+
+        async with Tasks() as tasks:
+            tasks.keep(work, name="work")
+            await asyncio.wait_for(is_sound.wait(), 10.0)
+
+    asyncio.run(main())
+    told = [json.loads(line) for line in stream.getvalue().splitlines()]
+    assert [line["pause_s"] for line in told if "pause_s" in line] == [0.001, 0.002, 0.001]
+
+
 def test_what_is_kept_and_comes_to_its_end_is_not_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tasks_module, "FIRST_PAUSE_S", 0.001)
     lives = []
