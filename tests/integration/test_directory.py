@@ -12,6 +12,7 @@ from asyncio.subprocess import PIPE
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import psutil
@@ -337,20 +338,26 @@ def test_dead_initial_peers_are_explained(run: Callable[[Main], None]) -> None:
     run(main())
 
 
-def test_who_waits_is_found_by_those_who_come_later(run: Callable[[Main], None], tmp_path: Path) -> None:
-    """The bootstrap is gone for good; ann, whom bob has met, waits where she was."""
+def test_who_waits_is_found_by_those_who_come_later(
+    run: Callable[[Main], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bootstrap is gone for good; ann, whom bob has met, waits where she was. Afterwards she compares clocks."""
+    monkeypatch.setattr(module, "KEEP_S", 0.1)
 
     async def main() -> None:
         ann, bob = Identity.ephemeral(), Identity.ephemeral()
         async with member(identity=ann) as first, member(where(first), identity=bob, cache=tmp_path / "bob"):
             place = where(first).partition("/p2p/")[0]
         waiting = member(GONE, identity=ann, listen=place, patience_s=60.0)
+        asked = Mock(wraps=waiting._clocks_of)
+        monkeypatch.setattr(waiting, "_clocks_of", asked)
         coming = asyncio.create_task(waiting.__aenter__())
         await until(lambda: waiting.visible_addresses(), what="ann, where she was")
         async with member(GONE, identity=bob, cache=tmp_path / "bob") as second:
             assert await asyncio.wait_for(coming, 30.0) is waiting
             await waiting.publish_peer(RUN, b"ann", 60.0)
             await until_async(lambda: _sees(second, ann.peer_id))
+            await until(lambda: asked.call_count > 1, what="more than the one look at clocks when she joined")
         await waiting.__aexit__(None, None, None)
 
     async def _sees(directory: Directory, peer: PeerId) -> bool:

@@ -155,6 +155,25 @@ def test_grants_take_turns_over_peers_not_connections() -> None:
     assert by_a == pytest.approx(accounts[3].granted, rel=0.03)
 
 
+def test_who_returns_from_a_pause_has_its_share_and_no_more() -> None:
+    """What the others were granted meanwhile is not made up for."""
+    granter = Granter(window_bytes=WINDOW, total_bytes=TOTAL, bytes_per_s=10e6)
+    busy, back = Account("busy"), Account("back")
+    for account in (busy, back):
+        granter.open(account)
+    now, before = 0.0, 0
+    busy.demand = 1 << 30
+    while now < 3.0:
+        if now >= 2.0 and not back.demand:
+            back.demand, before = 1 << 30, busy.granted
+        granter.grant(now)
+        for account in (busy, back):
+            account.demand -= account.coming if account.demand else 0
+            account.received = account.granted
+        now = max(now, granter.next_at() or 0.0) + 0.001
+    assert back.granted - FIRST_CREDIT == pytest.approx(busy.granted - before, rel=0.05)
+
+
 def test_a_slow_sender_does_not_keep_the_budget_from_a_fast_one() -> None:
     granter = Granter(window_bytes=WINDOW, total_bytes=TOTAL, bytes_per_s=10e6)
     slow, fast = Account("slow"), Account("fast")

@@ -15,6 +15,7 @@ from p2pdiloco.net.connection import Connection
 from p2pdiloco.net.endpoint import TWIN, Peers
 from p2pdiloco.net.events import Closing, ConnectionId, Failed, Message, Offered
 from p2pdiloco.net.frames import (
+    CONTROL_LIMIT,
     HEADER,
     FrameKind,
     Part,
@@ -251,6 +252,18 @@ def test_questions_end_by_their_deadlines(seed: int) -> None:
     for question, at in sorted(world.ann.asked.items(), key=lambda entry: entry[1]):
         world.run(at + 1e-6)
         assert len(world.ann.answers[question]) == 1
+
+
+def test_a_request_that_found_no_room_takes_no_place() -> None:
+    world = World(0)
+    world.meet()
+    connection = next(c for c in world.ann.endpoint.connections.values() if not c.session.is_lane)
+    world.ann.endpoint.pause_writing(connection.id)
+    while world.ann.send(world.bob, bytes(CONTROL_LIMIT // 2), None):
+        pass
+    with pytest.raises(RequestError, match="too much data"):
+        world.ann.ask(world.bob, bytes(CONTROL_LIMIT // 2), 9.0)
+    assert not connection.session.outgoing.numbers
 
 
 def drive(world: World, connection: ConnectionId) -> tuple[bytes, list[object]]:
