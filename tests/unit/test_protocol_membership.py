@@ -7,6 +7,7 @@ import msgspec
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.protocol.membership import Membership
 from p2pdiloco.protocol.messages import Heartbeat
+from p2pdiloco.protocol.ownership import Owners
 
 ME, OTHER = PeerId("me"), PeerId("other")
 BEAT = Heartbeat(
@@ -69,6 +70,34 @@ def test_deadlines_follow_the_measured_round_trip() -> None:
     view = membership.peers[OTHER]
     assert 0.7 < view.round_trip_s < 0.9
     assert view.deadline_s(1.0) > 3.0 + 2 * view.round_trip_s
+
+
+def test_what_was_queued_while_this_peer_stood_still_is_no_sample() -> None:
+    """Several heartbeats are read at once then, each with an echo of its own."""
+    membership = met()
+    for second in range(3):
+        hear(membership, second + 0.1, sequence=second + 1, echo=membership.next_sequence(float(second)))
+    view = membership.peers[OTHER]
+    before = view.round_trip_s
+    echoes = [membership.next_sequence(3.0), membership.next_sequence(4.0)]
+    membership.on_stall(14.0, 10.0)
+    for number, echo in enumerate(echoes):
+        hear(membership, 14.0, sequence=4 + number, echo=echo, echo_held_s=0.0)
+    assert view.round_trip_s == before
+
+
+def test_misses_while_a_peer_already_owns_last_do_not_prolong_that() -> None:
+    """In one slow turn it misses the takeover times of several shards."""
+    owners = Owners(ME)
+    owners.own_weight = 1.0
+    owners.set_candidates([(OTHER, 1.0)])
+    owners.rank(0.0, {})
+    for _ in range(4):
+        owners.on_takeover_missed(OTHER, 0.0, 1.0, {})
+    owners.rank(7.9, {})
+    assert dict(owners.candidates)[OTHER] < 1e-6
+    owners.rank(8.1, {})
+    assert owners.candidates == owners.willing
 
 
 def test_a_repeated_heartbeat_is_no_news() -> None:

@@ -122,15 +122,17 @@ def test_who_is_alone_and_cannot_apply_its_own_makes_another_at_last() -> None:
 
 def test_who_comes_back_to_a_parent_whose_commit_it_dropped_merges_nothing_there() -> None:
     """E1e: most peers have a lighter chain (H3f), and that is where this peer's way leads."""
-    for is_dropped in (True, False):
+    for dropped in ("in this life", "at the start of this life", ""):
         stage = Stage(B, C, owners="abc", has_learner=False, grace_share=0.0)
         made = stage.commit(tokens(C, 0, 40), owner=A)
-        if is_dropped:
-            log = stage.machine.aggregation.own_commits
+        log = stage.machine.aggregation.own_commits
+        if dropped == "in this life":
             log.record(made)
             log.on_head_changed(HeadChange(SHARD, stage.head(), head_of(made), made))
-            assert not log.commits(SHARD)
-        assert bool(only(stage.offer(C), ef.Merge)) != is_dropped
+        elif dropped:
+            assert not log.restore(made, head_of(made))
+        assert not log.commits(SHARD)
+        assert not only(stage.offer(C), ef.Merge) if dropped else only(stage.offer(C), ef.Merge)
 
 
 # -- who does it -------------------------------------------------------------------------------------------------------

@@ -394,6 +394,9 @@ def test_a_weight_counts_for_at_most_twice_the_median() -> None:
     stage = Stage(B, C, D)
     stage.says(D, weight=1e12)
     assert dict(stage.machine.core.membership.owners.candidates) == {A: 1.0, B: 1.0, C: 1.0, D: 2.0}
+    pair = Stage(B)
+    pair.says(B, weight=1e12)
+    assert dict(pair.machine.core.membership.owners.candidates) == {A: 1.0, B: 2.0}, "of two, the smaller one"
 
 
 def test_an_owner_that_lets_the_takeover_time_pass_owns_last_for_a_while() -> None:
