@@ -282,7 +282,7 @@ class Replication:
             for rival in rivals:
                 if rival.owner in self.core.membership.live:
                     self.on_head(rival.owner, Head(shard, rival.version, commit_id(rival), rival.tokens))
-            if header is not None:
+            if header is not None and not self.refusals.is_refused(header, commit_id(header)):
                 self._apply_if_sound(None, header, commit_id(header))
 
     def on_apply_failed(self, shard: ShardId, reason: str) -> None:

@@ -17,6 +17,15 @@ def _bug(name: str, module: str, where: str, old: str, new: str, harm: str, kill
 
 BUGS = (
     _bug(
+        "a commit that waits is applied to an abandoned head",
+        "p2pdiloco.protocol.replication",
+        "Replication._next",
+        "header is not None and not self.refusals.is_refused(header, commit_id(header))",
+        "header is not None",
+        "peers that have voted to go back keep the ruined model, and those that went back give in",
+        "test_a_commit_that_waits_for_its_turn_is_not_applied_to_an_abandoned_head",
+    ),
+    _bug(
         "any higher loss is a jump",
         _EVALUATION,
         "Evaluations._record",

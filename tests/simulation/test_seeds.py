@@ -104,13 +104,13 @@ def test_lying_owners_are_found_and_honest_ones_never() -> None:
 def test_peers_leave_a_ruined_model_and_stay_together() -> None:
     """Rules K: one contribution ruins the model, and peers that can measure that go back. In 343 those that returned
     last believed nobody; in 109 and 227 peers that nobody followed stayed alone; in 176 and 214 votes gained weight
-    when others left, and led to states that nobody had kept."""
+    when others left, and led to states that nobody had kept; in 13 a commit that waited for its turn was applied to an
+    abandoned head."""
     found = [run_seed(seed, scenario="ruined") for seed in (*range(16), 109, 176, 214, 227, 343)]
     assert not [(outcome.seed, outcome.violations) for outcome in found if outcome.violations]
     back = [outcome for outcome in found[:16] if outcome.went_back]
     assert len(back) >= 9
-    # In 13 all go back, but not all find a checkpoint of shard 1 in time, and each gives in to the others.
-    assert [outcome.seed for outcome in back if outcome.ruined] in ([], [13])
+    assert sum(outcome.ruined > 0 for outcome in back) == 0
 
 
 @pytest.mark.parametrize("seed", [3, 186, 214])

@@ -218,6 +218,18 @@ def test_what_follows_an_abandoned_commit_is_refused_and_nobody_barred() -> None
     assert not stage.machine.view.barred
 
 
+def test_a_commit_that_waits_for_its_turn_is_not_applied_to_an_abandoned_head() -> None:
+    """K3b: else this peer would no longer be at an abandoned head when its good state is there, and keep the bad one."""
+    stage = Stage(B, C, D)
+    states = ruined(stage)
+    alone = stage.commit(tokens(C, 0, 40), owner=C, step=16)
+    assert not only(stage.hear(C, msg.Commit(alone)), ef.Apply), "it waits"
+    gone_back(stage, states)
+    assert not only(stage.wait(3 * stage.machine.aggregation.takeover_s()), ef.Apply)
+    effects = stage.work(stage.tell(ev.Restored(SHARD, states[0], ())), ef.Install)
+    assert stage.head().id == states[0].head.id, effects
+
+
 def test_a_vote_is_also_sent_to_those_that_connect_later() -> None:
     """K3c: else one that restarts counts too few."""
     stage = Stage(B, C, D)
