@@ -285,7 +285,7 @@ def _met(evidence: Evidence, since: float) -> float:
 
 
 def _shortages(evidence: Evidence) -> Verdict:
-    """Who cannot start a learner tells so, and starts one when it can again, unless it ended before."""
+    """A peer that can start no learner says so, and starts one once it can again, unless it has ended before."""
     by_name, problems, count = {peer.name: peer for peer in evidence.peers}, [], 0
     for fault in evidence.faults:
         peer = by_name.get(fault.peers[0])

@@ -22,7 +22,7 @@ LEARNER = LearnerId("peer/1")
 FRAGMENTS = 6
 SHARDS = tuple(ShardId(i) for i in range(FRAGMENTS))
 PAGES = 4 * SIZE // resource.getpagesize()
-"""Of a shard."""
+"""Pages of memory that a shard fills."""
 LASTING = 2
 """Slots that keep their memory, with a fragment's turn at each step."""
 NO_MOVES = Moves(LEARNER, (), (), is_reset=False)

@@ -219,7 +219,7 @@ def test_what_follows_an_abandoned_commit_is_refused_and_nobody_barred() -> None
 
 
 def test_a_commit_that_waits_for_its_turn_is_not_applied_to_an_abandoned_head() -> None:
-    """K3b: else this peer would no longer be at an abandoned head when its good state is there, and keep the bad one."""
+    """K3b: else this peer would be at no abandoned head when its good state is there, and keep the bad one."""
     stage = Stage(B, C, D)
     states = ruined(stage)
     alone = stage.commit(tokens(C, 0, 40), owner=C, step=16)
