@@ -156,7 +156,7 @@ def test_grants_take_turns_over_peers_not_connections() -> None:
 
 
 def test_who_returns_from_a_pause_has_its_share_and_no_more() -> None:
-    """A peer that returns after a pause is granted no more than its share: the bytes that it missed are not made up for."""
+    """A peer that returns after a pause gets its share, and not the bytes that it missed as well."""
     granter = Granter(window_bytes=WINDOW, total_bytes=TOTAL, bytes_per_s=10e6)
     busy, back = Account("busy"), Account("back")
     for account in (busy, back):
