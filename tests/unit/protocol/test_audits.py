@@ -376,7 +376,7 @@ def test_an_owner_that_takes_its_time_does_not_escape(tmp_path: Path) -> None:
 
     async def story() -> None:
         async with Theatre(tmp_path) as stage:
-            ann, bob = await beside_a_silent_liar(stage, 5.0)
+            ann, bob = await beside_a_silent_liar(stage, 2.0)
             await stage.train(ann, *[1.0] * 12)
             await stage.wait(2.0 * ANSWER_S)
             first = next(event for event in bob.events if isinstance(event, ev.Audited))
