@@ -95,8 +95,8 @@ class VectorMemory:
             slots = [self._used.get((place, shard)) for shard in shards]
         return None if None in slots else tuple(slot * self._slot for slot in slots if slot is not None)
 
-    def release(self, place: Place, shard: ShardId, *, is_kept: bool = True) -> None:
-        """Take a shard's slot. ``is_kept``: keep its memory for a while, because it may be needed soon."""
+    def release(self, place: Place, shard: ShardId) -> None:
+        """Take a shard's slot."""
         with self._lock:
             slot = self._used.pop((place, shard), None)
             if slot is None:
@@ -107,8 +107,6 @@ class VectorMemory:
             self._kept[place, slot] = True
             if self.is_pinned:
                 return
-            if not is_kept:
-                self._give_back(place, slot)
             while len(self._kept) * self._slot > KEPT:
                 self._give_back(*max(self._kept, key=lambda key: key[1]))
 
@@ -352,11 +350,10 @@ class LearnerUpdates:
         for shard in shards:
             self._in_flight[shard] = ShiftKind.NONE
         shifts = self.next_shifts(shards)
-        taken = self._piece.intersection(shards)
-        self._piece -= taken
+        self._piece.difference_update(shards)
         for shard in shards:
             if self._in_flight[shard] is ShiftKind.NONE:
-                self.memory.release("shift", shard, is_kept=shard not in taken)
+                self.memory.release("shift", shard)
         if self._piece or not self._unloaded:
             return shifts
         return Shifts(shifts.added, shifts.replaced + self._next_piece(), not self._unloaded)

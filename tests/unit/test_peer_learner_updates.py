@@ -48,12 +48,14 @@ def slots_of(vectors: SharedVectors) -> int:
 
 @pytest.fixture
 def stand() -> Iterator[Stand]:
-    """A learner that has taken everything."""
+    """A learner that took everything a while ago."""
     with SharedVectors.create(FRAGMENTS * SIZE) as vectors:
         queue = LearnerUpdates(layout_of(FRAGMENTS), vectors, FRAGMENTS)
         vectors.theta.fill_(1.0)
         queue.load(LEARNER)
         queue.acknowledge(SHARDS)
+        for _ in range(2):
+            queue.memory.release_unused()
         yield queue, vectors
 
 
