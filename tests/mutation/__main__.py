@@ -24,7 +24,7 @@ from tests.mutation.gate import PACKAGES, Result, ScoreCard, judge_again, judge_
 from tests.mutation.reach import SUITES
 from tests.mutation.workers import Job, Verdict, import_slow, judge
 from tests.seeded_bugs import peer, protocol
-from tests.seeded_bugs.inject import plant
+from tests.seeded_bugs.inject import plant, planted, source_of
 
 BUGS = peer.BUGS + protocol.BUGS
 PLANTED_S = 60.0
@@ -152,6 +152,8 @@ def _planted(arguments: argparse.Namespace) -> int:
     wanted = [bug for bug in BUGS if not arguments.names or bug.name in arguments.names]
     if 0 < arguments.sample < len(wanted):
         wanted = Random(_seed(arguments.seed)).sample(wanted, arguments.sample)
+    for bug in wanted:
+        planted(bug, source_of(bug.module))  # here, because a judge that cannot plant it ends, and an end is a kill
     jobs = [Job(bug.name, lambda bug=bug: plant(bug), bug.killed_by, PLANTED_S) for bug in wanted]  # type: ignore[misc]
     alive = _judge_planted(jobs, arguments.jobs)
     if alive and len(alive) < len(jobs) // 20:  # alone now: what a busy machine hid, and what a test drew otherwise

@@ -14,6 +14,8 @@ _ROSTER = "tests/unit/test_swarm_peer_manager.py"
 _CURIOSITY = "p2pdiloco.swarm.lookup_policy"
 _LOOKS = "tests/unit/test_swarm_lookup_policy.py"
 
+_DIRECTORY = "tests/unit/test_discovery_directory.py"
+
 BUGS = (
     Bug(
         name="the goodbye stays behind the last payload",
@@ -331,5 +333,23 @@ BUGS = (
         new="pass",
         harm="it never compares its clock again, and its records expire at wrong times",
         killed_by=("tests/integration/test_directory.py::test_who_waits_is_found_by_those_who_come_later",),
+    ),
+    Bug(
+        name="each read of a record is remembered until the record expires",
+        module="p2pdiloco.discovery.dht",
+        where="_compact",
+        old="len(storage.expiration_heap) > 2 * len(storage.key_to_heap) + 16",
+        new="False",
+        harm="a node grows by 20 MB an hour",
+        killed_by=(f"{_DIRECTORY}::test_records_that_are_stored_again_and_again_take_no_more_memory",),
+    ),
+    Bug(
+        name="an older value makes the newer one expire",
+        module="p2pdiloco.discovery.dht",
+        where="_compact",
+        old="held is not None and held.expiration_time >= expiration_time and (not storage.frozen)",
+        new="False",
+        harm="a peer is not found for as long as a stale copy of its record is about",
+        killed_by=(f"{_DIRECTORY}::test_who_offers_an_older_value_does_not_make_the_newer_one_expire",),
     ),
 )

@@ -5,7 +5,9 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from p2pdiloco.discovery import directory
+import pytest
+
+from p2pdiloco.discovery import dht, directory
 
 DIAL = "Connect failed. msg=failed to dial: failed to dial 12D3KooW: "
 
@@ -51,3 +53,24 @@ def test_a_full_dev_shm_keeps_no_peer_from_starting() -> None:
     """hivemind makes a lock between processes when it is imported; before, a peer ended with its traceback."""
     done = subprocess.run([sys.executable, "-c", WITHOUT_SHARED_MEMORY], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_records_that_are_stored_again_and_again_take_no_more_memory() -> None:
+    """hivemind's heap of expirations grew with each read and each announcement, by 20 MB an hour in a node."""
+    storage, later = dht.timed_storage.TimedStorage(), dht.CLOCK.now() + 3600.0
+    for again in range(100):
+        for key in "abc":
+            storage.store(key, again, later + again)
+            assert not storage.store(key, "older", later)
+            assert not storage.store(key, "the same", later + again)
+    assert dict(storage.items()) == dict.fromkeys("abc", (99, later + 99.0))
+    assert len(storage.expiration_heap) < 50
+    assert storage.top() == ("a", (99, later + 99.0))
+
+
+def test_who_offers_an_older_value_does_not_make_the_newer_one_expire(monkeypatch: pytest.MonkeyPatch) -> None:
+    storage, now = dht.timed_storage.TimedStorage(), dht.CLOCK.now()
+    storage.store("key", "new", now + 100.0)
+    storage.store("key", "old", now + 10.0)
+    monkeypatch.setattr(dht.timed_storage, "get_dht_time", lambda: now + 50.0)
+    assert storage.get("key") == ("new", now + 100.0)
