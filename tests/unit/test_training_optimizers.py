@@ -55,12 +55,24 @@ def test_frozen_parameters_have_no_optimizer() -> None:
     assert isinstance(adamw, torch.optim.AdamW)
 
 
-@pytest.mark.parametrize("shape", [(12, 12), (6, 20), (20, 6), (3, 8, 5)])
+@pytest.mark.parametrize("shape", [(12, 12), (6, 20), (20, 6), (3, 8, 5), (3, 5, 12)])
 def test_singular_values_come_near_one(shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     values = torch.linalg.svdvals(orthogonalized(torch.randn(shape)))
     assert float(values.min()) > 0.5
     assert float(values.max()) < 1.3
+
+
+@pytest.mark.parametrize("shape", [(12, 12), (8, 32), (32, 8), (3, 8, 5), (3, 5, 12)])
+def test_matrices_of_any_shape_are_orthogonalized_alike(shape: tuple[int, ...]) -> None:
+    """By the published iteration in double precision, also where singular values are far apart."""
+    torch.manual_seed(0)
+    given = torch.randn(shape) * torch.rand(shape[:-1])[..., None] ** 8
+    x = given.double() / given.double().norm(dim=(-2, -1), keepdim=True)
+    for _ in range(5):
+        square = x @ x.mT
+        x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
+    assert torch.allclose(orthogonalized(given).double(), x, atol=1e-5)
 
 
 def test_muon_is_pytorchs_but_for_its_precision() -> None:
