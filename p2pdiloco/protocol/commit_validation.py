@@ -297,6 +297,8 @@ class AncestryCheck:
         """By shard: when this peer came to its latest heads."""
         self._left_at: dict[ShardId, tuple[float, float]] = {}
         """By shard: since when most peers have had a lighter chain, and when this was last found."""
+        self._torn_at: dict[ShardId, float] = {}
+        """By shard: since when a heavier chain of at most half of the others has had as much support as any."""
         self._deserted_at: dict[ShardId, float] = {}
         """By shard: since when at least half of all peers have had a heavier chain."""
 
@@ -402,10 +404,23 @@ class AncestryCheck:
             self.core.send(tuple(donors), HeadsRequest())
             return f"{meeting}; the other peers are asked for their heads first"
         stand = 1 + sum(donor != peer and self._stands_by(donor, shard, ours, theirs) for donor in donors)
-        if 2 * stand > len(donors) + 1:
+        beyond = theirs - ours
+        support = sum(donor == peer or self._stands_by(donor, shard, beyond, ours) for donor in donors)
+        if 2 * support > len(donors):
+            return None
+        if 2 * stand > len(donors) + 1 or support < max(stand, self._most_elsewhere(shard, beyond, donors)):
+            self._torn_at.pop(shard, None)
             self._leave_alone(peer)
-            return f"{meeting}, and {stand} of {len(donors) + 1} peers stand by ours"
+            return f"{meeting}, and {stand} of {len(donors) + 1} peers stand by ours, {support} by it"
+        if self.core.now - self._torn_at.setdefault(shard, self.core.now) < self.patience_s(shard):
+            return f"{meeting}, and only {support} of {len(donors)} other peers stand by it so far"
         return None
+
+    def _most_elsewhere(self, shard: ShardId, heads: Container[Digest], donors: Sequence[PeerId]) -> int:
+        """Return how many peers have lately reported the most common head that is not in ``heads``."""
+        told = (self._reported.get(donor, {}).get(shard) for donor in donors)
+        others = (head for one in told if one is not None for head in {one.head, one.earlier} if head not in heads)
+        return max(Counter(others).values(), default=0)
 
     def _unbacked_return(
         self, peer: PeerId, shard: ShardId, theirs: set[Digest], donors: Sequence[PeerId]

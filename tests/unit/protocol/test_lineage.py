@@ -507,6 +507,42 @@ def test_peers_that_are_a_version_ahead_of_ours_stand_by_ours() -> None:
     assert stage.head() == FORGED
 
 
+def test_who_is_versions_behind_does_not_take_what_one_member_stands_by() -> None:
+    """H3b: more of the others are at one later head, which leads on from ours for all that is known here."""
+    stage, _ = settled(B, C, D)
+    ours = stage.head()
+    ahead = [Head(SHARD, ours.version + n, digest(f"ahead {n}"), ours.tokens + 80 * n) for n in (2, 3)]
+    for _ in range(int(3 * stage.config.request_s)):
+        stage.wait(1.0)
+        stage.hear(B, msg.Heads((FORGED,), 0))
+        for peer, heads in ((C, ahead[:1]), (D, ahead)):
+            for head in heads:
+                stage.hear(peer, msg.Heads((head,), 0))
+        effects = bring(stage, FORGED, digest("nothing that anybody knows"))
+        assert stage.head() == ours
+        assert "1 of 4 peers stand by ours, 1 by it" in notes(effects, "fetch")[0]
+
+
+def test_what_as_many_stand_by_as_by_ours_is_taken_after_a_while() -> None:
+    """H3b: the other half does so, or is at a head that this peer is about to hear of."""
+    for is_behind in (True, False):
+        stage, _ = settled(B, C)
+        ours, ahead = stage.head(), Head(SHARD, 3, digest("ahead"), 120)
+        taken_s = 0
+        while stage.head() == ours and taken_s < 5 * stage.config.request_s:
+            taken_s += 1
+            stage.wait(1.0)
+            stage.hear(B, msg.Heads((FORGED,), 0))
+            stage.hear(C, msg.Heads((ahead,), 0))
+            stage.hear(C, msg.Heads((Head(SHARD, 4, digest("farther"), 160),), 0))
+            if is_behind and taken_s == int(stage.config.request_s):
+                stage.hear(C, msg.Heads((ours,), 0))
+            bring(stage, FORGED, digest("nothing that anybody knows"))
+        assert stage.head() == FORGED
+        usual = 2 * stage.config.request_s + 1.0
+        assert taken_s == pytest.approx(usual + (stage.config.request_s if is_behind else 0.0), abs=1.0)
+
+
 def test_who_has_told_nothing_of_late_is_asked_before() -> None:
     """H3d: what was told long ago is no word for or against."""
     stage, _ = settled(B, C, D)
