@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from p2pdiloco.codec import native, outer_optimizer, quantization
+from p2pdiloco.codec import native, outer_optimizer, quantization, shard_codec
 from p2pdiloco.codec.formats import FORMATS, HEADER, VERSION
 from p2pdiloco.codec.shard_codec import Bodies
 
@@ -30,6 +30,28 @@ def by_torch() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native, "is_used", False)
         yield
+
+
+@contextlib.contextmanager
+def by_plain_c() -> Iterator[None]:
+    """Meanwhile the library does not call its functions for AVX2."""
+    assert native.LIBRARY is not None
+    is_plain = ctypes.c_bool.in_dll(native.LIBRARY, "is_plain")
+    is_plain.value = True
+    try:
+        yield
+    finally:
+        is_plain.value = False
+
+
+def any_vector(elements: int, seed: int, has_all: bool) -> Tensor:
+    """Values of all magnitudes, zeros and denormals; ``has_all``: also NaN, infinities, and what cannot be encoded."""
+    random = np.random.default_rng(seed)
+    if has_all:
+        return torch.from_numpy(random.integers(-(2**31), 2**31, elements).astype(np.int32).view(np.float32))
+    magnitudes = random.choice(np.array([0.0, -0.0, 1e-42, 1e-3, 1.0, 1.0, 1.0, 40.0], np.float32), elements)
+    exponents = np.repeat(random.integers(-14, 15, elements // 64 + 1), 64)[:elements]
+    return torch.from_numpy((random.standard_normal(elements) * magnitudes * 10.0**exponents).astype(np.float32))
 
 
 def any_body(elements: int, block: int, seed: int) -> bytes:
@@ -98,6 +120,34 @@ def test_decoding_has_the_same_bits(elements: int, block: int, seed: int) -> Non
         wanted, wanted_square = read()
     assert found == wanted
     assert square == wanted_square
+
+
+@given(
+    st.integers(1, 3000),
+    st.sampled_from([64, 128, 256, 4096]),
+    st.integers(0, 2**32),
+    st.sampled_from([0.335, 0.4, 1.5]),
+    st.booleans(),
+    st.booleans(),
+)
+@settings(deadline=None, max_examples=150)
+def test_encoding_with_avx2_has_the_bits_of_plain_c_and_torch(
+    elements: int, block: int, seed: int, step: float, has_less: bool, has_all: bool
+) -> None:
+    """What one refuses, the others refuse."""
+    x, how = any_vector(elements, seed, has_all), quantization.recipe("int4", step, block)
+    less = any_vector(elements, seed + 1, False) if has_less else None
+
+    def made() -> list[bytes] | None:
+        found = shard_codec.encoded(how, x, less)
+        return None if found is None else [bytes(body) for body in found]
+
+    found = made()
+    with by_plain_c():
+        assert made() == found
+    if found is not None:
+        with by_torch():
+            assert [bytes(body) for body in quantization.encode_vector(how, x, less)] == found
 
 
 def test_norms_that_are_nearly_between_two_scales_are_rounded_alike() -> None:
