@@ -502,6 +502,68 @@ EXPORT bool square_shard(const uint8_t *bodies, count n, count elements, double 
     return true;
 }
 
+#ifdef AVX2
+// A body in a run of elements that have one scale: its bytes, and the shift that brings a symbol to the highest bits.
+struct term {
+    const uint8_t *symbols;
+    float scale, factor;
+    int32_t shift;
+};
+
+// ``out`` = the sum of the terms; its squares are added to ``lanes``. ``n`` is a multiple of LANES.
+static AVX2 void sum_run_avx2(const struct term *terms, count n_terms, float *out, count n, double *lanes) {
+    for (count i = 0; i < n; i += LANES) {
+        __m256 sums[4] = {_mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps()};
+        for (const struct term *t = terms; t < terms + n_terms; t++) {
+            __m256 scale = _mm256_set1_ps(t->scale), factor = _mm256_set1_ps(t->factor);
+            __m256i shift = _mm256_set1_epi32(t->shift);
+            for (int l = 0; l < 4; l++) {
+                __m256i bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(t->symbols + i + 8 * l)));
+                __m256i symbols = _mm256_srai_epi32(_mm256_sllv_epi32(bytes, shift), 28);
+                __m256 values = _mm256_mul_ps(_mm256_cvtepi32_ps(symbols), scale);
+                sums[l] = _mm256_add_ps(sums[l], _mm256_mul_ps(values, factor));
+            }
+        }
+        for (int l = 0; l < 4; l++) {
+            __m256d low = _mm256_cvtps_pd(_mm256_castps256_ps128(sums[l]));
+            __m256d high = _mm256_cvtps_pd(_mm256_extractf128_ps(sums[l], 1));
+            double *to = lanes + 8 * l;
+            _mm256_storeu_ps(out + i + 8 * l, sums[l]);
+            _mm256_storeu_pd(to, _mm256_add_pd(_mm256_loadu_pd(to), _mm256_mul_pd(low, low)));
+            _mm256_storeu_pd(to + 4, _mm256_add_pd(_mm256_loadu_pd(to + 4), _mm256_mul_pd(high, high)));
+        }
+    }
+}
+#endif
+
+// Sums the first elements of a chunk and returns their number, a multiple of LANES. The rest is left to plain C.
+INLINE count sum_by_vectors(const struct body *bodies, const float *factors, count n, float *out, count elements,
+                            double *lanes) {
+#ifdef AVX2
+    struct term terms[MOST_BODIES];
+    count run = LONGEST_BLOCK, done = 0;
+    for (count g = 0; g < n; g++) run = bodies[g].codec == INT4 ? least(run, bodies[g].block / 2) : 0;
+    elements -= elements % LANES;
+    if (!HAS_AVX2 || !run) return 0;
+    for (count size; done < elements; done += size) {
+        count n_terms = 0;
+        size = least(run, elements - done);
+        for (count g = 0; g < n; g++) {
+            const struct body *b = bodies + g;
+            bool is_high = done >= b->n_symbols;
+            if (factors[g] != 0.0f)
+                terms[n_terms++] = (struct term){b->symbols + done - (is_high ? b->n_symbols : 0),
+                                                 scale_of(b, done >> b->shift), factors[g], is_high ? 24 : 28};
+        }
+        sum_run_avx2(terms, n_terms, out + done, size, lanes);
+    }
+    return done;
+#else
+    (void)bodies, (void)factors, (void)n, (void)out, (void)elements, (void)lanes;
+    return 0;
+#endif
+}
+
 EXPORT CLONES double sum_shard(const int64_t *addresses, count n, const int64_t *sizes, count n_sizes,
                                const float *factors, count n_factors, float *restrict out, count elements) {
     struct body bodies[MOST_BODIES];
@@ -518,7 +580,7 @@ EXPORT CLONES double sum_shard(const int64_t *addresses, count n, const int64_t 
             if (!open_body(raw, sizes[g] - at[g], elements - begin, bodies + g)) return -1;
             at[g] += bodies[g].size;
         }
-        for (count i = 0; i < chunk; i += RUN) {
+        for (count i = sum_by_vectors(bodies, factors, n, out + begin, chunk, lanes); i < chunk; i += RUN) {
             count size = least(RUN, chunk - i), whole = size - size % LANES;
             memset(sum, 0, (size_t)size * sizeof(float));
             for (count g = 0; g < n; g++)

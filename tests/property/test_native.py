@@ -150,6 +150,36 @@ def test_encoding_with_avx2_has_the_bits_of_plain_c_and_torch(
             assert [bytes(body) for body in quantization.encode_vector(how, x, less)] == found
 
 
+@given(
+    st.integers(1, 3000),
+    st.lists(st.tuples(st.sampled_from([64, 128, 256, 4096]), st.sampled_from([0.0, 0.3, -0.7, 1e-40])), min_size=1),
+    st.integers(0, 2**32),
+)
+@settings(deadline=None, max_examples=100)
+def test_a_sum_with_avx2_has_the_bits_of_plain_c_and_torch(
+    elements: int, terms: list[tuple[int, float]], seed: int
+) -> None:
+    """Bodies in blocks of several sizes, and factors so small that products are denormals."""
+    bodies = [any_body(elements, block, seed + index) for index, (block, _) in enumerate(terms)]
+    factors = [factor for _, factor in terms]
+
+    def summed() -> tuple[list[bytes], float | None]:
+        out = torch.empty(elements)
+        square = shard_codec.weighted_sum([Bodies.of(body) for body in bodies], factors, out)
+        return bits(out), square
+
+    found = summed()
+    assert found[1] is not None
+    with by_plain_c():
+        assert summed() == found
+    wanted = torch.zeros(elements)
+    with by_torch():
+        for body, factor in zip(bodies, factors, strict=True):
+            if factor:
+                quantization.add_chunk(body, factor, wanted)
+        assert (bits(wanted), quantization.sum_of_squares(wanted)) == found
+
+
 def test_norms_that_are_nearly_between_two_scales_are_rounded_alike() -> None:
     """A block's norm that differs in its last bit would be rounded to another scale here."""
     for seed in range(200):
