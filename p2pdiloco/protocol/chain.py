@@ -24,7 +24,7 @@ from p2pdiloco.protocol.data_blocks import BlockLedger, Trained
 from p2pdiloco.protocol.events import Mark, ShardState
 from p2pdiloco.protocol.ids import Digest, LearnerId, PeerId, RunId, ShardId, digest_of, peer_of
 from p2pdiloco.protocol.messages import MAX_CONTRIBUTORS, MOST_LENGTH, CommitHeader, Contributor, Head
-from p2pdiloco.protocol.norm_bound import NO_NORM, NormBound
+from p2pdiloco.protocol.norm_bound import NO_NORM, NormBound, counted_steps
 
 NO_MARK = Mark(0, 0, 0)
 SizeOf = Callable[[Digest], int]
@@ -149,7 +149,7 @@ class Chain:
         """
         marks, ledger, norm_bound = self._marks_after(version, contributors), self.ledger, self.norm_bound
         if length:
-            steps = max(c.steps for c in contributors)
+            steps = self._counted_steps(contributors)
             norm_bound = norm_bound.after(length, steps, self.limits.turn_steps, len(contributors))
         if ledger is None:
             return record_of(marks, Trained(), norm_bound)
@@ -164,8 +164,11 @@ class Chain:
 
     def longest(self, contributors: Sequence[Contributor]) -> float:
         """Return the largest allowed norm of a merged outer gradient of these contributors."""
-        steps = max(c.steps for c in contributors)
+        steps = self._counted_steps(contributors)
         return self.norm_bound.longest(steps, self.limits.turn_steps, self._first, len(contributors))
+
+    def _counted_steps(self, contributors: Sequence[Contributor]) -> int:
+        return counted_steps([c.steps for c in contributors], self.limits.turn_steps)
 
     def stated_longest(self, contributors: Sequence[Contributor]) -> float:
         """Return ``longest`` as a commit states it: a finite number, 0 if no limit is known."""
@@ -229,9 +232,8 @@ class Chain:
             self.ancestry.append(self.head.id)
         self.head = Head(self.shard, header.version, new_id, header.tokens)
         self.step = header.step
-        self.norm_bound = self.norm_bound.after(
-            header.length, header.steps, self.limits.turn_steps, len(header.contributors)
-        )
+        steps = self._counted_steps(header.contributors)
+        self.norm_bound = self.norm_bound.after(header.length, steps, self.limits.turn_steps, len(header.contributors))
         self.counts = header.counts
         self.marks = self._marks_after(header.version, header.contributors)
         if self.ledger is not None:

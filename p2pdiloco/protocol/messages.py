@@ -109,11 +109,6 @@ class CommitHeader(msgspec.Struct, frozen=True, array_like=True):
     """Norm to which a longer merged outer gradient was scaled down (``Chain.stated_longest``); 0: no limit is known.
     With it the header has all that a merge depends on besides the contributions' payloads."""
 
-    @property
-    def steps(self) -> int:
-        """Largest number of inner steps of a contributor."""
-        return max((c.steps for c in self.contributors), default=0)
-
 
 def commit_id(header: CommitHeader) -> Digest:
     """Return a commit's id: the digest of its header."""

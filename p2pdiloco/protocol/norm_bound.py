@@ -10,7 +10,8 @@ Rules of this file:
    allowed, every time, the mean rises by less than two octaves.
 3. Learners that return after a partition contribute many steps at once. Beyond one turn's steps the bound grows with
    the square root of the steps. An update that goes straight on for 64 turns is 8 times as long as that bound, which is
-   within a leap.
+   within a leap. More steps than a turn's count only as far as half of the contributions have them, because a member
+   declares its own.
 4. An update of few contributions, fewer than half as many as usual, may be as long as the mean, and does not move it.
    An owner can make such updates by itself, one after the other.
 """
@@ -18,6 +19,7 @@ Rules of this file:
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import msgspec
 
@@ -95,6 +97,11 @@ class NormBound(msgspec.Struct, frozen=True, array_like=True):
 
 
 NO_NORM = NormBound()
+
+
+def counted_steps(steps: Sequence[int], turn_steps: int) -> int:
+    """Return the inner steps for which an update counts, whose contributions declare ``steps``."""
+    return min(max(steps), max(turn_steps, sorted(steps)[(len(steps) - 1) // 2]))
 
 
 def running_mean(counted: int, mean: int, found: int) -> tuple[int, int]:

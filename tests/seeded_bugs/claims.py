@@ -478,6 +478,15 @@ BUGS = (
         "test_plausibility.py::test_an_owner_that_lets_the_takeover_time_pass_owns_last_for_a_while",
     ),
     _bug(
+        "the steps that one member declares make an update longer",
+        "norm_bound",
+        "counted_steps",
+        "max(turn_steps, sorted(steps)[(len(steps) - 1) // 2])",
+        "max(steps)",
+        "an owner puts noise of 48 mean rounds into a shard, as the last commit of a run: twice the loss",
+        "test_values.py::test_steps_that_one_member_declares_make_no_update_longer",
+    ),
+    _bug(
         "few contributions may go as far as many",
         "norm_bound",
         "NormBound.longest",

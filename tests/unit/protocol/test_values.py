@@ -24,7 +24,16 @@ from p2pdiloco.protocol.config import Sizes
 from p2pdiloco.protocol.data_blocks import Trained
 from p2pdiloco.protocol.ids import FragmentId, PeerId, digest_of
 from p2pdiloco.protocol.manifest import CodecConfig, OuterConfig, TensorSpec, make_layout
-from p2pdiloco.protocol.norm_bound import FEW_MEMORY, MEMORY, MOST_CHANGE, NO_NORM, OCTAVE, NormBound, octaves
+from p2pdiloco.protocol.norm_bound import (
+    FEW_MEMORY,
+    MEMORY,
+    MOST_CHANGE,
+    NO_NORM,
+    OCTAVE,
+    NormBound,
+    counted_steps,
+    octaves,
+)
 from p2pdiloco.training.shared_memory import SharedVectors
 from p2pdiloco.wire.control_messages import StateOffer, StateProof
 
@@ -76,6 +85,22 @@ def test_a_merged_step_is_at_most_a_leap_longer_than_those_before() -> None:
     effects = stage.take(counted(stage, 40, 1e30))
     assert stage.head().version == 2
     assert "length 1e+30" in notes(effects, "commit")[0]
+
+
+def test_steps_that_one_member_declares_make_no_update_longer() -> None:
+    """V1b: an owner that declares the most would else put in a step of 8 times the length."""
+    for steps, found in (((13,), 13), ((40,), 40), ((13, 14, 20), 20), ((40, 50, 1536), 50), ((30, 1536), 30)):
+        assert counted_steps(steps, TURN) == found
+    for liars in ((13, 1536), (13, 14, 1536), (13, 14, 1536, 1536)):
+        assert counted_steps(liars, TURN) == TURN
+    stage = Stage(B, C, D, has_learner=False)
+    several = tokens(B, 0, 40), tokens(C, 0, 40), tokens(D, 0, 40)
+    chain = stage.machine.core.chains[SHARD]
+    stage.take(stage.commit(*several, length=4.0, record=chain.record_after(1, several, 4.0)))
+    both, turn = (tokens(B, 40, 80), tokens(C, 40, 80)), 10 * chain.limits.turn_steps
+    assert chain.longest((*both, tokens(D, 40, 40 + 64 * turn))) == chain.longest((*both, tokens(D, 40, 40 + turn)))
+    longer = chain.longest((tokens(B, 40, 40 + 64 * turn), *both[1:], tokens(D, 40, 40 + 64 * turn)))
+    assert longer == 8 * chain.longest((*both, tokens(D, 40, 40 + turn))), "most of them were away"
 
 
 def counted(stage: Stage, given: int, length: float) -> msg.CommitHeader:
