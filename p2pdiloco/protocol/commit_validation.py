@@ -414,6 +414,7 @@ class AncestryCheck:
             return f"{meeting}, and {stand} of {len(donors) + 1} peers stand by ours, {support} by it"
         if self.core.now - self._torn_at.setdefault(shard, self.core.now) < self.patience_s(shard):
             return f"{meeting}, and only {support} of {len(donors)} other peers stand by it so far"
+        del self._torn_at[shard]
         return None
 
     def _most_elsewhere(self, shard: ShardId, heads: Container[Digest], donors: Sequence[PeerId]) -> int:

@@ -103,6 +103,15 @@ BUGS = (
         "test_lineage.py::test_what_as_many_stand_by_as_by_ours_is_taken_after_a_while",
     ),
     _bug(
+        "who once waited for the others' heads takes the next state at once",
+        "commit_validation",
+        "AncestryCheck._problem",
+        "del self._torn_at[shard]",
+        "pass",
+        "one liar of three is believed from its second state on",
+        "test_lineage.py::test_what_as_many_stand_by_as_by_ours_is_taken_after_a_while",
+    ),
+    _bug(
         "the makers of a divided run's heads are not believed",
         "commit_validation",
         "AncestryCheck._unbacked",

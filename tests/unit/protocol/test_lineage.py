@@ -541,6 +541,10 @@ def test_what_as_many_stand_by_as_by_ours_is_taken_after_a_while() -> None:
         assert stage.head() == FORGED
         usual = 2 * stage.config.request_s + 1.0
         assert taken_s == pytest.approx(usual + (stage.config.request_s if is_behind else 0.0), abs=1.0)
+        again = msgspec.structs.replace(FORGED, id=digest("forged again"), tokens=FORGED.tokens + 1)
+        stage.hear(C, msg.Heads((Head(SHARD, 5, digest("farthest"), 200),), 0))
+        bring(stage, again, digest("nothing that anybody knows, either"))
+        assert stage.head() == FORGED, "the next one has to wait as long"
 
 
 def test_who_has_told_nothing_of_late_is_asked_before() -> None:
