@@ -86,9 +86,11 @@ class Renamed(ast.NodeTransformer):
 
 def test_planted_bugs_fit_after_every_local_variable_is_renamed() -> None:
     """A name that nobody outside of a function sees is the author's to change."""
+    renamed = {
+        module: ast.unparse(Renamed().visit(ast.parse(source_of(module)))) for module in {bug.module for bug in BUGS}
+    }
     for bug in BUGS:
-        tree = Renamed().visit(ast.parse(source_of(bug.module)))
-        planted(bug, ast.unparse(tree))
+        planted(bug, renamed[bug.module])
 
 
 def test_a_pattern_knows_variables_gaps_and_parameters() -> None:

@@ -71,7 +71,7 @@ BUGS = (
         "commit_validation",
         "AncestryCheck._problem",
         "2 * support > len(donors)",
-        "2 * stand <= len(donors) + 1",
+        "True",
         "one liar of four replaces a shard with zeros, and counts 2^40 tokens, while the others are two versions ahead",
         "test_lineage.py::test_who_is_versions_behind_does_not_take_what_one_member_stands_by",
     ),

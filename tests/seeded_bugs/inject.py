@@ -14,6 +14,7 @@ import ast
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
@@ -67,9 +68,14 @@ def planted(bug: Bug, source: str) -> ast.Module:
         tree = replaced(source, bug.where, bug.old, bug.new)
     except PatternError as error:
         raise PlantingError(f"{bug.name!r} no longer fits {bug.module}: {error}; write it anew") from error
-    if ast.dump(tree) == ast.dump(ast.parse(source)):
+    if ast.dump(tree) == _dump_of(source):
         raise PlantingError(f"{bug.name!r} changes nothing")
     return tree
+
+
+@lru_cache(maxsize=256)
+def _dump_of(source: str) -> str:
+    return ast.dump(ast.parse(source))
 
 
 def source_of(module: str) -> str:
