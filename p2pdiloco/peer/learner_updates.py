@@ -96,7 +96,7 @@ class VectorMemory:
         return None if None in slots else tuple(slot * self._slot for slot in slots if slot is not None)
 
     def release(self, place: Place, shard: ShardId) -> None:
-        """Take a shard's slot."""
+        """Free a shard's slot. Its memory is kept for a while, because it may be needed soon."""
         with self._lock:
             slot = self._used.pop((place, shard), None)
             if slot is None:

@@ -298,7 +298,7 @@ class AncestryCheck:
         self._left_at: dict[ShardId, tuple[float, float]] = {}
         """By shard: since when most peers have had a lighter chain, and when this was last found."""
         self._torn_at: dict[ShardId, float] = {}
-        """By shard: since when a heavier chain of at most half of the others has had as much support as any."""
+        """By shard: since when a heavier state of at most half of the others has had as much support as any other."""
         self._deserted_at: dict[ShardId, float] = {}
         """By shard: since when at least half of all peers have had a heavier chain."""
 

@@ -10,8 +10,8 @@ Rules of this file:
    allowed, every time, the mean rises by less than two octaves.
 3. Learners that return after a partition contribute many steps at once. Beyond one turn's steps the bound grows with
    the square root of the steps. An update that goes straight on for 64 turns is 8 times as long as that bound, which is
-   within a leap. More steps than a turn's count only as far as half of the contributions have them, because a member
-   declares its own.
+   within a leap. Steps beyond one turn's count only if more than half of the contributors declare them, because nothing
+   proves a declared number.
 4. An update of few contributions, fewer than half as many as usual, may be as long as the mean, and does not move it.
    An owner can make such updates by itself, one after the other.
 """
@@ -100,7 +100,8 @@ NO_NORM = NormBound()
 
 
 def counted_steps(steps: Sequence[int], turn_steps: int) -> int:
-    """Return the inner steps for which an update counts, whose contributions declare ``steps``."""
+    """Return the inner steps from which the bound of an update follows, given the ``steps`` that contributors declare:
+    the most, but beyond ``turn_steps`` only as many as more than half of the contributors declare."""
     return min(max(steps), max(turn_steps, sorted(steps)[(len(steps) - 1) // 2]))
 
 

@@ -134,7 +134,7 @@ def test_decoding_has_the_same_bits(elements: int, block: int, seed: int) -> Non
 def test_encoding_with_avx2_has_the_bits_of_plain_c_and_torch(
     elements: int, block: int, seed: int, step: float, has_less: bool, has_all: bool
 ) -> None:
-    """What one refuses, the others refuse."""
+    """AVX2, plain C and torch encode alike; a vector that cannot be encoded is refused by AVX2 and by plain C."""
     x, how = any_vector(elements, seed, has_all), quantization.recipe("int4", step, block)
     less = any_vector(elements, seed + 1, False) if has_less else None
 
