@@ -8,7 +8,7 @@ EXCHANGE ?= --all
 # Workers of the tests.
 JOBS ?= 2
 
-.PHONY: hashes checked audit demo test quick quick-tests test-measured lint simulate fuzz mutants chaos golden bench-wire bench-wan bench-quick bench-uml site clean help
+.PHONY: hashes checked audit demo test test-long quick quick-tests test-measured lint simulate fuzz mutants chaos golden bench-wire bench-wan bench-quick bench-uml site clean help
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
@@ -31,14 +31,17 @@ demo: $(READY) ## a swarm on this machine: found, join, kill, join late, merge, 
 # Two workers: most tests wait for processes, and two cores are what CI has. Durations are told, and kept in out/.
 TESTS := -q -n $(JOBS) --dist loadgroup --no-loadscope-reorder
 test: $(READY) ## everything that CI runs but lint
-	@$(BIN)/python -m pytest $(TESTS) --durations=20 --junitxml=out/test.xml
+	@$(BIN)/python -m pytest $(TESTS) -m "not long" --durations=20 --junitxml=out/test.xml
+
+test-long: $(READY) ## tests that CI leaves out: more processes, or a second setting, of what it runs
+	@$(BIN)/python -m pytest $(TESTS) -m long
 
 quick: $(READY) ## lint, types, unit and property tests, a hundred seeds: under 90 seconds on two cores
 	@$(MAKE) -s -j2 -O lint quick-tests
 	@$(BIN)/python -m tests.machine_sim --seeds 0-99
 
 quick-tests: $(READY)
-	@$(BIN)/python -m pytest $(TESTS) -m "not heavy" tests/unit tests/property
+	@$(BIN)/python -m pytest $(TESTS) -m "not heavy and not long" tests/unit tests/property
 
 test-measured: $(READY) ## tests that measure real links: root, and a machine that does nothing else
 	@P2PDILOCO_MEASURE=1 $(BIN)/python -m pytest -q tests/wan
@@ -103,7 +106,10 @@ bench-wan: $(READY) ## the comparisons over throttled links, whole (root; an hou
 	@$(WAN).utilisation --shipped --json $(WAN_OUT)/shipped.jsonl --plot $(WAN_OUT)/shipped.png
 
 QUICK := out/wan-quick
-bench-quick: $(READY) ## the same in five minutes or so: that all of it works, not what it shows (root)
+bench-test-long: $(READY) ## tests that CI leaves out: more processes, or a second setting, of what it runs
+	@$(BIN)/python -m pytest $(TESTS) -m long
+
+quick: $(READY) ## the same in five minutes or so: that all of it works, not what it shows (root)
 	@$(WAN).speed --steps 32 --cap-s 16 --ddp-s 16 --snapshot-every 8 --json $(QUICK)/speed.jsonl --plot $(QUICK)/speed.png
 	@$(WAN).bandwidth --cases 'p2pdiloco 24/24/4' --probes 1 --json $(QUICK)/bandwidth.jsonl --plot $(QUICK)/bandwidth.png
 	@$(WAN).fragments --parameters 10e6 --gbps 1 --in-flight 1 --rounds 1 --json $(QUICK)/fragments.jsonl --plot $(QUICK)/fragments.png

@@ -37,10 +37,9 @@ HARMLESS = Row(
 
 @pytest.mark.timeout(420)
 def test_one_of_four_that_declares_most_and_turns_round_does_not_ruin_the_model(tmp_path: Path) -> None:
-    """Nor does one that moves the run's step, measures a perfect loss and floods all others. Each lie is sent, the loss
-    is measured at equal honest tokens, and a newcomer gets in. Before weights were capped, the first attack made the
-    loss 7 times as high after twelve merges, and ended the run with 2 % of its budget trained. Before lineages counted
-    tokens by their factors, no newcomer got in."""
+    """The lie is sent, the loss is measured at equal honest tokens, and a newcomer gets in. Before weights were capped,
+    this attack made the loss 7 times as high after twelve merges, and ended the run with 2 % of its budget trained.
+    Before lineages counted tokens by their factors, no newcomer got in."""
     rows = tmp_path / "rows.jsonl"
     command = [sys.executable, "-m", "tests.chaos", "--plan", "liars-short", "--out", str(tmp_path / "out")]
     done = subprocess.run(
@@ -53,7 +52,7 @@ def test_one_of_four_that_declares_most_and_turns_round_does_not_ruin_the_model(
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     found = {row["attack"]: row for row in map(json.loads, rows.read_text().splitlines())}
-    assert list(found) == ["tokens+flip", "turns+loss+flood"]
+    assert list(found) == ["tokens+flip"]
     assert found["tokens+flip"]["named"] == 1, "no honest peer's log names the liar"
 
 

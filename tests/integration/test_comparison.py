@@ -15,6 +15,7 @@ from waiting import wait_until
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_its_program_trains_one_model_by_two_peers(tmp_path: Path) -> None:
     text = (ROOT / "docs" / "comparison.md").read_text(encoding="utf-8")

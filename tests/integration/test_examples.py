@@ -98,7 +98,9 @@ def chance_of_an_end(base: Path, model: Any) -> float:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("name", "run"), [("lora", "fine-tune"), ("pretrain", "pretrain")])
+@pytest.mark.parametrize(
+    ("name", "run"), [pytest.param("lora", "fine-tune", marks=pytest.mark.long), ("pretrain", "pretrain")]
+)
 def test_it_works_as_printed_by_two_peers(name: str, run: str, base: Path, tmp_path: Path) -> None:
     script = ROOT / "peers" / f"{name}.py"
     assert len(script.read_text().splitlines()) < 40

@@ -79,6 +79,7 @@ def test_two_peers_train_a_llama_on_documents_of_their_own(tmp_path: Path, monke
         assert min(held_out) < 2.75, "less than ln 15 = 2.71 + what it begins above that"
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_two_peers_fine_tune_adapters_on_weights_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the adapters travel. The joiner has the weights in another folder; who has other weights is told."""

@@ -117,6 +117,7 @@ def test_islands_of_ddp_and_of_fsdp_train_one_model_and_a_rank_dies(tmp_path: Pa
     assert merged_of_b >= found[1][0]["steps"] * 16 * RANKS, "and both lives' are merged"
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_an_island_whose_node_dies_trains_on_and_gets_it_back(tmp_path: Path) -> None:
     a = tmp_path / "a"

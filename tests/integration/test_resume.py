@@ -102,7 +102,7 @@ def after_a_power_failure(
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("order", ["AB", "BA"])
+@pytest.mark.parametrize("order", ["AB", pytest.param("BA", marks=pytest.mark.long)])
 def test_a_run_wakes_up_without_its_bootstrap(tmp_path: Path, order: str) -> None:
     """The same commands again, one after the other: the peers meet and merge together."""
     with after_a_power_failure(tmp_path) as (swarm, commands, version):
@@ -140,6 +140,7 @@ def test_who_waits_for_the_others_can_be_ended_and_who_has_no_state_does_not_wai
         assert not printed(newcomer, WAITING)
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_who_has_a_state_joins_though_none_of_the_others_is_there_yet(tmp_path: Path) -> None:
     """The bootstrap is there, and knows the run by what has not expired yet, or not at all."""

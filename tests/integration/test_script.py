@@ -178,6 +178,7 @@ def test_two_scripts_train_one_model(tmp_path: Path) -> None:
     assert sum(one["tokens_trained"] for one in reports) == reports[0]["tokens_merged"]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_a_script_without_a_with_statement_leaves_in_order(tmp_path: Path) -> None:
     """As of a notebook, or in the Hugging Face Trainer: a cell that is run again takes over, Ctrl+C loses nothing."""
@@ -344,6 +345,7 @@ def test_what_does_not_train_the_models_parameters_is_told_in_the_first_turn_and
     assert reason in ending["reason"]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_a_script_that_is_started_after_the_end_finds_the_result(tmp_path: Path) -> None:
     """Of a run for members: its own, when nobody else is there any more; then of another's folder that is served."""

@@ -170,6 +170,7 @@ def test_two_hugging_face_trainers_train_one_model(tmp_path: Path) -> None:
     assert shown[-1] == pytest.approx(results[0]["last"], rel=0.3)
 
 
+@pytest.mark.long
 @HF
 @pytest.mark.timeout(900)
 def test_of_a_lora_only_the_adapters_travel(tmp_path: Path) -> None:
@@ -178,6 +179,7 @@ def test_of_a_lora_only_the_adapters_travel(tmp_path: Path) -> None:
     assert all(result["last"] < result["first"] for result in results)
 
 
+@pytest.mark.long
 @LIGHTNING
 @pytest.mark.timeout(900)
 def test_two_lightning_trainers_train_one_model(tmp_path: Path) -> None:

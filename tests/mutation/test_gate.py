@@ -126,7 +126,7 @@ def test_planted_bugs_have_names_of_their_own_and_are_many() -> None:
 @pytest.mark.timeout(900)
 def test_planted_bugs_are_killed() -> None:
     """A fresh sample each time; its seed is printed and repeats it. ``make mutants`` judges all."""
-    done = gate("planted", "--jobs", "2", "--sample", "100")
+    done = gate("planted", "--jobs", "2", "--sample", "50")
     lived = [line for line in done.stdout.splitlines() if " killed " not in line]  # CI shows a part of what is told
     assert done.returncode == 0, "\n".join(lived) + done.stderr
 

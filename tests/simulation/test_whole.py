@@ -18,9 +18,9 @@ from tests.peer_sim.faults import FirstKind, FurtherKind, LateKind, RoughKind, S
 from tests.peer_sim.report import DARK, LYING, PRIVATE, ROUGH, SHORT, BugFound, Outcome
 
 JOBS = os.cpu_count() or 1
-FIXED = range(80)
-ROUGHLY = range(ROUGH, ROUGH + 40)
-FRESH = 30
+FIXED = range(50)
+ROUGHLY = range(ROUGH, ROUGH + 24)
+FRESH = 20
 SHORT_SEEDS = (1, 2, 4, 8, 14, 15, 18, 23)
 REGRESSIONS = tomllib.loads((Path(__file__).parent / "regressions.toml").read_text()).get("whole", [])
 OBVIOUS = ("momentum zeroed on restart", "queued shift overwritten by the next", "a checkpoint's proofs are not taken")
@@ -48,8 +48,8 @@ def broken(found: Iterable[Outcome]) -> list[str]:
 def test_whole_peers_keep_what_must_hold(found: dict[int, Outcome]) -> None:
     fixed = [found[seed] for seed in FIXED]
     assert not broken(fixed)
-    assert sum(o.commits for o in fixed) > 1000, "worlds in which nothing happens prove nothing"
-    assert sum(o.forks for o in fixed) > 20
+    assert sum(o.commits for o in fixed) > 600, "worlds in which nothing happens prove nothing"
+    assert sum(o.forks for o in fixed) > 12
     assert sum(o.lives for o in fixed) > 2 * len(fixed)
     happened = {kind for o in fixed for kind in o.happened}
     missing = {*get_args(FirstKind), *get_args(FurtherKind), *get_args(LateKind)} - happened

@@ -14,7 +14,7 @@ from benchmarks.netbed.testbed import Testbed
 from benchmarks.wan.homes import Home, gathered, wait_for
 from benchmarks.wan.sites import network
 
-pytestmark = [pytest.mark.xdist_group("wan"), pytest.mark.heavy]  # namespaces are the machine's
+pytestmark = [pytest.mark.xdist_group("wan"), pytest.mark.heavy, pytest.mark.long]  # namespaces are the machine's
 
 SOURCE = hasty.homes("test-moves", ann="keep", bob="keep", cafe="random")
 HUB, ANN, BOB, CAFE = range(4)

@@ -17,7 +17,7 @@ from benchmarks.netbed.topology import address
 from benchmarks.wan.homes import START_S, Home, gathered, wait_for
 from benchmarks.wan.sites import network
 
-pytestmark = [pytest.mark.xdist_group("wan"), pytest.mark.heavy]  # namespaces are the machine's
+pytestmark = [pytest.mark.xdist_group("wan"), pytest.mark.heavy, pytest.mark.long]  # namespaces are the machine's
 
 SOURCE = """
 name = "test-second"
