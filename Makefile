@@ -106,10 +106,7 @@ bench-wan: $(READY) ## the comparisons over throttled links, whole (root; an hou
 	@$(WAN).utilisation --shipped --json $(WAN_OUT)/shipped.jsonl --plot $(WAN_OUT)/shipped.png
 
 QUICK := out/wan-quick
-bench-test-long: $(READY) ## tests that CI leaves out: more processes, or a second setting, of what it runs
-	@$(BIN)/python -m pytest $(TESTS) -m long
-
-quick: $(READY) ## the same in five minutes or so: that all of it works, not what it shows (root)
+bench-quick: $(READY) ## the same in five minutes or so: that all of it works, not what it shows (root)
 	@$(WAN).speed --steps 32 --cap-s 16 --ddp-s 16 --snapshot-every 8 --json $(QUICK)/speed.jsonl --plot $(QUICK)/speed.png
 	@$(WAN).bandwidth --cases 'p2pdiloco 24/24/4' --probes 1 --json $(QUICK)/bandwidth.jsonl --plot $(QUICK)/bandwidth.png
 	@$(WAN).fragments --parameters 10e6 --gbps 1 --in-flight 1 --rounds 1 --json $(QUICK)/fragments.jsonl --plot $(QUICK)/fragments.png
