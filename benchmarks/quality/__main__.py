@@ -4,6 +4,7 @@ python -m benchmarks.quality list             sweeps, and how many of their cell
 python -m benchmarks.quality run SWEEP ...    run the cells of these sweeps that have no result yet
 python -m benchmarks.quality table            what is claimed: one row each, with baselines
 python -m benchmarks.quality report           all other tables and plots
+python -m benchmarks.quality scale            the gap to data parallel at four sizes, and its law (two days; resumable)
 python -m benchmarks.quality tie              real processes compared with the laboratory
 """
 
@@ -14,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.quality import claims, report, runner, sweeps, tie
+from benchmarks.quality import claims, law, report, runner, sweeps, tie
 from p2pdiloco.demo.local_swarm import SwarmError
 
 
@@ -33,6 +34,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     report_.add_argument("--plots", type=Path, help="folder for the plots, e.g. docs/plots")
     table = commands.add_parser("table", help="print one row per claim: loss, gap, token efficiency")
     table.add_argument("--json", type=Path, help="append the rows to this file")
+    scale = commands.add_parser("scale", help="run the missing cells of the scaling law, and print it")
+    scale.add_argument("--largest", type=int, default=law.SIZES[-1].parameters, metavar="PARAMETERS")
+    scale.add_argument("--table", action="store_true", help="run nothing: print what is there")
+    scale.add_argument("--eager", action="store_true", help="without torch.compile")
+    scale.add_argument("--json", type=Path, help="append the rows to this file")
     tie_ = commands.add_parser("tie", help="compare with real processes")
     tie_.add_argument("--out", type=Path, default=Path("out/quality/tie"))
     tie_.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
@@ -50,6 +56,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                 report.draw(options.plots)
         case "table":
             print("\n".join(claims.table(options.json)))
+        case "scale":
+            if not options.table:
+                wanted, there = list(law.cells(options.largest)), runner.rows()
+                print(f"{sum(cell not in there for cell in wanted)} of {len(wanted)} cells are missing", flush=True)
+                runner.work(wanted, is_compiled=not options.eager)
+            print("\n".join(law.lines(options.largest, options.json)))
         case "tie":
             try:
                 return 0 if tie.tie(options.out, options.seeds, options.json, options.time_limit) else 1

@@ -37,8 +37,6 @@ from benchmarks.quality.runner import rows
 from benchmarks.quality.settings import Setting, to_row
 
 Cells = Mapping[Setting, Mapping[int, Mapping[str, Any]]]
-LENGTHS = (240, 480, 960, 1440, 1920)
-"""Steps of the runs of data parallel that token efficiency is read from."""
 MIXED = ("mixture", "languages")
 """Data of which the baseline has all four languages."""
 SHORT: dict[str, Any] = {**EACH_SIX, "overlap": 2, "merge": "direct", "correction": False, "steps": 480}
@@ -172,9 +170,10 @@ def measured(cells: Cells, claim: Claim) -> dict[str, Any]:
     found["to_parallel"] = [100.0 * (x / against[s] - 1.0) for s, x in sorted(test.items()) if s in against]
     found["to_one"] = [100.0 * (x / halves(alone[s])[1] - 1.0) for s, x in sorted(test.items()) if s in alone]
     shares = []
+    fewer = sorted({cell.steps for cell in cells if cell.method == "parallel" and cell.steps <= setting.steps})
+    by_length = {steps: parallel(cells, setting, steps) for steps in fewer}
     for seed, loss in sorted(test.items()):
-        lengths = ((steps, parallel(cells, setting, steps)) for steps in LENGTHS if steps <= setting.steps)
-        curve = {steps: losses.get(seed, losses.get(1)) for steps, losses in lengths}
+        curve = {steps: losses.get(seed, losses.get(1)) for steps, losses in by_length.items()}
         share = efficiency(loss, {steps: x for steps, x in curve.items() if x is not None}, setting.steps)
         shares += [] if share is None else [100.0 * share]
     found["token_efficiency"] = shares

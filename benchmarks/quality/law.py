@@ -1,0 +1,211 @@
+"""How far learners end behind data parallel as models grow: cells of four sizes, and a law fitted to them.
+
+1. Each size trains on 20 bytes (tokens) per parameter. Its batch grows with it, so that steps grow slowly.
+2. Each row is trained at three learning rates. Validation chooses one of them, and test is shown (``claims``). A best
+   rate at the edge of the three is marked, since a better one may lie beyond it.
+3. Cells are what ships: Muon, a rate that falls in a line to zero, int4 both ways, the robust merge.
+4. The law is gap = a_M * N^-b with one b for all M, by least squares on logarithms. Its intervals hold 90 % of fits to
+   resampled points. They say nothing of a floor that the gap may have: four sizes cannot show one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from benchmarks.quality import runner
+from benchmarks.quality.bases import as_shipped
+from benchmarks.quality.claims import Cells, Claim, measured, table, tuned
+from benchmarks.quality.questions import ANY_LENGTH, LINE
+from benchmarks.quality.report import by_seed, seedless
+from benchmarks.quality.settings import Setting
+
+CONTEXT = 64
+TOKENS_PER_PARAMETER = 20
+SEEDS = (1, 2)
+LEARNERS = (8, 4, 2, 16)
+RULES: dict[str, dict[str, Any]] = {"mean every 6": ANY_LENGTH, "RDA every 24": LINE}
+RATES = (0.8, 1.4, 2.4)
+"""Multiples of 0.1 / sqrt(width), which is near Muon's best rate for data parallel."""
+LENGTHS = (0.5, 0.75)
+"""Shares of the budget for which data parallel is trained, too: token efficiency is read from them."""
+WARMUP = 0.05
+PREDICTED = (35_000_000, 150_000_000, 1_000_000_000)
+"""Sizes for which the law's gap is printed."""
+PUBLISHED = "DiLoCo's scaling laws (arXiv 2503.09799): M = 8 at 35M parameters +3.9 %, falling with size"
+RESAMPLED = 2000
+INTERVAL = 0.9
+
+
+class Size(NamedTuple):
+    """One size of the built-in transformer over bytes."""
+
+    parameters: int
+    width: int
+    depth: int
+    heads: int
+    batch: int
+    """Windows per step, of all learners together."""
+
+    @property
+    def steps(self) -> int:
+        """Steps of the whole budget."""
+        return TOKENS_PER_PARAMETER * self.parameters // (self.batch * CONTEXT)
+
+    def cell(self, rate: float, **changes: Any) -> Setting:
+        """Return what ships for this size, at a multiple of the usual learning rate, with ``changes``."""
+        shape = {"width": self.width, "depth": self.depth, "heads": self.heads, "context": CONTEXT}
+        length = {"batch": self.batch, "steps": self.steps, "warmup": round(WARMUP * self.steps)}
+        usual = {"learning_rate": round(rate * 0.1 / self.width**0.5, 4), "bounded": True, "agreement": True}
+        return as_shipped(**shape | length | LINE | changes | usual)
+
+    def parallel(self, rate: float, **changes: Any) -> Setting:
+        """Return data parallel of this size."""
+        setting = self.cell(rate, method="parallel", learners=1, **changes)
+        return msgspec.structs.replace(setting, bounded=False, agreement=False, correction=False)
+
+
+SIZES = (
+    Size(26_232, 24, 2, 2, 16),
+    Size(80_112, 48, 2, 3, 32),
+    Size(279_600, 80, 3, 5, 64),
+    Size(869_504, 128, 4, 8, 128),
+)
+
+
+def sizes(largest: int) -> list[Size]:
+    """Return the sizes of at most so many parameters."""
+    return [size for size in SIZES if size.parameters <= largest]
+
+
+def cells(largest: int) -> Iterator[Setting]:
+    """Yield the cells of all sizes of at most so many parameters, small ones first."""
+    for size in sizes(largest):
+        for seed in SEEDS:
+            yield from (size.parallel(rate, seed=seed) for rate in RATES)
+            for m, rule in itertools.product(LEARNERS, RULES.values()):
+                yield from (size.cell(rate, **rule, learners=m, seed=seed) for rate in RATES)
+        for share in LENGTHS:
+            yield from (size.parallel(rate, steps=round(share * size.steps)) for rate in RATES)
+
+
+def claims(size: Size) -> list[Claim]:
+    """Return the rows of one size."""
+    return [
+        Claim(f"{size.parameters:,}, {name}, M = {m}", seedless(size.cell(RATES[0], **rule, learners=m)))
+        for name, rule in RULES.items()
+        for m in sorted(LEARNERS)
+    ]
+
+
+class Point(NamedTuple):
+    """The measured gap of one cell."""
+
+    parameters: int
+    learners: int
+    gap: float
+    """Per cent of the loss of data parallel."""
+
+
+class Law(NamedTuple):
+    """gap = factors[M] * N^-exponent, in per cent."""
+
+    exponent: float
+    factors: Mapping[int, float]
+
+    def gap(self, parameters: float, learners: int) -> float:
+        """Return the gap that the law has for so many parameters and learners."""
+        return self.factors[learners] * math.pow(parameters, -self.exponent)
+
+
+def fit(points: Iterable[Point]) -> Law | None:
+    """Return the law that fits best; None if no M has two sizes with a gap above zero."""
+    groups: dict[int, list[tuple[float, float]]] = {}
+    for parameters, learners, gap in points:
+        if gap > 0.0:
+            groups.setdefault(learners, []).append((math.log(parameters), math.log(gap)))
+    means = {m: tuple(map(statistics.fmean, zip(*group, strict=True))) for m, group in groups.items()}
+    square = product = 0.0
+    for m, group in groups.items():
+        for x, y in group:
+            square += (x - means[m][0]) ** 2
+            product += (x - means[m][0]) * (y - means[m][1])
+    if square < 1e-9:
+        return None
+    exponent = -product / square
+    return Law(exponent, {m: math.exp(y + exponent * x) for m, (x, y) in means.items()})
+
+
+def fits(points: Sequence[Point], seed: int = 0) -> list[Law]:
+    """Return fits to points that are drawn anew, with replacement, among those of the same M."""
+    draw, found = random.Random(seed), []
+    usable = [point for point in points if point.gap > 0.0]
+    groups = [[p for p in usable if p.learners == m] for m in sorted({p.learners for p in usable})]
+    for _ in range(RESAMPLED):
+        law = fit(p for group in groups for p in draw.choices(group, k=len(group)))
+        if law is not None:
+            found.append(law)
+    return found
+
+
+def interval(values: Iterable[float]) -> tuple[float, float]:
+    """Return the limits of the middle 90 %."""
+    ordered = sorted(values)
+    cut = round((1.0 - INTERVAL) / 2.0 * (len(ordered) - 1))
+    return ordered[cut], ordered[-1 - cut]
+
+
+def points(found: Cells, rule: str, largest: int) -> list[Point]:
+    """Return all gaps of a merge rule that were measured, one for each size, M and seed."""
+    return [
+        Point(size.parameters, claim.setting.learners, gap)
+        for size in sizes(largest)
+        for claim in claims(size)
+        if f", {rule}, " in claim.name
+        for gap in measured(found, claim).get("to_parallel", ())
+    ]
+
+
+def at_an_edge(found: Cells, size: Size) -> list[str]:
+    """Return the names of rows whose best rate is the lowest or the highest that was trained."""
+    rows = [*claims(size), Claim(f"{size.parameters:,}, data parallel", seedless(size.parallel(RATES[0])))]
+    edges = {size.cell(rate).learning_rate for rate in (RATES[0], RATES[-1])}
+    best = ((name, tuned(found, setting)) for name, setting in rows)
+    return [
+        f"{name} ({setting.learning_rate:g})"
+        for name, setting in best
+        if setting in found and setting.learning_rate in edges
+    ]
+
+
+def lines(largest: int, path: Path | None, results: Path = runner.RESULTS) -> Iterator[str]:
+    """Yield the table, the law of each rule, and what the law says of larger models. The table's rows are appended to
+    ``path``, if there is one; ``results`` has the cells."""
+    found = by_seed(runner.rows(results))
+    yield from table(path, [claim for size in sizes(largest) for claim in claims(size)], results)
+    edges = [name for size in sizes(largest) for name in at_an_edge(found, size)]
+    yield "\nbest rate at the edge of those trained: " + ("; ".join(edges) or "none")
+    for rule in RULES:
+        measured_points = points(found, rule, largest)
+        law = fit(measured_points)
+        if law is None:
+            yield f"\n{rule}: no law, since no M has two sizes"
+            continue
+        drawn = fits(measured_points)
+        low, high = interval(one.exponent for one in drawn)
+        spread = f"90 %: {low:.2f} to {high:.2f}; {len(measured_points)} points"
+        yield f"\n{rule}: gap falls as N^-{law.exponent:.2f} ({spread})"
+        for m in sorted(law.factors):
+            shown = []
+            for parameters in PREDICTED:
+                low, high = interval(one.gap(parameters, m) for one in drawn)
+                shown.append(f"{parameters / 1e6:,.0f}M {law.gap(parameters, m):+.2f} % ({low:.2f} to {high:.2f})")
+            yield f"  M = {m}: " + ", ".join(shown)
+    yield "\n" + PUBLISHED

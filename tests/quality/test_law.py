@@ -1,0 +1,89 @@
+"""The scaling law: its sizes and cells, its fit, and what is printed."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import record
+from benchmarks.quality import law
+from benchmarks.quality.law import Law, Point
+from benchmarks.quality.settings import Setting, to_row
+from p2pdiloco.training.models import build_model
+
+SMALLEST, SECOND = law.SIZES[:2]
+TRUE = Law(0.4, {2: 80.0, 8: 300.0})
+
+
+def made(noise: float = 0.0) -> list[Point]:
+    draw = random.Random(1)
+    return [
+        Point(size.parameters, m, TRUE.gap(size.parameters, m) * (1.0 + draw.uniform(-noise, noise)))
+        for size in law.SIZES
+        for m in TRUE.factors
+        for _ in range(3)
+    ]
+
+
+@pytest.mark.parametrize("size", law.SIZES, ids=lambda size: f"{size.parameters}")
+def test_a_size_has_as_many_parameters_and_tokens_as_it_says(size: law.Size) -> None:
+    model = build_model(size.cell(1.0).model_config, 1)
+    assert sum(p.numel() for p in model.parameters()) == size.parameters
+    assert size.steps * size.batch * law.CONTEXT == pytest.approx(20 * size.parameters, rel=0.01)
+
+
+def test_small_sizes_come_first_and_each_cell_once() -> None:
+    found = list(law.cells(10**9))
+    assert len(set(found)) == len(found)
+    assert [cell.width for cell in found] == sorted(cell.width for cell in found)
+    assert {cell.width for cell in law.cells(SECOND.parameters)} == {SMALLEST.width, SECOND.width}
+    assert all(cell.agreement and cell.bounded for cell in found if cell.method == "diloco")
+
+
+def test_a_law_is_found_again() -> None:
+    found = law.fit(made())
+    assert found is not None
+    assert found.exponent == pytest.approx(0.4)
+    assert found.gap(35e6, 8) == pytest.approx(TRUE.gap(35e6, 8))
+
+
+def test_most_intervals_hold_the_truth_and_grow_with_noise() -> None:
+    widths = []
+    for noise in (0.05, 0.3):
+        low, high = law.interval(one.exponent for one in law.fits(made(noise)))
+        assert low < 0.4 < high
+        widths.append(high - low)
+    assert widths[1] > 2 * widths[0]
+
+
+@pytest.mark.parametrize("points", [[], [Point(1000, 2, 3.0)], [Point(1000, 2, 3.0), Point(2000, 2, -0.1)]])
+def test_of_one_size_there_is_no_law(points: list[Point]) -> None:
+    assert law.fit(points) is None
+
+
+def put(path: Path, setting: Setting, loss: float) -> None:
+    figures: dict[str, Any] = {"loss": loss, "by_window": [loss] * 4}
+    figures |= {"up_bytes_per_parameter": 0.4, "down_bytes_per_parameter": 0.3}
+    record.append(path, [record.row("quality", to_row(setting), figures)])
+
+
+def test_what_is_printed_is_the_gap_at_the_best_rate_and_the_law_of_it(tmp_path: Path) -> None:
+    results = tmp_path / "rows.jsonl"
+    rule = law.RULES["mean every 6"]
+    for size, gap in ((SMALLEST, 1.08), (SECOND, 1.04)):
+        for rate, worse in zip(law.RATES, (1.1, 1.0, 1.2), strict=True):
+            put(results, size.parallel(rate), 2.0 * worse)
+            put(results, size.cell(rate, **rule, learners=8), 2.0 * worse * gap)
+    found = "\n".join(law.lines(SECOND.parameters, None, results))
+    assert "| 26,232, mean every 6, M = 8 | 1 | 2.1600 | +8.00 |" in found
+    assert "| 80,112, mean every 6, M = 8 | 1 | 2.0800 | +4.00 |" in found
+    assert "edge of those trained: none" in found
+    assert "mean every 6: gap falls as N^-0.62" in found
+    assert "RDA every 24: no law" in found
+    put(results, SECOND.cell(law.RATES[-1], **rule, learners=2), 2.0)
+    assert f"edge of those trained: {SECOND.parameters:,}, mean every 6, M = 2" in "\n".join(
+        law.lines(SECOND.parameters, None, results)
+    )
