@@ -212,6 +212,15 @@ class RejectedCommits:
             self.remember(commit)
         return commit in self._ids
 
+    def follow(self, lineage: Sequence[Digest], head: Digest) -> None:
+        """Remember what follows a rejected commit in the proved ``lineage`` of ``head``, oldest first. Its commits may
+        not have come here, as those of a barred owner do not."""
+        if self._ids:
+            chain = (*lineage, head)
+            first = next((at for at, commit in enumerate(chain) if commit in self._ids), len(chain))
+            for commit in chain[first + 1 :]:
+                self.remember(commit)
+
     def holds(self, head: Digest, lineage: Iterable[Digest] = ()) -> bool:
         """Return whether a chain contains a rejected or abandoned commit."""
         return any(
@@ -362,6 +371,7 @@ class AncestryCheck:
         ``owner`` made the commit at ``head``; ``lineage`` holds its ancestors.
         """
         before = self._judged.get(head.shard)
+        self._refusals.follow(lineage, head.id)
         # What the owner of a rejected commit shows may be what it signed, and not what most have.
         is_its_own = peer == owner and self._refusals.holds(head.id)
         if is_its_own or (self._refusals.holds(head.id, lineage) and not self.is_outvoted_for(head, lineage)):

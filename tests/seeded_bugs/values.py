@@ -67,6 +67,15 @@ BUGS = (
         "test_what_most_go_on_from_is_taken_in_the_end",
     ),
     _bug(
+        "what follows a rejected commit unseen is unknown",
+        "protocol.commit_validation",
+        "AncestryCheck.judge",
+        "self._refusals.follow(lineage, head.id)",
+        "pass",
+        "a peer that barred an owner stays alone when the others went on from its commit",
+        "test_what_followed_unseen_counts_as_what_most_go_on_from",
+    ),
+    _bug(
         "a state's distance is not looked at",
         "peer.model_state",
         "ModelState.install",

@@ -449,3 +449,19 @@ def test_what_most_go_on_from_is_taken_in_the_end() -> None:
     assert stage.head() == head_of(bad)
     stage.take(stage.commit(tokens(C, 0, 40), owner=C), C)
     assert stage.head().version == 2
+
+
+def test_what_followed_unseen_counts_as_what_most_go_on_from() -> None:
+    """V2a, V2c: the commits of a barred owner do not come here, so that nobody's head would be known to follow the
+    rejected commit. A peer stayed alone so, and lost its last tokens (``static+tokens+turns+flip``, two of eight)."""
+    stage = Stage(B, C, D, has_learner=False)
+    bad = stage.commit(tokens(B, 0, 400), owner=B)
+    unfit(stage, bad)
+    child = commit_on(head_of(bad), tokens(B, 400, 440), owner=B)
+    head = head_of(commit_on(head_of(child), tokens(C, 0, 40), owner=C))
+    for peer in (B, C, D):
+        stage.announce(peer, 4, head)
+    state = ev.ShardState(head, 4, ())
+    lineage = (*stage.lineage(), head_of(bad).id, head_of(child).id)
+    stage.work(stage.tell(ev.Fetched(D, state, lineage, C)))
+    assert stage.head() == head
