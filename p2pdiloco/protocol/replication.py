@@ -310,6 +310,8 @@ class Replication:
             self.aggregation.on_commit_failed(target)
         elif shard not in self.repairing:
             self.refusals.remember(new_id)
+            text = f"shard {shard}: the state of version {target.head.version} is not taken: {reason}"
+            self.core.note("warning", "fetch", text)
         self._next(shard)
         if shard not in self.applying and shard not in self.repairing:  # ``Repair`` reopens a shard in repair
             self.aggregation.reopen(shard)
