@@ -97,7 +97,7 @@ BUGS = (
         "a head whose repair was refused is refused itself",
         "protocol.replication",
         "Replication.reject",
-        "if shard not in self.repairing:\n    self.refusals.remember(new_id)",
+        "if shard not in self.repairing:\n    self.refusals.remember(new_id)\n    ...",
         "self.refusals.remember(new_id)",
         "a peer is alone with an honest head, since a liar offered it a spoilt copy",
         "test_a_repair_brings_no_other_values",
