@@ -57,6 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         case "table":
             print("\n".join(claims.table(options.json)))
         case "scale":
+            if not law.sizes(options.largest):
+                parser.error(f"--largest {options.largest}: the smallest size has {law.SIZES[0].parameters} parameters")
             if not options.table:
                 wanted, there = list(law.cells(options.largest)), runner.rows()
                 print(f"{sum(cell not in there for cell in wanted)} of {len(wanted)} cells are missing", flush=True)

@@ -3,7 +3,8 @@
 1. Each size trains on 20 bytes (tokens) per parameter. Its batch grows with it, so that steps grow slowly.
 2. Each row is trained at three learning rates. Validation chooses one of them, and test is shown (``claims``). A best
    rate at the edge of the three is marked, since a better one may lie beyond it.
-3. Cells are what ships: Muon, a rate that falls in a line to zero, int4 both ways, the robust merge.
+3. Cells are what ships: Muon, a rate that falls in a line to zero, int4 both ways, the robust merge; but the outer
+   momentum is in float32.
 4. The law is gap = a_M * N^-b with one b for all M, by least squares on logarithms. Its intervals hold 90 % of fits to
    resampled points. They say nothing of a floor that the gap may have: four sizes cannot show one.
 """

@@ -213,8 +213,8 @@ class RejectedCommits:
         return commit in self._ids
 
     def follow(self, lineage: Sequence[Digest], head: Digest) -> None:
-        """Remember what follows a rejected commit in the proved ``lineage`` of ``head``, oldest first. Its commits may
-        not have come here, as those of a barred owner do not."""
+        """Remember the commits after a rejected one in ``lineage``, oldest first, which is proved and ends at ``head``.
+        This peer may not have heard them: it drops what a barred owner sends."""
         if self._ids:
             chain = (*lineage, head)
             first = next((at for at, commit in enumerate(chain) if commit in self._ids), len(chain))

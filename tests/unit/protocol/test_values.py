@@ -452,8 +452,9 @@ def test_what_most_go_on_from_is_taken_in_the_end() -> None:
 
 
 def test_what_followed_unseen_counts_as_what_most_go_on_from() -> None:
-    """V2a, V2c: the commits of a barred owner do not come here, so that nobody's head would be known to follow the
-    rejected commit. A peer stayed alone so, and lost its last tokens (``static+tokens+turns+flip``, two of eight)."""
+    """V2a, V2c: this peer drops commits that a barred owner sends, so it cannot know from them that the others' heads
+    follow the rejected commit. Before, such a peer stayed alone and lost its last tokens (attack
+    ``static+tokens+turns+flip``, two liars of eight)."""
     stage = Stage(B, C, D, has_learner=False)
     bad = stage.commit(tokens(B, 0, 400), owner=B)
     unfit(stage, bad)
