@@ -345,6 +345,7 @@ class Membership:
         live = []
         participating = []
         candidates = []
+        leaving = []
         slowest_s = 0.0
         step_s = float("inf")
         interval_s, beat_s = self.interval_s, self.beat_s()
@@ -362,7 +363,9 @@ class Membership:
                 participating.append(peer)
                 if 0.0 < beat.step_time_s < step_s:
                     step_s = beat.step_time_s
-            if beat.phase not in ("joining", "leaving"):
+            if beat.phase == "leaving":
+                leaving.append((peer, beat.weight))
+            elif beat.phase != "joining":
                 candidates.append((peer, beat.weight))
         self._median_s = None
         if slowest_s > interval_s:
@@ -376,7 +379,7 @@ class Membership:
             self.live = tuple(live)
             self.connectivity.update_own_list(live, self.sequence)
         self.participating = frozenset(participating)
-        self.owners.set_candidates(candidates)
+        self.owners.set_candidates(candidates, leaving)
         self.connectivity.judge(now, self.live, self.owners.willing, SETTLING_BEATS * beat_s)
         self.owners.rank(now, self.connectivity.tiers)
         if self.live == before:

@@ -40,7 +40,8 @@ def ranked_owners(run: RunId, shard: int, version: int, candidates: Candidates) 
 # 1. Weights count for at most twice the median. A peer that asks for weight 0 owns only if no other peer may.
 # 2. The best connected come first, then peers that hear one of them. Peers that let the takeover time pass come last
 #    for a while, which grows each time.
-# 3. A peer that is barred or leaving owns only if no other peer may.
+# 3. A peer that is barred or leaving owns only if no other peer may. If all leave at once, they still agree on owners:
+#    otherwise each would merge alone, one after the other.
 
 
 MOST_WEIGHT = 2.0
@@ -86,7 +87,7 @@ class Owners:
         self.own_weight: float | None = None
         """Weight that this peer asks for; None until it has all states."""
         self.is_leaving = False
-        """This peer is leaving, so it owns nothing new unless it is the last."""
+        """This peer is leaving, so it owns nothing new unless all peers leave."""
         self.barred: frozenset[PeerId] = frozenset()
         """Peers that own nothing if another peer can: they equivocated or made a rejected commit."""
         self.willing: Candidates = ()
@@ -113,10 +114,13 @@ class Owners:
         """Return whether ``peer`` is barred and another peer can own."""
         return peer in self.barred and all(peer != other for other, _ in self.willing)
 
-    def set_candidates(self, others: list[tuple[PeerId, float]]) -> None:
-        """Set the other peers that may own, with the weights that they ask for."""
-        candidates = others
-        if self.own_weight is not None and not (self.is_leaving and candidates):
+    def set_candidates(self, others: list[tuple[PeerId, float]], leaving: list[tuple[PeerId, float]]) -> None:
+        """Set the other peers that may own, with the weights that they ask for.
+
+        ``leaving`` may own only if everybody leaves.
+        """
+        candidates = leaving if self.is_leaving and not others else others
+        if self.own_weight is not None and not (self.is_leaving and others):
             candidates.append((self._me, self.own_weight))
         if self.barred:
             others = [candidate for candidate in candidates if candidate[0] not in self.barred]

@@ -197,6 +197,15 @@ BUGS = (
         "test_equivocations.py::test_who_is_proved_to_have_done_it_owns_nothing_for_a_term",
     ),
     _bug(
+        "each of the peers that all leave at once counts itself alone",
+        "ownership",
+        "Owners.set_candidates",
+        "candidates = leaving if self.is_leaving and not others else others",
+        "candidates = others",
+        "each merges alone, one after the other, until its deadline, and the last ones lose their progress",
+        "test_ownership.py::test_peers_that_all_leave_at_once_agree_on_owners",
+    ),
+    _bug(
         "a proof is told to live peers alone",
         "commit_validation",
         "BarredOwners.add_proof",

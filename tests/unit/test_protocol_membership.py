@@ -90,7 +90,7 @@ def test_misses_while_a_peer_already_owns_last_do_not_prolong_that() -> None:
     """In one slow turn it misses the takeover times of several shards."""
     owners = Owners(ME)
     owners.own_weight = 1.0
-    owners.set_candidates([(OTHER, 1.0)])
+    owners.set_candidates([(OTHER, 1.0)], [])
     owners.rank(0.0, {})
     for _ in range(4):
         owners.on_takeover_missed(OTHER, 0.0, 1.0, {})

@@ -48,6 +48,16 @@ def test_who_leaves_owns_only_if_nobody_else_may() -> None:
     assert owners(stage) == [A]
 
 
+def test_peers_that_all_leave_at_once_agree_on_owners() -> None:
+    """O1a: if each counted itself alone, each would wait for the others and then merge alone, one after the other."""
+    stage = Stage(B, C)
+    stage.tell(ev.LeaveRequested("asked to"))
+    stage.says(B, phase="leaving")
+    assert owners(stage) == [C]
+    stage.says(C, phase="leaving")
+    assert owners(stage) == [A, B, C]
+
+
 def test_who_leaves_merges_nothing_while_others_may() -> None:
     """O1c: what it holds it merges once it is the last."""
     stage = Stage(B, C, owners="abc", has_learner=False)
