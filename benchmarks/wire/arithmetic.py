@@ -4,21 +4,25 @@
 
 The tensors of ``--peers`` peers exchange in one process, without loops, network, signatures or disks: each encodes its
 contribution, merges the shards that it owns, and applies every version. A figure is the CPU time of one peer, the
-median of the rounds after one warm-up. Encryption and kernel copies are added by the bytes (``--tls`` CPU s/GB at both
-ends together, from ``benchmarks.wire.transport``). With one core per peer no exchange of this design can be faster than
-this sum; what ``benchmarks.wire.exchange`` takes beyond it is loops, signatures, disks and waiting.
+median of the rounds after one warm-up. What the merge takes to compare contributions (``codec.agreement``) is told
+apart. Encryption and kernel copies are added by the bytes (``--tls`` CPU s/GB at both ends together, from
+``benchmarks.wire.transport``). With one core per peer no exchange of this design can be faster than this sum; what
+``benchmarks.wire.exchange`` takes beyond it is loops, signatures, disks and waiting.
 """
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, get_args
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, get_args
+from unittest import mock
 
 import torch
 
 from benchmarks import bench
+from p2pdiloco.codec.agreement import AgreementHistory
 from p2pdiloco.peer.learner_updates import Moves, Payload
 from p2pdiloco.peer.model_state import ModelState
 from p2pdiloco.protocol.ids import Digest, FragmentId, LearnerId, PeerId, ShardId, digest_of
@@ -37,6 +41,8 @@ class Shares(NamedTuple):
     encode: float
     merge: float
     take: float
+    judging: float
+    """The part of ``merge`` that compares contributions."""
     sent_bytes: int
     received_bytes: int
 
@@ -126,6 +132,21 @@ def _timed(work: Callable[[], object]) -> float:
     return time.thread_time() - began
 
 
+@contextlib.contextmanager
+def _judging_timed() -> Iterator[list[float]]:
+    """Within it, the time of each comparison of contributions is added to the list that is yielded."""
+    spent: list[float] = []
+    sound = AgreementHistory.judge
+
+    def judge(*arguments: Any) -> Any:
+        found: list[Any] = []
+        spent.append(_timed(lambda: found.append(sound(*arguments))))
+        return found[0]
+
+    with mock.patch.object(AgreementHistory, "judge", judge):
+        yield spent
+
+
 def exchange(peers: Sequence[Tensors], version: int) -> Shares:
     """All of them, one after the other; of the first."""
     first = peers[0]
@@ -139,7 +160,8 @@ def exchange(peers: Sequence[Tensors], version: int) -> Shares:
     merge = _timed(lambda: [digest_of(payload) for payload in received])  # as who receives it does
     given = list(zip(contributors, payloads, strict=True))
     versions: list[Merged] = []
-    merge += _timed(lambda: versions.extend(first.merged(version, given)))
+    with _judging_timed() as judging:
+        merge += _timed(lambda: versions.extend(first.merged(version, given)))
     for peer in peers[1:]:
         versions += peer.merged(version, given)
     take = _timed(lambda: first.take(versions, payloads[0]))
@@ -152,7 +174,7 @@ def exchange(peers: Sequence[Tensors], version: int) -> Shares:
     sent = sum(len(payload) for shard, payload in payloads[0].items() if shard not in first.own)
     sent += sum(len(m.payload) for m in versions if m.header.shard in first.own) * (len(peers) - 1)
     came = sum(map(len, received)) + sum(len(m.payload) for m in versions if m.header.shard not in first.own)
-    return Shares(encode, merge, take, sent, came)
+    return Shares(encode, merge, take, sum(judging), sent, came)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -182,11 +204,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name, seconds in (*parts.items(), ("sum", total))
     }
     print(bench.table(f"one of {options.peers} peers, {parameters:.3g} parameters, {options.codec}", COLUMNS, shown))
+    print(f"comparing contributions: {shares.judging:.3f} s of the merge, {shares.judging / total:.1%} of the sum")
     line = max(shares.sent_bytes, shares.received_bytes) * 8 / (options.gbit * 1e9)
     print(
         f"{shares.sent_bytes / 1e6:.1f} MB sent: {line:.3f} s at {options.gbit:g} Gbit/s, {total / line:.2f} times that"
     )
-    found = {**{f"{name.replace(' ', '_')}_s": s for name, s in parts.items()}, "sum_s": total, "line_s": line}
+    found = {
+        **{f"{name.replace(' ', '_')}_s": s for name, s in parts.items()},
+        "judging_s": shares.judging,
+        "sum_s": total,
+        "line_s": line,
+    }
     bench.write(options, "wire/arithmetic", {}, found)
     return 0
 
