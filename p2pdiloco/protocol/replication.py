@@ -338,10 +338,20 @@ class Replication:
                 self.wanted[shard] = (peer, theirs)
                 if known is None and core.is_current:  # a newcomer needs states before commits
                     core.alarms.set(("want", shard), core.now + self.aggregation.commit_patience_s())
-        elif theirs.id != chain.head.id and theirs.id not in chain.log_ids and theirs.version:
+        elif self._is_lighter_fork(theirs):
             core.send((peer,), Heads((chain.head,), core.step))
-            if self.ancestry.is_left(shard) and shard not in self.asked:
-                self.fetch(shard, peer)
+            self._follow_most(peer, shard)
+
+    def _is_lighter_fork(self, theirs: Head) -> bool:
+        """Return whether ``theirs``, which is not heavier, is not on this peer's chain, as far as its log reaches."""
+        chain = self.core.chains[theirs.shard]
+        assert chain.head is not None
+        return theirs.id != chain.head.id and theirs.id not in chain.log_ids and theirs.version > 0
+
+    def _follow_most(self, peer: PeerId, shard: ShardId) -> None:
+        """Get the lighter chain that ``peer`` has, if most peers have long gone on with one."""
+        if self.ancestry.is_left(shard) and shard not in self.asked and shard not in self.applying:
+            self.fetch(shard, peer)
 
     def _confirm(self, shard: ShardId) -> None:
         """Allow merges on a head that was restored from disk, once most other peers report none that is heavier."""
@@ -462,6 +472,8 @@ class Replication:
                 self.on_head(peer, theirs)
             elif ours is not None:
                 self._confirm(theirs.shard)
+                if self._is_lighter_fork(theirs):
+                    self._follow_most(peer, theirs.shard)
 
     def fetch_missing(self) -> None:
         """Start a newcomer's next fetches, spread over the donors."""

@@ -658,6 +658,15 @@ BUGS = (
         "test_lineage.py::test_who_is_left_by_most_follows_their_lighter_chain_in_the_end",
     ),
     _bug(
+        "a peer that most have left hears of it from announced turns alone",
+        "replication",
+        "Replication.on_heads",
+        "self._is_lighter_fork(theirs)",
+        "False",
+        "at the end of a run such a peer waits for its deadline, and has another model than all others",
+        "test_lineage.py::test_who_is_left_by_most_follows_their_heads_when_nobody_announces_turns_any_more",
+    ),
+    _bug(
         "a commit that was dropped is made anew",
         "aggregation",
         "Aggregation.merge_if_due",

@@ -469,6 +469,27 @@ def test_who_is_left_by_most_follows_their_lighter_chain_in_the_end() -> None:
         assert (stage.head() == fork) == is_moving
 
 
+def test_who_is_left_by_most_follows_their_heads_when_nobody_announces_turns_any_more() -> None:
+    """H3f: at the end of a run, for one. It does not tell them of its heavier head again for each of theirs."""
+    stage, _ = settled(B, C, D)
+    common = stage.head().id
+    stage.take(stage.commit(tokens(C, 40, 80)), C)
+    forks = [Head(SHARD, 2 + number, digest(f"fork {number}"), 41 + number) for number in range(2)]
+    for peer in (B, C, D):
+        stage.announce(peer, 8, forks[0])
+    fetched, told = list[ef.Fetch](), list[msg.Heads]()
+    for _ in range(2 * int(stage.config.request_s) + 2):
+        stage.wait(1.0)
+        for peer in (B, C, D):
+            effects = stage.hear(peer, msg.Heads((forks[1],), 0))
+            fetched += only(effects, ef.Fetch)
+            told += sent(effects, msg.Heads)
+    assert fetched
+    assert not told
+    bring(stage, forks[1], common, forks[0].id)
+    assert stage.head() == forks[1]
+
+
 def test_a_state_that_leads_to_nothing_we_know_is_not_taken_while_more_than_half_stand_by_ours() -> None:
     """H3b: this peer is one of them. Who offered it is left alone for a while, and offers in vain."""
     stage, _ = settled(B, C)
