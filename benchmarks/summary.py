@@ -1,0 +1,148 @@
+"""What an exchange, a node, a start and a line cost: one table from the benchmarks that measure them.
+
+    python -m benchmarks.summary [--only WORDS] [--json FILE]
+
+Runs each benchmark below with its usual settings, one after the other, and shows one figure of each row that it wrote:
+beside the most that is asked, and beside another system where one was measured in the same run. A benchmark that fails
+is told, its rows are left out, and the exit status is 1. ``--only exchange`` runs those whose names have that word. All
+of them take about an hour; those of lines need root.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks import bench, record
+
+COLUMNS: tuple[bench.Column, ...] = (
+    ("figure", "figure", ".3g"),
+    ("asked", "asked", ".3g"),
+    ("other system", "peer", ".3g"),
+    ("load", "load", ".1f"),
+)
+
+
+class Measure(NamedTuple):
+    """One row: a figure of one row that a benchmark writes."""
+
+    name: str
+    command: str
+    """Module below ``benchmarks``, and its options."""
+    key: str
+    """Of the figure."""
+    asked: float
+    """Largest figure that is good enough."""
+    where: Mapping[str, object] = {}
+    """Settings by which the row is found."""
+    peer: Mapping[str, object] | None = None
+    """The same, of the other system's row."""
+    unit: float = 1.0
+    """What the figure is divided by."""
+
+
+def _exchange(link: str, title: str, asked: float) -> Measure:
+    ours, gloo = ({"system": system, "codec": codec, "link": link} for system, codec in SYSTEMS)
+    command = f"wire.exchange --all --only {link} --rounds 3"
+    return Measure(f"exchange of 100M parameters, {title}: s (gloo bf16)", command, "wall_s", asked, ours, gloo)
+
+
+SYSTEMS = (("p2pdiloco", "int4"), ("gloo", "bf16"))
+KERNELS = "wire.kernels --elements 1e7"
+MEASURES = (
+    _exchange("200mbit", "200 Mbit/s", 2.0),
+    _exchange("1gbit", "1 Gbit/s", 0.53),
+    _exchange("2.5gbit", "2.5 Gbit/s", 0.56),
+    _exchange("lo", "loopback", 0.5),
+    Measure("exchange, arithmetic alone, 2 peers: CPU s", "wire.arithmetic", "sum_s", 0.34),
+    Measure("encode: ns a parameter (torch)", KERNELS, "encode", 0.5, {"by": "C"}, {"by": "torch"}, 10.0),
+    Measure("outer step: ns a parameter (torch)", KERNELS, "step_bfloat16", 0.65, {"by": "C"}, {"by": "torch"}, 10.0),
+    Measure("node at rest, 30M: bytes a parameter", "memory --rounds 20", "at_rest_bytes_per_parameter", 7.7 + 50 / 30),
+    Measure("start: CPU s to the first step", "churn.starts", "cpu_s", 2.5, {"what": "main: start"}),
+    Measure("join: CPU s to the first step", "churn.starts", "cpu_s", 2.5, {"what": "main: join"}),
+    Measure("16 idle peers: kB/s each", "wire.idle", "bytes_per_s", 4.0, unit=1e3),
+    Measure(
+        "3.3M parameters over throttled lines: s to a loss (torchft)",
+        "wan.speed --steps 400 --cap-s 250 --ddp-s 80",
+        "to_loss_s",
+        40.0,
+        {"system": "p2pdiloco"},
+        {"system": "torchft"},
+    ),
+)
+
+
+def find(rows: Iterable[Mapping[str, Any]], where: Mapping[str, object]) -> Mapping[str, Any] | None:
+    """Return the last row that has the settings ``where``."""
+    found = None
+    for row in rows:
+        if all(row["settings"].get(name) == value for name, value in where.items()):
+            found = row
+    return found
+
+
+def summarize(measure: Measure, rows: Sequence[Mapping[str, Any]]) -> dict[str, float | None] | None:
+    """Return the figures of one measure, from what its benchmark wrote; None if that lacks it."""
+    own = find(rows, measure.where)
+    if own is None or own["figures"].get(measure.key) is None:
+        return None
+    other = None if measure.peer is None else find(rows, measure.peer)
+    there = None if other is None else other["figures"].get(measure.key)
+    return {
+        "figure": own["figures"][measure.key] / measure.unit,
+        "asked": measure.asked,
+        "peer": None if there is None else there / measure.unit,
+        "load": own["load_1min"],
+    }
+
+
+def run(command: str, folder: Path) -> list[dict[str, Any]] | None:
+    """Run a benchmark; return the rows that it wrote, or None if it failed."""
+    module, *options = command.split()
+    path = folder / "rows.jsonl"
+    path.unlink(missing_ok=True)
+    done = subprocess.run(
+        [sys.executable, "-m", f"benchmarks.{module}", *options, "--json", str(path)], cwd=bench.ROOT, stdout=sys.stderr
+    )
+    if done.returncode and not path.exists():
+        return None
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print, record."""
+    parser = bench.parser(__doc__, rows="measure", has_plot=False)
+    parser.add_argument("--only", default="", metavar="WORDS", help="measures whose names have these words")
+    options = parser.parse_args(argv)
+    wanted = [measure for measure in MEASURES if options.only in measure.name]
+    if not wanted:
+        print(f"no measure has {options.only!r} in its name: {'; '.join(m.name for m in MEASURES)}", file=sys.stderr)
+        return 2
+    found: dict[str, Mapping[str, Any]] = {}
+    failed = []
+    with tempfile.TemporaryDirectory() as folder:
+        for command in dict.fromkeys(measure.command for measure in wanted):
+            print(f"benchmarks.{command} ...", file=sys.stderr, flush=True)
+            rows = run(command, Path(folder))
+            for measure in wanted:
+                if measure.command == command:
+                    figures = None if rows is None else summarize(measure, rows)
+                    if figures is None:
+                        failed.append(measure.name)
+                        continue
+                    found[measure.name] = figures
+                    if options.json is not None:
+                        record.append(options.json, [record.row("summary", {"measure": measure.name}, figures)])
+    print(bench.table("measure", COLUMNS, found))
+    if failed:
+        print(f"not measured: {'; '.join(failed)}", file=sys.stderr)
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
