@@ -250,6 +250,7 @@ def test_a_full_disk_costs_memory_and_no_payload(tmp_path: Path) -> None:
             assert tries
             assert not file_of(ann).exists()
             assert all(one.data is not None for one in held_by(ann))
+            assert not any(one.path for one in held_by(ann)), "their places are free, and may become others'"
             await rested(stage)
             assert disk.tries == tries
             disk.is_full = False
