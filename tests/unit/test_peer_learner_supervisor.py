@@ -114,6 +114,26 @@ def test_what_was_queued_for_a_dead_learner_does_not_move_the_next(tmp_path: Pat
     act(story)
 
 
+def test_a_learner_that_starts_during_a_pause_rests_until_it_is_over(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            ann = await stage.found()
+            ann.peer.supervision.rest("on battery")
+            await stage.rest(ann)
+            assert ann.learner.link.is_resting
+            ann.learner.die()
+            await stage.wait(1.5)
+            assert len(ann.lives) == 2
+            await stage.ready(ann)
+            await stage.rest(ann)
+            assert ann.learner.link.is_resting
+            ann.peer.supervision.rest("")
+            await stage.rest(ann)
+            assert not ann.learner.link.is_resting
+
+    act(story)
+
+
 @pytest.mark.parametrize("first_life_s", [0.0, STABLE_S])
 def test_too_many_lives_lost_in_a_row_end_the_peer(tmp_path: Path, first_life_s: float) -> None:
     """However long the peer itself has lived."""
