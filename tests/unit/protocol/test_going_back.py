@@ -180,6 +180,14 @@ def test_a_single_name_or_a_pair_of_peers_abandons_nothing() -> None:
     assert not stage.machine.core.abandoned
 
 
+def test_who_names_a_commit_several_times_has_one_vote() -> None:
+    """K3a."""
+    stage = Stage(B, C, D)
+    states = ruined(stage)
+    assert not only(stage.hear(B, against(*4 * states[1:])), ef.Restore)
+    assert not stage.machine.core.abandoned
+
+
 def test_a_vote_is_forgotten_after_some_evaluations() -> None:
     """K3a: it says nothing of a model that has gone on since."""
     stage = Stage(B, C, D)
