@@ -26,6 +26,15 @@ BUGS = (
         "test_a_commit_that_waits_for_its_turn_is_not_applied_to_an_abandoned_head",
     ),
     _bug(
+        "a commit that a vote names several times has several votes",
+        _BACK,
+        "named_by_most",
+        "dict.fromkeys(commits)",
+        "commits",
+        "one member sends the whole run back",
+        "test_who_names_a_commit_several_times_has_one_vote",
+    ),
+    _bug(
         "any higher loss is a jump",
         _EVALUATION,
         "Evaluations._record",

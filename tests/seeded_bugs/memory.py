@@ -228,6 +228,15 @@ BUGS = (
         killed_by=(f"{_STORE_TESTS}::test_what_the_disk_has_lost_is_not_sent",),
     ),
     Bug(
+        name="a payload that could not be written keeps its place",
+        module=_STORE,
+        where="PayloadStore.spill",
+        old="held.path = None",
+        new="pass",
+        harm="two payloads are written over each other once the disk has room again",
+        killed_by=(f"{_STORE_TESTS}::test_a_full_disk_costs_memory_and_no_payload",),
+    ),
+    Bug(
         name="an own contribution that the disk has lost is ignored",
         module="p2pdiloco.peer.payload_cache",
         where="PayloadCache.read_moves.read",

@@ -132,6 +132,18 @@ BUGS = (
         ),
     ),
     Bug(
+        name="a meeting that is over takes a place for ever",
+        module="p2pdiloco.nat.rendezvous_client",
+        where="RendezvousClient._come_to_meeting",
+        old="self._coming -= 1",
+        new="pass",
+        harm="after sixteen calls a peer behind a router cannot be reached any more",
+        killed_by=(
+            "tests/unit/test_nat_rendezvous_client.py"
+            "::test_only_so_many_calls_are_followed_at_once_and_those_that_failed_make_room",
+        ),
+    ),
+    Bug(
         name="a peer is asked for only where its record says",
         module="p2pdiloco.nat.rendezvous_client",
         where="RendezvousClient._meet_at_any",

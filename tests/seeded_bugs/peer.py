@@ -394,6 +394,15 @@ BUGS = (
         killed_by=(f"{_SUPERVISION_TESTS}::test_what_was_to_be_given_to_a_learner_that_died_is_not_given_to_the_next",),
     ),
     Bug(
+        name="a learner that starts during a pause is not told of it",
+        module=_SUPERVISION,
+        where="LearnerSupervisor._on_loaded",
+        old="if self.resting:\n    self.rest(self.resting)",
+        new="pass",
+        harm="after a crash on battery the learner trains at full speed",
+        killed_by=(f"{_SUPERVISION_TESTS}::test_a_learner_that_starts_during_a_pause_rests_until_it_is_over",),
+    ),
+    Bug(
         name="snapshots are never brought up to date",
         module="p2pdiloco.peer.learner_supervisor",
         where="Snapshots.on_taken",
