@@ -202,9 +202,9 @@ class World:
         self.network.close_in_order(process)
 
     def save(self, name: PeerId) -> None:
-        """Write the peer's checkpoint."""
+        """Write the peer's checkpoint, unless it stands still."""
         process = self.processes.get(name)
-        if process is not None:
+        if process is not None and not process.is_paused():
             checkpoint = process.checkpoint()
             if checkpoint is not None:
                 process.judge(checkpoint)
