@@ -148,6 +148,8 @@ def _write(folder: Path, documents: Iterator[Document], config: DataConfig, toke
                 for document, found in zip(
                     batch, encoder.encode_batch([d.text for d in batch], add_special_tokens=False), strict=True
                 ):
+                    if left <= 0:
+                        break
                     target = held_out if is_held_out(document.name, config.held_out_share) else train
                     ids = found.ids + separator if document.is_end else found.ids
                     target.write(np.asarray(ids, dtype=np.int32).tobytes())

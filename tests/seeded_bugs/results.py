@@ -182,6 +182,18 @@ BUGS = (
         killed_by=(f"{_SAMPLES_TESTS}::test_no_batch_is_the_same_even_where_samples_are",),
     ),
     Bug(
+        name="tokens are kept for every share that is held out",
+        module="p2pdiloco.training.tokenized_dataset",
+        where="load_tokens",
+        old="(_FORMAT, digest, config.kind, config.column, config.separator, config.held_out_share, max_bytes)",
+        new="(_FORMAT, digest, config.kind, config.column, config.separator, max_bytes)",
+        harm="a run trains on what its peers hold out",
+        killed_by=(
+            "tests/unit/test_training_tokenized_dataset.py"
+            "::test_each_document_is_in_one_split_and_the_share_that_is_held_out_decides",
+        ),
+    ),
+    Bug(
         name="ranks of an island draw the same",
         module=_SAMPLES,
         where="OwnSamples.__iter__",

@@ -440,6 +440,17 @@ BUGS = (
         killed_by=(f"{_STATE_TESTS}::test_a_spoilt_state_that_is_accepted_is_handed_on_with_its_next_version",),
     ),
     Bug(
+        name="what was verified once counts as verified in every later state",
+        module="p2pdiloco.peer.integrity",
+        where="Integrity.set_digests",
+        old="self._verified[shard].clear()",
+        new="pass",
+        harm="a flipped bit is found only when the whole memory is looked through",
+        killed_by=(
+            "tests/unit/test_peer_integrity.py::test_a_chunk_is_verified_once_and_again_for_a_new_state_or_when_told",
+        ),
+    ),
+    Bug(
         name="a state that was accepted is never handed on",
         module="p2pdiloco.peer.integrity",
         where="Integrity.set_digests",
