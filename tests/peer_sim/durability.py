@@ -69,11 +69,9 @@ class _Torn(NamedTuple):
 class _Life:
     """What is remembered of one, until the next."""
 
-    def __init__(self, host: SimulatedHost, number: int, shards: int) -> None:
+    def __init__(self, host: SimulatedHost, shards: int) -> None:
         self.host = host
         self.began = host.now()
-        self.number = number
-        """Of the newest checkpoint when it began."""
         self.steps: list[list[_Seen]] = [[] for _ in range(shards)]
         """By shard, since its state last came otherwise than step by step."""
         self.from_s = [0.0] * shards
@@ -133,7 +131,7 @@ class Durability:
             if version < floor:
                 checks.violated(8, f"{name[-6:]} had version {floor} of shard {shard} and comes back to {version}")
                 return
-        self._lives[name] = _Life(host, self._newest(disk), len(self._world.layout.shards))
+        self._lives[name] = _Life(host, len(self._world.layout.shards))
 
     def _intact(self, disk: SimulatedDisk) -> list[tuple[int, checkpoint.Index]]:
         if str(self._folder / MANIFEST) in disk.altered or str(self._folder / MANIFEST) not in disk.files:
@@ -260,7 +258,7 @@ class Durability:
 
     def _is_seldom(self, host: SimulatedHost, life: _Life) -> None:
         """Rule 9. The first and the last, and the one of who has joined, come at any time."""
-        count = self._newest(host.disk) - life.number
+        count = len(life.saved)
         most = 3 + (host.now() - life.began) / max(self._least_s, 0.2)
         if count > most and not host.disk.is_unreliable and host.name not in self._world.checks.damaged:
             self._world.checks.violated(9, f"{host.name[-6:]} has written {count} checkpoints, {most:.0f} are allowed")
