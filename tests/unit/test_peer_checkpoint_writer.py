@@ -346,7 +346,7 @@ def test_what_is_torn_of_the_commits_costs_what_came_after_it(tmp_path: Path, da
             elif damage == "cut":
                 segment.write_bytes(data[: whole + 100])
             elif damage == "long":
-                data[whole] = 255
+                data[whole + commit_wal.PREFIX.size - 16] = 255  # the first byte of the two lengths
                 segment.write_bytes(data)
             else:
                 found = commit_wal.entries(segment, LocalDisk(), 1 << 20)
