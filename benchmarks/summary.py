@@ -1,11 +1,11 @@
-"""What an exchange, a node, a start and a line cost: one table from the benchmarks that measure them.
+"""One table of what exchanges, nodes, starts and lines cost, from the benchmarks that measure them.
 
     python -m benchmarks.summary [--only WORDS] [--json FILE]
 
 Runs each benchmark below with its usual settings, one after the other, and shows one figure of each row that it wrote:
-beside the most that is asked, and beside another system where one was measured in the same run. A benchmark that fails
-is told, its rows are left out, and the exit status is 1. ``--only exchange`` runs those whose names have that word. All
-of them take about an hour; those of lines need root.
+beside the most that is asked, and beside another system where one was measured in the same run. Measures whose
+benchmark wrote no such row are named, and the exit status is then 1. ``--only exchange`` runs those whose names have
+that word. All of them take about an hour; those of lines need root.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ COLUMNS: tuple[bench.Column, ...] = (
     ("load", "load", ".1f"),
 )
 
+SYSTEMS = (("p2pdiloco", "int4"), ("gloo", "bf16"))
+
 
 class Measure(NamedTuple):
     """One row: a figure of one row that a benchmark writes."""
@@ -35,15 +37,15 @@ class Measure(NamedTuple):
     command: str
     """Module below ``benchmarks``, and its options."""
     key: str
-    """Of the figure."""
+    """Name of the figure in that row."""
     asked: float
     """Largest figure that is good enough."""
     where: Mapping[str, object] = {}
     """Settings by which the row is found."""
     peer: Mapping[str, object] | None = None
-    """The same, of the other system's row."""
+    """Settings by which the other system's row is found."""
     unit: float = 1.0
-    """What the figure is divided by."""
+    """Divisor of the figure, for other units than the benchmark's."""
 
 
 def _exchange(link: str, title: str, asked: float) -> Measure:
@@ -52,7 +54,6 @@ def _exchange(link: str, title: str, asked: float) -> Measure:
     return Measure(f"exchange of 100M parameters, {title}: s (gloo bf16)", command, "wall_s", asked, ours, gloo)
 
 
-SYSTEMS = (("p2pdiloco", "int4"), ("gloo", "bf16"))
 KERNELS = "wire.kernels --elements 1e7"
 MEASURES = (
     _exchange("200mbit", "200 Mbit/s", 2.0),
@@ -63,8 +64,8 @@ MEASURES = (
     Measure("encode: ns a parameter (torch)", KERNELS, "encode", 0.5, {"by": "C"}, {"by": "torch"}, 10.0),
     Measure("outer step: ns a parameter (torch)", KERNELS, "step_bfloat16", 0.65, {"by": "C"}, {"by": "torch"}, 10.0),
     Measure("node at rest, 30M: bytes a parameter", "memory --rounds 20", "at_rest_bytes_per_parameter", 7.7 + 50 / 30),
-    Measure("start: CPU s to the first step", "churn.starts", "cpu_s", 2.5, {"what": "main: start"}),
-    Measure("join: CPU s to the first step", "churn.starts", "cpu_s", 2.5, {"what": "main: join"}),
+    Measure("start: CPU s to the first step", "churn.starts", "cpu_s", 2.5, {"what": f"{bench.ROOT.name}: start"}),
+    Measure("join: CPU s to the first step", "churn.starts", "cpu_s", 2.5, {"what": f"{bench.ROOT.name}: join"}),
     Measure("16 idle peers: kB/s each", "wire.idle", "bytes_per_s", 4.0, unit=1e3),
     Measure(
         "3.3M parameters over throttled lines: s to a loss (torchft)",
@@ -101,17 +102,14 @@ def summarize(measure: Measure, rows: Sequence[Mapping[str, Any]]) -> dict[str, 
     }
 
 
-def run(command: str, folder: Path) -> list[dict[str, Any]] | None:
-    """Run a benchmark; return the rows that it wrote, or None if it failed."""
+def run(command: str, folder: Path) -> list[dict[str, Any]]:
+    """Run a benchmark; return the rows that it wrote. Some end with status 1 when they miss a target, and have rows."""
     module, *options = command.split()
     path = folder / "rows.jsonl"
     path.unlink(missing_ok=True)
-    done = subprocess.run(
-        [sys.executable, "-m", f"benchmarks.{module}", *options, "--json", str(path)], cwd=bench.ROOT, stdout=sys.stderr
-    )
-    if done.returncode and not path.exists():
-        return None
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    words = [sys.executable, "-m", f"benchmarks.{module}", *options, "--json", str(path)]
+    subprocess.run(words, cwd=bench.ROOT, stdout=sys.stderr, check=False)
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -131,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             rows = run(command, Path(folder))
             for measure in wanted:
                 if measure.command == command:
-                    figures = None if rows is None else summarize(measure, rows)
+                    figures = summarize(measure, rows)
                     if figures is None:
                         failed.append(measure.name)
                         continue

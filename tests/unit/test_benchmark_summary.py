@@ -34,9 +34,9 @@ def test_one_run_of_a_benchmark_serves_all_its_measures_and_failures_are_told(
 ) -> None:
     ran = []
 
-    def run(command: str, folder: Path) -> list[dict[str, Any]] | None:
+    def run(command: str, folder: Path) -> list[dict[str, Any]]:
         ran.append(command)
-        return [row("p2pdiloco", wall_s=1.0, cpu_s=2.0)] if command == MEASURE.command else None
+        return [row("p2pdiloco", wall_s=1.0, cpu_s=2.0)] if command == MEASURE.command else []
 
     monkeypatch.setattr(summary, "run", run)
     broken = Measure("memory", "memory", "bytes", 1.0)

@@ -22,7 +22,7 @@ CALLED = Called(Identity.ephemeral().peer_id, b"t" * 32, dials=True)
 
 
 def answer_of(tasks: Tasks) -> Callable[..., Any]:
-    """What answers the calls of servers, at a client that is registered with ``POINT``."""
+    """Return the handler of servers' calls, of a client that is registered with ``POINT``."""
     answers = dict[type, Callable[..., Any]]()
     links: Any = SimpleNamespace(
         redial_met_peers=lambda _: None, answer_requests=answers.__setitem__, channel_of=lambda _: None

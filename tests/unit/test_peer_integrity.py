@@ -1,4 +1,4 @@
-"""Which chunks of the state have been verified, and what a changed bit does."""
+"""Integrity of the state in memory: chunks that count as verified, and a changed bit."""
 
 from __future__ import annotations
 
