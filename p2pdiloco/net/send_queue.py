@@ -136,20 +136,23 @@ class SendQueue:
     ) -> int | None:
         """Queue a stream and return its number, or None if there is no room.
 
-        It replaces an earlier stream with the same ``topic`` that has not begun.
+        It replaces an earlier stream with the same ``topic`` that has not begun. Without room, that one stays.
 
         Raises:
             ValueError: ``body`` is longer than CONTROL_LIMIT.
         """
         old = self._topics.get(topic)
-        if old is not None and not old.sent:
-            self.cancel(old.number)
+        replaced = old if old is not None and not old.sent else None
         number = self._free_number()
         frame = encode_start(number, start, body)
-        if self._payload_bytes + len(payload) > self._payload_limit:
+        payload_bytes, control_bytes = self._payload_bytes + len(payload), self._control_bytes + len(frame)
+        if replaced is not None:
+            payload_bytes -= replaced.bytes_left
+            control_bytes -= 0 if replaced.is_announced else len(replaced.start_frame)
+        if payload_bytes > self._payload_limit or control_bytes > self._control_limit:
             return None
-        if self._control_bytes + len(frame) > self._control_limit:
-            return None
+        if replaced is not None:
+            self.cancel(replaced.number)
         stream = _Stream(number, start, frame, payload, priority, topic)
         heapq.heappush(self._waiting, (priority, next(self._counter), stream))
         self._streams[number] = stream

@@ -6,7 +6,8 @@ Rules of this file:
 2. A task that lasts as long as its owner (``keep``) and fails is logged and started again after a pause, which doubles
    with each failure. ``troubles`` names it until it has run for SOUND_S. The owner shows that in status, metrics and
    alerts.
-3. Leaving the group cancels the tasks that still run and waits for them.
+3. Leaving the group cancels the tasks that still run and waits for them. Those that go on are named in the log and
+   cancelled again.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 """Shortest and longest pause before a failed task is started again."""
 SOUND_S = 60.0
 """A task that has run for so long has recovered, and its next failure counts as the first."""
+UNWILLING_S = 10.0
+"""A task that runs for so long after it was cancelled is cancelled again."""
 LONGEST_REASON = 200
 """Maximum characters of an error in ``troubles``."""
 
@@ -52,7 +55,10 @@ class Tasks:
         while self._running:
             for task in self._running:
                 task.cancel()
-            await asyncio.wait(set(self._running))
+            _, unwilling = await asyncio.wait(set(self._running), timeout=UNWILLING_S)
+            if unwilling:
+                names = sorted(task.get_name() for task in unwilling)
+                log.warning("tasks go on though they were cancelled", tasks=", ".join(names))
 
     def spawn(self, work: Coroutine[Any, Any, None], *, name: str) -> asyncio.Task[None]:
         """Run ``work`` until it ends or the group closes. After that, the new task is cancelled at once."""

@@ -451,6 +451,17 @@ BUGS = (
         ),
     ),
     Bug(
+        name="a task that goes on is cancelled once",
+        module="p2pdiloco.util.tasks",
+        where="Tasks.__aexit__",
+        old="asyncio.wait(set(self._running), timeout=UNWILLING_S)",
+        new="asyncio.wait(set(self._running))",
+        harm="a peer whose task swallows its cancellation never ends",
+        killed_by=(
+            "tests/unit/test_runtime_basics.py::test_a_task_that_swallows_its_cancellation_is_named_and_cancelled_again",
+        ),
+    ),
+    Bug(
         name="a learner is started again for ever",
         module=_SUPERVISION,
         where="LearnerSupervisor.live",

@@ -206,6 +206,19 @@ def test_what_is_announced_but_not_begun_is_given_up() -> None:
     assert kinds_in(drain(outbox)) == [(FrameKind.ABORT, 0), (FrameKind.START, 1), (FrameKind.CHUNK, 1)]
 
 
+@pytest.mark.parametrize("is_announced", [False, True])
+def test_what_finds_no_room_replaces_nothing(is_announced: bool) -> None:
+    """Otherwise neither the old commit nor the new one would arrive."""
+    outbox = make_outbox(payload_limit=3 * CHUNK)
+    put(outbox, b"old", payload(2 * CHUNK), 0.0, topic="shard 1")
+    if is_announced:
+        outbox.next(0)
+    assert not put(outbox, b"too large", payload(4 * CHUNK), 0.0, topic="shard 1")
+    assert outbox.payload_bytes == 2 * CHUNK
+    assert put(outbox, b"new", payload(3 * CHUNK), 0.0, topic="shard 1"), "the room of the old one is its room"
+    assert outbox.payload_bytes == 3 * CHUNK
+
+
 def test_goodbye_is_last() -> None:
     outbox = make_outbox()
     outbox.put_goodbye(encode_goodbye(Parting.LEAVING, "bye"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import json
 import os
@@ -278,6 +279,26 @@ def test_a_task_that_has_run_well_for_long_is_started_again_as_soon_as_after_its
     asyncio.run(main())
     told = [json.loads(line) for line in stream.getvalue().splitlines()]
     assert [line["pause_s"] for line in told if "pause_s" in line] == [0.001, 0.002, 0.001]
+
+
+def test_a_task_that_swallows_its_cancellation_is_named_and_cancelled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a peer that leaves would never end."""
+    stream = io.StringIO()
+    logs.configure("info", "json", stream)
+    monkeypatch.setattr(tasks_module, "UNWILLING_S", 0.01)
+
+    async def main() -> None:
+        async def work() -> None:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
+            await asyncio.Event().wait()
+
+        async with Tasks() as tasks:
+            tasks.spawn(work(), name="stubborn")
+            await asyncio.sleep(0)
+
+    asyncio.run(asyncio.wait_for(main(), 10.0))
+    assert '"tasks": "stubborn"' in stream.getvalue()
 
 
 def test_what_is_kept_and_comes_to_its_end_is_not_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
