@@ -39,6 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     scale.add_argument("--table", action="store_true", help="run nothing: print what is there")
     scale.add_argument("--eager", action="store_true", help="without torch.compile")
     scale.add_argument("--json", type=Path, help="append the rows to this file")
+    for command in (run, scale):
+        command.add_argument("--device", default="cpu", help="of the learners: cpu, cuda (default: %(default)s)")
     tie_ = commands.add_parser("tie", help="compare with real processes")
     tie_.add_argument("--out", type=Path, default=Path("out/quality/tie"))
     tie_.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
@@ -49,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     match options.command:
         case "run":
-            runner.work(sweeps.cells(options.sweeps), is_compiled=not options.eager)
+            runner.work(sweeps.cells(options.sweeps), is_compiled=not options.eager, device=options.device)
         case "report":
             report.print_tables()
             if options.plots:
@@ -62,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if not options.table:
                 wanted, there = list(law.cells(options.largest)), runner.rows()
                 print(f"{sum(cell not in there for cell in wanted)} of {len(wanted)} cells are missing", flush=True)
-                runner.work(wanted, is_compiled=not options.eager)
+                runner.work(wanted, is_compiled=not options.eager, device=options.device)
             print("\n".join(law.lines(options.largest, options.json)))
         case "tie":
             try:

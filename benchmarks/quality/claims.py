@@ -110,18 +110,23 @@ def halves(figures: Mapping[str, Any]) -> tuple[float, float]:
 def parallel(cells: Cells, setting: Setting, steps: int) -> dict[int, float]:
     """Data parallel's test loss by seed, with ``setting``'s model, batch and inner optimizer, in ``steps`` steps, at
     the learning rate that has the best validation loss over the seeds that all rates have."""
-    is_mixed = setting.data in MIXED
+    text = _text(setting)
     alike = ("width", "depth", "heads", "context", "batch", "final_share", "decay_share", "warmup", "inner", "memory")
     found = [
         cell
         for cell in cells
         if cell.method == "parallel"
         and cell.steps == steps
-        and (cell.data == "mixture") == is_mixed
+        and _text(cell) == text
         and all(getattr(cell, name) == getattr(setting, name) for name in alike)
     ]
     best = _best(cells, found)
     return {} if best is None else {seed: halves(figures)[1] for seed, figures in cells[best].items()}
+
+
+def _text(setting: Setting) -> str:
+    """Return the text that all learners of a setting see together, as ``data`` of data parallel."""
+    return "mixture" if setting.data in MIXED else setting.data.replace("parts", "same")
 
 
 def _best(cells: Cells, found: Sequence[Setting]) -> Setting | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -26,6 +26,17 @@ from p2pdiloco.training.models import loss
 def corpus() -> Corpus:
     """The standard library of the Python that runs this."""
     return load_corpus(DataConfig())
+
+
+PACKAGES_BYTES = 64_000_000
+
+
+@functools.cache
+def packages() -> Corpus:
+    """Python source of the packages that are installed beside this one, in the order of their names: more of it than
+    the standard library has, by other people."""
+    folder = sysconfig.get_paths()["purelib"]
+    return load_corpus(DataConfig(), folder, max_bytes=PACKAGES_BYTES)
 
 
 LANGUAGE_BYTES = 1_200_000
@@ -68,18 +79,32 @@ def _pieces(root: Path, patterns: Iterable[str]) -> list[bytes]:
     return [bytes(text[at : at + PIECE]) for at in cuts]
 
 
+TEXTS: dict[str, Callable[[], Corpus]] = {"mixture": languages, "languages": languages, "packages": packages}
+"""Of settings whose ``data`` is not the standard library."""
+
+
 class Stream:
     """The batches of learners ``first`` to ``first + k - 1`` of ``learners``."""
 
     def __init__(
-        self, text: Tensor, *, seed: int, batch: int, context: int, learners: int, first: int, k: int, is_parted: bool
+        self,
+        text: Tensor,
+        *,
+        seed: int,
+        batch: int,
+        context: int,
+        learners: int,
+        first: int,
+        k: int,
+        is_parted: bool,
+        device: torch.device | str = "cpu",
     ) -> None:
-        """``text`` is uint8 [bytes]; ``batch`` samples a step are for all learners together."""
-        self._text = text
+        """``text``: uint8 [bytes]; ``batch``: samples of all learners together. Batches are on ``device``."""
+        self._text = text.to(device)
         self._batch = batch
         self._learners = learners
         self._mine = slice(first, first + k)
-        self._window = torch.arange(context + 1)
+        self._window = torch.arange(context + 1, device=device)
         self._generator = torch.Generator().manual_seed(seed)
         parts = torch.arange(learners + 1) * text.numel() // learners
         self._low = parts[:-1] if is_parted else torch.zeros(learners, dtype=torch.int64)
@@ -92,7 +117,7 @@ class Stream:
         )
         low, high = self._low[self._mine, None], self._high[self._mine, None]
         starts = low + (drawn[self._mine] * (high - low)).long()
-        return self._text[starts.unsqueeze(-1) + self._window].long()
+        return self._text[starts.to(self._text.device).unsqueeze(-1) + self._window].long()
 
 
 @torch.no_grad()
@@ -100,4 +125,6 @@ def held_out_losses(model: nn.Module, text: Corpus, context: int, *, samples: in
     """Mean loss of each batch of 64 held-out windows, float64: their mean is the model's loss, and two models' losses
     can be compared batch by batch. ``samples`` 0: all windows that lie side by side."""
     samples = samples or text.held_out.numel() // context
-    return torch.tensor([float(loss(model, batch)) for batch in held_out_batches(text, context, samples, batch=64)])
+    device = next(model.parameters()).device
+    batches = held_out_batches(text, context, samples, batch=64)
+    return torch.tensor([float(loss(model, batch.to(device))) for batch in batches])

@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.quality.averages import Averages
-from benchmarks.quality.data import Stream, corpus, held_out_losses, languages
+from benchmarks.quality.data import TEXTS, Stream, corpus, held_out_losses
 from benchmarks.quality.exchange import Exchange
-from benchmarks.quality.learners import ENDLESS, Given, Group, Member, Shift, Turn, spells
+from benchmarks.quality.learners import ENDLESS, Given, Group, Member, Shift, Turn, ended, spells
 from benchmarks.quality.moments import Moments
 from benchmarks.quality.settings import Setting
 from benchmarks.quality.stacked import Stack
@@ -66,20 +66,23 @@ class Contribution(NamedTuple):
 class Laboratory:
     """See the module."""
 
-    def __init__(self, setting: Setting, text: Corpus | None = None, *, is_compiled: bool = False) -> None:
-        """``text``: instead of the standard library. ``is_compiled``: by torch.compile, for long runs."""
+    def __init__(
+        self, setting: Setting, text: Corpus | None = None, *, is_compiled: bool = False, device: str = "cpu"
+    ) -> None:
+        """``text``: instead of the setting's own. ``is_compiled``: by torch.compile, for long runs. ``device``: where
+        learners train; the exchange is on the CPU."""
         torch.set_num_threads(1)
         self.setting = setting
-        is_mixed = setting.data in ("mixture", "languages")
-        self.text = (languages() if is_mixed else corpus()) if text is None else text
+        self._device = torch.device(device)
+        self.text = TEXTS.get(setting.data, corpus)() if text is None else text
         s = setting
-        self._model = build_model(s.model_config, s.seed)
+        self._model = build_model(s.model_config, s.seed).to(self._device)
         named = ((name, shape, is_it and s.embedding == "direct") for name, shape, is_it in named_tensors(self._model))
         self.specs = tensor_specs(named, s.fragments, s.largest or math.inf)
         self.layout: Layout = make_layout(self.specs, setting.fragments, setting.max_shard, setting.merge)
         self._judge = FlatParameters(self._model.named_parameters(), self.specs, self.layout)
         theta = torch.empty(self.layout.elements)
-        self._judge.copy_to(theta, self._judge.everything)
+        ended(self._judge.copy_to(theta, self._judge.everything))
         self.exchange = Exchange(setting, self.layout, theta, self.specs)
         self._scratch = torch.empty_like(theta)
         self._random = random.Random(setting.seed)
@@ -111,6 +114,7 @@ class Laboratory:
                 first=first,
                 k=size,
                 is_parted=s.data in ("parts", "languages"),
+                device=self._device,
             )
             flats = [stack.flat(i, self.specs, self.layout) for i in range(size)]
             self.members += [Member(flat, len(self.layout.shards)) for flat in flats]
@@ -137,10 +141,10 @@ class Laboratory:
                 self._boundary(self._groups[which], now)
                 self._again(which, now)
         if self.setting.method == "parallel":
-            self.members[0].flat.copy_to(self.exchange.theta, self._judge.everything)
+            ended(self.members[0].flat.copy_to(self.exchange.theta, self._judge.everything))
         else:
             self._flush(now)
-        self._judge.copy_from(self.exchange.theta, self._judge.everything)
+        ended(self._judge.copy_from(self.exchange.theta, self._judge.everything))
         losses = held_out_losses(self._model, self.text, self.setting.context)
         figures = self._figures(losses) | self._curve
         for name, theta in self._averages.found():
@@ -148,7 +152,7 @@ class Laboratory:
         return Result(losses, self.exchange.theta, figures)
 
     def _measured(self, theta: Tensor, samples: int = 0) -> float:
-        self._judge.copy_from(theta, self._judge.everything)
+        ended(self._judge.copy_from(theta, self._judge.everything))
         return float(held_out_losses(self._model, self.text, self.setting.context, samples=samples).double().mean())
 
     def _look(self) -> None:
@@ -158,7 +162,7 @@ class Laboratory:
             self._averages.look(self.exchange.theta)
         if s.curve and self._step % (s.steps // s.curve) == 0 and self._step < s.steps:
             if s.method == "parallel":
-                self.members[0].flat.copy_to(self.exchange.theta, self._judge.everything)
+                ended(self.members[0].flat.copy_to(self.exchange.theta, self._judge.everything))
             self._curve[f"loss at {self._step}"] = self._measured(self.exchange.theta, s.curve_samples)
             for name, theta in self._averages.found():
                 self._curve[f"{name} at {self._step}"] = self._measured(theta, s.curve_samples)
@@ -244,7 +248,7 @@ class Laboratory:
             self.take(member, ENDLESS)
             member.seen = self.exchange.theta.clone()
         if member.seen is not None and share >= s.cut[1]:
-            member.flat.add_from(self.exchange.theta - member.seen, member.flat.everything)
+            ended(member.flat.add_from(self.exchange.theta - member.seen, member.flat.everything))
             member.seen = None
 
     def _lose(self, member: Member) -> None:
@@ -258,7 +262,7 @@ class Laboratory:
         """It comes, with the global parameters and nothing to give."""
         member.is_present = True
         member.shifts.clear()
-        member.flat.copy_from(self.exchange.theta, member.flat.everything)
+        ended(member.flat.copy_from(self.exchange.theta, member.flat.everything))
         member.marks = [(member.steps, member.tokens)] * len(member.marks)
 
     @functools.cached_property
@@ -276,7 +280,7 @@ class Laboratory:
         shards = self.layout.fragments[turn.fragment]
         if all(member.marks[shard][1] == member.tokens for shard in shards):
             return
-        member.flat.copy_to(self._scratch, shards)
+        ended(member.flat.copy_to(self._scratch, shards))
         for shift in member.shifts:  # what it has not taken yet; as ``peer.global_state`` does
             if shift.shard in shards:
                 self._scratch[self.exchange.span(shift.shard)] += shift.change
@@ -365,14 +369,14 @@ class Laboratory:
             match self.setting.adopt:
                 case "carry":
                     self._scratch[span] = shift.change
-                    member.flat.add_from(self._scratch, shards)
+                    ended(member.flat.add_from(self._scratch, shards))
                 case "overwrite":
-                    member.flat.copy_from(self.exchange.theta, shards)
+                    ended(member.flat.copy_from(self.exchange.theta, shards))
                     member.marks[shift.shard] = (member.steps, member.tokens)
                 case "blend":
-                    member.flat.copy_to(self._scratch, shards)
+                    ended(member.flat.copy_to(self._scratch, shards))
                     self._scratch[span] = 0.5 * (self._scratch[span] + self.exchange.theta[span])
-                    member.flat.copy_from(self._scratch, shards)
+                    ended(member.flat.copy_from(self._scratch, shards))
 
     def _flush(self, now: float) -> None:
         """The run is complete: what is unmerged is merged."""

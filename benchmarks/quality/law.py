@@ -54,6 +54,7 @@ class Size(NamedTuple):
     heads: int
     batch: int
     """Windows per step, of all learners together."""
+    data: str = "same"
 
     @property
     def steps(self) -> int:
@@ -62,7 +63,7 @@ class Size(NamedTuple):
 
     def cell(self, rate: float, **changes: Any) -> Setting:
         """Return what ships for this size, at a multiple of the usual learning rate, with ``changes``."""
-        shape = {"width": self.width, "depth": self.depth, "heads": self.heads, "context": CONTEXT}
+        shape = {"width": self.width, "depth": self.depth, "heads": self.heads, "context": CONTEXT, "data": self.data}
         length = {"batch": self.batch, "steps": self.steps, "warmup": round(WARMUP * self.steps)}
         usual = {"learning_rate": round(rate * 0.1 / self.width**0.5, 4), "bounded": True, "agreement": True}
         return as_shipped(**shape | length | LINE | changes | usual)
@@ -79,6 +80,9 @@ SIZES = (
     Size(279_600, 80, 3, 5, 64),
     Size(869_504, 128, 4, 8, 128),
 )
+HELD_BACK = Size(2_755_008, 192, 6, 12, 256, "packages")
+"""Another text and a larger model than the law is fitted to, to test what it predicts."""
+HELD_BACK_LEARNERS = 8
 
 
 def sizes(largest: int) -> list[Size]:
@@ -95,6 +99,16 @@ def cells(largest: int) -> Iterator[Setting]:
                 yield from (size.cell(rate, **rule, learners=m, seed=seed) for rate in RATES)
         for share in LENGTHS:
             yield from (size.parallel(rate, steps=round(share * size.steps)) for rate in RATES)
+    if largest >= HELD_BACK.parameters:
+        yield from (HELD_BACK.parallel(rate) for rate in RATES)
+        for rule in RULES.values():
+            yield from (HELD_BACK.cell(rate, **rule, learners=HELD_BACK_LEARNERS) for rate in RATES)
+
+
+def held_back(rule: str) -> Claim:
+    """Return the row that no law is fitted to."""
+    setting = HELD_BACK.cell(RATES[0], **RULES[rule], learners=HELD_BACK_LEARNERS)
+    return Claim(f"held back: {HELD_BACK.parameters:,}, {rule}, M = {HELD_BACK_LEARNERS}", seedless(setting))
 
 
 def claims(size: Size) -> list[Claim]:
@@ -190,7 +204,10 @@ def lines(largest: int, path: Path | None, results: Path = runner.RESULTS) -> It
     """Yield the table, the law of each rule, and what the law says of larger models. The table's rows are appended to
     ``path``, if there is one; ``results`` has the cells."""
     found = by_seed(runner.rows(results))
-    yield from table(path, [claim for size in sizes(largest) for claim in claims(size)], results)
+    rows = [claim for size in sizes(largest) for claim in claims(size)]
+    if largest >= HELD_BACK.parameters:
+        rows += map(held_back, RULES)
+    yield from table(path, rows, results)
     edges = [name for size in sizes(largest) for name in at_an_edge(found, size)]
     yield "\nbest rate at the edge of those trained: " + ("; ".join(edges) or "none")
     for rule in RULES:
@@ -209,4 +226,12 @@ def lines(largest: int, path: Path | None, results: Path = runner.RESULTS) -> It
                 low, high = interval(one.gap(parameters, m) for one in drawn)
                 shown.append(f"{parameters / 1e6:,.0f}M {law.gap(parameters, m):+.2f} % ({low:.2f} to {high:.2f})")
             yield f"  M = {m}: " + ", ".join(shown)
+        gaps = measured(found, held_back(rule)).get("to_parallel")
+        if gaps and HELD_BACK_LEARNERS in law.factors:
+            low, high = interval(one.gap(HELD_BACK.parameters, HELD_BACK_LEARNERS) for one in drawn)
+            predicted = law.gap(HELD_BACK.parameters, HELD_BACK_LEARNERS)
+            yield (
+                f"  held back ({HELD_BACK.parameters:,} parameters, another text, M = {HELD_BACK_LEARNERS}): "
+                f"predicted {predicted:+.2f} % ({low:.2f} to {high:.2f}), measured {gaps[0]:+.2f} %"
+            )
     yield "\n" + PUBLISHED

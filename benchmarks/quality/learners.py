@@ -6,17 +6,25 @@ import random
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from benchmarks.quality.data import Stream
 from benchmarks.quality.exchange import Parcel
 from benchmarks.quality.stacked import Stack
 from p2pdiloco.protocol.ids import ShardId
+from p2pdiloco.training.cuda_copies import Finished
 from p2pdiloco.training.parameters import FlatParameters
 
 SPELL = 48.0
 """Mean length of a spell of presence, in steps."""
 ENDLESS = 1e18
+
+
+def ended(finished: Finished | None) -> None:
+    """Wait for a copy from or to a device, if it still runs."""
+    if finished is not None and not finished():
+        torch.cuda.synchronize()
 
 
 class Given(NamedTuple):

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from benchmarks.quality.learners import Group
+from benchmarks.quality.learners import Group, ended
 from p2pdiloco.protocol.ids import ShardId
 from p2pdiloco.protocol.manifest import Layout, TensorSpec
 
@@ -35,17 +35,17 @@ class Moments:
             for span in spans:
                 self._mean[span] = 0.0
             for flat in flats:
-                flat.copy_to(self._own, shards)
+                ended(flat.copy_to(self._own, shards))
                 for span in spans:
                     self._mean[span] += self._own[span] / len(flats)
             for flat in flats:
-                flat.copy_from(self._mean, shards)
+                ended(flat.copy_from(self._mean, shards))
 
     def head(self, index: int, shard: ShardId, change: Tensor, matrices: Sequence[slice], strength: float) -> None:
         """Learner ``index``'s, ``change`` float32 [elements] being new - old global parameters."""
         start = self._layout.shards[shard].start
-        self._first[index].copy_to(self._own, (shard,))
+        ended(self._first[index].copy_to(self._own, (shard,)))
         for piece in matrices:
             buffer, way = self._own[piece], change[piece.start - start : piece.stop - start]
             buffer.lerp_(way * (-buffer.norm() / way.norm().clamp(min=1e-30)), strength)
-        self._first[index].copy_from(self._own, (shard,))
+        ended(self._first[index].copy_from(self._own, (shard,)))

@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 import psutil
+import torch
 
 from benchmarks import record
 from benchmarks.quality.laboratory import Laboratory
@@ -34,7 +35,7 @@ def rows(path: Path = RESULTS) -> dict[Setting, dict[str, Any]]:
     return {from_row(line["settings"]): line["figures"] for line in lines}
 
 
-def work(cells: Iterable[Setting], path: Path = RESULTS, *, is_compiled: bool = True) -> None:
+def work(cells: Iterable[Setting], path: Path = RESULTS, *, is_compiled: bool = True, device: str = "cpu") -> None:
     """Run those cells that nobody has run or is running."""
     for setting in cells:
         if setting in rows(path) or not _claim(setting):
@@ -43,12 +44,14 @@ def work(cells: Iterable[Setting], path: Path = RESULTS, *, is_compiled: bool = 
             continue
         began, cpu = time.monotonic(), time.process_time()
         try:
-            result = Laboratory(setting, is_compiled=is_compiled).run()
+            result = Laboratory(setting, is_compiled=is_compiled, device=device).run()
         except (ValueError, RuntimeError) as error:
             print(f"failed: {changes(setting)}: {error}", flush=True)
             continue
         figures: dict[str, Any] = {key: round(value, 6) for key, value in result.figures.items()}
         figures["by_window"] = [round(float(x), 4) for x in result.losses]
+        if device != "cpu":
+            figures["device"] = torch.cuda.get_device_name(device)
         figures["cpu_s"] = round(time.process_time() - cpu, 1)
         figures["wall_s"] = round(time.monotonic() - began, 1)
         record.append(path, [record.row("quality", to_row(setting), figures)])

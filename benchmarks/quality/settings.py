@@ -122,9 +122,10 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     """Share of the budget at which the last learner joins, with a fresh optimizer; 0: from the start."""
     cut: tuple[float, ...] = ()
     """Two shares of the budget, between which the last learner trains on alone, cut off; empty: never."""
-    data: Literal["same", "parts", "mixture", "languages"] = "same"
+    data: Literal["same", "parts", "mixture", "languages", "packages"] = "same"
     """``parts``: each learner draws from a part of the corpus of its own (other packages of the library).
-    ``languages``: the same of four languages (``data.languages``), ``mixture``: all draw from all four."""
+    ``languages``: the same of four languages (``data.languages``), ``mixture``: all draw from all four.
+    ``packages``: all draw from the installed packages (``data.packages``)."""
 
     def __post_init__(self) -> None:
         if self.batch % self.learners:

@@ -28,7 +28,7 @@ def losses(config: ModelConfig, cosine: Tensor, sine: Tensor, p: Mapping[str, Te
     [k, samples, context + 1]."""
     k, samples, time = batch.shape[0], batch.shape[1], batch.shape[2] - 1
     width, heads = config.width, config.heads
-    rows = torch.arange(k).view(k, 1, 1) * config.vocabulary + batch[:, :, :-1]
+    rows = torch.arange(k, device=batch.device).view(k, 1, 1) * config.vocabulary + batch[:, :, :-1]
     x = F.embedding(rows, p["embedding.weight"].reshape(-1, width)).reshape(k, samples * time, width)
     for index in range(config.depth):
         block = f"blocks.{index}."
@@ -59,11 +59,13 @@ def _rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 
 
 @functools.cache
-def of_shape(width: int, depth: int, heads: int, context: int, k: int, samples: int, is_compiled: bool) -> Losses:
+def of_shape(
+    width: int, depth: int, heads: int, context: int, k: int, samples: int, device: torch.device, is_compiled: bool
+) -> Losses:
     """``losses`` for one shape (``k`` learners, ``samples`` each). Compiled it takes half to two thirds of the time,
     after half a minute once."""
     config = ModelConfig(width=width, depth=depth, heads=heads, context=context)
-    tables = Transformer(config)
+    tables = Transformer(config).to(device)
     of = functools.partial(losses, config, tables.get_buffer("cosine"), tables.get_buffer("sine"))
     return torch.compile(of, dynamic=False) if is_compiled else of
 
@@ -77,7 +79,7 @@ class Stack:
         """Of the inner optimizer."""
         self._setting = setting
         shape = (setting.width, setting.depth, setting.heads, setting.context, k, samples)
-        self._losses = of_shape(*shape, is_compiled)
+        self._losses = of_shape(*shape, next(model.parameters()).device, is_compiled)
         self._parameters = {
             name: p.detach().expand(k, *p.shape).clone().requires_grad_() for name, p in model.named_parameters()
         }
@@ -102,7 +104,8 @@ class Stack:
     def step(self, batch: Tensor, progress: int) -> Tensor:
         """One inner step at global step ``progress``; returns the losses, float32 [k]."""
         inner = self._setting.inner_config
-        value = self._losses(self._parameters, batch)
+        with torch.autocast("cuda", torch.bfloat16, enabled=batch.is_cuda):  # as the built-in learner
+            value = self._losses(self._parameters, batch)
         value.sum().backward()  # type: ignore[no-untyped-call]
         self._clip(inner.clip)
         rate = learning_rate(inner, progress, self.steps, progress * self._setting.step_tokens)

@@ -87,3 +87,18 @@ def test_what_is_printed_is_the_gap_at_the_best_rate_and_the_law_of_it(tmp_path:
     assert f"edge of those trained: {SECOND.parameters:,}, mean every 6, M = 2" in "\n".join(
         law.lines(SECOND.parameters, None, results)
     )
+
+
+def test_what_is_held_back_is_predicted_and_fits_no_law(tmp_path: Path) -> None:
+    results = tmp_path / "rows.jsonl"
+    rule = law.RULES["mean every 6"]
+    for size, gap in ((SMALLEST, 1.08), (SECOND, 1.04), (law.HELD_BACK, 1.03)):
+        put(results, size.parallel(law.RATES[1]), 2.0)
+        put(results, size.cell(law.RATES[1], **rule, learners=8), 2.0 * gap)
+    without, found = ("\n".join(law.lines(n, None, results)) for n in (SECOND.parameters, law.HELD_BACK.parameters))
+    assert "N^-0.62" in without
+    assert "N^-0.62" in found
+    assert "| held back: 2,755,008, mean every 6, M = 8 | 1 | 2.0600 | +3.00 |" in found
+    assert "predicted +0.44 % (0.44 to 0.44), measured +3.00 %" in found
+    assert {cell.data for cell in law.cells(law.SIZES[-1].parameters)} == {"same"}
+    assert [cell.data for cell in law.cells(law.HELD_BACK.parameters)].count("packages") == 9
