@@ -191,22 +191,24 @@ class Connectivity:
         for believed in (self.givers, self.admitted):
             afar = afar if believed is None else afar & believed
         self.afar = afar
-        if not afar and all(prints is None or here.keys() - prints <= {x} for x, prints in here.items()):
-            self.best = frozenset(able)
-            return
-        everybody = afar | here.keys()
-
-        def met_by(x: int) -> set[int]:
-            """Return the peers that ``x`` meets: both sides must say so, where this peer has their lists."""
-            theirs = here.get(x)
-            named = everybody if theirs is None else everybody & theirs
-            return {y for y in named if y != x and ((others := here.get(y)) is None or x in others)}
-
-        meets = {x: met_by(x) for x in (*able, *afar)}
-        most = max(map(len, meets.values()), default=0)
-        enough = [x for x, met in meets.items() if len(met) >= most - most // TOLERANCE]
+        apart = _apart(afar | here.keys(), here)
+        fewest = min((len(apart.get(x, ())) for x in (*able, *afar)), default=0)
+        bearable = fewest + (len(here) + len(afar) - 1 - fewest) // TOLERANCE
+        enough = [x for x in (*able, *afar) if len(apart.get(x, ())) <= bearable]
         best: set[int] = set()
-        for x in sorted(enough, key=lambda x: (-len(meets[x]), x)):
-            if best <= meets[x]:
+        for x in sorted(enough, key=lambda x: (len(apart.get(x, ())), x)):
+            if best.isdisjoint(apart.get(x, ())):
                 best.add(x)
         self.best = frozenset(best)
+
+
+def _apart(everybody: frozenset[int], lists: Mapping[int, frozenset[int] | None]) -> dict[int, set[int]]:
+    """Return the peers that each peer does not meet, if there are any. Both sides must say that they hear each other,
+    as far as they have sent a list."""
+    apart: dict[int, set[int]] = {}
+    for x, prints in lists.items():
+        if prints is not None and (unheard := everybody - prints - {x}):
+            apart.setdefault(x, set()).update(unheard)
+            for y in unheard:
+                apart.setdefault(y, set()).add(x)
+    return apart
