@@ -18,8 +18,8 @@ from p2pdiloco.transport import sockets
 
 DEAD_AFTER_S = 4
 """A path that is gone; 20 otherwise."""
-FINISH_S = 5.0
-"""Until who is cut off goes at the run's end; 60 otherwise."""
+FINISH_S = 12.0
+"""Until who is cut off goes at the run's end; 60 otherwise. On a busy machine 5 were once too few."""
 LOOK_S = 0.2
 """Between looks whether a learner is to rest; 2 otherwise, in which a fast machine makes a short run's steps."""
 WAIT_S = 60.0
