@@ -4,7 +4,7 @@ python -m benchmarks.quality list             sweeps, and how many of their cell
 python -m benchmarks.quality run SWEEP ...    run the cells of these sweeps that have no result yet
 python -m benchmarks.quality table            what is claimed: one row each, with baselines
 python -m benchmarks.quality report           all other tables and plots
-python -m benchmarks.quality scale            the gap to data parallel at four sizes, and its law (two days; resumable)
+python -m benchmarks.quality scale            the gap to data parallel at four sizes, and its law (resumable)
 python -m benchmarks.quality tie              real processes compared with the laboratory
 """
 
@@ -17,6 +17,7 @@ from pathlib import Path
 
 from benchmarks.quality import claims, law, report, runner, sweeps, tie
 from p2pdiloco.demo.local_swarm import SwarmError
+from p2pdiloco.training.learner_main import device_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,7 +36,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     table = commands.add_parser("table", help="print one row per claim: loss, gap, token efficiency")
     table.add_argument("--json", type=Path, help="append the rows to this file")
     scale = commands.add_parser("scale", help="run the missing cells of the scaling law, and print it")
-    scale.add_argument("--largest", type=int, default=law.SIZES[-1].parameters, metavar="PARAMETERS")
+    scale.add_argument(
+        "--largest",
+        type=int,
+        default=law.SIZES[-1].parameters,
+        metavar="PARAMETERS",
+        help=f"largest size; {law.HELD_BACK.parameters} adds the one that the law is tested on (default: %(default)s)",
+    )
     scale.add_argument("--table", action="store_true", help="run nothing: print what is there")
     scale.add_argument("--eager", action="store_true", help="without torch.compile")
     scale.add_argument("--json", type=Path, help="append the rows to this file")
@@ -49,6 +56,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--time-limit", type=float, default=600.0, metavar="SECONDS", help="limit for one run of real processes"
     )
     options = parser.parse_args(argv)
+    if options.command in ("run", "scale"):
+        try:
+            device_of(options.device)
+        except ValueError as error:
+            parser.error(str(error))
     match options.command:
         case "run":
             runner.work(sweeps.cells(options.sweeps), is_compiled=not options.eager, device=options.device)

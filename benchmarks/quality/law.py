@@ -7,6 +7,9 @@
    momentum is in float32.
 4. The law is gap = a_M * N^-b with one b for all M, by least squares on logarithms. Its intervals hold 90 % of fits to
    resampled points. They say nothing of a floor that the gap may have: four sizes cannot show one.
+5. One larger size on another text is held back: the law is not fitted to it, and its gap is printed beside the
+   prediction. The largest sizes want a GPU (``--device cuda``). All cells of one size should run on one device, because
+   a GPU computes in bfloat16 (README.md).
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks import record
 from benchmarks.quality import law
+from benchmarks.quality.__main__ import main
 from benchmarks.quality.law import Law, Point
 from benchmarks.quality.settings import Setting, to_row
 from p2pdiloco.training.models import build_model
@@ -102,3 +103,9 @@ def test_what_is_held_back_is_predicted_and_fits_no_law(tmp_path: Path) -> None:
     assert "predicted +0.44 % (0.44 to 0.44), measured +3.00 %" in found
     assert {cell.data for cell in law.cells(law.SIZES[-1].parameters)} == {"same"}
     assert [cell.data for cell in law.cells(law.HELD_BACK.parameters)].count("packages") == 9
+
+
+def test_a_device_that_is_not_there_is_refused_before_anything_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["scale", "--device", "gpu"])
+    assert "--device gpu is not a device that torch knows" in capsys.readouterr().err
