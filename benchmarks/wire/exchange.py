@@ -4,8 +4,10 @@
     python -m benchmarks.wire.exchange --all --passes 2 --json out/exchange.jsonl --plot out/exchange.png
 
 1. Each peer is a process on a shaped link in a network namespace of its own (``links``; needs root).
-2. A figure is the median of the rounds after one warm-up. With ``--passes 2`` the systems take turns (A B C A B C), so
-   that a change in the machine's load affects all of them.
+2. A figure is the median of the rounds after a warm-up: one round, of p2pdiloco those in which a chain is young and
+   peers repeat each other's merges to check them (rules V5). Later they repeat one in ten. ``--first`` measures the
+   first rounds instead. With ``--passes 2`` the systems take turns (A B C A B C), so that a change in the machine's
+   load affects all of them.
 3. The clock runs from the first peer's start to the last peer's end. hivemind's covers the all-reduce alone, without
    matchmaking; p2pdiloco's includes the outer step, digests and signatures, which the others do not have.
 4. A round whose result is wrong, or differs between peers, fails the benchmark.
@@ -25,12 +27,15 @@ from benchmarks import bench
 from benchmarks.wire import links, plots
 from benchmarks.wire.baselines import environments
 from benchmarks.wire.exchange_swarm import SYSTEMS, BenchmarkError, Case, Round, Swarm
+from p2pdiloco.protocol.norm_bound import MEMORY
 
 RAW_BYTES = {"int4": 0.46, "int8": 0.9, "bf16": 1.6, "fp32": 4.0}
 """Bytes per parameter that ``raw`` moves, where p2pdiloco has not been measured in the same run."""
 
 
-def measure(cases: Sequence[Case], rounds: int, passes: int, *, is_verbose: bool) -> Iterator[tuple[Case, list[Round]]]:
+def measure(
+    cases: Sequence[Case], rounds: int, passes: int, *, is_first: bool = False, is_verbose: bool = False
+) -> Iterator[tuple[Case, list[Round]]]:
     """Each case's rounds, each pass with a warm-up of its own.
 
     Raises:
@@ -42,7 +47,8 @@ def measure(cases: Sequence[Case], rounds: int, passes: int, *, is_verbose: bool
         for case in cases:
             wanted = rounds * (number + 1) // passes - rounds * number // passes
             with Swarm(case, bytes_per_parameter.get(case.codec, 0.0), is_verbose=is_verbose) as swarm:
-                swarm.exchange()
+                for _ in range(MEMORY if case.system == "p2pdiloco" and not is_first else 1):
+                    swarm.exchange()
                 found[case] += [swarm.exchange() for _ in range(wanted)]
             load = os.getloadavg()[0]
             print(f"{time.strftime('%H:%M:%S')} load {load:.2f}  {case.link} {case.name}", file=sys.stderr)
@@ -78,12 +84,12 @@ def figures(case: Case, rounds: Sequence[Round]) -> dict[str, Any]:
         "cpu_s": median("cpu_s"),
         "cpu_s_per_wire_gb": median("cpu_s") / (wire / 1e9),
         "cores": median("cpu_s") / wall,
-        **(_memory(rounds, fragment) if median("peak_rss") else dict.fromkeys(MEMORY)),
+        **(_memory(rounds, fragment) if median("peak_rss") else dict.fromkeys(RSS)),
         "error": max(r.error for r in rounds),
     }
 
 
-MEMORY = (
+RSS = (
     "idle_rss_by_tenth",
     "idle_rss_per_float32",
     "peak_rss_per_float32",
@@ -169,7 +175,9 @@ def main() -> int:
     results = []
     rows = []
     try:
-        for case, rounds in measure(cases, options.rounds, options.passes, is_verbose=options.verbose):
+        for case, rounds in measure(
+            cases, options.rounds, options.passes, is_first=options.first, is_verbose=options.verbose
+        ):
             found = figures(case, rounds)
             results.append((case, found))
             rows.append(bench.write(options, "wire/exchange", case._asdict(), found))
@@ -195,7 +203,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--link", choices=links.RATES, default="lo", help="link to measure; all but lo need root")
     parser.add_argument("--peers", type=int, default=2, help="number of peers; with 2 on two cores each has its own")
     parser.add_argument("--parameters", type=float, default=100e6, help="parameters of the model")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds after one warm-up")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds after the warm-up")
+    parser.add_argument("--first", action="store_true", help="warm up for one round only: a run's first exchanges")
     parser.add_argument("--passes", type=int, default=1, help="split the rounds into passes over all systems")
     parser.add_argument("--merge", choices=["rda", "direct"], default="rda", help="merge rule of p2pdiloco")
     parser.add_argument("--verbose", action="store_true", help="show the peers' standard error")
