@@ -279,12 +279,12 @@ BUGS = (
         killed_by=("tests/unit/test_net_boxes.py::test_there_is_always_room_to_read_into",),
     ),
     Bug(
-        name="what finds no room replaces what waits",
+        name="payloads wait beyond the limit",
         module="p2pdiloco.net.send_queue",
         where="SendQueue.put_payload",
         old="payload_bytes > self._payload_limit or control_bytes > self._control_limit",
-        new="replaced is None and payload_bytes > self._payload_limit",
-        harm="a queue grows beyond its limit with what replaces something smaller",
+        new="control_bytes > self._control_limit",
+        harm="payloads that wait take all memory",
         killed_by=("tests/unit/test_net_boxes.py::test_what_finds_no_room_replaces_nothing",),
     ),
     Bug(
