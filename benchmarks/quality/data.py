@@ -29,12 +29,13 @@ def corpus() -> Corpus:
 
 
 PACKAGES_BYTES = 64_000_000
+"""Bytes of ``packages`` that are read: as many tokens as the largest model of the scaling law needs."""
 
 
 @functools.cache
 def packages() -> Corpus:
-    """Python source of the packages that are installed beside this one, in the order of their names: more of it than
-    the standard library has, by other people."""
+    """Return the Python source of the installed packages, in the order of their names: more text than the standard
+    library has, and by other people. It changes with their versions."""
     folder = sysconfig.get_paths()["purelib"]
     return load_corpus(DataConfig(), folder, max_bytes=PACKAGES_BYTES)
 
@@ -80,7 +81,7 @@ def _pieces(root: Path, patterns: Iterable[str]) -> list[bytes]:
 
 
 TEXTS: dict[str, Callable[[], Corpus]] = {"mixture": languages, "languages": languages, "packages": packages}
-"""Of settings whose ``data`` is not the standard library."""
+"""Text by ``Setting.data``; the standard library for all others."""
 
 
 class Stream:

@@ -51,7 +51,7 @@ def work(cells: Iterable[Setting], path: Path = RESULTS, *, is_compiled: bool = 
         figures: dict[str, Any] = {key: round(value, 6) for key, value in result.figures.items()}
         figures["by_window"] = [round(float(x), 4) for x in result.losses]
         if device != "cpu":
-            figures["device"] = torch.cuda.get_device_name(device)
+            figures["device"] = torch.cuda.get_device_name(device) if device.startswith("cuda") else device
         figures["cpu_s"] = round(time.process_time() - cpu, 1)
         figures["wall_s"] = round(time.monotonic() - began, 1)
         record.append(path, [record.row("quality", to_row(setting), figures)])

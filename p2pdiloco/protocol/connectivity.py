@@ -203,8 +203,10 @@ class Connectivity:
 
 
 def _apart(everybody: frozenset[int], lists: Mapping[int, frozenset[int] | None]) -> dict[int, set[int]]:
-    """Return the peers that each peer does not meet, if there are any. Both sides must say that they hear each other,
-    as far as they have sent a list."""
+    """Return, for each peer, the peers that it does not meet; nothing for a peer that meets all.
+
+    Two peers meet if each of them lists the other. A peer without a list (None) is assumed to hear all.
+    """
     apart: dict[int, set[int]] = {}
     for x, prints in lists.items():
         if prints is not None and (unheard := everybody - prints - {x}):

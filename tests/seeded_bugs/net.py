@@ -288,6 +288,15 @@ BUGS = (
         killed_by=("tests/unit/test_net_boxes.py::test_what_finds_no_room_replaces_nothing",),
     ),
     Bug(
+        name="what is replaced keeps the room of its first frame",
+        module="p2pdiloco.net.send_queue",
+        where="SendQueue.put_payload",
+        old="control_bytes -= 0 if replaced.is_announced else len(replaced.start_frame)",
+        new="pass",
+        harm="a queue full of first frames refuses the newer commit that would take an older one's place",
+        killed_by=("tests/unit/test_net_boxes.py::test_the_first_frame_of_what_is_replaced_gives_its_room",),
+    ),
+    Bug(
         name="connections of a life that gave way go on",
         module=_PEERS,
         where="Peers._serve",

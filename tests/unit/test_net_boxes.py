@@ -219,6 +219,15 @@ def test_what_finds_no_room_replaces_nothing(is_announced: bool) -> None:
     assert outbox.payload_bytes == 3 * CHUNK
 
 
+def test_the_first_frame_of_what_is_replaced_gives_its_room() -> None:
+    size = len(encode_start(0, whole(CHUNK), b"12345"))
+    outbox = make_outbox(control_limit=size)
+    assert put(outbox, b"first", payload(CHUNK), 0.0, topic="shard 1")
+    assert not put(outbox, b"other", payload(CHUNK), 0.0, topic="shard 2")
+    assert put(outbox, b"newer", payload(CHUNK), 0.0, topic="shard 1")
+    assert b"newer" in drain(outbox)
+
+
 def test_goodbye_is_last() -> None:
     outbox = make_outbox()
     outbox.put_goodbye(encode_goodbye(Parting.LEAVING, "bye"))
