@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, overload
 
 import torch
@@ -47,17 +47,41 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Make one step. ``closure`` is not used."""
         for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                if "momentum" not in self.state[p]:
-                    self.state[p]["momentum"] = torch.zeros_like(p)
-                buffer = self.state[p]["momentum"]
-                buffer.lerp_(p.grad, 1.0 - group["momentum"])
-                update = orthogonalized(p.grad.lerp(buffer, group["momentum"]))
-                p.mul_(1.0 - group["lr"] * group["weight_decay"])
-                p.add_(update, alpha=-0.2 * group["lr"] * float(max(p.shape[-2:])) ** 0.5)
+            for stack in _stacks(p for p in group["params"] if p.grad is not None):
+                self._step_together(stack, group["lr"], group["weight_decay"], group["momentum"])
         return None
+
+    def _step_together(self, parameters: list[Tensor], lr: float, weight_decay: float, momentum: float) -> None:
+        """Make one step of parameters of one shape."""
+        for p in parameters:
+            if "momentum" not in self.state[p]:
+                self.state[p]["momentum"] = torch.zeros_like(p)
+        buffers = [self.state[p]["momentum"] for p in parameters]
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        torch._foreach_lerp_(buffers, gradients, 1.0 - momentum)
+        updates = torch._foreach_lerp(gradients, buffers, momentum)
+        if len(updates) > 1:
+            matrices = orthogonalized(torch.cat([update.reshape(-1, *update.shape[-2:]) for update in updates]))
+            found = [part.view_as(parameters[0]) for part in matrices.chunk(len(updates))]
+        else:
+            found = [orthogonalized(updates[0])]
+        torch._foreach_mul_(parameters, 1.0 - lr * weight_decay)
+        torch._foreach_add_(parameters, found, alpha=-0.2 * lr * float(max(parameters[0].shape[-2:])) ** 0.5)
+
+
+_STACKED_ON_CPU, _STACKED_ON_GPU = 1 << 14, 1 << 24
+"""Elements of the parameters that are computed together. Larger ones fill the caches of a CPU, or a GPU, alone."""
+
+
+def _stacks(parameters: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield parameters of one shape together, because small matrices take longer to start than to compute."""
+    alike: dict[Any, list[Tensor]] = {}
+    for p in parameters:
+        alike.setdefault((p.shape, p.dtype, p.device), []).append(p)
+    for group in alike.values():
+        limit = _STACKED_ON_GPU if group[0].is_cuda else _STACKED_ON_CPU
+        size = max(1, limit // max(1, group[0].numel()))
+        yield from (group[at : at + size] for at in range(0, len(group), size))
 
 
 def orthogonalized(x: Tensor) -> Tensor:

@@ -102,3 +102,19 @@ def test_a_model_learns_with_muon() -> None:
             optimizer.step()
             optimizer.zero_grad()
     assert float(loss(model, batch).detach()) < 0.8 * first
+
+
+def test_muon_computes_matrices_of_one_shape_together_and_alike() -> None:
+    """Two and three dimensions, several shapes, one larger than what is computed together, and one without gradient."""
+    shapes = [(8, 12), (12, 8), (8, 12), (2, 8, 12), (8, 12), (2, 8, 12), (200, 100), (200, 100)]
+    torch.manual_seed(0)
+    together = [nn.Parameter(torch.randn(shape)) for shape in shapes]
+    alone = [nn.Parameter(p.detach().clone()) for p in together]
+    optimizers = [Muon(together, lr=0.05), *(Muon([p], lr=0.05) for p in alone)]
+    for _ in range(3):
+        for ours, theirs in zip(together[1:], alone[1:], strict=True):
+            gradient = torch.randn(ours.shape)
+            ours.grad, theirs.grad = gradient.clone(), gradient.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-6)
