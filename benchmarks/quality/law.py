@@ -1,8 +1,8 @@
 """How far learners end behind data parallel as models grow: cells of four sizes, and a law fitted to them.
 
 1. Each size trains on 20 bytes (tokens) per parameter. Its batch grows with it, so that steps grow slowly.
-2. Each row is trained at three learning rates. Validation chooses one of them, and test is shown (``claims``). A best
-   rate at the edge of the three is marked, since a better one may lie beyond it.
+2. Each row is trained at three learning rates, and at more as long as the best is the lowest or the highest.
+   Validation chooses one of them, and test is shown (``claims``).
 3. Cells are what ships: Muon, a rate that falls in a line to zero, int4 both ways, the robust merge; but the outer
    momentum is in float32.
 4. The law is gap = a_M * N^-b with one b for all M, by least squares on logarithms. Its intervals hold 90 % of fits to
@@ -36,8 +36,10 @@ TOKENS_PER_PARAMETER = 20
 SEEDS = (1, 2)
 LEARNERS = (8, 4, 2, 16)
 RULES: dict[str, dict[str, Any]] = {"mean every 6": ANY_LENGTH, "RDA every 24": LINE}
-RATES = (0.8, 1.4, 2.4)
+ALL_RATES = (0.26, 0.46, 0.8, 1.4, 2.4, 4.2, 7.3)
 """Multiples of 0.1 / sqrt(width), which is near Muon's best rate for data parallel."""
+RATES = ALL_RATES[2:5]
+"""Those that every row is trained at."""
 LENGTHS = (0.5, 0.75)
 """Shares of the budget for which data parallel is trained, too: token efficiency is read from them."""
 WARMUP = 0.05
@@ -94,7 +96,7 @@ def sizes(largest: int) -> list[Size]:
 
 
 def cells(largest: int) -> Iterator[Setting]:
-    """Yield the cells of all sizes of at most so many parameters, small ones first."""
+    """Yield the cells of all sizes of at most so many parameters at the three rates, small ones first."""
     for size in sizes(largest):
         for seed in SEEDS:
             yield from (size.parallel(rate, seed=seed) for rate in RATES)
@@ -106,6 +108,34 @@ def cells(largest: int) -> Iterator[Setting]:
         yield from (HELD_BACK.parallel(rate) for rate in RATES)
         for rule in RULES.values():
             yield from (HELD_BACK.cell(rate, **rule, learners=HELD_BACK_LEARNERS) for rate in RATES)
+
+
+def more_cells(largest: int, results: Path = runner.RESULTS) -> Iterator[Setting]:
+    """Yield cells at one more rate for each row whose best is at the edge of those trained, until none is."""
+    wanted = [*sizes(largest), *([HELD_BACK] if largest >= HELD_BACK.parameters else [])]
+    for size in wanted:
+        for _ in ALL_RATES:
+            found = by_seed(runner.rows(results))
+            beyond = [cell for _, best in at_an_edge(found, size) for cell in _beyond(found, size, best)]
+            if not beyond:
+                break
+            yield from beyond
+
+
+def _beyond(found: Cells, size: Size, best: Setting) -> Iterator[Setting]:
+    """Yield a row's cells, one for each of its seeds, at the rate beyond its best one."""
+    rates = [size.cell(rate).learning_rate for rate in ALL_RATES]
+    at = rates.index(best.learning_rate)
+    step = -1 if at == min(map(rates.index, _trained(found, best))) else 1
+    if 0 <= at + step < len(rates):
+        for seed in sorted(found[best]):
+            yield msgspec.structs.replace(best, learning_rate=rates[at + step], seed=seed)
+
+
+def _trained(found: Cells, row: Setting) -> set[float]:
+    """Return the rates at which a row was trained."""
+    alike = [cell for cell in found if msgspec.structs.replace(cell, learning_rate=row.learning_rate) == row]
+    return {cell.learning_rate for cell in alike}
 
 
 def held_back(rule: str) -> Claim:
@@ -191,16 +221,12 @@ def points(found: Cells, rule: str, largest: int) -> list[Point]:
     ]
 
 
-def at_an_edge(found: Cells, size: Size) -> list[str]:
-    """Return the names of rows whose best rate is the lowest or the highest that was trained."""
+def at_an_edge(found: Cells, size: Size) -> list[tuple[str, Setting]]:
+    """Return the rows, with their cells, whose best rate is the lowest or the highest that was trained."""
     rows = [*claims(size), Claim(f"{size.parameters:,}, data parallel", seedless(size.parallel(RATES[0])))]
-    edges = {size.cell(rate).learning_rate for rate in (RATES[0], RATES[-1])}
     best = ((name, tuned(found, setting)) for name, setting in rows)
-    return [
-        f"{name} ({setting.learning_rate:g})"
-        for name, setting in best
-        if setting in found and setting.learning_rate in edges
-    ]
+    edges = ((name, cell, _trained(found, cell)) for name, cell in best if cell in found)
+    return [(name, cell) for name, cell, rates in edges if cell.learning_rate in (min(rates), max(rates))]
 
 
 def lines(largest: int, path: Path | None, results: Path = runner.RESULTS) -> Iterator[str]:
@@ -211,7 +237,7 @@ def lines(largest: int, path: Path | None, results: Path = runner.RESULTS) -> It
     if largest >= HELD_BACK.parameters:
         rows += map(held_back, RULES)
     yield from table(path, rows, results)
-    edges = [name for size in sizes(largest) for name in at_an_edge(found, size)]
+    edges = [f"{name} ({cell.learning_rate:g})" for size in sizes(largest) for name, cell in at_an_edge(found, size)]
     yield "\nbest rate at the edge of those trained: " + ("; ".join(edges) or "none")
     for rule in RULES:
         measured_points = points(found, rule, largest)

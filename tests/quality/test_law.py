@@ -90,6 +90,23 @@ def test_what_is_printed_is_the_gap_at_the_best_rate_and_the_law_of_it(tmp_path:
     )
 
 
+def test_a_row_gets_more_rates_as_long_as_its_best_is_at_an_edge(tmp_path: Path) -> None:
+    """A best rate in the middle gets none, and the last rate of all ends it."""
+    results, rule = tmp_path / "rows.jsonl", law.RULES["mean every 6"]
+    by_rate = dict(zip(law.ALL_RATES, (1.3, 1.2, 1.1, 1.0, 1.05, 1.06, 1.07), strict=True))
+    for rate in law.RATES:
+        put(results, SMALLEST.parallel(rate), by_rate[rate])
+        for seed in law.SEEDS:  # the lower, the better
+            put(results, SMALLEST.cell(rate, **rule, learners=8, seed=seed), rate)
+    asked = []
+    for cell in law.more_cells(SMALLEST.parameters, results):
+        assert len(asked) < 4
+        asked.append(cell)
+        put(results, cell, cell.learning_rate)
+    rows = [SMALLEST.cell(rate, **rule, learners=8, seed=seed) for rate in (0.46, 0.26) for seed in law.SEEDS]
+    assert asked == rows
+
+
 def test_what_is_held_back_is_predicted_and_fits_no_law(tmp_path: Path) -> None:
     results = tmp_path / "rows.jsonl"
     rule = law.RULES["mean every 6"]
