@@ -5,6 +5,7 @@ python -m benchmarks.quality run SWEEP ...    run the cells of these sweeps that
 python -m benchmarks.quality table            what is claimed: one row each, with baselines
 python -m benchmarks.quality report           all other tables and plots
 python -m benchmarks.quality scale            the gap to data parallel at four sizes, and its law (resumable)
+python -m benchmarks.quality fine-tune        adapters and whole models against one machine (resumable)
 python -m benchmarks.quality tie              real processes compared with the laboratory
 """
 
@@ -16,7 +17,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.quality import claims, law, report, runner, sweeps, tie
+from benchmarks.quality import claims, fine_tuning, law, report, runner, sweeps, tie
 from p2pdiloco.demo.local_swarm import SwarmError
 from p2pdiloco.training.learner_main import device_of
 
@@ -47,7 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     scale.add_argument("--table", action="store_true", help="run nothing: print what is there")
     scale.add_argument("--eager", action="store_true", help="without torch.compile")
     scale.add_argument("--json", type=Path, help="append the rows to this file")
-    for command in (run, scale):
+    tune = commands.add_parser("fine-tune", help="run the missing cells of the fine-tuning, and print its table")
+    tune.add_argument("--table", action="store_true", help="run nothing: print what is there")
+    for command in (run, scale, tune):
         command.add_argument("--device", default="cpu", help="of the learners: cpu, cuda (default: %(default)s)")
     tie_ = commands.add_parser("tie", help="compare with real processes")
     tie_.add_argument("--out", type=Path, default=Path("out/quality/tie"))
@@ -57,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--time-limit", type=float, default=600.0, metavar="SECONDS", help="limit for one run of real processes"
     )
     options = parser.parse_args(argv)
-    if options.command in ("run", "scale"):
+    if options.command in ("run", "scale", "fine-tune"):
         try:
             device_of(options.device)
         except ValueError as error:
@@ -80,6 +83,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 every = itertools.chain(wanted, law.more_cells(options.largest))
                 runner.work(every, is_compiled=not options.eager, device=options.device)
             print("\n".join(law.lines(options.largest, options.json)))
+        case "fine-tune":
+            if not options.table:
+                runner.work(fine_tuning.cells(), device=options.device)
+            print("\n".join(fine_tuning.lines()))
         case "tie":
             try:
                 return 0 if tie.tie(options.out, options.seeds, options.json, options.time_limit) else 1

@@ -111,13 +111,14 @@ def parallel(cells: Cells, setting: Setting, steps: int) -> dict[int, float]:
     """Data parallel's test loss by seed, with ``setting``'s model, batch and inner optimizer, in ``steps`` steps, at
     the learning rate that has the best validation loss over the seeds that all rates have."""
     text = _text(setting)
-    alike = ("width", "depth", "heads", "context", "batch", "final_share", "decay_share", "warmup", "inner", "memory")
+    alike = ("base", "width", "depth", "heads", "context", "batch", "final_share", "decay_share", "warmup", "inner")
     found = [
         cell
         for cell in cells
         if cell.method == "parallel"
         and cell.steps == steps
         and _text(cell) == text
+        and cell.memory == setting.memory
         and all(getattr(cell, name) == getattr(setting, name) for name in alike)
     ]
     best = _best(cells, found)
@@ -139,9 +140,29 @@ def _best(cells: Cells, found: Sequence[Setting]) -> Setting | None:
 
 def tuned(cells: Cells, setting: Setting) -> Setting:
     """The cell that is ``setting`` but for its learning rate, which is the best of those that were run."""
+    return _best(cells, _at_all_rates(cells, setting)) or setting
+
+
+def _at_all_rates(cells: Cells, setting: Setting) -> list[Setting]:
+    """The cells that are ``setting`` but for their learning rates."""
     rate = setting.learning_rate
-    found = [cell for cell in cells if msgspec.structs.replace(cell, learning_rate=rate) == setting]
-    return _best(cells, found) or setting
+    return [cell for cell in cells if msgspec.structs.replace(cell, learning_rate=rate) == setting]
+
+
+def is_at_edge(cells: Cells, setting: Setting) -> bool:
+    """Whether the best rate of ``setting`` is the lowest or the highest of those that were run."""
+    rates = [cell.learning_rate for cell in _at_all_rates(cells, setting)]
+    return bool(rates) and tuned(cells, setting).learning_rate in (min(rates), max(rates))
+
+
+def beyond_edge(cells: Cells, setting: Setting, rates: Sequence[float]) -> Setting | None:
+    """``setting`` at the one of ``rates`` beyond its best rate; None if that is not at an edge, or the last of them."""
+    if not is_at_edge(cells, setting):
+        return None
+    best = tuned(cells, setting)
+    lowest = min(cell.learning_rate for cell in _at_all_rates(cells, setting))
+    at = rates.index(best.learning_rate) + (-1 if best.learning_rate == lowest else 1)
+    return msgspec.structs.replace(best, learning_rate=rates[at]) if 0 <= at < len(rates) else None
 
 
 def efficiency(loss: float, curve: Mapping[int, float], steps: int) -> float | None:

@@ -45,20 +45,24 @@ PIECE = 16_384
 """Every twentieth of so many bytes is held out."""
 
 
-@functools.cache
-def languages() -> Corpus:
-    """Four languages of equal length, one after the other: Python, C++, JSON, and English, as they come with
-    Python and the packages that the laboratory needs."""
+def _sources() -> dict[str, tuple[Path, tuple[str, ...]]]:
+    """Folder and patterns of four languages, as they come with Python and the packages that the laboratory needs."""
     paths = sysconfig.get_paths()
     packages = Path(paths["purelib"])
-    kinds = (
-        (Path(paths["stdlib"]), ("*.py",)),
-        (packages / "torch" / "include", ("*.h",)),
-        (packages, ("*.json",)),
-        (packages, ("METADATA", "LICENSE*", "*.md")),
-    )
+    return {
+        "python": (Path(paths["stdlib"]), ("*.py",)),
+        "c++": (packages / "torch" / "include", ("*.h",)),
+        "json": (packages, ("*.json",)),
+        "english": (packages, ("METADATA", "LICENSE*", "*.md")),
+    }
+
+
+@functools.cache
+def languages(*names: str) -> Corpus:
+    """These languages (none: Python, C++, JSON, and English), of equal length, one after the other."""
     train, held_out = bytearray(), bytearray()
-    for root, patterns in kinds:
+    sources = _sources()
+    for root, patterns in (sources[name] for name in names or sources):
         pieces = _pieces(root, patterns)
         kept = [piece for index, piece in enumerate(pieces) if index % 20]
         train += b"".join(kept)[:LANGUAGE_BYTES]
@@ -80,7 +84,13 @@ def _pieces(root: Path, patterns: Iterable[str]) -> list[bytes]:
     return [bytes(text[at : at + PIECE]) for at in cuts]
 
 
-TEXTS: dict[str, Callable[[], Corpus]] = {"mixture": languages, "languages": languages, "packages": packages}
+TEXTS: dict[str, Callable[[], Corpus]] = {
+    "mixture": languages,
+    "languages": languages,
+    "packages": packages,
+    "english": functools.partial(languages, "english"),
+    "c++": functools.partial(languages, "c++"),
+}
 """Text by ``Setting.data``; the standard library for all others."""
 
 

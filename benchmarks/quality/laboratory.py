@@ -22,7 +22,7 @@ import random
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.quality.averages import Averages
 from benchmarks.quality.data import TEXTS, Stream, corpus, held_out_losses
@@ -30,14 +30,14 @@ from benchmarks.quality.exchange import Exchange
 from benchmarks.quality.learners import ENDLESS, Given, Group, Member, Shift, Turn, ended, spells
 from benchmarks.quality.moments import Moments
 from benchmarks.quality.settings import Setting
-from benchmarks.quality.stacked import Stack
+from benchmarks.quality.stacked import Stack, Stepping
 from p2pdiloco.codec.fragments import tensor_specs
 from p2pdiloco.codec.merge import Gradient, token_weight
 from p2pdiloco.protocol.aggregation import QuorumView, decide, grace_window_s
 from p2pdiloco.protocol.ids import ShardId
 from p2pdiloco.protocol.manifest import Layout, make_layout
 from p2pdiloco.training.dataset_files import Corpus
-from p2pdiloco.training.models import build_model, named_tensors
+from p2pdiloco.training.models import build_model, is_embedding
 from p2pdiloco.training.optimizers import learning_rate
 from p2pdiloco.training.parameters import FlatParameters
 
@@ -63,6 +63,24 @@ class Contribution(NamedTuple):
     tokens: int
 
 
+def _model(setting: Setting) -> nn.Module:
+    if not setting.base:
+        return build_model(setting.model_config, setting.seed)
+    from benchmarks.quality import hf_learners  # transformers takes seconds
+
+    return hf_learners.build(setting.base, setting.seed)
+
+
+def _stack(setting: Setting, model: nn.Module, size: int, *, is_compiled: bool) -> Stepping:
+    """``size`` learners that step together."""
+    if not setting.base:
+        samples = setting.batch // (1 if setting.method == "parallel" else setting.learners)
+        return Stack(setting, model, size, samples, is_compiled=is_compiled)
+    from benchmarks.quality import hf_learners
+
+    return hf_learners.Copies(setting, model, size)
+
+
 class Laboratory:
     """See the module."""
 
@@ -76,11 +94,12 @@ class Laboratory:
         self._device = torch.device(device)
         self.text = TEXTS.get(setting.data, corpus)() if text is None else text
         s = setting
-        self._model = build_model(s.model_config, s.seed).to(self._device)
-        named = ((name, shape, is_it and s.embedding == "direct") for name, shape, is_it in named_tensors(self._model))
+        self._model = _model(s).to(self._device)
+        trained = [(name, p) for name, p in self._model.named_parameters() if p.requires_grad]
+        named = ((name, p.shape, is_embedding(name) and s.embedding == "direct") for name, p in trained)
         self.specs = tensor_specs(named, s.fragments, s.largest or math.inf)
         self.layout: Layout = make_layout(self.specs, setting.fragments, setting.max_shard, setting.merge)
-        self._judge = FlatParameters(self._model.named_parameters(), self.specs, self.layout)
+        self._judge = FlatParameters(trained, self.specs, self.layout)
         theta = torch.empty(self.layout.elements)
         ended(self._judge.copy_to(theta, self._judge.everything))
         self.exchange = Exchange(setting, self.layout, theta, self.specs)
@@ -104,7 +123,7 @@ class Laboratory:
         size = learners if s.is_in_step else 1
         groups = []
         for first in range(0, learners, size):
-            stack = Stack(s, self._model, size, s.batch // learners, is_compiled=is_compiled)
+            stack = _stack(s, self._model, size, is_compiled=is_compiled)
             stream = Stream(
                 self.text.train,
                 seed=s.seed,

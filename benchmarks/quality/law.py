@@ -26,7 +26,7 @@ import msgspec
 
 from benchmarks.quality import runner
 from benchmarks.quality.bases import as_shipped
-from benchmarks.quality.claims import Cells, Claim, measured, table, tuned
+from benchmarks.quality.claims import Cells, Claim, beyond_edge, halves, is_at_edge, measured, table, tuned
 from benchmarks.quality.questions import ANY_LENGTH, LINE
 from benchmarks.quality.report import by_seed, seedless
 from benchmarks.quality.settings import Setting
@@ -42,6 +42,9 @@ RATES = ALL_RATES[2:5]
 """Those that every row is trained at."""
 LENGTHS = (0.5, 0.75)
 """Shares of the budget for which data parallel is trained, too: token efficiency is read from them."""
+BATCHES = (0.5, 2.0)
+"""Shares of a size's batch at which data parallel and ``TUNED_LEARNERS`` with the first rule are trained, too."""
+TUNED_LEARNERS = 8
 WARMUP = 0.05
 PREDICTED = (35_000_000, 150_000_000, 1_000_000_000)
 """Sizes for which the law's gap is printed."""
@@ -65,6 +68,10 @@ class Size(NamedTuple):
     def steps(self) -> int:
         """Steps of the whole budget."""
         return TOKENS_PER_PARAMETER * self.parameters // (self.batch * CONTEXT)
+
+    def of_batch(self, share: float) -> Size:
+        """Return this size with so much of its batch, and as many more steps."""
+        return self._replace(batch=round(share * self.batch))
 
     def cell(self, rate: float, **changes: Any) -> Setting:
         """Return what ships for this size, at a multiple of the usual learning rate, with ``changes``."""
@@ -104,6 +111,10 @@ def cells(largest: int) -> Iterator[Setting]:
                 yield from (size.cell(rate, **rule, learners=m, seed=seed) for rate in RATES)
         for share in LENGTHS:
             yield from (size.parallel(rate, steps=round(share * size.steps)) for rate in RATES)
+        for other in map(size.of_batch, BATCHES):
+            yield from (other.parallel(rate) for rate in RATES)
+            rule = next(iter(RULES.values()))
+            yield from (other.cell(rate, **rule, learners=TUNED_LEARNERS) for rate in RATES)
     if largest >= HELD_BACK.parameters:
         yield from (HELD_BACK.parallel(rate) for rate in RATES)
         for rule in RULES.values():
@@ -112,30 +123,21 @@ def cells(largest: int) -> Iterator[Setting]:
 
 def more_cells(largest: int, results: Path = runner.RESULTS) -> Iterator[Setting]:
     """Yield cells at one more rate for each row whose best is at the edge of those trained, until none is."""
-    wanted = [*sizes(largest), *([HELD_BACK] if largest >= HELD_BACK.parameters else [])]
-    for size in wanted:
-        for _ in ALL_RATES:
-            found = by_seed(runner.rows(results))
-            beyond = [cell for _, best in at_an_edge(found, size) for cell in _beyond(found, size, best)]
-            if not beyond:
-                break
-            yield from beyond
+    held = [HELD_BACK] if largest >= HELD_BACK.parameters else []
+    for size in [*(one.of_batch(share) for one in sizes(largest) for share in (1.0, *BATCHES)), *held]:
+        rates = [size.cell(rate).learning_rate for rate in ALL_RATES]
+        for _, setting in _rows(size):
+            for _ in rates:
+                found = by_seed(runner.rows(results))
+                beyond = beyond_edge(found, setting, rates)
+                if beyond is None:
+                    break
+                for seed in sorted(found[tuned(found, setting)]):
+                    yield msgspec.structs.replace(beyond, seed=seed)
 
 
-def _beyond(found: Cells, size: Size, best: Setting) -> Iterator[Setting]:
-    """Yield a row's cells, one for each of its seeds, at the rate beyond its best one."""
-    rates = [size.cell(rate).learning_rate for rate in ALL_RATES]
-    at = rates.index(best.learning_rate)
-    step = -1 if at == min(map(rates.index, _trained(found, best))) else 1
-    if 0 <= at + step < len(rates):
-        for seed in sorted(found[best]):
-            yield msgspec.structs.replace(best, learning_rate=rates[at + step], seed=seed)
-
-
-def _trained(found: Cells, row: Setting) -> set[float]:
-    """Return the rates at which a row was trained."""
-    alike = [cell for cell in found if msgspec.structs.replace(cell, learning_rate=row.learning_rate) == row]
-    return {cell.learning_rate for cell in alike}
+def _rows(size: Size) -> list[Claim]:
+    return [*claims(size), Claim(f"{size.parameters:,}, data parallel", seedless(size.parallel(RATES[0])))]
 
 
 def held_back(rule: str) -> Claim:
@@ -150,6 +152,7 @@ def claims(size: Size) -> list[Claim]:
         Claim(f"{size.parameters:,}, {name}, M = {m}", seedless(size.cell(RATES[0], **rule, learners=m)))
         for name, rule in RULES.items()
         for m in sorted(LEARNERS)
+        if size.batch % m == 0
     ]
 
 
@@ -221,12 +224,22 @@ def points(found: Cells, rule: str, largest: int) -> list[Point]:
     ]
 
 
-def at_an_edge(found: Cells, size: Size) -> list[tuple[str, Setting]]:
-    """Return the rows, with their cells, whose best rate is the lowest or the highest that was trained."""
-    rows = [*claims(size), Claim(f"{size.parameters:,}, data parallel", seedless(size.parallel(RATES[0])))]
-    best = ((name, tuned(found, setting)) for name, setting in rows)
-    edges = ((name, cell, _trained(found, cell)) for name, cell in best if cell in found)
-    return [(name, cell) for name, cell, rates in edges if cell.learning_rate in (min(rates), max(rates))]
+def at_best_batches(found: Cells, size: Size) -> str:
+    """Return the gap of ``TUNED_LEARNERS`` if they and data parallel each have their best batch; "" if not all were
+    trained. Validation chooses, and test is shown, both with seed 1."""
+    rule, best = next(iter(RULES.values())), []
+    for is_parallel in (True, False):
+        losses = []
+        for one in map(size.of_batch, (1.0, *BATCHES)):
+            cell = one.parallel(RATES[0]) if is_parallel else one.cell(RATES[0], **rule, learners=TUNED_LEARNERS)
+            runs = found.get(tuned(found, seedless(cell)), {})
+            if SEEDS[0] not in runs:
+                return ""
+            losses.append((*halves(runs[SEEDS[0]]), one.batch))
+        best.append(min(losses))
+    (_, alone, least), (_, together, most) = best
+    gap = 100.0 * (together / alone - 1.0)
+    return f"{size.parameters:,}: data parallel {least} windows, M = {TUNED_LEARNERS} {most}: {gap:+.2f} %"
 
 
 def lines(largest: int, path: Path | None, results: Path = runner.RESULTS) -> Iterator[str]:
@@ -237,8 +250,10 @@ def lines(largest: int, path: Path | None, results: Path = runner.RESULTS) -> It
     if largest >= HELD_BACK.parameters:
         rows += map(held_back, RULES)
     yield from table(path, rows, results)
-    edges = [f"{name} ({cell.learning_rate:g})" for size in sizes(largest) for name, cell in at_an_edge(found, size)]
+    edges = [row.name for size in sizes(largest) for row in _rows(size) if is_at_edge(found, row.setting)]
     yield "\nbest rate at the edge of those trained: " + ("; ".join(edges) or "none")
+    tuned_batches = [line for size in sizes(largest) if (line := at_best_batches(found, size))]
+    yield f"\n{next(iter(RULES))}, each at its best of three batches: " + ("; ".join(tuned_batches) or "not trained")
     for rule in RULES:
         measured_points = points(found, rule, largest)
         law = fit(measured_points)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from benchmarks.quality.data import Stream
 from benchmarks.quality.exchange import Parcel
-from benchmarks.quality.stacked import Stack
+from benchmarks.quality.stacked import Stepping
 from p2pdiloco.protocol.ids import ShardId
 from p2pdiloco.training.cuda_copies import Finished
 from p2pdiloco.training.parameters import FlatParameters
@@ -83,7 +83,7 @@ class Member:
 class Group:
     """Learners that are computed together."""
 
-    def __init__(self, members: list[int], stack: Stack, stream: Stream, step_time: float, spells: Iterator[float]):
+    def __init__(self, members: list[int], stack: Stepping, stream: Stream, step_time: float, spells: Iterator[float]):
         self.members = members
         self.stack = stack
         self.stream = stream

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.quality.learners import Group, ended
+from benchmarks.quality.stacked import Stack
 from p2pdiloco.protocol.ids import ShardId
 from p2pdiloco.protocol.manifest import Layout, TensorSpec
 
@@ -22,7 +23,8 @@ class Moments:
     """Of all learners, in the flat layout; they have made a step at least."""
 
     def __init__(self, groups: Sequence[Group], tensors: Sequence[TensorSpec], layout: Layout) -> None:
-        places = [(group.stack, place) for group in groups for place in range(len(group.members))]
+        stacks = [(group.stack, range(len(group.members))) for group in groups]
+        places = [(stack, place) for stack, all_of_it in stacks if isinstance(stack, Stack) for place in all_of_it]
         self._first = [stack.moments(place, tensors, layout, is_second=False) for stack, place in places]
         self._second = [stack.moments(place, tensors, layout, is_second=True) for stack, place in places]
         self._mean, self._own = torch.zeros(layout.elements), torch.zeros(layout.elements)

@@ -27,6 +27,10 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     heads: int = 3
     context: int = 32
 
+    base: Literal["", "whole", "lora"] = ""
+    """Of a fine-tuning (``hf_learners``): all parameters are trained, or adapters. Empty: the built-in model, from
+    scratch."""
+
     learners: int = 4
     batch: int = 16
     """Samples a step of all learners together: each takes batch / learners."""
@@ -122,14 +126,16 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     """Share of the budget at which the last learner joins, with a fresh optimizer; 0: from the start."""
     cut: tuple[float, ...] = ()
     """Two shares of the budget, between which the last learner trains on alone, cut off; empty: never."""
-    data: Literal["same", "parts", "mixture", "languages", "packages"] = "same"
+    data: Literal["same", "parts", "mixture", "languages", "packages", "english", "c++"] = "same"
     """``parts``: each learner draws from a part of the corpus of its own (other packages of the library).
     ``languages``: the same of four languages (``data.languages``), ``mixture``: all draw from all four.
-    ``packages``: all draw from the installed packages (``data.packages``)."""
+    ``packages``: all draw from the installed packages (``data.packages``). ``english``, ``c++``: from one language."""
 
     def __post_init__(self) -> None:
         if self.batch % self.learners:
             raise ValueError(f"batch = {self.batch} cannot be shared by {self.learners} learners")
+        if self.base and (self.shares_moments or self.inner_heading or self.inner != "adamw"):
+            raise ValueError("fine-tuning is by AdamW, and its momentum stays with the learner")
         if self.speeds and len(self.speeds) != self.learners:
             raise ValueError(f"{len(self.speeds)} speeds for {self.learners} learners")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
@@ -68,6 +69,16 @@ def of_shape(
     tables = Transformer(config).to(device)
     of = functools.partial(losses, config, tables.get_buffer("cosine"), tables.get_buffer("sine"))
     return torch.compile(of, dynamic=False) if is_compiled else of
+
+
+class Stepping(Protocol):
+    """Learners that step together."""
+
+    def flat(self, index: int, tensors: Sequence[TensorSpec], layout: Layout) -> FlatParameters:
+        """Learner ``index``'s parameters as the run's flat vector."""
+
+    def step(self, batch: Tensor, progress: int) -> Tensor:
+        """One inner step at global step ``progress``; returns the losses, float32 [k]."""
 
 
 class Stack:
