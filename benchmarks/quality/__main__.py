@@ -17,7 +17,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.netbed.namespaces import TestbedError
 from benchmarks.quality import claims, fine_tuning, law, report, runner, sweeps, tie
+from benchmarks.wan.homes import HomesError
 from p2pdiloco.demo.local_swarm import SwarmError
 from p2pdiloco.training.learner_main import device_of
 
@@ -59,6 +61,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     tie_.add_argument(
         "--time-limit", type=float, default=600.0, metavar="SECONDS", help="limit for one run of real processes"
     )
+    tie_.add_argument(
+        "--line",
+        metavar="RATE",
+        help="a small model with the shipped defaults, each peer behind a line of this rate, as 20mbit (needs root)",
+    )
+    tie_.add_argument(
+        "--round-trip", type=float, default=60.0, metavar="MS", help="with --line, in ms (default: %(default)s)"
+    )
+    tie_.add_argument("--peers", type=int, default=2, help="with --line, a core each (default: %(default)s)")
     options = parser.parse_args(argv)
     if options.command in ("run", "scale", "fine-tune"):
         try:
@@ -89,8 +100,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             print("\n".join(fine_tuning.lines()))
         case "tie":
             try:
-                return 0 if tie.tie(options.out, options.seeds, options.json, options.time_limit) else 1
-            except SwarmError as error:
+                line = tie.Line(options.line, options.round_trip, options.peers) if options.line else None
+                return 0 if tie.tie(options.out, options.seeds, options.json, options.time_limit, line) else 1
+            except (SwarmError, HomesError, TestbedError) as error:
                 print(f"the tie failed: {error}", file=sys.stderr)
                 return 1
         case _:

@@ -171,27 +171,37 @@ class Gathering(NamedTuple):
     """Options of every peer."""
 
 
+def _corpus(folder: Path) -> str:
+    """Write some text, and return its folder."""
+    corpus = folder / "corpus"
+    corpus.mkdir()
+    for number in range(12):
+        text = " ".join(WORDS[(number * 7 + i * i) % len(WORDS)] for i in range(1000))
+        (corpus / f"{number}.txt").write_text(text)
+    return str(corpus)
+
+
 @contextmanager
 def gathered(
     made: Testbed,
     folder: Path,
     *,
-    steps: int,
+    steps: int = 0,
     hub: Sequence[str] = (),
     absent: Container[int] = (),
     rests: bool = False,
+    run: str = "",
 ) -> Iterator[Gathering]:
     """A bootstrap in the first site, with the options ``hub``; the second founds a run, the others but those that are
     ``absent`` join it. With ``rests`` learners make no steps but the founder's first, until they are woken. Whatever
-    runs in the sites is killed at the end."""
-    corpus = folder / "corpus"
-    corpus.mkdir(parents=True)
-    for number in range(12):
-        text = " ".join(WORDS[(number * 7 + i * i) % len(WORDS)] for i in range(1000))
-        (corpus / f"{number}.txt").write_text(text)
-    config = folder / "run.toml"
-    values = CONFIG | {"data.path": str(corpus), "inner.steps": steps}
-    config.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in values.items()))
+    runs in the sites is killed at the end. ``run``: another run than ``CONFIG``, of so many ``steps``, as TOML."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config, own = folder / "run.toml", ["--threads", "1", "--stay-s", "0", "--page", "off"]
+    config.write_text(run)
+    if not run:
+        own += ["--data", _corpus(folder)]
+        values = CONFIG | {"data.path": own[-1], "inner.steps": steps}
+        config.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in values.items()))
     sites = range(1, len(made.topology.sites))
     homes: list[Home] = []
     try:
@@ -203,7 +213,6 @@ def gathered(
             family = "/ip6/" if made.topology.sites[site].ip == "6" else "/ip4/"
             return next(text for text in listening.addresses if text.startswith(family))
 
-        own = ["--threads", "1", "--data", str(corpus), "--stay-s", "0", "--page", "off"]
         homes.append(Home(made, sites[0], folder, ["start", str(config), "--bootstrap", where(sites[0]), *own]))
         wait_for(lambda: homes[0].reports.find(Invited), homes, START_S, "the founder's run")
         if rests:

@@ -104,6 +104,17 @@ BUGS = (
             "test_a_run_of_steps_that_says_its_decay_falls_in_a_line_and_to_nothing_if_it_likes",
         ),
     ),
+    Bug(
+        name="matrices that are computed together change places",
+        module="p2pdiloco.training.optimizers",
+        where="Muon._step_together",
+        old="orthogonalized(torch.cat([update.reshape(-1, *update.shape[-2:]) for update in updates]))",
+        new="orthogonalized(torch.cat([update.reshape(-1, *update.shape[-2:]) for update in updates[::-1]]))",
+        harm="layers of one shape are moved by each other's gradients",
+        killed_by=(
+            "tests/unit/test_training_optimizers.py::test_muon_computes_matrices_of_one_shape_together_and_alike",
+        ),
+    ),
     # -- copies from and to a device -----------------------------------------------------------------------------------
     Bug(
         name="parameters travel without having been cloned",

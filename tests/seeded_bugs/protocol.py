@@ -70,6 +70,15 @@ BUGS = (
         "test_membership.py::test_who_is_silent_or_goes_on_after_a_stop_is_not_hung_up_on",
     ),
     _bug(
+        "owners wait for some steps, however long round trips are",
+        "aggregation",
+        "Aggregation._view",
+        "config.sync_every * core.fastest_step_time_s() / 2 + 2 * membership.slowest_round_trip_s",
+        "config.sync_every * core.fastest_step_time_s() / 2",
+        "where steps are shorter than a round trip, each version has the progress of one learner",
+        "test_answers.py::test_where_round_trips_are_long_the_owner_waits_for_two_of_them_longer",
+    ),
+    _bug(
         "a sibling of the head is waited for",
         "replication",
         "Replication.on_commit",

@@ -162,6 +162,8 @@ class Stage:
         """When the others beat again."""
         self.beats: dict[PeerId, msg.Heartbeat] = {}
         """What the others say whenever they beat; who is not in here is silent."""
+        self.round_trip_s = 0.0
+        """What the machine measures to each of the others."""
         self.beaten: dict[PeerId, tuple[int, float]] = {}
         """The newest heartbeat that each of the others got, and when."""
         self.steps = 0
@@ -200,7 +202,7 @@ class Stage:
         before = self.beats[peer]
         echo, at = self.beaten.get(peer, (0, self.now))
         self.beats[peer] = msgspec.structs.replace(
-            before, sequence=before.sequence + 1, echo=echo, echo_held_s=self.now - at
+            before, sequence=before.sequence + 1, echo=echo, echo_held_s=self.now - at - self.round_trip_s
         )
         ours = self.machine.core.heads_mark
         return self.hear(peer, msgspec.structs.replace(self.beats[peer], heads_mark=before.heads_mark or ours))
