@@ -41,6 +41,7 @@ MIXED = ("mixture", "languages")
 """Data of which the baseline has all four languages."""
 SHORT: dict[str, Any] = {**EACH_SIX, "overlap": 2, "merge": "direct", "correction": False, "steps": 480}
 """What a founder of 480 steps got who left out how often there are turns and how they are merged: a cosine."""
+SCRIPT: dict[str, Any] = {"learning_rate": 8e-3, "agreement": True}
 SHARED: dict[str, Any] = {"shares_moments": True, "learners": 8}
 SPREAD = ((6, EACH_SIX), (12, EACH_TWELVE))
 SLOW: dict[str, Any] = {"learning_rate": 8e-3}
@@ -64,6 +65,7 @@ def claims() -> list[Claim]:
     """All that docs/results.md speaks of, in the order in which it is shown: what ships, what it was chosen among, and
     what shipped before."""
     adamw = msgspec.structs.replace(MUON, inner="adamw", learning_rate=4e-3)
+    adamw_line = as_shipped(**LINE, inner="adamw")
     near: dict[str, Any] = {**OFTEN, **EACH_SIX}
     short: dict[str, Any] = {**ANY_LENGTH, "steps": 480, "learning_rate": 32e-3}
     return [
@@ -79,6 +81,8 @@ def claims() -> list[Claim]:
         *(_of(f"inner momentum shared, H = {h}, M = 8", **OFTEN, **way, **SHARED) for h, way in SPREAD),
         *(_of(f"0.5M, 960 steps, M = {m}", **LARGER, **ANY_LENGTH | SLOW, learners=m) for m in (8, 4)),
         *(_of(f"0.5M, 960 steps, RDA every 24, M = {m}", **LARGER, **LINE, learners=m) for m in (8, 4)),
+        *(_of(f"scripts: AdamW, M = {m}", adamw_line, **ANY_LENGTH | SCRIPT, learners=m) for m in (8, 4)),
+        _of("scripts: AdamW, RDA every 24, M = 4", adamw_line, agreement=True),
         *(_of(f"before: RDA, cosine, M = {m}", learners=m) for m in (8, 4, 2)),
         _of("before: one learner with the outer optimizer", learners=1),
         *(_of(f"before: M = {m}, 480 steps (mean, cosine)", **SHORT, learners=m) for m in (4, 8)),

@@ -330,6 +330,17 @@ def large() -> list[Setting]:
     ]
 
 
+def scripts() -> list[Setting]:
+    """What scripts bring, AdamW with a rate that falls in a line: data parallel, the mean every six steps, and RDA
+    every 24, each at three rates."""
+    rates, near = (4e-3, 8e-3, 16e-3), {**ANY_LENGTH, "agreement": True}
+    return [
+        *(_parallel(**LINE, inner="adamw", learning_rate=rate) for rate in rates),
+        *(as_shipped(**near | {"inner": "adamw", "learning_rate": r}, learners=m) for m in (4, 8) for r in rates),
+        *(as_shipped(**LINE, inner="adamw", learning_rate=r, agreement=True, learners=4) for r in rates),
+    ]
+
+
 def others() -> list[Setting]:
     """Four learners by DiLoCo and Streaming DiLoCo (H = 96) with the line, each over the same small grid of inner rates
     and outer settings."""
@@ -377,6 +388,7 @@ SWEEPS: dict[str, Callable[[], Iterable[Setting]]] = {
     "low": low,
     "others-line": others,
     "large": large,
+    "scripts": scripts,
     "everywhere": everywhere,
     "beside": beside,
     "twelve": twelve,

@@ -30,6 +30,7 @@ from benchmarks.netbed.namespaces import TestbedError
 from benchmarks.netbed.testbed import Testbed
 from benchmarks.netbed.topology import Change
 from benchmarks.wan import formula, plots, sites
+from p2pdiloco.protocol.norm_bound import MEMORY
 
 PEERS = 4
 LARGEST_ERROR = 0.25
@@ -108,12 +109,13 @@ class Peers:
 
 
 def measure(made: Testbed, rate_bps: float, in_flight: int, options: argparse.Namespace, logs: Path) -> dict[str, Any]:
-    """Medians of the rounds after one warm-up."""
+    """Medians of the rounds after those in which peers check each other's merges most (``benchmarks.wire.exchange``)."""
     for site in made.topology.sites:
         made.apply(Change(at_s=0.0, site=site.name, up=sites.rate_text(rate_bps), down=sites.rate_text(rate_bps)))
     verification.must_agree(made)
     with Peers(made, int(options.parameters) * in_flight, logs) as peers:
-        peers.exchange()
+        for _ in range(MEMORY):
+            peers.exchange()
         rounds = [peers.exchange() for _ in range(options.rounds)]
     median = {key: statistics.median(one[key] for one in rounds) / in_flight for key in rounds[0]}
     limit = median["payload"] * 8 / (rate_bps * formula.PAYLOAD_SHARE)
@@ -180,7 +182,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--gbps", type=float, nargs="*", default=[2.0, 2.5, 5.0], help="line rates")
     parser.add_argument("--in-flight", type=int, nargs="*", default=[1, 3], help="fragments that are due at once")
     parser.add_argument("--round-trip-ms", type=float, default=60.0, help="between two sites")
-    parser.add_argument("--rounds", type=int, default=5, help="rounds after one warm-up")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds after the warm-up")
     return parser.parse_args()
 
 
