@@ -31,6 +31,8 @@ WINDOWS = 8
 """Of one learner in one step."""
 SEEDS = (1, 2, 3)
 LEARNERS = (2, 4, 8)
+QUICK = 4
+"""Most learners whose exchange is also taken to end within one step."""
 TEXTS = ("english", "c++")
 PARAMETERS, TENSORS = 181_440, 30
 SCRIPTS: dict[str, dict[str, Any]] = {"lora": {"n_fragments": 2, "codec": "int8"}, "whole": {"n_fragments": 4}}
@@ -80,6 +82,12 @@ def seldom(text: str, way: str, m: int) -> Row:
     return Row(f"{text}, {way}, M = {m}, RDA every 24", _cell(text, way, m, **SELDOM))
 
 
+def quick(text: str, way: str, m: int) -> Row:
+    """Return M learners whose exchange ends within a step. Learners take commits when they come, so that is a matter of
+    lines and steps."""
+    return Row(f"{text}, {way}, M = {m}, exchange within one step", _cell(text, way, m, overlap=1))
+
+
 def wider(text: str, way: str, m: int) -> Row:
     """Return one machine with M times the batch."""
     return Row(f"{text}, {way}, {m} x batch", _alone(text, way, batch=m * WINDOWS))
@@ -98,6 +106,8 @@ def rows() -> Iterator[Row]:
         for way in SCRIPTS:
             for text in TEXTS:
                 yield from (together(text, way, m), wider(text, way, m), longer(text, way, m))
+                if m <= QUICK:
+                    yield quick(text, way, m)
                 if m == LEARNERS[0]:
                     yield seldom(text, way, m)
 

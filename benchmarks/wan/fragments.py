@@ -109,7 +109,7 @@ class Peers:
 
 
 def measure(made: Testbed, rate_bps: float, in_flight: int, options: argparse.Namespace, logs: Path) -> dict[str, Any]:
-    """Medians of the rounds after those in which peers check each other's merges most (``benchmarks.wire.exchange``)."""
+    """Medians of the rounds after those in which peers check each other most (``benchmarks.wire.exchange``)."""
     for site in made.topology.sites:
         made.apply(Change(at_s=0.0, site=site.name, up=sites.rate_text(rate_bps), down=sites.rate_text(rate_bps)))
     verification.must_agree(made)
