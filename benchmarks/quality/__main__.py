@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.netbed.namespaces import TestbedError
+from benchmarks.netbed.topology import TopologyError
 from benchmarks.quality import claims, fine_tuning, law, report, runner, sweeps, tie
 from benchmarks.wan.homes import HomesError
 from p2pdiloco.demo.local_swarm import SwarmError
@@ -102,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             try:
                 line = tie.Line(options.line, options.round_trip, options.peers) if options.line else None
                 return 0 if tie.tie(options.out, options.seeds, options.json, options.time_limit, line) else 1
-            except (SwarmError, HomesError, TestbedError) as error:
+            except (SwarmError, HomesError, TestbedError, TopologyError) as error:
                 print(f"the tie failed: {error}", file=sys.stderr)
                 return 1
         case _:
