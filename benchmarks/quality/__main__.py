@@ -77,6 +77,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             device_of(options.device)
         except ValueError as error:
             parser.error(str(error))
+    if options.command == "tie" and options.peers < 2:
+        parser.error(f"--peers {options.peers}: a run that is compared has 2 or more")
     match options.command:
         case "run":
             runner.work(sweeps.cells(options.sweeps), is_compiled=not options.eager, device=options.device)
