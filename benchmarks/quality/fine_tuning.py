@@ -28,7 +28,7 @@ from p2pdiloco.training import founding_file
 CONTEXT = 64
 STEPS = 300
 WINDOWS = 8
-"""Of one learner in one step."""
+"""Windows that one learner trains on in one step."""
 SEEDS = (1, 2, 3)
 LEARNERS = (2, 4, 8)
 QUICK = 4
@@ -36,7 +36,7 @@ QUICK = 4
 TEXTS = ("english", "c++")
 PARAMETERS, TENSORS = 181_440, 30
 SCRIPTS: dict[str, dict[str, Any]] = {"lora": {"n_fragments": 2, "codec": "int8"}, "whole": {"n_fragments": 4}}
-"""What ``peers/lora.py`` and ``peers/pretrain.py`` set of the run; the rest has defaults."""
+"""Arguments of the run in ``peers/lora.py`` ("lora") and ``peers/pretrain.py`` ("whole"); others have defaults."""
 RATES = {way: tuple(start * 2.0**step for step in range(8)) for way, start in (("lora", 1e-3), ("whole", 2.5e-4))}
 FIRST_RATES = slice(2, 5)
 """Those that every row is trained at."""
@@ -130,7 +130,10 @@ def cells(results: Path = runner.RESULTS) -> Iterator[Setting]:
 
 
 def _tests(found: Cells, row: Row) -> dict[int, float]:
-    """Return a row's test loss by seed, at its best rate."""
+    """Return a row's test loss by seed, at its best rate; nothing if it was not trained at all of the first rates."""
+    first = (msgspec.structs.replace(row.setting, learning_rate=rate) for rate in RATES[row.setting.base][FIRST_RATES])
+    if not all(SEEDS[0] in found.get(seedless(cell), {}) for cell in first):
+        return {}
     return {seed: halves(f)[1] for seed, f in found.get(tuned(found, seedless(row.setting)), {}).items()}
 
 

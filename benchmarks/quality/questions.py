@@ -331,7 +331,7 @@ def large() -> list[Setting]:
 
 
 def scripts() -> list[Setting]:
-    """What scripts bring, AdamW with a rate that falls in a line: data parallel, the mean every six steps, and RDA
+    """Scripts bring AdamW, here with a rate that falls in a line: data parallel, the mean every six steps, and RDA
     every 24, each at three rates."""
     rates, near = (4e-3, 8e-3, 16e-3), {**ANY_LENGTH, "agreement": True}
     return [

@@ -28,8 +28,8 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     context: int = 32
 
     base: Literal["", "whole", "lora"] = ""
-    """Of a fine-tuning (``hf_learners``): all parameters are trained, or adapters. Empty: the built-in model, from
-    scratch."""
+    """Base of a fine-tuning (``hf_learners``), of which all parameters are trained, or adapters. Empty: the built-in
+    model is trained from scratch."""
 
     learners: int = 4
     batch: int = 16

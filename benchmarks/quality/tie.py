@@ -8,8 +8,8 @@ and commits that come sooner or later than ``overlap`` steps.
 Both final models are evaluated by the same code on the same windows. The verdict compares the difference of the means
 with its standard error over seeds.
 
-With ``--line`` the processes are those of a small model with the shipped defaults, each behind a line of its
-own (benchmarks.netbed; needs root). Their steps are shorter than a round trip, so many commits come later than the
+With ``--line`` the processes are those of a small model with the shipped defaults, each behind a line of its own
+(benchmarks.netbed; needs root). Their steps are shorter than a round trip, so many commits come later than the
 ``overlap`` that the laboratory counts with.
 """
 
@@ -44,7 +44,7 @@ from p2pdiloco.training.parameters import FlatParameters
 
 SETTING = Setting(learners=2, batch=64, steps=960, warmup=96, fragments=6, overlap=4, bounded=True, agreement=True)
 SMALL = as_shipped(**{**ANY_LENGTH, "learning_rate": 14.4e-3}, steps=960, warmup=50, agreement=True)
-"""What a founder gets who sets a small model and a number of steps."""
+"""Small model with the defaults that a founder gets who sets its size and the number of steps."""
 LEARNER_BATCH = 16
 POLL_S = 0.2
 START_S = 60.0
@@ -102,7 +102,7 @@ class Real(NamedTuple):
 
 
 class Line(NamedTuple):
-    """Of each of so many peers."""
+    """Lines between so many peers, all alike."""
 
     rate: str
     """Up and down, as "20mbit"."""

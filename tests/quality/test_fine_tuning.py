@@ -79,7 +79,9 @@ def test_a_run_is_compared_with_more_batch_and_with_more_steps(tmp_path: Path) -
         (fine_tuning.longer("c++", "lora", 2), 0.85),
     ):
         for seed in (1, 2):
-            put(results, msgspec.structs.replace(row.setting, seed=seed), loss)
+            for rate, worse in zip(RATES[fine_tuning.FIRST_RATES], (0.0, 0.1, 0.2), strict=True):
+                put(results, msgspec.structs.replace(row.setting, seed=seed, learning_rate=rate), loss + worse)
+    put(results, fine_tuning.together("english", "lora", 2).setting, 1.0)  # at one rate: nobody knows its best
     found = "\n".join(fine_tuning.lines(results))
     assert "| c++, lora, M = 2 | 2 | 0.004 | 1.0200 +- 0.0000 | +2.00 +- 0.00 | +20.00 +- 0.00 |" in found
     assert "| english, lora, M = 2 | 0 | 0.004 | - | - | - |" in found
