@@ -643,8 +643,9 @@ class Aggregation:
             sync_s=self.sync_s + membership.slowest_round_trip_s,
         )
         if config.grace_share:
-            # Where steps are shorter than a round trip, nobody can answer within some steps.
-            limit_s = config.sync_every * core.fastest_step_time_s() / 2 + 2 * membership.slowest_round_trip_s
+            # Where steps are shorter than a round trip, nobody can answer within some steps. The median, because a
+            # single peer that answers heartbeats late must not make all owners wait.
+            limit_s = config.sync_every * core.fastest_step_time_s() / 2 + 2 * membership.usual_round_trip_s
             waited_for = {*absent, config.peer} if is_waiting_for_me else absent
             grace_s = max(grace_s, self.response_times.wait_s(waited_for, limit_s) - quorum_s)
             if len(absent) + is_waiting_for_me + len(collection.answered) > PAIR and not self._have_most(collection):

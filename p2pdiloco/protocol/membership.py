@@ -206,6 +206,7 @@ class Membership:
         "sequence",
         "slowest_round_trip_s",
         "stall",
+        "usual_round_trip_s",
     )
 
     def __init__(self, me: PeerId, interval_s: float) -> None:
@@ -229,6 +230,7 @@ class Membership:
         """Live peers that participate, without this one."""
         self._median_s: float | None = None
         self.slowest_round_trip_s = 0.0
+        self.usual_round_trip_s = 0.0
         """Largest smoothed round trip to a live peer. Like the fields above, it is updated by ``refresh``."""
         self.fastest_step_s = 0.0
         """Smallest step time that a live participating peer reports; 0 if there is none."""
@@ -368,9 +370,10 @@ class Membership:
             elif beat.phase != "joining":
                 candidates.append((peer, beat.weight))
         self._median_s = None
+        trips = sorted(self.peers[peer].round_trip_s for peer in live)
+        self.usual_round_trip_s = trips[(len(trips) - 1) // 2] if trips else 0.0
         if slowest_s > interval_s:
-            trips = sorted(self.peers[peer].round_trip_s for peer in live)
-            slowest_s = min(slowest_s, interval_s + SLOW_TRIPS * trips[(len(trips) - 1) // 2])
+            slowest_s = min(slowest_s, interval_s + SLOW_TRIPS * self.usual_round_trip_s)
         self.slowest_round_trip_s = slowest_s
         self.fastest_step_s = 0.0 if step_s == float("inf") else step_s
         before = self.live

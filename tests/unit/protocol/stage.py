@@ -163,7 +163,8 @@ class Stage:
         self.beats: dict[PeerId, msg.Heartbeat] = {}
         """What the others say whenever they beat; who is not in here is silent."""
         self.round_trip_s = 0.0
-        """What the machine measures to each of the others."""
+        """What the machine measures to each of the others, but for those in ``round_trips``."""
+        self.round_trips: dict[PeerId, float] = {}
         self.beaten: dict[PeerId, tuple[int, float]] = {}
         """The newest heartbeat that each of the others got, and when."""
         self.steps = 0
@@ -202,7 +203,10 @@ class Stage:
         before = self.beats[peer]
         echo, at = self.beaten.get(peer, (0, self.now))
         self.beats[peer] = msgspec.structs.replace(
-            before, sequence=before.sequence + 1, echo=echo, echo_held_s=self.now - at - self.round_trip_s
+            before,
+            sequence=before.sequence + 1,
+            echo=echo,
+            echo_held_s=self.now - at - self.round_trips.get(peer, self.round_trip_s),
         )
         ours = self.machine.core.heads_mark
         return self.hear(peer, msgspec.structs.replace(self.beats[peer], heads_mark=before.heads_mark or ours))

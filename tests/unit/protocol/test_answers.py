@@ -44,11 +44,14 @@ def test_late_answers_to_the_version_before_count_and_others_do_not() -> None:
     assert answers.wait_s([B], 10.0) == 0.0
 
 
-def turns(after_s: float, count: int = 12, grace_share: float = 0.7, round_trip_s: float = 0.0) -> list[bool]:
+def turns(
+    after_s: float, count: int = 12, grace_share: float = 0.7, round_trip_s: float = 0.0, trip_to_c_s: float = 0.0
+) -> list[bool]:
     """Turns that b answers at once and c ``after_s`` later: whether the owner waited for c. H / 2 steps are 1 s, the
     paper's window is 0.7 s."""
     stage = Stage(B, C, has_learner=False, grace_share=grace_share, overlap=2)
     stage.round_trip_s = round_trip_s
+    stage.round_trips[C] = trip_to_c_s or round_trip_s
     for peer in (B, C):
         stage.says(peer, weight=0.0)  # a owns everything
     found, merged = [], 0
@@ -84,6 +87,11 @@ def test_where_round_trips_are_long_the_owner_waits_for_two_of_them_longer() -> 
     """W3b: peers whose steps are shorter than a round trip merged alone, because nobody could answer in time."""
     assert turns(after_s=1.2, round_trip_s=0.2)[-4:] == [True] * 4
     assert not any(turns(after_s=1.6, round_trip_s=0.2))
+
+
+def test_who_answers_heartbeats_late_is_not_waited_for_longer() -> None:
+    """W3b: the median of round trips counts, so no single peer can lengthen it."""
+    assert not any(turns(after_s=1.2, trip_to_c_s=0.8))
 
 
 def test_without_a_grace_share_the_owner_waits_for_nobody() -> None:
