@@ -47,7 +47,7 @@ from p2pdiloco.protocol.manifest import Layout, Manifest, RunConfig
 from p2pdiloco.script_node import JOIN_S, NODE_LOG, Return, ScriptNode, ScriptNodeError, Wish, leaving_s
 from p2pdiloco.training import founding_file, script_arguments
 from p2pdiloco.training.node_link import Meeting, NodeLink, ScriptTrainer, Visit
-from p2pdiloco.training.parameters import FlatParameters, OnUpdate, embedding_names, trainable
+from p2pdiloco.training.parameters import FlatParameters, OnUpdate, embedding_names, named_parameters, trainable
 from p2pdiloco.training.script_arguments import DiLoCoError as DiLoCoError
 from p2pdiloco.training.step_check import StepCheck
 from p2pdiloco.training.step_counter import StepCounter
@@ -127,8 +127,8 @@ class DiLoCo(SwarmView):
             total_steps: Global step at which the run is complete, at least ``sync_every``. Later, the command
                 ``p2pdiloco prolong`` makes a run longer. Default: 10^9, practically endless.
             sync_every: H, steps between two exchanges of the same fragment. Default, as for configuration files: 6 if
-                at most 8 million parameters are exchanged; else 24, or fewer in a run below 960 steps, so that it has
-                80 turns, but at least 6.
+                at most 8 million parameters, or a quarter of the model's (adapters), are exchanged; else 24, or fewer
+                in a run below 960 steps, so that it has 80 turns, but at least 6.
             n_fragments: P, number of parts into which the model is divided. They are exchanged one after the other. P
                 must divide ``sync_every`` and be at most the number of trainable tensors. Default: 1 if ``sync_every``
                 is given; else the largest such number.
@@ -202,8 +202,11 @@ class DiLoCo(SwarmView):
                 "codec": codec,
             }
             sizes = [parameter.numel() for _, parameter in self._named]
+            exchanged, every = sum(sizes), sum(parameter.numel() for parameter in named_parameters(model).values())
             try:
-                config = founding_file.settings(self._given, tensors=len(sizes), parameters=sum(sizes))
+                config = founding_file.settings(
+                    self._given, tensors=len(sizes), parameters=exchanged, share=exchanged / every
+                )
             except founding_file.FoundationError as error:
                 raise DiLoCoError(str(error)) from error
             self._config = founding_file.with_frozen(founding_file.with_architecture(config, model), model)

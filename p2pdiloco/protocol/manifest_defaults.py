@@ -51,6 +51,9 @@ was measured."""
 SMALL: Final = 1 << 23
 """Maximum size of a model for which traffic does not matter, in parameters. With int4 every 6 steps a peer sends, and
 receives, about 0.14 bytes per parameter and step: 1.2 MB for this size."""
+ADAPTERS: Final = 0.25
+"""Maximum share of a model's parameters that counts as adapters, for which traffic does not matter either: with turns
+four times as frequent they send no more than the whole model would with the usual ones."""
 RATE_AT_ONE: Final = 0.1
 """Muon's learning rate times the square root of the width. Best measured rates: with data parallelism 0.016 at width 48
 and 0.008 at 96 (0.016 is 0.8 % worse); with three learners 0.004, the highest tried, at 128."""
@@ -79,19 +82,21 @@ def in_turns(
     said_outer: Collection[str] = (),
     *,
     parameters: float | None = None,
+    share: float | None = None,
     tensors: int | None = None,
 ) -> RunConfig:
     """Return ``config`` with H (``sync_every``) filled in if it was left out, and P (``fragments``) likewise.
 
-    A ``SMALL`` model gets ``SHORTEST_TURN`` steps, if the overlap is at most half of that and P is no larger. Others
-    get 24; a run with fewer than ``ENOUGH_TURNS`` turns at 24 gets a smaller H, so that it has ``SHORT_TURNS``. H is a
-    multiple of P and at least ``SHORTEST_TURN``. If H is below 24 and nothing of the outer optimizer is written, the
-    plain mean with rate 1 and no momentum is filled in.
+    A ``SMALL`` model, and adapters of any size, get ``SHORTEST_TURN`` steps, if the overlap is at most half of that and
+    P is no larger. Others get 24; a run with fewer than ``ENOUGH_TURNS`` turns at 24 gets a smaller H, so that it has
+    ``SHORT_TURNS``. H is a multiple of P and at least ``SHORTEST_TURN``. If H is below 24 and nothing of the outer
+    optimizer is written, the plain mean with rate 1 and no momentum is filled in.
 
     Args:
         said: keys that the founder wrote in the schedule.
         said_outer: keys that the founder wrote in the outer optimizer.
         parameters: number of parameters that are exchanged; None: estimate it, for a built-in model.
+        share: how much of the model is exchanged, 0 to 1; None: adapters, if the configuration has them, else all.
         tensors: number of the model's tensors, which P must not exceed; None: it has enough.
     """
     schedule, outer, steps = config.schedule, config.outer, config.inner.steps
@@ -101,7 +106,9 @@ def in_turns(
     is_short = config.inner.tokens is UNSET and steps < ENOUGH_TURNS * USUAL_TURN
     least = max(SHORTEST_TURN, schedule.overlap + 1)
     fragments = schedule.fragments if "fragments" in said else 0
-    if max(fragments, 2 * schedule.overlap) <= SHORTEST_TURN and parameters <= SMALL:
+    has_adapters = config.model.lora is not None if share is None else share <= ADAPTERS
+    is_light = has_adapters or parameters <= SMALL
+    if is_light and max(fragments, 2 * schedule.overlap) <= SHORTEST_TURN:
         wanted = SHORTEST_TURN
     else:
         wanted = max(least, steps // SHORT_TURNS) if is_short else USUAL_TURN

@@ -94,12 +94,13 @@ class Foundation(msgspec.Struct, frozen=True):
 ENDLESS = 10**9
 
 
-def settings(given: Mapping[str, Any], *, tensors: int, parameters: float = math.inf) -> RunConfig:
+def settings(given: Mapping[str, Any], *, tensors: int, parameters: float = math.inf, share: float = 1.0) -> RunConfig:
     """Return the configuration of a run from arguments of ``p2pdiloco.DiLoCo`` (of _ARGUMENTS; those that are None are
     left out).
 
     H, P and the outer optimizer get the defaults of a configuration file (``manifest_defaults.in_turns``), for a model
-    of so many ``tensors`` and ``parameters``. With ``sync_every`` alone, P is 1.
+    of which so many ``tensors`` and ``parameters`` are exchanged, a ``share`` of all parameters. With ``sync_every``
+    alone, P is 1.
 
     Raises:
         FoundationError: an argument is invalid. The message names it and its allowed values.
@@ -120,6 +121,7 @@ def settings(given: Mapping[str, Any], *, tensors: int, parameters: float = math
             schedule,
             written.get("outer", {}),
             parameters=parameters,
+            share=share,
             tensors=tensors,
         )
         problems = config_problems(config, tensors=tensors)

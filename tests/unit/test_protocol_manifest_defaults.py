@@ -161,6 +161,21 @@ def test_what_is_small_is_known_within_a_tenth() -> None:
         assert (found.schedule.sync_every == 6) == (elements < SMALL)
 
 
+@pytest.mark.parametrize(
+    ("model", "share", "sync_every"),
+    [
+        (ModelConfig(kind="external"), 1.0, 24),
+        (ModelConfig(kind="external"), 0.26, 24),
+        (ModelConfig(kind="external"), 0.25, 6),
+        (ModelConfig(kind="huggingface", folder="base"), None, 24),
+        (ModelConfig(kind="huggingface", folder="base", lora=LoraConfig()), None, 6),
+    ],
+)
+def test_adapters_of_any_size_have_frequent_turns(model: ModelConfig, share: float | None, sync_every: int) -> None:
+    found = in_turns(RunConfig(name="run", model=model), {}, parameters=10**9, share=share)
+    assert found.schedule.sync_every == sync_every
+
+
 def test_an_inner_rate_that_is_left_out_follows_the_width_of_a_small_model_with_muon() -> None:
     def rate(said: Collection[str] = (), optimizer: Any = UNSET, **model: Any) -> float:
         config = RunConfig(name="run", inner=InnerConfig(optimizer=optimizer), model=ModelConfig(**model))

@@ -329,6 +329,22 @@ def test_a_script_has_the_defaults_of_configuration_files(
     assert (schedule.sync_every, schedule.fragments, outer.merge, outer.learning_rate, outer.momentum) == found
 
 
+def test_adapters_have_the_defaults_of_small_models(tmp_path: Path) -> None:
+    """They are at most a quarter of the model, frozen parameters included."""
+
+    def sync_every(frozen: int) -> int:
+        model = nn.Module()
+        model.register_parameter("base", nn.Parameter(torch.empty(frozen), requires_grad=False))
+        for index in range(12):
+            model.register_parameter(f"p{index}", nn.Parameter(torch.empty(1 << 20)))
+        options = {"tokens_per_step": 8, "state": tmp_path, "initial_peers": "/ip4/192.0.2.1/tcp/1"}
+        config = p2pdiloco.DiLoCo(model, sgd(model), run="story", **options)._config
+        assert config is not None
+        return config.schedule.sync_every
+
+    assert (sync_every(36 << 20), sync_every((36 << 20) - 1)) == (6, 24)
+
+
 class Broken(SimpleNamespace):
     """A link to a node that fails, or whose node is lost."""
 
