@@ -22,6 +22,7 @@ from p2pdiloco.protocol.ids import ShardId
 from p2pdiloco.transport.transport import Transport
 from p2pdiloco.util.executor import WorkQueue
 from p2pdiloco.util.files import LOCAL
+from p2pdiloco.util.process import bound_heap
 from p2pdiloco.util.tasks import Tasks
 
 T = TypeVar("T")
@@ -49,6 +50,7 @@ class LocalHost:
     def __init__(self, links: Transport, memory_fd: int, learner_log: Path, tensor_threads: int = 0) -> None:
         self.links = links
         self._loop = asyncio.get_running_loop()
+        bound_heap()
         # torch gets one thread each, so that several peers on a machine, or the learner, do not compete for the cores.
         begin, threads = partial(torch.set_num_threads, 1), tensor_threads or usual_threads()
         self._queues = {

@@ -1,5 +1,5 @@
-"""Processes that asyncio did not start, handled through a pidfd that identifies them reliably, and what the kernel is
-asked about processes (Linux)."""
+"""Processes that asyncio did not start, handled through a pidfd that identifies them reliably; what the kernel is asked
+about processes (Linux); and the heap of this one."""
 
 from __future__ import annotations
 
@@ -100,3 +100,30 @@ def memory_kills() -> int:
     except OSError:
         return 0
     return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
+
+
+# -- Heap --------------------------------------------------------------------------------------------------------------
+# glibc only.
+
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
+# Larger blocks go back to the system when they are freed. A coded shard of the default size is smaller, because fresh
+# pages cost more than coding into them.
+_LARGE_BLOCK = 4 << 20
+_ARENAS = 2
+
+
+def bound_heap() -> None:
+    """Have this process give back memory that it no longer needs. Call it before threads allocate.
+
+    By default each thread has a heap of its own, which keeps whatever it once needed, and after the first large block
+    that is freed so do blocks of up to 32 MiB. A node then needs more memory the more peers there are.
+    """
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
+    if set_option is not None:
+        for option, value in (
+            (_M_ARENA_MAX, _ARENAS),
+            (_M_MMAP_THRESHOLD, _LARGE_BLOCK),
+            (_M_TRIM_THRESHOLD, _LARGE_BLOCK),
+        ):
+            set_option(option, value)
