@@ -119,16 +119,14 @@ class Swarm:
             BenchmarkError: a peer failed, or a result is wrong.
         """
         before = self.ask_all({"do": "prepare"})
-        cpu = self._cpu_s()
-        done = self.ask_all({"do": "go"})
-        cpu = self._cpu_s() - cpu
+        done, cpu = self._go()
         after = self.ask_all({"do": "check"})
         self._judge(done, after)
         peers = self.case.peers
         sent = [a["sent"] - b["sent"] for a, b in zip(after, before, strict=True)]
         received = [a["received"] - b["received"] for a, b in zip(after, before, strict=True)]
         share = 1 / peers if self.case.link == "lo" else 1  # one loopback for all
-        wall = max(d["ended"] for d in done) - min(d["began"] for d in done)
+        wall = _wall_s(done)
         return Round(
             wall_s=wall,
             whole_s=max(d.get("with_matchmaking_s", wall) for d in done),
@@ -141,6 +139,21 @@ class Swarm:
             error=max(a["error"] for a in after),
             busy_share=self._busy_share(after),
         )
+
+    def exchange_unchecked(self) -> tuple[float, float]:
+        """One round whose result is not compared; CPU seconds of all peers, and its time in seconds.
+
+        Raises:
+            BenchmarkError: a peer failed.
+        """
+        self.ask_all({"do": "prepare"})
+        done, cpu_s = self._go()
+        return cpu_s, _wall_s(done)
+
+    def _go(self) -> tuple[list[Message], float]:
+        before = self.cpu_s()
+        done = self.ask_all({"do": "go"})
+        return done, self.cpu_s() - before
 
     def _busy_share(self, after: Sequence[Message]) -> float | None:
         rate = links.RATES[self.case.link]
@@ -211,8 +224,12 @@ class Swarm:
             raise BenchmarkError(f"{self.case.name}: peer {index} gave up; --verbose shows what it says")
         return found
 
-    def _cpu_s(self) -> float:
-        """Of all peers with their children."""
+    def private_bytes(self) -> list[int]:
+        """Memory of each peer that no other process shares."""
+        return [psutil.Process(process.pid).memory_full_info().uss for process in self._processes]
+
+    def cpu_s(self) -> float:
+        """CPU seconds of all peers with their children."""
         total = 0.0
         for process in self._processes:
             with contextlib.suppress(psutil.Error):
@@ -233,3 +250,7 @@ class Swarm:
         for child in children:
             with contextlib.suppress(psutil.Error):
                 child.kill()
+
+
+def _wall_s(done: Sequence[Message]) -> float:
+    return float(max(d["ended"] for d in done) - min(d["began"] for d in done))
