@@ -133,6 +133,11 @@ class Exchange:
         """How long the last honest contribution was."""
         self._turns = [0] * len(layout.shards)
         self._delayed = torch.zeros_like(theta) if setting.outer == "delayed" else torch.empty(0)
+        is_primal = setting.outer == "primal"
+        self._plain = theta.clone() if is_primal else torch.empty(0)
+        """Where plain outer steps alone would lead."""
+        self.average = theta.clone() if is_primal else theta
+        """What is measured in the end: the global parameters, or a running average."""
 
     def span(self, shard: ShardId) -> slice:
         """The shard's place in flat vectors."""
@@ -181,6 +186,9 @@ class Exchange:
         if kind:
             values = turned(kind, float(strength or 0), [_decoded(v) for v in gradients], self.momentum[span])
             gradients = [merge.Vector(v) for v in values]
+        if self._setting.penalty:
+            norms = [v.norm() for v in gradients]
+            weights = [weight * math.exp(min(norms) - norm) for weight, norm in zip(weights, norms, strict=True)]
         if self._setting.scope == "tensor":
             for cut in self._tensors(span):
                 parts = [merge.Vector(_decoded(v)[cut]) for v in gradients]
@@ -217,6 +225,8 @@ class Exchange:
         change = parcel.values.clone()
         if self._setting.outer == "delayed":
             return self._delayed_step(span, change, self._turns[shard])
+        if self._setting.outer == "primal":
+            return self._primal_step(span, change)
         rate, factor = self._setting.outer_rate, self._setting.outer_momentum
         if self._setting.outer_end:
             left = self.inner_share
@@ -288,6 +298,14 @@ class Exchange:
             step += 2.0 * mu * self.momentum[span]
         self.theta[span] -= rate * step
         return step.mul_(-rate)
+
+    def _primal_step(self, span: slice, gradient: Tensor) -> Tensor:
+        plain, average, share = self._plain[span], self.average[span], self._setting.outer_momentum
+        plain.sub_(gradient, alpha=self._setting.outer_rate)
+        average.lerp_(plain, 1.0 - share)
+        change = torch.lerp(plain, average, share) - self.theta[span]
+        self.theta[span] += change
+        return change
 
 
 def _decoded(gradient: merge.Gradient) -> Tensor:

@@ -22,6 +22,7 @@ import random
 from typing import NamedTuple
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor, nn
 
 from benchmarks.quality.averages import Averages
@@ -30,11 +31,11 @@ from benchmarks.quality.exchange import Exchange
 from benchmarks.quality.learners import ENDLESS, Given, Group, Member, Shift, Turn, ended, spells
 from benchmarks.quality.moments import Moments
 from benchmarks.quality.settings import Setting
-from benchmarks.quality.stacked import Stack, Stepping
+from benchmarks.quality.stacked import MOMENTUM_OF, Stack, Stepping, is_by_muon
 from p2pdiloco.codec.fragments import tensor_specs
 from p2pdiloco.codec.merge import Gradient, token_weight
 from p2pdiloco.protocol.aggregation import QuorumView, decide, grace_window_s
-from p2pdiloco.protocol.ids import ShardId
+from p2pdiloco.protocol.ids import FragmentId, ShardId
 from p2pdiloco.protocol.manifest import Layout, make_layout
 from p2pdiloco.training.dataset_files import Corpus
 from p2pdiloco.training.models import build_model, is_embedding
@@ -98,8 +99,16 @@ class Laboratory:
         trained = [(name, p) for name, p in self._model.named_parameters() if p.requires_grad]
         named = ((name, p.shape, is_embedding(name) and s.embedding == "direct") for name, p in trained)
         self.specs = tensor_specs(named, s.fragments, s.largest or math.inf)
-        self.layout: Layout = make_layout(self.specs, setting.fragments, setting.max_shard, setting.merge)
-        self._judge = FlatParameters(trained, self.specs, self.layout)
+        self._fragments = s.fragments
+        every: list[tuple[str, Tensor]] = [*trained]
+        if s.sends_momentum:
+            sent = [(MOMENTUM_OF + name, torch.zeros_like(p)) for name, p in trained if is_by_muon(name, p)]
+            specs = tensor_specs(((name, p.shape, True) for name, p in sent), s.fragments, s.largest or math.inf)
+            later = (replace(spec, fragment=FragmentId(spec.fragment + s.fragments)) for spec in specs)
+            self.specs, self._fragments = (*self.specs, *later), 2 * s.fragments
+            every += sent
+        self.layout: Layout = make_layout(self.specs, self._fragments, setting.max_shard, setting.merge)
+        self._judge = FlatParameters(every, self.specs, self.layout)
         theta = torch.empty(self.layout.elements)
         ended(self._judge.copy_to(theta, self._judge.everything))
         self.exchange = Exchange(setting, self.layout, theta, self.specs)
@@ -163,7 +172,7 @@ class Laboratory:
             ended(self.members[0].flat.copy_to(self.exchange.theta, self._judge.everything))
         else:
             self._flush(now)
-        ended(self._judge.copy_from(self.exchange.theta, self._judge.everything))
+        ended(self._judge.copy_from(self.exchange.average, self._judge.everything))
         losses = held_out_losses(self._model, self.text, self.setting.context)
         figures = self._figures(losses) | self._curve
         for name, theta in self._averages.found():
@@ -234,15 +243,15 @@ class Laboratory:
         if first.seen is None and group.step > self._step:
             self._step = group.step
             self._look()
-            if s.method == "diloco":
+            if s.method != "parallel":
                 self._announce(now)
         group.step = max(group.step, self._step)
 
     def _announce(self, now: float) -> None:
         """Open the turn that is due at the global step, if one is."""
         s = self.setting
-        for fragment in range(s.fragments):
-            is_due = (self._step - fragment * s.sync_every // s.fragments) % s.sync_every == 0
+        for fragment in range(self._fragments):
+            is_due = (self._step - fragment * s.sync_every // self._fragments) % s.sync_every == 0
             if is_due and fragment not in self._open:
                 self._open[fragment] = Turn(fragment, now)
 
@@ -345,6 +354,9 @@ class Laboratory:
         self._open.pop(turn.fragment, None)
         given = sorted(turn.given.items())
         ready_at = max(now, turn.opened_at + self.setting.overlap)
+        if self.setting.method == "gossip":
+            self._pair(turn, ready_at)
+            return
         self.exchange.inner_share = self._inner_share
         for shard in self.layout.fragments[turn.fragment]:
             sent = [self._sent(turn, shard, index) for index, _ in given]
@@ -358,6 +370,18 @@ class Laboratory:
             self._moments.share(self.layout.fragments[turn.fragment])
         for index, _ in given:
             self._contributions[index] += 1
+
+    def _pair(self, turn: Turn, ready_at: float) -> None:
+        """Send each learner half of what another's parameters differ from its own."""
+        shards, learners = self.layout.fragments[turn.fragment], list(turn.given)
+        self._random.shuffle(learners)
+        for a, b in zip(learners[::2], learners[1::2], strict=False):
+            for shard in shards:
+                gap = turn.given[a].meant[shard] - turn.given[b].meant[shard]
+                for index, sign in ((a, 0.5), (b, -0.5)):
+                    member = self.members[index]
+                    member.marks[shard] = (turn.given[index].steps, turn.given[index].tokens)
+                    member.shifts.append(Shift(ready_at, shard, sign * gap, gap))
 
     def _sent(self, turn: Turn, shard: ShardId, index: int) -> Contribution:
         """Return the contribution of the learner of this index to a shard of an open turn."""
@@ -405,12 +429,22 @@ class Laboratory:
             self.take(member, ENDLESS)
             if member.seen is not None:
                 raise ValueError("a learner is cut off at the end: its progress would be lost")
-        for fragment in range(self.setting.fragments):
+        if self.setting.method == "gossip":
+            self._mean_of_all()
+            return
+        for fragment in range(self._fragments):
             turn = Turn(fragment, now)
             for index in range(len(self.members)):
                 self._answer(turn, index, now)
             if turn.given:
                 self._close(turn, now)
+
+    def _mean_of_all(self) -> None:
+        """Make the global parameters the mean of all learners'."""
+        self.exchange.theta.zero_()
+        for member in self.members:
+            ended(member.flat.copy_to(self._scratch, member.flat.everything))
+            self.exchange.theta += self._scratch / len(self.members)
 
     # -- what came out -------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ Cells are what ships, except for the question: Muon, bounded contributions, bias
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from benchmarks.quality.bases import SEEDS, as_shipped
@@ -341,6 +341,37 @@ def scripts() -> list[Setting]:
     ]
 
 
+GOSSIP = {"method": "gossip", "feedback": False, "up": "fp32", "down": "fp32", "bounded": False, "agreement": False}
+CORRECTIONS: dict[str, dict[str, Any]] = {
+    "as shipped": {},
+    "Muon's momentum is sent, too": {"sends_momentum": True},
+    "the same every 12 steps": {"sends_momentum": True, "sync_every": 12},
+    "singular values all alike (IsoLoCo)": {"spectrum": 0.0},
+    "singular values to the power 0.5": {"spectrum": 0.5},
+    "primal averaging, 0.5": {"outer": "primal", "outer_momentum": 0.5},
+    "primal averaging, 0.8": {"outer": "primal", "outer_momentum": 0.8},
+    "long contributions weigh less (EDiT)": {"penalty": True},
+    "gossip": GOSSIP,
+    "gossip every 3 steps": {**GOSSIP, "sync_every": 3, "fragments": 3},
+}
+"""Changes to the mean every six steps."""
+TURNED = {"heading": "heloco@0.3"}
+
+
+def corrections(learners: Sequence[int] = (8, 16)) -> list[Setting]:
+    """The strongest corrections known from papers, in full length, each at two rates: changes to the mean every six
+    steps, and contributions turned towards the outer momentum, which only RDA every 24 has."""
+    often, seldom = {**ANY_LENGTH, "agreement": True}, {**LINE, "agreement": True}
+    ways = [({**often, **way}, (16e-3, 24e-3)) for way in CORRECTIONS.values()]
+    ways += [({**seldom, **way}, (8e-3, 16e-3)) for way in ({}, TURNED)]
+    return [
+        as_shipped(**way | {"learning_rate": rate}, learners=m)
+        for m in learners
+        for way, rates in ways
+        for rate in rates
+    ]
+
+
 def others() -> list[Setting]:
     """Four learners by DiLoCo and Streaming DiLoCo (H = 96) with the line, each over the same small grid of inner rates
     and outer settings."""
@@ -392,5 +423,6 @@ SWEEPS: dict[str, Callable[[], Iterable[Setting]]] = {
     "everywhere": everywhere,
     "beside": beside,
     "twelve": twelve,
+    "corrections": corrections,
     "open": worth,
 }

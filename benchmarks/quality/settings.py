@@ -19,8 +19,9 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
 
     seed: int = 1
     """Initial weights and the order of the data."""
-    method: Literal["diloco", "parallel"] = "diloco"
-    """``parallel``: one model trained with the whole global batch, what data parallel computes."""
+    method: Literal["diloco", "parallel", "gossip"] = "diloco"
+    """``parallel``: one model trained with the whole global batch, what data parallel computes. ``gossip``: learners
+    have no global model; at each turn each takes the mean with another, drawn anew, in float32."""
 
     width: int = 48
     depth: int = 2
@@ -50,6 +51,8 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
 
     shares_moments: bool = False
     """A merged fragment's inner momentum becomes the learners' mean (``moments.py``)."""
+    sends_momentum: bool = False
+    """Muon's momentum is exchanged as parameters are: as often, as late, and by the same codecs."""
     inner_heading: float = 0.0
     """How far a learner's momentum is turned towards each merged step (``moments.py``); 0: not at all."""
 
@@ -75,8 +78,12 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     """The last learner's contributions are noise, so many times as long as the others'; 0: it is honest."""
     correction: bool = False
     """The outer momentum's bias is corrected (shipped); what was measured before it had no such field."""
-    outer: Literal["nesterov", "delayed"] = "nesterov"
-    """``delayed``: momentum moves every second turn only (Delayed Nesterov, arXiv 2401.09135)."""
+    outer: Literal["nesterov", "delayed", "primal"] = "nesterov"
+    """``delayed``: momentum moves every second turn only (Delayed Nesterov, arXiv 2401.09135). ``primal``: learners
+    train from between a sequence of plain steps and its running average, which is measured in the end (generalized
+    primal averaging); ``outer_momentum`` is the average's share of both."""
+    penalty: bool = False
+    """Longer contributions weigh less, by exp(-norm) (EDiT, arXiv 2412.07210)."""
     momentum_type: Literal["float32", "bfloat16", "nearest", "stochastic"] = "float32"
     """``nearest``, ``stochastic``: bfloat16, too, but what rounding takes off is lost, or is nothing on average."""
     restart_every: int = 0
@@ -136,6 +143,10 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"batch = {self.batch} cannot be shared by {self.learners} learners")
         if self.base and (self.shares_moments or self.inner_heading or self.inner != "adamw"):
             raise ValueError("fine-tuning is by AdamW, and its momentum stays with the learner")
+        if self.sends_momentum and (self.inner != "muon" or self.base or self.outer_momentum or self.outer_rate != 1.0):
+            raise ValueError("Muon's momentum is sent where a merge is the plain mean")
+        if self.method == "gossip" and (self.feedback or not self.is_in_step):
+            raise ValueError("gossip is without codecs (feedback = False) and among learners in step")
         if self.speeds and len(self.speeds) != self.learners:
             raise ValueError(f"{len(self.speeds)} speeds for {self.learners} learners")
 

@@ -21,6 +21,9 @@ from p2pdiloco.training.models import Transformer
 from p2pdiloco.training.optimizers import MOMENTUM, Muon, learning_rate
 from p2pdiloco.training.parameters import FlatParameters
 
+MOMENTUM_OF = "momentum of "
+"""Before a parameter's name: its momentum, as a tensor of the flat vector."""
+
 Losses = Callable[[Mapping[str, Tensor], Tensor], Tensor]
 
 
@@ -95,10 +98,18 @@ class Stack:
             name: p.detach().expand(k, *p.shape).clone().requires_grad_() for name, p in model.named_parameters()
         }
         self._optimizers = _optimizers(setting, self._parameters)
+        self._sent_momentum: dict[str, Tensor] = {}
+        """By the tensors' names in the flat vector, [k, ...]."""
+        if setting.sends_momentum:
+            state = next(o.state for o in self._optimizers if isinstance(o, Muon))
+            for name, p in self._parameters.items():
+                if is_by_muon(name, p[0]):
+                    self._sent_momentum[MOMENTUM_OF + name] = state[p]["momentum"] = torch.zeros_like(p)
 
     def flat(self, index: int, tensors: Sequence[TensorSpec], layout: Layout) -> FlatParameters:
-        """Learner ``index``'s parameters as the run's flat vector."""
-        named = [(name, nn.Parameter(p.detach()[index])) for name, p in self._parameters.items()]
+        """Learner ``index``'s parameters, and the momentum that it sends, as the run's flat vector."""
+        every = {**self._parameters, **self._sent_momentum}
+        named = [(name, nn.Parameter(p.detach()[index])) for name, p in every.items()]
         return FlatParameters(named, tensors, layout)
 
     def moments(self, index: int, tensors: Sequence[TensorSpec], layout: Layout, *, is_second: bool) -> FlatParameters:
@@ -137,12 +148,15 @@ class Stack:
             gradient.mul_(factors.view(-1, *[1] * (gradient.dim() - 1)))
 
 
+def is_by_muon(name: str, one: Tensor) -> bool:
+    """Whether Muon, where it is the inner optimizer, moves a parameter."""
+    return "blocks" in name and one.dim() == 2
+
+
 def _optimizers(setting: Setting, parameters: Mapping[str, Tensor]) -> list[torch.optim.Optimizer]:
     """AdamW as in ``training.learner``; with ``muon`` the blocks' matrices have that instead."""
     inner = setting.inner_config
-    by_muon = {
-        name: p for name, p in parameters.items() if setting.inner == "muon" and "blocks" in name and p.dim() > 2
-    }
+    by_muon = {name: p for name, p in parameters.items() if setting.inner == "muon" and is_by_muon(name, p[0])}
     rest = [p for name, p in parameters.items() if name not in by_muon]
     groups = [
         {"params": [p for p in rest if p.dim() > 2], "weight_decay": inner.weight_decay},

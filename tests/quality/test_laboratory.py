@@ -373,3 +373,66 @@ def test_shared_momentum_is_the_learners_mean_and_of_one_learner_its_own() -> No
         assert float(after[0, piece].norm()) == pytest.approx(float(before[0, piece].norm()), rel=1e-4)
         assert float(torch.cosine_similarity(after[0, piece], way, dim=0)) == pytest.approx(-1.0, abs=1e-4)
     assert torch.equal(after[1, second], before[1, second])
+
+
+MEAN: dict[str, Any] = {"merge": "direct", "outer_rate": 1.0, "outer_momentum": 0.0, "up": "fp32", "down": "fp32"}
+
+
+def test_momentum_that_is_sent_becomes_the_learners_mean_as_parameters_do() -> None:
+    """A single learner's is its own; of several, all have the same if nobody trains after the last merge."""
+    alone = {**MEAN, "learners": 1, "inner": "muon"}
+    plain = run(**alone).theta
+    assert torch.allclose(run(**alone, sends_momentum=True).theta[: len(plain)], plain, atol=1e-5)
+    laboratory = Laboratory(msgspec.structs.replace(SMALL, **MEAN, inner="muon", sends_momentum=True), text())
+    result = laboratory.run()
+    everything = laboratory.members[0].flat.everything
+    sent = [laboratory.exchange.span(shard) for part in laboratory.layout.fragments[3:] for shard in part]
+    assert sum(span.stop - span.start for span in sent) == 16 * 16 * 16
+    for member in laboratory.members:
+        laboratory.take(member, 1e18)
+        theta = torch.empty_like(result.theta)
+        member.flat.copy_to(theta, everything)
+        for span in sent:
+            assert theta[span].any()
+            assert torch.allclose(theta[span], result.theta[span], atol=1e-6)
+    with pytest.raises(ValueError, match="plain mean"):
+        run(inner="muon", sends_momentum=True)
+
+
+def test_gossip_of_two_is_the_plain_mean_of_two() -> None:
+    gossip = run(**MEAN, learners=2, method="gossip", feedback=False)
+    assert torch.allclose(gossip.theta, run(**MEAN, learners=2, feedback=False).theta, atol=1e-5)
+    four, mean = run(**MEAN, method="gossip", feedback=False), run(**MEAN, feedback=False)
+    assert not torch.allclose(four.theta, mean.theta, atol=1e-4)
+    with pytest.raises(ValueError, match="gossip"):
+        run(method="gossip")
+
+
+def test_primal_averaging_without_an_average_is_the_plain_mean() -> None:
+    plain = run(**MEAN)
+    assert torch.allclose(run(**MEAN, outer="primal").theta, plain.theta, atol=1e-6)
+    exchange = of_two(outer="primal", outer_momentum=0.75)
+    committed(exchange, 1.0, 3.0)
+    assert torch.allclose(exchange.average[:2], 0.25 * torch.tensor([0.5, 1.5]), atol=1e-6)
+    assert torch.allclose(exchange.theta[:2], (0.25 + 0.75 * 0.25) * torch.tensor([0.5, 1.5]), atol=1e-6)
+
+
+def of_two(**changes: Any) -> Exchange:
+    """An exchange of one shard between two learners."""
+    tensors = (TensorSpec(name="all", shape=(1000,), merge="direct", fragment=FragmentId(0)),)
+    setting = Setting(**MEAN | {"learners": 2} | changes)
+    return Exchange(setting, make_layout(tensors, 1, 1 << 20, "direct"), torch.zeros(1000))
+
+
+def committed(exchange: Exchange, first: float, second: float) -> Tensor:
+    """What a commit changes after two learners have moved along an axis of their own by ``first`` and ``second``."""
+    snapshots = torch.zeros(2, 1000)
+    snapshots[0, 0], snapshots[1, 1] = first, second
+    parcels = [exchange.contribute(ShardId(0), snapshot) for snapshot in snapshots]
+    return exchange.commit(ShardId(0), [0, 1], [parcel.gradient for parcel in parcels], [1.0, 1.0], [1, 1])
+
+
+def test_a_longer_contribution_weighs_less_with_the_penalty() -> None:
+    weights = torch.softmax(torch.tensor([-1.0, -3.0]), 0)
+    change = committed(of_two(penalty=True), 1.0, 3.0)
+    assert torch.allclose(change[:2], weights * torch.tensor([1.0, 3.0]), atol=1e-6)
