@@ -42,8 +42,9 @@ RATES = ALL_RATES[2:5]
 """Those that every row is trained at."""
 LENGTHS = (0.5, 0.75)
 """Shares of the budget for which data parallel is trained, too: token efficiency is read from them."""
-BATCHES = (0.5, 2.0)
-"""Shares of a size's batch at which data parallel and ``TUNED_LEARNERS`` with the first rule are trained, too."""
+BATCHES = (0.25, 0.5, 2.0)
+"""Shares of a size's batch at which data parallel and ``TUNED_LEARNERS`` with the first rule are trained, too, where
+the learners can share them."""
 TUNED_LEARNERS = 8
 WARMUP = 0.05
 PREDICTED = (35_000_000, 150_000_000, 1_000_000_000)
@@ -72,6 +73,11 @@ class Size(NamedTuple):
     def of_batch(self, share: float) -> Size:
         """Return this size with so much of its batch, and as many more steps."""
         return self._replace(batch=round(share * self.batch))
+
+    @property
+    def batches(self) -> list[Size]:
+        """This size, and the same with its other batches."""
+        return [self, *(one for one in map(self.of_batch, BATCHES) if one.batch % TUNED_LEARNERS == 0)]
 
     def cell(self, rate: float, **changes: Any) -> Setting:
         """Return what ships for this size, at a multiple of the usual learning rate, with ``changes``."""
@@ -111,7 +117,7 @@ def cells(largest: int) -> Iterator[Setting]:
                 yield from (size.cell(rate, **rule, learners=m, seed=seed) for rate in RATES)
         for share in LENGTHS:
             yield from (size.parallel(rate, steps=round(share * size.steps)) for rate in RATES)
-        for other in map(size.of_batch, BATCHES):
+        for other in size.batches[1:]:
             yield from (other.parallel(rate) for rate in RATES)
             rule = next(iter(RULES.values()))
             yield from (other.cell(rate, **rule, learners=TUNED_LEARNERS) for rate in RATES)
@@ -124,7 +130,7 @@ def cells(largest: int) -> Iterator[Setting]:
 def more_cells(largest: int, results: Path = runner.RESULTS) -> Iterator[Setting]:
     """Yield cells at one more rate for each row whose best is at the edge of those trained, until none is."""
     held = [HELD_BACK] if largest >= HELD_BACK.parameters else []
-    for size in [*(one.of_batch(share) for one in sizes(largest) for share in (1.0, *BATCHES)), *held]:
+    for size in [*itertools.chain.from_iterable(one.batches for one in sizes(largest)), *held]:
         rates = [size.cell(rate).learning_rate for rate in ALL_RATES]
         for _, setting in _rows(size):
             for _ in rates:
@@ -225,21 +231,21 @@ def points(found: Cells, rule: str, largest: int) -> list[Point]:
 
 
 def at_best_batches(found: Cells, size: Size) -> str:
-    """Return the gap of ``TUNED_LEARNERS`` if they and data parallel each have their best batch; "" if not all were
-    trained. Validation chooses, and test is shown, both with seed 1."""
-    rule, best = next(iter(RULES.values())), []
-    for is_parallel in (True, False):
-        losses = []
-        for one in map(size.of_batch, (1.0, *BATCHES)):
-            cell = one.parallel(RATES[0]) if is_parallel else one.cell(RATES[0], **rule, learners=TUNED_LEARNERS)
-            runs = found.get(tuned(found, seedless(cell)), {})
-            if SEEDS[0] not in runs:
-                return ""
-            losses.append((*halves(runs[SEEDS[0]]), one.batch))
-        best.append(min(losses))
-    (_, alone, least), (_, together, most) = best
+    """Return the gap of ``TUNED_LEARNERS`` if they and data parallel each have their best batch of those that both were
+    trained with; "" if that is one. Validation chooses, and test is shown, both with seed 1."""
+    rule = next(iter(RULES.values()))
+    tried = []
+    for one in size.batches:
+        pair = (one.parallel(RATES[0]), one.cell(RATES[0], **rule, learners=TUNED_LEARNERS))
+        runs = [found.get(tuned(found, seedless(cell)), {}) for cell in pair]
+        if all(SEEDS[0] in of_one for of_one in runs):
+            tried.append([(*halves(of_one[SEEDS[0]]), one.batch) for of_one in runs])
+    if len(tried) < 2:
+        return ""
+    (_, alone, least), (_, together, most) = (min(losses) for losses in zip(*tried, strict=True))
+    windows = ", ".join(str(batch) for batch in sorted(pair[0][2] for pair in tried))
     gap = 100.0 * (together / alone - 1.0)
-    return f"{size.parameters:,}: data parallel {least} windows, M = {TUNED_LEARNERS} {most}: {gap:+.2f} %"
+    return f"{size.parameters:,} ({windows}): data parallel {least}, M = {TUNED_LEARNERS} {most}: {gap:+.2f} %"
 
 
 def lines(largest: int, path: Path | None, results: Path = runner.RESULTS) -> Iterator[str]:
@@ -253,7 +259,7 @@ def lines(largest: int, path: Path | None, results: Path = runner.RESULTS) -> It
     edges = [row.name for size in sizes(largest) for row in _rows(size) if is_at_edge(found, row.setting)]
     yield "\nbest rate at the edge of those trained: " + ("; ".join(edges) or "none")
     tuned_batches = [line for size in sizes(largest) if (line := at_best_batches(found, size))]
-    yield f"\n{next(iter(RULES))}, each at its best of three batches: " + ("; ".join(tuned_batches) or "not trained")
+    yield f"\n{next(iter(RULES))}, each at its best batch (of windows): " + ("; ".join(tuned_batches) or "not trained")
     for rule in RULES:
         measured_points = points(found, rule, largest)
         law = fit(measured_points)
