@@ -5,7 +5,8 @@
 The peers are those of ``benchmarks.wire.exchange``: nodes whose learners only stand in. A round is one version of every
 shard. CPU is that of all rounds but the first eight, in which peers check most merges, divided by peers and shards; it
 includes what a peer does without exchanges, such as heartbeats, for as long as its round takes. Memory is what the node
-has for itself after the last round. Results are checked in the last round.
+has for itself after the last round but one. The last round's result is checked. A size that is in the file of
+``--json`` is not measured again.
 """
 
 from __future__ import annotations
@@ -67,10 +68,11 @@ def draw(path: Path, rows: dict[str, dict[str, Any]]) -> None:
     sizes = [int(name) for name in rows]
     with plots.figure(path, 2, size=(8.0, 3.2)) as (memory, cpu):
         for axes, key, unit in ((memory, "private_mb", "MB per node"), (cpu, "cpu_ms", "CPU ms per shard version")):
-            axes.plot(sizes, [row[key] for row in rows.values()], "o-", color=plots.OURS)
+            figures = [row[key] for row in rows.values()]
+            axes.plot(sizes, figures, "o-", color=plots.OURS)
             axes.set_xscale("log", base=2)
             axes.set_xticks(sizes, map(str, sizes))
-            axes.set_ylim(bottom=0)
+            axes.set_ylim(0, 1.15 * max(figures))
             axes.set_xlabel("peers")
             axes.set_ylabel(unit)
 
@@ -89,15 +91,18 @@ def options(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> int:
     """Measure each size, and draw."""
-    given, rows = options(), {}
+    given = options()
+    rows = bench.known(given.json, "scale/growth", "size")
     for peers in given.peers:
+        if str(peers) in rows:
+            continue
+        print(f"{peers} peers ...", flush=True)
         try:
             rows[str(peers)] = measure(peers, given.parameters, given.rounds)
         except BenchmarkError as error:
             print(f"{peers} peers: {error}", file=sys.stderr)
             return 1
-        bench.write(given, "scale/growth", {"size": peers}, rows[str(peers)])
-        print(bench.table("peers", COLUMNS, {str(peers): rows[str(peers)]}), flush=True)
+        bench.write(given, "scale/growth", {"size": str(peers)}, rows[str(peers)])
     print(bench.table("peers", COLUMNS, rows))
     if given.plot:
         draw(given.plot, rows)

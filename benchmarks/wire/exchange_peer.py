@@ -343,8 +343,8 @@ class Rounds:
         for shard, (theta, momentum) in zip(self._checked(), self._before, strict=True):
             piece = peer.peer.layout.shards[shard]
             found = peer.peer.state.theta[piece.start : piece.stop] - theta
-            blocks = [block_of(i, self._rounds) for i in range(self._config["peers"])]
-            gradients = [merge.Vector(_repeated(block, piece.elements)) for block in blocks]
+            numbers = range(self._config["peers"])
+            gradients = [merge.Vector(_repeated(block_of(i, self._rounds), piece.elements)) for i in numbers]
             merged, moved = torch.empty(piece.elements), theta.clone()
             merge.merge(piece.merge, gradients, [1.0] * len(gradients), [1] * len(gradients), 1, merged)
             outer_optimizer.outer_step(
@@ -360,7 +360,7 @@ class Rounds:
 
 
 def _repeated(block: torch.Tensor, elements: int) -> torch.Tensor:
-    return block.repeat(-(-elements // block.numel()))[:elements]
+    return block.repeat(-(-elements // block.numel()))[:elements].clone()  # alone, without the rest
 
 
 async def until(condition: Callable[[], bool], what: str) -> None:

@@ -121,7 +121,7 @@ class Swarm:
         before = self.ask_all({"do": "prepare"})
         done, cpu = self._go()
         after = self.ask_all({"do": "check"})
-        self._judge(done, after)
+        self._judge(after)
         peers = self.case.peers
         sent = [a["sent"] - b["sent"] for a, b in zip(after, before, strict=True)]
         received = [a["received"] - b["received"] for a, b in zip(after, before, strict=True)]
@@ -153,7 +153,10 @@ class Swarm:
     def _go(self) -> tuple[list[Message], float]:
         before = self.cpu_s()
         done = self.ask_all({"do": "go"})
-        return done, self.cpu_s() - before
+        cpu = self.cpu_s() - before
+        if failed := [d["reason"] for d in done if not d["ok"]]:
+            raise BenchmarkError(f"{self.case.name}: an exchange failed: {failed}")
+        return done, cpu
 
     def _busy_share(self, after: Sequence[Message]) -> float | None:
         rate = links.RATES[self.case.link]
@@ -162,10 +165,8 @@ class Swarm:
             return None
         return float(sum(a["busy_bytes"] for a in after) * 8 / seconds / rate)
 
-    def _judge(self, done: Sequence[Message], after: Sequence[Message]) -> None:
-        case, failed = self.case, [d["reason"] for d in done if not d["ok"]]
-        if failed:
-            raise BenchmarkError(f"{case.name}: an exchange failed: {failed}")
+    def _judge(self, after: Sequence[Message]) -> None:
+        case = self.case
         if len({a["digest"] for a in after}) > 1:
             raise BenchmarkError(f"{case.name}: the peers' digests differ")
         worst, allowed = max(a["error"] for a in after), ERRORS[case.codec]
