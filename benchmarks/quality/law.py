@@ -26,7 +26,7 @@ import msgspec
 
 from benchmarks.quality import runner
 from benchmarks.quality.bases import as_shipped
-from benchmarks.quality.claims import Cells, Claim, beyond_edge, halves, is_at_edge, measured, table, tuned
+from benchmarks.quality.claims import Cells, Claim, beyond_edge, efficiency, halves, is_at_edge, measured, table, tuned
 from benchmarks.quality.questions import ANY_LENGTH, LINE
 from benchmarks.quality.report import by_seed, seedless
 from benchmarks.quality.settings import Setting
@@ -245,7 +245,19 @@ def at_best_batches(found: Cells, size: Size) -> str:
     (_, alone, least), (_, together, most) = (min(losses) for losses in zip(*tried, strict=True))
     windows = ", ".join(str(batch) for batch in sorted(pair[0][2] for pair in tried))
     gap = 100.0 * (together / alone - 1.0)
-    return f"{size.parameters:,} ({windows}): data parallel {least}, M = {TUNED_LEARNERS} {most}: {gap:+.2f} %"
+    share = _efficiency(found, size, together) if least == size.batch else None
+    shown = "" if share is None else f", token efficiency {share:.0%}"
+    return f"{size.parameters:,} ({windows}): data parallel {least}, M = {TUNED_LEARNERS} {most}: {gap:+.2f} %{shown}"
+
+
+def _efficiency(found: Cells, size: Size, loss: float) -> float | None:
+    """Return the share of the budget after which data parallel with this size's batch has a test loss."""
+    curve = {}
+    for steps in (size.steps, *(round(share * size.steps) for share in LENGTHS)):
+        runs = found.get(tuned(found, seedless(size.parallel(RATES[0], steps=steps))), {})
+        if SEEDS[0] in runs:
+            curve[steps] = halves(runs[SEEDS[0]])[1]
+    return efficiency(loss, curve, size.steps)
 
 
 def lines(largest: int, path: Path | None, results: Path = runner.RESULTS) -> Iterator[str]:
