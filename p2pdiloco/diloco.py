@@ -47,7 +47,7 @@ from p2pdiloco.protocol.manifest import Layout, Manifest, RunConfig
 from p2pdiloco.script_node import JOIN_S, NODE_LOG, Return, ScriptNode, ScriptNodeError, Wish, leaving_s
 from p2pdiloco.training import founding_file, script_arguments
 from p2pdiloco.training.node_link import Meeting, NodeLink, ScriptTrainer, Visit
-from p2pdiloco.training.parameters import FlatParameters, OnUpdate, embedding_names, named_parameters, trainable
+from p2pdiloco.training.parameters import FlatParameters, OnUpdate, embedding_names, trainable, trained_share
 from p2pdiloco.training.script_arguments import DiLoCoError as DiLoCoError
 from p2pdiloco.training.step_check import StepCheck
 from p2pdiloco.training.step_counter import StepCounter
@@ -202,11 +202,9 @@ class DiLoCo(SwarmView):
                 "codec": codec,
             }
             sizes = [parameter.numel() for _, parameter in self._named]
-            exchanged, every = sum(sizes), sum(parameter.numel() for parameter in named_parameters(model).values())
+            share = trained_share(model)
             try:
-                config = founding_file.settings(
-                    self._given, tensors=len(sizes), parameters=exchanged, share=exchanged / every
-                )
+                config = founding_file.settings(self._given, tensors=len(sizes), parameters=sum(sizes), share=share)
             except founding_file.FoundationError as error:
                 raise DiLoCoError(str(error)) from error
             self._config = founding_file.with_frozen(founding_file.with_architecture(config, model), model)

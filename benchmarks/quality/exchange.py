@@ -137,7 +137,7 @@ class Exchange:
         self._plain = theta.clone() if is_primal else torch.empty(0)
         """Where plain outer steps alone would lead."""
         self.average = theta.clone() if is_primal else theta
-        """What is measured in the end: the global parameters, or a running average."""
+        """Parameters that are measured in the end: the global ones, or a running average."""
 
     def span(self, shard: ShardId) -> slice:
         """The shard's place in flat vectors."""

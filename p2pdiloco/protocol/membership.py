@@ -230,8 +230,9 @@ class Membership:
         """Live peers that participate, without this one."""
         self._median_s: float | None = None
         self.slowest_round_trip_s = 0.0
-        self.usual_round_trip_s = 0.0
         """Largest smoothed round trip to a live peer. Like the fields above, it is updated by ``refresh``."""
+        self.usual_round_trip_s = 0.0
+        """Median of the smoothed round trips to live peers, the lower one of two."""
         self.fastest_step_s = 0.0
         """Smallest step time that a live participating peer reports; 0 if there is none."""
 

@@ -273,6 +273,12 @@ def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {_bare(name): p for name, p in unwrapped(model).named_parameters()}
 
 
+def trained_share(model: nn.Module) -> float:
+    """Return how much of a model is trained, 0 to 1, by its parameters. Frozen ones without values yet do not count."""
+    every = [p for p in named_parameters(model).values() if not isinstance(p, UninitializedParameter)]
+    return sum(p.numel() for p in every if p.requires_grad) / max(1, sum(p.numel() for p in every))
+
+
 def embedding_names(model: nn.Module) -> set[str]:
     """Return the names of the trainable weights of all ``nn.Embedding``. They are merged by the direct mean (arXiv
     2604.21428)."""

@@ -7,6 +7,9 @@ import threading
 from pathlib import Path
 from typing import cast
 
+import pytest
+
+from p2pdiloco.node import local_host
 from p2pdiloco.node.local_host import LocalHost
 from p2pdiloco.transport.transport import Transport
 
@@ -30,3 +33,15 @@ def test_a_host_leaves_nothing_behind_that_still_writes(tmp_path: Path) -> None:
         asyncio.run(story())
     finally:
         gate.set()
+
+
+def test_a_host_bounds_the_heap_before_its_threads_allocate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = list[int]()
+    monkeypatch.setattr(local_host, "bound_heap", lambda: threads.append(threading.active_count()))
+
+    async def story() -> None:
+        async with LocalHost(cast(Transport, None), -1, tmp_path / "learner.log"):
+            assert threads == [before]
+
+    before = threading.active_count()
+    asyncio.run(story())

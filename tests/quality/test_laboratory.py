@@ -425,7 +425,7 @@ def of_two(**changes: Any) -> Exchange:
 
 
 def committed(exchange: Exchange, first: float, second: float) -> Tensor:
-    """What a commit changes after two learners have moved along an axis of their own by ``first`` and ``second``."""
+    """Return the change by a commit, after the learners have moved by ``first`` and ``second``, on an axis each."""
     snapshots = torch.zeros(2, 1000)
     snapshots[0, 0], snapshots[1, 1] = first, second
     parcels = [exchange.contribute(ShardId(0), snapshot) for snapshot in snapshots]

@@ -163,7 +163,7 @@ class Stage:
         self.beats: dict[PeerId, msg.Heartbeat] = {}
         """What the others say whenever they beat; who is not in here is silent."""
         self.round_trip_s = 0.0
-        """What the machine measures to each of the others, but for those in ``round_trips``."""
+        """Round trip that the machine measures to the others, but for those in ``round_trips``."""
         self.round_trips: dict[PeerId, float] = {}
         self.beaten: dict[PeerId, tuple[int, float]] = {}
         """The newest heartbeat that each of the others got, and when."""
