@@ -30,7 +30,7 @@ from p2pdiloco.peer.learner_updates import Payload
 from p2pdiloco.peer.message_verifier import MessageVerifier
 from p2pdiloco.peer.metrics import Metrics
 from p2pdiloco.peer.payload_cache import PayloadCache
-from p2pdiloco.peer.signatures import UnknownMemberError, check_commit
+from p2pdiloco.peer.signatures import FalseContributionError, UnknownMemberError, check_commit
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol.audits import AUDITED_VERSIONS
@@ -232,7 +232,12 @@ class Auditor:
     async def _check(self, accuser: PeerId, accusation: WrongMerge) -> None:
         owner = accusation.owner
         is_right = None
-        if await self._is_signed(accuser, accusation):
+        try:
+            is_signed = await self._is_signed(accuser, accusation)
+        except FalseContributionError as error:
+            self._convict(accusation, {}, str(error))
+            return
+        if is_signed:
             is_right = await self._judge(accusation, (accuser, owner), self._begin(accusation.header, ANSWER_S))
         if is_right:
             self._ignore(accuser, f"it accuses {owner} of a wrong merge, which is right")
@@ -244,18 +249,23 @@ class Auditor:
         payloads = await self._collect(commit.header, sources, case)
         if payloads is None or self._driver.is_closed:
             return None
-        problem = await self._host.work("audits", partial(self._problem, commit.header, payloads))
+        problem = await self._host.work("audits", partial(self._problem, commit, payloads))
         if problem is not None and not self._driver.is_closed:
             self._convict(commit, payloads, problem)
         return problem is None
 
-    def _problem(self, header: CommitHeader, payloads: Mapping[Digest, Payload]) -> str | None:
+    def _problem(self, commit: WrongMerge, payloads: Mapping[Digest, Payload]) -> str | None:
         """Return what is wrong with a merge. As memory and processors err, it must be found twice."""
+        header = commit.header
         piece, found = self._layout.shards[header.shard], list[str | None]()
         for _ in range(2):
             if any(digest_of(payload) != digest for digest, payload in payloads.items()):
                 return None
-            found.append(merge_problem(header, payloads, piece, self._turn_steps, self._recipes))
+            try:
+                check_commit(self._run, header, commit.signature)
+                found.append(merge_problem(header, payloads, piece, self._turn_steps, self._recipes))
+            except FalseContributionError as error:
+                found.append(str(error))
             if found[0] is None:
                 return None
         return found[1]
@@ -276,7 +286,11 @@ class Auditor:
             del self._ignored[next(iter(self._ignored))]
 
     async def _is_signed(self, accuser: PeerId, accusation: WrongMerge) -> bool:
-        """Return whether the commit bears the signatures of its owner and its contributors, who are members."""
+        """Return whether the commit bears its owner's signature, and its owner and contributors are members.
+
+        Raises:
+            FalseContributionError: a contributor did not sign.
+        """
         header, signature, standing = accusation.header, accusation.signature, self._verifier.standing
         for is_last in (False, True):
             try:
@@ -285,6 +299,8 @@ class Auditor:
                 if is_last:
                     return False
                 await self._verifier.ask_for_members(accuser)
+            except FalseContributionError:
+                raise
             except ValueError as error:
                 self._ignore(accuser, str(error))
                 return False

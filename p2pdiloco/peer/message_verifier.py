@@ -4,19 +4,21 @@ Rules of this file:
 1. An invalid message is dropped, and the fault of its sender counted. A few with a wrong digest or signature cost it
    the connection. A message that names an unknown member waits until its sender was asked for members, once.
 2. Signed commits are compared with those that are known here. Two commits of one owner on one parent are proof of
-   equivocation.
+   equivocation. A commit that names a contribution which its peer did not sign is the fault of its owner, not of a
+   peer that forwarded it.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from random import Random
 
 from p2pdiloco.peer.driver import Driver
 from p2pdiloco.peer.host import Host
 from p2pdiloco.peer.metrics import Metrics
 from p2pdiloco.peer.payload_cache import Keep, PayloadCache
-from p2pdiloco.peer.signatures import ForgedError, Standing, UnknownMemberError
+from p2pdiloco.peer.signatures import FalseContributionError, ForgedError, Standing, UnknownMemberError
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol.ids import PeerId
@@ -58,7 +60,8 @@ class MessageVerifier:
             case msg.Contribution() if message.payload:
                 return self._verify(peer, message, payload, lambda data: cache.verify_contribution(data, message))
             case msg.Commit(header=header):
-                return self._verify(peer, message, payload, lambda data: cache.verify_commit(data, header))
+                draws = self.draws()
+                return self._verify(peer, message, payload, lambda data: cache.verify_commit(data, header, draws))
             case msg.Equivocation():
                 if any(message.owner == known.owner for known in self._view.convictions().proofs):
                     return None
@@ -68,6 +71,15 @@ class MessageVerifier:
             case _:
                 self._driver.feed(ev.Received(peer, message))
                 return None
+
+    def draws(self) -> Random:
+        """Return a source of random numbers that no other peer can foresee."""
+        return Random(self._host.draw())
+
+    def report_false(self, error: FalseContributionError) -> None:
+        """Report an owner whose commit names a contribution that was not made."""
+        self._metrics.report_fault(error.proof.owner, "commit", str(error))
+        self._driver.feed(ev.Contradicted(error.proof))
 
     def report_contradictions(self) -> None:
         """Report owners that signed two commits on one parent to the machine."""
@@ -104,7 +116,11 @@ class MessageVerifier:
                 self.ask_for_members(peer).add_done_callback(lambda _: None if self._driver.is_closed else start())
                 return
             if isinstance(error, ValueError):
-                self._metrics.report_fault(peer, "payload", str(error))
+                if isinstance(error, FalseContributionError):
+                    self.report_false(error)
+                    self._host.links.blame(peer, is_forged=peer == error.proof.owner)
+                else:
+                    self._metrics.report_fault(peer, "payload", str(error))
                 if isinstance(error, ForgedError):
                     self._host.links.blame(peer, is_forged=True)
                 whole.cancel()

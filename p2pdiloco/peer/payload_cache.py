@@ -15,6 +15,7 @@ Rules of this file:
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
+from random import Random
 
 from p2pdiloco.codec.digests import list_bytes
 from p2pdiloco.peer.host import Disk
@@ -24,6 +25,7 @@ from p2pdiloco.peer.signatures import (
     OPEN,
     ForgedError,
     Register,
+    Sample,
     check_commit,
     check_contributor,
     check_equivocation,
@@ -236,19 +238,24 @@ class PayloadCache:
         check_contributor(self._run, message.shard, message.base.id, message.contributor, self._register)
         return lambda: cached.put(message.payload, data)
 
-    def verify_commit(self, data: memoryview, header: msg.CommitHeader, register: Register | None = None) -> Keep:
+    def verify_commit(
+        self, data: memoryview, header: msg.CommitHeader, draws: Random | None, register: Register | None = None
+    ) -> Keep:
         """Verify a commit's payload, signatures and digests.
+
+        ``draws``: draws the contributions whose signatures are checked; None: all are checked.
 
         Raises:
             UnknownMemberError: it names an unknown member.
-            ForgedError: a digest or a signature does not match, or a contribution is not signed.
+            ForgedError: a digest or the owner's signature does not match.
+            FalseContributionError: a contribution is not signed.
         """
         cached = self._of(header.shard)
         parts = split_commit(data, list_bytes(self._pieces[header.shard].elements))
         if digest_of(parts.gradient) != header.payload or digest_of(parts.digests) != header.result:
             raise ForgedError("its digests do not match")
-        mine = self._given.get(header.shard)
-        check_commit(self._run, header, parts.signature, register or self._register, mine)
+        sample = None if draws is None else Sample(self._identity.peer_id, draws, self._given.get(header.shard))
+        check_commit(self._run, header, parts.signature, register or self._register, sample)
         commit = msg.commit_id(header)
 
         def keep() -> None:

@@ -4,7 +4,8 @@ Rules of this file:
 1. A learner's ID contains its peer's ID, which is the peer's public key. A statement in a learner's name is thus
    verified with nothing but that name.
 2. A commit needs more than its owner's signature. Each contribution that it names bears the signature of its learner's
-   peer, over the run, the shard and the head that the commit follows.
+   peer, over the run, the shard and the head that the commit follows. A receiver checks those in its own name and a few
+   that it draws, so that its work does not grow with the number of peers. A missing one is proof against the owner.
 3. Every signer must be, or have been, a member; a contributor must have been allowed to contribute. A register knows
    this. An unknown signer may be a member that only other peers have heard of, so they are asked before anything is
    dropped.
@@ -13,14 +14,15 @@ Rules of this file:
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Protocol
+from collections.abc import Collection, Sequence
+from random import Random
+from typing import NamedTuple, Protocol
 
 from msgspec.structs import replace
 
 from p2pdiloco.protocol import messages
 from p2pdiloco.protocol.ids import Digest, PeerId, RunId, ShardId, peer_of
-from p2pdiloco.protocol.messages import CommitHeader, Contributor, Equivocation, Proof, commit_id
+from p2pdiloco.protocol.messages import CommitHeader, Contributor, Equivocation, Proof, WrongMerge, commit_id
 from p2pdiloco.transport.identity import Identity, verify
 from p2pdiloco.wire.control_messages import GetStatements, TellStatements
 from p2pdiloco.wire.request_reply import Answer, RequestRefused
@@ -65,6 +67,43 @@ class ForgedError(ValueError):
     """A digest or a signature does not match. No honest peer sends that, whatever it knows of members."""
 
 
+class FalseContributionError(ValueError):
+    """An owner signed a commit that names a contribution which its learner's peer did not sign. An honest peer may have
+    forwarded it.
+
+    Attributes:
+        proof: the commit, with its owner's signature.
+    """
+
+    def __init__(self, proof: WrongMerge, message: str) -> None:
+        super().__init__(message)
+        self.proof = proof
+
+
+CHECKED = 4
+"""Others' contributions of a commit whose signatures a receiver checks. If each of n receivers draws 4 of n, one in 54
+false contributions escapes all of them."""
+
+
+class Sample(NamedTuple):
+    """Selects the contributions of a commit whose signatures a peer checks."""
+
+    me: PeerId
+    random: Random
+    mine: tuple[Digest, Contributor] | None = None
+    """A head, and the contribution that this peer signed on it, which needs no check."""
+
+    def of(self, header: CommitHeader) -> Sequence[Contributor]:
+        """Return all contributions in this peer's name, and ``CHECKED`` others.
+
+        The owner's own are not among these: its signature of the commit covers them.
+        """
+        givers = [(peer_of(c.learner), c) for c in header.contributors]
+        own = [c for giver, c in givers if giver == self.me and (header.parent, c) != self.mine]
+        others = [c for giver, c in givers if giver not in (self.me, header.owner)]
+        return own + self.random.sample(others, min(CHECKED, len(others)))
+
+
 def signed(
     identity: Identity, run: RunId, shard: ShardId, base: Digest, contributor: Contributor, payload: Digest
 ) -> Contributor:
@@ -83,13 +122,22 @@ def check_contributor(
         ForgedError: the signature is invalid.
         ValueError: the peer may not contribute.
     """
+    _check_giver(contributor, register)
+    if not _is_signed(run, shard, base, contributor):
+        raise ForgedError(f"the contribution of learner {contributor.learner} does not bear its peer's signature")
+
+
+def _check_giver(contributor: Contributor, register: Register) -> None:
     giver = peer_of(contributor.learner)
     if not register.was_member(giver):
         raise UnknownMemberError(f"{giver} is not known as a member of the run")
     if not register.may_contribute(giver):
         raise ValueError(f"{giver} is a follower and may not contribute")
-    if not verify(giver, messages.signed_contribution_bytes(run, shard, base, contributor), contributor.signature):
-        raise ForgedError(f"the contribution of learner {contributor.learner} does not bear its peer's signature")
+
+
+def _is_signed(run: RunId, shard: ShardId, base: Digest, contributor: Contributor) -> bool:
+    statement = messages.signed_contribution_bytes(run, shard, base, contributor)
+    return verify(peer_of(contributor.learner), statement, contributor.signature)
 
 
 def check_commit(
@@ -97,15 +145,16 @@ def check_commit(
     header: CommitHeader,
     signature: bytes,
     register: Register = OPEN,
-    mine: tuple[Digest, Contributor] | None = None,
+    sample: Sample | None = None,
 ) -> None:
     """Verify that the owner signed this commit, and that its contributions were made on its parent.
 
-    ``mine``: a head and the contribution that this peer signed on it, which needs no check.
+    ``sample``: selects the contributions whose signatures are checked; None: all of them.
 
     Raises:
         UnknownMemberError: a signer is not known as a member.
-        ForgedError: a signature is invalid.
+        ForgedError: the owner's signature is invalid.
+        FalseContributionError: the signature of a contribution is invalid.
         ValueError: a contributor may not contribute, or there are more peers of an invite than it admits.
     """
     if not register.was_member(header.owner):
@@ -113,8 +162,11 @@ def check_commit(
     if not verify(header.owner, messages.signed_commit_bytes(commit_id(header)), signature):
         raise ForgedError("it does not bear its owner's signature")
     for contributor in header.contributors:
-        if (header.parent, contributor) != mine:
-            check_contributor(run, header.shard, header.parent, contributor, register)
+        _check_giver(contributor, register)
+    for contributor in header.contributors if sample is None else sample.of(header):
+        if not _is_signed(run, header.shard, header.parent, contributor):
+            what = f"the contribution of learner {contributor.learner} does not bear its peer's signature"
+            raise FalseContributionError(WrongMerge(header, signature), what)
     if (
         problem := register.invite_problem({header.owner, *(peer_of(c.learner) for c in header.contributors)})
     ) is not None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from p2pdiloco.codec.digests import StateForm, list_bytes
-from p2pdiloco.peer.signatures import OPEN, Register, UnknownMemberError, check_commit
+from p2pdiloco.peer.signatures import OPEN, FalseContributionError, Register, Sample, UnknownMemberError, check_commit
 from p2pdiloco.protocol.chain import genesis_head, record_of
 from p2pdiloco.protocol.data_blocks import BlockLedger, Trained
 from p2pdiloco.protocol.ids import DIGEST_BYTES, Digest, PeerId, RunId, ShardId, digest_of, peer_of
@@ -31,14 +31,19 @@ class SavedState(StateProof, frozen=True, array_like=True):
     """The commits before its own, oldest first. After a restart, a fork that grew meanwhile is compared with them."""
 
 
-def proven_digest(manifest: Manifest, proof: StateProof, register: Register = OPEN) -> Digest:
+def proven_digest(
+    manifest: Manifest, proof: StateProof, register: Register = OPEN, sample: Sample | None = None
+) -> Digest:
     """Verify a proof; return the digest that the shard's tensors must have.
 
     The digest is the one that the commit's owner signed, or the manifest's at version 0. Step, marks and trained blocks
     of the state must match the commit too.
 
+    ``sample``: as in ``check_commit``.
+
     Raises:
         UnknownMemberError: a signer is not known as a member.
+        FalseContributionError: the commit names a contribution that was not made.
         ValueError: the proof does not prove its state.
     """
     state, header = proof.state, proof.header
@@ -66,8 +71,8 @@ def proven_digest(manifest: Manifest, proof: StateProof, register: Register = OP
     if header.record != record_of(dict(state.marks), state.trained, state.norm_bound):
         raise ValueError(f"the state of shard {head.shard} counts other tokens or blocks than its commit")
     try:
-        check_commit(manifest.run, header, proof.signature, register)
-    except UnknownMemberError:
+        check_commit(manifest.run, header, proof.signature, register, sample)
+    except (UnknownMemberError, FalseContributionError):
         raise
     except ValueError as error:
         raise ValueError(f"the commit of shard {head.shard}: {error}") from error
@@ -75,13 +80,20 @@ def proven_digest(manifest: Manifest, proof: StateProof, register: Register = OP
 
 
 def check_lineage(
-    run: RunId, head: CommitHeader | None, lineage: Sequence[SignedCommit], register: Register = OPEN
+    run: RunId,
+    head: CommitHeader | None,
+    lineage: Sequence[SignedCommit],
+    register: Register = OPEN,
+    sample: Sample | None = None,
 ) -> None:
     """Verify that ``lineage`` is an unbroken chain of signed commits to ``head``, whose contributions add up to its
     tokens.
 
+    ``sample``: as in ``check_commit``.
+
     Raises:
         UnknownMemberError: a signer is not known as a member.
+        FalseContributionError: a commit names a contribution that was not made.
         ValueError: it is not.
     """
     for earlier in reversed(lineage):
@@ -90,7 +102,7 @@ def check_lineage(
         if head is None or not is_parent or head.shard != header.shard:
             raise ValueError(f"the lineage of shard {header.shard} is broken at version {header.version}")
         _check_tokens(head, header)
-        check_commit(run, header, earlier.signature, register)
+        check_commit(run, header, earlier.signature, register, sample)
         head = header
 
 
@@ -123,21 +135,29 @@ def is_listed(offer: StateOffer, chunk: int, data: bytes | bytearray | memoryvie
 
 
 def checked_offer(
-    manifest: Manifest, layout: Layout, shard: ShardId, body: bytes, register: Register = OPEN
+    manifest: Manifest,
+    layout: Layout,
+    shard: ShardId,
+    body: bytes,
+    register: Register = OPEN,
+    sample: Sample | None = None,
 ) -> StateOffer:
     """Decode and verify an offer of ``shard``.
 
+    ``sample``: as in ``check_commit``.
+
     Raises:
         UnknownMemberError: a signer of its proof is not known as a member.
+        FalseContributionError: one of its commits names a contribution that was not made.
         ValueError: it is malformed, of another shard, not signed by its owner, or its digests are not the signed ones.
     """
     offer = decode_as(body, StateOffer)
     if offer.proof.state.head.shard != shard:
         raise ValueError(f"the offer is not of shard {shard}")
-    result = proven_digest(manifest, offer.proof, register)
+    result = proven_digest(manifest, offer.proof, register, sample)
     if len(offer.digests) != list_bytes(layout.shards[shard].elements) or digest_of(offer.digests) != result:
         raise ValueError(f"the chunk digests of shard {shard} are not those that its owner signed")
-    check_lineage(manifest.run, offer.proof.header, offer.lineage, register)
+    check_lineage(manifest.run, offer.proof.header, offer.lineage, register, sample)
     return offer
 
 

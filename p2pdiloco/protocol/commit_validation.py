@@ -153,8 +153,8 @@ def _sentence(proof: Proof) -> str:
         deed = f"{proof.owner} has signed two commits of version {proof.version} of shard {proof.shard}"
     else:
         deed = (
-            f"{proof.owner} has put other values into version {proof.version} of shard {proof.shard} than the "
-            "contributions that it names give"
+            f"{proof.owner} has put other values into version {proof.version} of shard {proof.shard} than its "
+            "contributors gave"
         )
     return f"{deed}: it owns nothing for {TERM} versions. To remove it: p2pdiloco members ban {proof.owner}"
 

@@ -262,9 +262,11 @@ class Equivocation(msgspec.Struct, frozen=True, array_like=True, tag="equivocati
 
 
 class WrongMerge(msgspec.Struct, frozen=True, array_like=True, tag="wrong-merge"):
-    """A commit, with its owner's signature, whose values are not the merge of the contributions that it names.
+    """A commit, with its owner's signature, whose values are not the merge of the contributions that it names, or that
+    names a contribution which was not made.
 
-    The sender has the payloads. A receiver believes nothing before it has made the merge again.
+    The sender has the payloads. A receiver believes nothing before it has checked all signatures, and has made the
+    merge again.
     """
 
     header: CommitHeader

@@ -145,7 +145,7 @@ class Checks:
         if isinstance(proof, WrongMerge):
             self.world.happened["wrong-merge"] += 1
             lying.caught.setdefault(owner, lying.wrong[owner])
-            if not lying.is_wrong(proof.header.payload):
+            if not lying.is_wrong(proof.header):
                 self.violated(3, f"{owner[-6:]} is said to have merged wrongly, which is not so")
             return
         self.world.happened["equivocation"] += 1
@@ -164,7 +164,7 @@ class Checks:
     def _applied(self, peer: Peer, shard: ShardId, head: Digest) -> None:
         chain = peer.machine.core.chains[shard]
         if chain.log and chain.log_ids[-1] == head and chain.log[-1].owner != peer.config.peer:
-            self.world.lying_owners.applied(chain.log[-1].owner, chain.log[-1].payload)
+            self.world.lying_owners.applied(chain.log[-1])
         if peer.state.heads[shard] != head or chain.head is None or chain.head.id != head:
             return  # it has moved on
         known = self.values.get((shard, head))
@@ -230,7 +230,8 @@ class Checks:
         try:
             check_commit(self.world.manifest.run, header, self.proof(peer, shard, head)[1])
         except ValueError as error:
-            self._forged[shard, head] = str(error)
+            if not self.world.lying_owners.is_wrong(header):
+                self._forged[shard, head] = str(error)
         for c in header.contributors:
             if c.tokens_from < marks.get(c.learner, 0):
                 self.violated(3, f"commit {head[:8]} of shard {shard} merges tokens of {c.learner[-12:]} again")
@@ -323,7 +324,7 @@ class Checks:
     # -- 3: a commit is the merge that it says -------------------------------------------------------------------------
 
     def _is_merged(self, shard: ShardId, header: CommitHeader, change: Vector) -> None:
-        if self.world.lying_owners.is_wrong(header.payload):
+        if self.world.lying_owners.is_wrong(header):
             return
         vectors, weights = [], []
         for c in header.contributors:

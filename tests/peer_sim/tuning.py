@@ -13,6 +13,8 @@ CHUNK = 256
 """Parameters of a chunk."""
 COMMITS_S = 0.5
 """Between two looks at what was committed since a checkpoint."""
+CHECKED = 1
+"""Others' signatures in a commit that a peer checks: fewer than there are."""
 
 
 def install() -> None:
@@ -28,3 +30,6 @@ def install() -> None:
     from p2pdiloco.peer import checkpoint_writer
 
     checkpoint_writer.EVERY_S = COMMITS_S
+    from p2pdiloco.peer import signatures
+
+    signatures.CHECKED = CHECKED

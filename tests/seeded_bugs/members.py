@@ -100,7 +100,7 @@ BUGS = (
     Bug(
         name="givers in a commit need not be members",
         module="p2pdiloco.peer.signatures",
-        where="check_contributor",
+        where="_check_giver",
         old="not register.was_member(giver)",
         new="False",
         harm="an owner fills its commit with learners that it made up",
@@ -118,7 +118,7 @@ BUGS = (
     Bug(
         name="followers merged by an owner that likes them",
         module="p2pdiloco.peer.signatures",
-        where="check_contributor",
+        where="_check_giver",
         old="not register.may_contribute(giver)",
         new="False",
         harm="what a founder granted for following teaches the model",
@@ -146,8 +146,8 @@ BUGS = (
         name="makers of a state need not be members",
         module="p2pdiloco.peer.state_client",
         where="StateClient._check_offer.check",
-        old="checked_offer(self._manifest, self._layout, shard, body, self._verifier.standing)",
-        new="checked_offer(self._manifest, self._layout, shard, body)",
+        old="checked_offer(self._manifest, self._layout, shard, body, self._verifier.standing, sample)",
+        new="checked_offer(self._manifest, self._layout, shard, body, sample=sample)",
         harm="a newcomer takes a chain of keys that nobody let in",
         killed_by=(f"{_STANDING_TESTS}::test_a_state_is_taken_when_its_donor_has_told_who_made_it",),
     ),

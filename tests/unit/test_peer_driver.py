@@ -134,7 +134,7 @@ def test_a_commit_that_names_what_its_learners_did_not_give_is_dropped(tmp_path:
                 msgspec.structs.replace(genuine, tokens_to=genuine.tokens_to + 1),
                 msgspec.structs.replace(genuine, blocks=(Block(7),)),
                 msgspec.structs.replace(genuine, learner=learner_id(bob.id, "1")),
-                msgspec.structs.replace(genuine, learner=learner_id(stranger.peer_id, "1")),
+                msgspec.structs.replace(genuine, learner=learner_id(Identity.ephemeral().peer_id, "1")),
                 msgspec.structs.replace(genuine, signature=b""),
             )
             for number, lie in enumerate(lies, 1):
@@ -142,8 +142,10 @@ def test_a_commit_that_names_what_its_learners_did_not_give_is_dropped(tmp_path:
                 signature = stranger.sign(messages.signed_commit_bytes(msg.commit_id(said)))
                 sent = join_commit(parts._replace(signature=signature))
                 await stage.deliver(bob, ann.id, msg.Commit(said), sent)
-                assert bob.faults() == {"payload": number}
+                assert bob.faults() == {"commit": number}
                 assert bob.versions == [0, 0]
+            assert stranger.peer_id in bob.machine.view.barred
+            assert not +bob.forged, "who forwards it is not the liar"
             await stage.deliver(bob, ann.id, msg.Commit(header), join_commit(parts))
             assert bob.versions == [0, 1]
 

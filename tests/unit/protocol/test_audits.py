@@ -14,6 +14,7 @@ from troupe import Member, act
 from troupe import Stage as Theatre
 
 from p2pdiloco.codec import merge
+from p2pdiloco.peer import signatures
 from p2pdiloco.peer.audit import ANSWER_S, UNCHECKED, UNCHECKED_PER_S
 from p2pdiloco.peer.state_server import PAYLOADS
 from p2pdiloco.protocol import effects as ef
@@ -24,7 +25,7 @@ from p2pdiloco.protocol.audits import AUDIT_SHARE, AUDITED_VERSIONS
 from p2pdiloco.protocol.chain import no_size
 from p2pdiloco.protocol.commit_validation import EVIDENCE_MOST, audited_payloads
 from p2pdiloco.protocol.config import Sizes
-from p2pdiloco.protocol.ids import Digest, PeerId, ShardId
+from p2pdiloco.protocol.ids import Digest, PeerId, ShardId, learner_id
 from p2pdiloco.protocol.norm_bound import MEMORY, NormBound
 from p2pdiloco.wire.control_messages import GetPayload, decode_request, encode
 from p2pdiloco.wire.request_reply import RequestRefused
@@ -296,6 +297,83 @@ def test_an_accuser_whose_word_does_not_hold_is_not_heard_again(tmp_path: Path) 
             assert not dan.faults()
             assert not dan.machine.view.barred
             assert dan.asked[ann.id] >= 2
+
+    act(story)
+
+
+def unsigned(member: Member) -> None:
+    """From now on it names others' contributions without their signatures."""
+    feed = member.driver.feed
+
+    def changed(event: ev.Event) -> None:
+        if isinstance(event, ev.Received) and isinstance(event.message, msg.Contribution):
+            contributor = msgspec.structs.replace(event.message.contributor, signature=bytes(64))
+            event = msgspec.structs.replace(
+                event, message=msgspec.structs.replace(event.message, contributor=contributor)
+            )
+        feed(event)
+
+    member.driver.feed = changed  # type: ignore[method-assign]
+
+
+def test_a_contribution_that_was_not_made_convicts_without_a_payload(tmp_path: Path) -> None:
+    """G2f, V5d: the commit alone proves it, to everybody who is told; its owner's signature must be right."""
+
+    async def story() -> None:
+        async with Theatre(tmp_path) as stage:
+            ann, bob, cat = await company(stage)
+            await stage.train(ann, 1.0, 1.0)
+            header, _ = newest(bob)
+            own = header.contributors[0]
+            others = msgspec.structs.replace(own, learner=learner_id(cat.id, "1"))
+            false = msgspec.structs.replace(header, contributors=(*header.contributors, others))
+            await stage.deliver(bob, cat.id, msg.WrongMerge(false, bytes(64)))
+            assert bob.faults() == {"accusation": 1}
+            assert not bob.machine.view.barred
+            before = cat.asked.total()
+            await stage.deliver(cat, bob.id, msg.WrongMerge(false, _signed(false)))
+            assert cat.faults() == {"merge": 1}
+            assert cat.asked.total() == before, "it needs no payload"
+            assert ann.id in cat.machine.view.barred
+            assert ann.id not in bob.machine.view.barred, "it does not hear whom it ignores"
+
+    act(story)
+
+
+@pytest.mark.parametrize("checked", [0, 4])
+def test_an_owner_that_names_what_was_not_given_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checked: int
+) -> None:
+    """G2f, V5c: by the one named, by whoever draws it, or by an audit. Nobody else hears of it here."""
+    monkeypatch.setattr(signatures, "CHECKED", checked)
+
+    async def story() -> None:
+        async with Theatre(tmp_path) as stage:
+            ann = await stage.found()
+            bob = await stage.beside()
+            cat = await stage.add("cat", None, has_learner=False, weight=0.0)
+            await stage.wait(3.0)
+            stage.disconnect(bob, cat)
+            cat.draws = 0.0
+            unsigned(ann)
+            for _ in range(2):
+                bob.learner.step(1.0)
+                ann.learner.step(1.0)
+                await stage.rest(bob)
+                await stage.rest(ann)
+            await stage.settle()
+            assert ann.id in bob.machine.view.barred
+            assert bob.faults() == {"commit": 1}
+            assert ann.id in cat.machine.view.barred
+            assert cat.faults() == ({"commit": 1} if checked else {"merge": 1})
+            assert (max(cat.versions) > 0) == (checked == 0)
+            monkeypatch.setattr(signatures, "CHECKED", 4)
+            stage.kill(bob)
+            stage.kill(cat)
+            dan = await stage.add("dan", None, has_learner=False, weight=0.0)
+            await stage.wait(3.0)
+            assert dan.faults().keys() == {"commit"}, "who comes later finds it in the state, which is not its donor's"
+            assert ann.id in dan.machine.view.barred
 
     act(story)
 

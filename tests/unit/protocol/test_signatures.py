@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from random import Random
 from typing import Any
 
 import msgspec
 import pytest
 from stage import SHARD, A, B, C, Stage, commit_on, digest, life, notes, tokens
 
-from p2pdiloco.peer.signatures import UnknownMemberError, check_commit, check_contributor, signed
+from p2pdiloco.peer.signatures import (
+    FalseContributionError,
+    Sample,
+    UnknownMemberError,
+    check_commit,
+    check_contributor,
+    signed,
+)
 from p2pdiloco.protocol import messages
 from p2pdiloco.protocol.chain import record_of
 from p2pdiloco.protocol.data_blocks import Block, Trained
 from p2pdiloco.protocol.events import Mark
-from p2pdiloco.protocol.ids import PeerId, RunId, ShardId, learner_id
-from p2pdiloco.protocol.messages import CommitHeader, Contributor, Head, commit_id
+from p2pdiloco.protocol.ids import Digest, PeerId, RunId, ShardId, learner_id, peer_of
+from p2pdiloco.protocol.messages import CommitHeader, Contributor, Head, WrongMerge, commit_id
 from p2pdiloco.transport.identity import Identity
 from tests.machine_sim.report import simulate
 
@@ -104,15 +112,42 @@ def test_nobody_signs_in_anothers_name() -> None:
 
 
 def test_what_a_peer_has_signed_itself_is_known_on_that_head_and_as_it_was() -> None:
-    """G2a: a commit that says anything else in its name is checked as for everybody."""
+    """G2f: a commit that says anything else in its name is checked."""
     known, mine = msgspec.structs.replace(given(), signature=bytes(64)), BASE.id
-    check_commit(RUN, *committed(known, given(BOB)), mine=(mine, known))
+
+    def sample(head: Digest, contributor: Contributor) -> Sample:
+        return Sample(ANN.peer_id, Random(0), (head, contributor))
+
+    check_commit(RUN, *committed(known, given(BOB), by=BOB), sample=sample(mine, known))
     for head, other in (
         (digest("another"), known),
         (mine, msgspec.structs.replace(known, tokens_to=known.tokens_to + 1)),
     ):
         with pytest.raises(ValueError, match="its peer's signature"):
-            check_commit(RUN, *committed(known), mine=(head, other))
+            check_commit(RUN, *committed(known, by=BOB), sample=sample(head, other))
+
+
+def test_few_signatures_of_a_commit_are_checked_and_one_in_the_receivers_name_always() -> None:
+    """G2f: four that nobody can foresee; the owner's signature covers its own."""
+    names = [Identity.ephemeral() for _ in range(12)]
+    header, signature = committed(*(given(name) for name in names), by=names[0])
+    drawn = [{peer_of(c.learner) for c in Sample(names[1].peer_id, Random(seed)).of(header)} for seed in range(100)]
+    assert all(len(found) == 5 and names[1].peer_id in found for found in drawn)
+    assert set().union(*drawn) == {name.peer_id for name in names[1:]}
+    check_commit(RUN, header, signature, sample=Sample(names[1].peer_id, Random(0)))
+    false = given(names[2], signer=names[0])
+    header, signature = committed(false, *(given(name) for name in names if name is not names[2]), by=names[0])
+    finds = [false in Sample(names[1].peer_id, Random(seed)).of(header) for seed in range(100)]
+    assert 25 <= sum(finds) <= 55, "four of ten"
+    check_commit(RUN, header, signature, sample=Sample(names[1].peer_id, Random(finds.index(False))))
+    for sample in (
+        None,
+        Sample(names[1].peer_id, Random(finds.index(True))),
+        *(Sample(names[2].peer_id, Random(seed)) for seed in range(20)),
+    ):
+        with pytest.raises(FalseContributionError, match="its peer's signature") as found:
+            check_commit(RUN, header, signature, sample=sample)
+        assert found.value.proof == WrongMerge(header, signature)
 
 
 def test_a_commit_is_its_owners_and_names_what_was_given_on_its_parent() -> None:
