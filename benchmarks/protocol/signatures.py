@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import argparse
 import time
+from functools import partial
+from random import Random
 
 import msgspec
 
-from p2pdiloco.peer.signatures import check_commit, check_contributor, signed
+from p2pdiloco.peer.signatures import Sample, all_of, check_commit, check_contributor, signed
 from p2pdiloco.peer.state_proof import check_lineage
 from p2pdiloco.protocol import messages
+from p2pdiloco.protocol.counted_tokens import TokenCounts
 from p2pdiloco.protocol.ids import Digest, PeerId, RunId, ShardId, digest_of, learner_id
 from p2pdiloco.protocol.messages import CommitHeader, Contributor, commit_id
 from p2pdiloco.transport.identity import Identity
@@ -39,24 +42,37 @@ def main() -> None:
     print(f"microseconds to check a contributor: {1e6 * each:.0f}")
     made = best_s(lambda: signed(peers[0], RUN, SHARD, last.header.parent, bare, Digest("2" * 40)))
     print(f"microseconds to sign a contribution: {1e6 * made:.0f}")
-    whole = best_s(lambda: check_commit(RUN, last.header, last.signature))
-    print(f"microseconds to check a commit of {arguments.contributors}: {1e6 * whole:.0f}")
-    line_s = best_s(lambda: check_lineage(RUN, last.header, line[:-1]))
     size = sum(len(encode(commit)) for commit in line)
-    print(f"a lineage of {arguments.versions} commits: {size:,} bytes, checked in {1e3 * line_s:.1f} ms")
+    sample = Sample(Identity.ephemeral().peer_id, Random())
+    for which, name in ((sample.of, "a receiver"), (all_of, "an auditor")):
+        whole = best_s(partial(check_commit, RUN, last.header, last.signature, selection=which))
+        print(f"microseconds for {name} to check a commit of {arguments.contributors}: {1e6 * whole:.0f}")
+        line_s = best_s(partial(check_lineage, RUN, last.header, line[:-1], selection=which))
+        print(f"a lineage of {arguments.versions} commits: {size:,} bytes, {1e3 * line_s:.1f} ms")
 
 
 def lineage(peers: list[Identity], versions: int) -> list[SignedCommit]:
     """Commits that follow each other, of all peers' contributions."""
-    found, parent, tokens = list[SignedCommit](), digest_of(b"version 0"), 0
+    found, parent, tokens, counts = list[SignedCommit](), digest_of(b"version 0"), 0, TokenCounts()
     for version in range(1, versions + 1):
         ranges = (Contributor(learner_id(p.peer_id, "a1b2c3d4"), 10**6, 10**6 + 8192, 100, 124) for p in peers)
         given = (signed(p, RUN, SHARD, parent, c, digest_of(b"payload")) for p, c in zip(peers, ranges, strict=True))
         contributors = tuple(sorted(given, key=lambda c: c.learner))
-        tokens += 8192 * len(peers)
+        added, counts = counts.count([8192] * len(peers), first=1)
+        tokens += added
         digest, owner = digest_of(b"any"), peers[version % len(peers)]
         header = CommitHeader(
-            SHARD, version, parent, 24 * version, PeerId(owner.peer_id), contributors, tokens, digest, digest, digest
+            shard=SHARD,
+            version=version,
+            parent=parent,
+            step=24 * version,
+            owner=PeerId(owner.peer_id),
+            contributors=contributors,
+            tokens=tokens,
+            payload=digest,
+            result=digest,
+            record=digest,
+            counts=counts,
         )
         parent = commit_id(header)
         found.append(SignedCommit(header, owner.sign(messages.signed_commit_bytes(parent))))

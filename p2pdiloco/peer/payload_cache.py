@@ -29,6 +29,7 @@ from p2pdiloco.peer.signatures import (
     check_commit,
     check_contributor,
     check_equivocation,
+    none_of,
     signed,
 )
 from p2pdiloco.peer.state_proof import lineage_of
@@ -243,7 +244,7 @@ class PayloadCache:
     ) -> Keep:
         """Verify a commit's payload, signatures and digests.
 
-        ``draws``: draws the contributions whose signatures are checked; None: all are checked.
+        ``draws``: draws the contributions whose signatures are checked; None: the commit is an own one, and none are.
 
         Raises:
             UnknownMemberError: it names an unknown member.
@@ -254,8 +255,9 @@ class PayloadCache:
         parts = split_commit(data, list_bytes(self._pieces[header.shard].elements))
         if digest_of(parts.gradient) != header.payload or digest_of(parts.digests) != header.result:
             raise ForgedError("its digests do not match")
-        sample = None if draws is None else Sample(self._identity.peer_id, draws, self._given.get(header.shard))
-        check_commit(self._run, header, parts.signature, register or self._register, sample)
+        mine = self._given.get(header.shard)
+        selection = none_of if draws is None else Sample(self._identity.peer_id, draws, mine).of
+        check_commit(self._run, header, parts.signature, register or self._register, selection)
         commit = msg.commit_id(header)
 
         def keep() -> None:

@@ -14,7 +14,7 @@ Rules of this file:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from random import Random
 from typing import NamedTuple, Protocol
 
@@ -85,8 +85,22 @@ CHECKED = 4
 false contributions escapes all of them."""
 
 
+Selection = Callable[[CommitHeader], Sequence[Contributor]]
+"""Returns the contributions of a commit whose signatures are checked."""
+
+
+def all_of(header: CommitHeader) -> Sequence[Contributor]:
+    """Return all contributions: for audits and accusations."""
+    return header.contributors
+
+
+def none_of(header: CommitHeader) -> Sequence[Contributor]:
+    """Return no contribution: for what this peer had verified before it saved it."""
+    return ()
+
+
 class Sample(NamedTuple):
-    """Selects the contributions of a commit whose signatures a peer checks."""
+    """Selects for a peer that receives a commit."""
 
     me: PeerId
     random: Random
@@ -145,11 +159,9 @@ def check_commit(
     header: CommitHeader,
     signature: bytes,
     register: Register = OPEN,
-    sample: Sample | None = None,
+    selection: Selection = all_of,
 ) -> None:
     """Verify that the owner signed this commit, and that its contributions were made on its parent.
-
-    ``sample``: selects the contributions whose signatures are checked; None: all of them.
 
     Raises:
         UnknownMemberError: a signer is not known as a member.
@@ -163,7 +175,7 @@ def check_commit(
         raise ForgedError("it does not bear its owner's signature")
     for contributor in header.contributors:
         _check_giver(contributor, register)
-    for contributor in header.contributors if sample is None else sample.of(header):
+    for contributor in selection(header):
         if not _is_signed(run, header.shard, header.parent, contributor):
             what = f"the contribution of learner {contributor.learner} does not bear its peer's signature"
             raise FalseContributionError(WrongMerge(header, signature), what)

@@ -558,7 +558,7 @@ class StateClient:
         sample = Sample(self._view.me, self._verifier.draws())
 
         def check() -> StateOffer:
-            return checked_offer(self._manifest, self._layout, shard, body, self._verifier.standing, sample)
+            return checked_offer(self._manifest, self._layout, shard, body, self._verifier.standing, sample.of)
 
         try:
             return await self._host.work("checks", check)

@@ -6,7 +6,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from p2pdiloco.codec.digests import StateForm, list_bytes
-from p2pdiloco.peer.signatures import OPEN, FalseContributionError, Register, Sample, UnknownMemberError, check_commit
+from p2pdiloco.peer.signatures import (
+    OPEN,
+    FalseContributionError,
+    Register,
+    Selection,
+    UnknownMemberError,
+    all_of,
+    check_commit,
+    none_of,
+)
 from p2pdiloco.protocol.chain import genesis_head, record_of
 from p2pdiloco.protocol.data_blocks import BlockLedger, Trained
 from p2pdiloco.protocol.ids import DIGEST_BYTES, Digest, PeerId, RunId, ShardId, digest_of, peer_of
@@ -32,14 +41,14 @@ class SavedState(StateProof, frozen=True, array_like=True):
 
 
 def proven_digest(
-    manifest: Manifest, proof: StateProof, register: Register = OPEN, sample: Sample | None = None
+    manifest: Manifest, proof: StateProof, register: Register = OPEN, selection: Selection = none_of
 ) -> Digest:
     """Verify a proof; return the digest that the shard's tensors must have.
 
     The digest is the one that the commit's owner signed, or the manifest's at version 0. Step, marks and trained blocks
     of the state must match the commit too.
 
-    ``sample``: as in ``check_commit``.
+    ``selection``: contributions of its commit whose signatures are checked.
 
     Raises:
         UnknownMemberError: a signer is not known as a member.
@@ -71,7 +80,7 @@ def proven_digest(
     if header.record != record_of(dict(state.marks), state.trained, state.norm_bound):
         raise ValueError(f"the state of shard {head.shard} counts other tokens or blocks than its commit")
     try:
-        check_commit(manifest.run, header, proof.signature, register, sample)
+        check_commit(manifest.run, header, proof.signature, register, selection)
     except (UnknownMemberError, FalseContributionError):
         raise
     except ValueError as error:
@@ -84,12 +93,10 @@ def check_lineage(
     head: CommitHeader | None,
     lineage: Sequence[SignedCommit],
     register: Register = OPEN,
-    sample: Sample | None = None,
+    selection: Selection = all_of,
 ) -> None:
     """Verify that ``lineage`` is an unbroken chain of signed commits to ``head``, whose contributions add up to its
     tokens.
-
-    ``sample``: as in ``check_commit``.
 
     Raises:
         UnknownMemberError: a signer is not known as a member.
@@ -102,7 +109,7 @@ def check_lineage(
         if head is None or not is_parent or head.shard != header.shard:
             raise ValueError(f"the lineage of shard {header.shard} is broken at version {header.version}")
         _check_tokens(head, header)
-        check_commit(run, header, earlier.signature, register, sample)
+        check_commit(run, header, earlier.signature, register, selection)
         head = header
 
 
@@ -140,11 +147,11 @@ def checked_offer(
     shard: ShardId,
     body: bytes,
     register: Register = OPEN,
-    sample: Sample | None = None,
+    selection: Selection = none_of,
 ) -> StateOffer:
     """Decode and verify an offer of ``shard``.
 
-    ``sample``: as in ``check_commit``.
+    ``selection``: contributions of each commit whose signatures are checked.
 
     Raises:
         UnknownMemberError: a signer of its proof is not known as a member.
@@ -154,10 +161,10 @@ def checked_offer(
     offer = decode_as(body, StateOffer)
     if offer.proof.state.head.shard != shard:
         raise ValueError(f"the offer is not of shard {shard}")
-    result = proven_digest(manifest, offer.proof, register, sample)
+    result = proven_digest(manifest, offer.proof, register, selection)
     if len(offer.digests) != list_bytes(layout.shards[shard].elements) or digest_of(offer.digests) != result:
         raise ValueError(f"the chunk digests of shard {shard} are not those that its owner signed")
-    check_lineage(manifest.run, offer.proof.header, offer.lineage, register, sample)
+    check_lineage(manifest.run, offer.proof.header, offer.lineage, register, selection)
     return offer
 
 

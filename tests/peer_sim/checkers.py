@@ -284,6 +284,7 @@ class Checks:
         self.counted["contributions"] += 1
         contribution: Contribution = pending.contribution
         c, shard = contribution.contributor, event.shard
+        self.world.durability.given(contribution.payload, event.base)
         payload = self._bytes_of(peer, peer.driver.payload_cache.shards[shard].payloads[contribution.payload])
         if payload is None:  # it was made before, and the disk has lost it
             return

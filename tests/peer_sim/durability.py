@@ -102,6 +102,8 @@ class Durability:
         """Who begins with the best of what lies on all disks."""
         self._merged_by: defaultdict[tuple[PeerId, ShardId], dict[Digest, int]] = defaultdict(dict)
         """What each owner merged, which it shows to auditors for a while: the newest version, by payload."""
+        self._bases: defaultdict[Digest, set[Digest]] = defaultdict(set)
+        """The heads that each contribution's payload was given on."""
         self._commits: set[Digest] = set()
         """Payloads of commits. A learner's alone, merged without others', is its contribution's."""
         self._altered: set[tuple[ShardId, Digest, PeerId]] = set()
@@ -281,6 +283,10 @@ class Durability:
         """Whether one of its last commits stands on what the commit's owner's memory had altered."""
         return any((header.shard, header.parent, header.owner) in self._altered for header in [*log][-LATELY:])
 
+    def given(self, payload: Digest, base: Digest) -> None:
+        """A learner contributes this."""
+        self._bases[payload].add(base)
+
     def committed(self, header: CommitHeader) -> None:
         """Somebody has made a commit."""
         self._commits.add(header.payload)
@@ -315,7 +321,10 @@ class Durability:
             for digest in sorted(shelf.payloads.keys() - self._commits - shown_to_auditors):
                 givers, at = merged.get(digest, ({name}, 0.0))
                 here_since = life.kept.get(shelf.payloads[digest], self._world.now)  # the very same may come again
-                if name not in givers and max(at, here_since, host.workers.held_up_at) < long_ago:
+                refused = peer.machine.replication.refusals.among(self._bases[digest])
+                if name in givers or refused:  # it may wait for a head that this peer never reaches
+                    continue
+                if max(at, here_since, host.workers.held_up_at) < long_ago:
                     checks.violated(10, f"{name[-6:]} keeps what {min(givers)[-6:]} gave, merged at {at:.1f} s")
                     return
         held = [

@@ -12,7 +12,7 @@ from actors import FOUNDER, make_manifest
 from p2pdiloco.codec.digests import StateForm, digest_list, packed
 from p2pdiloco.codec.formats import CHUNK
 from p2pdiloco.peer import state_client
-from p2pdiloco.peer.signatures import signed
+from p2pdiloco.peer.signatures import all_of, signed
 from p2pdiloco.peer.state_proof import checked_offer, proven_digest
 from p2pdiloco.protocol import messages
 from p2pdiloco.protocol.chain import genesis_head, record_of
@@ -68,6 +68,8 @@ def given(**changes: object) -> StateProof:
 
 def test_a_commits_state_is_proved_by_its_owners_signature() -> None:
     assert proven_digest(MANIFEST, proof_of()) == HEADER.result
+    false = "was accepted unseen, and can be saved and read again"
+    assert proven_digest(MANIFEST, given(signature=b"")) == HEADER.result, false
 
 
 @pytest.mark.parametrize(
@@ -96,7 +98,7 @@ def test_a_commits_state_is_proved_by_its_owners_signature() -> None:
 )
 def test_what_does_not_prove_its_head_is_refused(proof: StateProof, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
-        proven_digest(MANIFEST, proof)
+        proven_digest(MANIFEST, proof, selection=all_of)
 
 
 def test_version_0_is_the_manifests() -> None:

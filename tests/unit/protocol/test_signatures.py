@@ -13,7 +13,9 @@ from stage import SHARD, A, B, C, Stage, commit_on, digest, life, notes, tokens
 from p2pdiloco.peer.signatures import (
     FalseContributionError,
     Sample,
+    Selection,
     UnknownMemberError,
+    all_of,
     check_commit,
     check_contributor,
     signed,
@@ -115,16 +117,16 @@ def test_what_a_peer_has_signed_itself_is_known_on_that_head_and_as_it_was() -> 
     """G2f: a commit that says anything else in its name is checked."""
     known, mine = msgspec.structs.replace(given(), signature=bytes(64)), BASE.id
 
-    def sample(head: Digest, contributor: Contributor) -> Sample:
-        return Sample(ANN.peer_id, Random(0), (head, contributor))
+    def sample(head: Digest, contributor: Contributor) -> Selection:
+        return Sample(ANN.peer_id, Random(0), (head, contributor)).of
 
-    check_commit(RUN, *committed(known, given(BOB), by=BOB), sample=sample(mine, known))
+    check_commit(RUN, *committed(known, given(BOB), by=BOB), selection=sample(mine, known))
     for head, other in (
         (digest("another"), known),
         (mine, msgspec.structs.replace(known, tokens_to=known.tokens_to + 1)),
     ):
         with pytest.raises(ValueError, match="its peer's signature"):
-            check_commit(RUN, *committed(known, by=BOB), sample=sample(head, other))
+            check_commit(RUN, *committed(known, by=BOB), selection=sample(head, other))
 
 
 def test_few_signatures_of_a_commit_are_checked_and_one_in_the_receivers_name_always() -> None:
@@ -134,19 +136,19 @@ def test_few_signatures_of_a_commit_are_checked_and_one_in_the_receivers_name_al
     drawn = [{peer_of(c.learner) for c in Sample(names[1].peer_id, Random(seed)).of(header)} for seed in range(100)]
     assert all(len(found) == 5 and names[1].peer_id in found for found in drawn)
     assert set().union(*drawn) == {name.peer_id for name in names[1:]}
-    check_commit(RUN, header, signature, sample=Sample(names[1].peer_id, Random(0)))
+    check_commit(RUN, header, signature, selection=Sample(names[1].peer_id, Random(0)).of)
     false = given(names[2], signer=names[0])
     header, signature = committed(false, *(given(name) for name in names if name is not names[2]), by=names[0])
     finds = [false in Sample(names[1].peer_id, Random(seed)).of(header) for seed in range(100)]
     assert 25 <= sum(finds) <= 55, "four of ten"
-    check_commit(RUN, header, signature, sample=Sample(names[1].peer_id, Random(finds.index(False))))
-    for sample in (
-        None,
-        Sample(names[1].peer_id, Random(finds.index(True))),
-        *(Sample(names[2].peer_id, Random(seed)) for seed in range(20)),
+    check_commit(RUN, header, signature, selection=Sample(names[1].peer_id, Random(finds.index(False))).of)
+    for selection in (
+        all_of,
+        Sample(names[1].peer_id, Random(finds.index(True))).of,
+        *(Sample(names[2].peer_id, Random(seed)).of for seed in range(20)),
     ):
         with pytest.raises(FalseContributionError, match="its peer's signature") as found:
-            check_commit(RUN, header, signature, sample=sample)
+            check_commit(RUN, header, signature, selection=selection)
         assert found.value.proof == WrongMerge(header, signature)
 
 
