@@ -115,7 +115,19 @@ def parallel(cells: Cells, setting: Setting, steps: int) -> dict[int, float]:
     """Data parallel's test loss by seed, with ``setting``'s model, batch and inner optimizer, in ``steps`` steps, at
     the learning rate that has the best validation loss over the seeds that all rates have."""
     text = _text(setting)
-    alike = ("base", "width", "depth", "heads", "context", "batch", "final_share", "decay_share", "warmup", "inner")
+    alike = (
+        "base",
+        "width",
+        "depth",
+        "heads",
+        "context",
+        "vocabulary",
+        "batch",
+        "final_share",
+        "decay_share",
+        "warmup",
+        "inner",
+    )
     found = [
         cell
         for cell in cells
@@ -192,7 +204,10 @@ def measured(cells: Cells, claim: Claim) -> dict[str, Any]:
     found["validation"] = statistics.fmean(halves(figures)[0] for figures in runs.values())
     found["test"] = list(test.values())
     against = parallel(cells, setting, setting.steps)
-    like = {name: getattr(setting, name) for name in ("width", "depth", "heads", "context", "batch", "steps", "inner")}
+    like = {
+        name: getattr(setting, name)
+        for name in ("width", "depth", "heads", "context", "vocabulary", "batch", "steps", "inner")
+    }
     alone: Mapping[int, Mapping[str, Any]] = {}
     if setting.data not in MIXED:
         usual = ANY_LENGTH if setting.decay_share else {}

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 
 from p2pdiloco.protocol.ids import digest_of
@@ -40,6 +41,7 @@ def packages() -> Corpus:
     return load_corpus(DataConfig(), folder, max_bytes=PACKAGES_BYTES)
 
 
+BYTES = 256
 LANGUAGE_BYTES = 1_200_000
 PIECE = 16_384
 """Every twentieth of so many bytes is held out."""
@@ -84,6 +86,33 @@ def _pieces(root: Path, patterns: Iterable[str]) -> list[bytes]:
     return [bytes(text[at : at + PIECE]) for at in cuts]
 
 
+@functools.cache
+def byte_pairs(data: str, vocabulary: int) -> Corpus:
+    """Return a text in tokens of at most ``vocabulary`` byte pairs, which are trained on its training split."""
+    text = TEXTS.get(data, corpus)()
+    train, held_out = (_cut(split.numpy().tobytes().decode("latin-1")) for split in (text.train, text.held_out))
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    tokenizer.train_from_iterator(train, trainer)
+    splits = (
+        torch.tensor([token for piece in tokenizer.encode_batch_fast(pieces) for token in piece.ids], dtype=torch.int32)
+        for pieces in (train, held_out)
+    )
+    return Corpus(train=next(splits), held_out=next(splits))
+
+
+def _cut(text: str) -> list[str]:
+    return [text[at : at + PIECE] for at in range(0, len(text), PIECE)]
+
+
+def text_of(data: str, vocabulary: int) -> Corpus:
+    """Return the text of ``Setting.data``, in bytes if the vocabulary has 256 symbols."""
+    return TEXTS.get(data, corpus)() if vocabulary == BYTES else byte_pairs(data, vocabulary)
+
+
 TEXTS: dict[str, Callable[[], Corpus]] = {
     "mixture": languages,
     "languages": languages,
@@ -110,7 +139,7 @@ class Stream:
         is_parted: bool,
         device: torch.device | str = "cpu",
     ) -> None:
-        """``text``: uint8 [bytes]; ``batch``: samples of all learners together. Batches are on ``device``."""
+        """``text``: uint8 [bytes] or int32 [tokens]; ``batch``: samples of all learners together, on ``device``."""
         self._text = text.to(device)
         self._batch = batch
         self._learners = learners

@@ -26,7 +26,7 @@ from msgspec.structs import replace
 from torch import Tensor, nn
 
 from benchmarks.quality.averages import Averages
-from benchmarks.quality.data import TEXTS, Stream, corpus, held_out_losses
+from benchmarks.quality.data import Stream, held_out_losses, text_of
 from benchmarks.quality.exchange import Exchange
 from benchmarks.quality.learners import ENDLESS, Given, Group, Member, Shift, Turn, ended, spells
 from benchmarks.quality.moments import Moments
@@ -93,7 +93,7 @@ class Laboratory:
         torch.set_num_threads(1)
         self.setting = setting
         self._device = torch.device(device)
-        self.text = TEXTS.get(setting.data, corpus)() if text is None else text
+        self.text = text_of(setting.data, setting.vocabulary) if text is None else text
         s = setting
         self._model = _model(s).to(self._device)
         trained = [(name, p) for name, p in self._model.named_parameters() if p.requires_grad]

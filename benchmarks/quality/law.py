@@ -7,7 +7,8 @@
    momentum is in float32.
 4. The law is gap = a_M * N^-b with one b for all M, by least squares on logarithms. Its intervals hold 90 % of fits to
    resampled points. They say nothing of a floor that the gap may have: four sizes cannot show one.
-5. One larger size on another text is held back: the law is not fitted to it, and its gap is printed beside the
+5. Two variants show what the law does not vary: a longer context, and byte pairs instead of bytes.
+6. One larger size on another text is held back: the law is not fitted to it, and its gap is printed beside the
    prediction. The largest sizes want a GPU (``--device cuda``). All cells of one size should run on one device, because
    a GPU computes in bfloat16 (README.md).
 """
@@ -55,7 +56,7 @@ INTERVAL = 0.9
 
 
 class Size(NamedTuple):
-    """One size of the built-in transformer over bytes."""
+    """One size of the built-in transformer."""
 
     parameters: int
     width: int
@@ -64,11 +65,13 @@ class Size(NamedTuple):
     batch: int
     """Windows per step, of all learners together."""
     data: str = "same"
+    context: int = CONTEXT
+    vocabulary: int = 256
 
     @property
     def steps(self) -> int:
         """Steps of the whole budget."""
-        return TOKENS_PER_PARAMETER * self.parameters // (self.batch * CONTEXT)
+        return TOKENS_PER_PARAMETER * self.parameters // (self.batch * self.context)
 
     def of_batch(self, share: float) -> Size:
         """Return this size with so much of its batch, and as many more steps."""
@@ -81,7 +84,7 @@ class Size(NamedTuple):
 
     def cell(self, rate: float, **changes: Any) -> Setting:
         """Return what ships for this size, at a multiple of the usual learning rate, with ``changes``."""
-        shape = {"width": self.width, "depth": self.depth, "heads": self.heads, "context": CONTEXT, "data": self.data}
+        shape = {name: getattr(self, name) for name in ("width", "depth", "heads", "context", "vocabulary", "data")}
         length = {"batch": self.batch, "steps": self.steps, "warmup": round(WARMUP * self.steps)}
         usual = {"learning_rate": round(rate * 0.1 / self.width**0.5, 4), "bounded": True, "agreement": True}
         return as_shipped(**shape | length | LINE | changes | usual)
@@ -98,6 +101,11 @@ SIZES = (
     Size(279_600, 80, 3, 5, 64),
     Size(869_504, 128, 4, 8, 128),
 )
+VARIANTS = {
+    "context 128": Size(80_112, 48, 2, 3, 16, context=128),
+    "byte pairs (2,048)": Size(252_144, 48, 2, 3, 64, vocabulary=2048),
+}
+"""Other forms of the second size, of which data parallel and ``TUNED_LEARNERS`` with the first rule are trained."""
 HELD_BACK = Size(2_755_008, 192, 6, 12, 256, "packages")
 """Another text and a larger model than the law is fitted to, to test what it predicts."""
 HELD_BACK_LEARNERS = 8
@@ -106,6 +114,12 @@ HELD_BACK_LEARNERS = 8
 def sizes(largest: int) -> list[Size]:
     """Return the sizes of at most so many parameters."""
     return [size for size in SIZES if size.parameters <= largest]
+
+
+def variants(largest: int) -> dict[str, Size]:
+    """Return the variants of sizes of at most so many parameters."""
+    widths = {size.width for size in sizes(largest)}
+    return {name: one for name, one in VARIANTS.items() if one.width in widths}
 
 
 def cells(largest: int) -> Iterator[Setting]:
@@ -117,7 +131,7 @@ def cells(largest: int) -> Iterator[Setting]:
                 yield from (size.cell(rate, **rule, learners=m, seed=seed) for rate in RATES)
         for share in LENGTHS:
             yield from (size.parallel(rate, steps=round(share * size.steps)) for rate in RATES)
-        for other in size.batches[1:]:
+        for other in [*size.batches[1:], *(one for one in VARIANTS.values() if one.width == size.width)]:
             yield from (other.parallel(rate) for rate in RATES)
             rule = next(iter(RULES.values()))
             yield from (other.cell(rate, **rule, learners=TUNED_LEARNERS) for rate in RATES)
@@ -129,8 +143,8 @@ def cells(largest: int) -> Iterator[Setting]:
 
 def more_cells(largest: int, results: Path = runner.RESULTS) -> Iterator[Setting]:
     """Yield cells at one more rate for each row whose best is at the edge of those trained, until none is."""
-    held = [HELD_BACK] if largest >= HELD_BACK.parameters else []
-    for size in [*itertools.chain.from_iterable(one.batches for one in sizes(largest)), *held]:
+    others = [*variants(largest).values(), *([HELD_BACK] if largest >= HELD_BACK.parameters else [])]
+    for size in [*itertools.chain.from_iterable(one.batches for one in sizes(largest)), *others]:
         rates = [size.cell(rate).learning_rate for rate in ALL_RATES]
         for _, setting in _rows(size):
             for _ in rates:
@@ -150,6 +164,12 @@ def held_back(rule: str) -> Claim:
     """Return the row that no law is fitted to."""
     setting = HELD_BACK.cell(RATES[0], **RULES[rule], learners=HELD_BACK_LEARNERS)
     return Claim(f"held back: {HELD_BACK.parameters:,}, {rule}, M = {HELD_BACK_LEARNERS}", seedless(setting))
+
+
+def variant(name: str) -> Claim:
+    """Return the row of a variant, which no law is fitted to."""
+    setting = VARIANTS[name].cell(RATES[0], **next(iter(RULES.values())), learners=TUNED_LEARNERS)
+    return Claim(f"{name}: {VARIANTS[name].parameters:,}, {next(iter(RULES))}, M = {TUNED_LEARNERS}", seedless(setting))
 
 
 def claims(size: Size) -> list[Claim]:
@@ -265,6 +285,7 @@ def lines(largest: int, path: Path | None, results: Path = runner.RESULTS) -> It
     ``path``, if there is one; ``results`` has the cells."""
     found = by_seed(runner.rows(results))
     rows = [claim for size in sizes(largest) for claim in claims(size)]
+    rows += map(variant, variants(largest))
     if largest >= HELD_BACK.parameters:
         rows += map(held_back, RULES)
     yield from table(path, rows, results)

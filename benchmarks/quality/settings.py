@@ -27,6 +27,8 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     depth: int = 2
     heads: int = 3
     context: int = 32
+    vocabulary: int = 256
+    """256: bytes. More: byte pairs of the text (``data.byte_pairs``)."""
 
     base: Literal["", "whole", "lora"] = ""
     """Base of a fine-tuning (``hf_learners``), of which all parameters are trained, or adapters. Empty: the built-in
@@ -153,7 +155,9 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def model_config(self) -> ModelConfig:
         """The model."""
-        return ModelConfig(width=self.width, depth=self.depth, heads=self.heads, context=self.context)
+        return ModelConfig(
+            width=self.width, depth=self.depth, heads=self.heads, context=self.context, vocabulary=self.vocabulary
+        )
 
     @property
     def inner_config(self) -> InnerConfig:

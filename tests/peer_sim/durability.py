@@ -310,7 +310,7 @@ class Durability:
             if found is None or (left != heads and not is_fresh):  # what came while it saved others have
                 checks.violated(8, f"{name[-6:]} ended in order and left another state than its last")
         long_ago = self._world.now - UNNEEDED_S
-        if name in checks.spoilt:
+        if name in checks.spoilt | self._world.lying_owners.names:
             return  # it may be on a fork of its own, where what comes waits for a head that it never reaches (M2b)
         chains, proofs = peer.machine.core.chains, peer.machine.barred_owners.proofs.values()
         wrong = [proof.header for proof in proofs if isinstance(proof, WrongMerge)]

@@ -38,6 +38,7 @@ class LyingOwners:
         """Payloads of wrong merges."""
         self._taken: set[Digest] = set()
         """Wrong commits that others have applied."""
+        self.names: set[PeerId] = set()
         self.wrong: Counter[PeerId] = Counter()
         """Wrong commits of each that others have applied,"""
         self.caught: dict[PeerId, int] = {}
@@ -55,6 +56,7 @@ class LyingOwners:
 
     def begin(self, peer: Peer, lie: Lie, seed: int) -> None:
         """From now on this peer lies in every merge that can be told from an honest one."""
+        self.names.add(peer.config.peer)
         if lie == "unsigned":
             _take_as_unsigned(peer)
             return

@@ -29,11 +29,11 @@ def made(noise: float = 0.0) -> list[Point]:
     ]
 
 
-@pytest.mark.parametrize("size", law.SIZES, ids=lambda size: f"{size.parameters}")
+@pytest.mark.parametrize("size", [*law.SIZES, *law.VARIANTS.values()], ids=lambda size: f"{size.parameters}")
 def test_a_size_has_as_many_parameters_and_tokens_as_it_says(size: law.Size) -> None:
     model = build_model(size.cell(1.0).model_config, 1)
     assert sum(p.numel() for p in model.parameters()) == size.parameters
-    assert size.steps * size.batch * law.CONTEXT == pytest.approx(20 * size.parameters, rel=0.01)
+    assert size.steps * size.batch * size.context == pytest.approx(20 * size.parameters, rel=0.01)
 
 
 def test_small_sizes_come_first_and_each_cell_once() -> None:
