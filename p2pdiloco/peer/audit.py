@@ -249,23 +249,18 @@ class Auditor:
         payloads = await self._collect(commit.header, sources, case)
         if payloads is None or self._driver.is_closed:
             return None
-        problem = await self._host.work("audits", partial(self._problem, commit, payloads))
+        problem = await self._host.work("audits", partial(self._problem, commit.header, payloads))
         if problem is not None and not self._driver.is_closed:
             self._convict(commit, payloads, problem)
         return problem is None
 
-    def _problem(self, commit: WrongMerge, payloads: Mapping[Digest, Payload]) -> str | None:
+    def _problem(self, header: CommitHeader, payloads: Mapping[Digest, Payload]) -> str | None:
         """Return what is wrong with a merge. As memory and processors err, it must be found twice."""
-        header = commit.header
         piece, found = self._layout.shards[header.shard], list[str | None]()
         for _ in range(2):
             if any(digest_of(payload) != digest for digest, payload in payloads.items()):
                 return None
-            try:
-                check_commit(self._run, header, commit.signature)
-                found.append(merge_problem(header, payloads, piece, self._turn_steps, self._recipes))
-            except FalseContributionError as error:
-                found.append(str(error))
+            found.append(merge_problem(header, payloads, piece, self._turn_steps, self._recipes))
             if found[0] is None:
                 return None
         return found[1]

@@ -117,7 +117,7 @@ class Driver:
         found = []
         for header, data in self.commit_log.load(heads):
             try:
-                self.payload_cache.verify_commit(memoryview(data), header, None, OPEN)()
+                self.payload_cache.verify_commit(memoryview(data), header, OPEN)()
             except ValueError as error:
                 log.warning("cannot use a commit from before the restart", version=header.version, reason=str(error))
                 continue

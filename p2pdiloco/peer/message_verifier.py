@@ -4,15 +4,13 @@ Rules of this file:
 1. An invalid message is dropped, and the fault of its sender counted. A few with a wrong digest or signature cost it
    the connection. A message that names an unknown member waits until its sender was asked for members, once.
 2. Signed commits are compared with those that are known here. Two commits of one owner on one parent are proof of
-   equivocation. A commit that names a contribution which its peer did not sign is the fault of its owner, not of a
-   peer that forwarded it.
+   equivocation, and one that names a contribution which was not made proves that as well.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from random import Random
 
 from p2pdiloco.peer.driver import Driver
 from p2pdiloco.peer.host import Host
@@ -60,8 +58,7 @@ class MessageVerifier:
             case msg.Contribution() if message.payload:
                 return self._verify(peer, message, payload, lambda data: cache.verify_contribution(data, message))
             case msg.Commit(header=header):
-                draws = self.draws()
-                return self._verify(peer, message, payload, lambda data: cache.verify_commit(data, header, draws))
+                return self._verify(peer, message, payload, lambda data: cache.verify_commit(data, header))
             case msg.Equivocation():
                 if any(message.owner == known.owner for known in self._view.convictions().proofs):
                     return None
@@ -72,14 +69,10 @@ class MessageVerifier:
                 self._driver.feed(ev.Received(peer, message))
                 return None
 
-    def draws(self) -> Random:
-        """Return a source of random numbers that no other peer can foresee."""
-        return Random(self._host.draw())
-
-    def report_false(self, error: FalseContributionError) -> None:
-        """Report an owner whose commit names a contribution that was not made."""
-        self._metrics.report_fault(error.proof.owner, "commit", str(error))
-        self._driver.feed(ev.Contradicted(error.proof))
+    def report_false(self, error: ValueError) -> None:
+        """Report the owner of a commit that names a contribution which was not made, if this is the error."""
+        if isinstance(error, FalseContributionError):
+            self._driver.feed(ev.Contradicted(error.proof))
 
     def report_contradictions(self) -> None:
         """Report owners that signed two commits on one parent to the machine."""
@@ -116,11 +109,8 @@ class MessageVerifier:
                 self.ask_for_members(peer).add_done_callback(lambda _: None if self._driver.is_closed else start())
                 return
             if isinstance(error, ValueError):
-                if isinstance(error, FalseContributionError):
-                    self.report_false(error)
-                    self._host.links.blame(peer, is_forged=peer == error.proof.owner)
-                else:
-                    self._metrics.report_fault(peer, "payload", str(error))
+                self._metrics.report_fault(peer, "payload", str(error))
+                self.report_false(error)
                 if isinstance(error, ForgedError):
                     self._host.links.blame(peer, is_forged=True)
                 whole.cancel()

@@ -15,7 +15,6 @@ Rules of this file:
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
-from random import Random
 
 from p2pdiloco.codec.digests import list_bytes
 from p2pdiloco.peer.host import Disk
@@ -25,11 +24,10 @@ from p2pdiloco.peer.signatures import (
     OPEN,
     ForgedError,
     Register,
-    Sample,
+    all_but,
     check_commit,
     check_contributor,
     check_equivocation,
-    none_of,
     signed,
 )
 from p2pdiloco.peer.state_proof import lineage_of
@@ -239,12 +237,8 @@ class PayloadCache:
         check_contributor(self._run, message.shard, message.base.id, message.contributor, self._register)
         return lambda: cached.put(message.payload, data)
 
-    def verify_commit(
-        self, data: memoryview, header: msg.CommitHeader, draws: Random | None, register: Register | None = None
-    ) -> Keep:
+    def verify_commit(self, data: memoryview, header: msg.CommitHeader, register: Register | None = None) -> Keep:
         """Verify a commit's payload, signatures and digests.
-
-        ``draws``: draws the contributions whose signatures are checked; None: the commit is an own one, and none are.
 
         Raises:
             UnknownMemberError: it names an unknown member.
@@ -256,8 +250,7 @@ class PayloadCache:
         if digest_of(parts.gradient) != header.payload or digest_of(parts.digests) != header.result:
             raise ForgedError("its digests do not match")
         mine = self._given.get(header.shard)
-        selection = none_of if draws is None else Sample(self._identity.peer_id, draws, mine).of
-        check_commit(self._run, header, parts.signature, register or self._register, selection)
+        check_commit(self._run, header, parts.signature, register or self._register, all_but(mine))
         commit = msg.commit_id(header)
 
         def keep() -> None:

@@ -4,8 +4,9 @@ Rules of this file:
 1. A learner's ID contains its peer's ID, which is the peer's public key. A statement in a learner's name is thus
    verified with nothing but that name.
 2. A commit needs more than its owner's signature. Each contribution that it names bears the signature of its learner's
-   peer, over the run, the shard and the head that the commit follows. A receiver checks those in its own name and a few
-   that it draws, so that its work does not grow with the number of peers. A missing one is proof against the owner.
+   peer, over the run, the shard and the head that the commit follows. A receiver checks them all, so that honest peers
+   refuse the same commits. Of the commits that led to a state, it checks a few contributions each. One that is not
+   signed is proof against the owner.
 3. Every signer must be, or have been, a member; a contributor must have been allowed to contribute. A register knows
    this. An unknown signer may be a member that only other peers have heard of, so they are asked before anything is
    dropped.
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from random import Random
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from msgspec.structs import replace
 
@@ -67,9 +68,8 @@ class ForgedError(ValueError):
     """A digest or a signature does not match. No honest peer sends that, whatever it knows of members."""
 
 
-class FalseContributionError(ValueError):
-    """An owner signed a commit that names a contribution which its learner's peer did not sign. An honest peer may have
-    forwarded it.
+class FalseContributionError(ForgedError):
+    """An owner signed a commit that names a contribution which its learner's peer did not sign.
 
     Attributes:
         proof: the commit, with its owner's signature.
@@ -80,17 +80,14 @@ class FalseContributionError(ValueError):
         self.proof = proof
 
 
-CHECKED = 4
-"""Others' contributions of a commit whose signatures a receiver checks. If each of n receivers draws 4 of n, one in 54
-false contributions escapes all of them."""
-
-
+DRAWN = 4
+"""Contributions of each commit of a lineage whose signatures are checked."""
 Selection = Callable[[CommitHeader], Sequence[Contributor]]
 """Returns the contributions of a commit whose signatures are checked."""
 
 
 def all_of(header: CommitHeader) -> Sequence[Contributor]:
-    """Return all contributions: for audits and accusations."""
+    """Return all contributions."""
     return header.contributors
 
 
@@ -99,23 +96,14 @@ def none_of(header: CommitHeader) -> Sequence[Contributor]:
     return ()
 
 
-class Sample(NamedTuple):
-    """Selects for a peer that receives a commit."""
+def all_but(mine: tuple[Digest, Contributor] | None) -> Selection:
+    """Select all contributions but the one that this peer signed itself, on the given head."""
+    return lambda header: [c for c in header.contributors if (header.parent, c) != mine]
 
-    me: PeerId
-    random: Random
-    mine: tuple[Digest, Contributor] | None = None
-    """A head, and the contribution that this peer signed on it, which needs no check."""
 
-    def of(self, header: CommitHeader) -> Sequence[Contributor]:
-        """Return all contributions in this peer's name, and ``CHECKED`` others.
-
-        The owner's own are not among these: its signature of the commit covers them.
-        """
-        givers = [(peer_of(c.learner), c) for c in header.contributors]
-        own = [c for giver, c in givers if giver == self.me and (header.parent, c) != self.mine]
-        others = [c for giver, c in givers if giver not in (self.me, header.owner)]
-        return own + self.random.sample(others, min(CHECKED, len(others)))
+def drawn(random: Random) -> Selection:
+    """Select ``DRAWN`` contributions of each commit."""
+    return lambda header: random.sample(header.contributors, min(DRAWN, len(header.contributors)))
 
 
 def signed(
@@ -162,6 +150,8 @@ def check_commit(
     selection: Selection = all_of,
 ) -> None:
     """Verify that the owner signed this commit, and that its contributions were made on its parent.
+
+    ``selection``: the contributions whose signatures are checked.
 
     Raises:
         UnknownMemberError: a signer is not known as a member.

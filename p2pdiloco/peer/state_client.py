@@ -29,6 +29,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import chain
 from pathlib import Path
+from random import Random
 from typing import NamedTuple, TextIO
 
 import torch
@@ -42,7 +43,7 @@ from p2pdiloco.peer.message_verifier import MessageVerifier
 from p2pdiloco.peer.metrics import Metrics
 from p2pdiloco.peer.model_state import ModelState
 from p2pdiloco.peer.payload_cache import PayloadCache
-from p2pdiloco.peer.signatures import FalseContributionError, Sample, UnknownMemberError
+from p2pdiloco.peer.signatures import UnknownMemberError
 from p2pdiloco.peer.state_proof import ancestors, checked_offer, is_listed, owner_of
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol.ids import Digest, PeerId, ShardId, digest_of
@@ -535,10 +536,8 @@ class StateClient:
         body = response.body
         try:
             offer = await self._check_offer(peer, shard, body)
-        except FalseContributionError as error:
-            self._verifier.report_false(error)
-            raise
         except ValueError as error:
+            self._verifier.report_false(error)
             self._blame(peer, str(error))
             raise
         head = offer.proof.state.head
@@ -555,10 +554,10 @@ class StateClient:
     async def _check_offer(self, peer: PeerId, shard: ShardId, body: bytes) -> StateOffer:
         """Verify an offer (``checked_offer``). If it names an unknown member, ask ``peer`` for its members and try
         again."""
-        sample = Sample(self._view.me, self._verifier.draws())
+        draws = Random(self._host.draw())
 
         def check() -> StateOffer:
-            return checked_offer(self._manifest, self._layout, shard, body, self._verifier.standing, sample.of)
+            return checked_offer(self._manifest, self._layout, shard, body, self._verifier.standing, draws)
 
         try:
             return await self._host.work("checks", check)

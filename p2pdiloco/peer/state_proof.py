@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from random import Random
 
 from p2pdiloco.codec.digests import StateForm, list_bytes
 from p2pdiloco.peer.signatures import (
@@ -14,6 +15,7 @@ from p2pdiloco.peer.signatures import (
     UnknownMemberError,
     all_of,
     check_commit,
+    drawn,
     none_of,
 )
 from p2pdiloco.protocol.chain import genesis_head, record_of
@@ -48,7 +50,7 @@ def proven_digest(
     The digest is the one that the commit's owner signed, or the manifest's at version 0. Step, marks and trained blocks
     of the state must match the commit too.
 
-    ``selection``: contributions of its commit whose signatures are checked.
+    ``selection``: contributions of its commit whose signatures are checked. None of what this peer has saved.
 
     Raises:
         UnknownMemberError: a signer is not known as a member.
@@ -147,11 +149,12 @@ def checked_offer(
     shard: ShardId,
     body: bytes,
     register: Register = OPEN,
-    selection: Selection = none_of,
+    draws: Random | None = None,
 ) -> StateOffer:
     """Decode and verify an offer of ``shard``.
 
-    ``selection``: contributions of each commit whose signatures are checked.
+    ``draws``: draws contributions of the lineage whose signatures are checked, besides all of the head's; None: this
+    peer had verified the offer before it saved it.
 
     Raises:
         UnknownMemberError: a signer of its proof is not known as a member.
@@ -161,9 +164,10 @@ def checked_offer(
     offer = decode_as(body, StateOffer)
     if offer.proof.state.head.shard != shard:
         raise ValueError(f"the offer is not of shard {shard}")
-    result = proven_digest(manifest, offer.proof, register, selection)
+    result = proven_digest(manifest, offer.proof, register, none_of if draws is None else all_of)
     if len(offer.digests) != list_bytes(layout.shards[shard].elements) or digest_of(offer.digests) != result:
         raise ValueError(f"the chunk digests of shard {shard} are not those that its owner signed")
+    selection = none_of if draws is None else drawn(draws)
     check_lineage(manifest.run, offer.proof.header, offer.lineage, register, selection)
     return offer
 

@@ -13,8 +13,8 @@ CHUNK = 256
 """Parameters of a chunk."""
 COMMITS_S = 0.5
 """Between two looks at what was committed since a checkpoint."""
-CHECKED = 1
-"""Others' signatures in a commit that a peer checks: fewer than there are."""
+DRAWN = 1
+"""Signatures that are checked of each commit of a lineage: fewer than there are."""
 
 
 def install() -> None:
@@ -32,4 +32,4 @@ def install() -> None:
     checkpoint_writer.EVERY_S = COMMITS_S
     from p2pdiloco.peer import signatures
 
-    signatures.CHECKED = CHECKED
+    signatures.DRAWN = DRAWN

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from random import Random
 
 import msgspec
 import pytest
@@ -12,7 +13,7 @@ from actors import FOUNDER, make_manifest
 from p2pdiloco.codec.digests import StateForm, digest_list, packed
 from p2pdiloco.codec.formats import CHUNK
 from p2pdiloco.peer import state_client
-from p2pdiloco.peer.signatures import all_of, signed
+from p2pdiloco.peer.signatures import FalseContributionError, all_of, signed
 from p2pdiloco.peer.state_proof import checked_offer, proven_digest
 from p2pdiloco.protocol import messages
 from p2pdiloco.protocol.chain import genesis_head, record_of
@@ -68,7 +69,7 @@ def given(**changes: object) -> StateProof:
 
 def test_a_commits_state_is_proved_by_its_owners_signature() -> None:
     assert proven_digest(MANIFEST, proof_of()) == HEADER.result
-    false = "was accepted unseen, and can be saved and read again"
+    false = "what was saved had been verified"
     assert proven_digest(MANIFEST, given(signature=b"")) == HEADER.result, false
 
 
@@ -122,6 +123,10 @@ def test_an_offer_is_of_the_shard_that_was_asked_for_and_lists_what_was_signed()
             checked_offer(MANIFEST, LAYOUT, SHARD, encode(StateOffer(proof_of(), listed)))
     with pytest.raises(ValueError):
         checked_offer(MANIFEST, LAYOUT, SHARD, b"no offer")
+    false = encode(StateOffer(given(signature=b""), LISTED))
+    with pytest.raises(FalseContributionError):
+        checked_offer(MANIFEST, LAYOUT, SHARD, false, draws=Random(0))
+    checked_offer(MANIFEST, LAYOUT, SHARD, false)
 
 
 def test_a_state_of_another_length_is_not_proved_by_a_list_that_is_signed() -> None:

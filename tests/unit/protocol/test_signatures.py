@@ -12,19 +12,20 @@ from stage import SHARD, A, B, C, Stage, commit_on, digest, life, notes, tokens
 
 from p2pdiloco.peer.signatures import (
     FalseContributionError,
-    Sample,
-    Selection,
     UnknownMemberError,
+    all_but,
     all_of,
     check_commit,
     check_contributor,
+    drawn,
+    none_of,
     signed,
 )
 from p2pdiloco.protocol import messages
 from p2pdiloco.protocol.chain import record_of
 from p2pdiloco.protocol.data_blocks import Block, Trained
 from p2pdiloco.protocol.events import Mark
-from p2pdiloco.protocol.ids import Digest, PeerId, RunId, ShardId, learner_id, peer_of
+from p2pdiloco.protocol.ids import PeerId, RunId, ShardId, learner_id
 from p2pdiloco.protocol.messages import CommitHeader, Contributor, Head, WrongMerge, commit_id
 from p2pdiloco.transport.identity import Identity
 from tests.machine_sim.report import simulate
@@ -114,42 +115,39 @@ def test_nobody_signs_in_anothers_name() -> None:
 
 
 def test_what_a_peer_has_signed_itself_is_known_on_that_head_and_as_it_was() -> None:
-    """G2f: a commit that says anything else in its name is checked."""
+    """G2a: a commit that says anything else in its name is checked as for everybody."""
     known, mine = msgspec.structs.replace(given(), signature=bytes(64)), BASE.id
-
-    def sample(head: Digest, contributor: Contributor) -> Selection:
-        return Sample(ANN.peer_id, Random(0), (head, contributor)).of
-
-    check_commit(RUN, *committed(known, given(BOB), by=BOB), selection=sample(mine, known))
+    check_commit(RUN, *committed(known, given(BOB), by=BOB), selection=all_but((mine, known)))
     for head, other in (
         (digest("another"), known),
         (mine, msgspec.structs.replace(known, tokens_to=known.tokens_to + 1)),
     ):
         with pytest.raises(ValueError, match="its peer's signature"):
-            check_commit(RUN, *committed(known, by=BOB), selection=sample(head, other))
+            check_commit(RUN, *committed(known, by=BOB), selection=all_but((head, other)))
 
 
-def test_few_signatures_of_a_commit_are_checked_and_one_in_the_receivers_name_always() -> None:
-    """G2f: four that nobody can foresee; the owner's signature covers its own."""
-    names = [Identity.ephemeral() for _ in range(12)]
-    header, signature = committed(*(given(name) for name in names), by=names[0])
-    drawn = [{peer_of(c.learner) for c in Sample(names[1].peer_id, Random(seed)).of(header)} for seed in range(100)]
-    assert all(len(found) == 5 and names[1].peer_id in found for found in drawn)
-    assert set().union(*drawn) == {name.peer_id for name in names[1:]}
-    check_commit(RUN, header, signature, selection=Sample(names[1].peer_id, Random(0)).of)
-    false = given(names[2], signer=names[0])
-    header, signature = committed(false, *(given(name) for name in names if name is not names[2]), by=names[0])
-    finds = [false in Sample(names[1].peer_id, Random(seed)).of(header) for seed in range(100)]
-    assert 25 <= sum(finds) <= 55, "four of ten"
-    check_commit(RUN, header, signature, selection=Sample(names[1].peer_id, Random(finds.index(False))).of)
-    for selection in (
-        all_of,
-        Sample(names[1].peer_id, Random(finds.index(True))).of,
-        *(Sample(names[2].peer_id, Random(seed)).of for seed in range(20)),
+def test_a_contribution_that_was_not_made_proves_that_the_owner_lied() -> None:
+    """G2f: the owner signed the commit with it; of a lineage, few of each commit are drawn."""
+    names = [Identity.ephemeral() for _ in range(11)]
+    false = given(names[1], signer=names[0])
+    others = [given(name) for name in names if name is not names[1]]
+    header, signature = committed(false, *others, by=names[0])
+    drawings = [drawn(Random(seed)) for seed in range(100)]
+    found = [drawn(Random(seed))(header) for seed in range(100)]
+    assert {len(drawing) for drawing in found} == {4}
+    assert {c.learner for drawing in found for c in drawing} == {c.learner for c in header.contributors}
+    assert 25 <= sum(false in drawing for drawing in found) <= 50, "four of eleven"
+    for selection, is_found in (
+        (all_of, True),
+        (none_of, False),
+        *zip(drawings, (false in f for f in found), strict=True),
     ):
-        with pytest.raises(FalseContributionError, match="its peer's signature") as found:
+        if not is_found:
             check_commit(RUN, header, signature, selection=selection)
-        assert found.value.proof == WrongMerge(header, signature)
+            continue
+        with pytest.raises(FalseContributionError, match="its peer's signature") as raised:
+            check_commit(RUN, header, signature, selection=selection)
+        assert raised.value.proof == WrongMerge(header, signature)
 
 
 def test_a_commit_is_its_owners_and_names_what_was_given_on_its_parent() -> None:
