@@ -35,7 +35,7 @@ class Copies:
         self._shown = [p for p in self.model.parameters() if p.requires_grad]
         self._names = [name for name, p in model.named_parameters() if p.requires_grad]
         self._own = [[nn.Parameter(p.detach().clone()) for p in self._shown] for _ in range(k)]
-        self._optimizers = [_adamw(setting, own) for own in self._own]
+        self._optimizers = [adamw(setting, own) for own in self._own]
         self._steps = 0
 
     def flat(self, index: int, tensors: Sequence[TensorSpec], layout: Layout) -> FlatParameters:
@@ -63,7 +63,7 @@ class Copies:
         return torch.stack(losses)
 
 
-def _adamw(setting: Setting, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+def adamw(setting: Setting, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
     inner = setting.inner_config
     groups = [
         {"params": [p for p in parameters if p.dim() > 1], "weight_decay": inner.weight_decay},

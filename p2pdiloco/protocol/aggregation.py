@@ -166,27 +166,30 @@ def decide(view: QuorumView) -> Decision:
 # version would then hold one learner's progress, and the contributions of the others would be refused and sent again.
 #
 # Rules of this file:
-# 1. Late answers are measured, too. Otherwise a peer that was not waited for would look as if it never answered.
-# 2. The owner does not wait for a peer that usually takes longer than the limit. Such a peer contributes at its next
-#    turn.
+# 1. Late answers are measured, too, and answers that were waited for in vain count as late. Otherwise a peer that was
+#    not waited for would look as if it never answered. The own learner is timed in all turns, whoever owns the shard
+#    (``Contributions``).
+# 2. The owner waits until the limit for a peer that usually answers within it, or is new. It merges as soon as nobody
+#    is missing, so only unusually late answers cost time.
+# 3. It does not wait for a peer that usually takes longer. Such a peer contributes at its next turn.
 
 
-VARIATIONS = 2
-"""Number of variations beyond the mean that are waited for; few answers take longer."""
+TOO_LATE = 2.0
+"""What an answer counts that did not come until the limit, in limits."""
 
 
 class ResponseTimes:
     """Measures how long each peer takes to answer a turn, from the moment the turn opens at this owner."""
 
     def __init__(self, shards: int) -> None:
-        self._delays: dict[PeerId, tuple[float, float]] = {}
-        """Smoothed response time and its variation, in seconds."""
+        self._delays: dict[PeerId, float] = {}
+        """Smoothed response time, in seconds."""
         self._merged: list[tuple[Digest, float] | None] = [None] * shards
         """By shard: the base of the last version and the time its turn opened. Used to measure late answers."""
 
     def record(self, peer: PeerId, delay_s: float) -> None:
         """Record an answer that arrived ``delay_s`` seconds after the turn opened."""
-        self._delays[peer] = smoothed(*self._delays.get(peer, (0.0, 0.0)), delay_s)
+        self._delays[peer], _ = smoothed(self._delays.get(peer, 0.0), 0.0, delay_s)
 
     def end_turn(self, shard: ShardId, base: Digest, opened_at: float) -> None:
         """Record the end of the turn on ``base``, which opened at ``opened_at``: later answers are late."""
@@ -199,13 +202,14 @@ class ResponseTimes:
             self.record(peer, now - merged[1])
 
     def wait_s(self, absent: Iterable[PeerId], limit_s: float) -> float:
-        """Return how many seconds after the opening the ``absent`` peers usually have answered.
+        """Return how many seconds after the opening the ``absent`` peers are waited for: ``limit_s`` if one of them
+        usually answers until then, or is new, else 0. Most answer sooner, and end the waiting."""
+        return limit_s if any(self._delays.get(peer, 0.0) <= limit_s for peer in absent) else 0.0
 
-        Peers that usually take longer than ``limit_s`` are left out.
-        """
-        known = (self._delays[peer] for peer in absent if peer in self._delays)
-        usual = (mean_s + VARIATIONS * variation_s for mean_s, variation_s in known)
-        return max((delay_s for delay_s in usual if delay_s <= limit_s), default=0.0)
+    def record_missing(self, absent: Iterable[PeerId], limit_s: float) -> None:
+        """Record that ``absent`` peers were waited for until the limit."""
+        for peer in absent:
+            self.record(peer, TOO_LATE * limit_s)
 
     def forget(self, peer: PeerId) -> None:
         """Drop the measurements of a peer that has left."""
@@ -538,7 +542,7 @@ class Aggregation:
         Their owner would not wait for them, and merge alone what comes first.
         """
         collection, c = self.collections[contribution.shard], contribution.contributor
-        if collection.opened_at is not None:
+        if collection.opened_at is not None and giver != self.core.config.peer:
             self.response_times.record(giver, self.core.now - collection.opened_at)
         if collection.is_closed:
             return
@@ -604,6 +608,8 @@ class Aggregation:
         core.alarms.cancel(("close", shard))
         core.note("debug", "close", f"shard {shard} version {head.version + 1}: {decision.reason}")
         collection.is_closed = True
+        if collection.opened_at is not None and core.now >= collection.opened_at + self._limit_s():
+            self.response_times.record_missing(self._missing(collection), self._limit_s())
         contributions = tuple(collection.given[learner] for learner in sorted(collection.given))
         self.jobs[shard] = Job(head.id, contributions, core.now)
         longest = core.chains[shard].longest([c.contributor for c in contributions])
@@ -631,9 +637,7 @@ class Aggregation:
         assert collection.opened_at is not None
         ranked = ranked_owners(config.run, shard, core.head(shard).version + 1, membership.owners.candidates)
         rank = ranked.index(config.peer) if config.peer in ranked else len(ranked)
-        guests = filter(membership.connectivity.is_afar, self.guests)
-        absent = membership.participating.union(guests) - collection.answered
-        is_waiting_for_me = core.is_participating() and config.peer not in collection.answered
+        missing = self._missing(collection)
         quorum_s = 0.0 if collection.quorum_at is None else collection.quorum_at - collection.opened_at
         grace_s = grace_window_s(
             grace_share=config.grace_share,
@@ -643,15 +647,11 @@ class Aggregation:
             sync_s=self.sync_s + membership.slowest_round_trip_s,
         )
         if config.grace_share:
-            # Where steps are shorter than a round trip, nobody can answer within some steps. The median, because a
-            # single peer that answers heartbeats late must not make all owners wait.
-            limit_s = config.sync_every * core.fastest_step_time_s() / 2 + 2 * membership.usual_round_trip_s
-            waited_for = {*absent, config.peer} if is_waiting_for_me else absent
-            grace_s = max(grace_s, self.response_times.wait_s(waited_for, limit_s) - quorum_s)
-            if len(absent) + is_waiting_for_me + len(collection.answered) > PAIR and not self._have_most(collection):
+            grace_s = max(grace_s, self.response_times.wait_s(missing, self._limit_s()) - quorum_s)
+            if len(missing) + len(collection.answered) > PAIR and not self._have_most(collection):
                 grace_s = max(grace_s, self.wait_for_most_s() - quorum_s)
         takeover_s = self.takeover_s()
-        if membership.is_any_departing(absent):
+        if membership.is_any_departing(missing - {config.peer}):
             # A departing peer has no later turn. It goes when its own time is up, and what waits here goes with it.
             grace_s = min(config.leave_s, config.finish_s) / 2
         grace_s = min(grace_s, takeover_s)
@@ -660,12 +660,28 @@ class Aggregation:
             opened_at=collection.opened_at,
             quorum_at=collection.quorum_at,
             given=len(collection.given),
-            missing=len(absent) + is_waiting_for_me,
+            missing=len(missing),
             min_quorum=quorum,
             rank=rank,
             takeover_s=takeover_s,
             grace_s=grace_s,
         )
+
+    def _missing(self, collection: Collection) -> frozenset[PeerId]:
+        """Return the participants that have not answered, this peer included."""
+        core, membership = self.core, self.core.membership
+        me = {core.config.peer} if core.is_participating() else set()
+        guests = filter(membership.connectivity.is_afar, self.guests)
+        return membership.participating.union(guests, me) - collection.answered
+
+    def _limit_s(self) -> float:
+        """Return how long after the opening of a round an owner waits for those who usually answer until then.
+
+        Where steps are shorter than a round trip, nobody can answer within some steps. The median of round trips,
+        because a single peer that answers heartbeats late must not make all owners wait.
+        """
+        core = self.core
+        return core.config.sync_every * core.fastest_step_time_s() / 2 + 2 * core.membership.usual_round_trip_s
 
     def quorum(self, collection: Collection) -> int:
         """Return K, or the number of peers that can contribute if that is smaller.

@@ -197,7 +197,7 @@ class Ledger:
 class FragmentTurn:
     """State of one fragment's turns."""
 
-    __slots__ = ("asked_at", "encoding", "is_snapshotting", "open", "step", "steps", "tokens")
+    __slots__ = ("asked_at", "encoding", "is_snapshotting", "missed", "open", "step", "steps", "tokens")
 
     def __init__(self) -> None:
         self.step = 0
@@ -209,6 +209,8 @@ class FragmentTurn:
         """Time at which the snapshot was asked for, or at which the learner last answered."""
         self.encoding: dict[ShardId, tuple[Digest, Contributor]] = {}
         """Shards that are being encoded: the head that the outer gradient is relative to, and its range."""
+        self.missed: dict[ShardId, float] = {}
+        """Shards that were merged before this learner's answer was ready: the time at which their turn opened."""
         self.steps = 0
         """The learner's steps at the last snapshot."""
         self.tokens = 0
@@ -255,6 +257,7 @@ class Contributions:
         for fragment, turn in enumerate(self.turns):
             turn.is_snapshotting = False
             turn.encoding.clear()
+            turn.missed.clear()
             if turn.open:
                 self._ask_for_snapshot(FragmentId(fragment))
 
@@ -344,13 +347,15 @@ class Contributions:
     def on_head_changed(self, change: HeadChange) -> None:
         """End the shard's turn: a pending contribution is merged or stale. Open the newest turn that was put off."""
         core, shard = self.core, change.shard
-        self.pending.pop(shard, None)
+        has_answered = self.pending.pop(shard, None) is not None
         core.alarms.cancel(("takeover", shard))
         fragment = core.fragment_of[shard]
         turn, step = self.turns[fragment], min(core.chains[shard].step, core.step)
         opened = turn.open.pop(shard, None)
         if opened is not None:
             self.aggregation.record_turn(core.now - opened[1])
+            if not has_answered and (turn.is_snapshotting or shard in turn.encoding):
+                turn.missed[shard] = opened[1]
         if turn.step > step and core.is_current:
             self._open_shard(turn, shard)
             self._ask_for_snapshot(fragment)
@@ -377,6 +382,8 @@ class Contributions:
         for other in self.turns:
             other.asked_at = core.now  # the learner copies fragments one after the other, so none of them is overdue
         turn.steps, turn.tokens = event.steps, event.tokens
+        for shard in turn.missed.keys() - turn.encoding.keys():
+            self._record_answer(turn.missed.pop(shard))
         for shard in turn.open:
             if self.has_given(shard) or self.aggregation.collections[shard].is_closed:
                 continue
@@ -422,6 +429,8 @@ class Contributions:
 
     def _finished_encoding(self, turn: FragmentTurn, shard: ShardId) -> None:
         turn.encoding.pop(shard)
+        if shard in turn.missed:
+            self._record_answer(turn.missed.pop(shard))
         if not turn.encoding and any(s not in self.pending for s in turn.open):
             self._ask_for_snapshot(self.core.fragment_of[shard])
 
@@ -439,8 +448,13 @@ class Contributions:
     def _contribute(self, shard: ShardId, contributor: Contributor, payload_bytes: int) -> None:
         turn = self.turns[self.core.fragment_of[shard]]
         base = self.core.head(shard)
+        self._record_answer(turn.open[shard][1])
         self.pending[shard] = Pending(Contribution(shard, base, turn.step, contributor, payload_bytes))
         self._offer(shard)
+
+    def _record_answer(self, opened_at: float) -> None:
+        """Record how long the learner took to answer a turn: as an owner, this peer waits for it as for others."""
+        self.aggregation.response_times.record(self.core.config.peer, self.core.now - opened_at)
 
     def _range(self, learner: LearnerView, shard: ShardId, turn: FragmentTurn) -> Contributor:
         """Return the range that the chain has not merged; if it exceeds the limits, its last part."""

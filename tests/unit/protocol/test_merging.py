@@ -147,8 +147,9 @@ def test_the_owner_waits_for_its_own_learner_as_for_any_other() -> None:
 
 
 def test_with_the_quorum_in_the_owner_merges_when_the_grace_window_is_over() -> None:
-    """M4b: 0.7 x 2 steps of 0.5 s after the first contribution."""
+    """M4b: 0.7 x 2 steps of 0.5 s after the first contribution, if the others usually take longer than it may wait."""
     stage = owner(B, C, grace_share=0.7, overlap=2)
+    stage.machine.aggregation.response_times.record(C, 10.0)
     assert merged(stage.offer(B) + stage.wait(0.69)) == []
     assert merged(stage.wait(0.02)) == [(tokens(B, 0, 40),)]
 
