@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks import record
-from benchmarks.quality import fine_tuning, hf_learners
+from benchmarks.quality import fine_tuning, hf_learners, runner, script_tie
 from benchmarks.quality.laboratory import Laboratory
 from benchmarks.quality.settings import Setting, to_row
 from p2pdiloco.training.dataset_files import Corpus
@@ -102,3 +102,37 @@ def test_every_row_is_tuned_alike_and_repeated_at_its_best_rate(tmp_path: Path) 
         (RATES[0], 2),
         (RATES[0], 3),
     ]
+
+
+def test_a_script_trains_the_laboratorys_cell_to_the_end_of_its_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A learner alone, with a node of its own."""
+    monkeypatch.setattr(script_tie, "text_of", lambda *_: text())
+    setting = msgspec.structs.replace(short("lora", 2), learners=1, batch=fine_tuning.WINDOWS, steps=24)
+    found = script_tie.learn(script_tie.Job(setting, 0, "", 0.0), tmp_path)
+    assert found.steps == 24
+    assert 3.0 < found.loss < 6.0, "text that is noise"
+
+
+def test_scripts_are_compared_with_the_laboratory_seed_by_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = tmp_path / "rows.jsonl"
+    cell = fine_tuning.together("english", "lora", 2).setting
+    for rate, loss in zip(RATES[fine_tuning.FIRST_RATES], (2.0, 1.0, 2.0), strict=True):
+        put(results, msgspec.structs.replace(cell, learning_rate=rate), loss)
+    best = msgspec.structs.replace(cell, learning_rate=RATES[fine_tuning.FIRST_RATES][1])
+    put(results, msgspec.structs.replace(best, seed=2), 1.0)
+    rows, asked = runner.rows(results), list[Setting]()
+    monkeypatch.setattr(runner, "rows", lambda: rows)
+
+    def swarm(setting: Setting, folder: Path, step_s: float) -> list[script_tie.Found]:
+        asked.append(setting)
+        return [script_tie.Found(1.01 * setting.seed, 290), script_tie.Found(1.03 * setting.seed, 310)]
+
+    monkeypatch.setattr(script_tie, "swarm", swarm)
+    figures = script_tie.measure("lora", "english", 2, [1, 2], 0.1, tmp_path)
+    assert asked == [best, msgspec.structs.replace(best, seed=2)]
+    assert figures["difference"] == pytest.approx((2.0 + 104.0) / 2)
+    assert figures["merged"] == pytest.approx(100.0)
+    with pytest.raises(RuntimeError, match=r"no row of lora, english, M = 2, seeds \[3\]"):
+        script_tie.measure("lora", "english", 2, [3], 0.1, tmp_path)
