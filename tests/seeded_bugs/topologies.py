@@ -197,9 +197,9 @@ BUGS = (
     _bug(
         "guests not waited for",
         "aggregation",
-        "Aggregation._view",
-        "membership.participating.union(guests)",
-        "membership.participating",
+        "Aggregation._missing",
+        "membership.participating.union(guests, me)",
+        "membership.participating.union(me)",
         "whose contribution takes one step more comes too late in each version",
         "test_an_owner_waits_for_those_whose_contributions_are_handed_on",
     ),
