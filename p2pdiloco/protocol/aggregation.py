@@ -174,7 +174,7 @@ def decide(view: QuorumView) -> Decision:
 # 3. It does not wait for a peer that usually takes longer. Such a peer contributes at its next turn.
 
 
-TOO_LATE = 2.0
+TOO_LATE = 1.25
 """What an answer counts that did not come until the limit, in limits."""
 
 
@@ -678,10 +678,12 @@ class Aggregation:
         """Return how long after the opening of a round an owner waits for those who usually answer until then.
 
         Where steps are shorter than a round trip, nobody can answer within some steps. The median of round trips,
-        because a single peer that answers heartbeats late must not make all owners wait.
+        because a single peer that answers heartbeats late must not make all owners wait. Half of the takeover time
+        at most, so that the commit arrives before the next owner would merge, too.
         """
         core = self.core
-        return core.config.sync_every * core.fastest_step_time_s() / 2 + 2 * core.membership.usual_round_trip_s
+        usual_s = core.config.sync_every * core.fastest_step_time_s() / 2 + 2 * core.membership.usual_round_trip_s
+        return min(usual_s, self.takeover_s() / 2)
 
     def quorum(self, collection: Collection) -> int:
         """Return K, or the number of peers that can contribute if that is smaller.

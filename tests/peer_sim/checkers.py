@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from p2pdiloco.codec import compression, quantization
 from p2pdiloco.codec.digests import StateForm, state_digest
 from p2pdiloco.peer.ending import APART, Ending
-from p2pdiloco.peer.signatures import check_commit
+from p2pdiloco.peer.signatures import FalseContributionError, check_commit
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages
 from p2pdiloco.protocol.ids import Digest, LearnerId, PeerId, ShardId, digest_of
@@ -145,13 +145,21 @@ class Checks:
         if isinstance(proof, WrongMerge):
             self.world.happened["wrong-merge"] += 1
             lying.caught.setdefault(owner, lying.wrong[owner])
-            if not lying.is_wrong(proof.header):
+            if not lying.is_wrong(proof.header.payload) and not self._is_false(proof):
                 self.violated(3, f"{owner[-6:]} is said to have merged wrongly, which is not so")
             return
         self.world.happened["equivocation"] += 1
         disk = self.world.computers[owner].disk
         if owner not in self.spoilt | self.damaged | self.forgetful and not disk.is_unreliable:
             self.violated(1, f"{owner[-6:]} has made two commits of one version")
+
+    def _is_false(self, proof: WrongMerge) -> bool:
+        """Whether a commit names a contribution that was not made."""
+        try:
+            check_commit(self.world.manifest.run, proof.header, proof.signature)
+        except FalseContributionError:
+            return True
+        return False
 
     def _tensors(self, peer: Peer, shard: ShardId) -> tuple[Vector, Vector]:
         piece = self.world.layout.shards[shard]
@@ -164,7 +172,7 @@ class Checks:
     def _applied(self, peer: Peer, shard: ShardId, head: Digest) -> None:
         chain = peer.machine.core.chains[shard]
         if chain.log and chain.log_ids[-1] == head and chain.log[-1].owner != peer.config.peer:
-            self.world.lying_owners.applied(chain.log[-1])
+            self.world.lying_owners.applied(chain.log[-1].owner, chain.log[-1].payload)
         if peer.state.heads[shard] != head or chain.head is None or chain.head.id != head:
             return  # it has moved on
         known = self.values.get((shard, head))
@@ -230,8 +238,7 @@ class Checks:
         try:
             check_commit(self.world.manifest.run, header, self.proof(peer, shard, head)[1])
         except ValueError as error:
-            if not self.world.lying_owners.is_wrong(header):
-                self._forged[shard, head] = str(error)
+            self._forged[shard, head] = str(error)
         for c in header.contributors:
             if c.tokens_from < marks.get(c.learner, 0):
                 self.violated(3, f"commit {head[:8]} of shard {shard} merges tokens of {c.learner[-12:]} again")
@@ -325,7 +332,7 @@ class Checks:
     # -- 3: a commit is the merge that it says -------------------------------------------------------------------------
 
     def _is_merged(self, shard: ShardId, header: CommitHeader, change: Vector) -> None:
-        if self.world.lying_owners.is_wrong(header):
+        if self.world.lying_owners.is_wrong(header.payload):
             return
         vectors, weights = [], []
         for c in header.contributors:

@@ -255,7 +255,7 @@ class Durability:
         """Now, and for a while; whatever became of the disk before."""
         checks, now = self._world.checks, self._world.now
         is_held_up = host.is_paused or now - max(host.workers.held_up_at, host.disk.healed_at) < LATE_S
-        is_odd = host.name in checks.damaged | checks.forgetful | checks.spoilt | self._world.lying_owners.names
+        is_odd = host.name in checks.damaged | checks.forgetful | checks.spoilt
         return not is_held_up and not is_odd and not self._world.computers[host.name].is_full
 
     def _is_seldom(self, host: SimulatedHost, life: _Life) -> None:
@@ -310,8 +310,7 @@ class Durability:
             if found is None or (left != heads and not is_fresh):  # what came while it saved others have
                 checks.violated(8, f"{name[-6:]} ended in order and left another state than its last")
         long_ago = self._world.now - UNNEEDED_S
-        liars = self._world.lying_owners.names
-        if name in checks.spoilt | liars:
+        if name in checks.spoilt:
             return  # it may be on a fork of its own, where what comes waits for a head that it never reaches (M2b)
         chains, proofs = peer.machine.core.chains, peer.machine.barred_owners.proofs.values()
         wrong = [proof.header for proof in proofs if isinstance(proof, WrongMerge)]
@@ -323,7 +322,7 @@ class Durability:
                 givers, at = merged.get(digest, ({name}, 0.0))
                 here_since = life.kept.get(shelf.payloads[digest], self._world.now)  # the very same may come again
                 refused = peer.machine.replication.refusals.among(self._bases[digest])
-                if name in givers or refused or givers & liars:  # it may wait for a head that is not reached
+                if name in givers or refused:  # it may wait for a head that this peer never reaches
                     continue
                 if max(at, here_since, host.workers.held_up_at) < long_ago:
                     checks.violated(10, f"{name[-6:]} keeps what {min(givers)[-6:]} gave, merged at {at:.1f} s")

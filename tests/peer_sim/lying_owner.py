@@ -1,7 +1,6 @@
-"""Owners whose commits are wrong, in a simulated world of whole peers: of honest length, and signed like all others.
+"""Owners whose merges are wrong, in a simulated world of whole peers: of honest length, and signed like all others.
 
-The liar's program is the real one. Either it encodes another merge, which nothing but an audit can find, or it names
-contributions that do not bear their peers' signatures.
+The liar's program is the real one, but for what it encodes as the merge, so that nothing but an audit can find it.
 """
 
 from __future__ import annotations
@@ -12,22 +11,17 @@ from random import Random
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
-from msgspec.structs import replace
 
 from p2pdiloco.codec import merge
 from p2pdiloco.peer.model_state import MergeResult
-from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol.ids import Digest, PeerId
-from p2pdiloco.protocol.messages import CommitHeader, Contribution, commit_id
 
 if TYPE_CHECKING:
     from p2pdiloco.peer.peer import Peer
 
-Lie = Literal["", "value", "noise", "dropped", "unsigned"]
-"""One value is changed; all are noise as long as the merge; the last contribution is named and not merged; others'
-contributions are not signed by them."""
+Lie = Literal["", "value", "noise", "dropped"]
+"""One value is changed; all are noise as long as the merge; the last contribution is named and not merged."""
 LIES: tuple[Lie, ...] = get_args(Lie)[1:]
-UNSIGNED = bytes(64)
 
 
 class LyingOwners:
@@ -37,29 +31,23 @@ class LyingOwners:
         self._wrong: set[Digest] = set()
         """Payloads of wrong merges."""
         self._taken: set[Digest] = set()
-        """Wrong commits that others have applied."""
-        self.names: set[PeerId] = set()
         self.wrong: Counter[PeerId] = Counter()
         """Wrong commits of each that others have applied,"""
         self.caught: dict[PeerId, int] = {}
         """and how many these were when the first of the others found it."""
 
-    def is_wrong(self, header: CommitHeader) -> bool:
-        """Whether a commit is a lie."""
-        return header.payload in self._wrong or any(c.signature == UNSIGNED for c in header.contributors)
+    def is_wrong(self, payload: Digest) -> bool:
+        """Whether a commit's payload is a lie."""
+        return payload in self._wrong
 
-    def applied(self, header: CommitHeader) -> None:
+    def applied(self, owner: PeerId, payload: Digest) -> None:
         """Somebody else has applied a commit."""
-        if self.is_wrong(header) and (commit := commit_id(header)) not in self._taken:
-            self._taken.add(commit)
-            self.wrong[header.owner] += 1
+        if payload in self._wrong and payload not in self._taken:
+            self._taken.add(payload)
+            self.wrong[owner] += 1
 
     def begin(self, peer: Peer, lie: Lie, seed: int) -> None:
         """From now on this peer lies in every merge that can be told from an honest one."""
-        self.names.add(peer.config.peer)
-        if lie == "unsigned":
-            _take_as_unsigned(peer)
-            return
         sound, random = peer.state.merge, Random(f"{seed}/lies")
 
         def lying(shard: Any, base: Any, version: int, given: Sequence[Any], *rest: Any, **options: Any) -> MergeResult:
@@ -80,19 +68,6 @@ class LyingOwners:
             return found
 
         peer.state.merge = lying  # type: ignore[method-assign]
-
-
-def _take_as_unsigned(peer: Peer) -> None:
-    """What others contribute loses its signature on its way to the machine."""
-    feed = peer.driver.feed
-
-    def changed(event: ev.Event) -> None:
-        if isinstance(event, ev.Received) and isinstance(event.message, Contribution):
-            contributor = replace(event.message.contributor, signature=UNSIGNED)
-            event = replace(event, message=replace(event.message, contributor=contributor))
-        feed(event)
-
-    peer.driver.feed = changed  # type: ignore[method-assign]
 
 
 def _changing(encode: Callable[..., Any], change: Callable[[torch.Tensor, Random], None], random: Random) -> Any:

@@ -56,7 +56,8 @@ def turns(
 ) -> list[bool]:
     """Turns that b answers at once and c ``after_s`` later: whether the owner waited for c. H / 2 steps are 1 s, the
     paper's window is 0.7 s."""
-    stage = Stage(B, C, has_learner=False, grace_share=grace_share, overlap=2)
+    takeover = {"takeover_floor_s": 4.0, "takeover_ceiling_s": 4.0}
+    stage = Stage(B, C, has_learner=False, grace_share=grace_share, overlap=2, **takeover)
     stage.round_trip_s = round_trip_s
     stage.round_trips[C] = trip_to_c_s or round_trip_s
     for peer in (B, C):
@@ -135,3 +136,9 @@ def test_an_owners_own_learner_is_timed_when_it_comes_too_late(is_encoding: bool
     before = times.wait_s([A], 9.9)
     stage.tell(stage.end_of(late))
     assert (before, times.wait_s([A], 9.0)) == (0.0, 9.0), "10, and an eighth of the way to 1.5"
+
+
+def test_the_owner_waits_for_at_most_half_of_the_takeover_time() -> None:
+    """W3b: else the next owner merges, too, before the commit is there."""
+    stage = Stage(B, has_learner=False, overlap=2, takeover_floor_s=1.2, takeover_ceiling_s=1.2)
+    assert stage.machine.aggregation._limit_s() == pytest.approx(0.6)
