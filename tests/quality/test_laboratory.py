@@ -275,7 +275,7 @@ def test_top_k_keeps_the_largest_and_says_what_it_takes() -> None:
 
 def test_a_cell_that_is_there_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("benchmarks.quality.laboratory.corpus", text)
+    monkeypatch.setattr("benchmarks.quality.laboratory.text_of", lambda *_: text())
     path = tmp_path / "rows.jsonl"
     settings = [SMALL, msgspec.structs.replace(SMALL, method="parallel", learners=1), SMALL]
     runner.work(settings, path, is_compiled=False)
