@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 
 from p2pdiloco.protocol.ids import digest_of
 from p2pdiloco.protocol.manifest import DataConfig
+from p2pdiloco.training import tokenizer_training
 from p2pdiloco.training.corpus import held_out_batches, load_corpus
 from p2pdiloco.training.dataset_files import Corpus
 from p2pdiloco.training.models import loss
@@ -90,13 +90,8 @@ def _pieces(root: Path, patterns: Iterable[str]) -> list[bytes]:
 def byte_pairs(data: str, vocabulary: int) -> Corpus:
     """Return a text in tokens of at most ``vocabulary`` byte pairs, which are trained on its training split."""
     text = TEXTS.get(data, corpus)()
-    train, held_out = (_cut(split.numpy().tobytes().decode("latin-1")) for split in (text.train, text.held_out))
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
-    )
-    tokenizer.train_from_iterator(train, trainer)
+    train, held_out = (_cut(split.numpy().tobytes().decode(errors="replace")) for split in (text.train, text.held_out))
+    tokenizer = tokenizer_training.byte_pairs(train, vocabulary)
     splits = (
         torch.tensor([token for piece in tokenizer.encode_batch_fast(pieces) for token in piece.ids], dtype=torch.int32)
         for pieces in (train, held_out)

@@ -35,12 +35,14 @@ from p2pdiloco.swarm.credentials import MemberFiles
 from p2pdiloco.training.models import loss
 from p2pdiloco.training.optimizers import learning_rate
 
-START_S = 120.0
+START_S, STEP_LIMIT_S = 120.0, 2.0
+"""Time limits: until a founder has an invite, and for each step on average."""
 COLUMNS: tuple[bench.Column, ...] = (
     ("scripts, test loss", "scripts", ".4f"),
     ("laboratory, test loss", "laboratory", ".4f"),
     ("difference, %", "difference", "+.2f"),
-    ("tokens merged, %", "merged", ".1f"),
+    ("tokens trained, %", "trained", ".1f"),
+    ("versions with all learners, %", "joint", ".1f"),
 )
 
 
@@ -53,15 +55,16 @@ class Job(msgspec.Struct, frozen=True):
     step_s: float
 
 
-class Found(msgspec.Struct, frozen=True):
-    """What a learner ended with."""
+class Result(msgspec.Struct, frozen=True):
+    """The run's model and the steps of one learner at the end."""
 
     loss: float
-    """Of the run's model, test half of the held-out windows."""
+    """Loss of the run's model on the test half of the held-out windows."""
     steps: int
+    """Steps that this learner made."""
 
 
-def learn(job: Job, folder: Path) -> Found:
+def learn(job: Job, folder: Path) -> Result:
     """Train to the end of the run.
 
     Raises:
@@ -108,32 +111,65 @@ def learn(job: Job, folder: Path) -> Found:
             time.sleep(max(0.0, due - time.monotonic()))
     outer.load_global()
     windows = held_out_losses(model, text, setting.context).tolist()
-    return Found(halves({"by_window": windows})[1], steps)
+    return Result(halves({"by_window": windows})[1], steps)
 
 
-def swarm(setting: Setting, folder: Path, step_s: float) -> list[Found]:
-    """Return what all learners of one run ended with.
+def swarm(setting: Setting, folder: Path, step_s: float) -> tuple[list[Result], float]:
+    """Return the results of all learners of one run, and the share of its versions that hold all of them.
 
     Raises:
-        RuntimeError: one of them failed.
+        RuntimeError: a learner failed or took too long, or the run has no versions.
     """
-    processes, invite = list[subprocess.Popen[bytes]](), ""
-    for index in range(setting.learners):
-        own = folder / str(index)
-        own.mkdir(parents=True)
-        (own / "job").write_bytes(msgspec.json.encode(Job(setting, index, invite, step_s)))
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        with open(own / "log", "wb") as log:
-            command = [sys.executable, "-m", "benchmarks.quality.script_tie", "--learner", str(own)]
-            processes.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment))
-        deadline = time.monotonic() + START_S
-        while not index and not invite and time.monotonic() < deadline and processes[0].poll() is None:
-            members = next((own / "state").glob("*/members"), None)
-            invite = "" if members is None else MemberFiles(members.parent).invite()
-            time.sleep(0.2)
-    if any(process.wait() for process in processes):
-        raise RuntimeError(f"a learner failed: see {folder}/*/log")
-    return [msgspec.json.decode((folder / str(i) / "found").read_bytes(), type=Found) for i in range(setting.learners)]
+    processes = list[subprocess.Popen[bytes]]()
+    try:
+        invite = ""
+        for index in range(setting.learners):
+            processes.append(_start(Job(setting, index, invite, step_s), folder / str(index)))
+            invite = invite or _invite(folder / "0" / "state", processes[0])
+        deadline = time.monotonic() + START_S + setting.steps * (step_s + STEP_LIMIT_S)
+        for process in processes:
+            if process.wait(max(0.0, deadline - time.monotonic())):
+                raise RuntimeError(f"a learner failed: see {folder}/*/log")
+    except subprocess.TimeoutExpired as error:
+        raise RuntimeError(f"a learner took too long: see {folder}/*/log") from error
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    results = [(folder / str(index) / "result").read_bytes() for index in range(setting.learners)]
+    return [msgspec.json.decode(each, type=Result) for each in results], joint_share(folder / "0", setting.learners)
+
+
+def _start(job: Job, folder: Path) -> subprocess.Popen[bytes]:
+    folder.mkdir(parents=True)
+    (folder / "job").write_bytes(msgspec.json.encode(job))
+    command = [sys.executable, "-m", "benchmarks.quality.script_tie", "--learner", str(folder)]
+    with open(folder / "log", "wb") as log:
+        return subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+def _invite(state: Path, founder: subprocess.Popen[bytes]) -> str:
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline and founder.poll() is None:
+        members = next(state.glob("*/members"), None)
+        if members is not None and (invite := MemberFiles(members.parent).invite()):
+            return invite
+        time.sleep(0.2)
+    raise RuntimeError(f"the first learner founded no run: see {state.parent}/log")
+
+
+def joint_share(folder: Path, learners: int) -> float:
+    """Return the share of a run's versions that all learners contributed to, from the event log below ``folder``.
+
+    Raises:
+        RuntimeError: there are no versions, because the learners trained alone.
+    """
+    lines = (line for path in folder.glob("state/*/metrics.jsonl") for line in path.read_bytes().splitlines())
+    events = (msgspec.json.decode(line) for line in lines)
+    joint = [len(event["contributors"]) == learners for event in events if event.get("event") == "commit"]
+    if not joint:
+        raise RuntimeError(f"the run has no versions: its learners trained alone, see {folder.parent}/*/log")
+    return statistics.fmean(joint)
 
 
 def measure(way: str, text: str, learners: int, seeds: Sequence[int], step_s: float, folder: Path) -> bench.Figures:
@@ -147,11 +183,12 @@ def measure(way: str, text: str, learners: int, seeds: Sequence[int], step_s: fl
     known = rows.get(best, {})
     if missing := [seed for seed in seeds if seed not in known]:
         raise RuntimeError(f"the laboratory has no row of {way}, {text}, M = {learners}, seeds {missing}")
-    real, merged = [], []
+    real, trained, joint = [], [], []
     for seed in seeds:
-        found = swarm(msgspec.structs.replace(best, seed=seed), folder / f"{way}-{text}-{seed}", step_s)
+        found, share = swarm(msgspec.structs.replace(best, seed=seed), folder / f"{way}-{text}-{seed}", step_s)
         real.append(statistics.fmean(one.loss for one in found))
-        merged.append(sum(one.steps for one in found) / learners / best.steps)
+        trained.append(sum(one.steps for one in found) / learners / best.steps)
+        joint.append(share)
         print(f"{way}, {text}, seed {seed}: {real[-1]:.4f}", flush=True)
     laboratory = [halves(known[seed])[1] for seed in seeds]
     gaps = [100.0 * (mine / other - 1.0) for mine, other in zip(real, laboratory, strict=True)]
@@ -160,7 +197,8 @@ def measure(way: str, text: str, learners: int, seeds: Sequence[int], step_s: fl
         "laboratory": statistics.fmean(laboratory),
         "difference": statistics.fmean(gaps),
         "deviation": statistics.stdev(gaps) if len(gaps) > 1 else 0.0,
-        "merged": 100.0 * statistics.fmean(merged),
+        "trained": 100.0 * statistics.fmean(trained),
+        "joint": 100.0 * statistics.fmean(joint),
     }
 
 
@@ -176,7 +214,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.learner:
         job = msgspec.json.decode((options.learner / "job").read_bytes(), type=Job)
-        (options.learner / "found").write_bytes(msgspec.json.encode(learn(job, options.learner)))
+        (options.learner / "result").write_bytes(msgspec.json.encode(learn(job, options.learner)))
         return 0
     found: dict[str, bench.Figures] = {}
     with tempfile.TemporaryDirectory(prefix="p2pdiloco-tie-") as temporary:

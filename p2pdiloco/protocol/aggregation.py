@@ -175,7 +175,7 @@ def decide(view: QuorumView) -> Decision:
 
 
 TOO_LATE = 1.25
-"""What an answer counts that did not come until the limit, in limits."""
+"""Multiple of the limit that is recorded as the response time of a peer that did not answer within the limit."""
 
 
 class ResponseTimes:

@@ -7,7 +7,9 @@ that it is written to.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from p2pdiloco.protocol.manifest import DataConfig
 from p2pdiloco.training.dataset_files import CorpusError, find_files
@@ -23,11 +25,21 @@ def train_tokenizer(config: DataConfig, data: str, size: int) -> tuple[str, int]
     Raises:
         CorpusError: tokenizers is not installed, or there are no documents.
     """
+    root, files = find_files(config, data)
+    tokenizer = byte_pairs((document.text for document in read_documents(config, root, files)), size)
+    return tokenizer.to_str(pretty=True), tokenizer.get_vocab_size()
+
+
+def byte_pairs(texts: Iterable[str], size: int) -> Any:
+    """Train a ``tokenizers.Tokenizer`` of at most ``size`` tokens, and return it.
+
+    Raises:
+        CorpusError: tokenizers is not installed.
+    """
     try:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     except ImportError as error:
         raise CorpusError(f"a tokenizer is trained by tokenizers: {EXTRA}") from error
-    root, files = find_files(config, data)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -37,8 +49,8 @@ def train_tokenizer(config: DataConfig, data: str, size: int) -> tuple[str, int]
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator((document.text for document in read_documents(config, root, files)), trainer)
-    return tokenizer.to_str(pretty=True), tokenizer.get_vocab_size()
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
 
 
 def write_tokenizer(trained: str, folder: Path) -> None:

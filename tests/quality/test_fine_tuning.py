@@ -110,7 +110,11 @@ def test_a_script_trains_the_laboratorys_cell_to_the_end_of_its_run(
     """A learner alone, with a node of its own."""
     monkeypatch.setattr(script_tie, "text_of", lambda *_: text())
     setting = msgspec.structs.replace(short("lora", 2), learners=1, batch=fine_tuning.WINDOWS, steps=24)
+    with pytest.raises(RuntimeError, match="its learners trained alone"):
+        script_tie.joint_share(tmp_path, 1)
     found = script_tie.learn(script_tie.Job(setting, 0, "", 0.0), tmp_path)
+    assert script_tie.joint_share(tmp_path, 1) == 1.0
+    assert script_tie.joint_share(tmp_path, 2) == 0.0
     assert found.steps == 24
     assert 3.0 < found.loss < 6.0, "text that is noise"
 
@@ -125,14 +129,14 @@ def test_scripts_are_compared_with_the_laboratory_seed_by_seed(tmp_path: Path, m
     rows, asked = runner.rows(results), list[Setting]()
     monkeypatch.setattr(runner, "rows", lambda: rows)
 
-    def swarm(setting: Setting, folder: Path, step_s: float) -> list[script_tie.Found]:
+    def swarm(setting: Setting, folder: Path, step_s: float) -> tuple[list[script_tie.Result], float]:
         asked.append(setting)
-        return [script_tie.Found(1.01 * setting.seed, 290), script_tie.Found(1.03 * setting.seed, 310)]
+        return [script_tie.Result(1.01 * setting.seed, 290), script_tie.Result(1.03 * setting.seed, 310)], 0.5
 
     monkeypatch.setattr(script_tie, "swarm", swarm)
     figures = script_tie.measure("lora", "english", 2, [1, 2], 0.1, tmp_path)
     assert asked == [best, msgspec.structs.replace(best, seed=2)]
     assert figures["difference"] == pytest.approx((2.0 + 104.0) / 2)
-    assert figures["merged"] == pytest.approx(100.0)
+    assert (figures["trained"], figures["joint"]) == pytest.approx((100.0, 50.0))
     with pytest.raises(RuntimeError, match=r"no row of lora, english, M = 2, seeds \[3\]"):
         script_tie.measure("lora", "english", 2, [3], 0.1, tmp_path)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.quality import runner
+from benchmarks.quality import data, runner
 from benchmarks.quality.data import Stream
 from benchmarks.quality.exchange import Exchange, pack
 from benchmarks.quality.laboratory import Laboratory, Result
@@ -436,3 +436,20 @@ def test_a_longer_contribution_weighs_less_with_the_penalty() -> None:
     weights = torch.softmax(torch.tensor([-1.0, -3.0]), 0)
     change = committed(of_two(penalty=True), 1.0, 3.0)
     assert torch.allclose(change[:2], weights * torch.tensor([1.0, 3.0]), atol=1e-6)
+
+
+def test_byte_pairs_stand_for_the_same_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where it is cut, and where it is not ASCII."""
+    words = " ".join(f"word{i % 40} \u00e9t\u00e9" for i in range(6000)).encode()
+    raw = torch.frombuffer(bytearray(words), dtype=torch.uint8)
+    made = Corpus(train=raw, held_out=raw[: 64 * 17].clone())
+    monkeypatch.setitem(data.TEXTS, "english", lambda: made)
+    data.byte_pairs.cache_clear()
+    try:
+        found = data.text_of("english", 300)
+    finally:
+        data.byte_pairs.cache_clear()
+    assert found.train.dtype == torch.int32
+    assert int(found.train.max()) < 300
+    assert 2 * found.train.numel() < raw.numel(), "one token for several bytes"
+    assert data.text_of("english", data.BYTES) is made

@@ -170,6 +170,15 @@ BUGS = (
         "test_answers.py::test_an_owners_own_learner_is_timed_when_it_comes_too_late",
     ),
     _bug(
+        "the own learner is timed only if it is late",
+        "contributions",
+        "Contributions._contribute",
+        "self._record_answer(turn.open[shard][1])",
+        "pass",
+        "an owner's learner that was late once is not waited for any more",
+        "test_answers.py::test_an_own_learner_is_timed_whoever_owns_the_shard",
+    ),
+    _bug(
         "who is new is not waited for",
         "aggregation",
         "ResponseTimes.wait_s",

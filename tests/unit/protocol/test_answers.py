@@ -142,3 +142,15 @@ def test_the_owner_waits_for_at_most_half_of_the_takeover_time() -> None:
     """W3b: else the next owner merges, too, before the commit is there."""
     stage = Stage(B, has_learner=False, overlap=2, takeover_floor_s=1.2, takeover_ceiling_s=1.2)
     assert stage.machine.aggregation._limit_s() == pytest.approx(0.6)
+
+
+@pytest.mark.parametrize("owners", ["ab", "ba"])
+def test_an_own_learner_is_timed_whoever_owns_the_shard(owners: str) -> None:
+    """W3b."""
+    stage = Stage(B, owners=owners, grace_share=0.7, overlap=2)
+    times = stage.machine.aggregation.response_times
+    times.record(A, 10.0)
+    (snapshot,) = only(stage.train(4), ef.Snapshot)
+    stage.wait(0.4)
+    stage.work([snapshot], ef.Snapshot, ef.Encode)
+    assert times.wait_s([A], 8.9) == 8.9, "10, and an eighth of the way to 0.4"
