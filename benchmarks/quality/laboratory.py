@@ -34,8 +34,8 @@ from benchmarks.quality.settings import Setting
 from benchmarks.quality.stacked import MOMENTUM_OF, Stack, Stepping, is_by_muon
 from p2pdiloco.codec.fragments import tensor_specs
 from p2pdiloco.codec.merge import Gradient, token_weight
-from p2pdiloco.protocol.aggregation import QuorumView, decide, grace_window_s
-from p2pdiloco.protocol.ids import FragmentId, ShardId
+from p2pdiloco.protocol.aggregation import QuorumView, ResponseTimes, decide, grace_window_s
+from p2pdiloco.protocol.ids import FragmentId, PeerId, ShardId
 from p2pdiloco.protocol.manifest import Layout, make_layout
 from p2pdiloco.training.dataset_files import Corpus
 from p2pdiloco.training.models import build_model, is_embedding
@@ -62,6 +62,10 @@ class Contribution(NamedTuple):
     gradient: Gradient
     steps: int
     tokens: int
+
+
+def _peer(index: int) -> PeerId:
+    return PeerId(str(index))
 
 
 def _model(setting: Setting) -> nn.Module:
@@ -117,6 +121,9 @@ class Laboratory:
         self.members: list[Member] = []
         self._groups = self._make_groups(is_compiled)
         self._open: dict[int, Turn] = {}
+        self._closed: dict[int, Turn] = {}
+        """The last turn of each fragment that was closed: late answers are timed."""
+        self._response_times = ResponseTimes(0)
         self._events: list[tuple[float, int, int]] = []
         """(time, 0: a group's step ends, 1: an owner looks at a turn; which)"""
         self._step = 0
@@ -225,6 +232,8 @@ class Laboratory:
         for member in group.members:
             for turn in list(self._open.values()):
                 self._answer(turn, member, now)
+            for turn in self._closed.values():
+                self._time_answer(turn, member, now)
         for turn in list(self._open.values()):
             self._consider(turn, now)
         for member in group.members:
@@ -304,7 +313,7 @@ class Laboratory:
         member = self.members[index]
         if index in turn.answered or not member.takes_part:
             return
-        turn.answered.add(index)
+        self._time_answer(turn, index, now)
         shards = self.layout.fragments[turn.fragment]
         if all(member.marks[shard][1] == member.tokens for shard in shards):
             return
@@ -320,29 +329,41 @@ class Laboratory:
             meant = {shard: self.exchange.theta[span] - self._scratch[span] for shard, span in spans}
         turn.given[index] = Given(parcels, meant, member.steps, member.tokens)
 
+    def _time_answer(self, turn: Turn, index: int, now: float) -> None:
+        """A learner's first answer to a turn, which may be closed already."""
+        if index not in turn.answered:
+            turn.answered.add(index)
+            self._response_times.record(_peer(index), now - turn.opened_at)
+
     def _consider(self, turn: Turn, now: float) -> None:
-        """The owner's decision; see ``protocol.merges``."""
+        """The owner's decision; see ``protocol.aggregation``."""
         s = self.setting
         participants = {index for index, member in enumerate(self.members) if member.takes_part}
+        missing, limit = list(map(_peer, participants - turn.answered)), s.sync_every / 2
         quorum = max(1, min(s.quorum, len(participants)))
         if turn.quorum_at is None and len(turn.given) >= quorum:
             turn.quorum_at = now
         quorum_s = 0.0 if turn.quorum_at is None else turn.quorum_at - turn.opened_at
+        grace = grace_window_s(
+            grace_share=s.grace, overlap_steps=s.overlap, step_time_s=1.0, quorum_s=quorum_s, sync_s=0.0
+        )
+        if s.waits:
+            grace = max(grace, self._response_times.wait_s(missing, limit) - quorum_s)
         view = QuorumView(
             now=now,
             opened_at=turn.opened_at,
             quorum_at=turn.quorum_at,
             given=len(turn.given),
-            missing=len(participants - turn.answered),
+            missing=len(missing),
             min_quorum=quorum,
             rank=0,
             takeover_s=ENDLESS,
-            grace_s=grace_window_s(
-                grace_share=s.grace, overlap_steps=s.overlap, step_time_s=1.0, quorum_s=quorum_s, sync_s=0.0
-            ),
+            grace_s=grace,
         )
         decision = decide(view)
         if decision.is_close:
+            if now >= turn.opened_at + limit:
+                self._response_times.record_missing(missing, limit)
             self._close(turn, now)
         elif decision.look_again_at is not None:
             heapq.heappush(self._events, (decision.look_again_at, 1, turn.fragment))
@@ -352,6 +373,7 @@ class Laboratory:
     def _close(self, turn: Turn, now: float) -> None:
         """Merge, and send the commits on their way."""
         self._open.pop(turn.fragment, None)
+        self._closed[turn.fragment] = turn
         given = sorted(turn.given.items())
         ready_at = max(now, turn.opened_at + self.setting.overlap)
         if self.setting.method == "gossip":

@@ -32,8 +32,9 @@ def losses(config: ModelConfig, cosine: Tensor, sine: Tensor, p: Mapping[str, Te
     [k, samples, context + 1]."""
     k, samples, time = batch.shape[0], batch.shape[1], batch.shape[2] - 1
     width, heads = config.width, config.heads
-    rows = torch.arange(k, device=batch.device).view(k, 1, 1) * config.vocabulary + batch[:, :, :-1]
-    x = F.embedding(rows, p["embedding.weight"].reshape(-1, width)).reshape(k, samples * time, width)
+    embedding = p["embedding.weight"]
+    rows = torch.arange(k, device=batch.device).view(k, 1, 1) * embedding.shape[1] + batch[:, :, :-1]
+    x = F.embedding(rows, embedding.reshape(-1, width)).reshape(k, samples * time, width)
     for index in range(config.depth):
         block = f"blocks.{index}."
         qkv = _linear(_normed(x, p[block + "attention_norm.weight"]), p[block + "attention.qkv.weight"])

@@ -268,10 +268,11 @@ def adopt() -> list[Setting]:
 
 
 def people() -> list[Setting]:
-    """Learners of different speeds, with and without the grace window; absent ones; late ones; other data."""
+    """Learners of different speeds, with and without waiting for them; absent ones; late ones; other data."""
+    waited = [_muon(speeds=UNEVEN, waits=True, seed=seed) for seed in SEEDS]
     speeds = [_muon(speeds=UNEVEN), _muon(speeds=UNEVEN, grace=0.0), _muon(speeds=UNEVEN, quorum=4)]
     rest = [_muon(absent=0.5), _muon(join_at=0.5), _muon(cut=(0.4, 0.6)), _muon(data="parts")]
-    return [_muon(), *speeds[:2], *rest[:1], speeds[2], *rest[1:]]
+    return [_muon(), *waited, *speeds[:2], *rest[:1], speeds[2], *rest[1:]]
 
 
 def others() -> list[Setting]:

@@ -133,6 +133,7 @@ def tie(out: Path, seeds: Sequence[int], rows: Path | None, time_limit_s: float,
             sync_every=round(steps / measured.turns),
             join_at=measured.alone if measured.alone > 0.01 else 0.0,
             speeds=measured.speeds,
+            waits=True,
         )
         loss = Laboratory(same).run().figures["loss"]
         print(

@@ -65,7 +65,7 @@ def test_the_same_setting_gives_the_same_bits_and_another_seed_does_not() -> Non
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_stacked_learners_train_like_plain_ones(kind: Literal["adamw", "muon"]) -> None:
     """Losses and parameters of three learners, each with data of its own, against the model and loop of a peer."""
-    setting = msgspec.structs.replace(SMALL, learners=2, depth=2, inner=kind)
+    setting = msgspec.structs.replace(SMALL, learners=2, depth=2, inner=kind, vocabulary=300)
     inner = setting.inner_config
     stack = Stack(setting, build_model(setting.model_config, 1), 3, 4, is_compiled=False)
     plain = [build_model(setting.model_config, 1) for _ in range(3)]
@@ -190,6 +190,16 @@ def test_the_grace_window_lets_slow_learners_in() -> None:
     without = run(**settings, grace=0.0, overlap=4).figures["smallest_share_of_turns"]
     everyone = run(**settings, quorum=4, overlap=4).figures["smallest_share_of_turns"]
     assert without < with_grace < everyone
+
+
+def test_owners_wait_for_learners_that_usually_answer_within_half_a_turn() -> None:
+    def smallest_share(slowest: float, **changes: Any) -> float:
+        return run(speeds=(1.0, slowest), learners=2, steps=96, sync_every=12, **changes).figures[
+            "smallest_share_of_turns"
+        ]
+
+    assert smallest_share(0.25, waits=True) == smallest_share(0.25, quorum=2) > smallest_share(0.25)
+    assert smallest_share(0.05, waits=True) < 0.5 * smallest_share(0.05, quorum=2)
 
 
 @dataclasses.dataclass
