@@ -33,7 +33,7 @@ trainer = transformers.Trainer(
     transformers.TrainingArguments("out", max_steps=steps, learning_rate=2e-4, logging_steps=10),
     train_dataset=[{"input_ids": ids, "labels": ids} for ids in tokens],
     data_collator=transformers.DataCollatorForSeq2Seq(tokenizer),  # padding has no label; the end of text has one
-    callbacks=[DiLoCoCallback(run="fine-tune", initial_peers=invite, n_fragments=2, codec="int8", wait_for_peers=2)],
+    callbacks=[DiLoCoCallback(run="fine-tune", initial_peers=invite, wait_for_peers=2)],
 )
 trainer.train()
 model.save_pretrained("tuned")  # for peft.PeftModel.from_pretrained(base_model, "tuned")

@@ -32,7 +32,7 @@ trainer = transformers.Trainer(
     model,
     transformers.TrainingArguments("out", max_steps=steps, learning_rate=1e-4, logging_steps=10),
     train_dataset=[{"input_ids": window, "labels": window} for window in windows],
-    callbacks=[DiLoCoCallback(run="pretrain", initial_peers=invite, n_fragments=4, wait_for_peers=2)],
+    callbacks=[DiLoCoCallback(run="pretrain", initial_peers=invite, wait_for_peers=2)],
 )
 trainer.train()
 model.save_pretrained("model")  # for AutoModelForCausalLM.from_pretrained("model")

@@ -35,8 +35,8 @@ QUICK = 4
 """Most learners whose exchange is also taken to end within one step."""
 TEXTS = ("english", "c++")
 PARAMETERS, TENSORS = 181_440, 30
-SCRIPTS: dict[str, dict[str, Any]] = {"lora": {"n_fragments": 2, "codec": "int8"}, "whole": {"n_fragments": 4}}
-"""Arguments of the run in ``peers/lora.py`` ("lora") and ``peers/pretrain.py`` ("whole"); others have defaults."""
+WAYS = ("lora", "whole")
+"""Those of ``peers/lora.py`` and ``peers/pretrain.py``, whose runs have the defaults of scripts."""
 RATES = {way: tuple(start * 2.0**step for step in range(8)) for way, start in (("lora", 1e-3), ("whole", 2.5e-4))}
 FIRST_RATES = slice(2, 5)
 """Those that every row is trained at."""
@@ -53,7 +53,7 @@ class Row(NamedTuple):
 
 def _shipped(way: str) -> dict[str, Any]:
     """Return the exchange that the script of ``way`` gives a run of a model of this size."""
-    run = founding_file.settings({"run": way, **SCRIPTS[way]}, tensors=TENSORS, parameters=PARAMETERS)
+    run = founding_file.settings({"run": way}, tensors=TENSORS, parameters=PARAMETERS)
     schedule, outer = run.schedule, run.outer
     times = {"fragments": schedule.fragments, "sync_every": schedule.sync_every, "overlap": schedule.overlap}
     step = {"merge": outer.merge, "outer_rate": outer.learning_rate, "outer_momentum": outer.momentum}
@@ -100,10 +100,10 @@ def longer(text: str, way: str, m: int) -> Row:
 
 def rows() -> Iterator[Row]:
     """Yield all rows, the quick ones first."""
-    for way in SCRIPTS:
+    for way in WAYS:
         yield from (wider(text, way, 1) for text in TEXTS)
     for m in LEARNERS:
-        for way in SCRIPTS:
+        for way in WAYS:
             for text in TEXTS:
                 yield from (together(text, way, m), wider(text, way, m), longer(text, way, m))
                 if m <= QUICK:

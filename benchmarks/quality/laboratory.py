@@ -34,7 +34,7 @@ from benchmarks.quality.settings import Setting
 from benchmarks.quality.stacked import MOMENTUM_OF, Stack, Stepping, is_by_muon
 from p2pdiloco.codec.fragments import tensor_specs
 from p2pdiloco.codec.merge import Gradient, token_weight
-from p2pdiloco.protocol.aggregation import QuorumView, ResponseTimes, decide, grace_window_s
+from p2pdiloco.protocol.aggregation import LEAST_WAIT_STEPS, QuorumView, ResponseTimes, decide, grace_window_s
 from p2pdiloco.protocol.ids import FragmentId, PeerId, ShardId
 from p2pdiloco.protocol.manifest import Layout, make_layout
 from p2pdiloco.training.dataset_files import Corpus
@@ -339,7 +339,7 @@ class Laboratory:
         """The owner's decision; see ``protocol.aggregation``."""
         s = self.setting
         participants = {index for index, member in enumerate(self.members) if member.takes_part}
-        missing, limit = list(map(_peer, participants - turn.answered)), s.sync_every / 2
+        missing, limit = list(map(_peer, participants - turn.answered)), max(s.sync_every / 2, LEAST_WAIT_STEPS)
         quorum = max(1, min(s.quorum, len(participants)))
         if turn.quorum_at is None and len(turn.given) >= quorum:
             turn.quorum_at = now

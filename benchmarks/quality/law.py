@@ -7,7 +7,7 @@
    momentum is in float32.
 4. The law is gap = a_M * N^-b with one b for all M, by least squares on logarithms. Its intervals hold 90 % of fits to
    resampled points. They say nothing of a floor that the gap may have: four sizes cannot show one.
-5. Two variants show what the law does not vary: a longer context, and byte pairs instead of bytes.
+5. Variants show what the law does not vary: a longer context, and byte pairs instead of bytes.
 6. One larger size on another text is held back: the law is not fitted to it, and its gap is printed beside the
    prediction. The largest sizes want a GPU (``--device cuda``). All cells of one size should run on one device, because
    a GPU computes in bfloat16 (README.md).
@@ -102,7 +102,8 @@ SIZES = (
     Size(869_504, 128, 4, 8, 128),
 )
 VARIANTS = {
-    "context 128": Size(80_112, 48, 2, 3, 16, context=128),
+    "context 128, 16 windows": Size(80_112, 48, 2, 3, 16, context=128),
+    "context 128, 32 windows": Size(80_112, 48, 2, 3, 32, context=128),
     "byte pairs (2,048)": Size(252_144, 48, 2, 3, 64, vocabulary=2048),
 }
 """Other forms of the second size, of which data parallel and ``TUNED_LEARNERS`` with the first rule are trained."""

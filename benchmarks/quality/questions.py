@@ -372,6 +372,24 @@ def corrections(learners: Sequence[int] = (8, 16)) -> list[Setting]:
     ]
 
 
+def shorter(learners: Sequence[int] = (8, 4)) -> list[Setting]:
+    """The mean more often than every six steps, each at two rates: every three, in as many bits and in half of them,
+    and every two."""
+    three: dict[str, Any] = {**ANY_LENGTH, "agreement": True, "fragments": 3, "sync_every": 3}
+    ways = (
+        three,
+        {**three, "overlap": 1},
+        {**three, "up": "int2", "down": "int4@1.6"},
+        {**three, "fragments": 2, "sync_every": 2, "overlap": 1},
+    )
+    return [
+        as_shipped(**way | {"learning_rate": rate}, learners=m)
+        for m in learners
+        for way in ways
+        for rate in (16e-3, 24e-3)
+    ]
+
+
 def others() -> list[Setting]:
     """Four learners by DiLoCo and Streaming DiLoCo (H = 96) with the line, each over the same small grid of inner rates
     and outer settings."""
@@ -424,5 +442,6 @@ SWEEPS: dict[str, Callable[[], Iterable[Setting]]] = {
     "beside": beside,
     "twelve": twelve,
     "corrections": corrections,
+    "shorter": shorter,
     "open": worth,
 }

@@ -95,7 +95,6 @@ def learn(job: Job, folder: Path) -> Result:
         total_steps=setting.steps,
         state=folder / "state",
         wait_for_peers=setting.learners,
-        **fine_tuning.SCRIPTS[setting.base],
     ) as outer:
         due = time.monotonic()
         while not outer.is_complete:
@@ -205,7 +204,7 @@ def measure(way: str, text: str, learners: int, seeds: Sequence[int], step_s: fl
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print; exit status 1 if a difference is more than 1 %."""
     parser = bench.parser(__doc__, rows="way and text", has_plot=False, has_keep=True)
-    parser.add_argument("--ways", nargs="+", choices=list(fine_tuning.SCRIPTS), default=list(fine_tuning.SCRIPTS))
+    parser.add_argument("--ways", nargs="+", choices=fine_tuning.WAYS, default=list(fine_tuning.WAYS))
     parser.add_argument("--texts", nargs="+", choices=fine_tuning.TEXTS, default=list(fine_tuning.TEXTS))
     parser.add_argument("--learners", type=int, choices=fine_tuning.LEARNERS, default=2)
     parser.add_argument("--seeds", type=int, nargs="+", default=list(fine_tuning.SEEDS))

@@ -252,6 +252,9 @@ class SmallCommits:
 
 
 SMOOTHING = 0.2
+LEAST_WAIT_STEPS = 3
+"""Steps that an owner waits for usual answers however short a turn is: learners are in the middle of steps, and some
+are slower."""
 PAIR = 2
 """Participants of which one is enough: nobody can tell which of two contributions is usual."""
 LEFT_OUT_TAKEOVERS = 2
@@ -682,7 +685,8 @@ class Aggregation:
         at most, so that the commit arrives before the next owner would merge, too.
         """
         core = self.core
-        usual_s = core.config.sync_every * core.fastest_step_time_s() / 2 + 2 * core.membership.usual_round_trip_s
+        steps = max(core.config.sync_every / 2, LEAST_WAIT_STEPS)
+        usual_s = steps * core.fastest_step_time_s() + 2 * core.membership.usual_round_trip_s
         return min(usual_s, self.takeover_s() / 2)
 
     def quorum(self, collection: Collection) -> int:

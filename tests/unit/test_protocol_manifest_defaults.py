@@ -131,11 +131,12 @@ def test_what_a_founder_leaves_out_of_the_schedule_gives_a_short_run_turns_enoug
 @pytest.mark.parametrize(
     ("written", "schedule"),
     [
-        ({}, (6, 6)),
-        ({"overlap": 3}, (6, 6)),
+        ({}, (3, 3)),
+        ({"overlap": 3}, (4, 4)),
         ({"overlap": 4}, (24, 24)),
-        ({"fragments": 3}, (3, 6)),
-        ({"fragments": 4}, (4, 8)),
+        ({"fragments": 2}, (2, 4)),
+        ({"fragments": 4}, (4, 4)),
+        ({"fragments": 6}, (6, 6)),
         ({"fragments": 12}, (12, 24)),
         ({"sync_every": 12}, (24, 12)),
     ],
@@ -158,17 +159,17 @@ def test_what_is_small_is_known_within_a_tenth() -> None:
         guess = 12 * depth * width**2 + 2 * 256 * width
         assert guess == pytest.approx(elements, rel=0.1)
         found = in_turns(RunConfig(name="run", model=model), {})
-        assert (found.schedule.sync_every == 6) == (elements < SMALL)
+        assert (found.schedule.sync_every == 3) == (elements < SMALL)
 
 
 @pytest.mark.parametrize(
     ("model", "share", "sync_every"),
     [
         (ModelConfig(kind="external"), 1.0, 24),
-        (ModelConfig(kind="external"), 0.26, 24),
-        (ModelConfig(kind="external"), 0.25, 6),
+        (ModelConfig(kind="external"), 0.126, 24),
+        (ModelConfig(kind="external"), 0.125, 3),
         (ModelConfig(kind="huggingface", folder="base"), None, 24),
-        (ModelConfig(kind="huggingface", folder="base", lora=LoraConfig()), None, 6),
+        (ModelConfig(kind="huggingface", folder="base", lora=LoraConfig()), None, 3),
     ],
 )
 def test_adapters_of_any_size_have_frequent_turns(model: ModelConfig, share: float | None, sync_every: int) -> None:

@@ -305,12 +305,12 @@ def test_a_hook_in_a_model_is_not_in_its_copies(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("size", "given", "found"),
     [
-        (64, {}, (6, 6, "direct", 1.0, 0.0)),
-        (64, {"total_steps": 200}, (6, 6, "direct", 1.0, 0.0)),
+        (64, {}, (3, 3, "direct", 1.0, 0.0)),
+        (64, {"total_steps": 200}, (3, 3, "direct", 1.0, 0.0)),
         (3000, {}, (24, 12, "rda", 0.4, 0.7)),
         (3000, {"total_steps": 480}, (6, 6, "direct", 1.0, 0.0)),
         (64, {"sync_every": 12}, (12, 1, "rda", 0.4, 0.7)),
-        (64, {"merge": "rda"}, (6, 6, "rda", 0.4, 0.7)),
+        (64, {"merge": "rda"}, (3, 3, "rda", 0.4, 0.7)),
         (64, {"sync_every": 12, "merge": "direct", "n_fragments": 3}, (12, 3, "direct", 0.4, 0.7)),
     ],
 )
@@ -330,7 +330,7 @@ def test_a_script_has_the_defaults_of_configuration_files(
 
 
 def test_adapters_have_the_defaults_of_small_models(tmp_path: Path) -> None:
-    """They are at most a quarter of the model, frozen parameters included; those without values do not count."""
+    """They are at most an eighth of the model, frozen parameters included; those without values do not count."""
 
     def sync_every(frozen: int) -> int:
         model = nn.Module()
@@ -343,7 +343,7 @@ def test_adapters_have_the_defaults_of_small_models(tmp_path: Path) -> None:
         assert config is not None
         return config.schedule.sync_every
 
-    assert (sync_every(36 << 20), sync_every((36 << 20) - 1)) == (6, 24)
+    assert (sync_every(84 << 20), sync_every((84 << 20) - 1)) == (3, 24)
 
 
 class Broken(SimpleNamespace):
