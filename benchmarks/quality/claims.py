@@ -26,6 +26,7 @@ from benchmarks.quality.questions import (
     ANY_LENGTH,
     EACH_SIX,
     EACH_TWELVE,
+    EVERY_THREE,
     FEW_BYTES,
     LARGER,
     LINE,
@@ -69,12 +70,13 @@ def claims() -> list[Claim]:
     near: dict[str, Any] = {**OFTEN, **EACH_SIX}
     short: dict[str, Any] = {**ANY_LENGTH, "steps": 480, "learning_rate": 32e-3}
     return [
-        *(_of(f"as shipped, M = {m}", **ANY_LENGTH, learners=m) for m in (8, 4, 2)),
-        _of("as shipped, one learner", **ANY_LENGTH, learners=1),
-        *(_of(f"as shipped, M = {m}, 480 steps", **short, learners=m) for m in (4, 8)),
-        _of("as shipped, coarsest (int2, int4 at step 1.6), M = 4", **ANY_LENGTH, **FEW_BYTES),
-        _of("as shipped, four languages, all to all, M = 4", **ANY_LENGTH, data="mixture"),
-        _of("as shipped, one language a learner, M = 4", **ANY_LENGTH, data="languages"),
+        *(_of(f"as shipped, M = {m}", **EVERY_THREE, learners=m) for m in (8, 4, 2)),
+        *(_of(f"mean every 6 steps, M = {m}", **ANY_LENGTH, learners=m) for m in (8, 4, 2)),
+        _of("mean every 6 steps, one learner", **ANY_LENGTH, learners=1),
+        *(_of(f"mean every 6 steps, M = {m}, 480 steps", **short, learners=m) for m in (4, 8)),
+        _of("mean every 6 steps, coarsest (int2, int4 at step 1.6), M = 4", **ANY_LENGTH, **FEW_BYTES),
+        _of("mean every 6 steps, four languages, all to all, M = 4", **ANY_LENGTH, data="mixture"),
+        _of("mean every 6 steps, one language a learner, M = 4", **ANY_LENGTH, data="languages"),
         *(_of(f"overlap of one step, M = {m}", **near, learners=m) for m in (8, 4, 2)),
         *(_of(f"mean 0.7 / 0.6 every 12 steps, M = {m}", **TWELVE, learners=m) for m in (8, 4, 2, 1)),
         *(_of(f"RDA every 24 steps (larger models), M = {m}", **LINE, learners=m) for m in (8, 4)),

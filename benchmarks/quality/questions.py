@@ -230,6 +230,10 @@ ANY_LENGTH: dict[str, Any] = {**OFTEN, **EACH_SIX, "overlap": 2}
 """The mean every six steps, as it ships: an exchange may take two."""
 
 
+EVERY_THREE: dict[str, Any] = {**ANY_LENGTH, "agreement": True, "fragments": 3, "sync_every": 3}
+"""The mean every three steps: what ships for small models."""
+
+
 def decision() -> list[Setting]:
     """What should ship for runs of all lengths."""
     rda: dict[str, Any] = {**LINE, "learning_rate": 8e-3}
@@ -375,12 +379,11 @@ def corrections(learners: Sequence[int] = (8, 16)) -> list[Setting]:
 def shorter(learners: Sequence[int] = (8, 4)) -> list[Setting]:
     """The mean more often than every six steps, each at two rates: every three, in as many bits and in half of them,
     and every two."""
-    three: dict[str, Any] = {**ANY_LENGTH, "agreement": True, "fragments": 3, "sync_every": 3}
     ways = (
-        three,
-        {**three, "overlap": 1},
-        {**three, "up": "int2", "down": "int4@1.6"},
-        {**three, "fragments": 2, "sync_every": 2, "overlap": 1},
+        EVERY_THREE,
+        {**EVERY_THREE, "overlap": 1},
+        {**EVERY_THREE, "up": "int2", "down": "int4@1.6"},
+        {**EVERY_THREE, "fragments": 2, "sync_every": 2, "overlap": 1},
     )
     return [
         as_shipped(**way | {"learning_rate": rate}, learners=m)

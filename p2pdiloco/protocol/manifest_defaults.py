@@ -93,8 +93,10 @@ def in_turns(
 
     A ``SMALL`` model, and adapters of any size, get ``LIGHT_TURN`` steps, or as many as P or the overlap need, if P and
     twice the overlap are at most ``SHORTEST_TURN``. Others get 24; a run with fewer than ``ENOUGH_TURNS`` turns at 24
-    gets a smaller H, so that it has ``SHORT_TURNS``, but at least ``SHORTEST_TURN`` steps. H is a multiple of P. If H is
-    below 24 and nothing of the outer optimizer is written, the plain mean with rate 1 and no momentum is filled in.
+    gets a smaller H, so that it has ``SHORT_TURNS``, but at least ``SHORTEST_TURN`` steps. H is a multiple of P.
+
+    If H is below 24 and nothing of the outer optimizer is written, the plain mean with rate 1 and no momentum is filled
+    in.
 
     Args:
         said: keys that the founder wrote in the schedule.

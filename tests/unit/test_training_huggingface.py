@@ -94,7 +94,7 @@ def test_the_shipped_fine_tune_is_sound() -> None:
     config = read_config(CONFIGS / "lora.toml")
     assert config.model.lora is not None
     assert config.model.lora.rank == 16
-    assert (config.schedule.sync_every, config.outer.merge) == (6, "direct")
+    assert (config.schedule.sync_every, config.outer.merge) == (3, "direct")
 
 
 @pytest.mark.parametrize(
