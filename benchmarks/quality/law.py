@@ -28,7 +28,7 @@ import msgspec
 from benchmarks.quality import runner
 from benchmarks.quality.bases import as_shipped
 from benchmarks.quality.claims import Cells, Claim, beyond_edge, efficiency, halves, is_at_edge, measured, table, tuned
-from benchmarks.quality.questions import ANY_LENGTH, LINE
+from benchmarks.quality.questions import ANY_LENGTH, EVERY_THREE, LINE
 from benchmarks.quality.report import by_seed, seedless
 from benchmarks.quality.settings import Setting
 
@@ -36,7 +36,8 @@ CONTEXT = 64
 TOKENS_PER_PARAMETER = 20
 SEEDS = (1, 2)
 LEARNERS = (8, 4, 2, 16)
-RULES: dict[str, dict[str, Any]] = {"mean every 6": ANY_LENGTH, "RDA every 24": LINE}
+RULES: dict[str, dict[str, Any]] = {"mean every 6": ANY_LENGTH, "RDA every 24": LINE, "mean every 3": EVERY_THREE}
+"""The first is that of variants and other batches; the last ships for small models."""
 ALL_RATES = (0.26, 0.46, 0.8, 1.4, 2.4, 4.2, 7.3)
 """Multiples of 0.1 / sqrt(width), which is near Muon's best rate for data parallel."""
 RATES = ALL_RATES[2:5]

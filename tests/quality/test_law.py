@@ -119,7 +119,7 @@ def test_what_is_held_back_is_predicted_and_fits_no_law(tmp_path: Path) -> None:
     assert "| held back: 2,755,008, mean every 6, M = 8 | 1 | 2.0600 | +3.00 |" in found
     assert "predicted +0.44 % (0.44 to 0.44), measured +3.00 %" in found
     assert {cell.data for cell in law.cells(law.SIZES[-1].parameters)} == {"same"}
-    assert [cell.data for cell in law.cells(law.HELD_BACK.parameters)].count("packages") == 9
+    assert [cell.data for cell in law.cells(law.HELD_BACK.parameters)].count("packages") == 12
 
 
 def test_a_device_that_is_not_there_is_refused_before_anything_runs(capsys: pytest.CaptureFixture[str]) -> None:
