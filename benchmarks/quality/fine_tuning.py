@@ -32,7 +32,7 @@ WINDOWS = 8
 SEEDS = (1, 2, 3)
 LEARNERS = (2, 4, 8)
 QUICK = 4
-"""Most learners whose exchange is also taken to end within one step."""
+"""Most learners of adapters whose exchange is also taken to end within one step."""
 TEXTS = ("english", "c++")
 PARAMETERS, TENSORS = 181_440, 30
 WAYS = ("lora", "whole")
@@ -40,6 +40,11 @@ WAYS = ("lora", "whole")
 RATES = {way: tuple(start * 2.0**step for step in range(8)) for way, start in (("lora", 1e-3), ("whole", 2.5e-4))}
 FIRST_RATES = slice(2, 5)
 """Those that every row is trained at."""
+BEFORE: dict[str, dict[str, Any]] = {
+    "lora": {"fragments": 2, "sync_every": 6, "up": "int8", "down": "int8"},
+    "whole": {"fragments": 4, "sync_every": 8},
+}
+"""What the scripts gave their runs until 2026-11-27, by the same rule."""
 SELDOM = {"merge": "rda", "sync_every": 24, "outer_rate": 0.4, "outer_momentum": 0.7}
 """The rule of larger models."""
 
@@ -69,7 +74,9 @@ def _cell(text: str, way: str, m: int, **changes: Any) -> Setting:
 
 def _alone(text: str, way: str, **changes: Any) -> Setting:
     plain = {"bounded": False, "agreement": False, "correction": False, "method": "parallel"}
-    return _cell(text, way, 1, **plain | changes)
+    nothing = Setting()  # of the exchange that one machine does not have
+    exchange = {name: getattr(nothing, name) for name in _shipped(way)}
+    return _cell(text, way, 1, **plain | exchange | changes)
 
 
 def together(text: str, way: str, m: int) -> Row:
@@ -77,9 +84,15 @@ def together(text: str, way: str, m: int) -> Row:
     return Row(f"{text}, {way}, M = {m}", _cell(text, way, m))
 
 
+def before(text: str, way: str, m: int) -> Row:
+    """Return M learners with exchanges half as often."""
+    name = f"{text}, {way}, M = {m}, mean every {BEFORE[way]['sync_every']}"
+    return Row(name, _cell(text, way, m, **BEFORE[way]))
+
+
 def seldom(text: str, way: str, m: int) -> Row:
     """Return M learners with the rule of larger models."""
-    return Row(f"{text}, {way}, M = {m}, RDA every 24", _cell(text, way, m, **SELDOM))
+    return Row(f"{text}, {way}, M = {m}, RDA every 24", _cell(text, way, m, **BEFORE[way] | SELDOM))
 
 
 def quick(text: str, way: str, m: int) -> Row:
@@ -105,8 +118,8 @@ def rows() -> Iterator[Row]:
     for m in LEARNERS:
         for way in WAYS:
             for text in TEXTS:
-                yield from (together(text, way, m), wider(text, way, m), longer(text, way, m))
-                if m <= QUICK:
+                yield from (together(text, way, m), wider(text, way, m), longer(text, way, m), before(text, way, m))
+                if way == "lora" and m <= QUICK:
                     yield quick(text, way, m)
                 if m == LEARNERS[0]:
                     yield seldom(text, way, m)
