@@ -32,7 +32,7 @@ from benchmarks import record
 from benchmarks.quality.bases import as_shipped
 from benchmarks.quality.data import corpus, held_out_losses
 from benchmarks.quality.laboratory import Laboratory
-from benchmarks.quality.questions import ANY_LENGTH
+from benchmarks.quality.questions import EVERY_THREE
 from benchmarks.quality.settings import Setting, to_row
 from benchmarks.wan import homes, sites
 from p2pdiloco.demo.local_swarm import Member, Swarm, SwarmError, View, marked_processes
@@ -43,7 +43,7 @@ from p2pdiloco.training.models import build_model
 from p2pdiloco.training.parameters import FlatParameters
 
 SETTING = Setting(learners=2, batch=64, steps=960, warmup=96, fragments=6, overlap=4, bounded=True, agreement=True)
-SMALL = as_shipped(**{**ANY_LENGTH, "learning_rate": 14.4e-3}, steps=960, warmup=50, agreement=True)
+SMALL = as_shipped(**{**EVERY_THREE, "learning_rate": 14.4e-3}, steps=960, warmup=50)
 """Small model with the defaults that a founder gets who sets its size and the number of steps."""
 LEARNER_BATCH = 16
 POLL_S = 0.2

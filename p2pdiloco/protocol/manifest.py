@@ -170,8 +170,8 @@ class ScheduleConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     equal to ``sync_every`` if both are left out."""
     sync_every: Positive = 24
     """Steps between two exchanges of a fragment (H). A smaller H sends more and learns better. Unit: steps. Default: 3
-    for a built-in model of at most 4 million parameters and for adapters; else 24, or fewer in a run below 960 steps,
-    so that it has 80 turns, but at least 6."""
+    for a built-in model of at most 4 million parameters and for adapters, 6 up to 8 million; else 24, or fewer in a run
+    below 960 steps, so that it has 80 turns, but at least 6."""
     overlap: Positive = 2
     """Steps that an exchange may take before it is late (tau). Less than ``sync_every``. On slow links use a larger
     one: ``p2pdiloco plan`` recommends a value. Unit: steps."""

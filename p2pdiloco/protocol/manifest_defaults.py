@@ -50,14 +50,15 @@ loss than RDA with momentum every 24 steps, and than the mean every six steps, f
 measured; every two steps gain no more."""
 SHORTEST_TURN: Final = 6
 """Least H of a larger model, in a short run."""
-SMALL: Final = 1 << 22
-"""Maximum size of a model for which traffic does not matter, in parameters. With int4 every 3 steps a peer sends, and
-receives, about 0.28 bytes per parameter and step: 1.2 MB for this size."""
+SMALLEST: Final = 1 << 22
+"""Maximum size of a model that has ``LIGHT_TURN``, in parameters. With int4 every 3 steps a peer sends, and receives,
+about 0.28 bytes per parameter and step: 1.2 MB for this size."""
+SMALL: Final = 2 * SMALLEST
+"""Maximum size of a model for which traffic does not matter. Above ``SMALLEST`` it has ``SHORTEST_TURN``, for as many
+bytes per step."""
 ADAPTERS: Final = 0.125
 """Maximum share of a model's parameters that counts as adapters, for which traffic does not matter either: with turns
 eight times as frequent they send no more than the whole model would with the usual ones."""
-RATE_KNOWN: Final = 1 << 23
-"""Maximum size of a built-in model whose inner learning rate is filled in, in parameters."""
 RATE_AT_ONE: Final = 0.1
 """Muon's learning rate times the square root of the width. Best measured rates: with data parallelism 0.016 at width 48
 and 0.008 at 96 (0.016 is 0.8 % worse); with three learners 0.004, the highest tried, at 128."""
@@ -91,9 +92,10 @@ def in_turns(
 ) -> RunConfig:
     """Return ``config`` with H (``sync_every``) filled in if it was left out, and P (``fragments``) likewise.
 
-    A ``SMALL`` model, and adapters of any size, get ``LIGHT_TURN`` steps, or as many as P or the overlap need, if P and
-    twice the overlap are at most ``SHORTEST_TURN``. Others get 24; a run with fewer than ``ENOUGH_TURNS`` turns at 24
-    gets a smaller H, so that it has ``SHORT_TURNS``, but at least ``SHORTEST_TURN`` steps. H is a multiple of P.
+    The ``SMALLEST`` models, and adapters of any size, get ``LIGHT_TURN`` steps, and ``SMALL`` models ``SHORTEST_TURN``:
+    more if P or the overlap need them, unless P or twice the overlap is above ``SHORTEST_TURN``. Others get 24; a run
+    with fewer than ``ENOUGH_TURNS`` turns at 24 gets a smaller H, so that it has ``SHORT_TURNS``, but at least
+    ``SHORTEST_TURN`` steps. H is a multiple of P.
 
     If H is below 24 and nothing of the outer optimizer is written, the plain mean with rate 1 and no momentum is filled
     in.
@@ -115,7 +117,8 @@ def in_turns(
     has_adapters = config.model.lora is not None if share is None else share <= ADAPTERS
     is_light = has_adapters or parameters <= SMALL
     if is_light and max(fragments, 2 * schedule.overlap) <= SHORTEST_TURN:
-        wanted = least = max(LIGHT_TURN, fragments, schedule.overlap + 1)
+        turn = LIGHT_TURN if has_adapters or parameters <= SMALLEST else SHORTEST_TURN
+        wanted = least = max(turn, fragments, schedule.overlap + 1)
     else:
         wanted = max(least, steps // SHORT_TURNS) if is_short else USUAL_TURN
     fragments = fragments or (wanted if tensors is None else _divisor(wanted, tensors))
@@ -134,13 +137,13 @@ def _divisor(number: int, most: int) -> int:
 
 def with_usual_rate(config: RunConfig, said: Collection[str]) -> RunConfig:
     """Return ``config`` with the inner learning rate filled in, if it was left out and a good one is known: Muon's, for
-    a built-in model of at most ``RATE_KNOWN`` parameters, falls with the square root of the width.
+    a ``SMALL`` built-in model, falls with the square root of the width.
 
     Args:
         said: keys that the founder wrote in the inner optimizer.
     """
     inner, model = config.inner, config.model
-    if "learning_rate" in said or inner.optimizer == "adamw" or _parameters(model) > RATE_KNOWN:
+    if "learning_rate" in said or inner.optimizer == "adamw" or _parameters(model) > SMALL:
         return config
     rate = round(min(LARGEST_RATE, RATE_AT_ONE / model.width**0.5), 4)
     return msgspec.structs.replace(config, inner=msgspec.structs.replace(inner, learning_rate=rate))

@@ -26,6 +26,7 @@ from p2pdiloco.protocol.manifest import (
 from p2pdiloco.protocol.manifest_defaults import (
     MOST_LOGGED,
     SMALL,
+    SMALLEST,
     completed,
     few_turns,
     in_turns,
@@ -159,7 +160,8 @@ def test_what_is_small_is_known_within_a_tenth() -> None:
         guess = 12 * depth * width**2 + 2 * 256 * width
         assert guess == pytest.approx(elements, rel=0.1)
         found = in_turns(RunConfig(name="run", model=model), {})
-        assert (found.schedule.sync_every == 3) == (elements < SMALL)
+        expected = 3 if elements <= SMALLEST else 6 if elements <= SMALL else 24
+        assert found.schedule.sync_every == expected
 
 
 @pytest.mark.parametrize(
