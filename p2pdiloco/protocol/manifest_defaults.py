@@ -46,10 +46,10 @@ SHORT_TURNS: Final = 80
 USUAL_TURN: Final = ScheduleConfig().sync_every
 LIGHT_TURN: Final = 3
 """H in steps, where traffic does not matter. With turns this frequent, the plain mean of the learners ends at a lower
-loss than RDA with momentum every 24 steps, and than the mean every six steps, for every number of learners that was
-measured; every two steps gain no more."""
+loss than RDA with momentum every 24 steps, and, from four learners on, than the mean every six steps. Every two steps
+gain little more."""
 SHORTEST_TURN: Final = 6
-"""Least H of a larger model, in a short run."""
+"""H of the other ``SMALL`` models, and the least of a larger one, in a short run."""
 SMALLEST: Final = 1 << 22
 """Maximum size of a model that has ``LIGHT_TURN``, in parameters. With int4 every 3 steps a peer sends, and receives,
 about 0.28 bytes per parameter and step: 1.2 MB for this size."""
