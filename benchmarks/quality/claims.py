@@ -83,7 +83,11 @@ def claims() -> list[Claim]:
         *(_of(f"inner momentum shared, H = {h}, M = 8", **OFTEN, **way, **SHARED) for h, way in SPREAD),
         *(_of(f"0.5M, 960 steps, M = {m}", **LARGER, **ANY_LENGTH | SLOW, learners=m) for m in (8, 4)),
         *(_of(f"0.5M, 960 steps, RDA every 24, M = {m}", **LARGER, **LINE, learners=m) for m in (8, 4)),
-        *(_of(f"scripts: AdamW, M = {m}", adamw_line, **ANY_LENGTH | SCRIPT, learners=m) for m in (8, 4)),
+        _of("scripts: AdamW, M = 4", adamw_line, **EVERY_THREE | SCRIPT, learners=4),
+        *(
+            _of(f"scripts: AdamW, mean every 6 steps, M = {m}", adamw_line, **ANY_LENGTH | SCRIPT, learners=m)
+            for m in (8, 4)
+        ),
         _of("scripts: AdamW, RDA every 24, M = 4", adamw_line, agreement=True),
         *(_of(f"before: RDA, cosine, M = {m}", learners=m) for m in (8, 4, 2)),
         _of("before: one learner with the outer optimizer", learners=1),

@@ -335,11 +335,12 @@ def large() -> list[Setting]:
 
 
 def scripts() -> list[Setting]:
-    """Scripts bring AdamW, here with a rate that falls in a line: data parallel, the mean every six steps, and RDA
-    every 24, each at three rates."""
+    """Scripts bring AdamW, here with a rate that falls in a line: data parallel, the mean every three and every six
+    steps, and RDA every 24, each at three rates."""
     rates, near = (4e-3, 8e-3, 16e-3), {**ANY_LENGTH, "agreement": True}
     return [
         *(_parallel(**LINE, inner="adamw", learning_rate=rate) for rate in rates),
+        *(as_shipped(**EVERY_THREE | {"inner": "adamw", "learning_rate": r}, learners=4) for r in (2e-3, *rates[:2])),
         *(as_shipped(**near | {"inner": "adamw", "learning_rate": r}, learners=m) for m in (4, 8) for r in rates),
         *(as_shipped(**LINE, inner="adamw", learning_rate=r, agreement=True, learners=4) for r in rates),
     ]
