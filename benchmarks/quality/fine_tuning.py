@@ -36,7 +36,7 @@ QUICK = 4
 TEXTS = ("english", "c++")
 PARAMETERS, TENSORS = 181_440, 30
 WAYS = ("lora", "whole")
-"""Those of ``peers/lora.py`` and ``peers/pretrain.py``, whose runs have the defaults of scripts."""
+"""Ways to fine-tune: those of ``peers/lora.py`` and ``peers/pretrain.py``, whose runs have the defaults of scripts."""
 RATES = {way: tuple(start * 2.0**step for step in range(8)) for way, start in (("lora", 1e-3), ("whole", 2.5e-4))}
 FIRST_RATES = slice(2, 5)
 """Those that every row is trained at."""
@@ -44,7 +44,7 @@ BEFORE: dict[str, dict[str, Any]] = {
     "lora": {"fragments": 2, "sync_every": 6, "up": "int8", "down": "int8"},
     "whole": {"fragments": 4, "sync_every": 8},
 }
-"""What the scripts gave their runs until 2026-11-27, by the same rule."""
+"""Less frequent exchanges, which both scripts had until 2026-11-27; also the plain mean."""
 SELDOM = {"merge": "rda", "sync_every": 24, "outer_rate": 0.4, "outer_momentum": 0.7}
 """The rule of larger models."""
 
@@ -74,9 +74,9 @@ def _cell(text: str, way: str, m: int, **changes: Any) -> Setting:
 
 def _alone(text: str, way: str, **changes: Any) -> Setting:
     plain = {"bounded": False, "agreement": False, "correction": False, "method": "parallel"}
-    nothing = Setting()  # of the exchange that one machine does not have
-    exchange = {name: getattr(nothing, name) for name in _shipped(way)}
-    return _cell(text, way, 1, **plain | exchange | changes)
+    defaults = Setting()  # one machine exchanges nothing: it keeps its row when the scripts' exchanges change
+    unused = {name: getattr(defaults, name) for name in _shipped(way)}
+    return _cell(text, way, 1, **plain | unused | changes)
 
 
 def together(text: str, way: str, m: int) -> Row:
@@ -85,7 +85,7 @@ def together(text: str, way: str, m: int) -> Row:
 
 
 def before(text: str, way: str, m: int) -> Row:
-    """Return M learners with exchanges half as often."""
+    """Return M learners with the less frequent exchanges of ``BEFORE``."""
     name = f"{text}, {way}, M = {m}, mean every {BEFORE[way]['sync_every']}"
     return Row(name, _cell(text, way, m, **BEFORE[way]))
 

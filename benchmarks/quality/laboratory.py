@@ -330,8 +330,8 @@ class Laboratory:
         turn.given[index] = Given(parcels, meant, member.steps, member.tokens)
 
     def _time_answer(self, turn: Turn, index: int, now: float) -> None:
-        """A learner's first answer to a turn, which may be closed already."""
-        if index not in turn.answered:
+        """Time a learner's first answer to a turn, which may be closed already."""
+        if index not in turn.answered and self.members[index].takes_part:
             turn.answered.add(index)
             self._response_times.record(_peer(index), now - turn.opened_at)
 

@@ -128,8 +128,8 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     quorum: int = 1
     grace: float = 0.7
     waits: bool = False
-    """Owners wait until half of a turn for learners that usually answer until then (shipped). It matters only where
-    ``speeds`` differ."""
+    """Owners wait half of a turn, at least three steps, for learners that usually answer until then (shipped). It
+    matters only where ``speeds`` differ."""
     speeds: tuple[float, ...] = ()
     """Relative to each other; empty: all alike and in step."""
     absent: float = 0.0

@@ -253,8 +253,8 @@ class SmallCommits:
 
 SMOOTHING = 0.2
 LEAST_WAIT_STEPS = 3
-"""Steps that an owner waits for usual answers however short a turn is: learners are in the middle of steps, and some
-are slower."""
+"""Least number of steps that an owner waits for usual answers. Learners answer at the end of a step, and some are
+slower, so half of a short turn is not enough."""
 PAIR = 2
 """Participants of which one is enough: nobody can tell which of two contributions is usual."""
 LEFT_OUT_TAKEOVERS = 2

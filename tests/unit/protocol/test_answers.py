@@ -54,7 +54,7 @@ def test_late_answers_to_the_version_before_count_and_others_do_not() -> None:
 def turns(
     after_s: float, count: int = 12, grace_share: float = 0.7, round_trip_s: float = 0.0, trip_to_c_s: float = 0.0
 ) -> list[bool]:
-    """Turns that b answers at once and c ``after_s`` later: whether the owner waited for c. three steps are 1.5 s,
+    """Turns that b answers at once and c ``after_s`` later: whether the owner waited for c. Three steps are 1.5 s,
     the paper's window is 0.7 s."""
     takeover = {"takeover_floor_s": 4.0, "takeover_ceiling_s": 4.0}
     stage = Stage(B, C, has_learner=False, grace_share=grace_share, overlap=2, **takeover)
