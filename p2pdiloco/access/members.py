@@ -15,10 +15,9 @@ Rules of this file:
 4. A closed invite admits no new peers. The closing names the peers that stay, so that all peers agree on them, in
    whatever order they learn of closings and introductions.
 5. An invite admits as many peers here as it has uses. A peer that was seen keeps its place for good. Unseen peers use
-   up nothing. The oldest of them count for the places that are left: contributions of the others, which can only be
-   forwarded, are not merged here. Peers that see the guests of an invite in different orders admit different ones, but
-   none admits more, so no commit may name more. Observers take no place, but those of a peer that would not be admitted
-   are refused like it.
+   up nothing. The oldest of them count for the places that are left. Peers that see the guests of an invite in
+   different orders admit different ones, but none admits more, so no commit may name more. Observers take no place,
+   but those of a peer that would not be admitted are refused like it.
 6. All collections are bounded: by invite, by banning admin, and in total. Of an invite's unseen peers, UNSEEN_LIMIT are
    kept. Beyond that, peers reported by the most frequent teller make room, the oldest report first. Beyond half of
    that, the peers of that teller are not passed on. Unseen peers never displace seen ones. In total, peers nearer to

@@ -421,8 +421,6 @@ class Peer:
             case msg.Contribution() if not standing.may_contribute(peer_of(message.contributor.learner)):
                 self.metrics.report_fault(peer, "contribution", "its contributor has a follower's certificate")
                 return None
-            case msg.Contribution() if not standing.may_contribute_here(peer_of(message.contributor.learner)):
-                return None  # not its sender's fault, which may have admitted this guest of the invite
             case msg.Heartbeat():
                 if (admitted := standing.admitted()) is not None and admitted is not self.machine.view.admitted:
                     self.driver.feed(ev.Admitted(admitted))
@@ -446,7 +444,7 @@ class Peer:
             case msg.Contribution():
                 shard = message.shard
                 giver = peer_of(message.contributor.learner)
-                may_come = self.verifier.standing.may_contribute_here(giver) and self.machine.wants(peer, message)
+                may_come = self.verifier.standing.may_contribute(giver) and self.machine.wants(peer, message)
                 if size != message.payload_bytes or not may_come:
                     return None
             case msg.Commit():

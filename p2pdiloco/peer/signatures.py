@@ -217,9 +217,6 @@ class Standing(Register, Protocol):
     def observes(self, peer: PeerId) -> bool:
         """Return whether ``peer`` may only send requests."""
 
-    def may_contribute_here(self, peer: PeerId) -> bool:
-        """Return whether this peer may merge contributions of ``peer``. Others may judge differently."""
-
     def most_weight(self, peer: PeerId) -> float:
         """Return the largest weight that ``peer`` may have in the selection of owners."""
 
@@ -246,10 +243,6 @@ class Everybody(OpenRegister):
     def observes(self, peer: PeerId) -> bool:
         """Return False: every peer may take part."""
         return False
-
-    def may_contribute_here(self, peer: PeerId) -> bool:
-        """Return what ``may_contribute`` returns."""
-        return self.may_contribute(peer)
 
     def most_weight(self, peer: PeerId) -> float:
         """Return infinity: weights have no limit."""

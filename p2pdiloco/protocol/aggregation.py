@@ -2,7 +2,7 @@
 
 Rules of this file:
 1. A contribution is accepted only for the current head of its shard, once per learner and version, and only with tokens
-   that the chain has not merged. Its sender is the learner's own peer, or a peer that forwards for it.
+   that the chain has not merged. Its sender is the learner's own peer.
 2. A stale contribution is refused, and the newest head is attached. A contribution to a later head waits until this
    peer has caught up.
 3. There is no election. Any peer that holds contributions may merge them once its rank's turn has come.
@@ -18,7 +18,6 @@ from typing import NamedTuple
 from p2pdiloco.protocol.chain import HeadChange
 from p2pdiloco.protocol.effects import Merge
 from p2pdiloco.protocol.events import Merged
-from p2pdiloco.protocol.forwarding import hand_on_contribution, is_handed_on
 from p2pdiloco.protocol.ids import Digest, LearnerId, PeerId, ShardId, peer_of
 from p2pdiloco.protocol.membership import smoothed
 from p2pdiloco.protocol.messages import MAX_TEXT, CommitHeader, Contribution, Head, Refused, commit_id
@@ -335,8 +334,6 @@ class Aggregation:
         self.collections = [Collection(core.now) for _ in core.chains]
         self.early: list[dict[PeerId, Contribution]] = [{} for _ in core.chains]
         """By shard: contributions to versions that this peer has not reached, one per peer."""
-        self.guests: set[PeerId] = set()
-        """Peers whose contributions arrive through other peers."""
         self.response_times = ResponseTimes(len(core.chains))
         self.small_commits = SmallCommits()
         self.turn_s = core.config.takeover_floor_s
@@ -492,22 +489,17 @@ class Aggregation:
         """Accept, postpone or refuse a contribution."""
         shard, head = contribution.shard, self.core.head(contribution.shard)
         giver = peer_of(contribution.contributor.learner)
-        if giver == sender:
-            self.guests.discard(giver)
-        elif is_handed_on(self.core, sender, contribution):
-            self.guests.add(giver)
-        else:
-            self._refuse(sender, contribution, "the sender neither owns this learner nor hears its peer")
+        if giver != sender:
+            self._refuse(sender, contribution, "its learner is another peer's")
             return
         if is_on_head(contribution, head):
             reason = self._problem(contribution)
             if reason is None:
                 self._accept(giver, contribution)
-                hand_on_contribution(self.core, sender, contribution)
             else:
                 self._refuse(sender, contribution, reason)
         elif is_ahead(contribution, head):
-            if giver == sender and self.wants(sender, contribution):
+            if self.wants(sender, contribution):
                 self.early[shard][sender] = contribution
             else:
                 self._refuse(sender, contribution, "too many contributions already wait for later heads")
@@ -516,15 +508,11 @@ class Aggregation:
             self._refuse(sender, contribution, "stale")
 
     def wants(self, sender: PeerId, contribution: Contribution) -> bool:
-        """Return whether the payload may be downloaded.
-
-        A forwarded contribution must be usable now. One for a later head must fit into its peer's share of
-        ``early_bytes``.
-        """
+        """Return whether the payload may be downloaded. One for a later head must fit into its peer's share of
+        ``early_bytes``."""
         head = self.core.chains[contribution.shard].head
         if peer_of(contribution.contributor.learner) != sender:
-            is_usable = head is not None and is_on_head(contribution, head)
-            return is_usable and is_handed_on(self.core, sender, contribution)
+            return False
         if head is None or is_on_head(contribution, head) or not is_ahead(contribution, head):
             return True
         others = (early.get(sender) for shard, early in enumerate(self.early) if shard != contribution.shard)
@@ -563,7 +551,7 @@ class Aggregation:
 
     def _have_most(self, collection: Collection) -> bool:
         """Return whether more than half of those that participate have answered."""
-        able = len(self.core.membership.participating | self.guests) + self.core.is_participating()
+        able = len(self.core.membership.participating) + self.core.is_participating()
         return 2 * len(collection.answered) > able
 
     def _refuse(self, sender: PeerId, contribution: Contribution, reason: str) -> None:
@@ -621,11 +609,7 @@ class Aggregation:
     def _is_majority(self, answered: set[PeerId]) -> bool:
         """Return whether more than half of all possible contributors, unreachable peers included, have answered."""
         core, membership = self.core, self.core.membership
-        able = (
-            len(membership.participating | self.guests)
-            + core.is_participating()
-            + len(membership.partition_detector.missing)
-        )
+        able = len(membership.participating) + core.is_participating() + len(membership.partition_detector.missing)
         return 2 * len(answered) > able
 
     def merge_all_due(self) -> None:
@@ -674,8 +658,7 @@ class Aggregation:
         """Return the participants that have not answered, this peer included."""
         core, membership = self.core, self.core.membership
         me = {core.config.peer} if core.is_participating() else set()
-        guests = filter(membership.connectivity.is_afar, self.guests)
-        return membership.participating.union(guests, me) - collection.answered
+        return membership.participating.union(me) - collection.answered
 
     def _limit_s(self) -> float:
         """Return how long after the opening of a round an owner waits for those who usually answer until then.
@@ -788,7 +771,6 @@ class Aggregation:
             self.small_commits.record(change.taken.owner, is_small=self._is_small(change.taken))
             if not core.chains[shard].norm_bound.is_few(len(change.taken.contributors)):
                 core.membership.owners.forgive(change.taken.owner)
-        self.guests = set(filter(core.membership.connectivity.is_afar, self.guests))
         self._retries.pop(shard, None)
         early, self.early[shard] = self.early[shard], {}
         for sender in sorted(early):

@@ -77,20 +77,17 @@ class Connectivity:
         self._fit_until: dict[PeerId, float] = {}
         self._judged: tuple[object, ...] = ()
         """Inputs from which ``best`` was computed."""
-        self._met_at: dict[PeerId, float] = {}
-        """Time at which each peer sent its first list."""
         self._changes = 0
         self._version = -1
         """Version of shard 0 for which ``givers`` was computed."""
 
     # -- lists ---------------------------------------------------------------------------------------------------------
 
-    def update_list(self, peer: PeerId, data: bytes | None, now: float) -> bool:
+    def update_list(self, peer: PeerId, data: bytes | None) -> bool:
         """Store the list that ``peer`` sent (None: unchanged). Return whether it differs from the last one."""
         if data is None:
             return False
         prints = prints_in(data)
-        self._met_at.setdefault(peer, now)
         if self.lists.get(peer) == prints:
             return False
         self.lists[peer] = prints
@@ -111,7 +108,6 @@ class Connectivity:
         """Forget a peer whose connection has ended."""
         self.lists.pop(peer, None)
         self._fit_until.pop(peer, None)
-        self._met_at.pop(peer, None)
 
     def on_goodbye(self, peer: PeerId) -> frozenset[int]:
         """Remove a peer that says goodbye from all lists. Return its fingerprint and those of the peers it heard."""
@@ -134,35 +130,6 @@ class Connectivity:
             self.givers = frozenset(map(fingerprint, recent))
 
     # -- reachability --------------------------------------------------------------------------------------------------
-
-    def hears(self, peer: PeerId, other: PeerId) -> bool:
-        """Return whether ``peer`` says that it hears ``other``, or has sent no list."""
-        return peer not in self.lists or self.has_listed(peer, other)
-
-    def has_listed(self, peer: PeerId, other: PeerId) -> bool:
-        """Return whether ``peer`` says that it hears ``other``."""
-        return fingerprint(other) in self.lists.get(peer, ())
-
-    def is_afar(self, peer: PeerId) -> bool:
-        """Return whether this peer does not hear ``peer`` but another live peer does."""
-        return fingerprint(peer) in self.afar
-
-    def forwards_to(self, speaker: PeerId, live: Sequence[PeerId], met_before: float) -> tuple[PeerId, ...]:
-        """Return the peers in ``live`` to which this peer forwards the messages of ``speaker``.
-
-        They do not hear ``speaker``, and of all peers that hear both this one has the smallest fingerprint. Peers that
-        connected after ``met_before`` are left out, since they may still be connecting to others.
-        """
-        found = []
-        if self._met_at.get(speaker, met_before) > met_before:
-            return ()
-        for peer in live:
-            if peer == speaker or self.hears(peer, speaker) or self._met_at[peer] > met_before:
-                continue
-            others = (p for p in live if self.has_listed(p, speaker) and self.has_listed(peer, p))
-            if fingerprint(self.me) <= min(map(fingerprint, others), default=1 << 64):
-                found.append(peer)
-        return tuple(found)
 
     def judge(self, now: float, live: Sequence[PeerId], willing: Candidates, settling_s: float) -> None:
         """Determine which of the candidates ``willing`` are fit to own."""

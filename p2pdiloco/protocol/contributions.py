@@ -21,7 +21,6 @@ from p2pdiloco.protocol.block_assignment import BlockAssignment
 from p2pdiloco.protocol.chain import MARK_LIFE_LOGS, NO_MARK, HeadChange, SizeOf, is_heavier
 from p2pdiloco.protocol.effects import AdoptStep, Encode, PauseLearner, Snapshot
 from p2pdiloco.protocol.events import Encoded, Mark, ShardState, Snapshotted
-from p2pdiloco.protocol.forwarding import hand_on_turn
 from p2pdiloco.protocol.health import HealthWarnings
 from p2pdiloco.protocol.ids import Digest, FragmentId, LearnerId, PeerId, ShardId
 from p2pdiloco.protocol.messages import CommitHeader, Contribution, Contributor, Head, Turn
@@ -309,10 +308,9 @@ class Contributions:
         steps = sorted(chain.step for chain in core.chains)
         core.step = max(core.step, min(steps[len(steps) // 2], core.end.steps))
 
-    def on_turn(self, sender: PeerId, message: Turn) -> None:
-        """Open a turn that another peer announces, and forward it to peers that do not hear that peer."""
-        if self.open(message.fragment, self.adopt_step(message.step), is_mine=False):
-            hand_on_turn(self.core, sender, self.announcement(message.fragment))
+    def on_turn(self, message: Turn) -> None:
+        """Open a turn that another peer announces."""
+        self.open(message.fragment, self.adopt_step(message.step), is_mine=False)
 
     def open(self, fragment: FragmentId, step: int, *, is_mine: bool) -> bool:
         """Open a turn for those shards of the fragment whose last turn is over. Return whether the turn is news.

@@ -28,7 +28,6 @@ from p2pdiloco.protocol.config import RunEnd, describe_end
 from p2pdiloco.protocol.contributions import Contributions, DeltaReconciliation
 from p2pdiloco.protocol.effects import Effect, Evaluate, MoveEnd
 from p2pdiloco.protocol.evaluation import Evaluations
-from p2pdiloco.protocol.forwarding import hand_on_commit, send_commit
 from p2pdiloco.protocol.going_back import GoingBack
 from p2pdiloco.protocol.heartbeat import NEWS, Heartbeats
 from p2pdiloco.protocol.ids import Digest, PeerId, ShardId
@@ -223,13 +222,24 @@ class Machine:
             self.replication.become_current()
             self.replication.fetch_missing()
 
+    def _send_commit(self, header: msg.CommitHeader) -> None:
+        """Send an own commit to the live peers that have states, and only its head to newcomers, which could not apply
+        it. On a slow link a stream of commits would delay the states that they wait for."""
+        core = self.core
+        views = [core.membership.peers[peer] for peer in core.membership.live]
+        newcomers = tuple(view.peer for view in views if view.beat is not None and view.beat.phase == "joining")
+        core.send(tuple(view.peer for view in views if view.peer not in newcomers), msg.Commit(header))
+        if newcomers:
+            head = msg.Head(header.shard, header.version, msg.commit_id(header), header.tokens)
+            core.send(newcomers, msg.Heads((head,), core.step))
+
     def _on_merged(self, event: ev.Merged) -> None:
         header = self.aggregation.commit(event)
         if header is None or event.shard in self.replication.applying:
             return
         core = self.core
         self.replication.apply(header, msg.commit_id(header))
-        send_commit(core, core.membership.live, header)
+        self._send_commit(header)
         if is_alone := not core.membership.live:
             self.shutdown.solitary[event.shard] = msg.commit_id(header)
         if is_alone and not self.is_alone:
@@ -343,7 +353,7 @@ class Machine:
                 self.heartbeats.on_heartbeat(peer, message)
             case msg.Commit():
                 if message.header.shard < len(core.chains):
-                    self._on_commit(peer, message.header)
+                    self.replication.on_commit(peer, message.header)
             case msg.Turn() | msg.Contribution() | msg.Refused():
                 self._on_turn_message(peer, message)
             case msg.HeadsRequest():
@@ -370,13 +380,6 @@ class Machine:
             case _:
                 assert_never(message)
 
-    def _on_commit(self, peer: PeerId, header: msg.CommitHeader) -> None:
-        replication = self.replication
-        replication.on_commit(peer, header)
-        _, taken = replication.applying.get(header.shard, (None, None))
-        if taken is header and header.shard not in replication.asked:  # only news is forwarded
-            hand_on_commit(self.core, peer, header)
-
     def _are_heads(self, heads: tuple[msg.Head, ...], shards: Container[int]) -> bool:
         """Return whether ``heads`` belong to ``shards``, at most one each."""
         return len({h.shard for h in heads}) == len(heads) and all(h.shard in shards for h in heads)
@@ -392,7 +395,7 @@ class Machine:
                 if message.fragment < len(fragments) and self._are_heads(message.heads, fragments[message.fragment]):
                     for theirs in message.heads:
                         self.replication.on_head(peer, theirs)
-                    self.contributions.on_turn(peer, message)
+                    self.contributions.on_turn(message)
             case msg.Contribution():
                 if message.shard < len(core.chains) and message.base.shard == message.shard:
                     self.aggregation.collect(peer, message)

@@ -271,7 +271,7 @@ class Membership:
         view.beat = beat
         if beat.echo:
             self._measure(view, beat, now, was_quiet=was_quiet)
-        is_other_list = self.connectivity.update_list(peer, beat.hears, now)
+        is_other_list = self.connectivity.update_list(peer, beat.hears)
         is_deaf = now - view.acked_at > view.deadline_s(own_s) + own_s
         view.deaf_since = min(view.deaf_since, now) if is_deaf else float("inf")
         return (

@@ -504,7 +504,7 @@ class Replication:
     def _want_what_was_offered(self) -> None:
         """Request the heads that were offered while joining.
 
-        Peers do not send commits to a newcomer (``forwarding``), so later commits are not on their way.
+        Peers do not send commits to a newcomer, so later commits are not on their way.
         """
         for peer, heads in self.offers.items():
             for head in heads.values():

@@ -141,10 +141,6 @@ class MembershipSync:
         """Return whether contributions of ``peer`` may be merged."""
         return self.members.role_of(peer) >= Role.LEARNER
 
-    def may_contribute_here(self, peer: PeerId) -> bool:
-        """Return whether this peer may merge contributions of ``peer``: its invite has a place for it here."""
-        return self.may_contribute(peer) and self.members.has_place(peer)
-
     def most_weight(self, peer: PeerId) -> float:
         """Return the largest ownership weight that ``peer`` may have."""
         return self.members.most_weight_of(peer)

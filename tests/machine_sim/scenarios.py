@@ -7,7 +7,6 @@ is written by the protocol, not by the script: tests/golden holds the transcript
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import combinations
 
 import msgspec
 
@@ -240,20 +239,6 @@ def fork_with_a_tie(transcript: Transcript) -> World:
     return world
 
 
-def handed_on(transcript: Transcript) -> World:
-    """p0 reaches p1, p2 and p3; p4 hears p3 alone. p0 owns: it reaches most. What p4 gives goes to p3, and from there
-    to p0; turns and commits come back the same way."""
-    world = make_world(base_config(), {name: PeerSetting(step_s=0.25) for name in (*ALL, P3, P4)}, transcript)
-    together = {(P0, P1), (P0, P2), (P0, P3), (P3, P4)}
-    world.network.part(frozenset(combinations((*ALL, P3, P4), 2)) - together)
-    world.run_until(3 * SETTLED_S)
-    _until_rest(world)
-    transcript.lines.clear()
-    version = world.checks.newest[ShardId(0)]
-    _until(world, lambda _: min(map(_version, world.living())) > version)
-    return world
-
-
 STORIES: dict[str, Callable[[Transcript], World]] = {
     "normal-turn": normal_turn,
     "slow-learner": slow_learner,
@@ -266,7 +251,6 @@ STORIES: dict[str, Callable[[Transcript], World]] = {
     "graceful-leave": graceful_leave,
     "restart-from-checkpoint": restart_from_checkpoint,
     "fork-with-a-tie": fork_with_a_tie,
-    "handed-on": handed_on,
 }
 
 

@@ -220,19 +220,14 @@ def _weight(random: Random, hidden: list[PeerId], name: PeerId, *, is_hidden: bo
 
 
 def with_meshes(scene: Scene) -> Scene:
-    """The scene where not everybody can connect to everybody, and that changes. In two of three it stays so to the end;
-    nobody leaves then, since who goes may have been all that held the others together."""
+    """The scene where not everybody can connect to everybody, and that changes, until the last pairs have found a
+    relay."""
     random = Random(f"meshes {scene.seed}")
     names = [name for name, _, _ in scene.peers]
     times = [0.0, *sorted(scene.faults_s * random.random() for _ in range(random.choice((0, 0, 1, 2, 4))))]
     found = [(at, topologies.drawn(random, names)) for at in times]
-    is_whole = random.random() < 1 / 3
-    if is_whole:
-        found.append((scene.faults_s, topologies.WHOLE))
-    has_glacial = any(setting.step_s >= GLACIAL_S for _, setting, _ in scene.peers)
-    is_long = scene.ending == "finish" and has_glacial  # by itself, once those whom it heard have gone
-    ending: Ending = "rest" if (scene.ending == "leave" or is_long) and not is_whole else scene.ending
-    return msgspec.structs.replace(scene, meshes=tuple(found), ending=ending, patience=MESH_PATIENCE)
+    found.append((scene.faults_s, topologies.WHOLE))
+    return msgspec.structs.replace(scene, meshes=tuple(found), patience=MESH_PATIENCE)
 
 
 def with_uplinks(scene: Scene) -> Scene:

@@ -322,17 +322,6 @@ BUGS = (
         killed_by=(f"{_STANDING_TESTS}::test_a_commit_of_more_guests_than_an_invite_admits_is_dropped",),
     ),
     Bug(
-        name="what a guest contributes is merged though its invite is used up",
-        module=_PEER,
-        where="Peer.admit",
-        old="self.verifier.standing.may_contribute_here(giver)",
-        new="self.verifier.standing.may_contribute(giver)",
-        harm="the one guest of an invite forwards what 255 keys of its own contribute",
-        killed_by=(
-            f"{_STANDING_TESTS}::test_what_a_guest_contributes_whose_invite_is_used_up_here_is_not_merged_here",
-        ),
-    ),
-    Bug(
         name="who asks before it joins is not told that its invite is used up",
         module=_MEMBERS,
         where="Members.admit",

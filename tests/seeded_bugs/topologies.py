@@ -114,24 +114,6 @@ BUGS = (
         "what heartbeats cost grows with the square of the swarm",
         "test_heartbeats_tell_whom_their_sender_hears_until_that_is_seen",
     ),
-    _bug(
-        "turns not handed on",
-        "contributions",
-        "Contributions.on_turn",
-        "self.open(message.fragment, self.adopt_step(message.step), is_mine=False)",
-        "self.open(message.fragment, self.adopt_step(message.step), is_mine=False) and False",
-        "behind routers a learner hears of a turn when it is there itself, and comes too late",
-        "test_a_turn_is_handed_on_to_those_who_do_not_hear_who_announced_it",
-    ),
-    _bug(
-        "turns handed on again and again",
-        "contributions",
-        "Contributions.on_turn",
-        "self.open(message.fragment, self.adopt_step(message.step), is_mine=False)",
-        "self.open(message.fragment, self.adopt_step(message.step), is_mine=False) or True",
-        "each turn goes through the mesh as often as it is heard",
-        "test_a_turn_is_handed_on_to_those_who_do_not_hear_who_announced_it",
-    ),
     Bug(
         "each death taken for a cut",
         f"{_P}.membership",
@@ -173,12 +155,12 @@ BUGS = (
         f"{_P}.aggregation",
         "Aggregation._is_majority",
         (
-            "able = len(membership.participating | self.guests) + core.is_participating() + "
+            "able = len(membership.participating) + core.is_participating() + "
             "len(membership.partition_detector.missing)\n"
             "return 2 * len(answered) > able"
         ),
         (
-            "able = len(membership.participating | self.guests) + core.is_participating() + "
+            "able = len(membership.participating) + core.is_participating() + "
             "len(membership.partition_detector.missing)\n"
             "return not membership.partition_detector.is_apart"
         ),
@@ -193,15 +175,6 @@ BUGS = (
         "True",
         "a liar waits until a newcomer is tired of honest peers that go on too fast",
         (f"tests/unit/protocol/test_lineage.py::{_DIVIDED}",),
-    ),
-    _bug(
-        "guests not waited for",
-        "aggregation",
-        "Aggregation._missing",
-        "membership.participating.union(guests, me)",
-        "membership.participating.union(me)",
-        "whose contribution takes one step more comes too late in each version",
-        "test_an_owner_waits_for_those_whose_contributions_are_handed_on",
     ),
     Bug(
         name="a large swarm looks into the directory as often as a small one",

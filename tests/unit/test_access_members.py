@@ -457,7 +457,7 @@ def test_the_uses_of_an_invite_are_signed_and_have_one_form() -> None:
 
 
 def test_only_as_many_unseen_peers_count_as_an_invite_has_places_left() -> None:
-    """Their contributions come forwarded; others may have admitted them, so they stay known as members."""
+    """Others may have admitted them, so they stay known as members."""
     known, invite = members(), the_founder().invites(uses=2)
     guests = [invite.certifies() for _ in range(5)]
     for guest in guests:

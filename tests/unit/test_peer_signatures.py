@@ -65,36 +65,6 @@ def test_what_a_follower_contributes_is_not_taken(tmp_path: Path) -> None:
     act(story)
 
 
-class UsedUp(Everybody):
-    """Every invite has been used by others here; elsewhere it may have been used otherwise."""
-
-    def may_contribute_here(self, peer: PeerId) -> bool:
-        return False
-
-
-def test_what_a_guest_contributes_whose_invite_is_used_up_here_is_not_merged_here(tmp_path: Path) -> None:
-    """It is nobody's fault, and a commit that names it is taken: its owner may have admitted it."""
-
-    async def story() -> None:
-        async with Stage(tmp_path) as stage:
-            ann = await stage.found(has_learner=False)
-            bob = await stage.beside()
-            stage.catch = lambda sender, to, message: isinstance(message, msg.Contribution)
-            await stage.train(bob, 1.0, 1.0)
-            caught = stage.caught[0]
-            ann.peer.verifier.standing = ann.driver.payload_cache._register = UsedUp()
-            assert not ann.peer.admit(bob.id, encode(caught.message), len(caught.payload))
-            await stage.deliver(ann, bob.id, caught.message, caught.payload)
-            assert (ann.faults(), ann.versions) == ({}, [0, 0])
-            bob.peer.verifier.standing = bob.driver.payload_cache._register = UsedUp()
-            stage.catch = lambda sender, to, message: False
-            ann.peer.verifier.standing = Everybody()
-            await stage.deliver(ann, bob.id, caught.message, caught.payload)
-            assert (bob.faults(), ann.versions, bob.versions) == ({}, [0, 1], [0, 1])
-
-    act(story)
-
-
 class Counted(Everybody):
     """An invite admits fewer peers than it has guests."""
 

@@ -36,10 +36,10 @@ def test_a_contribution_is_accepted_only_on_the_owners_own_head() -> None:
 
 
 def test_a_contribution_is_accepted_only_from_its_own_learners_peer() -> None:
-    """M1b: c cannot give what b trained, unless it says that it hears b."""
+    """M1b: c cannot give what b trained."""
     stage = owner(B, C)
     effects = stage.hear(C, stage.contribution(B))
-    assert [(to, "sender" in refused.reason) for to, refused in sent(effects, msg.Refused)] == [(C, True)]
+    assert [(to, "another peer" in refused.reason) for to, refused in sent(effects, msg.Refused)] == [(C, True)]
     assert merged(stage.wait(5.0)) == []
 
 
