@@ -233,12 +233,6 @@ def _start(sub: argparse.ArgumentParser) -> None:
         help="who may join; open: anyone, invite: holders of an invite, list: only peers that you name (default: the "
         "file's, else invite)",
     )
-    sub.add_argument(
-        "--found-from",
-        metavar="RUN",
-        help="begin with the parameters and outer momentum of another run of the same model: its name in --state, or a "
-        "peer's state folder (default: new weights)",
-    )
     _add_bootstrap(sub, "addresses of directory nodes, or an invite", "none, this peer is the first")
     _add_peer(sub)
 
@@ -259,11 +253,6 @@ def _resume(sub: argparse.ArgumentParser) -> None:
         "folders", nargs="+", type=Path, metavar="DIR", help="state folders of the run's peers, or copies of them"
     )
     _add_run(sub, "the folders")
-    sub.add_argument(
-        "--known-good",
-        action="store_true",
-        help="go back to the newest checkpoint after which training continued normally, and put newer ones aside",
-    )
     _add_bootstrap(sub, "addresses of directory nodes, or an invite", "none, this peer is the first")
     _add_peer(sub)
 

@@ -1,6 +1,5 @@
 """``p2pdiloco resume``: Continue a run whose peers have all stopped, from the checkpoints in their state folders: of
-each shard, the version in which most tokens are merged. Other peers then join again, in any order. With
-``--known-good``, go back to the checkpoint before something went wrong.
+each shard, the version in which most tokens are merged. Other peers then join again, in any order.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from p2pdiloco.cli.errors import as_command_errors
 from p2pdiloco.discovery.directory import DirectoryError
 from p2pdiloco.node import learner_process
 from p2pdiloco.node.launcher import resume
-from p2pdiloco.node.run_folder import FolderInUseError, are_of_scripts, go_back
+from p2pdiloco.node.run_folder import FolderInUseError
 from p2pdiloco.peer.checkpoint import CheckpointError
 from p2pdiloco.swarm.run_index import ConfigError
 from p2pdiloco.transport.identity import IdentityError
@@ -33,12 +32,6 @@ async def run(arguments: argparse.Namespace) -> int:
         directory = peer_options.directory_options(arguments, arguments.bootstrap)
         identity = peer_options.open_identity(arguments)
         with identity.hold():
-            if arguments.known_good:
-                folders = [*arguments.folders, arguments.state]
-                peer_options.say(go_back(folders))
-                if not options.learner.script and not options.is_follower and are_of_scripts(folders):
-                    peer_options.say("start the training script again: it continues from there")
-                    return 0
             return peer_options.report_ending(
                 await resume(arguments.folders, arguments.run, options, directory, identity, peer_options.say)
             )

@@ -46,9 +46,7 @@ async def run(arguments: argparse.Namespace) -> int:
                 ending = await start_from_script(Path(arguments.config), options, directory, identity, peer_options.say)
             else:
                 decide = _decider(arguments, config)
-                ending = await start(
-                    config, options, directory, identity, decide, peer_options.say, arguments.found_from
-                )
+                ending = await start(config, options, directory, identity, decide, peer_options.say)
             return peer_options.report_ending(ending)
 
 

@@ -16,7 +16,7 @@ from p2pdiloco.node.dashboard import serve_page
 from p2pdiloco.node.metrics_export import MetricsExport
 from p2pdiloco.node.node import Node
 from p2pdiloco.node.notifier import Notifier
-from p2pdiloco.node.results import find_result, finished_message
+from p2pdiloco.node.results import finished_message
 from p2pdiloco.node.run_creation import found, found_from_script, with_own_places
 from p2pdiloco.node.run_folder import CHECKPOINT, RunStore, describe_state, has_finished, hold
 from p2pdiloco.node.shutdown_signals import leave_when_asked
@@ -27,7 +27,7 @@ from p2pdiloco.peer.ending import Ending
 from p2pdiloco.peer.options import PeerOptions
 from p2pdiloco.peer.peer import InitialState
 from p2pdiloco.protocol.config import describe_end
-from p2pdiloco.protocol.ids import PeerId, RunId
+from p2pdiloco.protocol.ids import RunId
 from p2pdiloco.protocol.manifest import Layout, Manifest, RunConfig
 from p2pdiloco.protocol.manifest_defaults import end_of, few_turns
 from p2pdiloco.swarm.credentials import Credentials, MemberFiles
@@ -81,11 +81,9 @@ async def start(
     identity: Identity,
     decide: Callable[[RunId, RunRecord], str],
     say: Say,
-    found_from: str | None = None,
 ) -> Ending:
     """Continue the run of this configuration in the state folder, or found it.
 
-    found_from: another run, as ``find_result`` takes it, with whose state a new run begins.
     decide: called if another run of that name is live; returns the name under which to found this run, or "" to join
         the other one.
     say: shows a message to the user.
@@ -99,18 +97,14 @@ async def start(
     options = with_own_places(options, config)
     earlier = await asyncio.to_thread(RunStore(options.folder).founded_from, config)
     if earlier is not None:
-        if found_from is not None:
-            say(f"--found-from is not used: run {config.name} exists here and continues (another one: --name NAME)")
         with hold(options.folder, earlier):
             patience_s = await asyncio.to_thread(_patience_s, earlier, options)
             async with open_directory(
                 identity, directory_options, options.folder, patience_s, earlier.run
             ) as directory:
                 return await _continue_run(earlier, None, options, identity, directory, say)
-    begin = partial(_found, options=options, founder=identity.peer_id, found_from=found_from)
+    begin = partial(found, founder=identity.peer_id, options=options)
     manifest, initial = await asyncio.to_thread(begin, config)
-    if found_from is not None:
-        say(f"begins with the state of {found_from}")
     async with open_directory(identity, directory_options, options.folder, run=manifest.run) as directory:
         other = await RunLookup(directory).find_namesake(manifest, LOOK_S if directory_options.initial_peers else 0.0)
         name = config.name if other is None else decide(*other)
@@ -124,14 +118,6 @@ async def start(
             say(f"warning: {warning}")
         with hold(options.folder, manifest):
             return await _continue_run(manifest, initial, options, identity, directory, say)
-
-
-def _found(
-    config: RunConfig, *, options: PeerOptions, founder: PeerId, found_from: str | None
-) -> tuple[Manifest, InitialState]:
-    """``found``, with the state of the run ``found_from``."""
-    earlier = None if found_from is None else find_result(found_from, options.folder, None).checkpoint
-    return found(config, founder, options, earlier)
 
 
 async def start_from_script(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -13,7 +13,6 @@ from torch import nn
 
 from p2pdiloco.codec.digests import StateForm, state_digest
 from p2pdiloco.codec.fragments import tensor_specs
-from p2pdiloco.peer.checkpoint import Checkpoint
 from p2pdiloco.peer.options import PeerOptions
 from p2pdiloco.peer.peer import InitialState
 from p2pdiloco.protocol.chain import genesis_head
@@ -37,10 +36,9 @@ from p2pdiloco.training.corpus import cut_into_blocks, load_corpus
 from p2pdiloco.training.data_sources import check_extras
 from p2pdiloco.training.dataset_files import CorpusError
 from p2pdiloco.training.evaluation import shared_samples
-from p2pdiloco.training.export import tensors_of
 from p2pdiloco.training.huggingface import ArchitectureError, read_folder
 from p2pdiloco.training.models import build
-from p2pdiloco.training.parameters import compared, embedding_names, trainable
+from p2pdiloco.training.parameters import embedding_names, trainable
 from p2pdiloco.training.tokenized_dataset import with_tokenizer
 from p2pdiloco.wire.control_messages import StateProof
 
@@ -120,17 +118,13 @@ def with_own_places(options: PeerOptions, config: RunConfig) -> PeerOptions:
     return msgspec.structs.replace(options, learner=learner)
 
 
-def found(
-    config: RunConfig, founder: PeerId, options: PeerOptions, earlier: Checkpoint | None = None
-) -> tuple[Manifest, InitialState]:
+def found(config: RunConfig, founder: PeerId, options: PeerOptions) -> tuple[Manifest, InitialState]:
     """Return a new run's manifest and version 0.
 
     options: name the data, tokenizer and model (``with_own_places``).
-    earlier: a state of another run of the same model. Version 0 is then this state, instead of new weights.
 
     Raises:
-        ConfigError: corpus or model cannot be used, there are more fragments than tensors, or ``earlier`` is of another
-            model.
+        ConfigError: corpus or model cannot be used, or there are more fragments than tensors.
     """
     try:
         check_extras(config)
@@ -147,51 +141,16 @@ def found(
         raise ConfigError(str(error)) from error
     embeddings, parameters = embedding_names(model), trainable(model)
     named = [(name, p.shape, name in embeddings) for name, p in parameters]
-    if earlier is not None:
-        _take_over(config, earlier, parameters)
     problems = config_problems(config, tensors=len(named))
     if problems:
         raise ConfigError("\n".join(problems))
     blocks = cut_into_blocks(corpus, config.model.context, config.inner.batch, config.data.block)
     shared = shared_samples(config, corpus)
-    before = None if earlier is None else tensors_of(earlier.manifest, earlier.momentum)
-    manifest, theta, momentum = make_manifest(
-        without_places(config), founder, named, parameters, blocks, shared, momenta=before
-    )
+    manifest, theta, momentum = make_manifest(without_places(config), founder, named, parameters, blocks, shared)
     problems = manifest_problems(manifest)
     if problems:
         raise ConfigError("\n".join(problems))
     return manifest, version_zero(manifest, theta, momentum)
-
-
-@torch.no_grad()
-def _take_over(config: RunConfig, earlier: Checkpoint, parameters: Sequence[tuple[str, torch.Tensor]]) -> None:
-    """Copy another run's parameters into a model.
-
-    Raises:
-        ConfigError: they belong to another model, base or tokenizer.
-    """
-    before, wanted = earlier.manifest.config, tensors_of(earlier.manifest, earlier.theta)
-    odd = compared(
-        {name: tuple(p.shape) for name, p in parameters}, {name: tuple(t.shape) for name, t in wanted.items()}
-    )
-    for what, here, there in (
-        (
-            "base weights",
-            config.model.lora and config.model.lora.base_digest,
-            before.model.lora and before.model.lora.base_digest,
-        ),
-        ("tokenizer", config.data.tokenizer_digest, before.data.tokenizer_digest),
-    ):
-        if here != there:
-            odd = odd or f"its {what} are others"
-    if odd:
-        raise ConfigError(
-            f"run {before.name} has another model than run {config.name} ({odd}): found from a run of the same model, "
-            "tokenizer and adapters"
-        )
-    for name, p in parameters:
-        p.copy_(wanted[name])
 
 
 def found_from_script(path: Path, founder: PeerId) -> tuple[Manifest, InitialState]:
@@ -228,25 +187,20 @@ def make_manifest(
     parameters: Iterable[tuple[str, torch.Tensor]],
     blocks: BlockSpec | None = None,
     held_out: HeldOut | None = None,
-    *,
-    momenta: Mapping[str, torch.Tensor] | None = None,
 ) -> tuple[Manifest, torch.Tensor, torch.Tensor]:
     """Return a new run's manifest, global parameters and momentum (float32, flat vectors).
 
     named: name, shape and whether it is an embedding, of each trainable parameter.
     parameters: names and values of the trainable parameters, in the same order.
-    momenta: the outer momentum of each parameter at the beginning. Default: zeros.
     """
     tensors: tuple[TensorSpec, ...] = tensor_specs(named, config.schedule.fragments)
     layout = make_layout(tensors, config.schedule.fragments, config.schedule.max_shard, config.outer.merge)
     config = completed(config, len(layout.shards))
     theta, momentum = torch.zeros(layout.elements), StateForm.of(config.outer).still(layout.elements)
     starts = dict(zip(layout.order, layout.starts, strict=True))
-    for index, (name, parameter) in enumerate(parameters):
+    for index, (_, parameter) in enumerate(parameters):
         place = slice(starts[index], starts[index] + parameter.numel())
         theta[place] = parameter.detach().reshape(-1)
-        if momenta is not None and config.outer.momentum:
-            momentum[place] = momenta[name].reshape(-1)
     genesis = tuple(state_digest(theta[s.start : s.stop], momentum[s.start : s.stop]) for s in layout.shards)
     manifest = Manifest(
         founder=founder,

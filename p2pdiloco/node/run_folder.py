@@ -14,25 +14,21 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
-
 from p2pdiloco.node.run_creation import is_founded_from
-from p2pdiloco.peer import checkpoint, state_client
+from p2pdiloco.peer import state_client
 from p2pdiloco.peer.checkpoint import (
     CheckpointError,
     Index,
     best_of,
-    good_number,
     indices,
     load,
     load_all,
     places,
     read_manifest,
-    stem,
 )
 from p2pdiloco.peer.checkpoint import sweep_halves as sweep_checkpoints
 from p2pdiloco.peer.host import sweep
@@ -180,50 +176,6 @@ class RunStore:
         load(own / CHECKPOINT, run=manifest.run)  # raises if there are checkpoints that cannot be read
         kept = state_client.load(own / state_client.INCOMING, manifest)
         return None if kept is None else InitialState(kept.shards, kept.theta, kept.momentum)
-
-
-def go_back(folders: Sequence[Path]) -> str:
-    """Set aside the checkpoints in or below ``folders`` that are newer than the last known good one.
-
-    Returns a sentence for the user. Blocks on the disk.
-
-    Raises:
-        CheckpointError: no checkpoint is known to be good.
-        FolderInUseError: a peer runs in one of the folders.
-        OSError: files cannot be renamed.
-    """
-    found = []
-    for place in places(folders):
-        if good_number(place) is None:
-            continue
-        try:
-            descriptor = lock(place.parent / LOCK)
-        except LockedError as error:
-            raise FolderInUseError(
-                f"the folder {place.parent} is in use by process {error}: stop that one (kill {error})"
-            ) from error
-        try:
-            found.append(f"{place}/{stem(checkpoint.go_back(place, LOCAL) or 0)}")
-        finally:
-            os.close(descriptor)
-    if not found:
-        raise CheckpointError(
-            f"no checkpoint in {', '.join(map(str, folders))} is known to be good (a checkpoint is, once "
-            "training has continued normally until the next one). Without --known-good the newest are used"
-        )
-    return f"going back to {', '.join(found)}; newer checkpoints are kept beside it as {checkpoint.ASIDE}*"
-
-
-def are_of_scripts(folders: Sequence[Path]) -> bool:
-    """Return whether the runs in or below ``folders`` are trained by scripts, which start their nodes themselves.
-
-    Blocks on the disk.
-    """
-    kinds = set()
-    for place in places(folders):
-        with contextlib.suppress(OSError, ValueError):
-            kinds.add(msgspec.msgpack.decode((place / MANIFEST).read_bytes(), type=Manifest).config.model.kind)
-    return kinds == {"external"}
 
 
 def has_finished(manifest: Manifest, shards: Iterable[StateProof], folder: Path) -> bool:

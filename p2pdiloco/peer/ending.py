@@ -64,7 +64,7 @@ def ordinary_ending(
     if absence:
         return Ending(1, f"{reason}; this peer had no learner at the end: {absence}")
     if learners:
-        return Ending(1, f"{reason}; {learners}; `p2pdiloco resume --known-good` returns to the last good checkpoint")
+        return Ending(1, f"{reason}; {learners}")
     if view.missing and view.has_finished:  # a peer that was asked to leave can resume, and continues then
         return Ending(
             APART,

@@ -28,7 +28,7 @@ JUMP = 0.5
 """A loss that is so much above a peer's best recent one, in nats or as a share of it (whichever is more), is a jump."""
 JUMPS = 2
 """Evaluations in a row that a peer must have found so high."""
-JUMPED_LEAST = 3
+JUMPED_LEAST = 2
 """Peers that must have found a jump."""
 
 

@@ -24,12 +24,10 @@ from p2pdiloco.protocol.messages import MAX_ABANDONED, AbandonVote, CommitHeader
 from p2pdiloco.protocol.replication import Replication
 from p2pdiloco.protocol.state import Core
 
-LEAST_MEMBERS = 3
-"""Minimum number of participants: of fewer nobody can tell which one is wrong."""
 VOTE_EVALUATIONS = 4
 """Evaluations that may be due before a vote no longer counts. All peers measure, so the votes come soon."""
 LEAST_NAMED = 2
-"""Votes that must name a commit."""
+"""Votes that must name a commit: of two participants both, since nobody can tell which one is wrong."""
 REST_LOGS = 2
 """A peer votes again this many log lengths of shard 0 later, so that a run that always diverges is not caught."""
 
@@ -141,7 +139,7 @@ class GoingBack:
         able, total = self._voters()
         self._most = max(self._most, total) if self._votes else 0
         votes = [told.vote.commits for peer, told in self._votes.items() if peer in able]
-        found = named_by_most(votes, self._most) if total >= LEAST_MEMBERS else []
+        found = named_by_most(votes, self._most)
         if new := [commit for commit in found if commit not in self.core.abandoned]:
             self._abandon(new)
 
@@ -208,7 +206,7 @@ class GoingBack:
         core, live = self.core, self.core.membership.live
         total = len(live) + len(core.membership.connectivity.afar) + 1
         left = [one for one in self._votes if one in live and self.replication.ancestry.has_left(one)]
-        if 2 * len(left) < total or total < LEAST_MEMBERS:
+        if 2 * len(left) < total:
             self._left_at = None
             return
         self._left_at = core.now if self._left_at is None else self._left_at

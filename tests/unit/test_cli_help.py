@@ -14,9 +14,9 @@ from p2pdiloco.cli.parser import Parser
 
 SHARED = ["network", "storage", "machine", "reporting"]
 FIRST = {
-    "start": ["--name", "--access", "--found-from", "--bootstrap", "--data", "--device", "--state"],
+    "start": ["--name", "--access", "--bootstrap", "--data", "--device", "--state"],
     "join": ["--run", "--follow", "--data", "--device", "--state"],
-    "resume": ["--run", "--known-good", "--bootstrap", "--data", "--device", "--state"],
+    "resume": ["--run", "--bootstrap", "--data", "--device", "--state"],
 }
 
 

@@ -10,7 +10,6 @@ import torch
 from msgspec import UNSET
 
 from p2pdiloco.node.run_creation import found, is_founded_from, with_own_places
-from p2pdiloco.peer.checkpoint import Checkpoint
 from p2pdiloco.peer.options import LearnerOptions, PeerOptions
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.protocol.manifest import (
@@ -18,7 +17,6 @@ from p2pdiloco.protocol.manifest import (
     EvaluationConfig,
     HeldOut,
     ModelConfig,
-    OuterConfig,
     RunConfig,
     ScheduleConfig,
 )
@@ -27,7 +25,6 @@ from p2pdiloco.swarm.run_index import ConfigError
 from p2pdiloco.training.corpus import held_out_batches, load_corpus
 from p2pdiloco.training.dataset_files import Corpus
 from p2pdiloco.training.evaluation import given_samples, shared_samples
-from p2pdiloco.training.export import tensors_of
 
 
 def written(folder: Path, **changes: object) -> RunConfig:
@@ -58,31 +55,6 @@ def test_a_founders_paths_do_not_travel_and_it_finds_its_run_again(tmp_path: Pat
     (tmp_path / "state" / "corpus").mkdir(parents=True)
     with pytest.raises(ConfigError, match="give --data FOLDER"):
         found(config, PeerId("ann"), PeerOptions(folder=tmp_path / "state"))
-
-
-def test_a_run_begins_with_another_ones_parameters_and_momentum(tmp_path: Path) -> None:
-    """Whatever the fragments of both are."""
-    torch.set_num_threads(1)
-    config = written(tmp_path)
-    options = with_own_places(PeerOptions(folder=tmp_path / "state"), config)
-    manifest, initial = found(config, PeerId("ann"), options)
-    theta, momentum = initial.take()
-    theta += torch.randn(theta.shape)
-    momentum += torch.randn(momentum.shape).to(momentum.dtype)
-    earlier = Checkpoint(manifest=manifest, shards=(), theta=theta, momentum=momentum)
-    schedule = ScheduleConfig(fragments=4, sync_every=8)
-    longer = msgspec.structs.replace(config, name="longer", schedule=schedule, seed=5)
-    again, begun = found(longer, PeerId("ann"), options, earlier)
-    theta_again, momentum_again = begun.take()
-    for before, after in ((theta, theta_again), (momentum, momentum_again)):
-        old, new = tensors_of(manifest, before), tensors_of(again, after)
-        assert all(torch.equal(old[name], new[name]) for name in old | new)
-    assert again.config.schedule.fragments == 4
-    still = msgspec.structs.replace(longer, outer=OuterConfig(learning_rate=1.0, momentum=0.0))
-    assert not found(still, PeerId("ann"), options, earlier)[1].take()[1].any(), "momentum that nothing would use"
-    wide = msgspec.structs.replace(longer, model=msgspec.structs.replace(config.model, width=32))
-    with pytest.raises(ConfigError, match=r"another model than run longer .*here and .* there.*same model"):
-        found(wide, PeerId("ann"), options, earlier)
 
 
 def test_held_out_samples_travel_only_if_they_are_public_or_the_founder_says_so(tmp_path: Path) -> None:

@@ -5,19 +5,15 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-import msgspec
-import pytest
 import torch
 from test_peer_checkpoint import make_manifest, proof_of, versions_of, write
 
-from p2pdiloco.cli.main import main
 from p2pdiloco.codec.digests import state_digest
-from p2pdiloco.node.run_folder import LOCK, FolderInUseError, RunStore, folder_of, go_back
-from p2pdiloco.peer import checkpoint
-from p2pdiloco.peer.checkpoint import ASIDE, MEMORY, CheckpointError, KnownGood, good_number, load, save
+from p2pdiloco.node.run_folder import RunStore, folder_of
+from p2pdiloco.peer.checkpoint import ASIDE, MEMORY, KnownGood, go_back, good_number, load, save
 from p2pdiloco.peer.commit_wal import path_of
-from p2pdiloco.protocol.manifest import Layout, ModelConfig
-from p2pdiloco.util.files import LOCAL, LocalDisk, lock
+from p2pdiloco.protocol.manifest import Layout
+from p2pdiloco.util.files import LOCAL, LocalDisk
 
 
 class Peer:
@@ -52,13 +48,12 @@ def test_the_last_from_which_training_went_on_stays_however_long_it_goes_wrong(t
     since = [path_of(peer.folder, number) for number in (3, 9)]
     for path in since:
         path.write_bytes(b"commits")
-    told = go_back([tmp_path])
-    assert "state-00000003" in told
+    assert go_back(peer.folder, LOCAL) == 3
     assert versions_of(load(peer.folder)) == [3, 3]
     assert not (peer.folder / "learner.safetensors").exists()
     assert (peer.folder / f"{ASIDE}state-00000009.safetensors").exists(), "nothing is removed"
     assert not any(path.exists() for path in since), "what was committed since leads to where it went wrong"
-    go_back([tmp_path])
+    go_back(peer.folder, LOCAL)
     assert versions_of(load(peer.folder)) == [3, 3]
     later = Peer(tmp_path)
     later.version = 3
@@ -67,7 +62,7 @@ def test_the_last_from_which_training_went_on_stays_however_long_it_goes_wrong(t
     before = {path.name: path.read_bytes() for path in peer.folder.glob(f"{ASIDE}*")}
     for _ in range(2):
         later.trains(2.1, 2.1, 9.0, 9.0)
-        go_back([tmp_path])
+        go_back(peer.folder, LOCAL)
         later = Peer(tmp_path)
         later.version = good_number(peer.folder) or 0
     assert {name: (peer.folder / name).read_bytes() for name in before} == before, "what was put aside stays as it was"
@@ -79,24 +74,14 @@ def test_what_goes_up_a_little_or_is_not_measured(tmp_path: Path) -> None:
     """A harder passage is no poison; a follower measures nothing; no single bad loss becomes the measure."""
     peer = Peer(tmp_path)
     peer.trains(None, None)
-    with pytest.raises(CheckpointError, match="known to be good"):
-        go_back([tmp_path])
+    assert go_back(peer.folder, LOCAL) is None
     peer.trains(2.0, 2.4, 2.9, 2.4)
     assert good_number(peer.folder) == 5
     peer.trains(*[4.5] * MEMORY)
     assert peer.versions()[0] == 5
     peer.trains(2.4)
-    go_back([tmp_path])
+    go_back(peer.folder, LOCAL)
     assert versions_of(load(peer.folder)) == [peer.version - 1] * 2
-
-
-def test_nothing_is_put_aside_while_its_peer_is_at_work(tmp_path: Path) -> None:
-    peer = Peer(tmp_path)
-    peer.trains(2.0, 2.0, 9.0)
-    lock(peer.folder.parent / LOCK)
-    with pytest.raises(FolderInUseError, match="in use"):
-        go_back([tmp_path])
-    assert versions_of(load(peer.folder)) == [3, 3]
 
 
 def test_a_checkpoint_that_is_not_finite_is_not_loaded(tmp_path: Path) -> None:
@@ -115,20 +100,6 @@ def test_a_checkpoint_that_is_not_finite_is_not_loaded(tmp_path: Path) -> None:
     assert versions_of(load(tmp_path)) == [1, 1]
 
 
-def test_a_scripts_run_goes_back_and_waits_for_its_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its node is started by the script alone."""
-    peer = Peer(tmp_path)
-    config = msgspec.structs.replace(peer.manifest.config, model=ModelConfig(kind="external"))
-    peer.manifest = msgspec.structs.replace(peer.manifest, config=config)
-    peer.folder = folder_of(tmp_path, peer.manifest.run) / "checkpoint"
-    peer.known = KnownGood(peer.folder, LOCAL)
-    peer.trains(3.0, 2.5, 2.2, 2.1, 9.0)
-    assert main(["resume", str(tmp_path), "--state", str(tmp_path), "--known-good"]) == 0
-    told = capsys.readouterr().out
-    assert "going back to" in told
-    assert "start the training script again" in told
-
-
 def test_what_is_put_aside_stays_aside_after_a_power_cut(tmp_path: Path) -> None:
     class Watched(LocalDisk):
         def rename(self, old: Path, new: Path) -> None:
@@ -142,7 +113,7 @@ def test_what_is_put_aside_stays_aside_after_a_power_cut(tmp_path: Path) -> None
     done: list[str] = []
     peer = Peer(tmp_path)
     peer.trains(3.0, 2.5, 9.0)
-    assert checkpoint.go_back(peer.folder, Watched()) == 1
+    assert go_back(peer.folder, Watched()) == 1
     assert done[-1] == "sync"
     assert "rename" in done
 

@@ -65,7 +65,7 @@ def gone_back(stage: Stage, states: list[ev.ShardState]) -> list[ef.Effect]:
 
 
 def test_a_peer_votes_against_what_followed_its_good_checkpoint_when_the_loss_has_jumped() -> None:
-    """K1a, K2a, K2b: it, and most that measured, at least three, have found that twice in a row."""
+    """K1a, K2a, K2b: it, and most that measured, at least two, have found that twice in a row."""
     stage = Stage(B, C, D)
     states = ruined(stage)
     assert not votes(measure(stage, 2, BAD, A, B, C) + measure(stage, 3, BAD, B, C)), "its own second is missing"
@@ -166,8 +166,8 @@ def test_commits_are_abandoned_that_most_vote_against() -> None:
     assert set(stage.machine.core.abandoned) == set(ids(states[1:])), "one vote does not name the first"
 
 
-def test_a_single_name_or_a_pair_of_peers_abandons_nothing() -> None:
-    """K3a: a commit is named by at least two votes, and there are at least three participants."""
+def test_a_single_vote_abandons_nothing_and_of_a_pair_both_must_vote() -> None:
+    """K3a: a commit is named by at least two votes."""
     stage = Stage(B, C)
     states = ruined(stage)
     stage.hear(B, against(*states[1:]))
@@ -178,6 +178,8 @@ def test_a_single_name_or_a_pair_of_peers_abandons_nothing() -> None:
     measure(stage, 2, BAD, A, B)
     stage.hear(B, against(*states[1:]))
     assert not stage.machine.core.abandoned
+    assert votes(measure(stage, 3, BAD, B, A)) == {ids(states[1:])}
+    assert set(stage.machine.core.abandoned) == set(ids(states[1:]))
 
 
 def test_who_names_a_commit_several_times_has_one_vote() -> None:
