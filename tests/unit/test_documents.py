@@ -17,7 +17,7 @@ import pytest
 
 from p2pdiloco.cli import argument_types
 from p2pdiloco.cli.arguments import COMMANDS
-from p2pdiloco.cli.main import _parse, main
+from p2pdiloco.cli.main import _parse
 from p2pdiloco.observability import exporters
 from tests.site import complete
 
@@ -116,15 +116,6 @@ def test_a_module_is_there_and_has_those_options(mention: Mention) -> None:
     source = "".join(path.read_text() for path in [*sources, *SHARED])
     for option in (word.partition("=")[0] for word in words[1:] if word.startswith("--")):
         assert f'"{option}"' in source, option
-
-
-@pytest.mark.heavy
-def test_a_plan_is_what_the_document_shows(capsys: pytest.CaptureFixture[str]) -> None:
-    (mention,) = [one for one in typed("p2pdiloco plan") if one.document == "results.md" and one.is_whole]
-    assert main(shlex.split(mention.text)[1:]) == 0
-    told = capsys.readouterr().out.splitlines()
-    text = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
-    assert [line for line in told if f"    {line}\n" not in text] == []
 
 
 def test_targets_are_there() -> None:
