@@ -92,7 +92,7 @@ checked: ## install into VENV what hashes.txt names and nothing else, each file 
 audit: $(TOOLS)/bin/python ## known vulnerabilities of the versions in hashes.txt (asks PyPI; what it cannot ask for is a failure)
 	@$(TOOLS)/bin/pip-audit -r hashes.txt --no-deps --disable-pip --strict --progress-spinner off
 
-golden: $(READY) ## write anew what is generated: transcripts, states, protocol tests, configuration, API
+golden: $(READY) ## write anew what is generated: transcripts, states, configuration
 	@$(BIN)/python -m pytest -q tests/golden --update
 
 bench-wire: $(READY) ## codec, transport and exchange: tables, JSON and plots in out/bench (root for shaped links; long)
@@ -119,8 +119,9 @@ bench-quick: $(READY) ## the same in five minutes or so: that all of it works, n
 
 site: ## the documentation as a site, in out/site (brings zensical into an environment of its own)
 	@test -x out/site-env/bin/zensical || { $(PYTHON) -m venv out/site-env && out/site-env/bin/pip install -q zensical; }
+	@$(PYTHON) -m tests.site before out/docs
 	@out/site-env/bin/zensical build --clean
-	@$(PYTHON) -m tests.site out/site
+	@$(PYTHON) -m tests.site after out/site
 
 bench-uml: $(READY) ## the testbed's real netem path, in User-Mode Linux (apt install user-mode-linux; a minute)
 	@tests/wan/uml.sh $(CURDIR)/$(BIN)/python

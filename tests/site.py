@@ -1,6 +1,7 @@
-"""Copies the repository's files that pages link to into the built site, so that these links lead somewhere there::
+"""What ``make site`` does before and after the site builder::
 
-    python -m tests.site out/site
+    python -m tests.site before out/docs    # docs/, and the pages that are written from docstrings
+    python -m tests.site after out/site     # copy the repository's files that pages link to, and change these links
 
 Pages of docs/ link to examples and tests outside of it, which no site builder copies.
 """
@@ -13,9 +14,23 @@ import sys
 from html import escape
 from pathlib import Path
 
+from tests.golden import api_page, protocol_tests
+
 ROOT = Path(__file__).parents[1]
 FILES = "files"
 _LINK = re.compile(r'(href=")((?:\.\./)+)([^"#?:]+)')
+
+
+WRITTEN = {"api.md": api_page.page, "protocol-tests.md": protocol_tests.page}
+"""Pages that are in no commit, because docstrings say it all."""
+
+
+def prepare(source: Path) -> None:
+    """Write all pages to ``source``."""
+    shutil.rmtree(source, ignore_errors=True)
+    shutil.copytree(ROOT / "docs", source)
+    for name, page in WRITTEN.items():
+        (source / name).write_text(page(), encoding="utf-8")
 
 
 def complete(site: Path, root: Path = ROOT) -> list[str]:
@@ -57,7 +72,11 @@ def _copy(source: Path, target: Path) -> None:
 
 
 if __name__ == "__main__":
-    nowhere = complete(Path(sys.argv[1]))
+    step, folder = sys.argv[1:]
+    if step == "before":
+        prepare(Path(folder))
+        sys.exit()
+    nowhere = complete(Path(folder))
     for link in nowhere:
         print(f"this link leads nowhere: {link}", file=sys.stderr)
     sys.exit(bool(nowhere))

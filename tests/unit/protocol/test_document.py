@@ -1,4 +1,4 @@
-"""Each rule of docs/protocol.md has a test, each test of this folder has a rule, and docs/protocol-tests.md says which.
+"""Each rule of docs/protocol.md has a test, each test of this folder has a rule, and a page of the site says which.
 
 A rule is a paragraph that begins with its id in bold. A test names its rules at the beginning of its docstring.
 """
@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import re
 
-from tests.golden.protocol_tests import ID, PAGE, SPECIFICATION, rules_of_tests
+from tests.golden.protocol_tests import ID, SPECIFICATION, page, rules_of_tests
 
 RULE = re.compile(r"(?:\A|\n\n)\*\*([A-Z]\d[a-z]?)\*\* ([A-Z`].+?[.])(?=\n\n|\n?\Z)", re.DOTALL)
 """A rule's paragraph: its id, and its sentences."""
 BOLD_ID = re.compile(r"\*\*([A-Z]\d[a-z]?)\*\*")
 ROW = re.compile(r"^\| ([A-Z]\d[a-z]?) \| (.+) \|$", re.MULTILINE)
-"""A row of the appendix: a rule's id, and links to its tests."""
+"""A row of the page: a rule's id, and links to its tests."""
 LINK = re.compile(r"\[`(test_\w+)`\]\([\w./]*/(test_\w+\.py)\)")
 
 
@@ -24,26 +24,26 @@ def rules() -> dict[str, str]:
     return dict(found)
 
 
-def appendix() -> dict[str, set[tuple[str, str]]]:
-    """Return the tests of each rule, as file and name, that the appendix lists."""
-    rows = ROW.findall(PAGE.read_text(encoding="utf-8"))
+def listed() -> dict[str, set[tuple[str, str]]]:
+    """Return the tests of each rule, as file and name, that the page lists."""
+    rows = ROW.findall(page())
     assert len(rows) == len(dict(rows)), "a rule has two rows"
     return {rule: {(file, test) for test, file in LINK.findall(links)} for rule, links in rows}
 
 
 def test_every_line_of_a_rule_names_a_test() -> None:
-    """At least one docstring carries the rule's id, and the appendix lists the test."""
+    """At least one docstring carries the rule's id, and the page lists the test."""
     text, known = SPECIFICATION.read_text(encoding="utf-8"), rules()
     assert sorted(BOLD_ID.findall(text)) == sorted(known), "an id in bold begins a paragraph of whole sentences"
     carried = set().union(*rules_of_tests().values())
     assert sorted(known.keys() - carried) == []
-    assert sorted(rule for rule in known if not appendix().get(rule)) == []
+    assert sorted(rule for rule in known if not listed().get(rule)) == []
     assert len(known) > 90
 
 
 def test_every_test_that_a_rule_names_carries_the_rules_id() -> None:
     carried = rules_of_tests()
-    named = {(rule, *test) for rule, tests in appendix().items() for test in tests}
+    named = {(rule, *test) for rule, tests in listed().items() for test in tests}
     assert named == {(rule, *test) for test, rules_of_test in carried.items() for rule in rules_of_test}
 
 
