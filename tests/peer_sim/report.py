@@ -8,8 +8,6 @@ from collections.abc import AsyncIterator, Sequence
 
 import msgspec
 
-DRIVEN = ("p2pdiloco.peer.", "p2pdiloco.training.node_link", "p2pdiloco.codec.")
-"""Modules beside the protocol that run in simulated worlds as they are."""
 SEED_S = 120.0
 """A worker that needs longer for a seed hangs."""
 ROUGH = 10**14
@@ -53,25 +51,15 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """Of virtual time."""
 
 
-class BugFound(msgspec.Struct, frozen=True, kw_only=True):
-    """One planted bug, and the first seed that finds it."""
-
-    name: str
-    seed: int | None
-    """None: it survived."""
-    sentence: str
-    tried: int
-    """Seeds."""
-
-
-async def outcomes(seeds: Sequence[int], *, jobs: int) -> AsyncIterator[Outcome]:
-    """Of every seed, as they come, from ``jobs`` processes, which end with whoever reads this.
+async def outcomes(seeds: Sequence[int], *, jobs: int, bug: str = "") -> AsyncIterator[Outcome]:
+    """Of every seed, as they come, from ``jobs`` processes, which end with whoever reads this. ``bug``: the name of one
+    of ``tests.seeded_bugs.peer`` that is planted in them.
 
     Raises:
         RuntimeError: a worker failed; the end of what it said.
     """
     jobs = max(1, min(jobs, len(seeds)))
-    parts = [asyncio.create_task(_part(seeds[i::jobs])) for i in range(jobs)]
+    parts = [asyncio.create_task(_part(seeds[i::jobs], bug)) for i in range(jobs)]
     try:
         for part in asyncio.as_completed(parts):
             for outcome in await part:
@@ -82,62 +70,13 @@ async def outcomes(seeds: Sequence[int], *, jobs: int) -> AsyncIterator[Outcome]
         await asyncio.gather(*parts, return_exceptions=True)
 
 
-async def hunt(bugs: Sequence[str], seeds: range, *, jobs: int) -> AsyncIterator[BugFound]:
-    """The first seed that finds each of these planted bugs, as they come, from ``jobs`` processes.
-
-    Raises:
-        RuntimeError: a hunting process failed; the end of what it said.
-    """
-    found: asyncio.Queue[BugFound | None] = asyncio.Queue()
-    jobs = max(1, min(jobs, len(bugs)))
-    hunts = [asyncio.create_task(_hunt(bugs[i::jobs], seeds, found)) for i in range(jobs)]
-    try:
-        ended = 0
-        while ended < jobs:
-            bug = await found.get()
-            if bug is None:
-                ended += 1
-            else:
-                yield bug
-        for one in hunts:
-            one.result()
-    finally:
-        for one in hunts:
-            one.cancel()
-        await asyncio.gather(*hunts, return_exceptions=True)
-
-
-async def _hunt(bugs: Sequence[str], seeds: range, found: asyncio.Queue[BugFound | None]) -> None:
-    """Of these, one after the other; None at the end."""
-    arguments = ("-m", "tests.peer_sim.bug_search", str(seeds.start), str(seeds.stop), *bugs)
-    try:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            *arguments,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.DEVNULL,
-        )
-        assert process.stdout is not None
-        try:
-            async for line in process.stdout:
-                found.put_nowait(msgspec.json.decode(line, type=BugFound))
-            if await process.wait():
-                raise RuntimeError(f"hunting planted bugs ended with status {process.returncode}")
-        finally:
-            if process.returncode is None:
-                process.kill()
-                await process.wait()
-    finally:
-        found.put_nowait(None)
-
-
-async def _part(seeds: Sequence[int]) -> list[Outcome]:
+async def _part(seeds: Sequence[int], bug: str) -> list[Outcome]:
     """Of ``seeds``, in this order, from a process of their own."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
         "tests.peer_sim.worker",
+        bug,
         *map(str, seeds),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,

@@ -1,6 +1,6 @@
 """Seeds in a process of their own, an outcome a line, as JSON: see ``report``, which starts it.
 
-``python -m tests.peer_sim.worker SEED...``
+``python -m tests.peer_sim.worker BUG SEED...``; without a bug: ''
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from tests.peer_sim import tuning
 
 def main() -> None:
     """Run them."""
-    prepare(None)
-    for outcome in outcomes(map(int, sys.argv[1:])):
+    prepare(sys.argv[1])
+    for outcome in outcomes(map(int, sys.argv[2:])):
         sys.stdout.write(outcome.decode() + "\n")
         sys.stdout.flush()
 
 
-def prepare(bug: str | None) -> None:
-    """Before anything else of ours is imported; with one of ``tests.seeded_bugs.peer`` in the program, or None."""
-    if bug is not None:
+def prepare(bug: str) -> None:
+    """Before anything else of ours is imported; with one of ``tests.seeded_bugs.peer`` in the program, or none."""
+    if bug:
         from tests.seeded_bugs.inject import plant
         from tests.seeded_bugs.peer import BUGS
 

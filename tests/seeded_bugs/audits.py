@@ -65,16 +65,6 @@ BUGS = (
         _AGAIN,
     ),
     _bug(
-        "torch takes square roots in a way of its own",
-        "p2pdiloco.codec.quantization",
-        "_block_norms",
-        "torch.from_numpy(np.sqrt(total.add_(lanes[:, 0]).numpy()))",
-        "total.add_(lanes[:, 0]).sqrt_()",
-        "a machine without a compiler convicts others now and then, and they convict it",
-        "test_norms_that_are_nearly_between_two_scales_are_rounded_alike",
-        "tests/property/test_native.py",
-    ),
-    _bug(
         "any limit may be stated",
         "p2pdiloco.protocol.chain",
         "Chain.problem",
@@ -82,15 +72,6 @@ BUGS = (
         "False",
         "an owner makes each step as long as it likes, and every audit finds it right",
         "test_a_commit_states_the_limit_that_its_merge_kept_to",
-    ),
-    _bug(
-        "each peer audits one commit in ten",
-        _RULES,
-        "Audits.on_head_changed",
-        "(LONG_AUDITS if is_long else AUDIT_SHARE) / len(membership.live)",
-        "LONG_AUDITS if is_long else AUDIT_SHARE",
-        "audits cost more than the training in a large swarm",
-        "test_all_peers_together_audit_one_commit_in_ten",
     ),
     _bug(
         "an owner drops what it merged at once",

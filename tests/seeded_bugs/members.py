@@ -450,7 +450,6 @@ BUGS = (
         harm="an invite to look on is one to train",
         killed_by=(f"{_FELLOWSHIP_TESTS}::test_a_follower_gives_nothing_and_owns_nothing",),
     ),
-    # -- invites -------------------------------------------------------------------------------------------------------
     # -- the end of the run --------------------------------------------------------------------------------------------
     Bug(
         name="a banned admin's end of the run counts",

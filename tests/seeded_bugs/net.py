@@ -8,78 +8,9 @@ _PEERS = "p2pdiloco.net.endpoint"
 _ENDPOINTS = "tests/property/test_net_endpoint.py"
 _POINTS = "tests/unit/test_nat_introducer.py"
 _MEETING = "tests/integration/test_meeting.py"
-_ANNOUNCEMENT = "tests/unit/test_swarm_run_announcer.py"
-_ROSTER = "tests/unit/test_swarm_peer_manager.py"
 
-_CURIOSITY = "p2pdiloco.swarm.lookup_policy"
-_LOOKS = "tests/unit/test_swarm_lookup_policy.py"
-
-_DIRECTORY = "tests/unit/test_discovery_directory.py"
 
 BUGS = (
-    Bug(
-        name="the goodbye stays behind the last payload",
-        module="p2pdiloco.net.endpoint",
-        where="Endpoint.to_send",
-        old="not connection.session.outbox.has_bulk",
-        new="connection.session.outbox.is_empty",
-        harm="who leaves after a payload waits for five seconds, and is taken for dead",
-        killed_by=(f"{_ENDPOINTS}::test_who_leaves_says_so_as_soon_as_its_last_payload_is_out",),
-    ),
-    Bug(
-        name="who cannot be met is looked for for ever",
-        module=_CURIOSITY,
-        where="LookupPolicy.is_lookup_due",
-        old="came or missing - self._missing",
-        new="came or missing",
-        harm="where some pairs cannot connect all read the directory every two seconds",
-        killed_by=(f"{_LOOKS}::test_whom_others_hear_and_we_do_not_is_looked_for",),
-    ),
-    Bug(
-        name="a lost meeting point is not looked for",
-        module=_CURIOSITY,
-        where="KnownPoints.records",
-        old="self._attended.difference(attended)",
-        new="not self._pause",
-        harm="a peer behind a router cannot be met for ten minutes",
-        killed_by=(f"{_LOOKS}::test_meeting_points_are_looked_for_where_none_is_attended_or_one_is_lost",),
-    ),
-    Bug(
-        name="peers of a large run announce themselves as often as those of a small one",
-        module="p2pdiloco.swarm.peer_manager",
-        where="PeerManager._announce",
-        old="min(max(self._lookup.pause_s, ANNOUNCE_S), ANNOUNCE_MOST_S) * self._lookup.stretch",
-        new="min(max(self._lookup.pause_s, ANNOUNCE_S), ANNOUNCE_MOST_S)",
-        harm="what an idle peer says grows with the swarm: its record's place is told with all other records",
-        killed_by=(f"{_ROSTER}::test_what_announcements_cost_does_not_grow_with_the_swarm",),
-    ),
-    Bug(
-        name="an open run is announced by each of many peers as often as by one",
-        module="p2pdiloco.swarm.run_announcer",
-        where="RunAnnouncer.keep",
-        old="PAUSE_S * max(1.0, (1 + self._others()) / FEW)",
-        new="PAUSE_S",
-        harm="what an idle peer says grows with the swarm, and so does what a search for runs gives",
-        killed_by=(f"{_ANNOUNCEMENT}::test_what_is_said_of_a_run_does_not_grow_with_it_and_never_expires",),
-    ),
-    Bug(
-        name="an open run's announcements live no longer where they are seldom",
-        module="p2pdiloco.swarm.run_announcer",
-        where="RunAnnouncer.keep",
-        old="LIVES * pause_s",
-        new="LIVES * PAUSE_S",
-        harm="nobody finds a large run",
-        killed_by=(f"{_ANNOUNCEMENT}::test_what_is_said_of_a_run_does_not_grow_with_it_and_never_expires",),
-    ),
-    Bug(
-        name="a silent node of the directory is pinged as seldom as others",
-        module="p2pdiloco.discovery.directory",
-        where="PingSchedule.record_result",
-        old="is_answered != known.has_answered",
-        new="not known",
-        harm="a directory that was cut stays so for minutes",
-        killed_by=(f"{_LOOKS}::test_who_answers_is_pinged_ever_more_seldom_and_who_does_not_any_more_at_once",),
-    ),
     Bug(
         name="a router's answer to somebody else is taken",
         module="p2pdiloco.nat.port_mapping_codec",
@@ -90,15 +21,6 @@ BUGS = (
         killed_by=("tests/unit/test_nat_port_mapping_codec.py::test_an_answer_to_somebody_else_is_none",),
     ),
     Bug(
-        name="a relayed connection is as good as a direct one",
-        module=_PEERS,
-        where="Peers._rank",
-        old="not greeting.is_relayed",
-        new="True",
-        harm="a pair whose larger id finds a direct way goes on over the relay",
-        killed_by=(f"{_ENDPOINTS}::test_a_direct_connection_takes_the_place_of_a_relayed_one_whoever_dialled_it",),
-    ),
-    Bug(
         name="a ticket opens as many lines as one likes",
         module="p2pdiloco.nat.introducer",
         where="Introducer.handle_opened",
@@ -106,69 +28,6 @@ BUGS = (
         new="self._waiting.get(ticket)",
         harm="who has seen a ticket takes the place of whom it was given to",
         killed_by=(f"{_POINTS}::test_a_ticket_serves_once_and_not_for_ever",),
-    ),
-    Bug(
-        name="a lane of nothing acknowledges what it loses",
-        module=_PEERS,
-        where="Peers._bind_lane",
-        old="lane.turn_away(Parting.LEAVING, 'the primary connection of this lane does not exist')",
-        new="lane.close(Parting.LEAVING, 'the primary connection of this lane does not exist')",
-        harm="a payload that was accepted never comes, once in some hundred duplicate dials beside bulk",
-        killed_by=(
-            "tests/property/test_net_endpoint.py::test_what_is_accepted_comes_once_though_lanes_are_cut_and_both_dial",
-        ),
-    ),
-    Bug(
-        name="how we can be reached is told once",
-        module="p2pdiloco.swarm.peer_manager",
-        where="PeerManager._peers_to_tell",
-        old="self._told.get(peer) != (lives[peer], record)",
-        new="peer not in self._told",
-        harm="a relayed pair whose bootstrap dies waits for the directory to learn where it can meet",
-        killed_by=(
-            f"{_ROSTER}::test_who_is_connected_is_told_how_we_can_be_reached_and_again_when_that_changes",
-            "tests/integration/test_whereabouts.py::test_a_relayed_pair_meets_at_a_member_when_the_bootstrap_dies"
-            "_though_the_directory_says_nothing",
-        ),
-    ),
-    Bug(
-        name="a meeting that is over takes a place for ever",
-        module="p2pdiloco.nat.rendezvous_client",
-        where="RendezvousClient._come_to_meeting",
-        old="self._coming -= 1",
-        new="pass",
-        harm="after sixteen calls a peer behind a router cannot be reached any more",
-        killed_by=(
-            "tests/unit/test_nat_rendezvous_client.py"
-            "::test_only_so_many_calls_are_followed_at_once_and_those_that_failed_make_room",
-        ),
-    ),
-    Bug(
-        name="a peer is asked for only where its record says",
-        module="p2pdiloco.nat.rendezvous_client",
-        where="RendezvousClient._meet_at_any",
-        old="named + ours",
-        new="named",
-        harm="two that attend one meeting point do not meet until the directory tells one that the other does",
-        killed_by=(f"{_MEETING}::test_who_is_at_a_point_that_we_attend_is_met_there_whatever_its_record_says",),
-    ),
-    Bug(
-        name="who is asked by nobody how it is seen knows nothing any more",
-        module="p2pdiloco.nat.rendezvous_client",
-        where="RendezvousClient.observations",
-        old="self.attended or self._left",
-        new="self.attended",
-        harm="with the bootstrap each member that it dialled ceases to be a meeting point, and newcomers meet nobody",
-        killed_by=(f"{_MEETING}::test_what_a_point_told_of_us_stands_when_it_is_gone",),
-    ),
-    Bug(
-        name="who asks around waits for all whom the directory names",
-        module="p2pdiloco.swarm.run_lookup",
-        where="_wait_for_peers",
-        old="asyncio.wait(waiting, timeout=STRAGGLERS_S)",
-        new="asyncio.wait(waiting)",
-        harm="a newcomer waits for those who have gone, whose records stay for eight minutes",
-        killed_by=("tests/integration/test_whereabouts.py::test_who_asks_around_does_not_wait_for_those_who_are_gone",),
     ),
     Bug(
         name="a meeting point that was asked once stays connected",
@@ -198,15 +57,6 @@ BUGS = (
         killed_by=(f"{_MEETING}::test_a_relay_keeps_to_its_budget_and_uses_it",),
     ),
     Bug(
-        name="a punched way stays as narrow as it was",
-        module="p2pdiloco.nat.hole_punching",
-        where="_socket_on_port",
-        old="if is_narrow:\n    sockets.shorten(raw)\nreturn raw",
-        new="return raw",
-        harm="two homes whose tunnel loses long packets lose each connection after 20 s, for ever",
-        killed_by=(f"{_MEETING}::test_a_punched_way_that_is_narrow_is_punched_anew_with_short_segments",),
-    ),
-    Bug(
         name="whoever calls is followed",
         module="p2pdiloco.nat.rendezvous_client",
         where="RendezvousClient._answer_call",
@@ -214,28 +64,6 @@ BUGS = (
         new="self._coming < 0",
         harm="a meeting point has its guests open lines without end",
         killed_by=(f"{_MEETING}::test_a_flood_of_calls_by_a_liar_opens_few_lines",),
-    ),
-    Bug(
-        name="a relay's turns go to who came last",
-        module="p2pdiloco.nat.rendezvous_server",
-        where="Budget._give_turns",
-        old="self._waiting.popleft",
-        new="self._waiting.pop",
-        harm="of many pairs that have something two share the budget, and the others wait for ever",
-        killed_by=(
-            "tests/unit/test_nat_rendezvous_server.py::test_of_many_each_gets_the_same_and_together_they_get_the_budget",
-        ),
-    ),
-    Bug(
-        name="no way is found to be narrow",
-        module="p2pdiloco.transport.connection_setup",
-        where="ConnectionSetup.check_path_mtu",
-        old="self.narrow_paths.add(connection.host)",
-        new="pass",
-        harm="where long packets vanish a peer connects, waits for 20 s, and connects again, for ever",
-        killed_by=(
-            "tests/integration/test_meeting.py::test_what_times_out_shortly_after_a_good_handshake_is_a_narrow_way",
-        ),
     ),
     Bug(
         name="a private address of another home is dialled",
@@ -249,18 +77,6 @@ BUGS = (
         ),
     ),
     Bug(
-        name="a meeting waits for every dial to fail",
-        module="p2pdiloco.swarm.connect",
-        where="ConnectFallback.connect",
-        old="len(where) * STAGGER_S + later_s",
-        new="len(where) * DIAL_S",
-        harm="a home is met 8 s after each address that says nothing",
-        killed_by=(
-            "tests/unit/test_swarm_connect.py::"
-            "test_where_no_address_answers_a_meeting_begins_soon_and_where_there_is_none_at_once",
-        ),
-    ),
-    Bug(
         name="any port that answers is our own",
         module="p2pdiloco.nat.rendezvous_server",
         where="RendezvousServer._dial_back",
@@ -270,15 +86,6 @@ BUGS = (
         killed_by=(f"{_MEETING}::test_who_attends_learns_whether_it_can_be_dialled",),
     ),
     Bug(
-        name="frames that fill the staging buffer leave no room",
-        module="p2pdiloco.net.receive_buffer",
-        where="ReceiveBuffer.buffer",
-        old="if self._position == self._end:\n    self._position = self._end = 0",
-        new="if False:\n    pass",
-        harm="uvloop reads no more of a connection whose frames once ended where the buffer ends, and says nothing",
-        killed_by=("tests/unit/test_net_boxes.py::test_there_is_always_room_to_read_into",),
-    ),
-    Bug(
         name="payloads wait beyond the limit",
         module="p2pdiloco.net.send_queue",
         where="SendQueue.put_payload",
@@ -286,15 +93,6 @@ BUGS = (
         new="control_bytes > self._control_limit",
         harm="payloads that wait take all memory",
         killed_by=("tests/unit/test_net_boxes.py::test_what_finds_no_room_replaces_nothing",),
-    ),
-    Bug(
-        name="what is replaced keeps the room of its first frame",
-        module="p2pdiloco.net.send_queue",
-        where="SendQueue.put_payload",
-        old="control_bytes -= 0 if replaced.is_announced else len(replaced.start_frame)",
-        new="pass",
-        harm="a queue full of first frames refuses the newer commit that would take an older one's place",
-        killed_by=("tests/unit/test_net_boxes.py::test_the_first_frame_of_what_is_replaced_gives_its_room",),
     ),
     Bug(
         name="connections of a life that gave way go on",
@@ -315,20 +113,6 @@ BUGS = (
         killed_by=(f"{_ENDPOINTS}::test_what_comes_with_a_proof_that_is_turned_away_is_not_heard",),
     ),
     Bug(
-        name="what the directory did not take counts as told",
-        module="p2pdiloco.swarm.peer_manager",
-        where="PeerManager._announce",
-        old="await self._directory.publish_peer(self._run, msgspec.msgpack.encode(told), RECORD_LIFE_S)",
-        new=(
-            "self._announced = msgspec.structs.replace(told, chain=b'')\n"
-            "await self._directory.publish_peer(self._run, msgspec.msgpack.encode(told), RECORD_LIFE_S)"
-        ),
-        harm="two peers that come at once behind routers do not learn for minutes where the other can be met",
-        killed_by=(
-            "tests/unit/test_swarm_peer_manager.py::test_news_that_the_directory_did_not_take_is_told_again_soon",
-        ),
-    ),
-    Bug(
         name="who is turned away is heard",
         module="p2pdiloco.net.connection",
         where="Connection.turn_away",
@@ -336,50 +120,5 @@ BUGS = (
         new="self.close(parting, reason)",
         harm="heartbeats of a twin that is refused make the standing one look dead, every time it tries",
         killed_by=(f"{_ENDPOINTS}::test_what_comes_with_a_proof_that_is_turned_away_is_not_heard",),
-    ),
-    Bug(
-        name="a peer that was idle is granted all that the others got meanwhile",
-        module="p2pdiloco.net.flow_control",
-        where="Granter.grant",
-        old="self._served[account.peer] = self._level + count",
-        new="self._served[account.peer] = self._served.get(account.peer, 0) + count",
-        harm="whoever returns from a pause has the whole download budget for as long as the pause was",
-        killed_by=("tests/property/test_credit.py::test_who_returns_from_a_pause_has_its_share_and_no_more",),
-    ),
-    Bug(
-        name="a request that was not sent takes a place",
-        module="p2pdiloco.net.session",
-        where="Session.send_request",
-        old="self.outgoing.end(number)\nraise",
-        new="raise",
-        harm="a failure is told of a request that nobody has made",
-        killed_by=(f"{_ENDPOINTS}::test_a_request_that_found_no_room_takes_no_place",),
-    ),
-    Bug(
-        name="who once waited for others waits for ever",
-        module="p2pdiloco.discovery.directory",
-        where="Directory._wait_for_peer",
-        old="self._answered = None",
-        new="pass",
-        harm="it never compares its clock again, and its records expire at wrong times",
-        killed_by=("tests/integration/test_directory.py::test_who_waits_is_found_by_those_who_come_later",),
-    ),
-    Bug(
-        name="each read of a record is remembered until the record expires",
-        module="p2pdiloco.discovery.dht",
-        where="_compact",
-        old="len(storage.expiration_heap) > 2 * len(storage.key_to_heap) + 16",
-        new="False",
-        harm="a node grows by 20 MB an hour",
-        killed_by=(f"{_DIRECTORY}::test_records_that_are_stored_again_and_again_take_no_more_memory",),
-    ),
-    Bug(
-        name="an older value makes the newer one expire",
-        module="p2pdiloco.discovery.dht",
-        where="_compact",
-        old="held is not None and held.expiration_time >= expiration_time and (not storage.frozen)",
-        new="False",
-        harm="a peer is not found for as long as a stale copy of its record is about",
-        killed_by=(f"{_DIRECTORY}::test_who_offers_an_older_value_does_not_make_the_newer_one_expire",),
     ),
 )

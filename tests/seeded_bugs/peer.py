@@ -1,9 +1,8 @@
 """Bugs outside the protocol: driver, shift queue, retention, transfers, checkpoints, supervision, connections, the
 learner's link.
 
-Each names tests that must fail with it (``python -m tests.mutation planted``, and tests/mutation/test_planted.py), and
-can be planted in any process that has not imported its module yet (``planter.plant``). Bugs of the protocol itself are
-in ``mutants``, and found by seeds.
+Each names tests that must fail with it (``python -m tests.seeded_bugs``), and can be planted in any process that has
+not imported its module yet (``inject.plant``). Bugs that seeds of the protocol's simulator find are in ``mutants``.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from tests.seeded_bugs.learner import BUGS as LEARNER_BUGS
 from tests.seeded_bugs.members import BUGS as MEMBERS_BUGS
 from tests.seeded_bugs.memory import BUGS as MEMORY_BUGS
 from tests.seeded_bugs.net import BUGS as NET_BUGS
-from tests.seeded_bugs.payloads import BUGS as PAYLOADS_BUGS
 from tests.seeded_bugs.results import BUGS as RESULTS_BUGS
 from tests.seeded_bugs.state import BUGS as STATE_BUGS
 from tests.seeded_bugs.strangers import BUGS as STRANGERS_BUGS
@@ -63,15 +61,6 @@ BUGS = (
         new="mine is None or c.learner != mine[1].learner",
         harm="an owner speaks in the name of the learner of whom it speaks to",
         killed_by=(f"{_SIGNATURES_TESTS}::test_what_a_peer_has_signed_itself_is_known_on_that_head_and_as_it_was",),
-    ),
-    Bug(
-        name="a newcomer checks all signatures of a lineage",
-        module=_SIGNATURES,
-        where="drawn",
-        old="min(DRAWN, len(header.contributors))",
-        new="len(header.contributors)",
-        harm="joining takes the longer, the larger the swarm",
-        killed_by=(f"{_SIGNATURES_TESTS}::test_a_contribution_that_was_not_made_proves_that_the_owner_lied",),
     ),
     Bug(
         name="the commit of a state that is offered is not checked",
@@ -187,15 +176,6 @@ BUGS = (
         killed_by=(f"{_DRIVER_TESTS}::test_the_proof_of_a_head_is_kept_without_a_log",),
     ),
     Bug(
-        name="the sweep forgets all shards but the first ones",
-        module=_CARGO,
-        where="PayloadCache.sweep",
-        old="(self._next + 1) % len(self.shards)",
-        new="(self._next + 1) % min(8, len(self.shards))",
-        harm="the memory fills with payloads that nobody needs",
-        killed_by=(f"{_DRIVER_TESTS}::test_many_shards_are_swept_a_few_at_a_time",),
-    ),
-    Bug(
         name="own payloads dropped",
         module="p2pdiloco.protocol.machine",
         where="Machine.payloads",
@@ -297,45 +277,6 @@ BUGS = (
         harm="a peer ends with status 0, and what it has trained since is not on its disk",
         killed_by=(f"{_SAVER_TESTS}::test_a_peer_that_cannot_save_its_last_state_says_so",),
     ),
-    Bug(
-        name="a copy that is held up ends all checkpoints",
-        module=_SAVER,
-        where="CheckpointWriter._save",
-        old=(
-            "try:\n"
-            "    await self._write(draft)\n"
-            "except CopyError:\n"
-            "    reason = 'a shard kept changing while it was copied'\n"
-            "except OSError as error:\n"
-            "    reason = os.strerror(error.errno or 0)\n"
-            "except MemoryError:\n"
-            "    reason = os.strerror(errno.ENOMEM)\n"
-            "except ValueError as error:\n"
-            "    reason = str(error)\n"
-            "    self._driver.submit(self._state.integrity.invalidate, lambda _: None)\n"
-            "else:\n"
-            "    ..."
-        ),
-        new=(
-            "try:\n"
-            "    await self._write(draft)\n"
-            "except ZeroDivisionError:\n"
-            "    reason = 'a shard kept changing while it was copied'\n"
-            "except OSError as error:\n"
-            "    reason = os.strerror(error.errno or 0)\n"
-            "except MemoryError:\n"
-            "    reason = os.strerror(errno.ENOMEM)\n"
-            "except ValueError as error:\n"
-            "    reason = str(error)\n"
-            "    self._driver.submit(self._state.integrity.invalidate, lambda _: None)\n"
-            "else:\n"
-            "    ..."
-        ),
-        harm="after one stall of a minute nothing is saved any more, in silence",
-        killed_by=(
-            f"{_SAVER_TESTS}::test_a_copy_that_is_held_up_for_minutes_costs_one_checkpoint_and_not_all_that_follow",
-        ),
-    ),
     # -- transfers -----------------------------------------------------------------------------------------------------
     Bug(
         name="a chunk is not compared with what was signed",
@@ -384,36 +325,7 @@ BUGS = (
         harm="who joined cannot help others to join, and its checkpoints cannot be read",
         killed_by=(f"{_DOWNLOADS_TESTS}::test_who_has_fetched_a_state_can_give_it",),
     ),
-    Bug(
-        name="a dropped donor stays in the plan",
-        module="p2pdiloco.peer.chunk_scheduler",
-        where="ChunkPlan.drop",
-        old="self._donors.pop(peer, None)",
-        new="self._donors.get(peer)",
-        harm="a shard that nobody has is waited for",
-        killed_by=(
-            "tests/unit/test_peer_chunk_scheduler.py::test_a_donor_that_is_dropped_costs_what_was_asked_from_it",
-        ),
-    ),
-    Bug(
-        name="a chunk is asked of a third donor",
-        module="p2pdiloco.peer.chunk_scheduler",
-        where="ChunkPlan._next_of",
-        old="len(asked[piece]) == 1",
-        new="len(asked[piece]) <= 2",
-        harm="a slow end of a join costs every donor its bandwidth",
-        killed_by=("tests/unit/test_peer_chunk_scheduler.py::test_a_silent_donors_chunk_is_asked_of_one_other_donor",),
-    ),
     # -- supervision ---------------------------------------------------------------------------------------------------
-    Bug(
-        name="shifts that waited are not told",
-        module=_SUPERVISION,
-        where="LearnerSupervisor._on_message",
-        old="self._shifts_to(self.child)",
-        new="lambda _: None",
-        harm="a learner that is slower than the swarm never hears of a second version",
-        killed_by=(f"{_SUPERVISION_TESTS}::test_what_the_learner_could_not_take_at_once_it_takes_later",),
-    ),
     Bug(
         name="a learner is given what was its predecessor's",
         module=_SUPERVISION,
@@ -424,24 +336,6 @@ BUGS = (
         killed_by=(f"{_SUPERVISION_TESTS}::test_what_was_to_be_given_to_a_learner_that_died_is_not_given_to_the_next",),
     ),
     Bug(
-        name="a learner that starts during a pause is not told of it",
-        module=_SUPERVISION,
-        where="LearnerSupervisor._on_loaded",
-        old="if self.resting:\n    self.rest(self.resting)",
-        new="pass",
-        harm="after a crash on battery the learner trains at full speed",
-        killed_by=(f"{_SUPERVISION_TESTS}::test_a_learner_that_starts_during_a_pause_rests_until_it_is_over",),
-    ),
-    Bug(
-        name="snapshots are never brought up to date",
-        module="p2pdiloco.peer.learner_supervisor",
-        where="Snapshots.on_taken",
-        old="self._shifts.complete_snapshot(event.fragment)",
-        new="None",
-        harm="nothing that a learner trains is ever contributed",
-        killed_by=(f"{_SUPERVISION_TESTS}::test_a_snapshot_counts_when_it_was_taken_in_full",),
-    ),
-    Bug(
         name="a learner's death is not told",
         module=_SUPERVISION,
         where="LearnerSupervisor.live",
@@ -450,87 +344,7 @@ BUGS = (
         harm="its unmerged tokens are waited for, and counted as the next learner's",
         killed_by=(f"{_SUPERVISION_TESTS}::test_a_learner_that_dies_is_started_again_from_the_global_parameters",),
     ),
-    Bug(
-        name="a learner that cannot be started ends its peer",
-        module=_SUPERVISION,
-        where="LearnerSupervisor.live",
-        old="await self._cannot_start(error, starts.next_s())\ncontinue",
-        new="raise",
-        harm="a machine that has no process or descriptor left for a moment loses its peer",
-        killed_by=(f"{_SUPERVISION_TESTS}::test_a_learner_that_cannot_be_started_is_tried_again",),
-    ),
-    Bug(
-        name="how long the peer lives proves its learner sound",
-        module=_SUPERVISION,
-        where="LearnerSupervisor.live",
-        old="self._host.now() - began",
-        new="self._host.now()",
-        harm="after ten minutes a learner that always crashes is started again for ever, each second",
-        killed_by=(f"{_SUPERVISION_TESTS}::test_too_many_lives_lost_in_a_row_end_the_peer",),
-    ),
-    Bug(
-        name="a task that has recovered is punished for all its failures",
-        module="p2pdiloco.util.tasks",
-        where="Tasks._run_again",
-        old="backoff.reset()",
-        new="pass",
-        harm="after some failures in months each further one stops the task for a minute",
-        killed_by=(
-            "tests/unit/test_runtime_basics.py"
-            "::test_a_task_that_has_run_well_for_long_is_started_again_as_soon_as_after_its_first_failure",
-        ),
-    ),
-    Bug(
-        name="a task that goes on is cancelled once",
-        module="p2pdiloco.util.tasks",
-        where="Tasks.__aexit__",
-        old="asyncio.wait(set(self._running), timeout=UNWILLING_S)",
-        new="asyncio.wait(set(self._running))",
-        harm="a peer whose task swallows its cancellation never ends",
-        killed_by=(
-            "tests/unit/test_runtime_basics.py::test_a_task_that_swallows_its_cancellation_is_named_and_cancelled_again",
-        ),
-    ),
-    Bug(
-        name="a learner is started again for ever",
-        module=_SUPERVISION,
-        where="LearnerSupervisor.live",
-        old="status == MISUSED or self._losses.failures > RESTARTS",
-        new="status == MISUSED",
-        harm="a learner that always crashes burns its machine in silence",
-        killed_by=(f"{_SUPERVISION_TESTS}::test_too_many_lives_lost_in_a_row_end_the_peer",),
-    ),
-    Bug(
-        name="crashes are never forgotten",
-        module=_SUPERVISION,
-        where="LearnerSupervisor.live",
-        old="self._host.now() - began >= STABLE_S",
-        new="False",
-        harm="the fourth crash in a month ends a peer",
-        killed_by=(f"{_SUPERVISION_TESTS}::test_a_long_life_proves_the_learner_sound",),
-    ),
-    Bug(
-        name="a learner that must be repaired is started again",
-        module=_SUPERVISION,
-        where="LearnerSupervisor.live",
-        old="status == MISUSED or self._losses.failures > RESTARTS",
-        new="self._losses.failures > RESTARTS",
-        harm="the user hears of the mistake in the configuration half a minute later, four times",
-        killed_by=(f"{_SUPERVISION_TESTS}::test_a_learner_that_the_user_must_repair_is_not_started_again",),
-    ),
-    Bug(
-        name="who merged last is not told",
-        module=_SUPERVISION,
-        where="LearnerSupervisor._set_trouble",
-        old="self._last_merge()",
-        new="''",
-        harm="a poisoned end has no name, and the user's learning rate is blamed",
-        killed_by=(
-            f"{_SUPERVISION_TESTS}::test_a_learner_that_stops_to_be_finite_says_what_was_merged_last_and_from_whom",
-        ),
-    ),
     *MEMORY_BUGS,
-    *PAYLOADS_BUGS,
     *STATE_BUGS,
     *VALUES_BUGS,
     *LEARNER_BUGS,

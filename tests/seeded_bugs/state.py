@@ -10,7 +10,6 @@ _AGREEMENT = "p2pdiloco.codec.agreement"
 _AGREEMENT_TESTS = "tests/unit/test_codec_agreement.py"
 _STATE_TESTS = "tests/unit/test_peer_model_state.py"
 _CONSERVATION = "tests/property/test_conservation.py::test_every_token_trained_stands_in_the_parameters_once"
-_SHIFT_TESTS = "tests/unit/test_peer_learner_updates.py"
 _LOG = "p2pdiloco.peer.commit_wal"
 _SIGNED_ANOTHER = "tests/unit/test_peer_scrubber.py::test_an_owner_that_signed_another_state_is_barred"
 _LOG_TESTS = "tests/unit/test_peer_commit_wal.py"
@@ -193,24 +192,6 @@ BUGS = (
         killed_by=(f"{_STATE_TESTS}::test_a_new_learner_takes_nothing_of_what_waited_for_the_last", _CONSERVATION),
     ),
     Bug(
-        name="a learner begins with its first piece",
-        module=_SHIFTS,
-        where="LearnerUpdates.load",
-        old="not self._unloaded",
-        new="True",
-        harm="it trains parameters that are replaced a moment later, and what it trained is lost",
-        killed_by=(f"{_SHIFT_TESTS}::test_a_new_learner_is_given_the_parameters_piece_by_piece", _CONSERVATION),
-    ),
-    Bug(
-        name="a piece that was taken keeps its memory",
-        module=_SHIFTS,
-        where="LearnerUpdates.acknowledge",
-        old='self.memory.release("shift", shard)',
-        new="pass",
-        harm="a start needs memory for a second model",
-        killed_by=(f"{_SHIFT_TESTS}::test_a_new_learner_is_given_the_parameters_piece_by_piece",),
-    ),
-    Bug(
         name="a dead learner's contributions settled for the next",
         module=_SHIFTS,
         where="LearnerUpdates.begin_shift",
@@ -236,18 +217,6 @@ BUGS = (
         new="momentum.copy_(momentum)",
         harm="the next commit gives another state than everybody else's",
         killed_by=(f"{_STATE_TESTS}::test_a_fetched_state_gives_back_what_a_fork_had_merged", _CONSERVATION),
-    ),
-    Bug(
-        name="momentum's age counted from where a state was fetched",
-        module=_STATE,
-        where="ModelState._check_commit",
-        old="factors = outer_optimizer.factors_of(self._outer, header.version)",
-        new=(
-            "factors = outer_optimizer.factors_of(self._outer, getattr(self, '_age', 1))\n"
-            "self._age = getattr(self, '_age', 1) + 1"
-        ),
-        harm="who has come late takes longer steps than the others, and refuses every commit",
-        killed_by=(f"{_STATE_TESTS}::test_a_turn_goes_as_far_as_any_where_the_bias_is_corrected",),
     ),
     Bug(
         name="a contribution counts as long as it is",
@@ -342,27 +311,6 @@ BUGS = (
         killed_by=(f"{_AGREEMENT_TESTS}::test_honest_work_in_one_shard_is_no_excuse_in_others",),
     ),
     Bug(
-        name="one bad batch is held against a learner",
-        module=_AGREEMENT,
-        where="AgreementHistory.judge",
-        old="max(pair)",
-        new="min(pair)",
-        harm="an honest learner that differs once, or did long ago, is not heard",
-        killed_by=(
-            f"{_AGREEMENT_TESTS}::test_a_good_past_forgives_one_merge_and_not_many",
-            f"{_AGREEMENT_TESTS}::test_a_bad_past_is_no_penalty_once_a_learner_agrees",
-        ),
-    ),
-    Bug(
-        name="a learner that agrees again is named for ever",
-        module=_AGREEMENT,
-        where="AgreementHistory._remember",
-        old="DECAY * last.mean + (1.0 - DECAY) * value",
-        new="min(last.mean, DECAY * last.mean + (1.0 - DECAY) * value)",
-        harm="a machine whose data was corrected keeps a tenth of its weight, and its user is still told to look",
-        killed_by=(f"{_AGREEMENT_TESTS}::test_a_learner_that_long_disagrees_is_named_until_it_agrees_again",),
-    ),
-    Bug(
         name="a liar that is alone in a merge counts in full",
         module="p2pdiloco.codec.merge",
         where="merge",
@@ -411,35 +359,6 @@ BUGS = (
         killed_by=(f"{_AGREEMENT_TESTS}::test_liars_that_are_half_of_the_others_lower_nobody_honest",),
     ),
     Bug(
-        name="random vectors are judged",
-        module=_AGREEMENT,
-        where="_factors",
-        old="usual <= noise",
-        new="usual <= 0.0",
-        harm="where learners have nothing in common, chance decides who counts",
-        killed_by=(f"{_AGREEMENT_TESTS}::test_vectors_without_anything_in_common_are_not_judged",),
-    ),
-    Bug(
-        name="momentum's bias not corrected",
-        module="p2pdiloco.codec.outer_optimizer",
-        where="rate_at",
-        old="learning_rate / (1.0 - power)",
-        new="learning_rate",
-        harm="the first turns go less far than the later ones, and short runs end further behind",
-        killed_by=(
-            "tests/unit/test_codec_outer_optimizer.py::test_a_corrected_rate_makes_up_for_what_momentum_does_not_hold_yet",
-        ),
-    ),
-    Bug(
-        name="a state that nobody signed is handed on",
-        module="p2pdiloco.peer.integrity",
-        where="Integrity.accept",
-        old="self.set_digests(shard, listed)\nself._unsigned.add(shard)",
-        new="self.set_digests(shard, listed)",
-        harm="newcomers take the only donor for a liar, and leave it alone",
-        killed_by=(f"{_STATE_TESTS}::test_a_spoilt_state_that_is_accepted_is_handed_on_with_its_next_version",),
-    ),
-    Bug(
         name="what was verified once counts as verified in every later state",
         module="p2pdiloco.peer.integrity",
         where="Integrity.set_digests",
@@ -449,15 +368,6 @@ BUGS = (
         killed_by=(
             "tests/unit/test_peer_integrity.py::test_a_chunk_is_verified_once_and_again_for_a_new_state_or_when_told",
         ),
-    ),
-    Bug(
-        name="a state that was accepted is never handed on",
-        module="p2pdiloco.peer.integrity",
-        where="Integrity.set_digests",
-        old="self._spoilt.discard(shard)\nself._unsigned.discard(shard)",
-        new="self._spoilt.discard(shard)",
-        harm="nobody can join any more",
-        killed_by=(f"{_STATE_TESTS}::test_a_spoilt_state_that_is_accepted_is_handed_on_with_its_next_version",),
     ),
     Bug(
         name="an own commit is whatever its file says",
@@ -538,35 +448,5 @@ BUGS = (
         new="pass",
         harm="it does so again, and each time all peers stand still",
         killed_by=(_SIGNED_ANOTHER,),
-    ),
-    Bug(
-        name="a line of which nothing is known is fast",
-        module="p2pdiloco.peer.codec_selection",
-        where="CodecChoice.is_coded",
-        old="line is None or line / others < FAST_BYTES_PER_S",
-        new="line is not None and line / others < FAST_BYTES_PER_S",
-        harm="a fifth more bytes leave a home",
-        killed_by=(
-            "tests/unit/test_peer_codec_selection.py::test_huffman_codes_are_left_out_where_the_line_is_known_to_be_fast",
-        ),
-    ),
-    # -- own contributions while the disk takes no more ----------------------------------------------------------------
-    Bug(
-        name="own contributions pile up while the disk takes no more",
-        module="p2pdiloco.peer.payload_cache",
-        where="PayloadCache._sweep",
-        old="OWN_WINDOWS * most_bytes",
-        new="OWN_WINDOWS * 1000000000000.0",
-        harm="a run of a billion parameters takes half a gigabyte more with every turn",
-        killed_by=("tests/unit/test_peer_payload_store.py::test_no_more_is_written_than_a_day_allows",),
-    ),
-    Bug(
-        name="what is on offer goes with the rest",
-        module="p2pdiloco.protocol.contributions",
-        where="Contributions.payloads",
-        old="{pending.contribution.payload} if pending is not None else set[Digest]()",
-        new="set[Digest]()",
-        harm="an owner that asks again gets nothing",
-        killed_by=("tests/unit/protocol/test_bounds.py::test_of_own_contributions_the_youngest_that_fit_are_kept",),
     ),
 )

@@ -10,47 +10,9 @@ _ANTEROOM = "tests/integration/test_anteroom.py"
 _MEETING = "tests/integration/test_meeting.py"
 _FELLOWSHIP = "tests/unit/test_swarm_membership_sync.py"
 _WHEREABOUTS = "tests/integration/test_whereabouts.py"
-_INVITES = "tests/unit/test_swarm_invitations.py"
 _LISTENERS = "tests/unit/test_transport_sockets.py"
-_PORTS = "tests/unit/test_transport_port_memory.py"
 
 BUGS = (
-    Bug(
-        name="what a relayed pair carried is not counted",
-        module="p2pdiloco.nat.rendezvous_server",
-        where="Relay._pump",
-        old="carried[side] += count",
-        new="pass",
-        harm="the log says that nothing was relayed, and whoever pays for the bandwidth believes it",
-        killed_by=(f"{_MEETING}::test_where_no_direct_connection_comes_about_the_line_is_the_relay",),
-    ),
-    Bug(
-        name="a node forgets where it was",
-        module="p2pdiloco.transport.transport",
-        where="Transport.serve",
-        old="await asyncio.to_thread(port_memory.again, self._listen, self._port_file)",
-        new="self._listen",
-        harm="after a power cut nobody finds anybody where all remember the others' old ports",
-        killed_by=("tests/integration/test_state_transfer.py::test_a_node_listens_where_its_last_life_did",),
-    ),
-    Bug(
-        name="a directory's node forgets where it was",
-        module="p2pdiloco.swarm.run_lookup",
-        where="open_directory",
-        old="await asyncio.to_thread(port_memory.again, options.listen, ports)",
-        new="options.listen",
-        harm="two that restart at once without a bootstrap never meet again",
-        killed_by=(f"{_PORTS}::test_two_whose_nodes_restart_at_once_find_each_other_without_a_bootstrap",),
-    ),
-    Bug(
-        name="the port of whoever came last is remembered",
-        module="p2pdiloco.transport.port_memory",
-        where="remember",
-        old="found.setdefault(address.family, address.port)",
-        new="found[address.family] = address.port",
-        harm="of two processes that share a folder the first loses its port to the second",
-        killed_by=(f"{_PORTS}::test_a_port_that_is_taken_is_not_waited_for_and_stays_the_firsts",),
-    ),
     Bug(
         name="a flood goes first",
         module="p2pdiloco.net.abuse_limits",
@@ -201,83 +163,6 @@ BUGS = (
         killed_by=(f"{_FELLOWSHIP}::test_who_tells_what_brings_nobody_new_is_soon_not_looked_at",),
     ),
     Bug(
-        name="newcomers count as what brings nobody",
-        module="p2pdiloco.access.members",
-        where="Members.brings",
-        old="'nothing' if subject in self._known else 'peer'",
-        new="'nothing'",
-        harm="a newcomer in a large run hears of some of its members only, and takes no commits of the others",
-        killed_by=(f"{_FELLOWSHIP}::test_who_tells_what_brings_nobody_new_is_soon_not_looked_at",),
-    ),
-    Bug(
-        name="twins are looked for at their addresses alone",
-        module="p2pdiloco.swarm.duplicate_identity",
-        where="find_duplicate",
-        old="if record.points:\n    ...",
-        new="if False:\n    ...",
-        harm="a copy of a state folder behind another router takes its original's place, and both own nothing",
-        killed_by=(f"{_MEETING}::test_a_twin_that_nobody_can_dial_is_found_at_its_meeting_point",),
-    ),
-    Bug(
-        name="invites name an address that nobody can dial",
-        module="p2pdiloco.swarm.invitations",
-        where="keep_meeting_places",
-        old="not is_own or places == first or is_dialable() is not False",
-        new="True",
-        harm="who is invited after the bootstrap has gone finds nobody, and nobody is told why",
-        killed_by=(f"{_INVITES}::test_where_newcomers_find_the_directory_follows_who_answers",),
-    ),
-    Bug(
-        name="who resumes another peer's run is sent for an invite",
-        module="p2pdiloco.swarm.invitations",
-        where="require_membership",
-        old="next(here, None)",
-        new="None",
-        harm="all peers of a private run died, and who resumes what is left is sent for an invite that nobody gives",
-        killed_by=(f"{_INVITES}::test_who_resumes_a_private_run_of_another_peer_is_told_whose_it_is",),
-    ),
-    Bug(
-        name="where newcomers are sent is looked at when the places change, not when we are found",
-        module="p2pdiloco.swarm.invitations",
-        where="keep_meeting_places",
-        old="if is_of_use and wanted != kept:\n    ...\nif found == told:\n    continue",
-        new="if is_of_use and wanted != kept:\n    ...\nif found[0] == told[0]:\n    continue",
-        harm="the founder is told that nobody new comes, and not that somebody can since the router has a port for it",
-        killed_by=(f"{_INVITES}::test_where_newcomers_are_sent_is_told_as_it_is",),
-    ),
-    Bug(
-        name="the first place is right whatever it was",
-        module="p2pdiloco.swarm.invitations",
-        where="keep_meeting_places",
-        old="if not is_own and _belong_to(first, directory.peer_id):\n    first = places",
-        new="if not is_own and _belong_to(first, directory.peer_id):\n    pass",
-        harm="the bootstrap was slow at the start: when it goes, the founder is told that the first invite is good",
-        killed_by=(f"{_INVITES}::test_where_newcomers_are_sent_is_told_as_it_is",),
-    ),
-    Bug(
-        name="a full disk ends the look for meeting places",
-        module="p2pdiloco.swarm.invitations",
-        where="keep_meeting_places",
-        old=(
-            "try:\n"
-            "    await asyncio.to_thread(keep_addresses, folder, wanted)\n"
-            "except OSError as error:\n"
-            "    ...\n"
-            "else:\n"
-            "    kept = wanted"
-        ),
-        new=(
-            "try:\n"
-            "    await asyncio.to_thread(keep_addresses, folder, wanted)\n"
-            "except TimeoutError as error:\n"
-            "    ...\n"
-            "else:\n"
-            "    kept = wanted"
-        ),
-        harm="invites name a bootstrap that has gone for the rest of this life",
-        killed_by=(f"{_INVITES}::test_a_full_disk_takes_no_addresses_and_ends_nothing",),
-    ),
-    Bug(
         name="one meeting point's word is enough",
         module="p2pdiloco.swarm.reachability",
         where="Reachability._is_port_dialable",
@@ -285,50 +170,5 @@ BUGS = (
         new="any(answers)",
         harm="a stranger's meeting point says that a home can be dialled, and invites name it",
         killed_by=(f"{_WHEREABOUTS}::test_one_meeting_point_of_three_cannot_say_that_a_home_can_be_dialled",),
-    ),
-    Bug(
-        name="who most can dial is met nowhere",
-        module="p2pdiloco.swarm.reachability",
-        where="Reachability.points",
-        old="self.is_dialable and all(self._port_answers(0))",
-        new="self.is_dialable",
-        harm="two meeting points lie, and a home behind a router meets nobody",
-        killed_by=(f"{_WHEREABOUTS}::test_one_meeting_point_of_three_cannot_say_that_a_home_can_be_dialled",),
-    ),
-    Bug(
-        name="who is late at the start has gone",
-        module="p2pdiloco.discovery.directory",
-        where="Directory._connect_to_known",
-        old="reason != LATE",
-        new="True",
-        harm="beside a peer of the cache a bootstrap 260 ms away is taken for gone, and the first invite names us",
-        killed_by=("tests/integration/test_directory.py::test_who_is_late_at_the_start_is_not_taken_for_gone",),
-    ),
-    Bug(
-        name="who refuses at the start is not counted as silent",
-        module="p2pdiloco.discovery.directory",
-        where="Directory._connect_to_known",
-        old="self._pings.record_result(peer, asyncio.get_running_loop().time(), is_answered=reason is None)",
-        new="self._pings.record_result(peer, asyncio.get_running_loop().time(), is_answered=True)",
-        harm="the first invite names a bootstrap that has gone",
-        killed_by=("tests/integration/test_directory.py::test_who_is_late_at_the_start_is_not_taken_for_gone",),
-    ),
-    Bug(
-        name="a bootstrap that does not answer once has gone",
-        module="p2pdiloco.swarm.invitations",
-        where="",
-        old="LOOKS = 6",
-        new="LOOKS = 1",
-        harm="a founder's terminal fills with new invites while a bootstrap stands still now and then",
-        killed_by=(f"{_INVITES}::test_where_newcomers_find_the_directory_follows_who_answers",),
-    ),
-    Bug(
-        name="invites name initial peers that do not answer",
-        module="p2pdiloco.discovery.directory",
-        where="Directory.meeting_places",
-        old=("[text for peer, where in self._initial.items() if not self._pings.is_silent(peer) for text in where]"),
-        new="[text for peer, where in self._initial.items() for text in where]",
-        harm="an invite that is made when the bootstrap has gone is of no use",
-        killed_by=("tests/integration/test_directory.py::test_invites_name_an_initial_peer_that_answers_or_ourselves",),
     ),
 )

@@ -13,6 +13,15 @@ def _bug(name: str, module: str, where: str, old: str, new: str, harm: str, kill
 
 BUGS = (
     Bug(
+        name="a stored body may be of any size",
+        module="p2pdiloco.codec.compression",
+        where="_opened",
+        old="is_stored and max(sizes, default=0) > max_bytes",
+        new="False",
+        harm="what is bounded elsewhere by its size is not",
+        killed_by=("tests/property/test_compression.py::test_stored_bodies_are_no_larger_than_they_may_be",),
+    ),
+    Bug(
         name="what led to a state goes while it is installed",
         module="p2pdiloco.protocol.replication",
         where="Replication.commits",

@@ -9,57 +9,11 @@ _SERVER_TESTS = "tests/unit/test_observability_web_server.py"
 
 _READER_TESTS = "tests/unit/test_observability_log_reader.py"
 
-_CHECKUP_TESTS = "tests/unit/test_node_diagnostics.py"
 
 _INQUIRY_TESTS = "tests/integration/test_inquiry.py"
 
 
 BUGS = (
-    Bug(
-        name="a number that is too large ends what reads the log",
-        module="p2pdiloco.observability.log_reader",
-        where="describe",
-        old="(KeyError, TypeError, ValueError, AttributeError, ArithmeticError)",
-        new="(KeyError, TypeError, ValueError, AttributeError)",
-        harm="one damaged line, and `watch --events` ends in a traceback",
-        killed_by=(f"{_READER_TESTS}::test_every_kind_is_told_in_words",),
-    ),
-    Bug(
-        name="a terminal that is gone ends who logs",
-        module="p2pdiloco.util.logs",
-        where="BottomLine._write",
-        old="(OSError, ValueError)",
-        new="ValueError",
-        harm="a connection by ssh is cut while a newcomer downloads, and its node ends at the next word",
-        killed_by=("tests/unit/test_util_logs.py::test_a_terminal_that_is_gone_has_no_bar_and_ends_nobody",),
-    ),
-    Bug(
-        name="what is no news is shown as it is logged",
-        module="p2pdiloco.observability.log_reader",
-        where="describe",
-        old="detail(event.line)",
-        new="None",
-        harm="nine lines of ten that `watch --events` prints are field=value",
-        killed_by=(f"{_READER_TESTS}::test_every_kind_is_told_in_words",),
-    ),
-    Bug(
-        name="a container's limit is not looked at",
-        module="p2pdiloco.node.diagnostics",
-        where="memory_bytes",
-        old="free = min(free, int(Path(limit).read_text()) - int(Path(used).read_text()))",
-        new="pass",
-        harm="doctor promises memory for which the kernel kills the learner",
-        killed_by=(f"{_CHECKUP_TESTS}::test_a_busy_machine_and_a_container_s_limit_are_named",),
-    ),
-    Bug(
-        name="a share by what is no number",
-        module="p2pdiloco.node.diagnostics",
-        where="_share",
-        old="(one.tokens_per_second for one in peers if 0.0 < one.tokens_per_second < math.inf)",
-        new="(one.tokens_per_second for one in peers)",
-        harm="one peer that tells nan takes everybody's answer away",
-        killed_by=(f"{_CHECKUP_TESTS}::test_what_a_machine_would_give_is_told",),
-    ),
     Bug(
         name="others' letters reach the terminal",
         module="p2pdiloco.observability.event_schema",
@@ -68,15 +22,6 @@ BUGS = (
         new="named",
         harm="a peer's words clear the screen, or type into the shell of who reads them",
         killed_by=(f"{_READER_TESTS}::test_events_are_chosen_and_told_in_sentences",),
-    ),
-    Bug(
-        name="the end of a log that is moved aside is not read",
-        module="p2pdiloco.observability.log_reader",
-        where="Tail.new",
-        old="found = self._read()\nif self._is_moved_aside():\n    ...\nreturn found",
-        new="if self._is_moved_aside():\n    self.close()\n    self._open()\nreturn self._read()",
-        harm="who follows events misses those before a new log",
-        killed_by=(f"{_READER_TESTS}::test_a_log_that_is_moved_aside_is_read_to_its_end_first",),
     ),
     Bug(
         name="an exposed page forgets its token",
@@ -98,15 +43,6 @@ BUGS = (
             f"{_SERVER_TESTS}::test_a_request_that_never_ends_is_cut_off_and_a_stream_goes_on",
             f"{_SERVER_TESTS}::test_a_client_that_does_not_read_its_answers_is_let_go",
         ),
-    ),
-    Bug(
-        name="the best loss counts for good",
-        module="p2pdiloco.observability.alerts",
-        where="Alerts.__init__",
-        old="deque(maxlen=RECENT_LOSSES)",
-        new="deque()",
-        harm="one figure that was much too low alarms everybody until the run's end",
-        killed_by=(f"{_ALERTS_TESTS}::test_a_figure_that_was_much_too_low_is_forgotten",),
     ),
     Bug(
         name="others' words go through a shell",
@@ -142,17 +78,6 @@ BUGS = (
         new="told.trouble",
         harm="whoever announces a run steers the terminals of those who look at it",
         killed_by=(f"{_INQUIRY_TESTS}::test_a_status_has_nothing_that_a_terminal_obeys",),
-    ),
-    Bug(
-        name="a journal is told in others' words as they are",
-        module="tests.machine_sim.replay",
-        where="_lines",
-        old="printable(PEER_ID.sub(lambda found: short(found.group()), line))",
-        new="PEER_ID.sub(lambda found: short(found.group()), line)",
-        harm="whoever was connected steers the terminal of who replays a journal, and forges its lines",
-        killed_by=(
-            "tests/unit/test_machine_sim_replay.py::test_other_peers_words_steer_no_terminal_and_forge_no_line",
-        ),
     ),
     Bug(
         name="a status is believed whoever tells it",

@@ -1,10 +1,9 @@
-"""The gate itself: what is planted still fits, and dies; what tests once killed still dies. Fresh samples each time."""
+"""What is planted still fits its code, and the tests that it names fail."""
 
 from __future__ import annotations
 
 import ast
 import os
-import re
 import subprocess
 import sys
 from collections import Counter
@@ -12,35 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutation.operators import mutants_of, mutated
 from tests.seeded_bugs import peer, protocol
 from tests.seeded_bugs.inject import Bug, PlantingError, change_on_import, plant, planted, source_of
 from tests.seeded_bugs.patterns import PatternError, replaced
 
 BUGS = peer.BUGS + protocol.BUGS
 ROOT = Path(__file__).parents[2]
-SOURCE = """
-from __future__ import annotations
-
-LIMIT = 4
-
-
-def first(values: list[int] | None, most: int = LIMIT) -> int:
-    \"\"\"A text.\"\"\"
-    if values is None or not values:
-        return 0
-    found = min(values[0], most)
-    values.clear()
-    return found - 1
-"""
-
-
-def gate(*arguments: str, limit_s: float = 900.0) -> subprocess.CompletedProcess[str]:
-    """The command, in a process that has imported nothing of ours, as in CI: where ``CI`` is set, pytest is another."""
-    command, environment = [sys.executable, "-m", "tests.mutation", *arguments], os.environ | {"CI": "true"}
-    return subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=limit_s, check=False, env=environment
-    )
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
@@ -120,26 +96,24 @@ def f(first, second):
 
 def test_planted_bugs_have_names_of_their_own_and_are_many() -> None:
     assert max(Counter(bug.name for bug in BUGS).values()) == 1
-    assert len(BUGS) >= 40
+    assert len(BUGS) >= 300
 
 
 @pytest.mark.timeout(900)
 def test_planted_bugs_are_killed() -> None:
-    """A fresh sample each time; its seed is printed and repeats it. ``make mutants`` judges all."""
-    done = gate("planted", "--jobs", "2", "--sample", "50")
+    """A fresh sample each time; its seed is printed and repeats it. ``make planted`` judges all."""
+    command, environment = [sys.executable, "-m", "tests.seeded_bugs", "--jobs", "2"], {**os.environ, "CI": "true"}
+    done = subprocess.run(
+        [*command, "--sample", "40"],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
     lived = [line for line in done.stdout.splitlines() if " killed " not in line]  # CI shows a part of what is told
     assert done.returncode == 0, "\n".join(lived) + done.stderr
-
-
-@pytest.mark.timeout(900)
-def test_what_was_killed_is_killed_again() -> None:
-    """A fresh sample each time; its seed is printed and repeats it. One or two may live that another change has made
-    harmless, or that a slow machine has not judged; a suite that lost its teeth shows more."""
-    done = gate("check", "--again", "20", "--jobs", "2")
-    print(done.stdout)
-    found = re.search(r"(\d+) of the killed judged again, (\d+) live", done.stdout)
-    assert found is not None, done.stdout + done.stderr
-    assert int(found[2]) <= int(found[1]) // 10, done.stdout + done.stderr
 
 
 def test_a_bug_that_no_longer_fits_is_an_error() -> None:
@@ -151,30 +125,3 @@ def test_a_bug_that_no_longer_fits_is_an_error() -> None:
 def test_a_bug_in_a_module_that_is_imported_already_is_an_error() -> None:
     with pytest.raises(PlantingError, match="imported already"):
         change_on_import("tests.seeded_bugs.peer", lambda source: source)
-
-
-def test_mutants_are_single_changes_with_names_of_their_own() -> None:
-    found = mutants_of("m", SOURCE)
-    changes = {mutant.change for mutant in found}
-    assert {
-        "values is None  ->  values is not None",
-        "values is None or not values  ->  values is None and (not values)",
-        "not values  ->  values",
-        "min(values[0], most)  ->  max(values[0], most)",
-        "min(values[0], most)  ->  min(most, values[0])",
-        "values.clear()  ->  (dropped)",
-        "return found - 1  ->  return None",
-        "found - 1  ->  found + 1",
-        "4  ->  5",
-    } - changes == {"min(values[0], most)  ->  min(most, values[0])"}, "the order of min's arguments does not matter"
-    assert len({mutant.id for mutant in found}) == len(found)
-    before = ast.dump(ast.parse(SOURCE))
-    for mutant in found:
-        tree = mutated(SOURCE, mutant.number)
-        assert ast.dump(tree) != before
-        compile(tree, "m", "exec")
-
-
-def test_a_mutant_keeps_its_name_when_lines_move() -> None:
-    moved = SOURCE.replace("LIMIT = 4", "OTHER = 'text'\nLIMIT = 4")
-    assert [m.id for m in mutants_of("m", moved)] == [m.id for m in mutants_of("m", SOURCE)]

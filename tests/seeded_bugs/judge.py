@@ -4,7 +4,7 @@ of ours, plants its change, and runs tests until the first fails.
 Rules of this file:
 1. A process that does not end within its time is killed, with all that it started; that is found, too: a program that
    hangs is no program.
-2. No file of the working tree is written: no bytecode of mutants, no examples of hypothesis, no caches.
+2. No file of the working tree is written: no bytecode of bugs, no examples of hypothesis, no caches.
 """
 
 from __future__ import annotations
@@ -26,15 +26,13 @@ import psutil
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SEED = "seed:"
-"""What a seed of the simulator is called among tests: ``seed:17``."""
 LOOK_S = 0.01
 STARVED = 6.0
 """Times its limit, by the clock, that a process may take which does not compute for that long."""
 
 
 class Verdict(NamedTuple):
-    """What came of one mutant."""
+    """What came of one bug."""
 
     fate: str
     """killed, survived, timeout, or broken (no test ran: the tool's fault, or the tests')."""
@@ -44,12 +42,12 @@ class Verdict(NamedTuple):
 
 
 class Job(NamedTuple):
-    """One mutant to judge."""
+    """One bug to judge."""
 
     name: str
     plant: Callable[[], None]
     tests: Sequence[str]
-    """Ids of pytest's and of seeds, in this order."""
+    """Ids of pytest's."""
     limit_s: float
     """Of computing."""
 
@@ -149,7 +147,7 @@ def _be_child(job: Job, result: Any) -> None:
         with open(os.devnull, "r+b") as nothing:
             for descriptor in (0, 1, 2):
                 os.dup2(nothing.fileno(), descriptor)
-        with tempfile.TemporaryDirectory(prefix="p2pdiloco-mutant-") as folder:
+        with tempfile.TemporaryDirectory(prefix="p2pdiloco-bug-") as folder:
             isolate(Path(folder))
             job.plant()
             verdict = run_tests(job.tests)
@@ -170,35 +168,19 @@ def isolate(folder: Path) -> None:
         os.environ.pop(name, None)
 
 
-def run_tests(tests: Sequence[str], *plugins: object) -> tuple[str, str]:
+def run_tests(tests: Sequence[str]) -> tuple[str, str]:
     """Fate and killer; stops at the first failure."""
     first = _First()
-    mine = [test for test in tests if not test.startswith(SEED)]
-    if mine:
-        options = ["-x", "-q", "-p", "no:cacheprovider", "-o", "addopts=", "--timeout=0"]
-        options += [word for plugin in PLUGINS for word in ("-p", plugin)]
-        status = pytest.main([*options, *(f"{ROOT}/{test}" for test in mine)], plugins=[first, *plugins])
-        if status == pytest.ExitCode.TESTS_FAILED:
-            return "killed", first.failed or "?"
-        if status in (pytest.ExitCode.INTERRUPTED, pytest.ExitCode.USAGE_ERROR) and first.failed.startswith("import"):
-            return "killed", first.failed
-        if status != pytest.ExitCode.OK:
-            return "broken", f"pytest ended with status {status}: {first.failed}"
-    for seed in (int(test.removeprefix(SEED)) for test in tests if test.startswith(SEED)):
-        if not is_seed_clean(seed):
-            return "killed", f"{SEED}{seed}"
+    options = ["-x", "-q", "-p", "no:cacheprovider", "-o", "addopts=", "--timeout=0"]
+    options += [word for plugin in PLUGINS for word in ("-p", plugin)]
+    status = pytest.main([*options, *(f"{ROOT}/{test}" for test in tests)], plugins=[first])
+    if status == pytest.ExitCode.TESTS_FAILED:
+        return "killed", first.failed or "?"
+    if status in (pytest.ExitCode.INTERRUPTED, pytest.ExitCode.USAGE_ERROR) and first.failed.startswith("import"):
+        return "killed", first.failed
+    if status != pytest.ExitCode.OK:
+        return "broken", f"pytest ended with status {status}: {first.failed}"
     return "survived", ""
-
-
-def is_seed_clean(seed: int) -> bool:
-    """Run one seed of the simulator; a crash counts as found."""
-    from tests.machine_sim.seeds import run_seed
-
-    try:
-        outcome = run_seed(seed)
-    except Exception:  # noqa: BLE001 - whatever a mutant breaks is found
-        return False
-    return not outcome.violations and not outcome.tokens_lost
 
 
 class _First:
