@@ -254,6 +254,34 @@ def test_questions_end_by_their_deadlines(seed: int) -> None:
         assert len(world.ann.answers[question]) == 1
 
 
+def test_half_an_answer_that_is_not_wanted_any_more_leaves_nothing() -> None:
+    """No memory here, and no parts that go on coming; the next answer comes whole."""
+    halves = 0
+    for seed in range(12):
+        with small_parts():
+            world = World(seed, up_bytes_per_s=10_000.0)
+            world.meet()
+            world.ann.ask(world.bob, b"30000", 9.0)
+            (question,) = world.ann.answers
+            session = world.ann.endpoint.serving[world.bob.id].session
+            while not world.ann.answers[question] and not session.lanes.reassembler.held_bytes:
+                world.run(world.now + 0.001)
+            if world.ann.answers.pop(question):
+                continue
+            halves += 1
+            world.ann.endpoint.withdraw_request(question)
+            world.ann.turn()
+            assert session.lanes.reassembler.held_bytes == 0
+            world.run(world.now + 2.0)
+            assert world.ann.endpoint.traffic().received_bulk < 10_000, "the rest does not come"
+            check_quiet(world.ann)
+            check_quiet(world.bob)
+            world.ann.ask(world.bob, b"5000", 9.0)
+            world.run(world.now + QUIET_S)
+            check_answers(world.ann)
+    assert halves > 6
+
+
 def test_a_request_that_found_no_room_takes_no_place() -> None:
     world = World(0)
     world.meet()
