@@ -245,12 +245,13 @@ class Reputation:
     def __init__(self) -> None:
         self._points: RateLimiter[PeerId] = RateLimiter(burst=LIMIT, per_s=WEARS_OFF_PER_S, max_keys=REMEMBERED)
         self._shut_out: dict[PeerId, float] = {}
-        """Time at which each peer's block ends."""
+        """Time at which each peer's block ends, the earliest first."""
 
     def blame(self, peer: PeerId, points: float, now: float) -> bool:
         """Add penalty points to ``peer``. Return whether to disconnect it."""
         if self._points.take(peer, now, points) and self._points.available(peer, now) > 0.0:
             return False
+        self._shut_out.pop(peer, None)
         self._shut_out[peer] = now + SHUT_OUT_S
         if len(self._shut_out) > REMEMBERED:
             del self._shut_out[next(iter(self._shut_out))]

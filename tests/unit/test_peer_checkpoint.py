@@ -6,6 +6,7 @@ import errno
 import itertools
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -183,6 +184,34 @@ def test_a_full_disk_leaves_the_last_checkpoint(tmp_path: Path, monkeypatch: pyt
         write(tmp_path, (2, 2))
     assert sorted(tmp_path.iterdir()) == before
     assert versions_of(load(tmp_path)) == [1, 1]
+
+
+@pytest.mark.parametrize("call", ["sync", "rename", "append"])
+def test_a_disk_that_fails_anywhere_leaves_the_last_checkpoint_and_nothing_else(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, (1, 1))
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    real, calls, failures = getattr(LOCAL, call), itertools.count(), 0
+
+    def failing(*arguments: Any) -> None:
+        if next(calls) == failures:
+            raise OSError(errno.EIO, "Input/output error")
+        real(*arguments)
+
+    monkeypatch.setattr(LOCAL, call, failing)
+    while True:
+        calls = itertools.count()
+        try:
+            write(tmp_path, (2, 2))
+        except OSError:
+            assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+            assert versions_of(load(tmp_path)) == [1, 1]
+            failures += 1
+        else:
+            break
+    assert failures >= 2, "each of its calls has failed once"
+    assert versions_of(load(tmp_path)) == [2, 2]
 
 
 def test_of_several_peers_each_shards_heaviest_head_is_taken_in_any_order(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from random import Random
@@ -320,6 +321,43 @@ def test_a_crash_costs_what_was_committed_in_the_last_seconds(tmp_path: Path) ->
                 await stage.ready(ann)
                 await stage.wait(3.0)
                 assert same(ann, bob)
+
+    act(story)
+
+
+class LosingDisk(LocalDisk):
+    """Fails when it is to force something to itself, and has then lost what was written since the last time."""
+
+    is_failing = True
+
+    def __init__(self) -> None:
+        self._sizes: dict[Path, int] = {}
+
+    def put(self, path: Path, at: int, *parts: Buffer) -> None:
+        self._sizes.setdefault(path, path.stat().st_size)
+        super().put(path, at, *parts)
+
+    def sync(self, path: Path) -> None:
+        size = self._sizes.pop(path, None)
+        if self.is_failing:
+            if size is not None:
+                os.truncate(path, size)
+            raise OSError(errno.EIO, "Input/output error")
+        super().sync(path)
+
+
+def test_what_a_failed_sync_has_lost_is_written_again(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            ann = await stage.found(write_bytes_per_day=budget_of(stage, 3000.0))
+            bob = await stage.beside(has_learner=False)
+            await stage.wait(1.0)
+            await stage.train(ann, *[1.0] * 4)
+            disk = ann.host.disk = LosingDisk()  # type: ignore[misc]
+            await stage.train(ann, *[1.0] * 4)
+            disk.is_failing = False
+            await stage.wait(11.0)
+            assert versions_in(tmp_path / "ann") == ann.versions == bob.versions
 
     act(story)
 

@@ -161,6 +161,21 @@ def test_after_a_failed_sync_another_segment_is_begun(tmp_path: Path) -> None:
     act(story)
 
 
+def test_a_segment_that_cannot_be_begun_is_not_left_behind(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            ann = await stage.found()
+            await stage.train(ann, 1.0, 1.0)
+            before = LOCAL.names(folder_of(ann))
+            log = next_life(stage, ann)
+            ann.host.disk = FailingDisk()
+            with pytest.raises(OSError, match="Input/output"):
+                await log.begin_segment([None, None], is_bounded=False)
+            assert LOCAL.names(folder_of(ann)) == before
+
+    act(story)
+
+
 def test_what_checkpoints_hold_is_removed(tmp_path: Path) -> None:
     """When the oldest of those that are kept holds it: a younger one may be torn."""
 
