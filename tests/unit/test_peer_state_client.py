@@ -85,6 +85,7 @@ def test_a_chunk_that_is_not_what_was_signed_is_taken_from_another(tmp_path: Pat
             assert has_all_of(cid, ann)
             assert cid.faults() == {"state": len(lies)}
             assert len(lies) <= 2, "what was asked before the first lie was seen"
+            await stage.wait(300.0)  # longer than a wrong answer alone bars it: ann has shown the right one
             asked = cid.asked[bob.id]
             cid.host.spawn(cid.peer._downloads.fetch(ShardId(0), bob.id), name="fetch")
             await stage.settle()
@@ -220,6 +221,34 @@ def test_what_was_asked_of_two_is_not_waited_for_when_one_gave_it(tmp_path: Path
             assert has_all_of(cid, ann)
             assert cid.asked[bob.id] > 0
             assert not [task for task in stage.tasks if "fetch" in task.get_name() and not task.done()]
+
+    act(story)
+
+
+def test_a_good_chunk_bars_who_sent_it_wrong_and_nobody_else(tmp_path: Path) -> None:
+    """Not the donor itself, of whose chunk a bit was spoilt on the way: it is the only one there, then and later."""
+
+    async def story() -> None:
+        async with Stage(tmp_path) as stage:
+            ann = await stage.found()
+            await stage.train(ann, *[1.0] * 4)
+            spoilt: list[PeerId] = []
+
+            def spoil(donor: PeerId, body: bytes, payload: bytearray | None) -> None:
+                if payload is not None and len(spoilt) < 2:
+                    payload[0] ^= 1
+                    spoilt.append(donor)
+
+            stage.spoil_answer = spoil
+            cid = await stage.add("cid", has_learner=False)
+            await stage.wait(60.0)
+            assert spoilt == [ann.id] * 2
+            assert has_all_of(cid, ann)
+            failed = [event for event in cid.events if isinstance(event, ev.Failed)]
+            for shard in (ShardId(0), ShardId(1)):
+                cid.host.spawn(cid.peer._downloads.fetch(shard, ann.id), name="fetch")
+            await stage.wait(10.0)
+            assert [event for event in cid.events if isinstance(event, ev.Failed)] == failed
 
     act(story)
 
