@@ -275,7 +275,8 @@ class Replication:
     def _next(self, shard: ShardId) -> None:
         """Continue the work that waited for this head: requests, a staged state, early commits."""
         self.log_requests.answer(shard)
-        if (staged := self.staged.pop(shard, None)) is not None:
+        staged = self.staged.pop(shard, None)
+        if staged is not None and not self.refusals.holds(staged.head.id, self.ancestry.lineage_of(staged.head)):
             self.install(staged)
         if shard not in self.applying:
             header, rivals = self.orphans.pop_child(self.core.head(shard))
