@@ -26,7 +26,7 @@ class Transcript:
     def __init__(self, *, is_full: bool = True) -> None:
         self.lines: list[str] = []
         self.is_full = is_full
-        """Heartbeats, and steps and wake-ups without effect, too."""
+        """Details, and steps and wake-ups without effect, too."""
 
     def say(self, line: str) -> None:
         """A line of the world's own."""
@@ -38,8 +38,9 @@ class Transcript:
 
 
 def tell(now: float, peer: str, event: ev.Event, effects: Sequence[ef.Effect], *, is_full: bool) -> list[str]:
-    """One event and its effects; without heartbeats, and what has no effect, unless ``is_full``."""
-    told = [f"{'':12}{describe_effect(effect)}" for effect in effects if is_full or not _is_heartbeat(effect)]
+    """One event and its effects; without heartbeats, notes for debugging, audits that are only drawn, and what has no
+    effect, unless ``is_full``."""
+    told = [f"{'':12}{describe_effect(effect)}" for effect in effects if is_full or not _is_detail(effect)]
     is_routine = isinstance(event, ROUTINE) or (
         isinstance(event, ev.Received) and isinstance(event.message, msg.Heartbeat)
     )
@@ -48,8 +49,15 @@ def tell(now: float, peer: str, event: ev.Event, effects: Sequence[ef.Effect], *
     return [f"{now:8.3f} {peer}: {describe_event(event)}", *told]
 
 
-def _is_heartbeat(effect: ef.Effect) -> bool:
-    return isinstance(effect, ef.Send) and isinstance(effect.message, msg.Heartbeat)
+def _is_detail(effect: ef.Effect) -> bool:
+    """Whether no decision of the protocol is in it."""
+    match effect:
+        case ef.Send():
+            return isinstance(effect.message, msg.Heartbeat)
+        case ef.Note():
+            return effect.level == "debug"
+        case _:
+            return isinstance(effect, ef.Audit)
 
 
 def describe_event(event: ev.Event) -> str:
