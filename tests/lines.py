@@ -88,7 +88,7 @@ def whole(seeds: range) -> None:
     """Whole peers."""
     from tests.peer_sim import worker
 
-    worker.prepare(None)
+    worker.prepare()
     for _ in worker.outcomes(seeds):
         pass
 

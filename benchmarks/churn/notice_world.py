@@ -92,5 +92,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    prepare(None)
+    prepare()
     main()

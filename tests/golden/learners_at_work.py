@@ -24,7 +24,7 @@ def state(of: SupervisedLearner) -> str | None:
 
 
 def main() -> None:
-    prepare(None)
+    prepare()
     from p2pdiloco.peer.learner_supervisor import SupervisedLearner
     from tests.golden.watch import attributes_of
 

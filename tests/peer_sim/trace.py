@@ -80,7 +80,7 @@ def _apart(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def trace_peers() -> CallCounter:
     """From the owner's admission to its learner's parameters. To be called first of all in a process."""
-    prepare(None)
+    prepare()
     from p2pdiloco.peer.peer import Peer
     from p2pdiloco.protocol import events as ev
     from p2pdiloco.protocol import messages as msg

@@ -22,7 +22,7 @@ def main() -> None:
         sys.stdout.flush()
 
 
-def prepare(bug: str) -> None:
+def prepare(bug: str = "") -> None:
     """Before anything else of ours is imported; with one of ``tests.seeded_bugs.peer`` in the program, or none."""
     if bug:
         from tests.seeded_bugs.inject import plant

@@ -16,7 +16,7 @@ from random import Random
 
 from tests.peer_sim.worker import prepare
 
-prepare(None)
+prepare()
 
 from p2pdiloco.protocol.ids import PeerId  # noqa: E402
 from p2pdiloco.protocol.manifest import CodecConfig, OuterConfig, ScheduleConfig  # noqa: E402
