@@ -9,6 +9,7 @@ Rules of this file:
 3. SIGTERM (spot machines, Kubernetes, systemd) and SIGHUP (a terminal or ssh connection that closes) end the process
    as Ctrl+C does, with status 143 and 129, unless there is another handler, or nohup ignores SIGHUP. A rank of an
    island dies of them, as torchrun expects; the peer stays for the next attempt.
+   A further signal within a second, also SIGINT, is the same one, and has no effect.
 4. A forked process does not inherit the participations.
 """
 
@@ -20,17 +21,27 @@ import os
 import signal
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
+
+from p2pdiloco.util.process import SAME_S
 
 log = logging.getLogger("p2pdiloco")
 
 NOT_BEGUN = "DiLoCo was created but not started: use it in a with statement, or call start()"
 # By state folder: the process id, and the function that ends the participation.
 _here: dict[Path, tuple[int, Callable[[], None]]] = {}
-_ENDING = (signal.SIGTERM, signal.SIGHUP)
+# Signals that end this process in order, with the handlers that are replaced.
+_ENDING = {
+    signal.SIGINT: signal.default_int_handler,
+    signal.SIGTERM: signal.SIG_DFL,
+    signal.SIGHUP: signal.SIG_DFL,
+}
+# Until this time (monotonic) a further signal is the same one.
+_same_until = 0.0
 
 
 def begin(folder: Path, leave: Callable[[], None], *, heeds_sigterm: bool = True) -> None:
@@ -45,24 +56,30 @@ def begin(folder: Path, leave: Callable[[], None], *, heeds_sigterm: bool = True
         _here[place][1]()
     _here[place] = os.getpid(), leave
     is_main = threading.current_thread() is threading.main_thread()
-    for number in _ENDING if heeds_sigterm and is_main else ():
-        if signal.getsignal(number) is signal.SIG_DFL:
-            signal.signal(number, _terminated)
+    for number, usual in _ENDING.items() if heeds_sigterm and is_main else ():
+        if signal.getsignal(number) == usual:
+            signal.signal(number, _told_to_end)
 
 
 def end(folder: Path) -> None:
     """Remove a participation that has ended or failed to start."""
     _here.pop(folder.resolve(), None)
     is_main = threading.current_thread() is threading.main_thread()
-    for number in _ENDING if not _here and is_main else ():
-        if signal.getsignal(number) is _terminated:
-            signal.signal(number, signal.SIG_DFL)
+    for number, usual in _ENDING.items() if not _here and is_main else ():
+        if signal.getsignal(number) is _told_to_end:
+            signal.signal(number, usual)
 
 
-def _terminated(number: int, frame: FrameType | None) -> None:
-    if not any(map(_is_ours, _here)):  # a forked process: die of the signal
+def _told_to_end(number: int, frame: FrameType | None) -> None:
+    global _same_until
+    if number != signal.SIGINT and not any(map(_is_ours, _here)):  # a forked process: die of the signal
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
+    if time.monotonic() < _same_until:
+        return
+    _same_until = time.monotonic() + SAME_S
+    if number == signal.SIGINT:
+        signal.default_int_handler(number, frame)
     sys.exit(128 + number)
 
 

@@ -2,9 +2,10 @@
 
 Rules of this file:
 1. All of them cause a graceful shutdown: unmerged progress is contributed and the state is saved, within ``--leave-s``.
-2. A second SIGINT or SIGTERM ends the process at once. A repeated SIGUSR1 (SLURM: ``--signal=B:USR1@60``) or SIGHUP
-   (the terminal closes; nohup ignores it) has no further effect, since it may be sent again. SIGUSR2 pauses the
-   learner, or ends the pause (``resource_guard.py``).
+2. A SIGINT or SIGTERM more than ``SAME_S`` after the first signal ends the process at once. Earlier ones are the same
+   request, sent twice: by a terminal and by a wrapper. A repeated SIGUSR1 (SLURM: ``--signal=B:USR1@60``) or SIGHUP
+   (the terminal closes; nohup ignores it) has no further effect. SIGUSR2 pauses the learner, or ends the pause
+   (``resource_guard.py``).
 3. A metadata server is asked only if the user names the cloud, and only at that cloud's address (tests give another
    one). Its answer is bounded in size, and only compared with the expected notice.
 """
@@ -23,6 +24,7 @@ from typing import NamedTuple
 
 from p2pdiloco.node.node import Node
 from p2pdiloco.util import logs
+from p2pdiloco.util.process import SAME_S
 
 log = logs.get("session")
 
@@ -84,16 +86,20 @@ def leave_when_asked(node: Node, spot: str | None) -> Iterator[None]:
     spot: ``NAME``, or ``NAME=ADDRESS`` to ask another address; None: notices are not requested.
     """
     loop = asyncio.get_running_loop()
-    heard = 0
+    same_until: float | None = None
 
     def on_signal(number: signal.Signals) -> None:
-        nonlocal heard
-        heard += 1
-        if heard == 1:
-            log.info("shutting down gracefully; repeat the signal to end at once", signal=number.name)
+        nonlocal same_until
+        if same_until is None:
+            same_until = loop.time() + SAME_S
+            log.info("shutting down gracefully; repeat the signal after a second to end at once", signal=number.name)
             node.leave(number.name)
-        elif number in IMPATIENT:
+        elif number in IMPATIENT and loop.time() >= same_until:
             node.abandon(number.name)
+
+    def stop_listening() -> None:
+        for number in (*numbers, signal.SIGUSR2):
+            loop.remove_signal_handler(number)
 
     numbers = [*IMPATIENT, signal.SIGUSR1]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
@@ -105,8 +111,10 @@ def leave_when_asked(node: Node, spot: str | None) -> Iterator[None]:
     try:
         yield
     finally:
-        for number in (*numbers, signal.SIGUSR2):
-            loop.remove_signal_handler(number)
+        if same_until is None:
+            stop_listening()
+        else:  # the first signal may be sent again while the rest of the peer shuts down
+            loop.call_at(same_until, stop_listening)
         if watch is not None:
             watch.cancel()
 

@@ -11,6 +11,10 @@ import signal
 import sys
 from pathlib import Path
 
+SAME_S = 1.0
+"""Seconds after a signal to end in which further ones are the same request. A terminal and a wrapper (``timeout``, a
+shell's trap) may both send it."""
+
 
 class ProcessHandle:
     """Handle of a running process. ``is_own`` says that it is a child of this process, which collects its status."""

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,12 +24,14 @@ from swarm import (
     learner_of,
     learners_held,
     log_lines,
+    printed,
     report_of,
     swarm_in,
     until,
     wait_gone,
     write_config,
 )
+from waiting import wait_until
 
 from p2pdiloco.demo.local_swarm import Member
 from p2pdiloco.peer.checkpoint import load
@@ -36,6 +39,7 @@ from p2pdiloco.peer.event_journal import effects_crc, read_journal
 from p2pdiloco.protocol.events import Stepped
 from p2pdiloco.protocol.ids import LearnerId
 from p2pdiloco.protocol.machine import Machine
+from p2pdiloco.util.process import SAME_S
 
 
 @pytest.fixture(scope="module")
@@ -162,11 +166,13 @@ def _leaves_in_order(member: Member, number: signal.Signals) -> dict[str, Any]:
     """All that it has trained is merged, its state on its disk, and its children gone; its report."""
     children = children_of(member)
     os.killpg(member.process.pid, number)  # as a terminal does at Ctrl+C
+    member.process.send_signal(number)  # and as a wrapper does, which forwards it
     assert ended(member) == 0, log_lines(member)
     assert not any("daemon died" in line or "the learner ended unexpectedly" in line for line in log_lines(member))
     assert not any(map(is_alive, children))
     report = report_of(member)
     assert report["ending"]["reason"] == number.name
+    assert str(printed(member, "  model folder")).endswith(str(run_folder(member)))
     assert report["tokens_unmerged"] == 0
     assert is_unblocked(report)
     assert load(run_folder(member) / "checkpoint") is not None
@@ -184,8 +190,12 @@ def _holds_all_tokens(member: Member, gone: list[dict[str, Any]]) -> None:
 
 
 def _leaves_at_once(member: Member) -> None:
-    children = children_of(member)
+    children, learner = children_of(member), learner_of(member)
+    assert learner is not None
+    learner.suspend()  # otherwise its peer has left in order before the second signal
     member.process.send_signal(signal.SIGTERM)
+    sent = time.monotonic()
+    wait_until(lambda: time.monotonic() > sent + SAME_S, 10.0, "the time in which a signal is the same one")
     member.process.send_signal(signal.SIGINT)
     assert ended(member) == 1
     assert not any(map(is_alive, children))

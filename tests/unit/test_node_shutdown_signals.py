@@ -122,15 +122,19 @@ def test_where_no_cloud_answers_the_peer_goes_on(monkeypatch: pytest.MonkeyPatch
     assert asyncio.run(live(f"azure={address}/nonsense")) == []
 
 
-def test_signals(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def live(*numbers: signal.Signals) -> list[str]:
-        node = Node()
-        with leave_when_asked(node, None):  # type: ignore[arg-type]
-            for number in numbers:
-                os.kill(os.getpid(), number)
-                await asyncio.sleep(0.02)
-        return node.said
+async def signalled(*numbers: signal.Signals) -> list[str]:
+    """What a node is asked for by these signals, each sent when the one before has been handled."""
+    node = Node()
+    with leave_when_asked(node, None):  # type: ignore[arg-type]
+        for number in numbers:
+            os.kill(os.getpid(), number)
+            await asyncio.sleep(0.02)
+    return node.said
 
+
+def test_signals(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutdown_signals, "SAME_S", 0.0)
+    live = signalled
     usr1, term, interrupt = signal.SIGUSR1, signal.SIGTERM, signal.SIGINT
     assert asyncio.run(live(usr1)) == ["leave: SIGUSR1"]
     assert asyncio.run(live(signal.SIGUSR2, signal.SIGUSR2, usr1)) == ["pause", "pause", "leave: SIGUSR1"]
@@ -139,3 +143,14 @@ def test_signals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(signal, "getsignal", lambda _: signal.SIG_DFL)  # who runs tests may ignore it
     assert asyncio.run(live(signal.SIGHUP, signal.SIGHUP)) == ["leave: SIGHUP"]
     assert asyncio.run(live(interrupt, interrupt)) == ["leave: SIGINT", "at once: SIGINT"]
+
+
+def test_a_signal_that_comes_again_within_a_second_is_the_same_one_also_while_the_peer_closes() -> None:
+    """Of a terminal and of a wrapper, which sends the same or another one."""
+
+    async def closing() -> list[str]:
+        said = await signalled(signal.SIGINT, signal.SIGINT, signal.SIGTERM)
+        assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL, "it would kill this process"
+        return said
+
+    assert asyncio.run(closing()) == ["leave: SIGINT"]

@@ -152,3 +152,38 @@ def test_a_rank_of_several_keeps_sigterm_and_so_does_who_has_a_handler(tmp_path:
             assert signal.getsignal(signal.SIGTERM) is handler
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+TWICE = """
+import os, signal, sys
+from pathlib import Path
+from p2pdiloco import script_lifecycle
+from p2pdiloco.util.process import SAME_S
+
+first, second = (getattr(signal, name) for name in sys.argv[1:3])
+at = 0.0
+script_lifecycle.time.monotonic = lambda: 1000.0 + at
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+def leave():
+    global at
+    os.kill(os.getpid(), second)
+    print("left", flush=True)
+    at = SAME_S
+    os.kill(os.getpid(), second)
+    print("not told again", flush=True)
+
+script_lifecycle.begin(Path("a"), leave)
+os.kill(os.getpid(), first)
+"""
+
+
+@pytest.mark.parametrize(
+    ("signals", "status"),
+    [("SIGINT SIGINT", -signal.SIGINT), ("SIGINT SIGTERM", -signal.SIGINT), ("SIGTERM SIGTERM", 143)],
+)
+def test_a_signal_that_comes_again_within_a_second_is_the_same_one(tmp_path: Path, signals: str, status: int) -> None:
+    command = [sys.executable, "-c", TWICE, *signals.split()]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout) == (status, "left\n"), ended.stderr
