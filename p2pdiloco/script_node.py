@@ -33,7 +33,7 @@ from p2pdiloco.training.node_reconnect import IS_POSSIBLE, Found, Reunion, meeti
 from p2pdiloco.util import status_pipe
 from p2pdiloco.util.files import LockedError, lock, rotate
 from p2pdiloco.util.logs import printable
-from p2pdiloco.util.status_pipe import Exited, Invited, PageAt, StatusReader
+from p2pdiloco.util.status_pipe import Exited, Farewell, Invited, PageAt, StatusMessage, StatusReader
 
 log = logging.getLogger("p2pdiloco")
 
@@ -62,6 +62,12 @@ _LOOK_S = 0.05
 def _is_notebook() -> bool:
     """Return whether this process shows its output in a notebook, to the person who runs it."""
     return "ipykernel" in sys.modules
+
+
+def _show(message: StatusMessage) -> None:
+    """Print a message of the node for the script's user."""
+    shown = str(message) if sys.stderr.isatty() or _is_notebook() else message.public
+    print(printable(shown, keeps="\n"), file=sys.stderr, flush=True)  # noqa: T201
 
 
 def leaving_s(parameters: int, options: Sequence[str] = ()) -> float:
@@ -213,8 +219,7 @@ class ScriptNode:
         if is_new and self._reports is not None:
             for message in self._reports.poll():
                 if isinstance(message, Invited | PageAt):
-                    shown = str(message) if sys.stderr.isatty() or _is_notebook() else message.public
-                    print(printable(shown, keeps="\n"), file=sys.stderr, flush=True)  # noqa: T201 - for the script's user
+                    _show(message)
         return found
 
     def restart_if_ended(self, run: RunId) -> bool:
@@ -398,7 +403,8 @@ class ScriptNode:
         self.send(number)
 
     def wait(self, timeout_s: float) -> int | None:
-        """Wait until the node has ended, and release the folder. Returns the exit status, or None if it is unknown.
+        """Wait until the node has ended, release the folder, and show the node's last message. Returns the exit status,
+        or None if it is unknown.
 
         A node that does not end is killed ``timeout_s`` seconds after its time to serve the model."""
         status: int | None = None
@@ -410,6 +416,8 @@ class ScriptNode:
                 status = self._process.wait()
             self._process = None
         self.release_folder()
+        if self._reports is not None and (farewell := self._reports.find(Farewell)) is not None:
+            _show(farewell)
         return status
 
     def release_folder(self) -> None:

@@ -50,6 +50,7 @@ from p2pdiloco.transport.transport import ConnectionLimits, Transport, Transport
 from p2pdiloco.util import logs
 from p2pdiloco.util.event_bus import EventBus
 from p2pdiloco.util.files import write_atomically
+from p2pdiloco.util.status_pipe import Say
 from p2pdiloco.wire.control_messages import PeerStatus
 
 log = logs.get("node")
@@ -240,7 +241,7 @@ class Node:
         initial, self.initial = self.initial, None
         self.peer.begin(initial)
 
-    async def run(self, say: Callable[[str], None], ended: Callable[[Ending], None] = lambda _: None) -> Ending:
+    async def run(self, say: Say, ended: Callable[[Ending], None] = lambda _: None) -> Ending:
         """Take part in the run until the run or the peer ends; return why.
 
         Args:
@@ -312,17 +313,17 @@ class Node:
         self._leaves.set()
         self.peer.abandon(reason)
 
-    async def _finish(self, ending: Ending, say: Callable[[str], None], ended: Callable[[Ending], None]) -> Ending:
+    async def _finish(self, ending: Ending, say: Say, ended: Callable[[Ending], None]) -> Ending:
         """Show the result to the user, and serve it to others."""
         is_in_order = ending.status in (0, APART)
         if is_in_order and (self.has_finished or self.options.is_fetching):
             if ending.status:
                 say(ending.reason)
             log.info("progress", **progress_fields(self.status()))  # a short run has logged none yet
+        if self.peer.is_saved:
             config = self.peer.manifest.config
             kinds = {"is_scripts": config.model.kind == "external", "has_budget": budget(config.inner) > 0}
-            for line in farewell(self.status(), self.options.folder, **kinds):
-                say(line)
+            say(farewell(self.status(), self.options.folder, **kinds))
         ended(ending)
         if is_in_order and self.has_finished:
             self._look_whether_to_go_on()

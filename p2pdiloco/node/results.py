@@ -21,6 +21,7 @@ from p2pdiloco.swarm.run_index import peers_below
 from p2pdiloco.training.export import About, Format
 from p2pdiloco.util import logs
 from p2pdiloco.util.files import LOCAL
+from p2pdiloco.util.status_pipe import Farewell
 from p2pdiloco.wire.control_messages import PeerStatus
 
 log = logs.get("session")
@@ -143,8 +144,8 @@ def model_of(result: Result, *, is_averaged: bool) -> tuple[Result, Tensor]:
     return result._replace(averaged=span(min(average.looks))), average.theta
 
 
-def farewell(status: PeerStatus, folder: Path, *, is_scripts: bool = False, has_budget: bool = False) -> list[str]:
-    """Return lines for the user at the end of a run: the result, its folder, and the next commands.
+def farewell(status: PeerStatus, folder: Path, *, is_scripts: bool = False, has_budget: bool = False) -> Farewell:
+    """Return a message for the user at the end of a run or a peer: the result, its folder, and the next commands.
 
     is_scripts: the run is one of training scripts, whose model ``p2pdiloco generate`` cannot build.
     has_budget: it ends by tokens."""
@@ -152,13 +153,15 @@ def farewell(status: PeerStatus, folder: Path, *, is_scripts: bool = False, has_
     stands = "is complete:" if is_complete else "as it is now:"
     loss = "" if status.held_out_loss is None else f"held-out loss {status.held_out_loss:.3f} nats a token, "
     step = min(status.step, status.total_steps)
-    return [
+    again = f"  go on               {'the same script' if is_scripts else 'the same command'} again"
+    lines = (
         f"run {status.name} {stands} step {step}, {loss}{status.tokens_merged:,} tokens merged",
         f"  model folder        {folder}",
-        *([] if is_scripts else [f"  generate text       p2pdiloco generate {folder}"]),
+        *(() if is_scripts else (f"  generate text       p2pdiloco generate {folder}",)),
         f"  export it           p2pdiloco export {folder} --out {status.name}",
-        *([f"  train it longer     {_prolong(folder, has_budget=has_budget)}"] if is_complete else []),
-    ]
+        f"  train it longer     {_prolong(folder, has_budget=has_budget)}" if is_complete else again,
+    )
+    return Farewell("\n".join(lines))
 
 
 def finished_message(manifest: Manifest, folder: Path) -> str:

@@ -325,6 +325,11 @@ class Peer:
         """True if the peer is ending."""
         return self._end.is_reached
 
+    @property
+    def is_saved(self) -> bool:
+        """True if a peer that has ended has saved its state, as far as the disk accepted it."""
+        return self.machine.view.is_current and not self.driver.is_closed
+
     def request_leave(self, reason: str) -> None:
         """Leave in order: contribute what is unmerged, save, and disconnect."""
         self.supervision.stop_waiting()

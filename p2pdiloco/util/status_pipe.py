@@ -107,6 +107,16 @@ class PageAt(StatusMessage, frozen=True):
         return f"look at  {self.url}"
 
 
+class Farewell(StatusMessage, frozen=True):
+    """The peer has ended or its run is complete, and its state is saved."""
+
+    text: str
+    """What was merged, where the model is, and the next commands."""
+
+    def __str__(self) -> str:
+        return self.text
+
+
 class Exited(StatusMessage, frozen=True):
     """The command ends in order, or with an error message for its user. A crash reports nothing."""
 
@@ -120,7 +130,7 @@ class Exited(StatusMessage, frozen=True):
 Say: TypeAlias = Callable[[str | StatusMessage], None]
 """Shows a line to the user. A ``StatusMessage`` is also reported to the status pipe."""
 
-_DECODER = msgspec.json.Decoder(Listening | Invited | PageAt | Exited)
+_DECODER = msgspec.json.Decoder(Listening | Invited | PageAt | Farewell | Exited)
 Message = TypeVar("Message", bound=StatusMessage)
 
 

@@ -260,11 +260,14 @@ def test_a_node_that_was_killed_comes_back_to_its_script_as_the_same_peer(tmp_pa
         finally:
             outputs = []
             for script in (other, founder):  # the founder is there for what the other gives last
-                script.send_signal(signal.SIGINT)
+                for _ in range(2):  # of a terminal, and of a wrapper that forwards it
+                    script.send_signal(signal.SIGINT)
                 outputs.insert(0, script.communicate(timeout=END_S)[0])
     for out in outputs:
         assert "training continues while it restarts" in out
         assert "the node is back" in out
+        assert "run sines as it is now: step " in out
+        assert "go on               the same script again" in out
     assert f'{HOW_TO_JOIN}:  initial_peers=["/ip4/' in outputs[0], "the founder tells how to join"
     last = report(tmp_path / "b")
     merged = [one for one in events(tmp_path / "b", "commit") if last["learner"] in one["contributors"]]

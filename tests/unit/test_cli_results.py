@@ -159,7 +159,7 @@ def test_the_end_tells_path_loss_tokens_and_the_next_command() -> None:
         bytes_down=0,
         blocked_s=0.0,
     )
-    said = "\n".join(farewell(status, Path("/state/aaaa")))
+    said = str(farewell(status, Path("/state/aaaa")))
     assert said.startswith("run story is complete: ")
     for told in (
         "step 360",
@@ -170,14 +170,18 @@ def test_the_end_tells_path_loss_tokens_and_the_next_command() -> None:
     ):
         assert told in said
     assert "p2pdiloco export /state/aaaa --out story" in said
-    of_scripts = "\n".join(farewell(status, Path("/state/aaaa"), is_scripts=True))
+    of_scripts = str(farewell(status, Path("/state/aaaa"), is_scripts=True))
     assert "generate" not in of_scripts, "it refuses them"
     assert "p2pdiloco export /state/aaaa --out story" in of_scripts
-    early = farewell(msgspec.structs.replace(status, step=359), Path("/x"))
-    assert early[0].startswith("run story as it is now: ")
-    assert "prolong" not in "\n".join(early)
+    early = [
+        str(farewell(msgspec.structs.replace(status, step=359), Path("/x"), is_scripts=is_scripts))
+        for is_scripts in (False, True)
+    ]
+    assert early[0].startswith("run story as it is now: step 359, ")
+    assert "prolong" not in early[0]
+    assert ["same command again" in early[0], "same script again" in early[1]] == [True, True]
     assert "p2pdiloco prolong /state/aaaa --steps N" in said
-    assert "p2pdiloco prolong /x --tokens N" in "\n".join(farewell(status, Path("/x"), has_budget=True))
+    assert "p2pdiloco prolong /x --tokens N" in str(farewell(status, Path("/x"), has_budget=True))
 
 
 def test_a_finished_run_says_where_its_model_is_and_how_to_serve_it(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ BILL = Bill(share=0.5, commits=1, lasts_s=10.0, tokens=1000, up_bytes=1, down_by
 class Ended(Node):
     """A node whose peer has come to an end; ``told`` is all that its user hears, in order."""
 
-    def __init__(self, *, has_finished: bool) -> None:
+    def __init__(self, *, has_finished: bool, is_saved: bool) -> None:
         self.told: list[str] = []
         view = SimpleNamespace(has_finished=has_finished, is_prolonged=False)
         peer = SimpleNamespace(
@@ -32,6 +32,7 @@ class Ended(Node):
             stayed=self._stayed,
             manifest=SimpleNamespace(config=RunConfig(name="story")),
             is_over=True,
+            is_saved=is_saved,
             options=SimpleNamespace(is_fetching=False, folder=Path("/state")),
         )
         self.peer = cast(Any, peer)
@@ -58,12 +59,12 @@ class Ended(Node):
 
 @pytest.fixture(autouse=True)
 def plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nodes, "farewell", lambda _status, _folder, **_: ["the run is complete"])
+    monkeypatch.setattr(nodes, "farewell", lambda _status, _folder, **_: "the run's model is in /state")
     monkeypatch.setattr(nodes, "progress_fields", lambda _status: {})
 
 
-def told(ending: Ending, *, has_finished: bool) -> list[str]:
-    node = Ended(has_finished=has_finished)
+def told(ending: Ending, *, has_finished: bool, is_saved: bool = True) -> list[str]:
+    node = Ended(has_finished=has_finished, is_saved=is_saved)
     asyncio.run(node.end(ending))
     return node.told
 
@@ -72,7 +73,7 @@ def told(ending: Ending, *, has_finished: bool) -> list[str]:
 def test_what_it_gave_and_that_it_is_done_is_told_before_it_stays(status: int) -> None:
     said = [line for line in told(Ending(status, "all is merged"), has_finished=True) if line != "all is merged"]
     assert [line[:17] for line in said] == [
-        "the run is comple",
+        "the run's model i",
         "this machine gave",
         "alert done: all i",
         "serving the final",
@@ -80,6 +81,8 @@ def test_what_it_gave_and_that_it_is_done_is_told_before_it_stays(status: int) -
 
 
 @pytest.mark.parametrize("ending", [Ending(0, "SIGINT"), Ending(1, "the learner cannot go on")])
-def test_who_leaves_or_fails_is_not_done(ending: Ending) -> None:
-    (said,) = told(ending, has_finished=False)
-    assert said.startswith("this machine gave")
+def test_who_leaves_or_fails_is_not_done_and_hears_where_its_model_is_if_it_was_saved(ending: Ending) -> None:
+    model, gave = told(ending, has_finished=False)
+    assert model == "the run's model is in /state"
+    assert gave.startswith("this machine gave")
+    assert told(ending, has_finished=False, is_saved=False) == [gave]
