@@ -48,6 +48,7 @@ from p2pdiloco.transport import addresses, sockets
 from p2pdiloco.transport.identity import Identity, verify
 from p2pdiloco.transport.narrow_paths import NarrowPaths
 from p2pdiloco.util import logs
+from p2pdiloco.util.files import UNSUPPORTED
 from p2pdiloco.wire.directory_records import Envelope, subkey_of, unseal
 
 log = logs.get("directory")
@@ -402,7 +403,11 @@ class SocketFolder:
                     self._remove_if_unlocked(left)
         self.path = Path(tempfile.mkdtemp(prefix=SOCKET_FOLDER, dir=base))
         self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
-        fcntl.flock(self._lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in UNSUPPORTED:  # otherwise others cannot lock it either, and leave it
+                raise
 
     @staticmethod
     def _remove_if_unlocked(folder: Path) -> None:

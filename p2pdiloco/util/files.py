@@ -13,6 +13,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import hashlib
+import logging
 import mmap
 import os
 import shutil
@@ -21,6 +23,10 @@ import threading
 from collections.abc import Iterable
 from pathlib import Path
 
+log = logging.getLogger("p2pdiloco")
+
+UNSUPPORTED = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
+"""Errors of file systems that lack an operation, such as locks (Lustre, gcsfuse, 9p) or the sync of a folder."""
 SECTOR_BYTES = 4096
 """Alignment of writes past the cache. If a disk needs a larger one, the write goes through the cache."""
 STAGING_BYTES = 1 << 20
@@ -41,20 +47,50 @@ def lock(path: Path, *, is_inherited: bool = True) -> int:
     ``is_inherited``: forked processes hold the lock, too, and a second attempt in this process fails (flock). Otherwise
     the lock belongs to this process alone, and a second attempt in it succeeds (lockf).
 
+    If the file system has no locks, a file in the folder for temporary files is locked instead, and one warning says
+    so. This does not keep other machines out.
+
     Raises:
         LockedError: another process has the lock.
-        OSError: the file cannot be opened.
+        OSError: the file cannot be opened, or neither file system has locks.
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         (fcntl.flock if is_inherited else fcntl.lockf)(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         owner = os.pread(descriptor, 32, 0).decode("ascii", "replace").strip() or "unknown"
+        device = os.fstat(descriptor).st_dev
         os.close(descriptor)
-        raise LockedError(owner) from error
+        if isinstance(error, BlockingIOError | PermissionError):
+            raise LockedError(owner) from error
+        local = _local_lock(path)
+        if error.errno not in UNSUPPORTED or path == local:
+            reason = f"{os.strerror(error.errno or 0)} (file lock): choose a folder on a local disk"
+            raise OSError(error.errno, reason, str(path)) from error
+        descriptor = lock(local, is_inherited=is_inherited)
+        if device not in _without_locks:
+            _without_locks.add(device)
+            log.warning(
+                "the file system of %s has no locks: let no peer on another machine use this folder, or choose a "
+                "folder on a local disk (--state; in scripts, state=)",
+                path.parent,
+            )
     os.truncate(descriptor, 0)
     os.pwrite(descriptor, str(os.getpid()).encode("ascii"), 0)
     return descriptor
+
+
+# File systems without locks, of which a warning has told.
+_without_locks: set[int] = set()
+
+
+def _local_lock(path: Path) -> Path:
+    """Return the file on a local disk that is locked instead of ``path``; of such a file, itself."""
+    base = Path(tempfile.gettempdir())
+    if path.parent == base:
+        return path
+    name = hashlib.blake2b(os.fsencode(path.resolve()), digest_size=16).hexdigest()
+    return base / f"p2pdiloco-{os.getuid()}-{name}.lock"
 
 
 Buffer = bytes | bytearray | memoryview
@@ -102,10 +138,13 @@ def write_temporary(path: Path, parts: Iterable[Buffer], *, mode: int) -> Path:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make renames and links in ``folder`` durable."""
+    """Make renames and links in ``folder`` durable, where the file system can do so."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise
     finally:
         os.close(descriptor)
 

@@ -4,6 +4,8 @@ all of them by what is said, and nothing else: a row there that no test induces 
 from __future__ import annotations
 
 import asyncio
+import errno
+import fcntl
 import json
 import re
 import shlex
@@ -182,6 +184,7 @@ TYPED = [
 OF_SURROUNDINGS = {
     "cannot listen on ...: Address already in use": "choose another port",
     "the identity ... is in use by another peer on this machine": "--state",
+    "the lock file ... cannot be opened: ... (file lock)": "choose a folder on a local disk",
     "nothing can be written (...)": "make room",
     "this peer is a ROLE of run NAME, and only admins invite": "ask one of them",
     "run NAME (...) takes members only, and FOLDER has no certificate": "p2pdiloco join INVITE",
@@ -324,6 +327,10 @@ def invite_of(
     return encode_invite(made)
 
 
+def _lack(*_: object) -> None:
+    raise OSError(errno.ENOSYS, "")
+
+
 def test_what_the_machine_is_like(user: User, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     told = partial(_told, user, OF_SURROUNDINGS)
     with socket.create_server(("127.0.0.1", 0)) as other:
@@ -331,6 +338,9 @@ def test_what_the_machine_is_like(user: User, monkeypatch: pytest.MonkeyPatch, t
         told("cannot listen on ...: Address already in use", f"bootstrap --listen {taken}")
     with Identity.load_or_create(tmp_path / "home/p2pdiloco/identity.key").hold():
         told("the identity ... is in use by another peer on this machine", f"join {DEAD}")
+    with monkeypatch.context() as without_locks:
+        without_locks.setattr(fcntl, "flock", _lack)
+        told("the lock file ... cannot be opened: ... (file lock)", f"join {DEAD}")
     manifest, founder = private_run()
     invite = invite_of(founder)
     told("nothing can be written (...)", f"launch {invite} --dollars 5 --out /dev/full", FAILED)
