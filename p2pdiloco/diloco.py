@@ -52,7 +52,6 @@ from p2pdiloco.training.script_arguments import DiLoCoError as DiLoCoError
 from p2pdiloco.training.step_check import StepCheck
 from p2pdiloco.training.step_counter import StepCounter
 from p2pdiloco.training.swarm_view import SwarmView
-from p2pdiloco.util.files import state_home
 
 if TYPE_CHECKING:  # it imports torch.distributed.tensor: a second and 40 MB, which only several ranks need
     from p2pdiloco.training.multi_rank import RankGroup, RankGroupParameters
@@ -208,7 +207,7 @@ class DiLoCo(SwarmView):
             except founding_file.FoundationError as error:
                 raise DiLoCoError(str(error)) from error
             self._config = founding_file.with_frozen(founding_file.with_architecture(config, model), model)
-            self._state = script_arguments.state_folder(state, state_home() / run)
+            self._state = script_arguments.state_folder(state, run)
             self._wish = self._wished(run, initial_peers, found, node_options, stay_s)
             tokens = script_arguments.tokens_per_step(tokens_per_step)
             self._hooks.append(optimizer.register_step_post_hook(script_lifecycle.alone(self)))

@@ -35,7 +35,7 @@ NOT_BEGUN = "DiLoCo was created but not started: use it in a with statement, or 
 # By state folder: the process id, and the function that ends the participation.
 _here: dict[Path, tuple[int, Callable[[], None]]] = {}
 # Signals that end this process in order, with the handlers that are replaced.
-_ENDING = {
+_ENDING: dict[signal.Signals, Callable[[int, FrameType | None], object] | signal.Handlers] = {
     signal.SIGINT: signal.default_int_handler,
     signal.SIGTERM: signal.SIG_DFL,
     signal.SIGHUP: signal.SIG_DFL,

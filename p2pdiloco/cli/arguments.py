@@ -64,10 +64,10 @@ def _group(sub: argparse.ArgumentParser, title: str) -> argparse._ActionsContain
 def _add_state(sub: argparse._ActionsContainer, *, is_used: bool = True) -> None:
     sub.add_argument(
         "--state",
-        type=Path,
-        default=state_home(),
+        type=lambda text: Path(text) if text else state_home(),
+        default="",  # which argparse converts only if there is no --state
         metavar="DIR",
-        help="folder for keys, checkpoints and caches of one peer (default: %(default)s)"
+        help="folder for keys, checkpoints and caches of one peer (default: ~/.local/state/p2pdiloco)"
         if is_used
         else argparse.SUPPRESS,
     )

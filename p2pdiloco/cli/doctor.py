@@ -6,6 +6,7 @@ directory knows a run, also measure tokens/s with its model, memory and disk. Th
 from __future__ import annotations
 
 import argparse
+import json
 
 import msgspec
 
@@ -21,7 +22,7 @@ from p2pdiloco.swarm.run_lookup import DirectoryOptions, LookupFailedError, RunA
 from p2pdiloco.transport import addresses
 from p2pdiloco.transport.identity import Identity
 from p2pdiloco.transport.sockets import everywhere
-from p2pdiloco.util.logs import escaped, printable
+from p2pdiloco.util.logs import printable
 
 PATIENCE_S = 6.0
 FAILED = 1
@@ -45,7 +46,7 @@ async def run(arguments: argparse.Namespace) -> int:
 def show(findings: list[Finding], gifts: dict[str, Gift], *, as_json: bool) -> None:
     """Print the findings for people or programs."""
     if as_json:
-        print(escaped(msgspec.json.encode({"findings": findings, "would_give": gifts}).decode()))
+        print(json.dumps(msgspec.to_builtins({"findings": findings, "would_give": gifts})))
     else:
         _print(findings)
 

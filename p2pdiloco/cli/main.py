@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import argparse
 import gc
+import io
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
@@ -38,6 +40,8 @@ MOVED = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if argv is None:
+        _be_lenient()
     try:
         arguments = _parse(_attach_status_pipe(words))
         module = _load(arguments.command)
@@ -49,6 +53,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _tell(error)
     except KeyboardInterrupt:  # while it is still being imported
         return INTERRUPTED
+
+
+def _be_lenient() -> None:
+    """Let this process print paths that are no valid text, and not fail from other libraries' warnings."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
+    if any(option.startswith("e") for option in sys.warnoptions):  # python -W error, PYTHONWARNINGS=error
+        os.environ.pop("PYTHONWARNINGS", None)  # for the processes that this one starts
+        warnings.simplefilter("default")
 
 
 def _tell(error: CommandError) -> int:

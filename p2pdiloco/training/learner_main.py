@@ -58,7 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         learner = _build(options, connection)
     except (OSError, ValueError, RuntimeError) as error:
         farewell = Channel(connection)
-        farewell.post(Failed(reason=str(error)[:2000] or type(error).__name__))
+        told = str(error)[:2000].encode(errors="replace").decode()  # a path may have bytes that are no text
+        farewell.post(Failed(reason=told or type(error).__name__))
         farewell.flush(_FAREWELL_S)
         return 2
     be_nice()

@@ -94,7 +94,7 @@ class RankGroup:
             try:
                 data = attempt()
             except Exception as error:  # noqa: BLE001 - the others must not wait for a leader that failed
-                data, has_failed = (str(error) or type(error).__name__).encode(), True
+                data, has_failed = (str(error) or type(error).__name__).encode(errors="replace"), True
         data, has_failed = self.tell(data, has_failed)
         if has_failed:
             raise failure(data.decode())

@@ -21,6 +21,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from p2pdiloco.training.parameters import OnUpdate, trainable
+from p2pdiloco.util.files import state_home
 
 MOST_TOKENS = 1 << 24
 """Maximum number of tokens of a step."""
@@ -170,19 +171,21 @@ def is_founder(value: object) -> bool | None:
     return value
 
 
-def state_folder(value: object, default: Path) -> Path:
-    """Return the state folder as an absolute path, so that a later ``os.chdir`` does not change it.
+def state_folder(value: object, run: str) -> Path:
+    """Return the state folder as an absolute path, so that a later ``os.chdir`` does not change it. None: ``run``'s.
 
     Raises:
         DiLoCoError: it is not a path, or not one of a folder.
     """
     if value is None:
-        return default.absolute()
+        value = state_home() / run
     if not isinstance(value, str | os.PathLike) or not (text := os.fspath(value)) or isinstance(text, bytes):
         raise DiLoCoError(f"state = {_shown(value)}: write the path of a folder, or leave it out")
     folder = Path(text).absolute()
     if folder.exists() and not folder.is_dir():
         raise DiLoCoError(f"state = {_shown(text)} is a file: write the path of a folder, or leave it out")
+    if text != text.encode(errors="replace").decode():
+        raise DiLoCoError(f"state = {text!a} is not valid UTF-8, which safetensors needs: choose another folder")
     return folder
 
 

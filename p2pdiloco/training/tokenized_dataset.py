@@ -30,6 +30,7 @@ from p2pdiloco.protocol.ids import digest_of
 from p2pdiloco.protocol.manifest import DataConfig
 from p2pdiloco.training.dataset_files import PATTERNS, Corpus, CorpusError, find_files, is_held_out
 from p2pdiloco.training.huggingface import EXTRA
+from p2pdiloco.util.files import home_folder
 
 MAX_TOKENIZER_BYTES = 1 << 26
 MAX_ROW_BYTES = 1 << 26
@@ -123,7 +124,7 @@ def _tokenizer_bytes(data: str | None, tokenizer: str | None) -> bytes:
 
 
 def _cache() -> Path:
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    root = os.environ.get("XDG_CACHE_HOME") or home_folder() / ".cache"
     return Path(root) / "p2pdiloco" / "tokens"
 
 

@@ -326,5 +326,18 @@ def _number(path: Path, other: Path) -> int:
 
 def state_home() -> Path:
     """Return ``$XDG_STATE_HOME/p2pdiloco``, or ``~/.local/state/p2pdiloco``. Each script has its own folder in it."""
-    home = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
-    return Path(home) / "p2pdiloco"
+    return Path(os.environ.get("XDG_STATE_HOME") or home_folder() / ".local" / "state") / "p2pdiloco"
+
+
+def home_folder() -> Path:
+    """Return the user's home folder. In containers a user may have none: then the current folder, with a warning."""
+    try:
+        return Path.home()
+    except RuntimeError:
+        here = Path.cwd()
+        log.warning(
+            "HOME is not set, and this user has no home folder: p2pdiloco keeps its files below %s. Set HOME, or name "
+            "a state folder (--state; in scripts, state=)",
+            here,
+        )
+        return here

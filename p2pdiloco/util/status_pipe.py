@@ -18,6 +18,7 @@ Rules of this file:
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import select
 import time
@@ -155,7 +156,8 @@ class StatusWriter:
 
     def report(self, message: StatusMessage) -> None:
         """Write ``message``; without a pipe, do nothing."""
-        line = msgspec.json.encode(message) + b"\n"
+        # "replace": a path may have bytes that are no text.
+        line = json.dumps(msgspec.to_builtins(message), ensure_ascii=False).encode(errors="replace") + b"\n"
         if self._fd is None or len(line) > LINE_BYTES:
             return
         try:

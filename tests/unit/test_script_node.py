@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import pwd
 import socket
 import time
 from collections.abc import Iterator, Sequence
@@ -26,7 +27,7 @@ from p2pdiloco.protocol.ids import RunId
 from p2pdiloco.script_node import LEAVE_S, RESTARTS, STABLE_S, ScriptNode, ScriptNodeError, Wish, leaving_s
 from p2pdiloco.swarm.credentials import Credentials, make_invite
 from p2pdiloco.swarm.run_index import folder_of
-from p2pdiloco.training import founding_file
+from p2pdiloco.training import founding_file, script_arguments, tokenized_dataset
 from p2pdiloco.training.node_reconnect import Found, Reunion, find_learner, meeting_place
 from p2pdiloco.transport.identity import Identity
 from p2pdiloco.util import status_pipe
@@ -413,6 +414,32 @@ def test_one_invite_may_be_given_as_a_text(tmp_path: Path) -> None:
                     model, optimizer, run="story", tokens_per_step=8, initial_peers=given, state=tmp_path / "new"
                 )
     assert not (tmp_path / "new").exists()
+
+
+def test_a_user_without_a_home_folder_is_told_where_the_state_is_unless_it_names_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in containers, with a user id that has no name."""
+
+    def unknown(uid: int) -> None:
+        raise KeyError(uid)
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    monkeypatch.delenv("HOME")
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.chdir(tmp_path)
+    assert _parse(["members", "--state", "here"]).state == Path("here")
+    assert not caplog.records
+    assert _parse(["members"]).state == tmp_path / ".local/state/p2pdiloco"
+    (told,) = caplog.messages
+    assert f"below {tmp_path}. Set HOME, or name a state folder (--state" in told
+    assert tokenized_dataset._cache() == tmp_path / ".cache/p2pdiloco/tokens"
+
+
+def test_a_state_folder_whose_name_is_no_text_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(p2pdiloco.DiLoCoError, match=r"caf.udce9' is not valid UTF-8.*choose another folder"):
+        script_arguments.state_folder(tmp_path / os.fsdecode(b"caf\xe9"), "story")
 
 
 @pytest.mark.parametrize("home", ["", "elsewhere"])

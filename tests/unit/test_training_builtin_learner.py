@@ -305,8 +305,8 @@ def test_signals(start: Callable[..., Node]) -> None:
 
 
 def test_data_that_is_missing_is_named(start: Callable[..., Node], tmp_path: Path) -> None:
-    node = start("--data", str(tmp_path / "nowhere"))
-    assert "nowhere is not a folder" in node.until(learner_ipc.Failed).reason
+    node = start("--data", str(tmp_path / os.fsdecode(b"caf\xe9")))  # a name that is no text
+    assert "caf? is not a folder" in node.until(learner_ipc.Failed).reason
     assert node.end() == 2
 
 

@@ -19,6 +19,7 @@ from p2pdiloco.util import status_pipe
 from p2pdiloco.util.status_pipe import (
     LINE_BYTES,
     Exited,
+    Farewell,
     Invited,
     Listening,
     PageAt,
@@ -32,6 +33,7 @@ MESSAGES: list[StatusMessage] = [
     Listening(("/ip4/192.0.2.1/tcp/1/p2p/x", "/ip6/::1/tcp/1/p2p/x")),
     Invited("p2pdilocoABC", "p2pdiloco join p2pdilocoABC", file="/state/members/invite"),
     PageAt("http://127.0.0.1:7373/?token=secret", token_file="/state/page.token"),
+    Farewell("run story is complete:\n  model folder  /state/é"),
     Exited(3, "nobody answers:\n\u2028 1. a run\x1b"),
 ]
 
@@ -41,6 +43,12 @@ def attached(fd: int) -> StatusWriter:
     writer = StatusWriter()
     writer.attach(os.dup(fd))
     return writer
+
+
+def test_a_path_that_is_no_text_is_reported_without_its_bytes() -> None:
+    with opened() as (reader, fd):
+        attached(fd).report(Farewell(f"model folder  /{os.fsdecode(bytes([233]))}"))
+    assert reader.find(Farewell) == Farewell("model folder  /?")
 
 
 def test_messages_arrive_as_they_were_sent_and_then_the_end() -> None:
