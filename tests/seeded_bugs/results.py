@@ -75,10 +75,22 @@ BUGS = (
         name="a scheduler that repeats its signal kills",
         module=_NOTICES,
         where="leave_when_asked.on_signal",
-        old="if number in IMPATIENT:\n    node.abandon(number.name)",
+        old="if number in IMPATIENT and loop.time() >= same_until:\n    node.abandon(number.name)",
         new="node.abandon(number.name)",
         harm="SLURM's second SIGUSR1 throws away what the first was to save",
         killed_by=(f"{_NOTICES_TESTS}::test_signals",),
+    ),
+    Bug(
+        name="a signal that a wrapper forwards ends a peer at once",
+        module=_NOTICES,
+        where="leave_when_asked.on_signal",
+        old="number in IMPATIENT and loop.time() >= same_until",
+        new="number in IMPATIENT",
+        harm="the progress that is not merged yet is lost at one Ctrl+C",
+        killed_by=(
+            f"{_NOTICES_TESTS}::"
+            "test_a_signal_that_comes_again_within_a_second_is_the_same_one_also_while_the_peer_closes",
+        ),
     ),
     # -- what is measured ----------------------------------------------------------------------------------------------
     Bug(
