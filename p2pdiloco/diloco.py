@@ -68,15 +68,16 @@ class DiLoCo(SwarmView):
     into the model. From then on ``DiLoCo`` hooks into ``optimizer.step()``: it sends the model's changes to the other
     peers, and adds theirs to the model in place. It never waits for the network there.
 
-    No error of p2pdiloco leaves ``optimizer.step()``. If the parameters have moved to other memory since ``start``
-    (``model.to()``, ``p.data = ...``), or the model holds others instead (``load_state_dict(assign=True)``), p2pdiloco
-    warns, and merges nothing more from this script.
+    No error of p2pdiloco leaves ``optimizer.step()``. If the model has moved to another device since ``start``
+    (``model.to()``), or holds other parameters instead (``load_state_dict(assign=True)``), p2pdiloco warns, and merges
+    nothing more from this script. New values (``p.data = ...``) are merged as progress.
     """
 
+    @script_arguments.checks_names
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         *,
         run: str | None = None,
         initial_peers: str | Sequence[str] = (),
@@ -109,8 +110,8 @@ class DiLoCo(SwarmView):
             model: The model, as it is trained: after ``.to(device)``, DDP, ``fully_shard`` and ``torch.compile``.
                 Parameters with ``requires_grad`` are exchanged as float32, whatever their floating-point dtype is here.
                 All peers need the same names, shapes and order.
-            optimizer: The optimizer that trains the model's parameters, also as accelerate has prepared it, or inside
-                of SAM. With several optimizers, the one that steps last.
+            optimizer: The optimizer that trains the model's parameters, also as accelerate has prepared it, or SAM. Or
+                a list of several: a step of the run is complete when each of them has stepped, in any order.
             run: Name of the run, at most 64 letters, digits, dots, dashes and underscores. None: train alone.
             initial_peers: The invite that the first script prints. In a run with ``access="open"``, multiaddrs of
                 directory nodes (bootstrap nodes or peers) instead. A single one may be a str. An empty text or None is
@@ -150,7 +151,8 @@ class DiLoCo(SwarmView):
             wait_for_peers: Number of training peers, this one included, to wait for in ``start``. After ten minutes
                 training begins without them, with a warning.
             stay_s: Seconds for which ``close`` keeps serving the result of a complete run to peers that come later.
-            node_options: Further arguments of ``p2pdiloco join`` for the node, such as ``("--up", "20mbit")``.
+            node_options: Further arguments of ``p2pdiloco join`` for the node, such as ``("--up", "20mbit")``. Only
+                ``start`` checks them.
             process_group: The ranks that form this peer, if ``torch.distributed`` is initialized. None: all ranks.
             on_update: Function for optimizers that keep copies of the parameters (float32 master weights, slow
                 weights). It is called with a parameter and a float32 tensor of its shape that was added to it, and must
@@ -159,8 +161,8 @@ class DiLoCo(SwarmView):
 
         Raises:
             DiLoCoError: An argument or a combination is not allowed; an invite has a typo; the model has no trainable
-                parameter, or one that cannot be exchanged; the optimizer holds none of them; or the optimizer does not
-                call torch's step hooks.
+                parameter, or one that cannot be exchanged; an optimizer holds none of them, does not call torch's step
+                hooks, or is known to keep copies of the parameters (Lookahead) and there is no ``on_update``.
             ValueError: The model is wrapped in ``FullyShardedDataParallel``. Use ``fully_shard`` instead.
         """
         super().__init__(model, process_group, has_run=run is not None)
@@ -176,16 +178,19 @@ class DiLoCo(SwarmView):
         self._hooks: list[Any] = []
         self._on_update: OnUpdate | None = None
         tokens = 0
+        prepared: Sequence[Any] = optimizer if isinstance(optimizer, Sequence) else [optimizer]
+        optimizers: Sequence[torch.optim.Optimizer] = prepared
         if run is not None:
-            prepared, optimizer = optimizer, script_arguments.stepping(optimizer)
             self._named = script_arguments.exchanged(model)
-            if grad_scaler is None and prepared is not optimizer:
-                grad_scaler = getattr(prepared, "scaler", None)  # accelerate's
-            script_arguments.require_training(self._named, optimizer)
+            optimizers = script_arguments.stepping(prepared, has_hook=on_update is not None)
+            if grad_scaler is None and prepared[0] is not optimizers[0]:
+                grad_scaler = getattr(prepared[0], "scaler", None)  # accelerate's
+            script_arguments.require_training(self._named, optimizers)
+            script_arguments.tell_outside(model, optimizers)
             script_arguments.grad_scaler(grad_scaler)
             script_arguments.process_group(process_group)
             script_arguments.require_ranks(self._named, process_group)
-            self._on_update = script_arguments.on_update(on_update, optimizer)
+            self._on_update = script_arguments.on_update(on_update, optimizers)
             self._wait_for_peers = script_arguments.whole("wait_for_peers", wait_for_peers, 1, 1024)
             self._given = {
                 "run": run,
@@ -210,9 +215,9 @@ class DiLoCo(SwarmView):
             self._state = script_arguments.state_folder(state, run)
             self._wish = self._wished(run, initial_peers, found, node_options, stay_s)
             tokens = script_arguments.tokens_per_step(tokens_per_step)
-            self._hooks.append(optimizer.register_step_post_hook(script_lifecycle.alone(self)))
-        self._optimizer = optimizer
-        self._tally = StepCounter(optimizer, grad_scaler, tokens)
+            self._hooks.append(optimizers[0].register_step_post_hook(script_lifecycle.alone(self)))
+        self._optimizers = optimizers
+        self._tally = StepCounter(optimizers, grad_scaler, tokens, () if self._is_sharded else self._named)
         self._begun_in = 0  # the process that takes part; a forked one does not
         self._stepped_at = 0.0
 
@@ -257,7 +262,7 @@ class DiLoCo(SwarmView):
                 "the model's trainable parameters have changed since DiLoCo was created (replaced, frozen, unfrozen): "
                 "create DiLoCo when model and optimizer are complete"
             )
-        script_arguments.require_training(self._named, self._optimizer)
+        script_arguments.require_training(self._named, self._optimizers)
         self._island = _island(self._process_group, self._leave_s, is_sharded=self._is_sharded)
         if self._island is not None and self._on_update is not None:
             raise DiLoCoError(
@@ -279,7 +284,7 @@ class DiLoCo(SwarmView):
         self._begin_to_look()
         self._tally.begin()
         if self._check is not None:
-            self._check.begin()
+            self._check.rest()
         return self
 
     @property
@@ -344,7 +349,7 @@ class DiLoCo(SwarmView):
             if self._config is not None:
                 founding_file.tell_other_base(manifest.config, self._config)
         steps = manifest.config.inner.steps
-        self._check = StepCheck(self._model, self._optimizer, () if self._is_sharded else self._named, self._on_update)
+        self._check = StepCheck(self._model, self._optimizers, () if self._is_sharded else self._named)
         self._link = NodeLink(
             ScriptTrainer(),
             flat,
@@ -383,8 +388,6 @@ class DiLoCo(SwarmView):
             return
         self._begun_in = 0
         self._unhook()
-        if self._check is not None:
-            self._check.end()
         self._tally.end()
         self._look_no_more()
         try:
@@ -417,8 +420,9 @@ class DiLoCo(SwarmView):
         self.__exit__(None, None if self._island is None else getattr(sys, "last_value", None), None)
 
     def _hook_steps(self) -> None:
-        self._hooks.append(self._optimizer.register_step_pre_hook(self._before_step))
-        self._hooks.append(self._optimizer.register_step_post_hook(self._on_step))
+        for optimizer in self._optimizers:
+            self._hooks.append(optimizer.register_step_pre_hook(self._before_step))
+            self._hooks.append(optimizer.register_step_post_hook(self._on_step))
 
     def _unhook(self) -> None:
         while self._hooks:
@@ -514,9 +518,11 @@ class DiLoCo(SwarmView):
         training use ``global_parameters``. All ranks of an island call it. Without ``run`` it does nothing.
 
         Raises:
-            DiLoCoError: ``start`` was never called.
+            DiLoCoError: ``start`` was never called, or the model has moved or holds other parameters since then.
         """
         if self._link is not None:
+            if self._check is not None and (why := self._check.replaced()):
+                raise DiLoCoError(f"{why}, so the run's parameters cannot be loaded: call load_global before that")
             self._link.load_global()
             if self._check is not None:
                 self._check.on_parameters_set()
@@ -544,18 +550,17 @@ class DiLoCo(SwarmView):
             if self._check is not None:
                 self._check.on_parameters_set()
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
-        if self._check is None or not self._is_linked or self._begun_in != os.getpid():
-            return None
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if self._check is None or not self._is_linked or self._begun_in != os.getpid() or not self._tally.is_between:
+            return
         try:
-            return self._check.before(args, kwargs)
+            self._check.before()
         except Exception:  # noqa: BLE001 - none of ours leaves the user's optimizer.step()
             self._fail()
-            return None
 
     def _on_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         link, check = self._link, self._check
-        if link is None or check is None or self._begun_in != os.getpid():
+        if link is None or check is None or self._begun_in != os.getpid() or not self._tally.stepped(optimizer):
             return
         if not self._is_linked:  # the script trains alone, for as many steps as the run has
             link.counts.global_step += not link.is_dismissed
@@ -572,9 +577,6 @@ class DiLoCo(SwarmView):
             raise
         log.exception("an error of p2pdiloco: from now on this script trains alone. Please report it")
         self._is_linked = False
-        if self._check is not None:
-            with contextlib.suppress(Exception):
-                self._check.end()
         if self._companion is not None:
             self._companion.stop(signal.SIGTERM)
 

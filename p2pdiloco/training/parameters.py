@@ -1,10 +1,10 @@
 """Parameters of a model, addressed as the run's flat vector without being moved.
 
 Rules of this file:
-1. The parameters stay where the model has them. For each shard, a list of pieces (a view of one parameter, and its
+1. The parameters stay where the model has them. For each shard, a list of pieces (a part of one parameter, and its
    place in the flat vector) is made once. Shifting or copying a shard then takes a few calls.
-2. The views are valid as long as the parameters' storage is. Optimizers must update in place, and the model must not
-   move to another device afterwards.
+2. A parameter's memory is looked up at each use, because some optimizers replace it (``p.data = ...``, as SAM does).
+   The new memory must be contiguous and on the same device.
 3. On CUDA a copy may still be running when a call returns. The returned function says when it has ended.
 """
 
@@ -37,14 +37,18 @@ OnUpdate = Callable[[Tensor, Tensor], None]
 
 
 class Piece(msgspec.Struct, frozen=True):
-    """A part of one parameter: ``view``, 1-D, is elements ``start`` to ``stop`` of the flat vector."""
+    """A part of one parameter: elements ``start`` to ``stop`` of the flat vector."""
 
-    view: Tensor
     start: int
     stop: int
     parameter: Tensor
     first: int
     """Index of the part's first element in the flattened parameter."""
+
+    @property
+    def view(self) -> Tensor:
+        """The part, 1-D, in the parameter's present memory."""
+        return self.parameter.detach().reshape(-1)[self.first : self.first + self.stop - self.start]
 
 
 class FlatParameters:
@@ -218,8 +222,7 @@ def _pieces(placed: Sequence[tuple[Tensor, int]], start: int, stop: int) -> tupl
     for parameter, at in placed:
         first, last = max(start, at), min(stop, at + parameter.numel())
         if first < last:
-            view = parameter.detach().view(-1)[first - at : last - at]
-            pieces.append(Piece(view, first, last, parameter, first - at))
+            pieces.append(Piece(first, last, parameter, first - at))
     return tuple(pieces)
 
 

@@ -7,12 +7,15 @@ Rules of this file:
 
 from __future__ import annotations
 
+import difflib
+import functools
 import inspect
+import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec
 
 import torch
 import torch.distributed as dist
@@ -23,6 +26,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from p2pdiloco.training.parameters import OnUpdate, trainable
 from p2pdiloco.util.files import state_home
 
+log = logging.getLogger("p2pdiloco")
+
+_P = ParamSpec("_P")
 MOST_TOKENS = 1 << 24
 """Maximum number of tokens of a step."""
 MOST_STAY_S = 1e7
@@ -45,6 +51,31 @@ _DEEPSPEED = (
     "DeepSpeed's {name} trains float32 copies of the parameters and overwrites the parameters with them: the other "
     "peers' progress would be lost. Use torch.distributed.fsdp.fully_shard(model) and a torch optimizer under torchrun "
     "instead; with accelerate or the Hugging Face Trainer, remove the DeepSpeed configuration"
+)
+_SLOW = "slow weights, to which it returns: give the optimizer inside of it, train without it"
+_MASTERS = (
+    "float32 copies of the parameters, with which it overwrites them: train float32 parameters under torch.autocast "
+    "with a torch optimizer, give DiLoCo the float32 copy as its model"
+)
+COPIES = {
+    "Lookahead": _SLOW,
+    "Ranger": _SLOW,
+    "TRAC": "the first parameters, from which it computes all later ones: give the optimizer inside of it",
+    "FP16_Optimizer": _MASTERS,  # apex
+    "FP16Optimizer": _MASTERS,  # fairseq
+    "SafeFP16Optimizer": _MASTERS,  # pytorch_optimizer
+    "BF16_Optimizer": _MASTERS,
+    "Float16OptimizerWithFloat16Params": _MASTERS,  # Megatron
+    "MixedPrecisionOptimizer": _MASTERS,
+    "CPUOffloadOptimizer": "a copy of the parameters in the CPU's memory: give a torch optimizer",  # torchao
+}
+"""Optimizers that keep copies of the parameters and write them back, by the beginning of the class's name: what they
+keep, and what to do."""
+
+TRAINED_ALREADY = (
+    "this DiLoCoCallback has trained already: this training would begin with the parameters of the one before, and its "
+    "measurements would be false. Make a new callback for each training, with another run: such as "
+    'DiLoCoCallback(run=f"story-{fold}", ...) in cross-validation or a search for hyperparameters'
 )
 
 
@@ -231,19 +262,19 @@ def process_group(value: object) -> None:
     )
 
 
-def on_update(value: object, optimizer: torch.optim.Optimizer) -> OnUpdate | None:
-    """Return the function that changes the optimizer's copies of the parameters: ``value``, or ours for schedule-free
+def on_update(value: object, optimizers: Sequence[torch.optim.Optimizer]) -> OnUpdate | None:
+    """Return the function that changes the optimizers' copies of the parameters: ``value``, or ours for schedule-free
     optimizers and those of dual averaging; None if nothing is known of copies.
 
     Raises:
-        DiLoCoError: ``value`` is not a function.
+        DiLoCoError: ``value`` is not a function, or it is missing and an optimizer is known to need it.
     """
     if value is not None and not callable(value):
         raise DiLoCoError(
             f"on_update = {_shown(value)}: give a function of a parameter and of what was added to it, or leave it out"
         )
-    if value is None and _is_averaging(optimizer):
-        return partial(_change_points, optimizer)
+    if value is None and (averaging := [one for one in optimizers if _is_averaging(one)]):
+        return partial(_change_points, averaging)
     return value
 
 
@@ -251,35 +282,43 @@ def _is_averaging(optimizer: torch.optim.Optimizer) -> bool:
     return any(word in kind.__name__ for kind in type(optimizer).__mro__ for word in _AVERAGING)
 
 
-def _change_points(optimizer: torch.optim.Optimizer, p: Tensor, change: Tensor) -> None:
-    """Add ``change`` to the points that the optimizer averages with ``p``: the iterates of schedule-free optimizers
+def _change_points(optimizers: Sequence[torch.optim.Optimizer], p: Tensor, change: Tensor) -> None:
+    """Add ``change`` to the points that the optimizers average with ``p``: the iterates of schedule-free optimizers
     (arXiv 2405.15682), and the starting point of dual averaging (arXiv 2101.11075). All must move alike."""
-    for name in _POINTS:
-        if isinstance(point := optimizer.state.get(p, {}).get(name), Tensor):
-            point.add_(change)
+    for optimizer in optimizers:
+        for name in _POINTS:
+            if isinstance(point := optimizer.state.get(p, {}).get(name), Tensor):
+                point.add_(change)
 
 
-def stepping(optimizer: Any) -> torch.optim.Optimizer:
-    """Return the optimizer that makes the steps: the one inside of accelerate's and Lightning's wrappers, and of those
-    that keep it as ``base_optimizer`` (SAM).
+def stepping(given: Sequence[Any], *, has_hook: bool) -> list[torch.optim.Optimizer]:
+    """Return the optimizers that make the steps: those inside of accelerate's and Lightning's wrappers, and of those
+    that keep them as ``base_optimizer`` (SAM). ``has_hook``: the script has an ``on_update``.
 
     Raises:
-        DiLoCoError: it is no optimizer, or a class, or in a list, or a scheduler of one; or one that trains copies
-            which cannot be reached from here.
+        DiLoCoError: there is none; one is no optimizer, or a class, or a scheduler of one; or it trains copies of the
+            parameters that cannot be reached from here, or that no ``on_update`` changes.
     """
-    _refuse_unreachable_copies(optimizer)
+    if not given:
+        raise DiLoCoError("optimizer is empty: give the torch.optim.Optimizer that trains the model, or a list of them")
+    for one in given:
+        _refuse_unreachable_copies(one)
+        if not has_hook:
+            _refuse_copies(one)
+    return [_stepping(one) for one in given]
+
+
+def _stepping(optimizer: Any) -> torch.optim.Optimizer:
     while isinstance(inner := _inner(optimizer), torch.optim.Optimizer):
         optimizer = inner
     if isinstance(optimizer, torch.optim.Optimizer):
         return optimizer
-    if isinstance(optimizer, Sequence) and len(optimizer) > 0:
-        why = "a list: give the optimizer that steps last"
-    elif isinstance(optimizer, type):
+    if isinstance(optimizer, type):
         why = "a class: give an instance, such as torch.optim.AdamW(model.parameters())"
     elif isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         why = f"a {type(optimizer).__name__}: give its optimizer"
     else:
-        why = f"{_shown(optimizer)}: give the torch.optim.Optimizer that trains the model"
+        why = f"{_shown(optimizer)}: give the torch.optim.Optimizer that trains the model, or a list of them"
     raise DiLoCoError(f"optimizer is {why}")
 
 
@@ -291,6 +330,22 @@ def _inner(optimizer: Any) -> Any:
     """
     is_known = type(optimizer).__module__.partition(".")[0] in ("accelerate", "lightning")
     return getattr(optimizer, "optimizer" if is_known else "base_optimizer", None)
+
+
+def _refuse_copies(given: Any) -> None:
+    """Refuse an optimizer that keeps copies of the parameters and writes them back (``COPIES``).
+
+    Raises:
+        DiLoCoError: it is one, also inside of wrappers.
+    """
+    while given is not None:
+        for kind in type(given).__mro__:
+            if why := next((why for name, why in COPIES.items() if kind.__name__.startswith(name)), ""):
+                raise DiLoCoError(
+                    f"{kind.__name__} keeps {why}, or add on_update=, a function that changes the copies, too. "
+                    "Otherwise it undoes the progress of the other peers"
+                )
+        given = getattr(given, "optimizer", None) or getattr(given, "base_optimizer", None)
 
 
 def _refuse_unreachable_copies(given: Any) -> None:
@@ -392,24 +447,40 @@ def require_finite(named: Sequence[tuple[str, Tensor]]) -> None:
             )
 
 
-def require_training(named: Sequence[tuple[str, Tensor]], optimizer: torch.optim.Optimizer) -> None:
-    """Check that the optimizer trains the model, and that its steps can be hooked.
+def require_training(named: Sequence[tuple[str, Tensor]], optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Check that the optimizers train the model, and that their steps can be hooked.
 
     Raises:
-        DiLoCoError: It holds none of these parameters, or does not call torch's step hooks.
+        DiLoCoError: One holds none of these parameters, or does not call torch's step hooks.
     """
-    held = {id(p) for group in getattr(optimizer, "param_groups", ()) for p in group["params"]}
-    if not any(id(p) in held for _, p in named):
-        raise DiLoCoError(
-            "the optimizer holds none of the model's trainable parameters, so the exchanged model would never change. "
-            "Create the optimizer from this model's parameters, after anything that replaces them (fully_shard, an "
-            "adapter). If the model has copies (deepcopy, an average, float32 masters), give DiLoCo the one that the "
-            "optimizer holds"
-        )
-    if not getattr(type(optimizer).step, "hooked", False) or not hasattr(optimizer, "_optimizer_step_pre_hooks"):
-        raise DiLoCoError(
-            f"this {type(optimizer).__name__} does not call torch's step hooks, so DiLoCo cannot see its steps. It "
-            "probably wraps another optimizer: give DiLoCo that one"
+    for optimizer in optimizers:
+        held = {id(p) for group in getattr(optimizer, "param_groups", ()) for p in group["params"]}
+        if not any(id(p) in held for _, p in named):
+            raise DiLoCoError(
+                f"the optimizer ({type(optimizer).__name__}) holds none of the model's trainable parameters, so its "
+                "steps would never change the exchanged model. Create the optimizer from this model's parameters, "
+                "after anything that replaces them (fully_shard, an adapter). If the model has copies (deepcopy, an "
+                "average, float32 masters), give DiLoCo the one that the optimizer holds. Models with an optimizer "
+                "each, such as a GAN's, need one module around them: torch.nn.ModuleList([first, second])"
+            )
+        if not getattr(type(optimizer).step, "hooked", False) or not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+            raise DiLoCoError(
+                f"this {type(optimizer).__name__} does not call torch's step hooks, so DiLoCo cannot see its steps. It "
+                "probably wraps another optimizer: give DiLoCo that one"
+            )
+
+
+def tell_outside(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Warn if the optimizers train parameters that are no part of the model."""
+    inside = {id(p) for p in model.parameters()}
+    held = [p for one in optimizers for group in one.param_groups for p in group["params"]]
+    if outside := [p for p in held if p.requires_grad and id(p) not in inside]:
+        log.warning(
+            "%s tensors of the optimizer (%s parameters) are no part of the model that p2pdiloco.DiLoCo was given, "
+            "such as a head or a loss with weights: they are not exchanged, so each peer trains its own. To exchange "
+            "them, give DiLoCo one module that holds both, at all peers: torch.nn.ModuleList([model, head])",
+            len(outside),
+            f"{sum(p.numel() for p in outside):,}",
         )
 
 
@@ -420,8 +491,26 @@ def known_options(options: Mapping[str, object], owner: Callable[..., object]) -
         DiLoCoError: it has no such argument, or the callback gives it itself.
     """
     known = set(inspect.signature(owner).parameters) - {"self", "model", "optimizer", "run"}
-    if unknown := [name for name in options if name not in known]:
+    _check_names(
+        "DiLoCoCallback", options, known, f"its own are in its docstring, the others are {', '.join(sorted(known))}"
+    )
+
+
+def checks_names(init: Callable[_P, None]) -> Callable[_P, None]:
+    """Return the constructor ``init`` so that an unknown keyword is a ``DiLoCoError`` with the nearest name."""
+    known = list(inspect.signature(init).parameters)[1:]
+
+    @functools.wraps(init)
+    def checked(*args: _P.args, **kwargs: _P.kwargs) -> None:
+        _check_names("DiLoCo", kwargs, known, f"it has {', '.join(known)}")
+        init(*args, **kwargs)
+
+    return checked
+
+
+def _check_names(owner: str, given: Mapping[str, object], known: Collection[str], all_of_them: str) -> None:
+    if unknown := next((name for name in given if name not in known), None):
+        near = difflib.get_close_matches(unknown, known, 1)
         raise DiLoCoError(
-            f"DiLoCoCallback has no argument {unknown[0]}: its own are in its docstring, the others are "
-            f"{', '.join(sorted(known))}"
+            f"{owner} has no argument {unknown}: " + (f"did you mean {near[0]}?" if near else all_of_them)
         )

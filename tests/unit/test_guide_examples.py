@@ -69,6 +69,8 @@ def names() -> dict[str, Any]:
         "INVITE": "/ip4/127.0.0.1/tcp/9",
         "model": model,
         "optimizer": optimizer,
+        "muon": optimizer,
+        "adamw": optimizer,
         "batch": batch,
         "batches": [batch] * 2,
         "loss": model(batch),

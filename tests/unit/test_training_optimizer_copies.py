@@ -7,6 +7,8 @@ import math
 import socket
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ import torch
 from test_training_step_check import Lookahead, MasterWeights, shift_copies
 from torch import Tensor, nn
 
+import p2pdiloco
 from p2pdiloco.codec.fragments import tensor_specs
 from p2pdiloco.protocol.ids import FragmentId
 from p2pdiloco.protocol.manifest import make_layout
@@ -107,31 +110,46 @@ class EightBitLion(WithRate):
 
 
 class SAM(torch.optim.Optimizer):
-    """As its libraries do it (arXiv 2010.01412): climb, take the gradients there, go back, step with another optimizer.
-    Scripts call ``step`` with a closure, or both halves in turn."""
+    """Sharpness-aware minimization (arXiv 2010.01412) as the best-known implementation (davda54/sam) has it, line by
+    line: it climbs in place, and then puts other memory into the parameters (``p.data = ...``)."""
 
-    def __init__(self, parameters: Iterable[Tensor], lr: float, *, is_in_two: bool) -> None:
-        super().__init__(list(parameters), {"lr": lr})
-        self.base_optimizer = torch.optim.SGD(self.param_groups, lr=lr)
+    def __init__(
+        self, params: Iterable[Tensor], base_optimizer: type[torch.optim.Optimizer], rho: float = 0.05, **kwargs: Any
+    ) -> None:
+        super().__init__(list(params), dict(rho=rho, **kwargs))
+        self.base_optimizer = base_optimizer(self.param_groups, **kwargs)
         self.param_groups = self.base_optimizer.param_groups
-        self.is_in_two = is_in_two
+        self.defaults.update(self.base_optimizer.defaults)
 
     @torch.no_grad()
-    def first_step(self) -> None:
+    def first_step(self, zero_grad: bool = False) -> None:
+        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        grad_norm = torch.norm(torch.stack([grad.norm(p=2) for grad in grads]), p=2)
         for group in self.param_groups:
+            scale = group["rho"] / (grad_norm + 1e-12)
             for p in group["params"]:
-                self.state[p]["old"] = p.clone()
-                p.add_(p.grad, alpha=0.05)
+                if p.grad is None:
+                    continue
+                self.state[p]["old_p"] = p.data.clone()
+                p.add_(p.grad * scale.to(p))  # climb to the local maximum "w + e(w)"
+        if zero_grad:
+            self.zero_grad()
 
     @torch.no_grad()
-    def second_step(self) -> None:
+    def second_step(self, zero_grad: bool = False) -> None:
         for group in self.param_groups:
             for p in group["params"]:
-                p.copy_(self.state[p]["old"])
-        self.base_optimizer.step()
+                if p.grad is None:
+                    continue
+                p.data = self.state[p]["old_p"]  # get back to "w" from "w + e(w)"
+        self.base_optimizer.step()  # do the actual "sharpness-aware" update
+        if zero_grad:
+            self.zero_grad()
 
+    @torch.no_grad()
     def step(self, closure: Any = None) -> None:
-        self.first_step()
+        closure = torch.enable_grad()(closure)  # the closure should do a full forward-backward pass
+        self.first_step(zero_grad=True)
         closure()
         self.second_step()
 
@@ -139,21 +157,21 @@ class SAM(torch.optim.Optimizer):
 class Peer:
     """A script whose data tell of one half of the features, with the hooks that ``DiLoCo`` has."""
 
-    def __init__(self, half: int, made: Callable[[nn.Module], Any], on_update: Any) -> None:
+    def __init__(self, half: int, made: Callable[[nn.Module], Any], on_update: Any, *, is_in_two: bool) -> None:
         torch.manual_seed(0)
         self.model = nn.Linear(FEATURES, 4, bias=False)
         self.target = torch.randn(4, FEATURES)
         self.mine = slice(half * FEATURES // 2, (half + 1) * FEATURES // 2)
         self.seeds = torch.Generator().manual_seed(half)
-        self.given = made(self.model)
-        self.optimizer = script_arguments.stepping(self.given)
+        self.given, self.is_in_two = made(self.model), is_in_two
+        (self.optimizer,) = script_arguments.stepping([self.given], has_hook=on_update is not None)
         named = list(self.model.named_parameters())
         tensors = tensor_specs([(name, p.shape, False) for name, p in named], 1, math.inf)
         layout = make_layout(tensors, 1, 1 << 20, "direct")
         if on_update is not None:
             on_update = lambda p, change, of=on_update: of(self.optimizer, p, change)  # noqa: E731
-        on_update = script_arguments.on_update(on_update, self.optimizer)
-        self.check = StepCheck(self.model, self.optimizer, named, on_update)
+        on_update = script_arguments.on_update(on_update, [self.optimizer])
+        self.check = StepCheck(self.model, [self.optimizer], named)
         self.vectors = SharedVectors.create(layout.elements)
         self.socket, theirs = socket.socketpair()
         flat, channel = FlatParameters(named, tensors, layout), Channel(theirs)
@@ -168,9 +186,9 @@ class Peer:
             on_update=on_update,
         )
         self.command(learner_ipc.Begin(step=0))
-        self.optimizer.register_step_pre_hook(lambda _, args, kwargs: self.check.before(args, kwargs))
+        self.optimizer.register_step_pre_hook(lambda *_: self.check.before())
         self.optimizer.register_step_post_hook(self.boundary)
-        self.check.begin()
+        self.check.rest()
 
     def boundary(self, *_: object) -> None:
         self.check.after()
@@ -191,7 +209,7 @@ class Peer:
         self.gradients()
         if not isinstance(self.given, SAM):
             self.given.step()
-        elif self.given.is_in_two:
+        elif self.is_in_two:
             self.given.first_step()
             self.gradients()
             self.given.second_step()
@@ -203,17 +221,18 @@ class Peer:
         return float((weight - self.target)[:, of].square().mean() / self.target[:, of].square().mean())
 
     def close(self) -> None:
-        self.check.end()
         self.socket.close()
         self.vectors.close()
 
 
-def train_two(made: Callable[[nn.Module], Any], on_update: Any = None) -> tuple[list[float], str]:
+def train_two(
+    made: Callable[[nn.Module], Any], on_update: Any = None, *, is_in_two: bool = False
+) -> tuple[list[float], str]:
     """Each peer's error in the half that only the other one knows, and what was told.
 
     The nodes merge the mean of what both have done since the last turn, and what is doubted not at all.
     """
-    peers = [Peer(half, made, on_update) for half in (0, 1)]
+    peers = [Peer(half, made, on_update, is_in_two=is_in_two) for half in (0, 1)]
     old = [next(peer.model.parameters()).detach().flatten().clone() for peer in peers]
     for _ in range(TURNS):
         for peer in peers:
@@ -261,8 +280,8 @@ LEARNING: dict[str, tuple[Callable[[nn.Module], Any], Any]] = {
     "muon": (lambda m: Muon(m.parameters(), lr=0.05), None),
     "8-bit adam": (lambda m: EightBitAdam(m.parameters(), lr=0.03), None),
     "8-bit lion": (lambda m: EightBitLion(m.parameters(), lr=0.03), None),
-    "sam": (lambda m: SAM(m.parameters(), 0.5, is_in_two=False), None),
-    "sam, in two halves": (lambda m: SAM(m.parameters(), 0.5, is_in_two=True), None),
+    "sam": (lambda m: SAM(m.parameters(), torch.optim.SGD, lr=0.5), None),
+    "sam, in two halves": (lambda m: SAM(m.parameters(), torch.optim.AdamW, lr=0.05, weight_decay=0.0), None),
     "accelerate": (accelerated, None),
     "schedule-free": (lambda m: ScheduleFreeSGD(m.parameters(), lr=0.5), None),
     "schedulefree.SGD": (schedule_free("SGDScheduleFree", lr=0.5), None),
@@ -272,10 +291,6 @@ LEARNING: dict[str, tuple[Callable[[nn.Module], Any], Any]] = {
     "dual averaging": (lambda m: MADGRAD(m.parameters(), lr=0.3), None),
     "lookahead, with a hook": (lambda m: Lookahead(m.parameters(), 0.5, 5, 0.5), shift_copies),
     "master weights, with a hook": (lambda m: MasterWeights(m.parameters(), 0.5), shift_copies),
-}
-TOLD: dict[str, Callable[[nn.Module], Any]] = {
-    "lookahead": lambda m: Lookahead(m.parameters(), 0.5, 5, 0.5),
-    "master weights": lambda m: MasterWeights(m.parameters(), 0.5),
 }
 
 
@@ -293,13 +308,48 @@ def _one_thread() -> Iterator[None]:
 @pytest.mark.parametrize("name", LEARNING)
 def test_two_peers_learn_both_halves(name: str) -> None:
     made, on_update = LEARNING[name]
-    errors, told = train_two(made, on_update)
+    errors, told = train_two(made, on_update, is_in_two="halves" in name)
     assert told == ""
     assert max(errors) < LEARNT, errors
 
 
-@pytest.mark.parametrize("name", TOLD)
-def test_copies_that_nobody_shifts_are_told_and_nothing_is_merged(name: str) -> None:
-    errors, told = train_two(TOLD[name])
+def test_copies_that_nobody_shifts_are_told_and_nothing_is_merged() -> None:
+    errors, told = train_two(lambda m: MasterWeights(m.parameters(), 0.5))
     assert "restores its own copy" in told
     assert min(errors) > UNKNOWN, "what was not merged cannot be learnt from"
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (lambda m: Lookahead(m.parameters(), 0.5, 5, 0.5), "Lookahead keeps slow weights"),
+        (lambda m: type("Ranger21", (WithRate,), {})(m.parameters(), 0.5), "Ranger21 keeps slow weights"),
+        (lambda m: SimpleNamespace(optimizer=Lookahead(m.parameters(), 0.5, 5, 0.5)), "Lookahead keeps slow weights"),
+        (lambda m: type("FP16_Optimizer", (WithRate,), {})(m.parameters(), 0.5), "torch.autocast"),
+        (lambda m: type("TRAC", (WithRate,), {})(m.parameters(), 0.5), "TRAC keeps the first parameters"),
+    ],
+)
+def test_a_known_optimizer_with_copies_is_refused_with_what_to_do(made: Any, said: str, tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(p2pdiloco.DiLoCoError, match="or add on_update=") as told:
+        p2pdiloco.DiLoCo(model, made(model), run="story", tokens_per_step=1, state=tmp_path)
+    assert said in str(told.value)
+    if isinstance(optimizer := made(model), torch.optim.Optimizer):
+        p2pdiloco.DiLoCo(model, optimizer, run="x", tokens_per_step=1, state=tmp_path, on_update=lambda *_: None)
+
+
+def test_the_runs_model_is_loaded_into_other_memory_or_an_error_told() -> None:
+    """SAM puts other memory into the parameters; a model may also be changed so that nothing can be loaded."""
+    peer = Peer(0, lambda m: SAM(m.parameters(), torch.optim.SGD, lr=0.5), None, is_in_two=False)
+    place = peer.model.weight.data_ptr()
+    peer.step()
+    assert peer.model.weight.data_ptr() != place
+    peer.vectors.theta.copy_(torch.arange(4.0 * FEATURES))
+    outer = p2pdiloco.DiLoCo(peer.model, peer.optimizer)
+    outer._link, outer._check = peer.link, peer.check
+    outer.load_global()
+    assert torch.equal(peer.model.weight.detach().view(-1), peer.vectors.theta)
+    peer.model.weight = nn.Parameter(torch.zeros(4, FEATURES))
+    with pytest.raises(p2pdiloco.DiLoCoError, match=r"weight was replaced in the model .* cannot be loaded"):
+        outer.load_global()
+    peer.close()

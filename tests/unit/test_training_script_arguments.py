@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 import os
 from collections.abc import Callable
@@ -122,7 +123,13 @@ MISTAKES = {
     "a model of NaN": Mistake("not finite (NaN or inf): initialize the model anew", model=spoilt),
     # -- what trains it
     "no optimizer": an_optimizer(lambda _: None, "optimizer is None: give the torch.optim.Optimizer"),
-    "optimizers in a list": an_optimizer(lambda model: [sgd(model)], "a list: give the optimizer that steps last"),
+    "no optimizer in a list": an_optimizer(lambda _: [], "optimizer is empty"),
+    "a scheduler in a list": an_optimizer(
+        lambda model: [sgd(model), torch.optim.lr_scheduler.StepLR(sgd(model), 1)], "a StepLR: give its optimizer"
+    ),
+    "another model's optimizer in a list": an_optimizer(
+        lambda model: [sgd(model), sgd(linear())], "torch.nn.ModuleList([first, second])"
+    ),
     "an optimizer's class": an_optimizer(lambda _: torch.optim.SGD, "a class: give an instance"),
     "a scheduler": an_optimizer(
         lambda model: torch.optim.lr_scheduler.StepLR(sgd(model), 1), "a StepLR: give its optimizer"
@@ -183,6 +190,8 @@ MISTAKES = {
     "a number among options": Mistake("numbers in quotes, too", {"node_options": ["--leave-s", 60]}),
     "no options": Mistake("write a list of texts", {"node_options": None}),
     "the state among options": Mistake("use state=", {"node_options": ["--state=here"]}),
+    "a misspelt argument": Mistake("no argument total_step: did you mean total_steps?", {"total_step": 5}),
+    "an argument of others": Mistake("DiLoCo has no argument epochs: it has model, optimizer, run", {"epochs": 5}),
     "the peers among options": Mistake("use initial_peers=", {"node_options": ["--bootstrap", "x"]}),
     # -- the run (all its keys: test_training_founding_file.py)
     "an empty name": Mistake("run = ''", {"run": ""}),
@@ -210,7 +219,7 @@ def test_a_mistake_is_told_with_the_remedy_before_anything_is_founded(
     assert mistake.said in str(told.value)
     assert "\n" not in str(told.value)
     assert not list(tmp_path.iterdir())
-    if isinstance(model, nn.Module):  # alone, nothing is asked of it
+    if isinstance(model, nn.Module) and "no argument" not in mistake.said:  # alone, nothing is asked of it
         p2pdiloco.DiLoCo(model, mistake.optimizer(model), **{**mistake.given, "run": None})
 
 
@@ -252,7 +261,7 @@ def test_an_optimizer_that_accelerate_has_prepared_is_taken_with_its_scaler(tmp_
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     prepared.scaler = scaler
     outer = p2pdiloco.DiLoCo(model, prepared, run="story", tokens_per_step=8, state=tmp_path)
-    assert outer._optimizer is optimizer
+    assert outer._optimizers == [optimizer]
     assert outer._tally._scaler is scaler
 
 
@@ -374,11 +383,10 @@ def test_no_error_leaves_a_step_and_a_script_that_trains_alone_ends_at_the_runs_
     optimizer = sgd(model)
     outer = p2pdiloco.DiLoCo(model, optimizer, run="story", tokens_per_step=8, state=tmp_path)
     outer._link, outer._is_linked = Broken(error), True  # type: ignore[assignment]
-    outer._check = StepCheck(model, optimizer, outer._named)
+    outer._check = StepCheck(model, [optimizer], outer._named)
     outer._begun_in = os.getpid()
     outer._unhook()
     outer._hook_steps()
-    outer._check.begin()
     steps = 0
     while not outer.is_complete:
         model(torch.ones(1, 4)).sum().backward()
@@ -387,4 +395,24 @@ def test_no_error_leaves_a_step_and_a_script_that_trains_alone_ends_at_the_runs_
     assert steps == 5
     told = "from now on this script trains alone"
     assert [told in record.getMessage() for record in caplog.records] == [True]
-    outer._check.end()
+
+
+def test_parameters_of_the_optimizers_outside_of_the_model_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a head, or a loss with weights: each peer would train its own."""
+    model, head = linear(), nn.Linear(4, 8)
+    head.bias.requires_grad_(False)
+    given: dict[str, Any] = {"run": "story", "tokens_per_step": 8, "state": tmp_path}
+    both = [torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.1)]
+    p2pdiloco.DiLoCo(model, both, **given)
+    (record,) = caplog.records
+    assert record.getMessage().startswith("1 tensors of the optimizer (32 parameters) are no part of the model")
+    assert "torch.nn.ModuleList([model, head])" in record.getMessage()
+    caplog.clear()
+    p2pdiloco.DiLoCo(nn.ModuleList([model, head]), both, **given)
+    assert not caplog.records
+
+
+def test_the_signature_stays_that_of_the_constructor() -> None:
+    assert "tokens_per_step" in inspect.signature(p2pdiloco.DiLoCo).parameters

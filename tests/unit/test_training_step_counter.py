@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from p2pdiloco.training.step_counter import LOOK_STEPS, OTHER_STEPS, StepCounter
+from p2pdiloco.training.step_counter import COVERED_STEPS, LOOK_STEPS, OTHER_STEPS, StepCounter
 
 
 class Loop:
@@ -18,10 +18,15 @@ class Loop:
     def __init__(self, optimizer: type[torch.optim.Optimizer] = torch.optim.SGD, scaler: Any = None, **options: Any):
         self.model = nn.Linear(2, 1)
         self.optimizer = optimizer(self.model.parameters(), lr=0.1, **options)
-        self.tally = StepCounter(self.optimizer, scaler, 7)
+        self.tally = StepCounter([self.optimizer], scaler, 7)
         self.taken: list[tuple[int, float | None, bool]] = []
-        self.optimizer.register_step_post_hook(lambda *_: self.taken.append(self.tally.take()))
+        self.optimizer.register_step_post_hook(self.note)
         self.tally.begin()
+
+    def note(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """As the wrapper's hook."""
+        if self.tally.stepped(optimizer):
+            self.taken.append(self.tally.take())
 
     def gradients(self, value: float = 1.0) -> Tensor:
         """A backward pass whose gradients are finite if ``value`` is."""
@@ -111,7 +116,7 @@ def test_a_loss_on_a_device_is_read_once_a_second_at_most(monkeypatch: pytest.Mo
 def test_steps_whose_tokens_nobody_counts_are_told_until_somebody_does() -> None:
     """The merge would give them no weight, and the script would not know."""
     loop = Loop()
-    tally = StepCounter(loop.optimizer, None, 0)
+    tally = StepCounter([loop.optimizer], None, 0)
     tally.begin()
     for tokens, is_told in ((8, False), (0, False), (0, True), (0, True), (8, False)):
         tally.settle(tokens)
@@ -133,7 +138,7 @@ def test_an_optimizer_that_takes_the_place_of_ours_is_told(caplog: pytest.LogCap
     assert not caplog.records
     for _ in range(2 * OTHER_STEPS):
         second.step()
-    assert [record.getMessage()[:17] for record in caplog.records] == ["another optimizer"]
+    assert [record.getMessage()[:17] for record in caplog.records] == ["the SGD that p2pd"]
     loop.tally.end()
     caplog.clear()
     loop.optimizer.step()
@@ -148,7 +153,7 @@ def test_other_parameters_than_in_the_beginning_are_told(how: str, caplog: pytes
     model, late = nn.Linear(2, 1), nn.Parameter(torch.zeros(1))
     model.bias.requires_grad_(how != "unfrozen")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    tally = StepCounter(optimizer, None, 7)
+    tally = StepCounter([optimizer], None, 7)
     tally.begin()
     for _ in range(2 * LOOK_STEPS):
         tally.take()
@@ -160,4 +165,63 @@ def test_other_parameters_than_in_the_beginning_are_told(how: str, caplog: pytes
     for _ in range(3 * LOOK_STEPS):
         tally.take()
     assert [record.getMessage()[:16] for record in caplog.records] == ["other parameters"]
+    tally.end()
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("given", [(0, 1), (1, 0)])
+def test_a_step_is_one_of_each_optimizer_in_whatever_order(order: tuple[int, int], given: tuple[int, int]) -> None:
+    model = nn.Linear(2, 1)
+    optimizers = [torch.optim.SGD([model.weight], lr=0.1), torch.optim.AdamW([model.bias], lr=0.1)]
+    tally = StepCounter([optimizers[index] for index in given], None, 7)
+    tally.begin()
+    complete = [[tally.stepped(optimizers[index]) for index in order] for _ in range(3)]
+    assert complete == [[False, True]] * 3
+    tally.end()
+
+
+def test_an_optimizer_that_steps_more_often_than_another_makes_no_more_steps() -> None:
+    """As a GAN's discriminator. Tokens of all its steps are those of the one step."""
+    model = nn.Linear(2, 1)
+    often, seldom = torch.optim.SGD([model.weight], lr=0.1), torch.optim.SGD([model.bias], lr=0.1)
+    tally = StepCounter([often, seldom], None, 0)
+    taken: list[Any] = []
+    tally.begin()
+    for step in range(10):
+        tally.count(8, None)
+        due = (often, seldom) if step % 5 == 4 else (often,)
+        taken += [tally.take() for optimizer in due if tally.stepped(optimizer)]
+    assert taken == [(40, None, True)] * 2
+    tally.end()
+
+
+def test_one_of_several_optimizers_that_never_steps_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Linear(2, 1)
+    steps, rests = torch.optim.SGD([model.weight], lr=0.1), torch.optim.AdamW([model.bias], lr=0.1)
+    tally = StepCounter([steps, rests], None, 7)
+    tally.begin()
+    for _ in range(2 * OTHER_STEPS):
+        steps.step()
+        tally.stepped(steps)
+    assert [record.getMessage()[:27] for record in caplog.records] == ["the AdamW that p2pdiloco.Di"]
+    tally.end()
+
+
+def test_parameters_that_no_optimizer_holds_are_told_by_their_names(caplog: pytest.LogCaptureFixture) -> None:
+    """Those that a second optimizer has are not among them."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = torch.optim.SGD([model[1].weight], lr=0.1)
+    second = torch.optim.AdamW([model[0].weight, model[0].bias], lr=1e-3, fused=True)
+    tally = StepCounter([optimizer], None, 7, list(model.named_parameters()))
+    tally.begin()
+    for step in range(2 * COVERED_STEPS):
+        second.step()
+        optimizer.step()
+        tally.take()
+        assert len(caplog.records) == (step >= COVERED_STEPS - 1)
+    assert (
+        caplog.records[0]
+        .getMessage()
+        .startswith("no optimizer that stepped in the last 32 steps holds 1.bias of the model's 4 trainable")
+    )
     tally.end()
