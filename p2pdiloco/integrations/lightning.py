@@ -12,7 +12,8 @@ Needs the extra ``p2pdiloco[lightning]``. With several devices all ranks are one
 Rules of this file:
 1. Each peer trains samples of its own: torch's sampler in the loader is replaced.
 2. The figures of the run are logged as ``swarm/...``.
-3. With several optimizers (manual optimization), the steps of the last one are the run's.
+3. With several optimizers (manual optimization), a step of the run is one of each. Lightning counts each optimizer's
+   step in ``max_steps``, so the run has that many divided by their number.
 4. Schedules with ``interval="step"`` and ``frequency=1`` follow the run's step, if both have the same number of steps.
 """
 
@@ -27,7 +28,7 @@ from torch import Tensor
 
 from p2pdiloco.diloco import DiLoCo, DiLoCoError
 from p2pdiloco.integrations.lr_schedules import Schedules
-from p2pdiloco.training.script_arguments import known_options
+from p2pdiloco.training.script_arguments import TRAINED_ALREADY, known_options
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -44,7 +45,9 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]  # lightning is not typed 
     """Joins or creates the run when training begins, stops training when the run is complete, and leaves.
 
     ``trainer.logged_metrics``, and so TensorBoard and W&B, get the figures of ``DiLoCo.swarm`` as ``swarm/...``. The
-    loss that ``training_step`` returns is reported to the run. With several optimizers, the last one's steps count.
+    loss that ``training_step`` returns is reported to the run. With several optimizers, a step of the run is complete
+    when each of them has stepped. Each training needs a new callback and another run, also each fold of a
+    cross-validation.
     """
 
     def __init__(
@@ -69,7 +72,8 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]  # lightning is not typed 
             follow_schedule: Whether schedules with ``interval="step"`` follow the run's step, if the trainer makes as
                 many steps as the run has. False: they follow the trainer's steps.
             options: Further arguments of ``p2pdiloco.DiLoCo``, except ``model`` and ``optimizer``. ``total_steps``
-                defaults to the trainer's number of steps, if it is known; ``grad_scaler`` to the trainer's.
+                defaults to the trainer's number of steps, if it is known (``max_steps`` divided by the number of
+                optimizers); ``grad_scaler`` to the trainer's.
 
         Raises:
             DiLoCoError: ``DiLoCo`` has no such argument, or nothing says how many tokens a step has.
@@ -87,6 +91,7 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]  # lightning is not typed 
         self._tokens = tokens
         self._load_global = load_global
         self._options = options
+        self._has_trained = False
         self.outer: DiLoCo | None = None
         """The ``DiLoCo`` object while training; None before and after."""
 
@@ -94,14 +99,18 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]  # lightning is not typed 
         """Join the run.
 
         Raises:
-            DiLoCoError: The run could not be joined.
+            DiLoCoError: The run could not be joined, or this callback has trained already.
         """
+        if self._has_trained:
+            raise DiLoCoError(TRAINED_ALREADY)
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         options = {"grad_scaler": scaler, "tokens_per_step": 0, **self._options}
-        steps = trainer.max_steps if trainer.max_steps > 0 else trainer.estimated_stepping_batches
+        optimizers = trainer.optimizers
+        has_limit = trainer.max_steps > 0
+        steps = trainer.max_steps // len(optimizers) if has_limit else trainer.estimated_stepping_batches
         if 0 < steps < math.inf:
             options.setdefault("total_steps", int(steps))
-        self.outer = DiLoCo(pl_module, trainer.optimizers[-1], run=self._run, **options).__enter__()
+        self.outer = DiLoCo(pl_module, optimizers, run=self._run, **options).__enter__()
         if self._run is not None and self._follow_schedule:
             self._schedules = Schedules(self.outer, steps)
         self._follow(trainer)
@@ -142,7 +151,15 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]  # lightning is not typed 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave the run, and load its parameters."""
         outer, self.outer, self._schedules = self.outer, None, None
+        self._has_trained = self._run is not None
         if outer is not None:
+            if len(trainer.optimizers) > 1 and self._has_trained and not outer.is_complete:
+                log.warning(
+                    "training has ended at step %s of %s of the run: Lightning counts each optimizer's step in "
+                    "max_steps. If one of them steps more often than another, use max_epochs, and give total_steps",
+                    outer.global_step,
+                    outer.total_steps,
+                )
             outer.__exit__(None, None, None)
             if self._load_global:
                 outer.load_global()

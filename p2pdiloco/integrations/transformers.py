@@ -26,9 +26,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from p2pdiloco.diloco import DiLoCo
+from p2pdiloco.diloco import DiLoCo, DiLoCoError
 from p2pdiloco.integrations.lr_schedules import Schedules
-from p2pdiloco.training.script_arguments import known_options
+from p2pdiloco.training.script_arguments import TRAINED_ALREADY, known_options
 from p2pdiloco.training.swarm_view import CallHook
 
 try:
@@ -48,7 +48,8 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
 
     The Trainer's logs, and so TensorBoard and W&B, get the figures of ``DiLoCo.swarm`` as ``swarm/...``. The loss that
     the Trainer logs is reported to the run. Tokens are counted from the size of the model's inputs (padding included).
-    ``load_best_model_at_end`` is switched off, because it would put an earlier model into the run.
+    ``load_best_model_at_end`` is switched off, because it would put an earlier model into the run. Each training needs
+    a new callback and another run, also each fold of a cross-validation.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
         self._options = options
         self._load_global = load_global
         self._handle: Any = None
+        self._has_trained = False
         self.outer: DiLoCo | None = None
         """The ``DiLoCo`` object while training; None before and after."""
 
@@ -95,8 +97,10 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
         ``train``), leave first.
 
         Raises:
-            DiLoCoError: The run could not be joined.
+            DiLoCoError: The run could not be joined, or this callback has trained already.
         """
+        if self._has_trained:
+            raise DiLoCoError(TRAINED_ALREADY)
         self._leave()
         model, wrapped = kwargs["model"], kwargs["optimizer"]
         _go_first(self)
@@ -152,7 +156,7 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]  # transformers is 
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Leave the run, and load its parameters."""
-        outer = self.outer
+        outer, self._has_trained = self.outer, self._run is not None
         self._leave()
         if outer is not None and self._load_global:
             outer.load_global()

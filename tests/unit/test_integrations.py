@@ -16,8 +16,9 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from p2pdiloco.diloco import DiLoCo
+from p2pdiloco.diloco import DiLoCo, DiLoCoError
 from p2pdiloco.integrations.lr_schedules import follow
+from p2pdiloco.training.step_counter import StepCounter
 from p2pdiloco.training.swarm_view import CallHook
 
 
@@ -121,6 +122,8 @@ class Swarmed(Outer):
     def share(self, loader: Any) -> bool:
         self.shared.append(loader)
         return True
+
+    def record_batch(self, batch: Any) -> None: ...
 
     def report(self, loss: float) -> None:
         self.loss = loss
@@ -354,3 +357,91 @@ def test_lightnings_schedules_follow_the_run_if_they_are_as_long(
         assert [one.last_epoch for one in schedulers[1:]] == [0, 0]
         monkeypatch.setattr(Swarmed, "global_step", 40)
     assert Swarmed.made[-1]["total_steps"] == steps
+
+
+@pytest.mark.heavy
+def test_a_callback_that_has_trained_is_refused_for_another_training(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The second fold of a cross-validation would begin with the first one's parameters."""
+    transformers = pytest.importorskip("transformers", reason="needs the extra hf: pip install '.[hf]'")
+    from p2pdiloco.integrations import transformers as integration
+
+    monkeypatch.setattr(integration, "DiLoCo", Swarmed)
+    args = transformers.TrainingArguments(
+        output_dir=str(tmp_path),
+        per_device_train_batch_size=4,
+        max_steps=1,
+        save_strategy="no",
+        report_to=[],
+        use_cpu=True,
+    )
+    callback = integration.DiLoCoCallback(run="story")
+    transformers.Trainer(Hungry(), args, train_dataset=Texts(), callbacks=[callback]).train()
+    with pytest.raises(DiLoCoError, match=r"Make a new callback .*, with another run"):
+        transformers.Trainer(Hungry(), args, train_dataset=Texts(), callbacks=[callback]).train()
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("often", [1, 5])
+def test_lightnings_several_optimizers_make_one_step_together(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, often: int
+) -> None:
+    """Lightning itself counts each one's. Where one steps more often, the run is not over when Lightning stops."""
+    pytest.importorskip("lightning", reason="needs the extra lightning: pip install '.[lightning]'")
+    import lightning.pytorch
+
+    from p2pdiloco.integrations import lightning as integration
+
+    class Counting(Swarmed):
+        """Counts as the real one does."""
+
+        swarm: ClassVar[dict[str, float]] = {}
+
+        def __init__(self, model: nn.Module, optimizers: Any, **options: Any) -> None:
+            super().__init__(model, optimizers, **options)
+            tally = StepCounter(optimizers, None, 1)
+            self.total_steps, self.global_step = options["total_steps"], 0
+            for one in optimizers:
+                one.register_step_post_hook(lambda which, *_: self.note(tally.stepped(which)))
+
+        def note(self, is_complete: bool) -> None:
+            self.global_step += is_complete
+            self.is_complete = self.global_step >= self.total_steps
+
+    class Two(lightning.pytorch.LightningModule):  # type: ignore[misc]
+        """A GAN's loop."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+            self.first, self.second = nn.Linear(2, 1), nn.Linear(2, 1)
+
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+            first, second = self.optimizers()
+            (self.first(batch) + self.second(batch)).sum().backward()
+            first.step()
+            if batch_idx % often == 0:
+                second.step()
+
+        def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+            return [torch.optim.SGD(one.parameters(), lr=0.1) for one in (self.first, self.second)]
+
+    monkeypatch.setattr(integration, "DiLoCo", Counting)
+    callback, outers = integration.DiLoCoCallback(run="story", tokens=len), []
+    monkeypatch.setattr(Counting, "__exit__", lambda outer, *_: outers.append(outer))
+
+    def fit() -> None:
+        quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
+        trainer = lightning.pytorch.Trainer(
+            max_steps=20, accelerator="cpu", callbacks=[callback], enable_model_summary=False, **quiet
+        )
+        trainer.fit(Two(), torch.utils.data.DataLoader(torch.ones(64, 2), batch_size=1))
+
+    fit()
+    (outer,) = outers
+    assert outer.total_steps == 10
+    assert (outer.global_step == 10) is (often == 1)
+    assert ("training has ended at step" in caplog.text) is (often == 5)
+    with pytest.raises(DiLoCoError, match=r"Make a new callback"):
+        fit()
