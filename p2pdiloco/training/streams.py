@@ -6,7 +6,8 @@ Rules of this file:
 2. The hash selects one of PIECES pieces, and each piece belongs to one of the training peers, as in ``sampler.py``. In
    each pass the pieces belong to other peers.
 3. Workers are other processes. They read the training peers from shared memory, and so follow peers that join or leave.
-4. A peer that gets nothing in a whole pass takes all samples of the next one: there are more peers than samples.
+4. A peer that gets nothing in a whole pass, or for PATIENCE times its fair share of samples, takes all samples until
+   one is its own: there are more peers than distinct samples. An endless stream has no second pass.
 """
 
 from __future__ import annotations
@@ -22,11 +23,16 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from p2pdiloco.protocol.ids import digest_of
 from p2pdiloco.training.sampler import PIECES, owner
+from p2pdiloco.util import logs
 
 # Bytes of the shared memory. Peers beyond it are left out, which costs repeated samples.
 _BYTES = 1 << 18
 _HEADER = 16
 _WORKERS = 256
+# So many times as many samples as a peer's fair share takes on average. Of distinct samples, one is its own by then.
+PATIENCE = 64
+
+log = logs.get("data")
 
 
 class TrainingPeers:
@@ -81,12 +87,28 @@ class OwnStream(IterableDataset[Any]):
         at = 0 if worker is None else worker.id % _WORKERS
         number, takes_all = int(self._passes[at]), bool(self._got_nothing[at])
         self._passes[at] += 1
-        taken = False
+        taken, passed_by, is_told = False, 0, False
         for sample in self.source:
-            if takes_all or self._is_own(sample, number):
-                taken = True
-                yield sample
+            if self._is_own(sample, number):
+                passed_by = 0
+            elif not takes_all:
+                if passed_by < self._patience():
+                    passed_by += 1
+                    continue
+                if not is_told:
+                    is_told = True
+                    log.warning(
+                        f"none of the last {passed_by:,} samples of the stream belongs to this peer, so it trains all "
+                        "of them, and peers repeat each other's samples: the stream has too few distinct samples; give "
+                        "it more data"
+                    )
+            taken = True
+            yield sample
         self._got_nothing[at] = not taken
+
+    def _patience(self) -> int:
+        me, peers = self._peers.read()
+        return PATIENCE * self._ranks * len({*peers, me})
 
     def _is_own(self, sample: Any, number: int) -> bool:
         me, peers = self._peers.read()

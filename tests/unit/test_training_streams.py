@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from importlib.util import find_spec
+from itertools import chain, cycle, islice
 from typing import Any
 
 import pytest
@@ -71,6 +72,19 @@ def test_more_peers_than_samples_still_train() -> None:
     for me in crowd[:5]:
         stream = OwnStream(Stream(2), known(me, crowd))
         assert sum(len(numbers(stream)) for _ in range(2)) >= 1
+
+
+def test_an_endless_stream_of_few_distinct_samples_reaches_every_peer(caplog: pytest.LogCaptureFixture) -> None:
+    """Before, a peer that owned none of them waited for ever, without a word."""
+    samples = [{"number": number, "text": f"document {number}"} for number in range(2)]
+    idle = [me for me in PEERS if not numbers(OwnStream(samples, known(me)))]
+    assert idle, "more peers than samples"
+    stream = OwnStream(cycle(samples), known(idle[0]))
+    assert {int(sample["number"]) for sample in islice(stream, 10)} == {0, 1}
+    assert "too few distinct samples" in caplog.text
+    stream = OwnStream(chain(islice(cycle(samples), 500), Stream(600)), known(idle[0]))
+    others = [number for number in numbers(stream) if number > 1]
+    assert 120 < len(others) < 280, "it takes its own alone once they come"
 
 
 def test_ranks_of_a_peer_divide_its_samples() -> None:
