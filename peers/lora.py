@@ -3,8 +3,8 @@
     python peers/lora.py MODEL TEXTS.jsonl            # the first prints an INVITE
     python peers/lora.py MODEL TEXTS.jsonl INVITE     # any number of others, with the same MODEL
 
-MODEL: a folder, or a name on the Hugging Face hub (OWNER/NAME or hf://OWNER/NAME). TEXTS: a file with {"text": ...} on
-each line, or a data set on the hub. Needs the extra hf.
+MODEL: a folder, or a name on the Hugging Face hub (OWNER/NAME or hf://OWNER/NAME). TEXTS: a file with {"text": ...} or
+{"messages": ...} on each line, or a data set on the hub. Needs the extra hf.
 """
 
 import os
@@ -25,8 +25,8 @@ tokenizer = transformers.AutoTokenizer.from_pretrained(base)
 tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
 adapters = peft.LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
 model = peft.get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(base), adapters)
-end = tokenizer.eos_token or ""  # the model learns to stop there
-tokens = [tokenizer(text + end, truncation=True, max_length=512)["input_ids"] for text in load_texts(texts)]
+end, found = tokenizer.eos_token or "", load_texts(texts, tokenizer=tokenizer)  # the model learns to stop at the end
+tokens = [tokenizer(text + end, truncation=True, max_length=512)["input_ids"] for text in found]
 
 trainer = transformers.Trainer(
     model,

@@ -3,8 +3,8 @@
     python peers/pretrain.py MODEL TEXTS.jsonl            # the first prints an INVITE
     python peers/pretrain.py MODEL TEXTS.jsonl INVITE     # any number of others, with a model of the same shape
 
-MODEL: a folder, or a name on the Hugging Face hub (OWNER/NAME or hf://OWNER/NAME). TEXTS: a file with {"text": ...} on
-each line, or a data set on the hub. Needs the extra hf.
+MODEL: a folder, or a name on the Hugging Face hub (OWNER/NAME or hf://OWNER/NAME). TEXTS: a file with {"text": ...} or
+{"messages": ...} on each line, or a data set on the hub. Needs the extra hf.
 """
 
 import os
@@ -19,11 +19,11 @@ CONTEXT = 512
 if len(sys.argv) < 3:
     sys.exit(__doc__)
 base, texts, *invite = sys.argv[1:]
-base = base.removeprefix("hf://")
-steps = int(os.environ.get("STEPS", "10000"))
+base, steps = base.removeprefix("hf://"), int(os.environ.get("STEPS", "10000"))
 tokenizer = transformers.AutoTokenizer.from_pretrained(base)
 model = transformers.AutoModelForCausalLM.from_pretrained(base)
-tokens = [token for text in load_texts(texts) for token in tokenizer(text + (tokenizer.eos_token or ""))["input_ids"]]
+end, found = tokenizer.eos_token or "", load_texts(texts, tokenizer=tokenizer)
+tokens = [token for text in found for token in tokenizer(text + end)["input_ids"]]
 windows = [tokens[start : start + CONTEXT] for start in range(0, len(tokens) - CONTEXT, CONTEXT)]
 if not windows:
     sys.exit(f"{texts} has {len(tokens)} tokens, one window takes {CONTEXT + 1}: give more text")

@@ -491,6 +491,11 @@ def generate(sub: argparse.ArgumentParser) -> None:
 def tokenizer(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("texts", type=Path, metavar="TEXTS", help="file or folder with texts: *.txt, *.jsonl or *.parquet")
     sub.add_argument(
+        "--data-kind",
+        choices=("text", "jsonl", "parquet"),
+        help="files to read, as data.kind of a run (default: those there, if they are of one kind)",
+    )
+    sub.add_argument(
         "--out", type=Path, metavar="DIR", required=True, help="folder to write tokenizer.json into (required)"
     )
     sub.add_argument(

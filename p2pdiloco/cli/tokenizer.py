@@ -18,8 +18,10 @@ async def run(arguments: argparse.Namespace) -> int:
     """Train and write it, and say how a run uses it."""
     if (arguments.out / "tokenizer.json").exists():
         raise CommandError(f"{arguments.out} has a tokenizer.json, which a run may use: name another --out", REPAIR)
-    config = DataConfig(kind=kind_of(arguments.texts), column=arguments.column)
     with as_command_errors(repair=(ValueError,), nobody=()):
+        config = DataConfig(
+            kind=arguments.data_kind or kind_of(arguments.texts, "--data-kind"), column=arguments.column
+        )
         trained, tokens = await asyncio.to_thread(train_tokenizer, config, str(arguments.texts), arguments.size)
         await asyncio.to_thread(write_tokenizer, trained, arguments.out)
     peer_options.say(

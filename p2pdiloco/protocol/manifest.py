@@ -103,27 +103,31 @@ class DataConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     kind: Literal["stdlib", "files", "text", "jsonl", "parquet"] = "stdlib"
     """Kind of data. ``stdlib``: the source of the machine's own Python standard library, as bytes. ``files``: files of
-    a folder, as bytes. ``text``, ``jsonl``, ``parquet``: documents, as tokens of ``tokenizer``."""
+    a folder, as bytes. ``text``, ``jsonl`` (JSON lines, or a JSON array), ``parquet``: documents, as tokens of
+    ``tokenizer``. Other files of the folder are left out. gzip and zstandard are decompressed. Data larger than 1 GiB
+    are mapped; several or compressed files, and tokens, are copied to ``~/.cache/p2pdiloco`` for that."""
     path: Annotated[str, Meta(max_length=4096)] = ""
     """The founder's folder, or a single file of documents. Joiners pass ``--data``. It is not part of the manifest."""
     pattern: Annotated[str, Meta(max_length=256)] = ""
-    """Glob pattern of the files below the folder. Default: ``*.py`` for ``files``, else ``*.txt``, ``*.jsonl`` or
-    ``*.parquet``."""
+    """Glob pattern of the files below the folder. Default: ``*.py`` for ``files``; ``*.txt``; ``*.jsonl`` and, if they
+    are arrays, ``*.json``; or ``*.parquet``. All but Parquet also with ``.gz`` or ``.zst``."""
     tokenizer: Annotated[str, Meta(max_length=4096)] = ""
     """For documents: the founder's folder with tokenizer.json. Joiners keep a copy in their data folder or pass
     ``--tokenizer``. It is not part of the manifest."""
     tokenizer_digest: Annotated[str, Meta(max_length=40)] = ""
     """Digest of tokenizer.json. A joiner with another tokenizer is refused. Leave it out. Default: filled in."""
     column: Annotated[str, Meta(min_length=1, max_length=256)] = "text"
-    """For ``jsonl`` and ``parquet``: the column that holds the text."""
+    """For ``jsonl`` and ``parquet``: the column that holds the text, or chat messages, which the chat template beside
+    tokenizer.json turns into a text. Rows where it is null are skipped. Without a column ``text``, the columns
+    ``messages``, or ``instruction``, ``input`` and ``output``, are read."""
     separator: Annotated[str, Meta(max_length=256)] = ""
     """For documents: a token to append to each one, such as ``</s>``. Empty: no separator."""
     held_out_share: Annotated[float, Meta(gt=0.0, le=0.5)] = 0.05
     """Share of the files or documents that are held out for evaluation. Each one goes to one split as a whole."""
     block: Annotated[int, Meta(ge=0, le=2**30)] = 128
     """Size of a data block. Peers with the same data share an epoch's blocks, so each one is trained once. It is
-    rounded up to whole batches, and adjusted to the size of the data. 0: no blocks; every learner draws its samples at
-    random. Unit: samples."""
+    rounded up to whole batches, and adjusted to the size of the data. 0, or data of more than 2^25 samples: no blocks;
+    every learner draws its samples at random. Unit: samples."""
 
 
 class InnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

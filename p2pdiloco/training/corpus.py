@@ -11,97 +11,181 @@ Rules of this file:
 from __future__ import annotations
 
 import hashlib
-import itertools
+import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from p2pdiloco.protocol.data_blocks import MAX_BLOCKS, Block
 from p2pdiloco.protocol.ids import Digest, RunId, digest_of
 from p2pdiloco.protocol.manifest import BlockSpec, DataConfig
-from p2pdiloco.training.dataset_files import PATTERNS, Corpus, CorpusError, find_files, is_held_out
+from p2pdiloco.training.dataset_files import (
+    BROKEN,
+    PATTERNS,
+    Corpus,
+    CorpusError,
+    Progress,
+    cached,
+    find_files,
+    is_compressed,
+    is_held_out,
+    log,
+    mapped,
+    open_file,
+    stamp,
+)
 from p2pdiloco.training.tokenized_dataset import load_tokens
 
-DEFAULT_MAX_BYTES = 1 << 32
 STDLIB_MAX_BYTES = 32 << 20
+# A split of more bytes is mapped.
+MEMORY_BYTES = 1 << 30
+PIECE_BYTES = 1 << 20
+# A file that is mapped is not read from end to end: so many places of a page each are checked for text.
+PROBES, PAGE = 256, 4096
+# An epoch of more samples has no blocks: their order would not fit into memory, and nobody trains so many.
+MOST_SAMPLES = 1 << 25
 # An epoch of fewer blocks cannot be shared well: most blocks would always be assigned to somebody.
 FEWEST_BLOCKS = 32
+
+
+class Part(NamedTuple):
+    """A part of a file: the bytes from ``start`` to ``stop``, after decompression."""
+
+    file: Path
+    start: int
+    stop: int
 
 
 def load_corpus(
     config: DataConfig,
     data: str | None = None,
     tokenizer: str | None = None,
-    max_bytes: int = DEFAULT_MAX_BYTES,
+    max_bytes: int = sys.maxsize,
     *,
     context: int = 1,
 ) -> Corpus:
     """Read the files of the folder ``data`` in the order of their paths, up to ``max_bytes`` (standard library: 32
-    MiB).
+    MiB). Splits of more than ``MEMORY_BYTES`` are mapped instead.
 
     A file is trained on or held out as a whole. If that leaves one split without a sample (a single book, say), the
     tail of each file is held out instead. For documents and ``tokenizer`` see ``tokenized_dataset``.
 
     Raises:
-        CorpusError: there is no such folder or no matching file, a file cannot be read, or a split has fewer than
-            ``context`` + 1 bytes.
+        CorpusError: there is no such folder or no matching file, a file cannot be read or is no text, or a split has
+            fewer than ``context`` + 1 bytes.
     """
     if config.kind in PATTERNS:
         return load_tokens(config, data, tokenizer, max_bytes, context)
     root, files = find_files(config, data)
-    limit = min(max_bytes, STDLIB_MAX_BYTES) if config.kind == "stdlib" and data is None else max_bytes
-    splits: dict[bool, bytearray] = {False: bytearray(), True: bytearray()}
-    ends: dict[bool, list[int]] = {False: [], True: []}
+    left = min(max_bytes, STDLIB_MAX_BYTES) if config.kind == "stdlib" and data is None else max_bytes
+    parts: dict[bool, list[Part]] = {False: [], True: []}
     for file in files:
-        room = limit - sum(len(s) for s in splits.values())
-        if room <= 0:
+        part = Part(file, 0, min(_size(file), left))
+        left -= part.stop
+        parts[is_held_out(file.relative_to(root).as_posix(), config.held_out_share)].append(part)
+        if not left:
             break
-        held_out = is_held_out(file.relative_to(root).as_posix(), config.held_out_share)
-        splits[held_out] += _read(file, room)
-        ends[held_out].append(len(splits[held_out]))
-    short = [held_out for held_out, split in splits.items() if len(split) <= context]
+    short = [held_out for held_out, split in parts.items() if _total(split) <= context]
     if len(short) == 1:
-        _share_out(splits, ends[not short[0]], config.held_out_share, to=short[0])
+        parts = _tails(parts[not short[0]], config.held_out_share)
     for held_out, label in ((False, "training"), (True, "held-out")):
-        if len(splits[held_out]) <= context:
+        if _total(parts[held_out]) <= context:
             raise CorpusError(
-                f"the {label} split of {root} has {len(splits[held_out])} bytes, a sample needs {context + 1}: "
+                f"the {label} split of {root} has {_total(parts[held_out])} bytes, a sample needs {context + 1}: "
                 "add files, or change data.held_out_share"
             )
-    return Corpus(
-        train=torch.frombuffer(splits[False], dtype=torch.uint8),
-        held_out=torch.frombuffer(splits[True], dtype=torch.uint8),
-    )
+    found = Corpus(train=_split(parts[False]), held_out=_split(parts[True]))
+    log.info("data-read", place=root, files=len(files), bytes=found.train.numel(), held_out=found.held_out.numel())
+    return found
 
 
-def _share_out(splits: dict[bool, bytearray], ends: Sequence[int], share: float, *, to: bool) -> None:
-    """Hold out the tail of each file, ``share`` of it. All files are in one split, with their ends at ``ends``; ``to``
-    is the split without a sample."""
-    given = splits[not to]
-    splits[not to] = bytearray()
-    for start, end in itertools.pairwise((0, *ends)):
-        cut = end - round(share * (end - start))
-        splits[False] += given[start:cut]
-        splits[True] += given[cut:end]
-
-
-def _read(file: Path, limit: int) -> bytes:
+def _size(file: Path) -> int:
     try:
-        with file.open("rb") as stream:
-            return stream.read(limit)
-    except OSError as error:
-        raise CorpusError(f"{file} cannot be read ({error.strerror}): fix its permissions or move it away") from error
+        if not is_compressed(file):
+            return file.stat().st_size
+        with open_file(file) as stream:
+            return sum(map(len, iter(partial(stream.read, PIECE_BYTES), b"")))
+    except BROKEN as error:
+        raise _unreadable(file, error) from error
+
+
+def _total(parts: Sequence[Part]) -> int:
+    return sum(part.stop - part.start for part in parts)
+
+
+def _tails(parts: Sequence[Part], share: float) -> dict[bool, list[Part]]:
+    """Divide each file: its tail, ``share`` of it, is held out."""
+    cuts = [part.stop - round(share * part.stop) for part in parts]
+    return {
+        False: [Part(part.file, 0, cut) for part, cut in zip(parts, cuts, strict=True)],
+        True: [Part(part.file, cut, part.stop) for part, cut in zip(parts, cuts, strict=True)],
+    }
+
+
+def _split(parts: Sequence[Part]) -> Tensor:
+    """Return the bytes of ``parts``, uint8: from memory, from the only file, or from a copy in the cache."""
+    if _total(parts) <= MEMORY_BYTES:
+        content = bytearray()
+        for piece in _pieces(parts):
+            content += piece
+        return torch.frombuffer(content, dtype=torch.uint8)
+    file, start, stop = parts[0]
+    if len(parts) == 1 and not is_compressed(file):
+        found = mapped(file, np.uint8)[start:stop]
+        for at in range(0, len(found), max(PAGE, len(found) // PROBES)):
+            if not found[at : at + PAGE].any():
+                raise _empty(file)
+        return found
+
+    def write(folder: Path) -> None:
+        with (folder / "bytes").open("wb") as target:
+            target.writelines(_pieces(parts))
+
+    return mapped(cached([(*stamp(p.file), p.start, p.stop) for p in parts], write, _total(parts)) / "bytes", np.uint8)
+
+
+def _pieces(parts: Sequence[Part]) -> Iterator[bytes]:
+    progress = Progress("reading-data", _total(parts))
+    for file, start, stop in parts:
+        try:
+            with open_file(file) as stream:
+                position = 0
+                while position < stop and (piece := stream.read(PIECE_BYTES)):
+                    if not piece.strip(b"\0"):
+                        raise _empty(file)
+                    wanted = piece[max(0, start - position) : stop - position]
+                    position += len(piece)
+                    progress.add(len(wanted))
+                    yield wanted
+        except BROKEN as error:
+            raise _unreadable(file, error) from error
+
+
+def _unreadable(file: Path, error: Exception) -> CorpusError:
+    told = getattr(error, "strerror", None) or error
+    return CorpusError(f"{file} cannot be read ({told}): fix its permissions, repair it or move it away")
+
+
+def _empty(file: Path) -> CorpusError:
+    return CorpusError(
+        f"{file} has NUL bytes instead of text: it is a file with holes; download it again or move it away"
+    )
 
 
 def cut_into_blocks(corpus: Corpus, context: int, batch: int, block: int) -> BlockSpec:
     """Divide an epoch into blocks of about ``block`` samples, whole batches each.
 
     Blocks are larger if there would be too many, and smaller if there would be too few to share. There are none if even
-    blocks of one batch are too few.
+    blocks of one batch are too few, or if the samples are too many to be shuffled.
     """
     samples = _samples(corpus, context)
+    if samples > MOST_SAMPLES:
+        return BlockSpec()
     size = max(min(block, samples // FEWEST_BLOCKS), -(-samples // MAX_BLOCKS))
     size = -(-size // batch) * batch
     if not block or not size or samples // size < FEWEST_BLOCKS:

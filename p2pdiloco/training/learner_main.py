@@ -36,6 +36,7 @@ from p2pdiloco.training.node_reconnect import Reunion
 from p2pdiloco.training.optimizer_state import Keeper
 from p2pdiloco.training.shared_memory import SharedVectors, ring_elements
 from p2pdiloco.training.thread_tuning import ThreadChoice
+from p2pdiloco.util import logs
 from p2pdiloco.util.process import be_called, die_with_parent
 from p2pdiloco.wire.learner_ipc import Failed
 
@@ -48,6 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run until the node sends ``Exit`` or is gone; return the exit status."""
     options = _parser().parse_args(argv)
     be_called(NAME)
+    logs.configure()
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -13,8 +13,8 @@ from typing import Any
 
 from p2pdiloco.protocol.manifest import DataConfig
 from p2pdiloco.training.dataset_files import CorpusError, find_files
+from p2pdiloco.training.documents import Documents
 from p2pdiloco.training.huggingface import EXTRA
-from p2pdiloco.training.tokenized_dataset import read_documents
 
 END = "<|endoftext|>"
 
@@ -26,7 +26,11 @@ def train_tokenizer(config: DataConfig, data: str, size: int) -> tuple[str, int]
         CorpusError: tokenizers is not installed, or there are no documents.
     """
     root, files = find_files(config, data)
-    tokenizer = byte_pairs((document.text for document in read_documents(config, root, files)), size)
+    # Only the words of a chat are learned: its template belongs to a model, which has a tokenizer.
+    documents = Documents(
+        config, root, files, option="--column", render=lambda chat: "\n".join(str(m.get("content")) for m in chat)
+    )
+    tokenizer = byte_pairs((document.text for document in documents), size)
     return tokenizer.to_str(pretty=True), tokenizer.get_vocab_size()
 
 

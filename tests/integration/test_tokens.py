@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
+import json
+import logging
 from pathlib import Path
 
 import msgspec
@@ -10,7 +13,7 @@ import torch
 from documents import VOCABULARY, make_texts, write_documents, write_tokenizer
 
 from p2pdiloco.protocol.manifest import DataConfig, RunConfig
-from p2pdiloco.training import tokenized_dataset
+from p2pdiloco.training import documents, tokenized_dataset
 from p2pdiloco.training.corpus import data_digest, load_corpus
 from p2pdiloco.training.data_sources import tell_sources
 from p2pdiloco.training.dataset_files import Corpus, CorpusError
@@ -60,7 +63,7 @@ def test_documents_become_tokens_once(tmp_path: Path, kind: str, cache: Path, mo
 def test_a_long_text_is_one_document_though_it_is_read_in_pieces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tokenized_dataset, "TEXT_BYTES", 1000)
+    monkeypatch.setattr(documents, "TEXT_BYTES", 1000)
     write_tokenizer(tmp_path / "tok")
     for name in ("a", "b", "c", "d"):  # "b" is held out
         (tmp_path / "text").mkdir(exist_ok=True)
@@ -77,6 +80,33 @@ def test_no_more_than_the_limit_is_read(tmp_path: Path) -> None:
     whole = load(tmp_path, config("jsonl"))
     part = load(tmp_path, config("jsonl"), max_bytes=40_000)
     assert len(part.train) < 0.6 * len(whole.train)
+
+
+def test_a_run_on_chats_trains_on_what_the_template_beside_its_tokenizer_makes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """From compressed rows, some without messages, which are counted. A changed template makes other tokens."""
+    write_tokenizer(tmp_path / "tok")
+    texts = make_texts(100)
+    chats = [{"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "x"}]} for text in texts]
+    content = "".join(json.dumps(chat) + "\n" for chat in [*chats, {"messages": None}]).encode()
+    (tmp_path / "jsonl").mkdir()
+    (tmp_path / "jsonl" / "chats.jsonl.gz").write_bytes(gzip.compress(content))
+    (tmp_path / "jsonl" / "LICENSE.txt").write_text("data.kind chooses")
+    with pytest.raises(CorpusError, match=r"has no chat template: copy chat_template\.jinja there"):
+        load(tmp_path, config("jsonl"))
+    template = tmp_path / "tok" / "chat_template.jinja"
+    template.write_text("{% for m in messages %}{{ m['content'] }} {% endfor %}")
+    with caplog.at_level(logging.INFO, "p2pdiloco"):
+        found = load(tmp_path, config("jsonl"))
+    total = sum(len(text.split()) + 1 for text in texts)
+    assert len(found.train) + len(found.held_out) == total
+    (told,) = [record.__dict__["fields"] for record in caplog.records if record.message == "data-read"]
+    assert {name: told[name] for name in ("files", "rows", "skipped")} == {"files": 1, "rows": 100, "skipped": 1}
+    assert told["tokens"] + told["held_out"] == total
+    template.write_text("{% for m in messages %}{{ m['content'] }} x {% endfor %}")
+    found = load(tmp_path, config("jsonl"))
+    assert len(found.train) + len(found.held_out) == total + 200
 
 
 def test_a_joiner_needs_the_runs_tokenizer(tmp_path: Path) -> None:

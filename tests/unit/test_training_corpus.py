@@ -1,11 +1,17 @@
 """Corpus, batches, the built-in model and its flat parameters, the learning rate, and the shared memory."""
 
+import gzip
+import logging
 import os
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import zstandard
 
 from p2pdiloco.codec.fragments import tensor_specs
 from p2pdiloco.protocol.data_blocks import MAX_BLOCKS, Block
@@ -21,7 +27,7 @@ from p2pdiloco.protocol.manifest import (
 )
 from p2pdiloco.training.corpus import Batches, Blocks, cut_into_blocks, data_digest, held_out_batches, load_corpus
 from p2pdiloco.training.data_sources import tell_sources
-from p2pdiloco.training.dataset_files import Corpus, CorpusError, find_files, is_held_out
+from p2pdiloco.training.dataset_files import Corpus, CorpusError, find_files, is_held_out, mapped
 from p2pdiloco.training.evaluation import held_out_loss
 from p2pdiloco.training.models import build_model, generate, is_embedding, loss, named_tensors
 from p2pdiloco.training.optimizers import learning_rate
@@ -69,6 +75,61 @@ def test_the_tails_of_files_are_held_out_where_a_split_would_be_empty(names: lis
     corpus = load_corpus(config, str(tmp_path), context=8)
     assert (set(corpus.train.tolist()), set(corpus.held_out.tolist())) == ({ord("t")}, {ord("h")})
     assert corpus.train.numel() + corpus.held_out.numel() == 1000 * len(names)
+
+
+@pytest.mark.parametrize("names", [["book.txt"], ["book.gz"], ["0.txt", "1.txt.gz", "2.txt", "3.txt.zst"]])
+def test_data_that_do_not_fit_into_memory_are_the_same_and_mapped(
+    names: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One file is mapped where it is; several, and compressed ones, are copied once. Before, all was cut at 4 GiB."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    compress = {".gz": gzip.compress, ".zst": zstandard.ZstdCompressor().compress, ".txt": bytes}
+    (tmp_path / "texts").mkdir()
+    for name in names:
+        text = "".join(f"line {number} of {name}\n" for number in range(500)).encode()
+        (tmp_path / "texts" / name).write_bytes(compress[Path(name).suffix](text))
+    config = DataConfig(kind="files", pattern="*", held_out_share=0.3)
+    before = load_corpus(config, str(tmp_path / "texts"), context=8)
+    monkeypatch.setattr("p2pdiloco.training.corpus.MEMORY_BYTES", 100)
+    monkeypatch.setattr("p2pdiloco.training.dataset_files.PROGRESS_S", 0.0)
+    with caplog.at_level(logging.INFO, "p2pdiloco"):
+        found = [load_corpus(config, str(tmp_path / "texts"), context=8) for _ in range(2)]
+    for one in found:
+        assert torch.equal(one.train, before.train)
+        assert torch.equal(one.held_out, before.held_out)
+    fields = [record.__dict__["fields"] for record in caplog.records if record.message == "data-read"]
+    assert (fields[0]["files"], fields[0]["bytes"]) == (len(names), before.train.numel())
+    is_copied = names != ["book.txt"]
+    assert (tmp_path / "cache").exists() == is_copied
+    assert ("reading-data" in caplog.messages) == is_copied, "a long start tells how far it is"
+    if is_copied:
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10))
+        (tmp_path / "texts" / names[0]).touch()
+        with pytest.raises(CorpusError, match="free space there, or set XDG_CACHE_HOME"):
+            load_corpus(config, str(tmp_path / "texts"), context=8)
+
+
+@pytest.mark.parametrize("size", [1 << 40, 1 << 21])
+def test_a_file_with_holes_is_refused_whatever_its_size(size: int, tmp_path: Path) -> None:
+    """Before, a terabyte took a minute and 9 GB of memory, and founded a run on NULs."""
+    with (tmp_path / "a.txt").open("wb") as file:
+        file.write(b"text" * 2000)
+        file.truncate(size)
+    with pytest.raises(CorpusError, match=r"a.txt has NUL bytes instead of text"):
+        load_corpus(DataConfig(kind="files", pattern="*.txt"), str(tmp_path))
+
+
+def test_a_file_that_is_larger_than_memory_is_mapped(tmp_path: Path) -> None:
+    (tmp_path / "tokens").touch()
+    os.truncate(tmp_path / "tokens", 1 << 40)
+    assert mapped(tmp_path / "tokens", np.int32)[-1] == 0
+
+
+def test_samples_that_are_too_many_to_shuffle_have_no_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Corpus(train=torch.zeros(10_000, dtype=torch.uint8), held_out=torch.zeros(100, dtype=torch.uint8))
+    assert cut_into_blocks(found, 8, 4, 16).number
+    monkeypatch.setattr("p2pdiloco.training.corpus.MOST_SAMPLES", 1000)
+    assert not cut_into_blocks(found, 8, 4, 16).number
 
 
 def test_another_folder_with_the_same_files_splits_alike(tmp_path: Path) -> None:
