@@ -38,6 +38,7 @@ from torch import Tensor
 from p2pdiloco.protocol.ids import digest_of
 from p2pdiloco.protocol.manifest import DataConfig
 from p2pdiloco.util import logs
+from p2pdiloco.util.files import home_folder
 
 log = logs.get("data")
 
@@ -266,7 +267,7 @@ def cached(key: object, write: Callable[[Path], None], size: int = 0) -> Path:
     Raises:
         CorpusError: it cannot be written.
     """
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "p2pdiloco" / "tokens"
+    root = Path(os.environ.get("XDG_CACHE_HOME") or home_folder() / ".cache") / "p2pdiloco" / "tokens"
     folder = root / digest_of(json.dumps(key).encode())
     if folder.is_dir():
         return folder
