@@ -52,6 +52,8 @@ _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _CUTS = {rf"{_WORDS}|\p{{N}}{{1,3}}|{_REST}": "llama-bpe", rf"{_WORDS}|\p{{N}}|{_REST}": "qwen2"}
 # A tokenizer of bytes has no merges, but llama.cpp needs one. "!!" is no token, so it is split into bytes again.
 _NO_MERGE = "! !"
+# GGUF's names of tokens at which llama.cpp stops.
+_ENDS = ("eos", "eot", "eom")
 _EXPERT = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.(\d+)\.(\w+)\.weight")
 
 
@@ -208,9 +210,7 @@ def _add_tokenizer(writer: Any, folder: Path, config: Mapping[str, Any]) -> None
     writer.add_tokenizer_pre(cut)
     writer.add_token_list([tokens.get(i, f"[PAD{i}]") for i in range(size)])
     writer.add_token_types([_kind(i, tokens, added, kinds) for i in range(size)])
-    merges = [one if isinstance(one, str) else " ".join(one) for one in told["model"]["merges"]]
-    writer.add_token_merges(merges or [_NO_MERGE])
-    _add_ends(writer, path, config, tokens)
+    _add_special(writer, folder, config, tokens)
 
 
 def _kind(index: int, tokens: Mapping[int, str], added: Mapping[int, Mapping[str, Any]], kinds: Any) -> Any:
@@ -221,19 +221,44 @@ def _kind(index: int, tokens: Mapping[int, str], added: Mapping[int, Mapping[str
     return kinds.NORMAL
 
 
-def _add_ends(writer: Any, path: Path, config: Mapping[str, Any], tokens: Mapping[int, str]) -> None:
-    """Add the tokens that begin and end a text. Without these keys, llama.cpp takes token 11 for both.
+def _add_special(writer: Any, folder: Path, config: Mapping[str, Any], tokens: Mapping[int, str]) -> None:
+    """Add the merges, the chat template and the special tokens.
 
-    A model of bytes has neither, so NUL ends its texts.
+    Without the tokens that begin and end a text, llama.cpp takes token 11 for both. A model of bytes has neither, so
+    NUL ends its texts.
     """
-    end, begin = config.get("eos_token_id"), config.get("bos_token_id")
-    end = end[0] if isinstance(end, list) and end else end
-    end = end if isinstance(end, int) and end in tokens else 0
-    begin = begin if isinstance(begin, int) and begin in tokens else end
-    first = load_tokenizer(path.read_bytes()).encode("a").ids[0]
-    writer.add_bos_token_id(begin)
-    writer.add_eos_token_id(end)
-    writer.add_add_bos_token(first == begin and tokens[begin] != "a")
+    import gguf
+
+    special = gguf.SpecialVocab(folder, load_merges=True, n_vocab=config["vocab_size"])
+    special.merges = special.merges or [_NO_MERGE]
+    own = special.special_token_ids
+    ends = _ends(folder, config, tokens) or [own.get("eos", 0)]
+    ends.sort(key=lambda end: end != own.get("eos"))  # the tokenizer's own end first
+    begin = config.get("bos_token_id")
+    begin = begin if isinstance(begin, int) and begin in tokens else ends[0]
+    first = load_tokenizer((folder / "tokenizer.json").read_bytes()).encode("a").ids[0]
+    own |= {"bos": begin, **dict(zip(_ENDS, ends, strict=False))}
+    special.add_special_token = {"bos": first == begin and tokens[begin] != "a"}
+    special.add_to_gguf(writer, quiet=True)
+
+
+def _ends(folder: Path, config: Mapping[str, Any], tokens: Mapping[int, str]) -> list[int]:
+    """Return the tokens at which transformers stops: those of generation_config.json, or else of config.json.
+
+    Raises:
+        ArchitectureError: there are more than GGUF has names for.
+    """
+    path = folder / "generation_config.json"
+    generation = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    found = generation.get("eos_token_id")
+    found = config.get("eos_token_id") if found is None else found
+    every = dict.fromkeys(found if isinstance(found, list) else [found])
+    ends = [end for end in every if isinstance(end, int) and end in tokens]
+    if len(ends) > len(_ENDS):
+        raise ArchitectureError(
+            f"the model stops at {len(ends)} tokens (eos_token_id = {ends}), and GGUF holds {len(_ENDS)}: {_OTHERWISE}"
+        )
+    return ends
 
 
 def _cut(told: Mapping[str, Any]) -> str:

@@ -88,6 +88,31 @@ def test_the_tokenizer_is_in_the_file_with_the_end_of_text(tmp_path: Path) -> No
     assert again(TEXT)["input_ids"] == there(TEXT)["input_ids"]
 
 
+def test_a_model_stops_at_the_same_tokens_as_in_transformers(tmp_path: Path) -> None:
+    """Those of generation_config.json. config.json's first one may be another token, which the model never says."""
+    from gguf import GGUFReader
+    from transformers import AutoTokenizer
+
+    tokenizer_in(tmp_path)
+    end = AutoTokenizer.from_pretrained(tmp_path, local_files_only=True).convert_tokens_to_ids(END)
+    model_in(tmp_path, "Llama", **(SHAPE | HEADS), eos_token_id=[7, 8], bos_token_id=None)
+    for ends, written in (
+        (9, {"eos": 9}),
+        ([5, end], {"eos": end, "eot": 5}),  # the tokenizer's own first
+        ([5, 6, end], {"eos": end, "eot": 5, "eom": 6}),
+        (None, {"eos": 7, "eot": 8}),
+    ):
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+        write_gguf(tmp_path, tmp_path / GGUF, "mine")
+        fields = GGUFReader(tmp_path / GGUF).fields
+        names = ("eos", "eot", "eom")
+        keys = {name: fields.get(f"tokenizer.ggml.{name}_token_id") for name in names}
+        assert {name: key.contents() for name, key in keys.items() if key is not None} == written
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 2, 3, 4]}))
+    with pytest.raises(ValueError, match=r"stops at 4 tokens .*GGUF holds 3.*convert_hf_to_gguf\.py"):
+        write_gguf(tmp_path, tmp_path / GGUF, "mine")
+
+
 def test_a_tokenizer_of_bytes_has_what_llama_cpp_requires(tmp_path: Path) -> None:
     """A list of merges, and ends of text: without these it takes token 11, a byte of text."""
     from gguf import GGUFReader
