@@ -3,7 +3,7 @@
 Rules of this file:
 1. Only data is written: safetensors and JSON. No code goes with a model, and none is needed to load it.
 2. The built-in transformer is a Llama (RMSNorm, rotary halves, SwiGLU, no biases). Its matrices are split and renamed;
-   no number changes. This needs neither transformers nor tokenizers.
+   no number changes. If it reads bytes, this needs neither transformers nor tokenizers.
 3. A folder appears whole or not at all. In an existing folder only the files of an earlier export are replaced.
 4. Every export describes itself (``ABOUT``): the run, its step, and the number of merged tokens.
 5. A model or an adapter is written completely. Tensors that the run did not train come from the weights that it began
@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from p2pdiloco.protocol.manifest import DataConfig, Layout, Manifest, ModelConfig, RunConfig
 from p2pdiloco.training.dataset_files import PATTERNS, CorpusError
 from p2pdiloco.training.gguf_export import GGUF, write_gguf
+from p2pdiloco.training.huggingface import import_transformers
 from p2pdiloco.training.model_card import CARD
 from p2pdiloco.training.models import NO_BASE, NORM_EPS, ROTARY_BASE, build, build_model, feed_width
 from p2pdiloco.training.parameters import FlatParameters, compared, named_parameters, trainable
@@ -49,7 +50,6 @@ TORN = f"{ABOUT}.torn"
 WEIGHTS = "model.safetensors"
 ADAPTERS = "adapter_model.safetensors"
 _BYTES = 256
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
 class ExportError(ValueError):
@@ -127,7 +127,7 @@ def export(
 
     Args:
         base: as for ``built``; for runs of scripts the weights that they began with.
-        tokenizer: a folder whose tokenizer is copied into the export.
+        tokenizer: a folder whose tokenizer the export gets. Default, for runs of scripts: that of ``like`` or ``base``.
         like: for runs of scripts, a folder with the configuration of the same model, or of its adapters.
         card: the model card, if one is to be written.
 
@@ -145,13 +145,18 @@ def export(
     about = _with_tokens(about, manifest.config)
     half.mkdir(parents=True)
     try:
+        folders: list[Path] = []  # that may have the tokenizer
         if config.kind == "external" and about.format in ("hf", "gguf"):
-            about = _write_completed(manifest, theta, half, about, like, base)
+            about, folders = _write_completed(manifest, theta, half, about, like, base)
         elif config.kind == "external" and about.format == "peft":
-            _write_scripts_adapters(manifest, theta, half, about, like, base)
+            folders = _write_scripts_adapters(manifest, theta, half, about, like, base)
         else:
             _writer(config, about.format)(manifest, theta, half, about, base)
-        _copy_tokenizer(tokenizer, half)
+        if tokenizer is not None:
+            folders.insert(0, _tokenizer_folder(tokenizer))
+        _save_tokenizer(folders, half, about.separator)
+        if config.kind != "transformer" and about.format != "safetensors":
+            _save_generation(folders, half)
         if about.separator:
             _name_end(half, about.separator)
         about = msgspec.structs.replace(about, has_tokenizer=(half / "tokenizer.json").is_file())
@@ -270,27 +275,28 @@ def _write_lora(manifest: Manifest, theta: Tensor, folder: Path, about: About, b
 
 def _write_completed(
     manifest: Manifest, theta: Tensor, folder: Path, about: About, like: str | None, base: str | None
-) -> About:
-    """Write the complete model of a run of scripts."""
+) -> tuple[About, list[Path]]:
+    """Write the complete model of a run of scripts. Also return the folders that it is made from."""
     found = complete_model(tensors_of(manifest, theta), manifest.config.model.config, like, base)
     with _system_errors(folder):
         found.model.save_pretrained(folder)
-    if like is not None:
-        _copy_files(find_folder(like, "--like"), folder, _TOKENIZER_FILES)
-    if found.folder is not None:
-        _copy_files(found.folder, folder, _TOKENIZER_FILES)
-    return msgspec.structs.replace(about, base=str(found.folder) if found.takes_weights else "")
+    folders = [] if like is None else [find_folder(like, "--like")]
+    folders += [] if found.folder is None else [found.folder]
+    return msgspec.structs.replace(about, base=str(found.folder) if found.takes_weights else ""), folders
 
 
 def _write_scripts_adapters(
     manifest: Manifest, theta: Tensor, folder: Path, about: About, like: str | None, base: str | None
-) -> None:
-    """Write the adapters of a run of scripts."""
+) -> list[Path]:
+    """Write the adapters of a run of scripts. Return the folders of their settings and of their base."""
     tensors = tensors_of(manifest, theta)
     if not has_adapters(tensors):
         raise ExportError("none of the run's tensors is a low-rank adapter (LoRA): export it with --format safetensors")
-    _save(adapter_tensors(tensors, manifest.config.model.config, like, base), folder / ADAPTERS, about)
-    _copy_files(find_folder(str(like), "--like"), folder, (ADAPTER_CONFIG, *_TOKENIZER_FILES))
+    adapters, own_base = adapter_tensors(tensors, manifest.config.model.config, like, base)
+    _save(adapters, folder / ADAPTERS, about)
+    settings = find_folder(str(like), "--like")
+    shutil.copyfile(settings / ADAPTER_CONFIG, folder / ADAPTER_CONFIG)
+    return [settings, own_base]
 
 
 def _write_llama(manifest: Manifest, theta: Tensor, folder: Path, about: About, base: str | None) -> None:
@@ -322,9 +328,6 @@ def _name_end(folder: Path, separator: str) -> None:
         if (folder / name).is_file():
             told = json.loads((folder / name).read_text(encoding="utf-8"))
             _write_json(folder / name, told | {"eos_token_id": end})
-    if not (folder / "tokenizer_config.json").is_file():
-        told = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": separator}
-        _write_json(folder / "tokenizer_config.json", told | {"clean_up_tokenization_spaces": False})
 
 
 def llama_config(config: ModelConfig) -> dict[str, Any]:
@@ -477,22 +480,49 @@ def _replace(folder: Path, new: Path, files: tuple[str, ...]) -> None:
     (folder / TORN).unlink()
 
 
-def _copy_tokenizer(place: str | None, folder: Path) -> None:
-    """Copy the tokenizer files of ``place`` that ``folder`` does not have yet."""
-    if place is None:
-        return
+def _tokenizer_folder(place: str) -> Path:
     given = Path(place).expanduser()
     given = given.parent if given.is_file() else given
-    if not any((given / name).is_file() for name in _TOKENIZER_FILES):
+    if not _has_tokenizer(given):
         raise ExportError(f"{given} has no tokenizer.json: name the folder that has it")
-    _copy_files(given, folder, _TOKENIZER_FILES)
+    return given
 
 
-def _copy_files(place: Path, folder: Path, names: Iterable[str]) -> None:
-    """Copy the files that ``place`` has and ``folder`` does not have yet."""
-    for name in names:
-        if (place / name).is_file() and not (folder / name).exists():
-            shutil.copyfile(place / name, folder / name)
+def _has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
+
+
+def _save_tokenizer(folders: Iterable[Path], target: Path, end: str) -> None:
+    """Write the tokenizer of the first folder that has one, as transformers does: with special tokens and chat
+    template.
+
+    ``end``: the token that ends a text, if the tokenizer does not say it.
+    """
+    given = next(filter(_has_tokenizer, folders), None)
+    if given is None:
+        return
+    transformers = import_transformers("tokenizers are written by transformers")
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(given, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # transformers raises many types of errors
+        raise ExportError(
+            f"transformers cannot load the tokenizer in {given} ({error}): name a folder with --tokenizer, as "
+            "tokenizer.save_pretrained writes it"
+        ) from error
+    if end and not tokenizer.eos_token:
+        tokenizer.eos_token = end
+    tokenizer.save_pretrained(target, save_jinja_files=isinstance(tokenizer.chat_template, str))  # several: a folder
+    if (given / "tokenizer.json").is_file():  # byte for byte, since runs record its digest
+        shutil.copyfile(given / "tokenizer.json", target / "tokenizer.json")
+
+
+def _save_generation(folders: Iterable[Path], target: Path) -> None:
+    """Write how to generate, such as the tokens at which to stop, as the first folder that says it does."""
+    for folder in folders:
+        if (folder / "generation_config.json").is_file():
+            generation = import_transformers("models are written by transformers").GenerationConfig
+            generation.from_pretrained(folder, local_files_only=True).save_pretrained(target)
+            return
 
 
 # -- Loading an export -------------------------------------------------------------------------------------------------

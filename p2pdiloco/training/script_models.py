@@ -90,8 +90,9 @@ def complete_model(
 
 def adapter_tensors(
     tensors: Mapping[str, Tensor], recorded: Mapping[str, Any], like: str | None, base: str | None
-) -> dict[str, Tensor]:
-    """Return the trained tensors under the names of peft's files. Arguments as for ``complete_model``.
+) -> tuple[dict[str, Tensor], Path]:
+    """Return the trained tensors under the names of peft's files, and the base's folder. Arguments as for
+    ``complete_model``.
 
     Only the base's config.json is read.
 
@@ -124,7 +125,8 @@ def adapter_tensors(
             f"the run also trained {_some(left)}, which peft does not save with an adapter: export --format hf, which "
             f"merges the adapters. {BY_HAND}"
         )
-    return {one: tensor.clone() for one, tensor in files.items()}  # safetensors refuses one tensor under two names
+    # safetensors refuses one tensor under two names
+    return {one: tensor.clone() for one, tensor in files.items()}, folder
 
 
 @torch.no_grad()

@@ -24,7 +24,7 @@ from p2pdiloco.peer.checkpoint import save
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.protocol.manifest import LoraConfig, Manifest, ModelConfig, RunConfig, ScheduleConfig
 from p2pdiloco.swarm.run_index import folder_of
-from p2pdiloco.training.export import ABOUT, About, ExportError, Format, export
+from p2pdiloco.training.export import ABOUT, About, ExportError, Format, byte_tokenizer, export
 from p2pdiloco.training.founding_file import with_architecture
 from p2pdiloco.training.huggingface import read_folder
 from p2pdiloco.training.parameters import embedding_names, trainable
@@ -87,11 +87,19 @@ def run_of(model: nn.Module, *, is_recorded: bool = True) -> tuple[Manifest, Ten
     return make_manifest(config, PeerId("founder"), named, parameters)
 
 
-def written(model: nn.Module, out: Path, wanted: Format, *, is_recorded: bool = True, **places: Path) -> list[str]:
+def written(
+    model: nn.Module,
+    out: Path,
+    wanted: Format,
+    *,
+    is_recorded: bool = True,
+    **places: Path,
+) -> list[str]:
     """``export`` of that run. ``is_recorded``: as the runs of today, it has its model's configuration."""
     manifest, theta, _ = run_of(model, is_recorded=is_recorded)
     about = About(run=manifest.run, name="mine", step=7, tokens=99, format=wanted, model=SCRIPTS)
-    return export(manifest, theta, out, about, **{name: str(place) for name, place in places.items()})
+    given = {name: str(place) for name, place in places.items()}
+    return export(manifest, theta, out, about, **given)  # type: ignore[arg-type]
 
 
 def adapted(name: str = "default", **settings: Any) -> Script:
@@ -194,7 +202,7 @@ def head_alone(base: Any) -> Any:
 def test_what_a_script_did_not_train_is_the_bases(script: Script, is_tied: bool, tmp_path: Path) -> None:
     base = llama(tmp_path / "base", tie_word_embeddings=is_tied)
     model = moved(script(loaded(base)))
-    (base / "tokenizer.json").write_text("{}")
+    (base / "tokenizer.json").write_text(json.dumps(byte_tokenizer(64)))
     assert "tokenizer.json" in written(model, tmp_path / "out", "hf", like=base)
     assert_same(loaded(tmp_path / "out"), model)
     told = msgspec.json.decode((tmp_path / "out" / ABOUT).read_bytes(), type=About)
@@ -517,3 +525,54 @@ def test_the_command_says_what_loads_it_and_where_the_rest_is_from(
     assert f"what the run did not train is from {base}" in told.out
     again = GPT2ForSequenceClassification.from_pretrained(tmp_path / "out")
     assert all(torch.equal(p, model.state_dict()[name]) for name, p in again.state_dict().items())
+
+
+def test_a_chat_model_keeps_its_template_its_special_tokens_and_its_ends(tmp_path: Path) -> None:
+    """Without the template it does not chat, without the end of a turn it does not stop."""
+    from gguf import GGUFReader
+    from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    base = tmp_path / "base"
+    shape = SHAPE | {"vocab_size": 272, "num_attention_heads": 2, "eos_token_id": [256, 258]}
+    LlamaForCausalLM(LlamaConfig(**shape)).save_pretrained(base)
+    (base / "tokenizer.json").write_text(json.dumps(byte_tokenizer(256)))
+    names = {"eos_token": "<|turn_end|>", "pad_token": "<|pad|>", "additional_special_tokens": ["<|turn|>"]}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(base / "tokenizer.json"), **names)
+    tokenizer.chat_template = "{% for m in messages %}<|turn|>{{ m.content }}<|turn_end|>{% endfor %}"
+    tokenizer.save_pretrained(base)
+    end = tokenizer.eos_token_id
+    GenerationConfig(eos_token_id=end, do_sample=True, top_p=0.9).save_pretrained(base)
+    messages = [{"role": "user", "content": "hi"}]
+    asked = tokenizer.apply_chat_template(messages)["input_ids"]
+
+    adapter = moved(adapted()(loaded(base)))
+    like = settings_of(adapter, tmp_path / "tuned")  # as peers/lora.py saves it: without the tokenizer
+    whole = {"like": like, "base": base}
+    # A run whose founder recorded the model needs nothing but a tokenizer.
+    for wanted, model, places in (
+        ("hf", adapter, whole),
+        ("peft", adapter, whole),
+        ("hf", moved(loaded(base)), {"tokenizer": base}),
+    ):
+        out = tmp_path / f"{wanted}-{len(places)}"
+        written(model, out, wanted, **places)  # type: ignore[arg-type]
+        found = AutoTokenizer.from_pretrained(out, local_files_only=True)
+        assert found.apply_chat_template(messages)["input_ids"] == asked
+        assert (found.eos_token, found.pad_token) == ("<|turn_end|>", "<|pad|>")
+        assert found("<|turn|>")["input_ids"] == tokenizer("<|turn|>")["input_ids"], "one token"
+        generation = GenerationConfig.from_pretrained(out)
+        assert (generation.eos_token_id, generation.top_p) == (end, 0.9)
+    written(adapter, tmp_path / "gguf", "gguf", **whole)
+    fields = GGUFReader(tmp_path / "gguf" / "model.gguf").fields
+    assert fields["tokenizer.chat_template"].contents() == tokenizer.chat_template
+    assert fields["tokenizer.ggml.eos_token_id"].contents() == end
+    assert fields["tokenizer.ggml.padding_token_id"].contents() == tokenizer.pad_token_id
+    assert "tokenizer.ggml.eot_token_id" not in fields, "config.json names two others"
+
+
+def test_a_tokenizer_that_cannot_be_loaded_is_not_left_out(tmp_path: Path) -> None:
+    base = llama(tmp_path / "base")
+    (base / "tokenizer.json").write_text("{}")
+    with pytest.raises(ExportError, match=r"cannot load the tokenizer in .*base.*--tokenizer"):
+        written(loaded(base), tmp_path / "out", "hf", like=base)
+    assert not (tmp_path / "out").exists()
