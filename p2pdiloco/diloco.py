@@ -17,7 +17,7 @@ for the network. Without ``run`` nothing happens, and the script trains alone. U
 
 Rules of this file:
 1. Only trainable parameters are exchanged, in the model's order. Frozen parameters, buffers and the state of the inner
-   optimizer stay on the machine.
+   optimizer stay on the machine. The buffers are saved beside the node's checkpoints, for exports and the next start.
 2. A step is one that the optimizer made. A step that a GradScaler skipped does not count, and neither do its tokens.
 3. The script's loop continues whatever happens to the node. It then trains alone, and one warning says so.
 4. The ranks of an island base common decisions on values that all ranks have.
@@ -43,11 +43,22 @@ from torch import Tensor, nn
 
 from p2pdiloco import script_lifecycle
 from p2pdiloco.access.invite_code import InviteError
+from p2pdiloco.protocol.ids import RunId
 from p2pdiloco.protocol.manifest import Layout, Manifest, RunConfig
 from p2pdiloco.script_node import JOIN_S, NODE_LOG, Return, ScriptNode, ScriptNodeError, Wish, leaving_s
 from p2pdiloco.training import founding_file, script_arguments
 from p2pdiloco.training.node_link import Meeting, NodeLink, ScriptTrainer, Visit
-from p2pdiloco.training.parameters import FlatParameters, OnUpdate, embedding_names, trainable, trained_share
+from p2pdiloco.training.parameters import (
+    MOST_TOLD,
+    FlatParameters,
+    OnUpdate,
+    embedding_names,
+    named_buffers,
+    read_buffers,
+    trainable,
+    trained_share,
+    write_buffers,
+)
 from p2pdiloco.training.script_arguments import DiLoCoError as DiLoCoError
 from p2pdiloco.training.step_check import StepCheck
 from p2pdiloco.training.step_counter import StepCounter
@@ -220,6 +231,9 @@ class DiLoCo(SwarmView):
         self._tally = StepCounter(optimizers, grad_scaler, tokens, () if self._is_sharded else self._named)
         self._begun_in = 0  # the process that takes part; a forked one does not
         self._stepped_at = 0.0
+        self._run = RunId("")
+        # True if the model's buffers belong to the run's parameters: this script has trained, now or before.
+        self._has_buffers = False
 
     def _wished(self, run: str, initial_peers: object, found: object, node_options: object, stay_s: object) -> Wish:
         """Return what this script asks of its node.
@@ -351,7 +365,7 @@ class DiLoCo(SwarmView):
         steps = manifest.config.inner.steps
         self._check = StepCheck(self._model, self._optimizers, () if self._is_sharded else self._named)
         self._link = NodeLink(
-            ScriptTrainer(),
+            ScriptTrainer(self._save_buffers),
             flat,
             vectors,
             channel,
@@ -371,9 +385,37 @@ class DiLoCo(SwarmView):
         if self._companion is not None:
             founding_file.tell_end(manifest.config.name, self._given["total_steps"], self._link.last_step, self._state)
             self._tell_end(manifest.config.name, self._link.last_step, self._state)
+        self._run = manifest.run
+        self._load_buffers()
         self._wait_for_swarm(self._wait_for_peers)
 
     __enter__ = start
+
+    @torch.no_grad()
+    def _load_buffers(self) -> None:
+        """Load the buffers that an earlier process of this script has saved.
+
+        Raises:
+            DiLoCoError: the file with them cannot be read.
+        """
+        here = named_buffers(self._model)
+        try:
+            saved = read_buffers(self._state, self._run)
+        except (OSError, ValueError) as error:
+            raise DiLoCoError(str(error)) from error
+        for name, value in saved.items():
+            if name in here and here[name].shape == value.shape:
+                here[name].copy_(value)
+                self._has_buffers = True
+
+    def _save_buffers(self) -> None:
+        """Save the model's buffers. Only the leader of an island does."""
+        if self._companion is None or not self._has_buffers:
+            return
+        try:
+            write_buffers(self._state, self._run, self._model)
+        except OSError as error:
+            log.warning("the model's buffers cannot be saved, so exports lack them: %s", error)
 
     @property
     def _log(self) -> Path:
@@ -392,6 +434,7 @@ class DiLoCo(SwarmView):
         self._look_no_more()
         try:
             if self._island is None or error is None:
+                self._save_buffers()
                 self._part()
                 self._end_node(None)
         finally:
@@ -512,7 +555,7 @@ class DiLoCo(SwarmView):
         return 0 if self._link is None else self._link.last_step
 
     def load_global(self) -> None:
-        """Load the run's parameters into the model, in place.
+        """Load the run's parameters into the model, in place. Its buffers stay this peer's own.
 
         This drops progress of this script that is not merged yet, so call it after ``close``; for evaluation while
         training use ``global_parameters``. All ranks of an island call it. Without ``run`` it does nothing.
@@ -526,6 +569,12 @@ class DiLoCo(SwarmView):
             self._link.load_global()
             if self._check is not None:
                 self._check.on_parameters_set()
+            if self.global_step and not self._has_buffers and (names := list(named_buffers(self._model))):
+                log.warning(
+                    "this script has not trained, so the model's buffers (%s) do not fit the run's parameters: peers "
+                    "do not exchange them. BatchNorm's statistics need some batches in training mode",
+                    ", ".join(names[:MOST_TOLD]) + (", ..." if len(names) > MOST_TOLD else ""),
+                )
         elif self._wish is not None:
             raise DiLoCoError(script_lifecycle.NOT_BEGUN)
 
@@ -533,8 +582,9 @@ class DiLoCo(SwarmView):
     def global_parameters(self) -> Iterator[None]:
         """Context manager: inside the block the model holds the run's parameters, for evaluation or saving.
 
-        Afterwards it holds its own again. The block must not step the optimizer. It takes memory for a copy of the
-        trainable parameters on their device. All ranks of an island enter it.
+        Afterwards it holds its own again. Buffers, such as BatchNorm's statistics, are this peer's own all the time.
+        The block must not step the optimizer. It takes memory for a copy of the trainable parameters on their device.
+        All ranks of an island enter it.
 
         Raises:
             DiLoCoError: ``start`` was never called.
@@ -596,6 +646,7 @@ class DiLoCo(SwarmView):
         if is_step:
             self._tally.settle(tokens)
         if link.is_training and is_step:
+            self._has_buffers = True
             link.stepped(tokens, loss, now - self._stepped_at)
         self._look_at_batches(link)
         self._is_linked = link.boundary()

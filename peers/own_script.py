@@ -5,8 +5,8 @@
     python -m peers.own_script --state b --run sines --peer INVITE --seed 1      # any number of others
     python -m peers.own_script --state c                                         # alone: nothing changes
 
-A small network learns a sum of sines. One of its layers is frozen, as the base model is with LoRA. The integration
-tests run this file.
+A small network learns a sum of sines. One of its layers is frozen, as the base model is with LoRA; another one
+(BatchNorm) has statistics, which each peer keeps for itself. The integration tests run this file.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def main() -> int:
     frozen = nn.Linear(32, 32).requires_grad_(False)  # as with LoRA: it does not travel, and is the same everywhere
     torch.manual_seed(options.seed)
     before = frozen.weight.clone()
-    model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), frozen, nn.Tanh(), nn.Linear(32, 1))
+    model = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.Tanh(), frozen, nn.Tanh(), nn.Linear(32, 1))
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=3e-3)
     loopback = ("--listen", "/ip4/127.0.0.1/tcp/0", "--directory-listen", "/ip4/127.0.0.1/tcp/0")
     leaving = ("--leave-s", options.leave_s)
@@ -79,7 +79,9 @@ def main() -> int:
     outer.load_global()
     assert torch.equal(frozen.weight, before)
     total = float(sum(p.detach().double().sum() for p in model.parameters() if p.requires_grad))
-    report = {"first": first, "last": last, "sum": total, "step": outer.global_step}
+    with torch.no_grad():
+        evaluated = model.eval()(torch.linspace(-2, 2, 64).view(8, 8)).flatten().tolist()
+    report = {"first": first, "last": last, "sum": total, "step": outer.global_step, "evaluated": evaluated}
     (options.state / "result.json").write_text(json.dumps(report))
     return 0
 

@@ -37,6 +37,7 @@ def _export(arguments: argparse.Namespace) -> None:
         wanted = "safetensors"
     if arguments.push_to_hub:
         check_hub(arguments.push_to_hub)
+    buffers = result.buffers()
     result, theta = model_of(result, is_averaged=arguments.average)
     about = result.about(wanted)
     folder: Path = arguments.out or Path(config.name)
@@ -48,6 +49,7 @@ def _export(arguments: argparse.Namespace) -> None:
         base=arguments.model,
         tokenizer=arguments.tokenizer,
         like=arguments.like,
+        buffers=buffers,
         card=model_card(
             result.checkpoint.manifest,
             Facts(
@@ -80,8 +82,12 @@ def _export(arguments: argparse.Namespace) -> None:
     else:
         weights = str(folder / WEIGHTS)
         peer_options.say(f"  to load it   p2pdiloco.load_into(model, {weights!r})")
+    written = msgspec.json.decode((folder / ABOUT).read_bytes(), type=About)
+    if written.buffers:
+        peer_options.say(f"  its buffers (such as {written.buffers[0]}) are those of this machine's script")
+    elif buffers and wanted == "peft":
+        peer_options.say(f"  an adapter has no buffers (such as {next(iter(buffers))}): they stay those of its base")
     if wanted in ("hf", "gguf"):
-        written = msgspec.json.decode((folder / ABOUT).read_bytes(), type=About)
         if base := written.base:
             peer_options.say(
                 f"  what the run did not train is from {base}: the scripts must have begun with the same weights, "

@@ -19,6 +19,7 @@ from p2pdiloco.protocol.manifest import Layout, Manifest
 from p2pdiloco.protocol.manifest_defaults import budget
 from p2pdiloco.swarm.run_index import peers_below
 from p2pdiloco.training.export import About, Format
+from p2pdiloco.training.parameters import BUFFERS, read_buffers
 from p2pdiloco.util import logs
 from p2pdiloco.util.files import LOCAL
 from p2pdiloco.util.status_pipe import Farewell
@@ -49,6 +50,17 @@ class Result(NamedTuple):
         """Number of peers whose tokens the chains have merged in their last versions."""
         learners = {learner for shard in self.checkpoint.shards for learner, _ in shard.state.marks}
         return len({learner.partition("/")[0] for learner in learners})
+
+    def buffers(self) -> dict[str, Tensor]:
+        """Return the model's buffers, as a training script has saved them here last; empty: none has.
+
+        Raises:
+            ValueError: a file of buffers is damaged.
+        """
+        states = {place.parent.parent for place in places(self.folders)}
+        written = [state for state in states if (state / BUFFERS).is_file()]
+        newest = sorted(written, key=lambda state: (state / BUFFERS).stat().st_mtime, reverse=True)
+        return next(filter(None, (read_buffers(state, self.checkpoint.manifest.run) for state in newest)), {})
 
     def held_out_loss(self) -> tuple[float, int] | None:
         """Return the last held-out loss of the peer that ended with this very state, and its step; None: not known."""

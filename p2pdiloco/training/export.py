@@ -19,6 +19,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import msgspec
@@ -33,7 +34,14 @@ from p2pdiloco.training.gguf_export import GGUF, write_gguf
 from p2pdiloco.training.huggingface import import_transformers
 from p2pdiloco.training.model_card import CARD
 from p2pdiloco.training.models import NO_BASE, NORM_EPS, ROTARY_BASE, build, build_model, feed_width
-from p2pdiloco.training.parameters import FlatParameters, compared, named_parameters, trainable
+from p2pdiloco.training.parameters import (
+    FlatParameters,
+    compared,
+    describe_lacking_buffers,
+    named_buffers,
+    named_parameters,
+    trainable,
+)
 from p2pdiloco.training.script_models import (
     ADAPTER_CONFIG,
     adapter_tensors,
@@ -78,6 +86,8 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
     """Token at the end of each text that the built-in model was trained on."""
     files: tuple[str, ...] = ()
     """Names of the other files of the export."""
+    buffers: tuple[str, ...] = ()
+    """Names of the buffers in it, as the script of one peer had them: peers do not exchange buffers."""
 
 
 def tensors_of(manifest: Manifest, theta: Tensor) -> dict[str, Tensor]:
@@ -119,6 +129,7 @@ def export(
     base: str | None = None,
     tokenizer: str | None = None,
     like: str | None = None,
+    buffers: Mapping[str, Tensor] = MappingProxyType({}),
     card: str = "",
 ) -> list[str]:
     """Write the model into ``folder`` in ``about.format``; return the names of the written files.
@@ -129,6 +140,7 @@ def export(
         base: as for ``built``; for runs of scripts the weights that they began with.
         tokenizer: a folder whose tokenizer the export gets. Default, for runs of scripts: that of ``like`` or ``base``.
         like: for runs of scripts, a folder with the configuration of the same model, or of its adapters.
+        buffers: for runs of scripts, the model's buffers, as this machine's script saved them.
         card: the model card, if one is to be written.
 
     Raises:
@@ -147,9 +159,12 @@ def export(
     try:
         folders: list[Path] = []  # that may have the tokenizer
         if config.kind == "external" and about.format in ("hf", "gguf"):
-            about, folders = _write_completed(manifest, theta, half, about, like, base)
+            about, folders = _write_completed(manifest, theta, half, about, like, base, buffers)
         elif config.kind == "external" and about.format == "peft":
             folders = _write_scripts_adapters(manifest, theta, half, about, like, base)
+        elif config.kind == "external":
+            about = msgspec.structs.replace(about, buffers=tuple(buffers))
+            _save(tensors_of(manifest, theta) | dict(buffers), half / WEIGHTS, about)
         else:
             _writer(config, about.format)(manifest, theta, half, about, base)
         if tokenizer is not None:
@@ -274,15 +289,22 @@ def _write_lora(manifest: Manifest, theta: Tensor, folder: Path, about: About, b
 
 
 def _write_completed(
-    manifest: Manifest, theta: Tensor, folder: Path, about: About, like: str | None, base: str | None
+    manifest: Manifest,
+    theta: Tensor,
+    folder: Path,
+    about: About,
+    like: str | None,
+    base: str | None,
+    buffers: Mapping[str, Tensor],
 ) -> tuple[About, list[Path]]:
     """Write the complete model of a run of scripts. Also return the folders that it is made from."""
-    found = complete_model(tensors_of(manifest, theta), manifest.config.model.config, like, base)
+    found = complete_model(tensors_of(manifest, theta), buffers, manifest.config.model.config, like, base)
     with _system_errors(folder):
         found.model.save_pretrained(folder)
     folders = [] if like is None else [find_folder(like, "--like")]
     folders += [] if found.folder is None else [found.folder]
-    return msgspec.structs.replace(about, base=str(found.folder) if found.takes_weights else ""), folders
+    base = str(found.folder) if found.takes_weights else ""
+    return msgspec.structs.replace(about, base=base, buffers=tuple(named_buffers(found.model))), folders
 
 
 def _write_scripts_adapters(
@@ -557,18 +579,22 @@ def load_model(folder: str | os.PathLike[str]) -> nn.Module:
     return model.eval()
 
 
-def load_into(model: nn.Module, folder: str | os.PathLike[str]) -> None:
-    """Load an export into a model of your own: copy each tensor that the run trained to the parameter of that name.
+def load_into(model: nn.Module, folder: str | os.PathLike[str], *, strict: bool = True) -> None:
+    """Load an export into a model of your own: copy each tensor that the run trained to the parameter of that name, and
+    the buffers, as the exporting peer had them.
 
-    Other parameters, and buffers, stay as they are. Values are converted to the parameter's dtype and device.
+    Other parameters stay as they are. Values are converted to the dtype and device that the model has.
 
     Args:
         model: The model that the run's scripts trained. It may be compiled, or wrapped in DDP or ``fully_shard``, and
             its parameters may be frozen.
         folder: The folder that ``p2pdiloco export --format safetensors`` wrote, or its ``model.safetensors``.
+        strict: Whether the export must have all buffers of the model's ``state_dict``. False: those that it lacks stay
+            as they are.
 
     Raises:
-        ExportError: The model lacks a tensor of the export, has one in another shape, or is on the meta device.
+        ExportError: The model lacks a tensor of the export, has one in another shape, or is on the meta device; or the
+            export lacks buffers.
         OSError: The file cannot be read.
     """
     path = Path(folder)
@@ -577,12 +603,17 @@ def load_into(model: nn.Module, folder: str | os.PathLike[str]) -> None:
         written = safetensors.torch.load_file(path)
     except SafetensorError as error:
         raise ExportError(f"{path} is not what `p2pdiloco export --format safetensors` writes: {error}") from error
-    here = named_parameters(model)
-    if any(p.is_meta for p in here.values()):
-        raise ExportError("the model has parameters without memory (meta): call model.to_empty(device=...) first")
+    here: dict[str, Tensor] = {**named_parameters(model), **named_buffers(model)}
+    if any(tensor.is_meta for tensor in here.values()):
+        raise ExportError("the model has tensors without memory (meta): call model.to_empty(device=...) first")
     found = {name: tuple(here[name].shape) for name in written if name in here}
     if odd := compared(found, {name: tuple(values.shape) for name, values in written.items()}, "in the model"):
         raise ExportError(f"{path} does not fit this model: {odd}")
+    if strict and (lacking := describe_lacking_buffers(model, written)):
+        raise ExportError(
+            f"{path}: {lacking}. With strict=False they stay as they are: BatchNorm's statistics then need batches "
+            "in training mode"
+        )
     with torch.no_grad():
         for name, values in written.items():
             _set(here[name], values)

@@ -26,11 +26,9 @@ from torch import nn
 from p2pdiloco.protocol.ids import Digest, digest_of
 from p2pdiloco.protocol.manifest import LoraConfig, ModelConfig, TensorSpec
 from p2pdiloco.protocol.manifest_validation import architecture_problems
-from p2pdiloco.training.parameters import check_tensors, trainable
+from p2pdiloco.training.parameters import MAX_BUFFERS, check_tensors, trainable
 
 EXTRA = "install the extra: pip install 'p2pdiloco[hf]' (in a checkout: pip install -c constraints.txt '.[hf]')"
-# Maximum number of buffer elements of a model (position tables and the like).
-MAX_BUFFERS = 1 << 28
 MAX_CONFIG_BYTES = 1 << 20
 
 # Keys that transformers still accepts but no longer writes.

@@ -160,7 +160,7 @@ class Trainer(Protocol):
         """Queue this block of data, after the blocks that were assigned before."""
 
     def save(self) -> None:
-        """Save the inner optimizer's state."""
+        """Save what the node does not have: the inner optimizer's state, or a script's buffers."""
 
     def merged(self, tokens: int) -> None:
         """Note the tokens merged of the run's budget, if it has one."""
@@ -546,7 +546,11 @@ class NodeLink:
 
 
 class ScriptTrainer:
-    """A ``Trainer`` that does nothing, because the training loop is the user's own script."""
+    """A ``Trainer`` that only saves, because the training loop is the user's own script."""
+
+    def __init__(self, save: Callable[[], None] = lambda: None) -> None:
+        """``save``: saves the model's buffers; the script saves its own optimizer."""
+        self.save = save
 
     def evaluate(self, theta: Tensor) -> float:
         """Fail: scripts evaluate their runs themselves (``evaluation.every`` is 0)."""
@@ -554,9 +558,6 @@ class ScriptTrainer:
 
     def train(self, block: Block) -> None:
         """Do nothing: the script has its own data."""
-
-    def save(self) -> None:
-        """Do nothing: the script saves its own optimizer."""
 
     def merged(self, tokens: int) -> None:
         """Do nothing: the script sets its own learning rate."""

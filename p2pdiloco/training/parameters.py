@@ -13,17 +13,21 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 import msgspec
+import safetensors.torch
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from p2pdiloco.protocol.ids import Digest, FragmentId, ShardId, digest_of
+from p2pdiloco.protocol.ids import Digest, FragmentId, RunId, ShardId, digest_of
 from p2pdiloco.protocol.manifest import Layout, TensorSpec
 from p2pdiloco.training.cuda_copies import CudaCopies, Finished
+from p2pdiloco.util.files import write_atomically
 
 # Maximum number of differing tensors that a message names.
 MOST_TOLD = 3
@@ -31,6 +35,9 @@ MOST_TOLD = 3
 # memory is not read as a whole.
 FROZEN_RUNS, FROZEN_RUN = 16, 256
 
+
+# Maximum number of elements of a model's buffers (statistics, position tables and the like).
+MAX_BUFFERS = 1 << 28
 
 OnUpdate = Callable[[Tensor, Tensor], None]
 """Called with a parameter and a float32 tensor of its shape that was added to it."""
@@ -304,3 +311,70 @@ def _bare(name: str) -> str:
     for word in _WRAPPERS:
         name = name.replace(word, "")
     return name
+
+
+# -- Buffers of a script -----------------------------------------------------------------------------------------------
+# What a model learns without a gradient, such as BatchNorm's running statistics. Peers do not exchange it: each peer's
+# script saves its own beside the run's state, and exports on that machine contain it.
+
+
+BUFFERS = "buffers.safetensors"
+
+
+def named_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers that a ``state_dict`` holds, by the bare model's names."""
+    return {
+        _bare(f"{prefix}.{name}" if prefix else name): buffer
+        for prefix, module in unwrapped(model).named_modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set
+    }
+
+
+def describe_lacking_buffers(model: nn.Module, given: Mapping[str, Tensor]) -> str:
+    """Return a sentence about the model's buffers that are not among those ``given``; empty if all are."""
+    lacking = [name for name, b in named_buffers(model).items() if name not in given or given[name].shape != b.shape]
+    names = ", ".join(lacking[:MOST_TOLD]) + (f" and {len(lacking) - MOST_TOLD} more" * (len(lacking) > MOST_TOLD))
+    if not lacking:
+        return ""
+    return (
+        f"the model's buffers ({names}) are missing, because peers do not exchange them: export on a machine whose "
+        "script has trained in this run"
+    )
+
+
+def write_buffers(folder: Path, run: RunId, model: nn.Module) -> None:
+    """Write the model's buffers into a script's state folder, if they are others than those there.
+
+    More than ``MAX_BUFFERS`` elements are not written: such a model is quantized, and its weights are buffers.
+
+    Raises:
+        OSError: the file cannot be read or written.
+    """
+    found = named_buffers(model)
+    if not found or sum(buffer.numel() for buffer in found.values()) > MAX_BUFFERS:
+        return
+    copies = {name: buffer.detach().to("cpu", copy=True).contiguous() for name, buffer in found.items()}
+    if any(bool(copy.isnan().any()) for copy in copies.values()):
+        return  # training has failed: the run does not merge such parameters either
+    path, data = folder / BUFFERS, safetensors.torch.save(copies, metadata={"run": run})
+    if not path.is_file() or path.read_bytes() != data:
+        write_atomically(path, data)
+
+
+def read_buffers(folder: Path, run: RunId) -> dict[str, Tensor]:
+    """Return the buffers that a script of this run has saved in its state folder; empty if there are none.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is damaged.
+    """
+    path = folder / BUFFERS
+    try:
+        with safe_open(path, framework="pt") as file:
+            is_ours = (file.metadata() or {}).get("run") == run
+            return {name: file.get_tensor(name) for name in file.keys()} if is_ours else {}  # noqa: SIM118
+    except FileNotFoundError:
+        return {}
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged ({error}): remove it") from error

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from p2pdiloco.training.huggingface import EXTRA, ArchitectureError, import_transformers
-from p2pdiloco.training.parameters import MOST_TOLD, compared
+from p2pdiloco.training.parameters import MOST_TOLD, compared, describe_lacking_buffers, named_buffers
 
 ADAPTER_CONFIG = "adapter_config.json"
 BY_HAND = (
@@ -58,33 +58,39 @@ class CompleteModel(NamedTuple):
 
 
 def complete_model(
-    tensors: Mapping[str, Tensor], recorded: Mapping[str, Any], like: str | None, base: str | None
+    tensors: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    recorded: Mapping[str, Any],
+    like: str | None,
+    base: str | None,
 ) -> CompleteModel:
-    """Build the complete model: the trained tensors, and all others from ``base``. Adapters are merged.
+    """Build the complete model: the trained tensors, the buffers, and all others from ``base``. Adapters are merged.
 
     Args:
         tensors: the trained tensors, by the script's names.
+        buffers: the script's buffers; empty if its machine has not saved any.
         recorded: the configuration that the run records; empty if it has none.
         like: folder with the model's config.json, or with the adapters' adapter_config.json.
         base: folder with the weights that the scripts began with, or their name in this machine's Hugging Face cache.
             Default: ``like``, or for adapters the base that their adapter_config.json names.
 
     Raises:
-        ArchitectureError: transformers, peft, a folder or weights are missing, or they belong to another model. The
-            message says what to do.
+        ArchitectureError: transformers, peft, a folder, weights or buffers are missing, or they belong to another
+            model. The message says what to do.
     """
     if not has_adapters(tensors):
-        return _complete_plain(tensors, recorded, like, base)
+        return _complete_plain(tensors, buffers, recorded, like, base)
     name, tensors, settings, folder = _read_adapter(tensors, like, base)
+    buffers = _named_as_peft(buffers)
     own, kind = _architecture(folder)
     _check_recorded(own, recorded, str(folder))
     model, absent = _load(own, kind, folder)
     # A module of modules_to_save needs no weights in the base.
     trained = {one.removeprefix(_PEFT).replace(f".modules_to_save.{name}.", ".") for one in tensors}
-    _check_complete(absent - trained, kind, folder, len(tensors))
+    _check_complete(absent - trained - set(named_buffers(model)), kind, folder, len(tensors))
     adapted = _with_adapter(model, settings, name)
     _check_same(tensors, adapted, kind, f"{folder} with the adapters of {like}")
-    _copy(tensors, adapted)
+    _copy(tensors, buffers, adapted)
     return CompleteModel(merge(adapted), folder, True)
 
 
@@ -157,11 +163,15 @@ def merge(adapted: Any) -> Any:
 
 
 def _complete_plain(
-    tensors: Mapping[str, Tensor], recorded: Mapping[str, Any], like: str | None, base: str | None
+    tensors: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    recorded: Mapping[str, Any],
+    like: str | None,
+    base: str | None,
 ) -> CompleteModel:
     shape = like or base
     if shape is None and recorded:
-        return _complete_recorded(tensors, recorded)
+        return _complete_recorded(tensors, buffers, recorded)
     if shape is None:
         raise ArchitectureError(
             "the model is defined by the run's training scripts, and the run does not record its architecture: give "
@@ -177,25 +187,27 @@ def _complete_plain(
         )
     model, absent = _load(own, kind, folder)
     _check_same(tensors, model, kind, str(shape))
-    _check_complete(absent - tensors.keys(), kind, folder, len(tensors))
-    _copy(tensors, model)
+    _check_complete(absent - tensors.keys() - set(named_buffers(model)), kind, folder, len(tensors))
+    _copy(tensors, buffers, model)
     return CompleteModel(model, folder, any(name not in tensors for name, _ in model.named_parameters()))
 
 
-def _complete_recorded(tensors: Mapping[str, Tensor], recorded: Mapping[str, Any]) -> CompleteModel:
+def _complete_recorded(
+    tensors: Mapping[str, Tensor], buffers: Mapping[str, Tensor], recorded: Mapping[str, Any]
+) -> CompleteModel:
     """Build a model that the run trained as a whole, from the configuration that it records."""
     own = _recorded_config(recorded)
     kind = _class_of(own, "the run")
     with torch.device("meta"):
         shell = _build(own, kind, "the run")
     _check_same(tensors, shell, kind, "what the run records")
-    if absent := _stored(shell) - tensors.keys():
+    if absent := _stored(shell) - tensors.keys() - set(named_buffers(shell)):
         raise ArchitectureError(
             f"the run trained {len(tensors)} tensors, and not the others of this {kind.__name__} ({_some(absent)}): "
             "give --model FOLDER, with the weights that the scripts began with, as safetensors"
         )
     model = _build(own, kind, "the run")
-    _copy(tensors, model)
+    _copy(tensors, buffers, model)
     return CompleteModel(model, None, False)
 
 
@@ -280,9 +292,12 @@ def _read_adapter(
     given = base or settings.base_model_name_or_path
     if not given:
         raise ArchitectureError("give --model FOLDER, with the model that the run's adapters (LoRA) are for")
-    if not any(name.startswith(_PEFT) for name in tensors):  # model.add_adapter adds adapters without a PeftModel
-        tensors = {_PEFT + name: tensor for name, tensor in tensors.items()}
-    return names[0], dict(tensors), settings, find_folder(given, "--model")
+    return names[0], _named_as_peft(tensors), settings, find_folder(given, "--model")
+
+
+def _named_as_peft(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors by their names in a PeftModel. ``model.add_adapter`` adds adapters without one."""
+    return {name if name.startswith(_PEFT) else _PEFT + name: tensor for name, tensor in tensors.items()}
 
 
 def find_folder(place: str, option: str) -> Path:
@@ -416,10 +431,19 @@ def _check_complete(absent: set[str], kind: Any, folder: Path, trained: int) -> 
 
 
 @torch.no_grad()
-def _copy(tensors: Mapping[str, Tensor], model: Any) -> None:
+def _copy(tensors: Mapping[str, Tensor], buffers: Mapping[str, Tensor], model: Any) -> None:
+    """Copy the trained tensors and the buffers into the model.
+
+    Raises:
+        ArchitectureError: one of the model's buffers is not among them.
+    """
+    if lacking := describe_lacking_buffers(model, buffers):
+        raise ArchitectureError(f"{lacking}. {BY_HAND}")
     own = dict(model.named_parameters())
     for name, tensor in tensors.items():
         own[name].copy_(tensor)
+    for name, buffer in named_buffers(model).items():
+        buffer.copy_(buffers[name])
 
 
 def _names(mismatched: Iterable[Any]) -> Iterator[str]:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+import safetensors.torch
+import torch
 from forked import run
 from scripts import (
     END_S,
@@ -27,10 +29,13 @@ from scripts import (
     until_ready,
 )
 from swarm import PEER, printed, swarm_in
+from torch import nn
 from waiting import wait_until
 
-from p2pdiloco import script_lifecycle
+from p2pdiloco import load_into, script_lifecycle
+from p2pdiloco.cli.main import main
 from p2pdiloco.demo.local_swarm import Member
+from p2pdiloco.training.parameters import BUFFERS
 from p2pdiloco.util.status_pipe import Invited
 
 SCRIPT = Path(__file__).parents[2] / "peers" / "own_script.py"
@@ -149,6 +154,7 @@ def test_without_a_run_the_script_trains_alone(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "a" / "result.json").read_text())["step"] == 0
 
 
+@pytest.mark.usefixtures("own_logging")
 @pytest.mark.timeout(900)
 def test_two_scripts_train_one_model(tmp_path: Path) -> None:
     """The run takes members only, as it is founded if nothing else is said: the other one has an invite."""
@@ -176,6 +182,27 @@ def test_two_scripts_train_one_model(tmp_path: Path) -> None:
     assert reports[0]["digests"] == reports[1]["digests"]
     assert all(one["tokens_trained"] > 0 and one["tokens_unmerged"] == 0 for one in reports)
     assert sum(one["tokens_trained"] for one in reports) == reports[0]["tokens_merged"]
+    for name, result in zip("ab", results, strict=True):
+        assert exported(tmp_path / name) == pytest.approx(result["evaluated"], abs=1e-5), "with BatchNorm's statistics"
+    assert results[0]["evaluated"] != pytest.approx(results[1]["evaluated"], abs=1e-5), "each peer's own"
+
+
+def batches_of(state: Path) -> int:
+    """How many batches the saved statistics of a script's model are from; 0: none are saved."""
+    path = state / BUFFERS
+    return int(safetensors.torch.load_file(path)["1.num_batches_tracked"]) if path.exists() else 0
+
+
+def exported(state: Path) -> list[float]:
+    """What the script's model answers in evaluation mode, made anew from its machine's export."""
+    torch.manual_seed(0)
+    frozen, out = nn.Linear(32, 32), str(state / "out")
+    model = nn.Sequential(nn.Linear(8, 32), nn.BatchNorm1d(32), nn.Tanh(), frozen, nn.Tanh(), nn.Linear(32, 1))
+    assert main(["export", str(state), "--out", out]) == 0
+    load_into(model, out)
+    with torch.no_grad():
+        answers: list[float] = model.eval()(torch.linspace(-2, 2, 64).view(8, 8)).flatten().tolist()
+    return answers
 
 
 @pytest.mark.long
@@ -369,12 +396,15 @@ def test_a_script_that_is_started_after_the_end_finds_the_result(tmp_path: Path)
 
     def gets_it(name: str, *words: str) -> None:
         (tmp_path / name / "result.json").unlink(missing_ok=True)
+        batches = batches_of(tmp_path / name)
         again = start(tmp_path / name, "--run", "sines", *words, "--steps", "60", "--seed", "2")
         out, _ = again.communicate(timeout=END_S)
         assert again.returncode == 0, (out, (tmp_path / name / "node.log").read_text()[-2000:])
         found = json.loads((tmp_path / name / "result.json").read_text())
         assert (found["sum"], found["step"] >= 60) == (total, True)
         assert "run sines is complete at step 60: " in out, "its loop makes a step all the same"
+        assert ("do not fit the run's parameters" in out) == (name == "c")
+        assert batches_of(tmp_path / name) == (0 if name == "c" else batches + 1), "BatchNorm's statistics go on"
         assert HOW_TO_JOIN not in out
 
     gets_it("a", "--peer", address, "--found")  # the bootstrap node has gone, too

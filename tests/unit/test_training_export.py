@@ -19,12 +19,19 @@ from torch import Tensor, nn
 import p2pdiloco
 from p2pdiloco.cli.main import main
 from p2pdiloco.node.run_creation import make_manifest
-from p2pdiloco.protocol.ids import PeerId
+from p2pdiloco.protocol.ids import PeerId, RunId
 from p2pdiloco.protocol.manifest import DataConfig, LoraConfig, Manifest, ModelConfig, RunConfig, ScheduleConfig
 from p2pdiloco.training.export import ABOUT, About, ExportError, Format, byte_tokenizer, export
 from p2pdiloco.training.generation import Sampling, continue_with, continue_with_export
 from p2pdiloco.training.models import build_model
-from p2pdiloco.training.parameters import embedding_names, trainable
+from p2pdiloco.training.parameters import (
+    BUFFERS,
+    MAX_BUFFERS,
+    embedding_names,
+    read_buffers,
+    trainable,
+    write_buffers,
+)
 from p2pdiloco.training.tokenized_dataset import with_tokenizer
 from p2pdiloco.training.tokenizer_training import END
 
@@ -367,3 +374,52 @@ def test_what_a_script_trained_is_loaded_into_its_model_however_that_is_wrapped(
     (tmp_path / "model.safetensors").write_bytes(b"nothing")
     with pytest.raises(ExportError, match="is not what"):
         p2pdiloco.load_into(model, tmp_path)
+
+
+def normalized() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 2))
+
+
+@torch.no_grad()
+def test_statistics_without_a_gradient_go_out_and_are_loaded_again(tmp_path: Path) -> None:
+    """A model that has BatchNorm's statistics of a new one answers at random in evaluation mode."""
+    images = 5 + 3 * torch.randn(8, 1, 4, 4)
+    model = normalized()
+    for _ in range(9):
+        model(images)
+    manifest, theta = founded(ModelConfig(kind="external"), model)
+    write_buffers(tmp_path, manifest.run, torch.compile(model, backend="eager"))  # type: ignore[arg-type]
+    buffers = read_buffers(tmp_path, manifest.run)
+    assert not read_buffers(tmp_path, RunId("another")), "a state folder may be used again"
+    export(manifest, theta, tmp_path / "out", about(manifest, "safetensors"), buffers=buffers)
+    assert set(msgspec.json.decode((tmp_path / "out" / ABOUT).read_bytes(), type=About).buffers) == set(buffers)
+    new = normalized()
+    p2pdiloco.load_into(new, tmp_path / "out")
+    assert torch.equal(new.eval()(images), model.eval()(images))
+
+    export(manifest, theta, tmp_path / "out", about(manifest, "safetensors"))  # of a peer that only fetched the run
+    new = normalized()
+    with pytest.raises(ExportError, match=r"buffers \(1.running_mean, 1.running_var.* are missing.*strict=False"):
+        p2pdiloco.load_into(new, tmp_path / "out")
+    p2pdiloco.load_into(new, tmp_path / "out", strict=False)
+    assert torch.equal(new.get_submodule("1").get_buffer("running_mean"), torch.zeros(4))
+
+
+def test_buffers_are_saved_when_they_have_changed_and_never_broken_ones(tmp_path: Path) -> None:
+    model, run = normalized(), RunId("mine")
+    model.register_buffer("mask", torch.full((3,), -torch.inf))
+    model.register_buffer("cache", torch.zeros(3), persistent=False)
+    write_buffers(tmp_path, run, model)
+    assert "cache" not in read_buffers(tmp_path, run), "no state_dict has it"
+    first = (tmp_path / BUFFERS).stat().st_ino
+    write_buffers(tmp_path, run, model)
+    assert (tmp_path / BUFFERS).stat().st_ino == first
+    model(torch.full((2, 1, 4, 4), torch.nan))
+    write_buffers(tmp_path, run, model)
+    assert not read_buffers(tmp_path, run)["1.running_mean"].isnan().any()
+    model.register_buffer("weights", torch.zeros(1).expand(MAX_BUFFERS + 1))
+    (tmp_path / BUFFERS).write_bytes(b"torn")
+    write_buffers(tmp_path, run, model)
+    with pytest.raises(ValueError, match=r"is damaged.*remove it"):
+        read_buffers(tmp_path, run)

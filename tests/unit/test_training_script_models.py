@@ -7,9 +7,10 @@ import json
 import shutil
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -27,7 +28,7 @@ from p2pdiloco.swarm.run_index import folder_of
 from p2pdiloco.training.export import ABOUT, About, ExportError, Format, byte_tokenizer, export
 from p2pdiloco.training.founding_file import with_architecture
 from p2pdiloco.training.huggingface import read_folder
-from p2pdiloco.training.parameters import embedding_names, trainable
+from p2pdiloco.training.parameters import embedding_names, named_buffers, trainable
 from p2pdiloco.training.script_models import find_folder
 
 pytestmark = pytest.mark.skipif(
@@ -93,13 +94,14 @@ def written(
     wanted: Format,
     *,
     is_recorded: bool = True,
+    buffers: Mapping[str, Tensor] = MappingProxyType({}),
     **places: Path,
 ) -> list[str]:
     """``export`` of that run. ``is_recorded``: as the runs of today, it has its model's configuration."""
     manifest, theta, _ = run_of(model, is_recorded=is_recorded)
     about = About(run=manifest.run, name="mine", step=7, tokens=99, format=wanted, model=SCRIPTS)
     given = {name: str(place) for name, place in places.items()}
-    return export(manifest, theta, out, about, **given)  # type: ignore[arg-type]
+    return export(manifest, theta, out, about, buffers=buffers, **given)  # type: ignore[arg-type]
 
 
 def adapted(name: str = "default", **settings: Any) -> Script:
@@ -576,3 +578,26 @@ def test_a_tokenizer_that_cannot_be_loaded_is_not_left_out(tmp_path: Path) -> No
     with pytest.raises(ExportError, match=r"cannot load the tokenizer in .*base.*--tokenizer"):
         written(loaded(base), tmp_path / "out", "hf", like=base)
     assert not (tmp_path / "out").exists()
+
+
+def test_statistics_without_a_gradient_are_those_of_the_exporting_peer(tmp_path: Path) -> None:
+    """The base's, or a new model's, would be taken for trained ones."""
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    torch.manual_seed(0)
+    shape: dict[str, Any] = {"num_channels": 1, "embedding_size": 8, "hidden_sizes": [8], "depths": [1]}
+    model = ResNetForImageClassification(ResNetConfig(**shape, layer_type="basic"))
+    model.save_pretrained(tmp_path / "base")
+    images = 5 + 3 * torch.randn(8, 1, 16, 16)
+    for _ in range(9):
+        model.train()(images)
+    buffers = {name: buffer.clone() for name, buffer in named_buffers(moved(model)).items()}
+    (tmp_path / "config").mkdir()
+    shutil.copy(tmp_path / "base" / "config.json", tmp_path / "config")
+    for like in (tmp_path / "base", tmp_path / "config"):
+        written(model, tmp_path / "out", "hf", buffers=buffers, like=like)
+        found = ResNetForImageClassification.from_pretrained(tmp_path / "out").eval()
+        with torch.no_grad():
+            torch.testing.assert_close(found(images).logits, model(images).logits)
+        with pytest.raises(ValueError, match=r"running_mean.* are missing.*a machine whose script has trained"):
+            written(model, tmp_path / "none", "hf", like=like)
