@@ -26,7 +26,7 @@ from torch import nn
 from p2pdiloco.protocol.ids import Digest, digest_of
 from p2pdiloco.protocol.manifest import LoraConfig, ModelConfig, TensorSpec
 from p2pdiloco.protocol.manifest_validation import architecture_problems
-from p2pdiloco.training.parameters import MAX_BUFFERS, check_tensors, trainable
+from p2pdiloco.training.parameters import MAX_BUFFERS, MOST_TOLD, check_tensors, named_buffers, trainable
 
 EXTRA = "install the extra: pip install 'p2pdiloco[hf]' (in a checkout: pip install -c constraints.txt '.[hf]')"
 MAX_CONFIG_BYTES = 1 << 20
@@ -116,11 +116,25 @@ def read_folder(config: ModelConfig, seed: int) -> tuple[ModelConfig, nn.Module 
         raise ArchitectureError("; ".join(problems))
     model = _weights(transformers, _config(transformers, found.config), folder)
     if config.lora is None:
+        if model is not None:
+            _check_buffers(transformers, _config(transformers, found.config), model)
         return found, model
     if model is None:
         raise ArchitectureError(f"{folder} has no weights (*.safetensors) for model.lora to train adapters on")
     lora = msgspec.structs.replace(config.lora, base_digest=weights_digest(model))
     return msgspec.structs.replace(found, lora=lora), _with_adapters(model, lora, seed)
+
+
+def _check_buffers(transformers: Any, own: Any, model: nn.Module) -> None:
+    """Check that a pretrained model has no buffers of its own: peers that join would have those of a new model."""
+    if not (here := named_buffers(model)):
+        return
+    new = named_buffers(transformers.AutoModelForCausalLM.from_config(own, trust_remote_code=False))
+    if odd := [name for name, buffer in here.items() if not torch.equal(buffer, new[name].to(buffer.dtype))]:
+        raise ArchitectureError(
+            f"the pretrained {own.model_type} has buffers, which peers do not exchange ({', '.join(odd[:MOST_TOLD])}): "
+            "train it with a script that loads the model at every peer, or only adapters (model.lora)"
+        )
 
 
 def weights_digest(model: nn.Module) -> Digest:

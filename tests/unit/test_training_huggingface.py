@@ -237,3 +237,25 @@ def save_llama(folder: Path, seed: int) -> None:
     torch.manual_seed(seed)
     given = {key: value for key, value in LLAMA.items() if key != "model_type"}
     LlamaForCausalLM(LlamaConfig(**given)).save_pretrained(folder)
+
+
+def test_a_pretrained_model_with_buffers_of_its_own_is_not_founded(tmp_path: Path) -> None:
+    """Peers that join build it from its configuration: without a word they would train another model."""
+    from transformers import AutoModelForCausalLM
+
+    shape = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "n_group": 1, "topk_group": 1}
+    own = LLAMA | shape | {"model_type": "glm4_moe", "first_k_dense_replace": 1, "tie_word_embeddings": False}
+    wanted = ModelConfig(kind="huggingface", folder=str(tmp_path), context=8)
+    model: Any = AutoModelForCausalLM.from_config(own_config(own))
+    model.save_pretrained(tmp_path)
+    assert read_folder(wanted, 0)[1] is not None, "as a new one has them"
+    dict(model.named_buffers())["model.layers.1.mlp.gate.e_score_correction_bias"].add_(0.1)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ArchitectureError, match=r"e_score_correction_bias.*train it with a script"):
+        read_folder(wanted, 0)
+
+
+def own_config(told: dict[str, Any]) -> Any:
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(**told)
