@@ -14,10 +14,9 @@ from torch import Tensor, nn
 
 from benchmarks.quality.data import Stream, corpus
 from benchmarks.quality.questions import LINE
-from benchmarks.quality.settings import Setting
+from benchmarks.quality.settings import Setting, learning_rate
 from p2pdiloco.protocol.manifest import Layout, TensorSpec
 from p2pdiloco.training.models import loss
-from p2pdiloco.training.optimizers import learning_rate
 from p2pdiloco.training.parameters import FlatParameters
 
 BASE = Path("out/quality/fine-tuning-base.pt")

@@ -30,7 +30,7 @@ from benchmarks.quality.data import Stream, held_out_losses, text_of
 from benchmarks.quality.exchange import Exchange
 from benchmarks.quality.learners import ENDLESS, Given, Group, Member, Shift, Turn, ended, spells
 from benchmarks.quality.moments import Moments
-from benchmarks.quality.settings import Setting
+from benchmarks.quality.settings import Setting, learning_rate
 from benchmarks.quality.stacked import MOMENTUM_OF, Stack, Stepping, is_by_muon
 from p2pdiloco.codec.fragments import tensor_specs
 from p2pdiloco.codec.merge import Gradient, token_weight
@@ -39,7 +39,6 @@ from p2pdiloco.protocol.ids import FragmentId, PeerId, ShardId
 from p2pdiloco.protocol.manifest import Layout, make_layout
 from p2pdiloco.training.dataset_files import Corpus
 from p2pdiloco.training.models import build_model, is_embedding
-from p2pdiloco.training.optimizers import learning_rate
 from p2pdiloco.training.parameters import FlatParameters
 
 JITTER = 0.1

@@ -30,10 +30,9 @@ from benchmarks.quality import fine_tuning, hf_learners, runner
 from benchmarks.quality.claims import halves, tuned
 from benchmarks.quality.data import Stream, held_out_losses, text_of
 from benchmarks.quality.report import by_seed, seedless
-from benchmarks.quality.settings import Setting
+from benchmarks.quality.settings import Setting, learning_rate
 from p2pdiloco.swarm.credentials import MemberFiles
 from p2pdiloco.training.models import loss
-from p2pdiloco.training.optimizers import learning_rate
 
 START_S, STEP_LIMIT_S = 120.0, 2.0
 """Time limits: until a founder has an invite, and for each step on average."""

@@ -6,12 +6,14 @@ values below: those of the sweeps' small model and of the schedule that shipped 
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 import msgspec
 from msgspec import UNSET
 
 from p2pdiloco.protocol.manifest import InnerConfig, MergeRule, ModelConfig
+from p2pdiloco.training import optimizers
 
 
 class Setting(msgspec.Struct, frozen=True, kw_only=True):
@@ -202,3 +204,14 @@ def to_row(setting: Setting) -> dict[str, Any]:
 def from_row(settings: dict[str, Any]) -> Setting:
     """The setting of a row; fields that it does not know yet have their defaults."""
     return msgspec.convert(settings, Setting)
+
+
+def learning_rate(inner: InnerConfig, global_step: int, own_steps: int, merged_tokens: int = 0) -> float:
+    """``optimizers.learning_rate``, but without ``decay_share`` a cosine to ``final_share``: that of the sweeps."""
+    if inner.decay_share is not UNSET:
+        return optimizers.learning_rate(inner, global_step, own_steps, merged_tokens)
+    warm = msgspec.structs.replace(inner, decay_share=1.0, final_share=1.0)
+    done = (global_step - inner.warmup) / max(1, inner.steps - inner.warmup)
+    cosine = 0.5 * (1.0 + math.cos(math.pi * min(1.0, max(0.0, done))))
+    share = inner.final_share + (1.0 - inner.final_share) * cosine
+    return optimizers.learning_rate(warm, global_step, own_steps) * share

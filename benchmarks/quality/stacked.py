@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own convention
 from torch import Tensor, nn
 
-from benchmarks.quality.settings import Setting
+from benchmarks.quality.settings import Setting, learning_rate
 from p2pdiloco.protocol.manifest import Layout, ModelConfig, TensorSpec
 from p2pdiloco.training.models import Transformer
-from p2pdiloco.training.optimizers import MOMENTUM, Muon, learning_rate
+from p2pdiloco.training.optimizers import MOMENTUM, Muon
 from p2pdiloco.training.parameters import FlatParameters
 
 MOMENTUM_OF = "momentum of "

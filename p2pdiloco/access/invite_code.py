@@ -38,7 +38,6 @@ TEXT_LEAST = 80
 SECRET_BYTES = 16
 CHECKSUM_BYTES = 4
 _CHECK_CONTEXT = b"p2pdiloco invite 2"
-_EARLIER_CHECK_CONTEXT = b"p2pdiloco invite 1"
 _TERMS = struct.Struct(">BIIH")
 _PORT = struct.Struct(">H")
 _IP4, _IP6, _NAME, _NAME4 = 4, 6, 7, 8
@@ -126,8 +125,6 @@ def decode_invite(text: str) -> Invite:
             "the invite contains a character that invites never have (0, O, I, l, punctuation): copy it again, alone"
         ) from None
     body, checksum = data[:-CHECKSUM_BYTES], data[-CHECKSUM_BYTES:]
-    if checksum == _checksum(body, _EARLIER_CHECK_CONTEXT):
-        raise InviteError("the invite comes from another release of p2pdiloco: ask for a new one")
     if checksum != _checksum(body):
         raise InviteError(
             "the invite has a typo, or a piece of it is missing, or other text stands beside it: copy it again, alone"
@@ -137,7 +134,7 @@ def decode_invite(text: str) -> Invite:
         for address in invite.initial_peers():
             _packed_address(address.partition("/p2p/")[0])  # raises ValueError for an invalid host name
     except (ValueError, KeyError, struct.error) as error:
-        raise InviteError(f"the invite cannot be read ({error}): it comes from another release of p2pdiloco") from None
+        raise InviteError(f"the invite comes from another release of p2pdiloco ({error}): ask for a new one") from None
     return invite
 
 
@@ -243,5 +240,5 @@ def _packed_address(text: str) -> bytes:
     return bytes([_FAMILIES[family], len(host)]) + host.encode("ascii") + end
 
 
-def _checksum(data: bytes, context: bytes = _CHECK_CONTEXT) -> bytes:
-    return bytes.fromhex(digest_of(context, data))[:CHECKSUM_BYTES]
+def _checksum(data: bytes) -> bytes:
+    return bytes.fromhex(digest_of(_CHECK_CONTEXT, data))[:CHECKSUM_BYTES]

@@ -20,21 +20,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from p2pdiloco.cli import invite_sources, spellings
+from p2pdiloco.cli import invite_sources
 from p2pdiloco.cli.arguments import COMMANDS, Command, add_common_arguments
 from p2pdiloco.cli.errors import FAILED, INTERRUPTED, REPAIR, CommandError
 from p2pdiloco.cli.parser import Parser, meant
 from p2pdiloco.training import PASSIVE
 from p2pdiloco.util import status_pipe
 from p2pdiloco.version import VERSION
-
-MOVED = {
-    "simulate": "python -m tests.machine_sim, or python -m tests.peer_sim for --whole",
-    "chaos": "python -m tests.chaos",
-    "replay": "python -m tests.machine_sim.replay",
-    "bench": "python -m benchmarks.netbed",
-}
-"""Commands of the release before."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -158,9 +150,7 @@ def _attach_status_pipe(words: Sequence[str]) -> list[str]:
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
     """The command line; only the chosen command's own arguments are there."""
-    words, notices = spellings.translate(words)
-    for notice in notices:
-        print(notice, file=sys.stderr)
+    words = list(words)
     top = Parser(
         prog="p2pdiloco",
         description="Train one language model together, peer to peer, over the internet.",
@@ -179,8 +169,6 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
         if later and first not in ("-h", "--help", "--version"):
             top.error(f"options come after the command: p2pdiloco {later} ...")
         top.check(words)
-    elif first in MOVED:
-        top.error(f"{first} is a tool of this repository now, and no command: in a clone, {MOVED[first]}")
     elif first in COMMANDS and (part := COMMANDS[first].usual_part) and _is_left_out(words[1:]):
         words.insert(1, part)
     _add_commands(top, COMMANDS, words)

@@ -14,7 +14,6 @@ from p2pdiloco.codec.fragments import tensor_specs
 from p2pdiloco.node.run_creation import find_run, read_config
 from p2pdiloco.planner import Advice, Forecast, PeerLines, Wanted, advise, make_plan
 from p2pdiloco.protocol.manifest import RunConfig, make_layout
-from p2pdiloco.protocol.manifest_defaults import heartbeat_s
 from p2pdiloco.swarm.run_index import ConfigError
 from p2pdiloco.training.huggingface import ArchitectureError
 from p2pdiloco.training.models import outline
@@ -64,7 +63,7 @@ def wanted_of(config: RunConfig, peers: int, step_s: float) -> Wanted:
         overlap=schedule.overlap,
         up_bytes=_bytes(config.codec.up, config.codec.up_step),
         down_bytes=_bytes(config.codec.down, config.codec.down_step),
-        heartbeat_s=heartbeat_s(schedule),
+        heartbeat_s=schedule.heartbeat_s,
     )
 
 

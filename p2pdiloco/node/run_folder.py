@@ -6,8 +6,7 @@ Rules of this file:
 2. A peer starts from the heaviest state (most merged tokens) anywhere below its state folder and those that the user
    names: for each shard, the heaviest head. So the order of commands does not matter, and no peer continues from an
    older state than it has, which would create a second chain with the same key.
-3. A founder finds its run by the manifests in the folders. A folder that an earlier release named after the run is
-   renamed.
+3. A founder finds its run by the manifests in the folders.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from p2pdiloco.peer.checkpoint import sweep_halves as sweep_checkpoints
 from p2pdiloco.peer.host import sweep
 from p2pdiloco.peer.peer import InitialState
 from p2pdiloco.protocol.config import RunEnd
-from p2pdiloco.protocol.ids import RunId, digest_of
+from p2pdiloco.protocol.ids import RunId
 from p2pdiloco.protocol.manifest import MANIFEST, Manifest, RunConfig
 from p2pdiloco.protocol.manifest_defaults import end_of
 from p2pdiloco.swarm.credentials import MemberFiles
@@ -82,7 +81,6 @@ def hold(state: Path, manifest: Manifest) -> Iterator[Path]:
         OSError: it cannot be created or written.
     """
     folder = folder_of(state, manifest.run)
-    _rename_earlier(state, manifest, folder)
     folder.mkdir(parents=True, exist_ok=True)
     try:
         descriptor = lock(folder / LOCK)
@@ -210,15 +208,3 @@ def _standing(place: Path, index: Index) -> Standing | None:
         return None
     step = max(proof.state.step for proof in index.shards)
     return Standing(manifest, index.weight, step, known_end(manifest, place.parent).steps)
-
-
-def _rename_earlier(state: Path, manifest: Manifest, folder: Path) -> None:
-    """Rename the run's folder if an earlier release named it after the run."""
-    earlier = state / manifest.config.name
-    if folder.exists() or not (earlier / CHECKPOINT).is_dir():
-        return
-    with contextlib.suppress(OSError, ValueError):
-        data = (earlier / MANIFEST).read_bytes()
-        if RunId(digest_of(data)) == manifest.run:
-            earlier.rename(folder)
-            log.info("the run's folder was renamed", was=earlier, now=folder)

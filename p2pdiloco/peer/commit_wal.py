@@ -57,12 +57,10 @@ log = logs.get("node")
 # same commit has them).
 
 
-# The first bytes of a segment, with the format's version. Version 1 has no magic; its segments begin with an entry.
+# The first bytes of a segment, with the format's version.
 MAGIC = b"p2pdiloco commits 2\n"
 # Checksum (CRC-32 of the rest of the prefix and of the header), kind, bytes of the header, bytes of the data.
 PREFIX = struct.Struct(">IB3xQQ")
-# The prefix of version 1: bytes of the header and of the data. All its entries are TAKEN.
-PREFIX_1 = struct.Struct(">QQ")
 CHECKSUM_BYTES = 4
 # Kinds of entries. MADE: an own commit that is about to be sent. TAKEN: a commit that has become its shard's head.
 MADE, TAKEN = 1, 2
@@ -117,25 +115,23 @@ def entries(path: Path, disk: Disk, most_bytes: int) -> Iterator[tuple[CommitHea
     Raises:
         OSError: the segment cannot be read.
     """
-    has_checksums = disk.read(path, 0, len(MAGIC)) == MAGIC
-    at, form = (SECTOR_BYTES, PREFIX) if has_checksums else (0, PREFIX_1)
-    while len(prefix := disk.read(path, at, form.size)) == form.size:
-        checksum, kind, header_bytes, data_bytes = (
-            form.unpack(prefix) if has_checksums else (0, TAKEN, *form.unpack(prefix))
-        )
+    if disk.read(path, 0, len(MAGIC)) != MAGIC:
+        return
+    at = SECTOR_BYTES
+    while len(prefix := disk.read(path, at, PREFIX.size)) == PREFIX.size:
+        checksum, kind, header_bytes, data_bytes = PREFIX.unpack(prefix)
         if header_bytes > MOST_HEADER_BYTES or data_bytes > most_bytes:
             return
-        body = disk.read(path, at + form.size, header_bytes)
-        if has_checksums and checksum != zlib.crc32(body, zlib.crc32(prefix[CHECKSUM_BYTES:])):
+        body = disk.read(path, at + PREFIX.size, header_bytes)
+        if checksum != zlib.crc32(body, zlib.crc32(prefix[CHECKSUM_BYTES:])):
             return
         try:
             header = _decoded(body)
         except ValueError:
             return
-        entry = LogEntry(kind, path, at + form.size, header_bytes, data_bytes)
+        entry = LogEntry(kind, path, at + PREFIX.size, header_bytes, data_bytes)
         yield header, entry
-        end = entry.start + header_bytes + data_bytes
-        at = next_sector(end) if has_checksums else end
+        at = next_sector(entry.start + header_bytes + data_bytes)
 
 
 def next_sector(at: int) -> int:
@@ -187,8 +183,6 @@ OWN_BYTES = 256 << 20
 OWN_BYTES_PER_PARAMETER = 2
 # Size of a batch of other peers' commits. An own commit waits for at most one batch.
 BATCH_BYTES = 16 << 20
-# Where releases before version 2 of the format kept own commits, one per file.
-OLD_FOLDER, OLD_SUFFIX, OLD_LENGTH_BYTES = "own", ".commit", 4
 
 
 class LoggedCommit(NamedTuple):
@@ -243,7 +237,7 @@ class CommitLog:
 
         The data is not verified. Call it at the start, before anything is appended. Blocks.
         """
-        found = self._import_old(heads)
+        found: dict[Digest, tuple[CommitHeader, bytes]] = {}
         for number in numbers(self._folder, self._host.disk):
             path = path_of(self._folder, number)
             try:
@@ -255,34 +249,6 @@ class CommitLog:
             except (OSError, ValueError) as error:
                 log.warning("cannot read commits from before the restart", path=path, reason=str(error))
         return sorted(found.values(), key=lambda commit: (commit[0].shard, commit[0].version))
-
-    def _import_old(self, heads: Sequence[Head | None]) -> dict[Digest, tuple[CommitHeader, bytes]]:
-        """Append the own commits that an earlier release kept in separate files, then remove those files.
-
-        Returns the commits that are still needed, even if the disk accepts no writes, because rule E1 holds for them
-        too.
-        """
-        folder, disk = self._folder.parent / OLD_FOLDER, self._host.disk
-        found = {}
-        for name in disk.names(folder):
-            if not name.endswith(OLD_SUFFIX):
-                continue
-            try:
-                content = disk.read(folder / name)
-                end = OLD_LENGTH_BYTES + int.from_bytes(content[:OLD_LENGTH_BYTES], "big")
-                header, data = _decoded(content[OLD_LENGTH_BYTES:end]), content[end:]
-            except (OSError, ValueError) as error:
-                log.warning("cannot read a commit of an earlier release", name=name, reason=str(error))
-                continue
-            if self._is_needed(header, heads):
-                found[commit_id(header)] = header, data
-            try:
-                self._append(MADE, header, [data])
-                self._sync()
-                disk.remove(folder / name)
-            except OSError as error:
-                log.warning("cannot move a commit of an earlier release into the log", name=name, reason=str(error))
-        return found
 
     def _is_needed(self, header: CommitHeader, heads: Sequence[Head | None]) -> bool:
         """Return whether this is an own commit that the chain at ``heads`` can still take."""

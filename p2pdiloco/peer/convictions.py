@@ -16,8 +16,6 @@ from p2pdiloco.wire.control_messages import decode_as, encode
 log = logs.get("node")
 
 FILE = "convictions.msgpack"
-# Where earlier releases kept it.
-OLD_FILE = "own/barred.msgpack"
 
 
 class ConvictionFile:
@@ -32,9 +30,8 @@ class ConvictionFile:
     def load(self) -> Convictions:
         """Read the convictions of earlier lives, without proofs that do not hold. Blocks."""
         disk = self._host.disk
-        name = FILE if FILE in disk.names(self._folder) else OLD_FILE
         try:
-            found = self._saved = decode_as(disk.read(self._folder / name), Convictions)
+            found = self._saved = decode_as(disk.read(self._folder / FILE), Convictions)
         except FileNotFoundError:
             return self._saved
         except (OSError, ValueError) as error:

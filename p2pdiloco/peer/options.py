@@ -11,7 +11,7 @@ from msgspec import Meta
 from p2pdiloco.protocol.config import BATCH_ROOM, STEP_TOKENS, Sizes
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.protocol.manifest import Layout, Manifest, RunConfig
-from p2pdiloco.protocol.manifest_defaults import budget, heartbeat_s, logged
+from p2pdiloco.protocol.manifest_defaults import budget, logged
 from p2pdiloco.protocol.state import ProtocolConfig
 
 
@@ -152,7 +152,7 @@ def protocol_config(manifest: Manifest, options: PeerOptions, peer: PeerId) -> P
         evaluation_every=config.evaluation.every,
         log_length=logged(config.schedule),
         needs_majority=config.schedule.needs_majority is True,
-        heartbeat_s=heartbeat_s(config.schedule),
+        heartbeat_s=config.schedule.heartbeat_s,
         weight=options.link.weight,
         leave_s=options.leave_s,
     )

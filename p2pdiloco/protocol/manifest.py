@@ -189,9 +189,9 @@ class ScheduleConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_shard: Annotated[int, Meta(ge=1024, le=2**32)] = 1 << 21
     """Maximum size of a shard. A fragment is cut into equal shards, and each shard is merged by one owner. For a small
     model, reduce it so that every peer owns some shards. Unit: parameters."""
-    heartbeat_s: Annotated[float, Meta(ge=0.1, le=60.0)] | UnsetType = UNSET
+    heartbeat_s: Annotated[float, Meta(ge=0.1, le=60.0)] = 1.0
     """Time between two heartbeats of a peer. Beyond 16 peers it grows by itself. A peer that misses three is lost.
-    Unit: seconds. Default: 1."""
+    Unit: seconds."""
     log_length: Annotated[int, Meta(ge=4, le=1024)] | UnsetType = UNSET
     """Versions of a shard that every peer keeps and can take back. After a longer network cut, the smaller side loses
     the work that it did before these versions. Unit: versions. Default: what 768 steps make, at least 32."""

@@ -1,6 +1,4 @@
-"""Default settings that depend on the size of a run. They are written into the manifest when the run is created. A
-manifest without them comes from an earlier release, whose values are the ``OLD`` constants.
-"""
+"""Default settings that depend on the size of a run. They are written into the manifest when the run is created."""
 
 from __future__ import annotations
 
@@ -21,9 +19,8 @@ from p2pdiloco.protocol.manifest import (
     ScheduleConfig,
 )
 
-OLD_LOG_LENGTH: Final = 32
-OLD_HEARTBEAT_S: Final = 1.0
-OLD_MOMENTUM_TYPE: Final = "float32"
+LEAST_LOGGED: Final = 32
+"""Least log length that is filled in."""
 LONG_MOMENTUM: Final = 0.99
 """Largest outer momentum that is kept in bfloat16. Above it, the rounding error of bfloat16, which is applied to the
 parameters at once (``codec/outer_optimizer.py``), exceeds a fifth of a step."""
@@ -35,7 +32,7 @@ MOST_LOGGED: Final = 1 << 18
 
 PARTS: Final = {
     "inner": ("optimizer", "decay_share"),
-    "schedule": ("heartbeat_s", "log_length"),
+    "schedule": ("log_length",),
     "outer": ("bias_correction", "momentum_type"),
 }
 """Settings that are filled in, by table."""
@@ -66,8 +63,7 @@ LARGEST_RATE: Final = 0.016
 DECAY_SHARE: Final = 0.2
 """Share of a token budget, at its end, over which the learning rate falls."""
 LINE_SHARE: Final = 0.95
-"""Share of a run of steps over which the learning rate falls linearly, from the warm-up on. (Earlier releases used a
-cosine.)"""
+"""Share of a run of steps over which the learning rate falls linearly, from the warm-up on."""
 SPARE_STEPS: Final = 2
 """Multiple of the steps that one learner alone needs for a token budget: lost work is trained again."""
 LARGEST_GAIN: Final = 2.0
@@ -158,12 +154,12 @@ def _parameters(model: ModelConfig) -> float:
 
 def most_logged(shards: int) -> int:
     """Return the largest log length for which all logs together have room."""
-    return max(OLD_LOG_LENGTH, MOST_LOGGED // shards)
+    return max(LEAST_LOGGED, MOST_LOGGED // shards)
 
 
 def log_length(sync_every: int, shards: int) -> int:
     """Return the versions to log of each shard: those of ``LOG_STEPS`` steps, as far as there is room."""
-    return max(OLD_LOG_LENGTH, min(-(-LOG_STEPS // sync_every), most_logged(shards)))
+    return max(LEAST_LOGGED, min(-(-LOG_STEPS // sync_every), most_logged(shards)))
 
 
 def completed(config: RunConfig, shards: int) -> RunConfig:
@@ -171,16 +167,11 @@ def completed(config: RunConfig, shards: int) -> RunConfig:
     schedule, inner = config.schedule, config.inner
     if inner.optimizer is UNSET:
         inner = msgspec.structs.replace(inner, optimizer=inner_optimizer(config.model))
-    if inner.decay_share is UNSET:
-        share = LINE_SHARE if inner.tokens is UNSET else DECAY_SHARE
-        inner = msgspec.structs.replace(inner, decay_share=share)
+    inner = msgspec.structs.replace(inner, decay_share=decay_share(inner))
     if inner.tokens is not UNSET:
         inner = msgspec.structs.replace(inner, steps=_most_steps(inner.tokens, config))
-    filled = msgspec.structs.replace(
-        schedule,
-        heartbeat_s=heartbeat_s(schedule),
-        log_length=log_length(schedule.sync_every, shards) if schedule.log_length is UNSET else schedule.log_length,
-    )
+    if schedule.log_length is UNSET:
+        schedule = msgspec.structs.replace(schedule, log_length=log_length(schedule.sync_every, shards))
     outer = config.outer
     if outer.bias_correction is UNSET:
         outer = msgspec.structs.replace(
@@ -189,7 +180,7 @@ def completed(config: RunConfig, shards: int) -> RunConfig:
     if outer.momentum_type is UNSET:
         kept: MomentumType = "bfloat16" if outer.momentum <= LONG_MOMENTUM else "float32"
         outer = msgspec.structs.replace(outer, momentum_type=kept)
-    return msgspec.structs.replace(config, inner=inner, schedule=filled, outer=outer)
+    return msgspec.structs.replace(config, inner=inner, schedule=schedule, outer=outer)
 
 
 def without_left_out(config: RunConfig, written: RunConfig) -> RunConfig:
@@ -203,6 +194,13 @@ def without_left_out(config: RunConfig, written: RunConfig) -> RunConfig:
             left["steps"] = written.inner.steps
         parts[name] = msgspec.structs.replace(getattr(config, name), **left)
     return msgspec.structs.replace(config, **parts)
+
+
+def decay_share(inner: InnerConfig) -> float:
+    """Return the share of a run, at its end, over which the learning rate falls."""
+    if inner.decay_share is not UNSET:
+        return inner.decay_share
+    return LINE_SHARE if inner.tokens is UNSET else DECAY_SHARE
 
 
 def inner_optimizer(model: ModelConfig) -> Literal["adamw", "muon"]:
@@ -225,8 +223,8 @@ def few_turns(config: RunConfig) -> str:
 
 
 def momentum_type(outer: OuterConfig) -> MomentumType:
-    """Return the momentum type of a run that any release created."""
-    return OLD_MOMENTUM_TYPE if outer.momentum_type is UNSET else outer.momentum_type
+    """Return the momentum type of a run; float32 while nothing is filled in."""
+    return "float32" if outer.momentum_type is UNSET else outer.momentum_type
 
 
 def budget(inner: InnerConfig) -> int:
@@ -253,11 +251,6 @@ def _most_steps(tokens: int, config: RunConfig) -> int:
     return SPARE_STEPS * -(-tokens // (config.inner.batch * config.model.context))
 
 
-def heartbeat_s(schedule: ScheduleConfig) -> float:
-    """Return the heartbeat interval of a run that any release created."""
-    return OLD_HEARTBEAT_S if schedule.heartbeat_s is UNSET else schedule.heartbeat_s
-
-
 def logged(schedule: ScheduleConfig) -> int:
-    """Return the log length of a run that any release created."""
-    return OLD_LOG_LENGTH if schedule.log_length is UNSET else schedule.log_length
+    """Return the log length of a run; the least while nothing is filled in."""
+    return LEAST_LOGGED if schedule.log_length is UNSET else schedule.log_length

@@ -7,7 +7,6 @@ torch's optimizers load its compiler, at their first step at the latest, to mark
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, overload
 
@@ -16,6 +15,7 @@ from msgspec import UNSET
 from torch import Tensor, nn
 
 from p2pdiloco.protocol.manifest import InnerConfig
+from p2pdiloco.protocol.manifest_defaults import decay_share
 
 # -- Muon --------------------------------------------------------------------------------------------------------------
 # Muon: momentum, orthogonalized by five Newton-Schulz steps (Jordan et al., 2024), scaled to AdamW's update size (arXiv
@@ -166,8 +166,7 @@ def _hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
 
 # -- Learning-rate schedule --------------------------------------------------------------------------------------------
 # Rules of this section:
-# 1. Warm-up and decay follow the *global* step, so that learners of any speed decay together. The decay is linear. In
-#    runs of earlier releases, whose manifests have no ``decay_share``, it is a cosine.
+# 1. Warm-up and decay follow the *global* step, so that learners of any speed decay together. The decay is linear.
 # 2. With a token budget (warm-up, stable, decay), the rate falls with the tokens that the swarm has merged. Neither the
 #    fastest learner nor the number of learners makes it fall sooner.
 # 3. A learner that joins late has a fresh AdamW, whose first steps are the least reliable. It therefore also warms up
@@ -189,10 +188,6 @@ def learning_rate(config: InnerConfig, global_step: int, own_steps: int, merged_
     if config.warmup:
         own_warmup = min(config.warmup, _OWN_WARMUP)
         ramp = min(1.0, (global_step + 1) / config.warmup, (own_steps + 1) / own_warmup)
-    if config.tokens is not UNSET or config.decay_share is not UNSET:
-        passed = global_step / config.steps if config.tokens is UNSET else merged_tokens / config.tokens
-        left = (1.0 - passed) / (config.decay_share or 1.0)
-        return config.learning_rate * ramp * max(config.final_share, min(1.0, left))
-    done = (global_step - config.warmup) / max(1, config.steps - config.warmup)
-    cosine = 0.5 * (1.0 + math.cos(math.pi * min(1.0, max(0.0, done))))
-    return config.learning_rate * ramp * (config.final_share + (1.0 - config.final_share) * cosine)
+    passed = global_step / config.steps if config.tokens is UNSET else merged_tokens / config.tokens
+    left = (1.0 - passed) / decay_share(config)
+    return config.learning_rate * ramp * max(config.final_share, min(1.0, left))

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
+import base58
 import msgspec
 import pytest
 from stands import directory_with, stand
@@ -25,7 +26,7 @@ from swarm import PEER, write_corpus
 
 from benchmarks.netbed import namespaces
 from p2pdiloco.access.certificates import NEVER, NO_CAP, Role
-from p2pdiloco.access.invite_code import decode_invite, encode_invite
+from p2pdiloco.access.invite_code import PREFIX, _checksum, decode_invite, encode_invite
 from p2pdiloco.access.membership_log import ban, closing
 from p2pdiloco.cli import doctor, watch
 from p2pdiloco.discovery import directory
@@ -69,11 +70,8 @@ INDUCED = ("Errors of commands", "Findings of `doctor`")
 FEWEST = 30
 NOBODY = "12D3KooWFBqHtZsnYhFyqTpV8N2Ynw3YwMxt2TDXZqKpY2Y4RgvC"
 BANNED = Identity.from_secret(b"p2pdiloco test", b"banned")
-EARLIER = (
-    "p2pdiloco2zEQ81CECV8TL3DPRKS7xgLSXJ7URg6Xpf6vyDuK3rF3hRR3PXfwKTwKf5Yx1Gb4ekHCau5xYx1edZf5D2eCgZMPdnP"
-    "kfR4GVhE8aa2XdYq2j57zJN3dAAw2BzyMgvT2Tbcs2wRdaMAyzBH1fCkmwBX9pa5vnGoi2efephfk26YEvkS4gaXeYGGa4kz5GPXcdn9Ur678Uw1XLsmrxa2swG"
-)
-"""An invite without uses."""
+OTHER_RELEASE = PREFIX + base58.b58encode(bytes(80) + _checksum(bytes(80))).decode()
+"""An invite whose content this release does not know."""
 DEAD = f"/ip4/127.0.0.1/tcp/1/p2p/{NOBODY}"
 TINY = "name = 'x'\nmodel.width = 32\nmodel.depth = 1\nmodel.heads = 2\nmodel.context = 32\ndata.kind = 'files'\n"
 LLAMA = "name = 'x'\nmodel.kind = 'huggingface'\nmodel.config.model_type = 'llama'\nmodel.config.vocab_size = 64\n"
@@ -154,7 +152,7 @@ TYPED = [
     Mistake(
         "the invite has a typo, or a piece of it is missing", "join p2pdiloco3S555bYZnQ5L1aRe5rLem", "copy it again"
     ),
-    Mistake("the invite comes from another release of p2pdiloco", f"join {EARLIER}", "ask for a new one"),
+    Mistake("the invite comes from another release of p2pdiloco", f"join {OTHER_RELEASE}", "ask for a new one"),
     Mistake(
         "cannot listen on ...; that is no address of this machine",
         "bootstrap --listen /ip4/203.0.113.7/tcp/4000",

@@ -354,16 +354,6 @@ def test_another_process_is_named_and_its_end_frees_the_folder(tmp_path: Path) -
     assert RunId(folder.name) == MANIFEST.run[:12]
 
 
-def test_a_folder_of_an_earlier_release_keeps_all_that_lies_in_it(tmp_path: Path) -> None:
-    folder = with_checkpoint(tmp_path / "state", 3)
-    with hold(tmp_path / "state", MANIFEST):
-        (folder / "metrics.jsonl").write_text("lines")
-    folder.rename(tmp_path / "state" / "story")
-    with hold(tmp_path / "state", MANIFEST) as again:
-        assert (again / "metrics.jsonl").read_text() == "lines"
-        assert not (tmp_path / "state" / "story").exists()
-
-
 def test_of_an_unfinished_and_a_finished_run_the_unfinished_one_goes_on(tmp_path: Path) -> None:
     with_checkpoint(tmp_path / "state", STEPS // 4)
     other = msgspec.structs.replace(MANIFEST, founder=Identity.ephemeral().peer_id)

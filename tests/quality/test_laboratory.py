@@ -16,7 +16,7 @@ from benchmarks.quality.data import Stream
 from benchmarks.quality.exchange import Exchange, pack
 from benchmarks.quality.laboratory import Laboratory, Result
 from benchmarks.quality.moments import Moments
-from benchmarks.quality.settings import Setting, from_row, to_row
+from benchmarks.quality.settings import Setting, from_row, learning_rate, to_row
 from benchmarks.quality.stacked import Stack
 from p2pdiloco.codec.merge import token_weight
 from p2pdiloco.peer.learner_updates import Moves
@@ -26,7 +26,7 @@ from p2pdiloco.protocol.manifest import CodecConfig, OuterConfig, TensorSpec, ma
 from p2pdiloco.protocol.messages import CommitHeader, Contributor
 from p2pdiloco.training.dataset_files import Corpus
 from p2pdiloco.training.models import build_model, loss
-from p2pdiloco.training.optimizers import inner_optimizers, learning_rate
+from p2pdiloco.training.optimizers import inner_optimizers
 from p2pdiloco.training.parameters import FlatParameters
 from p2pdiloco.training.shared_memory import SharedVectors
 

@@ -198,7 +198,7 @@ BUGS = (
         old="header_bytes > MOST_HEADER_BYTES or data_bytes > most_bytes",
         new="header_bytes > MOST_HEADER_BYTES",
         harm="one flipped bit in what was committed since a checkpoint, and a peer does not start: no memory suffices",
-        killed_by=("tests/unit/test_peer_commit_wal.py::test_a_length_in_an_earlier_releases_segment_is_not_believed",),
+        killed_by=("tests/unit/test_peer_commit_wal.py::test_a_length_that_no_commit_has_is_not_believed",),
     ),
     Bug(
         name="a commit from the disk need not fit its chain",

@@ -160,15 +160,6 @@ def test_whoever_makes_the_checksum_right_gets_no_further() -> None:
             assert encode_invite(decode_invite(text)) == text
 
 
-def test_the_invite_of_another_release_is_told_as_one() -> None:
-    earlier = (
-        "p2pdiloco2zEQ81CECV8TL3DPRKS7xgLSXJ7URg6Xpf6vyDuK3rF3hRR3PXfwKTwKf5Yx1Gb4ekHCau5xYx1edZf5D2eCgZMPdnP"
-        "kfR4GVhE8aa2XdYq2j57zJN3dAAw2BzyMgvT2Tbcs2wRdaMAyzBH1fCkmwBX9pa5vnGoi2efephfk26YEvkS4gaXeYGGa4kz5GPXcdn9Ur678Uw1XLsmrxa2swG"
-    )
-    with pytest.raises(InviteError, match="from another release"):
-        decode_invite(earlier)
-
-
 @pytest.mark.parametrize(
     ("peer", "uses"),
     [(None, 0), (None, 257), (PEER, 0), (PEER, 2)],

@@ -38,8 +38,6 @@ def complaint(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         (("demo", "--setps", "9"), "there is no option --setps: did you mean --steps?"),
         (("demo", "--setps=9"), "there is no option --setps: did you mean --steps?"),
         (("watch", "--xyzzy"), "there is no option --xyzzy\n"),
-        (("simulate", "--seeds", "1-9"), "in a clone, python -m tests.machine_sim"),
-        (("bench", "link"), "in a clone, python -m benchmarks.netbed"),
     ],
 )
 def test_a_typo_is_answered_with_what_is_near(

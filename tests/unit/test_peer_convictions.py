@@ -9,7 +9,7 @@ from actors import FOUNDER, genesis
 from troupe import Member, Stage, act
 
 from p2pdiloco.codec.digests import list_bytes
-from p2pdiloco.peer.convictions import FILE, OLD_FILE, ConvictionFile
+from p2pdiloco.peer.convictions import FILE, ConvictionFile
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages
 from p2pdiloco.protocol import messages as msg
@@ -74,10 +74,6 @@ def test_a_restart_forgets_no_ban_that_is_running(tmp_path: Path) -> None:
                 stage.kill(bob)
                 bob = await stage.add("bob", genesis(stage.manifest), has_learner=False, weight=0.0)
                 assert bob.machine.view.barred == barred
-            old = bob.peer.options.folder / OLD_FILE
-            old.parent.mkdir()
-            path.rename(old)
-            assert ConvictionFile(bob.peer.options.folder, bob.host).load().refused, "an earlier release kept it there"
             path.write_bytes(b"nonsense")
             assert ConvictionFile(bob.peer.options.folder, bob.host).load().proofs == ()
 

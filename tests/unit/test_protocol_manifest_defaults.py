@@ -31,7 +31,6 @@ from p2pdiloco.protocol.manifest_defaults import (
     few_turns,
     in_turns,
     log_length,
-    momentum_type,
     with_usual_rate,
     without_left_out,
 )
@@ -237,22 +236,6 @@ def test_momentum_is_kept_in_two_bytes_unless_it_is_long_or_the_founder_says_so(
     assert completed(config, 1).outer.momentum_type == kept
     said = msgspec.structs.replace(config, outer=OuterConfig(momentum=momentum, momentum_type="float32"))
     assert completed(said, 1).outer.momentum_type == "float32"
-
-
-def test_a_manifest_of_an_older_release_is_taken_and_keeps_its_name() -> None:
-    """It says nothing of these settings; what it meant then it means now."""
-    old = manifest()
-    data = old.encode()
-    assert old.config.schedule.heartbeat_s is UNSET
-    assert b"heartbeat_s" not in data
-    assert b"log_length" not in data
-    assert b"bias_correction" not in data
-    assert b"momentum_type" not in data
-    assert momentum_type(old.config.outer) == "float32"
-    read = decode_manifest(data, RunId(digest_of(data)))
-    assert (read, read.run) == (old, digest_of(data))
-    config = protocol_config(read, PeerOptions(folder=Path("state")), PeerId("p"))
-    assert (config.heartbeat_s, config.log_length) == (1.0, 32)
 
 
 def test_a_run_lives_by_its_manifest() -> None:

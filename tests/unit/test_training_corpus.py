@@ -382,13 +382,14 @@ def test_another_model_is_refused() -> None:
 
 
 def test_learning_rate_by_hand() -> None:
-    config = InnerConfig(steps=110, warmup=10, learning_rate=1.0, final_share=0.2)
+    config = InnerConfig(steps=110, warmup=10, learning_rate=1.0, decay_share=0.5, final_share=0.2)
     assert learning_rate(config, 0, 0) == pytest.approx(0.1)
     assert learning_rate(config, 9, 9) == pytest.approx(1.0)
-    assert learning_rate(config, 60, 60) == pytest.approx(0.6)  # half-way down the cosine
+    assert learning_rate(config, 55, 55) == pytest.approx(1.0)
+    assert learning_rate(config, 88, 88) == pytest.approx(0.4)
     assert learning_rate(config, 110, 110) == pytest.approx(0.2)
     assert learning_rate(config, 500, 500) == pytest.approx(0.2)
-    assert learning_rate(config, 60, 0) == pytest.approx(0.06)  # a late joiner's first step
+    assert learning_rate(config, 55, 0) == pytest.approx(0.1)  # a late joiner's first step
     assert learning_rate(InnerConfig(warmup=0, learning_rate=1.0), 0, 0) == 1.0
 
 
