@@ -461,13 +461,6 @@ def export(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "--license", default="", metavar="ID", help="the model's license, for its card, such as mit (default: unknown)"
     )
-    sub.add_argument(
-        "--push-to-hub",
-        metavar="OWNER/NAME",
-        help="also upload the files to this repository of the Hugging Face hub, with the token of hf auth login or "
-        "HF_TOKEN (default: no upload)",
-    )
-    sub.add_argument("--private", action="store_true", help="make the repository of --push-to-hub private if it is new")
 
 
 def generate(sub: argparse.ArgumentParser) -> None:

@@ -18,7 +18,6 @@ from p2pdiloco.node.results import find_result, model_of
 from p2pdiloco.peer.checkpoint import CheckpointError
 from p2pdiloco.training.export import ABOUT, WEIGHTS, About, Format, export
 from p2pdiloco.training.gguf_export import GGUF
-from p2pdiloco.training.hub import check_hub, push
 from p2pdiloco.training.model_card import Facts, model_card
 
 
@@ -35,8 +34,6 @@ def _export(arguments: argparse.Namespace) -> None:
     wanted: Format = arguments.format or ("peft" if config.model.lora is not None else "hf")
     if config.model.kind == "external" and not arguments.format:
         wanted = "safetensors"
-    if arguments.push_to_hub:
-        check_hub(arguments.push_to_hub)
     buffers = result.buffers()
     result, theta = model_of(result, is_averaged=arguments.average)
     about = result.about(wanted)
@@ -95,10 +92,6 @@ def _export(arguments: argparse.Namespace) -> None:
             )
         if not written.has_tokenizer:
             peer_options.say("  its tokenizer is not there: give --tokenizer FOLDER, with the run's tokenizer.json")
-    if arguments.push_to_hub:
-        shown = [name for name in files if name != ABOUT]  # it may name folders of this machine
-        url = push(folder, shown, arguments.push_to_hub, is_private=arguments.private)
-        peer_options.say(f"  pushed to    {url}")
 
 
 def _loader(folder: Path, kind: str) -> str:

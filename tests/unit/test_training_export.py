@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import p2pdiloco
+from benchmarks.exports import built_in, store
 from p2pdiloco.cli.main import main
 from p2pdiloco.node.run_creation import make_manifest
 from p2pdiloco.protocol.ids import PeerId, RunId
@@ -423,3 +424,24 @@ def test_buffers_are_saved_when_they_have_changed_and_never_broken_ones(tmp_path
     write_buffers(tmp_path, run, model)
     with pytest.raises(ValueError, match=r"is damaged.*remove it"):
         read_buffers(tmp_path, run)
+
+
+@HF
+@pytest.mark.usefixtures("own_logging")
+def test_an_export_has_a_card_and_names_no_folder_of_this_machine_beside_one_file(tmp_path: Path) -> None:
+    store(built_in(tmp_path), tmp_path / "state")
+    out = tmp_path / "out"
+    words = ["export", str(tmp_path / "state"), "--format", "hf", "--out", str(out), "--license", "mit"]
+    assert main(words) == 0
+    shown = b"".join(path.read_bytes() for path in out.iterdir() if path.name != ABOUT)
+    assert str(tmp_path).encode() not in shown
+    _, header, text = (out / "README.md").read_text().split("---\n", 2)
+    told = dict(line.split(": ", 1) for line in header.splitlines())
+    assert {name: json.loads(value) for name, value in told.items()} == {
+        "library_name": "transformers",
+        "tags": ["p2pdiloco", "diloco"],
+        "license": "mit",
+        "pipeline_tag": "text-generation",
+    }
+    for fact in ("run", "data", "tokens merged", "peers", "held-out loss"):
+        assert f"\n| {fact}" in text
