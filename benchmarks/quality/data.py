@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from benchmarks.byte_pairs import train as train_byte_pairs
 from p2pdiloco.protocol.ids import digest_of
 from p2pdiloco.protocol.manifest import DataConfig
-from p2pdiloco.training import tokenizer_training
 from p2pdiloco.training.corpus import held_out_batches, load_corpus
 from p2pdiloco.training.dataset_files import Corpus
 from p2pdiloco.training.models import loss
@@ -91,7 +91,7 @@ def byte_pairs(data: str, vocabulary: int) -> Corpus:
     """Return a text in tokens of at most ``vocabulary`` byte pairs, which are trained on its training split."""
     text = TEXTS.get(data, corpus)()
     train, held_out = (_cut(split.numpy().tobytes().decode(errors="replace")) for split in (text.train, text.held_out))
-    tokenizer = tokenizer_training.byte_pairs(train, vocabulary)
+    tokenizer = train_byte_pairs(train, vocabulary)
     splits = (
         torch.tensor([token for piece in tokenizer.encode_batch_fast(pieces) for token in piece.ids], dtype=torch.int32)
         for pieces in (train, held_out)

@@ -33,8 +33,6 @@ from p2pdiloco.util.files import state_home
 MOST_THREADS = 1024
 """OpenMP ends the process where there are many more."""
 MOST_STEPS = 1_000_000
-MIN_TOKENS = 257
-"""All bytes, and the end of text."""
 
 # -- Options of several commands ---------------------------------------------------------------------------------------
 
@@ -481,28 +479,6 @@ def generate(sub: argparse.ArgumentParser) -> None:
     _add_model_files(sub)
 
 
-def tokenizer(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument("texts", type=Path, metavar="TEXTS", help="file or folder with texts: *.txt, *.jsonl or *.parquet")
-    sub.add_argument(
-        "--data-kind",
-        choices=("text", "jsonl", "parquet"),
-        help="files to read, as data.kind of a run (default: those there, if they are of one kind)",
-    )
-    sub.add_argument(
-        "--out", type=Path, metavar="DIR", required=True, help="folder to write tokenizer.json into (required)"
-    )
-    sub.add_argument(
-        "--size",
-        type=at_least(MIN_TOKENS),
-        default=4096,
-        metavar="N",
-        help="maximum number of tokens; the run's model.vocabulary must be at least as large (default: %(default)s)",
-    )
-    sub.add_argument(
-        "--column", default="text", metavar="NAME", help="key or column that holds the text (default: %(default)s)"
-    )
-
-
 def evaluate(sub: argparse.ArgumentParser) -> None:
     _add_source(sub)
     sub.add_argument(
@@ -854,7 +830,6 @@ COMMANDS = {
     "fetch": Command("download the model of a run, finished or not, without joining it", _fetch, is_quiet=True),
     "export": Command("write a run's model to files for other programs", export, is_quiet=True),
     "generate": Command("sample text from a run's model", generate, is_quiet=True),
-    "tokenizer": Command("train a tokenizer from texts, for a run of the built-in model", tokenizer, is_quiet=True),
     "evaluate": Command("measure the held-out loss of a run's model, and of its average", evaluate, is_quiet=True),
     "status": Command("show runs and their peers", _status, is_quiet=True),
     "watch": Command("watch a run, live or recorded: in this terminal, as a page, or as events", watch, is_quiet=True),

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 
 import p2pdiloco
+from benchmarks import byte_pairs
+from benchmarks.byte_pairs import END
 from benchmarks.exports import built_in, store
 from p2pdiloco.cli.main import main
 from p2pdiloco.node.run_creation import make_manifest
@@ -34,7 +36,6 @@ from p2pdiloco.training.parameters import (
     write_buffers,
 )
 from p2pdiloco.training.tokenized_dataset import with_tokenizer
-from p2pdiloco.training.tokenizer_training import END
 
 HF = pytest.mark.skipif(
     not all(map(find_spec, ("transformers", "tokenizers", "peft"))),
@@ -115,9 +116,7 @@ def test_a_built_in_model_that_reads_tokens_goes_out_with_its_tokenizer(tmp_path
     data, folder = DataConfig(kind="text", separator=END, tokenizer_digest=""), tmp_path / "tokenizer"
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text("def main(): return main\n" * 40)
-    command = ["tokenizer", str(tmp_path / "texts"), "--out", str(folder), "--size", "264"]
-    assert main(command) == 0
-    assert main(command) == 2, "a run may use the one that is there"
+    byte_pairs.write(["def main(): return main\n" * 40], 264, folder)
     data = with_tokenizer(data, str(tmp_path / "texts"), str(folder))
     config = msgspec.structs.replace(SMALL, vocabulary=272, context=32)
     model = build_model(config, 3)

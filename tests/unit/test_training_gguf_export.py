@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import byte_pairs
+from benchmarks.byte_pairs import END
 from p2pdiloco.training.gguf_export import GGUF, write_gguf
 
 pytestmark = pytest.mark.skipif(
     not all(map(find_spec, ("transformers", "tokenizers", "gguf"))),
     reason="needs the extra hf: pip install -c constraints.txt '.[hf]'",
 )
-END = "<|endoftext|>"
 TEXT = "def main(): naïve ☃ 12345 it's\n\n  two"
 SHAPE: dict[str, Any] = {"vocab_size": 300, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
 HEADS: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -37,12 +38,7 @@ def model_in(folder: Path, kind: str, **changes: Any) -> Any:
 
 
 def tokenizer_in(folder: Path) -> None:
-    from p2pdiloco.protocol.manifest import DataConfig
-    from p2pdiloco.training.tokenizer_training import train_tokenizer, write_tokenizer
-
-    (folder / "texts").mkdir(parents=True)
-    (folder / "texts" / "a.txt").write_text(TEXT * 40)
-    write_tokenizer(train_tokenizer(DataConfig(kind="text"), str(folder / "texts"), 290)[0], folder)
+    byte_pairs.write([TEXT * 40], 290, folder)
 
 
 @pytest.mark.parametrize(
