@@ -680,64 +680,6 @@ def _pause(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("--end", action="store_true", help="end the pause")
 
 
-def _launch(sub: argparse.ArgumentParser) -> None:
-    add_addresses(sub, metavar="INVITE", help="invite with which the machines join")
-    sub.add_argument(
-        "--dollars",
-        type=between(0.01, 1e7, "dollars"),
-        required=True,
-        metavar="USD",
-        help="maximum cost of all machines together (required)",
-    )
-    sub.add_argument(
-        "--hours",
-        type=between(0.1, 8760, "hours"),
-        default=4.0,
-        metavar="T",
-        help="hours per machine (default: %(default)g)",
-    )
-    sub.add_argument(
-        "--machines",
-        type=at_least(1, USES_LIMIT),
-        default=1,
-        metavar="N",
-        help="number of machines (default: %(default)s)",
-    )
-    sub.add_argument(
-        "--gpu",
-        default="",
-        metavar="KIND",
-        help="accelerator in SkyPilot's notation, such as A100:1 or L4:1 (default: none)",
-    )
-    sub.add_argument(
-        "--infra",
-        default="",
-        metavar="WHERE",
-        help="cloud or region, such as aws or gcp/us-central1 (default: the cheapest)",
-    )
-    sub.add_argument(
-        "--no-spot", action="store_true", help="rent on-demand machines, which are not preempted and cost more"
-    )
-    sub.add_argument(
-        "--options",
-        default="",
-        metavar="WORDS",
-        help="further options for p2pdiloco join, as one quoted string (default: none)",
-    )
-    sub.add_argument(
-        "--source",
-        metavar="WHAT",
-        help=argparse.SUPPRESS,  # for developers: what pip installs on the machines, if not this checkout or release
-    )
-    sub.add_argument(
-        "--out",
-        type=Path,
-        metavar="FILE",
-        help="only write the task to FILE; -: to standard output (default: start the machines)",
-    )
-    _add_state(sub, is_used=False)
-
-
 def plan(sub: argparse.ArgumentParser) -> None:
     sub.add_argument("config", metavar="CONFIG", help="a run's TOML file, or the name of a shipped one")
     sub.add_argument(
@@ -835,7 +777,6 @@ COMMANDS = {
     "watch": Command("watch a run, live or recorded: in this terminal, as a page, or as events", watch, is_quiet=True),
     "members": Command("add, ban or list the members of your runs", parts=MEMBERS, usual_part="list"),
     "pause": Command("pause the learners on this machine", _pause, is_quiet=True),
-    "launch": Command("rent machines that join a run, through SkyPilot, within a budget", _launch, is_quiet=True),
     "plan": Command("estimate the bandwidth, memory and cost of a run", plan, is_quiet=True),
     "doctor": Command("check what this machine can do as a peer", _doctor, is_quiet=True),
 }

@@ -7,6 +7,7 @@ import asyncio
 import errno
 import fcntl
 import json
+import os
 import re
 import shlex
 import socket
@@ -16,7 +17,7 @@ from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import base58
 import msgspec
@@ -28,7 +29,7 @@ from benchmarks.netbed import namespaces
 from p2pdiloco.access.certificates import NEVER, NO_CAP, Role
 from p2pdiloco.access.invite_code import PREFIX, _checksum, decode_invite, encode_invite
 from p2pdiloco.access.membership_log import ban, closing
-from p2pdiloco.cli import doctor, watch
+from p2pdiloco.cli import doctor, join, watch
 from p2pdiloco.discovery import directory
 from p2pdiloco.discovery.clock_sync import SharedClock
 from p2pdiloco.net.authorization import MemberAuthorizer
@@ -189,7 +190,6 @@ OF_SURROUNDINGS = {
     "the invite is for the peer ..., and this one is ...": "ask for an invite for this one",
     "run NAME needs transformers": "pip install 'p2pdiloco[hf]'",
     "watch draws with textual, which is not installed here": "pip install 'p2pdiloco[watch]'",
-    "the program sky is not there": "pip install 'p2pdiloco[sky]'",
     "namespaces and tc need root": "sudo",
     "ADDRESS refuses: the token is missing": "?token=",
 }
@@ -340,8 +340,9 @@ def test_what_the_machine_is_like(user: User, monkeypatch: pytest.MonkeyPatch, t
         without_locks.setattr(fcntl, "flock", _lack)
         told("the lock file ... cannot be opened: ... (file lock)", f"join {DEAD}")
     manifest, founder = private_run()
-    invite = invite_of(founder)
-    told("nothing can be written (...)", f"launch {invite} --dollars 5 --out /dev/full", FAILED)
+    with monkeypatch.context() as patches:
+        patches.setattr(join, "join", full_disk)
+        told("nothing can be written (...)", f"join {DEAD}", FAILED)
     folder = folder_of(tmp_path / "mine", manifest.run)
     folder.mkdir(parents=True)
     (folder / MANIFEST).write_bytes(manifest.encode())
@@ -358,9 +359,13 @@ def test_what_the_machine_is_like(user: User, monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setattr(watch, "find_spec", lambda _: None)
     told("watch draws with textual, which is not installed here", "watch")
     monkeypatch.setenv("PATH", str(tmp_path))
-    told("the program sky is not there", f"launch {invite} --dollars 5")
     monkeypatch.setattr(namespaces.os, "geteuid", lambda: 1000)
     told("namespaces and tc need root", "benchmarks.netbed up dsl")
+
+
+async def full_disk(*_: object) -> NoReturn:
+    """In the place of what writes."""
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _told(user: User, fixes: dict[str, str], says: str, words: str | list[str], status: int = REPAIR) -> None:

@@ -70,15 +70,6 @@ BUGS = (
         killed_by=(f"{_INVITE_TESTS}::test_what_stands_beside_an_invite_is_an_error_however_far_away",),
     ),
     Bug(
-        name="an invite is written into a script as it was typed",
-        module="p2pdiloco.cli.launch",
-        where="task(arguments)",
-        old="shlex.quote(invite)",
-        new="arguments.invite",
-        harm="whoever sends an invite with a line break in it writes lines of the script that rented machines run",
-        killed_by=("tests/unit/test_cli_launch.py::test_what_stands_behind_an_invite_reaches_no_machine",),
-    ),
-    Bug(
         name="a restart forgets who may own nothing",
         module="p2pdiloco.peer.convictions",
         where="ConvictionFile.save",

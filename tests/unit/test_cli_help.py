@@ -78,7 +78,7 @@ def test_an_option_is_about_the_same_in_all_commands() -> None:
             for option in action.option_strings:
                 found.setdefault(option, set()).add(action.metavar)
     several = {option for option, metavars in found.items() if len(metavars) > 1}
-    assert several == {"--out", "--page"}
+    assert several == {"--page"}
 
 
 @pytest.mark.parametrize("command", [*COMMANDS, *(f"members {part}" for part in COMMANDS["members"].parts)])

@@ -206,7 +206,6 @@ def test_a_misuse_is_told_in_a_sentence(
         "fetch INVITE",
         "status INVITE",
         "members ban INVITE",
-        "launch INVITE --dollars 5 --out task.yaml",
         "start stdlib-tiny --bootstrap INVITE",
         "resume half --bootstrap INVITE",
     ],

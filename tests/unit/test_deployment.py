@@ -89,6 +89,26 @@ def test_the_pods_type_what_there_is_and_need_no_rights(monkeypatch: pytest.Monk
     assert split_place(asked.page) == ("0.0.0.0", peer["ports"][0]["containerPort"])
 
 
+def test_a_rented_machine_types_what_there_is_and_is_asked_to_leave_when_its_hours_are_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a stand-in for the peer, to which SIGUSR1 means: leave."""
+    monkeypatch.setenv(VARIABLE, ADDRESS)
+    task = yaml.safe_load((ROOT / "peers" / "skypilot.yaml").read_text())
+    assert set(task["secrets"]) == {VARIABLE}
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "HOURS": "0.00005"}
+    program = tmp_path / "p2pdiloco"
+    program.touch(mode=0o755)
+    leaves = f"trap 'echo \"$@\" > {tmp_path}/words; exit 0' USR1; while :; do sleep 0.05; done"
+    for does, status in ((leaves, 0), ("exit 3", 3)):
+        program.write_text(f"#!/bin/bash\n{does}\n")
+        assert (
+            subprocess.run(["bash", "-c", task["run"]], env=environment, timeout=20, check=False).returncode == status
+        )
+    asked = _parse((tmp_path / "words").read_text().split())
+    assert (asked.command, asked.address) == ("join", [ADDRESS])
+
+
 @pytest.mark.parametrize("path", ["peers/Dockerfile", "bootstrap/Dockerfile"])
 def test_images_copy_what_there_is_and_run_as_a_user(path: str) -> None:
     text = re.sub(r"\\\n", " ", (ROOT / path).read_text())
