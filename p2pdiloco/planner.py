@@ -216,7 +216,6 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
     node_bytes: float
     learner_bytes: float
     join_s: float
-    cost_a_day: float
 
 
 def control_bytes_per_s(wanted: Wanted) -> float:
@@ -247,8 +246,8 @@ def exchange_s(wanted: Wanted, lines: PeerLines) -> float:
     return max(up * bits / lines.up_bits_per_s, down * bits / lines.down_bits_per_s) + 1.5 * lines.round_trip_s
 
 
-def make_plan(wanted: Wanted, lines: PeerLines, *, price_a_gb: float = 0.0) -> Forecast:
-    """Return the forecast of a run. ``price_a_gb``: price of a GB that leaves a peer, in any currency."""
+def make_plan(wanted: Wanted, lines: PeerLines) -> Forecast:
+    """Return the forecast of a run."""
     step_bytes, took_s = bytes_a_step(wanted), exchange_s(wanted, lines)
     rate = min(lines.up_bits_per_s, lines.down_bits_per_s)
     day_bytes = step_bytes * DAY_S / wanted.step_s
@@ -268,7 +267,6 @@ def make_plan(wanted: Wanted, lines: PeerLines, *, price_a_gb: float = 0.0) -> F
         node_bytes=NODE_BYTES * wanted.parameters + NODE_FIXED_BYTES,
         learner_bytes=LEARNER_BYTES * wanted.parameters,
         join_s=state_bits / min(lines.down_bits_per_s, donors_bits),
-        cost_a_day=day_bytes / 1e9 * price_a_gb,
     )
 
 

@@ -408,12 +408,6 @@ def _add_reporting(sub: argparse._ActionsContainer) -> None:
         "reach HOST, the page requires a token (default: %(default)s)",
     )
     sub.add_argument(
-        "--price",
-        type=between(0, 1e6),
-        metavar="P",
-        help="price of this machine per hour, for the summary at the end (default: none)",
-    )
-    sub.add_argument(
         "--notify",
         type=notified,
         default="",
@@ -709,9 +703,6 @@ def plan(sub: argparse.ArgumentParser) -> None:
         metavar="S",
         help="seconds per inner step (required)",
     )
-    sub.add_argument(
-        "--price", type=between(0, 1000), default=0.0, metavar="P", help="price per GB sent (default: %(default)g)"
-    )
     sub.add_argument("--json", action="store_true", help="print one JSON object")
     _add_state(sub, is_used=False)
 
@@ -777,7 +768,7 @@ COMMANDS = {
     "watch": Command("watch a run, live or recorded: in this terminal, as a page, or as events", watch, is_quiet=True),
     "members": Command("add, ban or list the members of your runs", parts=MEMBERS, usual_part="list"),
     "pause": Command("pause the learners on this machine", _pause, is_quiet=True),
-    "plan": Command("estimate the bandwidth, memory and cost of a run", plan, is_quiet=True),
+    "plan": Command("estimate the bandwidth and memory of a run", plan, is_quiet=True),
     "doctor": Command("check what this machine can do as a peer", _doctor, is_quiet=True),
 }
 """Each is a module of this package. Only the chosen one is imported: what needs no torch does not wait for it."""

@@ -66,7 +66,6 @@ def peer_options(arguments: argparse.Namespace, folder: Path) -> PeerOptions:
             is_battery_used=getattr(arguments, "on_battery", False),
             keeps_average=_keeps_average(arguments),
             tensor_threads=arguments.merge_threads,
-            price_per_hour=getattr(arguments, "price", None),
         ),
         watch=WatchOptions(
             page=getattr(arguments, "page", "off"),

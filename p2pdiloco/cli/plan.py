@@ -32,7 +32,7 @@ async def run(arguments: argparse.Namespace) -> int:
         raise CommandError("--up none: a plan needs a rate, such as 20mbit", REPAIR)
     down = arguments.up if arguments.down is None else arguments.down
     lines = PeerLines(up_bits_per_s=8 * arguments.up, down_bits_per_s=8 * down, round_trip_s=arguments.rtt / 1000)
-    plan = make_plan(wanted, lines, price_a_gb=arguments.price)
+    plan = make_plan(wanted, lines)
     advice = advise(wanted, lines)
     if arguments.json:
         print(msgspec.json.encode({"plan": plan, "advice": advice}).decode())
@@ -83,8 +83,7 @@ def describe(plan: Forecast, advice: Advice | None, wanted: Wanted) -> list[str]
     found = [
         f"parameters        {plan.parameters:,} in {len(wanted.fragments)} fragments, {wanted.peers} peers",
         f"a peer's line     {plan.bytes_a_step / 1e3:,.0f} kB a step each way, {plan.mean_bits_per_s / 1e6:,.3g} "
-        f"Mbit/s, {plan.bytes_a_day / 1e9:,.3g} GB a day"
-        + (f", {plan.cost_a_day:,.2f} a day" if plan.cost_a_day else ""),
+        f"Mbit/s, {plan.bytes_a_day / 1e9:,.3g} GB a day",
         f"an exchange       {plan.exchange_s:.3g} s, {plan.staleness_steps:.2g} steps ({late})",
         f"turns kept        {100 * plan.turns_kept:.0f} %; learners never wait for the line",
         f"others here       {'; '.join(others)} of the time computed",

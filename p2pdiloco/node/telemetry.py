@@ -226,7 +226,7 @@ class Telemetry:
         return msgspec.structs.replace(
             seen,
             troubles=tuple(dict.fromkeys((*seen.troubles, *self._lasting_alerts()))),
-            account=account(seen, lasts_s, self._peer.options.machine.price_per_hour),
+            account=account(seen, lasts_s),
         )
 
     def _current_picture(self) -> RunSnapshot:

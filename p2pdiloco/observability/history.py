@@ -18,7 +18,6 @@ import msgspec
 from p2pdiloco.observability.event_schema import Line, sentence
 from p2pdiloco.observability.formatting import duration, percent, volume
 from p2pdiloco.observability.snapshot import (
-    Bill,
     Costs,
     Course,
     Headcount,
@@ -32,6 +31,7 @@ from p2pdiloco.observability.snapshot import (
     RunSnapshot,
     Sample,
     ShardRow,
+    Summary,
     Title,
 )
 from p2pdiloco.protocol.ids import LearnerId, peer_of
@@ -423,41 +423,29 @@ def finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-# -- Cost summary ------------------------------------------------------------------------------------------------------
-# A peer's contribution, and its cost for the user. Pure.
+# -- Summary at the end ------------------------------------------------------------------------------------------------
 
 
-HOUR_S = 3600.0
-
-
-def account(picture: RunSnapshot, lasts_s: float, price_per_hour: float | None) -> Bill:
-    """Return the bill of the peer with this snapshot, after ``lasts_s`` seconds of its node's life."""
+def account(picture: RunSnapshot, lasts_s: float) -> Summary:
+    """Return the contribution of the peer with this snapshot, after ``lasts_s`` seconds of its node's life."""
     mine = next((row for row in picture.peers if row.is_me), None)
-    tokens = picture.course.tokens_trained
-    cost = None if price_per_hour is None else price_per_hour * lasts_s / HOUR_S
-    return Bill(
+    return Summary(
         share=0.0 if mine is None else mine.share,
         commits=0 if mine is None else mine.commits,
         lasts_s=lasts_s,
-        tokens=tokens,
+        tokens=picture.course.tokens_trained,
         up_bytes=picture.link.up_bytes,
         down_bytes=picture.link.down_bytes,
-        price_per_hour=price_per_hour,
-        cost=cost,
-        cost_per_million=cost / tokens * 1e6 if cost is not None and tokens else None,
     )
 
 
-def closing(told: Bill | None) -> str:
+def closing(told: Summary | None) -> str:
     """Return a summary for the user at the end; empty if the peer trained nothing."""
     if told is None or not told.tokens:
         return ""
-    text = (
+    return (
         f"this machine gave {told.tokens:,} tokens in {duration(told.lasts_s)}: {told.commits:,} shard "
         f"version{'s' * (told.commits != 1)} merged, "
         f"{volume(told.up_bytes)} sent, {volume(told.down_bytes)} received; {percent(told.share)} of all tokens merged "
         "since it first joined are its own"
     )
-    if told.cost is not None and told.cost_per_million is not None:
-        text += f"; cost {told.cost:.2f}, {told.cost_per_million:.2f} per million tokens"
-    return text

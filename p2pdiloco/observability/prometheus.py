@@ -59,7 +59,6 @@ METRICS = (
     Metric("compute_seconds_total", "counter", "learner time in training steps"),
     Metric("exchange_seconds_total", "counter", "learner time in copies to and from the node"),
     Metric("blocked_seconds_total", "counter", "learner time waiting for the network; must stay 0"),
-    Metric("spent_total", "counter", "cost since the node started (--price)"),
     Metric("happened_total", "counter", "forks, refusals and faults of other peers"),
     Metric("troubles", "gauge", "problems that need a person now"),
     Metric("peer_tokens_per_second", "gauge", "self-reported training rate of each live peer"),
@@ -139,7 +138,6 @@ def unlabelled(snapshot: RunSnapshot) -> dict[str, float | None]:
         "compute_seconds_total": costs.compute_s,
         "exchange_seconds_total": costs.exchange_s,
         "blocked_seconds_total": costs.blocked_s,
-        "spent_total": None if snapshot.account is None else snapshot.account.cost,
         "troubles": len(snapshot.troubles),
     }
 

@@ -155,8 +155,8 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     text: str
 
 
-class Bill(msgspec.Struct, frozen=True, kw_only=True):
-    """This peer's contribution and its cost. ``lasts_s`` to ``cost`` count from the start of its node."""
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """This peer's contribution. ``lasts_s`` to ``down_bytes`` count from the start of its node."""
 
     share: float = 0.0
     """Share of all merged tokens, as far as this peer's events show."""
@@ -167,11 +167,6 @@ class Bill(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens trained."""
     up_bytes: int = 0
     down_bytes: int = 0
-    price_per_hour: float | None = None
-    """As given by the user, in any currency."""
-    cost: float | None = None
-    cost_per_million: float | None = None
-    """Per million trained tokens."""
 
 
 class Playback(msgspec.Struct, frozen=True, kw_only=True):
@@ -203,7 +198,7 @@ class RunSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     troubles: tuple[str, ...] = ()
     """Problems that a person should look at now: the status's trouble, and alerts."""
     sample: Sample | None = None
-    account: Bill | None = None
+    account: Summary | None = None
     """None for a recording."""
     playback: Playback | None = None
 

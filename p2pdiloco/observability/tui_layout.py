@@ -371,11 +371,8 @@ def merges(picture: RunSnapshot) -> Content:
 
 
 def counted(picture: RunSnapshot, width: int) -> Content:
-    """Lay out the cost, the counts of events, and the newest sample of the model."""
+    """Lay out the counts of events, and the newest sample of the model."""
     parts: list[Part] = []
-    bill = picture.account
-    if bill is not None and bill.cost is not None:
-        parts.append((f"{bill.cost:>6.2f}  spent, at {bill.price_per_hour:.2f} an hour\n", ""))
     for what, number in list(picture.counts.items())[:SAMPLE_LINES]:
         parts.append((f"{number:>6}  {_fit(plain(what), width - 8)}\n", ""))
     if picture.sample is not None:

@@ -30,8 +30,6 @@ class MachineOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Keep a running average of the global parameters, too (``peer/ema.py``): 4 bytes a parameter."""
     tensor_threads: Annotated[int, Meta(ge=0)] = 0
     """Of the node, which work on shards side by side; 0: by the machine's cores (``node/local_host.py``)."""
-    price_per_hour: Annotated[float, Meta(ge=0.0)] | None = None
-    """For its account (``observability/history.py``)."""
 
 
 class LinkOptions(msgspec.Struct, frozen=True, kw_only=True):

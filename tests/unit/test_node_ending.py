@@ -14,11 +14,11 @@ from p2pdiloco.node import node as nodes
 from p2pdiloco.node.node import Node
 from p2pdiloco.node.notifier import Notifier
 from p2pdiloco.observability.alerts import Alert
-from p2pdiloco.observability.snapshot import Bill
+from p2pdiloco.observability.snapshot import Summary
 from p2pdiloco.peer.ending import APART, Ending
 from p2pdiloco.protocol.manifest import RunConfig
 
-BILL = Bill(share=0.5, commits=1, lasts_s=10.0, tokens=1000, up_bytes=1, down_bytes=1)
+SUMMARY = Summary(share=0.5, commits=1, lasts_s=10.0, tokens=1000, up_bytes=1, down_bytes=1)
 
 
 class Ended(Node):
@@ -36,7 +36,7 @@ class Ended(Node):
             options=SimpleNamespace(is_fetching=False, folder=Path("/state")),
         )
         self.peer = cast(Any, peer)
-        self.telemetry = cast(Any, SimpleNamespace(picture=lambda: SimpleNamespace(account=BILL)))
+        self.telemetry = cast(Any, SimpleNamespace(picture=lambda: SimpleNamespace(account=SUMMARY)))
 
     async def end(self, ending: Ending) -> None:
         notifier = cast(Notifier, SimpleNamespace(tell=self._alerted))

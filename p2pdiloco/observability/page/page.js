@@ -77,8 +77,7 @@ function show() {
   say("loss-more", c.held_out_loss == null ? "not measured yet" : isOver() ? `last measured at step ${c.held_out_step.toLocaleString("en")}` : `at step ${c.held_out_step.toLocaleString("en")} · training ${loss(c.train_loss)}`);
   say("merged", amount(c.tokens_merged));
   const mine = p.peers.find((row) => row.is_me);
-  const price = p.account && p.account.cost != null ? ` · cost ${p.account.cost.toFixed(2)}` : "";
-  say("share", (mine && mine.share > 0 ? `this machine contributed ${percent(mine.share)}` : "this machine has contributed nothing yet") + price);
+  say("share", mine && mine.share > 0 ? `this machine contributed ${percent(mine.share)}` : "this machine has contributed nothing yet");
   say("rate", amount(c.swarm_tokens_per_s));
   say("rate-more", `this machine ${amount(c.tokens_per_s)}`);
   say("live", String(a.live));
