@@ -92,17 +92,6 @@ def notified(text: str) -> str:
     return text
 
 
-def logged(text: str) -> str:
-    """A target of ``--log-to`` whose library is installed."""
-    from p2pdiloco.observability.exporters import parse_target
-
-    try:
-        parse_target(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return text
-
-
 def cloud(text: str) -> str:
     """A cloud that gives notice before it takes a machine back; ``=ADDRESS`` to ask it elsewhere."""
     if text.partition("=")[0] not in ("aws", "gcp", "azure"):

@@ -18,7 +18,6 @@ from p2pdiloco.cli.argument_types import (
     bytes_per_second,
     cloud,
     lifetime,
-    logged,
     notified,
     page_place,
     relay_rate,
@@ -414,15 +413,6 @@ def _add_reporting(sub: argparse._ActionsContainer) -> None:
         metavar="COMMAND|URL",
         help="command to run, or URL to post to, when this peer is stuck, alone, diverging, short of disk, or done "
         "(default: none)",
-    )
-    sub.add_argument(
-        "--log-to",
-        type=logged,
-        action="append",
-        default=[],
-        metavar="KIND:PLACE",
-        help="send metrics every ten seconds to tensorboard:DIR, wandb:PROJECT, trackio:PROJECT or otlp:URL; "
-        "repeatable (default: none)",
     )
 
 

@@ -70,7 +70,6 @@ def peer_options(arguments: argparse.Namespace, folder: Path) -> PeerOptions:
         watch=WatchOptions(
             page=getattr(arguments, "page", "off"),
             notify=getattr(arguments, "notify", ""),
-            log_to=tuple(getattr(arguments, "log_to", ())),
         ),
         has_journal=arguments.journal,
     )

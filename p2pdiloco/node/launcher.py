@@ -13,7 +13,6 @@ import psutil
 from p2pdiloco.access.invite_code import Invite
 from p2pdiloco.discovery.directory import Directory
 from p2pdiloco.node.dashboard import serve_page
-from p2pdiloco.node.metrics_export import MetricsExport
 from p2pdiloco.node.node import Node
 from p2pdiloco.node.notifier import Notifier
 from p2pdiloco.node.results import finished_message
@@ -461,7 +460,6 @@ async def _run_node(
             async with (
                 serve_page(node.telemetry, options.folder, options.watch.page, say),
                 Notifier(options.watch.notify, identity.peer_id) as notifier,
-                MetricsExport(options.watch.log_to, node.telemetry.picture, troubles=node.host.troubles),
             ):
                 node.events.subscribe(Alert, notifier.tell)
                 ending = await node.run(say, partial(_announce_end, node, notifier, say))

@@ -83,7 +83,7 @@ class _SnapshotCollector(Collector):
     def collect(self) -> Iterator[prometheus_client.Metric]:
         """Yield a family for each metric of which something is known."""
         found = _labelled(self._snapshot)
-        found |= {name: [({}, value)] for name, value in unlabelled(self._snapshot).items()}
+        found |= {name: [({}, value)] for name, value in _unlabelled(self._snapshot).items()}
         for metric in METRICS:
             samples = [(labels, value) for labels, value in found.get(metric.name, []) if value is not None]
             if samples:
@@ -114,7 +114,7 @@ def _labelled(snapshot: RunSnapshot) -> dict[str, Samples]:
     }
 
 
-def unlabelled(snapshot: RunSnapshot) -> dict[str, float | None]:
+def _unlabelled(snapshot: RunSnapshot) -> dict[str, float | None]:
     """Return the values of all metrics without labels, by their names without ``PREFIX``. None: not known."""
     course, link, costs = snapshot.course, snapshot.link, snapshot.costs
     return {

@@ -78,8 +78,6 @@ class WatchOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Where this peer serves its page: ``off``, ``auto`` (a free port of loopback), a port there, or HOST:PORT."""
     notify: str = ""
     """Command or address that is told of alerts (``node/notifier.py``)."""
-    log_to: tuple[str, ...] = ()
-    """Programs that draw experiments, as KIND:PLACE (``observability/exporters.py``)."""
 
 
 class PeerOptions(msgspec.Struct, frozen=True, kw_only=True):

@@ -18,7 +18,6 @@ import pytest
 from p2pdiloco.cli import argument_types
 from p2pdiloco.cli.arguments import COMMANDS
 from p2pdiloco.cli.main import _parse
-from p2pdiloco.observability import exporters
 from tests.site import WRITTEN, complete, prepare
 
 ROOT = Path(__file__).parents[2]
@@ -91,7 +90,6 @@ def test_a_command_is_one_that_can_be_typed(
     monkeypatch.setattr(
         argument_types.shutil, "which", lambda name: name
     )  # programs and extras of the reader's machine
-    monkeypatch.setattr(exporters, "find_spec", lambda name: name)
     words = words_of(mention.text.partition(" && ")[0])[1:]
     with suppress(SystemExit):
         _parse(words)
