@@ -342,13 +342,6 @@ def _add_storage(sub: argparse._ActionsContainer) -> None:
         metavar="N",
         help="number of recent checkpoints to keep (default: %(default)s)",
     )
-    sub.add_argument(
-        "--average",
-        action="store_true",
-        default=None,
-        help="keep a running average of the weights, 4 bytes per parameter, as followers do",
-    )
-    sub.add_argument("--no-average", dest="average", action="store_false", default=None, help=argparse.SUPPRESS)
 
 
 def _add_machine(sub: argparse._ActionsContainer) -> None:
@@ -428,7 +421,6 @@ def export(sub: argparse.ArgumentParser) -> None:
         "(default: safetensors for runs of training scripts, peft for other runs with adapters, else hf)",
     )
     sub.add_argument("--out", type=Path, metavar="DIR", help="folder to write (default: the run's name)")
-    _add_average(sub)
     _add_model_files(
         sub,
         "folder with the safetensors files that the run began with, to complete what it trained (default: none)",
@@ -459,7 +451,6 @@ def generate(sub: argparse.ArgumentParser) -> None:
         help="sampling temperature; 0: always take the likeliest token (default: %(default)g)",
     )
     sub.add_argument("--seed", type=at_least(0), default=0, metavar="S", help="random seed (default: %(default)s)")
-    _add_average(sub)
     _add_model_files(sub)
 
 
@@ -497,14 +488,6 @@ def _add_model_files(
 ) -> None:
     sub.add_argument("--model", metavar="DIR", help=model)
     sub.add_argument("--tokenizer", metavar="DIR", help=tokenizer)
-
-
-def _add_average(sub: argparse.ArgumentParser) -> None:
-    sub.add_argument(
-        "--average",
-        action="store_true",
-        help="use the running average of the weights; followers keep one, and peers that run with --average",
-    )
 
 
 # -- status, watch -----------------------------------------------------------------------------------------------------
@@ -753,7 +736,7 @@ COMMANDS = {
     "fetch": Command("download the model of a run, finished or not, without joining it", _fetch, is_quiet=True),
     "export": Command("write a run's model to files for other programs", export, is_quiet=True),
     "generate": Command("sample text from a run's model", generate, is_quiet=True),
-    "evaluate": Command("measure the held-out loss of a run's model, and of its average", evaluate, is_quiet=True),
+    "evaluate": Command("measure the held-out loss of a run's model", evaluate, is_quiet=True),
     "status": Command("show runs and their peers", _status, is_quiet=True),
     "watch": Command("watch a run, live or recorded: in this terminal, as a page, or as events", watch, is_quiet=True),
     "members": Command("add, ban or list the members of your runs", parts=MEMBERS, usual_part="list"),

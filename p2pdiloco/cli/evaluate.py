@@ -1,5 +1,5 @@
-"""``p2pdiloco evaluate``: Measure the held-out loss of a run's newest checkpoint on this machine, and of its running
-average if there is one. The run may continue meanwhile.
+"""``p2pdiloco evaluate``: Measure the held-out loss of a run's newest checkpoint on this machine. The run may continue
+meanwhile.
 """
 
 from __future__ import annotations
@@ -9,9 +9,8 @@ import asyncio
 
 from p2pdiloco.cli import peer_options
 from p2pdiloco.cli.errors import as_command_errors
-from p2pdiloco.node.results import average_of, find_result
+from p2pdiloco.node.results import find_result
 from p2pdiloco.peer.checkpoint import CheckpointError
-from p2pdiloco.peer.ema import span
 from p2pdiloco.training.corpus import load_corpus
 from p2pdiloco.training.evaluation import given_samples, held_out_loss
 from p2pdiloco.training.export import built
@@ -37,21 +36,9 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     if symbols is not None and int(symbols.max()) >= vocabulary(config.model):
         raise ValueError("the data has symbols that the model does not know: give the run's own --data and --tokenizer")
     samples = len(given) if given is not None else arguments.samples or config.evaluation.samples
-    found = []
-    average = average_of(result)
-    for theta in (result.checkpoint.theta, None if average is None else average.theta):
-        if theta is not None:
-            model = built(manifest, theta, arguments.model)
-            found.append(held_out_loss(model, corpus, config.model.context, samples, "cpu", given))
+    model = built(manifest, result.checkpoint.theta, arguments.model)
+    loss = held_out_loss(model, corpus, config.model.context, samples, "cpu", given)
     peer_options.say(
-        f"run {config.name} at step {result.step}, {result.tokens:,} tokens merged: held-out loss {found[0]:.4f} nats "
+        f"run {config.name} at step {result.step}, {result.tokens:,} tokens merged: held-out loss {loss:.4f} nats "
         f"a token ({samples} {'windows of these data' if given is None else 'windows of the run itself'})"
     )
-    if average is None:
-        peer_options.say("  no running average lies here: followers keep one, and peers with --average")
-    else:
-        change = 100.0 * (found[1] / found[0] - 1.0)
-        peer_options.say(
-            f"  its average over about the last {span(min(average.looks))} versions: {found[1]:.4f} ({change:+.1f} %); "
-            f"to write it: p2pdiloco export {arguments.source} --average"
-        )

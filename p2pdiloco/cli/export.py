@@ -14,7 +14,7 @@ import msgspec
 
 from p2pdiloco.cli import peer_options
 from p2pdiloco.cli.errors import as_command_errors
-from p2pdiloco.node.results import find_result, model_of
+from p2pdiloco.node.results import find_result
 from p2pdiloco.peer.checkpoint import CheckpointError
 from p2pdiloco.training.export import ABOUT, WEIGHTS, About, Format, export
 from p2pdiloco.training.gguf_export import GGUF
@@ -35,12 +35,11 @@ def _export(arguments: argparse.Namespace) -> None:
     if config.model.kind == "external" and not arguments.format:
         wanted = "safetensors"
     buffers = result.buffers()
-    result, theta = model_of(result, is_averaged=arguments.average)
     about = result.about(wanted)
     folder: Path = arguments.out or Path(config.name)
     files = export(
         result.checkpoint.manifest,
-        theta,
+        result.checkpoint.theta,
         folder,
         about,
         base=arguments.model,
@@ -55,16 +54,14 @@ def _export(arguments: argparse.Namespace) -> None:
                 tokens=about.tokens,
                 format=wanted,
                 base=arguments.model or arguments.like or "",
-                held_out_loss=None if about.averaged else result.held_out_loss(),
+                held_out_loss=result.held_out_loss(),
                 peers=result.peers,
                 license=arguments.license,
-                averaged=about.averaged,
             ),
         ),
     )
-    kind = f", average of about {about.averaged} versions" if arguments.average else ""
     peer_options.say(
-        f"{folder}: run {config.name} at step {about.step}, {about.tokens:,} tokens merged{kind} ({', '.join(files)})"
+        f"{folder}: run {config.name} at step {about.step}, {about.tokens:,} tokens merged ({', '.join(files)})"
     )
     if wanted == "hf":
         peer_options.say(

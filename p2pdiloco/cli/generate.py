@@ -10,7 +10,7 @@ from pathlib import Path
 
 from p2pdiloco.cli import peer_options
 from p2pdiloco.cli.errors import as_command_errors
-from p2pdiloco.node.results import find_result, model_of
+from p2pdiloco.node.results import find_result
 from p2pdiloco.peer.checkpoint import CheckpointError
 from p2pdiloco.training.export import ABOUT
 from p2pdiloco.training.generation import Sampling, continue_with, continue_with_export
@@ -27,7 +27,6 @@ def _generate(arguments: argparse.Namespace) -> str:
     how = Sampling(tokens=arguments.tokens, temperature=arguments.temperature, seed=arguments.seed)
     if (Path(arguments.source) / ABOUT).is_file():
         return continue_with_export(Path(arguments.source), arguments.prompt, how)
-    result = find_result(arguments.source, arguments.state, arguments.run)
-    result, theta = model_of(result, is_averaged=arguments.average)
+    checkpoint = find_result(arguments.source, arguments.state, arguments.run).checkpoint
     places = {"model": arguments.model, "tokenizer": arguments.tokenizer}
-    return continue_with(result.checkpoint.manifest, theta, arguments.prompt, how, **places)
+    return continue_with(checkpoint.manifest, checkpoint.theta, arguments.prompt, how, **places)

@@ -64,7 +64,6 @@ def peer_options(arguments: argparse.Namespace, folder: Path) -> PeerOptions:
             most_memory_bytes=getattr(arguments, "max_memory", None),
             only_when_idle=getattr(arguments, "only_when_idle", False),
             is_battery_used=getattr(arguments, "on_battery", False),
-            keeps_average=_keeps_average(arguments),
             tensor_threads=arguments.merge_threads,
         ),
         watch=WatchOptions(
@@ -73,12 +72,6 @@ def peer_options(arguments: argparse.Namespace, folder: Path) -> PeerOptions:
         ),
         has_journal=arguments.journal,
     )
-
-
-def _keeps_average(arguments: argparse.Namespace) -> bool:
-    """A follower does, unless it is told not to."""
-    said: bool | None = getattr(arguments, "average", None)
-    return bool(getattr(arguments, "follow", False)) if said is None else said
 
 
 def has_learner(arguments: argparse.Namespace) -> bool:

@@ -14,18 +14,13 @@ from torch import Tensor
 
 from p2pdiloco.node.run_folder import RunStore, known_end
 from p2pdiloco.peer.checkpoint import Checkpoint, CheckpointError, best_of, load_all, places
-from p2pdiloco.peer.ema import RunningAverage, span
 from p2pdiloco.protocol.manifest import Layout, Manifest
 from p2pdiloco.protocol.manifest_defaults import budget
 from p2pdiloco.swarm.run_index import peers_below
 from p2pdiloco.training.export import About, Format
 from p2pdiloco.training.parameters import BUFFERS, read_buffers
-from p2pdiloco.util import logs
-from p2pdiloco.util.files import LOCAL
 from p2pdiloco.util.status_pipe import Farewell
 from p2pdiloco.wire.control_messages import PeerStatus
-
-log = logs.get("session")
 
 # Number of attempts to read a checkpoint, since a running peer may replace it meanwhile.
 TRIES = 3
@@ -42,8 +37,6 @@ class Result(NamedTuple):
     """Merged tokens, averaged over the shards by their size."""
     folders: tuple[Path, ...]
     """Folders in which the checkpoint was found."""
-    averaged: int = 0
-    """Number of versions over which the model is averaged; 0: it is the newest version."""
 
     @property
     def peers(self) -> int:
@@ -80,7 +73,6 @@ class Result(NamedTuple):
             name=manifest.config.name,
             step=self.step,
             tokens=self.tokens,
-            averaged=self.averaged,
             format=wanted,
             model=manifest.config.model,
         )
@@ -120,40 +112,6 @@ def find_result(source: str, state: Path, wanted: str | None) -> Result:
 def _is_export_of(source: str, state: Path) -> bool:
     """Return whether a folder has no run, but the name of a run in ``state``, as ``p2pdiloco export`` makes them."""
     return not RunStore(Path(source)).standings() and bool(RunStore(state, *peers_below(state)).standings(source))
-
-
-def average_of(result: Result) -> RunningAverage | None:
-    """Return the running average over the most versions in the folders of ``result``, or None."""
-    manifest = result.checkpoint.manifest
-    layout, found = Layout.of(manifest), []
-    for place in places(result.folders):
-        average = RunningAverage(manifest.run, layout)
-        try:
-            average.load(place, LOCAL)
-        except FileNotFoundError:
-            continue
-        except (OSError, ValueError) as error:
-            log.warning("a running average cannot be used", folder=place, reason=str(error))
-            continue
-        found.append(average)
-    return max(found, key=lambda average: sum(average.looks), default=None)
-
-
-def model_of(result: Result, *, is_averaged: bool) -> tuple[Result, Tensor]:
-    """Return a result and its parameters (float32, one flat vector): of the newest version, or of the running average.
-
-    Raises:
-        CheckpointError: there is no running average.
-    """
-    if not is_averaged:
-        return result, result.checkpoint.theta
-    average = average_of(result)
-    if average is None:
-        raise CheckpointError(
-            "there is no running average of this run here: followers keep one (p2pdiloco join INVITE --follow), and "
-            "peers with --average, from their start on"
-        )
-    return result._replace(averaged=span(min(average.looks))), average.theta
 
 
 def farewell(status: PeerStatus, folder: Path, *, is_scripts: bool = False, has_budget: bool = False) -> Farewell:

@@ -45,8 +45,6 @@ log = logs.get("node")
 
 FORMAT = 4
 GOOD = ".good"
-# The running average of the parameters, if the peer keeps one (``ema.py``).
-AVERAGE = "average.bin"
 # The learner's inner optimizer state, in the same folder as the checkpoints.
 LEARNER = "learner.safetensors"
 # Where checkpoints lie below a folder that the user names (a run's folder or a peer's state folder).
@@ -205,7 +203,7 @@ def sweep_halves(folder: Path, disk: Disk = LOCAL) -> list[str]:
         OSError: a file cannot be removed.
     """
     names = disk.names(folder)
-    ours = (f".{CHECKPOINT_PREFIX}", f".{MANIFEST}.", f".{AVERAGE}.")
+    ours = (f".{CHECKPOINT_PREFIX}", f".{MANIFEST}.")
     halves = [name for name in names if name.endswith(PART) and name.startswith(ours)]
     halves += [
         name

@@ -21,7 +21,6 @@ from p2pdiloco.peer.checkpoint import Draft, KnownGood, go_back, good_heads, rea
 from p2pdiloco.peer.commit_wal import CommitLog, LoggedCommit
 from p2pdiloco.peer.disk_budget import DAY_S, HOUR_S, DiskBudget
 from p2pdiloco.peer.driver import CopyError, Driver
-from p2pdiloco.peer.ema import RunningAverage
 from p2pdiloco.peer.host import Host
 from p2pdiloco.peer.metrics import Metrics
 from p2pdiloco.peer.model_state import ModelState
@@ -71,7 +70,7 @@ class CommitFollower:
         # Bytes of commits since the segment began. ``_own`` is this peer's share of them, which is always written.
         self._counted = self._own = 0
         self._since = self._host.now()
-        self._with_average_at = self._host.now()
+        self._looked_at = self._host.now()
         # The disk refused the last commits. Keeps the log to one warning per outage.
         self._is_failing = False
 
@@ -83,7 +82,7 @@ class CommitFollower:
     @property
     def is_due(self) -> bool:
         """True if the last look for new commits is ``every_s`` ago."""
-        return self._host.now() - self._with_average_at >= self.every_s
+        return self._host.now() - self._looked_at >= self.every_s
 
     async def begin(self) -> int:
         """Begin the log segment of the checkpoint that is about to be copied; return the number of both.
@@ -102,7 +101,7 @@ class CommitFollower:
 
     async def follow(self) -> None:
         """Append what was committed since the last look, and sync it."""
-        self._with_average_at = self._host.now()
+        self._looked_at = self._host.now()
         commits, heads = list[LoggedCommit](), list(self._heads)
         for shard, known in enumerate(self._heads):
             found = None if known is None else self._after(ShardId(shard), known)
@@ -170,7 +169,6 @@ class CheckpointWriter:
         state: ModelState,
         payload_cache: PayloadCache,
         commit_log: CommitLog,
-        average: RunningAverage | None,
         host: Host,
         metrics: Metrics,
         *,
@@ -184,7 +182,6 @@ class CheckpointWriter:
         self._view = view
         self._state = state
         self._payload_cache = payload_cache
-        self._average = average
         self._host = host
         self._metrics = metrics
         self._keep = keep
@@ -358,8 +355,6 @@ class CheckpointWriter:
             if self._follower.is_due:
                 await self._follower.follow()
         await self._host.work("disk", partial(draft.finish, keep=self._keep))
-        if self._average is not None:
-            await self._average.save(self._folder, self._host)
 
     async def _copied(self, shard: ShardId, data: memoryview) -> SavedState:
         """Copy a shard's state into ``data``; return it with its proof."""

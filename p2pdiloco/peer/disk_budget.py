@@ -2,7 +2,7 @@
 
 Rules of this file:
 1. Logged commits come first, up to ``LOG_SHARE``. They take about half a byte per parameter and version of the model; a
-   checkpoint takes six or eight (four more with a running average). With logged commits, checkpoints can be rare.
+   checkpoint takes six or eight. With logged commits, checkpoints can be rare.
    Without them, a checkpoint is all that a crash leaves, so it is written every hour whatever it costs.
 2. The learner's own state is written on its own timer. Payloads that do not fit into memory get what is left.
 3. If the user sets the checkpoint interval (``are_timed``), checkpoints and the learner's own state are outside the

@@ -17,7 +17,6 @@ from typing import NamedTuple, TypeVar
 from p2pdiloco.peer.codec_selection import CodecChoice
 from p2pdiloco.peer.commit_wal import CommitLog
 from p2pdiloco.peer.convictions import ConvictionFile
-from p2pdiloco.peer.ema import RunningAverage
 from p2pdiloco.peer.host import Handle, Host, within
 from p2pdiloco.peer.integrity import SpoiltStateError
 from p2pdiloco.peer.learner_updates import Payload, Shifts
@@ -83,7 +82,6 @@ class Driver:
         *,
         observed: Observed,
         emit: Callable[[Output], None],
-        average: RunningAverage | None,
     ) -> None:
         self.payload_cache = payload_cache
         self.store = store
@@ -99,7 +97,6 @@ class Driver:
         self._metrics = metrics
         self._observed = observed
         self._emit = emit
-        self._average = average
         self._timer: Handle | None = None
         self._has_left = False
         # Peers that the log has named, because their contributions point away from most others'.
@@ -411,9 +408,7 @@ class Driver:
             self.commit_log.append_own(header, parts[1](payload.data))
         moves, disk = self.payload_cache.read_moves(header.shard, effect, self._host.disk), self._host.disk
         self.submit(
-            lambda: self._with_average(
-                header.shard, self._state.apply(header, effect.id, payload.read(disk), digests, moves())
-            ),
+            lambda: self._state.apply(header, effect.id, payload.read(disk), digests, moves()),
             lambda shifts: self._finish_apply(header.shard, effect.id, shifts),
             self._failure_handler("apply", header.shard, header.owner),
             shard=header.shard,
@@ -423,18 +418,11 @@ class Driver:
         head = effect.state.head
         moves = self.payload_cache.read_moves(head.shard, effect, self._host.disk)
         self.submit(
-            lambda: self._with_average(head.shard, self._state.install(head.shard, head.id, moves(), effect.farthest)),
+            lambda: self._state.install(head.shard, head.id, moves(), effect.farthest),
             lambda shifts: self._finish_install(head.shard, head.id, shifts),
             self._failure_handler("install", head.shard),
             shard=head.shard,
         )
-
-    def _with_average(self, shard: ShardId, shifts: Shifts) -> Shifts:
-        """Count the shard's new version in the running average. Runs on the shard's worker thread."""
-        if self._average is not None:
-            piece = self._state.layout.shards[shard]
-            self._average.look(shard, self._state.theta[piece.start : piece.stop])
-        return shifts
 
     def _finish_apply(self, shard: ShardId, head: Digest, shifts: Shifts) -> None:
         self._emit(shifts)

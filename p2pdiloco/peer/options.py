@@ -26,8 +26,6 @@ class MachineOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Rest while others use the processors."""
     is_battery_used: bool = False
     """Train also on battery."""
-    keeps_average: bool = False
-    """Keep a running average of the global parameters, too (``peer/ema.py``): 4 bytes a parameter."""
     tensor_threads: Annotated[int, Meta(ge=0)] = 0
     """Of the node, which work on shards side by side; 0: by the machine's cores (``node/local_host.py``)."""
 

@@ -25,8 +25,6 @@ from p2pdiloco.peer.commit_wal import CommitLog
 from p2pdiloco.peer.convictions import ConvictionFile
 from p2pdiloco.peer.disk_budget import DiskBudget
 from p2pdiloco.peer.driver import Defect, Driver, Observed, Output
-from p2pdiloco.peer.ema import WIDTH as AVERAGE_BYTES
-from p2pdiloco.peer.ema import RunningAverage
 from p2pdiloco.peer.ending import APART, End, Ending, ordinary_ending
 from p2pdiloco.peer.host import Host
 from p2pdiloco.peer.learner_supervisor import LearnerSupervisor
@@ -127,10 +125,8 @@ class Peer:
             turn_steps=manifest.config.schedule.sync_every,
         )
         view, state, form = self.machine.view, self.state, self.state.form
-        average = RunningAverage(manifest.run, layout) if options.machine.keeps_average else None
-        saved_width = form.width + (0 if average is None else AVERAGE_BYTES)
         a_day, are_timed = options.write_bytes_per_day, options.are_checkpoints_timed
-        budget = DiskBudget(a_day, layout.elements, saved_width, are_timed=are_timed)
+        budget = DiskBudget(a_day, layout.elements, form.width, are_timed=are_timed)
         store = PayloadStore(host, options, budget)
         payload_cache = PayloadCache(layout, identity, manifest.run, standing, store)
         checkpoints = options.folder / "checkpoint"
@@ -156,13 +152,10 @@ class Peer:
             metrics,
             observed=observed,
             emit=self._handle,
-            average=average,
         )
         self.verifier = MessageVerifier(self.driver, view, payload_cache, standing, host, metrics)
         self._payload_cache = payload_cache
         self._auditor = Auditor(manifest, layout, self.driver, view, payload_cache, self.verifier, host, metrics)
-        # The running average of the parameters; None: this peer keeps none.
-        self.average = average
         self._downloads = StateClient(
             manifest,
             layout,
@@ -196,7 +189,6 @@ class Peer:
             state,
             payload_cache,
             commit_log,
-            average,
             host,
             metrics,
             keep=options.keep_checkpoints,
@@ -231,13 +223,10 @@ class Peer:
                     self._payload_cache.keep_proof(earlier.header, earlier.signature)
                 lineages.append(ancestors(proof, lineage))
                 shards.append(proof.state)
-            del theta, momentum  # release the memory before the running average takes as much
         self.metrics.write("started", peer=self.config.peer, run=self.manifest.run, is_new=not shards)
         brought = {state.head.shard for state in shards}
         if missing := [piece.elements for piece in self.layout.shards if piece.shard not in brought]:
             self._downloads.arrivals.begin(missing)
-        if self.average is not None:
-            self.average.begin(self.options.folder / "checkpoint", self.host.disk, self.state)
         heads: list[msg.Head | None] = [None] * len(self.layout.shards)
         for state in shards:
             heads[state.head.shard] = state.head

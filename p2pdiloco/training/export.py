@@ -73,8 +73,6 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
     """Global step."""
     tokens: int
     """Number of tokens merged in it."""
-    averaged: int = 0
-    """If not 0, the export is the running average of about this many versions of each shard."""
     format: Format
     model: ModelConfig
     base: str = ""

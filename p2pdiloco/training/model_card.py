@@ -40,8 +40,6 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """Number of peers whose tokens the last versions have merged."""
     license: str = ""
     """Identifier of the model's license, as the hub has them. Empty: unknown."""
-    averaged: int = 0
-    """If not 0, the model is the average of about so many versions."""
 
 
 def model_card(manifest: Manifest, facts: Facts) -> str:
@@ -66,8 +64,6 @@ def model_card(manifest: Manifest, facts: Facts) -> str:
         "data": _data(config),
         "held-out loss": _loss(facts),
     }
-    if facts.averaged:
-        rows["average"] = f"of about {facts.averaged} versions"
     table = "".join(f"| {name} | {value} |\n" for name, value in rows.items())
     yaml = "".join(f"{key}: {json.dumps(value, ensure_ascii=False)}\n" for key, value in header.items())
     return f"---\n{yaml}---\n\n# {config.name}\n\n| | |\n|---|---|\n{table}"

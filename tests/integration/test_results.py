@@ -28,7 +28,7 @@ def test_who_comes_after_the_end_gets_the_model(tmp_path: Path) -> None:
     config = write_config(tmp_path, inner_steps=60)
     with swarm_in(tmp_path) as swarm:
         address = swarm.start_bootstrap()
-        ann = swarm.start_founder("A", config, address, "--stay-s", "300", "--average")
+        ann = swarm.start_founder("A", config, address, "--stay-s", "300")
         with learners_held(ann):
             bob = swarm.join("B", address)
             wait_until(lambda: printed(bob, "trains on"), START_S, "B")
@@ -50,8 +50,7 @@ def test_who_comes_after_the_end_gets_the_model(tmp_path: Path) -> None:
         assert found is not None
         command("export", folder, "--out", tmp_path / "model")
         measured = command("evaluate", run, "--data", tmp_path / "corpus", "--samples", "64")
-        assert "its average over about the last" in measured, "the founder has kept one"
-        assert "no running average" in command("evaluate", folder, "--data", tmp_path / "corpus"), "it does not travel"
+        assert measured == command("evaluate", folder, "--data", tmp_path / "corpus", "--samples", "64")
         if find_spec("transformers"):
             from transformers import AutoModelForCausalLM
 

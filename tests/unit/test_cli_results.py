@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
-from collections.abc import Callable
+import re
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
-import torch
 
 import p2pdiloco
 from p2pdiloco.cli.main import main
 from p2pdiloco.node.results import farewell, finished_message
 from p2pdiloco.node.run_creation import make_manifest, version_zero
 from p2pdiloco.peer.checkpoint import save
-from p2pdiloco.peer.ema import RunningAverage, weight
 from p2pdiloco.protocol.ids import PeerId
-from p2pdiloco.protocol.manifest import Layout, Manifest, ModelConfig, RunConfig, ScheduleConfig
+from p2pdiloco.protocol.manifest import Manifest, ModelConfig, RunConfig, ScheduleConfig
 from p2pdiloco.swarm.run_index import folder_of
 from p2pdiloco.training.export import ABOUT
 from p2pdiloco.training.models import build_model
 from p2pdiloco.training.parameters import embedding_names, trainable
 from p2pdiloco.transport.identity import KEY_FILE
-from p2pdiloco.util.files import LOCAL
 from p2pdiloco.wire.control_messages import PeerStatus
 
 pytestmark = pytest.mark.usefixtures("own_logging")
@@ -100,11 +95,7 @@ def test_a_run_of_a_peer_below_the_state_folder_is_found_where_that_has_none(
     (state / "story" / KEY_FILE).touch()
     status, said, _ = ended(capsys, "export", "story", "--state", state, "--out", out)
     assert (status, f"{out}: run story at step 0" in said) == (0, True)
-    average = RunningAverage(theirs.run, Layout.of(theirs))
-    for piece in average._layout.shards:
-        average.look(piece.shard, torch.ones(piece.elements))
-    put(average, folder_of(state / "story", theirs.run) / "checkpoint")
-    assert ended(capsys, "export", theirs.run[:8], "--average", "--state", state, "--out", out)[0] == 0
+    assert ended(capsys, "export", theirs.run[:8], "--state", state, "--out", out)[0] == 0
     ours = leave(state, "story", seed=1)
     assert ended(capsys, "export", "story", "--state", state, "--format", "safetensors", "--out", out)[0] == 0
     assert ours.run in (out / ABOUT).read_text()
@@ -199,39 +190,10 @@ def test_a_finished_run_says_where_its_model_is_and_how_to_serve_it(tmp_path: Pa
     assert ("generate" in said, "p2pdiloco export /state/aaaa" in said) == (False, True)
 
 
-def test_an_average_is_exported_heard_and_measured_beside_the_newest_version(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    state, out = tmp_path / "state", tmp_path / "out"
-    manifest = leave(state, "story")
-    source = ("story", "--state", state)
-    for command in (("export", *source, "--out", out), ("generate", *source)):
-        status, _, said = ended(capsys, *command, "--average")
-        assert (status, "--follow" in said) == (2, True), "who keeps one, if there is none here"
-    status, said, _ = ended(capsys, "evaluate", *source, "--samples", "8")
-    assert (status, "no running average" in said) == (0, True)
-    average = RunningAverage(manifest.run, Layout.of(manifest))
-    for number in (1.0, 3.0):
-        for piece in average._layout.shards:
-            average.look(piece.shard, torch.full((piece.elements,), number))
-    put(average, folder_of(state, manifest.run) / "checkpoint")
-    status, said, _ = ended(capsys, "export", *source, "--average", "--format", "safetensors", "--out", out)
-    assert (status, "average of about 1 versions" in said) == (0, True)
-    values = torch.cat([p.detach().flatten() for p in p2pdiloco.load_model(out).parameters()])
-    assert values.unique().tolist() == pytest.approx([1.0 + 2.0 * weight(2)])
-    status, said, _ = ended(capsys, "evaluate", *source, "--samples", "8")
-    assert (status, "its average over about the last 1 versions" in said) == (0, True)
-    assert f"{math.log(256):.4f}" not in said.splitlines()[0]
-    assert f"{math.log(256):.4f}" in said.splitlines()[1], "all logits are equal where all parameters are"
-
-
-def put(average: RunningAverage, folder: Path) -> None:
-    """As a peer saves it."""
-
-    class Here:
-        disk = LOCAL
-
-        async def work(self, queue: str, work: Callable[[], Any], *_: object) -> Any:
-            return work()
-
-    asyncio.run(average.save(folder, Here()))  # type: ignore[arg-type]
+def test_the_loss_of_the_newest_version_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    leave(tmp_path, "story")
+    status, said, _ = ended(capsys, "evaluate", "story", "--state", tmp_path, "--samples", "8")
+    told = re.search(r"held-out loss (\d\.\d{4}) nats a token \(8 windows", said)
+    assert status == 0
+    assert told is not None
+    assert float(told[1]) == pytest.approx(math.log(256), abs=0.5), "that of an untrained model"

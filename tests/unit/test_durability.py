@@ -7,15 +7,13 @@ import os
 from pathlib import Path
 from random import Random
 
-import msgspec
 import pytest
 import torch
 from test_peer_checkpoint import ELEMENTS, make_manifest, proof_of
 
 from p2pdiloco.codec.digests import state_digest
-from p2pdiloco.peer import checkpoint, ema
+from p2pdiloco.peer import checkpoint
 from p2pdiloco.peer.host import replace
-from p2pdiloco.protocol.ids import digest_of
 from p2pdiloco.protocol.manifest import Layout
 from p2pdiloco.util import files
 from tests.peer_sim.disk import ProcessDied, SimulatedDisk
@@ -88,17 +86,6 @@ def test_after_a_power_cut_there_is_the_last_checkpoint_or_the_one_before() -> N
             )
         dies_in += 1
     assert dies_in > 10, "operations of one checkpoint"
-
-
-def test_an_average_is_whole_once_it_is_saved() -> None:
-    seal = ema.Seal(run=make_manifest().run, looks=(1,), digests=(digest_of(OLD),))
-    for seed in SEEDS:
-        disk = SimulatedDisk(Random(seed))
-        half = FILE.with_name(".average.part")
-        disk.write(half, [OLD])
-        ema._finish(disk, half, FILE, seal)
-        disk.cut_power()
-        assert disk.files[str(FILE)] == OLD + msgspec.json.encode(seal)
 
 
 def test_on_a_real_disk_bytes_are_synced_before_their_name_and_the_name_before_the_call_returns(
