@@ -16,6 +16,7 @@ from all folders and trains again.
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -29,8 +30,9 @@ from benchmarks import bench
 from benchmarks.churn.processes import toml, until
 from p2pdiloco.demo.local_swarm import Member, Swarm
 from p2pdiloco.peer.checkpoint import best_of, load_all
-from p2pdiloco.peer.event_journal import read_journal
 from p2pdiloco.protocol.events import LearnerStarted, Stepped
+from tests.machine_sim import recorder
+from tests.machine_sim.journal import read_journal
 
 SYNC_EVERY = 24
 BATCH = 32
@@ -75,7 +77,8 @@ def trains(members: list[Member], tokens: int) -> bool:
 
 def once(peers: int, seconds: float, checkpoint_s: float, overlap: int, folder: Path) -> list[dict[str, float]]:
     """One blackout; what each learner lost, in steps."""
-    swarm = Swarm(folder, ["--journal", "--checkpoint-s", f"{checkpoint_s:g}"])
+    os.environ.update(recorder.environment())
+    swarm = Swarm(folder, ["--checkpoint-s", f"{checkpoint_s:g}"])
     config = folder / "run.toml"
     config.write_text(toml(CONFIG | {"schedule": CONFIG["schedule"] | {"overlap": overlap}}))
     try:

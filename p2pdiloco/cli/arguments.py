@@ -301,7 +301,6 @@ def _fetch(sub: argparse.ArgumentParser) -> None:
         leave_s=20.0,
         reattach_s=0.0,
         learner="",
-        journal=False,
     )
 
 
@@ -314,7 +313,6 @@ def _add_peer(sub: argparse.ArgumentParser) -> None:
     _add_machine(_group(sub, "machine"))
     _add_reporting(_group(sub, "reporting"))
     sub.add_argument("--learner", default="", metavar="NAME", help=argparse.SUPPRESS)  # p2pdiloco.DiLoCo's node
-    sub.add_argument("--journal", action="store_true", help=argparse.SUPPRESS)  # for tests.machine_sim.replay
 
 
 def _add_storage(sub: argparse._ActionsContainer) -> None:

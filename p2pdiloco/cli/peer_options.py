@@ -70,7 +70,6 @@ def peer_options(arguments: argparse.Namespace, folder: Path) -> PeerOptions:
             page=getattr(arguments, "page", "off"),
             notify=getattr(arguments, "notify", ""),
         ),
-        has_journal=arguments.journal,
     )
 
 

@@ -9,8 +9,8 @@ Rules of this file:
 3. A process reports over its status pipe when it is up, and how to join it. Its printed output is not parsed.
 4. For a wrong clock, ``tests/chaos/wrong_clock/`` comes first in the import path of a process. It changes only Python's
    clock, which a peer reads.
-5. A peer's folder outlives its processes: the next process on it is the same peer. Files that it would overwrite
-   (journal, report) are kept under a number.
+5. A peer's folder outlives its processes: the next process on it is the same peer. A report that it would
+   overwrite is kept under a number.
 """
 
 from __future__ import annotations
@@ -332,7 +332,7 @@ def _name(process: psutil.Process) -> str:
 
 
 def _number_earlier_files(folder: Path) -> None:
-    for path in (*folder.glob("*/journal.bin"), *folder.glob("*/report.json")):
+    for path in list(folder.glob("*/report.json")):
         number = 1 + len(list(path.parent.glob(f"{path.stem}-*{path.suffix}")))
         path.rename(path.with_name(f"{path.stem}-{number}{path.suffix}"))
 

@@ -29,7 +29,6 @@ from p2pdiloco.node.status_report import StatusReporter
 from p2pdiloco.node.swarm_status import SwarmStatus
 from p2pdiloco.node.telemetry import MachineStepped, Telemetry, run_history
 from p2pdiloco.peer.ending import APART, Ending
-from p2pdiloco.peer.event_journal import Journal
 from p2pdiloco.peer.metrics import Metrics, progress_fields
 from p2pdiloco.peer.options import PeerOptions
 from p2pdiloco.peer.peer import InitialState, Peer
@@ -193,12 +192,9 @@ class Node:
             run_announcer = RunAnnouncer(manifest, directory, lambda: len(transport.peers()))
 
             # Status and telemetry for the user.
-            journal = stack.enter_context(Journal(folder / "journal.bin", peer.config)) if options.has_journal else None
             status = partial(reporter.status, peer)
             swarm_status = SwarmStatus(peer, status, partial(ask_status, transport))
-            telemetry = Telemetry(
-                peer, transport, history, status, swarm_status, journal, membership_sync.remaining_s, events
-            )
+            telemetry = Telemetry(peer, transport, history, status, swarm_status, membership_sync.remaining_s, events)
             node = cls(
                 events=events,
                 directory=directory,

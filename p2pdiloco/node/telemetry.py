@@ -39,7 +39,6 @@ from p2pdiloco.observability.snapshot import (
     ShardRow,
     Title,
 )
-from p2pdiloco.peer.event_journal import Journal
 from p2pdiloco.peer.peer import Peer
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
@@ -91,7 +90,6 @@ class Telemetry:
         history: RunHistory,
         status: Callable[[], PeerStatus],
         swarm_status: SwarmStatus,
-        journal: Journal | None,
         membership_remaining_s: Callable[[], float | None],
         events: EventBus,
     ) -> None:
@@ -107,7 +105,6 @@ class Telemetry:
         self.history = history
         self._status = status
         self.swarm_status = swarm_status
-        self._journal = journal
         self._events = events
         self._alerts = Alerts(membership_remaining_s)
         self._live: tuple[PeerId, ...] = ()
@@ -126,15 +123,8 @@ class Telemetry:
     # -- events --------------------------------------------------------------------------------------------------------
 
     def _on_step(self, step: MachineStepped) -> None:
-        """Write the event and its effects to the journal and the event log."""
-        event, effects, now = step
-        if self._journal is not None:
-            try:
-                self._journal.record(now, event, effects)
-            except OSError as error:  # a journal with a gap would replay to another state, so it must end here
-                log.warning("the journal cannot be written and ends here", reason=error.strerror or str(error))
-                self._journal.close()
-                self._journal = None
+        """Write the event and its effects to the event log."""
+        event, effects, _ = step
         view, write = self._peer.machine.view, self._peer.metrics.write
         if view.live != self._live:
             self._write_live_changes(view.live)

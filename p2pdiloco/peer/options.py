@@ -107,8 +107,6 @@ class PeerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """It goes as soon as it holds what its peers hold."""
     machine: MachineOptions = MachineOptions()
     watch: WatchOptions = WatchOptions()
-    has_journal: bool = False
-    """Record every event for ``python -m tests.machine_sim.replay``."""
 
 
 # -- Configuration of the state machine --------------------------------------------------------------------------------

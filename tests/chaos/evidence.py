@@ -16,13 +16,13 @@ from typing import Any
 
 import msgspec
 
-from p2pdiloco.peer.event_journal import JournalError, effects_crc, read_journal
 from p2pdiloco.protocol.machine import Machine
 from p2pdiloco.util.files import older
 from p2pdiloco.wire.control_messages import StateProof
 from tests.chaos.changed_peers import SENT_LIES
 from tests.chaos.event_log import Happening
 from tests.chaos.schedule import Fault, Kind, Schedule
+from tests.machine_sim.journal import JournalError, effects_crc, read_journal
 
 
 class Struck(msgspec.Struct, frozen=True, kw_only=True):

@@ -60,7 +60,7 @@ class Runner:
         """Processes that outlived the orderly end."""
         self._faults = schedule.faults
         self._diary = Diary(out / "happened.jsonl", tell)
-        options = ["--journal", "--checkpoint-s", f"{CHECKPOINT_S:g}", "--leave-s", f"{LEAVE_S:g}"]
+        options = ["--checkpoint-s", f"{CHECKPOINT_S:g}", "--leave-s", f"{LEAVE_S:g}"]
         options += ["--reattach-s", f"{REATTACH_S:g}"]
         self._swarm = Swarm(out, options)
         ports = _free_ports(len(self.plan.names))
@@ -293,7 +293,9 @@ class Runner:
         where = "/ip4/127.0.0.1/tcp/{}"
         listen = ["--listen", where.format(peer.port), "--announce", where.format(self._network.port(peer.name))]
         clock_off_s, lies = self.plan.clock_off_s(peer.name), self.plan.lies(peer.name)
-        peer.member = launch(self._swarm, peer.name, command, *listen, clock_off_s=clock_off_s, lies=lies)
+        peer.member = launch(
+            self._swarm, peer.name, command, *listen, clock_off_s=clock_off_s, lies=lies, is_recorded=True
+        )
         self._diary.note("launched", peer=peer.name, text=command[0])
         return peer.member
 

@@ -171,7 +171,7 @@ TYPED = [
     Mistake("... is not the peer id of an Ed25519 key", "members ban F3j9J4", "12D3KooW"),
     Mistake("FOLDER has no run", "members add --state nothing", "is --state the folder of the peer"),
     Mistake("no peer has logged anything below FOLDER", "watch nothing --page auto", "name a state folder"),
-    Mistake("FILE is not a journal", "tests.machine_sim.replay notes.txt", "--journal"),
+    Mistake("FILE is not a journal", "tests.machine_sim.replay notes.txt", "tests.chaos"),
     Mistake("FILE: No such file or directory", "tests.machine_sim.replay nowhere.bin", "mend the path"),
     Mistake("--out ... is a file", "demo --out notes.txt", "name a folder"),
     Mistake("RUN: FOLDER has met no directory yet", "fetch story", "p2pdiloco fetch ADDR"),

@@ -35,11 +35,12 @@ from waiting import wait_until
 
 from p2pdiloco.demo.local_swarm import Member
 from p2pdiloco.peer.checkpoint import load
-from p2pdiloco.peer.event_journal import effects_crc, read_journal
 from p2pdiloco.protocol.events import Stepped
 from p2pdiloco.protocol.ids import LearnerId
 from p2pdiloco.protocol.machine import Machine
 from p2pdiloco.util.process import SAME_S
+from tests.machine_sim import recorder
+from tests.machine_sim.journal import effects_crc, read_journal
 
 
 @pytest.fixture(scope="module")
@@ -47,14 +48,13 @@ def complete(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Member]]
     """Three peers that have trained one run to its end, with journals; one with several threads for tensors."""
     folder = tmp_path_factory.mktemp("complete")
     config = write_config(folder, inner_steps=200, schedule_sync_every=8, schedule_fragments=4)
-    with swarm_in(folder) as swarm:
+    with pytest.MonkeyPatch.context() as patches, swarm_in(folder) as swarm:
+        patches.setenv(recorder.VARIABLE, "1")
         address = swarm.start_bootstrap()
-        founder = swarm.start_founder("A", config, address, "--journal")
+        founder = swarm.start_founder("A", config, address)
         with (
             learners_held(founder),
-            learners_held(
-                swarm.join("B", address, "--journal"), swarm.join("C", address, "--journal", "--merge-threads", "3")
-            ),
+            learners_held(swarm.join("B", address), swarm.join("C", address, "--merge-threads", "3")),
         ):
             until(founder, lambda: founder.view.live == 3, what="three live peers")
         for member in swarm.members:

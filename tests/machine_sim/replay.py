@@ -1,5 +1,5 @@
-"""``python -m tests.machine_sim.replay``: Tell a peer's journal (``start`` and ``join`` write one with --journal) as
-lines that a person can read: when, what the peer was told, and what it decided, with reasons."""
+"""``python -m tests.machine_sim.replay``: Tell a peer's journal (``recorder`` writes one) as lines that a person can
+read: when, what the peer was told, and what it decided, with reasons."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pathlib import Path
 
 from p2pdiloco.cli.errors import FAILED, CommandError, as_command_errors
 from p2pdiloco.cli.main import program
-from p2pdiloco.peer.event_journal import Entry, JournalError, effects_crc, read_journal
 from p2pdiloco.protocol.effects import Effect
 from p2pdiloco.protocol.machine import Machine
 from p2pdiloco.protocol.state import ProtocolConfig
 from p2pdiloco.util.logs import printable, short
+from tests.machine_sim.journal import Entry, JournalError, effects_crc, read_journal
 from tests.machine_sim.transcript import tell
 
 PEER_ID = re.compile(r"12D3KooW[1-9A-HJ-NP-Za-km-z]{44}")

@@ -20,6 +20,7 @@ from multiprocessing.reduction import DupFd
 from typing import IO, Any
 
 from p2pdiloco.util.status_pipe import OPTION
+from tests.machine_sim import recorder
 
 PROGRAM = "p2pdiloco.training.learner_main"
 NICE = 10
@@ -163,6 +164,7 @@ def _command(
     os.setsid()
     os.environ.clear()
     os.environ.update(environment)
+    recorder.install()
     os.dup2(out, 1)
     os.dup2(told, 2)
     os.close(out)

@@ -160,7 +160,7 @@ MISUSES: list[tuple[str, int, list[str]]] = [
     ("export state-of-nothing", REPAIR, ["there is no checkpoint"]),
     ("generate half", REPAIR, ["state-00000001.json"]),
     ("tests.machine_sim.replay nowhere.bin", REPAIR, ["nowhere.bin: No such file", "mend the path"]),
-    ("tests.machine_sim.replay notes.txt", REPAIR, ["notes.txt is not a journal", "--journal"]),
+    ("tests.machine_sim.replay notes.txt", REPAIR, ["notes.txt is not a journal", "tests.chaos"]),
     (f"join {DEAD} --identity notes.txt", REPAIR, ["notes.txt"]),
     ("tests.chaos --plan nothing", REPAIR, ["nothing"]),
     ("demo --out notes.txt", REPAIR, ["--out notes.txt is a file", "name a folder"]),

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from p2pdiloco.peer.event_journal import Journal, read_journal
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol.chain import genesis_head
@@ -15,6 +14,8 @@ from p2pdiloco.protocol.effects import Effect
 from p2pdiloco.protocol.ids import Digest, PeerId, RunId, ShardId
 from p2pdiloco.protocol.machine import Machine
 from p2pdiloco.protocol.state import ProtocolConfig
+from tests.machine_sim import journal
+from tests.machine_sim.journal import Journal, read_journal
 from tests.machine_sim.replay import main
 
 pytestmark = pytest.mark.usefixtures("own_logging")
@@ -40,10 +41,10 @@ def write(path: Path, *, wrong_at: int | None = None) -> None:
     state = ev.ShardState(genesis_head(RUN, ShardId(0), Digest("b" * 40)), 0, ())
     events: list[ev.Event] = [ev.Started((state,)), ev.Woke(), ev.LeaveRequested("enough")]
     machine = Machine(CONFIG)
-    with Journal(path, CONFIG) as journal:
+    with Journal(path, CONFIG) as written:
         for number, event in enumerate(events):
             effects: list[Effect] = machine.handle(event, 100.0 + number)
-            journal.record(100.0 + number, event, effects[:-1] if number == wrong_at else effects)
+            written.record(100.0 + number, event, effects[:-1] if number == wrong_at else effects)
 
 
 def test_a_journal_is_told_in_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -69,10 +70,10 @@ def hostile(path: Path, *, wrong_at: int | None = None) -> None:
         ev.LeaveRequested(HOSTILE),
     ]
     machine = Machine(CONFIG)
-    with Journal(path, CONFIG) as journal:
+    with Journal(path, CONFIG) as written:
         for number, event in enumerate(events):
             effects: list[Effect] = machine.handle(event, 100.0 + number)
-            journal.record(100.0 + number, event, effects[:-1] if number == wrong_at else effects)
+            written.record(100.0 + number, event, effects[:-1] if number == wrong_at else effects)
 
 
 @pytest.mark.parametrize("option", [[], ["--full"], ["--check"]])
@@ -117,10 +118,37 @@ def test_a_disk_that_is_full_at_the_end_costs_entries_not_the_peer(tmp_path: Pat
     path = tmp_path / "journal.bin"
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
-        with Journal(path, CONFIG) as journal:
-            journal.record(1.0, ev.Woke(), [])
+        with Journal(path, CONFIG) as written:
+            written.record(1.0, ev.Woke(), [])
             resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size, limits[1]))
-            journal.record(2.0, ev.Woke(), [])
+            written.record(2.0, ev.Woke(), [])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert len(list(read_journal(path)[1])) < 2
+
+
+def events_in(path: Path) -> list[str]:
+    return [entry.event.reason for entry in read_journal(path)[1] if isinstance(entry.event, ev.LeaveRequested)]
+
+
+def test_a_journal_is_not_overwritten_by_the_life_after_the_crash_that_it_explains(tmp_path: Path) -> None:
+    path = tmp_path / "journal.bin"
+    for life in range(3):
+        with Journal(path, CONFIG) as writer:
+            writer.record(0.0, ev.LeaveRequested(f"life {life}"), [])
+    lives = [events_in(tmp_path / name) for name in ("journal-1.bin", "journal-2.bin", "journal.bin")]
+    assert lives == [["life 0"], ["life 1"], ["life 2"]]
+
+
+def test_a_journal_ends_where_it_is_full_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes after a gap could not be replayed."""
+    monkeypatch.setattr(journal, "MOST_BYTES", 2000)
+
+    def fill(writer: Journal) -> None:
+        for number in range(1000):
+            writer.record(0.0, ev.LeaveRequested(f"event {number}"), [])
+
+    with Journal(tmp_path / "journal.bin", CONFIG) as writer, pytest.raises(OSError, match="2,000 bytes"):
+        fill(writer)
+    assert (tmp_path / "journal.bin").stat().st_size <= 2000
+    assert events_in(tmp_path / "journal.bin")[:2] == ["event 0", "event 1"]

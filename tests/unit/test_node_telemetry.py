@@ -28,7 +28,7 @@ def test_an_evaluation_that_changes_nothing_is_not_written() -> None:
     )
     nothing = cast(Any, None)
     events = EventBus()
-    Telemetry(cast(Any, peer), nothing, nothing, nothing, nothing, None, lambda: None, events)
+    Telemetry(cast(Any, peer), nothing, nothing, nothing, nothing, lambda: None, events)
     for step in range(1, 9):
         events.publish(MachineStepped(ev.Received(PeerId("liar"), msg.Evaluation(0, 0, step, step / 100)), [], 0.0))
     view.evaluation = msg.Evaluation(5, 80, 8, 1.9)

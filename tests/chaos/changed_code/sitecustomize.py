@@ -6,7 +6,11 @@ import os
 import sys
 from pathlib import Path
 
+from tests.machine_sim import recorder
+
 if "p2pdiloco" in sys.orig_argv:  # the node; its learner and its daemon are as they are
     from tests.chaos import byzantine
 
     byzantine.tell(os.environ["P2PDILOCO_SWARM_LIES"].split("+"), Path(os.environ["P2PDILOCO_SWARM_LIES_SENT"]))
+
+recorder.install()

@@ -4,7 +4,11 @@ seconds (Python imports this module at its start). Monotonic clocks, files' time
 import os
 import time
 
+from tests.machine_sim import recorder
+
 _off_s = float(os.environ["P2PDILOCO_SWARM_CLOCK_OFF_S"])
 _time, _time_ns = time.time, time.time_ns
 time.time = lambda: _time() + _off_s
 time.time_ns = lambda: _time_ns() + int(_off_s * 1e9)
+
+recorder.install()

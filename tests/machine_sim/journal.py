@@ -1,11 +1,11 @@
-"""Event journal: every event that a peer's machine handled, its time, and a checksum of the effects, to verify replays.
+"""Event journal: every event that the machine of a real peer handled, its time, and a checksum of the effects, to
+verify replays. ``recorder`` writes one.
 
 File format: a sequence of MessagePack objects, each after its length. The first is the machine's configuration, each
-further one an ``Entry``. Writes are buffered and flushed once a second and at the end, so they never block the loop for
-long.
+further one an ``Entry``. Writes are buffered and flushed once a second and at the end.
 
-Each life of a peer has its own journal. The last few are kept (``journal.1.bin`` is the previous life), since a journal
-is needed after a crash. A full journal ends: nothing after a gap could be replayed.
+Each life of a peer has its own journal, since one is needed after a crash: ``journal-N.bin`` are earlier lives'. A full
+journal ends: nothing after a gap could be replayed.
 """
 
 from __future__ import annotations
@@ -24,15 +24,10 @@ import msgspec
 from p2pdiloco.protocol.effects import Effect
 from p2pdiloco.protocol.events import Event
 from p2pdiloco.protocol.state import ProtocolConfig
-from p2pdiloco.util.files import rotate
 
 FLUSH_S = 1.0
-# Number of journals of earlier lives to keep.
-KEPT = 3
 # Size limit of one journal.
 MOST_BYTES = 256 << 20
-# Size limit of all journals of earlier lives together.
-MOST_KEPT_BYTES = 512 << 20
 MAX_ENTRY_BYTES = 1 << 24
 _LENGTH = 4
 
@@ -64,7 +59,9 @@ class Journal:
 
     def __enter__(self) -> Self:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        rotate(self._path, keep=KEPT, most_bytes=MOST_KEPT_BYTES)
+        if self._path.exists():
+            number = 1 + len(list(self._path.parent.glob(f"{self._path.stem}-*{self._path.suffix}")))
+            self._path.rename(self._path.with_stem(f"{self._path.stem}-{number}"))
         self._file = open(self._path, "wb", buffering=1 << 18)
         self._write(_encoder.encode(self._config))
         return self
@@ -100,7 +97,7 @@ class Journal:
                 self._flushed_at = time.monotonic()
 
 
-WHERE = "python -m tests.machine_sim.replay reads STATE/RUN/journal.bin, which start and join write with --journal"
+WHERE = "python -m tests.machine_sim.replay reads STATE/RUN/journal.bin, which peers of tests.chaos write"
 
 
 class JournalError(Exception):
