@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Final, TypeVar
+from typing import Final
 
 import msgspec
 
@@ -25,9 +25,6 @@ import msgspec
 # 3. Learners of this project never wait. Its utilisation here is the value if they did wait, so that it can be compared
 #    with other systems. In fact turns become late, or are left out.
 
-
-# Description of a run, of any model.
-Described = TypeVar("Described")
 
 BUCKETS: Final = 128
 # Share of the backward pass in a step.
@@ -115,20 +112,6 @@ SYSTEMS: Final[dict[str, Callable[[Training, float], float]]] = {
     "Decoupled DiLoCo, star": star,
     "p2pdiloco": p2pdiloco,
 }
-
-
-def least_rate(utilisation: Callable[[Described, float], float], training: Described, wanted: float = 0.95) -> float:
-    """Return the lowest link rate, in bits per second, at which the utilisation is at least ``wanted``."""
-    low, high = 1.0, 1e16
-    while high / low > 1 + 1e-9:
-        rate = (low * high) ** 0.5
-        low, high = (low, rate) if utilisation(training, rate) >= wanted else (rate, high)
-    return high
-
-
-def sustained(training: Training, bits_per_s: float) -> float:
-    """Return the share of the turns that a link can carry in this project; 1: fragments leave as fast as they come."""
-    return min(1.0, bits_per_s * training.interval_s * training.fragments / all_reduced_bits(training))
 
 
 # -- Forecast ----------------------------------------------------------------------------------------------------------

@@ -8,13 +8,14 @@ Mbit/s to 100 Gbit/s and every codec, and what ``benchmarks.wan.bandwidth`` meas
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import msgspec
 
 from benchmarks import bench
 from benchmarks.scale import plots
-from p2pdiloco.planner import SYSTEMS, Training, least_rate, sustained
+from p2pdiloco.planner import SYSTEMS, Training, all_reduced_bits
 
 CODECS = {"bf16": 1.348, "int8": 0.954, "int4": 0.428, "int4-coarse": 0.271, "int2": 0.208}
 """Bytes a parameter, measured (docs/results.md); the paper's int4 is 0.5 without scales and zstd."""
@@ -23,8 +24,24 @@ PEERS = (2, 4, 8, 16, 32, 64)
 RATES = tuple(10.0 ** (7 + i / 4) for i in range(17))
 """10 Mbit/s to 100 Gbit/s."""
 PAPER = Training(parameters=5e9, peers=8)
+Described = TypeVar("Described")
+"""Description of a run, of any model."""
 
 Cell = tuple[str, float, float]
+
+
+def least_rate(utilisation: Callable[[Described, float], float], training: Described, wanted: float = 0.95) -> float:
+    """Return the lowest link rate, in bits per second, at which the utilisation is at least ``wanted``."""
+    low, high = 1.0, 1e16
+    while high / low > 1 + 1e-9:
+        rate = (low * high) ** 0.5
+        low, high = (low, rate) if utilisation(training, rate) >= wanted else (rate, high)
+    return high
+
+
+def sustained(training: Training, bits_per_s: float) -> float:
+    """Return the share of the turns that a link can carry in this project; 1: fragments leave as fast as they come."""
+    return min(1.0, bits_per_s * training.interval_s * training.fragments / all_reduced_bits(training))
 
 
 def published() -> list[Cell]:

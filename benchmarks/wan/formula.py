@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from p2pdiloco import planner
+from benchmarks.scale import bandwidth
 
 PAYLOAD_SHARE = 1448 / 1514
 """TCP payload in a full packet, as tc counts it."""
@@ -97,4 +97,4 @@ def least_rate(run: Run, wanted: float, *, system: str, round_trip_s: float = 0.
             return utilisation(synchronous_diloco_s(run, link), run)
         return sustained_share(run, link) if is_on_time(run, link) else 0.0
 
-    return planner.least_rate(share, run, wanted)
+    return bandwidth.least_rate(share, run, wanted)

@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 import uvloop
+from event_lines import faults_of
 from forked import run
 from swarm import PEER, START_S, advance, contributes, ended, log_lines, printed, swarm_in, until, write_config
 from waiting import wait_until
@@ -20,7 +21,6 @@ from p2pdiloco.access.membership_log import INTRODUCTION, join_statements
 from p2pdiloco.demo.local_swarm import Member
 from p2pdiloco.net.authorization import JoinerAuthorizer
 from p2pdiloco.net.handshake import WIRE_VERSION
-from p2pdiloco.observability.event_schema import faults_of
 from p2pdiloco.observability.log_reader import lines
 from p2pdiloco.swarm.credentials import Credentials, credentials_from_invite, invite_key, make_invite
 from p2pdiloco.swarm.run_lookup import observer_transport

@@ -6,8 +6,9 @@ import msgspec
 import pytest
 
 from benchmarks.scale import bandwidth
+from benchmarks.scale.bandwidth import least_rate, sustained
 from benchmarks.wan import task
-from p2pdiloco.planner import SYSTEMS, Training, least_rate, p2pdiloco, streaming, sustained
+from p2pdiloco.planner import SYSTEMS, Training, p2pdiloco, streaming
 
 
 @pytest.mark.parametrize(("name", "theirs", "ours"), bandwidth.published(), ids=lambda x: str(x)[:20])

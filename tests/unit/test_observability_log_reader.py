@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from event_lines import described, faults_of
 from test_house import modules
 from test_observability_history import ANN, BOB, commit, progress
 from test_observability_log_reader_playback import started, write
 
 from p2pdiloco.cli.main import main
-from p2pdiloco.observability.event_schema import BY_NAME, EVENTS, described, faults_of
+from p2pdiloco.observability.event_schema import BY_NAME, EVENTS
 from p2pdiloco.observability.log_reader import Choice, LoggedEvent, RecordingError, Tail, Tails, describe
 from p2pdiloco.util.files import rotate
 
