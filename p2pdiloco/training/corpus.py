@@ -29,7 +29,7 @@ from p2pdiloco.training.dataset_files import (
     PATTERNS,
     Corpus,
     CorpusError,
-    Progress,
+    ReadingProgress,
     cached,
     find_files,
     is_compressed,
@@ -150,7 +150,7 @@ def _split(parts: Sequence[Part]) -> Tensor:
 
 
 def _pieces(parts: Sequence[Part]) -> Iterator[bytes]:
-    progress = Progress("reading-data", _total(parts))
+    progress = ReadingProgress("reading-data", _total(parts))
     for file, start, stop in parts:
         try:
             with open_file(file) as stream:

@@ -223,7 +223,7 @@ class _Zstandard(io.RawIOBase):
         super().close()
 
 
-class Progress:
+class ReadingProgress:
     """Logs every few seconds how much is done, so that a user sees that a long start goes on. ``total``: bytes."""
 
     def __init__(self, event: str, total: int) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from p2pdiloco.protocol.manifest import DataConfig
-from p2pdiloco.training.dataset_files import BROKEN, CorpusError, Progress, is_array, log, open_file
+from p2pdiloco.training.dataset_files import BROKEN, CorpusError, ReadingProgress, is_array, log, open_file
 from p2pdiloco.training.huggingface import EXTRA
 
 MAX_ROW_BYTES = 1 << 26
@@ -65,7 +65,7 @@ class Documents:
         """Documents that were read; rows that were skipped because they have no text."""
 
     def __iter__(self) -> Iterator[Document]:
-        progress = Progress("reading-data", sum(file.stat().st_size for file in self._files))
+        progress = ReadingProgress("reading-data", sum(file.stat().st_size for file in self._files))
         for file in self._files:
             name = file.relative_to(self._root).as_posix()
             try:
