@@ -112,7 +112,6 @@ MISUSES: list[tuple[str, int, list[str]]] = [
     ("tests.machine_sim --fresh 99999999999999999999999", REPAIR, ["--fresh", "whole number from 1 to"]),
     ("tests.machine_sim --seeds 0-99999999999999999999999", REPAIR, ["--seeds", "at most 18 digits"]),
     ("tests.machine_sim --seeds -5", REPAIR, ["--seeds -5", "give a range such as 0-999"]),
-    ("tests.peer_sim --mutants --record docs", REPAIR, ["--record", "is a folder: name a file"]),
     ("members add --max-weight nan", REPAIR, ["--max-weight", "is not a number from 0 to"]),
     ("members add --max-weight inf", REPAIR, ["--max-weight", "is not a number from 0 to"]),
     ("bootstrap --rendezvous 0.0.0.0:31337", REPAIR, ["write it as"]),

@@ -77,6 +77,7 @@ def names() -> dict[str, Any]:
         "data": Ids(),
         "dataset": Ids(),
         "peak": 0.1,
+        "tokenizer": None,
         "scheduler": torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0),
     }
     given["outer"] = p2pdiloco.DiLoCo(model, optimizer, run="story", tokens_per_step=8)
