@@ -62,7 +62,7 @@ class Alerts:
         self.present: dict[Kind, str] = {}
         self._since: dict[Kind, float] = {}
         self._most_live = 1
-        # The newest held-out losses, one per evaluated step; each is a median over members (rule S3b).
+        # The newest held-out losses, one per evaluated step (rule S3b).
         self._losses: deque[float] = deque(maxlen=RECENT_LOSSES)
         self._loss_step = -1
         self._newest = 0.0

@@ -230,9 +230,9 @@ def cards(picture: RunSnapshot) -> list[tuple[str, str, str]]:
     if link.up_budget:
         below = f"{percent(min(1.0, link.up_per_s / link.up_budget), 0)} of {volume(link.up_budget)}/s"
     spent = costs.compute_s + costs.exchange_s + costs.blocked_s
-    held = f"at step {course.held_out_step:,}" if course.phase in OVER else f"training {loss(course.train_loss)}"
+    held = "not measured yet" if course.held_out_loss is None else f"at step {course.held_out_step:,}"
     return [
-        ("held-out loss", loss(course.held_out_loss), "not measured yet" if course.held_out_loss is None else held),
+        ("held-out loss", loss(course.held_out_loss), held),
         ("tokens in the model", amount(course.tokens_merged), gave),
         ("tokens/s, all peers", amount(course.swarm_tokens_per_s), f"this machine {amount(course.tokens_per_s)}"),
         (

@@ -153,7 +153,7 @@ def progress_fields(status: PeerStatus) -> dict[str, object]:
     if status.train_loss is not None:
         fields["loss"] = round(status.train_loss, 3)
     if status.held_out_loss is not None:
-        fields["held_out"] = round(status.held_out_loss, 3)
+        fields |= {"held_out": round(status.held_out_loss, 3), "held_out_step": status.held_out_step}
     if status.tokens_per_second:
         fields["tokens_per_s"] = round(status.tokens_per_second)
     return (

@@ -1,14 +1,13 @@
 """Held-out losses of the global model: choice of the peer that measures next, and the loss that this peer shows.
 
-An evaluation is the claim of one peer, so each peer shows the median over all peers. One wrong figure among several
-moves the median no farther than to a neighbouring honest one.
+An evaluation is the claim of one peer. Each peer shows the newest one that the others support: one wrong figure among
+several moves what is shown by no more than ``NEAR`` beyond an honest one.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
 
 from p2pdiloco.protocol.chain import HeadChange
 from p2pdiloco.protocol.effects import Evaluate
@@ -20,10 +19,12 @@ from p2pdiloco.protocol.state import Core
 
 RECENT = 16
 """An evaluation is outdated once this many newer ones were due."""
+NEAR = 0.05
+"""Share by which an evaluation may lie outside of the middle half and is still supported."""
+FALL = 3.0
+"""Of two peers' evaluations, the newer is doubted if it is smaller than the one before by more than this factor."""
 FRESH = 2
-"""Number of newer ones that may be due for an evaluation to settle which of two middle values is shown."""
-
-
+"""Number of newer ones that may be due until nothing is doubted for the sake of the one before."""
 JUMP = 0.5
 """A loss that is so much above a peer's best recent one, in nats or as a share of it (whichever is more), is a jump."""
 JUMPS = 2
@@ -38,7 +39,7 @@ class Evaluations:
     def __init__(self, core: Core) -> None:
         self.core = core
         self.shown: Evaluation | None = None
-        """Field-wise median over the peers, this one included, as of the last evaluation."""
+        """The newest evaluation that is supported, as of the last one that was recorded."""
         self._latest: dict[PeerId, Evaluation] = {}
         """The latest evaluation of each connected peer and of this one."""
         self._usual: dict[PeerId, deque[float]] = {}
@@ -71,8 +72,7 @@ class Evaluations:
                 "diverged, or this learner's data cannot be read",
             )
             return
-        tokens = max((c.counts.merged for c in core.chains if c.head is not None), default=0)
-        evaluation = Evaluation(event.version, tokens, core.step, event.loss)
+        evaluation = Evaluation(event.version, self._merged_tokens(), core.step, event.loss)
         self._record(core.config.peer, evaluation)
         core.send(core.membership.live, evaluation)
 
@@ -117,11 +117,12 @@ class Evaluations:
 
     def forget_jump(self) -> None:
         """Forget the evaluations of a model that the run has left."""
+        self.shown = None
         self._latest.clear()
         self._jumps.clear()
 
     def _show(self) -> None:
-        """Recompute the evaluation that is shown."""
+        """Recompute the evaluation that is shown (rule S3b)."""
         core = self.core
         here = core.membership.peers.keys() | {core.config.peer}
         self._latest = {peer: one for peer, one in self._latest.items() if peer in here}
@@ -129,37 +130,33 @@ class Evaluations:
         self._jumps = {peer: count for peer, count in self._jumps.items() if peer in here}
         head = core.chains[0].head
         version, every = 0 if head is None else head.version, core.config.evaluation_every
-        oldest = version - RECENT * every
-        recent = [one for one in self._latest.values() if one.version >= oldest]
-        if not recent:
+        recent = [one for one in self._latest.values() if one.version >= version - RECENT * every]
+        losses = sorted(one.loss for one in recent)
+        if not losses:
             return
-        fresh = [
-            one
-            for one in (self._latest.get(core.config.peer), self.shown)
-            if one is not None and one.version >= version - FRESH * every
-        ]
-        near = fresh[0] if fresh else max(recent, key=lambda one: one.step)
+        cut = max(1, len(losses) // 4) if len(losses) > 2 else 0
+        low, high = losses[cut] * (1.0 - NEAR), losses[-1 - cut] * (1.0 + NEAR)
+        newest = max((one for one in recent if low <= one.loss <= high), key=lambda one: one.step)
+        before = self.shown
+        if (
+            len(recent) == 2
+            and before is not None
+            and before.version >= version - FRESH * every
+            and newest != self._latest.get(core.config.peer)
+            and not before.loss / FALL <= newest.loss <= before.loss + max(JUMP, JUMP * before.loss)
+        ):
+            return
+        if head is not None:  # nobody claims more for the figure than is merged here
+            newest = Evaluation(
+                min(newest.version, version), min(newest.tokens, self._merged_tokens()), newest.step, newest.loss
+            )
+        self.shown = newest
 
-        def median(field: Callable[[Evaluation], float]) -> float:
-            return median_near(sorted(map(field, recent)), field(near))
-
-        self.shown = Evaluation(
-            int(median(lambda one: one.version)),
-            int(median(lambda one: one.tokens)),
-            int(median(lambda one: one.step)),
-            median(lambda one: one.loss),
-        )
+    def _merged_tokens(self) -> int:
+        """Return the tokens that this peer's chains have merged."""
+        return max((chain.counts.merged for chain in self.core.chains if chain.head is not None), default=0)
 
 
 def is_loss(value: float) -> bool:
     """Return whether ``value`` can be a held-out loss."""
     return math.isfinite(value) and 0.0 <= value <= MOST_LOSS
-
-
-def median_near(ordered: list[float], near: float) -> float:
-    """Return the median of sorted values; of two middle values, the one nearer to ``near``.
-
-    With two evaluations a peer thus shows its own, while that is fresh.
-    """
-    low, high = ordered[(len(ordered) - 1) // 2], ordered[len(ordered) // 2]
-    return high if abs(high - near) < abs(low - near) else low

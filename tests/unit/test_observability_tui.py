@@ -10,7 +10,7 @@ import pytest
 from test_observability_history import ANN, BOB, chronicle, commit, progress
 from test_observability_log_reader_playback import started, write
 
-from p2pdiloco.observability import formatting
+from p2pdiloco.observability import formatting, tui_layout
 from p2pdiloco.observability.log_reader import Recording
 from p2pdiloco.observability.snapshot import Headline, History, OwnWords, PeerRow, Sample
 from p2pdiloco.observability.tui_layout import BRAILLE, EMPTY, curve, lane, thinned
@@ -28,6 +28,12 @@ def told() -> History:
         shown.take(progress(10.0 * version, 500 * version, loss=6.0 / version))
     shown.take({"time": 150.0, "event": "joined", "peer": BOB, "live": 2})
     return shown.history()
+
+
+def test_the_held_out_loss_has_its_step() -> None:
+    shown = chronicle(1)
+    shown.take({"time": 1.0, "event": "evaluation", "version": 4, "tokens": 900, "step": 30, "loss": 2.743})
+    assert tui_layout.cards(shown.picture(2.0))[0] == ("held-out loss", "2.743", "at step 30")
 
 
 def test_numbers_are_written_as_on_the_page() -> None:
@@ -146,7 +152,6 @@ def test_it_shows_hostile_words_as_words_and_says_when_nobody_answers() -> None:
 @pytest.mark.heavy
 @pytest.mark.parametrize("width", [80, 109, 110, 120, 149, 150, 200])
 def test_no_number_on_a_card_is_cut(width: int) -> None:
-    from p2pdiloco.observability import tui_layout
     from p2pdiloco.observability.tui import Top
 
     async def whole() -> None:

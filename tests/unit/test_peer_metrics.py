@@ -51,7 +51,8 @@ def progress(steps: int, tokens: int, loss: float = 2.0) -> Progress:
 def test_one_line_of_progress() -> None:
     line = " ".join(f"{key}={value}" for key, value in progress_fields(STATUS).items())
     assert line == (
-        "step=120 of=480 loss=2.412 held_out=2.6 tokens_per_s=2034 live=3 participating=2 versions=9-10 up_mb=12.3"
+        "step=120 of=480 loss=2.412 held_out=2.6 held_out_step=110 tokens_per_s=2034 live=3 participating=2 "
+        "versions=9-10 up_mb=12.3"
     )
 
 

@@ -39,8 +39,10 @@ def evaluation(loss: float, step: int = 4, version: int = 0) -> msg.Evaluation:
     return msg.Evaluation(version, 10 * step, step, loss)
 
 
-def shown(stage: Stage) -> msg.Evaluation | None:
-    return stage.machine.view.evaluation
+def shown(stage: Stage) -> tuple[float, int] | None:
+    """Loss and step of the evaluation that is shown."""
+    found = stage.machine.view.evaluation
+    return None if found is None else (found.loss, found.step)
 
 
 def test_of_each_member_the_newest_evaluation_counts() -> None:
@@ -48,17 +50,17 @@ def test_of_each_member_the_newest_evaluation_counts() -> None:
     stage = Stage(B)
     for step, loss in ((4, 3.0), (8, 2.0), (2, 4.0), (2**40, 0.0)):
         stage.hear(B, evaluation(loss, step))
-    assert shown(stage) == evaluation(2.0, 8)
+    assert shown(stage) == (2.0, 8)
     stage = Stage(B, C, D)
     for peer, loss in ((B, 2.0), (C, 2.2)):
         stage.hear(peer, evaluation(loss))
     for step in range(1, 9):
         stage.hear(D, evaluation(0.0, step))
-    assert shown(stage) == evaluation(2.0), "many words of one member are one voice"
+    assert shown(stage) == (2.0, 4), "many words of one member are one voice"
     stage.tell(ev.PeerDisconnected(D, "gone"))
     stage.tell(ev.PeerDisconnected(B, "gone"))
     stage.hear(C, evaluation(2.1, 8))
-    assert shown(stage) == evaluation(2.1, 8)
+    assert shown(stage) == (2.1, 8)
 
 
 @pytest.mark.parametrize("every", [1, 2])
@@ -68,50 +70,93 @@ def test_an_evaluation_counts_until_16_more_were_due(every: int) -> None:
     for peer in (B, C):
         stage.hear(peer, evaluation(5.0))
     for turn in range(16 * every + 1):
-        assert (shown(stage) or evaluation(0.0)).loss == 5.0
+        assert shown(stage) == (5.0, 4)
         stage.wait(2.0)
         stage.take(stage.commit(tokens(B, 40 * turn, 40 * (turn + 1)), step=4 * (turn + 1)))
         stage.hear(D, evaluation(2.0, 4 * (turn + 1), turn + 1))
-    assert shown(stage) == evaluation(2.0, 4 * (16 * every + 1), 16 * every + 1)
+    assert shown(stage) == (2.0, 4 * (16 * every + 1))
 
 
 def test_one_lying_evaluation_among_several_changes_nothing() -> None:
-    """S3b: neither loss nor step nor tokens, whether the lie is the smallest or the largest figure."""
+    """S3b: neither loss nor step, whether the lie is the smallest or the largest figure; of more peers, two liars."""
     stage = Stage(B, C, D)
     for peer in (B, C):
         stage.hear(peer, evaluation(2.0))
     for lie in (msg.Evaluation(2**56, 2**56, 8, 0.0), msg.Evaluation(0, 0, 9, 1e6)):
         stage.hear(D, lie)
-        assert shown(stage) == evaluation(2.0)
+        assert shown(stage) == (2.0, 4)
+    crowd = Stage(*(PeerId(f"peer {number}") for number in range(8)))
+    for number in range(6):
+        crowd.hear(PeerId(f"peer {number}"), evaluation(3.0 - 0.1 * number, 2 + number))
+    for number in (6, 7):
+        crowd.hear(PeerId(f"peer {number}"), evaluation(0.0, 9 + number))
+        assert shown(crowd) == (2.5, 7)
+
+
+def test_the_newest_evaluation_that_the_others_support_is_shown() -> None:
+    """S3b: not an older one in their middle; while the loss falls fast, the one before the newest."""
+    stage = Stage(B, C, D)
+    for turn, (peer, loss, told) in enumerate(
+        ((B, 5.0, 5.0), (C, 3.0, 3.0), (D, 2.0, 3.0), (B, 1.5, 2.0), (C, 1.48, 1.48), (D, 1.51, 1.51))
+    ):
+        stage.hear(peer, evaluation(loss, turn + 1))
+        assert (shown(stage) or (0.0, 0))[0] == told
+
+
+def test_nobody_claims_more_for_an_evaluation_than_is_merged() -> None:
+    """S3b: version and tokens are where the loss is drawn in a curve."""
+    stage = Stage(B, C, D)
+    stage.take(stage.commit(tokens(B, 0, 40), step=4))
+    stage.hear(B, msg.Evaluation(2**56, 2**56, 4, 2.0))
+    assert stage.machine.view.evaluation == msg.Evaluation(1, 40, 4, 2.0)
+
+
+@pytest.mark.parametrize("has_learner", [True, False])
+def test_of_two_evaluations_the_newer_is_shown(has_learner: bool) -> None:
+    """S3b: as measured in a run of two peers, of which one drew the first version and not the next ones."""
+    stage = Stage(B, C, has_learner=has_learner)
+    if has_learner:
+        stage.tell(ev.Evaluated(0, 5.575))
+    else:
+        stage.hear(C, evaluation(5.575, 1))
+    for step, loss in ((4, 2.743), (8, 2.811)):
+        stage.hear(B, evaluation(loss, step))
+        assert shown(stage) == (loss, step)
 
 
 @pytest.mark.parametrize("lie", [0.0, 1e6])
-def test_of_two_evaluations_ones_own_is_shown(lie: float) -> None:
-    """S3b: and what was shown before, by who has measured nothing."""
+def test_of_two_evaluations_a_newer_one_that_cannot_be_is_not_shown(lie: float) -> None:
+    """S3b: neither beside one's own, nor beside what was shown before by who has measured nothing."""
     stage = Stage(B)
     stage.tell(ev.Evaluated(0, 2.0))
     stage.hear(B, evaluation(lie))
-    assert (shown(stage) or evaluation(0.0)).loss == 2.0
+    assert (shown(stage) or (0.0, 0))[0] == 2.0
     follower = Stage(B, C, has_learner=False)
-    follower.hear(B, evaluation(2.0))
-    follower.hear(C, evaluation(lie))
-    assert shown(follower) == evaluation(2.0)
+    follower.hear(B, evaluation(2.0, 4))
+    for step in (5, 7):
+        follower.hear(C, evaluation(lie, step))
+        assert shown(follower) == (2.0, step - 1)
+        follower.hear(B, evaluation(2.0, step + 1))
+        assert shown(follower) == (2.0, step + 1)
 
 
 @pytest.mark.parametrize("has_learner", [True, False])
 def test_of_two_evaluations_the_newer_is_shown_once_the_other_is_old(has_learner: bool) -> None:
-    """S3b: else a peer whose turn to measure does not come shows the loss of the first version for the whole run."""
+    """S3b: however far it has fallen; but what this peer itself has measured is shown at once."""
     stage = Stage(B, C, evaluation_every=1, has_learner=has_learner)
     if has_learner:
-        stage.tell(ev.Evaluated(0, 5.0))
+        stage.tell(ev.Evaluated(0, 9.0))
     else:
-        stage.hear(C, evaluation(5.0))
+        stage.hear(C, evaluation(9.0, 1))
     for turn in range(3):
         stage.wait(2.0)
         stage.take(stage.commit(tokens(B, 40 * turn, 40 * (turn + 1)), step=4 * (turn + 1)))
         stage.hear(B, evaluation(2.0, 4 * (turn + 1), turn + 1))
-        assert (shown(stage) or evaluation(0.0)).loss == (5.0 if turn < 2 else 2.0)
-    assert shown(stage) == evaluation(2.0, 12, 3)
+        assert (shown(stage) or (0.0, 0))[0] == (9.0 if turn < 2 else 2.0)
+    assert shown(stage) == (2.0, 12)
+    if has_learner:
+        stage.tell(ev.Evaluated(3, 0.5))
+        assert (shown(stage) or (0.0, 0))[0] == 0.5
 
 
 def test_who_alone_evaluates_is_shown() -> None:
@@ -119,7 +164,7 @@ def test_who_alone_evaluates_is_shown() -> None:
     stage = Stage(B, C)
     for step, loss in ((2, 3.0), (4, 0.0), (8, 5.0)):
         stage.hear(B, evaluation(loss, step))
-        assert shown(stage) == evaluation(loss, step)
+        assert shown(stage) == (loss, step)
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf, -1.0, 1e7])
