@@ -67,14 +67,28 @@ def crowd(folder: Path, peers: int = 64, minutes: int = 60, seed: int = 7) -> Pa
             {"time": now, "event": "commit", "shard": shard, "version": versions[shard], "step": turn, "head": "h"}
             | {"tokens": tokens, "owner": ids[draw.choice(sorted(live))], "contributors": given},
             {"time": now + 1.0, "event": "progress", "step": turn, "steps": turn, "tokens": 9000 * turn, "loss": None}
-            | {"sent_bytes": 2_400_000 * turn, "step_time_s": 0.4, "compute_s": 2.9 * turn, "blocked_s": 0.0}
+            | {
+                "sent_bytes": 2_400_000 * turn,
+                "step_time_s": 0.4,
+                "compute_s": 2.9 * turn,
+                "overhead_s": 0.1 * turn,
+                "blocked_s": 0.0,
+                "node_cpu_s": 0.3 * turn,
+            }
             | {"loss": loss + draw.gauss(0.0, 0.05)},
         ]
         if turn % 4 == 0:
             for i in live - {0}:
                 made = int(3000 * speeds[i] * 3.0 * (turn - 20 * comes[i]))
                 words = {"time": now + 1.0, "event": "progress", "step": turn, "steps": turn, "tokens": max(0, made)}
-                words |= {"sent_bytes": made * 80, "step_time_s": 0.4, "compute_s": 2.9 * turn, "blocked_s": 0.0}
+                words |= {
+                    "sent_bytes": made * 80,
+                    "step_time_s": 0.4,
+                    "compute_s": 2.9 * turn,
+                    "overhead_s": 0.1 * turn,
+                    "blocked_s": 0.0,
+                    "node_cpu_s": 0.3 * turn,
+                }
                 others[i].append({**words, "loss": loss + draw.gauss(0.0, 0.05)})
         if turn % 20 == 0:
             at = {"version": versions[shard], "tokens": tokens, "step": turn + 1, "loss": loss + draw.gauss(0.0, 0.01)}

@@ -135,7 +135,7 @@ class StandIn:
         self.steps += steps
         self.tokens += tokens
         progress = learner_ipc.Progress(
-            steps=self.steps, tokens=self.tokens, loss=1.0, step_time_s=step_s, blocked_s=0.0, exchange_s=0.0
+            steps=self.steps, tokens=self.tokens, loss=1.0, step_time_s=step_s, overhead_s=0.0, blocked_s=0.0
         )
         self._peer.heard_learner(progress)
 

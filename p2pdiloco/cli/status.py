@@ -100,15 +100,18 @@ def _print_run(run_id: RunId, record: RunRecord, peers: list[PeerStatus]) -> Non
         ("tokens/s", 10),
         ("share", 8),
         ("up MB", 9),
-        ("blocked s", 11),
+        ("overhead", 10),
+        ("node CPU", 10),
     )
     print(f"  {'peer':<8}{'phase':<11}" + "".join(f"{name:>{width}}" for name, width in header))
     for s, share in sorted(zip(peers, shares, strict=True), key=lambda one: one[0].peer):
         versions = f"{s.version_min}-{s.version_max}"
+        spent = max(1e-9, s.compute_s + s.overhead_s)
         train_loss = "-" if s.train_loss is None else f"{s.train_loss:.3f}"
         print(
             f"  {short(s.peer):<8}{s.phase:<11}{versions:>12}{train_loss:>8}{s.tokens_trained:>12,}"
-            f"{s.tokens_per_second:>10,.0f}{share:>8.1%}{s.bytes_up / 1e6:>9.1f}{s.blocked_s:>11.3f}"
+            f"{s.tokens_per_second:>10,.0f}{share:>8.1%}{s.bytes_up / 1e6:>9.1f}"
+            f"{s.overhead_s / spent:>10.1%}{s.node_cpu_s / spent:>10.1%}"
         )
     for s in peers:
         if s.trouble:

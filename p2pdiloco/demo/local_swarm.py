@@ -54,7 +54,8 @@ class View:
         self.tokens = 0
         self.merged_tokens = 0
         self.loss: float | None = None
-        self.blocked_s = 0.0
+        # Seconds of its learner in steps, between steps, and of these waiting for the network.
+        self.compute_s = self.overhead_s = self.blocked_s = 0.0
         self.live = 1
         self.sent_bytes = 0
         # Unix time at which it last had a complete state.
@@ -79,6 +80,7 @@ class View:
                 self.trained_at = line["time"]
                 self.began_training_at = self.began_training_at or self.trained_at
                 self.tokens, self.loss, self.blocked_s = line["tokens"], line["loss"], line["blocked_s"]
+                self.compute_s, self.overhead_s = line["compute_s"], line["overhead_s"]
                 self.step, self.sent_bytes = max(self.step, line["step"]), line["sent_bytes"]
             case "peers":
                 self.live = line["live"]
@@ -216,7 +218,7 @@ class Member:
         loss = "-" if view.loss is None else f"{view.loss:.3f}"
         return (
             f"    {self.name}  {state:<9} version {view.version:>3}  loss {loss:>6}  {view.tokens:>9,} tokens  "
-            f"{view.live} live  blocked {view.blocked_s:.3f} s"
+            f"{view.live} live  overhead {view.overhead_s / max(1e-9, view.compute_s + view.overhead_s):.1%}"
         )
 
 

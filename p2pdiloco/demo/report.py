@@ -152,6 +152,9 @@ def make_report(story: Story, config: RunConfig, out: Path) -> dict[str, Any]:
         "held_out_loss_start": start,
         "held_out_loss_end": end,
         "digests_equal": len(reports) == len(survivors) and all(r["digests"] == reports[0]["digests"] for r in reports),
+        "overhead": {
+            m.name: m.view.overhead_s / max(1e-9, m.view.compute_s + m.view.overhead_s) for m in story.members
+        },
         "blocked_seconds": {m.name: m.view.blocked_s for m in story.members},
         "blocked_seconds_max": max([*(m.view.blocked_s for m in story.members), *(r["blocked_s"] for r in reports)]),
         "wire_bytes_per_parameter_max": largest,
@@ -234,7 +237,10 @@ def print_report(report: dict[str, Any], out: Path) -> None:
         f"  on the wire            at most {wire:.3f} bytes per parameter and exchange"
         + (f", 1/{ratio:.1f} of fp32" if ratio else "")
     )
-    print(f"  blocked by the network {report['blocked_seconds_max']:.3f} s at most, for any learner")
+    print(
+        f"  learners' overhead     at most {max(report['overhead'].values()):.1%} of their time was between steps, and "
+        f"{report['blocked_seconds_max']:.3f} s waiting for the network"
+    )
     print(f"  processes left         {report['leftover_processes']}")
     print("  the model writes:")
     for line in report["sample"].splitlines()[:12]:

@@ -377,8 +377,6 @@ class Node:
             "learner": self.peer.supervision.learner,
             "learner_tokens": self.metrics.learner_tokens,
             "faults": dict(self.metrics.faults),
-            "exchange_s": self.metrics.exchange_s,
-            "compute_s": self.metrics.compute_s,
             "up_bytes_per_parameter": traffic.up_per_parameter(),
             "down_bytes_per_parameter": traffic.down_per_parameter(),
             "up_payload_bytes": traffic.up_bytes,

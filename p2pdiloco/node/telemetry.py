@@ -250,9 +250,10 @@ class Telemetry:
             ),
             link=self._link_use(status),
             costs=Costs(
-                compute_s=self._peer.metrics.compute_s,
-                exchange_s=self._peer.metrics.exchange_s,
-                blocked_s=self._peer.metrics.blocked_s,
+                compute_s=status.compute_s,
+                overhead_s=status.overhead_s,
+                blocked_s=status.blocked_s,
+                node_cpu_s=status.node_cpu_s,
             ),
             shards=self._shards({row.shard: row.at for row in base.shards}),
             peers=peers,

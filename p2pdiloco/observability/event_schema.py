@@ -232,7 +232,7 @@ EVENTS = (
     ),
     Event(
         "evaluation",
-        "held-out loss, median over members",
+        "held-out loss that this peer shows: the newest that others support ([rule S3b](protocol.md#evaluation))",
         (*_fields("integer", "version tokens step"), Field("loss", "number")),
     ),
     Event(
@@ -241,7 +241,7 @@ EVENTS = (
         (
             *_fields("integer", "step steps tokens sent_bytes"),
             Field("loss", "number", True),
-            *_fields("number", "step_time_s compute_s blocked_s"),
+            *_fields("number", "step_time_s compute_s overhead_s blocked_s node_cpu_s"),
         ),
     ),
     Event(

@@ -324,7 +324,12 @@ class RunHistory:
             )
             sent, since = words.up_bytes, at - was[0] if was is not None else 0.0
             self._link = LinkUse(up_bytes=sent, up_per_s=max(0, sent - self._link.up_bytes) / since if since else 0.0)
-            self._costs = Costs(compute_s=float(line["compute_s"]), blocked_s=words.blocked_s)
+            self._costs = Costs(
+                compute_s=float(line["compute_s"]),
+                overhead_s=float(line.get("overhead_s", 0.0)),
+                blocked_s=words.blocked_s,
+                node_cpu_s=float(line.get("node_cpu_s", 0.0)),
+            )
 
     # -- results -------------------------------------------------------------------------------------------------------
 

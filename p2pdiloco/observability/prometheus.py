@@ -57,8 +57,9 @@ METRICS = (
     Metric("received_bytes_per_second", "gauge", "recent receive rate"),
     Metric("up_budget_bytes_per_second", "gauge", "send limit; absent without one"),
     Metric("compute_seconds_total", "counter", "learner time in training steps"),
-    Metric("exchange_seconds_total", "counter", "learner time in copies to and from the node"),
-    Metric("blocked_seconds_total", "counter", "learner time waiting for the network; must stay 0"),
+    Metric("overhead_seconds_total", "counter", "learner time between steps: copies, evaluations, saves, messages"),
+    Metric("blocked_seconds_total", "counter", "the part of it waiting for the network; must stay 0"),
+    Metric("node_cpu_seconds_total", "counter", "CPU time of the node since the learner's first step"),
     Metric("happened_total", "counter", "forks, refusals and faults of other peers"),
     Metric("troubles", "gauge", "problems that need a person now"),
     Metric("peer_tokens_per_second", "gauge", "self-reported training rate of each live peer"),
@@ -136,8 +137,9 @@ def _unlabelled(snapshot: RunSnapshot) -> dict[str, float | None]:
         "received_bytes_per_second": link.down_per_s,
         "up_budget_bytes_per_second": link.up_budget,
         "compute_seconds_total": costs.compute_s,
-        "exchange_seconds_total": costs.exchange_s,
+        "overhead_seconds_total": costs.overhead_s,
         "blocked_seconds_total": costs.blocked_s,
+        "node_cpu_seconds_total": costs.node_cpu_s,
         "troubles": len(snapshot.troubles),
     }
 

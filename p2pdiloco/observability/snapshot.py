@@ -67,11 +67,16 @@ class LinkUse(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Costs(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds that the learner spent in steps, in copies, and waiting for the network (which must be 0)."""
+    """Seconds that training took and cost on this peer."""
 
     compute_s: float = 0.0
-    exchange_s: float = 0.0
+    """Time of the learner in steps."""
+    overhead_s: float = 0.0
+    """Time of the learner between steps: copies, evaluations, saves, messages, waiting."""
     blocked_s: float = 0.0
+    """The part of ``overhead_s`` in which it waited for the network. Must be 0."""
+    node_cpu_s: float = 0.0
+    """CPU time of the node since the learner's first step."""
 
 
 class ShardRow(msgspec.Struct, frozen=True, kw_only=True):

@@ -229,7 +229,7 @@ def cards(picture: RunSnapshot) -> list[tuple[str, str, str]]:
     below = f"{volume(link.up_bytes)} in all"
     if link.up_budget:
         below = f"{percent(min(1.0, link.up_per_s / link.up_budget), 0)} of {volume(link.up_budget)}/s"
-    spent = costs.compute_s + costs.exchange_s + costs.blocked_s
+    spent = costs.compute_s + costs.overhead_s
     held = "not measured yet" if course.held_out_loss is None else f"at step {course.held_out_step:,}"
     return [
         ("held-out loss", loss(course.held_out_loss), held),
@@ -242,9 +242,9 @@ def cards(picture: RunSnapshot) -> list[tuple[str, str, str]]:
         ),
         ("sending", f"{volume(link.up_per_s)}/s", below),
         (
-            "waiting for network",
-            f"{costs.blocked_s:.3f} s",
-            f"{percent(costs.compute_s / spent)} in steps" if spent else "no steps here yet",
+            "overhead",
+            percent(costs.overhead_s / spent) if spent else "-",
+            f"node {percent(costs.node_cpu_s / spent)} of a core" if spent else "no steps here yet",
         ),
     ]
 

@@ -48,8 +48,11 @@ class Metrics:
         self.loss: float | None = None
         self.tokens_per_second = 0.0
         self.blocked_s = 0.0
-        self.exchange_s = 0.0
+        self.overhead_s = 0.0
         self.compute_s = 0.0
+        # CPU time of this process since the learner's first step.
+        self.node_cpu_s = 0.0
+        self._cpu_began_s = 0.0
         self.steps = 0
         self.tokens = 0
         # Share of ``tokens`` that the present learner process trained.
@@ -122,10 +125,13 @@ class Metrics:
         self.tokens += made
         self.steps += 1
         self.blocked_s += progress.blocked_s
-        self.exchange_s += progress.exchange_s
+        self.overhead_s += progress.overhead_s
         self.compute_s += progress.step_time_s
         rate = made / max(progress.step_time_s, 1e-9)
         is_first = self.steps == 1
+        if is_first:
+            self._cpu_began_s = time.process_time()
+        self.node_cpu_s = time.process_time() - self._cpu_began_s
         if progress.loss is not None:
             self.loss = progress.loss if self.loss is None else self.loss + SMOOTHING * (progress.loss - self.loss)
         self.tokens_per_second = (
@@ -143,7 +149,9 @@ class Metrics:
                 loss=None if progress.loss is None else round(progress.loss, 4),
                 step_time_s=round(progress.step_time_s, 4),
                 compute_s=round(self.compute_s, 3),
+                overhead_s=round(self.overhead_s, 3),
                 blocked_s=self.blocked_s,
+                node_cpu_s=round(self.node_cpu_s, 3),
             )
 
 

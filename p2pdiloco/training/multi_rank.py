@@ -140,7 +140,8 @@ class RankGroupChannel:
         if self._channel is not None:
             try:
                 frames = b"".join(map(learner_ipc.encode, self._channel.exchange()))
-                self.blocked_s = self._channel.blocked_s
+                self.blocked_s += self._channel.blocked_s
+                self._channel.blocked_s = 0.0
                 self.is_closed = self._channel.is_closed
             except ValueError:
                 self.is_closed = True

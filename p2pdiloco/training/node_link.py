@@ -222,8 +222,8 @@ class Counts:
         self.global_step = 0
         self.steps = 0
         self.tokens = 0
-        # Seconds spent on copies since the last ``Progress``.
-        self.exchange_s = 0.0
+        # Seconds between steps since the last ``Progress``.
+        self.overhead_s = 0.0
 
 
 class NodeLink:
@@ -270,6 +270,8 @@ class NodeLink:
         self.counts = Counts()
         # True while no steps are made, because others need the machine.
         self.is_resting = False
+        # When the last step ended (``time.perf_counter``); None: the learner paused or rested since, or made none.
+        self._stepped_at: float | None = None
         self._health = Health()
 
     # ------------------------------------------------------------------------------------------------ to the node
@@ -281,10 +283,14 @@ class NodeLink:
         self._node.channel.post(self._ready)
 
     def stepped(self, tokens: int, loss: float | None, step_time_s: float) -> None:
-        """Record an inner step. ``loss``: None if it is not known."""
+        """Record an inner step, which ends now and took ``step_time_s``. ``loss``: None if it is not known."""
         self.counts.steps += 1
         self.counts.tokens += tokens
         self.counts.global_step += 1
+        now = time.perf_counter()
+        if self._stepped_at is not None:
+            self.counts.overhead_s += max(0.0, now - self._stepped_at - step_time_s)
+        self._stepped_at = now
         if loss is not None:
             self._tell_health(self._health.check_loss(loss, self.counts.global_step))
             loss = loss if math.isfinite(loss) else None
@@ -294,10 +300,10 @@ class NodeLink:
             loss=loss,
             step_time_s=step_time_s,
             blocked_s=self._node.channel.blocked_s,
-            exchange_s=self.counts.exchange_s,
+            overhead_s=self.counts.overhead_s,
         )
         if self._node.channel.post(progress):
-            self._node.channel.blocked_s = self.counts.exchange_s = 0.0
+            self._node.channel.blocked_s = self.counts.overhead_s = 0.0
 
     def block_finished(self, block: Block) -> None:
         """Report that a block of data was trained, at the present count of tokens."""
@@ -338,6 +344,7 @@ class NodeLink:
         commands = self._node.channel.exchange()
         if not self.is_training or self.is_resting:
             self._node.channel.blocked_s = 0.0
+            self._stepped_at = None
         for command in commands:
             if isinstance(command, Exit):
                 self._settle()
@@ -359,9 +366,7 @@ class NodeLink:
                 self.counts.global_step = step
                 self.is_training = self.is_loaded = True
             case Shift() | Snapshot():
-                began = time.perf_counter()
                 self._copy(command)
-                self.counts.exchange_s += time.perf_counter() - began
             case AdoptStep(step=step, tokens=tokens):
                 self.counts.global_step = max(self.counts.global_step, step)
                 self._trainer.merged(tokens)
@@ -380,7 +385,7 @@ class NodeLink:
             case Train(block=block):
                 self._trainer.train(block)
             case Save():
-                self._save()
+                self._trainer.save()
             case Swarm():
                 self.swarm = command
             case Exit():
@@ -487,15 +492,10 @@ class NodeLink:
 
     def _stop(self) -> None:
         if self.is_training:
-            self._save()
+            self._trainer.save()
         self.is_training = False
         if not self.is_alone:  # without a node, the next one decides with Begin where the run is, possibly further back
             self._answer(Paused(steps=self.counts.steps, tokens=self.counts.tokens, step=self.counts.global_step))
-
-    def _save(self) -> None:
-        began = time.perf_counter()
-        self._trainer.save()
-        self.counts.exchange_s += time.perf_counter() - began
 
     # ------------------------------------------------------------------------------------------------ without a node
 

@@ -139,6 +139,13 @@ class PeerStatus(msgspec.Struct, frozen=True, kw_only=True):
     bytes_up: Count
     bytes_down: Count
     blocked_s: float
+    """The part of ``overhead_s`` in which the learner waited for the network. Must be 0."""
+    compute_s: float = 0.0
+    """Time of the learner in steps, since the node started."""
+    overhead_s: float = 0.0
+    """Time of the learner between steps: copies, evaluations, saves, messages, waiting."""
+    node_cpu_s: float = 0.0
+    """CPU time of the node since the learner's first step."""
     epochs: float = 0.0
     """Epochs of the run's data that were trained and merged; 0 if it has no blocks."""
     blocks_repeated: Annotated[float, Meta(ge=0.0)] = 0.0

@@ -134,7 +134,7 @@ class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class Progress(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """One inner step is done.
 
-    The message may be skipped while the node does not read; the next one's ``blocked_s`` and ``exchange_s`` include it.
+    The message may be skipped while the node does not read; the next one's ``overhead_s`` and ``blocked_s`` include it.
     """
 
     steps: int
@@ -143,10 +143,11 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Mean cross-entropy of the step's batch, in nats a token; None if a script does not report it."""
     step_time_s: float
     """Duration of the step alone: forward, backward, optimizer."""
+    overhead_s: float
+    """Wall time since the last ``Progress`` that the training thread spent between two steps: copies to and from the
+    shared vectors, evaluations, saves, messages, waiting. Pauses and rests do not count."""
     blocked_s: float
-    """Wall time since the last ``Progress`` in which socket calls blocked the training thread. Must be 0."""
-    exchange_s: float
-    """Wall time since the last ``Progress`` spent on copies to and from the shared vectors."""
+    """The part of ``overhead_s`` in which socket calls blocked the training thread. Must be 0."""
 
 
 class BlockFinished(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -163,7 +163,14 @@ def test_a_recording_is_right_at_its_beginning_and_at_its_end(tmp_path: Path) ->
     def at(second: float, event: str, **fields: Any) -> dict[str, Any]:
         return {"time": 1000.0 + second, "event": event, **fields}
 
-    begun: dict[str, Any] = {"steps": 1, "sent_bytes": 0, "step_time_s": 0.1, "compute_s": 1.0, "blocked_s": 0.0}
+    begun: dict[str, Any] = {
+        "steps": 1,
+        "sent_bytes": 0,
+        "step_time_s": 0.1,
+        "compute_s": 1.0,
+        "overhead_s": 0.1,
+        "blocked_s": 0.0,
+    }
     contributors = {f"{ME}/1": 700, f"{OTHER}/1": 300}
     told = [
         at(0.0, "started", peer=ME, run="5" * 40, is_new=False),

@@ -49,7 +49,9 @@ def progress(at: float, tokens: int, loss: float | None = 2.0) -> dict[str, Any]
     } | {
         "step_time_s": 0.1,
         "compute_s": 1.0,
+        "overhead_s": 0.25,
         "blocked_s": 0.0,
+        "node_cpu_s": 0.125,
     }
 
 

@@ -45,7 +45,7 @@ STATUS = PeerStatus(
 
 
 def progress(steps: int, tokens: int, loss: float = 2.0) -> Progress:
-    return Progress(steps=steps, tokens=tokens, loss=loss, step_time_s=0.5, blocked_s=0.0, exchange_s=0.01)
+    return Progress(steps=steps, tokens=tokens, loss=loss, step_time_s=0.5, overhead_s=0.01, blocked_s=0.0)
 
 
 def test_one_line_of_progress() -> None:
@@ -127,7 +127,7 @@ def test_rates_and_losses_follow_slowly_and_a_new_life_counts_from_zero(tmp_path
     assert metrics.tokens == 350
     assert metrics.steps == 3
     assert metrics.compute_s == pytest.approx(1.5)
-    assert metrics.exchange_s == pytest.approx(0.03)
+    assert metrics.overhead_s == pytest.approx(0.03)
 
 
 @pytest.mark.heavy
@@ -135,7 +135,7 @@ def test_a_weeks_event_logs_have_less_than_a_hundred_megabytes(tmp_path: Path, m
     """In virtual time: four steps a second, a turn of 13 shards of four contributors each minute. What learners say
     (two files) and a script's node, which tells its progress every 5 s, come on top."""
     clock = SimpleNamespace(now=1.8e9)
-    told = SimpleNamespace(time=lambda: clock.now, monotonic=lambda: clock.now)
+    told = SimpleNamespace(time=lambda: clock.now, monotonic=lambda: clock.now, process_time=lambda: 0.0)
     monkeypatch.setattr(metrics_module, "time", told)
     contributors = {f"12D3KooW{'a' * 44}/{number:016x}": 8192 for number in range(4)}
     before = 0

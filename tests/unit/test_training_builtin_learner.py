@@ -237,7 +237,7 @@ def test_a_life(start: Callable[..., Node]) -> None:
     assert [p.steps for p in steps] == list(range(1, paused.steps + 1))
     assert sum(p.blocked_s for p in steps) == 0.0
     assert all(p.step_time_s > 0 for p in steps)
-    assert sum(p.exchange_s for p in steps) > 0
+    assert sum(p.overhead_s for p in steps) > 0
     node.send(learner_ipc.Exit())
     assert node.end() == 0
 
@@ -371,7 +371,7 @@ def test_a_full_socket_drops_progress_and_nothing_else() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         channel = Channel(ours)
-        progress = learner_ipc.Progress(steps=1, tokens=1, loss=1.0, step_time_s=1.0, blocked_s=0.0, exchange_s=0.0)
+        progress = learner_ipc.Progress(steps=1, tokens=1, loss=1.0, step_time_s=1.0, overhead_s=0.0, blocked_s=0.0)
         while channel.post(progress):
             channel.exchange()
         assert channel.post(learner_ipc.Evaluated(version=1, loss=1.0))

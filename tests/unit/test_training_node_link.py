@@ -379,17 +379,32 @@ def test_what_it_is_asked_for_reaches_the_loop_and_is_answered_in_order(bench: B
     assert bench.do()[0] == learner_ipc.BlockFinished(block=Block(7), tokens=tokens)
 
 
-def test_times_of_copies_are_told_once(bench: Bench) -> None:
-    bench.do(*bench.load(0))
-    shift = learner_ipc.Shift(shards=bench.flat.everything, replace=False)
-    told = [
-        [m.exchange_s for m in bench.do(*what) if isinstance(m, learner_ipc.Progress)]
-        for what in ([shift], [learner_ipc.Save()], [])
-    ]
-    assert [len(times) for times in told] == [1, 1, 1]
-    assert 0.0 < told[0][0] < 10.0
-    assert 0.0 < told[1][0] < 10.0
-    assert told[2] == [0.0]
+def test_all_time_between_two_steps_is_told_once(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of copies, evaluations and saves, and of whatever else the loop does there; not of pauses and rests."""
+    clock = 0.0
+    monkeypatch.setattr("time.perf_counter", lambda: clock)
+
+    def step(*messages: learner_ipc.FromNode, between_s: float) -> list[float]:
+        nonlocal clock
+        bench.socket.sendall(b"".join(map(learner_ipc.encode, messages)))
+        clock += between_s
+        assert bench.link.boundary()
+        clock += 2.0
+        bench.link.stepped(1, None, 2.0)
+        assert bench.link.boundary()
+        return [m.overhead_s for m in bench.hear() if isinstance(m, learner_ipc.Progress)]
+
+    bench.socket.sendall(b"".join(map(learner_ipc.encode, bench.load(0))))
+    assert bench.link.boundary()
+    assert step(between_s=5.0) == [0.0], "nothing precedes the first step"
+    assert step(learner_ipc.Evaluate(version=1), between_s=3.0) == [3.0]
+    assert step(learner_ipc.Save(), between_s=0.5) == [0.5]
+    assert step(between_s=0.0) == [0.0]
+    bench.socket.sendall(learner_ipc.encode(learner_ipc.Rest(is_resting=True)))
+    assert bench.link.boundary()
+    clock += 100.0
+    assert bench.link.boundary()
+    assert step(learner_ipc.Rest(is_resting=False), between_s=1.0) == [0.0]
 
 
 def test_the_global_step_never_falls_and_at_the_runs_last_step_training_ends(bench: Bench) -> None:

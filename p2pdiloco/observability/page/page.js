@@ -84,9 +84,9 @@ function show() {
   say("live-more", `${a.known} known · ${a.participating} ${a.participating === 1 ? "trains" : "train"} · ${a.weight_averaged} in the last merge`);
   say("up", bytes(l.up_per_s) + "/s");
   say("up-more", l.up_budget ? `${percent(Math.min(1, l.up_per_s / l.up_budget), 0)} of ${bytes(l.up_budget)}/s · ${bytes(l.up_bytes)} in all` : `${bytes(l.up_bytes)} in all · no limit`);
-  say("blocked", p.costs.blocked_s.toFixed(3) + " s");
-  const spent = p.costs.compute_s + p.costs.exchange_s;
-  say("blocked-more", spent ? `${percent(p.costs.compute_s / (spent + p.costs.blocked_s))} of the learner's time in steps` : "no steps on this machine yet");
+  const spent = p.costs.compute_s + p.costs.overhead_s;
+  say("overhead", spent ? percent(p.costs.overhead_s / spent) : "–");
+  say("overhead-more", spent ? `of the learner's time between steps · waited ${p.costs.blocked_s.toFixed(3)} s for the network · node used ${percent(p.costs.node_cpu_s / spent)} of a core` : "no steps on this machine yet");
   showTroubles(p.troubles); showHeadlines(p.headlines); showPeers(p); showMerges(p.merges); showCounts(p.counts); say("counts-since", p.playback ? "in the recorded logs" : "since this peer started");
   showShards(p.shards, p.at); showSample(p.sample); showPlayback(p.playback, p.at); showLink(p);
   pulse();
