@@ -13,16 +13,20 @@ JOBS ?= 2
 help: ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 16
 
+# $(call timed,WHAT,COMMAND) names a group of packages before it is installed, and tells afterwards how long it took.
+timed = printf '  %s ... ' "$(1)"; began=$$(date +%s); { $(2); } && echo "$$(($$(date +%s) - began)) s"
+
 # torch first: without a GPU its CPU build, by local version where an index has it, else from PyTorch's own index.
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "p2pdiloco needs Python 3.11 or newer: make PYTHON=python3.12 ..."; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { echo "python venv is missing: apt install python3-venv"; exit 1; }
-	@echo "installing into $(VENV) (once) ..."
-	@$(BIN)/python -c 'import torch' 2>/dev/null || { \
+	@echo "installing into $(VENV), once: a few minutes, 2 GB of disk (more with a GPU: torch brings CUDA)"
+	@$(call timed,torch,$(BIN)/python -c 'import torch' 2>/dev/null || \
 	  if command -v nvidia-smi >/dev/null 2>&1; then $(BIN)/pip install -q torch==2.13.0; \
 	  else $(BIN)/pip install -q torch==2.13.0+cpu 2>/dev/null \
-	    || $(BIN)/pip install -q torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu; fi; }
-	@$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
+	    || $(BIN)/pip install -q torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu; fi)
+	@$(call timed,p2pdiloco with its C library and what it needs,$(BIN)/pip install -q -c constraints.txt -e .)
+	@$(call timed,tools of the tests; Hugging Face and Lightning; plots,$(BIN)/pip install -q -c constraints.txt 'p2pdiloco[dev]')
 	@touch $(READY)
 
 demo: $(READY) ## a swarm on this machine: found, join, kill, join late, merge, evaluate (a minute or two)
@@ -32,7 +36,7 @@ demo: $(READY) ## a swarm on this machine: found, join, kill, join late, merge, 
 TESTS := -q -n $(JOBS) --dist loadgroup --no-loadscope-reorder
 # Processes on a busy machine miss deadlines. What fails is run again when nothing else runs; both results are told, and
 # a test may need that once: tests/second_runs.py.
-test: $(READY) ## everything that CI runs but lint; a test may need a second run once
+test: $(READY) ## everything that CI runs but lint (20 to 25 minutes); a test may need a second run once
 	@$(BIN)/python -m pytest $(TESTS) -m "not long" --durations=20 --junitxml=out/test.xml || { \
 	  status=$$?; [ $$status -eq 1 ] || exit $$status; \
 	  echo "a second run of what failed:"; $(BIN)/python -m pytest $(TESTS) -m "not long" --last-failed -p tests.second_runs; }

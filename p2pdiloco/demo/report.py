@@ -74,8 +74,7 @@ def _loss(story: Story, start: float, end: float, axis: Any) -> None:
     measured: dict[int, tuple[float, float]] = {}
     for at, loss, version in sorted(p for m in story.members for p in m.view.held_out):
         measured.setdefault(version, (at - story.began_unix, loss))
-    ended = max(member.view.trained_at for member in story.members) - story.began_unix
-    points = [*sorted(point for point in measured.values() if point[0] < ended), (ended, end)]
+    points = [*sorted(point for point in measured.values() if point[0] < story.took_s), (story.took_s, end)]
     axis.plot([t for t, _ in points], [loss for _, loss in points], marker="o", markersize=4, color=TRAINS)
     axis.annotate(f"final model: {end:.3f}", points[-1], (0, -9), textcoords="offset points", ha="right", va="top")
     axis.axhline(start / 2, color=FAINT, linewidth=0.8, linestyle=":")
@@ -125,6 +124,9 @@ def _legend(axis: Any) -> None:
 
 PROMPT = b"def "
 SAMPLE_TOKENS = 400
+# Without a longest run, a model of this size writes lines of blanks; at a higher temperature, noise.
+TEMPERATURE = 0.5
+LONGEST_RUN = 12
 FP32_BYTES = 4.0
 
 
@@ -171,6 +173,8 @@ def make_report(story: Story, config: RunConfig, out: Path) -> dict[str, Any]:
         "leftover_processes": len(story.leftovers),
         "leftovers": story.leftovers,
         "sample": sample,
+        "parameters": Layout.of(checkpoint.manifest).elements,
+        "seconds": story.took_s,
     }
     (out / "report.json").write_text(json.dumps(report, indent=2))
     report["plot"] = draw(story, start, end, out / "loss.png")
@@ -187,8 +191,9 @@ def _evaluate(checkpoint: Checkpoint, config: RunConfig) -> tuple[float, float, 
     flat = FlatParameters(model.named_parameters(), checkpoint.manifest.tensors, Layout.of(checkpoint.manifest))
     flat.copy_from(checkpoint.theta, flat.everything)
     end = held_out_loss(model, corpus, config.model.context, samples, device)
-    text = generate(model, PROMPT, SAMPLE_TOKENS, 0.7, seed=0)
-    return start, end, text.decode("utf-8", "replace")
+    text = generate(model, PROMPT, SAMPLE_TOKENS, TEMPERATURE, seed=0, longest_run=LONGEST_RUN)
+    lines = text.decode("utf-8", "replace").splitlines()[:-1]  # the last one is cut
+    return start, end, "\n".join(line.rstrip() for line in lines if line.strip())
 
 
 def _merged_tokens(founder: Member, late: Member | None) -> int:
@@ -227,7 +232,7 @@ def print_report(report: dict[str, Any], out: Path) -> None:
     """Print the report for people."""
     ratio, wire = report["wire_ratio_to_fp32"], report["wire_bytes_per_parameter_max"]
     start, end = report["held_out_loss_start"], report["held_out_loss_end"]
-    print("\nthe run is complete")
+    print(f"\nthe run is complete after {report['seconds']:.0f} s")
     print(f"  held-out loss          {start:.3f} -> {end:.3f} nats per byte")
     print(f"  tokens                 {report['tokens_trained']:,} trained, {report['tokens_merged']:,} merged")
     print(f"  versions               {report['versions']}, {report['versions_after_kill']} of them after the kill")
@@ -242,9 +247,9 @@ def print_report(report: dict[str, Any], out: Path) -> None:
         f"{report['blocked_seconds_max']:.3f} s waiting for the network"
     )
     print(f"  processes left         {report['leftover_processes']}")
-    print("  the model writes:")
+    print(f"  a model of {report['parameters'] / 1e3:.0f}k parameters that was trained for so short a time writes:")
     for line in report["sample"].splitlines()[:12]:
-        print(f"    | {printable(line[:110])}")
+        print(f"    | {printable(line[:110].rstrip())}")
     print(f"  plot: {report['plot']}")
     print(f"  saved in {out}: report.json, and every peer's logs and checkpoint")
     state = out / "peer-A"

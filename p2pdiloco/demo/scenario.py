@@ -34,6 +34,11 @@ class Story:
         self.members: list[Member] = []
         self.leftovers: list[str] = []
 
+    @property
+    def took_s(self) -> float:
+        """Seconds from the first process to the end of the last peer's training."""
+        return max(member.view.trained_at for member in self.members) - self.began_unix
+
 
 # Share of the run's steps after which one peer is killed.
 KILL_AT = 0.35

@@ -166,12 +166,16 @@ def loss(model: nn.Module, batch: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
 
 
-def generate(model: nn.Module, prompt: bytes, tokens: int, temperature: float, seed: int) -> bytes:
+def generate(
+    model: nn.Module, prompt: bytes, tokens: int, temperature: float, seed: int, *, longest_run: int | None = None
+) -> bytes:
     """Return ``prompt`` continued by ``tokens`` sampled bytes. ``temperature`` 0: always the most likely byte.
 
-    An empty prompt stands for a newline. Symbols that are not bytes (a vocabulary above 256) are never drawn.
+    No byte is drawn more than ``longest_run`` times in a row; None: without a limit. An empty prompt stands for a
+    newline. Symbols that are not bytes (a vocabulary above 256) are never drawn.
     """
-    out = bytes(continue_tokens(model, list(prompt or b"\n"), tokens, temperature, seed, symbols=256))
+    given = list(prompt or b"\n")
+    out = bytes(continue_tokens(model, given, tokens, temperature, seed, symbols=256, longest_run=longest_run))
     return out if prompt else out[1:]
 
 
@@ -185,10 +189,12 @@ def continue_tokens(
     *,
     symbols: int | None = None,
     end: int | None = None,
+    longest_run: int | None = None,
 ) -> list[int]:
     """Return ``given``, at least one token, continued by ``tokens`` sampled ones, or until ``end`` is drawn.
 
     The model sees the last ``context`` tokens. Only the first ``symbols`` tokens are drawn; None: all.
+    No token is drawn more than ``longest_run`` times in a row; None: without a limit.
     """
     device = next(model.parameters()).device
     context = int(getattr(model, "context", 1024))
@@ -196,6 +202,9 @@ def continue_tokens(
     text = torch.tensor([given], dtype=torch.int64)
     for _ in range(tokens):
         logits = model(text[:, -context:].to(device))[0, -1, :symbols].float().cpu()
+        newest = text[0, -longest_run:] if longest_run else text[0, :0]
+        if len(newest) == longest_run and bool((newest == newest[-1]).all()):
+            logits = logits.index_fill(0, newest[-1:], -torch.inf)
         if temperature > 0.0:
             chances = torch.softmax(logits / temperature, dim=0)
             drawn = torch.multinomial(chances, 1, generator=generator)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -121,3 +123,33 @@ def test_images_copy_what_there_is_and_run_as_a_user(path: str) -> None:
     pinned = re.search(r"TORCH|torch==([\d.]+)", (ROOT / "Makefile").read_text())
     assert pinned is not None
     assert set(re.findall(r"torch==([\d.]+)", text)) == {pinned[1]}
+
+
+def test_make_tells_each_group_of_packages_that_it_installs_and_its_time(tmp_path: Path) -> None:
+    """And it ends where one cannot be installed."""
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    for name in ("python", "pip"):
+        (commands / name).write_text('#!/bin/sh\ncase "$*" in *"$FAILS"*) exit 1; esac\n')
+        (commands / name).chmod(0o755)
+    ready = tmp_path / ".ready"
+
+    def made(fails: str) -> tuple[int, list[str]]:
+        asked = ["make", "-C", str(ROOT), f"VENV={tmp_path}", f"PYTHON={sys.executable}", str(ready)]
+        ended = subprocess.run(
+            asked, env={**os.environ, "FAILS": fails}, capture_output=True, text=True, check=False, timeout=60
+        )
+        return ended.returncode, [line for line in ended.stdout.splitlines() if line.startswith("  ")]
+
+    status, told = made("p2pdiloco[dev]")
+    assert status != 0
+    assert not ready.exists()
+    assert not told[-1].endswith(" s")
+    status, told = made("nothing at all")
+    assert status == 0
+    assert ready.exists()
+    assert [re.sub(r" \.\.\. \d+ s$", "", line) for line in told] == [
+        "  torch",
+        "  p2pdiloco with its C library and what it needs",
+        "  tools of the tests; Hugging Face and Lightning; plots",
+    ]

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import zstandard
+from torch import nn
 
 from p2pdiloco.codec.fragments import tensor_specs
 from p2pdiloco.protocol.data_blocks import MAX_BLOCKS, Block
@@ -336,6 +337,24 @@ def test_generation_repeats_for_a_seed_and_accepts_an_empty_prompt() -> None:
     assert generate(model, b"x", 20, 1.0, 3) == generate(model, b"x", 20, 1.0, 3)
     assert generate(model, b"x", 20, 1.0, 3) != generate(model, b"x", 20, 1.0, 4)
     assert len(generate(model, b"", 5, 1.0, 0)) == 5
+
+
+class Preferring(nn.Module):
+    """A model by which "a" is always the most likely byte, and "b" the next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logits = nn.Parameter(torch.zeros(256))
+        self.logits.data[[ord("a"), ord("b")]] = torch.tensor([2.0, 1.0])
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.logits.expand(*tokens.shape, 256)
+
+
+def test_generation_repeats_a_byte_no_more_often_than_it_is_told() -> None:
+    assert generate(Preferring(), b"x", 9, 0.0, 0) == b"xaaaaaaaaa"
+    assert generate(Preferring(), b"x", 9, 0.0, 0, longest_run=3) == b"xaaabaaaba"
+    assert generate(Preferring(), b"xa", 5, 0.0, 0, longest_run=1) == b"xababab"
 
 
 # ----------------------------------------------------------------------------------------------------- flat parameters
