@@ -142,7 +142,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     loss: float | None
     """Mean cross-entropy of the step's batch, in nats a token; None if a script does not report it."""
     step_time_s: float
-    """Duration of the step alone: forward, backward, optimizer."""
+    """Duration of the step alone: batch, forward, backward, optimizer."""
     overhead_s: float
     """Wall time since the last ``Progress`` that the training thread spent between two steps: copies to and from the
     shared vectors, evaluations, saves, messages, waiting. Pauses and rests do not count."""
