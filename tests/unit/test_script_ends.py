@@ -75,17 +75,18 @@ def part(folder: Path, model: nn.Module, error: Exception | None = None) -> tupl
     outer: Any = p2pdiloco.DiLoCo(model, optimizer, run="story", tokens_per_step=8, state=folder)
     node = outer._companion = Node()
     outer._link, outer._is_linked, outer._begun_in = Link(node, model, error), True, os.getpid()
-    outer._check = StepCheck(model, optimizer, outer._named)
+    outer._check = StepCheck(model, [optimizer], outer._named)
     outer._unhook()
     outer._hook_steps()
-    outer._check.begin()
+    outer._tally.begin()
+    outer._check.rest()
     return outer, node
 
 
 def step(outer: Any) -> None:
     outer._model(torch.ones(1, 32)).sum().backward()
-    outer._optimizer.step()
-    outer._optimizer.zero_grad()
+    outer._optimizers[0].step()
+    outer._optimizers[0].zero_grad()
 
 
 def same_model(start: nn.Module) -> nn.Module:
