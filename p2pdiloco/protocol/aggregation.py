@@ -21,7 +21,6 @@ from p2pdiloco.protocol.events import Merged
 from p2pdiloco.protocol.ids import Digest, LearnerId, PeerId, ShardId, peer_of
 from p2pdiloco.protocol.membership import smoothed
 from p2pdiloco.protocol.messages import MAX_TEXT, CommitHeader, Contribution, Head, Refused, commit_id
-from p2pdiloco.protocol.ownership import ranked_owners
 from p2pdiloco.protocol.state import Core
 
 # -- Own commits: at most one for each parent, also across restarts of this peer ---------------------------------------
@@ -374,8 +373,8 @@ class Aggregation:
         comes first, which gets all contributions after the takeover time, and those to the next versions at once.
         """
         core, collection = self.core, self.collections[header.shard]
-        able, is_small = self._able(header.shard), self._is_small(header)
-        rank = self._rank_of(header.owner, header.shard)
+        able, is_small = core.participation.entitled(header.shard), self._is_small(header)
+        rank = core.participation.rank(header.owner, header.shard)
         is_pair, is_crowd = len(able) <= PAIR and not rank, self._is_crowd(header)
         is_unfair = not is_pair and not rank and self._waits_for_most() and self.small_commits.is_unfair(header.owner)
         is_suspect = is_crowd or (is_unfair and is_small)
@@ -392,21 +391,9 @@ class Aggregation:
         collection.is_unusual = turn <= core.now
         return turn if collection.opened_at is None else min(turn, collection.opened_at + wait_s)
 
-    def _able(self, shard: ShardId) -> set[PeerId]:
-        """Return all peers that may take part in a commit, also learners that stopped at the end of the run: otherwise
-        one that has not stopped would be most participants by itself."""
-        core = self.core
-        finished = {peer for peer in core.membership.live if core.membership.has_finished(peer)}
-        if core.departure == "finished":
-            finished.add(core.config.peer)
-        if finished:
-            finished.intersection_update(map(peer_of, core.chains[shard].marks))
-        own = {core.config.peer} if core.is_participating() else set()
-        return finished.union(own, core.membership.participating)
-
     def _is_small(self, header: CommitHeader) -> bool:
         """Return whether at most half of the peers that may take part did: the owner, and the contributors."""
-        able = self._able(header.shard)
+        able = self.core.participation.entitled(header.shard)
         took_part = able.intersection((header.owner, *(peer_of(c.learner) for c in header.contributors)))
         return 2 * len(took_part) <= len(able)
 
@@ -433,22 +420,11 @@ class Aggregation:
         return min(turn_s, self.takeover_s()) / 2
 
     def _waits_for_most(self) -> bool:
-        is_any_leaving = self.core.departure == "leaving" or self.core.membership.is_any_leaving()
-        return bool(self.core.config.grace_share) and not is_any_leaving
+        return bool(self.core.config.grace_share) and not self.core.participation.is_any_leaving()
 
     def unusual_s(self) -> float:
         """Return how often commits that most participants did not contribute to may come from other ranks than 0."""
         return max(self.takeover_s(), self.core.config.sync_every * self.core.fastest_step_time_s() / 2)
-
-    def _rank_of(self, peer: PeerId, shard: ShardId) -> int:
-        """Return a peer's rank among the candidates that may own the shard's next version; 1 if it is not one here.
-
-        Missed takeover times are this peer's own experience, which the owner may not share.
-        """
-        core, owners = self.core, self.core.membership.owners
-        version = core.head(shard).version + 1
-        rankings = (ranked_owners(core.config.run, shard, version, c) for c in (owners.candidates, owners.willing))
-        return min((ranked.index(peer) for ranked in rankings if peer in ranked), default=1)
 
     def commit_patience_s(self) -> float:
         """Return how long to wait for a commit that other peers have, in seconds.
@@ -541,7 +517,7 @@ class Aggregation:
         collection.step = max(collection.step, self.core.plausible(contribution.step))
         if collection.opened_at is None:
             collection.held_until = min(collection.held_until, self.core.now + self.takeover_s())
-            if self._have_most(collection):
+            if self._have_most(contribution.shard, collection):
                 self.open(contribution.shard, collection.step)
         if c.tokens:
             for learner in [x for x in collection.given if peer_of(x) == giver and x != c.learner]:
@@ -549,10 +525,9 @@ class Aggregation:
             collection.given.setdefault(c.learner, contribution)
         self.merge_if_due(contribution.shard)
 
-    def _have_most(self, collection: Collection) -> bool:
+    def _have_most(self, shard: ShardId, collection: Collection) -> bool:
         """Return whether more than half of those that participate have answered."""
-        able = len(self.core.membership.participating) + self.core.is_participating()
-        return 2 * len(collection.answered) > able
+        return 2 * len(collection.answered) > len(self.core.participation.participants(shard))
 
     def _refuse(self, sender: PeerId, contribution: Contribution, reason: str) -> None:
         core, shard = self.core, contribution.shard
@@ -578,7 +553,7 @@ class Aggregation:
             return
         if not core.membership.owners.may_own or self.own_commits.is_dropped(core.head(shard)):
             return
-        if core.config.needs_majority and not self._is_majority(collection.answered):
+        if core.config.needs_majority and not self._is_majority(shard, collection.answered):
             return
         if (again := self._retries.get(shard)) is not None and core.now < again.at:
             core.alarms.set(("close", shard), again.at)
@@ -586,7 +561,7 @@ class Aggregation:
         if core.now < (until := self._unsure_until.get(shard, 0.0)):
             core.alarms.set(("close", shard), until)
             return
-        head, quorum = core.head(shard), self.quorum(collection)
+        head, quorum = core.head(shard), self.quorum(shard, collection)
         if collection.quorum_at is None and len(collection.given) >= quorum:
             collection.quorum_at = core.now
         decision = decide(self._view(shard, collection, quorum))
@@ -600,17 +575,16 @@ class Aggregation:
         core.note("debug", "close", f"shard {shard} version {head.version + 1}: {decision.reason}")
         collection.is_closed = True
         if collection.opened_at is not None and core.now >= collection.opened_at + self._limit_s():
-            self.response_times.record_missing(self._missing(collection), self._limit_s())
+            self.response_times.record_missing(self._missing(shard, collection), self._limit_s())
         contributions = tuple(collection.given[learner] for learner in sorted(collection.given))
         self.jobs[shard] = Job(head.id, contributions, core.now)
         longest = core.chains[shard].longest([c.contributor for c in contributions])
         core.effects.append(Merge(shard, head, contributions, longest))
 
-    def _is_majority(self, answered: set[PeerId]) -> bool:
+    def _is_majority(self, shard: ShardId, answered: set[PeerId]) -> bool:
         """Return whether more than half of all possible contributors, unreachable peers included, have answered."""
-        core, membership = self.core, self.core.membership
-        able = len(membership.participating) + core.is_participating() + len(membership.partition_detector.missing)
-        return 2 * len(answered) > able
+        able = len(self.core.participation.participants(shard))
+        return 2 * len(answered) > able + len(self.core.membership.partition_detector.missing)
 
     def merge_all_due(self) -> None:
         """Check every collection again after a change of membership."""
@@ -622,9 +596,9 @@ class Aggregation:
         core = self.core
         config, membership = core.config, core.membership
         assert collection.opened_at is not None
-        ranked = ranked_owners(config.run, shard, core.head(shard).version + 1, membership.owners.candidates)
+        ranked = core.participation.ranked_owners(shard)
         rank = ranked.index(config.peer) if config.peer in ranked else len(ranked)
-        missing = self._missing(collection)
+        missing = self._missing(shard, collection)
         quorum_s = 0.0 if collection.quorum_at is None else collection.quorum_at - collection.opened_at
         grace_s = grace_window_s(
             grace_share=config.grace_share,
@@ -635,10 +609,10 @@ class Aggregation:
         )
         if config.grace_share:
             grace_s = max(grace_s, self.response_times.wait_s(missing, self._limit_s()) - quorum_s)
-            if len(missing) + len(collection.answered) > PAIR and not self._have_most(collection):
+            if len(missing) + len(collection.answered) > PAIR and not self._have_most(shard, collection):
                 grace_s = max(grace_s, self.wait_for_most_s() - quorum_s)
         takeover_s = self.takeover_s()
-        if membership.is_any_departing(missing - {config.peer}):
+        if any(map(core.participation.is_departing, missing - {config.peer})):
             # A departing peer has no later turn. It goes when its own time is up, and what waits here goes with it.
             grace_s = min(config.leave_s, config.finish_s) / 2
         grace_s = min(grace_s, takeover_s)
@@ -654,11 +628,9 @@ class Aggregation:
             grace_s=grace_s,
         )
 
-    def _missing(self, collection: Collection) -> frozenset[PeerId]:
-        """Return the participants that have not answered, this peer included."""
-        core, membership = self.core, self.core.membership
-        me = {core.config.peer} if core.is_participating() else set()
-        return membership.participating.union(me) - collection.answered
+    def _missing(self, shard: ShardId, collection: Collection) -> frozenset[PeerId]:
+        """Return the peers that can contribute and have not answered, this peer included."""
+        return self.core.participation.participants(shard) - collection.answered
 
     def _limit_s(self) -> float:
         """Return how long after the opening of a round an owner waits for those who usually answer until then.
@@ -672,17 +644,16 @@ class Aggregation:
         usual_s = steps * core.fastest_step_time_s() + 2 * core.membership.usual_round_trip_s
         return min(usual_s, self.takeover_s() / 2)
 
-    def quorum(self, collection: Collection) -> int:
+    def quorum(self, shard: ShardId, collection: Collection) -> int:
         """Return K, or the number of peers that can contribute if that is smaller.
 
         A single live learner can thus advance versions. At the end of a run, two learners that each have progress left
         for a different shard do not wait for each other.
         """
-        core, departing = self.core, self.core.membership.is_departing
-        empty = collection.answered.difference(map(peer_of, collection.given))
-        gone = sum(peer in empty and departing(peer) for peer in core.membership.participating)
-        is_able = core.is_participating() and not (core.config.peer in empty and bool(core.departure))
-        return max(1, min(core.config.min_quorum, len(core.membership.participating) - gone + is_able))
+        participation = self.core.participation
+        able, empty = participation.participants(shard), collection.answered.difference(map(peer_of, collection.given))
+        gone = sum(map(participation.is_departing, able & empty))
+        return max(1, min(self.core.config.min_quorum, len(able) - gone))
 
     # -- commit --------------------------------------------------------------------------------------------------------
 
@@ -725,7 +696,7 @@ class Aggregation:
             collection.is_closed = False
             for learner in [x for x in collection.given if culprit is None or peer_of(x) == culprit]:
                 self._refuse(peer_of(learner), collection.given.pop(learner), reason[:MAX_TEXT])
-            if len(collection.given) < self.quorum(collection):
+            if len(collection.given) < self.quorum(shard, collection):
                 collection.quorum_at = None
         self.merge_if_due(shard)
 
@@ -743,7 +714,7 @@ class Aggregation:
             return
         again = self._retries.get(header.shard)
         tries = 1 if again is None else again.tries + 1
-        if tries >= OWN_TRIES and not self.core.membership.live:
+        if tries >= OWN_TRIES and not self.core.participation.peers(header.shard):
             self.own_commits.forget(header)
         self._retries[header.shard] = Retry(tries, self.core.now + self.takeover_s())
 

@@ -47,15 +47,15 @@ class Audits:
     def on_head_changed(self, change: HeadChange) -> None:
         """Have the commit audited if its owner can be asked."""
         core, header = self.core, change.taken
-        membership = core.membership
+        peers = core.participation.peers(change.shard)
         if not isinstance(header, CommitHeader) or not core.is_current or core.departure:
             return
-        if header.owner in membership.live and header.owner not in membership.owners.barred:
+        if header.owner in peers and header.owner not in core.membership.owners.barred:
             norm_bound = core.chains[change.shard].norm_bound
             is_far = LONG * header.length > header.longest and not norm_bound.is_few(len(header.contributors))
             is_long = header.longest > 0.0 and (norm_bound.is_young or is_far)
             # The live peers without the owner, and this one, are as many as the live peers.
-            share = (LONG_AUDITS if is_long else AUDIT_SHARE) / len(membership.live)
+            share = (LONG_AUDITS if is_long else AUDIT_SHARE) / len(peers)
             chance = 1.0 if header.owner in self._missing else min(1.0, share)
             core.effects.append(Audit(change.shard, change.head.id, chance, self._aggregation.takeover_s()))
 
@@ -66,7 +66,7 @@ class Audits:
             self._missing.pop(owner, None)
             owners.withholding.discard(owner)
             return
-        if owner not in core.membership.live or event.head_version > event.version + 1:
+        if owner not in core.participation.peers(event.shard) or event.head_version > event.version + 1:
             return
         if owner not in self._missing:
             core.note("warning", "audit", f"{owner} does not deliver what it merged, so it owns after all others")

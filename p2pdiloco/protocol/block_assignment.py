@@ -99,8 +99,7 @@ class BlockAssignment:
             return
         ledger = core.chains[0].ledger
         assert ledger is not None
-        membership = core.membership
-        taken = {block for peer in membership.live for block in membership.claims_of(peer)}
+        taken = {block for peer in core.participation.peers(ShardId(0)) for block in core.membership.claims_of(peer)}
         taken.update(self.claims())
         while len(self.assigned) < IN_HAND:
             block = ledger.next_free(taken, self._duty)
@@ -113,7 +112,7 @@ class BlockAssignment:
     def _duty(self, epoch: int) -> Duty:
         """Return this peer's duty among all peers whose learners train."""
         core = self.core
-        peers = tuple(sorted({core.config.peer, *core.membership.participating}))
+        peers = tuple(sorted(core.participation.participants(ShardId(0)) | {core.config.peer}))
         return duties(core.config.run, epoch, peers)[core.config.peer]
 
     def claims(self) -> tuple[Block, ...]:

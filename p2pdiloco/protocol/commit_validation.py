@@ -335,13 +335,13 @@ class AncestryCheck:
 
     def is_known(self, shard: ShardId) -> bool:
         """Return whether more than half of the peers with states have reported their head of ``shard``."""
-        donors = self._donors()
+        donors = self.core.participation.donors(shard)
         return 2 * sum(shard in self._reported.get(peer, ()) for peer in donors) > len(donors)
 
     def is_newest(self, shard: ShardId) -> bool:
         """Return whether more than half of the other peers with states report no heavier head of ``shard`` than this
         peer's."""
-        head, donors = self.core.head(shard), self._donors()
+        head, donors = self.core.head(shard), self.core.participation.donors(shard)
         told = (self._reported.get(peer, {}).get(shard) for peer in donors)
         lighter = [one for one in told if one is not None and (one.tokens, one.head) <= (head.tokens, head.id)]
         return 2 * len(lighter) > len(donors)
@@ -385,7 +385,7 @@ class AncestryCheck:
 
     def _problem(self, peer: PeerId, head: Head, lineage: Sequence[Digest], owner: PeerId) -> str | None:
         shard, chain = head.shard, self.core.chains[head.shard]
-        theirs, donors = {head.id, *lineage}, self._donors()
+        theirs, donors = {head.id, *lineage}, self.core.participation.donors(shard)
         if not head.version or head == chain.head:
             return None
         if chain.head is not None and chain.head.id in self.core.abandoned:
@@ -465,7 +465,7 @@ class AncestryCheck:
 
     def is_left(self, shard: ShardId) -> bool:
         """Return whether more than half of all peers have had a lighter chain for long, and have gone on with it."""
-        chain, donors, now = self.core.chains[shard], self._donors(), self.core.now
+        chain, donors, now = self.core.chains[shard], self.core.participation.donors(shard), self.core.now
         assert chain.head is not None
         own, tokens = {chain.head.id, *chain.ancestry}, chain.head.tokens
         told = (self._reported.get(donor, {}).get(shard) for donor in donors)
@@ -518,19 +518,19 @@ class AncestryCheck:
 
     def is_followed_by_most(self, shard: ShardId, heads: Container[Digest]) -> bool:
         """Return whether more than half of the other peers report one of ``heads``."""
-        donors = self._donors()
+        donors = self.core.participation.donors(shard)
         return 2 * sum(self._is_at(donor, shard, heads) for donor in donors) > len(donors)
 
     def is_outvoted(self, shard: ShardId) -> bool:
         """Return whether more than half of all peers, this one included, report heads that follow a rejected commit."""
-        donors = self._donors()
+        donors = self.core.participation.donors(shard)
         told = (self._reported.get(donor, {}).get(shard) for donor in donors)
         return 2 * sum(one is not None and self._refusals.is_invalid(one.head) for one in told) > len(donors) + 1
 
     def is_deserted(self, shard: ShardId) -> bool:
         """Return whether at least half of all peers have gone on with a heavier chain than this peer's for very long:
         the run did not go back with this peer."""
-        chain, donors, now = self.core.chains[shard], self._donors(), self.core.now
+        chain, donors, now = self.core.chains[shard], self.core.participation.donors(shard), self.core.now
         assert chain.head is not None
         own, tokens = {chain.head.id, *chain.ancestry}, chain.head.tokens
         told = (self._reported.get(donor, {}).get(shard) for donor in donors)
@@ -561,7 +561,7 @@ class AncestryCheck:
 
     def _is_most_peers(self, shard: ShardId, heads: Container[Digest]) -> bool:
         """Return whether more than half of all peers, this one included, have lately reported one of ``heads``."""
-        donors = self._donors()
+        donors = self.core.participation.donors(shard)
         return 2 * sum(self._was_at(donor, shard, heads) for donor in donors) > len(donors) + 1
 
     def _is_divided(self, shard: ShardId, stand: int, theirs: Container[Digest], donors: Sequence[PeerId]) -> bool:
@@ -615,12 +615,6 @@ class AncestryCheck:
         if self.core.now - self._asked_at >= self.core.membership.beat_s():
             self._asked_at = self.core.now
             self.core.send(tuple(sorted(peers)), HeadsRequest())
-
-    def _donors(self) -> list[PeerId]:
-        """Return the live peers that report to have all states."""
-        peers = self.core.membership.peers
-        views = ((peer, peers[peer].beat) for peer in self.core.membership.live)
-        return [peer for peer, beat in views if beat is not None and beat.phase != "joining"]
 
     def _stands_by(self, peer: PeerId, shard: ShardId, ours: Container[Digest], theirs: Container[Digest]) -> bool:
         """Return whether the last head that ``peer`` reported is in ``ours``, or the one before if the last is unknown:

@@ -24,7 +24,6 @@ from p2pdiloco.protocol.events import Encoded, Mark, ShardState, Snapshotted
 from p2pdiloco.protocol.health import HealthWarnings
 from p2pdiloco.protocol.ids import Digest, FragmentId, LearnerId, PeerId, ShardId
 from p2pdiloco.protocol.messages import CommitHeader, Contribution, Contributor, Head, Turn
-from p2pdiloco.protocol.ownership import ranked_owners
 from p2pdiloco.protocol.state import Core, LearnerView
 
 # -- Token budget ------------------------------------------------------------------------------------------------------
@@ -468,8 +467,7 @@ class Contributions:
     def _offer(self, shard: ShardId) -> None:
         """Send the pending contribution to the next owner in rank, if one is left that can merge it."""
         core, pending = self.core, self.pending[shard]
-        version = pending.contribution.base.version + 1
-        ranked = ranked_owners(core.config.run, shard, version, core.membership.owners.candidates)
+        ranked = core.participation.ranked_owners(shard)
         if pending.contribution.contributor.tokens:
             laps = 1 + pending.rank // len(ranked)
             core.alarms.set(("takeover", shard), core.now + laps * self.aggregation.takeover_s())
@@ -521,7 +519,7 @@ class Contributions:
         """
         if not self.pending:
             return
-        able = {peer for peer, _ in self.core.membership.owners.candidates}
+        able = {peer for peer, _ in self.core.participation.candidates()}
         for pending in self.pending.values():
             pending.beyond &= able  # a peer that comes back may have an older head
         for shard in [s for s, p in self.pending.items() if p.target not in able and not p.has_answered]:

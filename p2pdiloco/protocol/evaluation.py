@@ -55,7 +55,7 @@ class Evaluations:
         every = core.config.evaluation_every
         if not every or version % every or core.learner is None or core.learner.is_idle:
             return
-        able = {*core.membership.participating, core.config.peer}
+        able = core.participation.participants(change.shard) | {core.config.peer}
         candidates = tuple((peer, 1.0) for peer in sorted(able))
         is_drawn = ranked_owners(core.config.run, EVALUATION_DUTY, version, candidates)[0] == core.config.peer
         if is_drawn or self.is_alarmed or core.config.peer not in self._usual:

@@ -143,14 +143,11 @@ class GoingBack:
         if new := [commit for commit in found if commit not in self.core.abandoned]:
             self._abandon(new)
 
-    def _voters(self) -> tuple[set[PeerId], int]:
+    def _voters(self) -> tuple[frozenset[PeerId], int]:
         """Return the peers that may vote here, which are those that participate, and how many there are in all: some
         are only heard by others."""
-        core = self.core
-        able = set(core.membership.participating)
-        if core.is_participating():
-            able.add(core.config.peer)
-        return able, len(able) + len(core.membership.connectivity.afar)
+        able = self.core.participation.participants()
+        return able, len(able) + len(self.core.membership.connectivity.afar)
 
     # -- back ----------------------------------------------------------------------------------------------------------
 
@@ -203,7 +200,7 @@ class GoingBack:
 
     def _follow(self) -> None:
         """Abandon what at least half have voted against and left for long. Who hears few peers counts few votes."""
-        core, live = self.core, self.core.membership.live
+        core, live = self.core, self.core.participation.peers()
         total = len(live) + len(core.membership.connectivity.afar) + 1
         left = [one for one in self._votes if one in live and self.replication.ancestry.has_left(one)]
         if 2 * len(left) < total:
@@ -244,7 +241,7 @@ class GoingBack:
         if shard in replication.asked or shard in replication.applying:
             return True
         is_back = replication.ancestry.is_back
-        donors = [peer for peer in core.membership.live if replication.is_donor(peer) and is_back(peer, shard)]
+        donors = [peer for peer in core.participation.donors(shard) if is_back(peer, shard)]
         if donors:
             replication.fetch(shard, donors[core.membership.sequence % len(donors)])
         else:

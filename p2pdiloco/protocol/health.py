@@ -109,7 +109,7 @@ class HealthWarnings:
         if core.now < self._look_at:
             return
         self._look_at = core.now + core.config.stuck_s / LOOKS
-        has_learners = core.step_time_s() > 0.0 or bool(core.membership.participating)
+        has_learners = core.step_time_s() > 0.0 or bool(core.participation.participants() - {core.config.peer})
         if not has_learners or not core.is_current or core.departure:
             self._idle_at = core.now
         shard = min(range(len(self._moved_at)), key=self._moved_at.__getitem__)
@@ -120,7 +120,7 @@ class HealthWarnings:
                 self.stuck = ""
                 core.note("info", "stuck", "new versions are merged again")
         elif not self.stuck:
-            able = len(core.membership.participating) + core.is_participating()
+            able = len(core.participation.participants(ShardId(shard)))
             self.stuck = (
                 f"no new version of shard {shard} for {since_s:.0f} s: {able} learners contribute, a merge "
                 f"needs {core.config.min_quorum}. Check for learners that contribute nothing, and the links"

@@ -226,9 +226,9 @@ class Machine:
         """Send an own commit to the live peers that have states, and only its head to newcomers, which could not apply
         it. On a slow link a stream of commits would delay the states that they wait for."""
         core = self.core
-        views = [core.membership.peers[peer] for peer in core.membership.live]
-        newcomers = tuple(view.peer for view in views if view.beat is not None and view.beat.phase == "joining")
-        core.send(tuple(view.peer for view in views if view.peer not in newcomers), msg.Commit(header))
+        peers, is_newcomer = core.membership.live, core.participation.is_newcomer
+        newcomers = tuple(peer for peer in peers if is_newcomer(peer, header.shard))
+        core.send(tuple(peer for peer in peers if peer not in newcomers), msg.Commit(header))
         if newcomers:
             head = msg.Head(header.shard, header.version, msg.commit_id(header), header.tokens)
             core.send(newcomers, msg.Heads((head,), core.step))
@@ -240,7 +240,7 @@ class Machine:
         core = self.core
         self.replication.apply(header, msg.commit_id(header))
         self._send_commit(header)
-        if is_alone := not core.membership.live:
+        if is_alone := not core.participation.peers(event.shard):
             self.shutdown.solitary[event.shard] = msg.commit_id(header)
         if is_alone and not self.is_alone:
             told = f"shard {event.shard} version {header.version}: no other peer is live, so this peer merges alone"
@@ -298,7 +298,8 @@ class Machine:
         core.learner = LearnerView(event.learner, len(core.chains), core.step)
         self.contributions.on_learner_changed()
         self.block_assignment.start(has_blocks=event.has_blocks)
-        if core.config.evaluation_every and core.head(ShardId(0)).version == 0 and not core.membership.participating:
+        is_first = not core.participation.participants() - {core.config.peer}
+        if core.config.evaluation_every and core.head(ShardId(0)).version == 0 and is_first:
             core.effects.append(Evaluate(0))
         if core.departure == "leaving":
             self.shutdown.start_leaving(self.shutdown.reason)
@@ -432,7 +433,7 @@ class Machine:
         self.contributions.check_health()
         budget = self.contributions.budget
         budget.stop_if_spent()
-        is_over = budget.is_over and not membership.participating
+        is_over = budget.is_over and not core.participation.participants()
         if core.learner is None and not core.departure and is_over:
             self.shutdown.finish_run()
 

@@ -406,10 +406,6 @@ class Membership:
         beat = self.peers[peer].beat
         return () if beat is None else beat.claims[:MAX_HELD]
 
-    def is_any_departing(self, peers: frozenset[PeerId]) -> bool:
-        """Return whether one of these live peers is leaving."""
-        return any(map(self.is_departing, peers))
-
     def is_any_leaving(self) -> bool:
         """Return whether a live peer that participates is leaving before the run's end."""
         return any(beat.phase == "leaving" and beat.is_participating for beat in self._beats())

@@ -182,7 +182,7 @@ class Replication:
         new_id = commit_id(header)
         if chain.head is None:
             self.orphans.add(header, None)
-            if sender == header.owner and self.is_donor(sender):
+            if sender == header.owner and core.participation.is_donor(sender, shard):
                 head = Head(shard, header.version, new_id, header.tokens)
                 self.ancestry.record_commit(sender, head, header.parent)
                 self.offers.setdefault(sender, {})[shard] = head
@@ -193,7 +193,11 @@ class Replication:
             return
         if self.refusals.is_refused(header, new_id):
             self.ancestry.record_head(sender, Head(shard, header.version, new_id, header.tokens))
-            if shard not in self.asked and self.is_donor(sender) and self.ancestry.is_outvoted(shard):
+            if (
+                shard not in self.asked
+                and core.participation.is_donor(sender, shard)
+                and self.ancestry.is_outvoted(shard)
+            ):
                 self.fetch(shard, sender)  # most peers have accepted the commit, so this peer is in error
             else:
                 self.on_bad_commit(shard, sender)
@@ -281,7 +285,7 @@ class Replication:
         if shard not in self.applying:
             header, rivals = self.orphans.pop_child(self.core.head(shard))
             for rival in rivals:
-                if rival.owner in self.core.membership.live:
+                if rival.owner in self.core.participation.peers(shard):
                     self.on_head(rival.owner, Head(shard, rival.version, commit_id(rival), rival.tokens))
             if header is not None and not self.refusals.is_refused(header, commit_id(header)):
                 self._apply_if_sound(None, header, commit_id(header))
@@ -292,7 +296,7 @@ class Replication:
         if entry is not None and isinstance(entry[1], CommitHeader):
             self.aggregation.on_commit_failed(entry[1])
         self.core.note("warning", "repair", f"shard {shard}: {reason}; fetching its state from another peer")
-        donors = [p for p in self.core.membership.live if self.is_donor(p)]
+        donors = self.core.participation.donors(shard)
         if entry is not None and donors:
             self.fetch(shard, donors[len(self.asked) % len(donors)])
         self.log_requests.answer(shard)
@@ -516,19 +520,14 @@ class Replication:
 
     def request_heads(self, peers: tuple[PeerId, ...]) -> None:
         """Ask ``peers`` for their heads."""
-        self.core.send(tuple(p for p in peers if self.is_donor(p)), HeadsRequest())
+        self.core.send(tuple(filter(self.core.participation.is_donor, peers)), HeadsRequest())
 
     def find_donors(self) -> None:
         """While joining, ask the live peers for their heads, one after the other; earlier offers may be missing."""
-        live = self.core.membership.live
-        if live:
+        peers = self.core.participation.peers()
+        if peers:
             self.fetch_missing()
-            self.request_heads((live[self.core.membership.sequence % len(live)],))
-
-    def is_donor(self, peer: PeerId) -> bool:
-        view = self.core.membership.peers.get(peer)
-        """Return whether the peer reports to have all states."""
-        return view is not None and view.beat is not None and view.beat.phase != "joining"
+            self.request_heads((peers[self.core.membership.sequence % len(peers)],))
 
     def on_peers_lost(self, lost: tuple[PeerId, ...]) -> None:
         """Drop requests to lost peers; fetches end by themselves."""
@@ -595,7 +594,7 @@ class Repair:
     def _donors(self, shard: ShardId, tries: int) -> list[PeerId]:
         """Return the peers that may be asked. The head's owner may have signed another state than its commit gives, and
         only it can supply that: it is asked only if there is no other."""
-        donors = [p for p in self.core.membership.live if self.replication.is_donor(p)] if tries <= TRIES else []
+        donors = self.core.participation.donors(shard) if tries <= TRIES else []
         log = self.core.chains[shard].log
         others = [p for p in donors if not log or p != log[-1].owner]
         return others or donors

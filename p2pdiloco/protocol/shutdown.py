@@ -134,23 +134,22 @@ class Shutdown:
             return True
         lost_at = detector.silently_lost_at
         is_lately = lost_at is not None and core.now - lost_at < core.config.finish_s
-        return is_lately and (not core.membership.live or self._is_solitary())
+        return is_lately and (not core.participation.peers() or self._is_solitary())
 
     def _is_solitary(self) -> bool:
         """Return whether a current head was made while no peer was live, and no live peer has the same heads."""
         core = self.core
         if all(core.head(shard).id != commit for shard, commit in self.solitary.items()):
             return False
-        beats = [core.membership.peers[peer].beat for peer in core.membership.live]
+        beats = [core.membership.peers[peer].beat for peer in core.participation.peers()]
         return all(beat is None or beat.heads_mark != core.heads_mark for beat in beats)
 
     def _others_are_done(self) -> bool:
         """Return whether every live peer has finished with this peer's heads."""
         core = self.core
-        for peer in core.membership.live:
+        for peer in core.participation.donors():
             beat = core.membership.peers[peer].beat
-            if beat is None or beat.phase == "joining":
-                continue
+            assert beat is not None
             is_at_rest = beat.phase == "finished" and not beat.is_participating
             if not is_at_rest or beat.heads_mark != core.heads_mark:
                 return False

@@ -13,6 +13,7 @@ from p2pdiloco.protocol.events import Mark
 from p2pdiloco.protocol.ids import Digest, FragmentId, LearnerId, PeerId, RunId, ShardId
 from p2pdiloco.protocol.membership import Membership
 from p2pdiloco.protocol.messages import Head, Message, Phase
+from p2pdiloco.protocol.participation import Participation
 from p2pdiloco.timing import Timers, TokenBucket
 
 Key = tuple[str, int]
@@ -220,6 +221,7 @@ class Core:
         "membership",
         "now",
         "pace",
+        "participation",
         "stalled_s",
         "step",
     )
@@ -244,6 +246,7 @@ class Core:
             Chain(ShardId(s), config.log_length, config.blocks, config.limits, elements[s])
             for s in range(config.shards)
         ]
+        self.participation = Participation(config.run, self.membership, self.chains, self)
         placed = sorted((shard, FragmentId(f)) for f, shards in enumerate(config.fragments) for shard in shards)
         self.fragment_of = [fragment for _, fragment in placed]
         self.learner: LearnerView | None = None

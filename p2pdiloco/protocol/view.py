@@ -17,7 +17,6 @@ from p2pdiloco.protocol.events import Convictions, ShardState
 from p2pdiloco.protocol.going_back import GoingBack
 from p2pdiloco.protocol.ids import Digest, PeerId, RunId, ShardId
 from p2pdiloco.protocol.messages import CommitHeader, Evaluation, Head
-from p2pdiloco.protocol.ownership import ranked_owners
 from p2pdiloco.protocol.replication import Replication
 from p2pdiloco.protocol.state import Core
 
@@ -125,8 +124,7 @@ class MachineView:
     @property
     def participants(self) -> tuple[PeerId, ...]:
         """Participating peers, sorted, with this one if it participates."""
-        mine = (self.me,) if self._core.is_participating() else ()
-        return tuple(sorted((*self.participating, *mine)))
+        return tuple(sorted(self._core.participation.participants()))
 
     @property
     def weight_averaged(self) -> int:
@@ -216,7 +214,7 @@ class MachineView:
     @property
     def live(self) -> tuple[PeerId, ...]:
         """Live peers, sorted, without this one."""
-        return self._core.membership.live
+        return self._core.participation.peers()
 
     @property
     def participating(self) -> frozenset[PeerId]:
@@ -230,10 +228,10 @@ class MachineView:
 
     def next_owner(self, shard: ShardId) -> PeerId | None:
         """Return the current owner of the shard's next version; None if there is no state."""
-        head, candidates = self.head(shard), self._core.membership.owners.candidates
-        if head is None or not candidates:
+        participation = self._core.participation
+        if self.head(shard) is None or not participation.candidates(shard):
             return None
-        return ranked_owners(self.run, shard, head.version + 1, candidates)[0]
+        return participation.ranked_owners(shard)[0]
 
     @property
     def is_doubtful(self) -> bool:
@@ -253,9 +251,9 @@ class MachineView:
 
     def marks(self) -> dict[PeerId, int]:
         """Return the ``heads_mark`` of each live peer that has states."""
-        views = ((peer, self._core.membership.peers.get(peer)) for peer in self.live)
-        beats = ((peer, view.beat) for peer, view in views if view is not None)
-        return {peer: beat.heads_mark for peer, beat in beats if beat is not None and beat.phase != "joining"}
+        peers = self._core.membership.peers
+        beats = ((peer, peers[peer].beat) for peer in self._core.participation.donors())
+        return {peer: beat.heads_mark for peer, beat in beats if beat is not None}
 
     def fastest_step_time_s(self) -> float:
         """Return the smallest step time of all learners that train; 0 if none does."""

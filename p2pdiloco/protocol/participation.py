@@ -1,0 +1,106 @@
+"""Who takes part: each rule asks here which peers it counts, asks or waits for.
+
+The questions are about one shard. Today every peer holds all shards and merges with all others, so each answer is that
+of the whole run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from p2pdiloco.protocol.chain import Chain
+from p2pdiloco.protocol.ids import PeerId, RunId, ShardId, peer_of
+from p2pdiloco.protocol.membership import Membership
+from p2pdiloco.protocol.ownership import Candidates, ranked_owners
+
+
+class ThisPeer(Protocol):
+    """What this peer itself does (``Core``)."""
+
+    @property
+    def departure(self) -> str:
+        """How it leaves: empty, "leaving" or "finished"."""
+        ...
+
+    def is_participating(self) -> bool:
+        """Return whether its learner can contribute."""
+        ...
+
+
+class Participation:
+    """The peers that take part in a shard, as this peer sees them. ``shard`` None: in any shard."""
+
+    __slots__ = ("_chains", "_membership", "_run", "_this_peer")
+
+    def __init__(self, run: RunId, membership: Membership, chains: Sequence[Chain], this_peer: ThisPeer) -> None:
+        self._run = run
+        self._membership = membership
+        self._chains = chains
+        self._this_peer = this_peer
+
+    def peers(self, shard: ShardId | None = None) -> tuple[PeerId, ...]:
+        """Return the live peers, sorted, without this one."""
+        return self._membership.live
+
+    def donors(self, shard: ShardId | None = None) -> list[PeerId]:
+        """Return the live peers that have the shard's state, sorted, without this one."""
+        return [peer for peer in self.peers(shard) if self.is_donor(peer, shard)]
+
+    def is_donor(self, peer: PeerId, shard: ShardId | None = None) -> bool:
+        """Return whether a connected peer, live or not, reports to have the shard's state."""
+        view = self._membership.peers.get(peer)
+        return view is not None and view.beat is not None and view.beat.phase != "joining"
+
+    def is_newcomer(self, peer: PeerId, shard: ShardId | None = None) -> bool:
+        """Return whether a connected peer reports to lack the shard's state. A peer that has reported nothing yet is
+        neither a newcomer nor a donor."""
+        view = self._membership.peers.get(peer)
+        return view is not None and view.beat is not None and view.beat.phase == "joining"
+
+    def participants(self, shard: ShardId | None = None) -> frozenset[PeerId]:
+        """Return the peers whose learners can contribute, with this one if its learner can."""
+        others = self._membership.participating
+        return others | {self._membership.me} if self._this_peer.is_participating() else others
+
+    def entitled(self, shard: ShardId) -> frozenset[PeerId]:
+        """Return the peers that may take part in a commit: participants, and learners that stopped at the run's end.
+
+        Otherwise a learner that has not stopped would be most participants by itself.
+        """
+        finished = {peer for peer in self.peers(shard) if self._membership.has_finished(peer)}
+        if self._this_peer.departure == "finished":
+            finished.add(self._membership.me)
+        if finished:
+            finished.intersection_update(map(peer_of, self._chains[shard].marks))
+        return self.participants(shard) | finished
+
+    def candidates(self, shard: ShardId | None = None) -> Candidates:
+        """Return the peers that may own the shard's next version, this one included, with their weights."""
+        return self._membership.owners.candidates
+
+    def ranked_owners(self, shard: ShardId) -> tuple[PeerId, ...]:
+        """Return the candidates in the order in which they may merge the shard's next version."""
+        return self._ranked(shard, self.candidates(shard))
+
+    def rank(self, peer: PeerId, shard: ShardId) -> int:
+        """Return a peer's rank as another peer may see it; 1 if it is no candidate here.
+
+        Missed takeover times are this peer's own experience, which the other may not share.
+        """
+        rankings = (self.ranked_owners(shard), self._ranked(shard, self._membership.owners.willing))
+        return min((ranked.index(peer) for ranked in rankings if peer in ranked), default=1)
+
+    def _ranked(self, shard: ShardId, candidates: Candidates) -> tuple[PeerId, ...]:
+        head = self._chains[shard].head
+        assert head is not None
+        return ranked_owners(self._run, shard, head.version + 1, candidates)
+
+    def is_departing(self, peer: PeerId) -> bool:
+        """Return whether a live peer, or this one, is leaving or has finished."""
+        is_own = peer == self._membership.me
+        return bool(self._this_peer.departure) if is_own else self._membership.is_departing(peer)
+
+    def is_any_leaving(self) -> bool:
+        """Return whether this peer, or a live peer that participates, is leaving before the run's end."""
+        return self._this_peer.departure == "leaving" or self._membership.is_any_leaving()
