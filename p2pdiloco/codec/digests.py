@@ -9,7 +9,7 @@ Rules of this file:
    of the chunks. A payload's digest and deterministic arithmetic leave bad memory, bad hardware and a lying owner as
    causes of a difference.
 2. Each peer draws its sample at random, so that the owner does not know which chunks nobody checks. Where most have
-   applied a commit that this peer refused, it follows them (``protocol/commit_validation.py``).
+   applied a commit that this peer refused, it follows them (``protocol/state_acceptance.py``).
 3. Each chunk can be checked against the list by itself, whichever peer it comes from.
 """
 

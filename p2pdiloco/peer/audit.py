@@ -34,7 +34,7 @@ from p2pdiloco.peer.signatures import FalseContributionError, UnknownMemberError
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol.audits import AUDITED_VERSIONS
-from p2pdiloco.protocol.commit_validation import EVIDENCE_MOST, audited_payloads
+from p2pdiloco.protocol.barred_owners import EVIDENCE_MOST, audited_payloads
 from p2pdiloco.protocol.ids import Digest, PeerId, digest_of, peer_of
 from p2pdiloco.protocol.manifest import Layout, Manifest, Shard
 from p2pdiloco.protocol.messages import CommitHeader, WrongMerge, commit_id

@@ -24,7 +24,7 @@ from p2pdiloco.peer.host import Host
 from p2pdiloco.peer.learner_updates import Payload
 from p2pdiloco.peer.payload_cache import PayloadCache
 from p2pdiloco.peer.signatures import Standing
-from p2pdiloco.protocol.commit_validation import audited_payloads
+from p2pdiloco.protocol.barred_owners import audited_payloads
 from p2pdiloco.protocol.ids import Digest, PeerId, ShardId
 from p2pdiloco.protocol.manifest import Layout, Manifest
 from p2pdiloco.protocol.view import MachineView

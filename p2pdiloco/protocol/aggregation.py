@@ -22,6 +22,7 @@ from p2pdiloco.protocol.ids import Digest, LearnerId, PeerId, ShardId, peer_of
 from p2pdiloco.protocol.membership import smoothed
 from p2pdiloco.protocol.messages import MAX_TEXT, CommitHeader, Contribution, Head, Refused, commit_id
 from p2pdiloco.protocol.state import Core
+from p2pdiloco.protocol.support import Support
 
 # -- Own commits: at most one for each parent, also across restarts of this peer ---------------------------------------
 # Rules of this file:
@@ -395,7 +396,7 @@ class Aggregation:
         """Return whether at most half of the peers that may take part did: the owner, and the contributors."""
         able = self.core.participation.entitled(header.shard)
         took_part = able.intersection((header.owner, *(peer_of(c.learner) for c in header.contributors)))
-        return 2 * len(took_part) <= len(able)
+        return not Support(len(took_part), len(able)).is_most
 
     def _is_crowd(self, header: CommitHeader) -> bool:
         """Return whether a commit names contributors that this peer never met, and the others, without its owner, are
@@ -406,7 +407,7 @@ class Aggregation:
         membership, givers = self.core.membership, {peer_of(c.learner) for c in header.contributors}
         heard = {peer for peer in givers if peer in membership.met or peer == self.core.config.peer}
         is_told = not membership.connectivity.afar and heard < givers
-        return is_told and 2 * len(heard - {header.owner}) <= len(givers)
+        return is_told and not Support(len(heard - {header.owner}), len(givers)).is_most
 
     def wait_for_most_s(self) -> float:
         """Return how long after the quorum an owner waits if at most half of the participants have answered.
@@ -517,7 +518,7 @@ class Aggregation:
         collection.step = max(collection.step, self.core.plausible(contribution.step))
         if collection.opened_at is None:
             collection.held_until = min(collection.held_until, self.core.now + self.takeover_s())
-            if self._have_most(contribution.shard, collection):
+            if self._answers(contribution.shard).is_most:
                 self.open(contribution.shard, collection.step)
         if c.tokens:
             for learner in [x for x in collection.given if peer_of(x) == giver and x != c.learner]:
@@ -525,9 +526,10 @@ class Aggregation:
             collection.given.setdefault(c.learner, contribution)
         self.merge_if_due(contribution.shard)
 
-    def _have_most(self, shard: ShardId, collection: Collection) -> bool:
-        """Return whether more than half of those that participate have answered."""
-        return 2 * len(collection.answered) > len(self.core.participation.participants(shard))
+    def _answers(self, shard: ShardId, missing: int = 0) -> Support:
+        """Return how many of those that can contribute have answered; ``missing`` more may be behind a cut."""
+        able = len(self.core.participation.participants(shard))
+        return Support(len(self.collections[shard].answered), able + missing)
 
     def _refuse(self, sender: PeerId, contribution: Contribution, reason: str) -> None:
         core, shard = self.core, contribution.shard
@@ -553,7 +555,8 @@ class Aggregation:
             return
         if not core.membership.owners.may_own or self.own_commits.is_dropped(core.head(shard)):
             return
-        if core.config.needs_majority and not self._is_majority(shard, collection.answered):
+        missing = len(core.membership.partition_detector.missing)
+        if core.config.needs_majority and not self._answers(shard, missing).is_most:
             return
         if (again := self._retries.get(shard)) is not None and core.now < again.at:
             core.alarms.set(("close", shard), again.at)
@@ -581,11 +584,6 @@ class Aggregation:
         longest = core.chains[shard].longest([c.contributor for c in contributions])
         core.effects.append(Merge(shard, head, contributions, longest))
 
-    def _is_majority(self, shard: ShardId, answered: set[PeerId]) -> bool:
-        """Return whether more than half of all possible contributors, unreachable peers included, have answered."""
-        able = len(self.core.participation.participants(shard))
-        return 2 * len(answered) > able + len(self.core.membership.partition_detector.missing)
-
     def merge_all_due(self) -> None:
         """Check every collection again after a change of membership."""
         for shard, collection in enumerate(self.collections):
@@ -609,7 +607,7 @@ class Aggregation:
         )
         if config.grace_share:
             grace_s = max(grace_s, self.response_times.wait_s(missing, self._limit_s()) - quorum_s)
-            if len(missing) + len(collection.answered) > PAIR and not self._have_most(shard, collection):
+            if len(missing) + len(collection.answered) > PAIR and not self._answers(shard).is_most:
                 grace_s = max(grace_s, self.wait_for_most_s() - quorum_s)
         takeover_s = self.takeover_s()
         if any(map(core.participation.is_departing, missing - {config.peer})):

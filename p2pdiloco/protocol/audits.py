@@ -13,8 +13,8 @@ Rules of this file:
 from __future__ import annotations
 
 from p2pdiloco.protocol.aggregation import Aggregation
+from p2pdiloco.protocol.barred_owners import audited_payloads
 from p2pdiloco.protocol.chain import HeadChange, SizeOf
-from p2pdiloco.protocol.commit_validation import audited_payloads
 from p2pdiloco.protocol.effects import Audit
 from p2pdiloco.protocol.events import Audited
 from p2pdiloco.protocol.ids import Digest, PeerId, ShardId

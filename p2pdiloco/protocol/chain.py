@@ -135,6 +135,10 @@ class Chain:
             versions += 2 * self.length + self.limits.range_steps // turn
         return versions * self.norm_bound.longest(turn, turn, self._first)
 
+    def heads(self) -> set[Digest]:
+        """Return the head and the known heads before it."""
+        return {*self.ancestry} if self.head is None else {self.head.id, *self.ancestry}
+
     def versions_since(self, lineage: Iterable[Digest]) -> int | None:
         """Return how many of this chain's versions a chain with ``lineage`` lacks; None if the two do not meet."""
         assert self.head is not None

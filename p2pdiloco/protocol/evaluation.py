@@ -16,6 +16,7 @@ from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.protocol.messages import MOST_LOSS, CommitHeader, Evaluation
 from p2pdiloco.protocol.ownership import EVALUATION_DUTY, ranked_owners
 from p2pdiloco.protocol.state import Core
+from p2pdiloco.protocol.support import Support
 
 RECENT = 16
 """An evaluation is outdated once this many newer ones were due."""
@@ -105,15 +106,15 @@ class Evaluations:
     def is_doubtful(self) -> bool:
         """Whether the newest evaluation of this peer, or those of most peers, are jumps. One member alone must not keep
         the others' checkpoints from being known as good."""
-        return self.core.config.peer in self._jumps or 2 * len(self._jumps) > len(self._latest)
+        return self.core.config.peer in self._jumps or Support(len(self._jumps), len(self._latest)).is_most
 
     @property
     def has_jumped(self) -> bool:
         """Whether this peer and more than half of the members that measure lately have found a jump of the loss, twice
         in a row."""
         found = [peer for peer in self._latest if self._jumps.get(peer, 0) >= JUMPS]
-        is_most = len(found) >= JUMPED_LEAST and 2 * len(found) > len(self._latest)
-        return is_most and self.core.config.peer in found
+        is_most = Support(len(found), len(self._latest)).is_most
+        return is_most and len(found) >= JUMPED_LEAST and self.core.config.peer in found
 
     def forget_jump(self) -> None:
         """Forget the evaluations of a model that the run has left."""

@@ -178,7 +178,7 @@ class Applied(msgspec.Struct, frozen=True, array_like=True, tag="applied"):
 class StateOffered(msgspec.Struct, frozen=True, array_like=True, tag="offered"):
     """``peer`` offers a state at ``head``, with the commits that led to it, oldest first. All proofs were checked.
 
-    ``AncestryCheck.refusal`` then says whether it may be downloaded.
+    ``StateAcceptance.refusal`` then says whether it may be downloaded.
     """
 
     peer: PeerId

@@ -23,6 +23,7 @@ from p2pdiloco.protocol.ids import Digest, PeerId, ShardId
 from p2pdiloco.protocol.messages import MAX_ABANDONED, AbandonVote, CommitHeader
 from p2pdiloco.protocol.replication import Replication
 from p2pdiloco.protocol.state import Core
+from p2pdiloco.protocol.support import Support
 
 VOTE_EVALUATIONS = 4
 """Evaluations that may be due before a vote no longer counts. All peers measure, so the votes come soon."""
@@ -38,7 +39,7 @@ def named_by_most(votes: list[tuple[Digest, ...]], total: int) -> list[Digest]:
     named = [commits for commits in votes if commits]
     able = total - (len(votes) - len(named))
     counts = Counter(commit for commits in named for commit in dict.fromkeys(commits))
-    return [commit for commit, count in counts.items() if count >= LEAST_NAMED and 2 * count > able]
+    return [commit for commit, count in counts.items() if count >= LEAST_NAMED and Support(count, able).is_most]
 
 
 class Vote(NamedTuple):
@@ -192,7 +193,7 @@ class GoingBack:
             return
         if replication.refusals.holds(state.head.id, event.lineage):
             return
-        replication.ancestry.restore(state.head, event.lineage)
+        replication.acceptance.restore(state.head, event.lineage)
         if shard in replication.applying:
             replication.staged[shard] = state
         else:
@@ -202,19 +203,19 @@ class GoingBack:
         """Abandon what at least half have voted against and left for long. Who hears few peers counts few votes."""
         core, live = self.core, self.core.participation.peers()
         total = len(live) + len(core.membership.connectivity.afar) + 1
-        left = [one for one in self._votes if one in live and self.replication.ancestry.has_left(one)]
-        if 2 * len(left) < total:
+        left = [one for one in self._votes if one in live and self.replication.reports.has_left(one)]
+        if not Support(len(left), total, total - len(left)).is_leading:
             self._left_at = None
             return
         self._left_at = core.now if self._left_at is None else self._left_at
-        if core.now - self._left_at >= self.replication.ancestry.patience_s(ShardId(0)):
+        if core.now - self._left_at >= self.replication.acceptance.patience_s(ShardId(0)):
             found = named_by_most([self._votes[one].vote.commits for one in left], len(left))
             if new := [commit for commit in found if commit not in core.abandoned]:
                 self._abandon(new)
 
     def check(self) -> None:
         """Fetch states for shards whose head is abandoned; give in if the others have not gone back, or nobody can."""
-        core, ancestry = self.core, self.replication.ancestry
+        core, acceptance = self.core, self.replication.acceptance
         if not core.is_current:
             return
         if core.now >= self._ends_at:
@@ -229,10 +230,10 @@ class GoingBack:
             return
         hopeless = [shard for shard in lost if not self._fetch(shard)]
         self._hopeless_at = (core.now if self._hopeless_at is None else self._hopeless_at) if hopeless else None
-        deserted = [chain.shard for chain in core.chains if ancestry.is_deserted(chain.shard)]
+        deserted = [chain.shard for chain in core.chains if acceptance.is_deserted(chain.shard)]
         if deserted:
             self._give_in(f"most others have not gone back in shard {deserted[0]}")
-        elif self._hopeless_at is not None and core.now - self._hopeless_at >= 2 * ancestry.patience_s(hopeless[0]):
+        elif self._hopeless_at is not None and core.now - self._hopeless_at >= 2 * acceptance.patience_s(hopeless[0]):
             self._give_in(f"nobody has an earlier state of shard {hopeless[0]}")
 
     def _fetch(self, shard: ShardId) -> bool:
@@ -240,7 +241,7 @@ class GoingBack:
         core, replication = self.core, self.replication
         if shard in replication.asked or shard in replication.applying:
             return True
-        is_back = replication.ancestry.is_back
+        is_back = replication.reports.is_back
         donors = [peer for peer in core.participation.donors(shard) if is_back(peer, shard)]
         if donors:
             replication.fetch(shard, donors[core.membership.sequence % len(donors)])

@@ -21,9 +21,9 @@ from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol.aggregation import Aggregation
 from p2pdiloco.protocol.audits import Audits
+from p2pdiloco.protocol.barred_owners import BarredOwners
 from p2pdiloco.protocol.block_assignment import BlockAssignment
 from p2pdiloco.protocol.chain import SizeOf, no_size
-from p2pdiloco.protocol.commit_validation import BarredOwners, RejectedCommits
 from p2pdiloco.protocol.config import RunEnd, describe_end
 from p2pdiloco.protocol.contributions import Contributions, DeltaReconciliation
 from p2pdiloco.protocol.effects import Effect, Evaluate, MoveEnd
@@ -31,6 +31,7 @@ from p2pdiloco.protocol.evaluation import Evaluations
 from p2pdiloco.protocol.going_back import GoingBack
 from p2pdiloco.protocol.heartbeat import NEWS, Heartbeats
 from p2pdiloco.protocol.ids import Digest, PeerId, ShardId
+from p2pdiloco.protocol.rejected_commits import RejectedCommits
 from p2pdiloco.protocol.replication import Repair, Replication
 from p2pdiloco.protocol.shutdown import Shutdown
 from p2pdiloco.protocol.state import BEAT, Core, LearnerView, ProtocolConfig
@@ -159,7 +160,7 @@ class Machine:
             case ev.Merged():
                 self._on_merged(event)
             case ev.StateOffered():
-                self.replication.ancestry.judge(event.peer, event.head, event.lineage, event.owner)
+                self.replication.acceptance.judge(event.peer, event.head, event.lineage, event.owner)
             case ev.Fetched():
                 self.replication.on_fetched(event)
             case ev.Restored():
@@ -206,7 +207,7 @@ class Machine:
         self.going_back.restore(event.convictions, event.shards)
         lineages = event.lineages or ((),) * len(event.shards)
         for state, lineage in zip(event.shards, lineages, strict=True):
-            self.replication.ancestry.restore(state.head, lineage)
+            self.replication.acceptance.restore(state.head, lineage)
             self.replication.applying[state.head.shard] = (state.head.id, state)
             self._on_applied(state.head.shard, state.head.id)
             if state.head.version:
@@ -419,6 +420,7 @@ class Machine:
         self.heartbeats.refresh("silent")
         self.block_assignment.assign()
         self.repair.retry()
+        self.replication.acceptance.compare()
         self.going_back.check()
         if not core.is_current:
             self.replication.find_donors()

@@ -14,11 +14,12 @@ import math
 from collections.abc import Container, Sequence
 
 from p2pdiloco.protocol.aggregation import Aggregation
+from p2pdiloco.protocol.barred_owners import TERM
 from p2pdiloco.protocol.chain import HeadChange, HeadListener, is_heavier
-from p2pdiloco.protocol.commit_validation import TERM, AncestryCheck, RejectedCommits
 from p2pdiloco.protocol.contributions import Contributions, DeltaReconciliation
 from p2pdiloco.protocol.effects import Apply, BecameCurrent, Fetch, Install
 from p2pdiloco.protocol.events import Fetched, ShardState
+from p2pdiloco.protocol.head_reports import HeadReports
 from p2pdiloco.protocol.ids import Digest, PeerId, ShardId
 from p2pdiloco.protocol.messages import (
     Commit,
@@ -30,7 +31,10 @@ from p2pdiloco.protocol.messages import (
     HeadsRequest,
     commit_id,
 )
+from p2pdiloco.protocol.rejected_commits import RejectedCommits
 from p2pdiloco.protocol.state import Core, ProtocolConfig, mark_bits
+from p2pdiloco.protocol.state_acceptance import StateAcceptance
+from p2pdiloco.protocol.version_pace import VersionPace
 
 # -- Catch-up server: commits of the log, or the advice to download the state ------------------------------------------
 # Rules of this file:
@@ -153,8 +157,10 @@ class Replication:
         self.aggregation = aggregation
         self.contributions = contributions
         self.delta = delta
-        self.ancestry = AncestryCheck(core, refusals)
-        self.listeners = (self.ancestry, *listeners)
+        pace = VersionPace(core)
+        self.reports = HeadReports(core)
+        self.acceptance = StateAcceptance(core, self.reports, pace, refusals)
+        self.listeners = (pace, *listeners)
         """Components that follow each new head, in this order."""
         self.applying: dict[ShardId, tuple[Digest, CommitHeader | ShardState]] = {}
         """Each shard's next head and the commit or state that leads to it, while it is being applied."""
@@ -184,7 +190,7 @@ class Replication:
             self.orphans.add(header, None)
             if sender == header.owner and core.participation.is_donor(sender, shard):
                 head = Head(shard, header.version, new_id, header.tokens)
-                self.ancestry.record_commit(sender, head, header.parent)
+                self.reports.record(sender, head, header.parent)
                 self.offers.setdefault(sender, {})[shard] = head
                 self.fetch_missing()
             return
@@ -192,11 +198,11 @@ class Replication:
         if new_id == chain.head.id or new_id in chain.log_ids or (applying is not None and applying[0] == new_id):
             return
         if self.refusals.is_refused(header, new_id):
-            self.ancestry.record_head(sender, Head(shard, header.version, new_id, header.tokens))
+            self.reports.record(sender, Head(shard, header.version, new_id, header.tokens))
             if (
                 shard not in self.asked
                 and core.participation.is_donor(sender, shard)
-                and self.ancestry.is_outvoted(shard)
+                and self.acceptance.is_outvoted(shard)
             ):
                 self.fetch(shard, sender)  # most peers have accepted the commit, so this peer is in error
             else:
@@ -228,7 +234,7 @@ class Replication:
         """Return when to apply ``header``: now if most other peers have, else when its owner may merge."""
         self.aggregation.collections[header.shard].is_unusual = False
         is_own = header.owner == self.core.config.peer
-        if is_own or self.ancestry.is_followed_by_most(header.shard, self.orphans.descendants(header.shard, new_id)):
+        if is_own or self.reports.support(header.shard, self.orphans.descendants(header.shard, new_id)).is_most:
             return self.core.now
         return self.aggregation.turn_of(header)
 
@@ -264,7 +270,7 @@ class Replication:
         if isinstance(target, CommitHeader):
             chain.advance(target, head_id)
         else:
-            chain.replace(target, self.ancestry.lineage_of(target.head))
+            chain.replace(target, self.acceptance.lineage_of(target.head))
             self.refusals.forget(head_id, chain.ancestry)
         head = core.head(shard)
         core.heads_mark ^= mark_bits(head.id) ^ (0 if old is None else mark_bits(old.id))
@@ -280,7 +286,7 @@ class Replication:
         """Continue the work that waited for this head: requests, a staged state, early commits."""
         self.log_requests.answer(shard)
         staged = self.staged.pop(shard, None)
-        if staged is not None and not self.refusals.holds(staged.head.id, self.ancestry.lineage_of(staged.head)):
+        if staged is not None and not self.refusals.holds(staged.head.id, self.acceptance.lineage_of(staged.head)):
             self.install(staged)
         if shard not in self.applying:
             header, rivals = self.orphans.pop_child(self.core.head(shard))
@@ -328,7 +334,7 @@ class Replication:
         core, shard = self.core, theirs.shard
         if peer == core.config.peer:
             return  # an own commit of an earlier run, which is not on this chain
-        self.ancestry.record_head(peer, theirs)
+        self.reports.record(peer, theirs)
         if ("turn", shard) in core.alarms:  # a commit waits here, and most others may have applied it
             core.alarms.set(("turn", shard), core.now)
         chain = core.chains[shard]
@@ -355,12 +361,12 @@ class Replication:
 
     def _follow_most(self, peer: PeerId, shard: ShardId) -> None:
         """Get the lighter chain that ``peer`` has, if most peers have long gone on with one."""
-        if self.ancestry.is_left(shard) and shard not in self.asked and shard not in self.applying:
+        if self.acceptance.is_left(shard) and shard not in self.asked and shard not in self.applying:
             self.fetch(shard, peer)
 
     def _confirm(self, shard: ShardId) -> None:
         """Allow merges on a head that was restored from disk, once most other peers report none that is heavier."""
-        if self.ancestry.is_newest(shard):
+        if self.reports.is_newest(shard):
             self.aggregation.confirm_head(shard)
 
     def request_wanted(self, shard: ShardId) -> None:
@@ -414,7 +420,7 @@ class Replication:
         peer, state = event.peer, event.state
         shard = state.head.shard
         problem = self.core.chains[shard].state_problem(state) or self.delta.problem(state)
-        problem = problem or self.ancestry.judge(peer, state.head, event.lineage, event.owner)
+        problem = problem or self.acceptance.judge(peer, state.head, event.lineage, event.owner)
         if problem is not None:
             self.on_fetch_failed(shard, peer, problem)
             return
@@ -432,7 +438,7 @@ class Replication:
         head = core.chains[shard].head
         is_repair = head is not None and shard in self.repairing and state.head.id == head.id
         is_back = head is not None and head.id in core.abandoned
-        is_better = is_back or head is None or is_heavier(state.head, head) or self.ancestry.is_left(shard)
+        is_better = is_back or head is None or is_heavier(state.head, head) or self.acceptance.is_left(shard)
         if not is_better and not is_repair:
             core.note("debug", "fetch", f"shard {shard}: fetched version {state.head.version} is not heavier, dropped")
             return
@@ -442,8 +448,8 @@ class Replication:
             moves = (None if learner is None else learner.id, (), (), True)
         if head is not None and not is_repair:
             core.note("info", "fork", f"shard {shard}: a fork with {state.head.tokens} tokens replaces {head.tokens}")
-        lineage = self.ancestry.lineage_of(state.head)
-        is_outvoted = self.ancestry.is_outvoted_for(state.head, lineage)
+        lineage = self.acceptance.lineage_of(state.head)
+        is_outvoted = self.acceptance.is_outvoted_for(state.head, lineage)
         farthest = math.inf if is_outvoted or is_back else core.chains[shard].farthest(state.head, lineage)
         self.applying[shard] = (state.head.id, state)
         self.aggregation.close(shard)
@@ -467,7 +473,7 @@ class Replication:
         """Compare heads with a peer's, and catch up where theirs are heavier."""
         self.contributions.adopt_step(message.step)
         for theirs in message.heads:
-            self.ancestry.record_head(peer, theirs)
+            self.reports.record(peer, theirs)
         if not self.core.is_current:
             self.offers.setdefault(peer, {}).update({h.shard: h for h in message.heads})
             self.fetch_missing()
@@ -490,9 +496,9 @@ class Replication:
                 return
             if chain.head is None and shard not in self.asked and shard not in self.applying:
                 donors = sorted(p for p, heads in self.offers.items() if shard in heads)
-                if donors and self.ancestry.is_known(shard):
+                if donors and self.reports.is_known(shard):
                     founder = self.core.config.founder
-                    is_asked = founder in donors and self.ancestry.is_doubted(shard)
+                    is_asked = founder in donors and self.acceptance.is_doubted(shard)
                     self.fetch(shard, founder if is_asked else donors[shard % len(donors)])
 
     def become_current(self) -> None:
@@ -533,7 +539,7 @@ class Replication:
         """Drop requests to lost peers; fetches end by themselves."""
         for peer in lost:
             self.offers.pop(peer, None)
-            self.ancestry.forget(peer)
+            self.reports.forget(peer)
         for shard in [s for s, p in self.asked.items() if p in lost and ("asked", s) in self.core.alarms]:
             del self.asked[shard]
             self.core.alarms.cancel(("asked", shard))
@@ -550,7 +556,7 @@ class Replication:
         commit, target = self.applying.get(shard, (None, None))
         for state in (target, self.staged.get(shard)):
             if isinstance(state, ShardState):
-                found.update((state.head.id, *self.ancestry.lineage_of(state.head)))
+                found.update((state.head.id, *self.acceptance.lineage_of(state.head)))
         return found if commit is None else found | {commit}
 
 

@@ -202,7 +202,7 @@ class MachineView:
 
     def refusal(self, head: Head) -> str | None:
         """Return why the state at ``head``, offered just now, must not be downloaded, or None."""
-        return self._replication.ancestry.refusal(head)
+        return self._replication.acceptance.refusal(head)
 
     def is_given_up(self, shard: ShardId) -> bool:
         """Return whether a corrupted shard's state is neither requested nor on its way."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
-from p2pdiloco.protocol.commit_validation import audited_payloads
+from p2pdiloco.protocol.barred_owners import audited_payloads
 from p2pdiloco.protocol.ids import Digest, LearnerId, PeerId
 from p2pdiloco.protocol.messages import CommitHeader, WrongMerge
 from tests.machine_sim.integer_shards import Payload, merged

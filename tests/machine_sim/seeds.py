@@ -12,10 +12,10 @@ import traceback
 import msgspec
 
 from p2pdiloco.protocol import events as ev
-from p2pdiloco.protocol.commit_validation import FAR_REQUESTS
 from p2pdiloco.protocol.health import SILENT_S
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.protocol.state import ProtocolConfig
+from p2pdiloco.protocol.state_acceptance import FAR_REQUESTS
 from tests.machine_sim.byzantine import Liars
 from tests.machine_sim.faults import schedule_faults
 from tests.machine_sim.process import PeerSetting, Process

@@ -26,7 +26,7 @@ from p2pdiloco.peer.checkpoint import Checkpoint, CheckpointError
 from p2pdiloco.peer.payload_store import Held, place_bytes
 from p2pdiloco.protocol import messages
 from p2pdiloco.protocol.audits import AUDITED_VERSIONS
-from p2pdiloco.protocol.commit_validation import audited_payloads
+from p2pdiloco.protocol.barred_owners import audited_payloads
 from p2pdiloco.protocol.ids import Digest, PeerId, ShardId, peer_of
 from p2pdiloco.protocol.manifest import MANIFEST
 from p2pdiloco.protocol.messages import CommitHeader, Head, WrongMerge, commit_id
@@ -321,7 +321,7 @@ class Durability:
             for digest in sorted(shelf.payloads.keys() - self._commits - shown_to_auditors):
                 givers, at = merged.get(digest, ({name}, 0.0))
                 here_since = life.kept.get(shelf.payloads[digest], self._world.now)  # the very same may come again
-                refused = peer.machine.replication.refusals.among(self._bases[digest])
+                refused = not peer.machine.replication.refusals.ids.keys().isdisjoint(self._bases[digest])
                 if name in givers or refused:  # it may wait for a head that this peer never reaches
                     continue
                 if max(at, here_since, host.workers.held_up_at) < long_ago:

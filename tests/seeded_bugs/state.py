@@ -406,9 +406,9 @@ BUGS = (
     ),
     Bug(
         name="an outvoted peer takes what the owner shows",
-        module="p2pdiloco.protocol.commit_validation",
-        where="AncestryCheck.judge",
-        old="peer == owner and self._refusals.holds(head.id)",
+        module="p2pdiloco.protocol.state_acceptance",
+        where="StateAcceptance.judge",
+        old="peer == owner and self._rejected.holds(head.id)",
         new="False",
         harm="an owner that signed wrong digests puts its own values into those who had noticed it",
         killed_by=("tests/unit/protocol/test_values.py::test_what_most_go_on_from_is_taken_in_the_end",),

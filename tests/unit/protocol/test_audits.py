@@ -21,8 +21,8 @@ from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages
 from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol.audits import AUDIT_SHARE, AUDITED_VERSIONS
+from p2pdiloco.protocol.barred_owners import EVIDENCE_MOST, audited_payloads
 from p2pdiloco.protocol.chain import no_size
-from p2pdiloco.protocol.commit_validation import EVIDENCE_MOST, audited_payloads
 from p2pdiloco.protocol.config import Sizes
 from p2pdiloco.protocol.ids import Digest, PeerId, ShardId, learner_id
 from p2pdiloco.protocol.norm_bound import MEMORY, NormBound

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 
+from p2pdiloco.protocol import support
 from tests.golden.protocol_tests import ID, SPECIFICATION, page, rules_of_tests
 
 RULE = re.compile(r"(?:\A|\n\n)\*\*([A-Z]\d[a-z]?)\*\* ([A-Z`].+?[.])(?=\n\n|\n?\Z)", re.DOTALL)
@@ -62,3 +63,14 @@ def test_every_id_that_the_document_mentions_is_a_rule_or_the_beginning_of_some(
     text, known = SPECIFICATION.read_text(encoding="utf-8"), rules()
     mentioned = set(ID.findall(re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)))
     assert {one for one in mentioned if not any(rule.startswith(one) for rule in known)} == set()
+
+
+def test_the_table_of_majorities_is_that_of_the_module() -> None:
+    """Both list the same rules in the same order, with the same kind of threshold."""
+    assert support.__doc__ is not None
+    rows = re.findall(r"^([A-Z]\d\w.*?)  .*  (\S.*)$", support.__doc__, re.MULTILINE)
+    of_module = [(rules, "leading" in threshold, "most" in threshold) for rules, threshold in rows]
+    section = SPECIFICATION.read_text(encoding="utf-8").split("## Majorities")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| ([A-Z]\d\w.*?) \| .* \| (.+) \|$", section, re.MULTILINE)
+    assert of_module == [(rules, "leading" in threshold, "most" in threshold) for rules, threshold in rows]
+    assert len(rows) > 15

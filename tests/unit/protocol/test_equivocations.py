@@ -12,8 +12,8 @@ from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages
 from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol.aggregation import OWN_TRIES
+from p2pdiloco.protocol.barred_owners import PROOFS_MOST, TERM
 from p2pdiloco.protocol.chain import HeadChange
-from p2pdiloco.protocol.commit_validation import PROOFS_MOST, TERM
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.transport.identity import Identity
 from tests.machine_sim.report import simulate
