@@ -5,7 +5,7 @@ absences and cuts each learner has its own clock, and events come from a heap. N
 
 1. The schedule is the protocol's: fragment p is due where the global step, that of the learner furthest ahead, equals
    its offset modulo H. The learner that reaches that step announces the turn, and the others answer at the end of their
-   next step. ``protocol.aggregation`` decides when the owner merges.
+   next step. ``protocol.waiting`` decides when the owner merges.
 2. A commit reaches a learner at the end of its first step ``overlap`` steps after the turn, or later if it was made
    later: an exchange takes all the time that the schedule allows.
 3. A contribution covers what its learner trained since its mark. Carry is the node's shift: new global - old global,
@@ -34,9 +34,11 @@ from benchmarks.quality.settings import Setting, learning_rate
 from benchmarks.quality.stacked import MOMENTUM_OF, Stack, Stepping, is_by_muon
 from p2pdiloco.codec.fragments import tensor_specs
 from p2pdiloco.codec.merge import Gradient, token_weight
-from p2pdiloco.protocol.aggregation import LEAST_WAIT_STEPS, QuorumView, ResponseTimes, decide, grace_window_s
 from p2pdiloco.protocol.ids import FragmentId, PeerId, ShardId
 from p2pdiloco.protocol.manifest import Layout, make_layout
+from p2pdiloco.protocol.response_times import ResponseTimes
+from p2pdiloco.protocol.support import Support
+from p2pdiloco.protocol.waiting import LEAST_WAIT_STEPS, QuorumView, Waits, decide, grace_window_s
 from p2pdiloco.training.dataset_files import Corpus
 from p2pdiloco.training.models import build_model, is_embedding
 from p2pdiloco.training.parameters import FlatParameters
@@ -335,7 +337,7 @@ class Laboratory:
             self._response_times.record(_peer(index), now - turn.opened_at)
 
     def _consider(self, turn: Turn, now: float) -> None:
-        """The owner's decision; see ``protocol.aggregation``."""
+        """The owner's decision; see ``protocol.waiting``."""
         s = self.setting
         participants = {index for index, member in enumerate(self.members) if member.takes_part}
         missing, limit = list(map(_peer, participants - turn.answered)), max(s.sync_every / 2, LEAST_WAIT_STEPS)
@@ -346,27 +348,26 @@ class Laboratory:
         grace = grace_window_s(
             grace_share=s.grace, overlap_steps=s.overlap, step_time_s=1.0, quorum_s=quorum_s, sync_s=0.0
         )
-        if s.waits:
-            grace = max(grace, self._response_times.wait_s(missing, limit) - quorum_s)
         view = QuorumView(
             now=now,
             opened_at=turn.opened_at,
             quorum_at=turn.quorum_at,
             given=len(turn.given),
-            missing=len(missing),
+            answers=Support(len(turn.answered), len(turn.answered) + len(missing)),
+            missing=self._response_times.usual_s(missing),
             min_quorum=quorum,
             rank=0,
-            takeover_s=ENDLESS,
             grace_s=grace,
+            waits=Waits(takeover_s=ENDLESS, usual_s=limit, most_s=0.0, few_s=ENDLESS, commit_s=0.0),
+            is_extended=s.waits,
         )
         decision = decide(view)
         if decision.is_close:
-            if now >= turn.opened_at + limit:
-                self._response_times.record_missing(missing, limit)
+            self._response_times.record_missing(decision.late, limit)
             self._close(turn, now)
         elif decision.look_again_at is not None:
             heapq.heappush(self._events, (decision.look_again_at, 1, turn.fragment))
-        elif view.missing == 0:  # nobody has anything to give
+        elif not view.missing:  # nobody has anything to give
             del self._open[turn.fragment]
 
     def _close(self, turn: Turn, now: float) -> None:

@@ -40,11 +40,11 @@ from p2pdiloco.peer.learner_updates import Payload
 from p2pdiloco.peer.options import PeerOptions, protocol_config
 from p2pdiloco.peer.payload_store import Held
 from p2pdiloco.peer.state_proof import SavedState, ancestors, lineage_of, proven_digest
-from p2pdiloco.protocol.aggregation import is_left
 from p2pdiloco.protocol.chain import Chain
 from p2pdiloco.protocol.ids import Digest, PeerId, ShardId, digest_of
 from p2pdiloco.protocol.manifest import Layout, Manifest
 from p2pdiloco.protocol.messages import Commit, CommitHeader, Head, commit_id
+from p2pdiloco.protocol.own_commits import is_left
 from p2pdiloco.util import logs
 from p2pdiloco.util.files import SECTOR_BYTES
 from p2pdiloco.wire.control_messages import CommitParts, SignedCommit, decode_message, encode, split_commit

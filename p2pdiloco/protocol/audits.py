@@ -57,7 +57,7 @@ class Audits:
             # The live peers without the owner, and this one, are as many as the live peers.
             share = (LONG_AUDITS if is_long else AUDIT_SHARE) / len(peers)
             chance = 1.0 if header.owner in self._missing else min(1.0, share)
-            core.effects.append(Audit(change.shard, change.head.id, chance, self._aggregation.takeover_s()))
+            core.effects.append(Audit(change.shard, change.head.id, chance, self._aggregation.waits().takeover_s))
 
     def on_audited(self, event: Audited) -> None:
         """Count audits for which an owner did not deliver what it should still have."""
@@ -76,7 +76,7 @@ class Audits:
             del self._missing[oldest]
             owners.withholding.discard(oldest)
         owners.withholding.add(owner)
-        core.membership.on_takeover_missed(owner, core.now, self._aggregation.takeover_s())
+        core.membership.on_takeover_missed(owner, core.now, self._aggregation.waits().takeover_s)
 
     def payloads(self, shard: ShardId, size_of: SizeOf, most_bytes: int) -> set[Digest]:
         """Return the payloads of the contributions to this peer's newest merges that fit into ``most_bytes`` together;

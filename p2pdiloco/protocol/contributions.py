@@ -470,7 +470,7 @@ class Contributions:
         ranked = core.participation.ranked_owners(shard)
         if pending.contribution.contributor.tokens:
             laps = 1 + pending.rank // len(ranked)
-            core.alarms.set(("takeover", shard), core.now + laps * self.aggregation.takeover_s())
+            core.alarms.set(("takeover", shard), core.now + laps * self.aggregation.waits().takeover_s)
         if pending.beyond.issuperset(ranked):
             return
         if pending.asked.union(pending.beyond).issuperset(ranked):
@@ -489,7 +489,9 @@ class Contributions:
         if pending is not None:
             pending.rank += 1
             if not pending.has_answered:
-                self.core.membership.on_takeover_missed(pending.target, self.core.now, self.aggregation.takeover_s())
+                self.core.membership.on_takeover_missed(
+                    pending.target, self.core.now, self.aggregation.waits().takeover_s
+                )
             self.core.note(
                 "info",
                 "takeover",

@@ -211,7 +211,9 @@ class Machine:
             self.replication.applying[state.head.shard] = (state.head.id, state)
             self._on_applied(state.head.shard, state.head.id)
             if state.head.version:
-                self.aggregation.wait_for_heads(state.head.shard)
+                self.aggregation.own_commits.wait_for_heads(
+                    state.head.shard, self.core.now + self.core.config.request_s
+                )
         for header in event.own:
             if self.aggregation.own_commits.restore(header, self.core.chains[header.shard].head):
                 self.replication.on_commit(self.core.config.peer, header)

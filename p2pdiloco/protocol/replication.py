@@ -224,19 +224,27 @@ class Replication:
             self.refusals.add(header, new_id, sender, problem)
         elif (problem := self.delta.problem(header)) is not None:
             self.refusals.note(header, sender, problem)
-        elif (turn := self._turn_of(header, new_id)) > self.core.now:
+        elif (turn := self._take_turn(header, new_id)) > self.core.now:
             self.orphans.add(header, self.core.head(header.shard))
             self.core.alarms.set(("turn", header.shard), turn)
         else:
             self.apply(header, new_id)
 
-    def _turn_of(self, header: CommitHeader, new_id: Digest) -> float:
-        """Return when to apply ``header``: now if most other peers have, else when its owner may merge."""
-        self.aggregation.collections[header.shard].is_unusual = False
-        is_own = header.owner == self.core.config.peer
-        if is_own or self.reports.support(header.shard, self.orphans.descendants(header.shard, new_id)).is_most:
-            return self.core.now
-        return self.aggregation.turn_of(header)
+    def _take_turn(self, header: CommitHeader, new_id: Digest) -> float:
+        """Return when to apply ``header``: now if most other peers have, else when its owner may merge.
+
+        A suspected owner comes last from now on.
+        """
+        core, shard, aggregation = self.core, header.shard, self.aggregation
+        descendants = self.orphans.descendants(shard, new_id)
+        if header.owner == core.config.peer or self.reports.support(shard, descendants).is_most:
+            aggregation.use_turn(shard, is_unusual=False)
+            return core.now
+        due = aggregation.due(header)
+        aggregation.use_turn(shard, is_unusual=due.is_unusual)
+        if due.is_suspect:
+            core.membership.on_takeover_missed(header.owner, core.now, aggregation.waits().takeover_s)
+        return due.at
 
     def on_turn(self, shard: ShardId) -> None:
         """Apply the commit that waited for its owner's turn."""
@@ -348,7 +356,7 @@ class Replication:
             if shard not in self.asked and (known is None or is_heavier(theirs, known[1])):
                 self.wanted[shard] = (peer, theirs)
                 if known is None and core.is_current:  # a newcomer needs states before commits
-                    core.alarms.set(("want", shard), core.now + self.aggregation.commit_patience_s())
+                    core.alarms.set(("want", shard), core.now + self.aggregation.waits().commit_s)
         elif self._is_lighter_fork(theirs):
             core.send((peer,), Heads((chain.head,), core.step))
             self._follow_most(peer, shard)

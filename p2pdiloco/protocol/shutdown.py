@@ -112,7 +112,7 @@ class Shutdown:
         is_overdue = core.now >= self.flush_at
         is_again = is_overdue and self.flush_at > 0.0
         if is_overdue:
-            self.flush_at = core.now + self.contributions.aggregation.takeover_s()
+            self.flush_at = core.now + self.contributions.aggregation.waits().takeover_s
             core.alarms.set(("flush", 0), self.flush_at)
         for fragment, shards in enumerate(core.config.fragments):
             turn = self.contributions.turns[fragment]

@@ -32,7 +32,7 @@ from p2pdiloco.peer.model_state import ModelState
 from p2pdiloco.peer.payload_cache import PayloadCache
 from p2pdiloco.peer.signatures import signed
 from p2pdiloco.peer.state_server import StateServer
-from p2pdiloco.protocol import aggregation, block_assignment, heartbeat
+from p2pdiloco.protocol import aggregation, block_assignment, heartbeat, waiting
 from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol.chain import NO_MARK, record_of
 from p2pdiloco.protocol.config import BATCH_ROOM, LEAST_FACTOR, RANGE_TURNS
@@ -648,8 +648,8 @@ def _selfish() -> None:
             given[theirs.contributor.learner] = theirs
         sound(self, shard)
 
-    def alone(self: aggregation.Aggregation, *arguments: Any) -> aggregation.QuorumView:
-        return view(self, *arguments)._replace(missing=0)
+    def alone(self: aggregation.Aggregation, *arguments: Any) -> waiting.QuorumView:
+        return view(self, *arguments)._replace(missing={})
 
     _put(aggregation.Aggregation, "merge_if_due", merge_own)
     _put(aggregation.Aggregation, "_view", alone)
@@ -775,7 +775,7 @@ def _late() -> None:
     def late(self: aggregation.Aggregation, shard: ShardId) -> None:
         collection, core = self.collections[shard], self.core
         if collection.opened_at is not None and not collection.is_closed:
-            due = collection.opened_at + LATE_SHARE * self.takeover_s()
+            due = collection.opened_at + LATE_SHARE * self.waits().takeover_s
             if core.now < due:
                 core.alarms.set(("close", shard), due)
                 return

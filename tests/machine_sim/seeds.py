@@ -173,7 +173,7 @@ def _waiting_turns_s(world: World) -> float:
     """Return how long others need for the versions that a peer made alone while it was cut off: one per turn (O5b)."""
     return max(
         (
-            (world.checks.newest[chain.shard] - chain.head.version) * process.machine.aggregation.unusual_s()
+            (world.checks.newest[chain.shard] - chain.head.version) * process.machine.aggregation.waits().few_s
             for process in world.living()
             for chain in process.machine.core.chains
             if chain.head is not None and ("turn", chain.shard) in process.machine.core.alarms

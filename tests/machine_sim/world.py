@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from p2pdiloco.protocol import events as ev
-from p2pdiloco.protocol.aggregation import is_left
 from p2pdiloco.protocol.chain import genesis_head
 from p2pdiloco.protocol.ids import Digest, PeerId, ShardId
 from p2pdiloco.protocol.messages import CommitHeader
+from p2pdiloco.protocol.own_commits import is_left
 from p2pdiloco.protocol.state import ProtocolConfig
 from tests.machine_sim.auditing import Auditing
 from tests.machine_sim.byzantine import Liars

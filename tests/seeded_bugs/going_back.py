@@ -8,7 +8,7 @@ _TESTS = "tests/unit/protocol/test_going_back.py"
 _WHOLE = "tests/unit/test_peer_going_back.py"
 _BACK = "p2pdiloco.protocol.going_back"
 _EVALUATION = "p2pdiloco.protocol.evaluation"
-_OWN = "p2pdiloco.protocol.aggregation"
+_OWN = "p2pdiloco.protocol.own_commits"
 
 
 def _bug(name: str, module: str, where: str, old: str, new: str, harm: str, killed_by: str, path: str = _TESTS) -> Bug:
@@ -108,7 +108,7 @@ BUGS = (
     ),
     _bug(
         "an abandoned head is merged on",
-        _OWN,
+        "p2pdiloco.protocol.aggregation",
         "Aggregation.merge_if_due",
         "core.head(shard).id in core.abandoned",
         "False",

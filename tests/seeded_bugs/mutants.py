@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from p2pdiloco.protocol import aggregation, chain, contributions, heartbeat, machine, replication, shutdown
+from p2pdiloco.protocol import aggregation, chain, contributions, heartbeat, machine, replication, shutdown, waiting
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol.contributions import Ledger, Walk
 from p2pdiloco.protocol.effects import PauseLearner
@@ -129,15 +129,15 @@ def _endless_grace() -> list[Patch]:
 
 
 def _quorum_too_small() -> list[Patch]:
-    def decide(view: aggregation.QuorumView) -> aggregation.Decision:
-        return aggregation.decide(view._replace(min_quorum=view.min_quorum - 1))
+    def decide(view: waiting.QuorumView) -> waiting.Decision:
+        return waiting.decide(view._replace(min_quorum=view.min_quorum - 1))
 
     return [(aggregation, "decide", decide)]
 
 
 def _quorum_too_large() -> list[Patch]:
-    def decide(view: aggregation.QuorumView) -> aggregation.Decision:
-        return aggregation.decide(view._replace(min_quorum=view.min_quorum + 1))
+    def decide(view: waiting.QuorumView) -> waiting.Decision:
+        return waiting.decide(view._replace(min_quorum=view.min_quorum + 1))
 
     return [(aggregation, "decide", decide)]
 

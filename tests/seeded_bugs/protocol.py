@@ -44,10 +44,10 @@ BUGS = (
     ),
     _bug(
         "the slowest round trip makes owners wait",
-        "aggregation",
-        "Aggregation._limit_s",
-        "steps * core.fastest_step_time_s() + 2 * core.membership.usual_round_trip_s",
-        "steps * core.fastest_step_time_s() + 2 * core.membership.slowest_round_trip_s",
+        "waiting",
+        "waits",
+        "steps * times.step_s + 2 * times.usual_round_trip_s",
+        "steps * times.step_s + 2 * times.slowest_round_trip_s",
         "a member that answers heartbeats late delays every version of a small model by seconds",
         "test_answers.py::test_who_answers_heartbeats_late_is_not_waited_for_longer",
     ),
@@ -125,7 +125,7 @@ BUGS = (
     ),
     _bug(
         "what an earlier life made and left behind is forgotten",
-        "aggregation",
+        "own_commits",
         "OwnCommitLog.restore",
         "self._dropped[header.shard].append(header.parent)",
         "pass",

@@ -6,15 +6,19 @@ from collections import Counter
 
 import pytest
 
-from p2pdiloco.protocol.aggregation import QuorumView, decide, grace_window_s
 from p2pdiloco.protocol.contributions import STAY, Ledger, Walk
 from p2pdiloco.protocol.ids import Digest, PeerId, RunId, ShardId
 from p2pdiloco.protocol.machine import Machine
 from p2pdiloco.protocol.ownership import ranked_owners
 from p2pdiloco.protocol.state import BURST_TURNS, HASTE, USUAL_STEP_S, StepClaimLimit
+from p2pdiloco.protocol.support import Support
+from p2pdiloco.protocol.waiting import CommitView, QuorumView, Waits, decide, due, grace_window_s
 from tests.machine_sim.scenarios import base_config
 
 RUN = RunId("run")
+WAITS = Waits(takeover_s=3.0, usual_s=2.5, most_s=2.0, few_s=5.0, commit_s=0.5)
+SLOW, USUAL = {PeerId("c"): 9.0}, {PeerId("c"): 1.0}
+"""Who is missing, and usually takes so long."""
 
 
 def view(**changes: object) -> QuorumView:
@@ -23,11 +27,12 @@ def view(**changes: object) -> QuorumView:
         opened_at=8.0,
         quorum_at=9.5,
         given=2,
-        missing=1,
+        answers=Support(2, 3),
+        missing=SLOW,
         min_quorum=2,
         rank=0,
-        takeover_s=3.0,
-        grace_s=1.0,
+        grace_s=0.5,
+        waits=WAITS,
     )
     return usual._replace(**changes)  # type: ignore[arg-type]
 
@@ -36,14 +41,23 @@ def view(**changes: object) -> QuorumView:
     ("changes", "is_close", "look_again_at"),
     [
         ({"given": 1, "quorum_at": None}, False, None),
-        ({"given": 1, "quorum_at": None, "missing": 0}, False, None),
-        ({"missing": 0}, True, None),
-        ({"missing": 0, "grace_s": 1e9}, True, None),
-        ({}, False, 10.5),
-        ({"now": 10.5}, True, None),
+        ({"given": 1, "quorum_at": None, "missing": {}}, False, None),
+        ({"missing": {}}, True, None),
+        ({"missing": {}, "grace_s": 1e9}, True, None),
+        ({"now": 9.6}, False, 10.0),
+        ({}, True, None),
         ({"grace_s": 0.0}, True, None),
-        ({"rank": 1, "missing": 0}, False, 11.0),
-        ({"rank": 1, "missing": 0, "now": 11.0}, True, None),
+        ({"grace_s": 1e9}, False, 12.5),
+        ({"missing": USUAL}, False, 10.5),
+        ({"missing": USUAL, "now": 10.5}, True, None),
+        ({"missing": USUAL, "is_extended": False}, True, None),
+        ({"missing": USUAL, "departing_s": 1.5}, False, 11.0),
+        ({"missing": USUAL, "departing_s": 0.1}, True, None),
+        ({"answers": Support(1, 3), "missing": SLOW | {PeerId("b"): 9.0}, "now": 9.9}, False, 10.0),
+        ({"answers": Support(1, 4), "missing": SLOW, "now": 9.9, "grace_s": 0.0}, True, None),
+        ({"answers": Support(2, 4), "missing": SLOW, "now": 9.9, "grace_s": 0.0}, False, 10.0),
+        ({"rank": 1, "missing": {}}, False, 11.0),
+        ({"rank": 1, "missing": {}, "now": 11.0}, True, None),
         ({"rank": 1, "now": 11.0}, True, None),
         ({"rank": 2, "now": 11.0}, False, 14.0),
     ],
@@ -52,6 +66,33 @@ def test_when_an_owner_closes(changes: dict[str, object], is_close: bool, look_a
     decision = decide(view(**changes))
     assert (decision.is_close, decision.look_again_at) == (is_close, look_again_at)
     assert decision.reason
+
+
+def test_who_was_waited_for_until_the_usual_time_is_late() -> None:
+    assert decide(view()).late == frozenset(), "the grace window was shorter"
+    assert decide(view(now=10.5)).late == SLOW.keys()
+    assert decide(view(now=10.5, missing={})).late == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("changes", "at", "is_unusual"),
+    [
+        ({"is_small": False}, 10.0, False),
+        ({}, 10.5, False),
+        ({"now": 10.5}, 10.5, False),
+        ({"opened_at": None}, 12.0, False),
+        ({"opened_at": None, "now": 12.5}, 12.0, True),
+        ({"rank": 1}, 11.5, False),
+        ({"rank": 2}, 12.0, False),
+        ({"is_suspect": True}, 14.5, False),
+        ({"is_suspect": True, "opened_at": None}, 13.0, False),
+        ({"is_suspect": True, "now": 15.0}, 15.0, False),
+    ],
+)
+def test_when_a_commit_may_be_applied(changes: dict[str, object], at: float, is_unusual: bool) -> None:
+    usual = CommitView(now=10.0, began_at=7.0, opened_at=8.5, rank=0, is_small=True, is_suspect=False, waits=WAITS)
+    found = due(usual._replace(**changes))  # type: ignore[arg-type]
+    assert (found.at, found.is_unusual, found.is_suspect) == (at, is_unusual, "is_suspect" in changes)
 
 
 def test_grace_window_is_the_papers_and_never_negative() -> None:

@@ -132,7 +132,7 @@ def test_who_hears_of_a_heavier_head_asks_for_what_follows_its_own_after_the_com
         "in a refusal": msg.Refused(SHARD, stage.head().id, "stale", theirs),
     }
     effects = stage.hear(B, says[how])
-    patience_s = stage.machine.aggregation.commit_patience_s()
+    patience_s = stage.machine.aggregation.waits().commit_s
     assert not sent(effects + stage.wait(patience_s - 0.01), msg.CommitsRequest)
     assert sent(stage.wait(0.02), msg.CommitsRequest) == [(B, msg.CommitsRequest(SHARD, stage.head().id))]
 
@@ -152,7 +152,7 @@ def test_who_is_farther_behind_than_an_answer_reaches_asks_again() -> None:
     for begin in range(0, 40 * (MAX_COMMITS_SENT + 2), 40):
         headers.append(commit_on(heads[-1], tokens(B, begin, begin + 40)))
         heads.append(head_of(headers[-1]))
-    patience_s = stage.machine.aggregation.commit_patience_s() + 0.1
+    patience_s = stage.machine.aggregation.waits().commit_s + 0.1
     effects = stage.hear(B, msg.Commit(headers[-1])) + stage.wait(patience_s)
     for header in headers[:MAX_COMMITS_SENT]:
         stage.take(header)
@@ -173,7 +173,7 @@ def test_who_delivers_nothing_is_asked_less_and_less_often() -> None:
     """A3d: a head to which nothing valid leads must not keep a peer from what others have."""
     stage = Stage(B, C, has_learner=False)
     request_s, theirs = stage.machine.core.config.request_s, heavy(stage.head())
-    patience_s = stage.machine.aggregation.commit_patience_s()
+    patience_s = stage.machine.aggregation.waits().commit_s
     waits = []
     for _ in range(5):
         waits.append(asked_again_after(stage, theirs) - patience_s)
@@ -354,7 +354,7 @@ def test_after_a_commit_that_was_not_taken_the_contributions_are_still_there() -
     stage = Stage(B, C, owners="abc", has_learner=False, grace_share=0.0)
     stage.work(stage.offer(C), ef.Merge)
     assert not only(stage.tell(ev.Failed("apply", SHARD, None, "no memory")), ef.Merge), "at once it would fail again"
-    effects = stage.wait(stage.machine.aggregation.takeover_s())
+    effects = stage.wait(stage.machine.aggregation.waits().takeover_s)
     assert [m.base for m in only(effects, ef.Merge)] == [stage.head()]
 
 

@@ -1,14 +1,35 @@
 """How long participants usually take, and what the owner makes of it."""
 
+from collections.abc import Sequence
+
 import pytest
 from stage import SHARD, A, B, C, D, Stage, only
 
 from p2pdiloco.protocol import effects as ef
-from p2pdiloco.protocol.aggregation import ResponseTimes
-from p2pdiloco.protocol.ids import Digest
+from p2pdiloco.protocol.ids import Digest, PeerId
 from p2pdiloco.protocol.membership import smoothed
+from p2pdiloco.protocol.response_times import ResponseTimes
+from p2pdiloco.protocol.support import Support
+from p2pdiloco.protocol.waiting import QuorumView, Waits, decide
 
 BASE = Digest("base")
+
+
+def wait_s(times: ResponseTimes, missing: Sequence[PeerId], usual_s: float) -> float:
+    """How long the owner waits for those that are missing, of many; without them it would not wait."""
+    view = QuorumView(
+        now=0.0,
+        opened_at=0.0,
+        quorum_at=0.0,
+        given=9,
+        answers=Support(9, 9),
+        missing=times.usual_s(missing),
+        min_quorum=1,
+        rank=0,
+        grace_s=0.0,
+        waits=Waits(takeover_s=60.0, usual_s=usual_s, most_s=0.0, few_s=60.0, commit_s=1.0),
+    )
+    return decide(view).look_again_at or 0.0
 
 
 def test_equal_samples_leave_no_variation() -> None:
@@ -26,29 +47,29 @@ def test_who_usually_takes_longer_than_the_limit_is_not_waited_for() -> None:
         answers.record(B, 2.0)
         answers.record(C, 9.0)
     for limit_s in (5.0, 10.0):
-        assert answers.wait_s([B, C, D], limit_s) == limit_s
-    assert answers.wait_s([C], 5.0) == 0.0
-    assert answers.wait_s([D], 10.0) == 10.0
+        assert wait_s(answers, [B, C, D], limit_s) == limit_s
+    assert wait_s(answers, [C], 5.0) == 0.0
+    assert wait_s(answers, [D], 10.0) == 10.0
     answers.record_missing([D], 10.0)
-    assert answers.wait_s([D], 10.0) == 0.0
+    assert wait_s(answers, [D], 10.0) == 0.0
     for _ in range(20):
         answers.record(D, 2.0)
-    assert answers.wait_s([D], 10.0) == 10.0
+    assert wait_s(answers, [D], 10.0) == 10.0
 
 
 def test_late_answers_to_the_version_before_count_and_others_do_not() -> None:
     """W3b."""
     answers = ResponseTimes(1)
     answers.record_late(B, SHARD, BASE, 3.0)
-    assert answers.wait_s([B], 1.9) == 1.9
+    assert wait_s(answers, [B], 1.9) == 1.9
     answers.end_turn(SHARD, BASE, 1.0)
     answers.record_late(B, SHARD, Digest("older"), 3.0)
-    assert answers.wait_s([B], 1.9) == 1.9
+    assert wait_s(answers, [B], 1.9) == 1.9
     answers.record_late(B, SHARD, BASE, 3.0)
-    assert answers.wait_s([B], 2.0) == 2.0
-    assert answers.wait_s([B], 1.9) == 0.0
+    assert wait_s(answers, [B], 2.0) == 2.0
+    assert wait_s(answers, [B], 1.9) == 0.0
     answers.forget(B)
-    assert answers.wait_s([B], 1.9) == 1.9
+    assert wait_s(answers, [B], 1.9) == 1.9
 
 
 def turns(
@@ -133,15 +154,15 @@ def test_an_owners_own_learner_is_timed_when_it_comes_too_late(is_encoding: bool
     stage.work(stage.wait(0.8), ef.Merge, ef.Apply)
     assert stage.head().version == 1, "it was merged without the own learner"
     stage.wait(0.7)
-    before = times.wait_s([A], 9.9)
+    before = wait_s(times, [A], 9.9)
     stage.tell(stage.end_of(late))
-    assert (before, times.wait_s([A], 9.0)) == (0.0, 9.0), "10, and an eighth of the way to 1.5"
+    assert (before, wait_s(times, [A], 9.0)) == (0.0, 9.0), "10, and an eighth of the way to 1.5"
 
 
 def test_the_owner_waits_for_at_most_half_of_the_takeover_time() -> None:
     """W3b: else the next owner merges, too, before the commit is there."""
     stage = Stage(B, has_learner=False, overlap=2, takeover_floor_s=1.2, takeover_ceiling_s=1.2)
-    assert stage.machine.aggregation._limit_s() == pytest.approx(0.6)
+    assert stage.machine.aggregation.waits().usual_s == pytest.approx(0.6)
 
 
 def test_the_owner_waits_for_three_steps_however_short_a_turn_is() -> None:
@@ -151,7 +172,7 @@ def test_the_owner_waits_for_three_steps_however_short_a_turn_is() -> None:
     for stage in stages:
         stage.train(1)
     step_s = stages[0].machine.core.fastest_step_time_s()
-    limits = [stage.machine.aggregation._limit_s() for stage in stages]
+    limits = [stage.machine.aggregation.waits().usual_s for stage in stages]
     assert limits == pytest.approx([3 * step_s, 5 * step_s])
 
 
@@ -164,4 +185,4 @@ def test_an_own_learner_is_timed_whoever_owns_the_shard(owners: str) -> None:
     (snapshot,) = only(stage.train(4), ef.Snapshot)
     stage.wait(0.4)
     stage.work([snapshot], ef.Snapshot, ef.Encode)
-    assert times.wait_s([A], 8.9) == 8.9, "10, and an eighth of the way to 0.4"
+    assert wait_s(times, [A], 8.9) == 8.9, "10, and an eighth of the way to 0.4"

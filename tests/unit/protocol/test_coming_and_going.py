@@ -206,7 +206,7 @@ def test_who_leaves_announces_again_what_nobody_has_merged() -> None:
     """C4g: each takeover time, at the same step: nobody's run is the shorter for it."""
     stage = leaving()
     [(_, announced)] = sent(stage.work(stage.tell(ev.LearnerPaused(2, 20)), ef.Snapshot, ef.Encode), msg.Turn)
-    takeover_s = stage.machine.aggregation.takeover_s()
+    takeover_s = stage.machine.aggregation.waits().takeover_s
     assert not sent(stage.wait(takeover_s - 0.1), msg.Turn)
     assert sent(stage.wait(0.2), msg.Turn) == [(B, announced)]
     assert sent(stage.wait(takeover_s), msg.Turn) == [(B, announced)]

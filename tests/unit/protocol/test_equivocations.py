@@ -11,10 +11,10 @@ from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages
 from p2pdiloco.protocol import messages as msg
-from p2pdiloco.protocol.aggregation import OWN_TRIES
 from p2pdiloco.protocol.barred_owners import PROOFS_MOST, TERM
 from p2pdiloco.protocol.chain import HeadChange
 from p2pdiloco.protocol.ids import PeerId
+from p2pdiloco.protocol.own_commits import OWN_TRIES
 from p2pdiloco.transport.identity import Identity
 from tests.machine_sim.report import simulate
 
@@ -40,7 +40,7 @@ def test_an_owner_makes_one_commit_of_a_parent() -> None:
     (first,) = {message.header for _, message in sent(stage.work(stage.offer(C), ef.Merge), msg.Commit)}
     stage.tell(FAILED)
     stage.offer(B)
-    effects = stage.work(stage.wait(stage.machine.aggregation.takeover_s()), ef.Merge)
+    effects = stage.work(stage.wait(stage.machine.aggregation.waits().takeover_s), ef.Merge)
     assert {message.header for _, message in sent(effects, msg.Commit)} == {first}
     assert first.payload in stage.machine.payloads(SHARD)
     assert msg.commit_id(first) in stage.machine.commits(SHARD)
@@ -113,7 +113,7 @@ def test_who_is_alone_and_cannot_apply_its_own_makes_another_at_last() -> None:
         effects += stage.tell(ev.PeerDisconnected(peer, "gone"))
     made = []
     for _ in range(OWN_TRIES):
-        effects = stage.work(stage.wait(stage.machine.aggregation.takeover_s()), ef.Merge)
+        effects = stage.work(stage.wait(stage.machine.aggregation.waits().takeover_s), ef.Merge)
         made += [apply.header for apply in only(effects, ef.Apply)]
         stage.tell(FAILED)
     assert set(made) == {first}

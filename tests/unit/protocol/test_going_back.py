@@ -235,7 +235,7 @@ def test_a_commit_that_waits_for_its_turn_is_not_applied_to_an_abandoned_head() 
     alone = stage.commit(tokens(C, 0, 40), owner=C, step=16)
     assert not only(stage.hear(C, msg.Commit(alone)), ef.Apply), "it waits"
     gone_back(stage, states)
-    assert not only(stage.wait(3 * stage.machine.aggregation.takeover_s()), ef.Apply)
+    assert not only(stage.wait(3 * stage.machine.aggregation.waits().takeover_s), ef.Apply)
     effects = stage.work(stage.tell(ev.Restored(SHARD, states[0], ())), ef.Install)
     assert stage.head().id == states[0].head.id, effects
 

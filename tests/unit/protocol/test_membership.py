@@ -127,7 +127,7 @@ def test_live_is_not_participating() -> None:
 
 
 def test_a_peer_participates_while_its_learner_holds_unmerged_tokens() -> None:
-    """L3b: a paused learner does until the last of them is merged, and says so."""
+    """L3a: a paused learner does until the last of them is merged, and says so."""
     stage = Stage(B, weight=0.0)
     stage.train(2)
     effects = stage.tell(ev.LearnerPaused(stage.steps, stage.tokens))

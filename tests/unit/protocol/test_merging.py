@@ -147,7 +147,7 @@ def test_the_owner_waits_for_its_own_learner_as_for_any_other() -> None:
 
 
 def test_with_the_quorum_in_the_owner_merges_when_the_grace_window_is_over() -> None:
-    """M4b: 0.7 x 2 steps of 0.5 s after the first contribution, if the others usually take longer than it may wait."""
+    """M4a: 0.7 x 2 steps of 0.5 s after the first contribution, if the others usually take longer than it may wait."""
     stage = owner(B, C, grace_share=0.7, overlap=2)
     stage.machine.aggregation.response_times.record(C, 10.0)
     assert merged(stage.offer(B) + stage.wait(0.69)) == []
@@ -159,7 +159,7 @@ def test_for_a_peer_on_its_way_out_the_owner_waits_up_to_the_takeover_time() -> 
     for phase in ("leaving", "finished"):
         stage = owner(B, C, grace_share=0.0)
         stage.says(C, phase=phase)
-        takeover_s = stage.machine.aggregation.takeover_s()
+        takeover_s = stage.machine.aggregation.waits().takeover_s
         assert takeover_s > 1.0
         assert merged(stage.offer(B) + stage.wait(takeover_s - 0.01)) == []
         assert merged(stage.wait(0.02)) == [(tokens(B, 0, 40),)]
@@ -281,7 +281,7 @@ def test_a_contribution_alone_opens_no_round() -> None:
     effects = stage.hear(B, stage.contribution(B)) + stage.hear(C, stage.contribution(C))
     assert merged(effects + stage.wait(5.0)) == [(tokens(B, 0, 40), tokens(C, 0, 40))], "two of three contribute"
     stage = owner(B, C, D)
-    effects = stage.hear(B, stage.contribution(B)) + stage.wait(2.2 * stage.machine.aggregation.takeover_s())
+    effects = stage.hear(B, stage.contribution(B)) + stage.wait(2.2 * stage.machine.aggregation.waits().takeover_s)
     assert merged(effects) == [(tokens(B, 0, 40),)], "an announcement may have been lost"
 
 
@@ -292,7 +292,7 @@ def test_an_owner_waits_longer_while_most_have_not_answered() -> None:
         stage.says(B, step_time_s=1e-9)
         stage.wait(1.0)
         effects = [effect for peer in answered for effect in stage.offer(peer)]
-        wait_s = stage.machine.aggregation.wait_for_most_s()
+        wait_s = stage.machine.aggregation.waits().most_s
         assert wait_s == pytest.approx(1.0), "half of a round"
         effects += stage.wait(0.8 * wait_s)
         assert bool(merged(effects)) == (len(answered) == 2)

@@ -10,9 +10,9 @@ from stage import SHARD, A, B, C, D, Stage, bare, head_of, life, only, sent, tok
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
-from p2pdiloco.protocol.aggregation import COMMITS_LEAST, SmallCommits
 from p2pdiloco.protocol.ids import PeerId, RunId
 from p2pdiloco.protocol.ownership import Candidates, ranked_owners
+from p2pdiloco.protocol.suspicion import COMMITS_LEAST, SmallCommits
 
 RUN = RunId("run")
 FOUR: Candidates = tuple((peer, 1.0) for peer in (A, B, C, D))
@@ -140,7 +140,7 @@ def test_if_no_commit_comes_within_the_takeover_time_a_contribution_goes_to_the_
     """O3c."""
     stage = Stage(B, C, owners="bca")
     [(_, given)] = sent(stage.give(), msg.Contribution)
-    takeover_s = stage.machine.aggregation.takeover_s()
+    takeover_s = stage.machine.aggregation.waits().takeover_s
     assert not sent(stage.wait(takeover_s - 0.01), msg.Contribution)
     assert sent(stage.wait(0.02), msg.Contribution) == [(C, given)]
     assert only(stage.wait(3 * takeover_s), ef.Merge), "and then to this peer itself, rank 2"
@@ -161,7 +161,7 @@ def test_what_an_owner_with_a_heavier_head_refused_is_not_offered_to_it_again() 
     [(_, given)] = sent(stage.give(), msg.Contribution)
     theirs = head_of(stage.commit(tokens(B, 0, 40)))
     stage.hear(B, msg.Refused(SHARD, given.base.id, "stale", theirs))
-    takeover_s = stage.machine.aggregation.takeover_s()
+    takeover_s = stage.machine.aggregation.waits().takeover_s
     effects = stage.wait(20 * takeover_s)
     assert not sent(effects, msg.Contribution)
     assert only(effects, ef.Merge), "this peer itself is next in rank"
@@ -194,7 +194,7 @@ def test_rank_r_merges_no_sooner_than_r_takeover_times_after_it_heard_of_the_tur
     for order, rank in (("bac", 1), ("bca", 2)):
         stage = Stage(B, C, owners=order, has_learner=False)
         stage.announce(B, 4)
-        takeover_s = stage.machine.aggregation.takeover_s()
+        takeover_s = stage.machine.aggregation.waits().takeover_s
         stage.wait(0.5)
         effects = stage.offer(B) + stage.offer(C)
         assert not only(effects + stage.wait(rank * takeover_s - 0.51), ef.Merge)
@@ -219,7 +219,7 @@ def test_a_commit_out_of_turn_that_few_took_part_in_waits_for_its_owners_turn() 
     alone = stage.commit(tokens(D, 0, 40), owner=D)
     stage.announce(B, 4)
     assert not is_applied(stage.hear(D, msg.Commit(alone)), alone), "D is of rank 2, and one of three participants"
-    takeover_s = stage.machine.aggregation.takeover_s()
+    takeover_s = stage.machine.aggregation.waits().takeover_s
     assert not is_applied(stage.wait(0.9 * takeover_s), alone)
     assert is_applied(stage.wait(1.2 * takeover_s), alone), "by then D might have taken over"
 
@@ -239,7 +239,7 @@ def test_a_commit_in_turn_that_few_took_part_in_waits_as_its_owner_has_to() -> N
     stage = Stage(B, C, D, owners="bcda", has_learner=False)
     alone = stage.commit(tokens(B, 0, 40), owner=B)
     assert not is_applied(stage.hear(B, msg.Commit(alone)), alone), "no round was announced"
-    wait_s = stage.machine.aggregation.wait_for_most_s()
+    wait_s = stage.machine.aggregation.waits().most_s
     assert wait_s == pytest.approx(1.0)
     assert not is_applied(stage.announce(B, 4) + stage.wait(0.9 * wait_s), alone)
     assert is_applied(stage.wait(0.2 * wait_s), alone)
@@ -249,14 +249,14 @@ def test_while_a_participant_leaves_no_round_waits_for_the_others() -> None:
     """M4d, O5a: its time is short."""
     stage = Stage(B, C, D, owners="bcda", has_learner=False)
     stage.announce(B, 4)
-    assert stage.machine.aggregation.wait_for_most_s() > 0.0
+    assert stage.machine.aggregation.waits().most_s > 0.0
     stage.says(D, phase="leaving")
-    assert stage.machine.aggregation.wait_for_most_s() == 0.0
+    assert stage.machine.aggregation.waits().most_s == 0.0
     alone = stage.commit(tokens(B, 0, 40), owner=B)
     assert is_applied(stage.hear(B, msg.Commit(alone)), alone)
     stage = Stage(B, C, D, has_learner=False)
     stage.says(D, phase="finished")
-    assert stage.machine.aggregation.wait_for_most_s() > 0.0, "the end of the run is no hurry"
+    assert stage.machine.aggregation.waits().most_s > 0.0, "the end of the run is no hurry"
 
 
 def test_a_commit_that_waits_is_applied_when_most_others_have_it() -> None:
@@ -307,7 +307,7 @@ def test_a_commit_of_an_owner_that_leaves_most_out_comes_after_the_next_owners()
         weights = dict(stage.machine.core.membership.owners.candidates)
         assert (weights[B] < 1e-6) == is_unfair, "the next contributions go to others at once"
         if is_unfair:
-            effects = stage.wait(stage.machine.aggregation.takeover_s() - 1.0)
+            effects = stage.wait(stage.machine.aggregation.waits().takeover_s - 1.0)
             assert [to for to, _ in sent(effects, msg.Contribution)] == [C], "the next owner gets it"
             every = (given[0].contributor, tokens(C, 0, 40), tokens(D, 0, 40))
             joint = stage.commit(*sorted(map(bare, every), key=lambda c: c.learner), owner=C)
@@ -337,7 +337,7 @@ def test_a_commit_whose_givers_nobody_hears_comes_after_the_next_owners() -> Non
         header = stage.commit(*(tokens(peer, 0, 40) for peer in sorted([B, C, D, *crowd])), owner=B)
         effects = stage.hear(B, msg.Commit(header))
         assert is_applied(effects, header) != is_crowd, keys
-        takeover_s = stage.machine.aggregation.takeover_s()
+        takeover_s = stage.machine.aggregation.waits().takeover_s
         if is_crowd:
             assert not is_applied(stage.wait(1.9 * takeover_s), header)
             assert is_applied(stage.wait(0.3 * takeover_s), header), "nobody else has made one"
@@ -404,7 +404,7 @@ def test_a_commit_that_most_others_have_is_applied_at_once() -> None:
 def test_commits_out_of_turn_are_as_rare_as_half_rounds() -> None:
     """O5b: what others made alone while this peer was away is taken without delay, and no more than that."""
     stage = Stage(B, C, D, owners="bcda", has_learner=False)
-    unusual_s = stage.machine.aggregation.unusual_s()
+    unusual_s = stage.machine.aggregation.waits().few_s
     stage.wait(3.5 * unusual_s)
     for number in range(5):
         version = stage.head().version + 1
@@ -430,10 +430,10 @@ def test_the_turn_of_another_owner_does_not_depend_on_what_only_this_peer_saw() 
         stage.machine.core.membership.on_takeover_missed(B, stage.now, 1.0)
         stage.announce(C, 4)
         header = stage.commit(tokens(owner, 0, 40), owner=owner)
-        effects = stage.hear(owner, msg.Commit(header)) + stage.wait(1.1 * stage.machine.aggregation.wait_for_most_s())
+        effects = stage.hear(owner, msg.Commit(header)) + stage.wait(1.1 * stage.machine.aggregation.waits().most_s)
         assert is_applied(effects, header), owner
     stage = Stage(B, C, owners="bca", has_learner=False)
     stage.announce(C, 4)
     header = stage.commit(tokens(C, 0, 40), owner=PeerId("z"))
     assert not is_applied(stage.hear(B, msg.Commit(header)), header)
-    assert is_applied(stage.wait(1.1 * stage.machine.aggregation.takeover_s()), header), "no candidate: of rank 1"
+    assert is_applied(stage.wait(1.1 * stage.machine.aggregation.waits().takeover_s), header), "no candidate: of rank 1"

@@ -403,7 +403,7 @@ def test_an_owner_that_lets_the_takeover_time_pass_owns_last_for_a_while() -> No
     """P4b: four times as long each time; a commit of its makes up for it."""
     stage = Stage(B, C, owners="bca")
     stage.give()
-    takeover_s = stage.machine.aggregation.takeover_s()
+    takeover_s = stage.machine.aggregation.waits().takeover_s
     stage.wait(takeover_s + 0.6)
     weights = dict(stage.machine.core.membership.owners.candidates)
     assert weights[B] < 1e-6 < weights[C]

@@ -26,13 +26,13 @@ def test_a_peer_that_stood_still_measures_nothing_and_loses_nobody() -> None:
     """W9a."""
     stage = Stage(B, C, owners="bca")
     stage.give()
-    takeover_s = stage.machine.aggregation.takeover_s()
+    takeover_s = stage.machine.aggregation.waits().takeover_s
     effects = stop(stage)
     assert len(notes(effects, "stall")) == 1
     assert stage.machine.view.live == (B, C)
     assert not sent(effects, msg.Contribution), "the owner had no time either"
     stage.take(stage.commit(stage.machine.contributions.pending[0].contribution.contributor))
-    assert stage.machine.aggregation.takeover_s() <= takeover_s
+    assert stage.machine.aggregation.waits().takeover_s <= takeover_s
     due = stage.machine.next_deadline()
     assert due is not None
     assert stage.now < due < stage.now + stage.config.heartbeat_s + 0.001
@@ -69,7 +69,7 @@ def test_no_round_trip_that_spans_a_stall_is_a_sample_at_neither_end(stopped: st
     views = [view for p in world.living() for view in p.machine.core.membership.peers.values()]
     assert max(view.round_trip_s for view in views) < max(before) + 0.5
     assert max(view.deadline_s(0.5) for view in views) < 4.0
-    assert max(p.machine.aggregation.takeover_s() for p in world.living()) < 3.0
+    assert max(p.machine.aggregation.waits().takeover_s for p in world.living()) < 3.0
     assert len({p.states.heads[0] for p in world.living()}) == 1, "caught up in 3 s"
     assert not world.checks.violations
 

@@ -45,7 +45,7 @@ def test_every_heartbeat_s_it_beats_to_all() -> None:
 
 
 def test_at_its_heartbeat_it_decides_membership_anew() -> None:
-    """W1b: nothing happens, and yet a silent peer is lost."""
+    """W1a: nothing happens, and yet a silent peer is lost."""
     stage = Stage(B)
     del stage.beats[B]
     stage.wait(2.1)
@@ -179,7 +179,7 @@ def test_grace_is_never_above_the_takeover_time() -> None:
     for other in (B, C):
         stage.says(other, step_time_s=30.0)
     stage.wait(1.0)
-    assert stage.machine.aggregation.takeover_s() == stage.config.takeover_ceiling_s
+    assert stage.machine.aggregation.waits().takeover_s == stage.config.takeover_ceiling_s
     stage.offer(B)
     assert merges_after(stage) == pytest.approx(stage.config.takeover_ceiling_s, abs=0.02)
 
@@ -205,7 +205,7 @@ def test_takeover_is_tau_steps_and_3_turns_and_4_round_trips() -> None:
     stage = Stage(B, C, **unbounded)
     lag(stage, B, *[0.2] * 20)
     stage.wait(0.51)  # membership takes the round trip in at its next heartbeat
-    assert stage.machine.aggregation.takeover_s() == pytest.approx(2 * 0.5 + 3 * 0.6 + 4 * 0.2, abs=0.04)
+    assert stage.machine.aggregation.waits().takeover_s == pytest.approx(2 * 0.5 + 3 * 0.6 + 4 * 0.2, abs=0.04)
 
 
 def test_takeover_follows_the_measured_turns() -> None:
@@ -217,7 +217,7 @@ def test_takeover_follows_the_measured_turns() -> None:
         stage.wait(2.0)
         stage.take(stage.commit(given.contributor))
         turn_s += 0.2 * (2.0 - turn_s)
-    assert stage.machine.aggregation.takeover_s() == pytest.approx(2 * 0.5 + 3 * turn_s, abs=0.02)
+    assert stage.machine.aggregation.waits().takeover_s == pytest.approx(2 * 0.5 + 3 * turn_s, abs=0.02)
 
 
 def test_takeover_is_within_floor_and_ceiling() -> None:
