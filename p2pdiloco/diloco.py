@@ -45,9 +45,9 @@ from p2pdiloco import script_lifecycle
 from p2pdiloco.access.invite_code import InviteError
 from p2pdiloco.protocol.ids import RunId
 from p2pdiloco.protocol.manifest import Layout, Manifest, RunConfig
-from p2pdiloco.script_node import JOIN_S, NODE_LOG, Return, ScriptNode, ScriptNodeError, Wish, leaving_s
+from p2pdiloco.script_node import JOIN_S, NODE_LOG, NodeRequest, RestartedNode, ScriptNode, ScriptNodeError, leaving_s
 from p2pdiloco.training import founding_file, script_arguments
-from p2pdiloco.training.node_link import Meeting, NodeLink, ScriptTrainer, Visit
+from p2pdiloco.training.node_link import NewNode, NodeLink, NodeSearch, ScriptTrainer
 from p2pdiloco.training.parameters import (
     MOST_TOLD,
     FlatParameters,
@@ -178,14 +178,14 @@ class DiLoCo(SwarmView):
         """
         super().__init__(model, process_group, has_run=run is not None)
         self._named: list[tuple[str, nn.Parameter]] = []
-        self._wish: Wish | None = None
+        self._request: NodeRequest | None = None
         self._config: RunConfig | None = None
         self._given: dict[str, Any] = {}
         self._state = Path()
         self._wait_for_peers = wait_for_peers
         self._check: StepCheck | None = None
-        self._island: RankGroup | None = None
-        self._companion: ScriptNode | None = None
+        self._ranks: RankGroup | None = None
+        self._node_process: ScriptNode | None = None
         self._hooks: list[Any] = []
         self._on_update: OnUpdate | None = None
         tokens = 0
@@ -224,7 +224,7 @@ class DiLoCo(SwarmView):
                 raise DiLoCoError(str(error)) from error
             self._config = founding_file.with_frozen(founding_file.with_architecture(config, model), model)
             self._state = script_arguments.state_folder(state, run)
-            self._wish = self._wished(run, initial_peers, found, node_options, stay_s)
+            self._request = self._node_request(run, initial_peers, found, node_options, stay_s)
             tokens = script_arguments.tokens_per_step(tokens_per_step)
             self._hooks.append(optimizers[0].register_step_post_hook(script_lifecycle.alone(self)))
         self._optimizers = optimizers
@@ -235,7 +235,9 @@ class DiLoCo(SwarmView):
         # True if the model's buffers belong to the run's parameters: this script has trained, now or before.
         self._has_buffers = False
 
-    def _wished(self, run: str, initial_peers: object, found: object, node_options: object, stay_s: object) -> Wish:
+    def _node_request(
+        self, run: str, initial_peers: object, found: object, node_options: object, stay_s: object
+    ) -> NodeRequest:
         """Return what this script asks of its node.
 
         Raises:
@@ -245,12 +247,12 @@ class DiLoCo(SwarmView):
         peers = script_arguments.peers(initial_peers, is_founder)
         options, stay_s = script_arguments.node_options(node_options), script_arguments.stay_s(stay_s)
         try:
-            wish = Wish.of(run, peers, is_founder, self._state / founding_file.NAME, options, stay_s)
+            request = NodeRequest.of(run, peers, is_founder, self._state / founding_file.NAME, options, stay_s)
         except InviteError as error:
             raise DiLoCoError(f"initial_peers: {error}") from error
-        if wish.foundation is not None and not wish.foundation.exists():
+        if request.foundation is not None and not request.foundation.exists():
             script_arguments.require_finite(self._named)
-        return wish
+        return request
 
     # -- the run -------------------------------------------------------------------------------------------------------
 
@@ -267,27 +269,27 @@ class DiLoCo(SwarmView):
             DiLoCoError: The run could not be created or joined (on all ranks alike); the model is not the run's; the
                 trainable parameters have changed since the constructor; or this object takes part already.
         """
-        if self._wish is None:
+        if self._request is None:
             return self
         if self._begun_in:
-            raise DiLoCoError(f"already joined run {self._wish.name}: call close() before start()")
+            raise DiLoCoError(f"already joined run {self._request.name}: call close() before start()")
         if [id(p) for _, p in trainable(self._model)] != [id(p) for _, p in self._named]:
             raise DiLoCoError(
                 "the model's trainable parameters have changed since DiLoCo was created (replaced, frozen, unfrozen): "
                 "create DiLoCo when model and optimizer are complete"
             )
         script_arguments.require_training(self._named, self._optimizers)
-        self._island = _island(self._process_group, self._leave_s, is_sharded=self._is_sharded)
-        if self._island is not None and self._on_update is not None:
+        self._ranks = _rank_group(self._process_group, self._leave_s, is_sharded=self._is_sharded)
+        if self._ranks is not None and self._on_update is not None:
             raise DiLoCoError(
                 "on_update, schedule-free optimizers and MADGRAD cannot be used with several ranks: use one process "
                 "for each peer, or another optimizer"
             )
-        script_lifecycle.begin(self._state, self._leave_at_once, heeds_sigterm=self._island is None)
+        script_lifecycle.begin(self._state, self._leave_at_once, heeds_sigterm=self._ranks is None)
         self._begun_in = os.getpid()
         self._unhook()
         try:
-            self._take_part(*self._lead_to_manifest(self._wish))
+            self._take_part(*self._lead_to_manifest(self._request))
         except BaseException:
             self._begun_in, self._link, self._is_linked = 0, None, False
             self._end_node(signal.SIGKILL)
@@ -306,31 +308,31 @@ class DiLoCo(SwarmView):
         """True if a rank has pieces of parameters (``fully_shard``), and none as a whole."""
         return any(hasattr(p, "to_local") for _, p in self._named)
 
-    def _lead_to_manifest(self, wish: Wish) -> tuple[Visit | None, Manifest, bytes]:
+    def _lead_to_manifest(self, request: NodeRequest) -> tuple[NewNode | None, Manifest, bytes]:
         """The leader's connection to its node, and the run's manifest: decoded, and encoded as the node sent it."""
         initial: Sequence[tuple[str, Tensor]] = ()
-        if wish.foundation is not None:  # an island: a copy at its leader
-            initial = self._named if self._island is None else self._island.gather(self._named)
-        visits: list[Visit] = []
+        if request.foundation is not None:  # an island: a copy at its leader
+            initial = self._named if self._ranks is None else self._ranks.gather(self._named)
+        visits: list[NewNode] = []
 
         def meet() -> bytes:
-            self._companion = companion = ScriptNode(self._state, wish)
+            self._node_process = node_process = ScriptNode(self._state, request)
             is_new = False
-            if companion.is_founder and wish.foundation is not None and self._config is not None:
+            if node_process.is_founder and request.foundation is not None and self._config is not None:
                 embeddings = frozenset(embedding_names(self._model))
-                is_new = not wish.foundation.exists()
-                founding_file.write_once(wish.foundation, self._config, initial, embeddings, self._given)
+                is_new = not request.foundation.exists()
+                founding_file.write_once(request.foundation, self._config, initial, embeddings, self._given)
             try:
-                found = companion.connect()
+                found = node_process.connect()
             except ScriptNodeError:
-                if is_new and wish.foundation is not None and not companion.has_run:
-                    wish.foundation.unlink()  # nothing was founded: the next try may have other settings
+                if is_new and request.foundation is not None and not node_process.has_run:
+                    request.foundation.unlink()  # nothing was founded: the next try may have other settings
                 raise
             visits.append(found)
             return found.manifest
 
         try:
-            data = meet() if self._island is None else self._island.lead(meet, DiLoCoError)
+            data = meet() if self._ranks is None else self._ranks.lead(meet, DiLoCoError)
             manifest = msgspec.msgpack.decode(data, type=Manifest)
         except (ScriptNodeError, founding_file.FoundationError, OSError) as error:
             remedy = ": the state folder cannot be used; choose another (state=)" if isinstance(error, OSError) else ""
@@ -343,22 +345,22 @@ class DiLoCo(SwarmView):
             )
         return (visits[0] if visits else None), manifest, data
 
-    def _take_part(self, visit: Visit | None, manifest: Manifest, told: bytes) -> None:
+    def _take_part(self, new_node: NewNode | None, manifest: Manifest, told: bytes) -> None:
         """Build the link, and wait for the global parameters."""
-        layout, island = Layout.of(manifest), self._island
-        back: Meeting | None = None if self._companion is None else Return(self._companion, told)
+        layout, island = Layout.of(manifest), self._ranks
+        back: NodeSearch | None = None if self._node_process is None else RestartedNode(self._node_process, told)
         flat: FlatParameters | RankGroupParameters
         try:
             if island is None:
                 flat = FlatParameters(self._named, manifest.tensors, layout)
             else:
                 flat = island.parameters(self._named, manifest.tensors, layout)
-                visit, back = island.visit(visit), island.meeting(back)
-            assert visit is not None
-            vectors, channel = visit.attach(layout)
+                new_node, back = island.new_node(new_node), island.search(back)
+            assert new_node is not None
+            vectors, channel = new_node.attach(layout)
         except ValueError as error:
             raise DiLoCoError(f"this model does not match run {manifest.config.name}: {error}") from error
-        if self._companion is not None and not self._companion.is_founder:
+        if self._node_process is not None and not self._node_process.is_founder:
             founding_file.tell_differences(manifest.config, self._given)
             if self._config is not None:
                 founding_file.tell_other_base(manifest.config, self._config)
@@ -380,9 +382,9 @@ class DiLoCo(SwarmView):
             self._is_linked = self._link.boundary()
             time.sleep(_LOOK_S)
         if not self._link.is_loaded:
-            ending = "" if self._companion is None else self._companion.ending
+            ending = "" if self._node_process is None else self._node_process.ending
             raise DiLoCoError(ending or f"the node ended before it had joined the run: see its log, {self._log}")
-        if self._companion is not None:
+        if self._node_process is not None:
             founding_file.tell_end(manifest.config.name, self._given["total_steps"], self._link.last_step, self._state)
             self._tell_end(manifest.config.name, self._link.last_step, self._state)
         self._run = manifest.run
@@ -410,7 +412,7 @@ class DiLoCo(SwarmView):
 
     def _save_buffers(self) -> None:
         """Save the model's buffers. Only the leader of an island does."""
-        if self._companion is None or not self._has_buffers:
+        if self._node_process is None or not self._has_buffers:
             return
         try:
             write_buffers(self._state, self._run, self._model)
@@ -433,16 +435,16 @@ class DiLoCo(SwarmView):
         self._tally.end()
         self._look_no_more()
         try:
-            if self._island is None or error is None:
+            if self._ranks is None or error is None:
                 self._save_buffers()
                 self._part()
                 self._end_node(None)
         finally:
             self._is_linked = False
-            if self._companion is not None:  # a rank has failed, or this one was told to end while it left
+            if self._node_process is not None:  # a rank has failed, or this one was told to end while it left
                 if not isinstance(sys.exc_info()[1] or error, Exception):
-                    self._companion.send(signal.SIGTERM)
-                self._companion.release_folder()
+                    self._node_process.send(signal.SIGTERM)
+                self._node_process.release_folder()
             script_lifecycle.end(self._state)
 
     def close(self) -> None:
@@ -460,7 +462,7 @@ class DiLoCo(SwarmView):
 
     def _leave_at_once(self) -> None:
         """At the exit of the process. A rank of an island has failed then, unless a user interrupted it."""
-        self.__exit__(None, None if self._island is None else getattr(sys, "last_value", None), None)
+        self.__exit__(None, None if self._ranks is None else getattr(sys, "last_value", None), None)
 
     def _hook_steps(self) -> None:
         for optimizer in self._optimizers:
@@ -473,33 +475,33 @@ class DiLoCo(SwarmView):
 
     @property
     def _leave_s(self) -> float:
-        options = () if self._wish is None else self._wish.options
+        options = () if self._request is None else self._request.options
         return leaving_s(sum(parameter.numel() for _, parameter in self._named), options)
 
     def _part(self) -> None:
         """Ask the node to leave, and serve its requests meanwhile. Wait first for a node that is being restarted."""
-        link, companion, is_told = self._link, self._companion, False
+        link, node_process, is_told = self._link, self._node_process, False
         deadline = time.monotonic() + self._leave_s
         while link is not None and self._is_linked and link.boundary():
-            if companion is not None:
+            if node_process is not None:
                 if not is_told and not link.is_alone and not self.is_complete:
                     is_told = True
-                    companion.stop(signal.SIGTERM)
+                    node_process.stop(signal.SIGTERM)
                 if time.monotonic() > deadline:
                     log.warning("the node does not exit and is killed (see %s)", self._log)
-                    companion.stop(signal.SIGKILL)
+                    node_process.stop(signal.SIGKILL)
                     deadline += self._leave_s
             time.sleep(_LOOK_S)
         self._is_linked = False
 
     def _end_node(self, number: signal.Signals | None) -> None:
-        if (companion := self._companion) is None:
+        if (node_process := self._node_process) is None:
             return
         if number is not None:
-            companion.stop(number)
-        status, self._companion = companion.wait(self._leave_s), None
+            node_process.stop(number)
+        status, self._node_process = node_process.wait(self._leave_s), None
         if status and number is None:
-            log.warning("%s (its log is %s)", companion.describe_exit(status), self._log)
+            log.warning("%s (its log is %s)", node_process.describe_exit(status), self._log)
 
     # -- the loop ------------------------------------------------------------------------------------------------------
 
@@ -575,7 +577,7 @@ class DiLoCo(SwarmView):
                     "do not exchange them. BatchNorm's statistics need some batches in training mode",
                     ", ".join(names[:MOST_TOLD]) + (", ..." if len(names) > MOST_TOLD else ""),
                 )
-        elif self._wish is not None:
+        elif self._request is not None:
             raise DiLoCoError(script_lifecycle.NOT_BEGUN)
 
     @contextlib.contextmanager
@@ -623,12 +625,12 @@ class DiLoCo(SwarmView):
     def _fail(self) -> None:
         """Train alone from now on, because of the error that is being handled. In an island it is raised again: the
         other ranks wait for this one, and torchrun restarts all."""
-        if self._island is not None:
+        if self._ranks is not None:
             raise
         log.exception("an error of p2pdiloco: from now on this script trains alone. Please report it")
         self._is_linked = False
-        if self._companion is not None:
-            self._companion.stop(signal.SIGTERM)
+        if self._node_process is not None:
+            self._node_process.stop(signal.SIGTERM)
 
     def _problem(self) -> str:
         """Return why this script's updates must not be merged; empty: they may."""
@@ -640,8 +642,8 @@ class DiLoCo(SwarmView):
         check.after()
         now = time.perf_counter()
         tokens, loss, is_step = self._tally.take()
-        if self._island is not None:
-            ranks, tokens, losses, known = self._island.totals(is_step, tokens, loss)
+        if self._ranks is not None:
+            ranks, tokens, losses, known = self._ranks.totals(is_step, tokens, loss)
             is_step, loss = ranks > 0, losses / known if known else None
         if is_step:
             self._tally.settle(tokens)
@@ -659,7 +661,7 @@ class DiLoCo(SwarmView):
         self._stepped_at = time.perf_counter()
 
 
-def _island(group: dist.ProcessGroup | None, leave_s: float, *, is_sharded: bool) -> RankGroup | None:
+def _rank_group(group: dist.ProcessGroup | None, leave_s: float, *, is_sharded: bool) -> RankGroup | None:
     """The island to which this process belongs; None if it is the only rank and has plain parameters."""
     if not dist.is_available() or not dist.is_initialized():
         return None

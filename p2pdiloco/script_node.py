@@ -87,7 +87,7 @@ class ScriptNodeError(Exception):
     """The node cannot be started or reached. The message says why, and what to do."""
 
 
-class Wish(NamedTuple):
+class NodeRequest(NamedTuple):
     """Settings of a script's node."""
 
     name: str
@@ -110,7 +110,7 @@ class Wish(NamedTuple):
         foundation: Path,
         options: Sequence[str],
         stay_s: float,
-    ) -> Wish:
+    ) -> NodeRequest:
         """Make the settings from the arguments of a script.
 
         Args:
@@ -132,7 +132,7 @@ class Wish(NamedTuple):
 class ScriptNode:
     """The node process of the training script whose state is in ``folder``."""
 
-    def __init__(self, folder: Path, wish: Wish) -> None:
+    def __init__(self, folder: Path, request: NodeRequest) -> None:
         """Lock the folder. This does not start a node yet.
 
         Raises:
@@ -151,14 +151,14 @@ class ScriptNode:
         # Name of the socket by which node and script find each other (``training/node_reconnect.py``).
         self.meeting_place = f"{meeting_place(folder)}-script"
         self.log_path = folder / NODE_LOG
-        self._wish = wish
-        if wish.foundation is not None and not wish.foundation.exists() and self._kept_run() is not None:
+        self._request = request
+        if request.foundation is not None and not request.foundation.exists() and self._kept_run() is not None:
             log.warning(
                 "%s has run %s, which was founded elsewhere: continuing it. To start a new run, choose another run=",
                 folder,
-                wish.name,
+                request.name,
             )
-            self._wish = wish._replace(foundation=None)
+            self._request = request._replace(foundation=None)
         self._process: psutil.Process | None = None
         self._is_child = False
         self._is_resumed = False
@@ -176,7 +176,7 @@ class ScriptNode:
     @property
     def is_founder(self) -> bool:
         """True if the node founds the run, or has founded it before."""
-        return self._wish.foundation is not None
+        return self._request.foundation is not None
 
     @property
     def has_run(self) -> bool:
@@ -206,7 +206,7 @@ class ScriptNode:
             while (found := reunion.poll()) is None:
                 if self._has_found_nobody() and (kept := self._kept_run()) is not None:
                     log.warning(
-                        "no peer of run %s answers: continuing from the state in %s", self._wish.name, self._folder
+                        "no peer of run %s answers: continuing from the state in %s", self._request.name, self._folder
                     )
                     self._start(self._resume(kept))
                 elif ending := self.ending:
@@ -255,23 +255,23 @@ class ScriptNode:
             self._again_at = now + (pause_s if self._losses.failures > 1 else 0.0)
         if now >= self._again_at:
             self._again_at = 0.0
-            is_joiner = self._wish.foundation is None
-            peers = () if self._status == NOBODY_THERE else self._wish.peers
+            is_joiner = self._request.foundation is None
+            peers = () if self._status == NOBODY_THERE else self._request.peers
             is_here = is_joiner and run in self._runs_here()
             self._start(self._resume(run, *peers) if is_here else self._start_or_join_command())
         return True
 
     def _start_or_join_command(self) -> list[str]:
-        wish = self._wish
-        if wish.foundation is not None:
-            return ["start", str(wish.foundation), "--bootstrap", *wish.peers]
-        if not wish.peers and (kept := self._kept_run()) is not None:
+        request = self._request
+        if request.foundation is not None:
+            return ["start", str(request.foundation), "--bootstrap", *request.peers]
+        if not request.peers and (kept := self._kept_run()) is not None:
             return self._resume(kept)
-        if not wish.peers:
+        if not request.peers:
             raise ScriptNodeError(
-                f"found=False, and nobody to join: give initial_peers, an invite to run {wish.name} or an address"
+                f"found=False, and nobody to join: give initial_peers, an invite to run {request.name} or an address"
             )
-        return ["join", "--run", wish.name]  # whom to join stands in the environment, which other users cannot see
+        return ["join", "--run", request.name]  # whom to join stands in the environment, which other users cannot see
 
     def _resume(self, run: str, *peers: str) -> list[str]:
         """Return the command of a node that has a state of the run.
@@ -288,14 +288,15 @@ class ScriptNode:
             ScriptNodeError: there are several.
         """
         invites = set()
-        for word in filter(is_invite, self._wish.peers):
+        for word in filter(is_invite, self._request.peers):
             invites.add(decode_invite(word).run)
         found = [run for run in self._runs_here() if not invites or run in invites]
         if len(found) > 1:
             self.release_folder()
             raise ScriptNodeError(
-                f"{self._folder} has several runs called {self._wish.name} ({', '.join(run[:12] for run in found)}): "
-                "give the invite to one of them (initial_peers=), or this script a folder of its own (state=)"
+                f"{self._folder} has several runs called {self._request.name} "
+                f"({', '.join(run[:12] for run in found)}): give the invite to one of them "
+                "(initial_peers=), or this script a folder of its own (state=)"
             )
         return found[0] if found else None
 
@@ -305,7 +306,7 @@ class ScriptNode:
         for path in self._folder.glob("*/checkpoint/manifest.msgpack"):
             with contextlib.suppress(OSError, ValueError):
                 manifest = msgspec.msgpack.decode(path.read_bytes(), type=Manifest)
-                if manifest.config.name == self._wish.name and any(path.parent.glob("state-*.json")):
+                if manifest.config.name == self._request.name and any(path.parent.glob("state-*.json")):
                     found.append(manifest.run)
         return found
 
@@ -329,7 +330,7 @@ class ScriptNode:
         Raises:
             OSError: it cannot be started.
         """
-        command = [sys.executable, "-P", "-m", "p2pdiloco", *arguments, *self._wish.options]
+        command = [sys.executable, "-P", "-m", "p2pdiloco", *arguments, *self._request.options]
         command += ["--state", str(self._folder), "--learner", self.meeting_place, "--reattach-s", str(RETURN_S)]
         if self.log_path.exists() and self.log_path.stat().st_size > LOG_BYTES:
             rotate(self.log_path, keep=1, most_bytes=LOG_BYTES)
@@ -350,7 +351,7 @@ class ScriptNode:
 
     def _environment(self) -> dict[str, str]:
         """The environment of the node, with the invite or the addresses to join by."""
-        return {**os.environ, VARIABLE: " ".join(self._wish.peers)}
+        return {**os.environ, VARIABLE: " ".join(self._request.peers)}
 
     @property
     def ending(self) -> str:
@@ -410,7 +411,7 @@ class ScriptNode:
         status: int | None = None
         if self._process is not None:
             try:
-                status = self._process.wait(timeout_s + self._wish.stay_s)
+                status = self._process.wait(timeout_s + self._request.stay_s)
             except psutil.TimeoutExpired:
                 self.send(signal.SIGKILL)
                 status = self._process.wait()
@@ -427,15 +428,15 @@ class ScriptNode:
             self._lock = -1
 
 
-class Return:
+class RestartedNode:
     """Waits for a script's node after the link to it was lost, and restarts it for the same run."""
 
-    def __init__(self, companion: ScriptNode, manifest: bytes) -> None:
+    def __init__(self, node_process: ScriptNode, manifest: bytes) -> None:
         """``manifest``: the run's encoded manifest, as the node has sent it."""
-        self._companion = companion
+        self._node_process = node_process
         self._manifest = manifest
         self._run = RunId(digest_of(manifest))
-        self._reunion = Reunion(companion.meeting_place, JOIN_S, is_script=True)
+        self._reunion = Reunion(node_process.meeting_place, JOIN_S, is_script=True)
         self._is_in_vain = False
 
     @property
@@ -452,12 +453,12 @@ class Return:
         """Begin to wait; return False if this system does not support it."""
         if not self._reunion.open():
             return False
-        log.warning("the node has died; training continues while it restarts (see %s)", self._companion.log_path)
+        log.warning("the node has died; training continues while it restarts (see %s)", self._node_process.log_path)
         return True
 
     def poll(self) -> Found | None:
         """Return the restarted node if it has connected, else None."""
-        if not self._companion.restart_if_ended(self._run):
+        if not self._node_process.restart_if_ended(self._run):
             self._is_in_vain = True
             return None
         found = self._reunion.poll()
@@ -466,7 +467,7 @@ class Return:
         if found.manifest != self._manifest:
             log.warning("the node was restarted with another run; training continues without it")
             found.dismiss()
-            self._companion.stop(signal.SIGKILL)
+            self._node_process.stop(signal.SIGKILL)
             self._is_in_vain = True
             return None
         log.warning("the node is back")

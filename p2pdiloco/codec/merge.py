@@ -48,7 +48,7 @@ SHORTENED = 0.9
 """Share of the allowed length to which a longer vector is scaled, since quantization may lengthen it a little."""
 
 
-class Accord(NamedTuple):
+class Agreement(NamedTuple):
     """Agreement of the contributions to a merge."""
 
     cosine: float | None
@@ -135,7 +135,7 @@ def merge(
     out: Tensor,
     factors: Sequence[float] | None = None,
     longest: float = math.inf,
-) -> Accord:
+) -> Agreement:
     """Merge by ``rule`` into ``out``, float32 [n] (see ``direct_mean`` and ``radial_directional``).
 
     Each contribution declares its weight (``token_weight``) and its inner steps. ``turn_steps`` is H.
@@ -160,7 +160,7 @@ def merge(
     if scale < 1.0:  # no weight is left that a low factor would count beside: the contribution becomes shorter instead
         out.mul_(scale * _shortened(norm(out), longest))
     shortened = sum(counted < n for counted, n in zip(lengths, norms, strict=True))
-    return Accord(_mean_cosine(parts, length * math.fsum(weights)), shortened)
+    return Agreement(_mean_cosine(parts, length * math.fsum(weights)), shortened)
 
 
 class Declared(Protocol):
@@ -181,7 +181,7 @@ def merge_declared(
     turn_steps: int,
     out: Tensor,
     longest: float,
-) -> Accord:
+) -> Agreement:
     """Merge as ``merge`` does, with what a commit says: its contributors and its factors (empty: 100 per cent each)."""
     weights, steps = [token_weight(c.tokens, c.steps) for c in declared], [c.steps for c in declared]
     factors = [factor / 100 for factor in per_cent] or None

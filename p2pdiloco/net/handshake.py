@@ -120,12 +120,12 @@ class Handshake:
         verify: Verify,
         expected: PeerId | None = None,
         run: str = "",
-        door: Authorizer | None = None,
+        authorizer: Authorizer | None = None,
     ) -> None:
         """``run`` is this peer's run, even if HELLO does not name it."""
         self._role = role
         self._run = run
-        self._door: Authorizer = door or OpenAuthorizer()
+        self._authorizer: Authorizer = authorizer or OpenAuthorizer()
         self.hello = hello
         """This peer's HELLO."""
         self._expected = expected
@@ -156,7 +156,7 @@ class Handshake:
         self._remote = remote
         hellos = (self.hello_body, body) if self._role is Role.DIALLER else (body, self.hello_body)
         self._transcript = transcript(self._fingerprint, *hellos)
-        self.proof = self._sign(signed_bytes(self._role, self._transcript)) + self._door.chain
+        self.proof = self._sign(signed_bytes(self._role, self._transcript)) + self._authorizer.chain
         return self.proof
 
     def finish(self, body: bytes) -> Hello:
@@ -175,7 +175,7 @@ class Handshake:
                 "or somebody in between reads the traffic"
             )
         try:
-            self._door.admit(peer, chain)
+            self._authorizer.admit(peer, chain)
         except NotAMemberError as error:
             raise MismatchError(str(error)) from None
         return self._remote
@@ -189,7 +189,7 @@ class Handshake:
                 f"protocol versions differ: {mine.peer} speaks {mine.version}, {remote.peer} speaks {remote.version}; "
                 "run the same release of p2pdiloco"
             )
-        if self._door.is_private:
+        if self._authorizer.is_private:
             if remote.tag != tag_of(self._run, self._role.other, self._fingerprint, remote.nonce):
                 raise MismatchError(
                     f"{mine.peer} takes part in a private run, and talks to its members alone: to join it, ask the "
@@ -223,7 +223,7 @@ class Greeter:
         sign: Sign,
         verify: Verify,
         nonce: Callable[[], bytes],
-        door: Authorizer | None = None,
+        authorizer: Authorizer | None = None,
         observes: bool = False,
     ) -> None:
         self.peer = peer
@@ -233,14 +233,14 @@ class Greeter:
         self._sign = sign
         self._verify = verify
         self._nonce = nonce
-        self._door: Authorizer = door or OpenAuthorizer()
+        self._authorizer: Authorizer = authorizer or OpenAuthorizer()
         self.observes = observes
         self._attempt = 0
 
     def handshake(self, role: Role, fingerprint: bytes, dialled: Dialled) -> Handshake:
         """Begin a handshake on a channel. ``fingerprint`` is that of its listener's certificate."""
         self._attempt += 1
-        nonce, is_private = self._nonce(), self._door.is_private
+        nonce, is_private = self._nonce(), self._authorizer.is_private
         hello = Hello(
             magic=MAGIC,
             version=self._version,
@@ -263,7 +263,7 @@ class Greeter:
             verify=self._verify,
             expected=dialled.expected,
             run=self.run,
-            door=self._door,
+            authorizer=self._authorizer,
         )
 
 

@@ -136,7 +136,7 @@ class Node:
                     down_bytes_per_s=link.down_bytes_per_s,
                     reused_bytes=min(MOST_REUSED_BYTES, max(LEAST_REUSED_BYTES, layout.elements // 2)),
                 ),
-                door=authorizer,
+                authorizer=authorizer,
                 port_file=folder / "ports.json",
                 narrow_paths=directory.narrow_paths,
             )

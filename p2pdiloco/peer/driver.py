@@ -370,7 +370,7 @@ class Driver:
 
     def _note_merge(self, base: msg.Head, contributors: int, merged: MergeResult) -> None:
         """Log how well the learners of a merge agreed."""
-        cosine, shortened = merged.accord
+        cosine, shortened = merged.agreement
         self._metrics.write(
             "merge",
             shard=base.shard,

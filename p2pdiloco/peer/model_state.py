@@ -161,7 +161,7 @@ class MergeResult(NamedTuple):
     """Chunk digests of the resulting state. Their own digest is the commit's result."""
     length: float = 0.0
     """Euclidean norm of the decoded payload."""
-    accord: merge.Accord = merge.Accord(None, 0)
+    agreement: merge.Agreement = merge.Agreement(None, 0)
     factors: tuple[int, ...] = ()
     """Per cent of each contribution's weight that counted; empty: all of all."""
 
@@ -474,7 +474,7 @@ class ModelState:
                 raise ContributionError(contributor.learner, str(error)) from error
         contributors, merged = [c for c, _ in given], self._scratch.merged[: piece.elements]
         judgement = self._agreement.judge([peer_of(c.learner) for c in contributors], gradients, shard)
-        accord = merge.merge_declared(
+        agreement = merge.merge_declared(
             piece.merge, gradients, contributors, judgement.factors, self._turn_steps, merged, longest
         )
         how = how or self._down
@@ -483,7 +483,7 @@ class ModelState:
         payload_digest = digest_of(payload)
         listed = self._next_digests(shard, bodies, outer_optimizer.factors_of(self._outer, version))
         self._pending_merges.put(shard, base, payload_digest, bodies)
-        return MergeResult(payload, payload_digest, listed, length, accord, tuple(judgement.factors))
+        return MergeResult(payload, payload_digest, listed, length, agreement, tuple(judgement.factors))
 
     def _next_digests(self, shard: ShardId, bodies: Sequence[Body], factors: outer_optimizer.Factors) -> bytes:
         """Return the chunk digests of the state after a merged outer gradient.

@@ -146,13 +146,13 @@ def observer_transport(
     if credentials is None:
         transport = Transport(identity, listen="", run="", version=WIRE_VERSION, narrow_paths=narrow_paths)
         return transport.serve(Observer())
-    door = JoinerAuthorizer(credentials.chain_for(identity.peer_id, Role.OBSERVER))
+    authorizer = JoinerAuthorizer(credentials.chain_for(identity.peer_id, Role.OBSERVER))
     transport = Transport(
         identity,
         listen="",
         run=credentials.run,
         version=WIRE_VERSION,
-        door=door,
+        authorizer=authorizer,
         observes=True,
         narrow_paths=narrow_paths,
     )

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from p2pdiloco.protocol.ids import FragmentId, ShardId
 from p2pdiloco.protocol.manifest import Layout, TensorSpec
 from p2pdiloco.training.ipc_channel import Channel
-from p2pdiloco.training.node_link import Meeting, Visit
+from p2pdiloco.training.node_link import NewNode, NodeSearch
 from p2pdiloco.training.parameters import check_tensors, moves
 from p2pdiloco.training.shared_memory import NoVectors, Vectors
 from p2pdiloco.wire import learner_ipc
@@ -45,13 +45,13 @@ class RankGroup:
         )
         self.is_leader = dist.get_rank() == self._leader
 
-    def visit(self, own: Visit | None) -> RankGroupVisit:
+    def new_node(self, own: NewNode | None) -> RankGroupNewNode:
         """Return all ranks' view of a node that has come; ``own`` is the leader's, the others pass None."""
-        return RankGroupVisit(self, own)
+        return RankGroupNewNode(self, own)
 
-    def meeting(self, own: Meeting | None) -> RankGroupMeeting:
+    def search(self, own: NodeSearch | None) -> RankGroupNodeSearch:
         """Return all ranks' view of the wait for the next node; ``own`` is the leader's, the others pass None."""
-        return RankGroupMeeting(self, own)
+        return RankGroupNodeSearch(self, own)
 
     def parameters(
         self, named: Iterable[tuple[str, Tensor]], tensors: Sequence[TensorSpec], layout: Layout
@@ -123,7 +123,7 @@ class RankGroupChannel:
 
     def __init__(self, island: RankGroup, channel: Channel | None) -> None:
         """``channel``: the leader's; None at the other ranks."""
-        self._island = island
+        self._ranks = island
         self._channel = channel
         self._decoder = learner_ipc.Decoder[learner_ipc.FromNode](learner_ipc.FromNode)
         self.is_closed = False
@@ -145,7 +145,7 @@ class RankGroupChannel:
                 self.is_closed = self._channel.is_closed
             except ValueError:
                 self.is_closed = True
-        frames, self.is_closed = self._island.tell(frames, self.is_closed)
+        frames, self.is_closed = self._ranks.tell(frames, self.is_closed)
         return self._decoder.feed(frames) if frames else []
 
     def wait(self) -> None:
@@ -157,56 +157,56 @@ class RankGroupChannel:
         return self._channel is None or self._channel.flush(timeout_s)
 
 
-class RankGroupMeeting:
-    """The counterpart of ``Meeting`` for a rank group: the leader waits for the next node and tells the others at each
-    step."""
+class RankGroupNodeSearch:
+    """The counterpart of ``NodeSearch`` for a rank group: the leader waits for the next node and tells the others at
+    each step."""
 
-    def __init__(self, island: RankGroup, meeting: Meeting | None) -> None:
-        """``meeting``: the leader's; None at the other ranks."""
-        self._island = island
-        self._meeting = meeting
+    def __init__(self, island: RankGroup, search: NodeSearch | None) -> None:
+        """``search``: the leader's; None at the other ranks."""
+        self._ranks = island
+        self._search = search
         self.is_open = False
         self.is_over = False
 
     def open(self) -> bool:
         """Begin to wait for a node, on all ranks. Returns False if that is not possible."""
-        _, self.is_open = self._island.tell(b"", self._meeting is not None and self._meeting.open())
+        _, self.is_open = self._ranks.tell(b"", self._search is not None and self._search.open())
         self.is_over = False
         return self.is_open
 
-    def poll(self) -> RankGroupVisit | None:
+    def poll(self) -> RankGroupNewNode | None:
         """Return the node that has come to the leader, if any."""
-        visit = None if self._meeting is None else self._meeting.poll()
-        is_over = self._meeting is not None and self._meeting.is_over
-        over, has_come = self._island.tell(b"over" if is_over else b"", visit is not None)
+        new_node = None if self._search is None else self._search.poll()
+        is_over = self._search is not None and self._search.is_over
+        over, has_come = self._ranks.tell(b"over" if is_over else b"", new_node is not None)
         self.is_over = bool(over)
         if not has_come:
             return None
         self.is_open = False
-        return RankGroupVisit(self._island, visit)
+        return RankGroupNewNode(self._ranks, new_node)
 
     def close(self) -> None:
         """Stop waiting."""
         self.is_open = False
-        if self._meeting is not None:
-            self._meeting.close()
+        if self._search is not None:
+            self._search.close()
 
 
-class RankGroupVisit:
+class RankGroupNewNode:
     """A new node that has come to the leader."""
 
-    def __init__(self, island: RankGroup, visit: Visit | None) -> None:
-        """``visit``: the leader's; None at the other ranks."""
-        self._island = island
-        self._visit = visit
+    def __init__(self, island: RankGroup, new_node: NewNode | None) -> None:
+        """``new_node``: the leader's; None at the other ranks."""
+        self._ranks = island
+        self._new_node = new_node
 
     def attach(self, layout: Layout) -> tuple[Vectors, RankGroupChannel]:
-        """Return the node's vectors and channel, as ``Visit.attach``. Other ranks than the leader get empty vectors."""
-        if self._visit is None:
-            return NoVectors(), RankGroupChannel(self._island, None)
-        vectors, channel = self._visit.attach(layout)
+        """Return the node's vectors and channel, as ``NewNode.attach``. Ranks but the leader get empty vectors."""
+        if self._new_node is None:
+            return NoVectors(), RankGroupChannel(self._ranks, None)
+        vectors, channel = self._new_node.attach(layout)
         assert isinstance(channel, Channel)
-        return vectors, RankGroupChannel(self._island, channel)
+        return vectors, RankGroupChannel(self._ranks, channel)
 
 
 class _Part:
@@ -230,7 +230,7 @@ class RankGroupParameters:
         given = list(named)
         check_tensors(given, tensors)
         self._parameters = [parameter for _, parameter in given]
-        self._island = island
+        self._ranks = island
         self.layout = layout
         self.everything: tuple[ShardId, ...] = tuple(shard.shard for shard in layout.shards)
         self._shards: list[list[tuple[int, _Part]]] = []
@@ -266,7 +266,7 @@ class RankGroupParameters:
         """Copy the parameters of these shards to ``vector``, at the leader."""
         for index, parts in self._by_parameter(shards, at):
             full = _whole(self._parameters[index]).flatten()
-            if self._island.is_leader:
+            if self._ranks.is_leader:
                 for part in parts:
                     vector[part.start : part.stop].copy_(full[part.first : part.last])
 
@@ -278,9 +278,9 @@ class RankGroupParameters:
             flat = full.flatten()  # a view of a plain parameter that is contiguous
             for part in parts:
                 piece = torch.empty(part.last - part.first, device=flat.device)
-                if self._island.is_leader:
+                if self._ranks.is_leader:
                     piece.copy_(vector[part.start : part.stop])
-                self._island.share(piece)
+                self._ranks.share(piece)
                 own = flat[part.first : part.last]
                 if replace:
                     own.copy_(piece)

@@ -175,7 +175,7 @@ class Trainer(Protocol):
         """Finish pending work: the process ends next."""
 
 
-class Visit(Protocol):
+class NewNode(Protocol):
     """A new node that has come (``node_reconnect.Found``)."""
 
     def attach(self, layout: Layout) -> tuple[Vectors, Channel | RankGroupChannel]:
@@ -186,9 +186,9 @@ class Visit(Protocol):
         """
 
 
-class Meeting(Protocol):
+class NodeSearch(Protocol):
     """Waits for the next node of a learner that has lost its node (``node_reconnect.Reunion``,
-    ``script_node.Return``)."""
+    ``script_node.RestartedNode``)."""
 
     @property
     def is_open(self) -> bool:
@@ -201,8 +201,8 @@ class Meeting(Protocol):
     def open(self) -> bool:
         """Begin to wait. Returns False if that is not possible."""
 
-    def poll(self) -> Visit | None:
-        """Return the node that has come, if any; the meeting is then closed."""
+    def poll(self) -> NewNode | None:
+        """Return the node that has come, if any; the search is then closed."""
 
     def close(self) -> None:
         """Stop waiting."""
@@ -237,7 +237,7 @@ class NodeLink:
         channel: Channel | RankGroupChannel,
         *,
         last_step: int,
-        reunion: Meeting | None = None,
+        reunion: NodeSearch | None = None,
         doubt: Callable[[], str] = lambda: "",
         on_update: OnUpdate | None = None,
     ) -> None:
@@ -520,7 +520,7 @@ class NodeLink:
         """True if the node is lost, and no other has sent the swarm's parameters yet."""
         return self._anchor is not None
 
-    def _look_out(self, reunion: Meeting) -> bool:
+    def _look_out(self, reunion: NodeSearch) -> bool:
         """Look for the next node. Returns False when the wait is over."""
         if self.is_training and self.counts.global_step >= self.last_step:
             self.is_training = False

@@ -131,7 +131,7 @@ class Transport:
     listen: multiaddrs, or one (``/ip4/0.0.0.0/tcp/0``); "" not to listen (an observer).
     run: the run's id, or "" while it is not known.
     version: version of the wire protocol.
-    door: decides which peers are admitted; None: all.
+    authorizer: decides which peers are admitted; None: all.
     observes: this process only sends requests.
     port_file: file in which the ports are kept for the next start; None: they are not kept.
     narrow_paths: hosts to which segments must be short; None: none is known yet.
@@ -145,7 +145,7 @@ class Transport:
         run: str,
         version: int,
         limits: TransportLimits | None = None,
-        door: Authorizer | None = None,
+        authorizer: Authorizer | None = None,
         observes: bool = False,
         port_file: Path | None = None,
         narrow_paths: NarrowPaths | None = None,
@@ -167,7 +167,7 @@ class Transport:
             sign=identity.sign,
             verify=verify,
             nonce=lambda: os.urandom(NONCE_BYTES),
-            door=door,
+            authorizer=authorizer,
             observes=observes,
         )
         self._endpoint = Endpoint(self._greeter, self._limits)

@@ -97,7 +97,7 @@ def _greeter() -> Greeter:
         sign=FOUNDER.sign,
         verify=verify,
         nonce=lambda: os.urandom(32),
-        door=OpenAuthorizer(),
+        authorizer=OpenAuthorizer(),
     )
 
 

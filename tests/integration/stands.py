@@ -41,12 +41,12 @@ async def stand(
     name: str,
     version: int = WIRE_VERSION,
     manifest: bytes = b"\x80 not the manifest",
-    door: Authorizer | None = None,
+    authorizer: Authorizer | None = None,
 ) -> AsyncIterator[None]:
-    """A peer that announces ``run`` in the directory; with a ``door`` that is private, itself alone."""
-    transport = Transport(Identity.ephemeral(), listen=LOOPBACK, run=run, version=version, door=door)
+    """A peer that announces ``run`` in the directory; with an ``authorizer``, which is private, itself alone."""
+    transport = Transport(Identity.ephemeral(), listen=LOOPBACK, run=run, version=version, authorizer=authorizer)
     async with transport.serve(Liar(manifest)):
-        if door is None:
+        if authorizer is None:
             await directory.publish_run(run, msgspec.msgpack.encode(RunRecord(name, 1000)), 60.0)
         record = msgspec.msgpack.encode(PeerRecord(tuple(transport.listen_addresses())))
         await directory.publish_peer(run, record, 60.0)

@@ -82,7 +82,7 @@ def test_who_has_the_invite_takes_part_and_nobody_else_learns_of_the_run(tmp_pat
         told = uvloop.run(refused(observer_transport(Identity.ephemeral()), address))
         assert "ask the run's founder for an invite" in told
         me = Identity.ephemeral()
-        knows = Transport(me, listen="", run=invite.run, version=WIRE_VERSION, door=JoinerAuthorizer(b""))
+        knows = Transport(me, listen="", run=invite.run, version=WIRE_VERSION, authorizer=JoinerAuthorizer(b""))
         assert "shows no certificate" in uvloop.run(refused(knows.serve(Observer()), address))
 
         # Expired, and signed by somebody else: their users are told, and we see it in our log.
@@ -213,7 +213,7 @@ def test_an_invite_for_one_person_is_one_peer_whatever_its_holder_does(tmp_path:
             chain = credentials_from_invite(invite, other := Identity.ephemeral()).chain
             for address in addresses:
                 door = JoinerAuthorizer(chain)
-                opened = Transport(other, listen="", run=invite.run, version=WIRE_VERSION, door=door)
+                opened = Transport(other, listen="", run=invite.run, version=WIRE_VERSION, authorizer=door)
                 told = uvloop.run(refused(opened.serve(Observer()), address))
                 assert "admits one peer and has been used: ask for another one, or join with the identity.key" in told
             state = tmp_path / f"eve {number}"
@@ -245,7 +245,7 @@ async def introduce(number: int, invite: Invite, address: str, identity: Identit
     made_up = [by_invite.chain_for(Identity.ephemeral().peer_id, Role.LEARNER) for _ in range(number)]
     told = TellStatements(join_statements(INTRODUCTION + chain for chain in made_up))
     door = JoinerAuthorizer(mine.chain)
-    member = Transport(mine.identity, listen="", run=invite.run, version=WIRE_VERSION, door=door)
+    member = Transport(mine.identity, listen="", run=invite.run, version=WIRE_VERSION, authorizer=door)
     async with member.serve(Observer()):
         founder = await member.dial(address)
         await member.request(founder, encode(told), timeout_s=60.0)

@@ -417,7 +417,7 @@ def found() -> Iterator[tuple[str, Manifest, Credentials]]:
         partial(stand, run=RunId("b" * 40), name="tomorrow", version=WIRE_VERSION + 1),
         partial(stand, run=heavy.run, name="heavy", manifest=heavy.encode()),
         partial(stand, run=small.run, name="small", manifest=small.encode()),
-        partial(stand, run=manifest.run, name="secret", door=MemberAuthorizer(members, b"", time.time)),
+        partial(stand, run=manifest.run, name="secret", authorizer=MemberAuthorizer(members, b"", time.time)),
     ) as address:
         yield address, manifest, founder
 

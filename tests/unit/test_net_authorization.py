@@ -31,7 +31,7 @@ class Party(NamedTuple):
     wrote: bytearray
 
 
-def party(identity: Identity, door: Authorizer, run: str = RUN, *, claims: PeerId | None = None) -> Party:
+def party(identity: Identity, authorizer: Authorizer, run: str = RUN, *, claims: PeerId | None = None) -> Party:
     greeter = Greeter(
         peer=claims or identity.peer_id,
         run=run,
@@ -40,7 +40,7 @@ def party(identity: Identity, door: Authorizer, run: str = RUN, *, claims: PeerI
         sign=identity.sign,
         verify=verify,
         nonce=lambda: os.urandom(32),
-        door=door,
+        authorizer=authorizer,
     )
     return Party(identity, Endpoint(greeter, TransportLimits(lanes=1)), bytearray())
 

@@ -73,7 +73,7 @@ def part(folder: Path, model: nn.Module, error: Exception | None = None) -> tupl
     """A script that takes part with a node."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     outer: Any = p2pdiloco.DiLoCo(model, optimizer, run="story", tokens_per_step=8, state=folder)
-    node = outer._companion = Node()
+    node = outer._node_process = Node()
     outer._link, outer._is_linked, outer._begun_in = Link(node, model, error), True, os.getpid()
     outer._check = StepCheck(model, [optimizer], outer._named)
     outer._unhook()
@@ -142,7 +142,7 @@ def test_a_script_that_ends_takes_its_node_along_and_a_rank_that_fails_leaves_it
     outer, node = part(tmp_path, nn.Linear(32, 8))
     step(outer)
     if is_rank:
-        outer._island = SimpleNamespace()
+        outer._ranks = SimpleNamespace()
     outer.__exit__(None if error is None else type(error), error, None)
     assert node.done == done
     step(outer)

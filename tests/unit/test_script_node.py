@@ -24,7 +24,7 @@ from p2pdiloco.access.certificates import NEVER, NO_CAP, Role
 from p2pdiloco.access.invite_code import Invite, encode_invite
 from p2pdiloco.cli.main import _parse
 from p2pdiloco.protocol.ids import RunId
-from p2pdiloco.script_node import LEAVE_S, RESTARTS, STABLE_S, ScriptNode, ScriptNodeError, Wish, leaving_s
+from p2pdiloco.script_node import LEAVE_S, RESTARTS, STABLE_S, NodeRequest, ScriptNode, ScriptNodeError, leaving_s
 from p2pdiloco.swarm.credentials import Credentials, make_invite
 from p2pdiloco.swarm.run_index import folder_of
 from p2pdiloco.training import founding_file, script_arguments, tokenized_dataset
@@ -56,7 +56,7 @@ class Dying(ScriptNode):
     """Its nodes die at once."""
 
     def __init__(self, folder: Path, peers: Sequence[str] = ()) -> None:
-        super().__init__(folder, Wish("story", tuple(peers), None if peers else folder / "foundation", ()))
+        super().__init__(folder, NodeRequest("story", tuple(peers), None if peers else folder / "foundation", ()))
         self.started: list[list[str]] = []
         self.status = 1
 
@@ -218,7 +218,7 @@ def test_of_several_runs_of_one_name_the_invites_goes_on(tmp_path: Path, clock: 
 
 
 def test_who_is_to_join_is_told_that_there_is_nobody(tmp_path: Path, clock: Clock) -> None:
-    node = ScriptNode(tmp_path, Wish("story", (), None, ()))
+    node = ScriptNode(tmp_path, NodeRequest("story", (), None, ()))
     with pytest.raises(ScriptNodeError, match="found=False, and nobody to join: give initial_peers"):
         node.connect()
     node.release_folder()
@@ -233,7 +233,7 @@ def test_a_second_script_is_refused_the_folder(tmp_path: Path) -> None:
     )  # fmt: skip
     assert first.stdout.readline() == b"held\n"
     with pytest.raises(ScriptNodeError, match="is in use by another training script"):
-        ScriptNode(tmp_path, Wish("story", (), None, ()))
+        ScriptNode(tmp_path, NodeRequest("story", (), None, ()))
     first.stdin.close()
     first.wait()
 
@@ -278,7 +278,7 @@ def test_folders_of_one_path_in_two_containers_have_meeting_places_of_their_own(
 
 
 def test_a_meeting_place_that_is_taken_is_told_so(tmp_path: Path) -> None:
-    node = ScriptNode(tmp_path, Wish("story", (), tmp_path / "foundation", ()))
+    node = ScriptNode(tmp_path, NodeRequest("story", (), tmp_path / "foundation", ()))
     taken = Reunion(node.meeting_place, 60.0, is_script=True)
     assert taken.open()
     with pytest.raises(ScriptNodeError, match="another process on this machine waits for the node of"):
@@ -344,8 +344,10 @@ def test_the_node_of_a_large_model_is_waited_for_longer() -> None:
 
 @pytest.mark.parametrize(("stay_s", "status"), [(30.0, 0), (0.0, -9)])
 def test_a_node_that_stays_after_the_end_is_waited_for(tmp_path: Path, stay_s: float, status: int) -> None:
-    node = ScriptNode(tmp_path, Wish.of("story", "ADDR", None, tmp_path / "foundation", ("--up", "1mbit"), stay_s))
-    assert node._wish.options == ("--up", "1mbit", *(("--stay-s", "30.0") if stay_s else ()))
+    node = ScriptNode(
+        tmp_path, NodeRequest.of("story", "ADDR", None, tmp_path / "foundation", ("--up", "1mbit"), stay_s)
+    )
+    assert node._request.options == ("--up", "1mbit", *(("--stay-s", "30.0") if stay_s else ()))
     node._process = psutil.Popen(["sleep", "0.5"])
     assert node.wait(0.1) == status
 
@@ -373,7 +375,7 @@ def test_the_swarms_step_is_at_most_the_runs_last(tmp_path: Path) -> None:
 @pytest.mark.heavy
 def test_what_was_wrong_with_an_option_is_told_and_not_where_help_is(tmp_path: Path) -> None:
     """``node_options`` are the user's own words."""
-    node = ScriptNode(tmp_path, Wish("story", ("ADDR",), None, ("--upp", "3")))
+    node = ScriptNode(tmp_path, NodeRequest("story", ("ADDR",), None, ("--upp", "3")))
     with pytest.raises(ScriptNodeError) as told:
         node.connect()
     assert str(told.value) == "the node ended with status 2: there is no option --upp: did you mean --up?"
@@ -404,7 +406,7 @@ def test_one_invite_may_be_given_as_a_text(tmp_path: Path) -> None:
     for given, peers in ((address, (address,)), ([address], (address,)), (f" {text}\n", (text,)), ([], ()), ((), ())):
         wish = p2pdiloco.DiLoCo(
             model, optimizer, run="story", tokens_per_step=8, initial_peers=given, state=tmp_path
-        )._wish
+        )._request
         assert wish is not None
         assert (wish.peers, wish.foundation is None) == (peers, bool(peers))
     for bad in (f"{text} junk", text + " " * 500 + "; touch x", f"{text}\njunk", text[:-1], "p2pdiloco"):

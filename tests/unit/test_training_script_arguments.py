@@ -246,8 +246,8 @@ def test_what_is_no_mistake_is_taken(given: dict[str, Any], tmp_path: Path, monk
     model = linear()
     options = {"run": "story", "state": tmp_path / "state", "tokens_per_step": 8}
     outer = p2pdiloco.DiLoCo(model, sgd(model), **{**options, **given})
-    assert outer._wish is not None
-    assert outer._wish.foundation is not None
+    assert outer._request is not None
+    assert outer._request.foundation is not None
     os.chdir("/")
     assert outer._state.is_absolute()
     assert outer._state.parent == tmp_path, "a later chdir does not move it"
