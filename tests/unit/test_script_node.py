@@ -27,7 +27,8 @@ from p2pdiloco.protocol.ids import RunId
 from p2pdiloco.script_node import LEAVE_S, RESTARTS, STABLE_S, NodeRequest, ScriptNode, ScriptNodeError, leaving_s
 from p2pdiloco.swarm.credentials import Credentials, make_invite
 from p2pdiloco.swarm.run_index import folder_of
-from p2pdiloco.training import founding_file, script_arguments, tokenized_dataset
+from p2pdiloco.training import founding_file, script_arguments
+from p2pdiloco.training.dataset_files import cached
 from p2pdiloco.training.node_reconnect import Found, Reunion, find_learner, meeting_place
 from p2pdiloco.transport.identity import Identity
 from p2pdiloco.util import status_pipe
@@ -436,7 +437,7 @@ def test_a_user_without_a_home_folder_is_told_where_the_state_is_unless_it_names
     assert _parse(["members"]).state == tmp_path / ".local/state/p2pdiloco"
     (told,) = caplog.messages
     assert f"below {tmp_path}. Set HOME, or name a state folder (--state" in told
-    assert tokenized_dataset._cache() == tmp_path / ".cache/p2pdiloco/tokens"
+    assert cached("data", lambda _: None).parent == tmp_path / ".cache/p2pdiloco/tokens"
 
 
 def test_a_state_folder_whose_name_is_no_text_is_refused(tmp_path: Path) -> None:
