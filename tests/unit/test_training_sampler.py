@@ -15,6 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset
 
 from p2pdiloco.diloco import DiLoCo
+from p2pdiloco.training.node_link import Counts
 from p2pdiloco.training.sampler import DIGESTS, FirstBatches, OwnSamples, share_loader
 from p2pdiloco.training.swarm_view import SwarmView
 from p2pdiloco.wire.learner_ipc import Swarm
@@ -251,6 +252,8 @@ def test_inside_the_block_the_model_is_the_swarms() -> None:
         own = [p.clone() for p in model.parameters()]
 
         class Global(Link):
+            counts, last_step = Counts(), 10
+
             def load_global(self) -> None:
                 for p in model.parameters():
                     p.fill_(7.0)
