@@ -22,9 +22,7 @@ from p2pdiloco.protocol.messages import CommitHeader
 from p2pdiloco.protocol.state import Core
 
 AUDIT_SHARE = 0.1
-"""Expected number of audits of a commit, over all peers. An owner that always lies is thus found after ten commits on
-average. An audit moves each contribution once and a version moves it twice (up, and down as part of the commits to all
-peers), so audits cost 5 % of the traffic."""
+"""Expected number of audits of a commit, over all peers. How soon a lying owner is found: rule V5 of docs/protocol.md."""
 LONG_AUDITS = 2.0
 """The same for an update that is longer than usual, and for a young chain's: there an owner could do most harm."""
 LONG = 3
