@@ -238,7 +238,8 @@ class StateAcceptance:
         """
         shard, founder, reports, theirs = head.shard, self.core.config.founder, self.reports, {head.id, *lineage}
         support = reports.support(shard, theirs, donors)
-        if not support.is_most:
+        is_tie = founder in donors and 2 * support.stand == support.of
+        if not support.is_most and not (is_tie and reports.stands_by(founder, shard, theirs)):
             # In a divided run the founder decides if it is there: what it has follows below.
             rivals = 0 if founder in donors else reports.most_elsewhere(shard, theirs, donors)
             if not (support._replace(against=rivals).is_leading and self._is_long(shard, DIVIDED_REQUESTS)):

@@ -10,7 +10,7 @@ where the others contradict what it has found.
 rule      question                                               counted                    threshold
 ========  =====================================================  =========================  ===========================
 H2b       does a newcomer know enough to download a state?       donors                     most
-H2a, H2d  does a newcomer believe a state?                       donors                     most; leading in the end
+H2a, H2d  does a newcomer believe a state?                       donors                     most; founder; leading late
 H2f-H2h   does it believe the state's last commit, too?          donors without its owner   founder; most; leading
 H3a       does a peer believe a heavier fork of its own chain?   nobody                     time for its versions
 H3b       does it believe another heavier state?                 donors                     most; leading in the end

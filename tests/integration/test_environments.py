@@ -67,14 +67,14 @@ def test_a_folder_whose_name_is_no_text_and_warnings_that_are_errors(tmp_path: P
 
 SAYING = """
 import os, sys
-from p2pdiloco.cli import launch, main, peer_options
+from p2pdiloco.cli import export, main, peer_options
 
 async def run(arguments):
     peer_options.say(arguments.out)
     return 0
 
-launch.run = run
-sys.argv[1:] = ["launch", "INVITE", "--dollars", "5", "--out", os.fsdecode(b"/caf\\xe9")]
+export.run = run
+sys.argv[1:] = ["export", "story", "--out", os.fsdecode(b"/caf\\xe9")]
 sys.exit(main.main())
 """
 

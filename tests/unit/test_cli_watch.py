@@ -21,9 +21,7 @@ pytestmark = pytest.mark.usefixtures("own_logging")
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize(
-    "words", [["watch", "FOLDER", "--page", "auto"], ["watch", "--page", "auto"], ["page", "FOLDER"]]
-)
+@pytest.mark.parametrize("words", [["watch", "FOLDER", "--page", "auto"], ["watch", "--page", "auto"]])
 def test_a_folder_is_served_as_a_page(words: list[str], tmp_path: Path) -> None:
     """Without WHAT, that of ``--state``."""
     write(tmp_path / "metrics.jsonl", started(100.0, ANN), commit(110.0, 1, ANN, ann=5), progress(111.0, 5))

@@ -165,7 +165,7 @@ def test_what_a_peer_commits_itself_tells_of_its_head() -> None:
 
 
 def test_between_as_many_on_each_side_the_founders_word_decides() -> None:
-    """H2d: one liar beside one honest donor neither keeps a newcomer out nor brings it to another model."""
+    """H2a, H2d: one liar beside one honest donor neither keeps a newcomer out nor brings it to another model."""
     for donors in ((B, C), (C, B)):
         stage = newcomer(*donors, founder=B)
         for peer, head in ((C, FORGED), (B, HONEST[0])):
@@ -174,8 +174,11 @@ def test_between_as_many_on_each_side_the_founders_word_decides() -> None:
         stage.wait(4 * stage.config.request_s)
         bring(stage, FORGED, by=C)
         assert stage.machine.view.known_heads == (), "not even after a while"
-        bring(stage, HONEST[0], by=B)
-        assert stage.machine.view.known_heads == (HONEST[0],)
+        at_once = newcomer(*donors, founder=B)
+        for peer, head in ((C, FORGED), (B, HONEST[0])):
+            at_once.hear(peer, msg.Heads((head,), 0))
+        bring(at_once, HONEST[0], by=B)
+        assert at_once.machine.view.known_heads == (HONEST[0],)
     alone = newcomer(B, C, D, founder=B)
     for peer, head in ((B, FORGED), (C, HONEST[0]), (D, HONEST[0])):
         alone.hear(peer, msg.Heads((head,), 0))
