@@ -362,7 +362,7 @@ BUGS = (
         module=_FELLOWSHIP,
         where="MembershipSync.is_announced_by_member",
         old="self.members.examine(peer, chain, self._now_s())",
-        new="self.authorizer.admit(peer, chain)",
+        new="self._authorizer.admit(peer, chain)",
         harm="one machine publishes 256 records, and no newcomer gets in any more",
         killed_by=(f"{_FELLOWSHIP_TESTS}::test_records_of_the_directory_use_up_no_invite",),
     ),
