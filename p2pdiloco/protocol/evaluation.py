@@ -23,7 +23,7 @@ RECENT = 16
 NEAR = 0.05
 """Share by which an evaluation may lie outside of the middle half and is still supported."""
 FALL = 3.0
-"""Of two peers' evaluations, the newer is doubted if it is smaller than the one before by more than this factor."""
+"""Factor by which a loss may fall from one evaluation to the next before the newer of two peers' is doubted."""
 FRESH = 2
 """Number of newer ones that may be due until nothing is doubted for the sake of the one before."""
 JUMP = 0.5

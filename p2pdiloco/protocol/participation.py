@@ -1,4 +1,4 @@
-"""Who takes part: each rule asks here which peers it counts, asks or waits for.
+"""Participation: the peers that each rule counts, asks or waits for.
 
 The questions are about one shard. Today every peer holds all shards and merges with all others, so each answer is that
 of the whole run.
@@ -16,7 +16,7 @@ from p2pdiloco.protocol.ownership import Candidates, ranked_owners
 
 
 class ThisPeer(Protocol):
-    """What this peer itself does (``Core``)."""
+    """This peer's own part in the run (``Core``)."""
 
     @property
     def departure(self) -> str:

@@ -31,8 +31,10 @@ simulated meshes longer: 4.5 instead of 3.9 s in the mean (benchmarks/notes.md).
 
 
 Claim = Literal["doubted", "torn", "left", "deserted"]
-"""What may hold of a shard for some time: a newcomer found too few peers that stand by a state; a heavier state has as
-much support as any other, of at most half; most peers have a lighter chain; others have what this peer abandoned."""
+"""A claim that may hold of a shard for some time.
+
+Doubted: a newcomer found too few peers that stand by a state. Torn: a heavier state has as much support as any other,
+of at most half. Left: most peers have a lighter chain. Deserted: others have what this peer abandoned."""
 
 
 class JudgedState(NamedTuple):

@@ -28,7 +28,7 @@ owner merges them in the second."""
 
 
 class Times(NamedTuple):
-    """What this peer has measured, in seconds."""
+    """Times that this peer has measured, in seconds."""
 
     step_s: float
     """Shortest step time of a learner that trains."""
@@ -49,7 +49,7 @@ class Waits(NamedTuple):
     most_s: float
     """How long it waits at least while at most half of the participants have answered (M4d)."""
     few_s: float
-    """How often commits that most participants did not contribute to may come from other ranks than 0 (O5b)."""
+    """Least time between two commits of few participants whose owners' turn has not come (O5b)."""
     commit_s: float
     """How long to wait for a commit that other peers have (W5a)."""
 

@@ -21,7 +21,6 @@ import time
 import warnings
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from fnmatch import fnmatch
 from itertools import islice
 from pathlib import Path, PurePath
@@ -281,8 +280,11 @@ def cached(key: object, write: Callable[[Path], None], size: int = 0) -> Path:
                 "XDG_CACHE_HOME to a folder on a larger disk"
             )
         write(temporary)
-        with suppress(OSError):  # another process was faster
+        try:
             temporary.rename(folder)
+        except OSError:
+            if not folder.is_dir():  # otherwise another process was faster
+                raise
     except OSError as error:
         raise CorpusError(f"data cannot be written to {root}: {error.strerror}; free space there") from error
     finally:
