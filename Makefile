@@ -22,11 +22,11 @@ $(READY): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { echo "python venv is missing: apt install python3-venv"; exit 1; }
 	@echo "installing into $(VENV), once: a few minutes, 2 GB of disk (more with a GPU: torch brings CUDA)"
 	@$(call timed,torch,$(BIN)/python -c 'import torch' 2>/dev/null || \
-	  if command -v nvidia-smi >/dev/null 2>&1; then $(BIN)/pip install -q torch==2.13.0; \
-	  else $(BIN)/pip install -q torch==2.13.0+cpu 2>/dev/null \
-	    || $(BIN)/pip install -q torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu; fi)
-	@$(call timed,p2pdiloco with its C library and what it needs,$(BIN)/pip install -q -c constraints.txt -e .)
-	@$(call timed,tools of the tests; Hugging Face and Lightning; plots,$(BIN)/pip install -q -c constraints.txt 'p2pdiloco[dev]')
+	  if command -v nvidia-smi >/dev/null 2>&1; then $(BIN)/pip install -qq torch==2.13.0; \
+	  else $(BIN)/pip install -qq torch==2.13.0+cpu 2>/dev/null \
+	    || $(BIN)/pip install -qq torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu; fi)
+	@$(call timed,p2pdiloco with its C library and what it needs,$(BIN)/pip install -qq -c constraints.txt -e .)
+	@$(call timed,tools of the tests; Hugging Face and Lightning; plots,$(BIN)/pip install -qq -c constraints.txt 'p2pdiloco[dev]')
 	@touch $(READY)
 
 demo: $(READY) ## a swarm on this machine: found, join, kill, join late, merge, evaluate (a minute or two)
