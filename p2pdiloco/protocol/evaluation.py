@@ -25,7 +25,7 @@ NEAR = 0.05
 FALL = 3.0
 """Factor by which a loss may fall from one evaluation to the next before the newer of two peers' is doubted."""
 FRESH = 2
-"""Number of newer ones that may be due until nothing is doubted for the sake of the one before."""
+"""Number of newer ones that may be due until the one shown before makes room for any other that is supported."""
 JUMP = 0.5
 """A loss that is so much above a peer's best recent one, in nats or as a share of it (whichever is more), is a jump."""
 JUMPS = 2
@@ -139,14 +139,15 @@ class Evaluations:
         low, high = losses[cut] * (1.0 - NEAR), losses[-1 - cut] * (1.0 + NEAR)
         newest = max((one for one in recent if low <= one.loss <= high), key=lambda one: one.step)
         before = self.shown
-        if (
-            len(recent) == 2
-            and before is not None
-            and before.version >= version - FRESH * every
-            and newest != self._latest.get(core.config.peer)
-            and not before.loss / FALL <= newest.loss <= before.loss + max(JUMP, JUMP * before.loss)
-        ):
-            return
+        if before is not None and before.version >= version - FRESH * every:
+            if newest.step < before.step:
+                return  # the author of the one before has measured again, and the others have yet to support that
+            if (
+                len(recent) == 2
+                and newest != self._latest.get(core.config.peer)
+                and not before.loss / FALL <= newest.loss <= before.loss + max(JUMP, JUMP * before.loss)
+            ):
+                return
         if head is not None:  # nobody claims more for the figure than is merged here
             newest = Evaluation(
                 min(newest.version, version), min(newest.tokens, self._merged_tokens()), newest.step, newest.loss

@@ -103,6 +103,21 @@ def test_the_newest_evaluation_that_the_others_support_is_shown() -> None:
         assert (shown(stage) or (0.0, 0))[0] == told
 
 
+def test_what_is_shown_does_not_go_back_to_an_older_evaluation() -> None:
+    """S3b: the author of the newest has measured again, and the others have yet to measure a loss as low. After a while
+    it does, because the newest may be of one whose step nobody else has reached."""
+    stage = Stage(B, C, D, evaluation_every=1)
+    stage.take(stage.commit(tokens(B, 0, 40), step=4))
+    for peer, loss, step in ((B, 1.90, 1), (C, 1.82, 6), (D, 1.75, 7), (D, 1.62, 8)):
+        stage.hear(peer, evaluation(loss, step, 1))
+    assert shown(stage) == (1.75, 7)
+    for version in range(3):
+        stage.wait(2.0)
+        stage.take(stage.commit(tokens(B, 40 * version + 40, 40 * version + 80), step=4 * version + 8))
+        stage.hear(B, evaluation(1.90, version + 2, 1))
+        assert shown(stage) == ((1.75, 7) if version < 2 else (1.82, 6))
+
+
 def test_nobody_claims_more_for_an_evaluation_than_is_merged() -> None:
     """S3b: version and tokens are where the loss is drawn in a curve."""
     stage = Stage(B, C, D)
