@@ -139,7 +139,7 @@ class DiLoCo(SwarmView):
                 ``p2pdiloco prolong`` makes a run longer. Default: 10^9, practically endless.
             sync_every: H, steps between two exchanges of the same fragment. Default, as for configuration files: 3 if
                 at most 4 million parameters, or an eighth of the model's (adapters), are exchanged, 6 up to 8 million;
-                else 24, or fewer in a run below 960 steps, so that it has 80 turns, but at least 6.
+                else 24, or fewer in a run below 960 steps, so that it has 80 rounds, but at least 6.
             n_fragments: P, number of parts into which the model is divided. They are exchanged one after the other. P
                 must divide ``sync_every`` and be at most the number of trainable tensors. Default: 1 if ``sync_every``
                 is given; else the largest such number.

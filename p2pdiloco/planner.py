@@ -23,7 +23,7 @@ import msgspec
 # 1. Units are bits, seconds and bits per second, without headers.
 # 2. A peer's link carries as much in each direction.
 # 3. Learners of this project never wait. Its utilisation here is the value if they did wait, so that it can be compared
-#    with other systems. In fact turns become late, or are left out.
+#    with other systems. In fact rounds become late, or are left out.
 
 
 BUCKETS: Final = 128
@@ -50,7 +50,7 @@ class Training(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def interval_s(self) -> float:
-        """Seconds between the turns of two fragments."""
+        """Seconds between the rounds of two fragments."""
         return self.step_s * self.sync_every / self.fragments
 
 
@@ -188,13 +188,13 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
     bytes_a_day: float
     mean_bits_per_s: float
     exchange_s: float
-    """Seconds from the turn of the largest fragment until all peers have its commit."""
+    """Seconds from the round of the largest fragment until all peers have its commit."""
     staleness_steps: float
     is_on_time: bool
-    turns_kept: float
+    rounds_kept: float
     utilisation: dict[str, float]
     """Utilisation by system, on this link."""
-    turns: int
+    rounds: int
     """Number of exchanges of each fragment in the run."""
     node_bytes: float
     learner_bytes: float
@@ -202,7 +202,7 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def control_bytes_per_s(wanted: Wanted) -> float:
-    """Return a peer's control traffic: heartbeats, and the announcements and answers of turns.
+    """Return a peer's control traffic: heartbeats, and the announcements and answers of rounds.
 
     Runs of more than 16 peers send heartbeats less often."""
     others = wanted.peers - 1
@@ -244,9 +244,9 @@ def make_plan(wanted: Wanted, lines: PeerLines) -> Forecast:
         exchange_s=took_s,
         staleness_steps=took_s / wanted.step_s,
         is_on_time=took_s <= wanted.overlap * wanted.step_s,
-        turns_kept=min(1.0, rate * wanted.step_s / (8 * step_bytes)),
+        rounds_kept=min(1.0, rate * wanted.step_s / (8 * step_bytes)),
         utilisation=_utilisation(wanted, rate * PAYLOAD_SHARE),
-        turns=wanted.steps // wanted.sync_every,
+        rounds=wanted.steps // wanted.sync_every,
         node_bytes=NODE_BYTES * wanted.parameters + NODE_FIXED_BYTES,
         learner_bytes=LEARNER_BYTES * wanted.parameters,
         join_s=state_bits / min(lines.down_bits_per_s, donors_bits),
@@ -259,21 +259,21 @@ def _utilisation(wanted: Wanted, bits_per_s: float) -> dict[str, float]:
         name: system(bf16 if name in ("data parallel", "DiLoCo") else wanted.training, bits_per_s)
         for name, system in SYSTEMS.items()
     }
-    return {**found, "p2pdiloco": 1.0}  # learners never wait; turns are left out instead
+    return {**found, "p2pdiloco": 1.0}  # learners never wait; rounds are left out instead
 
 
 class Advice(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings with which no turn is left out or late."""
+    """Settings with which no round is left out or late."""
 
     codec: str
     sync_every: int
     overlap: int
-    turns: int
+    rounds: int
     """Number of exchanges of each fragment with these settings."""
 
 
 def advise(wanted: Wanted, lines: PeerLines) -> Advice | None:
-    """Return the smallest H, and for it the finest codec, with which no turn is left out and exchanges take few steps.
+    """Return the smallest H, and for it the finest codec, with which no round is left out and exchanges take few steps.
 
     None: no settings achieve that."""
     for sync_every in _growing(wanted.sync_every):
@@ -281,9 +281,9 @@ def advise(wanted: Wanted, lines: PeerLines) -> Advice | None:
             tried = msgspec.structs.replace(wanted, sync_every=sync_every, up_bytes=size, down_bytes=size)
             plan = make_plan(tried, lines)
             overlap = max(1, math.ceil(plan.staleness_steps))
-            if plan.turns_kept == 1.0 and overlap <= min(max(MOST_OVERLAP, wanted.overlap), sync_every - 1):
+            if plan.rounds_kept == 1.0 and overlap <= min(max(MOST_OVERLAP, wanted.overlap), sync_every - 1):
                 overlap = max(overlap, min(wanted.overlap, sync_every - 1))
-                return Advice(codec=codec, sync_every=sync_every, overlap=overlap, turns=wanted.steps // sync_every)
+                return Advice(codec=codec, sync_every=sync_every, overlap=overlap, rounds=wanted.steps // sync_every)
     return None
 
 

@@ -166,7 +166,7 @@ def for_real(tries: int, seed: int, folder: Path) -> list[tuple[str, Left]]:
         ways = dict.fromkeys("BC", WAYS[0])
         for number in range(tries):
             until(peers.all_train, "all train")
-            time.sleep(chance.uniform(0.0, 4.0))  # anywhere between two turns
+            time.sleep(chance.uniform(0.0, 4.0))  # anywhere between two rounds
             name = "BC"[number % 2]
             left = peers.take_back(name, ways[name])
             found.append((ways[name], left))

@@ -153,7 +153,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             median_s=statistics.median(times),
             mean_s=statistics.fmean(times),
             worst_s=max(times),
-            turns=0.0 if outer is None else outer.swarm.get("version", 0.0) - before,
+            rounds=0.0 if outer is None else outer.swarm.get("version", 0.0) - before,
             peers=0 if outer is None else len(outer.peers),
             device_bytes=torch.cuda.max_memory_allocated() if device.type == "cuda" else 0,
             **{f"host_{name}": size for name, size in residence.components().items()},

@@ -26,15 +26,15 @@ from benchmarks import bench
 from benchmarks.quality import data
 from benchmarks.quality.exchange import pack
 from benchmarks.quality.laboratory import Contribution, Laboratory
-from benchmarks.quality.learners import Group, Turn
+from benchmarks.quality.learners import Group, Round
 from benchmarks.quality.settings import Setting
 from p2pdiloco.protocol.ids import ShardId
 from p2pdiloco.training.dataset_files import Corpus
 
 LONG: Final = 100.0
 MOST_STEPS, MOST_BATCHES = 64, 16
-"""Turns of steps, and run's batches a step, that rule P3a lets a contribution declare."""
-STALE_TURNS: Final = 10
+"""Rounds of steps, and run's batches a step, that rule P3a lets a contribution declare."""
+STALE_ROUNDS: Final = 10
 
 RULES: dict[str, dict[str, Any]] = {
     "shipped": {"bounded": True, "agreement": True},
@@ -107,20 +107,20 @@ class LyingLaboratory(Laboratory):
         finally:
             group.stream.next = sound  # type: ignore[method-assign]
 
-    def _sent(self, turn: Turn, shard: ShardId, index: int) -> Contribution:
-        own = super()._sent(turn, shard, index)
+    def _sent(self, sync_round: Round, shard: ShardId, index: int) -> Contribution:
+        own = super()._sent(sync_round, shard, index)
         if not self.is_liar(index) or self.attack == "honest":
             return own
         if self.attack == "absent":
             return own._replace(steps=0, tokens=0)
-        honest = [given.parcels[shard].values for i, given in turn.given.items() if not self.is_liar(i)]
+        honest = [given.parcels[shard].values for i, given in sync_round.given.items() if not self.is_liar(i)]
         if not own.steps or not honest:
             return own
         name = self.attack
         if name == "mixed":  # a different one each
             name = ("anti-mean", "constant drift", "noise", "flip", "undo", "inner product")[index % 6]
         rows = torch.stack(honest)
-        found = ATTACKS[name](self, shard, index, turn.given[index].parcels[shard].values, rows)
+        found = ATTACKS[name](self, shard, index, sync_round.given[index].parcels[shard].values, rows)
         if name not in EXACT:
             found = found * (LONG * float(rows.norm(dim=1).mean()) / max(float(found.norm()), 1e-30))
         steps = MOST_STEPS * self.setting.sync_every
@@ -131,7 +131,7 @@ class LyingLaboratory(Laboratory):
 def _stale(lab: LyingLaboratory, shard: ShardId, index: int, own: Tensor, honest: Tensor) -> Tensor:
     past = lab.past.setdefault((shard, index), [])
     past.append(own.clone())
-    return past[max(0, len(past) - 1 - STALE_TURNS)]
+    return past[max(0, len(past) - 1 - STALE_ROUNDS)]
 
 
 def _hidden(share: float) -> Callable[[Tensor, Tensor], Tensor]:

@@ -16,7 +16,7 @@ from torch import nn
 import p2pdiloco
 
 LAYERS = 24
-TURN = 24
+ROUND = 24
 GROWTH = 1.01
 """bfloat16 rounds anything less than a 256th away: nothing would be given, and payloads would have no bytes."""
 STOPPED = "all steps are made"
@@ -69,8 +69,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         found=True,
         tokens_per_step=1000,
         total_steps=options.steps,
-        sync_every=TURN,
-        n_fragments=TURN,
+        sync_every=ROUND,
+        n_fragments=ROUND,
         fragment_sync_delay=3,
         state=options.state,
         node_options=("--listen", LOOPBACK, "--directory-listen", LOOPBACK),

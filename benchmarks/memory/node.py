@@ -63,7 +63,7 @@ class MeasuredRounds(Rounds):
 
     async def _round(self) -> None:
         """One version more of every shard. Where the machine has other work an owner may be late, and what was given to
-        it is given again at the next turn: there is one every ``PATIENCE_S``."""
+        it is given again at the next round: there is one every ``PATIENCE_S``."""
         peer = self._peer
         self._rounds += 1
         peer.gradient = block_of(self._index, self._rounds)

@@ -105,7 +105,7 @@ class Exchange:
             if len(tensors[i].shape) == 2 and "blocks" in tensors[i].name
         ]
         self.inner_share = 1.0
-        """Of its peak: the inner rate that the turn at hand was trained with."""
+        """Of its peak: the inner rate that the round at hand was trained with."""
         self._shares: dict[ShardId, float] = {}
         self.theta = theta
         is_narrow = setting.momentum_type == "bfloat16"
@@ -131,7 +131,7 @@ class Exchange:
         self._noise = torch.Generator().manual_seed(setting.seed)
         self._usual: dict[ShardId, float] = {}
         """How long the last honest contribution was."""
-        self._turns = [0] * len(layout.shards)
+        self._rounds = [0] * len(layout.shards)
         self._delayed = torch.zeros_like(theta) if setting.outer == "delayed" else torch.empty(0)
         is_primal = setting.outer == "primal"
         self._plain = theta.clone() if is_primal else torch.empty(0)
@@ -159,12 +159,12 @@ class Exchange:
         return parcel
 
     def _codec_at(self, codec: str, shard: ShardId) -> str:
-        """The codec with the step that it has at the shard's turn, where that goes from one to another ("2.0>1.0")."""
+        """The codec with the step that it has at the shard's round, where that goes from one to another ("2.0>1.0")."""
         first, _, last = codec.partition(">")
         if not last:
             return codec
         name, _, step = first.partition("@")
-        share = min(1.0, self._turns[shard] * self._setting.sync_every / self._setting.steps)
+        share = min(1.0, self._rounds[shard] * self._setting.sync_every / self._setting.steps)
         return f"{name}@{float(step) + (float(last) - float(step)) * share:.4f}"
 
     def _drawn(self, like: Tensor, length: float) -> Tensor:
@@ -218,13 +218,13 @@ class Exchange:
             self._owed[owner, span] = (merged - parcel.values).mul_(self._setting.owed)
         self.down_bytes += parcel.bytes
         self.down_parameters += merged.numel()
-        self._turns[shard] += 1
+        self._rounds[shard] += 1
         restart = self._setting.restart_every
-        if restart and self._turns[shard] % restart == 0:
+        if restart and self._rounds[shard] % restart == 0:
             self.momentum[span].zero_()
         change = parcel.values.clone()
         if self._setting.outer == "delayed":
-            return self._delayed_step(span, change, self._turns[shard])
+            return self._delayed_step(span, change, self._rounds[shard])
         if self._setting.outer == "primal":
             return self._primal_step(span, change)
         rate, factor = self._setting.outer_rate, self._setting.outer_momentum
@@ -236,7 +236,7 @@ class Exchange:
             self.momentum[span] *= min(1.0, self.inner_share / self._shares.get(shard, self.inner_share))
             self._shares[shard] = self.inner_share
         if self._setting.correction:
-            rate = outer_optimizer.rate_at(self._turns[shard], rate, factor)
+            rate = outer_optimizer.rate_at(self._rounds[shard], rate, factor)
         outer_optimizer.outer_step(
             self.theta[span], self.momentum[span], change, learning_rate=rate, momentum_factor=factor
         )
@@ -252,7 +252,7 @@ class Exchange:
         kind, _, spell = self._setting.owners.partition("@")
         if kind == "one":
             return 0
-        if spell and self._turns[shard] % int(spell) and shard in self._owners:
+        if spell and self._rounds[shard] % int(spell) and shard in self._owners:
             return self._owners[shard]
         return self._draws.randrange(self._setting.learners)
 
@@ -287,12 +287,13 @@ class Exchange:
                     -65536
                 )
 
-    def _delayed_step(self, span: slice, gradient: Tensor, turn: int) -> Tensor:
-        """Delayed Nesterov with N = 2 and c = 0: momentum takes the mean of two turns' gradients, every second turn."""
+    def _delayed_step(self, span: slice, gradient: Tensor, sync_round: int) -> Tensor:
+        """Delayed Nesterov with N = 2 and c = 0: momentum takes the mean of two rounds' gradients, every second
+        round."""
         rate, mu = self._setting.outer_rate, self._setting.outer_momentum
         self._delayed[span] += gradient
         step = gradient.clone()
-        if turn % 2 == 0:
+        if sync_round % 2 == 0:
             self.momentum[span].mul_(mu).add_(self._delayed[span], alpha=0.5)
             self._delayed[span] = 0.0
             step += 2.0 * mu * self.momentum[span]

@@ -4,13 +4,13 @@ Time is counted in steps of the fastest learner. With equal learners everything 
 absences and cuts each learner has its own clock, and events come from a heap. Nothing depends on the machine's clock.
 
 1. The schedule is the protocol's: fragment p is due where the global step, that of the learner furthest ahead, equals
-   its offset modulo H. The learner that reaches that step announces the turn, and the others answer at the end of their
-   next step. ``protocol.waiting`` decides when the owner merges.
-2. A commit reaches a learner at the end of its first step ``overlap`` steps after the turn, or later if it was made
+   its offset modulo H. The learner that reaches that step announces the round, and the others answer at the end of
+   their next step. ``protocol.waiting`` decides when the owner merges.
+2. A commit reaches a learner at the end of its first step ``overlap`` steps after the round, or later if it was made
    later: an exchange takes all the time that the schedule allows.
 3. A contribution covers what its learner trained since its mark. Carry is the node's shift: new global - old global,
    plus what was sent if it was merged.
-4. At the end, one more turn of every fragment merges everybody's remaining progress, as real peers do.
+4. At the end, one more round of every fragment merges everybody's remaining progress, as real peers do.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from benchmarks.quality.averages import Averages
 from benchmarks.quality.data import Stream, held_out_losses, text_of
 from benchmarks.quality.exchange import Exchange
-from benchmarks.quality.learners import ENDLESS, Given, Group, Member, Shift, Turn, ended, spells
+from benchmarks.quality.learners import ENDLESS, Given, Group, Member, Round, Shift, ended, spells
 from benchmarks.quality.moments import Moments
 from benchmarks.quality.settings import Setting, learning_rate
 from benchmarks.quality.stacked import MOMENTUM_OF, Stack, Stepping, is_by_muon
@@ -121,12 +121,12 @@ class Laboratory:
         self._random = random.Random(setting.seed)
         self.members: list[Member] = []
         self._groups = self._make_groups(is_compiled)
-        self._open: dict[int, Turn] = {}
-        self._closed: dict[int, Turn] = {}
-        """The last turn of each fragment that was closed: late answers are timed."""
+        self._open: dict[int, Round] = {}
+        self._closed: dict[int, Round] = {}
+        """The last round of each fragment that was closed: late answers are timed."""
         self._response_times = ResponseTimes(0)
         self._events: list[tuple[float, int, int]] = []
-        """(time, 0: a group's step ends, 1: an owner looks at a turn; which)"""
+        """(time, 0: a group's step ends, 1: an owner looks at a round; which)"""
         self._step = 0
         self._trained = 0
         self._lost = 0
@@ -231,12 +231,12 @@ class Laboratory:
             return
         self._train(group, now)
         for member in group.members:
-            for turn in list(self._open.values()):
-                self._answer(turn, member, now)
-            for turn in self._closed.values():
-                self._time_answer(turn, member, now)
-        for turn in list(self._open.values()):
-            self._consider(turn, now)
+            for sync_round in list(self._open.values()):
+                self._answer(sync_round, member, now)
+            for sync_round in self._closed.values():
+                self._time_answer(sync_round, member, now)
+        for sync_round in list(self._open.values()):
+            self._consider(sync_round, now)
         for member in group.members:
             self.take(self.members[member], now)
 
@@ -258,12 +258,12 @@ class Laboratory:
         group.step = max(group.step, self._step)
 
     def _announce(self, now: float) -> None:
-        """Open the turn that is due at the global step, if one is."""
+        """Open the round that is due at the global step, if one is."""
         s = self.setting
         for fragment in range(self._fragments):
             is_due = (self._step - fragment * s.sync_every // self._fragments) % s.sync_every == 0
             if is_due and fragment not in self._open:
-                self._open[fragment] = Turn(fragment, now)
+                self._open[fragment] = Round(fragment, now)
 
     # -- coming and going ----------------------------------------------------------------------------------------------
 
@@ -307,15 +307,15 @@ class Laboratory:
     def _moments(self) -> Moments:
         return Moments(self._groups, self.specs, self.layout)
 
-    # -- turns ---------------------------------------------------------------------------------------------------------
+    # -- rounds --------------------------------------------------------------------------------------------------------
 
-    def _answer(self, turn: Turn, index: int, now: float) -> None:
-        """A learner's contribution to an open turn."""
+    def _answer(self, sync_round: Round, index: int, now: float) -> None:
+        """A learner's contribution to an open round."""
         member = self.members[index]
-        if index in turn.answered or not member.takes_part:
+        if index in sync_round.answered or not member.takes_part:
             return
-        self._time_answer(turn, index, now)
-        shards = self.layout.fragments[turn.fragment]
+        self._time_answer(sync_round, index, now)
+        shards = self.layout.fragments[sync_round.fragment]
         if all(member.marks[shard][1] == member.tokens for shard in shards):
             return
         ended(member.flat.copy_to(self._scratch, shards))
@@ -328,32 +328,32 @@ class Laboratory:
         if not self.setting.feedback:
             spans = ((shard, self.exchange.span(shard)) for shard in shards)
             meant = {shard: self.exchange.theta[span] - self._scratch[span] for shard, span in spans}
-        turn.given[index] = Given(parcels, meant, member.steps, member.tokens)
+        sync_round.given[index] = Given(parcels, meant, member.steps, member.tokens)
 
-    def _time_answer(self, turn: Turn, index: int, now: float) -> None:
-        """Time a learner's first answer to a turn, which may be closed already."""
-        if index not in turn.answered and self.members[index].takes_part:
-            turn.answered.add(index)
-            self._response_times.record(_peer(index), now - turn.opened_at)
+    def _time_answer(self, sync_round: Round, index: int, now: float) -> None:
+        """Time a learner's first answer to a round, which may be closed already."""
+        if index not in sync_round.answered and self.members[index].takes_part:
+            sync_round.answered.add(index)
+            self._response_times.record(_peer(index), now - sync_round.opened_at)
 
-    def _consider(self, turn: Turn, now: float) -> None:
+    def _consider(self, sync_round: Round, now: float) -> None:
         """The owner's decision; see ``protocol.waiting``."""
         s = self.setting
         participants = {index for index, member in enumerate(self.members) if member.takes_part}
-        missing, limit = list(map(_peer, participants - turn.answered)), max(s.sync_every / 2, LEAST_WAIT_STEPS)
+        missing, limit = list(map(_peer, participants - sync_round.answered)), max(s.sync_every / 2, LEAST_WAIT_STEPS)
         quorum = max(1, min(s.quorum, len(participants)))
-        if turn.quorum_at is None and len(turn.given) >= quorum:
-            turn.quorum_at = now
-        quorum_s = 0.0 if turn.quorum_at is None else turn.quorum_at - turn.opened_at
+        if sync_round.quorum_at is None and len(sync_round.given) >= quorum:
+            sync_round.quorum_at = now
+        quorum_s = 0.0 if sync_round.quorum_at is None else sync_round.quorum_at - sync_round.opened_at
         grace = grace_window_s(
             grace_share=s.grace, overlap_steps=s.overlap, step_time_s=1.0, quorum_s=quorum_s, sync_s=0.0
         )
         view = QuorumView(
             now=now,
-            opened_at=turn.opened_at,
-            quorum_at=turn.quorum_at,
-            given=len(turn.given),
-            answers=Support(len(turn.answered), len(turn.answered) + len(missing)),
+            opened_at=sync_round.opened_at,
+            quorum_at=sync_round.quorum_at,
+            given=len(sync_round.given),
+            answers=Support(len(sync_round.answered), len(sync_round.answered) + len(missing)),
             missing=self._response_times.usual_s(missing),
             min_quorum=quorum,
             rank=0,
@@ -364,50 +364,50 @@ class Laboratory:
         decision = decide(view)
         if decision.is_close:
             self._response_times.record_missing(decision.late, limit)
-            self._close(turn, now)
+            self._close(sync_round, now)
         elif decision.look_again_at is not None:
-            heapq.heappush(self._events, (decision.look_again_at, 1, turn.fragment))
+            heapq.heappush(self._events, (decision.look_again_at, 1, sync_round.fragment))
         elif not view.missing:  # nobody has anything to give
-            del self._open[turn.fragment]
+            del self._open[sync_round.fragment]
 
-    def _close(self, turn: Turn, now: float) -> None:
+    def _close(self, sync_round: Round, now: float) -> None:
         """Merge, and send the commits on their way."""
-        self._open.pop(turn.fragment, None)
-        self._closed[turn.fragment] = turn
-        given = sorted(turn.given.items())
-        ready_at = max(now, turn.opened_at + self.setting.overlap)
+        self._open.pop(sync_round.fragment, None)
+        self._closed[sync_round.fragment] = sync_round
+        given = sorted(sync_round.given.items())
+        ready_at = max(now, sync_round.opened_at + self.setting.overlap)
         if self.setting.method == "gossip":
-            self._pair(turn, ready_at)
+            self._pair(sync_round, ready_at)
             return
         self.exchange.inner_share = self._inner_share
-        for shard in self.layout.fragments[turn.fragment]:
-            sent = [self._sent(turn, shard, index) for index, _ in given]
+        for shard in self.layout.fragments[sync_round.fragment]:
+            sent = [self._sent(sync_round, shard, index) for index, _ in given]
             weights = [token_weight(one.tokens, one.steps) for one in sent]
             change = self.exchange.commit(
                 shard, [index for index, _ in given], [s.gradient for s in sent], weights, [s.steps for s in sent]
             )
             for index, member in enumerate(self.members):
-                self._send(member, turn.given.get(index), shard, change, ready_at)
+                self._send(member, sync_round.given.get(index), shard, change, ready_at)
         if self.setting.shares_moments:
-            self._moments.share(self.layout.fragments[turn.fragment])
+            self._moments.share(self.layout.fragments[sync_round.fragment])
         for index, _ in given:
             self._contributions[index] += 1
 
-    def _pair(self, turn: Turn, ready_at: float) -> None:
+    def _pair(self, sync_round: Round, ready_at: float) -> None:
         """Send each learner half of what another's parameters differ from its own."""
-        shards, learners = self.layout.fragments[turn.fragment], list(turn.given)
+        shards, learners = self.layout.fragments[sync_round.fragment], list(sync_round.given)
         self._random.shuffle(learners)
         for a, b in zip(learners[::2], learners[1::2], strict=False):
             for shard in shards:
-                gap = turn.given[a].meant[shard] - turn.given[b].meant[shard]
+                gap = sync_round.given[a].meant[shard] - sync_round.given[b].meant[shard]
                 for index, sign in ((a, 0.5), (b, -0.5)):
                     member = self.members[index]
-                    member.marks[shard] = (turn.given[index].steps, turn.given[index].tokens)
+                    member.marks[shard] = (sync_round.given[index].steps, sync_round.given[index].tokens)
                     member.shifts.append(Shift(ready_at, shard, sign * gap, gap))
 
-    def _sent(self, turn: Turn, shard: ShardId, index: int) -> Contribution:
-        """Return the contribution of the learner of this index to a shard of an open turn."""
-        one, (steps, tokens) = turn.given[index], self.members[index].marks[shard]
+    def _sent(self, sync_round: Round, shard: ShardId, index: int) -> Contribution:
+        """Return the contribution of the learner of this index to a shard of an open round."""
+        one, (steps, tokens) = sync_round.given[index], self.members[index].marks[shard]
         return Contribution(one.parcels[shard].gradient, max(0, one.steps - steps), max(0, one.tokens - tokens))
 
     def _send(self, member: Member, given: Given | None, shard: ShardId, merged: Tensor, ready_at: float) -> None:
@@ -445,8 +445,8 @@ class Laboratory:
 
     def _flush(self, now: float) -> None:
         """The run is complete: what is unmerged is merged."""
-        for turn in list(self._open.values()):
-            self._close(turn, now)
+        for sync_round in list(self._open.values()):
+            self._close(sync_round, now)
         for member in self.members:
             self.take(member, ENDLESS)
             if member.seen is not None:
@@ -455,11 +455,11 @@ class Laboratory:
             self._mean_of_all()
             return
         for fragment in range(self._fragments):
-            turn = Turn(fragment, now)
+            sync_round = Round(fragment, now)
             for index in range(len(self.members)):
-                self._answer(turn, index, now)
-            if turn.given:
-                self._close(turn, now)
+                self._answer(sync_round, index, now)
+            if sync_round.given:
+                self._close(sync_round, now)
 
     def _mean_of_all(self) -> None:
         """Make the global parameters the mean of all learners'."""

@@ -1,4 +1,4 @@
-"""State of the laboratory's learners, open turns, and commits on their way."""
+"""State of the laboratory's learners, open rounds, and commits on their way."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def ended(finished: Finished | None) -> None:
 
 
 class Given(NamedTuple):
-    """One learner's contribution to a turn of a fragment."""
+    """One learner's contribution to a round of a fragment."""
 
     parcels: dict[ShardId, Parcel]
     meant: dict[ShardId, Tensor]
@@ -38,8 +38,8 @@ class Given(NamedTuple):
     """The learner's counters at its snapshot."""
 
 
-class Turn:
-    """An open turn of one fragment."""
+class Round:
+    """An open round of one fragment."""
 
     def __init__(self, fragment: int, opened_at: float) -> None:
         self.fragment = fragment

@@ -65,7 +65,7 @@ def languages() -> list[Setting]:
 
 
 def long_languages() -> list[Setting]:
-    """The same in 80 turns, three seeds: data parallel on the mixture, one language a learner, four on the mixture;
+    """The same in 80 rounds, three seeds: data parallel on the mixture, one language a learner, four on the mixture;
     then other rates, H, outer settings and merges, and the curve of a sample as a run's own held-out set is."""
     own: dict[str, Any] = {"data": "languages"}
     three = [
@@ -89,7 +89,7 @@ def long_languages() -> list[Setting]:
 
 
 def few_bytes() -> list[Setting]:
-    """80 turns: up and down together at most 0.4 bytes a parameter, whether owners make up for what they round off, or
+    """80 rounds: up and down together at most 0.4 bytes a parameter, whether owners make up for what they round off, or
     not; coarser early and finer late."""
     pairs = (("int2", "int4@1.6"), ("int2@1.6", "int4@1.6"), ("int2@1.4", "int2@1.4"), ("int2", "int4@1.75"))
     found = [as_shipped(up="int2", down="int4@1.6", seed=seed) for seed in SEEDS]
@@ -109,7 +109,7 @@ def dither() -> list[Setting]:
 
 
 def shards() -> list[Setting]:
-    """80 turns with tensors cut in two or three, and with half as many fragments."""
+    """80 rounds with tensors cut in two or three, and with half as many fragments."""
     return [
         *(as_shipped(max_shard=4096, seed=seed) for seed in SEEDS),
         *(as_shipped(fragments=6, seed=seed) for seed in SEEDS),
@@ -117,7 +117,7 @@ def shards() -> list[Setting]:
 
 
 def roundings() -> list[Setting]:
-    """The outer momentum in bfloat16, as it ships, in 80 turns."""
+    """The outer momentum in bfloat16, as it ships, in 80 rounds."""
     return [as_shipped(momentum_type="bfloat16", seed=seed) for seed in SEEDS]
 
 

@@ -23,7 +23,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     """Initial weights and the order of the data."""
     method: Literal["diloco", "parallel", "gossip"] = "diloco"
     """``parallel``: one model trained with the whole global batch, what data parallel computes. ``gossip``: learners
-    have no global model; at each turn each takes the mean with another, drawn anew, in float32."""
+    have no global model; at each round each takes the mean with another, drawn anew, in float32."""
 
     width: int = 48
     depth: int = 2
@@ -83,7 +83,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     correction: bool = False
     """The outer momentum's bias is corrected (shipped); what was measured before it had no such field."""
     outer: Literal["nesterov", "delayed", "primal"] = "nesterov"
-    """``delayed``: momentum moves every second turn only (Delayed Nesterov, arXiv 2401.09135). ``primal``: learners
+    """``delayed``: momentum moves every second round only (Delayed Nesterov, arXiv 2401.09135). ``primal``: learners
     train from between a sequence of plain steps and its running average, which is measured in the end (generalized
     primal averaging); ``outer_momentum`` is the average's share of both."""
     penalty: bool = False
@@ -91,7 +91,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     momentum_type: Literal["float32", "bfloat16", "nearest", "stochastic"] = "float32"
     """``nearest``, ``stochastic``: bfloat16, too, but what rounding takes off is lost, or is nothing on average."""
     restart_every: int = 0
-    """Turns after which a shard's outer momentum becomes 0; 0: never."""
+    """Rounds after which a shard's outer momentum becomes 0; 0: never."""
     momentum_unit: Literal["turn", "inner"] = "turn"
     """``inner``: momentum is in units of the inner rate: as that falls, so does what momentum remembers."""
     outer_end: tuple[float, ...] = ()
@@ -130,7 +130,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     quorum: int = 1
     grace: float = 0.7
     waits: bool = False
-    """Owners wait half of a turn, at least three steps, for learners that usually answer until then (shipped). It
+    """Owners wait half of a round, at least three steps, for learners that usually answer until then (shipped). It
     matters only where ``speeds`` differ."""
     speeds: tuple[float, ...] = ()
     """Relative to each other; empty: all alike and in step."""

@@ -43,7 +43,7 @@ def outer_by_learners() -> list[Setting]:
 
 
 def outer_by_h() -> list[Setting]:
-    """The same for shorter and longer turns."""
+    """The same for shorter and longer rounds."""
     return [_with(sync_every=h, outer_rate=r, outer_momentum=mu) for h in (48, 12) for r, mu in FEW]
 
 
@@ -113,7 +113,7 @@ def muon() -> list[Setting]:
 
 
 def gain() -> list[Setting]:
-    """RDA with longer momentum and a rate so much smaller: as far in a turn, averaged over more turns. One learner,
+    """RDA with longer momentum and a rate so much smaller: as far in a round, averaged over more rounds. One learner,
     too, for which there is nothing to average: what suits many must not harm who is left alone."""
     pairs = ((0.3, 0.7), (0.2, 0.8), (0.4, 0.7), (0.5, 0.7), (0.3, 0.8), (0.5, 0.6))
     found = [_muon(outer_rate=rate, outer_momentum=mu) for rate, mu in pairs]
@@ -150,7 +150,7 @@ def flat() -> list[Setting]:
 
 
 def correction() -> list[Setting]:
-    """The bias of the outer momentum, corrected or not, in runs of 20 turns; where a turn goes far, too."""
+    """The bias of the outer momentum, corrected or not, in runs of 20 rounds; where a round goes far, too."""
     short = {"steps": 480}
     pairs = [as_shipped(**short, correction=is_it, seed=seed) for seed in SEEDS for is_it in (True, False)]
     merges = (("direct", 0.7, 0.7), ("rda", 0.7, 0.9), ("direct", 0.7, 0.9))
@@ -250,8 +250,8 @@ def learners() -> list[Setting]:
     return [_muon(learners=m) for m in (4, 8, 2)]
 
 
-def turns() -> list[Setting]:
-    """H: steps from one turn of a fragment to its next."""
+def rounds() -> list[Setting]:
+    """H: steps from one round of a fragment to its next."""
     return [_muon(sync_every=h) for h in (24, 12, 48)]
 
 
@@ -276,7 +276,7 @@ def people() -> list[Setting]:
 
 
 def others() -> list[Setting]:
-    """Momentum restarted every ten turns, Delayed Nesterov, the embedding by RDA, top-k."""
+    """Momentum restarted every ten rounds, Delayed Nesterov, the embedding by RDA, top-k."""
     topk = _muon(up="topk@0.05", down="topk@0.2")
     return [_muon(restart_every=10), _muon(outer="delayed"), _muon(embedding="rda"), topk]
 
@@ -288,7 +288,7 @@ SWEEPS: dict[str, Callable[[], Iterable[Setting]]] = {
     "outer": outer,
     "seeds": seeds,
     "learners": learners,
-    "turns": turns,
+    "turns": rounds,
     "merge": merge,
     "codec": codec,
     "adopt": adopt,
@@ -312,7 +312,7 @@ SWEEPS: dict[str, Callable[[], Iterable[Setting]]] = {
     "outer-m": outer_by_learners,
     "outer-h": outer_by_h,
     **questions.SWEEPS,
-    "first": lambda: _by_turns(turns, codec, merge, learners, seeds, people, adopt, outer),
+    "first": lambda: _by_turns(rounds, codec, merge, learners, seeds, people, adopt, outer),
 }
 
 

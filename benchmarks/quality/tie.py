@@ -1,7 +1,7 @@
 """Comparison of the laboratory with real processes: the same run over real sockets, and in the laboratory.
 
 The swarm is started with the commands that a user types. Its founder's learner is paused until the others have joined.
-The laboratory gets what the swarm's clocks made of the settings: the merged tokens, the turns they were merged in (so
+The laboratory gets what the swarm's clocks made of the settings: the merged tokens, the rounds they were merged in (so
 its H), who trained alone for how long, and each learner's speed. What still differs is order and timing: other samples,
 and commits that come sooner or later than ``overlap`` steps.
 
@@ -86,7 +86,7 @@ class Real(NamedTuple):
 
     loss: float
     merged_tokens: int
-    turns: int
+    rounds: int
     """Versions of the first shard, but for the one that merges what is left at the end."""
     alone: float
     """Share of the merged tokens that the others had trained before the last learner began."""
@@ -130,7 +130,7 @@ def tie(out: Path, seeds: Sequence[int], rows: Path | None, time_limit_s: float,
         same = msgspec.structs.replace(
             setting,
             steps=(steps := round(measured.merged_tokens / setting.step_tokens)),
-            sync_every=round(steps / measured.turns),
+            sync_every=round(steps / measured.rounds),
             join_at=measured.alone if measured.alone > 0.01 else 0.0,
             speeds=measured.speeds,
             waits=True,
@@ -138,7 +138,7 @@ def tie(out: Path, seeds: Sequence[int], rows: Path | None, time_limit_s: float,
         loss = Laboratory(same).run().figures["loss"]
         print(
             f"seed {seed}: swarm {measured.loss:.4f}, laboratory {loss:.4f} nats a byte; {measured.merged_tokens:,} "
-            f"tokens merged in {measured.turns} turns ({setting.steps // setting.sync_every} were due), "
+            f"tokens merged in {measured.rounds} rounds ({setting.steps // setting.sync_every} were due), "
             f"{measured.alone:.0%} of them before the last learner began; by learner "
             f"{' and '.join(f'{count:,}' for count in measured.tokens)}",
             flush=True,

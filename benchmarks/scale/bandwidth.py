@@ -40,7 +40,7 @@ def least_rate(utilisation: Callable[[Described, float], float], training: Descr
 
 
 def sustained(training: Training, bits_per_s: float) -> float:
-    """Return the share of the turns that a link can carry in this project; 1: fragments leave as fast as they come."""
+    """Return the share of the rounds that a link can carry in this project; 1: fragments leave as fast as they come."""
     return min(1.0, bits_per_s * training.interval_s * training.fragments / all_reduced_bits(training))
 
 
@@ -143,10 +143,10 @@ def main() -> None:
         f"{rate / 1e6:,.0f} Mbit/s": {n: 100 * c[i] for n, c in found_curves.items()} for i, rate in enumerate(RATES)
     }
     for i, row in enumerate(table.values()):
-        row["turns"] = 100 * sustained(training, RATES[i])
+        row["rounds"] = 100 * sustained(training, RATES[i])
     percents: list[bench.Column] = [
         *((name, name, ".1f") for name in SYSTEMS),
-        ("p2pdiloco: turns kept", "turns", ".1f"),
+        ("p2pdiloco: rounds kept", "rounds", ".1f"),
     ]
     print(bench.table("12B, M = 8: utilisation, %", percents, table))
     if options.plot is not None:

@@ -6,7 +6,7 @@
    throttled network, with learners that wait instead of computing (calibration_peer.py); simulated ones share uplinks.
 2. The simulator's payloads have the sizes that the real peers sent, because the bytes of a codec are another question
    (docs/results.md). Everything else is a setting.
-3. Counted are the turns that are announced in the window, and what became of them within ``DRAIN_S`` after it.
+3. Counted are the rounds that are announced in the window, and what became of them within ``DRAIN_S`` after it.
 4. Real bytes are those of all interfaces, acknowledgements included; simulated ones are messages and payloads with
    headers.
 """
@@ -49,7 +49,7 @@ from tests.machine_sim.transcript import Transcript
 from tests.machine_sim.world import World
 
 WARM_UP_S = 30.0
-"""Until every fragment has had a turn."""
+"""Until every fragment has had a round."""
 DRAIN_S = 15.0
 PATIENCE_S = 240.0
 MEASURED_BYTES = 16
@@ -223,7 +223,7 @@ def shards_of(config: line.Message) -> int:
 COLUMNS: list[bench.Column] = [
     ("contributors", "contributors", ".2f"),
     ("steps each", "steps_a_contribution", ".1f"),
-    ("turns kept", "turns_kept", ".0%"),
+    ("rounds kept", "rounds_kept", ".0%"),
     ("turn to commit, s", "made_s", ".2f"),
     ("to a peer, s", "taken_s", ".2f"),
     ("to all, s", "taken_by_all_s", ".2f"),
@@ -245,7 +245,7 @@ def options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--parameters", type=int, default=1_200_000, help="parameters of the model")
     parser.add_argument("--fragments", type=int, default=12, help="number of fragments (P)")
     parser.add_argument("--max-shard", type=int, default=1 << 20, help="largest shard, in parameters")
-    parser.add_argument("--sync-every", type=int, default=24, help="steps between two turns of a fragment (H)")
+    parser.add_argument("--sync-every", type=int, default=24, help="steps between two rounds of a fragment (H)")
     parser.add_argument("--overlap", type=int, default=4, help="overlap in steps (tau)")
     parser.add_argument("--step-s", type=float, default=1.0, help="seconds per step")
     parser.add_argument("--jitter", type=float, default=0.2, help="largest deviation of a step's time, as a share")
@@ -268,9 +268,9 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 1
     rows["simulated"] = simulated(given, given.payload or rows["real"]["payload"])
-    turns = given.seconds / given.step_s / given.sync_every * shards_of(config)
+    rounds = given.seconds / given.step_s / given.sync_every * shards_of(config)
     for one in rows.values():
-        one["kilobytes"], one["turns_kept"] = one["bytes_per_s"] / 1e3, one["versions"] / turns
+        one["kilobytes"], one["rounds_kept"] = one["bytes_per_s"] / 1e3, one["versions"] / rounds
     print(bench.table("", COLUMNS, rows))
     print({name: {key: round(value, 3) for key, value in one.items()} for name, one in rows.items()})
     if given.payload is not None:

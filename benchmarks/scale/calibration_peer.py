@@ -1,9 +1,9 @@
 """Peer of the calibration run: node, state machine, state, signatures, transport and sockets are the real ones.
 
 Only the learner is a stand-in: it steps by the clock and computes nothing, so that a small machine holds many of them.
-Its outer gradients are noise, new in each turn. Like a real learner it takes commands at step boundaries, in order, and
-at once before its first step. ``connect`` makes it dial the peers before it, ``go`` starts its steps, ``told`` returns
-what it has observed; it answers everything else with the interface's byte counts.
+Its outer gradients are noise, new in each round. Like a real learner it takes commands at step boundaries, in order,
+and at once before its first step. ``connect`` makes it dial the peers before it, ``go`` starts its steps, ``told``
+returns what it has observed; it answers everything else with the interface's byte counts.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class SteppingStandIn(StandIn):
     def __init__(self, peer: CalibrationPeer, config: line.Message) -> None:
         super().__init__(peer)
         self._step_s, self._jitter = float(config["step_s"]), float(config["jitter"])
-        self._index, self._turns = int(config["index"]), 0
+        self._index, self._rounds = int(config["index"]), 0
         self._random = Random(self._index)
         self._commands: list[learner_ipc.FromNode] = []
         self._is_stepping = False
@@ -73,8 +73,8 @@ class SteppingStandIn(StandIn):
             commands, self._commands = self._commands, []
             for command in commands:
                 if isinstance(command, learner_ipc.Snapshot):
-                    self._turns += 1
-                    self._peer.gradient = block_of(self._index, self._turns)
+                    self._rounds += 1
+                    self._peer.gradient = block_of(self._index, self._rounds)
                 super().send(command)
 
 

@@ -3,7 +3,7 @@
     python -m benchmarks.scale.plans
 
 Nothing is measured here. The measurements are those of ``python -m benchmarks.wan.utilisation``: 3.3M parameters, H =
-24, int4, all turns kept.
+24, int4, all rounds kept.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def compared(run: Measured) -> dict[str, float]:
         "measured_utilisation": run.utilisation,
         "planned_utilisation": computes,
         "utilisation_error": computes / run.utilisation - 1,
-        "turns_kept": plan.turns_kept,
+        "rounds_kept": plan.rounds_kept,
     }
 
 

@@ -127,8 +127,8 @@ def measured(outage: Outage, seed: int) -> dict[str, Any]:
     began_at = time.process_time()
     names = peer_names(outage.peers)
     world = make_world(names, seed=seed, step_s=outage.step_s, heartbeat_s=outage.step_s)
-    turn_s = 24 * outage.step_s
-    world.run_until(WARM_UP_S + 3 * turn_s)
+    round_s = 24 * outage.step_s
+    world.run_until(WARM_UP_S + 3 * round_s)
     curve = [(world.now, merged_tokens(world)), *watched(world, world.now + outage.around_s)]
     before, struck_at, known = rate(curve), world.now, heads(world, names[0])
     over_at, dead = strike(world, outage, names)
@@ -138,7 +138,7 @@ def measured(outage: Outage, seed: int) -> dict[str, Any]:
     share = 1 - (1 if outage.is_rolling else outage.gone) / outage.peers
     if outage.is_rolling:
         share = 1 - outage.seconds / (outage.seconds + 60.0) / outage.peers
-    window = max(2, round(turn_s / 60.0))
+    window = max(2, round(round_s / 60.0))
     back = [
         points[-1][0] - over_at
         for points in (after[i : i + window + 1] for i in range(len(after) - window))

@@ -1,4 +1,4 @@
-"""Observations of a swarm's turns: when each was announced, committed and applied, and who contributed.
+"""Observations of a swarm's rounds: when each was announced, committed and applied, and who contributed.
 
 The same events are recorded for a real node and for a simulated process: what its state machine received, and what it
 answered. All times are of one clock that all observers share. An observer of a single peer writes JSON; ``gather``
@@ -35,7 +35,7 @@ class Sighting(msgspec.Struct):
 class Sightings(msgspec.Struct):
     """By one peer, or by all."""
 
-    turns: dict[str, float] = {}
+    rounds: dict[str, float] = {}
     """By fragment and step: when the first learner was told to copy it."""
     commits: dict[str, Sighting] = {}
     payloads: int = 0
@@ -50,7 +50,7 @@ class Sightings(msgspec.Struct):
         for effect in effects:
             match effect:
                 case ef.Snapshot(fragment=fragment, step=step):
-                    self.turns.setdefault(f"{fragment} {step}", at)
+                    self.rounds.setdefault(f"{fragment} {step}", at)
                 case ef.Apply(header=header, id=name):
                     givers = header.contributors
                     seen = self.commits.setdefault(
@@ -75,8 +75,8 @@ def gather(seen: Iterable[Sightings]) -> Sightings:
     """What all saw."""
     found = Sightings()
     for one in seen:
-        for turn, at in one.turns.items():
-            found.turns[turn] = min(at, found.turns.get(turn, at))
+        for sync_round, at in one.rounds.items():
+            found.rounds[sync_round] = min(at, found.rounds.get(sync_round, at))
         for name, commit in one.commits.items():
             known = found.commits.setdefault(name, commit)
             if known is not commit:
@@ -88,10 +88,10 @@ def gather(seen: Iterable[Sightings]) -> Sightings:
 
 
 def figures(seen: Sightings, begin: float, end: float) -> dict[str, float]:
-    """Of the turns that were announced in this time."""
+    """Of the rounds that were announced in this time."""
     made, taken, last, contributors, steps = [], [], [], [], []
     for commit in seen.commits.values():
-        at = seen.turns.get(f"{commit.fragment} {commit.step}")
+        at = seen.rounds.get(f"{commit.fragment} {commit.step}")
         if at is None or not begin <= at < end or commit.made_at is None:
             continue
         made.append(commit.made_at - at)

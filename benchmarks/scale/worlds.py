@@ -24,11 +24,11 @@ Figures = dict[str, float]
 STEP_S = 2.0
 """Of a whole island; assumed (the paper says none)."""
 SYNC_EVERY, FRAGMENTS, OVERLAP = 24, 24, 2
-"""The paper's defaults: a fragment's turn at each step."""
+"""The paper's defaults: a fragment's round at each step."""
 TOKENS_A_STEP = 10
 WARM_UP_S, JOIN_S = 240.0, 10.0
-"""Until all have joined and every fragment has had some turns: the longer of the first, and of the second for each peer
-(64 train after 480 s, since each fetches its state)."""
+"""Until all have joined and every fragment has had some rounds: the longer of the first, and of the second for each
+peer (64 train after 480 s, since each fetches its state)."""
 HUB = PeerId("hub")
 
 

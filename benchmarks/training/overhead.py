@@ -5,8 +5,8 @@
 
 The wrapper has joined a run of its own, with a real node beside it and no exchange due. Every other step's optimizer is
 hooked, so that other work on the machine affects both kinds alike; the cost is the median difference of neighbours.
-Then each fragment's snapshot and shift are done, turn after turn, in the memory that the node's ``LearnerUpdates``
-chooses, and compared with the median step. Nothing is touched before; the first turn does not count. On a busy machine
+Then each fragment's snapshot and shift are done, round after round, in the memory that the node's ``LearnerUpdates``
+chooses, and compared with the median step. Nothing is touched before; the first round does not count. On a busy machine
 trust the CPU time of this thread, which stands beside wall time, and ``--threads 1``. The two collectives per step of
 an island of several ranks are not included.
 """
@@ -180,7 +180,7 @@ def summarize(
     shifts: Sequence[Took],
     parameters: int,
 ) -> dict[str, float]:
-    """Medians, in seconds and as shares of the plain step. Page faults: per 1,000 parameters and turn."""
+    """Medians, in seconds and as shares of the plain step. Page faults: per 1,000 parameters and round."""
     first = len(shifts) // (1 + REPEATS)
     faults = [s.faults + a.faults for s, a in zip(snapshots, shifts, strict=True)]
     snapshots, shifts = snapshots[first:], shifts[first:]
@@ -233,7 +233,7 @@ def show(figures: dict[str, float]) -> None:
         f"  CPU time a parameter    {figures['snapshot_ns']:9.2f} ns snapshot {figures['shift_ns']:9.2f} ns shift, "
         f"written by the node and added"
     )
-    print(f"  page faults a turn      {figures['turn_faults']:9.3f} per 1,000 parameters (limit 0.01)")
+    print(f"  page faults a round      {figures['round_faults']:9.3f} per 1,000 parameters (limit 0.01)")
 
 
 def draw(figures: dict[str, float], path: Path) -> None:

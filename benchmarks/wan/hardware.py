@@ -52,7 +52,7 @@ def config_of(options: argparse.Namespace, folder: Path, slowness: float = 1.0) 
     }
 
 
-def kill_in_turn(series: sites.Series, options: argparse.Namespace, folder: Path) -> int:
+def kill_in_round(series: sites.Series, options: argparse.Namespace, folder: Path) -> int:
     """Until the time is over; how often."""
     killed = 0
     while series.elapsed() < options.seconds - options.kill_s:
@@ -84,7 +84,7 @@ def nothing(series: sites.Series, options: argparse.Namespace, folder: Path) -> 
 SCENARIOS: dict[str, Callable[[sites.Series, argparse.Namespace, Path], int]] = {
     "equal": nothing,
     "1:1:2:4": nothing,
-    "churn": kill_in_turn,
+    "churn": kill_in_round,
     "scavenging": borrow,
 }
 

@@ -71,7 +71,7 @@ def utilisation(path: Path, results: Results) -> None:
         series = {
             "compute utilisation": [100 * one["utilisation"] for one in results.values()],
             "turns committed": [100 * one["turns"] for one in results.values()],
-            "turns, by the formula": [100 * one["predicted_turns"] for one in results.values()],
+            "turns, by the formula": [100 * one["predicted_rounds"] for one in results.values()],
         }
         bars(axes, list(results), series, "%", form="%.0f")
         axes.axvline(95, color="black", lw=1, ls=":")

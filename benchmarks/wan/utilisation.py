@@ -105,7 +105,7 @@ def predicted(cell: Cell, step_s: float) -> dict[str, Any]:
     """By the formula."""
     run, link = cell.run(step_s), cell.link()
     return {
-        "predicted_turns": formula.sustained_share(run, link),
+        "predicted_rounds": formula.sustained_share(run, link),
         "fragment_s": formula.fragment_s(run, link),
         "on_time": "yes" if formula.is_on_time(run, link) else "no",
     }
@@ -190,14 +190,14 @@ def possible(topology: Topology, step_s: float) -> dict[str, Any]:
     run = Cell(rate / 1e6, trip * 1e3, loss, 24, "int4").run(step_s)._replace(peers=len(topology.sites))
     link = formula.Link(rate, trip, loss)
     return {
-        "predicted_turns": formula.sustained_share(run, link),
+        "predicted_rounds": formula.sustained_share(run, link),
         "fragment_s": formula.fragment_s(run, link),
         "on_time": "yes" if formula.is_on_time(run, link) else "no",
     }
 
 
 COLUMNS = (
-    ("turns, predicted", "predicted_turns", ".0%"),
+    ("turns, predicted", "predicted_rounds", ".0%"),
     ("turns, measured", "turns", ".0%"),
     ("learners a version", "learners", ".1f"),
     ("on time, predicted", "on_time", "s"),

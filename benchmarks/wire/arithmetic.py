@@ -65,7 +65,7 @@ class Tensors:
         self.shards = [piece.shard for piece in layout.shards]
         self.own = {shard for shard in self.shards if shard % peers == number}
         self.vectors = SharedVectors.create(parameters, ring_elements(layout))
-        self.state = ModelState(layout, OuterConfig(), CodecConfig(up=codec, down=codec), self.vectors, turn_steps=24)
+        self.state = ModelState(layout, OuterConfig(), CodecConfig(up=codec, down=codec), self.vectors, round_steps=24)
         drawn = torch.Generator().manual_seed(0)  # all begin with the same
         for piece in layout.shards:
             momentum = torch.zeros(piece.elements, dtype=self.state.form.momentum)

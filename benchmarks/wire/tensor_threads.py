@@ -39,7 +39,7 @@ class Node:
         self.queue = WorkQueue("tensors", partial(torch.set_num_threads, 1), threads)
         self.vectors = SharedVectors.create(parameters, ring_elements(self.layout))
         self.state = ModelState(
-            self.layout, OuterConfig(learning_rate=0.7, momentum=0.9), CodecConfig(), self.vectors, turn_steps=24
+            self.layout, OuterConfig(learning_rate=0.7, momentum=0.9), CodecConfig(), self.vectors, round_steps=24
         )
         for piece in self.layout.shards:
             momentum = torch.zeros(piece.elements, dtype=self.state.form.momentum)

@@ -85,9 +85,9 @@ def describe(plan: Forecast, advice: Advice | None, wanted: Wanted) -> list[str]
         f"a peer's line     {plan.bytes_a_step / 1e3:,.0f} kB a step each way, {plan.mean_bits_per_s / 1e6:,.3g} "
         f"Mbit/s, {plan.bytes_a_day / 1e9:,.3g} GB a day",
         f"an exchange       {plan.exchange_s:.3g} s, {plan.staleness_steps:.2g} steps ({late})",
-        f"turns kept        {100 * plan.turns_kept:.0f} %; learners never wait for the line",
+        f"rounds kept        {100 * plan.rounds_kept:.0f} %; learners never wait for the line",
         f"others here       {'; '.join(others)} of the time computed",
-        f"turns in the run  {plan.turns} of each fragment",
+        f"rounds in the run  {plan.rounds} of each fragment",
         f"memory            {plan.node_bytes / 1e9:.3g} GB node, {plan.learner_bytes / 1e9:.3g} GB learner and "
         "activations",
         f"to join           {plan.join_s:,.0f} s on a quiet swarm",
@@ -97,5 +97,5 @@ def describe(plan: Forecast, advice: Advice | None, wanted: Wanted) -> list[str]
     return [
         *found,
         f"advice            codec {advice.codec}, H = {advice.sync_every}, tau = {advice.overlap}: "
-        f"every turn is kept, on time; {advice.turns} turns of each fragment",
+        f"every round is kept, on time; {advice.rounds} rounds of each fragment",
     ]

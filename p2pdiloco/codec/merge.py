@@ -11,7 +11,7 @@ Rules of this file:
 3. With a total weight of 0 the result is zero: no peer trained, so nothing moves.
 4. A contribution's declarations are not proved, so none counts for more than the others do. Its weight is at most
    ``MOST_WEIGHT`` times the median of the others' weights. Its length is at most ``LONGEST`` times the median of their
-   lengths, or of their lengths per step times its own steps (up to a turn's). Each contribution has one vote in a
+   lengths, or of their lengths per step times its own steps (up to a round's). Each contribution has one vote in a
    median, whatever its weight. Progress that is cut off is lost; it is not contributed again.
 5. Merging works chunk by chunk and decodes only one chunk of each gradient. Its memory does not grow with the peers.
 
@@ -131,19 +131,19 @@ def merge(
     gradients: Sequence[Gradient],
     weights: Sequence[float],
     steps: Sequence[int],
-    turn_steps: int,
+    round_steps: int,
     out: Tensor,
     factors: Sequence[float] | None = None,
     longest: float = math.inf,
 ) -> Agreement:
     """Merge by ``rule`` into ``out``, float32 [n] (see ``direct_mean`` and ``radial_directional``).
 
-    Each contribution declares its weight (``token_weight``) and its inner steps. ``turn_steps`` is H.
+    Each contribution declares its weight (``token_weight``) and its inner steps. ``round_steps`` is H.
     ``factors`` multiply the weights after these have been limited (``agreement``). ``longest`` is the length that the
     result may have if all count in full; what counts for less may not make up for it by its length.
     """
     norms = [_length(v) for v in gradients]
-    weights, lengths = counted_weights(weights), counted_lengths(norms, steps, turn_steps)
+    weights, lengths = counted_weights(weights), counted_lengths(norms, steps, round_steps)
     scale = 1.0
     if factors is not None:
         heaviest = max(weights, default=0.0)
@@ -178,14 +178,14 @@ def merge_declared(
     gradients: Sequence[Gradient],
     declared: Sequence[Declared],
     per_cent: Sequence[int],
-    turn_steps: int,
+    round_steps: int,
     out: Tensor,
     longest: float,
 ) -> Agreement:
     """Merge as ``merge`` does, with what a commit says: its contributors and its factors (empty: 100 per cent each)."""
     weights, steps = [token_weight(c.tokens, c.steps) for c in declared], [c.steps for c in declared]
     factors = [factor / 100 for factor in per_cent] or None
-    return merge(rule, gradients, weights, steps, turn_steps, out, factors, longest)
+    return merge(rule, gradients, weights, steps, round_steps, out, factors, longest)
 
 
 def _mean_cosine(parts: Sequence[float], length: float) -> float | None:
@@ -209,10 +209,10 @@ def counted_weights(weights: Sequence[float]) -> list[float]:
     return [min(w, MOST_WEIGHT * typical) for w, typical in zip(weights, _typical(weights), strict=True)]
 
 
-def counted_lengths(norms: Sequence[float], steps: Sequence[int], turn_steps: int) -> list[float]:
+def counted_lengths(norms: Sequence[float], steps: Sequence[int], round_steps: int) -> list[float]:
     """Return the length with which each contribution counts, from its norm and its declared steps (rule 4)."""
     paces = _typical([n / s if s else 0.0 for n, s in zip(norms, steps, strict=True)])
-    reaches = [pace * min(s, turn_steps) if s else 0.0 for pace, s in zip(paces, steps, strict=True)]
+    reaches = [pace * min(s, round_steps) if s else 0.0 for pace, s in zip(paces, steps, strict=True)]
     found = zip(norms, _typical(norms), reaches, strict=True)
     return [min(n, LONGEST * max(typical, reach)) for n, typical, reach in found]
 

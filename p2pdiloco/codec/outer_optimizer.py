@@ -57,7 +57,7 @@ def rate_at(version: int, learning_rate: float, momentum: float) -> float:
 
     A gradient of that step moves the parameters by learning_rate (1 + mu + ... + mu^version) if all earlier ones were
     equal, and by learning_rate / (1 - mu) once m is old. The rate is divided by 1 - mu^(version + 1), so the first
-    turns move as far as later ones. Every peer reads the age of m from the commit. Only multiplications are used,
+    rounds move as far as later ones. Every peer reads the age of m from the commit. Only multiplications are used,
     because a library's power function may differ between machines.
     """
     left, power, factor = version + 1, 1.0, momentum

@@ -79,7 +79,7 @@ def _left_s(first: _Look, last: _Look, total_steps: int) -> float | None:
 def presented(status: PeerStatus) -> PeerStatus:
     """Return ``status`` as it is shown to people.
 
-    The protocol runs one or two turns beyond the last step, so steps are capped. The speed of a peer that is not
+    The protocol runs one or two rounds beyond the last step, so steps are capped. The speed of a peer that is not
     training is an old value, so it becomes 0."""
     last = status.total_steps
     return msgspec.structs.replace(

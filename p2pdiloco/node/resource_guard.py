@@ -2,7 +2,7 @@
 
 Rules of this file:
 1. A paused peer trains no steps, but takes part in everything else. Its unmerged progress is contributed at the next
-   turns, and other peers do not wait for it until its next step (rule N4a).
+   rounds, and other peers do not wait for it until its next step (rule N4a).
 2. There may be several reasons for a pause; it lasts as long as there is one.
 3. Other programs are busy if much CPU time of the last LOOK_S was neither idle nor ours. The learner pauses after
    BUSY_LOOKS busy intervals in a row, and continues after IDLE_LOOKS idle ones, so that short work does not stop it.

@@ -155,7 +155,7 @@ def _prolong(folder: Path, *, has_budget: bool) -> str:
 def _result(checkpoint: Checkpoint, folders: Sequence[Path]) -> Result:
     layout = Layout.of(checkpoint.manifest)
     tokens = sum(p.state.counts.merged * layout.shards[p.state.head.shard].elements for p in checkpoint.shards)
-    # The protocol may run a turn or two beyond the last step of the run.
+    # The protocol may run a round or two beyond the last step of the run.
     ends = [known_end(checkpoint.manifest, place.parent).steps for place in places(folders)]
     last_step = max([checkpoint.manifest.config.inner.steps, *ends])
     step = min(max(p.state.step for p in checkpoint.shards), last_step)

@@ -22,7 +22,7 @@ PATIENCE_S = 10.0
 STUCK_S = 45.0
 # Stuck: no new version for STUCK_S, and for this many of the usual intervals between two versions. Before the first
 # version, the protocol's own health check decides (``protocol/health.py``).
-STUCK_TURNS = 6.0
+STUCK_ROUNDS = 6.0
 # Number of held-out losses that the newest one is compared with.
 RECENT_LOSSES = 16
 # Diverging: the held-out loss is above the best recent one by this share of it,
@@ -130,6 +130,6 @@ class Alerts:
             self._newest, self._moved_at = newest, now
             return ""
         since_s = now - self._moved_at
-        if not self._pause_s or since_s < max(STUCK_S, STUCK_TURNS * self._pause_s):
+        if not self._pause_s or since_s < max(STUCK_S, STUCK_ROUNDS * self._pause_s):
             return ""
         return f"no new version for {since_s:.0f} s: check for learners that contribute nothing, and the links"

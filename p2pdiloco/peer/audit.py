@@ -48,7 +48,7 @@ from p2pdiloco.wire.request_reply import RequestError, RequestRefused
 
 
 def merge_problem(
-    header: CommitHeader, payloads: Mapping[Digest, Payload], piece: Shard, turn_steps: int, recipes: Sequence[Recipe]
+    header: CommitHeader, payloads: Mapping[Digest, Payload], piece: Shard, round_steps: int, recipes: Sequence[Recipe]
 ) -> str | None:
     """Return how a commit's values differ from the merge of the contributions that it names, or None.
 
@@ -57,7 +57,7 @@ def merge_problem(
     Args:
         payloads: those of ``audited_payloads``.
         piece: the commit's shard.
-        turn_steps: inner steps between two exchanges of a fragment (H).
+        round_steps: inner steps between two exchanges of a fragment (H).
         recipes: encodings that an owner may choose (``bitrate_ladder.downward_recipes``).
     """
     elements = piece.elements
@@ -68,7 +68,7 @@ def merge_problem(
         gradients = [merge.contribution(each, elements) for each in bodies]
         merged = torch.empty(elements)
         longest = header.longest or math.inf
-        merge.merge_declared(piece.merge, gradients, header.contributors, header.factors, turn_steps, merged, longest)
+        merge.merge_declared(piece.merge, gradients, header.contributors, header.factors, round_steps, merged, longest)
         committed = _bodies(payloads[header.payload], elements)
         codec = committed[0][1]
         for how in recipes:
@@ -147,7 +147,7 @@ class Auditor:
         metrics: Metrics,
     ) -> None:
         self._run = manifest.run
-        self._turn_steps = manifest.config.schedule.sync_every
+        self._round_steps = manifest.config.schedule.sync_every
         self._recipes = bitrate_ladder.downward_recipes(manifest.config.codec)
         self._layout = layout
         self._driver = driver
@@ -260,7 +260,7 @@ class Auditor:
         for _ in range(2):
             if any(digest_of(payload) != digest for digest, payload in payloads.items()):
                 return None
-            found.append(merge_problem(header, payloads, piece, self._turn_steps, self._recipes))
+            found.append(merge_problem(header, payloads, piece, self._round_steps, self._recipes))
             if found[0] is None:
                 return None
         return found[1]

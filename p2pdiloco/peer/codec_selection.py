@@ -59,7 +59,7 @@ class CodecChoice:
         step_s, rate = self._view.fastest_step_time_s(), self._rate()
         rung = choose(
             self._parameters(shard),
-            bytes_per_s=rate / self._turns_at_once() if rate is not None and step_s > 0.0 else None,
+            bytes_per_s=rate / self._rounds_at_once() if rate is not None and step_s > 0.0 else None,
             time_s=self._schedule.overlap * step_s / 2,
             coarsest=self._codec.coarsest,
         )
@@ -85,6 +85,6 @@ class CodecChoice:
         peers = 1 + len(self._view.live)
         return sum(self._layout.shards[s].elements for s in fragment) * (peers - 1) / peers
 
-    def _turns_at_once(self) -> float:
+    def _rounds_at_once(self) -> float:
         schedule = self._schedule
         return max(1.0, schedule.overlap * schedule.fragments / schedule.sync_every)

@@ -25,7 +25,7 @@ from contextlib import AsyncExitStack
 from p2pdiloco.peer.checkpoint import LEARNER
 from p2pdiloco.peer.driver import Driver
 from p2pdiloco.peer.host import Host, LearnerLife, within
-from p2pdiloco.peer.learner_updates import KEPT, Shifts, turns_at_once
+from p2pdiloco.peer.learner_updates import KEPT, Shifts, rounds_at_once
 from p2pdiloco.peer.metrics import Metrics
 from p2pdiloco.peer.model_state import ModelState
 from p2pdiloco.peer.options import PeerOptions
@@ -58,7 +58,7 @@ class Snapshots:
         self._layout = state.layout
         self._shifts = state.shifts
         self._ask = ask
-        self._at_once = turns_at_once(state.layout, sync_every)
+        self._at_once = rounds_at_once(state.layout, sync_every)
         self._waiting: deque[ef.Snapshot] = deque()
         self._under_way: set[FragmentId] = set()
 

@@ -36,7 +36,7 @@ from p2pdiloco.training.shared_memory import SharedVectors, SpareVector, ring_el
 # Rules of this section:
 # 1. A shard gets the lowest free slot, so that all shards use the same few, one after the other: fresh memory costs
 #    more than the arithmetic in it.
-# 2. The first slots of shifts and of snapshots, as many as the turns of two steps need, keep their memory. So a turn
+# 2. The first slots of shifts and of snapshots, as many as the rounds of two steps need, keep their memory. So a round
 #    finds memory, however long ago the previous one was.
 # 3. Other free slots keep it for a while: ``KEPT`` parameters in all, the lowest ones, and until a slot was not used
 #    between two calls of ``release_unused``.
@@ -49,8 +49,8 @@ Place = Literal["shift", "queued", "snapshot"]
 KEPT = 16 << 20
 
 
-def turns_at_once(layout: Layout, sync_every: int) -> int:
-    """Return how many fragments take their turn in two steps, and may have snapshots at once."""
+def rounds_at_once(layout: Layout, sync_every: int) -> int:
+    """Return how many fragments have their round in two steps, and may have snapshots at once."""
     return min(len(layout.fragments), 2 * -(-len(layout.fragments) // sync_every))
 
 
@@ -68,7 +68,7 @@ class VectorMemory:
         self.is_pinned = False
         self._lock = threading.RLock()
         self._slot = slot_elements(layout)
-        most = max(map(len, layout.fragments)) * turns_at_once(layout, sync_every)
+        most = max(map(len, layout.fragments)) * rounds_at_once(layout, sync_every)
         # Slots below this number keep their memory.
         self._lasting: dict[Place, int] = {"shift": most, "queued": 0, "snapshot": most}
         # Heaps of slots that hold no shard, and the slots of the shards.
@@ -222,7 +222,7 @@ class LearnerUpdates:
     """Pending updates of one peer's learner."""
 
     def __init__(self, layout: Layout, vectors: SharedVectors, sync_every: int) -> None:
-        """``sync_every``: inner steps between two turns of a fragment (H)."""
+        """``sync_every``: inner steps between two rounds of a fragment (H)."""
         self._layout = layout
         self._vectors = vectors
         self.memory = VectorMemory(layout, vectors, sync_every)

@@ -197,11 +197,11 @@ class ModelState:
         codec: CodecConfig,
         vectors: SharedVectors,
         *,
-        turn_steps: int,
+        round_steps: int,
     ) -> None:
-        """``turn_steps``: inner steps between two exchanges of a fragment (H)."""
+        """``round_steps``: inner steps between two exchanges of a fragment (H)."""
         self.layout = layout
-        self._turn_steps = turn_steps
+        self._round_steps = round_steps
         self._outer = outer_config
         # Bound on how far one merged step of length 1 moves parameters, or momentum, in the end.
         self._reach = max(1.0, outer_config.learning_rate) / (1.0 - min(outer_config.momentum, 0.999))
@@ -210,7 +210,7 @@ class ModelState:
         self.theta = vectors.theta
         self.form = StateForm.of(outer_config)
         self.momentum = self.form.still(layout.elements)
-        self.shifts = LearnerUpdates(layout, vectors, turn_steps)
+        self.shifts = LearnerUpdates(layout, vectors, round_steps)
         self.heads: list[Digest | None] = [None] * len(layout.shards)
         self.integrity = Integrity([quantization.chunk_count(shard.elements) for shard in layout.shards])
         self._staged: dict[ShardId, Staged] = {}
@@ -475,7 +475,7 @@ class ModelState:
         contributors, merged = [c for c, _ in given], self._scratch.merged[: piece.elements]
         judgement = self._agreement.judge([peer_of(c.learner) for c in contributors], gradients, shard)
         agreement = merge.merge_declared(
-            piece.merge, gradients, contributors, judgement.factors, self._turn_steps, merged, longest
+            piece.merge, gradients, contributors, judgement.factors, self._round_steps, merged, longest
         )
         how = how or self._down
         bodies, length = merge.encode(how, merged, longest, compression.index_bytes(len(self._chunks(shard))))

@@ -122,7 +122,7 @@ class Peer:
             manifest.config.outer,
             manifest.config.codec,
             vectors,
-            turn_steps=manifest.config.schedule.sync_every,
+            round_steps=manifest.config.schedule.sync_every,
         )
         view, state, form = self.machine.view, self.state, self.state.form
         a_day, are_timed = options.write_bytes_per_day, options.are_checkpoints_timed

@@ -1,4 +1,4 @@
-"""The owner's side of a turn: collect contributions, close by quorum and grace window, merge, commit.
+"""The owner's side of a round: collect contributions, close by quorum and grace window, merge, commit.
 
 Rules of this file:
 1. A contribution is accepted only for the current head of its shard, once per learner and version, and only with tokens
@@ -101,8 +101,8 @@ class Aggregation:
         """By shard: contributions to versions that this peer has not reached, one per peer."""
         self.response_times = ResponseTimes(len(core.chains))
         self.small_commits = SmallCommits()
-        self.turn_s = core.config.takeover_floor_s
-        """Smoothed time from the announcement of a turn to its last commit, in seconds."""
+        self.round_s = core.config.takeover_floor_s
+        """Smoothed time from the announcement of a round to its last commit, in seconds."""
         self.sync_s = 0.0
         """Smoothed time from closing a collection to the commit, in seconds."""
         self.jobs: dict[ShardId, Job] = {}
@@ -111,10 +111,10 @@ class Aggregation:
 
     # -- measured times ------------------------------------------------------------------------------------------------
 
-    def record_turn(self, seconds: float) -> None:
-        """Add the duration of a turn, from its announcement to its last commit, to the mean."""
+    def record_round(self, seconds: float) -> None:
+        """Add the duration of a round, from its announcement to its last commit, to the mean."""
         seconds = min(seconds, self.core.config.takeover_ceiling_s)
-        self.turn_s += SMOOTHING * (seconds - self.turn_s)
+        self.round_s += SMOOTHING * (seconds - self.round_s)
 
     def waits(self) -> Waits:
         """Return how long to wait for what, as of now."""
@@ -124,7 +124,7 @@ class Aggregation:
             membership.median_step_s(core.step_time_s()),
             membership.usual_round_trip_s,
             membership.slowest_round_trip_s,
-            self.turn_s,
+            self.round_s,
         )
         return waits(core.config, times, is_any_leaving=core.participation.is_any_leaving())
 
@@ -166,7 +166,7 @@ class Aggregation:
     # -- collect -------------------------------------------------------------------------------------------------------
 
     def open(self, shard: ShardId, step: int) -> None:
-        """Record that a turn opened: this peer's rank is timed from now on."""
+        """Record that a round opened: this peer's rank is timed from now on."""
         collection = self.collections[shard]
         collection.step = max(collection.step, step)
         if collection.opened_at is None:
@@ -411,7 +411,7 @@ class Aggregation:
         core.alarms.cancel(("close", shard))
         opened_at = self.collections[shard].opened_at
         if change.previous is not None and opened_at is not None:
-            self.response_times.end_turn(shard, change.previous.id, opened_at)
+            self.response_times.end_round(shard, change.previous.id, opened_at)
         last = self.collections[shard]
         began_at = min(core.now, last.began_at + self.waits().few_s) if last.is_unusual else core.now
         self.collections[shard] = Collection(began_at)

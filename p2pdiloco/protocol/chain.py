@@ -123,17 +123,17 @@ class Chain:
     def farthest(self, head: Head, lineage: Iterable[Digest]) -> float:
         """Return an upper bound for the distance between the state at ``head`` and this one, for an outer rate of 1.
 
-        The bound is the number of versions between the two states times the largest length of an update of one turn,
+        The bound is the number of versions between the two states times the largest length of an update of one round,
         which leaves room for a longer one, of a learner that has come back. Updates of a young chain may grow fast, so
         that more is allowed.
         """
         if self.head is None:
             return math.inf
-        parted, turn = self.versions_since(lineage), self.limits.turn_steps
+        parted, steps = self.versions_since(lineage), self.limits.round_steps
         versions = head.version + (self.head.version if parted is None else 2 * parted - self.head.version)
         if self.norm_bound.is_young:
-            versions += 2 * self.length + self.limits.range_steps // turn
-        return versions * self.norm_bound.longest(turn, turn, self._first)
+            versions += 2 * self.length + self.limits.range_steps // steps
+        return versions * self.norm_bound.longest(steps, steps, self._first)
 
     def heads(self) -> set[Digest]:
         """Return the head and the known heads before it."""
@@ -154,7 +154,7 @@ class Chain:
         marks, ledger, norm_bound = self._marks_after(version, contributors), self.ledger, self.norm_bound
         if length:
             steps = self._counted_steps(contributors)
-            norm_bound = norm_bound.after(length, steps, self.limits.turn_steps, len(contributors))
+            norm_bound = norm_bound.after(length, steps, self.limits.round_steps, len(contributors))
         if ledger is None:
             return record_of(marks, Trained(), norm_bound)
         after = ledger.copied()
@@ -169,10 +169,10 @@ class Chain:
     def longest(self, contributors: Sequence[Contributor]) -> float:
         """Return the largest allowed norm of a merged outer gradient of these contributors."""
         steps = self._counted_steps(contributors)
-        return self.norm_bound.longest(steps, self.limits.turn_steps, self._first, len(contributors))
+        return self.norm_bound.longest(steps, self.limits.round_steps, self._first, len(contributors))
 
     def _counted_steps(self, contributors: Sequence[Contributor]) -> int:
-        return counted_steps([c.steps for c in contributors], self.limits.turn_steps)
+        return counted_steps([c.steps for c in contributors], self.limits.round_steps)
 
     def stated_longest(self, contributors: Sequence[Contributor]) -> float:
         """Return ``longest`` as a commit states it: a finite number, 0 if no limit is known."""
@@ -237,7 +237,7 @@ class Chain:
         self.head = Head(self.shard, header.version, new_id, header.tokens)
         self.step = header.step
         steps = self._counted_steps(header.contributors)
-        self.norm_bound = self.norm_bound.after(header.length, steps, self.limits.turn_steps, len(header.contributors))
+        self.norm_bound = self.norm_bound.after(header.length, steps, self.limits.round_steps, len(header.contributors))
         self.counts = header.counts
         self.marks = self._marks_after(header.version, header.contributors)
         if self.ledger is not None:

@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import msgspec
 
-RANGE_TURNS = 64
-"""Maximum number of turns whose steps a contribution declares; a learner that has more declares the last of them."""
+RANGE_ROUNDS = 64
+"""Maximum number of rounds whose steps a contribution declares; a learner that has more declares the last of them."""
 AGAIN = 8
 """Factor by which a learner's steps may exceed those of the longest run."""
 LONGEST_RUN = 2**40
 """Maximum number of steps of a run, however often it is prolonged."""
 MOST_BUDGET = 2**50
 """Maximum token budget of a run."""
-LEAD_TURNS = 16
-"""Maximum number of turns by which a commit's global step lies beyond its parent's."""
+LEAD_ROUNDS = 16
+"""Maximum number of rounds by which a commit's global step lies beyond its parent's."""
 MAX_COUNT = 2**56
 """Maximum of a message's ``Count``."""
 LEAST_FACTOR = 10
@@ -68,11 +68,11 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Maximum number of tokens of an inner step."""
     block_tokens: int = 1
     """Minimum number of tokens in a block of data."""
-    range_steps: int = RANGE_TURNS
+    range_steps: int = RANGE_ROUNDS
     """Maximum number of inner steps that a contribution declares."""
-    turn_steps: int = 1
-    """Inner steps between two turns (H)."""
-    lead_steps: int = LEAD_TURNS
+    round_steps: int = 1
+    """Inner steps between two rounds (H)."""
+    lead_steps: int = LEAD_ROUNDS
     """Maximum number of steps by which a commit's step may exceed its parent's."""
 
     @property
@@ -87,8 +87,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def first_tokens(self) -> int:
-        """Tokens counted for a contribution that is merged alone before any other: one turn of the run's batches."""
-        return max(1, self.turn_steps * self.step_tokens // BATCH_ROOM)
+        """Tokens counted for a contribution that is merged alone before any other: one round of the run's batches."""
+        return max(1, self.round_steps * self.step_tokens // BATCH_ROOM)
 
     @property
     def learner_steps(self) -> int:

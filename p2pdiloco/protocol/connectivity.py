@@ -5,11 +5,11 @@ A heartbeat lists the peers that its sender hears, as fingerprints, whenever tha
 Rules of this file:
 1. A peer's own claim is not enough. "X reaches Z" counts if X says that it hears Z and, where this peer hears Z, Z says
    that it hears X.
-2. A peer that only others hear is *afar*. It is believed to exist if an invite has a place for it here, and tokens of
-   its learner, under its signature, were merged recently; in a run's first versions the place is enough. Otherwise a
+2. A peer that only others hear is *indirect*. It is believed to exist if an invite has a place for it here, and tokens
+   of its learner, under its signature, were merged recently; in a run's first versions the place is enough. Otherwise a
    peer could become owner by inventing names that it claims to hear.
-3. The best connected peers that all hear each other are *fit* to own. Two peers that are both afar are assumed to hear
-   each other, so that no peer takes itself for the best by mistake.
+3. The best connected peers that all hear each other are *fit* to own. Two peers that are both indirect are assumed to
+   hear each other, so that no peer takes itself for the best by mistake.
 4. A peer that was fit stays fit for a while, because lists differ briefly when peers come and go.
 """
 
@@ -66,10 +66,10 @@ class Connectivity:
         """Fingerprints of peers whose tokens were merged recently; None: the run is young."""
         self.admitted: frozenset[int] | None = None
         """Fingerprints of the peers that have a place here; None: every peer has."""
-        self.afar: frozenset[int] = frozenset()
+        self.indirect: frozenset[int] = frozenset()
         """Fingerprints of peers that only others hear."""
         self.best: frozenset[int] = frozenset()
-        """Fingerprints of the best connected peers, here or afar."""
+        """Fingerprints of the best connected peers, here or indirect."""
         self.tiers: dict[PeerId, int] = {}
         """Candidates that are not fit: 1 if they hear one of the best, else 2."""
         self._fit: tuple[PeerId, ...] = ()
@@ -154,14 +154,14 @@ class Connectivity:
             prints = self.lists.get(peer)
             here[fingerprint(peer)] = prints if prints is None or me in prints else prints | {me}
         lists = [prints for prints in here.values() if prints is not None]
-        afar = frozenset().union(*lists) - here.keys()
+        indirect = frozenset().union(*lists) - here.keys()
         for believed in (self.givers, self.admitted):
-            afar = afar if believed is None else afar & believed
-        self.afar = afar
-        apart = _apart(afar | here.keys(), here)
-        fewest = min((len(apart.get(x, ())) for x in (*able, *afar)), default=0)
-        bearable = fewest + (len(here) + len(afar) - 1 - fewest) // TOLERANCE
-        enough = [x for x in (*able, *afar) if len(apart.get(x, ())) <= bearable]
+            indirect = indirect if believed is None else indirect & believed
+        self.indirect = indirect
+        apart = _apart(indirect | here.keys(), here)
+        fewest = min((len(apart.get(x, ())) for x in (*able, *indirect)), default=0)
+        bearable = fewest + (len(here) + len(indirect) - 1 - fewest) // TOLERANCE
+        enough = [x for x in (*able, *indirect) if len(apart.get(x, ())) <= bearable]
         best: set[int] = set()
         for x in sorted(enough, key=lambda x: (len(apart.get(x, ())), x)):
             if best.isdisjoint(apart.get(x, ())):

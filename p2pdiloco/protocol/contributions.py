@@ -1,10 +1,10 @@
-"""The learner's side of a turn: snapshot, encode, offer to the owner, and to the next owner if that one fails.
+"""The learner's side of a round: snapshot, encode, offer to the owner, and to the next owner if that one fails.
 
 Rules of this file:
-1. A shard has at most one open turn, and a fragment at most one snapshot that is being encoded. A turn that is
-   announced while the shard's previous turn is open is put off until that one ends. Of several such turns only the
+1. A shard has at most one open round, and a fragment at most one snapshot that is being encoded. A round that is
+   announced while the shard's previous round is open is put off until that one ends. Of several such rounds only the
    newest counts.
-2. A shard's turn ends when its head has moved. If the new commit belongs to an older turn, the newest turn opens at
+2. A shard's round ends when its head has moved. If the new commit belongs to an older round, the newest round opens at
    once.
 3. A contribution covers all of the learner's tokens that the base's chain has not merged.
 """
@@ -23,14 +23,14 @@ from p2pdiloco.protocol.effects import AdoptStep, Encode, PauseLearner, Snapshot
 from p2pdiloco.protocol.events import Encoded, Mark, ShardState, Snapshotted
 from p2pdiloco.protocol.health import HealthWarnings
 from p2pdiloco.protocol.ids import Digest, FragmentId, LearnerId, PeerId, ShardId
-from p2pdiloco.protocol.messages import CommitHeader, Contribution, Contributor, Head, Turn
+from p2pdiloco.protocol.messages import CommitHeader, Contribution, Contributor, Head, Round
 from p2pdiloco.protocol.state import Core, LearnerView
 
 # -- Token budget ------------------------------------------------------------------------------------------------------
 # Rules of this file:
 # 1. The budget counts merged tokens, as the chains record them. It does not depend on which peer is fastest, on how
 #    many peers join, or on lost steps. Shards are merged one after the other, so the run's progress is their mean.
-# 2. When the budget ends, learners still hold the tokens trained since their last turns: half a turn's on average.
+# 2. When the budget ends, learners still hold the tokens trained since their last rounds: half a round's on average.
 #    Merging will add these, so the learners stop that much earlier (C7a).
 
 
@@ -192,23 +192,23 @@ class Ledger:
 # -- Contributions -----------------------------------------------------------------------------------------------------
 
 
-class FragmentTurn:
-    """State of one fragment's turns."""
+class FragmentRound:
+    """State of one fragment's rounds."""
 
     __slots__ = ("asked_at", "encoding", "is_snapshotting", "missed", "open", "step", "steps", "tokens")
 
     def __init__(self) -> None:
         self.step = 0
-        """Global step of the newest turn."""
+        """Global step of the newest round."""
         self.open: dict[ShardId, tuple[Digest, float]] = {}
-        """Shards with an open turn: the head at its opening, and the time of its opening."""
+        """Shards with an open round: the head at its opening, and the time of its opening."""
         self.is_snapshotting = False
         self.asked_at = 0.0
         """Time at which the snapshot was asked for, or at which the learner last answered."""
         self.encoding: dict[ShardId, tuple[Digest, Contributor]] = {}
         """Shards that are being encoded: the head that the outer gradient is relative to, and its range."""
         self.missed: dict[ShardId, float] = {}
-        """Shards that were merged before this learner's answer was ready: the time at which their turn opened."""
+        """Shards that were merged before this learner's answer was ready: the time at which their round opened."""
         self.steps = 0
         """The learner's steps at the last snapshot."""
         self.tokens = 0
@@ -234,13 +234,13 @@ class Pending:
 
 
 class Contributions:
-    """Manages the turns of all fragments and this learner's contributions."""
+    """Manages the rounds of all fragments and this learner's contributions."""
 
     def __init__(self, core: Core, aggregation: Aggregation, block_assignment: BlockAssignment) -> None:
         self.core = core
         self.aggregation = aggregation
         self.block_assignment = block_assignment
-        self.turns = [FragmentTurn() for _ in core.config.fragments]
+        self.rounds = [FragmentRound() for _ in core.config.fragments]
         self.ledgers = [Ledger(core.config.log_length) for _ in core.chains]
         self.pending: dict[ShardId, Pending] = {}
         self.health = HealthWarnings(core)
@@ -252,17 +252,17 @@ class Contributions:
         self.health.on_learner_changed()
         for ledger in self.ledgers:
             ledger.edges.clear()
-        for fragment, turn in enumerate(self.turns):
-            turn.is_snapshotting = False
-            turn.encoding.clear()
-            turn.missed.clear()
-            if turn.open:
+        for fragment, sync_round in enumerate(self.rounds):
+            sync_round.is_snapshotting = False
+            sync_round.encoding.clear()
+            sync_round.missed.clear()
+            if sync_round.open:
                 self._ask_for_snapshot(FragmentId(fragment))
 
-    # -- turns ---------------------------------------------------------------------------------------------------------
+    # -- rounds --------------------------------------------------------------------------------------------------------
 
     def on_steps(self, learner: LearnerView, steps: int) -> None:
-        """Handle ``steps`` more inner steps of the learner: announce the turns that became due.
+        """Handle ``steps`` more inner steps of the learner: announce the rounds that became due.
 
         The steps are added to the step that the learner had reached, not to the swarm's. A step that took place while
         other peers advanced does not count twice.
@@ -272,7 +272,7 @@ class Contributions:
         self.core.step = learner.reached = max(self.core.step, learner.reached + steps)
         if not self.core.is_current:
             return
-        for fragment in range(len(self.turns)):
+        for fragment in range(len(self.rounds)):
             since = (self.core.step - config.offset(FragmentId(fragment))) % config.sync_every
             due = self.core.step - since
             if due >= first and due > 0:
@@ -290,11 +290,11 @@ class Contributions:
         return step
 
     def on_current(self) -> None:
-        """Start from the states that have arrived: take the median step of the shards and ignore earlier turns."""
+        """Start from the states that have arrived: take the median step of the shards and ignore earlier rounds."""
         core = self.core
         self._take_step_of_chains()
-        for fragment, turn in zip(core.config.fragments, self.turns, strict=True):
-            turn.step = max(turn.step, *(min(core.chains[shard].step, core.step) for shard in fragment))
+        for fragment, sync_round in zip(core.config.fragments, self.rounds, strict=True):
+            sync_round.step = max(sync_round.step, *(min(core.chains[shard].step, core.step) for shard in fragment))
 
     def on_end_moved(self) -> None:
         """Count the steps that the chains have made beyond the earlier end."""
@@ -307,93 +307,93 @@ class Contributions:
         steps = sorted(chain.step for chain in core.chains)
         core.step = max(core.step, min(steps[len(steps) // 2], core.end.steps))
 
-    def on_turn(self, message: Turn) -> None:
-        """Open a turn that another peer announces."""
+    def on_round(self, message: Round) -> None:
+        """Open a round that another peer announces."""
         self.open(message.fragment, self.adopt_step(message.step), is_mine=False)
 
     def open(self, fragment: FragmentId, step: int, *, is_mine: bool) -> bool:
-        """Open a turn for those shards of the fragment whose last turn is over. Return whether the turn is news.
+        """Open a round for those shards of the fragment whose last round is over. Return whether the round is news.
 
-        From the last plausible step on, turns cannot be told apart. There, a turn is news as long as one of the shards
-        has none open.
+        From the last plausible step on, rounds cannot be told apart. There, a round is news as long as one of the
+        shards has none open.
         """
-        turn, core = self.turns[fragment], self.core
+        sync_round, core = self.rounds[fragment], self.core
         shards = core.config.fragments[fragment]
-        if step <= turn.step and (step < core.latest_step or turn.open.keys() >= set(shards)):
+        if step <= sync_round.step and (step < core.latest_step or sync_round.open.keys() >= set(shards)):
             return False
-        turn.step = max(turn.step, step)
+        sync_round.step = max(sync_round.step, step)
         if is_mine:
             core.send(core.membership.live, self.announcement(fragment))
         for shard in shards:
-            if shard in turn.open:
-                core.note("debug", "turn", f"shard {shard} step {step} put off: its last turn is still open")
+            if shard in sync_round.open:
+                core.note("debug", "round", f"shard {shard} step {step} put off: its last round is still open")
             else:
-                self._open_shard(turn, shard)
+                self._open_shard(sync_round, shard)
         self._ask_for_snapshot(fragment)
         return True
 
-    def _open_shard(self, turn: FragmentTurn, shard: ShardId) -> None:
-        turn.open[shard] = (self.core.head(shard).id, self.core.now)
-        self.aggregation.open(shard, turn.step)
+    def _open_shard(self, sync_round: FragmentRound, shard: ShardId) -> None:
+        sync_round.open[shard] = (self.core.head(shard).id, self.core.now)
+        self.aggregation.open(shard, sync_round.step)
 
-    def announcement(self, fragment: FragmentId) -> Turn:
-        """Return the message that announces the newest turn to other peers."""
+    def announcement(self, fragment: FragmentId) -> Round:
+        """Return the message that announces the newest round to other peers."""
         heads = tuple(self.core.head(shard) for shard in self.core.config.fragments[fragment])
-        return Turn(fragment, self.turns[fragment].step, heads)
+        return Round(fragment, self.rounds[fragment].step, heads)
 
     def on_head_changed(self, change: HeadChange) -> None:
-        """End the shard's turn: a pending contribution is merged or stale. Open the newest turn that was put off."""
+        """End the shard's round: a pending contribution is merged or stale. Open the newest round that was put off."""
         core, shard = self.core, change.shard
         has_answered = self.pending.pop(shard, None) is not None
         core.alarms.cancel(("takeover", shard))
         fragment = core.fragment_of[shard]
-        turn, step = self.turns[fragment], min(core.chains[shard].step, core.step)
-        opened = turn.open.pop(shard, None)
+        sync_round, step = self.rounds[fragment], min(core.chains[shard].step, core.step)
+        opened = sync_round.open.pop(shard, None)
         if opened is not None:
-            self.aggregation.record_turn(core.now - opened[1])
-            if not has_answered and (turn.is_snapshotting or shard in turn.encoding):
-                turn.missed[shard] = opened[1]
-        if turn.step > step and core.is_current:
-            self._open_shard(turn, shard)
+            self.aggregation.record_round(core.now - opened[1])
+            if not has_answered and (sync_round.is_snapshotting or shard in sync_round.encoding):
+                sync_round.missed[shard] = opened[1]
+        if sync_round.step > step and core.is_current:
+            self._open_shard(sync_round, shard)
             self._ask_for_snapshot(fragment)
-        turn.step = max(turn.step, step)
+        sync_round.step = max(sync_round.step, step)
 
     # -- snapshot and encode -------------------------------------------------------------------------------------------
 
     def _ask_for_snapshot(self, fragment: FragmentId) -> None:
         """Ask the learner for a snapshot, unless one is under way or all open shards have a contribution."""
-        turn = self.turns[fragment]
-        if self.core.learner is None or turn.is_snapshotting or turn.encoding:
+        sync_round = self.rounds[fragment]
+        if self.core.learner is None or sync_round.is_snapshotting or sync_round.encoding:
             return
-        if not all(map(self.has_given, turn.open)):
-            turn.is_snapshotting, turn.asked_at = True, self.core.now
-            self.core.effects.append(Snapshot(fragment, turn.step))
+        if not all(map(self.has_given, sync_round.open)):
+            sync_round.is_snapshotting, sync_round.asked_at = True, self.core.now
+            self.core.effects.append(Snapshot(fragment, sync_round.step))
 
     def on_snapshot(self, event: Snapshotted) -> None:
         """Encode the shards of a fragment that the learner has copied, or report that there is nothing to give."""
-        turn, core = self.turns[event.fragment], self.core
-        if core.learner is None or not turn.is_snapshotting:
+        sync_round, core = self.rounds[event.fragment], self.core
+        if core.learner is None or not sync_round.is_snapshotting:
             return
-        turn.is_snapshotting = False
+        sync_round.is_snapshotting = False
         self.health.on_snapshot()
-        for other in self.turns:
+        for other in self.rounds:
             other.asked_at = core.now  # the learner copies fragments one after the other, so none of them is overdue
-        turn.steps, turn.tokens = event.steps, event.tokens
-        for shard in turn.missed.keys() - turn.encoding.keys():
-            self._record_answer(turn.missed.pop(shard))
-        for shard in turn.open:
+        sync_round.steps, sync_round.tokens = event.steps, event.tokens
+        for shard in sync_round.missed.keys() - sync_round.encoding.keys():
+            self._record_answer(sync_round.missed.pop(shard))
+        for shard in sync_round.open:
             if self.has_given(shard) or self.aggregation.collections[shard].is_closed:
                 continue
-            if turn.tokens > core.learner.marks[shard].tokens:
-                head, contributor = core.head(shard), self._range(core.learner, shard, turn)
-                turn.encoding[shard] = (head.id, contributor)
+            if sync_round.tokens > core.learner.marks[shard].tokens:
+                head, contributor = core.head(shard), self._range(core.learner, shard, sync_round)
+                sync_round.encoding[shard] = (head.id, contributor)
                 core.effects.append(Encode(shard, head, contributor))
             else:
                 self._give_nothing(shard)
 
     def check_health(self) -> None:
         """Update the health warnings. Called at each heartbeat."""
-        asked = [turn.asked_at for turn in self.turns if turn.is_snapshotting]
+        asked = [sync_round.asked_at for sync_round in self.rounds if sync_round.is_snapshotting]
         if asked:
             self.health.on_silence(self.core.now - min(asked))
         self.health.check_progress()
@@ -406,29 +406,29 @@ class Contributions:
     def on_encoded(self, event: Encoded) -> None:
         """Offer a shard's encoded outer gradient, unless its base is no longer the head."""
         shard, given = event.shard, event.contributor
-        turn = self.turns[self.core.fragment_of[shard]]
-        if turn.encoding.get(shard) == (event.base, replace(given, payload=b"", signature=b"")):
+        sync_round = self.rounds[self.core.fragment_of[shard]]
+        if sync_round.encoding.get(shard) == (event.base, replace(given, payload=b"", signature=b"")):
             self.health.on_encoded(shard)
-            if shard in turn.open and event.base == self.core.head(shard).id:
+            if shard in sync_round.open and event.base == self.core.head(shard).id:
                 self.ledgers[shard].record(self._mark(shard).tokens, given.tokens_to, Digest(given.payload.hex()))
                 self._contribute(shard, given, event.payload_bytes)
-            self._finished_encoding(turn, shard)
+            self._finished_encoding(sync_round, shard)
 
     def on_encode_failed(self, shard: ShardId, reason: str) -> None:
         """Send an empty contribution after a failed encoding, so that no owner waits for it."""
-        turn = self.turns[self.core.fragment_of[shard]]
-        if shard in turn.encoding:
+        sync_round = self.rounds[self.core.fragment_of[shard]]
+        if shard in sync_round.encoding:
             self.core.note("debug", "contribution", f"shard {shard} not encoded: {reason}")
-            if shard in turn.open and turn.encoding[shard][0] == self.core.head(shard).id:
+            if shard in sync_round.open and sync_round.encoding[shard][0] == self.core.head(shard).id:
                 self._give_nothing(shard)
                 self.health.on_encode_failed(shard, reason)
-            self._finished_encoding(turn, shard)
+            self._finished_encoding(sync_round, shard)
 
-    def _finished_encoding(self, turn: FragmentTurn, shard: ShardId) -> None:
-        turn.encoding.pop(shard)
-        if shard in turn.missed:
-            self._record_answer(turn.missed.pop(shard))
-        if not turn.encoding and any(s not in self.pending for s in turn.open):
+    def _finished_encoding(self, sync_round: FragmentRound, shard: ShardId) -> None:
+        sync_round.encoding.pop(shard)
+        if shard in sync_round.missed:
+            self._record_answer(sync_round.missed.pop(shard))
+        if not sync_round.encoding and any(s not in self.pending for s in sync_round.open):
             self._ask_for_snapshot(self.core.fragment_of[shard])
 
     # -- offer ---------------------------------------------------------------------------------------------------------
@@ -443,26 +443,33 @@ class Contributions:
         self._contribute(shard, Contributor(self.core.learner.id, mark.tokens, mark.tokens, mark.steps, mark.steps), 0)
 
     def _contribute(self, shard: ShardId, contributor: Contributor, payload_bytes: int) -> None:
-        turn = self.turns[self.core.fragment_of[shard]]
+        sync_round = self.rounds[self.core.fragment_of[shard]]
         base = self.core.head(shard)
-        self._record_answer(turn.open[shard][1])
-        self.pending[shard] = Pending(Contribution(shard, base, turn.step, contributor, payload_bytes))
+        self._record_answer(sync_round.open[shard][1])
+        self.pending[shard] = Pending(Contribution(shard, base, sync_round.step, contributor, payload_bytes))
         self._offer(shard)
 
     def _record_answer(self, opened_at: float) -> None:
-        """Record how long the learner took to answer a turn: as an owner, this peer waits for it as for others."""
+        """Record how long the learner took to answer a round: as an owner, this peer waits for it as for others."""
         self.aggregation.response_times.record(self.core.config.peer, self.core.now - opened_at)
 
-    def _range(self, learner: LearnerView, shard: ShardId, turn: FragmentTurn) -> Contributor:
+    def _range(self, learner: LearnerView, shard: ShardId, sync_round: FragmentRound) -> Contributor:
         """Return the range that the chain has not merged; if it exceeds the limits, its last part."""
         limits, mark = self.core.chains[shard].limits, learner.marks[shard]
-        all_steps, all_tokens = max(1, turn.steps - mark.steps), turn.tokens - mark.tokens
+        all_steps, all_tokens = max(1, sync_round.steps - mark.steps), sync_round.tokens - mark.tokens
         steps = min(all_steps, limits.range_steps)
         tokens = min(all_tokens * steps // all_steps, limits.most_tokens(steps))
-        blocks = self.block_assignment.blocks_between(shard, turn.tokens - tokens, turn.tokens)[
+        blocks = self.block_assignment.blocks_between(shard, sync_round.tokens - tokens, sync_round.tokens)[
             -limits.most_blocks(tokens) :
         ]
-        return Contributor(learner.id, turn.tokens - tokens, turn.tokens, turn.steps - steps, turn.steps, blocks)
+        return Contributor(
+            learner.id,
+            sync_round.tokens - tokens,
+            sync_round.tokens,
+            sync_round.steps - steps,
+            sync_round.steps,
+            blocks,
+        )
 
     def _offer(self, shard: ShardId) -> None:
         """Send the pending contribution to the next owner in rank, if one is left that can merge it."""
@@ -547,7 +554,7 @@ class Contributions:
             self._ask_for_snapshot(self.core.fragment_of[shard])
 
     def on_refused(self, peer: PeerId, shard: ShardId, base: Digest, head: Head, reason: str) -> None:
-        """Handle a refusal: the learner keeps its progress and contributes it on the next turn."""
+        """Handle a refusal: the learner keeps its progress and contributes it on the next round."""
         pending = self.pending.get(shard)
         if pending is not None and pending.contribution.base.id == base:
             if is_heavier(head, pending.contribution.base):

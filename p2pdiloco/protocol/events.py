@@ -25,7 +25,7 @@ class ShardState(msgspec.Struct, frozen=True, array_like=True):
 
     head: Head
     step: int
-    """Global step of the head's turn."""
+    """Global step of the head's round."""
     marks: tuple[tuple[LearnerId, Mark], ...]
     """Sorted by learner."""
     trained: Trained = Trained()

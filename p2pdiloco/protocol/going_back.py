@@ -148,7 +148,7 @@ class GoingBack:
         """Return the peers that may vote here, which are those that participate, and how many there are in all: some
         are only heard by others."""
         able = self.core.participation.participants()
-        return able, len(able) + len(self.core.membership.connectivity.afar)
+        return able, len(able) + len(self.core.membership.connectivity.indirect)
 
     # -- back ----------------------------------------------------------------------------------------------------------
 
@@ -202,7 +202,7 @@ class GoingBack:
     def _follow(self) -> None:
         """Abandon what at least half have voted against and left for long. Who hears few peers counts few votes."""
         core, live = self.core, self.core.participation.peers()
-        total = len(live) + len(core.membership.connectivity.afar) + 1
+        total = len(live) + len(core.membership.connectivity.indirect) + 1
         left = [one for one in self._votes if one in live and self.replication.reports.has_left(one)]
         if not Support(len(left), total, total - len(left)).is_leading:
             self._left_at = None

@@ -12,7 +12,7 @@ from p2pdiloco.protocol.chain import HeadChange
 from p2pdiloco.protocol.ids import ShardId
 from p2pdiloco.protocol.state import Core
 
-POISONED_TURNS = 2
+POISONED_ROUNDS = 2
 """Consecutive failures to encode one and the same shard after which a learner is reported as poisoned."""
 STUCK_PERIODS = 4
 """Periods of H steps without a new version of a shard after which it is stuck, but at least ``stuck_s``."""
@@ -33,8 +33,8 @@ class HealthWarnings:
         self.poisoned = ""
         self.silent = ""
         self.stuck = ""
-        self._failed_turns: dict[ShardId, int] = {}
-        """Consecutive turns that could not be encoded, by shard."""
+        self._failed_rounds: dict[ShardId, int] = {}
+        """Consecutive rounds that could not be encoded, by shard."""
         self._moved_at = [0.0] * len(core.chains)
         self._idle_at = 0.0
         """Last time at which no learner participated."""
@@ -48,12 +48,12 @@ class HealthWarnings:
 
     def on_learner_changed(self) -> None:
         """Forget the last learner's failures."""
-        self._failed_turns, self.poisoned, self.silent = {}, "", ""
+        self._failed_rounds, self.poisoned, self.silent = {}, "", ""
 
     def on_encoded(self, shard: ShardId) -> None:
         """Record that an outer gradient could be encoded."""
-        self._failed_turns.pop(shard, None)
-        if self.poisoned and max(self._failed_turns.values(), default=0) < POISONED_TURNS:
+        self._failed_rounds.pop(shard, None)
+        if self.poisoned and max(self._failed_rounds.values(), default=0) < POISONED_ROUNDS:
             self.poisoned = ""
             self._update_ability()
             self.core.note("info", "poisoned", "the learner's outer gradients can be encoded again")
@@ -61,13 +61,13 @@ class HealthWarnings:
     def on_encode_failed(self, shard: ShardId, reason: str) -> None:
         """Record that an outer gradient could not be encoded although its base is still the head.
 
-        After POISONED_TURNS the learner stops participating. Otherwise the shard would stand still while owners wait
+        After POISONED_ROUNDS the learner stops participating. Otherwise the shard would stand still while owners wait
         for this learner.
         """
-        turns = self._failed_turns[shard] = self._failed_turns.get(shard, 0) + 1
-        if turns >= POISONED_TURNS and not self.poisoned:
+        rounds = self._failed_rounds[shard] = self._failed_rounds.get(shard, 0) + 1
+        if rounds >= POISONED_ROUNDS and not self.poisoned:
             self.poisoned = (
-                f"the learner's outer gradients cannot be encoded, {turns} turns in a row ({reason}): "
+                f"the learner's outer gradients cannot be encoded, {rounds} rounds in a row ({reason}): "
                 "its progress is not merged, and the others continue without it. Check its loss, and restart it"
             )
             self._update_ability()

@@ -4,7 +4,7 @@
 
 Rules of this file:
 1. Changes in several heartbeats are evaluated together (rule W8); the end of a connection is evaluated immediately.
-2. While turns go on, their announcements compare heads. Heads that stand still and differ mean a fork or a lost
+2. While rounds go on, their announcements compare heads. Heads that stand still and differ mean a fork or a lost
    message. Such heartbeats are counted, and one of their senders is asked for its heads at the next beat (rule W1c).
 3. A connection that works in one direction only is closed by the peer that is not heard: no other peer can know
    (rule L4).
@@ -101,8 +101,8 @@ class Heartbeats:
         if appeared:
             core.note("info", "peers", f"found {', '.join(appeared)}; {len(core.membership.live)} live")
             self.replication.request_heads(appeared)
-            for fragment, turn in enumerate(self.contributions.turns):
-                if turn.open:
+            for fragment, sync_round in enumerate(self.contributions.rounds):
+                if sync_round.open:
                     core.send(appeared, self.contributions.announcement(FragmentId(fragment)))
         self.contributions.on_candidates_changed()
         self.aggregation.merge_all_due()

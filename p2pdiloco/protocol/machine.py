@@ -7,7 +7,7 @@ Rules of this file:
 3. ``next_deadline()`` says when ``Woke`` is due if nothing else happens.
 4. No message of another peer can break an assertion. A bad one is refused or ignored, with a reason.
 
-One turn, top to bottom: ``Stepped`` -> ``contributions.open`` -> ``Snapshot`` / ``Snapshotted`` -> ``Encode`` /
+One round, top to bottom: ``Stepped`` -> ``contributions.open`` -> ``Snapshot`` / ``Snapshotted`` -> ``Encode`` /
 ``Encoded`` -> ``Contribution`` -> ``aggregation.collect`` -> ``aggregation.decide`` -> ``Merge`` / ``Merged`` ->
 ``Commit`` -> ``replication.on_commit`` -> ``Apply`` / ``Applied`` -> ``on_head_changed``.
 """
@@ -60,12 +60,12 @@ def check_chains(core: Core) -> None:
 
 
 def check_work(core: Core, aggregation: Aggregation, contributions: Contributions, replication: Replication) -> None:
-    """Check turns, pending contributions and waiting commits. Raises AssertionError."""
+    """Check rounds, pending contributions and waiting commits. Raises AssertionError."""
     for shard, pending in contributions.pending.items():
         assert pending.contribution.base.id == core.head(shard).id, "a pending contribution's base is the head"
-    for turn in contributions.turns:
-        for shard, (base, _) in turn.open.items():
-            assert base == core.head(shard).id, "a turn is over when the head moves"
+    for sync_round in contributions.rounds:
+        for shard, (base, _) in sync_round.open.items():
+            assert base == core.head(shard).id, "a round is over when the head moves"
     for waiting in replication.orphans.waiting.values():
         assert len(waiting) <= core.config.log_length
     for early in aggregation.early:
@@ -93,8 +93,8 @@ class Machine:
         refusals = RejectedCommits(self.core, self.barred_owners)
         delta = DeltaReconciliation(self.core, self.contributions)
         # Components that follow the heads of shards. The order matters. The learner's marks come first, because they
-        # decide whether this peer participates. A new collection must exist before a postponed turn opens in it. And a
-        # learner that has spent the budget must be stopped before that turn asks it for a snapshot.
+        # decide whether this peer participates. A new collection must exist before a postponed round opens in it. And a
+        # learner that has spent the budget must be stopped before that round asks it for a snapshot.
         listeners = (
             delta,
             self.contributions.health,
@@ -358,8 +358,8 @@ class Machine:
             case msg.Commit():
                 if message.header.shard < len(core.chains):
                     self.replication.on_commit(peer, message.header)
-            case msg.Turn() | msg.Contribution() | msg.Refused():
-                self._on_turn_message(peer, message)
+            case msg.Round() | msg.Contribution() | msg.Refused():
+                self._on_round_message(peer, message)
             case msg.HeadsRequest():
                 if core.is_current:
                     core.send((peer,), self.replication.heads())
@@ -388,18 +388,18 @@ class Machine:
         """Return whether ``heads`` belong to ``shards``, at most one each."""
         return len({h.shard for h in heads}) == len(heads) and all(h.shard in shards for h in heads)
 
-    def _on_turn_message(self, peer: PeerId, message: msg.Turn | msg.Contribution | msg.Refused) -> None:
+    def _on_round_message(self, peer: PeerId, message: msg.Round | msg.Contribution | msg.Refused) -> None:
         """Handle a message that only a peer with all states can act on."""
         core = self.core
         if not core.is_current:
             return
         match message:
-            case msg.Turn():
+            case msg.Round():
                 fragments = core.config.fragments
                 if message.fragment < len(fragments) and self._are_heads(message.heads, fragments[message.fragment]):
                     for theirs in message.heads:
                         self.replication.on_head(peer, theirs)
-                    self.contributions.on_turn(message)
+                    self.contributions.on_round(message)
             case msg.Contribution():
                 if message.shard < len(core.chains) and message.base.shard == message.shard:
                     self.aggregation.collect(peer, message)
@@ -488,7 +488,7 @@ class Machine:
     def at_work(self, shard: ShardId) -> set[Digest]:
         """Return those of the shard's ``payloads`` that are still to be merged or applied, here or elsewhere.
 
-        If one of them is lost, its tokens wait for the next turn. The other payloads only serve peers that lag, or
+        If one of them is lost, its tokens wait for the next round. The other payloads only serve peers that lag, or
         undo commits.
         """
         held = self.aggregation.payloads(shard) | self.replication.payloads(shard)

@@ -167,7 +167,7 @@ class InnerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 class ScheduleConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Times of exchanges, and the patience of owners (Decoupled DiLoCo, arXiv 2604.21428). The model is cut
-    into fragments; each fragment has one exchange, or turn, every ``sync_every`` steps."""
+    into fragments; each fragment has one exchange, or round, every ``sync_every`` steps."""
 
     fragments: Side = 24
     """Number of fragments (P). At most the number of tensors. ``sync_every`` must be a multiple of it. Default: 24;
@@ -175,7 +175,7 @@ class ScheduleConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     sync_every: Positive = 24
     """Steps between two exchanges of a fragment (H). A smaller H sends more and learns better. Unit: steps. Default: 3
     for a built-in model of at most 4 million parameters and for adapters, 6 up to 8 million; else 24, or fewer in a run
-    below 960 steps, so that it has 80 turns, but at least 6."""
+    below 960 steps, so that it has 80 rounds, but at least 6."""
     overlap: Positive = 2
     """Steps that an exchange may take before it is late (tau). Less than ``sync_every``. On slow links use a larger
     one: ``p2pdiloco plan`` recommends a value. Unit: steps."""
@@ -209,10 +209,10 @@ class OuterConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Outer learning rate. With ``merge = "rda"``, keep ``learning_rate / (1 - momentum)`` near 1.3. DiLoCo's usual
     quotient of 7 is for a plain mean, which shrinks the updates."""
     momentum: Share = 0.7
-    """Outer momentum: it averages several turns."""
+    """Outer momentum: it averages several rounds."""
     bias_correction: bool | UnsetType = UNSET
-    """Divide the rate of version v by ``1 - momentum^(v + 1)``, so that the first turns go as far as later ones.
-    Default: ``true`` in runs of fewer than 40 turns with ``learning_rate / (1 - momentum)`` of at most 2."""
+    """Divide the rate of version v by ``1 - momentum^(v + 1)``, so that the first rounds go as far as later ones.
+    Default: ``true`` in runs of fewer than 40 rounds with ``learning_rate / (1 - momentum)`` of at most 2."""
     momentum_type: MomentumType | UnsetType = UNSET
     """Type in which peers keep the momentum. ``bfloat16`` halves its memory, disk space and download. Default:
     ``bfloat16``; ``float32`` if ``momentum`` is above 0.99."""

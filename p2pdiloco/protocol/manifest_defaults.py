@@ -36,25 +36,25 @@ PARTS: Final = {
     "outer": ("bias_correction", "momentum_type"),
 }
 """Settings that are filled in, by table."""
-ENOUGH_TURNS: Final = 40
-"""Turns of a fragment in a run. With fewer, the founder is warned, and the bias of the outer momentum is corrected."""
-SHORT_TURNS: Final = 80
-"""Turns of a run of a larger model that would have fewer than ``ENOUGH_TURNS`` at the default H."""
-USUAL_TURN: Final = ScheduleConfig().sync_every
-LIGHT_TURN: Final = 3
-"""H in steps, where traffic does not matter. With turns this frequent, the plain mean of the learners ends at a lower
+ENOUGH_ROUNDS: Final = 40
+"""Rounds of a fragment in a run. With fewer, the founder is warned, and the bias of the outer momentum is corrected."""
+SHORT_ROUNDS: Final = 80
+"""Rounds of a run of a larger model that would have fewer than ``ENOUGH_ROUNDS`` at the default H."""
+USUAL_ROUND: Final = ScheduleConfig().sync_every
+LIGHT_ROUND: Final = 3
+"""H in steps, where traffic does not matter. With rounds this frequent, the plain mean of the learners ends at a lower
 loss than RDA with momentum every 24 steps, and, from four learners on, than the mean every six steps. Every two steps
 gain little more."""
-SHORTEST_TURN: Final = 6
+SHORTEST_ROUND: Final = 6
 """H of the other ``SMALL`` models, and the least of a larger one, in a short run."""
 SMALLEST: Final = 1 << 22
-"""Maximum size of a model that has ``LIGHT_TURN``, in parameters. With int4 every 3 steps a peer sends, and receives,
+"""Maximum size of a model that has ``LIGHT_ROUND``, in parameters. With int4 every 3 steps a peer sends, and receives,
 about 0.28 bytes per parameter and step: 1.2 MB for this size."""
 SMALL: Final = 2 * SMALLEST
-"""Maximum size of a model for which traffic does not matter. Above ``SMALLEST`` it has ``SHORTEST_TURN``, for as many
+"""Maximum size of a model for which traffic does not matter. Above ``SMALLEST`` it has ``SHORTEST_ROUND``, for as many
 bytes per step."""
 ADAPTERS: Final = 0.125
-"""Maximum share of a model's parameters that counts as adapters, for which traffic does not matter either: with turns
+"""Maximum share of a model's parameters that counts as adapters, for which traffic does not matter either: with rounds
 eight times as frequent they send no more than the whole model would with the usual ones."""
 RATE_AT_ONE: Final = 0.1
 """Muon's learning rate times the square root of the width. Best measured rates: with data parallelism 0.016 at width 48
@@ -67,17 +67,18 @@ LINE_SHARE: Final = 0.95
 SPARE_STEPS: Final = 2
 """Multiple of the steps that one learner alone needs for a token budget: lost work is trained again."""
 LARGEST_GAIN: Final = 2.0
-"""Largest rate / (1 - momentum) with bias correction: the first turn goes that far by itself, with nothing to average
+"""Largest rate / (1 - momentum) with bias correction: the first round goes that far by itself, with nothing to average
 it with."""
 
 
-def is_bias_corrected(outer: OuterConfig, turns: int) -> bool:
-    """Return whether a new run of so many turns corrects the bias of the outer momentum: if the first turns are a large
-    part of the run, and correction does not make them go too far. (With 80 turns it costs 0.1 to 0.3 % of the loss.)"""
-    return turns < ENOUGH_TURNS and outer.learning_rate / (1.0 - outer.momentum) <= LARGEST_GAIN
+def is_bias_corrected(outer: OuterConfig, rounds: int) -> bool:
+    """Return whether a new run of so many rounds corrects the bias of the outer momentum: if the first rounds are a
+    large part of the run, and correction does not make them go too far. (With 80 rounds it costs 0.1 to 0.3 % of the
+    loss.)"""
+    return rounds < ENOUGH_ROUNDS and outer.learning_rate / (1.0 - outer.momentum) <= LARGEST_GAIN
 
 
-def in_turns(
+def in_rounds(
     config: RunConfig,
     said: Collection[str],
     said_outer: Collection[str] = (),
@@ -88,10 +89,10 @@ def in_turns(
 ) -> RunConfig:
     """Return ``config`` with H (``sync_every``) filled in if it was left out, and P (``fragments``) likewise.
 
-    The ``SMALLEST`` models, and adapters of any size, get ``LIGHT_TURN`` steps, and ``SMALL`` models ``SHORTEST_TURN``:
-    more if P or the overlap need them, unless P or twice the overlap is above ``SHORTEST_TURN``. Others get 24; a run
-    with fewer than ``ENOUGH_TURNS`` turns at 24 gets a smaller H, so that it has ``SHORT_TURNS``, but at least
-    ``SHORTEST_TURN`` steps. H is a multiple of P.
+    The ``SMALLEST`` models, and adapters of any size, get ``LIGHT_ROUND`` steps, and ``SMALL`` models
+    ``SHORTEST_ROUND``: more if P or the overlap need them, unless P or twice the overlap is above ``SHORTEST_ROUND``.
+    Others get 24; a run with fewer than ``ENOUGH_ROUNDS`` rounds at 24 gets a smaller H, so that it has
+    ``SHORT_ROUNDS``, but at least ``SHORTEST_ROUND`` steps. H is a multiple of P.
 
     If H is below 24 and nothing of the outer optimizer is written, the plain mean with rate 1 and no momentum is filled
     in.
@@ -107,19 +108,19 @@ def in_turns(
     parameters = _parameters(config.model) if parameters is None else parameters
     if "sync_every" in said:
         return config
-    is_short = config.inner.tokens is UNSET and steps < ENOUGH_TURNS * USUAL_TURN
-    least = max(SHORTEST_TURN, schedule.overlap + 1)
+    is_short = config.inner.tokens is UNSET and steps < ENOUGH_ROUNDS * USUAL_ROUND
+    least = max(SHORTEST_ROUND, schedule.overlap + 1)
     fragments = schedule.fragments if "fragments" in said else 0
     has_adapters = config.model.lora is not None if share is None else share <= ADAPTERS
     is_light = has_adapters or parameters <= SMALL
-    if is_light and max(fragments, 2 * schedule.overlap) <= SHORTEST_TURN:
-        turn = LIGHT_TURN if has_adapters or parameters <= SMALLEST else SHORTEST_TURN
-        wanted = least = max(turn, fragments, schedule.overlap + 1)
+    if is_light and max(fragments, 2 * schedule.overlap) <= SHORTEST_ROUND:
+        shortest = LIGHT_ROUND if has_adapters or parameters <= SMALLEST else SHORTEST_ROUND
+        wanted = least = max(shortest, fragments, schedule.overlap + 1)
     else:
-        wanted = max(least, steps // SHORT_TURNS) if is_short else USUAL_TURN
+        wanted = max(least, steps // SHORT_ROUNDS) if is_short else USUAL_ROUND
     fragments = fragments or (wanted if tensors is None else _divisor(wanted, tensors))
     sync_every = max(-(-least // fragments), wanted // fragments) * fragments
-    if max(wanted, sync_every) < USUAL_TURN and not said_outer:
+    if max(wanted, sync_every) < USUAL_ROUND and not said_outer:
         outer = msgspec.structs.replace(outer, merge="direct", learning_rate=1.0, momentum=0.0)
     return msgspec.structs.replace(
         config, outer=outer, schedule=msgspec.structs.replace(schedule, fragments=fragments, sync_every=sync_every)
@@ -208,17 +209,17 @@ def inner_optimizer(model: ModelConfig) -> Literal["adamw", "muon"]:
     return "muon" if model.kind != "external" and model.lora is None else "adamw"
 
 
-def few_turns(config: RunConfig) -> str:
-    """Return a warning for the founder of a run with few turns, with a remedy; empty if it has enough."""
+def few_rounds(config: RunConfig) -> str:
+    """Return a warning for the founder of a run with few rounds, with a remedy; empty if it has enough."""
     inner, schedule = config.inner, config.schedule
-    turns = inner.steps // schedule.sync_every
-    if turns >= ENOUGH_TURNS or inner.tokens is not UNSET:  # then it depends on how many come
+    rounds = inner.steps // schedule.sync_every
+    if rounds >= ENOUGH_ROUNDS or inner.tokens is not UNSET:  # then it depends on how many come
         return ""
-    shorter = inner.steps // ENOUGH_TURNS // schedule.fragments * schedule.fragments
+    shorter = inner.steps // ENOUGH_ROUNDS // schedule.fragments * schedule.fragments
     remedy = f"schedule.sync_every = {shorter} or " if shorter > schedule.overlap else ""
     return (
-        f"a run of {inner.steps} steps has only {turns} turns of {schedule.sync_every} steps, and would learn more "
-        f"with {ENOUGH_TURNS}: set {remedy}inner.steps = {ENOUGH_TURNS * schedule.sync_every}"
+        f"a run of {inner.steps} steps has only {rounds} rounds of {schedule.sync_every} steps, and would learn more "
+        f"with {ENOUGH_ROUNDS}: set {remedy}inner.steps = {ENOUGH_ROUNDS * schedule.sync_every}"
     )
 
 

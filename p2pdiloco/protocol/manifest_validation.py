@@ -259,7 +259,7 @@ def _schedule_problems(config: RunConfig, tensors: int | None) -> list[str]:
     if schedule.sync_every % schedule.fragments:
         problems.append(
             f"schedule.sync_every = {schedule.sync_every} must be a multiple of schedule.fragments = "
-            f"{schedule.fragments}, so that turns are evenly spaced"
+            f"{schedule.fragments}, so that rounds are evenly spaced"
         )
     if schedule.overlap >= schedule.sync_every and schedule.sync_every > 1:
         problems.append(

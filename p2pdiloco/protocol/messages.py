@@ -87,7 +87,7 @@ class CommitHeader(msgspec.Struct, frozen=True, array_like=True):
     version: Count
     parent: Hex
     step: Count
-    """Global step of the turn."""
+    """Global step of the round."""
     owner: Peer
     contributors: Annotated[tuple[Contributor, ...], Meta(max_length=MAX_CONTRIBUTORS)]
     """Sorted by learner."""
@@ -144,7 +144,7 @@ class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag="heartbeat"):
     """Peers that the sender hears, as fingerprints (``connectivity``); None: unchanged."""
 
 
-class Turn(msgspec.Struct, frozen=True, array_like=True, tag="turn"):
+class Round(msgspec.Struct, frozen=True, array_like=True, tag="round"):
     """Contributions to ``fragment`` are due. ``heads`` are the announcer's heads of the fragment's shards."""
 
     fragment: Fragment
@@ -294,7 +294,7 @@ Proof = Equivocation | WrongMerge
 
 Message = (
     Heartbeat
-    | Turn
+    | Round
     | Contribution
     | Refused
     | Commit

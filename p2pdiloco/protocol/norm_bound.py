@@ -8,10 +8,10 @@ Rules of this file:
    computed: between powers of two it is a straight line, at most 0.09 of an octave below the logarithm.
 2. The mean is taken over octaves, and no version counts for more than one leap. If one version in four leaps as far as
    allowed, every time, the mean rises by less than two octaves.
-3. Learners that return after a partition contribute many steps at once. Beyond one turn's steps the bound grows with
-   the square root of the steps. An update that goes straight on for 64 turns is 8 times as long as that bound, which is
-   within a leap. Steps beyond one turn's count only if more than half of the contributors declare them, because nothing
-   proves a declared number.
+3. Learners that return after a partition contribute many steps at once. Beyond one round's steps the bound grows with
+   the square root of the steps. An update that goes straight on for 64 rounds is 8 times as long as that bound, which
+   is within a leap. Steps beyond one round's count only if more than half of the contributors declare them, because
+   nothing proves a declared number.
 4. An update of few contributions, fewer than half as many as usual, may be as long as the mean, and does not move it.
    An owner can make such updates by itself, one after the other.
 """
@@ -55,20 +55,20 @@ class NormBound(msgspec.Struct, frozen=True, array_like=True):
     usual: int = 0
     """Usual number of contributions, in 1,024ths."""
 
-    def longest(self, steps: int, turn_steps: int, first: float, contributions: int = 0) -> float:
+    def longest(self, steps: int, round_steps: int, first: float, contributions: int = 0) -> float:
         """Return the maximum length of an update of ``steps`` inner steps.
 
         ``first`` is the maximum per step for the first update of a chain. ``contributions``: so many were merged; 0:
         enough.
         """
         if not self.counted:
-            return first * _reach(steps, turn_steps)
+            return first * _reach(steps, round_steps)
         if contributions and self.is_few(contributions):
-            return power(self.octaves + octaves(min(steps, turn_steps)))
+            return power(self.octaves + octaves(min(steps, round_steps)))
         leap = EARLY_LEAP if self.is_young else LEAP
-        return power(self.octaves + leap + octaves(_reach(steps, turn_steps)))
+        return power(self.octaves + leap + octaves(_reach(steps, round_steps)))
 
-    def after(self, length: float, steps: int, turn_steps: int, contributions: int) -> NormBound:
+    def after(self, length: float, steps: int, round_steps: int, contributions: int) -> NormBound:
         """Return the bound after an update of the given length. A length of 0 does not count."""
         if not length:
             return self
@@ -76,7 +76,7 @@ class NormBound(msgspec.Struct, frozen=True, array_like=True):
         usual = self.usual + (contributions * OCTAVE - self.usual) // versions
         if self.is_few(contributions):
             return NormBound(self.counted, self.octaves, versions, usual)
-        found = octaves(length) - octaves(_reach(steps, turn_steps))
+        found = octaves(length) - octaves(_reach(steps, round_steps))
         counted, found = running_mean(self.counted, self.octaves, found)
         return NormBound(counted, min(max(found, -MOST_OCTAVES), MOST_OCTAVES), versions, usual)
 
@@ -99,10 +99,10 @@ class NormBound(msgspec.Struct, frozen=True, array_like=True):
 NO_NORM = NormBound()
 
 
-def counted_steps(steps: Sequence[int], turn_steps: int) -> int:
+def counted_steps(steps: Sequence[int], round_steps: int) -> int:
     """Return the inner steps from which the bound of an update follows, given the ``steps`` that contributors declare:
-    the most, but beyond ``turn_steps`` only as many as more than half of the contributors declare."""
-    return min(max(steps), max(turn_steps, sorted(steps)[(len(steps) - 1) // 2]))
+    the most, but beyond ``round_steps`` only as many as more than half of the contributors declare."""
+    return min(max(steps), max(round_steps, sorted(steps)[(len(steps) - 1) // 2]))
 
 
 def running_mean(counted: int, mean: int, found: int) -> tuple[int, int]:
@@ -127,5 +127,5 @@ def power(count: int) -> float:
     return math.ldexp(1.0 + (count % OCTAVE) / OCTAVE, count // OCTAVE)
 
 
-def _reach(steps: int, turn_steps: int) -> int:
-    return steps if steps <= turn_steps else math.isqrt(steps * turn_steps)
+def _reach(steps: int, round_steps: int) -> int:
+    return steps if steps <= round_steps else math.isqrt(steps * round_steps)

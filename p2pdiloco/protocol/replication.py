@@ -224,9 +224,9 @@ class Replication:
             self.refusals.add(header, new_id, sender, problem)
         elif (problem := self.delta.problem(header)) is not None:
             self.refusals.note(header, sender, problem)
-        elif (turn := self._take_turn(header, new_id)) > self.core.now:
+        elif (due_at := self._take_turn(header, new_id)) > self.core.now:
             self.orphans.add(header, self.core.head(header.shard))
-            self.core.alarms.set(("turn", header.shard), turn)
+            self.core.alarms.set(("turn", header.shard), due_at)
         else:
             self.apply(header, new_id)
 

@@ -1,7 +1,7 @@
-"""How long participants usually take to answer a turn.
+"""How long participants usually take to answer a round.
 
 Late answers are measured, too, and answers that were waited for in vain count as late. Otherwise a peer that was not
-waited for would look as if it never answered. The own learner is timed in all turns, whoever owns the shard
+waited for would look as if it never answered. The own learner is timed in all rounds, whoever owns the shard
 (``Contributions``).
 """
 
@@ -17,20 +17,20 @@ TOO_LATE = 1.25
 
 
 class ResponseTimes:
-    """Measures how long each peer takes to answer a turn, from the moment the turn opens at this owner."""
+    """Measures how long each peer takes to answer a round, from the moment the round opens at this owner."""
 
     def __init__(self, shards: int) -> None:
         self._delays: dict[PeerId, float] = {}
         """Smoothed response time, in seconds."""
         self._merged: list[tuple[Digest, float] | None] = [None] * shards
-        """By shard: the base of the last version and the time its turn opened. Used to measure late answers."""
+        """By shard: the base of the last version and the time its round opened. Used to measure late answers."""
 
     def record(self, peer: PeerId, delay_s: float) -> None:
-        """Record an answer that arrived ``delay_s`` seconds after the turn opened."""
+        """Record an answer that arrived ``delay_s`` seconds after the round opened."""
         self._delays[peer], _ = smoothed(self._delays.get(peer, 0.0), 0.0, delay_s)
 
-    def end_turn(self, shard: ShardId, base: Digest, opened_at: float) -> None:
-        """Record the end of the turn on ``base``, which opened at ``opened_at``: later answers are late."""
+    def end_round(self, shard: ShardId, base: Digest, opened_at: float) -> None:
+        """Record the end of the round on ``base``, which opened at ``opened_at``: later answers are late."""
         self._merged[shard] = base, opened_at
 
     def record_late(self, peer: PeerId, shard: ShardId, base: Digest, now: float) -> None:

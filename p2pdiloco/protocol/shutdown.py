@@ -1,7 +1,7 @@
 """Graceful shutdown, and the end of a run.
 
 Rules of this file:
-1. A leaving peer first stops training. It then opens turns for every fragment that holds unmerged progress, and leaves
+1. A leaving peer first stops training. It then opens rounds for every fragment that holds unmerged progress, and leaves
    when all of it is merged or the deadline has passed.
 2. When the run is complete a peer does the same. It then stays until every live peer has reached that point with the
    same heads, so that no peer is left without the last commits.
@@ -36,7 +36,7 @@ class Shutdown:
         self.solitary: dict[ShardId, Digest] = {}
         """Per shard, the last commit that this peer made while no other peer was live."""
         self.flush_at = 0.0
-        """Time of the next check of turns that are open but have no contribution."""
+        """Time of the next check of rounds that are open but have no contribution."""
 
     def start_leaving(self, reason: str) -> None:
         """Start to leave at the user's request."""
@@ -105,7 +105,7 @@ class Shutdown:
             self._leave_now("info", "all progress is merged")
 
     def _flush(self) -> None:
-        """Open turns outside the schedule for fragments that hold unmerged progress."""
+        """Open rounds outside the schedule for fragments that hold unmerged progress."""
         core = self.core
         learner = core.learner
         assert learner is not None
@@ -115,12 +115,12 @@ class Shutdown:
             self.flush_at = core.now + self.contributions.aggregation.waits().takeover_s
             core.alarms.set(("flush", 0), self.flush_at)
         for fragment, shards in enumerate(core.config.fragments):
-            turn = self.contributions.turns[fragment]
+            sync_round = self.contributions.rounds[fragment]
             rest = [shard for shard in shards if learner.unmerged(shard) > 0]
             lacking = [shard for shard in rest if not self.contributions.has_given(shard)]
-            if any(is_overdue or shard not in turn.open for shard in lacking):
-                self.contributions.open(FragmentId(fragment), max(core.step, turn.step + 1), is_mine=True)
-            elif rest and is_again:  # a peer that the owner waits for may have taken this for an older turn
+            if any(is_overdue or shard not in sync_round.open for shard in lacking):
+                self.contributions.open(FragmentId(fragment), max(core.step, sync_round.step + 1), is_mine=True)
+            elif rest and is_again:  # a peer that the owner waits for may have taken this for an older round
                 core.send(core.membership.live, self.contributions.announcement(FragmentId(fragment)))
 
     def _is_waiting(self) -> bool:

@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 from p2pdiloco.protocol.chain import NO_MARK, Chain
-from p2pdiloco.protocol.config import LEAD_TURNS, RANGE_TURNS, Limits, RunEnd, Sizes
+from p2pdiloco.protocol.config import LEAD_ROUNDS, RANGE_ROUNDS, Limits, RunEnd, Sizes
 from p2pdiloco.protocol.effects import Effect, Note, Send
 from p2pdiloco.protocol.events import Mark
 from p2pdiloco.protocol.ids import Digest, FragmentId, LearnerId, PeerId, RunId, ShardId
@@ -26,14 +26,15 @@ Key = tuple[str, int]
 # far as more than half of all live peers report.
 #
 # Rules of this file:
-# 1. The allowance fills with time and is used up by claims. It holds at most two turns' steps, so that waiting does not
-#    permit a leap. Time during which this peer stood still fills it without that limit, because the peer must catch up.
+# 1. The allowance fills with time and is used up by claims. It holds at most two rounds' steps, so that waiting does
+#    not permit a leap. Time during which this peer stood still fills it without that limit, because the peer must catch
+#    up.
 # 2. Peers that believed a claim repeat it. They are not second witnesses to a leap, since each is held to the same
 #    limit.
 
 
 HASTE = 8.0
-BURST_TURNS = 2
+BURST_ROUNDS = 2
 USUAL_STEP_S = 1.0
 """Assumed step time until a peer has reported one."""
 
@@ -44,7 +45,7 @@ class StepClaimLimit:
     __slots__ = ("_steps",)
 
     def __init__(self, sync_every: int) -> None:
-        self._steps = TokenBucket(burst=BURST_TURNS * sync_every, per_s=HASTE / USUAL_STEP_S)
+        self._steps = TokenBucket(burst=BURST_ROUNDS * sync_every, per_s=HASTE / USUAL_STEP_S)
 
     def add_missed(self, seconds: float, step_s: float) -> None:
         """Add the steps that were possible in the seconds that this peer missed."""
@@ -83,7 +84,7 @@ class ProtocolConfig(msgspec.Struct, frozen=True, kw_only=True):
     fragments: tuple[tuple[ShardId, ...], ...]
     """Shards of each fragment; shard ids count up over all fragments."""
     sync_every: int
-    """Inner steps between two turns of a fragment (H)."""
+    """Inner steps between two rounds of a fragment (H)."""
     overlap: int
     """Inner steps that an exchange may take before it is late (tau)."""
     min_quorum: int
@@ -141,13 +142,13 @@ class ProtocolConfig(msgspec.Struct, frozen=True, kw_only=True):
         return Limits(
             step_tokens=self.sizes.step_tokens,
             block_tokens=self.sizes.block_tokens,
-            range_steps=RANGE_TURNS * self.sync_every,
-            turn_steps=self.sync_every,
-            lead_steps=LEAD_TURNS * self.sync_every,
+            range_steps=RANGE_ROUNDS * self.sync_every,
+            round_steps=self.sync_every,
+            lead_steps=LEAD_ROUNDS * self.sync_every,
         )
 
     def offset(self, fragment: FragmentId) -> int:
-        """Return the remainder of the global step modulo H at which the fragment's turn is due."""
+        """Return the remainder of the global step modulo H at which the fragment's round is due."""
         return fragment * self.sync_every // len(self.fragments)
 
 
@@ -282,7 +283,7 @@ class Core:
 
     @property
     def latest_step(self) -> int:
-        """Largest step that a claim may name: one turn beyond the last step."""
+        """Largest step that a claim may name: one round beyond the last step."""
         return self.end.steps + self.config.sync_every
 
     def plausible(self, step: int) -> int:

@@ -20,7 +20,7 @@ from p2pdiloco.protocol.messages import Head, HeadsRequest
 from p2pdiloco.protocol.rejected_commits import RejectedCommits
 from p2pdiloco.protocol.state import Core
 from p2pdiloco.protocol.support import Support
-from p2pdiloco.protocol.version_pace import LATE_TURNS, VersionPace
+from p2pdiloco.protocol.version_pace import LATE_ROUNDS, VersionPace
 
 DIVIDED_REQUESTS = 2
 """Multiple of ``request_s`` for which a newcomer looks for a state that more than half of the peers stand by."""
@@ -80,7 +80,7 @@ class StateAcceptance:
 
     def patience_s(self, shard: ShardId) -> float:
         """Return for how long most peers must have gone another way, in seconds."""
-        return max(DIVIDED_REQUESTS * self.core.config.request_s, LATE_TURNS * self.pace.turn_s(shard))
+        return max(DIVIDED_REQUESTS * self.core.config.request_s, LATE_ROUNDS * self.pace.round_s(shard))
 
     # -- where the others are ------------------------------------------------------------------------------------------
 
@@ -257,7 +257,7 @@ class StateAcceptance:
         if not is_most and (founder in donors or owner in self.core.membership.owners.barred):
             return f"{told}, and the founder does not"
         is_young = len(lineage) >= head.version and founder not in ("", self.core.config.peer, *donors)
-        requests = FAR_REQUESTS if self.core.membership.connectivity.afar else 1
+        requests = FAR_REQUESTS if self.core.membership.connectivity.indirect else 1
         if is_young and len(holders) < 2 and not self._is_long(shard, requests):
             return "its lineage reaches back to version 0, so the founder may come, and only one or two peers have it"
         if is_most or not others:

@@ -29,7 +29,7 @@ def is_crowd(core: Core, header: CommitHeader) -> bool:
     """
     membership, givers = core.membership, {peer_of(c.learner) for c in header.contributors}
     heard = {peer for peer in givers if peer in membership.met or peer == core.config.peer}
-    is_told = not membership.connectivity.afar and heard < givers
+    is_told = not membership.connectivity.indirect and heard < givers
     return is_told and not Support(len(heard - {header.owner}), len(givers)).is_most
 
 

@@ -8,12 +8,12 @@ from p2pdiloco.protocol.ids import Digest, ShardId
 from p2pdiloco.protocol.state import Core
 
 FORK_PACE = 1.25
-"""Versions of a fork that are believed for each turn since it left the chain here. Others may be faster than the
+"""Versions of a fork that are believed for each round since it left the chain here. Others may be faster than the
 learners that this peer knows."""
 PACE_VERSIONS = 8
 """Versions that came here from which a pace is measured."""
-LATE_TURNS = 3
-"""Turns without a commit before a peer takes a state that follows its head, or the lighter chain of most peers."""
+LATE_ROUNDS = 3
+"""Rounds without a commit before a peer takes a state that follows its head, or the lighter chain of most peers."""
 
 
 class VersionPace:
@@ -23,7 +23,7 @@ class VersionPace:
         self.core = core
         self._had_at: dict[ShardId, dict[Digest, float]] = {}
 
-    def turn_s(self, shard: ShardId) -> float:
+    def round_s(self, shard: ShardId) -> float:
         """Return the usual time between two versions of a shard, in seconds.
 
         It is the mean of those that came here, or, while they are few, the time in which learners make ``sync_every``
@@ -43,15 +43,15 @@ class VersionPace:
         assert chain.head is not None
         common = (*chain.ancestry, chain.head.id)[-1 - parted]
         since_s = self.core.now - self._had_at.get(chain.shard, {}).get(common, self.core.now)
-        turn_s, versions = self.turn_s(chain.shard), version - chain.head.version + parted
-        return versions * turn_s <= FORK_PACE * since_s and (parted > 0 or since_s >= LATE_TURNS * turn_s)
+        round_s, versions = self.round_s(chain.shard), version - chain.head.version + parted
+        return versions * round_s <= FORK_PACE * since_s and (parted > 0 or since_s >= LATE_ROUNDS * round_s)
 
     def on_head_changed(self, change: HeadChange) -> None:
-        """Record when this peer came to its head. Each version before a fetched state took one turn."""
+        """Record when this peer came to its head. Each version before a fetched state took one round."""
         chain, now, times = self.core.chains[change.shard], self.core.now, self._had_at.setdefault(change.shard, {})
         if isinstance(change.taken, ShardState):
-            turn_s, lineage = self.turn_s(change.shard), tuple(chain.ancestry)
-            known = {head: now - turn_s * (len(lineage) - at) for at, head in enumerate(lineage)}
+            round_s, lineage = self.round_s(change.shard), tuple(chain.ancestry)
+            known = {head: now - round_s * (len(lineage) - at) for at, head in enumerate(lineage)}
             times = self._had_at[change.shard] = known | {head: times[head] for head in lineage if head in times}
         times[change.head.id] = now
         while len(times) > chain.length + 1:

@@ -52,7 +52,7 @@ class MachineView:
 
     @property
     def sync_every(self) -> int:
-        """Inner steps between two turns of a fragment (H)."""
+        """Inner steps between two rounds of a fragment (H)."""
         return self._core.config.sync_every
 
     @property

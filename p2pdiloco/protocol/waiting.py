@@ -5,7 +5,7 @@ publishes neither gamma nor the smoothing: ours are ``grace_share`` of the manif
 window is a share of tau steps. On a long or slow path answers regularly take longer than that: each version would then
 hold one learner's progress, and the contributions of the others would be refused and sent again. So owners often wait
 longer (docs/adr/0035-owners-wait-for-usual-answers.md), but not for a peer that usually takes longer than they wait: it
-contributes at its next turn.
+contributes at its next round.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from p2pdiloco.protocol.support import Support
 
 LEAST_WAIT_STEPS = 3
 """Least number of steps that an owner waits for usual answers. Learners answer at the end of a step, and some are
-slower, so half of a short turn is not enough."""
+slower, so half of a short round is not enough."""
 PAIR = 2
 """Participants of which one is enough: nobody can tell which of two contributions is usual."""
 LEFT_OUT_TAKEOVERS = 2
@@ -35,8 +35,8 @@ class Times(NamedTuple):
     median_step_s: float
     usual_round_trip_s: float
     slowest_round_trip_s: float
-    turn_s: float
-    """From the announcement of a turn to its last commit."""
+    round_s: float
+    """From the announcement of a round to its last commit."""
 
 
 class Waits(NamedTuple):
@@ -62,7 +62,7 @@ def waits(config: ProtocolConfig, times: Times, *, is_any_leaving: bool) -> Wait
     takeover time, so that the commit arrives before the next owner would merge, too. While a peer leaves, no owner
     waits for most: its time is short.
     """
-    wanted_s = config.overlap * times.step_s + 3 * times.turn_s + 4 * times.slowest_round_trip_s
+    wanted_s = config.overlap * times.step_s + 3 * times.round_s + 4 * times.slowest_round_trip_s
     takeover_s = min(max(wanted_s, config.takeover_floor_s), config.takeover_ceiling_s)
     steps = max(config.sync_every / 2, LEAST_WAIT_STEPS)
     is_waiting = bool(config.grace_share) and not is_any_leaving
@@ -71,7 +71,7 @@ def waits(config: ProtocolConfig, times: Times, *, is_any_leaving: bool) -> Wait
         usual_s=min(steps * times.step_s + 2 * times.usual_round_trip_s, takeover_s / 2),
         most_s=min(config.sync_every * times.median_step_s, takeover_s) / 2 if is_waiting else 0.0,
         few_s=max(takeover_s, config.sync_every * times.step_s / 2),
-        commit_s=min(times.turn_s, config.heartbeat_s) + 2 * times.slowest_round_trip_s,
+        commit_s=min(times.round_s, config.heartbeat_s) + 2 * times.slowest_round_trip_s,
     )
 
 
@@ -104,8 +104,8 @@ class QuorumView(NamedTuple):
     is_extended: bool = True
     """Whether the owner waits longer than the grace window: gamma is not 0."""
     departing_s: float | None = None
-    """How long it waits instead because a missing participant leaves. That has no later turn: it goes when its own time
-    is up, and what waits here goes with it."""
+    """How long it waits instead because a missing participant leaves. That has no later round: it goes when its own
+    time is up, and what waits here goes with it."""
 
 
 class Decision(NamedTuple):

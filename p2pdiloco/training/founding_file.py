@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from p2pdiloco.codec.digests import as_bytes
 from p2pdiloco.protocol.manifest import RunConfig
-from p2pdiloco.protocol.manifest_defaults import in_turns
+from p2pdiloco.protocol.manifest_defaults import in_rounds
 from p2pdiloco.protocol.manifest_validation import architecture_problems, config_problems
 from p2pdiloco.training.config_errors import in_words
 from p2pdiloco.training.parameters import frozen_digest, unwrapped
@@ -98,7 +98,7 @@ def settings(given: Mapping[str, Any], *, tensors: int, parameters: float = math
     """Return the configuration of a run from arguments of ``p2pdiloco.DiLoCo`` (of _ARGUMENTS; those that are None are
     left out).
 
-    H, P and the outer optimizer get the defaults of a configuration file (``manifest_defaults.in_turns``), for a model
+    H, P and the outer optimizer get the defaults of a configuration file (``manifest_defaults.in_rounds``), for a model
     of which so many ``tensors`` and ``parameters`` are exchanged, a ``share`` of all parameters. With ``sync_every``
     alone, P is 1.
 
@@ -116,7 +116,7 @@ def settings(given: Mapping[str, Any], *, tensors: int, parameters: float = math
         schedule.setdefault("fragments", 1)
     try:
         msgspec.json.encode(written, enc_hook=repr)
-        config = in_turns(
+        config = in_rounds(
             msgspec.convert(written, RunConfig),
             schedule,
             written.get("outer", {}),

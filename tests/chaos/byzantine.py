@@ -35,7 +35,7 @@ from p2pdiloco.peer.state_server import StateServer
 from p2pdiloco.protocol import aggregation, block_assignment, heartbeat, waiting
 from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol.chain import NO_MARK, record_of
-from p2pdiloco.protocol.config import BATCH_ROOM, LEAST_FACTOR, RANGE_TURNS
+from p2pdiloco.protocol.config import BATCH_ROOM, LEAST_FACTOR, RANGE_ROUNDS
 from p2pdiloco.protocol.connectivity import Connectivity, fingerprint, listed
 from p2pdiloco.protocol.contributions import Contributions, DeltaReconciliation
 from p2pdiloco.protocol.counted_tokens import TokenCounts
@@ -77,7 +77,7 @@ LONG = 1.5
 HIDDEN_SHARE = 0.5
 """Share of an honest direction in a lie that hides."""
 STALE_VERSIONS = 10
-TURNS_S, FLOOD_S, RECONNECT_S = 0.05, 0.02, 12.0
+ROUNDS_S, FLOOD_S, RECONNECT_S = 0.05, 0.02, 12.0
 FLOOD_MESSAGES = 100
 """Messages of one kind to each peer, every ``FLOOD_S``."""
 FORGED_STEPS = 6
@@ -214,7 +214,7 @@ def _tokens() -> None:
     sound = Contributions.on_snapshot
 
     def snapshotted(self: Contributions, event: Any) -> None:
-        many = replace(event, steps=event.steps * RANGE_TURNS, tokens=event.tokens * RANGE_TURNS * BATCH_ROOM)
+        many = replace(event, steps=event.steps * RANGE_ROUNDS, tokens=event.tokens * RANGE_ROUNDS * BATCH_ROOM)
         sound(self, many)
 
     _put(Contributions, "on_snapshot", snapshotted)
@@ -222,7 +222,7 @@ def _tokens() -> None:
 
 def _is_many_tokens(message: msg.Message) -> bool:
     """Whether a contribution declares as many steps as the lie does at least."""
-    return isinstance(message, msg.Contribution) and message.contributor.steps >= RANGE_TURNS
+    return isinstance(message, msg.Contribution) and message.contributor.steps >= RANGE_ROUNDS
 
 
 def _others() -> None:
@@ -366,21 +366,21 @@ def _loss() -> None:
     _tell_all(perfect)
 
 
-def _turns() -> None:
-    """Twenty times a second all are told of a turn that is two turns ahead."""
+def _rounds() -> None:
+    """Twenty times a second all are told of a round that is two rounds ahead."""
     fragments = count()
 
     def ahead() -> Iterator[msg.Message]:
         core, fragment = _node.core, FragmentId(next(fragments) % len(_node.core.config.fragments))
         if core.is_current:
             heads = tuple(core.head(shard) for shard in core.config.fragments[fragment])
-            yield msg.Turn(fragment, core.step + 2 * core.config.sync_every, heads)
+            yield msg.Round(fragment, core.step + 2 * core.config.sync_every, heads)
 
-    _repeat(TURNS_S, ahead)
+    _repeat(ROUNDS_S, ahead)
 
 
 def _flood() -> None:
-    """All are sent requests, turns that are long over, and refusals, thousands a second of each."""
+    """All are sent requests, rounds that are long over, and refusals, thousands a second of each."""
 
     def flood() -> Iterator[msg.Message]:
         core = _node.core
@@ -388,7 +388,7 @@ def _flood() -> None:
             head = core.head(ShardId(0))
             for _ in range(FLOOD_MESSAGES):
                 yield msg.HeadsRequest()
-                yield msg.Turn(FragmentId(0), 0, ())
+                yield msg.Round(FragmentId(0), 0, ())
                 yield msg.Refused(ShardId(0), head.id, FLOODED, head)
 
     _repeat(FLOOD_S, flood)
@@ -466,8 +466,8 @@ def _first() -> None:
     """As an owner it merges only the first contribution, and names all."""
     sound = merge.merge
 
-    def merge_first(rule: Any, gradients: Any, weights: Any, steps: Any, turn_steps: int, out: Any, *_: Any) -> Any:
-        return sound(rule, gradients[:1], weights[:1], steps[:1], turn_steps, out)
+    def merge_first(rule: Any, gradients: Any, weights: Any, steps: Any, round_steps: int, out: Any, *_: Any) -> Any:
+        return sound(rule, gradients[:1], weights[:1], steps[:1], round_steps, out)
 
     _put(merge, "merge", merge_first)
     _mark_merges()
@@ -603,10 +603,10 @@ def _hurry() -> None:
     def on_steps(self: Contributions, learner: Any, steps: int) -> None:
         sound(self, learner, steps)
         for fragment, shards in enumerate(self.core.config.fragments if self.core.is_current else ()):
-            turn = self.turns[fragment]
+            sync_round = self.rounds[fragment]
             for shard in shards:
-                if shard not in turn.open:
-                    self._open_shard(turn, shard)
+                if shard not in sync_round.open:
+                    self._open_shard(sync_round, shard)
             self._ask_for_snapshot(FragmentId(fragment))
 
     _put(Contributions, "on_steps", on_steps)
@@ -994,7 +994,7 @@ def _is_heartbeat(message: msg.Message, is_changed: Callable[[msg.Heartbeat], bo
 
 
 def _is_short(message: msg.Message) -> bool:
-    """Whether it is a contribution of less than half a turn."""
+    """Whether it is a contribution of less than half a round."""
     limit = _node.core.config.sync_every // 2
     return isinstance(message, msg.Contribution) and bool(message.payload) and message.contributor.steps < limit
 
@@ -1025,7 +1025,7 @@ LIES: dict[str, Lie] = {
     "replay": Lie(_replay, _is_given),
     "stale": Lie(_stale, _is_given),
     "labels": Lie(_labels, lambda m: _is_given(m) and _node.taught.exists()),
-    "turns": Lie(_turns, lambda m: isinstance(m, msg.Turn) and m.step > _node.core.step),
+    "turns": Lie(_rounds, lambda m: isinstance(m, msg.Round) and m.step > _node.core.step),
     "loss": Lie(_loss, lambda m: isinstance(m, msg.Evaluation) and m.loss == 0.0),
     "reversed": Lie(_reversed, lambda m: _is_commit(m, lambda header: header.payload in _node.merged)),
     "static": Lie(_static, lambda m: _is_commit(m, lambda header: header.payload in _node.merged)),

@@ -41,7 +41,7 @@ from p2pdiloco.wire.directory_records import PeerRecord
 
 GARBAGE = (b"no zstd at all", compress(bytes(1000)), compress(b"\xff" * 1000))
 KINDS = {"message", "payload", "contribution"}
-UNFORGED_TURNS = 12
+UNFORGED_ROUNDS = 12
 """Rounds in which it forges nothing yet: four forged messages end its connection, and what is garbage comes first."""
 HEAVY = 30_000
 """Tokens that a lying head claims: as many as a step of the largest batch that is believed."""
@@ -104,7 +104,7 @@ class Hostile(Observer):
         self.transport.send(peer, encode(good), b"something else")
 
     def _forges(self, peer: PeerId) -> bool:
-        return self._turns[peer] > UNFORGED_TURNS
+        return self._turns[peer] > UNFORGED_ROUNDS
 
     def _given(self, shard: ShardId, base: Digest, payload: bytes) -> msg.Contributor:
         """Tokens of our own, signed as they should be."""

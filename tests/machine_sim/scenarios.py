@@ -71,12 +71,12 @@ def three(transcript: Transcript, step_s: tuple[float, float, float] = (0.25, 0.
 
 
 def _until_rest(world: World) -> None:
-    """No turn is open, and all heads are equal."""
+    """No round is open, and all heads are equal."""
 
     def is_at_rest(_: Process) -> bool:
         living = world.living()
         return len({p.states.heads[0] for p in living}) == 1 and not any(
-            p.machine.contributions.turns[0].open for p in living
+            p.machine.contributions.rounds[0].open for p in living
         )
 
     _until(world, is_at_rest, 10.0)
@@ -105,8 +105,8 @@ def _is_collecting(process: Process) -> bool:
     return bool(process.machine.aggregation.collections[0].given)
 
 
-def normal_turn(transcript: Transcript) -> World:
-    """A normal turn: announced, contributed to, merged by its owner, committed, applied by all."""
+def normal_round(transcript: Transcript) -> World:
+    """A normal round: announced, contributed to, merged by its owner, committed, applied by all."""
     world = three(transcript)
     version = world.checks.newest[ShardId(0)]
     _until(world, lambda _: world.checks.newest[ShardId(0)] > version + 1)
@@ -133,7 +133,7 @@ def owner_dies_before_its_commit(transcript: Transcript) -> World:
 
 
 def owner_dies_after_its_commit(transcript: Transcript) -> World:
-    """The owner dies when its commit has reached one peer only. The other hears of that head at the next turn and
+    """The owner dies when its commit has reached one peer only. The other hears of that head at the next round and
     asks for it."""
     world = three(transcript)
     for name in (P1, P2):  # so that one gets the commit much earlier than the other
@@ -166,7 +166,7 @@ def takeover_race(transcript: Transcript) -> World:
 
 def partition_and_heal(transcript: Transcript) -> World:
     """p0 is cut off from p1 and p2 for 2.5 s. Both sides go on; when the cut is over the lighter side takes the heavier
-    chain, and its learner keeps what the lighter chain had merged of it (restored) for its next turn."""
+    chain, and its learner keeps what the lighter chain had merged of it (restored) for its next round."""
     world = three(transcript)
     directions = [(P0, P1), (P1, P0), (P0, P2), (P2, P0)]
     transcript.say("the network falls apart: p0 | p1, p2")
@@ -179,8 +179,9 @@ def partition_and_heal(transcript: Transcript) -> World:
     return world
 
 
-def join_during_a_turn(transcript: Transcript) -> World:
-    """p3 comes while a turn is open: it gets heads from all, the state from one, and contributes from the next turn."""
+def join_during_a_round(transcript: Transcript) -> World:
+    """p3 comes while a round is open: it gets heads from all, the state from one, and contributes from the next
+    round."""
     world = three(transcript)
     _until(world, _is_collecting)
     world.add(P3, PeerSetting(step_s=0.25), world.now)
@@ -199,7 +200,8 @@ def refused_stale_contribution(transcript: Transcript) -> World:
 
 
 def graceful_leave(transcript: Transcript) -> World:
-    """p1 is asked to leave: it stops training, opens a turn for what is unmerged, and goes when all of it is merged."""
+    """p1 is asked to leave: it stops training, opens a round for what is unmerged, and goes when all of it is
+    merged."""
     world = three(transcript)
     world.processes[P1].tell(ev.LeaveRequested("asked to"))
     _until(world, lambda _: P1 in world.fates.gone)
@@ -220,7 +222,7 @@ def restart_from_checkpoint(transcript: Transcript) -> World:
 
 
 def fork_with_a_tie(transcript: Transcript) -> World:
-    """Two peers are cut apart for one turn and each commits as many tokens: the larger id wins, everywhere."""
+    """Two peers are cut apart for one round and each commits as many tokens: the larger id wins, everywhere."""
     setting = PeerSetting(step_s=0.25, step_jitter=0.0)
     world = make_world(base_config(), {P0: setting, P1: setting}, transcript, seed=TIE_SEED)
     world.run_until(SETTLED_S)
@@ -240,13 +242,13 @@ def fork_with_a_tie(transcript: Transcript) -> World:
 
 
 STORIES: dict[str, Callable[[Transcript], World]] = {
-    "normal-turn": normal_turn,
+    "normal-round": normal_round,
     "slow-learner": slow_learner,
     "owner-dies-before-its-commit": owner_dies_before_its_commit,
     "owner-dies-after-its-commit": owner_dies_after_its_commit,
     "takeover-race": takeover_race,
     "partition-and-heal": partition_and_heal,
-    "join-during-a-turn": join_during_a_turn,
+    "join-during-a-round": join_during_a_round,
     "refused-stale-contribution": refused_stale_contribution,
     "graceful-leave": graceful_leave,
     "restart-from-checkpoint": restart_from_checkpoint,

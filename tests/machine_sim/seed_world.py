@@ -236,10 +236,10 @@ def with_uplinks(scene: Scene) -> Scene:
     random = Random(f"uplinks {scene.seed}")
     config, peers = scene.config, len(scene.peers)
     payload_bytes = max(setting.payload_bytes for _, setting, _ in scene.peers)
-    turn_s = config.sync_every * min(setting.step_s for _, setting, _ in scene.peers if setting.has_learner)
+    round_s = config.sync_every * min(setting.step_s for _, setting, _ in scene.peers if setting.has_learner)
     control = peers * 300.0 / config.heartbeat_s
     state_bytes = max(setting.state_bytes for _, setting, _ in scene.peers)
-    load = control + config.shards * (2 * on_the_line(payload_bytes) / turn_s + state_bytes / JOIN_S)
+    load = control + config.shards * (2 * on_the_line(payload_bytes) / round_s + state_bytes / JOIN_S)
     bandwidths = []
     for name, _, _ in scene.peers:
         up = load * random.choice((2.0, 4.0, 20.0, 100.0))

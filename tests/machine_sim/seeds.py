@@ -25,7 +25,7 @@ from tests.machine_sim.transcript import Transcript
 from tests.machine_sim.world import World
 
 PROGRESS_S = 12.0
-"""Within this time, and the time between two turns, every shard must have a new version once all is healed."""
+"""Within this time, and the time between two rounds, every shard must have a new version once all is healed."""
 REST_S = 12.0
 ENDING_S = 100.0
 
@@ -130,7 +130,7 @@ def _run_phases(world: World, scene: Scene) -> None:
     if is_moving and scene.ending != "finish":
         started_at = world.now
         checks.progress_begins()
-        deadline = started_at + PROGRESS_S + _longest_turn_s(world, scene) + _waiting_turns_s(world)
+        deadline = started_at + PROGRESS_S + _longest_round_s(world, scene) + _waiting_rounds_s(world)
         while world.now < deadline and not checks.is_over:
             world.run_until(world.now + 1.0)
             if min(checks.advanced_at.values(), default=0.0) > started_at:
@@ -148,7 +148,7 @@ def _run_phases(world: World, scene: Scene) -> None:
             world.crash(name, keeps_disk=False, restart_s=float("inf"))  # what it might still say is no rest
     if not checks.is_over:
         world.conditions.is_frozen = True
-        world.run_until(world.now + scene.patience * REST_S + _waiting_turns_s(world))
+        world.run_until(world.now + scene.patience * REST_S + _waiting_rounds_s(world))
         if not checks.is_over and checks.different_heads():  # an owner waited for its learner, which rests: rule N3a
             world.run_until(world.now + SILENT_S)
     if not checks.is_over:
@@ -164,13 +164,13 @@ def _trains(process: Process) -> bool:
     return learner is not None and not learner.is_paused and setting.step_s < GLACIAL_S and not setting.poison
 
 
-def _longest_turn_s(world: World, scene: Scene) -> float:
-    """The time between two turns of a fragment, if the fastest of those that are left sets the pace."""
+def _longest_round_s(world: World, scene: Scene) -> float:
+    """The time between two rounds of a fragment, if the fastest of those that are left sets the pace."""
     return scene.config.sync_every * min(p.setting.step_s for p in world.living() if _trains(p))
 
 
-def _waiting_turns_s(world: World) -> float:
-    """Return how long others need for the versions that a peer made alone while it was cut off: one per turn (O5b)."""
+def _waiting_rounds_s(world: World) -> float:
+    """Return how long others need for the versions that a peer made alone while it was cut off: one per round (O5b)."""
     return max(
         (
             (world.checks.newest[chain.shard] - chain.head.version) * process.machine.aggregation.waits().few_s

@@ -74,7 +74,7 @@ def describe_event(event: ev.Event) -> str:
         case ev.Stepped():
             return f"step {event.steps}, {event.tokens} tokens"
         case ev.Snapshotted():
-            return f"snapshot of fragment {event.fragment} for turn {event.step} at {event.tokens} tokens"
+            return f"snapshot of fragment {event.fragment} for round {event.step} at {event.tokens} tokens"
         case ev.Encoded():
             return f"encoded shard {event.shard} on {event.base[:6]}: payload {event.contributor.payload.hex()[:6]}"
         case ev.Merged():
@@ -94,9 +94,9 @@ def describe_message(message: msg.Message) -> str:
     match message:
         case msg.Heartbeat():
             return f"heartbeat {message.sequence} ({message.phase}, step {message.step})"
-        case msg.Turn():
+        case msg.Round():
             heads = ", ".join(head_text(head) for head in message.heads)
-            return f"turn of fragment {message.fragment}, step {message.step}; heads: {heads}"
+            return f"round of fragment {message.fragment}, step {message.step}; heads: {heads}"
         case msg.Contribution():
             return f"contribution to shard {message.shard} on {head_text(message.base)}: {_range(message.contributor)}"
         case msg.Refused():
@@ -125,7 +125,7 @@ def describe_effect(effect: ef.Effect) -> str:
         case ef.Note():
             return f"({effect.topic}: {effect.reason})"
         case ef.Snapshot():
-            return f"snapshot fragment {effect.fragment} for turn {effect.step}"
+            return f"snapshot fragment {effect.fragment} for round {effect.step}"
         case ef.Encode():
             return f"encode shard {effect.shard} on {effect.base.id[:6]}: {_range(effect.contributor)}"
         case ef.Merge():

@@ -26,8 +26,8 @@ RETURN_S = 40.0
 """When the last peer comes back, at most."""
 LOOK_S = 0.5
 STEP_S = 0.4
-TURN_STEPS, GRACE_SHARE = 8, 0.7
-"""In shorter turns, or with no grace, contributions of slower peers are often late, also without a power cut."""
+ROUND_STEPS, GRACE_SHARE = 8, 0.7
+"""In shorter rounds, or with no grace, contributions of slower peers are often late, also without a power cut."""
 RUN_S = 240.0
 """Length of the run: nobody may finish it alone before the others are back."""
 
@@ -39,9 +39,9 @@ def darkened(setting: WorldSetting, random: Random) -> WorldSetting:
         msgspec.structs.replace(peer, is_follower=False, step_s=STEP_S * random.choice((1.0, 1.2, 1.5)))
         for peer in peers
     )
-    turn_steps = TURN_STEPS * setting.schedule.fragments
+    round_steps = ROUND_STEPS * setting.schedule.fragments
     schedule = msgspec.structs.replace(
-        setting.schedule, sync_every=turn_steps, overlap=turn_steps // 2, grace_share=GRACE_SHARE
+        setting.schedule, sync_every=round_steps, overlap=round_steps // 2, grace_share=GRACE_SHARE
     )
     return msgspec.structs.replace(setting, peers=trainers, schedule=schedule, steps=int(RUN_S / STEP_S))
 

@@ -48,13 +48,13 @@ class Directory:
 
     def begin(self, host: SimulatedHost) -> None:
         """A life takes part."""
-        self._turn(host, self._world.now)
+        self._round(host, self._world.now)
 
     def withdraw(self, name: PeerId) -> None:
         """It has ended in order."""
         self._records.pop(name, None)
 
-    def _turn(self, host: SimulatedHost, announce_at: float) -> None:
+    def _round(self, host: SimulatedHost, announce_at: float) -> None:
         world = self._world
         if host.is_dead or host.links.is_closed:
             return
@@ -68,7 +68,7 @@ class Directory:
         for name, where in known.items():
             if name in world.hosts and name not in host.links.connections:
                 self._dial(host.name, name, where)
-        world.at(world.now + LOOK_S, partial(host.do, partial(self._turn, host, announce_at)))
+        world.at(world.now + LOOK_S, partial(host.do, partial(self._round, host, announce_at)))
 
     def _read(self, reader: PeerId) -> dict[PeerId, PeerId]:
         world, random = self._world, self._world.random

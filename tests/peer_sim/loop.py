@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-MOST_TURNS = 20_000
+MOST_ROUNDS = 20_000
 """Of the loop, in which time stands still: more than any seed needs, less than anybody waits for."""
 
 
@@ -22,14 +22,14 @@ class _Nowhere:
 
     def __init__(self, loop: VirtualLoop) -> None:
         self._loop = loop
-        self._turns = 0
+        self._rounds = 0
 
     def select(self, timeout: float | None) -> list[Any]:
         """As if ``timeout`` seconds had passed."""
         if timeout is None:
             raise NothingLeftError
-        self._turns = 0 if timeout else self._turns + 1
-        if self._turns > MOST_TURNS:
+        self._rounds = 0 if timeout else self._rounds + 1
+        if self._rounds > MOST_ROUNDS:
             raise StandstillError
         self._loop.pass_time(timeout)
         return []

@@ -32,20 +32,20 @@ def merged(
     vectors: Sequence[NDArray[np.float64]],
     declared: Sequence[float],
     steps: Sequence[int],
-    turn: int,
+    sync_round: int,
     how: str,
     factors: Sequence[int] = (),
     longest: float = 0.0,
 ) -> NDArray[np.float64]:
-    """What is made of contributions that declare these weights and so many inner steps, where a turn has ``turn``, and
-    of which so many per cent count. ``longest``: the length that it may have; 0: any."""
+    """What is made of contributions that declare these weights and so many inner steps, where a round has ``round``,
+    and of which so many per cent count. ``longest``: the length that it may have; 0: any."""
     weights = [min((w, *_others(declared, i))) for i, w in enumerate(declared)]
     heaviest = max(weights)
     weights = [w * per_cent / 100 for w, per_cent in zip(weights, factors or [100] * len(weights), strict=True)]
     total = sum(weights)
     scale = min(1.0, total / heaviest) if heaviest else 1.0
     norms = [float(np.linalg.norm(v)) for v in vectors]
-    counted = _counted(norms, steps, turn)
+    counted = _counted(norms, steps, sync_round)
     found = zip(weights, vectors, norms, counted, strict=True)
     if how != "rda":
         result = np.asarray(sum(w / total * v * (count / n) for w, v, n, count in found if n))
@@ -62,13 +62,13 @@ def merged(
     return scale * result
 
 
-def _counted(norms: Sequence[float], steps: Sequence[int], turn: int) -> list[float]:
+def _counted(norms: Sequence[float], steps: Sequence[int], sync_round: int) -> list[float]:
     """As how long each contribution counts: at most 1.5 times the others' median, by length or by length of a step."""
     paces = [n / s for n, s in zip(norms, steps, strict=True)]
     found = []
     for index, (norm, made) in enumerate(zip(norms, steps, strict=True)):
         length, pace = _others(norms, index), _others(paces, index)
-        found.append(min((norm, *(1.5 * max(a, b * min(made, turn)) for a, b in zip(length, pace, strict=True)))))
+        found.append(min((norm, *(1.5 * max(a, b * min(made, sync_round)) for a, b in zip(length, pace, strict=True)))))
     return found
 
 

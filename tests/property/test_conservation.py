@@ -115,7 +115,7 @@ class Conservation:
         self.shards = [shard.shard for shard in self.layout.shards]
         self.vectors = SharedVectors.create(self.layout.elements, ring_elements(self.layout))
         outer = OuterConfig(learning_rate=RATE, momentum=MOMENTUM)
-        self.state = ModelState(self.layout, outer, CodecConfig(up="bf16", down="bf16"), self.vectors, turn_steps=24)
+        self.state = ModelState(self.layout, outer, CodecConfig(up="bf16", down="bf16"), self.vectors, round_steps=24)
         self.names = (digest_of(f"head {n}".encode()) for n in itertools.count())
         self.lives = (LearnerId(f"me/{n}") for n in itertools.count())
         self.theta = np.zeros((len(self.shards), ELEMENTS))
@@ -266,7 +266,7 @@ class Conservation:
         self.open[piece].append(Given(payload, values))
 
     def give(self, shard: int, value: int, is_late: bool) -> None:
-        """A turn without haste; or up to the snapshot."""
+        """A round without haste; or up to the snapshot."""
         self.step(value, shard)
         self.ask(shard)
         self.boundary()

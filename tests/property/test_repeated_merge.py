@@ -25,7 +25,7 @@ from p2pdiloco.protocol.manifest import Codec, CodecConfig, MergeRule, OuterConf
 from p2pdiloco.protocol.messages import CommitHeader, Contributor
 from p2pdiloco.training.shared_memory import SharedVectors
 
-TURN = 24
+ROUND = 24
 AUTO = CodecConfig(down="auto", coarsest="int2")
 ZERO = digest_of(b"version 0")
 
@@ -47,7 +47,7 @@ class Made(NamedTuple):
 
     def problem(self, **changes: Any) -> str | None:
         header = msgspec.structs.replace(self.header, **changes)
-        return merge_problem(header, self.payloads, self.piece, TURN, self.recipes)
+        return merge_problem(header, self.payloads, self.piece, ROUND, self.recipes)
 
 
 def made(
@@ -64,7 +64,7 @@ def made(
     """What an owner makes of these contributions, with its real code. ``counts``: tokens and steps of each."""
     elements = vectors[0].numel()
     layout = make_layout((TensorSpec(name="t", shape=(elements,), merge=rule, fragment=FragmentId(0)),), 1, 2**30, rule)
-    owner = ModelState(layout, OuterConfig(), config, SharedVectors.create(elements), turn_steps=TURN)
+    owner = ModelState(layout, OuterConfig(), config, SharedVectors.create(elements), round_steps=ROUND)
     owner.put(ShardId(0), ZERO, torch.zeros(elements), torch.zeros(elements, dtype=owner.momentum.dtype))
     room, payloads, contributors = index_bytes(-(-elements // CHUNK)), dict[Digest, Any](), []
     for number, (vector, up, (tokens, steps)) in enumerate(zip(vectors, ups, counts, strict=True)):

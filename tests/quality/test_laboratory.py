@@ -192,7 +192,7 @@ def test_the_grace_window_lets_slow_learners_in() -> None:
     assert without < with_grace < everyone
 
 
-def test_owners_wait_for_learners_that_usually_answer_within_half_a_turn() -> None:
+def test_owners_wait_for_learners_that_usually_answer_within_half_a_round() -> None:
     def smallest_share(slowest: float, **changes: Any) -> float:
         return run(speeds=(1.0, slowest), learners=2, steps=96, sync_every=12, **changes).figures[
             "smallest_share_of_turns"
@@ -223,7 +223,7 @@ class Node:
     ("up", "down", "merge", "correction"), [("int4", "int4", "rda", True), ("int2", "bf16", "direct", False)]
 )
 def test_the_exchange_is_the_nodes(up: Any, down: Any, merge: Any, correction: bool) -> None:
-    """Three peers' real nodes and the laboratory's exchange make three turns with the same learners: the same bits."""
+    """Three peers' real nodes and the laboratory's exchange make three rounds with the same learners: the same bits."""
     elements, shard = 3000, ShardId(0)
     setting = Setting(learners=2, up=up, down=down, outer_rate=0.7, outer_momentum=0.4, merge=merge)
     setting = msgspec.structs.replace(setting, correction=correction, bounded=True, agreement=True)
@@ -238,7 +238,7 @@ def test_the_exchange_is_the_nodes(up: Any, down: Any, merge: Any, correction: b
         outer = OuterConfig(learning_rate=0.7, momentum=0.4, merge=merge, bias_correction=correction)
         node = Node(
             LearnerId(f"{name}/1"),
-            ModelState(layout, outer, CodecConfig(up=up, down=down), vectors, turn_steps=24),
+            ModelState(layout, outer, CodecConfig(up=up, down=down), vectors, round_steps=24),
             vectors,
         )
         node.state.put(shard, digest_of(b"version 0"), start, torch.zeros(elements))

@@ -190,9 +190,9 @@ def _heads_never_compared() -> list[Patch]:
     return [(replication.Replication, "on_head", saw)]
 
 
-def _turn_never_over() -> list[Patch]:
+def _round_never_over() -> list[Patch]:
     def announced_once(self: contributions.Contributions, fragment: int, step: int, *, is_mine: bool) -> None:
-        if not self.turns[fragment].open:
+        if not self.rounds[fragment].open:
             opened(self, FragmentId(fragment), step, is_mine=is_mine)
 
     opened = contributions.Contributions.open
@@ -221,6 +221,6 @@ MUTANTS: dict[str, Callable[[], list[Patch]]] = {
     "joiner asks only once": _joiner_gives_up,
     "leaves without contributing": _leaves_at_once,
     "heads are never compared": _heads_never_compared,
-    "turn announced only when all shards are done": _turn_never_over,
+    "round announced only when all shards are done": _round_never_over,
     "connections that carry one way stay": _one_way_connections_stay,
 }

@@ -147,7 +147,7 @@ BUGS = (
         "Owners.on_takeover_missed",
         "now >= until",
         "True",
-        "one slow turn of several shards lets an owner come last for 256 takeover times",
+        "one slow round of several shards lets an owner come last for 256 takeover times",
         "../test_protocol_membership.py::test_misses_while_a_peer_already_owns_last_do_not_prolong_that",
     ),
 )

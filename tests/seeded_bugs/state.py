@@ -234,9 +234,9 @@ BUGS = (
         name="declared steps lengthen a contribution without a bound",
         module="p2pdiloco.codec.merge",
         where="counted_lengths",
-        old="min(s, turn_steps)",
+        old="min(s, round_steps)",
         new="s",
-        harm="whoever declares the steps of 64 turns goes 64 times as far as the others",
+        harm="whoever declares the steps of 64 rounds goes 64 times as far as the others",
         killed_by=("tests/unit/test_codec_merge.py::test_declared_steps_lengthen_a_contribution_to_a_turns_at_most",),
     ),
     Bug(
@@ -245,7 +245,7 @@ BUGS = (
         where="counted_lengths",
         old="max(typical, reach)",
         new="typical",
-        harm="beside a newcomer's first steps, or a machine that is much slower, the other's turn is cut short",
+        harm="beside a newcomer's first steps, or a machine that is much slower, the other's round is cut short",
         killed_by=("tests/unit/test_codec_merge.py::test_declared_steps_lengthen_a_contribution_to_a_turns_at_most",),
     ),
     Bug(
@@ -265,9 +265,9 @@ BUGS = (
         name="agreement with the others is not used",
         module="p2pdiloco.peer.model_state",
         where="ModelState.merge",
-        old="merge.merge_declared(piece.merge, gradients, contributors, judgement.factors, self._turn_steps, merged, "
+        old="merge.merge_declared(piece.merge, gradients, contributors, judgement.factors, self._round_steps, merged, "
         "longest)",
-        new="merge.merge_declared(piece.merge, gradients, contributors, (), self._turn_steps, merged, longest)",
+        new="merge.merge_declared(piece.merge, gradients, contributors, (), self._round_steps, merged, longest)",
         harm="one member of four that pulls the other way costs 21 % of the held-out loss instead of 0.6 %",
         killed_by=(f"{_STATE_TESTS}::test_a_contribution_that_most_others_disagree_with_hardly_moves_the_merge",),
     ),

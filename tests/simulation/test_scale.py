@@ -39,7 +39,7 @@ def test_racks_take_more_than_chips() -> None:
 def test_the_protocol_merges_what_islands_compute() -> None:
     islands = make_islands(CHIPS[3], 4, Constants(), seed=1)
     figures = measure(make_world(islands), islands, 600.0)
-    assert figures["goodput"] == pytest.approx(figures["computed"], abs=0.03)  # commits wait for turns (O5b)
+    assert figures["goodput"] == pytest.approx(figures["computed"], abs=0.03)  # commits wait for rounds (O5b)
     assert figures["computed"] < 0.95
     assert figures["uptime"] > 0.98
     assert (figures["tokens_lost"], figures["violations"]) == (0, 0)
@@ -66,7 +66,8 @@ def test_cells_that_were_made_are_not_made_again(
 
 
 def test_a_simulated_calibration_says_what_its_lines_must_say() -> None:
-    """Four peers, a turn every two seconds, and lines that carry it: all contribute, a commit needs its bytes' time."""
+    """Four peers, a round every two seconds, and lines that carry it: all contribute, a commit needs its bytes'
+    time."""
     found = calibration.simulated(calibration.options(["--peers", "4", "--seconds", "48"]), payload=45_000)
     assert found["violations"] == 0
     assert found["versions"] in (24, 25)

@@ -26,28 +26,28 @@ FAST = PeerLines(up_bits_per_s=1e9, down_bits_per_s=1e9, round_trip_s=0.04)
 
 @pytest.mark.parametrize("run", plans.RUNS, ids=lambda run: run.name)
 def test_bytes_and_utilisation_are_near_those_measured_over_throttled_lines(run: plans.Measured) -> None:
-    """docs/results.md, "Utilization": where all turns were kept."""
+    """docs/results.md, "Utilization": where all rounds were kept."""
     row = plans.compared(run)
     assert abs(row["bytes_error"]) <= plans.ALLOWED
     assert abs(row["utilisation_error"]) <= plans.ALLOWED
-    assert row["turns_kept"] == 1.0
+    assert row["rounds_kept"] == 1.0
 
 
-def test_a_fast_line_keeps_all_turns_on_time() -> None:
+def test_a_fast_line_keeps_all_rounds_on_time() -> None:
     plan = make_plan(SMALL, FAST)
     assert plan.is_on_time
-    assert plan.turns_kept == 1.0
-    assert plan.turns == 100
+    assert plan.rounds_kept == 1.0
+    assert plan.rounds == 100
     assert plan.exchange_s > 0.06
     advice = advise(SMALL, FAST)
     assert advice is not None
     assert (advice.codec, advice.sync_every, advice.overlap) == ("int4", 24, 2)
 
 
-def test_a_slow_line_costs_turns_and_the_advice_gets_them_back() -> None:
+def test_a_slow_line_costs_rounds_and_the_advice_gets_them_back() -> None:
     slow = PeerLines(up_bits_per_s=1e6, down_bits_per_s=1e7, round_trip_s=0.04)
     plan = make_plan(SMALL, slow)
-    assert plan.turns_kept < 1.0
+    assert plan.rounds_kept < 1.0
     assert not plan.is_on_time
     advice = advise(SMALL, slow)
     assert advice is not None
@@ -57,7 +57,7 @@ def test_a_slow_line_costs_turns_and_the_advice_gets_them_back() -> None:
         SMALL, sync_every=advice.sync_every, overlap=advice.overlap, up_bytes=size, down_bytes=size
     )
     better = make_plan(taken, slow)
-    assert (better.turns_kept, better.turns) == (1.0, advice.turns)
+    assert (better.rounds_kept, better.rounds) == (1.0, advice.rounds)
     assert advise(SMALL, PeerLines(up_bits_per_s=1e3, down_bits_per_s=1e3)) is None
 
 
@@ -71,7 +71,7 @@ def test_a_fragment_of_one_shard_is_sent_to_all_by_one_owner() -> None:
 def test_the_command_says_what_to_expect(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", "stdlib-tiny", "--peers", "4", "--up", "1mbit", "--step-time", "1"]
     assert main(words) == 0
-    assert "turns kept" in capsys.readouterr().out
+    assert "rounds kept" in capsys.readouterr().out
     assert main([*words, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["plan"]["parameters"] > 100_000

@@ -29,8 +29,8 @@ def judged(history: AgreementHistory, vectors: list[Tensor]) -> Judgement:
 
 def test_honest_contributions_count_in_full() -> None:
     history = AgreementHistory()
-    for turn in range(20):
-        assert judged(history, honest(5, turn)).factors == []
+    for sync_round in range(20):
+        assert judged(history, honest(5, sync_round)).factors == []
 
 
 def test_a_contribution_that_points_away_from_the_others_keeps_a_tenth() -> None:
@@ -76,11 +76,11 @@ def test_a_contribution_of_zeros_is_nobodys_other() -> None:
 
 def test_a_good_past_forgives_one_merge_and_not_many() -> None:
     history = AgreementHistory()
-    for turn in range(30):
-        judged(history, honest(4, turn))
+    for sync_round in range(30):
+        judged(history, honest(4, sync_round))
     factors = []
-    for turn in range(30, 60):
-        *vectors, last = honest(4, turn)
+    for sync_round in range(30, 60):
+        *vectors, last = honest(4, sync_round)
         factors.append(judged(history, [*vectors, -last]).factors)
     assert factors[0] == [], "one bad batch"
     assert factors[-1] == [100, 100, 100, LEAST_FACTOR]
@@ -88,8 +88,8 @@ def test_a_good_past_forgives_one_merge_and_not_many() -> None:
 
 def test_where_too_few_can_be_compared_the_past_decides() -> None:
     history = AgreementHistory()
-    for turn in range(10):
-        *vectors, last = honest(4, turn)
+    for sync_round in range(10):
+        *vectors, last = honest(4, sync_round)
         judged(history, [*vectors, -last])
     liar, fine, unknown = "learner 3", "learner 0", "another"
     lie, v = Vector(honest(1, 20)[0]), Vector(honest(1, 21)[0])
@@ -100,8 +100,8 @@ def test_where_too_few_can_be_compared_the_past_decides() -> None:
 
 def test_a_past_decides_from_the_third_judged_merge_on() -> None:
     history, factors = AgreementHistory(), []
-    for turn in range(JUDGED):
-        *vectors, last = honest(4, turn)
+    for sync_round in range(JUDGED):
+        *vectors, last = honest(4, sync_round)
         judged(history, [*vectors, -last])
         factors.append(history.judge(["learner 3"], [Vector(last)]).factors)
     assert factors == [[], [], [LEAST_FACTOR]]
@@ -109,8 +109,8 @@ def test_a_past_decides_from_the_third_judged_merge_on() -> None:
 
 def test_honest_work_in_one_shard_is_no_excuse_in_others() -> None:
     history, names = AgreementHistory(), [f"learner {index}" for index in range(4)]
-    for turn in range(30):
-        *vectors, last = honest(4, turn)
+    for sync_round in range(30):
+        *vectors, last = honest(4, sync_round)
         for shard in range(4):
             given = [Vector(v) for v in (*vectors, -last if shard else last)]
             factors = history.judge(names, given, shard).factors
@@ -132,17 +132,17 @@ def test_a_contribution_alone_with_a_low_factor_counts_as_a_short_one(rule: str)
 
 def test_a_bad_past_is_no_penalty_once_a_learner_agrees() -> None:
     history = AgreementHistory()
-    for turn in range(30):
-        *vectors, last = honest(4, turn)
+    for sync_round in range(30):
+        *vectors, last = honest(4, sync_round)
         judged(history, [*vectors, -last])
     assert judged(history, honest(4, 30)).factors == []
 
 
 def test_a_learner_that_long_disagrees_is_named_until_it_agrees_again() -> None:
     history, named = AgreementHistory(), []
-    for turn in range(30):
-        *vectors, last = honest(4, turn)
-        judged(history, [*vectors, -last if turn < 16 else last])
+    for sync_round in range(30):
+        *vectors, last = honest(4, sync_round)
+        judged(history, [*vectors, -last if sync_round < 16 else last])
         named.append(history.dissenters())
     assert named[10] == {}, "eleven are too few"
     assert named[11] == {"learner 3": 12}
@@ -186,9 +186,9 @@ def test_lengths_do_not_matter() -> None:
 def test_the_history_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agreement, "REMEMBERED", 5)
     history = AgreementHistory()
-    for turn in range(10):
-        names = [f"learner {turn} {index}" for index in range(3)]
-        history.judge(names, [Vector(v) for v in honest(3, turn)])
+    for sync_round in range(10):
+        names = [f"learner {sync_round} {index}" for index in range(3)]
+        history.judge(names, [Vector(v) for v in honest(3, sync_round)])
     assert len(history) == 5
 
 

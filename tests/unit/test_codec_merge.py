@@ -153,8 +153,8 @@ def test_a_contribution_is_at_most_half_as_long_again_as_the_others_median() -> 
     assert counted_lengths([100.0], [24], 24) == [100.0]
 
 
-def test_declared_steps_lengthen_a_contribution_to_a_turns_at_most() -> None:
-    """Whoever declares the steps of 64 turns goes no farther than whoever declares those of one."""
+def test_declared_steps_lengthen_a_contribution_to_a_rounds_at_most() -> None:
+    """Whoever declares the steps of 64 rounds goes no farther than whoever declares those of one."""
     assert counted_lengths([1.0, 1.0, 1.0, 40.0], [24, 24, 24, 64 * 24], 24) == [1.0, 1.0, 1.0, 1.5]
     assert counted_lengths([1.0, 5.0], [4, 24], 24) == [1.0, 5.0], "a newcomer's first contribution is no measure"
     assert counted_lengths([0.0, 0.0, 3.0], [24, 24, 24], 24) == [0.0, 0.0, 3.0]
@@ -176,7 +176,7 @@ def test_a_minority_that_declares_most_tokens_and_turns_round_does_not_turn_the_
     rule: MergeRule, liars: int
 ) -> None:
     """One of four, and two of eight, send the opposite of what they found, declare any weight and the steps of many
-    turns, and are 30 times as long as the others."""
+    rounds, and are 30 times as long as the others."""
     generator = torch.Generator().manual_seed(7)
     common = torch.randn(1000, generator=generator)
     found = [common + torch.randn(1000, generator=generator) for _ in range(4 * liars)]

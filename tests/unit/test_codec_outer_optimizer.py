@@ -102,8 +102,8 @@ def test_where_parameters_end_does_not_depend_on_what_momentum_is_kept_in(factor
     for dtype in TYPES:
         draw.manual_seed(5)
         theta, momentum = start.float(), torch.zeros(500, dtype=dtype)
-        for turn in range(2000):
-            delta = torch.randn(500, generator=draw) * 1e-3 if turn < 20 else torch.zeros(500)
+        for sync_round in range(2000):
+            delta = torch.randn(500, generator=draw) * 1e-3 if sync_round < 20 else torch.zeros(500)
             outer_step(theta, momentum, delta, learning_rate=0.4, momentum_factor=factor)
         vectors.append((theta.double() - start).clone())
     exact, found = vectors

@@ -27,14 +27,14 @@ def test_a_faster_line_is_never_worse(system: str) -> None:
 
 
 def test_a_late_fragment_waits_for_its_deadline_alone() -> None:
-    """With a turn every ten steps and two of overlap, three steps are what there is."""
+    """With a round every ten steps and two of overlap, three steps are what there is."""
     seldom = Training(parameters=1e9, peers=2, sync_every=240, up_bytes=0.5, down_bytes=0.5)
     bits = 1e9 * 8 * 0.5 / 24
     assert streaming(seldom, bits / 3) == 1.0
     assert streaming(seldom, bits / 4) == pytest.approx(10 / 11)
 
 
-def test_turns_are_left_out_where_learners_would_wait() -> None:
+def test_rounds_are_left_out_where_learners_would_wait() -> None:
     training = Training(parameters=1e9, peers=4)
     rate = least_rate(p2pdiloco, training, 1.0)
     assert sustained(training, rate) == pytest.approx(1.0)

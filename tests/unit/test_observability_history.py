@@ -239,7 +239,7 @@ def test_a_picture_is_json_and_back() -> None:
     assert msgspec.json.decode(msgspec.json.encode(picture), type=RunSnapshot) == picture
 
 
-def test_a_turn_beyond_the_last_step_is_no_step_of_the_run() -> None:
+def test_a_round_beyond_the_last_step_is_no_step_of_the_run() -> None:
     told = chronicle(100)
     told.take(commit(10.0, 13, ANN, ann=100))
     course = told.picture(11.0).course

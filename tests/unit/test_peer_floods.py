@@ -18,7 +18,7 @@ from p2pdiloco.wire.control_messages import encode
 
 FLOODS: list[msg.Message] = [
     msg.HeadsRequest(),
-    msg.Turn(FragmentId(0), 8, ()),
+    msg.Round(FragmentId(0), 8, ()),
     msg.Refused(ShardId(0), digest_of(b"base"), "stale", msg.Head(ShardId(0), 0, digest_of(b"head"), 0)),
 ]
 

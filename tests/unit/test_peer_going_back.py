@@ -27,7 +27,7 @@ async def trio(stage: Stage) -> list[Member]:
 
 
 async def round_of(stage: Stage, members: list[Member], change: float = 0.5) -> None:
-    """All make the steps of a turn, and merge."""
+    """All make the steps of a round, and merge."""
     for _ in range(4):
         for member in members:
             member.learner.step(change)

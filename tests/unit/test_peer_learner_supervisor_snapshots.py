@@ -1,4 +1,4 @@
-"""How much of a learner's model is copied at once: whole peers on a stage, where every fragment has a turn."""
+"""How much of a learner's model is copied at once: whole peers on a stage, where every fragment has a round."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def fragments_held(member: Member) -> int:
     return pages - FRAGMENTS
 
 
-def test_where_every_fragment_has_a_turn_at_once_they_follow_each_other(tmp_path: Path) -> None:
+def test_where_every_fragment_has_a_round_at_once_they_follow_each_other(tmp_path: Path) -> None:
     """The copies of two at a time, and what was merged of them; all that was trained is merged."""
 
     async def story() -> None:

@@ -24,7 +24,7 @@ SHARDS = tuple(ShardId(i) for i in range(FRAGMENTS))
 PAGES = 4 * SIZE // resource.getpagesize()
 """Pages of memory that a shard fills."""
 LASTING = 2
-"""Slots that keep their memory, with a fragment's turn at each step."""
+"""Slots that keep their memory, with a fragment's round at each step."""
 NO_MOVES = Moves(LEARNER, (), (), is_reset=False)
 Stand = tuple[LearnerUpdates, SharedVectors]
 
@@ -65,9 +65,9 @@ def shift(queue: LearnerUpdates, shard: ShardId, value: float) -> None:
     handover.take(0, span, torch.zeros(SIZE), torch.full((SIZE,), value))
 
 
-def test_turns_use_the_same_memory_again(stand: Stand) -> None:
-    """The kernel's pages are not fetched anew, however long the peer rests between two turns. A count of faults over
-    four turns of all fragments: none; twice 6 x 64 pages a turn where memory is given back."""
+def test_rounds_use_the_same_memory_again(stand: Stand) -> None:
+    """The kernel's pages are not fetched anew, however long the peer rests between two rounds. A count of faults over
+    four rounds of all fragments: none; twice 6 x 64 pages a round where memory is given back."""
     queue, vectors = stand
     flat = FlatParameters(
         [(spec.name, torch.ones(SIZE)) for spec in specs_of(FRAGMENTS)], specs_of(FRAGMENTS), layout_of(FRAGMENTS)

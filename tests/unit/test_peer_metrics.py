@@ -132,7 +132,7 @@ def test_rates_and_losses_follow_slowly_and_a_new_life_counts_from_zero(tmp_path
 
 @pytest.mark.heavy
 def test_a_weeks_event_logs_have_less_than_a_hundred_megabytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In virtual time: four steps a second, a turn of 13 shards of four contributors each minute. What learners say
+    """In virtual time: four steps a second, a round of 13 shards of four contributors each minute. What learners say
     (two files) and a script's node, which tells its progress every 5 s, come on top."""
     clock = SimpleNamespace(now=1.8e9)
     told = SimpleNamespace(time=lambda: clock.now, monotonic=lambda: clock.now, process_time=lambda: 0.0)

@@ -52,7 +52,7 @@ class Peer:
         layout = make_layout(tensors, 1, 1 << 20, rule)
         self.outer = outer
         self.vectors = SharedVectors.create(ELEMENTS)
-        self.state = ModelState(layout, self.outer, codec or CodecConfig(), self.vectors, turn_steps=24)
+        self.state = ModelState(layout, self.outer, codec or CodecConfig(), self.vectors, round_steps=24)
         self.state.put(SHARD, ZERO, bell(99, 0.02), bell(98).to(self.state.form.momentum))
         self.version = 0
 
@@ -162,7 +162,7 @@ def test_a_start_needs_the_momentum_once() -> None:
     assert peer.state.momentum.dtype == torch.float32, "one of another kind is copied"
 
 
-def test_a_turn_goes_as_far_as_any_where_the_bias_is_corrected() -> None:
+def test_a_round_goes_as_far_as_any_where_the_bias_is_corrected() -> None:
     """Merged alike each time, the parameters move alike each time: by rate / (1 - momentum) times what was merged. Who
     fetched the state on the way knows how old the momentum is by the commit."""
     outer = OuterConfig(learning_rate=0.4, momentum=0.5, bias_correction=True)

@@ -94,7 +94,7 @@ def test_the_newest_stay_in_memory_as_far_as_they_fit(tmp_path: Path) -> None:
 
 
 def test_what_is_still_to_be_merged_stays_in_memory(tmp_path: Path) -> None:
-    """A disk that loses it would hold up a turn."""
+    """A disk that loses it would hold up a round."""
 
     async def story() -> None:
         async with Stage(tmp_path) as stage:
@@ -263,7 +263,7 @@ def test_a_full_disk_costs_memory_and_no_payload(tmp_path: Path) -> None:
 
 def test_no_more_is_written_than_a_day_allows(tmp_path: Path) -> None:
     """The last own contributions stay in memory then; older ones, and of the log what has no room there, go: memory
-    does not grow with the turns."""
+    does not grow with the rounds."""
 
     async def story() -> None:
         async with Stage(tmp_path) as stage:

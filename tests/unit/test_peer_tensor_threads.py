@@ -22,7 +22,7 @@ SHARDS = 9
 SIZE = quantization.CHUNK + 3000
 ME = LearnerId("me/1")
 FRAGMENT = FragmentId(0)
-TURNS = 4
+ROUNDS = 4
 
 
 class Node:
@@ -34,7 +34,7 @@ class Node:
         self.queue = WorkQueue("tensors", partial(torch.set_num_threads, 1), threads)
         self.vectors = SharedVectors.create(self.layout.elements, ring_elements(self.layout))
         outer = OuterConfig(learning_rate=0.7, momentum=0.9)
-        self.state = ModelState(self.layout, outer, CodecConfig(), self.vectors, turn_steps=24)
+        self.state = ModelState(self.layout, outer, CodecConfig(), self.vectors, round_steps=24)
         random = torch.Generator().manual_seed(3)
         for piece in self.layout.shards:
             theta = torch.randn(piece.elements, generator=random)
@@ -44,7 +44,7 @@ class Node:
         while not self.state.shifts.is_empty:
             self.state.shifts.acknowledge([piece.shard for piece in self.layout.shards])
 
-    async def turn(self, version: int) -> None:
+    async def sync_round(self, version: int) -> None:
         """Every shard is given, merged and applied; what one needs of another's result is waited for."""
         state, do, shards = self.state, self.queue.do, [piece.shard for piece in self.layout.shards]
         await do(lambda: state.shifts.begin_snapshot(FRAGMENT))
@@ -86,9 +86,9 @@ def test_several_threads_make_the_bits_of_one(kept: int, monkeypatch: pytest.Mon
 
     async def story() -> None:
         one, several = Node(1), Node(4)
-        for version in range(1, TURNS + 1):
+        for version in range(1, ROUNDS + 1):
             for node in (one, several):
-                await node.turn(version)
+                await node.sync_round(version)
             assert one.state.heads == several.state.heads
             for piece in one.layout.shards:
                 assert one.state.digest(piece.shard) == several.state.digest(piece.shard), piece.shard

@@ -76,8 +76,8 @@ def test_peers_share_an_epoch_and_meet_only_at_its_end() -> None:
     peers = [PeerId("a"), PeerId("b"), PeerId("c")]
     ledger, taken = BlockLedger(600), []
     shares = dict.fromkeys(peers, 0)
-    for turn in range(600):
-        peer = peers[(0, 1, 2, 2, 2, 2)[turn % 6]]
+    for sync_round in range(600):
+        peer = peers[(0, 1, 2, 2, 2, 2)[sync_round % 6]]
         block = ledger.next_free(taken, lambda epoch, peer=peer: duties(RunId("r"), epoch, tuple(peers))[peer])  # type: ignore[misc]
         assert block is not None
         taken.append(block)

@@ -10,7 +10,7 @@ from p2pdiloco.protocol.contributions import STAY, Ledger, Walk
 from p2pdiloco.protocol.ids import Digest, PeerId, RunId, ShardId
 from p2pdiloco.protocol.machine import Machine
 from p2pdiloco.protocol.ownership import ranked_owners
-from p2pdiloco.protocol.state import BURST_TURNS, HASTE, USUAL_STEP_S, StepClaimLimit
+from p2pdiloco.protocol.state import BURST_ROUNDS, HASTE, USUAL_STEP_S, StepClaimLimit
 from p2pdiloco.protocol.support import Support
 from p2pdiloco.protocol.waiting import CommitView, QuorumView, Waits, decide, due, grace_window_s
 from tests.machine_sim.scenarios import base_config
@@ -153,9 +153,9 @@ def test_a_ledger_forgets_the_oldest() -> None:
 
 def test_the_allowance_for_claims_follows_the_median_step_and_is_used_up() -> None:
     limit = StepClaimLimit(10)
-    assert limit.allowed(0.0, 1.0) == BURST_TURNS * 10
+    assert limit.allowed(0.0, 1.0) == BURST_ROUNDS * 10
     limit.use(7, 0.0)
-    assert limit.allowed(0.0, 1.0) == BURST_TURNS * 10 - 7
+    assert limit.allowed(0.0, 1.0) == BURST_ROUNDS * 10 - 7
     limit.use(1000, 0.0)
     assert limit.allowed(0.0, 1.0) == 0, "more than half of all said so"
     assert limit.allowed(1.0, 4.0) == HASTE / 4.0

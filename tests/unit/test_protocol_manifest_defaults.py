@@ -28,8 +28,8 @@ from p2pdiloco.protocol.manifest_defaults import (
     SMALL,
     SMALLEST,
     completed,
-    few_turns,
-    in_turns,
+    few_rounds,
+    in_rounds,
     log_length,
     with_usual_rate,
     without_left_out,
@@ -89,12 +89,12 @@ def test_muon_is_for_whole_matrices_that_a_built_in_learner_trains(model: ModelC
     assert completed(RunConfig(name="run", model=model), 4).inner.optimizer == optimizer
 
 
-def test_a_run_of_few_turns_is_warned_of_and_told_what_would_do() -> None:
+def test_a_run_of_few_rounds_is_warned_of_and_told_what_would_do() -> None:
     def told(steps: int, **schedule: int) -> str:
-        return few_turns(RunConfig(name="run", inner=InnerConfig(steps=steps), schedule=ScheduleConfig(**schedule)))
+        return few_rounds(RunConfig(name="run", inner=InnerConfig(steps=steps), schedule=ScheduleConfig(**schedule)))
 
     assert told(960) == ""
-    assert "480 steps has only 20 turns" in told(480, fragments=12)
+    assert "480 steps has only 20 rounds" in told(480, fragments=12)
     assert "schedule.sync_every = 12 or inner.steps = 960" in told(480, fragments=12)
     assert "sync_every =" not in told(480, fragments=24)
 
@@ -118,14 +118,14 @@ def test_a_run_of_few_turns_is_warned_of_and_told_what_would_do() -> None:
     ],
 )
 @pytest.mark.parametrize("model", [LARGE, ModelConfig(kind="external")])
-def test_what_a_founder_leaves_out_of_the_schedule_gives_a_short_run_turns_enough(
+def test_what_a_founder_leaves_out_of_the_schedule_gives_a_short_run_rounds_enough(
     written: dict[str, int], steps: int, schedule: tuple[int, int], model: ModelConfig
 ) -> None:
     config = RunConfig(name="run", inner=InnerConfig(steps=steps), schedule=ScheduleConfig(**written), model=model)
-    found = in_turns(config, written)
+    found = in_rounds(config, written)
     assert (found.schedule.fragments, found.schedule.sync_every) == schedule
     assert not config_problems(found)
-    assert not few_turns(found) or steps < 240 or "sync_every" in written or written["fragments"] > 24
+    assert not few_rounds(found) or steps < 240 or "sync_every" in written or written["fragments"] > 24
 
 
 @pytest.mark.parametrize(
@@ -141,12 +141,12 @@ def test_what_a_founder_leaves_out_of_the_schedule_gives_a_short_run_turns_enoug
         ({"sync_every": 12}, (24, 12)),
     ],
 )
-def test_a_small_model_has_frequent_turns_however_long_its_run_unless_its_founder_says_otherwise(
+def test_a_small_model_has_frequent_rounds_however_long_its_run_unless_its_founder_says_otherwise(
     written: dict[str, int], schedule: tuple[int, int]
 ) -> None:
     inners = [InnerConfig(steps=960), InnerConfig(steps=10**6), InnerConfig(tokens=10**6)]
     configs = [RunConfig(name="run", inner=inner, schedule=ScheduleConfig(**written)) for inner in inners]
-    for found in (in_turns(config, written) for config in configs):
+    for found in (in_rounds(config, written) for config in configs):
         assert (found.schedule.fragments, found.schedule.sync_every) == schedule
         is_mean = found.outer == OuterConfig(merge="direct", learning_rate=1.0, momentum=0.0)
         assert is_mean == (found.schedule.sync_every < 24 and "sync_every" not in written)
@@ -158,7 +158,7 @@ def test_what_is_small_is_known_within_a_tenth() -> None:
         elements = sum(math.prod(shape) for _, shape, _ in named_tensors(build_model(model, 1)))
         guess = 12 * depth * width**2 + 2 * 256 * width
         assert guess == pytest.approx(elements, rel=0.1)
-        found = in_turns(RunConfig(name="run", model=model), {})
+        found = in_rounds(RunConfig(name="run", model=model), {})
         expected = 3 if elements <= SMALLEST else 6 if elements <= SMALL else 24
         assert found.schedule.sync_every == expected
 
@@ -173,8 +173,8 @@ def test_what_is_small_is_known_within_a_tenth() -> None:
         (ModelConfig(kind="huggingface", folder="base", lora=LoraConfig()), None, 3),
     ],
 )
-def test_adapters_of_any_size_have_frequent_turns(model: ModelConfig, share: float | None, sync_every: int) -> None:
-    found = in_turns(RunConfig(name="run", model=model), {}, parameters=10**9, share=share)
+def test_adapters_of_any_size_have_frequent_rounds(model: ModelConfig, share: float | None, sync_every: int) -> None:
+    found = in_rounds(RunConfig(name="run", model=model), {}, parameters=10**9, share=share)
     assert found.schedule.sync_every == sync_every
 
 
@@ -189,13 +189,13 @@ def test_an_inner_rate_that_is_left_out_follows_the_width_of_a_small_model_with_
 
 
 def test_a_short_run_whose_file_says_nothing_of_merging_takes_the_mean_often() -> None:
-    """What its founder has written stands, and a long run of a model that is not small, or one of few turns by its own
+    """What its founder has written stands, and a long run of a model that is not small, or one of few rounds by its own
     word, has what it had."""
 
     def outer(steps: int, said: dict[str, int], said_outer: Collection[str] = (), **rest: Any) -> OuterConfig:
         inner, schedule = InnerConfig(steps=steps, **rest), ScheduleConfig(**said)
         config = RunConfig(name="run", inner=inner, schedule=schedule, model=LARGE)
-        found = in_turns(config, said, said_outer)
+        found = in_rounds(config, said, said_outer)
         assert completed(found, 4).outer.merge == found.outer.merge
         return found.outer
 
@@ -207,9 +207,9 @@ def test_a_short_run_whose_file_says_nothing_of_merging_takes_the_mean_often() -
     )
 
 
-def test_a_budget_of_tokens_says_nothing_of_how_many_turns_there_will_be() -> None:
+def test_a_budget_of_tokens_says_nothing_of_how_many_rounds_there_will_be() -> None:
     config = RunConfig(name="run", inner=InnerConfig(steps=50, tokens=100_000), model=LARGE)
-    assert in_turns(config, ()).schedule.sync_every == 24
+    assert in_rounds(config, ()).schedule.sync_every == 24
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_a_budget_of_tokens_says_nothing_of_how_many_turns_there_will_be() -> No
         (0.4, 0.7, 960, False),
     ],
 )
-def test_the_bias_of_momentum_is_corrected_in_short_runs_where_a_turn_does_not_go_too_far(
+def test_the_bias_of_momentum_is_corrected_in_short_runs_where_a_round_does_not_go_too_far(
     rate: float, momentum: float, steps: int, is_corrected: bool
 ) -> None:
     outer = OuterConfig(learning_rate=rate, momentum=momentum)

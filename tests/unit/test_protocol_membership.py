@@ -87,7 +87,7 @@ def test_what_was_queued_while_this_peer_stood_still_is_no_sample() -> None:
 
 
 def test_misses_while_a_peer_already_owns_last_do_not_prolong_that() -> None:
-    """In one slow turn it misses the takeover times of several shards."""
+    """In one slow round it misses the takeover times of several shards."""
     owners = Owners(ME)
     owners.own_weight = 1.0
     owners.set_candidates([(OTHER, 1.0)], [])

@@ -30,7 +30,7 @@ from p2pdiloco.training.step_check import StepCheck
 from p2pdiloco.wire import learner_ipc
 
 FEATURES = 32
-TURNS, H = 25, 6
+ROUNDS, H = 25, 6
 LEARNT, UNKNOWN = 0.03, 0.3
 """Share of the error in the beginning that is left where it was learnt from the other peer, and where it was not."""
 
@@ -230,11 +230,11 @@ def train_two(
 ) -> tuple[list[float], str]:
     """Each peer's error in the half that only the other one knows, and what was told.
 
-    The nodes merge the mean of what both have done since the last turn, and what is doubted not at all.
+    The nodes merge the mean of what both have done since the last round, and what is doubted not at all.
     """
     peers = [Peer(half, made, on_update, is_in_two=is_in_two) for half in (0, 1)]
     old = [next(peer.model.parameters()).detach().flatten().clone() for peer in peers]
-    for _ in range(TURNS):
+    for _ in range(ROUNDS):
         for peer in peers:
             for step in range(H):
                 if step == H - 1:

@@ -199,7 +199,7 @@ MISTAKES = {
     "a path as name": Mistake("write a text of letters, digits", {"run": "runs/story"}),
     "steps as text": Mistake("total_steps = '20_000': write a whole number", {"total_steps": "20_000"}),
     "steps with a point": Mistake("total_steps = 10000.0: write a whole number", {"total_steps": 1e4}),
-    "fewer steps than turns": Mistake(
+    "fewer steps than rounds": Mistake(
         "total_steps = 20 is less than sync_every = 24", {"total_steps": 20, "sync_every": 24}
     ),
     "more fragments than tensors": Mistake("at most the model's 2 tensors", {"n_fragments": 3, "sync_every": 24}),
@@ -326,7 +326,7 @@ def test_a_hook_in_a_model_is_not_in_its_copies(tmp_path: Path) -> None:
 def test_a_script_has_the_defaults_of_configuration_files(
     size: int, given: dict[str, Any], found: tuple[object, ...], tmp_path: Path
 ) -> None:
-    """``manifest_defaults.in_turns``, by the number of parameters and steps; P also by the number of tensors."""
+    """``manifest_defaults.in_rounds``, by the number of parameters and steps; P also by the number of tensors."""
     model = nn.Sequential(*(nn.Linear(size, size, bias=False) for _ in range(12))) if size < 1000 else nn.Module()
     if size >= 1000:
         for index in range(12):

@@ -530,7 +530,7 @@ def test_the_command_says_what_loads_it_and_where_the_rest_is_from(
 
 
 def test_a_chat_model_keeps_its_template_its_special_tokens_and_its_ends(tmp_path: Path) -> None:
-    """Without the template it does not chat, without the end of a turn it does not stop."""
+    """Without the template it does not chat, without the end of a round it does not stop."""
     from gguf import GGUFReader
     from transformers import AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -540,7 +540,7 @@ def test_a_chat_model_keeps_its_template_its_special_tokens_and_its_ends(tmp_pat
     (base / "tokenizer.json").write_text(json.dumps(byte_tokenizer(256)))
     names = {"eos_token": "<|turn_end|>", "pad_token": "<|pad|>", "additional_special_tokens": ["<|turn|>"]}
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(base / "tokenizer.json"), **names)
-    tokenizer.chat_template = "{% for m in messages %}<|turn|>{{ m.content }}<|turn_end|>{% endfor %}"
+    tokenizer.chat_template = "{% for m in messages %}<|round|>{{ m.content }}<|turn_end|>{% endfor %}"
     tokenizer.save_pretrained(base)
     end = tokenizer.eos_token_id
     GenerationConfig(eos_token_id=end, do_sample=True, top_p=0.9).save_pretrained(base)

@@ -17,7 +17,7 @@ EVERY = 3
 """Steps between two shifts, as many as H has by default."""
 WINDOW = EVERY * (SHIFTS + 2)
 """Steps of the whole check, and some more."""
-TURN = EVERY * (TIMES + 1) + 1
+ROUND = EVERY * (TIMES + 1) + 1
 """Steps within which a copy is told."""
 Made = Callable[[nn.Module], optim.Optimizer]
 
@@ -170,9 +170,11 @@ def test_an_optimizer_that_calls_its_closure_often_is_let_alone(search: str | No
 @pytest.mark.parametrize("closure", [False, True])
 @pytest.mark.parametrize(("rate", "shift"), [(1e-3, 1e-3), (1e-3, 1.0), (0.1, 0.01), (1.0, 1.0)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_master_weights_are_told_within_a_turn(rate: float, shift: float, dtype: torch.dtype, *, closure: bool) -> None:
+def test_master_weights_are_told_within_a_round(
+    rate: float, shift: float, dtype: torch.dtype, *, closure: bool
+) -> None:
     bench = Bench(lambda m: MasterWeights(m.parameters(), rate), shift=shift, dtype=dtype)
-    told = bench.problems(TURN, closure=closure)
+    told = bench.problems(ROUND, closure=closure)
     assert set(told[: EVERY * TIMES - 1]) == {""}
     assert "restores its own copy" in told[-1]
 
@@ -195,7 +197,7 @@ def test_a_copy_that_is_put_back_between_steps_after_each_shift_is_told() -> Non
             master.add_(p.grad, alpha=-0.1)
             p.copy_(master)
 
-    assert "restores its own copy" in bench.problems(TURN, put_back)[-1]
+    assert "restores its own copy" in bench.problems(ROUND, put_back)[-1]
 
 
 @torch.no_grad()
@@ -285,7 +287,7 @@ def test_a_constraint_that_is_a_part_of_the_step_is_honest(within: Callable[[Ben
 
 
 def test_parameters_that_are_set_on_purpose_are_honest() -> None:
-    """As by ``load_global`` after each turn, of which half is of others who go nowhere."""
+    """As by ``load_global`` after each round, of which half is of others who go nowhere."""
     bench = Bench(HONEST["sgd"], shift=0.0)
     theirs = copy.deepcopy(bench.model)
 

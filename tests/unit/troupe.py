@@ -38,7 +38,7 @@ from p2pdiloco.wire.request_reply import RequestError, Response
 T = TypeVar("T")
 
 PATIENCE = 20
-"""Turns of the loop without anything to do, after which nothing will come by itself."""
+"""Rounds of the loop without anything to do, after which nothing will come by itself."""
 
 
 def options_of(folder: Path, **options: Any) -> PeerOptions:

@@ -102,7 +102,7 @@ def test_the_day_is_a_topology_with_a_schedule() -> None:
 def test_every_measured_cell_has_a_prediction() -> None:
     for cell in utilisation.MEASURED:
         told = utilisation.predicted(cell, 0.5)
-        assert 0.0 < told["predicted_turns"] <= 1.0
+        assert 0.0 < told["predicted_rounds"] <= 1.0
 
 
 def _can_make_namespaces() -> bool:

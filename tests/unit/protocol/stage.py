@@ -267,7 +267,7 @@ class Stage:
                 raise AssertionError(effect)
 
     def give(self, steps: int = 4) -> list[ef.Effect]:
-        """The learner trains to its next turn and contributes."""
+        """The learner trains to its next round and contributes."""
         return self.work(self.train(steps), ef.Snapshot, ef.Encode)
 
     # -- what the others say -------------------------------------------------------------------------------------------
@@ -302,12 +302,12 @@ class Stage:
         """``peer`` contributes on this peer's head, to a round that it announces if nobody has."""
         effects: list[ef.Effect] = []
         if self.machine.aggregation.collections[SHARD].opened_at is None:
-            effects = self.announce(peer, self.machine.contributions.turns[0].step + 4)
+            effects = self.announce(peer, self.machine.contributions.rounds[0].step + 4)
         return effects + self.hear(peer, self.contribution(peer, start, stop))
 
     def announce(self, peer: PeerId, step: int, *heads: msg.Head) -> list[ef.Effect]:
-        """``peer`` announces a turn of fragment 0, with our head if no other is named."""
-        return self.hear(peer, msg.Turn(FragmentId(0), step, heads or (self.head(),)))
+        """``peer`` announces a round of fragment 0, with our head if no other is named."""
+        return self.hear(peer, msg.Round(FragmentId(0), step, heads or (self.head(),)))
 
     def commit(self, *contributors: msg.Contributor, **changes: Any) -> msg.CommitHeader:
         """A sound child of the head."""

@@ -121,13 +121,13 @@ def test_of_two_heads_with_as_many_tokens_the_larger_id_wins() -> None:
         assert stage.head().id == large
 
 
-@pytest.mark.parametrize("how", ["in a turn", "in an answer", "in a refusal"])
+@pytest.mark.parametrize("how", ["in a round", "in an answer", "in a refusal"])
 def test_who_hears_of_a_heavier_head_asks_for_what_follows_its_own_after_the_commit_patience(how: str) -> None:
     """A3a."""
     stage = Stage(B)
     theirs = heavy(stage.head())
     says: dict[str, msg.Message] = {
-        "in a turn": msg.Turn(FragmentId(0), 4, (theirs,)),
+        "in a round": msg.Round(FragmentId(0), 4, (theirs,)),
         "in an answer": msg.Heads((theirs,), 4),
         "in a refusal": msg.Refused(SHARD, stage.head().id, "stale", theirs),
     }
@@ -244,7 +244,7 @@ def test_advice_that_was_not_asked_for_is_ignored() -> None:
 
 
 def test_who_hears_of_a_lighter_fork_shows_its_head() -> None:
-    """A3c: in a turn or by a commit; a lighter head of its own chain is no fork."""
+    """A3c: in a round or by a commit; a lighter head of its own chain is no fork."""
     stage = Stage(B)
     start = stage.head()
     stage.take(stage.commit(tokens(B, 0, 40)))
@@ -426,7 +426,7 @@ def test_a_commit_that_the_head_has_overtaken_waits_no_longer() -> None:
     other = msg.Head(SHARD, 1, digest("another parent"), 5)
     stage.hear(C, msg.Commit(commit_on(other, tokens(C, 0, 40), owner=C)))
     assert stage.machine.replication.orphans.of_shard(SHARD)
-    for turn in range(2):
-        stage.take(stage.commit(tokens(B, 40 * turn, 40 * (turn + 1))))
+    for sync_round in range(2):
+        stage.take(stage.commit(tokens(B, 40 * sync_round, 40 * (sync_round + 1))))
     assert stage.head().version == 2
     assert not stage.machine.replication.orphans.of_shard(SHARD)

@@ -62,7 +62,7 @@ def test_late_answers_to_the_version_before_count_and_others_do_not() -> None:
     answers = ResponseTimes(1)
     answers.record_late(B, SHARD, BASE, 3.0)
     assert wait_s(answers, [B], 1.9) == 1.9
-    answers.end_turn(SHARD, BASE, 1.0)
+    answers.end_round(SHARD, BASE, 1.0)
     answers.record_late(B, SHARD, Digest("older"), 3.0)
     assert wait_s(answers, [B], 1.9) == 1.9
     answers.record_late(B, SHARD, BASE, 3.0)
@@ -72,10 +72,10 @@ def test_late_answers_to_the_version_before_count_and_others_do_not() -> None:
     assert wait_s(answers, [B], 1.9) == 1.9
 
 
-def turns(
+def rounds(
     after_s: float, count: int = 12, grace_share: float = 0.7, round_trip_s: float = 0.0, trip_to_c_s: float = 0.0
 ) -> list[bool]:
-    """Turns that b answers at once and c ``after_s`` later: whether the owner waited for c. Three steps are 1.5 s,
+    """Rounds that b answers at once and c ``after_s`` later: whether the owner waited for c. Three steps are 1.5 s,
     the paper's window is 0.7 s."""
     takeover = {"takeover_floor_s": 4.0, "takeover_ceiling_s": 4.0}
     stage = Stage(B, C, has_learner=False, grace_share=grace_share, overlap=2, **takeover)
@@ -84,9 +84,9 @@ def turns(
     for peer in (B, C):
         stage.says(peer, weight=0.0)  # a owns everything
     found, merged = [], 0
-    for turn in range(count):
-        base, end = stage.head(), 40 * (turn + 1)
-        effects = stage.offer(B, 40 * turn, end) + stage.wait(after_s)
+    for sync_round in range(count):
+        base, end = stage.head(), 40 * (sync_round + 1)
+        effects = stage.offer(B, 40 * sync_round, end) + stage.wait(after_s)
         if only(effects, ef.Merge):
             stage.work(effects)
             stage.hear(C, stage.contribution(C, merged, end, base=base))
@@ -101,13 +101,13 @@ def turns(
 
 
 def test_the_owner_waits_for_those_who_usually_answer_within_half_a_period() -> None:
-    """W3b: also in its first turn, and though it is late for the paper's window."""
-    assert all(turns(after_s=0.8))
+    """W3b: also in its first round, and though it is late for the paper's window."""
+    assert all(rounds(after_s=0.8))
 
 
 def test_the_owner_does_not_wait_for_those_who_usually_take_longer() -> None:
     """W3b."""
-    assert not any(turns(after_s=1.7))
+    assert not any(rounds(after_s=1.7))
 
 
 def test_who_never_answers_is_waited_for_once() -> None:
@@ -116,8 +116,8 @@ def test_who_never_answers_is_waited_for_once() -> None:
     for peer in (B, C):
         stage.says(peer, weight=0.0)  # a owns everything
     waited_s = []
-    for turn in range(3):
-        effects, began = stage.offer(B, 40 * turn, 40 * (turn + 1)), stage.now
+    for sync_round in range(3):
+        effects, began = stage.offer(B, 40 * sync_round, 40 * (sync_round + 1)), stage.now
         while not only(effects, ef.Merge):
             effects += stage.wait(0.01)
         waited_s.append(stage.now - began)
@@ -127,18 +127,18 @@ def test_who_never_answers_is_waited_for_once() -> None:
 
 def test_where_round_trips_are_long_the_owner_waits_for_two_of_them_longer() -> None:
     """W3b: peers whose steps are shorter than a round trip merged alone, because nobody could answer in time."""
-    assert turns(after_s=1.7, round_trip_s=0.2)[-4:] == [True] * 4
-    assert not any(turns(after_s=1.95, round_trip_s=0.2))
+    assert rounds(after_s=1.7, round_trip_s=0.2)[-4:] == [True] * 4
+    assert not any(rounds(after_s=1.95, round_trip_s=0.2))
 
 
 def test_who_answers_heartbeats_late_is_not_waited_for_longer() -> None:
     """W3b: the median of round trips counts, so no single peer can lengthen it."""
-    assert not any(turns(after_s=1.7, trip_to_c_s=0.8))
+    assert not any(rounds(after_s=1.7, trip_to_c_s=0.8))
 
 
 def test_without_a_grace_share_the_owner_waits_for_nobody() -> None:
     """W3b."""
-    assert not any(turns(after_s=0.8, grace_share=0.0))
+    assert not any(rounds(after_s=0.8, grace_share=0.0))
 
 
 @pytest.mark.parametrize("is_encoding", [False, True])
@@ -165,10 +165,10 @@ def test_the_owner_waits_for_at_most_half_of_the_takeover_time() -> None:
     assert stage.machine.aggregation.waits().usual_s == pytest.approx(0.6)
 
 
-def test_the_owner_waits_for_three_steps_however_short_a_turn_is() -> None:
+def test_the_owner_waits_for_three_steps_however_short_a_round_is() -> None:
     """W3b: learners are in the middle of steps when a round opens, and some are slower."""
     takeover = {"takeover_floor_s": 60.0, "takeover_ceiling_s": 60.0}
-    stages = [Stage(B, owners="ba", sync_every=turn, **takeover) for turn in (2, 10)]
+    stages = [Stage(B, owners="ba", sync_every=sync_round, **takeover) for sync_round in (2, 10)]
     for stage in stages:
         stage.train(1)
     step_s = stages[0].machine.core.fastest_step_time_s()

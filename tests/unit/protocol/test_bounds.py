@@ -131,9 +131,9 @@ def test_the_driver_may_drop_every_payload_that_payloads_does_not_name() -> None
         return effects
 
     stage.machine.handle = checked  # type: ignore[method-assign]
-    for turn in range(6):
+    for sync_round in range(6):
         stage.work(stage.train(4))
-        at = 40 * turn
+        at = 40 * sync_round
         for peer in (B, C):
             stage.work(stage.offer(peer, at, at + 40))
         stage.work(stage.wait(8.0))

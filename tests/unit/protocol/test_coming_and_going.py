@@ -56,12 +56,12 @@ def state(head: Head) -> ev.ShardState:
 
 
 def test_only_the_founder_brings_version_0() -> None:
-    """C1a: whoever else comes has no head, tells of none, and takes part in no turn, however long nobody answers."""
+    """C1a: whoever else comes has no head, tells of none, and takes part in no round, however long nobody answers."""
     stage = newcomer(B)
     effects = stage.wait(20.0) + stage.hear(B, msg.HeadsRequest()) + stage.train(8)
     assert stage.machine.view.known_heads == ()
     assert stage.machine.view.phase == "joining"
-    assert not sent(effects, msg.Heads) + sent(effects, msg.Turn)
+    assert not sent(effects, msg.Heads) + sent(effects, msg.Round)
     assert Stage().machine.view.known_heads[0].version == 0
 
 
@@ -193,11 +193,11 @@ def leaving() -> Stage:
     return stage
 
 
-def test_who_leaves_opens_turns_for_what_is_unmerged() -> None:
+def test_who_leaves_opens_rounds_for_what_is_unmerged() -> None:
     """C4b: out of schedule, as soon as its learner stands still."""
     stage = leaving()
     effects = stage.tell(ev.LearnerPaused(2, 20))
-    assert [to for to, _ in sent(effects, msg.Turn)] == [B]
+    assert [to for to, _ in sent(effects, msg.Round)] == [B]
     [(to, given)] = sent(stage.work(effects, ef.Snapshot, ef.Encode), msg.Contribution)
     assert (to, bare(given.contributor)) == (B, tokens(A, 0, 20))
 
@@ -205,11 +205,11 @@ def test_who_leaves_opens_turns_for_what_is_unmerged() -> None:
 def test_who_leaves_announces_again_what_nobody_has_merged() -> None:
     """C4g: each takeover time, at the same step: nobody's run is the shorter for it."""
     stage = leaving()
-    [(_, announced)] = sent(stage.work(stage.tell(ev.LearnerPaused(2, 20)), ef.Snapshot, ef.Encode), msg.Turn)
+    [(_, announced)] = sent(stage.work(stage.tell(ev.LearnerPaused(2, 20)), ef.Snapshot, ef.Encode), msg.Round)
     takeover_s = stage.machine.aggregation.waits().takeover_s
-    assert not sent(stage.wait(takeover_s - 0.1), msg.Turn)
-    assert sent(stage.wait(0.2), msg.Turn) == [(B, announced)]
-    assert sent(stage.wait(takeover_s), msg.Turn) == [(B, announced)]
+    assert not sent(stage.wait(takeover_s - 0.1), msg.Round)
+    assert sent(stage.wait(0.2), msg.Round) == [(B, announced)]
+    assert sent(stage.wait(takeover_s), msg.Round) == [(B, announced)]
 
 
 def test_who_leaves_goes_when_all_of_it_is_merged() -> None:
@@ -371,7 +371,7 @@ def test_a_peer_that_has_finished_trains_on_when_the_run_is_prolonged() -> None:
     assert {beat.phase for _, beat in sent(effects, msg.Heartbeat)} == {"training"}
     assert not only(stage.wait(stage.config.finish_s + 1.0), ef.Leave), "it does not wait for the end any more"
     opened = stage.train(4)
-    assert [turn.step for _, turn in sent(opened, msg.Turn)] == [8, 8]
+    assert [sync_round.step for _, sync_round in sent(opened, msg.Round)] == [8, 8]
     stage.train(4)
     assert stage.machine.core.step == 12
     effects = stage.tell(ev.LearnerPaused(12, 120, 12))
@@ -496,7 +496,7 @@ def test_a_run_ends_within_2_percent_of_its_budget_whoever_trains(seed: int) -> 
     assert sum(heads) / len(heads) == pytest.approx(budget, rel=0.02)
 
 
-def test_a_newcomer_opens_no_turn_that_was_over_before_it_came() -> None:
+def test_a_newcomer_opens_no_round_that_was_over_before_it_came() -> None:
     """C1c, T1b: its state is of step 28, so an announcement of step 12 that was on its way is no news."""
     stage = newcomer(B)
     theirs = heads(7, 0)

@@ -175,7 +175,7 @@ def test_in_a_large_swarm_a_sixteenth_fewer_are_as_good() -> None:
         connectedness.update_list(peer, hearing(*(p for p in names[:-1] if p != peer), *friends))
     connectedness.update_own_list(others, 0)
     connectedness.judge(0.0, tuple(others), tuple((peer, 1.0) for peer in (me, *others)), 1.0)
-    assert fingerprint(shy) in connectedness.afar
+    assert fingerprint(shy) in connectedness.indirect
     assert not connectedness.tiers
     few = Connectivity(me)
     for peer in others[:3]:
@@ -201,10 +201,10 @@ def test_who_was_among_the_best_stays_it_for_a_while() -> None:
 
 
 def test_after_the_best_come_those_who_hear_one_of_them() -> None:
-    """R3c: the best are afar, so what this peer has goes to b or d, who hear two of them each; c and this peer itself
-    come last."""
-    afar = tuple(map(PeerId, "wxyz"))
-    stage = met({B: (A, *afar[:2]), C: (A,), D: (A, *afar[2:])}, has_learner=False)
+    """R3c: the best are indirect, so what this peer has goes to b or d, who hear two of them each; c and this peer
+    itself come last."""
+    indirect = tuple(map(PeerId, "wxyz"))
+    stage = met({B: (A, *indirect[:2]), C: (A,), D: (A, *indirect[2:])}, has_learner=False)
     connectedness = stage.machine.core.membership.connectivity
-    assert connectedness.best == set(map(fingerprint, afar))
+    assert connectedness.best == set(map(fingerprint, indirect))
     assert connectedness.tiers == {A: 2, B: 1, C: 2, D: 1}

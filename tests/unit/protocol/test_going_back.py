@@ -288,8 +288,8 @@ def test_a_peer_returns_to_its_good_checkpoint() -> None:
     print(
         effects,
         given,
-        stage.machine.contributions.turns[0].open,
-        stage.machine.contributions.turns[0].is_snapshotting,
+        stage.machine.contributions.rounds[0].open,
+        stage.machine.contributions.rounds[0].is_snapshotting,
         stage.machine.aggregation.collections[0].is_closed,
     )
     assert [effect.contributor.tokens_from for effect in given] == [trained], "what it had trained before is not given"

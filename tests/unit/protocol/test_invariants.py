@@ -199,7 +199,7 @@ def test_nobody_is_waited_for_longer_than_the_takeover_time() -> None:
         if world.checks.newest[SHARD] > before:
             before, at = world.checks.newest[SHARD], world.now
         longest_s = max(longest_s, world.now - at)
-    assert longest_s < 4 * STEP_S + takeover_s + 0.3, "a turn, and the wait for the owner or contributor"
+    assert longest_s < 4 * STEP_S + takeover_s + 0.3, "a round, and the wait for the owner or contributor"
     assert before > 8
 
 

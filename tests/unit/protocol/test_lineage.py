@@ -103,7 +103,7 @@ def test_a_lineage_weighs_what_was_given() -> None:
 
 HONEST = tuple(Head(SHARD, 7 + i, digest(f"honest {i}"), 700 + 100 * i) for i in range(3))
 NOBODY = PeerId("")
-TURN_S = STEP_S * base_config().sync_every
+ROUND_S = STEP_S * base_config().sync_every
 """Time between two versions of a shard, with the stage's learners."""
 FORGED = Head(SHARD, 5000, digest("forged"), 10**6)
 
@@ -392,17 +392,17 @@ def settled(*others: PeerId) -> tuple[Stage, Head]:
 
 
 def test_a_heavier_fork_is_taken_if_learners_can_have_made_it_meanwhile() -> None:
-    """H3a: one member alone makes as many versions as it likes. Versions before this peer came took a turn each."""
-    for turns, versions, is_taken in ((2.1, 2, True), (2.1, 3, False), (4.1, 5, True), (4.1, 6, False)):
+    """H3a: one member alone makes as many versions as it likes. Versions before this peer came took a round each."""
+    for rounds, versions, is_taken in ((2.1, 2, True), (2.1, 3, False), (4.1, 5, True), (4.1, 6, False)):
         stage, _ = settled(B, C)
         left = stage.head().id
-        stage.wait(turns * TURN_S)
+        stage.wait(rounds * ROUND_S)
         stage.take(stage.commit(tokens(C, 40, 80)), C)
         for peer in (B, C):
             stage.hear(peer, msg.Heads((stage.head(),), 0))
         fork = Head(SHARD, 1 + versions, digest("fork"), 10**6)
         effects = bring(stage, fork, left)
-        assert (stage.head() == fork) == is_taken, (turns, versions)
+        assert (stage.head() == fork) == is_taken, (rounds, versions)
         assert is_taken == (not any("than learners can have made" in note for note in notes(effects, "fetch")))
     stage, _ = settled(B, C)
     far = Head(SHARD, 20, digest("far"), 10**4)
@@ -412,7 +412,7 @@ def test_a_heavier_fork_is_taken_if_learners_can_have_made_it_meanwhile() -> Non
     assert stage.head() == far
     for peer in (B, C):
         stage.hear(peer, msg.Heads((far,), 0))
-    stage.wait(1.1 * TURN_S)
+    stage.wait(1.1 * ROUND_S)
     for peer in (B, C):
         stage.hear(peer, msg.Heads((far,), 0))
     for versions, is_taken in ((3, False), (2, True)):
@@ -444,12 +444,12 @@ def test_a_state_that_follows_our_head_is_taken_if_nothing_else_comes_for_long()
     stage, _ = settled(B, C, D)
     ours = stage.head()
     later = Head(SHARD, 3, digest("later"), ours.tokens + 80)
-    for turns, is_taken in ((2.9, False), (0.2, True)):
-        stage.wait(turns * TURN_S)
+    for rounds, is_taken in ((2.9, False), (0.2, True)):
+        stage.wait(rounds * ROUND_S)
         for peer in (C, D):
             stage.hear(peer, msg.Heads((ours,), 0))
         bring(stage, later, ours.id)
-        assert (stage.head() == later) == is_taken, turns
+        assert (stage.head() == later) == is_taken, rounds
 
 
 def test_who_is_left_by_most_follows_their_lighter_chain_in_the_end() -> None:
@@ -470,7 +470,7 @@ def test_who_is_left_by_most_follows_their_lighter_chain_in_the_end() -> None:
         assert (stage.head() == fork) == is_moving
 
 
-def test_who_is_left_by_most_follows_their_heads_when_nobody_announces_turns_any_more() -> None:
+def test_who_is_left_by_most_follows_their_heads_when_nobody_announces_rounds_any_more() -> None:
     """H3f: at the end of a run, for one. It does not tell them of its heavier head again for each of theirs."""
     stage, _ = settled(B, C, D)
     common = stage.head().id

@@ -208,7 +208,7 @@ def test_a_merge_that_fails_drops_whom_it_blames_and_merges_the_rest() -> None:
 
 
 def test_a_merge_that_fails_and_blames_nobody_drops_all() -> None:
-    """M5b: they come again on the next turn."""
+    """M5b: they come again on the next round."""
     stage = owner(B, C)
     stage.offer(B)
     stage.work(stage.offer(C) + stage.wait(5.0), ef.Snapshot)

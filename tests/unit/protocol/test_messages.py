@@ -1,4 +1,4 @@
-"""Rules S of docs/protocol.md: what is said and answered beside the turns."""
+"""Rules S of docs/protocol.md: what is said and answered beside the rounds."""
 
 from __future__ import annotations
 
@@ -69,11 +69,11 @@ def test_an_evaluation_counts_until_16_more_were_due(every: int) -> None:
     stage = Stage(B, C, D, evaluation_every=every)
     for peer in (B, C):
         stage.hear(peer, evaluation(5.0))
-    for turn in range(16 * every + 1):
+    for sync_round in range(16 * every + 1):
         assert shown(stage) == (5.0, 4)
         stage.wait(2.0)
-        stage.take(stage.commit(tokens(B, 40 * turn, 40 * (turn + 1)), step=4 * (turn + 1)))
-        stage.hear(D, evaluation(2.0, 4 * (turn + 1), turn + 1))
+        stage.take(stage.commit(tokens(B, 40 * sync_round, 40 * (sync_round + 1)), step=4 * (sync_round + 1)))
+        stage.hear(D, evaluation(2.0, 4 * (sync_round + 1), sync_round + 1))
     assert shown(stage) == (2.0, 4 * (16 * every + 1))
 
 
@@ -96,10 +96,10 @@ def test_one_lying_evaluation_among_several_changes_nothing() -> None:
 def test_the_newest_evaluation_that_the_others_support_is_shown() -> None:
     """S3b: not an older one in their middle; while the loss falls fast, the one before the newest."""
     stage = Stage(B, C, D)
-    for turn, (peer, loss, told) in enumerate(
+    for sync_round, (peer, loss, told) in enumerate(
         ((B, 5.0, 5.0), (C, 3.0, 3.0), (D, 2.0, 3.0), (B, 1.5, 2.0), (C, 1.48, 1.48), (D, 1.51, 1.51))
     ):
-        stage.hear(peer, evaluation(loss, turn + 1))
+        stage.hear(peer, evaluation(loss, sync_round + 1))
         assert (shown(stage) or (0.0, 0))[0] == told
 
 
@@ -163,11 +163,11 @@ def test_of_two_evaluations_the_newer_is_shown_once_the_other_is_old(has_learner
         stage.tell(ev.Evaluated(0, 9.0))
     else:
         stage.hear(C, evaluation(9.0, 1))
-    for turn in range(3):
+    for sync_round in range(3):
         stage.wait(2.0)
-        stage.take(stage.commit(tokens(B, 40 * turn, 40 * (turn + 1)), step=4 * (turn + 1)))
-        stage.hear(B, evaluation(2.0, 4 * (turn + 1), turn + 1))
-        assert (shown(stage) or (0.0, 0))[0] == (9.0 if turn < 2 else 2.0)
+        stage.take(stage.commit(tokens(B, 40 * sync_round, 40 * (sync_round + 1)), step=4 * (sync_round + 1)))
+        stage.hear(B, evaluation(2.0, 4 * (sync_round + 1), sync_round + 1))
+        assert (shown(stage) or (0.0, 0))[0] == (9.0 if sync_round < 2 else 2.0)
     assert shown(stage) == (2.0, 12)
     if has_learner:
         stage.tell(ev.Evaluated(3, 0.5))
@@ -202,8 +202,8 @@ def test_what_does_not_fit_is_ignored(peer: PeerId) -> None:
     ours = stage.head()
     commit = stage.commit(tokens(B, 0, 40))
     elsewhere: list[msg.Message] = [
-        msg.Turn(FragmentId(99), 4, (FAR,)),
-        msg.Turn(FragmentId(0), 0, (FAR,)),
+        msg.Round(FragmentId(99), 4, (FAR,)),
+        msg.Round(FragmentId(0), 0, (FAR,)),
         stage.contribution(B, shard=ELSEWHERE, base=FAR),
         stage.contribution(B, base=FAR),
         msg.Refused(ELSEWHERE, digest("x"), "no", FAR),
@@ -213,7 +213,7 @@ def test_what_does_not_fit_is_ignored(peer: PeerId) -> None:
         msg.CommitsRequest(ELSEWHERE, digest("x")),
         msg.FetchAdvised(ELSEWHERE, FAR),
     ]
-    here: list[msg.Message] = [msg.Turn(FragmentId(0), 4, (ours,)), msg.Commit(commit), msg.HeadsRequest()]
+    here: list[msg.Message] = [msg.Round(FragmentId(0), 4, (ours,)), msg.Commit(commit), msg.HeadsRequest()]
     said = elsewhere if peer == B else elsewhere + here
     effects = [effect for message in said for effect in stage.hear(peer, message)] + stage.wait(3.0)
     assert [e for e in effects if not isinstance(e, ef.Note | ef.Send)] == []

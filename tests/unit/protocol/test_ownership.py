@@ -189,7 +189,7 @@ def test_an_owner_that_refused_and_comes_back_is_offered_it_again() -> None:
     assert (B, given) in sent(stage.meet(B), msg.Contribution)
 
 
-def test_rank_r_merges_no_sooner_than_r_takeover_times_after_it_heard_of_the_turn() -> None:
+def test_rank_r_merges_no_sooner_than_r_takeover_times_after_it_heard_of_the_round() -> None:
     """O4: everybody has answered, and yet rank 1 waits once and rank 2 twice."""
     for order, rank in (("bac", 1), ("bca", 2)):
         stage = Stage(B, C, owners=order, has_learner=False)
@@ -417,7 +417,7 @@ def test_commits_out_of_turn_are_as_rare_as_half_rounds() -> None:
             break
 
 
-def test_the_turn_of_another_owner_does_not_depend_on_what_only_this_peer_saw() -> None:
+def test_the_round_of_another_owner_does_not_depend_on_what_only_this_peer_saw() -> None:
     """O5c: B missed its takeover time here, and C merges for those that did not see that."""
     stage = Stage(B, C, D, owners="bcda", has_learner=False)
     membership = stage.machine.core.membership

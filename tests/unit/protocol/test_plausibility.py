@@ -37,11 +37,11 @@ from p2pdiloco.protocol.norm_bound import FEW_MEMORY, MEMORY, OCTAVE, NormBound
 
 HUGE = 2**55
 BURST = 8
-"""Two turns' steps."""
+"""Two rounds' steps."""
 RANGE = 256
-"""64 turns' steps."""
+"""64 rounds' steps."""
 LEAD = 64
-"""16 turns' steps."""
+"""16 rounds' steps."""
 
 
 def step_of(stage: Stage) -> int:
@@ -57,18 +57,18 @@ def tokens_and_steps(start: int, stop: int, steps: int, peer: PeerId = B) -> Con
 
 def claims_of_b(stage: Stage, step: int) -> list[msg.Message]:
     ahead = msgspec.structs.replace(stage.contribution(B), step=step)
-    return [msg.Heads((), step), msg.Turn(FragmentId(0), step, (stage.head(),)), ahead]
+    return [msg.Heads((), step), msg.Round(FragmentId(0), step, (stage.head(),)), ahead]
 
 
 @pytest.mark.parametrize("kind", range(3))
 @pytest.mark.parametrize("step", [1000, HUGE])
-def test_a_claim_moves_the_step_by_two_turns_at_most(kind: int, step: int) -> None:
-    """P1a: however often it is made; and the turn that it opens is of no later step, nor what comes of it."""
+def test_a_claim_moves_the_step_by_two_rounds_at_most(kind: int, step: int) -> None:
+    """P1a: however often it is made; and the round that it opens is of no later step, nor what comes of it."""
     stage = Stage(B, C, owners="abc", total_steps=1000)
     for _ in range(100):
         stage.hear(B, claims_of_b(stage, step)[kind])
     assert step_of(stage) <= BURST
-    assert stage.machine.contributions.turns[0].step <= BURST
+    assert stage.machine.contributions.rounds[0].step <= BURST
     effects = stage.work(stage.offer(C) + stage.wait(8.0))
     headers = [commit.header for _, commit in sent(effects, msg.Commit)]
     assert headers
@@ -78,7 +78,7 @@ def test_a_claim_moves_the_step_by_two_turns_at_most(kind: int, step: int) -> No
 
 
 def test_a_claim_counts_for_eight_times_the_median_learners_steps_meanwhile() -> None:
-    """P1a: the allowance fills with time, and never holds more than two turns."""
+    """P1a: the allowance fills with time, and never holds more than two rounds."""
     stage = Stage(B, C)
     stage.announce(B, 1000)
     assert step_of(stage) == BURST
@@ -125,7 +125,7 @@ def test_a_newcomer_is_where_most_of_its_shards_are() -> None:
     assert step_of(stage) == 60
 
 
-def test_no_claim_counts_beyond_the_last_step_and_a_turn() -> None:
+def test_no_claim_counts_beyond_the_last_step_and_a_round() -> None:
     """P1e: whoever says it."""
     stage = Stage(B, C, D, total_steps=100)
     for peer in (B, C, D):
@@ -134,7 +134,7 @@ def test_no_claim_counts_beyond_the_last_step_and_a_turn() -> None:
     assert step_of(stage) == 104
 
 
-def test_a_turn_beyond_the_last_that_counts_is_answered() -> None:
+def test_a_round_beyond_the_last_that_counts_is_answered() -> None:
     """P1g: at the run's end each version takes a turn more, and who has nothing to give must say so (M3c): once a
     version, however often it is announced."""
     stage = Stage(B, weight=0.0, total_steps=4)
@@ -150,7 +150,7 @@ def test_a_turn_beyond_the_last_that_counts_is_answered() -> None:
 
 
 def test_a_follower_is_where_the_others_say_they_are() -> None:
-    """P1f: it hears of the end, though the last turn is long over."""
+    """P1f: it hears of the end, though the last round is long over."""
     stage = Stage(B, has_learner=False, total_steps=10)
     stage.says(B, step=10, phase="finished", is_participating=False)
     stage.wait(1.0)
@@ -159,7 +159,7 @@ def test_a_follower_is_where_the_others_say_they_are() -> None:
     training = Stage(B, total_steps=10)
     training.says(B, step=10)
     training.wait(1.0)
-    assert step_of(training) == 0, "who trains waits for turns"
+    assert step_of(training) == 0, "who trains waits for rounds"
 
 
 def test_a_commit_is_of_no_step_far_beyond_its_parents() -> None:
@@ -171,7 +171,9 @@ def test_a_commit_is_of_no_step_far_beyond_its_parents() -> None:
     assert stage.head().version == 1
     assert step_of(stage) == BURST, "and that is a claim like any other"
     stage.train(1)
-    assert [turn.step for _, turn in sent(stage.train(4), msg.Turn)] == [BURST + 4], "turns go on from there"
+    assert [sync_round.step for _, sync_round in sent(stage.train(4), msg.Round)] == [BURST + 4], (
+        "rounds go on from there"
+    )
 
 
 def test_an_owner_keeps_to_the_step_that_others_take() -> None:
@@ -307,7 +309,7 @@ def test_a_contribution_that_is_merged_alone_counts_for_little_more_than_the_usu
     assert counted(stage, Contributor(life(B), 40, 40 + 2560, 4, 4 + RANGE)) == 45
     assert counted(stage, tokens(B, 2600, 2640), tokens(C, 40, 50)) == 50, "a short one beside it is no measure"
     first = limits.first_tokens
-    assert limits.turn_steps == 4
+    assert limits.round_steps == 4
     assert first == 4 * limits.step_tokens // 16
     assert NOTHING_COUNTED.counted([first], first) == [first]
     assert NOTHING_COUNTED.counted([10 * first], first) == [4 * first]
@@ -423,7 +425,7 @@ def test_an_owner_that_lets_the_takeover_time_pass_owns_last_for_a_while() -> No
 
 
 @pytest.mark.parametrize("is_reconnecting", [False, True])
-def test_forty_heavy_owners_that_never_merge_do_not_stop_turns(is_reconnecting: bool) -> None:
+def test_forty_heavy_owners_that_never_merge_do_not_stop_rounds(is_reconnecting: bool) -> None:
     """P4b: each of them is waited for once, and the next versions come without them, also if they reconnect."""
     idle = tuple(PeerId(f"idle {i}") for i in range(40))
     stage = Stage(B, *idle, total_steps=10**6, takeover_ceiling_s=10.0)
@@ -516,8 +518,8 @@ def test_heads_are_one_of_each_shard() -> None:
     stage = Stage(B)
     stage.take(stage.commit(tokens(B, 0, 40)))
     lighter = tuple(Head(SHARD, 1, digest(f"fork {i}"), 1) for i in range(1000))
-    assert not sent(stage.hear(B, msg.Turn(FragmentId(0), 4, lighter)), msg.Heads)
-    assert len(sent(stage.hear(B, msg.Turn(FragmentId(0), 4, lighter[:1])), msg.Heads)) == 1
+    assert not sent(stage.hear(B, msg.Round(FragmentId(0), 4, lighter)), msg.Heads)
+    assert len(sent(stage.hear(B, msg.Round(FragmentId(0), 4, lighter[:1])), msg.Heads)) == 1
     heavier = tuple(Head(SHARD, 2, digest(f"fork {i}"), 100 + i) for i in range(2))
     assert not sent(stage.hear(B, msg.Heads(heavier, 4)) + stage.wait(5.0), msg.CommitsRequest)
 

@@ -197,8 +197,8 @@ def offers_after(stage: Stage, offers: int) -> list[float]:
     return times
 
 
-def test_takeover_is_tau_steps_and_3_turns_and_4_round_trips() -> None:
-    """W4: a turn counts as the floor of 0.6 s until one is measured."""
+def test_takeover_is_tau_steps_and_3_rounds_and_4_round_trips() -> None:
+    """W4: a round counts as the floor of 0.6 s until one is measured."""
     unbounded: dict[str, Any] = {"takeover_floor_s": 0.6, "takeover_ceiling_s": 60.0, "weight": 0.0}
     stage = Stage(B, C, **unbounded)
     assert offers_after(stage, 1) == pytest.approx([2 * 0.5 + 3 * 0.6], abs=0.02)
@@ -208,16 +208,16 @@ def test_takeover_is_tau_steps_and_3_turns_and_4_round_trips() -> None:
     assert stage.machine.aggregation.waits().takeover_s == pytest.approx(2 * 0.5 + 3 * 0.6 + 4 * 0.2, abs=0.04)
 
 
-def test_takeover_follows_the_measured_turns() -> None:
-    """W4: turns of 2 s, smoothed by a fifth."""
+def test_takeover_follows_the_measured_rounds() -> None:
+    """W4: rounds of 2 s, smoothed by a fifth."""
     stage = Stage(B, takeover_floor_s=0.6, takeover_ceiling_s=60.0, weight=0.0)
-    turn_s = 0.6
+    round_s = 0.6
     for _ in range(3):
         [(_, given)] = sent(stage.give(), msg.Contribution)
         stage.wait(2.0)
         stage.take(stage.commit(given.contributor))
-        turn_s += 0.2 * (2.0 - turn_s)
-    assert stage.machine.aggregation.waits().takeover_s == pytest.approx(2 * 0.5 + 3 * turn_s, abs=0.02)
+        round_s += 0.2 * (2.0 - round_s)
+    assert stage.machine.aggregation.waits().takeover_s == pytest.approx(2 * 0.5 + 3 * round_s, abs=0.02)
 
 
 def test_takeover_is_within_floor_and_ceiling() -> None:
@@ -246,8 +246,8 @@ def asks_after(stage: Stage) -> float:
     return stage.now - began_at
 
 
-def test_commit_patience_is_one_turn_and_2_round_trips() -> None:
-    """W5a: a turn counts as the floor until one is measured."""
+def test_commit_patience_is_one_round_and_2_round_trips() -> None:
+    """W5a: a round counts as the floor until one is measured."""
     assert asks_after(Stage(B, C, takeover_floor_s=0.3)) == pytest.approx(0.3, abs=0.02)
     stage = Stage(B, C, takeover_floor_s=0.3)
     lag(stage, B, *[0.2] * 20)
@@ -255,7 +255,7 @@ def test_commit_patience_is_one_turn_and_2_round_trips() -> None:
     assert asks_after(stage) == pytest.approx(0.3 + 2 * 0.2, abs=0.04)
 
 
-def test_commit_patience_counts_at_most_a_heartbeat_of_the_turn() -> None:
+def test_commit_patience_counts_at_most_a_heartbeat_of_the_round() -> None:
     """W5a."""
     assert asks_after(Stage(B, C, takeover_floor_s=5.0)) == pytest.approx(0.5, abs=0.02)
 

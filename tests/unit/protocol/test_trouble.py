@@ -12,7 +12,7 @@ NAN = "values are not finite"
 
 
 def fail(stage: Stage) -> list[ef.Effect]:
-    """The learner trains to its next turn, and nothing of it can be encoded."""
+    """The learner trains to its next round, and nothing of it can be encoded."""
     effects = stage.work(stage.train(4), ef.Snapshot)
     for encode in only(effects, ef.Encode):
         effects += stage.tell(ev.Failed("encode", encode.shard, None, NAN))
@@ -23,7 +23,7 @@ def commit_of_b(stage: Stage, start: int) -> None:
     stage.work(stage.take(stage.commit(stage.contribution(B, start, start + 40).contributor)), ef.Apply)
 
 
-def test_a_learner_that_can_give_nothing_two_turns_in_a_row_does_not_participate() -> None:
+def test_a_learner_that_can_give_nothing_two_rounds_in_a_row_does_not_participate() -> None:
     """N1a: and its user is told why, once."""
     stage = Stage(B, owners="bac")
     assert not notes(fail(stage), "poisoned")
@@ -84,9 +84,9 @@ def test_a_poisoned_learner_participates_again_when_something_can_be_encoded() -
 def test_a_head_that_moved_is_no_failure_of_the_learner() -> None:
     """N1a: what could not be encoded is history then."""
     stage = Stage(B, owners="bac")
-    for turn in range(5):
+    for sync_round in range(5):
         [encode] = only(stage.work(stage.train(4), ef.Snapshot), ef.Encode)
-        commit_of_b(stage, 40 * turn)
+        commit_of_b(stage, 40 * sync_round)
         assert not notes(stage.tell(ev.Failed("encode", encode.shard, None, "the head has moved")), "poisoned")
     assert stage.machine.view.troubles == ()
 

@@ -38,7 +38,7 @@ from p2pdiloco.training.shared_memory import SharedVectors
 from p2pdiloco.wire.control_messages import StateOffer, StateProof
 
 ELEMENTS = 600
-TURN = 24
+ROUND = 24
 NOTHING = Moves(None, (), (), False)
 HUGE = struct.pack("<BBHI", 2, 3, 0, ELEMENTS) + b"\x7e" * ELEMENTS + b"\x96" * ELEMENTS
 """A body in bf16, each value 1e38: two of them add up to no number."""
@@ -90,17 +90,19 @@ def test_a_merged_step_is_at_most_a_leap_longer_than_those_before() -> None:
 def test_steps_that_one_member_declares_make_no_update_longer() -> None:
     """V1b: an owner that declares the most would else put in a step of 8 times the length."""
     for steps, found in (((13,), 13), ((40,), 40), ((13, 14, 20), 20), ((40, 50, 1536), 50), ((30, 1536), 30)):
-        assert counted_steps(steps, TURN) == found
+        assert counted_steps(steps, ROUND) == found
     for liars in ((13, 1536), (13, 14, 1536), (13, 14, 1536, 1536)):
-        assert counted_steps(liars, TURN) == TURN
+        assert counted_steps(liars, ROUND) == ROUND
     stage = Stage(B, C, D, has_learner=False)
     several = tokens(B, 0, 40), tokens(C, 0, 40), tokens(D, 0, 40)
     chain = stage.machine.core.chains[SHARD]
     stage.take(stage.commit(*several, length=4.0, record=chain.record_after(1, several, 4.0)))
-    both, turn = (tokens(B, 40, 80), tokens(C, 40, 80)), 10 * chain.limits.turn_steps
-    assert chain.longest((*both, tokens(D, 40, 40 + 64 * turn))) == chain.longest((*both, tokens(D, 40, 40 + turn)))
-    longer = chain.longest((tokens(B, 40, 40 + 64 * turn), *both[1:], tokens(D, 40, 40 + 64 * turn)))
-    assert longer == 8 * chain.longest((*both, tokens(D, 40, 40 + turn))), "most of them were away"
+    both, sync_round = (tokens(B, 40, 80), tokens(C, 40, 80)), 10 * chain.limits.round_steps
+    assert chain.longest((*both, tokens(D, 40, 40 + 64 * sync_round))) == chain.longest(
+        (*both, tokens(D, 40, 40 + sync_round))
+    )
+    longer = chain.longest((tokens(B, 40, 40 + 64 * sync_round), *both[1:], tokens(D, 40, 40 + 64 * sync_round)))
+    assert longer == 8 * chain.longest((*both, tokens(D, 40, 40 + sync_round))), "most of them were away"
 
 
 def counted(stage: Stage, given: int, length: float) -> msg.CommitHeader:
@@ -136,25 +138,27 @@ def test_an_owner_in_four_that_leaps_raises_the_mean_by_little() -> None:
     """V1c: nothing counts for more than a leap, up or down; what has no length counts for nothing."""
     norm_bound = NO_NORM
     for version in range(400):
-        longest = norm_bound.longest(TURN, TURN, 1.0)
-        norm_bound = norm_bound.after(longest if version % 4 == 3 else float(TURN), TURN, TURN, 1)
+        longest = norm_bound.longest(ROUND, ROUND, 1.0)
+        norm_bound = norm_bound.after(longest if version % 4 == 3 else float(ROUND), ROUND, ROUND, 1)
         assert norm_bound.octaves < 2 * OCTAVE + MOST_CHANGE // MEMORY
-    assert NormBound(8, 0).after(1e-30, TURN, TURN, 1).octaves == -MOST_CHANGE // MEMORY
-    assert norm_bound.after(0.0, TURN, TURN, 1) is norm_bound
+    assert NormBound(8, 0).after(1e-30, ROUND, ROUND, 1).octaves == -MOST_CHANGE // MEMORY
+    assert norm_bound.after(0.0, ROUND, ROUND, 1) is norm_bound
 
 
 def test_few_contributions_move_the_model_no_farther_than_usual_and_raise_no_bound() -> None:
     """V1g: else an owner that merges its own alone, again and again, may go ever farther."""
     usual = NO_NORM
     for _ in range(FEW_MEMORY):
-        usual = usual.after(float(TURN), TURN, TURN, 4)
+        usual = usual.after(float(ROUND), ROUND, ROUND, 4)
     assert usual == NormBound(MEMORY, 0, FEW_MEMORY, 4 * OCTAVE)
-    assert usual.longest(64 * TURN, TURN, 1.0, 2) == usual.longest(64 * TURN, TURN, 1.0) > 32 * TURN, "half is enough"
-    for steps, longest in ((1, 1.0), (TURN, TURN), (64 * TURN, TURN)):
-        assert usual.longest(steps, TURN, 1.0, 1) == longest
+    assert usual.longest(64 * ROUND, ROUND, 1.0, 2) == usual.longest(64 * ROUND, ROUND, 1.0) > 32 * ROUND, (
+        "half is enough"
+    )
+    for steps, longest in ((1, 1.0), (ROUND, ROUND), (64 * ROUND, ROUND)):
+        assert usual.longest(steps, ROUND, 1.0, 1) == longest
     norm_bound, versions = usual, 0
     while norm_bound.is_few(1):
-        norm_bound = norm_bound.after(2.0 * TURN, TURN, TURN, 1)
+        norm_bound = norm_bound.after(2.0 * ROUND, ROUND, ROUND, 1)
         assert norm_bound.octaves == usual.octaves
         versions += 1
     assert 30 <= versions <= 40, "who is left of four is soon the usual case"
@@ -171,17 +175,17 @@ def test_few_contributions_move_the_model_no_farther_than_usual_and_raise_no_bou
 
 
 def test_learners_that_come_back_and_rates_that_are_warmed_up_fit() -> None:
-    """V1b: half of 64 turns straight on in one step, and all of a young chain's; twelvefold after a first contribution
+    """V1b: half of 64 rounds straight on in one step, and all of a young chain's; twelvefold after a first contribution
     of one step."""
     norm_bound = NO_NORM
     for _ in range(MEMORY):
-        norm_bound = norm_bound.after(float(TURN), TURN, TURN, 1)
-        assert norm_bound.longest(64 * TURN, TURN, 1.0) >= (32 if norm_bound.counted == MEMORY else 64) * TURN
-    norm_bound = NO_NORM.after(1.0, 1, TURN, 1)
-    for turn in range(1, 40):  # 1,000 steps of warm-up
-        length = TURN * (TURN * turn - TURN / 2)
-        assert length <= norm_bound.longest(TURN, TURN, 1.0)
-        norm_bound = norm_bound.after(length, TURN, TURN, 1)
+        norm_bound = norm_bound.after(float(ROUND), ROUND, ROUND, 1)
+        assert norm_bound.longest(64 * ROUND, ROUND, 1.0) >= (32 if norm_bound.counted == MEMORY else 64) * ROUND
+    norm_bound = NO_NORM.after(1.0, 1, ROUND, 1)
+    for sync_round in range(1, 40):  # 1,000 steps of warm-up
+        length = ROUND * (ROUND * sync_round - ROUND / 2)
+        assert length <= norm_bound.longest(ROUND, ROUND, 1.0)
+        norm_bound = norm_bound.after(length, ROUND, ROUND, 1)
 
 
 # -- tensors -----------------------------------------------------------------------------------------------------------
@@ -197,7 +201,7 @@ class Owner:
             OuterConfig(learning_rate=0.7, momentum=0.9),
             CodecConfig(),
             SharedVectors.create(ELEMENTS),
-            turn_steps=TURN,
+            round_steps=ROUND,
         )
         self.state.put(SHARD, digest("zero"), torch.zeros(ELEMENTS), self.state.form.still(ELEMENTS))
 
@@ -258,8 +262,8 @@ def test_a_declared_weight_does_not_make_a_merge_ones_own() -> None:
         contributor = msg.Contributor(life(peer), 0, count, 0, steps)
         return contributor, payload_of(bodies, how, True)
 
-    honest = [given(peer, found, 512, TURN) for peer in (A, B, C)]
-    liar = given(D, -30.0 * found, 2**24 * 64 * TURN, 64 * TURN)
+    honest = [given(peer, found, 512, ROUND) for peer in (A, B, C)]
+    liar = given(D, -30.0 * found, 2**24 * 64 * ROUND, 64 * ROUND)
     merged = owner.state.merge(SHARD, digest("zero"), 1, [*honest, liar], how)
     values = quantization.decode_chunks(
         list(compression.split(merged.payload, 1, quantization.LARGEST_BODY)), torch.empty(ELEMENTS)
@@ -454,7 +458,7 @@ def test_what_most_go_on_from_is_taken_in_the_end() -> None:
 def test_what_followed_unseen_counts_as_what_most_go_on_from() -> None:
     """V2a, V2c: this peer drops commits that a barred owner sends, so it cannot know from them that the others' heads
     follow the rejected commit. Before, such a peer stayed alone and lost its last tokens (attack
-    ``static+tokens+turns+flip``, two liars of eight)."""
+    ``static+tokens+rounds+flip``, two liars of eight)."""
     stage = Stage(B, C, D, has_learner=False)
     bad = stage.commit(tokens(B, 0, 400), owner=B)
     unfit(stage, bad)

@@ -1,4 +1,4 @@
-"""Rules T of docs/protocol.md: turns."""
+"""Rules T of docs/protocol.md: rounds."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ TWO_SHARDS = ((ShardId(0), ShardId(1)),)
 def test_the_learner_that_reaches_a_fragments_step_announces_its_turn_to_all_live_peers() -> None:
     """T1a."""
     stage = Stage(B, C)
-    assert not sent(stage.train(3), msg.Turn)
-    announced = sent(stage.train(1), msg.Turn)
-    assert announced == [(peer, msg.Turn(FragmentId(0), 4, (stage.head(),))) for peer in (B, C)]
+    assert not sent(stage.train(3), msg.Round)
+    announced = sent(stage.train(1), msg.Round)
+    assert announced == [(peer, msg.Round(FragmentId(0), 4, (stage.head(),))) for peer in (B, C)]
 
 
 def test_each_fragment_has_its_own_step() -> None:
     """T1a: H = 4 and two fragments are due two steps apart."""
     stage = Stage(B, fragments=((ShardId(0),), (ShardId(1),)))
-    due = [[turn.fragment for _, turn in sent(stage.train(1), msg.Turn)] for _ in range(8)]
+    due = [[sync_round.fragment for _, sync_round in sent(stage.train(1), msg.Round)] for _ in range(8)]
     assert due == [[], [1], [], [0], [], [1], [], [0]]
 
 
-def test_everybody_who_hears_of_a_turn_adopts_the_step() -> None:
+def test_everybody_who_hears_of_a_round_adopts_the_step() -> None:
     """T1b."""
     stage = Stage(B)
     assert only(stage.announce(B, 8), ef.AdoptStep) == [ef.AdoptStep(8)]
@@ -43,14 +43,14 @@ def test_a_step_during_which_others_went_on_does_not_count_twice() -> None:
     stage = Stage(B)
     stage.train(3)
     stage.announce(B, 4)
-    assert not sent(stage.train(1), msg.Turn), "it is at step 4, as the others are"
+    assert not sent(stage.train(1), msg.Round), "it is at step 4, as the others are"
     assert stage.machine.view.step == 4
     stage.train(1)
     assert stage.machine.view.step == 5
 
 
 def test_learners_of_equal_speed_advance_the_global_step_as_one() -> None:
-    """T1c: four peers with a turn every step; ten steps each, a little apart, are about ten global steps."""
+    """T1c: four peers with a round every step; ten steps each, a little apart, are about ten global steps."""
     config = base_config(fragments=tuple((ShardId(shard),) for shard in range(4)), heartbeat_s=2.0)
     peers = {name: PeerSetting(step_s=1.0 + 0.001 * n, step_jitter=0.0) for n, name in enumerate((P0, P1, P2, P3))}
     world = make_world(config, peers, None)
@@ -62,8 +62,8 @@ def test_learners_of_equal_speed_advance_the_global_step_as_one() -> None:
         assert process.machine.core.step <= learner.steps + 6, "six seconds to come and join"
 
 
-def test_a_shards_turn_is_open_until_its_head_moves() -> None:
-    """T2a: the next turn of an open shard asks for nothing; with the head moved it asks for a snapshot."""
+def test_a_shards_round_is_open_until_its_head_moves() -> None:
+    """T2a: the next round of an open shard asks for nothing; with the head moved it asks for a snapshot."""
     stage = Stage(B, C, owners="bac")
     stage.give()
     assert not only(stage.announce(C, 8), ef.Snapshot)
@@ -71,7 +71,7 @@ def test_a_shards_turn_is_open_until_its_head_moves() -> None:
     assert only(stage.announce(C, 12), ef.Snapshot) == [ef.Snapshot(FragmentId(0), 12)]
 
 
-def test_of_several_turns_that_were_put_off_only_the_newest_is_opened_at_once() -> None:
+def test_of_several_rounds_that_were_put_off_only_the_newest_is_opened_at_once() -> None:
     """T2b."""
     stage = Stage(B, C, owners="bac")
     stage.give()
@@ -82,7 +82,7 @@ def test_of_several_turns_that_were_put_off_only_the_newest_is_opened_at_once() 
     assert not only(stage.take(stage.commit(tokens(B, 0, 40), step=12)), ef.Snapshot), "none was queued"
 
 
-def test_a_turn_that_was_put_off_is_not_opened_if_the_commit_is_of_no_older_turn() -> None:
+def test_a_round_that_was_put_off_is_not_opened_if_the_commit_is_of_no_older_round() -> None:
     """T2c."""
     stage = Stage(B, C, owners="bac")
     stage.give()
@@ -90,17 +90,17 @@ def test_a_turn_that_was_put_off_is_not_opened_if_the_commit_is_of_no_older_turn
     assert not only(stage.take(stage.commit(tokens(A, 0, 40), step=8)), ef.Snapshot)
 
 
-def test_a_due_turn_is_announced_even_where_it_is_put_off() -> None:
+def test_a_due_round_is_announced_even_where_it_is_put_off() -> None:
     """T3."""
     stage = Stage(B, owners="ba")
     stage.give()
     effects = stage.train(4)
     assert not only(effects, ef.Snapshot)
-    assert [(peer, turn.step) for peer, turn in sent(effects, msg.Turn)] == [(B, 8)]
+    assert [(peer, sync_round.step) for peer, sync_round in sent(effects, msg.Round)] == [(B, 8)]
 
 
 def test_a_learner_is_asked_for_one_snapshot_of_a_fragment_at_a_time() -> None:
-    """T4a: of two shards one gets a new head, and with it a new turn, while the snapshot for both is under way."""
+    """T4a: of two shards one gets a new head, and with it a new round, while the snapshot for both is under way."""
     stage = Stage(B, fragments=TWO_SHARDS)
     asked = only(stage.train(4), ef.Snapshot)
     assert len(asked) == 1
