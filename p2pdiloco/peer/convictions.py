@@ -1,4 +1,4 @@
-"""Convictions: owners that may no longer own shards, kept on disk so that a restart does not forget them (rule E2b)."""
+"""Convictions: owners that may no longer own shards, kept on disk so that a restart does not forget them (rule E2a)."""
 
 from __future__ import annotations
 

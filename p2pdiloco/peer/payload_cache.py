@@ -3,7 +3,7 @@
 Rules of this file:
 1. Received data enters when it is complete, matches its digests, and bears the signatures that it needs. It is verified
    on any thread and added on the event loop.
-2. It is kept while the machine may still need it, and no longer (``Machine.payloads``, rule B1e). A contribution stays
+2. It is kept while the machine may still need it, and no longer (``Machine.payloads``, rule B1f). A contribution stays
    in the memory that it was received in.
 3. Payloads of logged commits serve peers that lag: as many as fit into a shard's share of ``LOG_BYTES``. A peer that
    asks for an older one is advised to fetch the state, as if the log had been shorter. ``payload_store`` decides

@@ -3,9 +3,9 @@
 ``membership`` decides which peers are live.
 
 Rules of this file:
-1. Changes in several heartbeats are evaluated together (rule W8); the end of a connection is evaluated immediately.
+1. Changes in several heartbeats are evaluated together (rule W1a); the end of a connection is evaluated immediately.
 2. While rounds go on, their announcements compare heads. Heads that stand still and differ mean a fork or a lost
-   message. Such heartbeats are counted, and one of their senders is asked for its heads at the next beat (rule W1c).
+   message. Such heartbeats are counted, and one of their senders is asked for its heads at the next beat (rule W1a).
 3. A connection that works in one direction only is closed by the peer that is not heard: no other peer can know
    (rule L4).
 """

@@ -363,7 +363,7 @@ class Checks:
         """A peer has ended by itself."""
         name = peer.config.peer
         self.endings[name] = ending
-        is_promised = peer.machine.core.departure == "finished" and not peer.machine.shutdown.is_overdue  # W7
+        is_promised = peer.machine.core.departure == "finished" and not peer.machine.shutdown.is_overdue  # C5a
         if is_promised:
             self._ended_at[name] = self.world.now
         if self.world.now - self.world.harmed_at > CALM_S and is_promised:
@@ -411,7 +411,7 @@ class Checks:
 
     def _is_waited_for(self, name: PeerId) -> bool:
         """Whether nobody should end before this peer has merged everything. Not promised of one whose learner gives
-        nothing that can be used, or does not answer (rules N1c, N3a): it may begin again when the others are gone."""
+        nothing that can be used, or does not answer (rules N1a, N3a): it may begin again when the others are gone."""
         host = self.world.hosts.get(name)
         learner = None if host is None else host.peer.machine.core.learner
         return learner is None or learner.is_able

@@ -123,7 +123,7 @@ def test_a_commit_that_its_owner_did_not_sign_is_dropped(tmp_path: Path) -> None
 
 
 def test_a_commit_that_names_what_its_learners_did_not_give_is_dropped(tmp_path: Path) -> None:
-    """G1c: its owner signed it, and speaks in others' names, or says more of them than they did."""
+    """G2f: its owner signed it, and speaks in others' names, or says more of them than they did."""
 
     async def story() -> None:
         async with Stage(tmp_path) as stage:
@@ -189,7 +189,7 @@ def test_a_contribution_that_is_not_what_it_names_is_dropped(tmp_path: Path) -> 
             await stage.deliver(ann, bob.id, caught.message, bytes(other))
             assert ann.faults() == {"payload": 1}
             assert isinstance(caught.message, msg.Contribution)
-            more = msgspec.structs.replace(caught.message.contributor, tokens_to=10**6)  # G1c
+            more = msgspec.structs.replace(caught.message.contributor, tokens_to=10**6)  # G1a
             unsigned = msgspec.structs.replace(caught.message, contributor=more)
             await stage.deliver(ann, bob.id, unsigned, caught.payload)
             assert ann.faults() == {"payload": 2}

@@ -58,7 +58,7 @@ def test_a_commit_is_applied_only_on_top_of_its_parent() -> None:
 def test_a_commits_contributors_are_sorted_distinct_not_empty_and_not_merged_before(
     contributors: tuple[Contributor, ...],
 ) -> None:
-    """A1b: else it is not taken."""
+    """A1a: else it is not taken."""
     stage = Stage(B)
     stage.take(stage.commit(tokens(B, 0, 20)))
     effects = stage.take(stage.commit(*contributors))
@@ -67,7 +67,7 @@ def test_a_commits_contributors_are_sorted_distinct_not_empty_and_not_merged_bef
 
 
 def test_a_commits_cumulative_tokens_are_right() -> None:
-    """A1c."""
+    """A1a."""
     stage = Stage(B)
     for wrong in (0, 39, 41):
         stage.take(stage.commit(tokens(B, 0, 40), tokens=wrong))
@@ -112,7 +112,7 @@ def test_of_two_heads_the_one_with_more_cumulative_tokens_wins() -> None:
 
 
 def test_of_two_heads_with_as_many_tokens_the_larger_id_wins() -> None:
-    """A2b: in whichever order they come."""
+    """A2a: in whichever order they come."""
     small, large = sorted((digest("x"), digest("y")))
     for order in ((small, large), (large, small)):
         stage = Stage(B)
@@ -146,7 +146,7 @@ def test_a_heavier_head_that_comes_by_itself_is_not_asked_for() -> None:
 
 
 def test_who_is_farther_behind_than_an_answer_reaches_asks_again() -> None:
-    """A3f: also while a later commit waits, to which the answer did not lead."""
+    """A3e: also while a later commit waits, to which the answer did not lead."""
     stage = Stage(B, has_learner=False)
     heads, headers = [stage.head()], []
     for begin in range(0, 40 * (MAX_COMMITS_SENT + 2), 40):
@@ -291,7 +291,7 @@ def test_the_learner_gets_back_its_own_contributions_between_the_old_mark_and_th
 
 
 def test_a_fork_takes_the_learners_own_contributions_between_the_new_mark_and_the_old_one_back() -> None:
-    """A4c: restored; the lighter chain had merged two, the heavier one only the first."""
+    """A4b: restored; the lighter chain had merged two, the heavier one only the first."""
     stage = Stage(B, weight=0.0)
     [(_, first)] = sent(stage.give(), msg.Contribution)
     stage.take(stage.commit(first.contributor))
@@ -324,7 +324,7 @@ def test_what_the_ledger_cannot_tell_apart_resets_the_learner_with_a_warning() -
 
 
 def test_what_a_chain_forgot_for_its_age_stays_merged() -> None:
-    """A4e: a state that is more than a mark's life further on and does not name the learner; an earlier one takes its
+    """A4b: a state that is more than a mark's life further on and does not name the learner; an earlier one takes its
     contribution back."""
     for versions, is_forgotten in ((MARK_LIFE_LOGS * 4, False), (MARK_LIFE_LOGS * 4 + 1, True)):
         stage = Stage(B, weight=0.0, log_length=4)
@@ -338,7 +338,7 @@ def test_what_a_chain_forgot_for_its_age_stays_merged() -> None:
 
 
 def test_a_commit_whose_digest_does_not_come_out_is_not_taken() -> None:
-    """A5a, A5b: the shard's state is fetched from a live peer."""
+    """A5a: the shard's state is fetched from a live peer."""
     stage = Stage(B)
     before = stage.head()
     stage.hear(B, msg.Commit(stage.commit(tokens(B, 0, 40))))
@@ -379,7 +379,7 @@ def test_a_spoilt_state_is_fetched_again_at_its_head() -> None:
 
 
 def test_on_a_spoilt_state_nothing_is_merged_and_contributions_wait() -> None:
-    """A6b."""
+    """A6a."""
     stage = Stage(B, C, owners="abc", has_learner=False, grace_share=0.0)
     stage.tell(SPOILT)
     assert not only(stage.offer(C) + stage.wait(5.0), ef.Merge)

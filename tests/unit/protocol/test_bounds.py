@@ -29,7 +29,7 @@ def test_logs_are_bounded_by_the_log_length() -> None:
 
 
 def test_ledgers_are_bounded_by_the_log_length() -> None:
-    """B1b: of many contributions the payloads of the last four are kept."""
+    """B1a: of many contributions the payloads of the last four are kept."""
     stage = Stage(B, weight=0.0, log_length=LENGTH)
     given = []
     for _ in range(3 * LENGTH):
@@ -70,7 +70,7 @@ def test_commits_of_far_parents_displace_none_that_come_next() -> None:
 
 
 def test_early_contributions_are_bounded_by_the_number_of_connected_peers() -> None:
-    """B1d: one for each, the newest."""
+    """M2b: one for each, the newest."""
     stage = Stage(B, C, has_learner=False)
     latest = {}
     for i in range(20):
@@ -99,7 +99,7 @@ def test_of_a_logs_payloads_the_youngest_that_fit_are_kept() -> None:
 
 
 def test_of_own_contributions_the_youngest_that_fit_are_kept() -> None:
-    """B1g: ten bytes each; what is on offer in any case, those of no known size weigh nothing, and without a bound all
+    """B1f: ten bytes each; what is on offer in any case, those of no known size weigh nothing, and without a bound all
     are kept."""
     stage = Stage(B, weight=0.0, log_length=LENGTH)
     given = []
@@ -117,7 +117,7 @@ def test_of_own_contributions_the_youngest_that_fit_are_kept() -> None:
 
 
 def test_the_driver_may_drop_every_payload_that_payloads_does_not_name() -> None:
-    """B1e: whatever an effect needs was named when the event before it had been handled."""
+    """B1f: whatever an effect needs was named when the event before it had been handled."""
     stage = Stage(B, C, owners="abc")
     handle = stage.machine.handle
     held: set[str] = set()
@@ -175,7 +175,7 @@ def needed_by(effect: ef.Effect) -> set[str]:
 
 
 def test_a_contribution_is_held_until_it_can_be_neither_merged_nor_undone() -> None:
-    """B1e: its own learner's end frees it."""
+    """B1f: its own learner's end frees it."""
     stage = Stage(B, owners="ba")
     assert not only(stage.give(), ef.Merge)
     assert len(stage.machine.payloads(SHARD)) == 1

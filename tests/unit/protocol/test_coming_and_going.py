@@ -66,14 +66,14 @@ def test_only_the_founder_brings_version_0() -> None:
 
 
 def test_version_0_is_named_by_the_run() -> None:
-    """C1b: so that chains of two runs never meet."""
+    """C1a: so that chains of two runs never meet."""
     one, other = (genesis_head(RunId(run), SHARD, digest("same state")) for run in ("one", "other"))
     assert one.version == other.version == 0
     assert one.id != other.id
 
 
 def test_a_newcomer_brings_nothing_and_takes_what_it_is_given() -> None:
-    """C1c: any version of any chain of the run."""
+    """C1a: any version of any chain of the run."""
     stage = newcomer(B)
     theirs = heads(7, 0)
     assert only(stage.hear(B, theirs), ef.Fetch) == [ef.Fetch(SHARD, B)]
@@ -107,7 +107,7 @@ def test_a_newcomer_gets_each_state_from_a_peer_that_has_it() -> None:
 
 
 def test_a_newcomer_asks_for_what_was_committed_meanwhile_when_it_has_all_states() -> None:
-    """C2c: at once, since nobody sends it (M6c); and not before, since states come first."""
+    """C2a: at once, since nobody sends it (M6a); and not before, since states come first."""
     stage = newcomer(B, fragments=THREE, weight=0.0)
     theirs = heads(3, 0, 1, 2)
     stage.hear(B, theirs)
@@ -120,7 +120,7 @@ def test_a_newcomer_asks_for_what_was_committed_meanwhile_when_it_has_all_states
 
 
 def test_what_a_newcomer_was_offered_by_who_has_gone_is_forgotten() -> None:
-    """C2c: also if that was silent before, so that it was lost already (a node stopped at it)."""
+    """C2a: also if that was silent before, so that it was lost already (a node stopped at it)."""
     stage = newcomer(B, C, weight=0.0)
     del stage.beats[B]
     stage.wait(60.0)
@@ -134,7 +134,7 @@ def test_what_a_newcomer_was_offered_by_who_has_gone_is_forgotten() -> None:
 
 
 def test_a_newcomers_learner_starts_from_the_states_that_it_got() -> None:
-    """C2b: it may start when the last one is there, and its first contribution is relative to them."""
+    """C2a: it may start when the last one is there, and its first contribution is relative to them."""
     stage = newcomer(B, fragments=THREE, weight=0.0)
     theirs = heads(3, 0, 1, 2)
     stage.hear(B, theirs)
@@ -165,7 +165,7 @@ def test_a_learner_that_starts_is_a_new_learner() -> None:
 
 
 def test_what_the_last_learner_had_not_merged_is_gone_with_it() -> None:
-    """C3b: its contribution is offered to nobody any more, and it is not waited for."""
+    """C3a: its contribution is offered to nobody any more, and it is not waited for."""
     stage = Stage(B, C, owners="bca")
     stage.give()
     assert stage.machine.view.unmerged_tokens() == 40
@@ -194,7 +194,7 @@ def leaving() -> Stage:
 
 
 def test_who_leaves_opens_rounds_for_what_is_unmerged() -> None:
-    """C4b: out of schedule, as soon as its learner stands still."""
+    """C4a: out of schedule, as soon as its learner stands still."""
     stage = leaving()
     effects = stage.tell(ev.LearnerPaused(2, 20))
     assert [to for to, _ in sent(effects, msg.Round)] == [B]
@@ -213,7 +213,7 @@ def test_who_leaves_announces_again_what_nobody_has_merged() -> None:
 
 
 def test_who_leaves_goes_when_all_of_it_is_merged() -> None:
-    """C4c: and says so to all; with nothing unmerged, at once."""
+    """C4a: and says so to all; with nothing unmerged, at once."""
     stage = leaving()
     effects = stage.work(stage.tell(ev.LearnerPaused(2, 20)), ef.Snapshot, ef.Encode)
     assert not only(effects + stage.wait(3.0), ef.Leave)
@@ -224,7 +224,7 @@ def test_who_leaves_goes_when_all_of_it_is_merged() -> None:
 
 
 def test_who_leaves_goes_when_leave_s_has_passed() -> None:
-    """C4d: with a warning, if it holds unmerged tokens."""
+    """C4a: with a warning, if it holds unmerged tokens."""
     stage = leaving()
     effects = stage.tell(ev.LearnerPaused(2, 20)) + stage.wait(stage.config.leave_s - 0.1)
     assert not only(effects, ef.Leave)
@@ -269,7 +269,7 @@ def test_who_is_alone_since_others_were_lost_waits_for_them() -> None:
 
 
 def test_who_merged_alone_waits_until_somebody_has_the_same_heads() -> None:
-    """C4f: the first that is back has not compared heads yet, and its fork may win."""
+    """C4e: the first that is back has not compared heads yet, and its fork may win."""
     stage = leaving()
     stage.work(stage.tell(ev.LearnerPaused(2, 20)), ef.Snapshot, ef.Encode)
     del stage.beats[B]
@@ -313,7 +313,7 @@ def test_when_the_run_is_complete_peers_stay_until_all_live_ones_are_there_with_
 
 
 def test_when_the_run_is_complete_peers_stay_no_longer_than_finish_s() -> None:
-    """C5b."""
+    """C5a."""
     stage = finished()
     assert not only(stage.wait(stage.config.finish_s - 0.1), ef.Leave)
     assert not stage.machine.shutdown.is_overdue
@@ -322,7 +322,7 @@ def test_when_the_run_is_complete_peers_stay_no_longer_than_finish_s() -> None:
 
 
 def test_a_peer_with_a_learner_waits_for_it_when_the_run_is_complete() -> None:
-    """C5c: its node died at the end of the run, and comes back past the run's last step, before its learner."""
+    """C5a: its node died at the end of the run, and comes back past the run's last step, before its learner."""
     stage = Stage(total_steps=4, expects_learner=True)
     stage.tell(ev.Stepped(4, 40, STEP_S))
     stage.tell(ev.LearnerStopped("killed"))
@@ -421,7 +421,7 @@ def test_a_peer_that_was_asked_to_leave_leaves_though_the_run_is_prolonged() -> 
 
 
 def test_who_does_not_know_that_the_run_is_prolonged_merges_what_others_train_beyond_its_end() -> None:
-    """C8b: as an owner it merges, it applies commits, and it takes states, whatever their steps."""
+    """C8a: as an owner it merges, it applies commits, and it takes states, whatever their steps."""
     stage = Stage(B, C, owners="abc", has_learner=False, total_steps=4)
     far = msg.Contributor(life(B), 990, 1000, 99, 100)
     effects = stage.hear(B, stage.contribution(B, contributor=far)) + stage.hear(C, stage.contribution(C))
@@ -446,7 +446,7 @@ def test_who_does_not_know_that_the_run_is_prolonged_merges_what_others_train_be
 def test_peers_that_hear_at_different_times_that_the_run_is_prolonged_end_together(
     seed: int, *, has_budget: bool
 ) -> None:
-    """C8a, C8b: one before the end, two at it, one that has finished. No token is lost, and all have one model."""
+    """C8a: one before the end, two at it, one that has finished. No token is lost, and all have one model."""
     fragments = tuple((ShardId(f),) for f in range(2))
     sizes, later = (Sizes(budget=6_000), RunEnd(10**6, 20_000)) if has_budget else (Sizes(), RunEnd(500))
     total_steps = 10**6 if has_budget else 200
@@ -477,7 +477,7 @@ def test_peers_that_hear_at_different_times_that_the_run_is_prolonged_end_togeth
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_a_run_ends_within_2_percent_of_its_budget_whoever_trains(seed: int) -> None:
-    """C7c: speeds 1:1:2:4, one that is killed and comes back, one that comes late."""
+    """C7a: speeds 1:1:2:4, one that is killed and comes back, one that comes late."""
     fragments = tuple((ShardId(f),) for f in range(4))
     budget = 12_000
     config = base_config(fragments=fragments, sync_every=8, sizes=Sizes(budget=budget), finish_s=20.0)
@@ -497,7 +497,7 @@ def test_a_run_ends_within_2_percent_of_its_budget_whoever_trains(seed: int) -> 
 
 
 def test_a_newcomer_opens_no_round_that_was_over_before_it_came() -> None:
-    """C1c, T1b: its state is of step 28, so an announcement of step 12 that was on its way is no news."""
+    """C1a, T1b: its state is of step 28, so an announcement of step 12 that was on its way is no news."""
     stage = newcomer(B)
     theirs = heads(7, 0)
     stage.hear(B, theirs)

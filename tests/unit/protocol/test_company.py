@@ -32,7 +32,7 @@ def missing(stage: Stage) -> int:
 
 @pytest.mark.parametrize("is_shut_out", [True, False])
 def test_who_was_shut_out_is_not_missing(is_shut_out: bool) -> None:
-    """C6g: a peer whose last honest companion left in order took itself for cut off, because of the liar."""
+    """C6f: a peer whose last honest companion left in order took itself for cut off, because of the liar."""
     stage = Stage(B, C)
     stage.beats.pop(C)
     stage.tell(ev.PeerDisconnected(C, "too much that was forged", is_shut_out))
@@ -124,7 +124,7 @@ def test_who_comes_back_only_to_say_goodbye_is_not_waited_for() -> None:
 
 
 def test_it_is_over_when_most_are_here_again() -> None:
-    """C6b: those who were missing, or others."""
+    """C6a: those who were missing, or others."""
     for *some, last in ((B, C), (E, F, G)):
         stage = Stage(B, C, D)
         lose(stage, B, C, D)
@@ -184,7 +184,7 @@ def test_at_the_runs_end_those_who_come_back_end_it_in_order() -> None:
 
 
 def test_after_its_end_a_peer_that_stays_still_heals() -> None:
-    """C6d: its heads are compared, and a heavier chain's commits asked for."""
+    """C6c: its heads are compared, and a heavier chain's commits asked for."""
     stage = complete()
     stage.work(stage.wait(61.0))
     theirs = msg.Head(stage.head().shard, 9, "9" * 40, 900)  # type: ignore[arg-type]

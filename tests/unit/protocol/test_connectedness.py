@@ -69,7 +69,7 @@ def test_heartbeats_tell_whom_their_sender_hears_until_that_is_seen() -> None:
 
 
 def test_who_tells_nothing_is_taken_to_hear_everybody() -> None:
-    """R1b."""
+    """R1a."""
     stage = met({B: (A, C), C: (A, B)})
     stage.meet(D)
     stage.says(B, hears=hearing(A, C, D))
@@ -90,7 +90,7 @@ def test_a_broken_list_names_nobody_more() -> None:
 
 
 def test_who_reaches_all_owns_before_those_who_do_not() -> None:
-    """R3a, R3c: the public peer of a star, seen from there and from behind a router."""
+    """R3a: the public peer of a star, seen from there and from behind a router."""
     assert fit(met(STAR)) == {A}
     leaf = met(LEAF)
     assert fit(leaf) == {B}
@@ -201,7 +201,7 @@ def test_who_was_among_the_best_stays_it_for_a_while() -> None:
 
 
 def test_after_the_best_come_those_who_hear_one_of_them() -> None:
-    """R3c: the best are indirect, so what this peer has goes to b or d, who hear two of them each; c and this peer
+    """R3a: the best are indirect, so what this peer has goes to b or d, who hear two of them each; c and this peer
     itself come last."""
     indirect = tuple(map(PeerId, "wxyz"))
     stage = met({B: (A, *indirect[:2]), C: (A,), D: (A, *indirect[2:])}, has_learner=False)

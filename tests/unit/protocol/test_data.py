@@ -47,7 +47,7 @@ def test_a_block_has_been_trained_when_its_last_token_is_merged_in_shard_0() -> 
 
 
 def test_what_a_learner_had_not_given_when_it_died_is_free_again() -> None:
-    """D1b: what it had in hand, and what it had trained and not given; the next life is given it."""
+    """D1a: what it had in hand, and what it had trained and not given; the next life is given it."""
     stage, (first, second) = stage_with()
     stage.tell(ev.BlockFinished(first, TOKENS))
     stage.tell(ev.LearnerStopped("killed"))
@@ -56,7 +56,7 @@ def test_what_a_learner_had_not_given_when_it_died_is_free_again() -> None:
 
 
 def test_the_ledger_of_blocks_travels_with_the_state_of_shard_0() -> None:
-    """D1c."""
+    """D1a."""
     stage, _ = stage_with(B)
     header = stage.commit(msgspec.structs.replace(tokens(B, 0, 40), blocks=(Block(3), Block(70))))
     stage.take(header)
@@ -80,7 +80,7 @@ def test_a_learner_has_a_block_in_hand_and_one_in_reserve() -> None:
 
 
 def test_blocks_that_others_claim_are_not_taken() -> None:
-    """D2b: unless they claim them no more."""
+    """D2a: unless they claim them no more."""
     peers = (B, *map(PeerId, "cde"))
     stage, mine = stage_with(*peers)
     free = (7, 8, 9)

@@ -50,7 +50,7 @@ def test_an_owner_makes_one_commit_of_a_parent() -> None:
 
 
 def test_what_an_earlier_life_has_made_is_applied_again() -> None:
-    """E1b: at once, where its parent is the head; else when it is."""
+    """E1a: at once, where its parent is the head; else when it is."""
     stage = Stage(B, has_learner=False)
     first = stage.commit(tokens(C, 0, 40), owner=A)
     stage.take(stage.commit(tokens(C, 0, 40), owner=A))
@@ -65,7 +65,7 @@ def test_what_an_earlier_life_has_made_is_applied_again() -> None:
 
 
 def test_what_a_heavier_chain_has_left_behind_is_not_made_again() -> None:
-    """E1b."""
+    """E1a."""
     stage = Stage(B, has_learner=False)
     first = stage.commit(tokens(C, 0, 40), owner=A)
     stage.take(stage.commit(tokens(C, 0, 60)))
@@ -173,7 +173,7 @@ def test_two_commits_of_one_owner_on_one_parent_are_a_proof() -> None:
 
 
 def test_a_proof_is_told_to_all_and_to_who_comes_later() -> None:
-    """E2b: once."""
+    """E2a: once."""
     stage = Stage(B, C, D)
     proof = proof_of(stage)
     assert dict(sent(stage.hear(C, proof), msg.Equivocation)) == {B: proof, D: proof}
@@ -186,7 +186,7 @@ def test_a_proof_is_told_to_all_and_to_who_comes_later() -> None:
 
 
 def test_a_proof_is_told_to_a_connected_peer_that_is_silent() -> None:
-    """E2b: it was stopped for a while, and no other connection of it comes later."""
+    """E2a: it was stopped for a while, and no other connection of it comes later."""
     stage = Stage(B, C)
     del stage.beats[C]
     stage.wait(20.0)
@@ -196,7 +196,7 @@ def test_a_proof_is_told_to_a_connected_peer_that_is_silent() -> None:
 
 
 def test_proofs_are_bounded() -> None:
-    """E2b: who has many names proves many things."""
+    """E2a: who has many names proves many things."""
     stage = Stage(B)
     for number in range(2 * PROOFS_MOST):
         stage.hear(B, proof_of(stage, PeerId(f"e{number}")))
@@ -204,7 +204,7 @@ def test_proofs_are_bounded() -> None:
 
 
 def test_proofs_against_keys_that_are_not_here_displace_none_against_a_peer() -> None:
-    """E2b: a peer that was proved to lie makes keys, and proofs against them, until its own is forgotten."""
+    """E2a: a peer that was proved to lie makes keys, and proofs against them, until its own is forgotten."""
     stage = Stage(B, C)
     stage.hear(C, proof_of(stage, B))
     for number in range(2 * PROOFS_MOST):
@@ -243,7 +243,7 @@ def test_what_it_makes_is_taken_from_others_alone() -> None:
 
 
 def test_where_nobody_else_can_own_it_owns_all_the_same() -> None:
-    """E3c."""
+    """E3a."""
     stage = Stage(B, is_founder=False, has_learner=False)
     stage.tell(ev.Contradicted(proof_of(Stage(B))))
     stage.wait(1.0)
@@ -258,7 +258,7 @@ def test_where_nobody_else_can_own_it_owns_all_the_same() -> None:
 
 
 def test_honest_owners_that_are_killed_at_any_moment_are_never_proved_to_have_done_it() -> None:
-    """E1b: the simulator looks at all that honest owners make, in all their lives; whole peers: test_whole.py."""
+    """E1a: the simulator looks at all that honest owners make, in all their lives; whole peers: test_whole.py."""
     report = simulate(range(8), "crashes", jobs=1)
     assert not report.violations
     assert report.versions > 100

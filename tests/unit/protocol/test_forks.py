@@ -30,7 +30,7 @@ def test_a_chain_is_a_value_that_its_head_determines() -> None:
 
 
 def test_peers_compare_heads_and_never_histories() -> None:
-    """F1b: a commit's name covers its parent and all else that it says, so that equal heads are equal chains."""
+    """F1a: a commit's name covers its parent and all else that it says, so that equal heads are equal chains."""
     start = Head(SHARD, 3, digest("start"), 100)
     header = commit_on(start, tokens(B, 0, 40))
     others = [
@@ -43,7 +43,7 @@ def test_peers_compare_heads_and_never_histories() -> None:
 
 
 def test_the_fork_rule_is_a_total_order_over_heads() -> None:
-    """F2a: of any two exactly one wins, and it does not matter in which order heads are heard of."""
+    """F1a: of any two exactly one wins, and it does not matter in which order heads are heard of."""
     heads = [Head(SHARD, 1, digest(str(i)), 10 * (i % 3)) for i in range(6)]
     for a, b in product(heads, heads):
         assert is_heavier(a, b) + is_heavier(b, a) == (a != b)
@@ -57,7 +57,7 @@ def test_the_fork_rule_is_a_total_order_over_heads() -> None:
 
 
 def test_any_set_of_connected_peers_ends_with_the_maximum() -> None:
-    """F2b: two sides go on by themselves; when the cut is over everybody has the heavier chain."""
+    """F1a: two sides go on by themselves; when the cut is over everybody has the heavier chain."""
     world = make_world(base_config(), {name: PeerSetting() for name in (P0, P1, P2)}, None)
     world.run_until(3.0)
     directions = [(P0, P1), (P1, P0), (P0, P2), (P2, P0)]
@@ -100,7 +100,7 @@ def test_what_a_losing_chain_had_merged_is_contributed_again() -> None:
 
 
 def test_marks_make_sure_that_no_range_is_merged_twice_on_the_winning_chain() -> None:
-    """F3b: neither by a contribution nor by a commit."""
+    """F3a: neither by a contribution nor by a commit."""
     stage, winner, _ = forked()
     [(_, again)] = sent(stage.give(), msg.Contribution)
     stage.take(stage.commit(again.contributor))
@@ -110,7 +110,7 @@ def test_marks_make_sure_that_no_range_is_merged_twice_on_the_winning_chain() ->
 
 
 def test_a_takeover_deadline_that_is_too_short_makes_a_fork_and_loses_or_repeats_no_token() -> None:
-    """F4: a takeover after a hundredth of a second, on links of a tenth."""
+    """F3a: a takeover after a hundredth of a second, on links of a tenth."""
     config = base_config(takeover_floor_s=0.01, takeover_ceiling_s=0.01, grace_share=0.0)
     world = make_world(config, {name: PeerSetting(step_s=0.1) for name in (P0, P1, P2)}, None)
     for pair in permutations((P0, P1, P2), 2):

@@ -95,7 +95,7 @@ def test_what_is_little_more_or_came_down_again_is_no_jump() -> None:
 
 
 def test_a_loss_that_stays_high_is_the_usual_one() -> None:
-    """K1b: after 16 evaluations."""
+    """K1a: after 16 evaluations."""
     stage = Stage(B, C, D)
     ruined(stage)
     for _ in range(16):
@@ -241,7 +241,7 @@ def test_a_commit_that_waits_for_its_turn_is_not_applied_to_an_abandoned_head() 
 
 
 def test_a_vote_is_also_sent_to_those_that_connect_later() -> None:
-    """K3c: else one that restarts counts too few."""
+    """K2a: else one that restarts counts too few."""
     stage = Stage(B, C, D)
     states = ruined(stage)
     measure(stage, 2, BAD, A, B, C)

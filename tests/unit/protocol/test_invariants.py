@@ -137,7 +137,7 @@ def test_a_version_has_the_same_digest_everywhere_on_one_chain(story: Story) -> 
 
 
 def test_a_peer_applies_only_a_commit_whose_parent_is_its_head(story: Story) -> None:
-    """I1b: and the run had forks, so that others were there to be taken."""
+    """A1a: and the run had forks, so that others were there to be taken."""
     applies = [(entry.head, apply) for entry in story.witness.seen for apply in only(list(entry.effects), ef.Apply)]
     assert all(apply.header.parent == head and apply.id == commit_id(apply.header) for head, apply in applies)
     parents = [header.parent for header in commits(story).values()]
@@ -187,7 +187,7 @@ def test_with_one_live_learner_versions_advance() -> None:
 
 
 def test_nobody_is_waited_for_longer_than_the_takeover_time() -> None:
-    """I5b: one of three stands still in the middle of the run; the others make versions all the time."""
+    """I5a: one of three stands still in the middle of the run; the others make versions all the time."""
     settings = {name: PeerSetting(step_s=STEP_S) for name in (P0, P1, P2)}
     world = make_world(base_config(), settings, None)
     world.run_until(4.0)

@@ -73,7 +73,7 @@ def test_a_lineage_is_an_unbroken_line_of_signed_commits() -> None:
 
 
 def test_a_lineage_weighs_what_was_given() -> None:
-    """H1b: whatever its owners sign."""
+    """H1a: whatever its owners sign."""
     first, second = line(2)
     heavier = ours(second.header, tokens=second.header.tokens + 1)
     with pytest.raises(ValueError, match="version 5 of shard 0 counts tokens that nobody contributed"):
@@ -570,7 +570,7 @@ def test_what_as_many_stand_by_as_by_ours_is_taken_after_a_while() -> None:
 
 
 def test_who_has_told_nothing_of_late_is_asked_before() -> None:
-    """H3d: what was told long ago is no word for or against."""
+    """H3b: what was told long ago is no word for or against."""
     stage, _ = settled(B, C, D)
     ours = stage.head()
     for peer in (C, D):
@@ -598,7 +598,7 @@ def test_who_was_away_for_long_takes_the_heavier_state() -> None:
 
 
 def test_what_was_approved_once_is_taken_when_it_is_there() -> None:
-    """H3c: a download of hours, while everybody goes on."""
+    """H3e: a download of hours, while everybody goes on."""
     stage = newcomer(B)
     stage.hear(B, msg.Heads((HONEST[0],), 0))
     stage.tell(ev.StateOffered(B, FORGED, ()))

@@ -27,7 +27,7 @@ def test_a_peer_is_live_only_while_it_is_connected() -> None:
 
 
 def test_a_peer_is_live_only_while_it_is_heard_in_time() -> None:
-    """L1b: three heartbeats of 0.5 s on a link without delay; a connection alone is not enough."""
+    """L1a: three heartbeats of 0.5 s on a link without delay; a connection alone is not enough."""
     stage = Stage(C)
     stage.tell(ev.PeerConnected(B))
     stage.wait(0.2)
@@ -44,7 +44,7 @@ def test_a_peer_is_live_only_while_it_is_heard_in_time() -> None:
 
 
 def test_a_peer_is_live_only_while_it_echoes_what_we_sent() -> None:
-    """L1c: it beats on and on, and its echo stands still."""
+    """L1a: it beats on and on, and its echo stands still."""
     stage = Stage(C)
     stage.meet(B)
     deaf = stage.beats.pop(B)
@@ -57,7 +57,7 @@ def test_a_peer_is_live_only_while_it_echoes_what_we_sent() -> None:
 
 
 def test_a_one_way_cut_is_a_cut_for_both() -> None:
-    """L1d: only what p0 says to p1 is lost, and both lose the other; p2 keeps both."""
+    """L1a: only what p0 says to p1 is lost, and both lose the other; p2 keeps both."""
     peers = {name: PeerSetting() for name in (P0, P1, P2)}
     world = make_world(base_config(), peers, None)
     world.network.setting = msgspec.structs.replace(world.network.setting, patience_s=1e9)
@@ -95,7 +95,7 @@ def test_who_is_heard_and_does_not_hear_is_hung_up_on() -> None:
 
 
 def test_who_is_silent_or_goes_on_after_a_stop_is_not_hung_up_on() -> None:
-    """L4b: its first heartbeats may be older than what it has read since."""
+    """L4a: its first heartbeats may be older than what it has read since."""
     stage = Stage(C)
     stage.meet(B)
     beat, heard_at = stage.beats.pop(B), stage.now
@@ -110,7 +110,7 @@ def test_who_is_silent_or_goes_on_after_a_stop_is_not_hung_up_on() -> None:
 
 
 def test_the_directory_never_makes_a_peer_live_and_never_dead() -> None:
-    """L2: nothing that the machine is told, and nothing that it remembers, is from the directory."""
+    """L1a: nothing that the machine is told, and nothing that it remembers, is from the directory."""
     events = {kind.__name__ for kind in get_args(ev.Event)}
     about_peers = {kind for kind in events if "Peer" in kind or "Directory" in kind or "Known" in kind}
     assert about_peers == {"PeerConnected", "PeerDisconnected"}

@@ -36,7 +36,7 @@ def test_a_contribution_is_accepted_only_on_the_owners_own_head() -> None:
 
 
 def test_a_contribution_is_accepted_only_from_its_own_learners_peer() -> None:
-    """M1b: c cannot give what b trained."""
+    """M1a: c cannot give what b trained."""
     stage = owner(B, C)
     effects = stage.hear(C, stage.contribution(B))
     assert [(to, "another peer" in refused.reason) for to, refused in sent(effects, msg.Refused)] == [(C, True)]
@@ -44,14 +44,14 @@ def test_a_contribution_is_accepted_only_from_its_own_learners_peer() -> None:
 
 
 def test_a_contribution_is_accepted_once_for_a_learner_and_version() -> None:
-    """M1c: the second one, of another range, changes nothing."""
+    """M1a: the second one, of another range, changes nothing."""
     stage = owner(B, C)
     effects = stage.offer(B, 0, 40) + stage.offer(B, 0, 80) + stage.offer(C)
     assert merged(effects) == [(tokens(B, 0, 40), tokens(C, 0, 40))]
 
 
 def test_of_a_peer_whose_learner_was_replaced_only_the_new_learner_is_merged() -> None:
-    """M1c: a peer gives once, too."""
+    """M1a: a peer gives once, too."""
     stage = owner(B, C)
     reborn = stage.contribution(B, contributor=Contributor(life(B, 2), 0, 20, 0, 2))
     effects = stage.offer(B) + stage.hear(B, reborn) + stage.offer(C)
@@ -59,7 +59,7 @@ def test_of_a_peer_whose_learner_was_replaced_only_the_new_learner_is_merged() -
 
 
 def test_a_contribution_is_accepted_only_where_the_chain_does_not_hold_its_tokens_already() -> None:
-    """M1d."""
+    """M1a."""
     stage = Stage(B, has_learner=False)
     stage.take(stage.commit(tokens(B, 0, 40)))
     effects = stage.offer(B, 0, 80) + stage.offer(B, 39, 80)
@@ -90,7 +90,7 @@ def test_a_contribution_for_a_head_that_is_not_reached_yet_waits_until_it_is() -
 
 
 def test_a_contribution_that_waits_for_its_head_is_dropped_when_its_senders_connection_ends() -> None:
-    """M2c."""
+    """M2b."""
     stage = Stage(B, C, has_learner=False)
     header = stage.commit(tokens(C, 0, 40))
     stage.hear(B, stage.contribution(B, base=head_of(header)))
@@ -100,7 +100,7 @@ def test_a_contribution_that_waits_for_its_head_is_dropped_when_its_senders_conn
 
 
 def test_below_the_quorum_nothing_is_merged() -> None:
-    """M3a, M3b: K = 2 of three participants; one that says it has nothing does not count."""
+    """M3a: K = 2 of three participants; one that says it has nothing does not count."""
     stage = owner(B, C, D, min_quorum=2)
     effects = stage.offer(B) + stage.offer(C, 0, 0) + stage.wait(30.0)
     assert merged(effects) == []
@@ -122,7 +122,7 @@ def test_the_quorum_is_all_participants_if_they_are_fewer_than_k() -> None:
 
 
 def test_who_is_on_its_way_out_and_has_nothing_for_a_shard_is_not_counted_for_its_quorum() -> None:
-    """M3c: b and c each hold progress for another shard at the run's end, and would wait for each other (K = 2)."""
+    """M3a: b and c each hold progress for another shard at the run's end, and would wait for each other (K = 2)."""
     stage = owner(B, C, min_quorum=2)
     effects = stage.says(C, phase="finished", is_participating=True) + stage.offer(B)
     assert merged(effects) == []
@@ -196,7 +196,7 @@ def test_a_merge_that_fails_late_does_not_touch_the_next_versions_contributions(
 
 
 def test_a_merge_that_fails_drops_whom_it_blames_and_merges_the_rest() -> None:
-    """M5b: also when the two are in the other order."""
+    """M5: also when the two are in the other order."""
     for culprit, other in ((B, C), (C, B)):
         stage = owner(B, C)
         stage.offer(B)
@@ -208,7 +208,7 @@ def test_a_merge_that_fails_drops_whom_it_blames_and_merges_the_rest() -> None:
 
 
 def test_a_merge_that_fails_and_blames_nobody_drops_all() -> None:
-    """M5b: they come again on the next round."""
+    """M5: they come again on the next round."""
     stage = owner(B, C)
     stage.offer(B)
     stage.work(stage.offer(C) + stage.wait(5.0), ef.Snapshot)
@@ -219,7 +219,7 @@ def test_a_merge_that_fails_and_blames_nobody_drops_all() -> None:
 
 
 def test_what_this_peer_has_given_and_lost_its_learner_gives_anew() -> None:
-    """M5b: whoever was to merge it, and with what was trained since."""
+    """M5: whoever was to merge it, and with what was trained since."""
     for stage, is_owner in ((Stage(owners="a"), True), (Stage(B, C, owners="bac"), False)):
         assert bool(only(stage.give(), ef.Merge)) == is_owner
         stage.train(2)
@@ -243,7 +243,7 @@ def test_the_commit_names_exactly_what_was_merged_sorted_by_learner() -> None:
 
 
 def test_the_commit_goes_to_all_live_peers() -> None:
-    """M6b: to those that gave nothing, too, but not to one that never beat."""
+    """M6a: to those that gave nothing, too, but not to one that never beat."""
     stage = owner(B, C, D)
     stage.tell(ev.PeerConnected(PeerId("mute")))
     stage.says(D, phase="following", is_participating=False)
@@ -253,7 +253,7 @@ def test_the_commit_goes_to_all_live_peers() -> None:
 
 
 def test_a_newcomer_is_told_of_the_head_and_gets_no_commit() -> None:
-    """M6c: it could not apply it, and its states come over the same line."""
+    """M6a: it could not apply it, and its states come over the same line."""
     stage = owner(B, C)
     stage.meet(D, phase="joining", is_participating=False)
     effects = stage.work(stage.offer(B) + stage.offer(C))

@@ -59,7 +59,7 @@ def test_peers_that_all_leave_at_once_agree_on_owners() -> None:
 
 
 def test_who_leaves_merges_nothing_while_others_may() -> None:
-    """O1c: what it holds it merges once it is the last."""
+    """O1a: what it holds it merges once it is the last."""
     stage = Stage(B, C, owners="abc", has_learner=False)
     stage.says(C, is_participating=True)
     stage.announce(B, 4)
@@ -92,7 +92,7 @@ def test_owners_are_ranked_over_the_peer_the_shard_and_the_version() -> None:
 
 
 def test_who_asks_for_no_weight_owns_only_if_nobody_else_may() -> None:
-    """O2."""
+    """O1b."""
     stage = Stage(B, C, weight=0.0)
     stage.says(C, weight=0.0)
     assert owners(stage) == [B]

@@ -106,7 +106,7 @@ def test_what_more_than_half_of_all_say_is_believed() -> None:
 
 
 def test_who_stood_still_catches_up_at_once() -> None:
-    """P1c: with one other peer, which made a step of 0.5 s after the other for an hour."""
+    """P1a: with one other peer, which made a step of 0.5 s after the other for an hour."""
     stage = Stage(B)
     stage.train(1)
     stage.now += 3600.0
@@ -135,7 +135,7 @@ def test_no_claim_counts_beyond_the_last_step_and_a_round() -> None:
 
 
 def test_a_round_beyond_the_last_that_counts_is_answered() -> None:
-    """P1g: at the run's end each version takes a turn more, and who has nothing to give must say so (M3c): once a
+    """P1g: at the run's end each version takes a turn more, and who has nothing to give must say so (M3a): once a
     version, however often it is announced."""
     stage = Stage(B, weight=0.0, total_steps=4)
     stage.give()
@@ -150,7 +150,7 @@ def test_a_round_beyond_the_last_that_counts_is_answered() -> None:
 
 
 def test_a_follower_is_where_the_others_say_they_are() -> None:
-    """P1f: it hears of the end, though the last round is long over."""
+    """P1b: it hears of the end, though the last round is long over."""
     stage = Stage(B, has_learner=False, total_steps=10)
     stage.says(B, step=10, phase="finished", is_participating=False)
     stage.wait(1.0)
@@ -177,7 +177,7 @@ def test_a_commit_is_of_no_step_far_beyond_its_parents() -> None:
 
 
 def test_an_owner_keeps_to_the_step_that_others_take() -> None:
-    """P2b: after a shard stood still while its learner trained on."""
+    """P2a: after a shard stood still while its learner trained on."""
     stage = Stage(B, owners="ab", total_steps=10**6)
     stage.says(B, is_participating=False)
     effects = stage.work(stage.train(1000))
@@ -453,7 +453,7 @@ def test_forty_heavy_owners_that_never_merge_do_not_stop_rounds(is_reconnecting:
 
 
 def test_of_a_peers_claims_no_more_count_than_a_learner_holds() -> None:
-    """P5a: the first 64."""
+    """D2c: the first 64."""
     stage = Stage(B, blocks=100)
     stage.says(B, claims=tuple(map(Block, range(100))))
     assert stage.machine.core.membership.claims_of(B) == tuple(map(Block, range(64)))
@@ -487,7 +487,7 @@ def test_what_waits_for_a_later_head_has_few_bytes() -> None:
 
 
 def test_no_memory_is_taken_for_what_cannot_be_used() -> None:
-    """P6b: in another's name, for a shard that is not there, or while states are missing."""
+    """P6a: in another's name, for a shard that is not there, or while states are missing."""
     stage = Stage(B)
     assert stage.machine.wants(B, stage.contribution(B))
     assert not stage.machine.wants(B, stage.contribution(C))
@@ -500,7 +500,7 @@ def test_no_memory_is_taken_for_what_cannot_be_used() -> None:
 
 
 def test_commits_that_wait_are_bounded_over_all_shards() -> None:
-    """P6c: four logs, and four for each shard."""
+    """B1c: four logs, and four for each shard."""
     shards = tuple(map(ShardId, range(64)))
     stage = Stage(B, has_learner=False, fragments=(shards,), log_length=8)
     for shard in shards:
@@ -514,7 +514,7 @@ def test_commits_that_wait_are_bounded_over_all_shards() -> None:
 
 
 def test_heads_are_one_of_each_shard() -> None:
-    """P7a: a list that names one twice is ignored, and not answered a thousand times."""
+    """S4: a list that names one twice is ignored, and not answered a thousand times."""
     stage = Stage(B)
     stage.take(stage.commit(tokens(B, 0, 40)))
     lighter = tuple(Head(SHARD, 1, digest(f"fork {i}"), 1) for i in range(1000))
@@ -525,7 +525,7 @@ def test_heads_are_one_of_each_shard() -> None:
 
 
 def test_who_was_asked_in_vain_is_not_asked_again_at_once() -> None:
-    """P7b: heads that nobody delivers do not keep others' from being fetched."""
+    """A3d: heads that nobody delivers do not keep others' from being fetched."""
     stage = Stage(B, C)
     real = head_of(stage.commit(tokens(C, 0, 40)))
 

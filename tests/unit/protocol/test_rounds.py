@@ -72,7 +72,7 @@ def test_a_shards_round_is_open_until_its_head_moves() -> None:
 
 
 def test_of_several_rounds_that_were_put_off_only_the_newest_is_opened_at_once() -> None:
-    """T2b."""
+    """T2a."""
     stage = Stage(B, C, owners="bac")
     stage.give()
     stage.announce(B, 8)
@@ -83,7 +83,7 @@ def test_of_several_rounds_that_were_put_off_only_the_newest_is_opened_at_once()
 
 
 def test_a_round_that_was_put_off_is_not_opened_if_the_commit_is_of_no_older_round() -> None:
-    """T2c."""
+    """T2a."""
     stage = Stage(B, C, owners="bac")
     stage.give()
     stage.announce(B, 8)
@@ -91,7 +91,7 @@ def test_a_round_that_was_put_off_is_not_opened_if_the_commit_is_of_no_older_rou
 
 
 def test_a_due_round_is_announced_even_where_it_is_put_off() -> None:
-    """T3."""
+    """T1a."""
     stage = Stage(B, owners="ba")
     stage.give()
     effects = stage.train(4)
@@ -110,7 +110,7 @@ def test_a_learner_is_asked_for_one_snapshot_of_a_fragment_at_a_time() -> None:
 
 
 def test_a_learner_answers_at_a_step_boundary() -> None:
-    """T4b: the simulated learner takes its copy when its step ends, not when it is asked."""
+    """T4a: the simulated learner takes its copy when its step ends, not when it is asked."""
     world = make_world(base_config(), {P0: PeerSetting(step_s=1.0, step_jitter=0.0)}, None)
     world.run_until(2.7)
     learner = world.processes[P0].learner
@@ -125,7 +125,7 @@ def test_a_learner_answers_at_a_step_boundary() -> None:
 
 
 def test_a_learner_is_never_stopped_for_its_turn() -> None:
-    """T4c: from the announcement to the commit, nobody tells the learner to pause."""
+    """T4a: from the announcement to the commit, nobody tells the learner to pause."""
     stage = Stage(B, owners="ab")
     effects = stage.work(stage.train(4)) + stage.work(stage.offer(B)) + stage.work(stage.wait(5.0))
     assert stage.head().version == 1

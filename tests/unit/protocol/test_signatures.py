@@ -106,7 +106,7 @@ def test_a_contribution_is_signed_for_all_that_it_says(lie: dict[str, Any]) -> N
 
 
 def test_nobody_signs_in_anothers_name() -> None:
-    """G1b."""
+    """G1a."""
     for signer in (BOB, Identity.ephemeral()):
         with pytest.raises(ValueError, match="does not bear its peer's signature"):
             check_contributor(RUN, SHARD, BASE.id, given(ANN, signer=signer))
@@ -197,7 +197,7 @@ def test_who_is_not_known_is_told_from_who_may_not() -> None:
 
 
 def test_a_commit_names_one_learner_of_a_peer() -> None:
-    """G2c: else one peer would weigh as much as it has names."""
+    """G2b: else one peer would weigh as much as it has names."""
     stage = Stage(B, C, has_learner=False)
     twice = (tokens(B, 0, 40), msgspec.structs.replace(tokens(B, 0, 40), learner=life(B, 2)))
     effects = stage.take(stage.commit(*twice))

@@ -52,7 +52,7 @@ def test_what_came_while_a_peer_stood_still_is_heard_before_its_deadlines_pass()
 
 
 def test_who_goes_on_after_a_stall_beats_at_once() -> None:
-    """W9b."""
+    """W9a."""
     stage = Stage(B, C)
     stage.wait(0.75)
     assert {to for to, _ in sent(stop(stage), msg.Heartbeat)} == {B, C}
@@ -106,7 +106,7 @@ def test_who_is_told_of_a_stall_takes_no_sample() -> None:
 
 
 def test_what_was_told_before_is_no_sample() -> None:
-    """W9d: who had stood still for a minute, and hears us no more, echoes an old heartbeat of ours as if it had just
+    """W9c: who had stood still for a minute, and hears us no more, echoes an old heartbeat of ours as if it had just
     come, again and again: the way would be taken for a long one, and its deafness not be noticed (10058894)."""
     stage = Stage(B)
     stage.wait(2.0)
@@ -123,7 +123,7 @@ def test_what_was_told_before_is_no_sample() -> None:
 
 @pytest.mark.parametrize("is_known", [False, True])
 def test_what_comes_first_after_a_silence_is_a_sample_only_of_an_unknown_way(is_known: bool) -> None:
-    """W9d: it has waited for what was cut. Where nothing is known of a way it is better than nothing: somebody may be
+    """W9c: it has waited for what was cut. Where nothing is known of a way it is better than nothing: somebody may be
     so busy that each of its heartbeats comes after a silence. (10061630: a mesh of forks took as long as its cuts to go
     on, and who left went with what was not merged.)"""
     stage = Stage(B)

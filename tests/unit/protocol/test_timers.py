@@ -53,7 +53,7 @@ def test_at_its_heartbeat_it_decides_membership_anew() -> None:
 
 
 def test_at_its_heartbeat_it_asks_for_heads_that_stay_different() -> None:
-    """W1c: not for those that differ once, nor for those that move."""
+    """W1a: not for those that differ once, nor for those that move."""
     stage = Stage(B)
     mark = stage.machine.core.heads_mark
     assert not sent(stage.wait(3.0), msg.HeadsRequest)
@@ -77,7 +77,7 @@ def test_beyond_16_peers_it_beats_more_slowly(peers: int, interval_s: float) -> 
 
 @pytest.mark.parametrize(("says_s", "silent_s"), [(0.0, 1.5), (0.3, 1.5), (1.2, 3.6), (2.0, 6.0), (1e9, 6.0)])
 def test_who_beats_more_slowly_may_be_silent_for_longer(says_s: float, silent_s: float) -> None:
-    """W1e: three of the intervals that it tells of, at most four times ours (0.5 s), and never less than ours."""
+    """W1d: three of the intervals that it tells of, at most four times ours (0.5 s), and never less than ours."""
     stage = Stage(B)
     stage.says(B, interval_s=says_s)
     stage.wait(1.0)
@@ -89,7 +89,7 @@ def test_who_beats_more_slowly_may_be_silent_for_longer(says_s: float, silent_s:
 
 
 def test_what_several_heartbeats_change_is_looked_at_together() -> None:
-    """W8: within a sixteenth of the interval, once; a connection that ends, immediately."""
+    """W1a: within a sixteenth of the interval, once; a connection that ends, immediately."""
     stage = Stage(B, C)
     effects = stage.tell(ev.Received(B, msgspec.structs.replace(BEAT, sequence=10**6, is_participating=False)))
     effects += stage.tell(ev.Received(C, msgspec.structs.replace(BEAT, sequence=10**6, is_participating=False)))
@@ -101,7 +101,7 @@ def test_what_several_heartbeats_change_is_looked_at_together() -> None:
 
 
 def test_what_heartbeats_changed_is_looked_at_before_what_happens_next() -> None:
-    """W8: also by a peer that stood still when it was due (seed 6013210)."""
+    """W1a: also by a peer that stood still when it was due (seed 6013210)."""
     stage = Stage(B, C, owners="a", has_learner=False, min_quorum=2)
     stage.says(C, is_participating=False)
     stage.tell(ev.Received(C, msgspec.structs.replace(stage.beats[C], sequence=10**6, is_participating=True)))
@@ -261,7 +261,7 @@ def test_commit_patience_counts_at_most_a_heartbeat_of_the_round() -> None:
 
 
 def test_a_heavier_sibling_of_the_head_is_asked_for_at_once() -> None:
-    """W5b: two commits of one version are a fork; nothing that follows ours is on its way (seed 1003547)."""
+    """W5a: two commits of one version are a fork; nothing that follows ours is on its way (seed 1003547)."""
     stage = Stage(B, C)
     ours, heavier = stage.commit(tokens(B, 0, 40)), stage.commit(tokens(B, 0, 40), tokens(C, 0, 40))
     stage.take(ours)
@@ -270,7 +270,7 @@ def test_a_heavier_sibling_of_the_head_is_asked_for_at_once() -> None:
 
 
 def test_after_request_s_a_request_for_commits_was_in_vain() -> None:
-    """W6: until then nobody else is asked, and then the next one that has a heavier head is."""
+    """A3d: until then nobody else is asked, and then the next one that has a heavier head is."""
     stage = Stage(B, C, request_s=3.0)
     asks_after(stage)
     stage.announce(B, 8, Head(SHARD, 1, digest("heavier"), 1000))
@@ -281,7 +281,7 @@ def test_after_request_s_a_request_for_commits_was_in_vain() -> None:
 
 
 def test_after_leave_s_or_finish_s_the_peer_goes_with_a_warning_if_it_holds_unmerged_tokens() -> None:
-    """W7."""
+    """C4a, C5a."""
     for last, length_s in ((ev.LeaveRequested("asked to"), 20.0), (ev.LearnerPaused(2, 20), 60.0)):
         stage = Stage(B, leave_s=20.0, finish_s=60.0)
         stage.train(2)
@@ -293,7 +293,7 @@ def test_after_leave_s_or_finish_s_the_peer_goes_with_a_warning_if_it_holds_unme
 
 
 def test_who_holds_nothing_unmerged_goes_without_a_warning() -> None:
-    """W7."""
+    """C4a."""
     stage = Stage(B, weight=0.0)
     stage.give()
     stage.take(stage.commit(tokens(A, 0, 40)))

@@ -59,7 +59,7 @@ def test_a_learner_of_which_one_shard_cannot_be_encoded_does_not_participate() -
 
 
 def test_a_poisoned_learner_participates_again_when_something_can_be_encoded() -> None:
-    """N1b: or when it is another one; a success between two failures counts, too."""
+    """N1a: or when it is another one; a success between two failures counts, too."""
     stage = Stage(B, owners="bac")
     fail(stage)
     commit_of_b(stage, 0)
@@ -92,7 +92,7 @@ def test_a_head_that_moved_is_no_failure_of_the_learner() -> None:
 
 
 def test_the_others_go_on_without_a_poisoned_learner() -> None:
-    """N1c: with K = 2 the other one of two learners is enough then."""
+    """N1a: with K = 2 the other one of two learners is enough then."""
     stage = Stage(B, C, owners="abc", min_quorum=2)
     stage.says(C, is_participating=False)
     assert not only(fail(stage) + stage.offer(B) + stage.wait(10.0), ef.Merge), "one of two"
@@ -134,7 +134,7 @@ def test_a_learner_that_answers_one_question_is_not_silent() -> None:
 
 
 def test_a_learner_that_answers_again_participates() -> None:
-    """N3b: or another one in its place."""
+    """N3a: or another one in its place."""
     stage = Stage(B, owners="ba")
     asked = stage.train(4)
     stage.wait(30.0)
@@ -171,7 +171,7 @@ def test_without_versions_for_long_a_peer_says_that_it_is_stuck() -> None:
 
 
 def test_while_nobody_trains_nobody_is_stuck() -> None:
-    """N2b: neither followers alone nor those that wait for learners; time counts from when one comes."""
+    """N2a: neither followers alone nor those that wait for learners; time counts from when one comes."""
     stage = Stage(B, owners="bac", stuck_s=10.0, has_learner=False)
     stage.says(B, is_participating=False)
     assert not notes(stage.wait(60.0), "stuck")
@@ -199,7 +199,7 @@ def test_a_learner_that_rests_does_not_participate_when_it_has_given_all() -> No
 
 
 def test_a_learner_that_rested_participates_with_its_next_step() -> None:
-    """N4b: and tells so at once."""
+    """N4a: and tells so at once."""
     stage = Stage(B, owners="bac")
     [told] = {beat.is_participating for _, beat in sent(stage.tell(ev.LearnerRested()), msg.Heartbeat)}
     assert not told

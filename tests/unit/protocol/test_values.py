@@ -250,7 +250,7 @@ def test_a_contribution_that_no_merge_can_hold_is_its_givers_fault() -> None:
 
 
 def test_a_declared_weight_does_not_make_a_merge_ones_own() -> None:
-    """V4a, V4b: one of four declares the most tokens and steps that others believe, and gives the opposite of what the
+    """V4a: one of four declares the most tokens and steps that others believe, and gives the opposite of what the
     others do, thirty times as long."""
     owner, how = Owner(), recipe("bf16")
     found = torch.randn(ELEMENTS, generator=torch.Generator().manual_seed(3))
@@ -273,7 +273,7 @@ def test_a_declared_weight_does_not_make_a_merge_ones_own() -> None:
 
 
 def test_what_is_too_short_to_have_a_direction_spoils_nothing() -> None:
-    """V1f: one over its length would be no number; and two that cancel out."""
+    """V1e: one over its length would be no number; and two that cancel out."""
     owner, payload = Owner(), Owner().merge(0.5).payload
     for bodies in ([TINY], [LONG, BACK]):
         others = [
@@ -304,7 +304,7 @@ def test_an_owner_states_how_much_each_contribution_counted() -> None:
 
 
 def test_an_owner_shortens_what_would_be_too_long() -> None:
-    """V1d."""
+    """V1b."""
     stage = Stage(B, C, has_learner=False, owners="abc", grace_share=0.0, sizes=Sizes(elements=(100,)))
     [merge] = only(stage.offer(C), ef.Merge)
     assert merge.longest == pytest.approx(40.0)
