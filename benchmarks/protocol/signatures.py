@@ -60,7 +60,7 @@ def lineage(peers: list[Identity], versions: int) -> list[SignedCommit]:
         ranges = (Contributor(learner_id(p.peer_id, "a1b2c3d4"), 10**6, 10**6 + 8192, 100, 124) for p in peers)
         given = (signed(p, RUN, SHARD, parent, c, digest_of(b"payload")) for p, c in zip(peers, ranges, strict=True))
         contributors = tuple(sorted(given, key=lambda c: c.learner))
-        added, counts = counts.count([8192] * len(peers), first=1)
+        added, counts = counts.count(version, {PeerId(p.peer_id): 8192 for p in peers}, first=1)
         tokens += added
         digest, owner = digest_of(b"any"), peers[version % len(peers)]
         header = CommitHeader(

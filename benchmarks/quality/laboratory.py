@@ -358,7 +358,7 @@ class Laboratory:
             min_quorum=quorum,
             rank=0,
             grace_s=grace,
-            waits=Waits(takeover_s=ENDLESS, usual_s=limit, most_s=0.0, few_s=ENDLESS, commit_s=0.0),
+            waits=Waits(takeover_s=ENDLESS, usual_s=limit, nearly_all_s=0.0, few_s=ENDLESS, commit_s=0.0),
             is_extended=s.waits,
         )
         decision = decide(view)

@@ -116,12 +116,12 @@ def check_lineage(
 
 
 def _check_tokens(header: CommitHeader, parent: CommitHeader) -> None:
-    declared = [c.tokens for c in header.contributors]
-    if len({peer_of(c.learner) for c in header.contributors}) < len(declared):
+    given = {peer_of(c.learner): c.tokens for c in header.contributors}
+    if len(given) < len(header.contributors):
         raise ValueError(f"version {header.version} of shard {header.shard} names two learners of one peer")
-    if len(header.factors) not in (0, len(declared)):
+    if len(header.factors) not in (0, len(given)):
         raise ValueError(f"version {header.version} of shard {header.shard} has not one factor for each contributor")
-    tokens, counts = parent.counts.count(declared, first=1, factors=header.factors)
+    tokens, counts = parent.counts.count(header.version, given, first=1, factors=header.factors)
     if header.tokens != parent.tokens + tokens or header.counts != counts:
         raise ValueError(f"version {header.version} of shard {header.shard} counts tokens that nobody contributed")
 

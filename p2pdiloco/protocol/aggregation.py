@@ -11,6 +11,7 @@ Rules of this file:
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from p2pdiloco.protocol.chain import HeadChange
@@ -21,10 +22,9 @@ from p2pdiloco.protocol.messages import MAX_TEXT, CommitHeader, Contribution, He
 from p2pdiloco.protocol.own_commits import OwnCommitLog
 from p2pdiloco.protocol.response_times import ResponseTimes
 from p2pdiloco.protocol.state import Core
-from p2pdiloco.protocol.support import Support
-from p2pdiloco.protocol.suspicion import SmallCommits, is_crowd, is_small
+from p2pdiloco.protocol.support import ALL, Support
+from p2pdiloco.protocol.suspicion import SmallCommits, is_crowd, took_part
 from p2pdiloco.protocol.waiting import (
-    PAIR,
     CommitDue,
     CommitView,
     QuorumView,
@@ -76,7 +76,7 @@ class Collection:
         """When the round opens without an announcement."""
         self.quorum_at: float | None = None
         self.is_unusual = False
-        """Whether a commit was found due although most did not contribute and its owner's turn had not come."""
+        """Whether a small commit was found due although its owner's turn had not come."""
         self.is_closed = False
         """A merge is running or another head is being applied: further contributions are too late."""
         self.step = 0
@@ -133,24 +133,30 @@ class Aggregation:
     def due(self, header: CommitHeader) -> CommitDue:
         """Return when to apply another owner's commit on the head, as far as is known here (own clock).
 
-        An owner of rank 0 that waits for most, and leaves most out more often than others do, is suspected.
+        An owner of rank 0 that waits for nearly all, and leaves more out than others do, is suspected.
         """
         core, collection, participation = self.core, self.collections[header.shard], self.core.participation
         rank, wait = participation.rank(header.owner, header.shard), self.waits()
-        is_pair = not rank and len(participation.entitled(header.shard)) <= PAIR
-        is_alone = not is_pair and is_small(core, header)
-        is_unfair = is_alone and not rank and wait.most_s > 0.0 and self.small_commits.is_unfair(header.owner)
+        prompt = self._prompt(participation.entitled(header.shard), wait)
+        support = took_part(header, prompt)
+        is_small = not support.is_nearly_all and wait.nearly_all_s > 0.0
+        is_unfair = is_small and not rank and self.small_commits.is_unfair(header.owner)
         return due(
             CommitView(
                 now=core.now,
                 began_at=collection.began_at,
                 opened_at=collection.opened_at,
                 rank=rank,
-                is_small=is_alone and core.departure != "leaving",
+                took_part=ALL if core.departure == "leaving" else support,
                 is_suspect=is_unfair or is_crowd(core, header),
                 waits=wait,
             )
         )
+
+    def _prompt(self, peers: Iterable[PeerId], wait: Waits) -> frozenset[PeerId]:
+        """Return those of ``peers`` that usually answer while an owner waits, or are new."""
+        usual_s = self.response_times.usual_s(peers)
+        return frozenset(peer for peer, delay_s in usual_s.items() if delay_s <= wait.usual_s)
 
     def use_turn(self, shard: ShardId, *, is_unusual: bool) -> None:
         """Record whether the next commit uses up the time after which commits of few are applied."""
@@ -241,7 +247,7 @@ class Aggregation:
         self.merge_if_due(contribution.shard)
 
     def _answers(self, shard: ShardId, missing: int = 0) -> Support:
-        """Return how many of those that can contribute have answered; ``missing`` more may be behind a cut."""
+        """Return how many participants have answered; ``missing`` more may be behind a cut."""
         able = len(self.core.participation.participants(shard))
         return Support(len(self.collections[shard].answered), able + missing)
 
@@ -304,7 +310,8 @@ class Aggregation:
         core, config, participation = self.core, self.core.config, self.core.participation
         assert collection.opened_at is not None
         ranked = participation.ranked_owners(shard)
-        missing = participation.participants(shard) - collection.answered
+        participants, wait = participation.participants(shard), self.waits()
+        missing, prompt = participants - collection.answered, self._prompt(participants, wait)
         quorum_s = 0.0 if collection.quorum_at is None else collection.quorum_at - collection.opened_at
         is_any_departing = any(map(participation.is_departing, missing - {config.peer}))
         return QuorumView(
@@ -312,7 +319,7 @@ class Aggregation:
             opened_at=collection.opened_at,
             quorum_at=collection.quorum_at,
             given=len(collection.given),
-            answers=self._answers(shard),
+            answers=Support(len(prompt & collection.answered), len(prompt)),
             missing=self.response_times.usual_s(missing),
             min_quorum=quorum,
             rank=ranked.index(config.peer) if config.peer in ranked else len(ranked),
@@ -323,7 +330,7 @@ class Aggregation:
                 quorum_s=quorum_s,
                 sync_s=self.sync_s + core.membership.slowest_round_trip_s,
             ),
-            waits=self.waits(),
+            waits=wait,
             is_extended=bool(config.grace_share),
             departing_s=min(config.leave_s, config.finish_s) / 2 if is_any_departing else None,
         )
@@ -416,8 +423,10 @@ class Aggregation:
         began_at = min(core.now, last.began_at + self.waits().few_s) if last.is_unusual else core.now
         self.collections[shard] = Collection(began_at)
         if isinstance(change.taken, CommitHeader):
-            self.small_commits.record(change.taken.owner, is_small=is_small(core, change.taken))
-            if not core.chains[shard].norm_bound.is_few(len(change.taken.contributors)):
+            prompt = self._prompt(core.participation.entitled(shard), self.waits())
+            support = took_part(change.taken, prompt)
+            self.small_commits.record(change.taken.owner, is_small=not support.is_nearly_all)
+            if support.is_most:
                 core.membership.owners.forgive(change.taken.owner)
         early, self.early[shard] = self.early[shard], {}
         for sender in sorted(early):

@@ -51,9 +51,9 @@ class Audits:
         if not isinstance(header, CommitHeader) or not core.is_current or core.departure:
             return
         if header.owner in peers and header.owner not in core.membership.owners.barred:
-            norm_bound = core.chains[change.shard].norm_bound
-            is_far = LONG * header.length > header.longest and not norm_bound.is_few(len(header.contributors))
-            is_long = header.longest > 0.0 and (norm_bound.is_young or is_far)
+            chain = core.chains[change.shard]
+            is_far = LONG * header.length > header.longest and not chain.is_few(header.contributors)
+            is_long = header.longest > 0.0 and (chain.norm_bound.is_young or is_far)
             # The live peers without the owner, and this one, are as many as the live peers.
             share = (LONG_AUDITS if is_long else AUDIT_SHARE) / len(peers)
             chance = 1.0 if header.owner in self._missing else min(1.0, share)

@@ -146,6 +146,10 @@ class Chain:
         own = enumerate((self.head.id, *reversed(self.ancestry)))
         return next((versions for versions, one in own if one in theirs), None)
 
+    def is_few(self, contributors: Iterable[Contributor]) -> bool:
+        """Return whether a merge of these lacks so many usual contributors that it proves little."""
+        return self.counts.is_few(peer_of(c.learner) for c in contributors)
+
     def record_after(self, version: int, contributors: Sequence[Contributor], length: float = 0.0) -> Digest:
         """Return the digest that an owner signs for a commit with these contributors and update norm ``length``.
 
@@ -153,8 +157,7 @@ class Chain:
         """
         marks, ledger, norm_bound = self._marks_after(version, contributors), self.ledger, self.norm_bound
         if length:
-            steps = self._counted_steps(contributors)
-            norm_bound = norm_bound.after(length, steps, self.limits.round_steps, len(contributors))
+            norm_bound = self._norm_after(contributors, length)
         if ledger is None:
             return record_of(marks, Trained(), norm_bound)
         after = ledger.copied()
@@ -164,12 +167,18 @@ class Chain:
 
     def count(self, contributors: Sequence[Contributor], factors: Sequence[int]) -> tuple[int, TokenCounts]:
         """Return the counted tokens of the next commit's contributions, in total, and the chain's counts after it."""
-        return self.counts.count([c.tokens for c in contributors], self.limits.first_tokens, factors)
+        assert self.head is not None
+        given = {peer_of(c.learner): c.tokens for c in contributors}
+        return self.counts.count(self.head.version + 1, given, self.limits.first_tokens, factors)
 
     def longest(self, contributors: Sequence[Contributor]) -> float:
         """Return the largest allowed norm of a merged outer gradient of these contributors."""
         steps = self._counted_steps(contributors)
-        return self.norm_bound.longest(steps, self.limits.round_steps, self._first, len(contributors))
+        return self.norm_bound.longest(steps, self.limits.round_steps, self._first, is_few=self.is_few(contributors))
+
+    def _norm_after(self, contributors: Sequence[Contributor], length: float) -> NormBound:
+        steps, is_few = self._counted_steps(contributors), self.is_few(contributors)
+        return self.norm_bound.after(length, steps, self.limits.round_steps, is_few=is_few)
 
     def _counted_steps(self, contributors: Sequence[Contributor]) -> int:
         return counted_steps([c.steps for c in contributors], self.limits.round_steps)
@@ -232,12 +241,11 @@ class Chain:
         """Make ``header`` the head. The caller has checked it with ``problem``."""
         self.log.append(header)
         self.log_ids.append(new_id)
+        self.norm_bound = self._norm_after(header.contributors, header.length)
         if self.head is not None:
             self.ancestry.append(self.head.id)
         self.head = Head(self.shard, header.version, new_id, header.tokens)
         self.step = header.step
-        steps = self._counted_steps(header.contributors)
-        self.norm_bound = self.norm_bound.after(header.length, steps, self.limits.round_steps, len(header.contributors))
         self.counts = header.counts
         self.marks = self._marks_after(header.version, header.contributors)
         if self.ledger is not None:

@@ -16,15 +16,12 @@ Rules of this file:
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from functools import lru_cache
-from hashlib import blake2b
 from struct import unpack
 
 from p2pdiloco.protocol.events import Mark
-from p2pdiloco.protocol.ids import LearnerId, PeerId, peer_of
+from p2pdiloco.protocol.ids import FINGERPRINT_BYTES, LearnerId, PeerId, fingerprint, peer_of
 from p2pdiloco.protocol.ownership import Candidates
 
-FINGERPRINT_BYTES = 4
 SETTLING_BEATS = 8
 """Own heartbeats for which a peer stays fit that is no longer among the best. All peers need less time to lose the same
 dead peer and to report that."""
@@ -32,12 +29,6 @@ TOLERANCE = 16
 """A peer that reaches a sixteenth fewer than the best is as good, so that large swarms do not rely on a few peers."""
 LATELY = 16
 """Versions of shard 0 for which a contribution proves that its peer is there."""
-
-
-@lru_cache(maxsize=16384)
-def fingerprint(peer: PeerId) -> int:
-    """Return the number that stands for a peer in heartbeat lists."""
-    return int.from_bytes(blake2b(peer.encode(), digest_size=FINGERPRINT_BYTES).digest(), "big")
 
 
 def listed(prints: Iterable[int]) -> bytes:

@@ -1,87 +1,89 @@
-"""Number of tokens for which each contribution of a merge counts: at most four times those of the others.
+"""Number of tokens for which the contributions of a merge count: one usual contribution each, for each version waited.
 
 Nothing proves how many tokens a learner trained. A chain's tokens decide which of two chains wins and when a run's
-budget is spent, so a peer must not be able to declare as many as it likes.
+budget is spent, so a peer must not be able to declare as many as it likes. A fast machine looks like a liar, so it
+counts for no more than a usual one here, as its weight in a merge does.
 
 Rules of this file:
-1. A contribution counts for at most ``MOST_TIMES`` the median of the merge's other contributions. Each of these has one
-   vote, whatever it declares: fewer than half of them cannot move the median beyond what honest peers declare.
-2. With one other contribution, or none, the chain's usual contribution stands for the others, because one owner can
-   choose both. While a chain is young, the other one counts as well: a newcomer's first contribution is a short one.
-   An owner can name keys of its own, too, so no median counts for more than ``MOST_TIMES`` the usual contribution.
-3. A contribution that most others disagree with counts for as much less as its weight does (``CommitHeader.factors``).
-4. Integers only: every peer computes the same counts, to the bit.
+1. A merge counts for at most one usual contribution for each of its contributors, and each version since this one was
+   last merged: whom an owner leaves out has more the next time. What one has less, others may have more.
+2. A contribution that most others disagree with counts for as much less as its weight does (``CommitHeader.factors``).
+3. The usual contribution, in tokens per version, moves only as far as both middle ones of a merge lie beyond it, so
+   that half of them cannot move it, and a merge of few does not move it at all. An owner chooses whom it merges; of
+   nearly all *usual contributors*, liars that are fewer than three eighths are not the majority.
+4. Integers only: every peer computes the same counts, to the bit, from a commit and its parent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from statistics import median_low
+from collections.abc import Iterable, Mapping, Sequence
+from operator import mul
+from statistics import median_high, median_low
 from typing import Annotated, Final
 
 import msgspec
 from msgspec import Meta
 
 from p2pdiloco.protocol.config import MAX_COUNT
-from p2pdiloco.protocol.medians import medians_of_others
+from p2pdiloco.protocol.ids import PeerId, fingerprint
 from p2pdiloco.protocol.norm_bound import MEMORY, OCTAVE, octaves, power, running_mean
+from p2pdiloco.protocol.support import Support
 
-MOST_TIMES: Final = 4
-ALONE_TIMES: Final = 1.125
-"""How many usual contributions one that is merged alone counts for at most. An owner can make such commits by itself,
-so they must not outweigh those that most peers contributed to."""
-GROWTH_TIMES: Final = 2
-"""How many usual contributions one that is merged alone may be, as far as it moves the usual one."""
-_FEW: Final = 2
-"""In a merge of at most this many contributions, each has at most one other, which would choose the median alone."""
+MOST_TIMES: Final = 2
+"""How many usual contributions one may be as far as it moves the usual one, and in the first version: while a chain is
+young, contributions grow."""
+USUAL_VERSIONS: Final = 16
+"""A *usual contributor* of a chain has contributed to one of so many versions. An owner that leaves others out must own
+all of them to change that: with four sevenths of the weight, one time in 8,000."""
 
 
 class TokenCounts(msgspec.Struct, frozen=True, array_like=True):
-    """Statistics about the tokens of one shard's contributions, besides the counted sum."""
+    """Statistics about one shard's contributions, besides the counted sum of their tokens."""
 
     versions: Annotated[int, Meta(ge=0, le=MEMORY)] = 0
     """Versions in the mean, at most ``MEMORY``; 0: nothing has been merged."""
     octaves: Annotated[int, Meta(ge=0, le=64 * OCTAVE)] = 0
-    """The usual contribution: the mean of the logarithms to base 2, in 1,024ths (see ``norm_bound``)."""
+    """The usual contribution per version: the mean of the logarithms to base 2, in 1,024ths (see ``norm_bound``)."""
     merged: Annotated[int, Meta(ge=0, le=MAX_COUNT)] = 0
     """Declared tokens of all contributions. They are displayed only; no decision uses them."""
+    usual: tuple[tuple[int, int], ...] = ()
+    """The usual contributors, sorted: for each peer's ``fingerprint`` the version that merged it last."""
 
-    def count(self, tokens: Sequence[int], first: int, factors: Sequence[int] = ()) -> tuple[int, TokenCounts]:
-        """Return the counted tokens of contributions that declare ``tokens`` (each at least 1), and the next record.
+    def is_few(self, givers: Iterable[PeerId]) -> bool:
+        """Return whether a merge of what these peers give lacks so many usual contributors that it proves little."""
+        here = dict(self.usual).keys() & set(map(fingerprint, givers))
+        return not Support(len(here), len(self.usual)).is_nearly_all
+
+    def count(
+        self, version: int, given: Mapping[PeerId, int], first: int, factors: Sequence[int] = ()
+    ) -> tuple[int, TokenCounts]:
+        """Return the counted tokens of the contributions to ``version``, and the next record.
 
         Args:
-            tokens: one number for each contribution.
-            first: as in ``counted``.
+            given: tokens that each peer declares, at least 1.
+            first: stands in for the usual contribution on a chain that has merged nothing yet.
             factors: how much of each contribution counts, in per cent; empty: all of all.
         """
-        counted = self.counted(tokens, first)
-        weighed = (
-            [max(1, n * factor // 100) for n, factor in zip(counted, factors, strict=True)] if factors else counted
+        tokens, usual = list(given.values()), int(power(self.octaves)) if self.versions else first
+        prints, last = list(map(fingerprint, given)), dict(self.usual)
+        waited = [version - last.get(one, version - 1) for one in prints]
+        per_cent = factors or [100] * len(tokens)
+        weighed = sum(max(1, n * factor // 100) for n, factor in zip(tokens, per_cent, strict=True))
+        most = (usual if self.versions else MOST_TIMES * first) * sum(map(mul, per_cent, waited)) // 100
+        paces = [max(1, n // since) for n, since in zip(tokens, waited, strict=True)]
+        seen = {one: at for one, at in self.usual if at > version - USUAL_VERSIONS}
+        after = TokenCounts(
+            *(self.versions, self.octaves) if self.is_few(given) else self._mean_after(paces, usual),
+            min(self.merged + sum(tokens), MAX_COUNT),
+            tuple(sorted((seen | dict.fromkeys(prints, version)).items())),
         )
-        if len(tokens) == 1 and self.versions:
-            counted = [min(tokens[0], GROWTH_TIMES * counted[0])]
-        return sum(weighed), self.after(counted, sum(tokens))
+        return max(len(tokens), min(weighed, most)), after
 
-    def counted(self, tokens: Sequence[int], first: int) -> list[int]:
-        """Return the counted tokens of each contribution, given the declared ``tokens``.
-
-        ``first`` replaces the usual contribution on a chain that has merged nothing yet.
-        """
-        usual = int(power(self.octaves)) if self.versions else 0
-        if len(tokens) == 1:
-            return [min(tokens[0], int(ALONE_TIMES * usual) if self.versions else MOST_TIMES * first)]
-        is_few, is_young = len(tokens) <= _FEW, self.versions < MEMORY
-        most = (1 if is_few and not is_young else MOST_TIMES) * usual if self.versions else first
-        references = [min(max(r, usual if is_few else 0), most) for r in medians_of_others(tokens)]
-        return [min(t, MOST_TIMES * reference) for t, reference in zip(tokens, references, strict=True)]
-
-    def after(self, counted: Sequence[int], merged: int) -> TokenCounts:
-        """Return the record after another version, whose contributions counted for ``counted`` and declared ``merged``.
-
-        The lower median of ``counted`` moves the mean, by a bounded step.
-        """
-        usual = running_mean(self.versions, self.octaves, octaves(median_low(counted)))
-        return TokenCounts(*usual, min(self.merged + merged, MAX_COUNT))
+    def _mean_after(self, paces: Sequence[int], usual: int) -> tuple[int, int]:
+        low, high = median_low(paces), median_high(paces)
+        if self.versions == MEMORY and low <= usual <= high:
+            return self.versions, self.octaves
+        return running_mean(self.versions, self.octaves, octaves(min(max(usual, low), high, MOST_TIMES * usual)))
 
 
 NOTHING_COUNTED = TokenCounts()

@@ -16,10 +16,9 @@ from collections.abc import Iterable
 
 from p2pdiloco.protocol.aggregation import Aggregation
 from p2pdiloco.protocol.block_assignment import BlockAssignment
-from p2pdiloco.protocol.connectivity import fingerprint
 from p2pdiloco.protocol.contributions import Contributions
 from p2pdiloco.protocol.effects import HangUp, Send
-from p2pdiloco.protocol.ids import FragmentId, PeerId
+from p2pdiloco.protocol.ids import FragmentId, PeerId, fingerprint
 from p2pdiloco.protocol.membership import DEAF_BEATS, PartitionDetector, PeerView
 from p2pdiloco.protocol.messages import Heartbeat
 from p2pdiloco.protocol.replication import Replication

@@ -8,6 +8,8 @@ Rules of this file:
 
 from __future__ import annotations
 
+from functools import lru_cache
+from hashlib import blake2b
 from typing import NewType
 
 from blake3 import blake3
@@ -42,6 +44,15 @@ def digest_of(*parts: bytes | memoryview) -> Digest:
 def learner_id(peer: PeerId, incarnation: str) -> LearnerId:
     """Return the id of the learner that ``peer`` runs with this incarnation."""
     return LearnerId(f"{peer}/{incarnation}")
+
+
+FINGERPRINT_BYTES = 4
+
+
+@lru_cache(maxsize=16384)
+def fingerprint(peer: PeerId) -> int:
+    """Return the number that stands for a peer in heartbeats and chains."""
+    return int.from_bytes(blake2b(peer.encode(), digest_size=FINGERPRINT_BYTES).digest(), "big")
 
 
 def peer_of(learner: LearnerId) -> PeerId:

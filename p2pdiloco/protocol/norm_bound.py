@@ -12,8 +12,8 @@ Rules of this file:
    the square root of the steps. An update that goes straight on for 64 rounds is 8 times as long as that bound, which
    is within a leap. Steps beyond one round's count only if more than half of the contributors declare them, because
    nothing proves a declared number.
-4. An update of few contributions, fewer than half as many as usual, may be as long as the mean, and does not move it.
-   An owner can make such updates by itself, one after the other.
+4. An update of few contributions (``Chain.is_few``) may be as long as the mean, and does not move it. Liars that own a
+   version choose whom they leave out.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ import math
 from collections.abc import Sequence
 
 import msgspec
-
-from p2pdiloco.protocol.config import MAX_COUNT
 
 OCTAVE = 1024
 LEAP = 5 * OCTAVE // 2
@@ -36,9 +34,6 @@ MOST_CHANGE = 4 * OCTAVE
 """Maximum difference from the mean for which a version counts in it."""
 MEMORY = 8
 """Maximum number of versions in the mean; the first ones count in full, because learning rates are warmed up."""
-FEW_MEMORY = 32
-"""Versions over which the usual number of contributions is taken. One peer that is left of four has few contributions
-for 35 versions, and so has one owner that merges its own alone."""
 MOST_OCTAVES = 128 * OCTAVE
 """Bound of a float32 update's length per inner step, in both directions."""
 
@@ -50,39 +45,26 @@ class NormBound(msgspec.Struct, frozen=True, array_like=True):
     """Number of versions in the mean, at most ``MEMORY``."""
     octaves: int = 0
     """Mean length per inner step, in octaves."""
-    versions: int = 0
-    """Number of versions in the usual number of contributions, at most ``FEW_MEMORY``."""
-    usual: int = 0
-    """Usual number of contributions, in 1,024ths."""
 
-    def longest(self, steps: int, round_steps: int, first: float, contributions: int = 0) -> float:
+    def longest(self, steps: int, round_steps: int, first: float, *, is_few: bool = False) -> float:
         """Return the maximum length of an update of ``steps`` inner steps.
 
-        ``first`` is the maximum per step for the first update of a chain. ``contributions``: so many were merged; 0:
-        enough.
+        ``first`` is the maximum per step for the first update of a chain. ``is_few``: few contributions were merged.
         """
         if not self.counted:
             return first * _reach(steps, round_steps)
-        if contributions and self.is_few(contributions):
+        if is_few:
             return power(self.octaves + octaves(min(steps, round_steps)))
         leap = EARLY_LEAP if self.is_young else LEAP
         return power(self.octaves + leap + octaves(_reach(steps, round_steps)))
 
-    def after(self, length: float, steps: int, round_steps: int, contributions: int) -> NormBound:
-        """Return the bound after an update of the given length. A length of 0 does not count."""
-        if not length:
+    def after(self, length: float, steps: int, round_steps: int, *, is_few: bool = False) -> NormBound:
+        """Return the bound after an update of the given length. A length of 0, or of few, does not count."""
+        if is_few or not length:
             return self
-        versions = min(self.versions + 1, FEW_MEMORY)
-        usual = self.usual + (contributions * OCTAVE - self.usual) // versions
-        if self.is_few(contributions):
-            return NormBound(self.counted, self.octaves, versions, usual)
         found = octaves(length) - octaves(_reach(steps, round_steps))
         counted, found = running_mean(self.counted, self.octaves, found)
-        return NormBound(counted, min(max(found, -MOST_OCTAVES), MOST_OCTAVES), versions, usual)
-
-    def is_few(self, contributions: int) -> bool:
-        """Return whether so many contributions are fewer than half as many as usual."""
-        return 2 * OCTAVE * contributions < self.usual
+        return NormBound(counted, min(max(found, -MOST_OCTAVES), MOST_OCTAVES))
 
     @property
     def is_young(self) -> bool:
@@ -92,8 +74,7 @@ class NormBound(msgspec.Struct, frozen=True, array_like=True):
     @property
     def is_sound(self) -> bool:
         """True if a chain can have these values."""
-        is_mean_sound = 0 <= self.counted <= MEMORY and abs(self.octaves) <= MOST_OCTAVES
-        return is_mean_sound and self.counted <= self.versions <= FEW_MEMORY and 0 <= self.usual <= MAX_COUNT
+        return 0 <= self.counted <= MEMORY and abs(self.octaves) <= MOST_OCTAVES
 
 
 NO_NORM = NormBound()

@@ -1,6 +1,8 @@
 """How many peers must stand by something before this peer acts on it: all majorities of the protocol.
 
 - *Most*: more than half of those that are counted stand by it.
+- *Nearly all*: three quarters, rounded: one of two, two of three, three of four, four of five, six of eight. If two of
+  five, or three of eight, lie together, they are not the majority of nearly all.
 - *Leading*: somebody stands by it, and no fewer than by anything else. This holds only after a wait.
 
 *Donors* are the other live peers that have the shard's state. *All* are the donors and this peer, which counts itself
@@ -23,10 +25,12 @@ K5b       does a peer follow those that went back?               all, and indire
 K2a       has the held-out loss jumped?                          peers that measured        most, at least two
 K1d       may a checkpoint become known-good?                    peers that measured        not if most found a jump
 O5a       is a commit applied at once?                           donors that report it, or  most
-                                                                 participants in it
+                                                                 prompt peers in it         nearly all
 O5e       is a commit that names unknown peers not suspect?      its contributors           most, without its owner
 E1d       is a head that was read from disk the newest?          donors                     most
-M4d, M4e  does an owner not wait for most? does a round open?    participants               most
+M4d       does an owner wait no longer than the grace window?    prompt peers               nearly all
+M4e       does a round open?                                     participants               most
+V1g       does a merge prove as much as any other?               usual contributors         nearly all
 C6e       may an owner merge with ``needs_majority``?            participants, missing      most
 ========  =====================================================  =========================  ===========================
 """
@@ -51,6 +55,15 @@ class Support(NamedTuple):
         return 2 * self.stand > self.of
 
     @property
+    def is_nearly_all(self) -> bool:
+        """Whether three quarters stand by it, rounded."""
+        return 4 * self.stand + 2 >= 3 * self.of
+
+    @property
     def is_leading(self) -> bool:
         """Whether somebody stands by it, and no fewer than by anything else."""
         return self.stand >= max(1, self.against)
+
+
+ALL = Support(1, 1)
+"""Whoever is asked stands by it."""

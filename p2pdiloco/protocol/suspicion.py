@@ -1,8 +1,10 @@
-"""Owners that are suspected of leaving contributions out, or of naming keys of their own."""
+"""Commits that fewer than nearly all took part in, and owners that are suspected of leaving contributions out, or of
+naming keys of their own."""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Set
 
 from p2pdiloco.protocol.ids import PeerId, peer_of
 from p2pdiloco.protocol.messages import CommitHeader
@@ -14,11 +16,10 @@ COMMITS_KEPT, COMMITS_LEAST, OWNERS_REMEMBERED = 24, 6, 1024
 that are remembered. In one bad round an owner may make several small commits."""
 
 
-def is_small(core: Core, header: CommitHeader) -> bool:
-    """Return whether at most half of the peers that may take part did: the owner, and the contributors."""
-    able = core.participation.entitled(header.shard)
-    took_part = able.intersection((header.owner, *(peer_of(c.learner) for c in header.contributors)))
-    return not Support(len(took_part), len(able)).is_most
+def took_part(header: CommitHeader, prompt: Set[PeerId]) -> Support:
+    """Return how many ``prompt`` peers took part: the owner, and the contributors."""
+    here = prompt & {header.owner, *(peer_of(c.learner) for c in header.contributors)}
+    return Support(len(here), len(prompt))
 
 
 def is_crowd(core: Core, header: CommitHeader) -> bool:
@@ -34,7 +35,7 @@ def is_crowd(core: Core, header: CommitHeader) -> bool:
 
 
 class SmallCommits:
-    """Shares of each owner's commits that most participants did not take part in.
+    """Shares of each owner's commits that fewer than nearly all took part in.
 
     An owner need not wait for contributions that are late, and no audit can tell. But what is late is late for all
     owners alike, so only an owner whose commits are small more often than those of the others is suspected.

@@ -20,11 +20,9 @@ from p2pdiloco.protocol.support import Support
 LEAST_WAIT_STEPS = 3
 """Least number of steps that an owner waits for usual answers. Learners answer at the end of a step, and some are
 slower, so half of a short round is not enough."""
-PAIR = 2
-"""Participants of which one is enough: nobody can tell which of two contributions is usual."""
 LEFT_OUT_TAKEOVERS = 2
-"""Takeover times for which a peer does not apply a suspected owner's commit that left most contributions out. The next
-owner merges them in the second."""
+"""Takeover times for which a peer does not apply a suspected owner's commit. The next owner merges what it lacks in the
+second."""
 
 
 class Times(NamedTuple):
@@ -46,10 +44,10 @@ class Waits(NamedTuple):
     """How long an owner may take before the next in rank takes over (W4)."""
     usual_s: float
     """How long after the opening of a round its owner waits for those that usually answer until then (W3b)."""
-    most_s: float
-    """How long it waits at least while at most half of the participants have answered (M4d)."""
+    nearly_all_s: float
+    """How long it waits at least while fewer than nearly all prompt peers have answered (M4d)."""
     few_s: float
-    """Least time between two commits of few participants whose owners' turn has not come (O5b)."""
+    """Least time between two small commits whose owners' turn has not come (O5b)."""
     commit_s: float
     """How long to wait for a commit that other peers have (W5a)."""
 
@@ -60,7 +58,7 @@ def waits(config: ProtocolConfig, times: Times, *, is_any_leaving: bool) -> Wait
     Where steps are shorter than a round trip, nobody can answer within some steps, so ``usual_s`` covers two median
     round trips: a single peer that answers heartbeats late must not make all owners wait. It is at most half of the
     takeover time, so that the commit arrives before the next owner would merge, too. While a peer leaves, no owner
-    waits for most: its time is short.
+    waits for nearly all: its time is short.
     """
     wanted_s = config.overlap * times.step_s + 3 * times.round_s + 4 * times.slowest_round_trip_s
     takeover_s = min(max(wanted_s, config.takeover_floor_s), config.takeover_ceiling_s)
@@ -69,7 +67,7 @@ def waits(config: ProtocolConfig, times: Times, *, is_any_leaving: bool) -> Wait
     return Waits(
         takeover_s=takeover_s,
         usual_s=min(steps * times.step_s + 2 * times.usual_round_trip_s, takeover_s / 2),
-        most_s=min(config.sync_every * times.median_step_s, takeover_s) / 2 if is_waiting else 0.0,
+        nearly_all_s=min(config.sync_every * times.median_step_s, takeover_s) / 2 if is_waiting else 0.0,
         few_s=max(takeover_s, config.sync_every * times.step_s / 2),
         commit_s=min(times.round_s, config.heartbeat_s) + 2 * times.slowest_round_trip_s,
     )
@@ -92,7 +90,7 @@ class QuorumView(NamedTuple):
     given: int
     """Number of contributions with tokens."""
     answers: Support
-    """How many participants have answered."""
+    """How many prompt participants have answered."""
     missing: Mapping[PeerId, float]
     """Participants that have not answered, and how long each usually takes (0: it is new)."""
     min_quorum: int
@@ -142,8 +140,8 @@ def _window_s(view: QuorumView, quorum_s: float) -> float:
     window_s = view.grace_s
     if view.is_extended and any(usual_s <= view.waits.usual_s for usual_s in view.missing.values()):
         window_s = max(window_s, view.waits.usual_s - quorum_s)
-    if view.is_extended and view.answers.stand + len(view.missing) > PAIR and not view.answers.is_most:
-        window_s = max(window_s, view.waits.most_s - quorum_s)
+    if view.is_extended and not view.answers.is_nearly_all:
+        window_s = max(window_s, view.waits.nearly_all_s - quorum_s)
     return min(window_s if view.departing_s is None else view.departing_s, view.waits.takeover_s)
 
 
@@ -157,8 +155,8 @@ class CommitView(NamedTuple):
     """When the round opened here; None: it has not."""
     rank: int
     """The owner's rank."""
-    is_small: bool
-    """At most half of the participants took part."""
+    took_part: Support
+    """How many prompt peers took part."""
     is_suspect: bool
     """The owner may have left contributions out, or named keys of its own (``suspicion``)."""
     waits: Waits
@@ -169,7 +167,7 @@ class CommitDue(NamedTuple):
 
     at: float
     is_unusual: bool = False
-    """It uses up the time for commits of few."""
+    """It uses up the time for small commits."""
     is_suspect: bool = False
     """Its owner comes last from now on."""
 
@@ -177,16 +175,18 @@ class CommitDue(NamedTuple):
 def due(view: CommitView) -> CommitDue:
     """Decide when to apply a commit.
 
-    Its owner may merge at once if most participants took part, since a peer contributes to the owner that it considers
-    next; at rank 0 a little later, as it has to wait for the others. A suspected owner's commit comes after that of the
-    next owner, which gets all contributions after the takeover time, and those to the next versions at once.
+    Its owner may merge at once if nearly all took part, since a peer contributes to the owner that it considers next;
+    of two peers, only at rank 0. If most took part, or at rank 0, its owner has to wait a while for the others, else
+    until its turn comes. A suspected owner's commit comes after that of the next owner, which gets all contributions
+    after the takeover time, and those to the next versions at once.
     """
     if view.is_suspect:
         since = view.began_at if view.opened_at is None else view.opened_at
         return CommitDue(max(view.now, since + LEFT_OUT_TAKEOVERS * view.waits.takeover_s), is_suspect=True)
-    if not view.is_small:
+    is_in_turn = view.took_part.is_most or view.rank == 0
+    if is_in_turn and view.took_part.is_nearly_all:
         return CommitDue(view.now)
-    wait_s = view.rank * view.waits.takeover_s if view.rank else view.waits.most_s
+    wait_s = view.waits.nearly_all_s if is_in_turn else view.rank * view.waits.takeover_s
     if view.opened_at is not None and view.now >= view.opened_at + wait_s:
         return CommitDue(view.now)
     at = view.began_at + view.waits.few_s

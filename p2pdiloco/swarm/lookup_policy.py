@@ -14,8 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 from p2pdiloco.discovery.directory import Directory, DirectoryError
-from p2pdiloco.protocol.connectivity import fingerprint
-from p2pdiloco.protocol.ids import PeerId
+from p2pdiloco.protocol.ids import PeerId, fingerprint
 from p2pdiloco.timing import Backoff
 
 # Shortest and longest interval between two lookups. A lookup costs some 600 kB in a run of 64 peers. With at most

@@ -25,8 +25,7 @@ from p2pdiloco.access.certificates import NEVER, Role
 from p2pdiloco.access.members import NotAMemberError
 from p2pdiloco.access.membership_log import join_statements, split_statements
 from p2pdiloco.net.authorization import MemberAuthorizer
-from p2pdiloco.protocol.connectivity import fingerprint
-from p2pdiloco.protocol.ids import PeerId
+from p2pdiloco.protocol.ids import PeerId, fingerprint
 from p2pdiloco.swarm.credentials import Credentials, MemberFiles
 from p2pdiloco.timing import RateLimiter
 from p2pdiloco.util import logs

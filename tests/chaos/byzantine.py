@@ -36,11 +36,21 @@ from p2pdiloco.protocol import aggregation, block_assignment, heartbeat, waiting
 from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol.chain import NO_MARK, record_of
 from p2pdiloco.protocol.config import BATCH_ROOM, LEAST_FACTOR, RANGE_ROUNDS
-from p2pdiloco.protocol.connectivity import Connectivity, fingerprint, listed
+from p2pdiloco.protocol.connectivity import Connectivity, listed
 from p2pdiloco.protocol.contributions import Contributions, DeltaReconciliation
 from p2pdiloco.protocol.counted_tokens import TokenCounts
 from p2pdiloco.protocol.events import ShardState
-from p2pdiloco.protocol.ids import DIGEST_BYTES, Digest, FragmentId, ShardId, digest_of, learner_id, peer_of
+from p2pdiloco.protocol.ids import (
+    DIGEST_BYTES,
+    Digest,
+    FragmentId,
+    PeerId,
+    ShardId,
+    digest_of,
+    fingerprint,
+    learner_id,
+    peer_of,
+)
 from p2pdiloco.protocol.messages import MAX_CLAIMS, Head, Heads, commit_id, signed_commit_bytes
 from p2pdiloco.protocol.replication import LogRequests
 from p2pdiloco.protocol.state import Core
@@ -579,7 +589,7 @@ def _own_commit(core: Core, parent: Head, counts: TokenCounts, result: Digest = 
     state, tokens = chain.state(), chain.limits.most_tokens(FORGED_STEPS)
     mine = msg.Contributor(learner_id(identity.peer_id, "forged"), 0, tokens, 0, FORGED_STEPS)
     given = (signed(identity, run, parent.shard, parent.id, mine, NOTHING),)
-    added, after = counts.count([tokens], first=1)
+    added, after = counts.count(parent.version + 1, {PeerId(identity.peer_id): tokens}, first=1)
     header = msg.CommitHeader(
         shard=parent.shard,
         version=parent.version + 1,

@@ -237,7 +237,7 @@ BUGS = (
         old="min(s, round_steps)",
         new="s",
         harm="whoever declares the steps of 64 rounds goes 64 times as far as the others",
-        killed_by=("tests/unit/test_codec_merge.py::test_declared_steps_lengthen_a_contribution_to_a_turns_at_most",),
+        killed_by=("tests/unit/test_codec_merge.py::test_declared_steps_lengthen_a_contribution_to_a_rounds_at_most",),
     ),
     Bug(
         name="short contributions are a measure",
@@ -246,7 +246,7 @@ BUGS = (
         old="max(typical, reach)",
         new="typical",
         harm="beside a newcomer's first steps, or a machine that is much slower, the other's round is cut short",
-        killed_by=("tests/unit/test_codec_merge.py::test_declared_steps_lengthen_a_contribution_to_a_turns_at_most",),
+        killed_by=("tests/unit/test_codec_merge.py::test_declared_steps_lengthen_a_contribution_to_a_rounds_at_most",),
     ),
     Bug(
         name="a declared weight is believed",

@@ -16,7 +16,7 @@ from p2pdiloco.protocol.waiting import CommitView, QuorumView, Waits, decide, du
 from tests.machine_sim.scenarios import base_config
 
 RUN = RunId("run")
-WAITS = Waits(takeover_s=3.0, usual_s=2.5, most_s=2.0, few_s=5.0, commit_s=0.5)
+WAITS = Waits(takeover_s=3.0, usual_s=2.5, nearly_all_s=2.0, few_s=5.0, commit_s=0.5)
 SLOW, USUAL = {PeerId("c"): 9.0}, {PeerId("c"): 1.0}
 """Who is missing, and usually takes so long."""
 
@@ -54,7 +54,8 @@ def view(**changes: object) -> QuorumView:
         ({"missing": USUAL, "departing_s": 1.5}, False, 11.0),
         ({"missing": USUAL, "departing_s": 0.1}, True, None),
         ({"answers": Support(1, 3), "missing": SLOW | {PeerId("b"): 9.0}, "now": 9.9}, False, 10.0),
-        ({"answers": Support(1, 4), "missing": SLOW, "now": 9.9, "grace_s": 0.0}, True, None),
+        ({"answers": Support(3, 4), "missing": SLOW, "now": 9.9, "grace_s": 0.0}, True, None),
+        ({"answers": Support(1, 2), "missing": SLOW, "now": 9.9, "grace_s": 0.0}, True, None),
         ({"answers": Support(2, 4), "missing": SLOW, "now": 9.9, "grace_s": 0.0}, False, 10.0),
         ({"rank": 1, "missing": {}}, False, 11.0),
         ({"rank": 1, "missing": {}, "now": 11.0}, True, None),
@@ -77,7 +78,11 @@ def test_who_was_waited_for_until_the_usual_time_is_late() -> None:
 @pytest.mark.parametrize(
     ("changes", "at", "is_unusual"),
     [
-        ({"is_small": False}, 10.0, False),
+        ({"took_part": Support(3, 4)}, 10.0, False),
+        ({"took_part": Support(3, 4), "rank": 2}, 10.0, False),
+        ({"took_part": Support(3, 5), "rank": 2}, 10.5, False),
+        ({"took_part": Support(1, 2)}, 10.0, False),
+        ({"took_part": Support(1, 2), "rank": 1}, 11.5, False),
         ({}, 10.5, False),
         ({"now": 10.5}, 10.5, False),
         ({"opened_at": None}, 12.0, False),
@@ -90,7 +95,8 @@ def test_who_was_waited_for_until_the_usual_time_is_late() -> None:
     ],
 )
 def test_when_a_commit_may_be_applied(changes: dict[str, object], at: float, is_unusual: bool) -> None:
-    usual = CommitView(now=10.0, began_at=7.0, opened_at=8.5, rank=0, is_small=True, is_suspect=False, waits=WAITS)
+    few = Support(2, 4)
+    usual = CommitView(now=10.0, began_at=7.0, opened_at=8.5, rank=0, took_part=few, is_suspect=False, waits=WAITS)
     found = due(usual._replace(**changes))  # type: ignore[arg-type]
     assert (found.at, found.is_unusual, found.is_suspect) == (at, is_unusual, "is_suspect" in changes)
 

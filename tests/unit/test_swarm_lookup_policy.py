@@ -8,8 +8,7 @@ from typing import cast
 
 from p2pdiloco.discovery import directory as pings_module
 from p2pdiloco.discovery.directory import CALM_S, PEERS_MOST, SILENT_S, Directory, DirectoryError, PingSchedule
-from p2pdiloco.protocol.connectivity import fingerprint
-from p2pdiloco.protocol.ids import PeerId
+from p2pdiloco.protocol.ids import PeerId, fingerprint
 from p2pdiloco.swarm.lookup_policy import FEW, LOOK_MOST_S, LOOK_S, UNMET_MOST_S, KnownPoints, LookupPolicy
 
 ANN, BOB, CID = (PeerId(name) for name in ("ann", "bob", "cid"))

@@ -19,8 +19,7 @@ from p2pdiloco.access.invite_code import decode_invite, encode_invite
 from p2pdiloco.access.members import Members, NotAMemberError
 from p2pdiloco.access.membership_log import introduction, join_statements
 from p2pdiloco.net.authorization import MemberAuthorizer
-from p2pdiloco.protocol.connectivity import fingerprint
-from p2pdiloco.protocol.ids import PeerId
+from p2pdiloco.protocol.ids import PeerId, fingerprint
 from p2pdiloco.swarm import membership_sync as membership_sync_module
 from p2pdiloco.swarm.credentials import (
     Credentials,

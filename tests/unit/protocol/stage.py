@@ -17,7 +17,7 @@ from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol.chain import genesis_head, record_of
 from p2pdiloco.protocol.counted_tokens import NOTHING_COUNTED, TokenCounts
 from p2pdiloco.protocol.data_blocks import Trained
-from p2pdiloco.protocol.ids import Digest, FragmentId, LearnerId, PeerId, RunId, ShardId, digest_of, learner_id
+from p2pdiloco.protocol.ids import Digest, FragmentId, LearnerId, PeerId, RunId, ShardId, digest_of, learner_id, peer_of
 from p2pdiloco.protocol.machine import Machine
 from p2pdiloco.protocol.ownership import ranked_owners
 from p2pdiloco.protocol.state import ProtocolConfig
@@ -110,7 +110,8 @@ def commit_on(parent: msg.Head, *contributors: msg.Contributor, **changes: Any) 
     usual, factors = _usual.get(parent.id, NOTHING_COUNTED), changes.get("factors", ())
     if len(factors) != len(contributors):
         factors = ()
-    tokens, counts = usual.count([c.tokens for c in contributors] or [1], 2**60, factors)
+    given = {peer_of(c.learner): c.tokens for c in contributors} or {B: 1}
+    tokens, counts = usual.count(parent.version + 1, given, 2**60, factors)
     marks = {c.learner: ev.Mark(c.tokens_to, c.steps_to, parent.version + 1) for c in contributors}
     header = msg.CommitHeader(
         shard=parent.shard,

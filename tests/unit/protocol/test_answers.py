@@ -27,7 +27,7 @@ def wait_s(times: ResponseTimes, missing: Sequence[PeerId], usual_s: float) -> f
         min_quorum=1,
         rank=0,
         grace_s=0.0,
-        waits=Waits(takeover_s=60.0, usual_s=usual_s, most_s=0.0, few_s=60.0, commit_s=1.0),
+        waits=Waits(takeover_s=60.0, usual_s=usual_s, nearly_all_s=0.0, few_s=60.0, commit_s=1.0),
     )
     return decide(view).look_again_at or 0.0
 

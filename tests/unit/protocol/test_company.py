@@ -8,8 +8,8 @@ from stage import A, B, C, D, Stage, notes, only, sent
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
-from p2pdiloco.protocol.connectivity import fingerprint, listed
-from p2pdiloco.protocol.ids import PeerId
+from p2pdiloco.protocol.connectivity import listed
+from p2pdiloco.protocol.ids import PeerId, fingerprint
 from p2pdiloco.protocol.membership import PartitionDetector
 
 E, F, G = PeerId("e"), PeerId("f"), PeerId("g")

@@ -9,8 +9,8 @@ from stage import A, B, C, D, Stage, sent, tokens, with_payload
 from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
-from p2pdiloco.protocol.connectivity import LATELY, SETTLING_BEATS, TOLERANCE, Connectivity, fingerprint, listed
-from p2pdiloco.protocol.ids import PeerId
+from p2pdiloco.protocol.connectivity import LATELY, SETTLING_BEATS, TOLERANCE, Connectivity, listed
+from p2pdiloco.protocol.ids import PeerId, fingerprint
 from p2pdiloco.protocol.ownership import ranked_owners
 
 E, F = PeerId("e"), PeerId("f")
@@ -132,7 +132,9 @@ def test_who_is_heard_by_others_only_counts_if_it_gave_of_late() -> None:
     with_versions(stage, LATELY, B, C)
     stage.wait(SETTLED_S)
     assert fit(stage) == {A, B, C}
-    stage.take(stage.commit(with_payload(tokens(E, 0, 10), "e gave")))
+    last = 10 * LATELY
+    given = [with_payload(tokens(p, last, last + 10), f"{p} last") for p in (B, C)]
+    stage.take(stage.commit(*given, with_payload(tokens(E, 0, 10), "e gave")))
     stage.wait(SETTLED_S)
     assert fit(stage) == {B}
     with_versions_after(stage, LATELY)
@@ -151,11 +153,10 @@ def test_a_name_that_has_no_place_here_makes_nobody_better_connected() -> None:
 
 
 def with_versions_after(stage: Stage, count: int) -> None:
-    """More versions, of c's alone."""
-    done = 10 * LATELY
-    for version in range(count):
-        given = tokens(C, done + 10 * version, done + 10 * version + 10)
-        stage.take(stage.commit(with_payload(given, f"later {version}")))
+    """More versions, of b's and c's."""
+    for version in range(LATELY + 1, LATELY + 1 + count):
+        given = [with_payload(tokens(p, 10 * version, 10 * version + 10), f"{p} {version}") for p in (B, C)]
+        stage.take(stage.commit(*given))
     stage.wait(SETTLED_S)
 
 

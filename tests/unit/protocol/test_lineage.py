@@ -14,8 +14,8 @@ from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages
 from p2pdiloco.protocol import messages as msg
-from p2pdiloco.protocol.connectivity import fingerprint, listed
-from p2pdiloco.protocol.ids import Digest, PeerId, RunId, ShardId, learner_id
+from p2pdiloco.protocol.connectivity import listed
+from p2pdiloco.protocol.ids import Digest, PeerId, RunId, ShardId, fingerprint, learner_id
 from p2pdiloco.protocol.machine import Machine
 from p2pdiloco.protocol.messages import CommitHeader, Contributor, Head, commit_id
 from p2pdiloco.protocol.state_acceptance import FAR_REQUESTS

@@ -29,11 +29,10 @@ from p2pdiloco.protocol import effects as ef
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol.config import LONGEST_RUN, Sizes
-from p2pdiloco.protocol.counted_tokens import NOTHING_COUNTED
+from p2pdiloco.protocol.counted_tokens import NOTHING_COUNTED, TokenCounts
 from p2pdiloco.protocol.data_blocks import Block
 from p2pdiloco.protocol.ids import FragmentId, PeerId, ShardId
 from p2pdiloco.protocol.messages import Contributor, Head
-from p2pdiloco.protocol.norm_bound import FEW_MEMORY, MEMORY, OCTAVE, NormBound
 
 HUGE = 2**55
 BURST = 8
@@ -214,7 +213,7 @@ def test_a_commit_that_holds_what_no_learner_can_make_is_not_taken(contributor: 
     stage = Stage(B, C, blocks=100, **LIMITS)
     stage.take(stage.commit(contributor))
     assert stage.head().version == 0
-    stage.take(stage.commit(tokens(B, 0, 100)))
+    stage.take(stage.commit(tokens(B, 0, 50)))
     assert stage.head().version == 1
 
 
@@ -290,57 +289,76 @@ def counted(stage: Stage, *given: Contributor) -> int:
 
 
 @pytest.mark.parametrize("usual", [10, 40])
-def test_a_contribution_counts_for_at_most_four_times_what_the_others_do(usual: int) -> None:
+def test_a_version_counts_for_at_most_one_usual_contribution_each(usual: int) -> None:
     """P3e: so one member neither ends a run with a budget nor makes its chain the heaviest with a number."""
     liar = PeerId("e")
     stage = Stage(B, C, D, liar, owners="bacde", has_learner=False, total_steps=10**6)
     peers = (B, C, D)
     assert counted(stage, *(tokens(peer, 0, usual) for peer in peers)) == 3 * usual
     claim = Contributor(life(liar), 0, 10 * RANGE, 0, RANGE)
-    assert counted(stage, *(tokens(peer, usual, 2 * usual) for peer in peers), claim) == 7 * usual
+    assert counted(stage, *(tokens(peer, usual, 2 * usual) for peer in peers), claim) == 4 * usual
     assert stage.machine.core.chains[SHARD].marks[life(liar)].tokens == claim.tokens_to, "merged it is whole"
+    rest = (
+        tokens(peer, 2 * usual, 2 * usual + more) for peer, more in zip(peers, (10, usual, usual + 10), strict=True)
+    )
+    assert counted(stage, *rest) == min(2 * usual + 20, 3 * usual), "what one has less, another may have more"
 
 
-def test_a_contribution_that_is_merged_alone_counts_for_little_more_than_the_usual_one() -> None:
-    """P3f: an owner may merge what it gave itself, and nobody else's."""
+def count(counts: TokenCounts, *tokens: int, first: int = 512) -> tuple[int, TokenCounts]:
+    """The next version, of what so many peers give, always the same ones: what it counts for, and the next record."""
+    version = max((at for _, at in counts.usual), default=0) + 1
+    return counts.count(version, {PeerId(f"p{n}"): tokens[n] for n in range(len(tokens))}, first)
+
+
+def usual_of(counts: TokenCounts) -> int:
+    """The usual contribution."""
+    return count(counts, 10**9)[0]
+
+
+def test_the_first_contributions_count_for_at_most_two_rounds_of_the_runs_batches() -> None:
+    """P3e: there is no usual one yet."""
     limits = Stage().machine.core.chains[SHARD].limits
-    stage = Stage(B, C, owners="bac", has_learner=False, total_steps=10**6)
-    assert counted(stage, tokens(B, 0, 40), tokens(C, 0, 40)) == 80
-    assert counted(stage, Contributor(life(B), 40, 40 + 2560, 4, 4 + RANGE)) == 45
-    assert counted(stage, tokens(B, 2600, 2640), tokens(C, 40, 50)) == 50, "a short one beside it is no measure"
     first = limits.first_tokens
     assert limits.round_steps == 4
     assert first == 4 * limits.step_tokens // 16
-    assert NOTHING_COUNTED.counted([first], first) == [first]
-    assert NOTHING_COUNTED.counted([10 * first], first) == [4 * first]
+    assert count(NOTHING_COUNTED, first, first=first)[0] == first
+    for keys in (1, 2, 8):
+        assert count(NOTHING_COUNTED, *([10**9] * keys), first=first)[0] == 2 * first * keys
 
 
-@pytest.mark.parametrize("keys", [2, 8])
-def test_an_owner_that_names_keys_of_its_own_counts_for_few_usual_contributions(keys: int) -> None:
-    """P3e: each key's claim is then the median of the others'; one such commit used to spend a run's budget."""
-    counts = NOTHING_COUNTED
-    for _ in range(20):
-        _, counts = counts.count([512, 512, 512], first=512)
-    most = 4 * 512 if keys == 2 else 16 * 512
-    assert counts.counted([3_145_728] * keys, first=512) == [most] * keys
-    young = NOTHING_COUNTED.count([512, 512, 512], first=512)[1]
-    assert young.counted([3_145_728] * keys, first=512) == [16 * 512] * keys
-    assert NOTHING_COUNTED.counted([3_145_728] * keys, first=512) == [4 * 512] * keys
-
-
-def test_what_is_usual_is_the_median_of_each_version_and_moves_slowly() -> None:
-    """P3g: one of four that declares most, and one version in four that holds nothing else, move it little."""
-    counts = NOTHING_COUNTED
-    for _ in range(40):
-        _, counts = counts.count([512, 512, 512, 3_145_728], first=512)
-        assert counts.counted([10**9], first=1) == [576]
+def test_what_is_usual_lies_between_the_middle_ones_of_a_version_and_moves_slowly() -> None:
+    """P3g: one of four that declares most, two of four, and one version in four that holds nothing else, move it
+    little, up or down; one of few does not move it."""
+    _, counts = count(NOTHING_COUNTED, 512, 512, 512, 3_145_728)
+    assert usual_of(counts) == 512
+    for given in ([512, 512, 512, 3_145_728], [512, 512, 3_145_728, 3_145_728], [1, 1, 512, 512], [1, 512, 512]):
+        after = counts
+        for _ in range(40):
+            _, after = count(after, *given)
+        assert usual_of(after) == 512
+    assert usual_of(count(counts, 1)[1]) == 512, "one of four"
+    after = counts
     for version in range(80):
-        tokens = [3_145_728] if version % 4 == 3 else [512, 512, 512, 512]
-        _, counts = counts.count(tokens, first=1)
-        assert counts.counted([10**9], first=1)[0] < 2 * 576
+        _, after = count(after, *([3_145_728] * 4 if version % 4 == 3 else [512] * 4))
+        assert usual_of(after) < 2 * 512
     for _ in range(40):
-        _, counts = counts.count([64, 64, 64], first=1)
-    assert counts.counted([10**9], first=1) == [72], "it follows what all do"
+        _, counts = count(counts, 64, 64, 64)
+    assert usual_of(counts) == 64, "it follows what all do"
+    _, counts = count(NOTHING_COUNTED, 10)
+    for _ in range(40):
+        _, counts = count(counts, 512)
+    assert usual_of(counts) >= 300, "a young chain's grows"
+
+
+def test_who_was_left_out_counts_for_the_versions_that_it_waited() -> None:
+    """P3e, P3g: else an owner that leaves honest contributions out shortens the run, and raises what is usual."""
+    stage = Stage(B, C, D, has_learner=False, total_steps=10**6)
+    assert counted(stage, *(tokens(peer, 0, 40) for peer in (B, C, D))) == 120
+    for version in range(1, 16):
+        start = 40 * version
+        assert counted(stage, tokens(B, start, start + 40), tokens(C, start, start + 40)) == 80
+    assert counted(stage, tokens(B, 640, 680), tokens(C, 640, 680), tokens(D, 40, 1240)) == 80 + 16 * 40
+    assert counted(stage, tokens(B, 680, 2040), tokens(PeerId("e"), 0, 40)) == 80
 
 
 def test_a_commit_whose_usual_is_not_the_chains_is_not_taken() -> None:
@@ -348,10 +366,10 @@ def test_a_commit_whose_usual_is_not_the_chains_is_not_taken() -> None:
     stage = Stage(B, C, owners="bac", has_learner=False, total_steps=10**6)
     stage.take(stage.commit(tokens(B, 0, 40), tokens(C, 0, 40)))
     sound = stage.commit(tokens(B, 40, 80), tokens(C, 40, 1040))
-    assert sound.tokens == 80 + 40 + 160
+    assert sound.tokens == 80 + 80
     for wrong in (
         msgspec.structs.replace(sound, tokens=80 + 40 + 1000),
-        msgspec.structs.replace(sound, counts=NOTHING_COUNTED.after([4000], 80)),
+        msgspec.structs.replace(sound, counts=NOTHING_COUNTED.count(2, {B: 4000}, 10**6)[1]),
     ):
         effects = stage.take(wrong)
         assert "its cumulative tokens are wrong" in notes(effects, "commit")[0]
@@ -415,13 +433,13 @@ def test_an_owner_that_lets_the_takeover_time_pass_owns_last_for_a_while() -> No
     stage.machine.core.membership.on_takeover_missed(B, stage.now, 1.0)
     stage.wait(16 * 3 * 1.0 - 0.6)
     assert dict(stage.machine.core.membership.owners.candidates)[B] < 1e-6
-    chain = stage.machine.core.chains[SHARD]
-    chain.norm_bound = NormBound(MEMORY, 0, FEW_MEMORY, 4 * OCTAVE)
-    for version, contributors in enumerate(((tokens(B, 40, 80),), (tokens(B, 80, 120), tokens(C, 80, 120))), start=2):
-        stage.take(stage.commit(*contributors, length=1.0, record=chain.record_after(version, contributors, 1.0)))
+    stage = Stage(B, C, D, owners="bcda", has_learner=False)
+    for version, givers in enumerate(((B,), (B, C, D))):
+        stage.machine.core.membership.on_takeover_missed(B, stage.now, 1.0)
+        stage.take(stage.commit(*(tokens(peer, 40 * version, 40 * version + 40) for peer in givers), owner=B))
         stage.wait(0.6)
         is_last = dict(stage.machine.core.membership.owners.candidates)[B] < 1e-6
-        assert is_last == (version == 2), "not by merging its own contribution alone, where four are usual"
+        assert is_last == (version == 0), "not by merging its own contribution alone, where three are usual"
 
 
 @pytest.mark.parametrize("is_reconnecting", [False, True])
