@@ -31,7 +31,15 @@ from p2pdiloco.protocol.manifest import Manifest
 from p2pdiloco.timing import Backoff
 from p2pdiloco.training.node_reconnect import IS_POSSIBLE, Found, Reunion, meeting_place
 from p2pdiloco.util import status_pipe
-from p2pdiloco.util.files import LockedError, lock, rotate
+from p2pdiloco.util.files import (
+    LockedError,
+    lock,
+    make_state_folder,
+    open_regular,
+    read_regular,
+    rotate,
+    write_atomically,
+)
 from p2pdiloco.util.logs import printable
 from p2pdiloco.util.status_pipe import Exited, Farewell, Invited, PageAt, StatusMessage, StatusReader
 
@@ -139,7 +147,7 @@ class ScriptNode:
             ScriptNodeError: another script uses this folder, or the folder has several runs of that name.
             OSError: the folder cannot be created or written.
         """
-        folder.mkdir(parents=True, exist_ok=True)
+        make_state_folder(folder)
         self._folder = folder
         try:
             self._lock = lock(folder / "script.lock", is_inherited=False)
@@ -305,7 +313,7 @@ class ScriptNode:
         found = []
         for path in self._folder.glob("*/checkpoint/manifest.msgpack"):
             with contextlib.suppress(OSError, ValueError):
-                manifest = msgspec.msgpack.decode(path.read_bytes(), type=Manifest)
+                manifest = msgspec.msgpack.decode(read_regular(path), type=Manifest)
                 if manifest.config.name == self._request.name and any(path.parent.glob("state-*.json")):
                     found.append(manifest.run)
         return found
@@ -317,7 +325,7 @@ class ScriptNode:
     def _find_running(self) -> bool:
         """Adopt the node that the script's previous process left; return False if there is none."""
         try:
-            process = psutil.Process(int((self._folder / "node.pid").read_text()))
+            process = psutil.Process(int(read_regular(self._folder / "node.pid")))
             if self.meeting_place in process.cmdline() and process.status() != psutil.STATUS_ZOMBIE:
                 self._process = process
         except (OSError, ValueError, psutil.Error):
@@ -334,7 +342,10 @@ class ScriptNode:
         command += ["--state", str(self._folder), "--learner", self.meeting_place, "--reattach-s", str(RETURN_S)]
         if self.log_path.exists() and self.log_path.stat().st_size > LOG_BYTES:
             rotate(self.log_path, keep=1, most_bytes=LOG_BYTES)
-        with open(self.log_path, "ab") as output, status_pipe.opened() as (self._reports, status_fd):
+        with (
+            open(self.log_path, "ab", opener=open_regular) as output,
+            status_pipe.opened() as (self._reports, status_fd),
+        ):
             self._log_began = output.tell()
             self._process = psutil.Popen(
                 [*command, status_pipe.OPTION, str(status_fd)],
@@ -347,7 +358,7 @@ class ScriptNode:
             )
         self._is_child = True
         self._began = time.monotonic()
-        (self._folder / "node.pid").write_text(str(self._process.pid))
+        write_atomically(self._folder / "node.pid", str(self._process.pid).encode())
 
     def _environment(self) -> dict[str, str]:
         """The environment of the node, with the invite or the addresses to join by."""
@@ -372,7 +383,7 @@ class ScriptNode:
 
         Such a node has crashed, or was started by an earlier process of the script."""
         try:
-            with open(self.log_path, "rb") as file:
+            with open(self.log_path, "rb", opener=open_regular) as file:
                 file.seek(self._log_began)
                 lines = file.read().decode(errors="replace").split("\n")
         except OSError as error:

@@ -19,6 +19,7 @@ from p2pdiloco.demo.scenario import play
 from p2pdiloco.node.run_creation import decode_config, find_run, read_config
 from p2pdiloco.protocol.manifest import RunConfig
 from p2pdiloco.swarm.run_index import ConfigError
+from p2pdiloco.util.files import make_private_folder, write_atomically
 
 RUN = "run.toml"
 WRITTEN = {RUN, "bootstrap", "report.json", "loss.png"}
@@ -31,7 +32,7 @@ async def run(arguments: argparse.Namespace) -> int:
         _check_replaceable(arguments.out)
         data, config = _run_config(find_run(arguments.config), arguments.steps)
         out = _fresh_folder(arguments.out)
-        (out / RUN).write_bytes(data)
+        write_atomically(out / RUN, data)
         loop, is_interrupted = asyncio.get_running_loop(), asyncio.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, is_interrupted.set)
@@ -74,7 +75,7 @@ def _check_replaceable(out: Path) -> None:
 
 def _fresh_folder(out: Path) -> Path:
     shutil.rmtree(out, ignore_errors=True)
-    out.mkdir(parents=True)
+    make_private_folder(out)
     return out
 
 

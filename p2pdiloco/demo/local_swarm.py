@@ -30,6 +30,7 @@ from typing import IO, Any
 import psutil
 
 from p2pdiloco.util import status_pipe
+from p2pdiloco.util.files import make_private_folder, open_regular
 from p2pdiloco.util.process import die_with_parent
 from p2pdiloco.util.status_pipe import Invited, Listening, Message, StatusPipeError
 
@@ -122,8 +123,8 @@ class Member:
         self.began_unix = time.time()
         self._clock_off_s = clock_off_s
         self._read: dict[Path, int] = {}
-        folder.mkdir(parents=True, exist_ok=True)
-        with open(self.log_path, "ab") as log, status_pipe.opened() as (self.reports, status_fd):
+        make_private_folder(folder)
+        with open(self.log_path, "ab", opener=open_regular) as log, status_pipe.opened() as (self.reports, status_fd):
             self._log_began = log.tell()
             variables = {**os.environ, MARK: mark, **(environment or {})}
             self.process = self.begin([*arguments, "--state", str(folder)], log, variables, status_fd)

@@ -17,6 +17,7 @@ from p2pdiloco.training.corpus import load_corpus
 from p2pdiloco.training.evaluation import held_out_loss
 from p2pdiloco.training.models import build_model, generate
 from p2pdiloco.training.parameters import FlatParameters
+from p2pdiloco.util.files import write_atomically
 from p2pdiloco.util.logs import printable
 
 # -- Plot --------------------------------------------------------------------------------------------------------------
@@ -176,7 +177,7 @@ def make_report(story: Story, config: RunConfig, out: Path) -> dict[str, Any]:
         "parameters": Layout.of(checkpoint.manifest).elements,
         "seconds": story.took_s,
     }
-    (out / "report.json").write_text(json.dumps(report, indent=2))
+    write_atomically(out / "report.json", json.dumps(report, indent=2).encode())
     report["plot"] = draw(story, start, end, out / "loss.png")
     return report
 

@@ -48,7 +48,7 @@ from p2pdiloco.transport import addresses
 from p2pdiloco.transport.identity import Identity
 from p2pdiloco.transport.narrow_paths import EVERYWHERE, NarrowPaths
 from p2pdiloco.util import logs
-from p2pdiloco.util.files import write_atomically
+from p2pdiloco.util.files import read_regular, write_atomically
 from p2pdiloco.util.tasks import Tasks
 from p2pdiloco.wire.directory_records import POINTS_TOPIC, RUNS_TOPIC, TTL_LIMIT_S, Envelope, peers_topic, seal
 
@@ -109,8 +109,7 @@ class AddressBook:
     def load(self, path: Path) -> None:
         """Add the peers of the cache file ``path``. Blocks on the disk."""
         try:
-            with path.open("rb") as file:
-                entries = msgspec.json.decode(file.read(FILE_LIMIT), type=list[_Entry])
+            entries = msgspec.json.decode(read_regular(path, FILE_LIMIT), type=list[_Entry])
         except FileNotFoundError:
             return
         except (OSError, msgspec.MsgspecError) as error:

@@ -19,6 +19,7 @@ from p2pdiloco.observability.history import RunHistory
 from p2pdiloco.observability.log_reader import LOG, lines
 from p2pdiloco.observability.snapshot import History, RunSnapshot
 from p2pdiloco.util import logs
+from p2pdiloco.util.files import read_regular, write_atomically
 from p2pdiloco.util.status_pipe import PageAt, Say
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ async def serve_page(telemetry: Telemetry, folder: Path, place: str, say: Say) -
         server.try_ports([*_port_before(folder), *range(FIRST_PORT, FIRST_PORT + PORTS), 0])
     async with server:
         with suppress(OSError):
-            (folder / "page.port").write_text(str(server.port))
+            write_atomically(folder / "page.port", str(server.port).encode())
         say(PageAt(server.address, str(folder / "page.token") if token else ""))
         yield
 
@@ -113,7 +114,7 @@ async def load_history(history: RunHistory, folder: Path) -> None:
 
 def _port_before(folder: Path) -> list[int]:
     with suppress(OSError, ValueError):
-        port = int((folder / "page.port").read_text())
+        port = int(read_regular(folder / "page.port"))
         if 0 < port < 65536:
             return [port]
     return []

@@ -26,7 +26,7 @@ from typing import Self
 from p2pdiloco.training import PASSIVE, PROGRAM
 from p2pdiloco.training.node_reconnect import find_learner, peer_credentials
 from p2pdiloco.util import logs, status_pipe
-from p2pdiloco.util.files import rotate
+from p2pdiloco.util.files import open_regular, rotate
 from p2pdiloco.util.process import ProcessHandle, let_be_killed_first, memory_kills
 from p2pdiloco.wire import learner_ipc
 
@@ -249,7 +249,7 @@ class LearnerProcess:
         try:
             if self._log_path.exists() and self._log_path.stat().st_size > LOG_BYTES:
                 rotate(self._log_path, keep=1, most_bytes=LOG_BYTES)
-            with open(self._log_path, "ab") as output:  # noqa: ASYNC230 (a small local file, once per learner)
+            with open(self._log_path, "ab", opener=open_regular) as output:  # noqa: ASYNC230 (a small local file, once per learner)
                 if first is not None:
                     with contextlib.suppress(OSError):  # the forked process was killed: start another one below
                         link_fd, output_fd = theirs.fileno(), output.fileno()

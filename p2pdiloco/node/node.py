@@ -48,7 +48,7 @@ from p2pdiloco.transport.identity import Identity
 from p2pdiloco.transport.transport import ConnectionLimits, Transport, TransportLimits
 from p2pdiloco.util import logs
 from p2pdiloco.util.event_bus import EventBus
-from p2pdiloco.util.files import write_atomically
+from p2pdiloco.util.files import make_private_folder, write_atomically
 from p2pdiloco.util.status_pipe import Say
 from p2pdiloco.wire.control_messages import PeerStatus
 
@@ -117,7 +117,7 @@ class Node:
         began_s, events = directory.now_s(), EventBus()
         async with AsyncExitStack() as stack:
             # Disk and memory.
-            folder.mkdir(parents=True, exist_ok=True)
+            make_private_folder(folder)
             history = run_history(manifest, me)
             metrics = stack.enter_context(Metrics(folder / "metrics.jsonl", history.take))
             await asyncio.to_thread(write_atomically, folder / "manifest.msgpack", manifest.encode())

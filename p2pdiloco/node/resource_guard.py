@@ -109,7 +109,7 @@ class ResourceGuard:
 def pause(folder: Path, *, is_paused: bool) -> None:
     """Pause the peer of this run's folder, also when it starts later, or end the pause."""
     if is_paused:
-        (folder / PAUSED).touch()
+        (folder / PAUSED).touch(mode=0o600)
     else:
         (folder / PAUSED).unlink(missing_ok=True)
 

@@ -19,6 +19,7 @@ from p2pdiloco.protocol.manifest_defaults import budget
 from p2pdiloco.swarm.run_index import peers_below
 from p2pdiloco.training.export import About, Format
 from p2pdiloco.training.parameters import BUFFERS, read_buffers
+from p2pdiloco.util.files import read_regular
 from p2pdiloco.util.status_pipe import Farewell
 from p2pdiloco.wire.control_messages import PeerStatus
 
@@ -60,7 +61,7 @@ class Result(NamedTuple):
         heads = [shard.state.head.id for shard in self.checkpoint.shards]
         for place in places(self.folders):
             with suppress(OSError, ValueError, TypeError, AttributeError, KeyError):
-                report = json.loads((place.parent / "report.json").read_bytes())
+                report = json.loads(read_regular(place.parent / "report.json"))
                 if report.get("heads") == heads and isinstance(report.get("held_out_loss"), float):
                     return report["held_out_loss"], int(report["held_out_step"])
         return None

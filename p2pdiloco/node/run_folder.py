@@ -39,7 +39,15 @@ from p2pdiloco.protocol.manifest_defaults import end_of
 from p2pdiloco.swarm.credentials import MemberFiles
 from p2pdiloco.swarm.run_index import folder_of, is_meant
 from p2pdiloco.util import logs
-from p2pdiloco.util.files import LOCAL, LockedError, lock, write_atomically
+from p2pdiloco.util.files import (
+    LOCAL,
+    LockedError,
+    lock,
+    make_private_folder,
+    make_state_folder,
+    read_regular,
+    write_atomically,
+)
 from p2pdiloco.wire.control_messages import StateProof
 
 log = logs.get("session")
@@ -81,7 +89,8 @@ def hold(state: Path, manifest: Manifest) -> Iterator[Path]:
         OSError: it cannot be created or written.
     """
     folder = folder_of(state, manifest.run)
-    folder.mkdir(parents=True, exist_ok=True)
+    make_state_folder(state)
+    make_private_folder(folder)
     try:
         descriptor = lock(folder / LOCK)
     except LockedError as error:
@@ -90,7 +99,7 @@ def hold(state: Path, manifest: Manifest) -> Iterator[Path]:
             f"(kill {error}), or give this peer a folder of its own with --state"
         ) from error
     try:
-        if not (folder / MANIFEST).is_file() or (folder / MANIFEST).read_bytes() != manifest.encode():
+        if not (folder / MANIFEST).is_file() or read_regular(folder / MANIFEST) != manifest.encode():
             write_atomically(folder / MANIFEST, manifest.encode())  # a spare for checkpoints with a damaged manifest
         swept = sweep(LOCAL, folder) + sweep_checkpoints(folder / CHECKPOINT)
         if swept:

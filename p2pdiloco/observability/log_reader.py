@@ -26,7 +26,7 @@ from p2pdiloco.observability.snapshot import History, Playback, RunSnapshot, Tit
 from p2pdiloco.protocol.ids import RunId, digest_of
 from p2pdiloco.protocol.manifest import MANIFEST, Layout, Manifest
 from p2pdiloco.protocol.manifest_validation import decode_manifest
-from p2pdiloco.util.files import older
+from p2pdiloco.util.files import older, open_regular, read_regular
 from p2pdiloco.util.logs import short
 
 LOG = "metrics.jsonl"
@@ -73,7 +73,7 @@ def lines(log: Path, most_bytes: int = MOST_BYTES, ends: float = math.inf) -> It
     for path in files:
         if not path.exists():
             continue
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=open_regular) as file:
             file.seek(begins[path])
             at = begins[path]
             for raw in file:
@@ -201,7 +201,7 @@ def _run_of(events: list[LoggedEvent]) -> str:
 def _manifest(folder: Path, run: str) -> Manifest | None:
     for path in (folder / MANIFEST, folder / "checkpoint" / MANIFEST):
         try:
-            data = path.read_bytes()
+            data = read_regular(path)
             if digest_of(data) == run or not run:
                 return decode_manifest(data, RunId(digest_of(data)))
         except (OSError, ValueError):
@@ -247,7 +247,7 @@ class Tail:
 
     def _open(self) -> None:
         with suppress(OSError):
-            self._file = open(self._log, "rb")  # noqa: SIM115 (closed in close)
+            self._file = open(self._log, "rb", opener=open_regular)  # noqa: SIM115 (closed in close)
 
     def _skip(self) -> int:
         """Seek to the end of the last complete line; return its offset."""
@@ -342,7 +342,7 @@ def _source(log: Path) -> str:
     """Return the peer that writes a log."""
     for path in (log, *reversed(older(log))):
         source = ""
-        with suppress(OSError), open(path, "rb") as file:
+        with suppress(OSError), open(path, "rb", opener=open_regular) as file:
             for raw in file:
                 if b'"started"' in raw:
                     with suppress(ValueError, RecursionError):

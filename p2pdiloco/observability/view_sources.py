@@ -22,6 +22,7 @@ import msgspec
 
 from p2pdiloco.observability.log_reader import DEPTHS, Player, Recording
 from p2pdiloco.observability.snapshot import History, RunSnapshot
+from p2pdiloco.util.files import read_regular
 
 PAGE_PORT, PAGE_TOKEN = "page.port", "page.token"
 PATIENCE_S = 5.0
@@ -179,9 +180,9 @@ def pages_in(folder: Path) -> list[str]:
     named: list[tuple[float, str]] = []
     for path in {path for depth in DEPTHS for path in folder.glob(depth + PAGE_PORT)}:
         with suppress(OSError, ValueError):
-            port = int(path.read_text())
+            port = int(read_regular(path))
             token = path.with_name(PAGE_TOKEN)
-            query = f"/?token={token.read_text().strip()}" if token.exists() else ""
+            query = f"/?token={read_regular(token).decode().strip()}" if token.exists() else ""
             named.append((path.stat().st_mtime, f"http://127.0.0.1:{port}{query}"))
     return [address for _, address in sorted(named, reverse=True)]
 

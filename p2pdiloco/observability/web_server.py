@@ -33,7 +33,7 @@ from p2pdiloco.observability.connection_limits import PageConnections, PageLimit
 from p2pdiloco.observability.prometheus import expose, unhealthy_reason, unready_reason
 from p2pdiloco.observability.snapshot import History, RunSnapshot
 from p2pdiloco.util import logs
-from p2pdiloco.util.files import write_atomically
+from p2pdiloco.util.files import open_regular, read_regular, write_atomically
 
 log = logs.get("page")
 
@@ -337,11 +337,11 @@ def kept_token(folder: Path) -> str:
     """
     path = folder / "page.token"
     if given := os.environ.get(TOKEN_VARIABLE, "").strip():
-        write_atomically(path, given.encode(), mode=0o600)  # for p2pdiloco watch on this machine
+        write_atomically(path, given.encode())  # for p2pdiloco watch on this machine
         return given
     with suppress(FileNotFoundError):
-        return path.read_text().strip()
+        return read_regular(path).decode().strip()
     token = new_token()
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
+    with open(path, "x", encoding="ascii", opener=open_regular) as file:
         file.write(token)
     return token

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any, Self, TextIO
 
 from p2pdiloco.util import logs
-from p2pdiloco.util.files import rotate
+from p2pdiloco.util.files import make_parent, open_regular, rotate
 from p2pdiloco.wire.control_messages import PeerStatus
 from p2pdiloco.wire.learner_ipc import Progress
 
@@ -62,12 +62,13 @@ class Metrics:
         self.faults: Counter[str] = Counter()
 
     def __enter__(self) -> Self:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
+        make_parent(self._path)
         self._open()
         return self
 
     def _open(self) -> None:
-        self._file = open(self._path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 (closed in __exit__)
+        # Closed in __exit__.
+        self._file = open(self._path, "a", encoding="utf-8", buffering=1, opener=open_regular)  # noqa: SIM115
         self._bytes = self._file.tell()
 
     def _rotate(self) -> None:

@@ -41,7 +41,7 @@ from p2pdiloco.protocol.ids import PeerId, RunId
 from p2pdiloco.protocol.manifest import Manifest
 from p2pdiloco.transport.identity import Identity, verify
 from p2pdiloco.util import logs
-from p2pdiloco.util.files import write_atomically
+from p2pdiloco.util.files import read_regular, write_atomically
 
 log = logs.get("members")
 
@@ -181,7 +181,7 @@ class MemberFiles:
     def chain(self) -> bytes:
         """Return this peer's certificate chain, empty if there is none."""
         with contextlib.suppress(OSError):
-            return (self.folder / "chain").read_bytes()
+            return read_regular(self.folder / "chain")
         return b""
 
     def write_chain(self, chain: bytes) -> None:
@@ -192,20 +192,20 @@ class MemberFiles:
     def invite(self) -> str:
         """Return the invite that the founder's terminal shows, empty if there is none."""
         with contextlib.suppress(OSError, UnicodeDecodeError):
-            return (self.folder / "invite").read_text("ascii")
+            return read_regular(self.folder / "invite").decode("ascii")
         return ""
 
     def write_invite(self, text: str) -> None:
         """Write the invite that the founder's terminal shows, readable only by this user."""
-        write_atomically(self.folder / "invite", text.encode("ascii"), mode=0o600)
+        write_atomically(self.folder / "invite", text.encode("ascii"))
 
     def load(self, members: Members) -> None:
         """Add all statements in the files to ``members``. Damaged ones are logged and skipped."""
         seen = b""
         with contextlib.suppress(FileNotFoundError):
-            seen = (self.folder / "seen").read_bytes()
+            seen = read_regular(self.folder / "seen")
         with contextlib.suppress(FileNotFoundError):
-            _learn(members, (self.folder / "statements").read_bytes(), seen, self.folder)
+            _learn(members, read_regular(self.folder / "statements"), seen, self.folder)
         for path in self._queued():
             self._take(path, members)
 
@@ -251,9 +251,9 @@ class MemberFiles:
         """Return the statements in the files, without verifying them. Damaged files count as empty."""
         statements: list[bytes] = []
         with contextlib.suppress(OSError, CertificateError):
-            statements += split_statements((self.folder / "statements").read_bytes())
+            statements += split_statements(read_regular(self.folder / "statements"))
         with contextlib.suppress(OSError):
-            statements += [path.read_bytes() for path in self._queued()]
+            statements += [read_regular(path) for path in self._queued()]
         return statements
 
     @property
@@ -281,7 +281,7 @@ class MemberFiles:
     def _take(self, path: Path, members: Members) -> bytes | None:
         """Add a queued statement to ``members``; return it if it is new."""
         try:
-            statement = path.read_bytes()
+            statement = read_regular(path)
             return statement if members.learn(statement) else None
         except (OSError, CertificateError) as error:
             log.warning("a membership statement is ignored", file=path, reason=str(error))

@@ -30,7 +30,7 @@ from p2pdiloco.swarm.credentials import (
 from p2pdiloco.swarm.run_index import folder_of, is_meant, manifests_here
 from p2pdiloco.transport.identity import KEY_FILE, Identity
 from p2pdiloco.util import logs
-from p2pdiloco.util.files import write_atomically
+from p2pdiloco.util.files import read_regular, write_atomically
 from p2pdiloco.util.status_pipe import Invited, Say
 
 log = logs.get("invites")
@@ -141,7 +141,7 @@ def keep_addresses(run_folder: Path, addresses: Sequence[str]) -> None:
 def kept_addresses(run_folder: Path) -> tuple[str, ...]:
     """Return the addresses that ``keep_addresses`` has saved."""
     try:
-        return tuple((MemberFiles(run_folder).folder / ADDRESSES).read_text().split())
+        return tuple(read_regular(MemberFiles(run_folder).folder / ADDRESSES).decode().split())
     except OSError:
         return ()
 

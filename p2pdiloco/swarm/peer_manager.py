@@ -36,7 +36,7 @@ from p2pdiloco.swarm.lookup_policy import LookupPolicy
 from p2pdiloco.swarm.membership_sync import MembershipSync
 from p2pdiloco.transport.transport import DialError, Impostor, PeerRefused, Transport
 from p2pdiloco.util import logs
-from p2pdiloco.util.files import write_atomically
+from p2pdiloco.util.files import read_regular, write_atomically
 from p2pdiloco.util.tasks import Tasks
 from p2pdiloco.wire.control_messages import decode_as, encode
 from p2pdiloco.wire.directory_records import PeerRecord
@@ -303,6 +303,6 @@ class PeerManager:
 
 def _load_addresses(path: Path) -> dict[str, list[str]]:
     try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, list[str]])
+        return msgspec.json.decode(read_regular(path), type=dict[str, list[str]])
     except (OSError, ValueError):
         return {}

@@ -15,6 +15,7 @@ from p2pdiloco.protocol.manifest import MANIFEST, Manifest
 from p2pdiloco.protocol.manifest_validation import decode_manifest
 from p2pdiloco.transport.identity import KEY_FILE
 from p2pdiloco.util import logs
+from p2pdiloco.util.files import read_regular
 
 log = logs.get("session")
 
@@ -53,7 +54,7 @@ def manifests_here(state: Path) -> list[Manifest]:
     found = []
     for path in sorted(state.glob(f"*/{MANIFEST}")):
         try:
-            data = path.read_bytes()
+            data = read_regular(path)
             found.append(decode_manifest(data, RunId(digest_of(data))))
         except (OSError, ValueError) as error:
             log.warning("the manifest in a run's folder cannot be read", folder=path.parent, reason=str(error))

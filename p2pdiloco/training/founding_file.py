@@ -17,6 +17,7 @@ import functools
 import json
 import logging
 import math
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
@@ -35,7 +36,7 @@ from p2pdiloco.protocol.manifest_defaults import in_rounds
 from p2pdiloco.protocol.manifest_validation import architecture_problems, config_problems
 from p2pdiloco.training.config_errors import in_words
 from p2pdiloco.training.parameters import frozen_digest, unwrapped
-from p2pdiloco.util.files import stream_atomically
+from p2pdiloco.util.files import open_regular, stream_atomically
 
 NAME = "foundation.safetensors"
 # Number of parameters that are converted and written at a time.
@@ -299,6 +300,7 @@ def read(path: Path) -> Foundation:
         FoundationError: it does not exist, is torn, or of another version.
     """
     try:
+        os.close(open_regular(path))  # safetensors would wait for the writer of a FIFO
         with safe_open(path, framework="pt") as file:
             header = msgspec.json.decode((file.metadata() or {})[_HEADER], type=_Header)
             shapes = tuple((name, torch.Size(file.get_slice(name).get_shape())) for name in header.names)

@@ -37,6 +37,7 @@ from p2pdiloco.training.optimizer_state import Keeper
 from p2pdiloco.training.shared_memory import SharedVectors, ring_elements
 from p2pdiloco.training.thread_tuning import ThreadChoice
 from p2pdiloco.util import logs
+from p2pdiloco.util.files import read_regular
 from p2pdiloco.util.process import be_called, die_with_parent
 from p2pdiloco.wire.learner_ipc import Failed
 
@@ -125,7 +126,7 @@ def setting(options: argparse.Namespace) -> tuple[torch.device, Manifest]:
         torch.set_num_threads(options.threads)
     torch.set_float32_matmul_precision("high")  # TF32 where a GPU has it
     device = device_of(options.device)
-    manifest = msgspec.msgpack.decode(options.manifest.read_bytes(), type=Manifest)
+    manifest = msgspec.msgpack.decode(read_regular(options.manifest), type=Manifest)
     if manifest.config.model.kind == "external":
         raise ValueError(
             "the run's learners are training scripts: take part with p2pdiloco.DiLoCo, or join with --follow"

@@ -25,7 +25,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from p2pdiloco.training.corpus import Batches
-from p2pdiloco.util.files import Buffer, stream_atomically
+from p2pdiloco.util.files import Buffer, read_regular, stream_atomically
 
 STEPS = "steps"
 DATA = "data"
@@ -130,7 +130,7 @@ class Keeper:
             InnerStateError: the file cannot be read.
         """
         try:
-            taken: dict[str, Tensor] = safetensors.torch.load(self._path.read_bytes())
+            taken: dict[str, Tensor] = safetensors.torch.load(read_regular(self._path))
         except FileNotFoundError:
             return None
         except (OSError, SafetensorError) as error:

@@ -11,6 +11,7 @@ Rules of this file:
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -27,7 +28,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from p2pdiloco.protocol.ids import Digest, FragmentId, RunId, ShardId, digest_of
 from p2pdiloco.protocol.manifest import Layout, TensorSpec
 from p2pdiloco.training.cuda_copies import CudaCopies, Finished
-from p2pdiloco.util.files import write_atomically
+from p2pdiloco.util.files import open_regular, read_regular, write_atomically
 
 # Maximum number of differing tensors that a message names.
 MOST_TOLD = 3
@@ -358,7 +359,7 @@ def write_buffers(folder: Path, run: RunId, model: nn.Module) -> None:
     if any(bool(copy.isnan().any()) for copy in copies.values()):
         return  # training has failed: the run does not merge such parameters either
     path, data = folder / BUFFERS, safetensors.torch.save(copies, metadata={"run": run})
-    if not path.is_file() or path.read_bytes() != data:
+    if not path.is_file() or read_regular(path) != data:
         write_atomically(path, data)
 
 
@@ -371,6 +372,7 @@ def read_buffers(folder: Path, run: RunId) -> dict[str, Tensor]:
     """
     path = folder / BUFFERS
     try:
+        os.close(open_regular(path))  # safetensors would wait for the writer of a FIFO
         with safe_open(path, framework="pt") as file:
             is_ours = (file.metadata() or {}).get("run") == run
             return {name: file.get_tensor(name) for name in file.keys()} if is_ours else {}  # noqa: SIM118

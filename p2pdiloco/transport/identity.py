@@ -19,7 +19,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from p2pdiloco.protocol.ids import PeerId
-from p2pdiloco.util.files import LockedError, lock, sync_folder, write_temporary
+from p2pdiloco.util.files import LockedError, lock, make_parent, read_regular, sync_folder, write_temporary
 from p2pdiloco.wire.peer_ids import KEY_BYTES, key_of, peer_id_of
 
 SIGNATURE_BYTES = 64
@@ -57,7 +57,7 @@ class Identity:
             return found
         try:
             _create(path, Ed25519PrivateKey.generate())
-            return cls(_parse(path.read_bytes(), path), path)
+            return cls(_parse(read_regular(path), path), path)
         except OSError as error:
             raise IdentityError(f"the identity file {path} cannot be created: {error.strerror}; {ANOTHER}") from error
 
@@ -69,7 +69,7 @@ class Identity:
             IdentityError: the file is not a libp2p Ed25519 key, or not readable.
         """
         try:
-            return cls(_parse(path.read_bytes(), path), path)
+            return cls(_parse(read_regular(path), path), path)
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -160,8 +160,8 @@ def _parse(data: bytes, path: Path) -> Ed25519PrivateKey:
 
 def _create(path: Path, key: Ed25519PrivateKey) -> None:
     """Store a new key. Link instead of rename: if two processes start at once, both read the winner's file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = write_temporary(path, (Identity(key).to_file_bytes(),), mode=0o600)
+    make_parent(path)
+    temporary = write_temporary(path, (Identity(key).to_file_bytes(),))
     try:
         os.link(temporary, path)
     except FileExistsError:

@@ -18,7 +18,7 @@ import msgspec
 from msgspec import Meta
 
 from p2pdiloco.util import logs
-from p2pdiloco.util.files import write_atomically
+from p2pdiloco.util.files import read_regular, write_atomically
 
 log = logs.get("transport")
 
@@ -66,8 +66,7 @@ class NarrowPaths:
         """Add the hosts in the file. Blocks on the disk."""
         try:
             if self._path is not None:
-                with self._path.open("rb") as file:
-                    found = msgspec.json.decode(file.read(FILE_LIMIT), type=_Hosts)
+                found = msgspec.json.decode(read_regular(self._path, FILE_LIMIT), type=_Hosts)
                 self._hosts = {host: at for host, at in found.items() if abs(time.time() - at) < LIFE_S}
         except (OSError, msgspec.MsgspecError):
             return

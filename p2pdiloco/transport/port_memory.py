@@ -19,7 +19,7 @@ from msgspec import Meta
 
 from p2pdiloco.transport import addresses, sockets
 from p2pdiloco.util import logs
-from p2pdiloco.util.files import write_atomically
+from p2pdiloco.util.files import read_regular, write_atomically
 
 log = logs.get("directory")
 
@@ -66,7 +66,6 @@ def remember(listening: Iterable[str], path: Path) -> None:
 
 def _read(path: Path) -> _Ports:
     try:
-        with path.open("rb") as file:
-            return msgspec.json.decode(file.read(FILE_LIMIT), type=_Ports)
+        return msgspec.json.decode(read_regular(path, FILE_LIMIT), type=_Ports)
     except (OSError, msgspec.MsgspecError):
         return {}

@@ -1,4 +1,4 @@
-"""Atomic file replacement, file locks, and disk access past the cache.
+"""Private folders and files, atomic file replacement, file locks, and disk access past the cache.
 
 After a crash a file has its old content or its new one, never a mixture, and no lock is left behind.
 
@@ -6,6 +6,8 @@ Rules of this file:
 1. The temporary file lies in the target's own folder, because renames are atomic within one file system only.
 2. The content reaches the disk before the new name does, and the new name before the call returns.
 3. All functions block: call them in a thread, not on the event loop.
+4. Only this user may enter the folders and read the files that are made here, whatever the umask.
+5. What a peer opens in its state folder is a regular file (``open_regular``): opening a FIFO could wait for ever.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import logging
 import mmap
 import os
 import shutil
+import stat
 import tempfile
 import threading
 from collections.abc import Iterable
@@ -33,6 +36,85 @@ STAGING_BYTES = 1 << 20
 """Size of the aligned buffer for writes past the cache; the caller's data need not be aligned."""
 PAST_CACHE: int = getattr(os, "O_DIRECT", 0)
 """Flag for writes past the cache, or 0 if the system has none."""
+
+
+def make_private_folder(folder: Path) -> None:
+    """Create ``folder`` and its missing parents with mode 0700. If it exists, take all permissions from others.
+
+    Raises:
+        OSError: it cannot be created.
+    """
+    try:
+        os.mkdir(folder, 0o700)
+    except FileNotFoundError:
+        make_private_folder(folder.parent)
+        make_private_folder(folder)
+    except FileExistsError:
+        if not folder.is_dir():
+            raise
+        _take_from_others(folder, folder, folder.stat())
+
+
+def make_state_folder(folder: Path) -> None:
+    """Create a state folder. An existing one that the user named may have other files, and keeps its mode."""
+    if not folder.is_dir() or folder.absolute().is_relative_to(state_home()):
+        make_private_folder(folder)
+
+
+def make_parent(path: Path) -> None:
+    """Create the folder of ``path``, if it is missing. An existing one may be the user's, and keeps its mode."""
+    if not path.parent.is_dir():
+        make_private_folder(path.parent)
+
+
+def open_regular(path: Path | str, flags: int = os.O_RDONLY) -> int:
+    """Open a regular file and return its descriptor, as an ``opener`` of ``open``. Others cannot read what is written.
+
+    Raises:
+        OSError: it cannot be opened, or is something else, such as a FIFO, whose other end may never be opened.
+    """
+    try:
+        descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o600)
+    except OSError as error:
+        if error.errno == errno.ENXIO:
+            raise _not_regular(path) from error
+        raise
+    found = os.fstat(descriptor)
+    if not stat.S_ISREG(found.st_mode):
+        os.close(descriptor)
+        is_folder = stat.S_ISDIR(found.st_mode)
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path)) if is_folder else _not_regular(path)
+    if flags & (os.O_WRONLY | os.O_RDWR):
+        _take_from_others(descriptor, path, found)
+    return descriptor
+
+
+def _not_regular(path: Path | str) -> OSError:
+    return OSError(errno.ENXIO, "it is not a regular file: remove it", str(path))
+
+
+def _take_from_others(target: int | Path, path: Path | str, found: os.stat_result) -> None:
+    if found.st_mode & 0o077:
+        try:
+            os.chmod(target, stat.S_IMODE(found.st_mode) & ~0o077)
+        except OSError as error:
+            if found.st_dev not in _without_modes:
+                _without_modes.add(found.st_dev)
+                log.warning("others on this machine may read %s: its mode cannot be changed (%s)", path, error.strerror)
+
+
+# File systems of which a warning has told that modes cannot be changed there.
+_without_modes: set[int] = set()
+
+
+def read_regular(path: Path, size: int = -1) -> bytes:
+    """Return the bytes of a regular file, at most ``size`` unless that is negative.
+
+    Raises:
+        OSError: as of ``open_regular``.
+    """
+    with open(path, "rb", opener=open_regular) as file:
+        return file.read(size)
 
 
 class LockedError(Exception):
@@ -54,7 +136,7 @@ def lock(path: Path, *, is_inherited: bool = True) -> int:
         LockedError: another process has the lock.
         OSError: the file cannot be opened, or neither file system has locks.
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    descriptor = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
     try:
         (fcntl.flock if is_inherited else fcntl.lockf)(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -96,19 +178,19 @@ def _local_lock(path: Path) -> Path:
 Buffer = bytes | bytearray | memoryview
 
 
-def write_atomically(path: Path, data: Buffer, *, mode: int = 0o644) -> None:
-    """Replace ``path`` by ``data`` with permission bits ``mode``; parent folders are created.
+def write_atomically(path: Path, data: Buffer) -> None:
+    """Replace ``path`` by ``data`` with mode 0600; parent folders are created with mode 0700.
 
     Raises:
         OSError: for example, the disk is full or the folder is not writable. The old file is then untouched.
     """
-    stream_atomically(path, (data,), mode=mode)
+    stream_atomically(path, (data,))
 
 
-def stream_atomically(path: Path, parts: Iterable[Buffer], *, mode: int = 0o644) -> None:
+def stream_atomically(path: Path, parts: Iterable[Buffer]) -> None:
     """Do ``write_atomically`` with ``parts``, one after the other: only one needs to be in memory at a time."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = write_temporary(path, parts, mode=mode)
+    make_parent(path)
+    temporary = write_temporary(path, parts)
     try:
         os.replace(temporary, path)
     except OSError:
@@ -117,7 +199,7 @@ def stream_atomically(path: Path, parts: Iterable[Buffer], *, mode: int = 0o644)
     sync_folder(path.parent)
 
 
-def write_temporary(path: Path, parts: Iterable[Buffer], *, mode: int) -> Path:
+def write_temporary(path: Path, parts: Iterable[Buffer]) -> Path:
     """Write ``parts`` to disk under a temporary name beside ``path``. The caller renames or removes the file.
 
     Raises:
@@ -126,7 +208,6 @@ def write_temporary(path: Path, parts: Iterable[Buffer], *, mode: int) -> Path:
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:
-            os.fchmod(descriptor, mode)
             for part in parts:
                 file.write(part)
             file.flush()
@@ -167,13 +248,13 @@ class _Writer:
     """
 
     def __init__(self, path: Path, at: int | None = None) -> None:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | (os.O_TRUNC if at is None else 0)
+        flags = os.O_WRONLY | os.O_CREAT | (os.O_TRUNC if at is None else 0)
         try:
-            self.descriptor = os.open(path, flags | PAST_CACHE, 0o666)
+            self.descriptor = open_regular(path, flags | PAST_CACHE)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            self.descriptor = os.open(path, flags, 0o666)
+            self.descriptor = open_regular(path, flags)
         self._is_new = at is None
         self._staged = self._total = 0
         os.lseek(self.descriptor, at or 0, os.SEEK_SET)
@@ -221,7 +302,7 @@ class LocalDisk:
 
     def read(self, path: Path, start: int = 0, size: int | None = None) -> bytes:
         """Return the file's bytes from ``start`` on, at most ``size``."""
-        with path.open("rb") as file:
+        with open(path, "rb", opener=open_regular) as file:
             file.seek(start)
             try:
                 return file.read(-1 if size is None else size)
@@ -237,7 +318,7 @@ class LocalDisk:
         self._write(path, at, parts)
 
     def _write(self, path: Path, at: int | None, parts: Iterable[Buffer]) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_parent(path)
         writer = _Writer(path, at)
         try:
             for part in parts:
@@ -248,12 +329,12 @@ class LocalDisk:
 
     def append(self, path: Path, part: Buffer) -> None:
         """Append ``part`` to an existing file."""
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC), "ab") as file:
+        with os.fdopen(open_regular(path, os.O_WRONLY | os.O_APPEND), "ab") as file:
             file.write(part)
 
     def sync(self, path: Path) -> None:
         """Make the file's content durable."""
-        descriptor = os.open(path, os.O_RDONLY)
+        descriptor = open_regular(path)
         try:
             os.fsync(descriptor)
         finally:

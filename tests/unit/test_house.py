@@ -24,6 +24,12 @@ CIRCLES = {
     frozenset({"training.multi_rank", "training.node_link"}),
 }
 """Modules that know each other's types, still."""
+OPENS_OTHERS = """
+    cli/demo cli/export cli/invite_sources cli/main demo/local_swarm nat/port_mapping node/diagnostics node/run_creation
+    training/corpus training/dataset_files training/export training/generation training/gguf_export
+    training/huggingface training/learner_main training/tokenized_dataset util/files util/process
+"""
+"""Modules that open files of the user or of the system, beside those of a peer's state."""
 DEFINITIONS = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 PARTS = "core|replication|aggregation|contributions|shutdown|evaluations|heartbeats|repair|block_assignment"
 
@@ -141,3 +147,19 @@ def test_node_and_peer_read_the_machine_through_its_view() -> None:
     for folder in ("node", "peer"):
         for path in sorted((PACKAGE / folder).glob("*.py")):
             assert not re.findall(rf"machine\.(?:{PARTS})\b", path.read_text()), path.name
+
+
+def test_files_of_a_peers_state_are_opened_in_one_way() -> None:
+    """By ``util.files``: a FIFO among them makes nothing wait for ever, and nobody else may read what is made."""
+    found = []
+    for name, tree in modules().items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and name not in OPENS_OTHERS.split():
+                called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+                is_open = isinstance(node.func, ast.Name) and called == "open"
+                is_path = isinstance(node.func, ast.Attribute) and called == "open" and bool(node.args)
+                is_path = is_path and isinstance(node.args[0], ast.Constant)
+                is_plain = (is_open or is_path) and all(keyword.arg != "opener" for keyword in node.keywords)
+                if is_plain or called in ("read_bytes", "read_text", "write_bytes", "write_text", "mkdir"):
+                    found.append(f"{name}:{node.lineno}: {called}")
+    assert not found

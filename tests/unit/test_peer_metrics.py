@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -92,7 +93,8 @@ def test_faults_are_counted_by_kind(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has a file that is always full")
-def test_a_full_disk_costs_lines_and_not_the_peer() -> None:
+def test_a_full_disk_costs_lines_and_not_the_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_module, "open_regular", os.open)
     with Metrics(Path("/dev/full")) as metrics:
         metrics.write("started")
         metrics.write("current")

@@ -121,7 +121,7 @@ def test_log_settings_are_checked() -> None:
 def test_a_file_is_replaced_whole_and_nothing_is_left_over(tmp_path: Path) -> None:
     path = tmp_path / "new" / "file"
     write_atomically(path, b"one")
-    write_atomically(path, memoryview(b"two"), mode=0o600)
+    write_atomically(path, memoryview(b"two"))
     assert path.read_bytes() == b"two"
     assert [entry.name for entry in path.parent.iterdir()] == ["file"]
     with pytest.raises(OSError):
