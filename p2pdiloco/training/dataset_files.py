@@ -15,13 +15,13 @@ import hashlib
 import io
 import json
 import os
+import re
 import shutil
 import sysconfig
 import time
 import warnings
 import zlib
 from collections.abc import Callable, Iterator
-from fnmatch import fnmatch
 from itertools import islice
 from pathlib import Path, PurePath
 from typing import Any, BinaryIO, Literal, cast
@@ -37,7 +37,7 @@ from torch import Tensor
 from p2pdiloco.protocol.ids import digest_of
 from p2pdiloco.protocol.manifest import DataConfig
 from p2pdiloco.util import logs
-from p2pdiloco.util.files import home_folder
+from p2pdiloco.util.files import home_folder, make_private_folder
 
 log = logs.get("data")
 
@@ -58,8 +58,25 @@ PROGRESS_S = 5.0
 # Compressed bytes that are decompressed at once: at most 256 MiB, if they are as compressible as possible.
 _COMPRESSED_BYTES = 1 << 13
 
-# Name patterns of private keys.
-_KEYS = ("id_rsa*", "id_ecdsa*", "id_ed25519*", "id_dsa*", "*.pem", "*.key")
+# Names of files with keys, passwords or tokens, in any case. Names with a dot first are hidden files anyway.
+_SECRETS = re.compile(
+    r"""
+    id_(rsa|dsa|ecdsa|ed25519|ed448|xmss).*
+    | .*\.(
+        pem | key | p8 | pk8 | p12 | pfx | pkcs12 | der | jks | jceks | bks | keystore | ppk  # keys, alone or in stores
+        | kdb | kdbx | psafe3 | agilekeychain | opvault | keychain | wallet | pgp | gpg | keytab | ovpn
+        | env | htpasswd | tfstate
+      ) (~ | \.(bak | backup | old | orig | save | gz | zst | zip))*
+    | (.*[-_.])? (private | priv | secret | sec) ([-_.].*)? \. asc
+    | secring.* | wallet\.dat | kubeconfig.* | shadow-? | [gs]shadow-?
+    | _?(netrc | npmrc | pypirc | pgpass(\.conf)? | git-credentials | htpasswd | boto | s3cfg | my\.cnf)
+    | (.*[-_])? credentials? (\.(csv | db | enc | ini | json | toml | txt | ya?ml))?
+    | (.*[-_])? (root | access) [-_]? keys? \.csv
+    | client[-_]secrets? .* \.json | (.*[-_])? service[-_]?account .* \.json | access_?tokens\.json
+    | (.*[-_])? secrets? \.(ini | json | toml | ya?ml)
+    """,
+    re.IGNORECASE | re.VERBOSE,
+)
 
 
 class CorpusError(ValueError):
@@ -153,11 +170,11 @@ def is_array(file: Path) -> bool:
 
 
 def is_private(path: PurePath) -> bool:
-    """Return whether a file, named relative to the data's folder, is hidden or looks like a key.
+    """Return whether a file, named relative to the data's folder, is hidden or looks like a secret, such as a key.
 
     The founder of a run chooses the file pattern, and must not be able to select such files on another user's machine.
     """
-    return any(part.startswith(".") for part in path.parts) or any(fnmatch(path.name, name) for name in _KEYS)
+    return any(part.startswith(".") for part in path.parts) or _SECRETS.fullmatch(path.name) is not None
 
 
 def _library(root: Path) -> Iterator[Path]:
@@ -273,7 +290,7 @@ def cached(key: object, write: Callable[[Path], None], size: int = 0) -> Path:
     temporary = folder.with_name(f"{folder.name}.{os.getpid()}")
     _sweep(root)
     try:
-        temporary.mkdir(parents=True)
+        make_private_folder(temporary)
         if (free := shutil.disk_usage(root).free) < size:
             raise CorpusError(
                 f"the data take {amount(size)} in {root}, where {amount(free)} are free: free space there, or set "

@@ -187,8 +187,34 @@ def test_what_a_manifest_says_of_folders_is_never_read(tmp_path: Path, kind: Any
     assert "private" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", [".env", ".ssh/id_rsa", "deep/.hidden/notes.txt", "id_ed25519", "server.key", "a.pem"])
-@pytest.mark.parametrize("pattern", ["*", "**/*", ".*", "id_*", "*.key"])
+# fmt: off
+SECRETS = [
+    ".env", ".ssh/id_rsa", "deep/.hidden/notes.txt", "id_ed25519", "ID_RSA", "id_ecdsa_sk", "id_rsa.bak",
+    "server.key", "server.KEY", "a.pem", "server.PEM", "server.pem.bak", "apple.p8", "cert.p12", "cert.PFX",
+    "store.jks", "putty.ppk", "passwords.kdbx", "old.kdb", "backup.gpg", "key.der", "my-private.asc", "secring.gpg",
+    ".netrc", "_netrc", ".npmrc", ".pgpass", "pgpass.conf", ".git-credentials", "git-credentials", ".aws/credentials",
+    "credentials", "credentials.json", "admin_accessKeys.csv", "rootkey.csv", "client_secret_1.apps.json",
+    "service-account.json", "my-serviceAccountKey.json", "kubeconfig", "kubeconfig.yaml", "prod.env", "secrets.yaml",
+    "wallet.dat", "a.keytab", "terraform.tfstate", ".docker/config.json",
+]
+DATA = [
+    "notes.txt", "train.jsonl", "README.md", "keys.txt", "key.txt", "keyboard.json", "tokens.json", "tokenizer.json",
+    "answers.key.txt", "secret.txt", "secret_garden.txt", "id_list.txt", "ids.csv", "elevation.asc", "private.txt",
+    "credentials_of_a_spy.txt", "shadow.txt", "environment.py", "password_strength.py", "test.pemmican.txt",
+    "access_log.csv", "secrets.py", "netrc.py", "special_tokens_map.json",
+]
+# fmt: on
+
+
+def test_usual_names_of_data_are_no_secrets(tmp_path: Path) -> None:
+    for name in DATA:
+        (tmp_path / name).write_text("text")
+    _, found = find_files(DataConfig(kind="files", pattern="*"), str(tmp_path))
+    assert {path.name for path in found} == set(DATA)
+
+
+@pytest.mark.parametrize("name", SECRETS)
+@pytest.mark.parametrize("pattern", ["*", "**/*", ".*", "id_*", "*.key", "*.[pP]*"])
 def test_a_pattern_reaches_no_hidden_file_and_no_key(tmp_path: Path, name: str, pattern: str) -> None:
     """The founder of the run chooses the pattern; the folder is the joiner's."""
     secret = tmp_path / "a" / name
