@@ -11,7 +11,13 @@ aiohttp itself keeps a connection with a half-sent request for an hour. Rules of
 from __future__ import annotations
 
 import asyncio
+import os
 import resource
+import socket
+import sys
+from contextlib import suppress
+from ipaddress import ip_address
+from pathlib import Path
 from typing import cast
 
 from aiohttp import web
@@ -19,6 +25,8 @@ from msgspec import Struct
 
 from p2pdiloco.net.abuse_limits import Room, machine_of
 
+# Client of a stream that this process's own user has opened.
+OWN_USER = "own user"
 # The page may use one in this many of the process's file descriptors.
 PAGE_SHARE = 16
 
@@ -64,13 +72,36 @@ class PageConnections:
             out.abort()
 
     def stream(self, connection: PageConnection) -> None:
-        """Stop counting a connection that has opened a stream. The server limits streams by their number."""
+        """Stop counting a connection that has opened a stream. The server limits streams by their number and client."""
         self._waiting.leave(connection)
 
     def remove(self, connection: PageConnection) -> None:
         """Forget a closed connection."""
         self._waiting.leave(connection)
         self._by_handler.pop(connection.handler, None)
+
+
+def client_of(peer: tuple[str, int], here: tuple[str, int]) -> str:
+    """Return the client that a connection from ``peer`` to ``here`` counts for: on loopback the user, else the machine.
+
+    Blocks on the kernel's table of connections, which may be long.
+    """
+    machine = machine_of(peer[0])
+    if not machine or not ip_address(peer[0].partition("%")[0]).is_loopback:
+        return machine
+    table, ends = ("tcp6" if ":" in peer[0] else "tcp"), [_hexadecimal(*peer[:2]), _hexadecimal(*here[:2])]
+    with suppress(OSError), Path(f"/proc/net/{table}").open() as file:
+        for line in file:
+            if ends == (fields := line.split())[1:3]:
+                return OWN_USER if int(fields[7]) == os.getuid() else f"user {fields[7]}"
+    return machine
+
+
+def _hexadecimal(host: str, port: int) -> str:
+    """Return an address as the kernel writes it: words of 32 bits, least significant byte first on most machines."""
+    packed = socket.inet_pton(socket.AF_INET6 if ":" in host else socket.AF_INET, host)
+    words = (int.from_bytes(packed[at : at + 4], sys.byteorder) for at in range(0, len(packed), 4))
+    return f"{''.join(f'{word:08X}' for word in words)}:{port:04X}"
 
 
 class PageConnection(asyncio.Protocol):

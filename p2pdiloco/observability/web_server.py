@@ -6,8 +6,10 @@ Rules of this file:
    becomes a cookie) or as ``Authorization: Bearer``. Only ``PROBES`` need none.
 3. The Host header must name this machine by an address, by ``localhost`` or by its own name. A foreign name that
    resolves to this address (DNS rebinding) is refused. No other origin may read, frame or embed anything.
-4. At most ``MOST_STREAMS`` streams are open, and a client that does not read is disconnected. Other connections are
-   limited in number and time (``observability/connection_limits.py``).
+4. At most ``MOST_STREAMS`` streams are open, and so many more of this process's own user, whom nobody can lock out.
+   When all are taken, the client with most loses one to a client with fewer. On loopback a client is a user. A client
+   that does not read is disconnected. Other connections are limited in number and time
+   (``observability/connection_limits.py``).
 5. Without a client nothing is computed. Unchanged data is not sent again.
 """
 
@@ -29,7 +31,14 @@ from typing import Protocol, Self
 import msgspec
 from aiohttp import web
 
-from p2pdiloco.observability.connection_limits import PageConnections, PageLimits
+from p2pdiloco.net.abuse_limits import displaced
+from p2pdiloco.observability.connection_limits import (
+    OWN_USER,
+    PageConnection,
+    PageConnections,
+    PageLimits,
+    client_of,
+)
 from p2pdiloco.observability.prometheus import expose, unhealthy_reason, unready_reason
 from p2pdiloco.observability.snapshot import History, RunSnapshot
 from p2pdiloco.util import logs
@@ -104,7 +113,8 @@ class PageServer:
         self._runner: web.AppRunner | None = None
         self._listener: asyncio.Server | None = None
         self._connections: PageConnections
-        self._streams = 0
+        # Of the own user, and of others: the client of each open stream, and when it began.
+        self._streams: dict[bool, dict[PageConnection, tuple[str, float]]] = {True: {}, False: {}}
         self._closing = asyncio.Event()
         self.port = 0
 
@@ -250,14 +260,21 @@ class PageServer:
 
     async def _stream(self, request: web.Request) -> web.StreamResponse:
         """Send server-sent events: ``picture`` every second, ``history`` when it has changed."""
-        if self._streams >= MOST_STREAMS:
-            raise web.HTTPServiceUnavailable(
-                text=f"{MOST_STREAMS} pages are already open: close one\n", headers={"Retry-After": "10"}
-            )
         view = self._view(request)
         connection = self._connections.of(request)
+        ends = [(request.get_extra_info(end) or ("", 0))[:2] for end in ("peername", "sockname")]
+        client = await asyncio.to_thread(client_of, *ends)
+        streams = self._streams[client == OWN_USER]
+        if len(streams) >= MOST_STREAMS:
+            out = displaced(streams, client)
+            if out is None:
+                raise web.HTTPServiceUnavailable(
+                    text=f"{MOST_STREAMS} pages are already open: close one\n", headers={"Retry-After": "10"}
+                )
+            del streams[out]
+            out.abort()
         response = web.StreamResponse(headers={**HEADERS, "Content-Type": "text/event-stream; charset=utf-8"})
-        self._streams += 1
+        streams[connection] = client, time.monotonic()
         connection.open_stream()
         try:
             await response.prepare(request)
@@ -275,7 +292,7 @@ class PageServer:
         except (ConnectionError, TimeoutError):
             pass  # the client has disconnected, or does not read
         finally:
-            self._streams -= 1
+            streams.pop(connection, None)
             connection.close_stream()
         return response
 

@@ -6,10 +6,11 @@ import asyncio
 import json
 import os
 import resource
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Coroutine
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import pytest
 from test_observability_history import ANN, BOB, chronicle, commit, progress
 
 from p2pdiloco.observability import web_server as server_module
-from p2pdiloco.observability.connection_limits import PageLimits
+from p2pdiloco.observability.connection_limits import OWN_USER, PageLimits, client_of
 from p2pdiloco.observability.history import RunHistory
 from p2pdiloco.observability.snapshot import History, RunSnapshot
 from p2pdiloco.observability.web_server import PageServer, is_this_machine, kept_token
@@ -208,6 +209,54 @@ def test_the_token_stays_and_is_its_users(tmp_path: Path, monkeypatch: pytest.Mo
     assert kept_token(tmp_path) == "mine"
     assert (tmp_path / "page.token").read_text() == "mine", "for watch on this machine"
     assert (tmp_path / "page.token").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize(("family", "host"), [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")])
+def test_a_client_on_this_machine_is_its_user(
+    family: socket.AddressFamily, host: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket(family) as listener:
+        try:
+            listener.bind((host, 0))
+        except OSError:
+            pytest.skip(f"this machine has no {host}")
+        listener.listen()
+        with socket.create_connection(listener.getsockname()[:2]) as client, listener.accept()[0] as accepted:
+            ends = client.getsockname()[:2], accepted.getsockname()[:2]
+            mine = os.getuid()
+            assert client_of(*ends) == OWN_USER
+            monkeypatch.setattr(os, "getuid", lambda: mine + 1)
+            assert client_of(*ends) == f"user {mine}"
+    assert client_of(("192.0.2.7", 80), ("192.0.2.1", 80)) == "192.0.2.7"
+    assert client_of(("", 0), ("", 0)) == "", "its connection is closed already"
+
+
+def test_other_users_lock_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One user opens 40 streams, which last; then a second user and the peer's own user come."""
+    monkeypatch.setattr(server_module, "TICK_S", 0.01)
+    monkeypatch.setattr(server_module, "MOST_STREAMS", 4)
+    users = {"127.0.0.3": "user 3", "127.0.0.4": "user 4", "127.0.0.1": OWN_USER}
+    monkeypatch.setattr(server_module, "client_of", lambda peer, _: users[peer[0]])
+
+    async def ask(server: PageServer, _: aiohttp.ClientSession, shown: Shown) -> None:
+        async with AsyncExitStack() as stack:
+
+            async def streams(host: str, count: int) -> list[aiohttp.ClientResponse]:
+                connector = aiohttp.TCPConnector(local_addr=(host, 0))
+                session = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
+                return [await session.get(at(server, "/stream")) for _ in range(count)]
+
+            many = await streams("127.0.0.3", 40)
+            assert [answer.status for answer in many] == [200] * 4 + [503] * 36
+            (own,) = await streams("127.0.0.1", 1)
+            second = await streams("127.0.0.4", 3)
+            assert [answer.status for answer in (own, *second)] == [200, 200, 200, 503], "a fair share"
+            assert all([(await answer.content.readline()).startswith(b"retry") for answer in (own, *second[:2])])
+            for out in many[:2]:
+                with pytest.raises(aiohttp.ClientError):
+                    await asyncio.wait_for(out.read(), 5.0)
+
+    serving(ask)
 
 
 def test_lookers_are_few_and_who_goes_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
