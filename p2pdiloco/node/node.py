@@ -28,7 +28,7 @@ from p2pdiloco.node.results import farewell
 from p2pdiloco.node.status_report import StatusReporter
 from p2pdiloco.node.swarm_status import SwarmStatus
 from p2pdiloco.node.telemetry import MachineStepped, Telemetry, run_history
-from p2pdiloco.peer.ending import APART, Ending
+from p2pdiloco.peer.ending import APART, NOBODY, Ending
 from p2pdiloco.peer.metrics import Metrics, progress_fields
 from p2pdiloco.peer.options import PeerOptions
 from p2pdiloco.peer.peer import InitialState, Peer
@@ -62,6 +62,9 @@ STAY_S = 600.0
 FETCH_S = 20.0
 # Interval between two checks whether the state is fetched.
 LOOK_S = 0.2
+# Time without a peer after which a newcomer gives up: if it has heard that the run is complete, several lookups in the
+# directory; else as long as a peer with a state waits for others.
+ENDED_S, LOST_S = 60.0, 600.0
 # Bounds of the payload memory that is kept for reuse, which is half a byte per parameter.
 LEAST_REUSED_BYTES, MOST_REUSED_BYTES = 4 << 20, 256 << 20
 
@@ -257,6 +260,7 @@ class Node:
         self.host.keep(self.telemetry.keep, name="telemetry")
         if self.options.is_fetching:
             self.host.keep(self._leave_when_fetched, name="fetch")
+        self.host.keep(self._leave_when_abandoned, name="end of the run")
         ending = await self.peer.live()
         self._write_report(ending)
         ending = await self._finish(ending, say, ended)
@@ -347,6 +351,23 @@ class Node:
                 break
             waited_s += LOOK_S if view.is_current and marks else 0.0
         self.leave("the run's state is downloaded")
+
+    async def _leave_when_abandoned(self) -> None:
+        """Leave if all other peers are gone for long before this one has the run's states."""
+        view, waited_s = self.peer.machine.view, 0.0
+        while not view.is_current and waited_s < (ENDED_S if view.has_heard_end else LOST_S):
+            await asyncio.sleep(LOOK_S)
+            waited_s = 0.0 if view.live else waited_s + LOOK_S
+        if not view.is_current:
+            what = "the run ended" if view.has_heard_end else "all other peers were lost"
+            self.peer.end_in_order(
+                Ending(
+                    NOBODY,
+                    f"{what} before this peer had the model, and no peer has answered for {duration(waited_s)}. Ask a "
+                    "member to export the model (p2pdiloco export), or to serve it (p2pdiloco resume STATE --stay-s "
+                    "3600), and repeat this command then",
+                )
+            )
 
     # -- status --------------------------------------------------------------------------------------------------------
 

@@ -103,6 +103,11 @@ class Alerts:
                 "all other peers are gone; this one continues alone. Check the link (if no peer can be dialled, also "
                 "the bootstrap that relayed), or start another peer"
             )
+        if live == 1 and self._most_live > 1 and picture.course.phase == "joining":
+            found["alone"] = (
+                "all other peers are gone, and this one has no model yet: it waits for them. Start one that has it "
+                "(p2pdiloco resume), or check the link"
+            )
         loss = picture.course.held_out_loss
         if loss is not None:
             if picture.course.held_out_step > self._loss_step:

@@ -12,13 +12,15 @@ import msgspec
 
 from p2pdiloco.protocol.view import MachineView
 
+# Exit status of a peer that has found nobody who has the model.
+NOBODY = 3
 # Exit status of a peer that may have a model of its own, because the swarm was split.
 APART = 4
 
 
 class Ending(msgspec.Struct, frozen=True):
-    """Exit status and reason. Status 0: ended in order; 1: something failed; 2: the user must repair something; 4: at
-    least as many peers as stayed were lost at once and did not come back."""
+    """Exit status and reason. Status 0: ended in order; 1: something failed; 2: the user must repair something; 3: no
+    peer has the model; 4: at least as many peers as stayed were lost at once and did not come back."""
 
     status: int
     reason: str

@@ -47,15 +47,26 @@ class Heartbeats:
         self.contributions = contributions
         self.replication = replication
         self.block_assignment = block_assignment
+        self._serving: set[PeerId] = set()
+        """Finished peers that have said goodbye and are still connected."""
 
     def on_connected(self, peer: PeerId) -> None:
         """Register a new connection and send a first heartbeat."""
+        self._serving.discard(peer)
         if self.core.membership.connect(peer, self.core.now):
             self.send_heartbeats((self.core.membership.peers[peer],))
 
+    def on_goodbye(self, peer: PeerId, reason: str) -> None:
+        """Handle a peer's goodbye. To a newcomer, a finished peer may still serve its states (rule S2)."""
+        if not self.core.is_current and self.core.membership.has_finished(peer):
+            self._serving.add(peer)
+        else:
+            self.on_lost(peer, f"{peer} left: {reason}", said_goodbye=True)
+
     def on_lost(self, peer: PeerId, why: str, *, said_goodbye: bool = False, is_shut_out: bool = False) -> None:
         """Handle the end of a connection, or a peer's goodbye. A peer that is shut out was not cut off, either."""
-        membership = self.core.membership
+        membership, said_goodbye = self.core.membership, said_goodbye or peer in self._serving
+        self._serving.discard(peer)
         parted = membership.connectivity.on_goodbye(peer) if said_goodbye else NOBODY
         if is_shut_out:
             parted = frozenset((fingerprint(peer),))
@@ -70,6 +81,7 @@ class Heartbeats:
         view = core.membership.peers[peer]
         before = view.beat
         is_news = core.membership.record_heartbeat(peer, beat, core.now)
+        core.has_heard_end |= beat.phase == "finished"
         if beat.phase != "joining":
             is_still = before is not None and before.heads_mark == beat.heads_mark
             view.mismatches = view.mismatches + 1 if is_still and beat.heads_mark != core.heads_mark else 0

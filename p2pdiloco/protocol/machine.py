@@ -380,7 +380,7 @@ class Machine:
             case msg.Equivocation() | msg.WrongMerge():
                 self.barred_owners.add_proof(message, peer)
             case msg.Leaving():
-                self.heartbeats.on_lost(peer, f"{peer} left: {message.reason}", said_goodbye=True)
+                self.heartbeats.on_goodbye(peer, message.reason)
             case _:
                 assert_never(message)
 
@@ -440,6 +440,7 @@ class Machine:
         is_over = budget.is_over and not core.participation.participants()
         if core.learner is None and not core.departure and is_over:
             self.shutdown.finish_run()
+            self._beat()  # newcomers must know it before this peer says goodbye
 
     def _on_alarm(self, topic: str, shard: int) -> None:
         match topic:

@@ -215,6 +215,7 @@ class Core:
         "effects",
         "end",
         "fragment_of",
+        "has_heard_end",
         "heads_mark",
         "is_current",
         "learner",
@@ -256,6 +257,8 @@ class Core:
         self.pace = StepClaimLimit(config.sync_every)
         self.is_current = False
         """Whether every shard has had a state."""
+        self.has_heard_end = False
+        """Whether a peer has said that the run is complete."""
         self.heads_mark = 0
         """Exclusive-or over the ``mark_bits`` of all heads."""
         self.departure: Literal["", "leaving", "finished"] = ""

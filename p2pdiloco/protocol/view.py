@@ -82,6 +82,11 @@ class MachineView:
         return self._core.is_current
 
     @property
+    def has_heard_end(self) -> bool:
+        """True if a peer has said that the run is complete."""
+        return self._core.has_heard_end
+
+    @property
     def has_finished(self) -> bool:
         """True if the run is complete here."""
         return self._core.departure == "finished"

@@ -15,7 +15,7 @@ from p2pdiloco.node.node import Node
 from p2pdiloco.node.notifier import Notifier
 from p2pdiloco.observability.alerts import Alert
 from p2pdiloco.observability.snapshot import Summary
-from p2pdiloco.peer.ending import APART, Ending
+from p2pdiloco.peer.ending import APART, NOBODY, Ending
 from p2pdiloco.protocol.manifest import RunConfig
 
 SUMMARY = Summary(share=0.5, commits=1, lasts_s=10.0, tokens=1000, up_bytes=1, down_bytes=1)
@@ -86,3 +86,36 @@ def test_who_leaves_or_fails_is_not_done_and_hears_where_its_model_is_if_it_was_
     assert model == "the run's model is in /state"
     assert gave.startswith("this machine gave")
     assert told(ending, has_finished=False, is_saved=False) == [gave]
+
+
+@pytest.mark.parametrize(("has_heard_end", "what"), [(True, "the run ended"), (False, "all other peers were lost")])
+def test_a_newcomer_that_all_have_left_ends_with_the_reason_and_what_to_do(
+    has_heard_end: bool, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has waited for ever, in silence."""
+    monkeypatch.setattr(nodes, "LOOK_S", 0.001)
+    monkeypatch.setattr(nodes, "ENDED_S", 0.005)
+    monkeypatch.setattr(nodes, "LOST_S", 0.005 if not has_heard_end else 1e9)
+    lives, endings = iter(["b", "b", "", "b"]), []
+
+    class View(SimpleNamespace):
+        @property
+        def live(self) -> str:
+            return next(lives, "")
+
+    view = View(is_current=False, has_heard_end=has_heard_end)
+    node = Ended(has_finished=False, is_saved=False)
+    node.peer = cast(Any, SimpleNamespace(machine=SimpleNamespace(view=view), end_in_order=endings.append))
+    asyncio.run(node._leave_when_abandoned())
+    (ending,) = endings
+    assert ending.status == NOBODY
+    assert ending.reason.startswith(f"{what} before this peer had the model")
+    assert "p2pdiloco resume STATE --stay-s" in ending.reason
+    assert not list(lives), "it had waited anew when a peer was there"
+
+
+def test_a_newcomer_that_has_the_model_stays() -> None:
+    node = Ended(has_finished=False, is_saved=False)
+    view = SimpleNamespace(is_current=True, has_heard_end=True, live="")
+    node.peer = cast(Any, SimpleNamespace(machine=SimpleNamespace(view=view)))
+    asyncio.run(node._leave_when_abandoned())

@@ -112,6 +112,11 @@ def test_a_slow_run_and_one_that_is_over_are_not_stuck() -> None:
     assert not [alert for _, alert in noticed(begun(), shown(moved=990.0, phase="finished"))]
 
 
+def test_a_newcomer_that_has_lost_all_is_told_what_it_lacks() -> None:
+    (text,) = [alert.text for _, alert in noticed(begun(), shown(live=1, phase="joining")) if alert.kind == "alone"]
+    assert "has no model yet: it waits for them" in text
+
+
 def test_who_begins_alone_is_not_told_so() -> None:
     assert "alone" not in [alert.kind for _, alert in noticed(Alerts(), shown(live=1))]
 

@@ -35,6 +35,23 @@ def test_who_says_that_it_leaves_is_lost_at_once() -> None:
     assert stage.machine.view.live == (C,)
 
 
+def test_a_newcomer_keeps_a_finished_peer_as_long_as_it_is_connected() -> None:
+    """S2: it still serves its states, says nothing else that others could miss, and was not cut off when it goes."""
+    stage = Stage(B, C, is_founder=False, has_learner=False)
+    stage.says(B, phase="finished", is_participating=False)
+    stage.says(C, phase="finished", is_participating=False)
+    stage.hear(B, msg.Leaving("the run is complete"))
+    stage.hear(C, msg.Leaving("the run is complete"))
+    assert stage.machine.view.live == (B, C)
+    assert B in stage.machine.core.participation.donors()
+    for peer in (B, C):
+        del stage.beats[peer]
+        stage.tell(ev.PeerDisconnected(peer, "closed"))
+    assert stage.machine.view.live == ()
+    assert stage.machine.view.has_heard_end
+    assert not stage.machine.view.missing, "they said goodbye"
+
+
 def evaluation(loss: float, step: int = 4, version: int = 0) -> msg.Evaluation:
     return msg.Evaluation(version, 10 * step, step, loss)
 
