@@ -29,7 +29,9 @@ COLUMNS: tuple[bench.Column, ...] = (
     ("honest tokens at the end", "honest_share", ".0%"),
     ("longest standstill, s", "standstill_s", ".1f"),
     ("honest excluded", "honest_banned", "d"),
-    ("liars named", "named", "d"),
+    ("honest per counted token", "honest_counted", ".2f"),
+    ("contributors", "contributors", ".1f"),
+    ("named", "named", ""),
 )
 
 Table = dict[str, dict[str, Any]]

@@ -55,6 +55,7 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
         "--merge", choices=sorted(MERGES), help="plan liars: merge rule, instead of that of a run of this size"
     )
     sub.add_argument("--peers", type=at_least(2, 26), metavar="N", help="instead of the plan's")
+    sub.add_argument("--liars", type=at_least(1, 12), metavar="N", help="plan liars: how many of the peers lie")
     sub.add_argument(
         "--seconds",
         type=between(1, 86400, "seconds"),
@@ -101,7 +102,14 @@ async def run(arguments: argparse.Namespace) -> int:
 def _liars(path: Path, arguments: argparse.Namespace) -> int:
     """Try the attacks of a plan of liars."""
     attacks = arguments.attacks.split(",") if arguments.attacks else ()
-    plan = read_liars_plan(path, attacks=attacks, merge=arguments.merge or "", seed=arguments.seed)
+    plan = read_liars_plan(
+        path,
+        attacks=attacks,
+        peers=arguments.peers,
+        liars=arguments.liars,
+        merge=arguments.merge or "",
+        seed=arguments.seed,
+    )
     out = _fresh_folder(arguments.out.resolve())
     (out / "schedule.json").write_bytes(msgspec.json.format(msgspec.json.encode(plan)))
     rows = []

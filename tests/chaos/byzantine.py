@@ -130,6 +130,8 @@ class _Node:
     """Merges that it held back."""
     taught: Path
     """A file that the learner makes when it has trained on what a lie made of its data."""
+    cabal: Path
+    """A file with the ids of all peers that tell the lie ``cabal``."""
 
 
 _node = _Node()
@@ -144,7 +146,7 @@ def tell(names: Sequence[str], sent: Path) -> None:
         KeyError: there is no such lie.
     """
     _remember(PayloadCache, "cache")
-    _node.taught = sent.with_suffix(".taught")
+    _node.taught, _node.cabal = sent.with_suffix(".taught"), sent.parents[1] / "cabal.txt"
     for name in names:
         LIES[name].begin()
     waiting = set(names)
@@ -283,6 +285,12 @@ def _blocks() -> None:
 
 def _weight() -> None:
     """It asks to own all that there is, and never merges."""
+    _heavy()
+    _idle()
+
+
+def _heavy() -> None:
+    """It asks to own all that there is. The others let it own twice as much as one of them."""
     sound = heartbeat.Heartbeats.send_heartbeats
 
     def greet(self: heartbeat.Heartbeats, views: Any) -> None:
@@ -292,7 +300,6 @@ def _weight() -> None:
         self.core.config = honest
 
     _put(heartbeat.Heartbeats, "send_heartbeats", greet)
-    _put(aggregation.Aggregation, "merge_if_due", lambda self, shard: None)
 
 
 def _x10() -> None:
@@ -665,6 +672,45 @@ def _selfish() -> None:
     _put(aggregation.Aggregation, "_view", alone)
 
 
+def _cabal() -> None:
+    """As an owner it waits for all contributions of the cabal and one of another peer, drops the rest, and merges at
+    once. The merge is right: audits find nothing."""
+    sound, view = aggregation.Aggregation.merge_if_due, aggregation.Aggregation._view
+
+    def meet() -> None:
+        with open(_node.cabal, "a") as file:
+            file.write(f"{_node.cache._identity.peer_id}\n")
+
+    def merge_cabal(self: aggregation.Aggregation, shard: ShardId) -> None:
+        collection, core, cabal = self.collections[shard], self.core, _cabal_ids()
+        others = [learner for learner in collection.given if peer_of(learner) not in cabal]
+        if collection.opened_at is not None and not (others and cabal <= collection.answered):
+            until = collection.opened_at + self.waits().takeover_s / 2
+            if core.now < until:
+                core.alarms.set(("close", shard), until)
+                return
+        for learner in others[1:]:
+            del collection.given[learner]
+        sound(self, shard)
+
+    def alone(self: aggregation.Aggregation, *arguments: Any) -> waiting.QuorumView:
+        return view(self, *arguments)._replace(missing={})
+
+    _at_first_beat(meet)
+    _put(aggregation.Aggregation, "merge_if_due", merge_cabal)
+    _put(aggregation.Aggregation, "_view", alone)
+
+
+def _cabal_ids() -> set[str]:
+    return set(_node.cabal.read_text().split()) if _node.cabal.exists() else set()
+
+
+def _is_of_cabal(header: msg.CommitHeader) -> bool:
+    """Whether a commit has all contributions of the cabal and one more."""
+    givers, cabal = {peer_of(c.learner) for c in header.contributors}, _cabal_ids()
+    return cabal <= givers and len(givers) == len(cabal) + 1
+
+
 def _crowd() -> None:
     """As an owner it names all contributions, and more of its own: eight keys that are connected to nobody have given
     the same as its learner. The merge is right."""
@@ -792,16 +838,8 @@ def _late() -> None:
             _node.late += 1
         sound(self, shard)
 
-    greet = heartbeat.Heartbeats.send_heartbeats
-
-    def heavy(self: heartbeat.Heartbeats, views: Any) -> None:
-        honest = self.core.config
-        self.core.config = replace(honest, weight=HEAVY)
-        greet(self, views)
-        self.core.config = honest
-
     _put(aggregation.Aggregation, "merge_if_due", late)
-    _put(heartbeat.Heartbeats, "send_heartbeats", heavy)
+    _heavy()
 
 
 def _patchy() -> None:
@@ -1024,6 +1062,7 @@ LIES: dict[str, Lie] = {
     "heads": Lie(_heads, lambda m: _is_heads(m, lambda heads: any(h.tokens >= HEAVIER for h in heads.heads))),
     "blocks": Lie(_blocks, lambda m: _is_heartbeat(m, lambda beat: len(beat.claims) == MAX_CLAIMS)),
     "weight": Lie(_weight, lambda m: _is_heartbeat(m, lambda beat: beat.weight == HEAVY)),
+    "heavy": Lie(_heavy, lambda m: _is_heartbeat(m, lambda beat: beat.weight == HEAVY)),
     "tiny": Lie(_tiny, _is_given),
     "flip": Lie(_flip, _is_given),
     "noise": Lie(_noise, _is_given),
@@ -1035,7 +1074,7 @@ LIES: dict[str, Lie] = {
     "replay": Lie(_replay, _is_given),
     "stale": Lie(_stale, _is_given),
     "labels": Lie(_labels, lambda m: _is_given(m) and _node.taught.exists()),
-    "turns": Lie(_rounds, lambda m: isinstance(m, msg.Round) and m.step > _node.core.step),
+    "rounds": Lie(_rounds, lambda m: isinstance(m, msg.Round) and m.step > _node.core.step),
     "loss": Lie(_loss, lambda m: isinstance(m, msg.Evaluation) and m.loss == 0.0),
     "reversed": Lie(_reversed, lambda m: _is_commit(m, lambda header: header.payload in _node.merged)),
     "static": Lie(_static, lambda m: _is_commit(m, lambda header: header.payload in _node.merged)),
@@ -1048,6 +1087,7 @@ LIES: dict[str, Lie] = {
     "hurry": Lie(_hurry, _is_short),
     "fast": Lie(_fast, lambda m: _is_heartbeat(m, lambda beat: beat.step_time_s == NO_TIME_S)),
     "selfish": Lie(_selfish, lambda m: _is_commit(m, lambda h: len(h.contributors) == 1)),
+    "cabal": Lie(_cabal, lambda m: _is_commit(m, _is_of_cabal)),
     "crowd": Lie(
         _crowd, lambda m: _is_commit(m, lambda h: any(peer_of(c.learner) in _crowd_ids for c in h.contributors))
     ),

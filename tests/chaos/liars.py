@@ -89,6 +89,10 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     steps: Annotated[int, Meta(ge=20, le=100_000)]
     """Inner steps of each peer that the token budget is for."""
     attacks: Annotated[tuple[str, ...], Meta(min_length=1)]
+    references: tuple[float, ...] = ()
+    """Instead of the plan's."""
+    tries: Annotated[int, Meta(ge=0, le=100)] = 0
+    """Instead of the plan's; 0: as the plan says."""
 
 
 class LiarsPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -131,8 +135,12 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """Honest peers that another honest peer excluded from ownership, counted a fault of, or lost while they ran."""
     newcomer_s: float | None
     """Time in which an honest follower that joined got the state; None: it did not."""
-    named: int
-    """Liars that the log of an honest peer names."""
+    honest_counted: float
+    """Tokens of honest peers that were merged, per token that counted for the budget."""
+    contributors: float
+    """Mean number of contributors of a version."""
+    named: tuple[str, ...]
+    """Peers that the log of an honest peer names, of whichever kind."""
     sent: bool
     """Whether each liar has sent each of its lies."""
     seconds: float
@@ -154,11 +162,14 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     loss: float
     tokens: int
     """Of honest peers."""
+    counted: int
+    """Tokens of all peers, as far as they counted for the budget."""
+    contributors: float
     standstill_s: float
     shard_standstill_s: float
     banned: tuple[str, ...]
     newcomer_s: float | None
-    named: int
+    named: tuple[str, ...]
     unsent: tuple[str, ...]
     """Lies that did not leave, as sentences."""
     failures: tuple[str, ...]
@@ -174,11 +185,21 @@ def is_liars_plan(path: Path) -> bool:
         return False
 
 
-def read_liars_plan(path: Path, *, attacks: Sequence[str] = (), merge: str = "", seed: int = 1) -> LiarsPlan:
+def read_liars_plan(
+    path: Path,
+    *,
+    attacks: Sequence[str] = (),
+    peers: int | None = None,
+    liars: int | None = None,
+    merge: str = "",
+    seed: int = 1,
+) -> LiarsPlan:
     """Decode and check a plan.
 
     Args:
-        attacks: the only ones, on the swarm of the first group.
+        attacks: the only ones, on one swarm.
+        peers: of that swarm; None: as in the first group. With ``liars`` the group that has as many.
+        liars: of these; None: as in the first group.
         merge: the merge rule, "rda" or "direct", with the settings of runs that use it; empty: as the plan says.
         seed: of the run.
 
@@ -187,8 +208,12 @@ def read_liars_plan(path: Path, *, attacks: Sequence[str] = (), merge: str = "",
     """
     try:
         plan = msgspec.toml.decode(path.read_bytes(), type=LiarsPlan)
-        if attacks:
-            plan = replace(plan, groups=(replace(plan.groups[0], attacks=tuple(attacks)),))
+        if attacks or peers or liars:
+            first = plan.groups[0]
+            size = (peers or first.peers, liars or first.liars)
+            near = next((group for group in plan.groups if (group.peers, group.liars) == size), first)
+            group = replace(near, peers=size[0], liars=size[1], attacks=tuple(attacks) or near.attacks)
+            plan = replace(plan, groups=(group,))
         run = {**plan.run, "seed": seed}
         for table, values in MERGES.get(merge, {}).items():
             run[table] = {**run.get(table, {}), **values}
@@ -223,7 +248,7 @@ def run_plan(plan: LiarsPlan, out: Path, tell: Callable[[str], None]) -> Iterato
         honest = group.peers - group.liars
         share = honest * group.steps * step_tokens(plan)
         alone = []
-        for number, times in enumerate(plan.references):
+        for number, times in enumerate(group.references or plan.references):
             tell(f"{honest} honest peers alone, {times:g} of their budget")
             folder = out / f"{group.peers}-alone-{number}"
             found = _run(plan, folder, honest, (), round(times * share), share)
@@ -232,7 +257,7 @@ def run_plan(plan: LiarsPlan, out: Path, tell: Callable[[str], None]) -> Iterato
             alone.append(Reference(found.tokens, found.loss))
         for attack in group.attacks:
             rows = list[Row]()
-            while not rows or (len(rows) < plan.tries and _is_only_the_loss(plan, rows)):
+            while not rows or (len(rows) < (group.tries or plan.tries) and _is_only_the_loss(plan, rows)):
                 tell(f"{group.liars} of {group.peers} peers: {attack}")
                 lies = [attack] * group.liars
                 budget = group.peers * group.steps * step_tokens(plan)
@@ -274,6 +299,8 @@ def _row(group: Group, attack: str, found: Outcome, alone: float, share: float) 
         shard_standstill_s=found.shard_standstill_s,
         honest_banned=len(found.banned),
         newcomer_s=found.newcomer_s,
+        honest_counted=found.tokens / max(1, found.counted),
+        contributors=found.contributors,
         named=found.named,
         sent=not found.unsent,
         seconds=found.seconds,
@@ -297,7 +324,9 @@ def _together(plan: LiarsPlan, rows: Sequence[Row]) -> Row:
         shard_standstill_s=max(row.shard_standstill_s for row in rows),
         honest_banned=max(row.honest_banned for row in rows),
         newcomer_s=max(newcomers) if len(newcomers) == len(rows) else None,
-        named=min(row.named for row in rows),
+        honest_counted=min(row.honest_counted for row in rows),
+        contributors=min(row.contributors for row in rows),
+        named=min((row.named for row in rows), key=len),
         sent=all(row.sent for row in rows),
         seconds=sum(row.seconds for row in rows),
         tries=len(rows),
@@ -375,14 +404,21 @@ def _run(plan: LiarsPlan, out: Path, honest: int, lies: Sequence[str], budget: i
     unsent = [problem for liar, names in zip(liars, lies, strict=True) for problem in _unsent(liar, names)]
     logs = {member.view.peer: list(read_events(member.folder)) for member in members}
     gaps = [_gaps(lines) for lines in logs.values()]
+    saved, versions = _last_checkpoint(founder), _versions(founder)
     return Outcome(
-        loss=_held_out_loss(founder),
+        loss=_held_out_loss(saved),
         tokens=_honest_tokens(founder, logs.keys()),
+        counted=0 if saved is None else saved.shards[0].state.head.tokens,
+        contributors=statistics.fmean(map(len, versions.values())) if versions else 0.0,
         standstill_s=max(most for most, _ in gaps),
         shard_standstill_s=max(most for _, most in gaps),
         banned=tuple(sorted(excluded(members, logs))),
         newcomer_s=None if newcomer is None else _joined_s(newcomer),
-        named=sum(any(_names(line, liar.view.peer) for lines in logs.values() for line in lines) for liar in liars),
+        named=tuple(
+            one.name
+            for one in [*members, *liars]
+            if any(_names(line, one.view.peer) for lines in logs.values() for line in lines)
+        ),
         unsent=tuple(unsent),
         failures=tuple(failures),
         seconds=seconds,
@@ -416,10 +452,14 @@ def _unsent(liar: Member, names: str) -> Iterator[str]:
 
 def _honest_tokens(founder: Member, honest: Iterable[str]) -> int:
     """Tokens of honest peers that the founder's chain of shard 0 has merged."""
-    by_version = {commit["version"]: commit["contributors"] for commit in founder.view.commits}
-    given = [item for contributors in by_version.values() for item in contributors.items()]
+    given = [item for contributors in _versions(founder).values() for item in contributors.items()]
     known = set(honest)
     return sum(tokens for learner, tokens in given if peer_of(LearnerId(learner)) in known)
+
+
+def _versions(founder: Member) -> dict[int, dict[str, int]]:
+    """The tokens that learners declared, by version of the founder's chain of shard 0."""
+    return {commit["version"]: commit["contributors"] for commit in founder.view.commits}
 
 
 def _gaps(lines: Iterable[dict[str, Any]]) -> tuple[float, float]:
@@ -470,10 +510,13 @@ def _names(line: dict[str, Any], peer: str) -> bool:
     return bool(line["event"] == "note" and line["topic"] in NAMED_FOR and peer and peer in line["text"])
 
 
-def _held_out_loss(founder: Member) -> float:
-    """The loss of the model in its last checkpoint."""
+def _last_checkpoint(founder: Member) -> checkpoint.Checkpoint | None:
     folder = founder.run_folder()
-    found = None if folder is None else checkpoint.load(folder / CHECKPOINT)
+    return None if folder is None else checkpoint.load(folder / CHECKPOINT)
+
+
+def _held_out_loss(found: checkpoint.Checkpoint | None) -> float:
+    """The loss of a checkpoint's model."""
     if found is None:
         return NO_LOSS
     config = found.manifest.config

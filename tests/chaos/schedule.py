@@ -48,10 +48,10 @@ Kind = Literal[
 LIES = frozenset(
     (
         *("values", "tokens", "others", "steps", "heads", "blocks", "weight", "tiny", "flip", "noise", "merges"),
-        *("x10", "x1000", "random", "drift", "hidden", "replay", "stale", "labels", "turns", "loss"),
+        *("x10", "x1000", "random", "drift", "hidden", "replay", "stale", "labels", "rounds", "loss"),
         *("reversed", "static", "first", "idle", "reconnect", "states", "grafts", "forks", "flood"),
         *("hurry", "fast", "selfish", "puppet", "crowd", "hub", "slander", "stall", "late", "patchy", "orphans"),
-        *("sink", "lingers", "overwrites"),
+        *("sink", "lingers", "overwrites", "cabal", "heavy"),
     )
 )
 """The lies of hostile peers (``byzantine.py``)."""

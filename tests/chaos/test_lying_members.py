@@ -29,7 +29,9 @@ HARMLESS = Row(
     shard_standstill_s=2.0,
     honest_banned=0,
     newcomer_s=3.0,
-    named=1,
+    honest_counted=0.8,
+    contributors=3.5,
+    named=("liar-0",),
     sent=True,
     seconds=30.0,
 )
