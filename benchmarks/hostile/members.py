@@ -2,6 +2,7 @@
 
     python -m benchmarks.hostile.members --json rows.jsonl --plot plot.png    # every attack, one of four: an hour
     python -m benchmarks.hostile.members --attacks tokens+flip hidden
+    python -m benchmarks.hostile.members --peers 5 --liars 2                  # two that merge as a cabal
 
 A row is a merge rule and an attack (``tests/chaos/liars.py``). Rows that ``--json`` has are not made again.
 """
@@ -40,7 +41,14 @@ Table = dict[str, dict[str, Any]]
 def measured(options: argparse.Namespace, merge: str, folder: Path) -> Table:
     """The rows of one merge rule by attack, those of earlier included."""
     found = bench.known(options.json, f"hostile/members/{merge}", "attack")
-    plan = read_liars_plan(find_plan("liars"), attacks=options.attacks or (), merge=merge, seed=options.seed)
+    plan = read_liars_plan(
+        find_plan("liars"),
+        attacks=options.attacks or (),
+        peers=options.peers,
+        liars=options.liars,
+        merge=merge,
+        seed=options.seed,
+    )
     first = plan.groups[0]
     left = tuple(attack for attack in first.attacks if attack not in found)
     if left:
@@ -54,7 +62,7 @@ def measured(options: argparse.Namespace, merge: str, folder: Path) -> Table:
 def draw(tables: dict[str, Table], path: Path) -> None:
     """One group of bars an attack that all merge rules have, one bar a merge rule."""
     names = [name for name in next(iter(tables.values())) if all(name in rows for rows in tables.values())]
-    with plots.figure(path, size=(8, 0.45 * len(names) + 1.2), title="Held-out loss beside one liar of four") as axes:
+    with plots.figure(path, size=(8, 0.45 * len(names) + 1.2), title="Held-out loss beside liars") as axes:
         ratios = {TITLES[merge]: [min(SHOWN, rows[n]["ratio"]) for n in names] for merge, rows in tables.items()}
         series = {title: [100.0 * (ratio - 1.0) for ratio in rows] for title, rows in ratios.items()}
         unit = f"% above the loss without the liar (bars end at {100 * (SHOWN - 1):g})"
@@ -68,6 +76,8 @@ def main() -> None:
     parser = bench.parser(__doc__, rows="merge rule and attack", has_keep=True)
     parser.add_argument("--seed", type=int, default=1, help="seed of the runs")
     parser.add_argument("--attacks", nargs="+", help="attacks; join several lies by + (default: the plan's)")
+    parser.add_argument("--peers", type=int, help="all of them (default: the plan's)")
+    parser.add_argument("--liars", type=int, help="of them (default: the plan's)")
     parser.add_argument("--merges", nargs="+", choices=list(MERGES), default=list(MERGES), help="merge rules")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:

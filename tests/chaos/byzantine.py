@@ -44,6 +44,7 @@ from p2pdiloco.protocol.ids import (
     DIGEST_BYTES,
     Digest,
     FragmentId,
+    LearnerId,
     PeerId,
     ShardId,
     digest_of,
@@ -673,32 +674,34 @@ def _selfish() -> None:
 
 
 def _cabal() -> None:
-    """As an owner it waits for all contributions of the cabal and one of another peer, drops the rest, and merges at
-    once. The merge is right: audits find nothing."""
+    """As an owner that has all contributions of the cabal and one of another peer, it drops the rest and merges at
+    once. The merge is right: audits find nothing. Until then it waits as others do, so that it stays an owner."""
     sound, view = aggregation.Aggregation.merge_if_due, aggregation.Aggregation._view
 
     def meet() -> None:
         with open(_node.cabal, "a") as file:
             file.write(f"{_node.cache._identity.peer_id}\n")
 
+    def honest_if_complete(collection: aggregation.Collection) -> list[LearnerId]:
+        cabal, givers = _cabal_ids(), {peer_of(learner) for learner in collection.given}
+        return [x for x in collection.given if peer_of(x) not in cabal] if cabal <= givers else []
+
     def merge_cabal(self: aggregation.Aggregation, shard: ShardId) -> None:
-        collection, core, cabal = self.collections[shard], self.core, _cabal_ids()
-        others = [learner for learner in collection.given if peer_of(learner) not in cabal]
-        if collection.opened_at is not None and not (others and cabal <= collection.answered):
-            until = collection.opened_at + self.waits().takeover_s / 2
-            if core.now < until:
-                core.alarms.set(("close", shard), until)
-                return
-        for learner in others[1:]:
-            del collection.given[learner]
+        collection = self.collections[shard]
+        if not collection.is_closed:
+            for learner in honest_if_complete(collection)[1:]:
+                del collection.given[learner]
         sound(self, shard)
 
-    def alone(self: aggregation.Aggregation, *arguments: Any) -> waiting.QuorumView:
-        return view(self, *arguments)._replace(missing={})
+    def hurried(
+        self: aggregation.Aggregation, shard: ShardId, collection: aggregation.Collection, quorum: int
+    ) -> waiting.QuorumView:
+        found = view(self, shard, collection, quorum)
+        return found._replace(missing={}) if honest_if_complete(collection) else found
 
     _at_first_beat(meet)
     _put(aggregation.Aggregation, "merge_if_due", merge_cabal)
-    _put(aggregation.Aggregation, "_view", alone)
+    _put(aggregation.Aggregation, "_view", hurried)
 
 
 def _cabal_ids() -> set[str]:
