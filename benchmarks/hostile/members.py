@@ -40,7 +40,6 @@ Table = dict[str, dict[str, Any]]
 
 def measured(options: argparse.Namespace, merge: str, folder: Path) -> Table:
     """The rows of one merge rule by attack, those of earlier included."""
-    found = bench.known(options.json, f"hostile/members/{merge}", "attack")
     plan = read_liars_plan(
         find_plan("liars"),
         attacks=options.attacks or (),
@@ -50,12 +49,14 @@ def measured(options: argparse.Namespace, merge: str, folder: Path) -> Table:
         seed=options.seed,
     )
     first = plan.groups[0]
+    name = f"hostile/members/{merge}/{first.liars}-of-{first.peers}"
+    found = bench.known(options.json, name, "attack")
     left = tuple(attack for attack in first.attacks if attack not in found)
     if left:
         plan = msgspec.structs.replace(plan, groups=(msgspec.structs.replace(first, attacks=left),))
         for row in run_plan(plan, folder / merge, lambda line: print(line, flush=True)):
             found[row.attack] = msgspec.to_builtins(row)
-            bench.write(options, f"hostile/members/{merge}", {"attack": row.attack}, found[row.attack])
+            bench.write(options, name, {"attack": row.attack}, found[row.attack])
     return {attack: found[attack] for attack in first.attacks}
 
 

@@ -107,6 +107,18 @@ def test_an_honest_peer_counts_as_excluded_when_it_is_blamed_or_missed() -> None
     assert set(liars.excluded((), {"a": log(fault), "b": log()})) == {"b"}
 
 
+def test_other_numbers_of_peers_and_liars_may_be_asked_for() -> None:
+    """A group of the plan that has them says how long it runs, and what it is compared with."""
+    path = find_plan("liars")
+    (found,) = read_liars_plan(path, peers=5, liars=2, attacks=["cabal+flip"]).groups
+    (planned,) = [group for group in PLAN.groups if group.peers == 5]
+    assert found == msgspec.structs.replace(planned, attacks=("cabal+flip",))
+    (found,) = read_liars_plan(path, peers=6).groups
+    assert found == msgspec.structs.replace(PLAN.groups[0], peers=6)
+    with pytest.raises(PlanError, match="2 of 4 peers lie"):
+        read_liars_plan(path, liars=2)
+
+
 @pytest.mark.parametrize("path", sorted(SHIPPED.glob("liars*.toml")), ids=lambda path: path.stem)
 def test_shipped_plans_of_liars_are_good(path: Path) -> None:
     assert is_liars_plan(path)
