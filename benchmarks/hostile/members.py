@@ -32,6 +32,7 @@ COLUMNS: tuple[bench.Column, ...] = (
     ("honest excluded", "honest_banned", "d"),
     ("honest per counted token", "honest_counted", ".2f"),
     ("contributors", "contributors", ".1f"),
+    ("owned by liars", "owned", ".0%"),
     ("named", "named", ""),
 )
 

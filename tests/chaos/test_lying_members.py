@@ -31,6 +31,7 @@ HARMLESS = Row(
     newcomer_s=3.0,
     honest_counted=0.8,
     contributors=3.5,
+    owned=0.2,
     named=("liar-0",),
     sent=True,
     seconds=30.0,
