@@ -15,18 +15,19 @@ For the contributions of a merge, with v their outer gradients:
    them, so that everybody can make the same merge again.
 4. Fewer than three contributions cannot be compared. There a peer's past decides, over all shards if it has none in
    this one, and a contribution that is alone counts as so much shorter (``merge``).
-5. A large shard is judged by a random sample of its elements, which the owner draws when all contributions are in, so
-   that nobody knows where it will not look.
+5. A large shard is judged by a sample of its elements, which the digests of all contributions decide, so that no
+   contributor knows where nobody will look.
+6. Whoever has the contributions knows F(a_i), and no honest owner states less (``least_factors``).
 
 ``benchmarks.hostile.rules`` measures this rule beside others.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
-import random
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Final, NamedTuple
 
 import torch
@@ -52,10 +53,12 @@ DISSENTS_AFTER: Final = 12
 """Judged merges after which a peer that still disagrees is named."""
 JUDGED: Final = 3
 """Contributions needed: two always agree equally with each other. Also the merges after which a past is one."""
-
-
-new_random: Callable[[], random.Random] = random.Random
-"""Makes the source of an owner's draws. The simulator of whole peers sets one whose draws can be repeated."""
+NOISE: Final = 3.0
+"""Usual agreement, in standard deviations of that of random vectors, up to which nothing can be judged."""
+PROVED_SHARE: Final = 0.5
+PROVED_NOISE: Final = 2.0
+"""A factor below so much of F(a_i) proves a wrong merge, and up to so much usual agreement F(a_i) is 1 for everybody.
+Machines round differently, which moves F by far less than these leave."""
 
 
 class Judgement(NamedTuple):
@@ -86,7 +89,6 @@ class AgreementHistory:
         """By peer and shard, ordered by the last contribution, the oldest first."""
         self._peers: dict[Hashable, _Record] = {}
         """By peer, over all shards: for people, and for shards in which a peer has no past."""
-        self._draw = new_random()
         self._lock = threading.Lock()
         """Needed because shards are merged on several threads."""
 
@@ -94,27 +96,27 @@ class AgreementHistory:
         """Return the number of records."""
         return len(self._records)
 
-    def judge(self, peers: Sequence[str], gradients: Sequence[Gradient], shard: int = 0) -> Judgement:
+    def judge(
+        self, peers: Sequence[str], gradients: Sequence[Gradient], shard: int = 0, sample: bytes = b""
+    ) -> Judgement:
         """Compare the contributions of one merge, and add them to the history.
 
         Args:
             peers: the id of each contribution's peer.
             gradients: their outer gradients of ``shard``, all with the same number of elements.
+            sample: decides which elements of a large shard are compared; the digests of all contributions.
         """
-        present = [index for index, gradient in enumerate(gradients) if gradient.norm() >= SHORTEST]
-        if len(present) < JUDGED:
+        present, now, noise = _agreements(gradients, sample)
+        if not now:
             factors = [round(100 * self._past_factor(peer, shard)) for peer in peers]
             return Judgement(factors if min(factors, default=100) < 100 else [], [])
         factors, agreements = [LEAST_FACTOR] * len(gradients), [0.0] * len(gradients)
-        cosines, compared = self._cosines([gradients[index] for index in present])
-        now = [_upper_median(row[:place] + row[place + 1 :]) for place, row in enumerate(cosines.tolist())]
-        noise = 1.0 / math.sqrt(compared)
-        usual = _lower_median(now) if _lower_median(now) > 3.0 * noise else 0.0
+        usual = _lower_median(now) if _lower_median(now) > NOISE * noise else 0.0
         means = []
         for index, value in zip(present, now, strict=True):
             self._remember(self._peers, peers[index], value, usual)
             means.append(self._remember(self._records, (peers[index], shard), value, usual))
-        both = zip(_factors(now, 3.0 * noise), _factors(means, noise), strict=True)
+        both = zip(_factors(now, NOISE * noise), _factors(means, noise), strict=True)
         for index, value, pair in zip(present, now, both, strict=True):
             factors[index], agreements[index] = round(100 * max(pair)), value
         return Judgement(factors if min(factors) < 100 else [], agreements)
@@ -126,35 +128,6 @@ class AgreementHistory:
             if record.judged < JUDGED:
                 record = self._peers.get(peer, record)
         return 1.0 if record.judged < JUDGED else min(1.0, max(FLOOR, SLOPE * record.mean / record.usual))
-
-    def _cosines(self, gradients: Sequence[Gradient]) -> tuple[Tensor, int]:
-        """Return the cosines between all ``gradients``, float64 [n, n], and the number of elements compared."""
-        elements = gradients[0].elements
-        pieces = self._pieces(elements)
-        gram = torch.zeros(len(gradients), len(gradients), dtype=torch.float64)
-        chunk_values = torch.empty(min(CHUNK, elements))
-        rows = torch.empty(len(gradients), max(piece.stop - piece.start for _, piece in pieces))
-        for chunk, piece in pieces:
-            values = chunk_values[: min(CHUNK, elements - chunk * CHUNK)]
-            part = rows[:, : piece.stop - piece.start]
-            for row, gradient in zip(part, gradients, strict=True):
-                gradient.add_to(values.zero_(), chunk, 1.0 / gradient.norm())
-                row.copy_(values[piece])
-            gram += part @ part.T
-        lengths = gram.diagonal().sqrt().clamp(min=1e-30)
-        return gram / lengths / lengths[:, None], sum(piece.stop - piece.start for _, piece in pieces)
-
-    def _pieces(self, elements: int) -> list[tuple[int, slice]]:
-        """Return the elements to compare: chunks, and a range in each."""
-        chunks = -(-elements // CHUNK)
-        if chunks <= 1:
-            return [(0, slice(0, elements))]
-        found = []
-        for chunk in sorted(self._draw.sample(range(chunks), min(PIECES, chunks))):
-            size = min(CHUNK, elements - chunk * CHUNK)
-            start = self._draw.randrange(max(1, size - PIECE + 1))
-            found.append((chunk, slice(start, min(start + PIECE, size))))
-        return found
 
     def _remember(self, records: dict[Hashable, _Record], key: Hashable, value: float, usual: float) -> float:
         """Add an agreement to a record; return its new mean. ``usual`` is the merge's, 0 if unknown."""
@@ -183,6 +156,60 @@ class AgreementHistory:
             for peer, record in records.items()
             if record.judged >= DISSENTS_AFTER and SLOPE * record.mean < record.usual
         }
+
+
+def least_factors(gradients: Sequence[Gradient], sample: bytes) -> list[int]:
+    """Return the least factor that an honest owner can state for each contribution, in per cent, whatever it remembers.
+
+    ``sample`` is that of ``AgreementHistory.judge``. Fewer than three contributions, and zeros, prove nothing.
+    """
+    least = [LEAST_FACTOR] * len(gradients)
+    present, now, noise = _agreements(gradients, sample)
+    for index, factor in zip(present, _factors(now, PROVED_NOISE * noise) if now else (), strict=False):
+        least[index] = max(LEAST_FACTOR, int(100 * PROVED_SHARE * factor))
+    return least
+
+
+def _agreements(gradients: Sequence[Gradient], sample: bytes) -> tuple[list[int], list[float], float]:
+    """Return the places of the contributions that are not zeros, their agreements a_i (empty if they are too few to be
+    compared), and the standard deviation of the cosine of random vectors."""
+    present = [index for index, gradient in enumerate(gradients) if gradient.norm() >= SHORTEST]
+    if len(present) < JUDGED:
+        return present, [], 0.0
+    cosines, compared = _cosines([gradients[index] for index in present], sample)
+    now = [_upper_median(row[:place] + row[place + 1 :]) for place, row in enumerate(cosines.tolist())]
+    return present, now, 1.0 / math.sqrt(compared)
+
+
+def _cosines(gradients: Sequence[Gradient], sample: bytes) -> tuple[Tensor, int]:
+    """Return the cosines between all ``gradients``, float64 [n, n], and the number of elements compared."""
+    elements = gradients[0].elements
+    pieces = _pieces(elements, sample)
+    gram = torch.zeros(len(gradients), len(gradients), dtype=torch.float64)
+    chunk_values = torch.empty(min(CHUNK, elements))
+    rows = torch.empty(len(gradients), max(piece.stop - piece.start for _, piece in pieces))
+    for chunk, piece in pieces:
+        values = chunk_values[: min(CHUNK, elements - chunk * CHUNK)]
+        part = rows[:, : piece.stop - piece.start]
+        for row, gradient in zip(part, gradients, strict=True):
+            gradient.add_to(values.zero_(), chunk, 1.0 / gradient.norm())
+            row.copy_(values[piece])
+        gram += part @ part.T
+    lengths = gram.diagonal().sqrt().clamp(min=1e-30)
+    return gram / lengths / lengths[:, None], sum(piece.stop - piece.start for _, piece in pieces)
+
+
+def _pieces(elements: int, sample: bytes) -> list[tuple[int, slice]]:
+    """Return the elements to compare: chunks, and a range in each."""
+    chunks, found = -(-elements // CHUNK), list[tuple[int, slice]]()
+    if chunks <= 1:
+        return [(0, slice(0, elements))]
+    drawn = [hashlib.blake2b(chunk.to_bytes(4) + sample, digest_size=16).digest() for chunk in range(chunks)]
+    for chunk in sorted(sorted(range(chunks), key=drawn.__getitem__)[:PIECES]):
+        size = min(CHUNK, elements - chunk * CHUNK)
+        start = int.from_bytes(drawn[chunk][8:]) % max(1, size - PIECE + 1)
+        found.append((chunk, slice(start, min(start + PIECE, size))))
+    return found
 
 
 def _upper_median(values: Sequence[float]) -> float:

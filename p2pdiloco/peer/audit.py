@@ -21,7 +21,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from p2pdiloco.codec import bitrate_ladder, compression, merge, quantization
+from p2pdiloco.codec import agreement, bitrate_ladder, compression, merge, quantization
 from p2pdiloco.codec.formats import FORMATS, Recipe
 from p2pdiloco.codec.shard_codec import Bodies
 from p2pdiloco.peer.driver import Driver
@@ -73,10 +73,19 @@ def merge_problem(
         codec = committed[0][1]
         for how in recipes:
             if FORMATS[how.codec].number == codec and _is_same(committed, header, how, merged):
-                return None
+                return _factor_problem(header, gradients)
     except (ValueError, ArithmeticError, IndexError) as error:
         return f"its contributions cannot be merged: {error}"
     return "its values are not the merge of the contributions that it names"
+
+
+def _factor_problem(header: CommitHeader, gradients: Sequence[merge.Gradient]) -> str | None:
+    """Return which factor of a merge no honest owner can have stated, or None. Empty factors are all 100 per cent."""
+    least = agreement.least_factors(gradients, b"".join(c.payload for c in header.contributors))
+    for c, factor, lowest in zip(header.contributors, header.factors, least, strict=False):
+        if factor < lowest:
+            return f"it counts {factor} % of what {c.learner} gave, which agrees with the others: at least {lowest} %"
+    return None
 
 
 def _bodies(payload: Payload, elements: int) -> Bodies:

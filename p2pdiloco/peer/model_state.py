@@ -15,8 +15,9 @@ Rules of this file:
 from __future__ import annotations
 
 import math
+import random
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -33,6 +34,10 @@ from p2pdiloco.protocol.ids import Digest, LearnerId, ShardId, digest_of, peer_o
 from p2pdiloco.protocol.manifest import CodecConfig, Layout, OuterConfig, Shard
 from p2pdiloco.protocol.messages import CommitHeader, Contributor
 from p2pdiloco.training.shared_memory import SharedVectors
+
+new_random: Callable[[], random.Random] = random.Random
+"""Makes the source of a peer's draws. The simulator of whole peers sets one whose draws can be repeated."""
+
 
 # -- Own merges --------------------------------------------------------------------------------------------------------
 # Merged steps that this peer made as an owner, until they are committed.
@@ -216,7 +221,7 @@ class ModelState:
         self._staged: dict[ShardId, Staged] = {}
         self._pending_merges = PendingMerges()
         self._agreement = agreement.AgreementHistory()
-        self._draw = agreement.new_random()
+        self._draw = new_random()
         # This learner's newest contribution with its bodies. Half a byte per parameter, but saves a decompression.
         self._own: dict[ShardId, tuple[Payload, Bodies]] = {}
         self._scratch = _Scratch(max(shard.elements for shard in layout.shards), self.form.momentum)
@@ -473,7 +478,8 @@ class ModelState:
             except ValueError as error:
                 raise ContributionError(contributor.learner, str(error)) from error
         contributors, merged = [c for c, _ in given], self._scratch.merged[: piece.elements]
-        judgement = self._agreement.judge([peer_of(c.learner) for c in contributors], gradients, shard)
+        sample = b"".join(c.payload for c in contributors)
+        judgement = self._agreement.judge([peer_of(c.learner) for c in contributors], gradients, shard, sample)
         agreement = merge.merge_declared(
             piece.merge, gradients, contributors, judgement.factors, self._round_steps, merged, longest
         )

@@ -24,10 +24,9 @@ def install() -> None:
     from p2pdiloco.codec import formats
 
     setattr(formats, "CHUNK", CHUNK)  # noqa: B010 (it is Final for everybody else)
-    from p2pdiloco.codec import agreement
+    from p2pdiloco.peer import checkpoint_writer, model_state
 
-    agreement.new_random = lambda: random.Random(0)  # a seed is the same world again
-    from p2pdiloco.peer import checkpoint_writer
+    model_state.new_random = lambda: random.Random(0)  # a seed is the same world again
 
     checkpoint_writer.EVERY_S = COMMITS_S
     from p2pdiloco.peer import signatures

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from p2pdiloco.codec import compression, merge, native
+from p2pdiloco.codec.agreement import AgreementHistory, Judgement
 from p2pdiloco.codec.bitrate_ladder import downward_recipes
 from p2pdiloco.codec.compression import index_bytes
 from p2pdiloco.codec.formats import CHUNK, HEADER, Recipe, recipe
@@ -168,6 +169,31 @@ def test_a_merge_that_is_another_is_found() -> None:
         payload = payload_of(bodies, how, True)
         lie = commit._replace(payloads={**commit.payloads, digest_of(payload): payload})
         assert wrong in str(lie.problem(payload=digest_of(payload), length=length))
+
+
+def test_an_owner_that_counts_others_for_less_than_their_agreement_gives_is_found() -> None:
+    """V4c, V5a: the merge is right for the factors that the owner states."""
+    vectors = honest(4)
+    own = merge_factors(vectors, (100, 10, 10, 10))
+    assert "counts 10 % of what p1/1 gave" in str(own.problem())
+    assert merge_factors(vectors, (100, 60, 100, 100)).problem() is None, "its memory may say so"
+    vectors[3] = -vectors[3]
+    assert merge_factors(vectors, (100, 100, 100, 10)).problem() is None
+    assert merge_factors(vectors, (100, 100, 100, 100)).problem() is None, "so may its memory"
+    assert merge_factors(vectors[:2], (100, 10)).problem() is None, "nobody can tell which of two is right"
+
+
+def honest(count: int) -> list[torch.Tensor]:
+    random = torch.Generator().manual_seed(3)
+    common = torch.randn(3000, generator=random)
+    return [common + 2.0 * torch.randn(3000, generator=random) for _ in range(count)]
+
+
+def merge_factors(vectors: list[torch.Tensor], factors: tuple[int, ...]) -> Made:
+    """The merge of an owner that states these factors."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AgreementHistory, "judge", lambda *_: Judgement([*factors], []))
+        return made(vectors, [recipe("int8")] * len(vectors), [(100, 10)] * len(vectors), config=CodecConfig())
 
 
 def test_a_contribution_that_nobody_can_merge_is_not_in_a_right_merge() -> None:

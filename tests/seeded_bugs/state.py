@@ -334,8 +334,8 @@ BUGS = (
     Bug(
         name="the same part of every shard is compared",
         module=_AGREEMENT,
-        where="AgreementHistory._pieces",
-        old="self._draw.sample(range(chunks), min(PIECES, chunks))",
+        where="_pieces",
+        old="sorted(sorted(range(chunks), key=drawn.__getitem__)[:PIECES])",
         new="range(min(PIECES, chunks))",
         harm="a lie that keeps to the other chunks is never seen",
         killed_by=(f"{_AGREEMENT_TESTS}::test_a_lie_in_any_chunk_of_a_large_shard_is_seen",),

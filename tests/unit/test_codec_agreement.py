@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from p2pdiloco.codec import agreement
-from p2pdiloco.codec.agreement import JUDGED, AgreementHistory, Judgement
+from p2pdiloco.codec.agreement import JUDGED, AgreementHistory, Judgement, least_factors
 from p2pdiloco.codec.formats import CHUNK
 from p2pdiloco.codec.merge import Vector, merge
 from p2pdiloco.protocol.config import LEAST_FACTOR
@@ -22,9 +26,9 @@ def honest(count: int, seed: int, elements: int = ELEMENTS, spread: float = 2.0)
     return [common + spread * torch.randn(elements, generator=generator) for _ in range(count)]
 
 
-def judged(history: AgreementHistory, vectors: list[Tensor]) -> Judgement:
+def judged(history: AgreementHistory, vectors: list[Tensor], sample: bytes = b"") -> Judgement:
     names = [f"learner {index}" for index in range(len(vectors))]
-    return history.judge(names, [Vector(v) for v in vectors])
+    return history.judge(names, [Vector(v) for v in vectors], sample=sample)
 
 
 def test_honest_contributions_count_in_full() -> None:
@@ -159,13 +163,13 @@ def test_nobody_is_named_where_nothing_can_be_judged() -> None:
 
 @pytest.mark.parametrize("place", [0, 3, 4])
 def test_a_lie_in_any_chunk_of_a_large_shard_is_seen(place: int) -> None:
-    """The sample is drawn anew for each merge; all 40 see the chunk, or none does, once in 10 million."""
+    """The sample of each merge is another one; all 40 see the chunk, or none does, once in 10 million."""
     elements = 5 * CHUNK + 1000
     vectors = honest(4, 6, elements)
     span = slice(place * CHUNK, (place + 1) * CHUNK)
     vectors[3][span] = -20.0 * vectors[3][span].abs()
     history = AgreementHistory()
-    lowest = [min(found.agreements) for found in (judged(history, vectors) for _ in range(40))]
+    lowest = [min(found.agreements) for found in (judged(history, vectors, bytes([n])) for n in range(40))]
     assert min(lowest) < 0.05 < max(lowest), "in some merges it is looked at, in others it is not"
 
 
@@ -202,3 +206,53 @@ def test_factors_multiply_weights_within_their_bounds(rule: str) -> None:
     assert torch.equal(merged, expected)
     merge(rule, vectors, [1.0] * 4, [4] * 4, 4, expected)  # type: ignore[arg-type]
     assert not torch.allclose(merged, expected)
+
+
+LEAST = [
+    # contributions, what an honest owner states without a past, and the least that it can state with any past
+    (lambda: honest(5, 12), [], [50] * 5),
+    (lambda: [*honest(3, 1), -sum(honest(3, 1))], [100, 100, 100, 10], [50, 50, 50, 10]),
+    (lambda: [torch.zeros(ELEMENTS), *honest(3, 5)], [10, 100, 100, 100], [10, 50, 50, 50]),
+    (lambda: honest(2, 5), [], [10, 10]),
+]
+
+
+@pytest.mark.parametrize("case", LEAST)
+def test_half_of_what_the_contributions_give_is_the_least_factor(case: Any) -> None:
+    """V4c: whatever an owner says of its memory. Fewer than three contributions, and zeros, prove nothing."""
+    vectors, stated, least = case
+    assert judged(AgreementHistory(), vectors()).factors == stated
+    assert least_factors([Vector(v) for v in vectors()], b"") == least
+
+
+def test_vectors_without_anything_in_common_count_in_full() -> None:
+    """V4c: nothing can be judged, so an owner that counts some of them for less has made it up."""
+    generator = torch.Generator().manual_seed(11)
+    vectors = [torch.randn(ELEMENTS, generator=generator) for _ in range(6)]
+    assert least_factors([Vector(v) for v in vectors], b"") == [50] * 6
+
+
+@given(
+    st.integers(0, 2**31),
+    st.sampled_from([1, 2, 7, 40, 600, CHUNK + 40]),
+    st.integers(1, 9),
+    st.sampled_from([0.0, 0.3, 2.0, 30.0, 1e3]),
+    st.integers(0, 4),
+)
+@settings(max_examples=150, deadline=None)
+def test_no_honest_owner_states_less_than_the_least_factor(
+    seed: int, elements: int, count: int, spread: float, past: int
+) -> None:
+    """V4c: of few or many elements and contributions, samples, noise, zeros, lies, any past, and with other rounding."""
+    history, generator = AgreementHistory(), torch.Generator().manual_seed(seed)
+    for merge_number in range(past + 1):
+        vectors = honest(count, seed + merge_number, elements, spread)
+        for vector in vectors:
+            kind = int(torch.randint(0, 6, (), generator=generator))
+            vector *= (1.0, 1.0, 1e-9, 1e9, -1.0, 0.0)[kind]
+        sample = bytes([merge_number])
+        stated = judged(history, vectors, sample).factors or [100] * count
+        elsewhere = [v * (1.0 + 1e-6 * torch.randn(v.shape, generator=generator)) for v in vectors]
+        for those in (vectors, elsewhere):
+            least = least_factors([Vector(v) for v in those], sample)
+            assert all(factor >= lowest for factor, lowest in zip(stated, least, strict=True))
