@@ -47,6 +47,11 @@ class Evaluations:
         """The latest losses of each peer that were no jumps."""
         self._jumps: dict[PeerId, int] = {}
         """How many evaluations of a peer in a row are far above its usual ones."""
+        self._alarms: dict[PeerId, int] = {}
+        """Versions at which peers have first found a jump, until most others have measured, too."""
+        self._muted: dict[PeerId, int] = {}
+        """Peers whose jump most others have not found, and the version until which theirs alarm nobody. It survives the
+        end of a connection."""
 
     def on_head_changed(self, change: HeadChange) -> None:
         """Have the learner measure shard 0's new version, if an evaluation is due and this peer is selected."""
@@ -91,16 +96,32 @@ class Evaluations:
         best = min(usual, default=math.inf)
         if evaluation.loss > best + max(JUMP, JUMP * best) and self._jumps.get(peer, 0) < RECENT:
             self._jumps[peer] = self._jumps.get(peer, 0) + 1
+            self._alarms.setdefault(peer, evaluation.version)
         else:
             if self._jumps.pop(peer, 0) >= RECENT:
                 usual.clear()  # it stays: this is the usual loss now
             usual.append(evaluation.loss)
         self._show()
+        self._mute()
+
+    def _mute(self) -> None:
+        """Mute peers whose jump most others that measured that version, or a later one, have not found."""
+        for author, version in [*self._alarms.items()]:
+            others = [peer for peer, one in self._latest.items() if peer != author and one.version >= version]
+            confirming, total = sum(peer in self._jumps for peer in others), len(self._latest) - 1
+            is_refuted = Support(len(others) - confirming, total).is_most
+            if is_refuted:
+                self._muted[author] = version + RECENT * self.core.config.evaluation_every
+            if is_refuted or Support(confirming, total).is_most or author not in self._latest:
+                del self._alarms[author]
 
     @property
     def is_alarmed(self) -> bool:
-        """Whether some peer's newest evaluation is a jump."""
-        return bool(self._jumps)
+        """Whether the newest evaluation of some peer that is not muted is a jump."""
+        head = self.core.chains[0].head
+        version = 0 if head is None else head.version
+        self._muted = {peer: until for peer, until in self._muted.items() if until > version}
+        return not self._jumps.keys() <= self._muted.keys()
 
     @property
     def is_doubtful(self) -> bool:
@@ -121,6 +142,7 @@ class Evaluations:
         self.shown = None
         self._latest.clear()
         self._jumps.clear()
+        self._alarms.clear()
 
     def _show(self) -> None:
         """Recompute the evaluation that is shown (rule S3b)."""

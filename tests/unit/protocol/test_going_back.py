@@ -94,6 +94,48 @@ def test_what_is_little_more_or_came_down_again_is_no_jump() -> None:
         assert not votes(measure(stage, step, loss, A, B, C, D))
 
 
+def test_an_alarm_that_most_others_refute_mutes_its_author() -> None:
+    """K1c: so that a peer whose evaluations alternate does not have all others measure each version."""
+    stage = Stage(B, C, D, evaluation_every=1)
+    ruined(stage)
+    drawn, asked, usual = Stage(B, C, D, evaluation_every=1), 0, 0
+    ruined(drawn)
+    for step in range(2, 14):
+        measure(stage, step, GOOD if step % 2 else 50.0, B)
+        asked += bool(only(taken(stage), ef.Evaluate))
+        measure(stage, step, GOOD, A, C, D)
+        usual += bool(only(taken(drawn), ef.Evaluate))
+    assert asked <= usual + 1
+    taken(stage)
+    for step in (14, 15):
+        measure(stage, step, 50.0, B, C, D)
+        assert only(taken(stage), ef.Evaluate), "the alarm of others counts"
+    measure(stage, 16, GOOD, B, C, D)
+    taken(stage)
+    measure(stage, 17, 50.0, D)
+    assert only(taken(stage), ef.Evaluate), "most had confirmed its first one"
+
+
+def test_who_is_proved_to_have_lied_has_no_vote() -> None:
+    """K3a: and is not among those of whom more than half must vote."""
+    for is_proved in (True, False):
+        stage = Stage(B, C, D)
+        states = ruined(stage)
+        if is_proved:
+            one, other = (stage.commit(tokens(C, 400, 400 + n), owner=D) for n in (40, 80))
+            stage.hear(B, msg.Equivocation(one, other, bytes(64), bytes(64)))
+        stage.hear(B, against(*states[1:]))
+        stage.hear(C, against(*states[1:]))
+        assert bool(stage.machine.core.abandoned) == is_proved
+
+
+def taken(stage: Stage) -> list[ef.Effect]:
+    """The next version's effects."""
+    version = stage.head().version
+    stage.wait(2.0)
+    return stage.take(stage.commit(tokens(B, 40 * version, 40 * (version + 1)), step=4 * (version + 1)))
+
+
 def test_a_loss_that_stays_high_is_the_usual_one() -> None:
     """K1a: after 16 evaluations."""
     stage = Stage(B, C, D)
