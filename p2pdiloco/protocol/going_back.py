@@ -145,8 +145,8 @@ class GoingBack:
             self._abandon(new)
 
     def _voters(self) -> tuple[frozenset[PeerId], int]:
-        """Return the peers that may vote here, which are those that participate and are not proved to have lied, and how
-        many there are in all: some are only heard by others."""
+        """Return the peers that may vote here, which participate and are not proved to have lied, and how many there
+        are in all: some are only heard by others."""
         able = self.core.participation.participants() - self.replication.refusals.barred_owners.proofs.keys()
         return able, len(able) + len(self.core.membership.connectivity.indirect)
 
