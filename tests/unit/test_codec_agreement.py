@@ -243,7 +243,7 @@ def test_vectors_without_anything_in_common_count_in_full() -> None:
 def test_no_honest_owner_states_less_than_the_least_factor(
     seed: int, elements: int, count: int, spread: float, past: int
 ) -> None:
-    """V4c: of few or many elements and contributions, samples, noise, zeros, lies, any past, and with other rounding."""
+    """V4c: few or many elements and contributions, samples, noise, zeros, lies, any past, and with other rounding."""
     history, generator = AgreementHistory(), torch.Generator().manual_seed(seed)
     for merge_number in range(past + 1):
         vectors = honest(count, seed + merge_number, elements, spread)
