@@ -12,7 +12,8 @@ Example::
                 break
 
 The script is the learner. Its node runs beside it in a process of its own (``script_node.py``), so the loop never waits
-for the network. Without ``run`` nothing happens, and the script trains alone. Under ``torchrun`` all ranks are one peer
+for the network. The script of configuration files (``learner.py``) is started by its node instead; all else is the
+same. Without ``run`` nothing happens, and the script trains alone. Under ``torchrun`` all ranks are one peer
 (``training/multi_rank.py``); each rank runs the same lines.
 
 Rules of this file:
@@ -45,9 +46,18 @@ from p2pdiloco import script_lifecycle
 from p2pdiloco.access.invite_code import InviteError
 from p2pdiloco.protocol.ids import RunId
 from p2pdiloco.protocol.manifest import Layout, Manifest, RunConfig
-from p2pdiloco.script_node import JOIN_S, NODE_LOG, NodeRequest, RestartedNode, ScriptNode, ScriptNodeError, leaving_s
+from p2pdiloco.script_node import (
+    JOIN_S,
+    NODE_LOG,
+    NodeRequest,
+    ParentNode,
+    RestartedNode,
+    ScriptNode,
+    ScriptNodeError,
+    leaving_s,
+)
 from p2pdiloco.training import founding_file, script_arguments
-from p2pdiloco.training.node_link import NewNode, NodeLink, NodeSearch, ScriptTrainer
+from p2pdiloco.training.node_link import NewNode, NodeLink, NodeSearch
 from p2pdiloco.training.parameters import (
     MOST_TOLD,
     FlatParameters,
@@ -69,8 +79,6 @@ if TYPE_CHECKING:  # it imports torch.distributed.tensor: a second and 40 MB, wh
 
 log = logging.getLogger("p2pdiloco")
 
-_LOOK_S = 0.05
-
 
 class DiLoCo(SwarmView):
     """Connects a training loop to a run (Decoupled DiLoCo, arXiv 2604.21428).
@@ -90,7 +98,7 @@ class DiLoCo(SwarmView):
         model: nn.Module,
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         *,
-        run: str | None = None,
+        run: str | ParentNode | None = None,
         initial_peers: str | Sequence[str] = (),
         found: bool | None = None,
         tokens_per_step: int | None = None,
@@ -111,6 +119,8 @@ class DiLoCo(SwarmView):
         node_options: Sequence[str] = (),
         process_group: dist.ProcessGroup | None = None,
         on_update: Callable[[Tensor, Tensor], None] | None = None,
+        evaluate: Callable[[], float | Tensor] | None = None,
+        on_save: Callable[[], None] | None = None,
     ) -> None:
         """
         The arguments from ``total_steps`` to ``access`` belong to the run. The script that creates the run sets them;
@@ -124,6 +134,7 @@ class DiLoCo(SwarmView):
             optimizer: The optimizer that trains the model's parameters, also as accelerate has prepared it, or SAM. Or
                 a list of several: a step of the run is complete when each of them has stepped, in any order.
             run: Name of the run, at most 64 letters, digits, dots, dashes and underscores. None: train alone.
+                The shipped script passes the node that has started it.
             initial_peers: The invite that the first script prints. In a run with ``access="open"``, multiaddrs of
                 directory nodes (bootstrap nodes or peers) instead. A single one may be a str. An empty text or None is
                 an error unless ``found`` is given, because it usually is a variable that was not set.
@@ -169,6 +180,14 @@ class DiLoCo(SwarmView):
                 weights). It is called with a parameter and a float32 tensor of its shape that was added to it, and must
                 add this tensor to the copies. Not with several ranks. Default: one for schedule-free optimizers
                 and MADGRAD, if the optimizer is one.
+            evaluate: Function that returns a loss, as a number or a tensor with one element, on data that no peer
+                trains on. The peers take turns: it is called without arguments and without gradients, in the step after
+                every fifth version, while the model holds the run's parameters. It must restore what it changes, such
+                as the training mode. The run then shows this loss, marks checkpoints as good by it, and goes back to
+                one if the loss jumps. Give it in all scripts of a run, with the same data. With several ranks, each
+                calls it, and the first one's loss counts. Default: the run has no such loss.
+            on_save: Function without arguments that saves what the run does not have, such as the optimizer's state. It
+                is called between two steps whenever the node saves, and when training stops. Several ranks call it.
 
         Raises:
             DiLoCoError: An argument or a combination is not allowed; an invite has a typo; the model has no trainable
@@ -177,6 +196,8 @@ class DiLoCo(SwarmView):
             ValueError: The model is wrapped in ``FullyShardedDataParallel``. Use ``fully_shard`` instead.
         """
         super().__init__(model, process_group, has_run=run is not None)
+        # The node that has started this process, if it was not the other way round.
+        self._parent = run if isinstance(run, ParentNode) else None
         self._named: list[tuple[str, nn.Parameter]] = []
         self._request: NodeRequest | None = None
         self._config: RunConfig | None = None
@@ -188,6 +209,8 @@ class DiLoCo(SwarmView):
         self._node_process: ScriptNode | None = None
         self._hooks: list[Any] = []
         self._on_update: OnUpdate | None = None
+        self._evaluate = script_arguments.function("evaluate", evaluate)
+        self._on_save = script_arguments.function("on_save", on_save)
         tokens = 0
         prepared: Sequence[Any] = optimizer if isinstance(optimizer, Sequence) else [optimizer]
         optimizers: Sequence[torch.optim.Optimizer] = prepared
@@ -202,6 +225,11 @@ class DiLoCo(SwarmView):
             script_arguments.process_group(process_group)
             script_arguments.require_ranks(self._named, process_group)
             self._on_update = script_arguments.on_update(on_update, optimizers)
+            tokens = script_arguments.tokens_per_step(tokens_per_step)
+            self._hooks.append(optimizers[0].register_step_post_hook(script_lifecycle.alone(self)))
+        if isinstance(run, ParentNode):
+            self._state = run.folder
+        elif run is not None:
             self._wait_for_peers = script_arguments.whole("wait_for_peers", wait_for_peers, 1, 1024)
             self._given = {
                 "run": run,
@@ -215,6 +243,7 @@ class DiLoCo(SwarmView):
                 "outer_lr": outer_lr,
                 "outer_momentum": outer_momentum,
                 "codec": codec,
+                "evaluate": evaluate,
             }
             sizes = [parameter.numel() for _, parameter in self._named]
             share = trained_share(model)
@@ -225,8 +254,6 @@ class DiLoCo(SwarmView):
             self._config = founding_file.with_frozen(founding_file.with_architecture(config, model), model)
             self._state = script_arguments.state_folder(state, run)
             self._request = self._node_request(run, initial_peers, found, node_options, stay_s)
-            tokens = script_arguments.tokens_per_step(tokens_per_step)
-            self._hooks.append(optimizers[0].register_step_post_hook(script_lifecycle.alone(self)))
         self._optimizers = optimizers
         self._tally = StepCounter(optimizers, grad_scaler, tokens, () if self._is_sharded else self._named)
         self._begun_in = 0  # the process that takes part; a forked one does not
@@ -269,10 +296,10 @@ class DiLoCo(SwarmView):
             DiLoCoError: The run could not be created or joined (on all ranks alike); the model is not the run's; the
                 trainable parameters have changed since the constructor; or this object takes part already.
         """
-        if self._request is None:
+        if not self._has_run:
             return self
         if self._begun_in:
-            raise DiLoCoError(f"already joined run {self._request.name}: call close() before start()")
+            raise DiLoCoError("this DiLoCo takes part already: call close() before start()")
         if [id(p) for _, p in trainable(self._model)] != [id(p) for _, p in self._named]:
             raise DiLoCoError(
                 "the model's trainable parameters have changed since DiLoCo was created (replaced, frozen, unfrozen): "
@@ -285,19 +312,20 @@ class DiLoCo(SwarmView):
                 "on_update, schedule-free optimizers and MADGRAD cannot be used with several ranks: use one process "
                 "for each peer, or another optimizer"
             )
-        script_lifecycle.begin(self._state, self._leave_at_once, heeds_sigterm=self._ranks is None)
+        is_alone = self._ranks is None and self._parent is None
+        script_lifecycle.begin(self._state, self._leave_at_once, heeds_sigterm=is_alone)
         self._begun_in = os.getpid()
         self._unhook()
         try:
-            self._take_part(*self._lead_to_manifest(self._request))
-        except BaseException:
+            self._take_part(*self._meet_node())
+        except BaseException as error:
+            self._tell_parent(error)
             self._begun_in, self._link, self._is_linked = 0, None, False
             self._end_node(signal.SIGKILL)
             script_lifecycle.end(self._state)
             raise
         self._stepped_at = time.perf_counter()
         self._hook_steps()
-        self._begin_to_look()
         self._tally.begin()
         if self._check is not None:
             self._check.rest()
@@ -307,6 +335,14 @@ class DiLoCo(SwarmView):
     def _is_sharded(self) -> bool:
         """True if a rank has pieces of parameters (``fully_shard``), and none as a whole."""
         return any(hasattr(p, "to_local") for _, p in self._named)
+
+    def _meet_node(self) -> tuple[NewNode | None, Manifest, bytes]:
+        """The connection to the node, and the run's manifest: decoded, and encoded as the node sent it."""
+        if self._request is not None:
+            return self._lead_to_manifest(self._request)
+        assert self._parent is not None
+        told = self._parent.manifest.read_bytes()
+        return self._parent, msgspec.msgpack.decode(told, type=Manifest), told
 
     def _lead_to_manifest(self, request: NodeRequest) -> tuple[NewNode | None, Manifest, bytes]:
         """The leader's connection to its node, and the run's manifest: decoded, and encoded as the node sent it."""
@@ -347,8 +383,10 @@ class DiLoCo(SwarmView):
 
     def _take_part(self, new_node: NewNode | None, manifest: Manifest, told: bytes) -> None:
         """Build the link, and wait for the global parameters."""
-        layout, island = Layout.of(manifest), self._ranks
-        back: NodeSearch | None = None if self._node_process is None else RestartedNode(self._node_process, told)
+        layout, island, parent = Layout.of(manifest), self._ranks, self._parent
+        back: NodeSearch | None = None if parent is None else parent.reunion
+        if self._node_process is not None:
+            back = RestartedNode(self._node_process, told)
         flat: FlatParameters | RankGroupParameters
         try:
             if island is None:
@@ -364,32 +402,50 @@ class DiLoCo(SwarmView):
             founding_file.tell_differences(manifest.config, self._given)
             if self._config is not None:
                 founding_file.tell_other_base(manifest.config, self._config)
-        steps = manifest.config.inner.steps
+        inner, evaluate = manifest.config.inner, self._evaluate
         self._check = StepCheck(self._model, self._optimizers, () if self._is_sharded else self._named)
-        self._link = NodeLink(
-            ScriptTrainer(self._save_buffers),
+
+        def measure(theta: Tensor) -> float:
+            assert evaluate is not None
+            shown = flat.showing(theta) if isinstance(flat, FlatParameters) else self.global_parameters()
+            with shown, torch.no_grad():
+                return float(evaluate())
+
+        self._link = link = NodeLink(
             flat,
             vectors,
             channel,
-            last_step=steps,
+            last_step=inner.steps,
+            token_budget=0 if inner.tokens is msgspec.UNSET else inner.tokens,
             reunion=back,
             doubt=self._problem,
             on_update=self._on_update,
+            evaluate=None if evaluate is None else measure,
+            save=self._save,
+            blocks=None if parent is None else parent.blocks,
         )
-        self._link.greet(device=str(self._named[0][1].device))
+        device = str(self._named[0][1].device)
+        if parent is None:
+            link.greet(device=device)
+        else:
+            parent.link = link
+            link.greet(device=device, inner_steps=parent.inner_steps, has_blocks=parent.has_blocks)
         self._is_linked = True
-        while self._is_linked and not self._link.is_loaded:
-            self._is_linked = self._link.boundary()
-            time.sleep(_LOOK_S)
-        if not self._link.is_loaded:
+        while self._is_linked and not link.is_loaded:
+            link.wait()
+            self._is_linked = link.boundary()
+        self._run = manifest.run
+        if parent is not None:
+            return  # it may have ended: then ``wait`` returns False
+        if not link.is_loaded:
             ending = "" if self._node_process is None else self._node_process.ending
             raise DiLoCoError(ending or f"the node ended before it had joined the run: see its log, {self._log}")
         if self._node_process is not None:
-            founding_file.tell_end(manifest.config.name, self._given["total_steps"], self._link.last_step, self._state)
-            self._tell_end(manifest.config.name, self._link.last_step, self._state)
-        self._run = manifest.run
+            founding_file.tell_end(manifest.config.name, self._given["total_steps"], link.last_step, self._state)
+            self._tell_end(manifest.config.name, link.last_step, self._state)
         self._load_buffers()
         self._wait_for_swarm(self._wait_for_peers)
+        self._begin_to_look()
 
     __enter__ = start
 
@@ -409,6 +465,11 @@ class DiLoCo(SwarmView):
             if name in here and here[name].shape == value.shape:
                 here[name].copy_(value)
                 self._has_buffers = True
+
+    def _save(self) -> None:
+        self._save_buffers()
+        if self._on_save is not None:
+            self._on_save()
 
     def _save_buffers(self) -> None:
         """Save the model's buffers. Only the leader of an island does."""
@@ -435,7 +496,8 @@ class DiLoCo(SwarmView):
         self._tally.end()
         self._look_no_more()
         try:
-            if self._ranks is None or error is None:
+            self._tell_parent(error)
+            if error is None or (self._ranks is None and self._parent is None):
                 self._save_buffers()
                 self._part()
                 self._end_node(None)
@@ -446,6 +508,11 @@ class DiLoCo(SwarmView):
                     self._node_process.send(signal.SIGTERM)
                 self._node_process.release_folder()
             script_lifecycle.end(self._state)
+
+    def _tell_parent(self, error: BaseException | None) -> None:
+        """Tell the node that has started this process why it ends."""
+        if self._parent is not None and isinstance(error, Exception):
+            self._parent.fail(str(error) or type(error).__name__)
 
     def close(self) -> None:
         """Contribute unmerged progress, and leave the run. Leaving the ``with`` block calls it.
@@ -491,7 +558,7 @@ class DiLoCo(SwarmView):
                     log.warning("the node does not exit and is killed (see %s)", self._log)
                     node_process.stop(signal.SIGKILL)
                     deadline += self._leave_s
-            time.sleep(_LOOK_S)
+            link.wait()
         self._is_linked = False
 
     def _end_node(self, number: signal.Signals | None) -> None:
@@ -533,6 +600,38 @@ class DiLoCo(SwarmView):
         """
         self._tally.report(script_arguments.loss(loss))
 
+    def wait(self) -> bool:
+        """Wait until a step may be made. Call it before each step of a script that stays to the end of its peer::
+
+            while outer.wait():
+                ...  # one step
+
+        It returns at once while the run is trained. At the end of the run it serves the result until the peer leaves,
+        and training continues if the run is prolonged meanwhile. All ranks of an island call it.
+
+        Returns:
+            True if a step may be made; without a run always. False if the peer has left, or its node is lost for good.
+
+        Raises:
+            DiLoCoError: ``start`` was never called.
+        """
+        link, check = self._link, self._check
+        if link is None or check is None:
+            if self._has_run:
+                raise DiLoCoError(script_lifecycle.NOT_BEGUN)
+            return True
+        if link.is_training:
+            return self._is_linked
+        try:
+            while self._is_linked and not link.is_training:
+                link.wait()
+                self._is_linked = link.boundary()
+        except Exception:  # noqa: BLE001
+            self._fail()
+        check.on_parameters_set()
+        self._stepped_at = time.perf_counter()
+        return self._is_linked
+
     @property
     def is_complete(self) -> bool:
         """True when training should stop: the run is complete, or this peer is leaving. False without a run.
@@ -556,6 +655,17 @@ class DiLoCo(SwarmView):
         """The step at which the run is complete; 0 without a run. It grows if the run is prolonged."""
         return 0 if self._link is None else self._link.last_step
 
+    @property
+    def progress(self) -> float:
+        """The part of the run that is over, a float from 0.0 to 1.0; 0.0 without a run. For learning-rate schedules.
+
+        This is ``global_step / total_steps``; in a run with a token budget, the merged part of it.
+        """
+        link = self._link
+        if link is not None and link.token_budget:
+            return min(1.0, link.merged_tokens / link.token_budget)
+        return 0.0 if link is None else self.global_step / link.last_step
+
     def load_global(self) -> None:
         """Load the run's parameters into the model, in place. Its buffers stay this peer's own.
 
@@ -577,7 +687,7 @@ class DiLoCo(SwarmView):
                     "do not exchange them. BatchNorm's statistics need some batches in training mode",
                     ", ".join(names[:MOST_TOLD]) + (", ..." if len(names) > MOST_TOLD else ""),
                 )
-        elif self._request is not None:
+        elif self._has_run:
             raise DiLoCoError(script_lifecycle.NOT_BEGUN)
 
     @contextlib.contextmanager
@@ -623,9 +733,9 @@ class DiLoCo(SwarmView):
             self._fail()
 
     def _fail(self) -> None:
-        """Train alone from now on, because of the error that is being handled. In an island it is raised again: the
-        other ranks wait for this one, and torchrun restarts all."""
-        if self._ranks is not None:
+        """Train alone from now on, because of the error that is being handled. It is raised again where others restart
+        this process: in an island, whose ranks wait for this one, and where a node has started it."""
+        if self._ranks is not None or self._parent is not None:
             raise
         log.exception("an error of p2pdiloco: from now on this script trains alone. Please report it")
         self._is_linked = False
@@ -653,9 +763,9 @@ class DiLoCo(SwarmView):
         self._look_at_batches(link)
         self._is_linked = link.boundary()
         while self._is_linked and link.is_training and link.is_resting:
-            time.sleep(_LOOK_S)
+            link.wait()
             self._is_linked = link.boundary()
-        if not self._is_linked and not link.is_dismissed:
+        if not self._is_linked and not link.is_dismissed and self._parent is None:
             log.warning("the node is lost: from now on this script trains alone (see %s)", self._log)
         check.rest()
         self._stepped_at = time.perf_counter()

@@ -1,4 +1,5 @@
-"""The node process of a training script: started with the script, restarted when it dies, found by the next script.
+"""The node process of a training script: started with the script, restarted when it dies, found by the next script. Or
+the node that has started the script.
 
 Rules of this file:
 1. A state folder has one script and one node at a time.
@@ -15,9 +16,11 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -26,10 +29,14 @@ import msgspec
 import psutil
 
 from p2pdiloco.access.invite_code import PREFIX, VARIABLE, clean_invite, decode_invite, is_invite
+from p2pdiloco.protocol.data_blocks import Block
 from p2pdiloco.protocol.ids import RunId, digest_of
-from p2pdiloco.protocol.manifest import Manifest
+from p2pdiloco.protocol.manifest import Layout, Manifest
 from p2pdiloco.timing import Backoff
+from p2pdiloco.training.ipc_channel import Channel
+from p2pdiloco.training.node_link import FAREWELL_S, NodeLink
 from p2pdiloco.training.node_reconnect import IS_POSSIBLE, Found, Reunion, meeting_place
+from p2pdiloco.training.shared_memory import SharedVectors, ring_elements
 from p2pdiloco.util import status_pipe
 from p2pdiloco.util.files import (
     LockedError,
@@ -42,6 +49,7 @@ from p2pdiloco.util.files import (
 )
 from p2pdiloco.util.logs import printable
 from p2pdiloco.util.status_pipe import Exited, Farewell, Invited, PageAt, StatusMessage, StatusReader
+from p2pdiloco.wire.learner_ipc import Failed, ForPeople
 
 log = logging.getLogger("p2pdiloco")
 
@@ -437,6 +445,56 @@ class ScriptNode:
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
+
+
+class ParentNode:
+    """The node that has started this process as its learner (``learner.py``), with what both share."""
+
+    def __init__(
+        self, manifest: Path, connection: socket.socket, memory_fd: int, reunion: Reunion | None = None
+    ) -> None:
+        """
+        Args:
+            manifest: file of the run's manifest, in the peer's folder.
+            memory_fd: memory that node and learner share.
+            reunion: waits for the next node if this one dies; None: the learner then ends.
+        """
+        self.manifest = manifest
+        self.folder = manifest.parent
+        self.reunion = reunion
+        self._channel = Channel(connection)
+        self._memory_fd = memory_fd
+        # Blocks of data that the node has assigned, the first one in training.
+        self.blocks: deque[Block] = deque()
+        # Reported when the model is built: whether such blocks can be trained, and steps of the restored optimizer.
+        self.has_blocks = False
+        self.inner_steps = 0
+        # The link of this process, once ``DiLoCo`` has begun.
+        self.link: NodeLink | None = None
+
+    def attach(self, layout: Layout) -> tuple[SharedVectors, Channel]:
+        """Return the shared memory and the link to the node. Call it once.
+
+        Raises:
+            ValueError: the memory is not that of this layout.
+        """
+        return SharedVectors.attach(self._memory_fd, layout.elements, ring_elements(layout)), self._channel
+
+    def tell(self, message: ForPeople) -> None:
+        """Send a message that is meant for people."""
+        if self.link is None:
+            self._channel.post(message)
+        else:
+            self.link.tell(message)
+
+    def fail(self, reason: str) -> None:
+        """Tell the node why this process ends."""
+        reason = reason[:2000].encode(errors="replace").decode()  # a path may have bytes that are no text
+        if self.link is not None:
+            self.link.fail(reason)
+        else:
+            self._channel.post(Failed(reason=reason))
+            self._channel.flush(FAREWELL_S)
 
 
 class RestartedNode:

@@ -36,7 +36,7 @@ ROOT = Path(__file__).parents[2]
 PATIENCE_S = 120.0
 LOOK_S = 0.005
 PARTS = ("node", "learner", "daemon")
-IMPORTS = {"a node's imports": "p2pdiloco.cli.join", "a learner's imports": "p2pdiloco.training.learner_main"}
+IMPORTS = {"a node's imports": "p2pdiloco.cli.join", "a learner's imports": "p2pdiloco.learner"}
 COLUMNS: tuple[bench.Column, ...] = (
     ("CPU s", "cpu_s", ".2f"),
     *((name, f"{name}_s", ".2f") for name in PARTS),

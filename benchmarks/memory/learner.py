@@ -19,6 +19,7 @@ import torch
 
 from benchmarks.memory import residence
 from p2pdiloco.codec.fragments import tensor_specs
+from p2pdiloco.learner import Learner
 from p2pdiloco.protocol.ids import Digest, FragmentId, PeerId
 from p2pdiloco.protocol.manifest import (
     EvaluationConfig,
@@ -29,7 +30,7 @@ from p2pdiloco.protocol.manifest import (
     RunConfig,
     ScheduleConfig,
 )
-from p2pdiloco.training.builtin_learner import Learner
+from p2pdiloco.script_node import ParentNode
 from p2pdiloco.training.dataset_files import Corpus
 from p2pdiloco.training.models import build_model, named_tensors
 from p2pdiloco.training.optimizer_state import Keeper
@@ -127,16 +128,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         SharedVectors.create(layout.elements, ring_elements(layout)) as vectors,
     ):
         path = Path(folder) / "learner.safetensors"
-        learner = Learner(
-            manifest=manifest,
-            layout=layout,
-            device="cpu",
-            vectors=vectors,
-            connection=theirs,
-            corpus=Corpus(train=text, held_out=text[: 1 << 12]),
-            incarnation="memory/1",
-            keeper=Keeper(path),
-        )
+        described = Path(folder) / "manifest.msgpack"
+        described.write_bytes(manifest.encode())
+        corpus = Corpus(train=text, held_out=text[: 1 << 12])
+        node = ParentNode(described, theirs, vectors.fd)
+        learner = Learner(node, manifest, corpus, incarnation="memory/1", keeper=Keeper(path))
         vectors.theta.normal_(std=0.02)
         vectors.shift[: layout.elements] = vectors.theta
         told = threading.Thread(target=script, args=(ScriptedNode(ours), layout, path, found), name="node")

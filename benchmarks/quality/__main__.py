@@ -22,7 +22,7 @@ from benchmarks.netbed.topology import TopologyError
 from benchmarks.quality import claims, fine_tuning, law, report, runner, sweeps, tie
 from benchmarks.wan.homes import HomesError
 from p2pdiloco.demo.local_swarm import SwarmError
-from p2pdiloco.training.learner_main import device_of
+from p2pdiloco.training.learner_options import device_of
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -209,7 +209,8 @@ def from_row(settings: dict[str, Any]) -> Setting:
 def learning_rate(inner: InnerConfig, global_step: int, own_steps: int, merged_tokens: int = 0) -> float:
     """``optimizers.learning_rate``, but without ``decay_share`` a cosine to ``final_share``: that of the sweeps."""
     if inner.decay_share is not UNSET:
-        return optimizers.learning_rate(inner, global_step, own_steps, merged_tokens)
+        progress = None if inner.tokens is UNSET else merged_tokens / inner.tokens
+        return optimizers.learning_rate(inner, global_step, own_steps, progress)
     warm = msgspec.structs.replace(inner, decay_share=1.0, final_share=1.0)
     done = (global_step - inner.warmup) / max(1, inner.steps - inner.warmup)
     cosine = 0.5 * (1.0 + math.cos(math.pi * min(1.0, max(0.0, done))))

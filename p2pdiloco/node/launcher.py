@@ -56,7 +56,7 @@ from p2pdiloco.swarm.run_lookup import (
     pick_runs,
 )
 from p2pdiloco.training.data_sources import tell_sources
-from p2pdiloco.training.learner_main import device_of
+from p2pdiloco.training.learner_options import device_of
 from p2pdiloco.transport.identity import Identity
 from p2pdiloco.util import logs
 from p2pdiloco.util.status_pipe import Say

@@ -1,7 +1,7 @@
 """The learner as a child process: starts it, exchanges messages over a Unix socket, and reaps it.
 
 Rules of this file:
-1. The learner is a separate process (``training/learner_main.py``), so that its crash does not end the node.
+1. The learner is a separate process (``learner.py``), so that its crash does not end the node.
 2. Messages are queued in order and written as the socket accepts them; the node never waits for its learner.
 3. However the node leaves the context manager, the child is reaped. If the node is killed, the learner survives, and
    the next node process adopts it.
@@ -84,7 +84,7 @@ def bear() -> None:
     global _waiting
     if not IS_POSSIBLE:
         return
-    from p2pdiloco.training import learner_main  # before the fork, so that both processes share it
+    from p2pdiloco import learner  # before the fork, so that both processes share it
 
     try:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -108,7 +108,7 @@ def bear() -> None:
     try:
         os.setsid()  # Ctrl+C must reach only the node
         arguments = _receive_arguments(theirs)
-        status = 0 if arguments is None else learner_main.main(arguments)
+        status = 0 if arguments is None else learner.main(arguments)
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else 1
     except BaseException:  # noqa: BLE001 (the fork must not return and run as a second node)

@@ -1,8 +1,10 @@
-"""Held-out loss: every peer with the same files measures the same number for the same parameters."""
+"""Held-out loss: every peer with the same files measures the same number for the same parameters. Text samples."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
+from contextlib import suppress
 
 import torch
 from msgspec import UNSET
@@ -11,7 +13,7 @@ from torch import Tensor, nn
 from p2pdiloco.protocol.manifest import MAX_HELD_OUT, HeldOut, Manifest, RunConfig
 from p2pdiloco.training.corpus import held_out_batches
 from p2pdiloco.training.dataset_files import Corpus
-from p2pdiloco.training.models import loss
+from p2pdiloco.training.models import generate, loss
 
 BATCH = 16
 
@@ -73,3 +75,36 @@ def held_out_loss(
         count += len(batch)
     model.train(was_training)
     return total / count
+
+
+# -- Text samples ------------------------------------------------------------------------------------------------------
+# A short text by the global model, for people who watch a run.
+
+
+# Bytes of held-out text in the prompt, and maximum bytes that the model adds.
+GIVEN, WRITTEN = 48, 160
+PIECE = 8
+TEMPERATURE = 0.7
+LONGEST_S = 1.0
+
+
+def excerpt(model: nn.Module, corpus: Corpus, began: float) -> str:
+    """Return the beginning of the held-out text and the model's continuation; empty if the model does not write bytes.
+
+    ``began``: when the measurement of its loss began (``time.perf_counter``). The text takes no longer than that
+    measurement, and about a second at most.
+    """
+    if corpus.held_out.dtype is not torch.uint8:
+        return ""
+    now = time.perf_counter()
+    until = now + min(now - began, LONGEST_S)
+    given = bytes(corpus.held_out[:GIVEN].tolist())
+    text, was_training = given, model.training
+    model.eval()
+    with suppress(RuntimeError):  # NaN probabilities: the held-out loss reports them
+        for piece in range(WRITTEN // PIECE):
+            text = generate(model, text, PIECE, TEMPERATURE, seed=piece)
+            if time.perf_counter() >= until:
+                break
+    model.train(was_training)
+    return f"{given.decode('utf-8', 'replace')}│{text[len(given) :].decode('utf-8', 'replace')}"

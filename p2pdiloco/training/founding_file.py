@@ -96,8 +96,8 @@ ENDLESS = 10**9
 
 
 def settings(given: Mapping[str, Any], *, tensors: int, parameters: float = math.inf, share: float = 1.0) -> RunConfig:
-    """Return the configuration of a run from arguments of ``p2pdiloco.DiLoCo`` (of _ARGUMENTS; those that are None are
-    left out).
+    """Return the configuration of a run from arguments of ``p2pdiloco.DiLoCo`` (of _ARGUMENTS, and ``evaluate``;
+    those that are None are left out).
 
     H, P and the outer optimizer get the defaults of a configuration file (``manifest_defaults.in_rounds``), for a model
     of which so many ``tensors`` and ``parameters`` are exchanged, a ``share`` of all parameters. With ``sync_every``
@@ -106,7 +106,9 @@ def settings(given: Mapping[str, Any], *, tensors: int, parameters: float = math
     Raises:
         FoundationError: an argument is invalid. The message names it and its allowed values.
     """
-    written: dict[str, Any] = {"model": {"kind": "external"}, "inner": {"warmup": 0}, "evaluation": {"every": 0}}
+    written: dict[str, Any] = {"model": {"kind": "external"}, "inner": {"warmup": 0}}
+    if given.get("evaluate") is None:
+        written["evaluation"] = {"every": 0}
     for key, argument in _ARGUMENTS.items():
         table, _, name = key.rpartition(".")
         if (value := given.get(argument)) is not None:

@@ -5,7 +5,7 @@ Rules of this file:
    step's boundary. Whether it really never waited is measured: if the kernel's count of the thread's voluntary context
    switches grew, the time in which the thread neither computed nor queued for a processor is time that it slept. Sleeps
    of at least SLEEP_S are added to ``blocked_s``; shorter ones are locks inside the kernel.
-2. ``wait`` sleeps until there is something to do. It is for a learner that is not training.
+2. ``wait`` sleeps until there is something to do. It is for a learner that makes no steps.
 3. The send queue is bounded: beyond 64 KiB no ``Progress`` is accepted; beyond 1 MiB no command is read, so that no
    further answers arise.
 4. The end of the stream means that the node is dead: ``is_closed``.
@@ -96,10 +96,11 @@ class Channel:
         switches = resource.getrusage(_THREAD).ru_nvcsw
         return _Clock(switches, time.thread_time() + queued_s, time.perf_counter())
 
-    def wait(self) -> None:
-        """Sleep until the socket can be read, or written if something is queued. Do not call it while training."""
+    def wait(self, most_s: float) -> None:
+        """Sleep until the socket can be read, or written if something is queued, at most ``most_s``. Do not call it
+        while steps are made."""
         reading = select.POLLIN if len(self._outgoing) <= _READ_LIMIT else 0
-        self._poll(reading | (select.POLLOUT if self._outgoing else 0))
+        self._poll(reading | (select.POLLOUT if self._outgoing else 0), most_s)
 
     def flush(self, timeout_s: float) -> bool:
         """Send what is queued, for at most ``timeout_s``. Returns True if everything was sent. For a learner that
@@ -110,7 +111,7 @@ class Channel:
             self._send()
         return not self._outgoing
 
-    def _poll(self, wanted: int, most_s: float | None = None) -> None:
+    def _poll(self, wanted: int, most_s: float) -> None:
         """Wait until the socket is ready for ``wanted``, or its other end is closed.
 
         Not ``select.select``: it accepts no descriptor from 1,024 on, and a node with many connections hands on such
@@ -118,7 +119,7 @@ class Channel:
         """
         poll = select.poll()
         poll.register(self._socket, wanted)
-        poll.poll(None if most_s is None else 1000 * most_s)
+        poll.poll(1000 * most_s)
 
     def _send(self) -> None:
         try:

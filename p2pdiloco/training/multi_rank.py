@@ -14,6 +14,7 @@ Rules of this file:
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import cast
@@ -30,6 +31,8 @@ from p2pdiloco.training.node_link import NewNode, NodeSearch
 from p2pdiloco.training.parameters import check_tensors, moves
 from p2pdiloco.training.shared_memory import NoVectors, Vectors
 from p2pdiloco.wire import learner_ipc
+
+_LOOK_S = 0.05
 
 
 class RankGroup:
@@ -148,9 +151,9 @@ class RankGroupChannel:
         frames, self.is_closed = self._ranks.tell(frames, self.is_closed)
         return self._decoder.feed(frames) if frames else []
 
-    def wait(self) -> None:
-        """Do not call it: ranks poll instead."""
-        raise AssertionError("an island does not sleep in its socket")
+    def wait(self, most_s: float) -> None:
+        """Sleep for a moment: only the leader has the socket."""
+        time.sleep(min(most_s, _LOOK_S))
 
     def flush(self, timeout_s: float) -> bool:
         """Send what is queued, as ``Channel.flush``. Returns True at ranks that send nothing."""

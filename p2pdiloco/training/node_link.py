@@ -3,7 +3,7 @@
 Rules of this file:
 1. Training never waits for the node. Commands are read without waiting, at step boundaries only, and executed in order.
    Answers that the socket does not accept stay queued (``ipc_channel.py``). Only ``wait`` sleeps, for a learner that
-   does not train.
+   makes no steps.
 2. The global step grows by 1 with each inner step, and by ``AdoptStep``. At the run's last step training ends.
 3. ``steps`` and ``tokens`` only grow: ``Begin`` follows new parameters and does not reset them.
 4. Answers are sent in the order of the commands. An answer whose copy is still running on a GPU delays only those
@@ -144,35 +144,12 @@ def is_finite(vector: Tensor) -> bool:
 log = logging.getLogger("p2pdiloco")
 
 _LOOK_S = 0.05
+# Longest sleep of a learner that makes no steps. It has nothing else to do than to listen to its node.
+_WAIT_S = 0.5
 # Interval between two checks of running copies, for a learner that does nothing else.
 _COPY_S = 0.001
 # How long a learner that ends tries to send its remaining messages.
-_FAREWELL_S = 2.0
-
-
-class Trainer(Protocol):
-    """Work that a training loop does for its node."""
-
-    def evaluate(self, theta: Tensor) -> float:
-        """Return the held-out loss of the global parameters, float32 [n], in nats per token."""
-
-    def train(self, block: Block) -> None:
-        """Queue this block of data, after the blocks that were assigned before."""
-
-    def save(self) -> None:
-        """Save what the node does not have: the inner optimizer's state, or a script's buffers."""
-
-    def merged(self, tokens: int) -> None:
-        """Note the tokens merged of the run's budget, if it has one."""
-
-    def move_end(self, last_step: int, tokens: int) -> None:
-        """Note that the run ends at this global step, or when these tokens are merged (0: it has no budget)."""
-
-    def begin_again(self) -> None:
-        """Drop assigned blocks of data, because the node is lost."""
-
-    def end(self) -> None:
-        """Finish pending work: the process ends next."""
+FAREWELL_S = 2.0
 
 
 class NewNode(Protocol):
@@ -231,22 +208,33 @@ class NodeLink:
 
     def __init__(
         self,
-        trainer: Trainer,
         flat: FlatParameters | RankGroupParameters,
         vectors: Vectors,
         channel: Channel | RankGroupChannel,
         *,
         last_step: int,
+        token_budget: int = 0,
         reunion: NodeSearch | None = None,
         doubt: Callable[[], str] = lambda: "",
         on_update: OnUpdate | None = None,
+        evaluate: Callable[[Tensor], float] | None = None,
+        save: Callable[[], None] = lambda: None,
+        blocks: deque[Block] | None = None,
     ) -> None:
-        """``doubt`` returns why updates must not be merged; empty: they may. It is called before each snapshot.
-
-        ``on_update`` is called with each parameter that an update of other peers changes; not in a rank group.
         """
-        self._trainer = trainer
+        Args:
+            last_step, token_budget: end of the run; 0: it has no budget.
+            doubt: returns why updates must not be merged; empty: they may. It is called before each snapshot.
+            on_update: called with each parameter that an update of other peers changes; not in a rank group.
+            evaluate: returns the held-out loss of the global parameters, float32 [n], in nats per token. None: the node
+                gets no answer.
+            save: saves what the node does not have: the inner optimizer's state, buffers.
+            blocks: gets the blocks of data that the node assigns. The training loop removes each one that it finished.
+        """
         self._doubt = doubt
+        self._evaluate = evaluate
+        self._save = save
+        self._blocks: deque[Block] = deque() if blocks is None else blocks
         self._flat = flat
         self._on_update = on_update
         self._node = NodeEnd(vectors, channel)
@@ -256,6 +244,9 @@ class NodeLink:
         self._copies: dict[FragmentId, list[Tensor]] = {}
         self._answers: deque[tuple[Finished | None, FromLearner]] = deque()
         self.last_step = last_step
+        self.token_budget = token_budget
+        # Tokens that the run has merged of its budget.
+        self.merged_tokens = 0
         self._reunion = reunion
         self._ready: Ready | None = None
         # The learner's parameters when its node was lost. None unless a new node still has to send the swarm's.
@@ -320,19 +311,19 @@ class NodeLink:
     def fail(self, reason: str) -> None:
         """Tell the node why the learner ends."""
         self._node.channel.post(Failed(reason=reason[:2000]))
-        if not self._node.channel.flush(_FAREWELL_S):
+        if not self._node.channel.flush(FAREWELL_S):
             log.error("the learner ends and cannot tell its node why: %s", reason)
 
     # ------------------------------------------------------------------------------------------------ the boundary
 
     def wait(self) -> None:
-        """Sleep until the node sends something. Do not call it while steps are to be made."""
+        """Sleep until the node sends something, but not long. Do not call it while steps are to be made."""
         if self._reunion is not None and self._reunion.is_open:
             time.sleep(_LOOK_S)
         elif self._answers:
             time.sleep(_COPY_S)
         else:
-            self._node.channel.wait()
+            self._node.channel.wait(_WAIT_S)
 
     def boundary(self) -> bool:
         """Execute the node's commands, without waiting. Returns False when the learner must end."""
@@ -348,8 +339,7 @@ class NodeLink:
         for command in commands:
             if isinstance(command, Exit):
                 self._settle()
-                self._node.channel.flush(_FAREWELL_S)
-                self._trainer.end()
+                self._node.channel.flush(FAREWELL_S)
                 self.is_dismissed, self.is_training = True, False
                 return False
             self._execute(command)
@@ -369,12 +359,12 @@ class NodeLink:
                 self._copy(command)
             case AdoptStep(step=step, tokens=tokens):
                 self.counts.global_step = max(self.counts.global_step, step)
-                self._trainer.merged(tokens)
+                self.merged_tokens = max(self.merged_tokens, tokens)
             case Evaluate(version=version):
-                self._answer(Evaluated(version=version, loss=self._trainer.evaluate(self._node.vectors.theta)))
+                if self._evaluate is not None:
+                    self._answer(Evaluated(version=version, loss=self._evaluate(self._node.vectors.theta)))
             case MoveEnd(last_step=last_step, tokens=tokens):
-                self.last_step = last_step
-                self._trainer.move_end(last_step, tokens)
+                self.last_step, self.token_budget = last_step, tokens
                 self.is_training = self.is_loaded  # one that has reached this end stops again at the boundary
             case Pause():
                 self._stop()
@@ -383,9 +373,9 @@ class NodeLink:
                 if self.is_resting:
                     self._answer(Rested())
             case Train(block=block):
-                self._trainer.train(block)
+                self._blocks.append(block)
             case Save():
-                self._trainer.save()
+                self._save()
             case Swarm():
                 self.swarm = command
             case Exit():
@@ -485,14 +475,14 @@ class NodeLink:
 
     def _settle(self) -> None:
         """Wait for running copies, which take milliseconds."""
-        until = time.monotonic() + _FAREWELL_S
+        until = time.monotonic() + FAREWELL_S
         while self._answers and time.monotonic() < until:
             self._release()
             time.sleep(_COPY_S)
 
     def _stop(self) -> None:
         if self.is_training:
-            self._trainer.save()
+            self._save()
         self.is_training = False
         if not self.is_alone:  # without a node, the next one decides with Begin where the run is, possibly further back
             self._answer(Paused(steps=self.counts.steps, tokens=self.counts.tokens, step=self.counts.global_step))
@@ -500,7 +490,8 @@ class NodeLink:
     # ------------------------------------------------------------------------------------------------ without a node
 
     def _lost_node(self) -> bool:
-        """Begin another life without the node. Returns False if there is nothing to wait for."""
+        """Begin another life without the node, and the blocks that it assigned. Returns False if there is nothing to
+        wait for."""
         if self._reunion is None or not self.is_training or not self._reunion.open():
             return False
         if self._anchor is None:
@@ -508,7 +499,7 @@ class NodeLink:
             self._until(self._flat.copy_to(self._anchor, self._flat.everything))
             self.counts.steps = self.counts.tokens = 0
         self._answers.clear()
-        self._trainer.begin_again()
+        self._blocks.clear()
         return True
 
     def load_global(self) -> None:
@@ -540,33 +531,3 @@ class NodeLink:
             reunion.close()
             return False
         return True
-
-
-# -- Trainer of a script -----------------------------------------------------------------------------------------------
-
-
-class ScriptTrainer:
-    """A ``Trainer`` that only saves, because the training loop is the user's own script."""
-
-    def __init__(self, save: Callable[[], None] = lambda: None) -> None:
-        """``save``: saves the model's buffers; the script saves its own optimizer."""
-        self.save = save
-
-    def evaluate(self, theta: Tensor) -> float:
-        """Fail: scripts evaluate their runs themselves (``evaluation.every`` is 0)."""
-        raise AssertionError("no node asks for this")
-
-    def train(self, block: Block) -> None:
-        """Do nothing: the script has its own data."""
-
-    def merged(self, tokens: int) -> None:
-        """Do nothing: the script sets its own learning rate."""
-
-    def move_end(self, last_step: int, tokens: int) -> None:
-        """Do nothing: the script sets its own learning rate."""
-
-    def begin_again(self) -> None:
-        """Do nothing: no blocks were assigned."""
-
-    def end(self) -> None:
-        """Do nothing."""

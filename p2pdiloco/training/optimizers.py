@@ -1,4 +1,4 @@
-"""Inner optimizers of the built-in learner, by name.
+"""Inner optimizers of the shipped script, by name, and its inner step.
 
 torch's optimizers load its compiler, at their first step at the latest, to mark graph breaks. That takes a second and
 40 MB at each learner's start. A learner compiles nothing, so this module calls the undecorated methods.
@@ -7,15 +7,17 @@ torch's optimizers load its compiler, at their first step at the latest, to mark
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Any, overload
 
 import torch
-from msgspec import UNSET
 from torch import Tensor, nn
 
 from p2pdiloco.protocol.manifest import InnerConfig
 from p2pdiloco.protocol.manifest_defaults import decay_share
+from p2pdiloco.training.models import loss
 
 # -- Muon --------------------------------------------------------------------------------------------------------------
 # Muon: momentum, orthogonalized by five Newton-Schulz steps (Jordan et al., 2024), scaled to AdamW's update size (arXiv
@@ -178,16 +180,60 @@ def _hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
 _OWN_WARMUP = 20
 
 
-def learning_rate(config: InnerConfig, global_step: int, own_steps: int, merged_tokens: int = 0) -> float:
+def learning_rate(config: InnerConfig, global_step: int, own_steps: int, progress: float | None = None) -> float:
     """Return the learning rate of the step that follows ``global_step``.
 
-    ``own_steps``: steps that this inner optimizer has made. ``merged_tokens``: tokens merged of the run's budget, if it
-    has one.
+    ``own_steps``: steps that this inner optimizer has made. ``progress``: part of the run that is over;
+    None: by steps.
     """
     ramp = 1.0
     if config.warmup:
         own_warmup = min(config.warmup, _OWN_WARMUP)
         ramp = min(1.0, (global_step + 1) / config.warmup, (own_steps + 1) / own_warmup)
-    passed = global_step / config.steps if config.tokens is UNSET else merged_tokens / config.tokens
-    left = (1.0 - passed) / decay_share(config)
+    left = (1.0 - (global_step / config.steps if progress is None else progress)) / decay_share(config)
     return config.learning_rate * ramp * max(config.final_share, min(1.0, left))
+
+
+# -- Inner step --------------------------------------------------------------------------------------------------------
+# One step of the inner optimizers. The shipped script makes it, and ``doctor`` measures it.
+
+
+def inner_step(
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    inner: InnerConfig,
+    batch: Tensor,
+    step: int,
+    inner_steps: int,
+    progress: float,
+    report: Callable[[float], None] = lambda _: None,
+) -> float:
+    """Train on one batch, and return its loss in nats per token.
+
+    Args:
+        batch: int64 [samples, context + 1], on the model's device.
+        step: the run's global step.
+        inner_steps: steps that these optimizers have made.
+        progress: part of the run that is over, 0 to 1.
+        report: called with the loss before the optimizers step.
+
+    Raises:
+        RuntimeError: the loss is not finite, or the device has too little memory. The parameters are unchanged.
+    """
+    with torch.autocast("cuda", torch.bfloat16, enabled=batch.device.type == "cuda"):
+        value = loss(model, batch)
+    value.backward()  # type: ignore[no-untyped-call]
+    if inner.clip:
+        nn.utils.clip_grad_norm_(model.parameters(), inner.clip)
+    rate = learning_rate(inner, step, inner_steps, progress)
+    for group in chain.from_iterable(optimizer.param_groups for optimizer in optimizers):
+        group["lr"] = rate
+    measured = float(value.detach())
+    if not math.isfinite(measured):
+        raise RuntimeError(f"the loss is {measured} at step {step}: lower inner.learning_rate")
+    report(measured)
+    for optimizer in optimizers:
+        optimizer.step()
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    return measured

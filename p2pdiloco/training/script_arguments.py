@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, ParamSpec
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,7 @@ from p2pdiloco.util.files import state_home
 log = logging.getLogger("p2pdiloco")
 
 _P = ParamSpec("_P")
+_F = TypeVar("_F", bound=Callable[..., Any] | None)
 MOST_TOKENS = 1 << 24
 """Maximum number of tokens of a step."""
 MOST_STAY_S = 1e7
@@ -262,17 +263,25 @@ def process_group(value: object) -> None:
     )
 
 
-def on_update(value: object, optimizers: Sequence[torch.optim.Optimizer]) -> OnUpdate | None:
+def function(name: str, value: _F, of: str = "") -> _F:
+    """Return ``value``, a function or None. ``of`` describes its arguments.
+
+    Raises:
+        DiLoCoError: it is something else.
+    """
+    if value is not None and not callable(value):
+        raise DiLoCoError(f"{name} = {_shown(value)}: give a function{of}, or leave it out")
+    return value
+
+
+def on_update(value: OnUpdate | None, optimizers: Sequence[torch.optim.Optimizer]) -> OnUpdate | None:
     """Return the function that changes the optimizers' copies of the parameters: ``value``, or ours for schedule-free
     optimizers and those of dual averaging; None if nothing is known of copies.
 
     Raises:
         DiLoCoError: ``value`` is not a function, or it is missing and an optimizer is known to need it.
     """
-    if value is not None and not callable(value):
-        raise DiLoCoError(
-            f"on_update = {_shown(value)}: give a function of a parameter and of what was added to it, or leave it out"
-        )
+    value = function("on_update", value, " of a parameter and of what was added to it")
     if value is None and (averaging := [one for one in optimizers if _is_averaging(one)]):
         return partial(_change_points, averaging)
     return value

@@ -16,6 +16,7 @@ import resource
 import statistics
 import sys
 import time
+from collections import deque
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -23,12 +24,11 @@ import msgspec
 import torch
 from msgspec import Meta
 
-from p2pdiloco.training import learner_main
-from p2pdiloco.training.builtin_learner import inner_step
+from p2pdiloco.training import learner_options
 from p2pdiloco.training.corpus import load_corpus
 from p2pdiloco.training.data_supply import DataSupply
 from p2pdiloco.training.models import build
-from p2pdiloco.training.optimizers import inner_optimizers
+from p2pdiloco.training.optimizers import inner_optimizers, inner_step
 from p2pdiloco.training.thread_tuning import ThreadChoice
 
 LEAST_STEPS = 3
@@ -54,7 +54,7 @@ class SpeedTrial(msgspec.Struct, frozen=True, kw_only=True):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, and print the result."""
-    parser = learner_main.parser_of_a_learner(
+    parser = learner_options.parser_of_a_learner(
         "python -m p2pdiloco.training.speed_trial", "What a learner would do; doctor asks."
     )
     parser.add_argument("--seconds", type=float, default=8.0, help="steps are made for so long")
@@ -73,20 +73,20 @@ def measured(options: argparse.Namespace) -> SpeedTrial:
     Raises:
         OSError, ValueError, RuntimeError: as a learner would fail.
     """
-    device, manifest = learner_main.setting(options)
+    device, manifest = learner_options.setting(options)
     config = manifest.config
     corpus = load_corpus(config.data, options.data, options.tokenizer, context=config.model.context)
-    supply = DataSupply(manifest, corpus, "trial")
+    supply = DataSupply(manifest, corpus, "trial", deque())
     model = build(config.model, config.seed, manifest.tensors, options.model).to(device)
     optimizers = inner_optimizers(model, config.inner)
     choice = ThreadChoice(torch.get_num_threads()) if device.type == "cpu" and not options.threads else None
-    learner_main.be_nice()
+    learner_options.be_nice()
     times: list[float] = []
     deadline = time.perf_counter() + options.seconds
     while len(times) < LEAST_STEPS or time.perf_counter() < deadline:
         began = time.perf_counter()
         batch = supply.next().to(device)
-        inner_step(model, optimizers, config.inner, batch, step=1, inner_steps=len(times))
+        inner_step(model, optimizers, config.inner, batch, step=1, inner_steps=len(times), progress=0.0)
         took_s = time.perf_counter() - began
         times.append(took_s)
         if choice is not None and (number := choice.stepped(took_s)) is not None:

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from msgspec.structs import replace
 
+from p2pdiloco import learner as shipped_script
 from p2pdiloco.access.invite_code import decode_invite, is_invite
 from p2pdiloco.access.membership_log import introduction
 from p2pdiloco.codec import agreement, digests, merge, quantization
@@ -57,7 +58,7 @@ from p2pdiloco.protocol.replication import LogRequests
 from p2pdiloco.protocol.state import Core
 from p2pdiloco.swarm.credentials import credentials_from_invite
 from p2pdiloco.swarm.membership_sync import MembershipSync
-from p2pdiloco.training import builtin_learner
+from p2pdiloco.training import optimizers
 from p2pdiloco.transport.identity import Identity
 from p2pdiloco.transport.transport import Transport
 from p2pdiloco.wire.control_messages import (
@@ -183,14 +184,14 @@ def _remember(kind: Any, name: str) -> None:
 
 def _labels() -> None:
     """Its learner, which is a fork of this process, trains to predict symbols from anywhere in the batch."""
-    sound, taught = builtin_learner.inner_step, _node.taught
+    sound, taught = optimizers.inner_step, _node.taught
 
-    def inner_step(model: Any, optimizers: Any, inner: Any, batch: torch.Tensor, *rest: Any) -> float:
+    def inner_step(model: Any, stepped: Any, inner: Any, batch: torch.Tensor, *rest: Any) -> float:
         drawn = batch.flatten()[torch.randperm(batch.numel())].view_as(batch)
         taught.touch()
-        return sound(model, optimizers, inner, drawn, *rest)
+        return sound(model, stepped, inner, drawn, *rest)
 
-    _put(builtin_learner, "inner_step", inner_step)
+    _put(shipped_script, "inner_step", inner_step)
 
 
 def _values() -> None:

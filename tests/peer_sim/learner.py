@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from types import TracebackType
@@ -185,13 +186,18 @@ class SimulatedLearner:
         self.model.flat.looks = lambda: world.random.randint(0, most) if (most := setting.copies) else 0
         self.reunion = SimulatedReunion(world, setting.reattach_s) if setting.reattach_s else None
         self.channel = channel
+        self._blocks: deque[Block] = deque()
+        """Those in hand."""
+        self._block_steps = 0
+        """Made of the first of them."""
         self.link = NodeLink(
-            self,
             self.model.flat,
             vectors,  # type: ignore[arg-type]
             channel,  # type: ignore[arg-type]
             last_step=world.manifest.config.inner.steps,
             reunion=self.reunion,  # type: ignore[arg-type]
+            evaluate=evaluate,
+            blocks=self._blocks,
         )
         self.is_dead = False
         self.has_ended = False
@@ -201,8 +207,6 @@ class SimulatedLearner:
         """Since when it does what the node tells it."""
         self.is_poisoned = False
         """Its parameters are not numbers any more."""
-        self._blocks: list[tuple[Block, int]] = []
-        """Those in hand, with the steps that are left of each."""
         self.gone: Callable[[str, int], None] | None = None
         """Of the node that has it."""
 
@@ -261,12 +265,10 @@ class SimulatedLearner:
         tokens = self._setting.tokens_per_step
         self.truth.tokens.append(self.link.counts.tokens + tokens)
         self.link.stepped(tokens, float("nan") if self.is_poisoned else 1.0, step_s)
-        if self._blocks:
-            block, left = self._blocks.pop(0)
-            if left > 1:
-                self._blocks.insert(0, (block, left - 1))
-            else:
-                self.link.block_finished(block)
+        self._block_steps = self._block_steps + 1 if self._blocks else 0
+        if self._block_steps == BLOCK_STEPS:
+            self._block_steps = 0
+            self.link.block_finished(self._blocks.popleft())
         self._boundary()
 
     def exit(self, status: int, reason: str) -> None:
@@ -283,31 +285,10 @@ class SimulatedLearner:
         """SIGKILL."""
         self.exit(-9, "killed")
 
-    # -- training.outer_link.Trainer -----------------------------------------------------------------------------------
 
-    def evaluate(self, theta: Tensor) -> float:
-        """Less and less: every step moves the parameters farther from their beginning."""
-        return 1e3 / (1.0 + float(theta.abs().sum()))
-
-    def train(self, block: Block) -> None:
-        """This block of data is next."""
-        self._blocks.append((block, BLOCK_STEPS))
-
-    def save(self) -> None:
-        """The inner optimizer has no state here."""
-
-    def end(self) -> None:
-        """Nothing is left to be written."""
-
-    def merged(self, tokens: int) -> None:
-        """There is no rate here."""
-
-    def move_end(self, last_step: int, tokens: int) -> None:
-        """There is no rate here."""
-
-    def begin_again(self) -> None:
-        """The node is lost, and with it the claim to what it had given."""
-        self._blocks.clear()
+def evaluate(theta: Tensor) -> float:
+    """A loss that becomes less and less: every step moves the parameters farther from their beginning."""
+    return 1e3 / (1.0 + float(theta.abs().sum()))
 
 
 class _Life:

@@ -22,7 +22,7 @@ from typing import IO, Any
 from p2pdiloco.util.status_pipe import OPTION
 from tests.machine_sim import recorder
 
-PROGRAM = "p2pdiloco.training.learner_main"
+PROGRAM = "p2pdiloco.learner"
 NICE = 10
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload([PROGRAM, "p2pdiloco.cli.start", "p2pdiloco.node.launcher", "uvloop"])
@@ -127,7 +127,7 @@ def _taken(duplicate: Any) -> int:
 
 
 def _learn(arguments: list[str], descriptors: dict[str, int]) -> None:
-    from p2pdiloco.training.learner_main import main
+    from p2pdiloco.learner import main
 
     given = [word for name, fd in descriptors.items() for word in (f"--{name.replace('_', '-')}", str(fd))]
     sys.exit(main([*given, *arguments]))
@@ -152,14 +152,14 @@ def _command_in(
 def _command(
     arguments: list[str], out: int, told: int, environment: dict[str, str], status_fd: int | None = None
 ) -> None:
+    from p2pdiloco import learner
     from p2pdiloco.cli.main import main
     from p2pdiloco.node import learner_process
-    from p2pdiloco.training import learner_main
     from p2pdiloco.util.process import die_with_parent
 
     learner_process.COMMAND = ("nice", *learner_process.COMMAND)  # type: ignore[attr-defined]
-    learn = learner_main.main
-    learner_main.main = lambda words: (os.nice(NICE), learn(words))[1]  # its first learner is a fork of it
+    learn = learner.main
+    learner.main = lambda words: (os.nice(NICE), learn(words))[1]  # its first learner is a fork of it
     die_with_parent(signal.SIGTERM)
     os.setsid()
     os.environ.clear()

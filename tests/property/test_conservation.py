@@ -29,7 +29,6 @@ from p2pdiloco.codec.merge import LONGEST
 from p2pdiloco.peer import learner_updates
 from p2pdiloco.peer.learner_updates import Moves, Place, Shifts
 from p2pdiloco.peer.model_state import ModelState, StaleBaseError
-from p2pdiloco.protocol.data_blocks import Block
 from p2pdiloco.protocol.ids import FragmentId, LearnerId, PeerId, ShardId, digest_of
 from p2pdiloco.protocol.manifest import CodecConfig, OuterConfig, TensorSpec, make_layout
 from p2pdiloco.protocol.messages import CommitHeader, Contributor
@@ -48,25 +47,6 @@ STORIES = 200
 EXACT_MOST = 128
 """Integers up to here are exact in bf16, their halves, too."""
 OTHER = LearnerId("other/1")
-
-
-class Loop:
-    """A training loop whose steps the test makes."""
-
-    def evaluate(self, theta: Tensor) -> float:
-        return 0.0
-
-    def train(self, block: Block) -> None: ...
-
-    def save(self) -> None: ...
-
-    def merged(self, tokens: int) -> None: ...
-
-    def move_end(self, last_step: int, tokens: int) -> None: ...
-
-    def begin_again(self) -> None: ...
-
-    def end(self) -> None: ...
 
 
 def as_long(values: NDArray[np.float64], value: int) -> int:
@@ -137,7 +117,7 @@ class Conservation:
         self.close()
         self.node, theirs = socket.socketpair()
         self.node.setblocking(False)
-        self.link = NodeLink(Loop(), self.flat, self.vectors, Channel(theirs), last_step=1 << 40)
+        self.link = NodeLink(self.flat, self.vectors, Channel(theirs), last_step=1 << 40)
         self.theirs = theirs
         self.decoder = learner_ipc.Decoder[learner_ipc.FromLearner](learner_ipc.FromLearner)
         self.unread: list[learner_ipc.FromLearner] = []

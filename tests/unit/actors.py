@@ -16,7 +16,6 @@ from p2pdiloco.peer.metrics import Metrics
 from p2pdiloco.peer.peer import InitialState
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol.chain import genesis_head
-from p2pdiloco.protocol.data_blocks import Block
 from p2pdiloco.protocol.ids import FragmentId
 from p2pdiloco.protocol.manifest import (
     CodecChoice,
@@ -72,29 +71,6 @@ def genesis(manifest: Manifest) -> InitialState:
     return InitialState(proofs, torch.ones(layout.elements), momentum)
 
 
-class Loop:
-    """A training loop whose steps the test makes."""
-
-    saves = 0
-    """How often the inner optimizer's state was to be kept."""
-
-    def evaluate(self, theta: Tensor) -> float:
-        return float(theta.sum())
-
-    def train(self, block: Block) -> None: ...
-
-    def save(self) -> None:
-        self.saves += 1
-
-    def merged(self, tokens: int) -> None: ...
-
-    def move_end(self, last_step: int, tokens: int) -> None: ...
-
-    def begin_again(self) -> None: ...
-
-    def end(self) -> None: ...
-
-
 class Learner:
     """One life of a learner: a real link, and parameters that the test moves. ``is_mute``: it never becomes ready."""
 
@@ -106,7 +82,8 @@ class Learner:
         self.ended: Callable[[str, int], None] = ended
         self.is_over = False
         self.is_adopted = member.is_learner_waiting
-        self.loop = Loop()
+        # How often the inner optimizer's state was to be kept.
+        self.saves = 0
 
     async def __aenter__(self) -> Self:
         member = self._member
@@ -116,7 +93,14 @@ class Learner:
         self._node, self._theirs = socket.socketpair()
         self._node.setblocking(False)
         flat = FlatParameters(named, tensors, layout)
-        self.link = NodeLink(self.loop, flat, member.vectors, Channel(self._theirs), last_step=1 << 40)
+        self.link = NodeLink(
+            flat,
+            member.vectors,
+            Channel(self._theirs),
+            last_step=1 << 40,
+            evaluate=lambda theta: float(theta.sum()),
+            save=self._save,
+        )
         self._decoder = learner_ipc.Decoder[learner_ipc.FromLearner](learner_ipc.FromLearner)
         member.lives.append(self)
         self.link.greet(device="cpu")
@@ -129,6 +113,9 @@ class Learner:
         self.is_over = True
         self._node.close()
         self._theirs.close()
+
+    def _save(self) -> None:
+        self.saves += 1
 
     def send(self, message: learner_ipc.FromNode) -> None:
         """From the node."""

@@ -23,14 +23,14 @@ pytestmark = [
 
 def node(output: Path, use: str) -> None:
     """A node's process: its status is that of its first learner, which tells what it was given."""
-    from p2pdiloco.training import learner_main
+    from p2pdiloco import learner
 
     def learn(words: list[str]) -> int:
         sizes = {word: os.fstat(int(value)).st_size for word, value in zip(words[:4:2], words[1:4:2], strict=True)}
         print(sizes, words[4:], os.getsid(0) == os.getpid(), flush=True)
         return 7
 
-    learner_main.main = learn  # type: ignore[assignment]
+    learner.main = learn  # type: ignore[assignment]
     learner_process.bear()
     first = learner_process.take()
     assert first is not None

@@ -227,7 +227,7 @@ def test_the_learner_saves_its_own_state_by_the_clock(tmp_path: Path) -> None:
             for saves in (1, 2):
                 await stage.wait(61.0)
                 await stage.rest(ann)
-                assert ann.learner.loop.saves == saves
+                assert ann.learner.saves == saves
             given = dict(zip(ann.arguments[::2], ann.arguments[1::2], strict=True))
             assert given["--inner-state"] == str(tmp_path / "ann" / "checkpoint" / "learner.safetensors")
             assert given["--manifest"] == str(tmp_path / "ann" / "manifest.msgpack")

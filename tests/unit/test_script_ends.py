@@ -62,6 +62,9 @@ class Link(SimpleNamespace):
             raise self._error
         return not self._node.is_asked
 
+    def wait(self) -> None:
+        """Nothing comes."""
+
     def load_global(self) -> None:
         """Those of the run are behind those of the script."""
         with torch.no_grad():

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from p2pdiloco.codec.fragments import tensor_specs
+from p2pdiloco.learner import Learner
 from p2pdiloco.node.learner_process import COMMAND
 from p2pdiloco.protocol.ids import Digest, FragmentId, PeerId, ShardId
 from p2pdiloco.protocol.manifest import (
@@ -28,7 +29,7 @@ from p2pdiloco.protocol.manifest import (
     RunConfig,
     ScheduleConfig,
 )
-from p2pdiloco.training.builtin_learner import Learner
+from p2pdiloco.script_node import ParentNode
 from p2pdiloco.training.corpus import load_corpus
 from p2pdiloco.training.ipc_channel import Channel
 from p2pdiloco.training.models import build_model, loss, named_tensors
@@ -151,24 +152,14 @@ def start(tmp_path: Path, data: Path) -> Iterator[Callable[..., Node]]:
         node.close()
 
 
-def test_all_measure_on_the_runs_samples_whatever_their_data(data: Path) -> None:
-    manifest = make_manifest()
-    layout, model = Layout.of(manifest), build_model(manifest.config.model, 3)
-    theta, (ours, theirs) = torch.empty(layout.elements), socket.socketpair()
-    flat = FlatParameters(model.named_parameters(), manifest.tensors, layout)
-    flat.copy_to(theta, flat.everything)
-    with SharedVectors.create(layout.elements) as vectors, ours, theirs:
-        learner = Learner(
-            manifest=manifest,
-            layout=layout,
-            device="cpu",
-            vectors=vectors,
-            connection=ours,
-            corpus=load_corpus(manifest.config.data, str(data)),
-            incarnation="founder/1",
-        )
-        found = learner.evaluate(theta)
-    assert found == pytest.approx(float(loss(model, torch.arange(4 * 9).view(4, 9)).detach()), abs=1e-5)
+def test_all_measure_on_the_runs_samples_whatever_their_data(data: Path, tmp_path: Path) -> None:
+    manifest, (ours, theirs) = make_manifest(), socket.socketpair()
+    with ours, theirs:
+        node = ParentNode(tmp_path / "manifest.msgpack", ours, -1)
+        corpus = load_corpus(manifest.config.data, str(data))
+        learner = Learner(node, manifest, corpus, incarnation="founder/1")
+        expected = float(loss(learner.model, torch.arange(4 * 9).view(4, 9)).detach())
+        assert learner.evaluate() == pytest.approx(expected, abs=1e-5)
 
 
 def test_a_life(start: Callable[..., Node]) -> None:

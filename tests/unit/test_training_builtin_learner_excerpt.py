@@ -7,8 +7,8 @@ import time
 import torch
 
 from p2pdiloco.protocol.manifest import ModelConfig
-from p2pdiloco.training.builtin_learner import GIVEN, PIECE, WRITTEN, excerpt
 from p2pdiloco.training.dataset_files import Corpus
+from p2pdiloco.training.evaluation import GIVEN, PIECE, WRITTEN, excerpt
 from p2pdiloco.training.models import build_model
 
 MODEL = ModelConfig(width=16, depth=1, heads=2, context=8)

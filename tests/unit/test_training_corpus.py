@@ -498,14 +498,14 @@ def test_blocks_are_whole_batches_and_never_too_many() -> None:
 def test_with_a_budget_of_tokens_the_rate_is_stable_and_falls_with_its_last_part() -> None:
     """By what the swarm has merged, whatever the global step."""
     config = InnerConfig(steps=10**6, tokens=1000, decay_share=0.2, warmup=10, learning_rate=1.0, final_share=0.1)
-    rates = [learning_rate(config, 500, 100, merged) for merged in (0, 500, 800, 900, 980, 1000, 1100)]
+    rates = [learning_rate(config, 500, 100, merged / 1000) for merged in (0, 500, 800, 900, 980, 1000, 1100)]
     assert rates == pytest.approx([1.0, 1.0, 1.0, 0.5, 0.1, 0.1, 0.1])
-    assert learning_rate(config, 4, 100, 900) == pytest.approx(0.25)
+    assert learning_rate(config, 4, 100, 0.9) == pytest.approx(0.25)
     assert learning_rate(config, 500, 0, 0) < 0.2
 
 
 def test_a_run_of_steps_that_says_its_decay_falls_in_a_line_and_to_nothing_if_it_likes() -> None:
-    """By the global step, whatever is merged."""
+    """By the global step."""
     config = InnerConfig(steps=1000, decay_share=0.5, warmup=10, learning_rate=1.0, final_share=0.0)
-    rates = [learning_rate(config, step, 100, 999) for step in (4, 500, 750, 1000, 1100)]
+    rates = [learning_rate(config, step, 100) for step in (4, 500, 750, 1000, 1100)]
     assert rates == pytest.approx([0.5, 1.0, 0.5, 0.0, 0.0])

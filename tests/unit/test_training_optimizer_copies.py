@@ -22,7 +22,7 @@ from p2pdiloco.protocol.ids import FragmentId
 from p2pdiloco.protocol.manifest import make_layout
 from p2pdiloco.training import script_arguments
 from p2pdiloco.training.ipc_channel import Channel
-from p2pdiloco.training.node_link import NodeLink, ScriptTrainer
+from p2pdiloco.training.node_link import NodeLink
 from p2pdiloco.training.optimizers import Muon
 from p2pdiloco.training.parameters import FlatParameters
 from p2pdiloco.training.shared_memory import SharedVectors
@@ -177,7 +177,6 @@ class Peer:
         flat, channel = FlatParameters(named, tensors, layout), Channel(theirs)
         self.everything = flat.everything
         self.link = NodeLink(
-            ScriptTrainer(),
             flat,
             self.vectors,
             channel,
