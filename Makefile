@@ -100,13 +100,12 @@ golden: $(READY) ## write anew what is generated: transcripts, states, configura
 bench-wire: $(READY) ## codec, transport and exchange: tables, JSON and plots in out/bench (root for shaped links; long)
 	@$(BIN)/python -m benchmarks.wire.codec --json out/bench/codec.json --plot out/bench/codec.png
 	@$(BIN)/python -m benchmarks.wire.transport --json out/bench/transport.json --plot out/bench/transport.png
-	@$(BIN)/python -m benchmarks.wire.path --repeat 3 --json out/bench/path.json
 	@$(BIN)/python -m benchmarks.wire.exchange $(EXCHANGE) --json out/bench/exchange.json --plot out/bench/exchange.png
 
 WAN := $(BIN)/python -m benchmarks.wan
 WAN_OUT := out/wan
 bench-wan: $(READY) ## the comparisons over throttled links, whole (root; an hour and a half): docs/results.md
-	@for one in speed bandwidth fragments utilisation hardware day; do \
+	@for one in speed bandwidth fragments utilisation hardware; do \
 	  $(WAN).$$one --json $(WAN_OUT)/$$one.jsonl --plot $(WAN_OUT)/$$one.png || exit 1; done
 	@$(WAN).utilisation --shipped --json $(WAN_OUT)/shipped.jsonl --plot $(WAN_OUT)/shipped.png
 
@@ -117,7 +116,6 @@ bench-quick: $(READY) ## the same in five minutes or so: that all of it works, n
 	@$(WAN).fragments --parameters 10e6 --gbps 1 --in-flight 1 --rounds 1 --json $(QUICK)/fragments.jsonl --plot $(QUICK)/fragments.png
 	@$(WAN).utilisation --cells 1 --seconds 10 --json $(QUICK)/utilisation.jsonl --plot $(QUICK)/utilisation.png
 	@$(WAN).hardware --scenarios churn --seconds 30 --kill-s 12 --json $(QUICK)/hardware.jsonl --plot $(QUICK)/hardware.png
-	@$(WAN).day --seconds 40 --json $(QUICK)/day.jsonl --plot $(QUICK)/day.png
 
 site: ## the documentation as a site, in out/site (brings zensical into an environment of its own)
 	@test -x out/site-env/bin/zensical || { $(PYTHON) -m venv out/site-env && out/site-env/bin/pip install -q zensical; }

@@ -90,27 +90,3 @@ def hardware(path: Path, results: Results, wanted: float) -> None:
         left.legend()
         times = {name: (one["to_loss_s"] or 0.0, f"{one['to_loss_s'] or 0.0:.0f} s") for name, one in results.items()}
         named_bars(right, times, f"seconds to a loss of {wanted:.3f}", margin=0.2)
-
-
-def day(path: Path, found: Mapping[str, Any], seconds: float) -> None:
-    """One row a site (steps a second), then commits and loss; what happens is written above."""
-    names = [name for name, steps in found["steps"].items() if steps]
-    width = max(1.0, seconds / 100)
-    edges = [width * i for i in range(int(seconds / width) + 2)]
-    size = (14.0, 2 + 1.25 * (len(names) + 2))
-    with figure(path, 1, len(names) + 2, size=size, sharex=True) as rows:
-        for axes, name in zip(rows, names, strict=False):
-            weights = [1 / width] * len(found["steps"][name])
-            axes.hist([one[0] for one in found["steps"][name]], edges, weights=weights, color=OURS)
-            axes.set_ylabel(f"{name}\nsteps/s", fontsize=10)
-        rows[-2].hist(found["commits"], edges, weights=[1 / width] * len(found["commits"]), color=OURS)
-        rows[-2].set_ylabel("commits/s", fontsize=10)
-        if found["loss"]:
-            rows[-1].plot(*zip(*found["loss"], strict=True), color=OURS, lw=2)
-        rows[-1].set(xlabel="seconds", xlim=(0, seconds))
-        rows[-1].set_ylabel("held-out\nloss", fontsize=10)
-        for at, text in found["happenings"]:
-            for axes in rows:
-                axes.axvline(at, color="black", lw=0.8, ls=":")
-            where = {"xycoords": ("data", "axes fraction"), "rotation": 28, "ha": "left", "va": "bottom"}
-            rows[0].annotate(text, (at, 1.05), fontsize=9, **where)

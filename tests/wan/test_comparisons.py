@@ -15,8 +15,7 @@ from torch import nn
 
 from benchmarks import bench
 from benchmarks.netbed.namespaces import TestbedError, listed, need_root, processes_in
-from benchmarks.netbed.topology import parse_topology
-from benchmarks.wan import day, figures, formula, ratio, sites, task, utilisation
+from benchmarks.wan import figures, formula, ratio, sites, task, utilisation
 from benchmarks.wan.pace import COMPUTE_SHARE, Pace, backward_end, forward_end
 
 ROOT = Path(__file__).parents[2]
@@ -91,12 +90,6 @@ def test_a_paced_step_takes_its_time_layer_by_layer() -> None:
     assert [forward_end(i, 3) for i in range(3)] == sorted(forward_end(i, 3) for i in range(3))
     assert backward_end(2, 3) < backward_end(0, 3) == pytest.approx(COMPUTE_SHARE)
     assert pace.steps == 1
-
-
-def test_the_day_is_a_topology_with_a_schedule() -> None:
-    topology = parse_topology(day.topology(100.0))
-    assert [change.at_s for change in topology.changes] == [10.0, 25.0, 30.0, 45.0]
-    assert len(topology.sites) == len(day.NAMES)
 
 
 def test_every_measured_cell_has_a_prediction() -> None:

@@ -1,6 +1,8 @@
-"""Simulated worlds of ``benchmarks.churn.notice`` in a process of their own; prints one line of JSON per world.
+"""``python -m tests.simulation.notice SEED...``: whole peers, of which one leaves because its machine is taken back.
 
-python -m benchmarks.churn.notice_world SEED...
+The moment is drawn, and nothing else happens. Prints one line of JSON per world, in a process of its own, as all whole
+peers (``tests.peer_sim.tuning``). The leaver's own report is not trusted: lost tokens are those that the remaining
+peers' marks lack.
 """
 
 from __future__ import annotations
