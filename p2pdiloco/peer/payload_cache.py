@@ -56,7 +56,7 @@ OWN_WINDOWS = 2
 # Interval between two sweeps of a shard, in a run of few shards.
 SWEEP_S = 2.0
 # Shards per sweep, more than are moved between two events of any run. Eight take 0.06 ms of the event loop, 0.22 at
-# most; 960 at once took 7.4 ms (``benchmarks/protocol/loop.py``).
+# most; 960 at once took 7.4 ms (``benchmarks/notes.md``).
 SWEPT_AT_ONCE = 8
 # Adds verified data to the cache. Call it on the event loop.
 Keep = Callable[[], None]
