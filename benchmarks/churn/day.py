@@ -2,7 +2,8 @@
 
     python -m benchmarks.churn.day out/day --minutes 30   # again and again, until the last line says 24 hours
 
-Two peers train and one follows, with a bootstrap. As in ``soak``, followers join and leave one after the other.
+Two peers train and one follows, with a bootstrap. In this process followers come one after the other, each with its own
+identity, libp2p daemon and state folder; each fetches all states and leaves in order, and every fifth one vanishes.
 A piece starts all processes anew on the folders of the piece before; its figures are a line of ``pieces.jsonl`` there.
 
 Memory is the rate at which each kind of process grows, in MB an hour: the slope of a line through all samples but those
@@ -26,19 +27,63 @@ import uvloop
 
 from benchmarks import bench
 from benchmarks.churn.processes import toml
-from benchmarks.churn.soak import CONFIG, VANISH_EVERY, cycle
 from p2pdiloco.demo.local_swarm import Member, Swarm
+from p2pdiloco.node.node import Node
+from p2pdiloco.peer.options import LinkOptions, PeerOptions
+from p2pdiloco.swarm.run_lookup import (
+    DirectoryOptions,
+    RunLookup,
+    fetch_manifest,
+    observer_transport,
+    open_directory,
+)
 from p2pdiloco.training import NAME
+from p2pdiloco.transport.identity import Identity
 from p2pdiloco.util.status_pipe import Invited
 
+LOOPBACK = "/ip4/127.0.0.1/tcp/0"
+VANISH_EVERY = 5
 SAMPLE_S = 2.0
 JOIN_S = 120.0
 DAY_H = 24.0
 MOST_DESCRIPTORS = 1.05
 """A process may have this many times the descriptors that it had in the middle of its piece."""
 
+CONFIG = {
+    "name": "day",
+    "model": {"width": 64, "depth": 2, "heads": 2, "context": 64},
+    "inner": {"steps": 1_000_000, "batch": 8, "warmup": 5},
+    "schedule": {"fragments": 4, "sync_every": 40, "overlap": 4, "max_shard": 16384},
+    "evaluation": {"every": 0},
+}
+
 Samples = dict[str, list[dict[str, float]]]
 """By process, the oldest first."""
+
+
+async def cycle(address: str, folder: Path, *, vanishes: bool) -> float:
+    """One follower comes, takes all states, and goes; seconds until it was current."""
+    identity = Identity.ephemeral()
+    options = PeerOptions(folder=folder, link=LinkOptions(listen=LOOPBACK), is_follower=True, checkpoint_s=3600.0)
+    began = time.perf_counter()
+    async with open_directory(
+        identity, DirectoryOptions(listen=(LOOPBACK,), initial_peers=(address,)), None
+    ) as directory:
+        run = next(iter(await RunLookup(directory).list_runs()))
+        async with observer_transport(Identity.ephemeral()) as transport:
+            manifest = await fetch_manifest(transport, await RunLookup(directory).dial_any(transport, run), run)
+        async with Node.open(manifest, options, identity, directory, None) as node:
+            running = asyncio.create_task(node.run(lambda line: None))
+            async with asyncio.timeout(JOIN_S):
+                while not node.peer.machine.core.is_current:  # noqa: ASYNC110 - looked at from outside, as a user would
+                    await asyncio.sleep(0.02)
+            seconds = time.perf_counter() - began
+            if vanishes:
+                node.peer.abandon("day")
+            else:
+                node.peer.request_leave("day")
+            await running
+    return seconds
 
 
 def processes(members: dict[str, Member]) -> dict[str, psutil.Process]:
@@ -79,7 +124,7 @@ def disk_mb(folder: Path) -> float:
 
 async def piece(folder: Path, minutes: float) -> dict[str, Any]:
     """Start everything, let followers come and go, and end everything in order."""
-    (folder / "run.toml").write_text(toml({**CONFIG, "name": "day"}))
+    (folder / "run.toml").write_text(toml(CONFIG))
     swarm, samples = Swarm(folder), defaultdict[str, list[dict[str, float]]](list)
     try:
         address = swarm.start_bootstrap()

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.plots import OURS, bars, colour, figure, named_bars
+from benchmarks.plots import bars, colour, figure, named_bars
 
 Results = Mapping[str, Mapping[str, Any]]
 
