@@ -15,7 +15,6 @@ absences and cuts each learner has its own clock, and events come from a heap. N
 
 from __future__ import annotations
 
-import functools
 import heapq
 import math
 import random
@@ -25,12 +24,10 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor, nn
 
-from benchmarks.quality.averages import Averages
 from benchmarks.quality.data import Stream, held_out_losses, text_of
 from benchmarks.quality.exchange import Exchange
 from benchmarks.quality.learners import ENDLESS, Given, Group, Member, Round, Shift, ended, spells
-from benchmarks.quality.moments import Moments
-from benchmarks.quality.settings import Setting, learning_rate
+from benchmarks.quality.settings import Setting
 from benchmarks.quality.stacked import MOMENTUM_OF, Stack, Stepping, is_by_muon
 from p2pdiloco.codec.fragments import tensor_specs
 from p2pdiloco.codec.merge import Gradient, token_weight
@@ -45,7 +42,6 @@ from p2pdiloco.training.parameters import FlatParameters
 
 JITTER = 0.1
 """Learners of different speeds: a step takes this share more or less, at random."""
-_LONG = 1 << 30
 
 
 class Result(NamedTuple):
@@ -102,13 +98,13 @@ class Laboratory:
         s = setting
         self._model = _model(s).to(self._device)
         trained = [(name, p) for name, p in self._model.named_parameters() if p.requires_grad]
-        named = ((name, p.shape, is_embedding(name) and s.embedding == "direct") for name, p in trained)
-        self.specs = tensor_specs(named, s.fragments, s.largest or math.inf)
+        named = ((name, p.shape, is_embedding(name)) for name, p in trained)
+        self.specs = tensor_specs(named, s.fragments, math.inf)
         self._fragments = s.fragments
         every: list[tuple[str, Tensor]] = [*trained]
         if s.sends_momentum:
             sent = [(MOMENTUM_OF + name, torch.zeros_like(p)) for name, p in trained if is_by_muon(name, p)]
-            specs = tensor_specs(((name, p.shape, True) for name, p in sent), s.fragments, s.largest or math.inf)
+            specs = tensor_specs(((name, p.shape, True) for name, p in sent), s.fragments, math.inf)
             later = (replace(spec, fragment=FragmentId(spec.fragment + s.fragments)) for spec in specs)
             self.specs, self._fragments = (*self.specs, *later), 2 * s.fragments
             every += sent
@@ -131,8 +127,6 @@ class Laboratory:
         self._trained = 0
         self._lost = 0
         self._contributions = [0] * setting.learners
-        self._averages = Averages()
-        self._curve: dict[str, float] = {}
 
     def _make_groups(self, is_compiled: bool) -> list[Group]:
         s = self.setting
@@ -182,26 +176,7 @@ class Laboratory:
             self._flush(now)
         ended(self._judge.copy_from(self.exchange.average, self._judge.everything))
         losses = held_out_losses(self._model, self.text, self.setting.context)
-        figures = self._figures(losses) | self._curve
-        for name, theta in self._averages.found():
-            figures[name] = self._measured(theta)
-        return Result(losses, self.exchange.theta, figures)
-
-    def _measured(self, theta: Tensor, samples: int = 0) -> float:
-        ended(self._judge.copy_from(theta, self._judge.everything))
-        return float(held_out_losses(self._model, self.text, self.setting.context, samples=samples).double().mean())
-
-    def _look(self) -> None:
-        """The global model on the way, at the global step."""
-        s = self.setting
-        if s.averages and self._step % s.sync_every == 0:
-            self._averages.look(self.exchange.theta)
-        if s.curve and self._step % (s.steps // s.curve) == 0 and self._step < s.steps:
-            if s.method == "parallel":
-                ended(self.members[0].flat.copy_to(self.exchange.theta, self._judge.everything))
-            self._curve[f"loss at {self._step}"] = self._measured(self.exchange.theta, s.curve_samples)
-            for name, theta in self._averages.found():
-                self._curve[f"{name} at {self._step}"] = self._measured(theta, s.curve_samples)
+        return Result(losses, self.exchange.theta, self._figures(losses))
 
     @property
     def _is_over(self) -> bool:
@@ -211,14 +186,6 @@ class Laboratory:
     def _progress(self) -> int:
         """The share of the budget that is trained, as steps of all learners; what was lost does not count."""
         return (self._trained - self._lost) // self.setting.step_tokens
-
-    @property
-    def _inner_share(self) -> float:
-        """The inner rate now, of its peak."""
-        inner = self.setting.inner_config
-        done = min(self._progress, self.setting.steps - 1)
-        rate = learning_rate(inner, done, _LONG, done * self.setting.step_tokens)
-        return max(rate / inner.learning_rate, 1e-3)
 
     def _again(self, index: int, now: float) -> None:
         jitter = self._random.uniform(1.0 - JITTER, 1.0 + JITTER) if self.setting.speeds else 1.0
@@ -252,7 +219,6 @@ class Laboratory:
         group.step += 1
         if first.seen is None and group.step > self._step:
             self._step = group.step
-            self._look()
             if s.method != "parallel":
                 self._announce(now)
         group.step = max(group.step, self._step)
@@ -303,10 +269,6 @@ class Laboratory:
         ended(member.flat.copy_from(self.exchange.theta, member.flat.everything))
         member.marks = [(member.steps, member.tokens)] * len(member.marks)
 
-    @functools.cached_property
-    def _moments(self) -> Moments:
-        return Moments(self._groups, self.specs, self.layout)
-
     # -- rounds --------------------------------------------------------------------------------------------------------
 
     def _answer(self, sync_round: Round, index: int, now: float) -> None:
@@ -322,8 +284,7 @@ class Laboratory:
         for shift in member.shifts:  # what it has not taken yet; as ``peer.global_state`` does
             if shift.shard in shards:
                 self._scratch[self.exchange.span(shift.shard)] += shift.change
-        noise = self.setting.noise if index == len(self.members) - 1 else 0.0
-        parcels = {shard: self.exchange.contribute(shard, self._scratch, noise) for shard in shards}
+        parcels = {shard: self.exchange.contribute(shard, self._scratch) for shard in shards}
         meant = {}
         if not self.setting.feedback:
             spans = ((shard, self.exchange.span(shard)) for shard in shards)
@@ -379,7 +340,6 @@ class Laboratory:
         if self.setting.method == "gossip":
             self._pair(sync_round, ready_at)
             return
-        self.exchange.inner_share = self._inner_share
         for shard in self.layout.fragments[sync_round.fragment]:
             sent = [self._sent(sync_round, shard, index) for index, _ in given]
             weights = [token_weight(one.tokens, one.steps) for one in sent]
@@ -388,8 +348,6 @@ class Laboratory:
             )
             for index, member in enumerate(self.members):
                 self._send(member, sync_round.given.get(index), shard, change, ready_at)
-        if self.setting.shares_moments:
-            self._moments.share(self.layout.fragments[sync_round.fragment])
         for index, _ in given:
             self._contributions[index] += 1
 
@@ -403,7 +361,7 @@ class Laboratory:
                 for index, sign in ((a, 0.5), (b, -0.5)):
                     member = self.members[index]
                     member.marks[shard] = (sync_round.given[index].steps, sync_round.given[index].tokens)
-                    member.shifts.append(Shift(ready_at, shard, sign * gap, gap))
+                    member.shifts.append(Shift(ready_at, shard, sign * gap))
 
     def _sent(self, sync_round: Round, shard: ShardId, index: int) -> Contribution:
         """Return the contribution of the learner of this index to a shard of an open round."""
@@ -419,7 +377,7 @@ class Laboratory:
             settled = given.parcels[shard].values if self.setting.feedback else given.meant[shard]
             change = change + settled
             member.marks[shard] = (given.steps, given.tokens)
-        member.shifts.append(Shift(ready_at, shard, change, merged))
+        member.shifts.append(Shift(ready_at, shard, change))
 
     def take(self, member: Member, now: float) -> None:
         """The learner takes the commits that have reached it."""
@@ -427,10 +385,6 @@ class Laboratory:
         member.shifts = [shift for shift in member.shifts if shift.ready_at > now]
         for shift in ready:
             span, shards = self.exchange.span(shift.shard), (shift.shard,)
-            if self.setting.inner_heading:
-                matrices = self.exchange.matrices(shift.shard)
-                index = self.members.index(member)
-                self._moments.head(index, shift.shard, shift.merged, matrices, self.setting.inner_heading)
             match self.setting.adopt:
                 case "carry":
                     self._scratch[span] = shift.change
@@ -438,10 +392,6 @@ class Laboratory:
                 case "overwrite":
                     ended(member.flat.copy_from(self.exchange.theta, shards))
                     member.marks[shift.shard] = (member.steps, member.tokens)
-                case "blend":
-                    ended(member.flat.copy_to(self._scratch, shards))
-                    self._scratch[span] = 0.5 * (self._scratch[span] + self.exchange.theta[span])
-                    ended(member.flat.copy_from(self._scratch, shards))
 
     def _flush(self, now: float) -> None:
         """The run is complete: what is unmerged is merged."""

@@ -56,8 +56,6 @@ class Shift(NamedTuple):
     shard: ShardId
     change: Tensor
     """To add to the learner's parameters; float32 [elements]."""
-    merged: Tensor
-    """What it adds to the global parameters; float32 [elements]."""
 
 
 class Member:

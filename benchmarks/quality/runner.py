@@ -28,11 +28,12 @@ CLAIMS = Path("out/quality/claims")
 
 
 def rows(path: Path = RESULTS) -> dict[Setting, dict[str, Any]]:
-    """The figures of all cells that were run."""
+    """The figures of all cells that were run, but for those of questions that are decided."""
     if not path.exists():
         return {}
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    return {from_row(line["settings"]): line["figures"] for line in lines}
+    found = ((from_row(line["settings"]), line["figures"]) for line in lines)
+    return {setting: figures for setting, figures in found if setting is not None}
 
 
 def work(cells: Iterable[Setting], path: Path = RESULTS, *, is_compiled: bool = True, device: str = "cpu") -> None:

@@ -49,16 +49,9 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     warmup: int = 96
     inner: Literal["adamw", "muon"] = "adamw"
     weight_decay: float = 0.1
-    memory: float = 1.0
-    """How many times longer than usual the inner optimizer averages: 1 - beta is divided by it, in AdamW's two and in
-    Muon's momentum. For the M-th part of a batch theory has M (arXiv 2205.10287)."""
 
-    shares_moments: bool = False
-    """A merged fragment's inner momentum becomes the learners' mean (``moments.py``)."""
     sends_momentum: bool = False
     """Muon's momentum is exchanged as parameters are: as often, as late, and by the same codecs."""
-    inner_heading: float = 0.0
-    """How far a learner's momentum is turned towards each merged step (``moments.py``); 0: not at all."""
 
     fragments: int = 12
     sync_every: int = 24
@@ -67,54 +60,30 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
 
     outer_rate: float = 0.4
     outer_momentum: float = 0.7
-    averages: bool = False
-    """Running averages of the global model are measured, too (``averages.py``)."""
-    curve: int = 0
-    """Times, equally far apart, at which the held-out loss is measured on the way; the last is the end."""
-    curve_samples: int = 0
-    """Held-out windows that are measured on the way, spread over all; 0: all of them."""
     bounded: bool = False
     """No contribution weighs more than the median of the others, or counts as more than 1.5 times as long (shipped);
     see ``correction``."""
     agreement: bool = False
     """Contributions that most others disagree with weigh less (shipped, with ``bounded``); see ``correction``."""
-    noise: float = 0.0
-    """The last learner's contributions are noise, so many times as long as the others'; 0: it is honest."""
     correction: bool = False
     """The outer momentum's bias is corrected (shipped); what was measured before it had no such field."""
-    outer: Literal["nesterov", "delayed", "primal"] = "nesterov"
-    """``delayed``: momentum moves every second round only (Delayed Nesterov, arXiv 2401.09135). ``primal``: learners
-    train from between a sequence of plain steps and its running average, which is measured in the end (generalized
-    primal averaging); ``outer_momentum`` is the average's share of both."""
+    outer: Literal["nesterov", "primal"] = "nesterov"
+    """``primal``: learners train from between a sequence of plain steps and its running average, which is measured in
+    the end (generalized primal averaging); ``outer_momentum`` is the average's share of both."""
     penalty: bool = False
     """Longer contributions weigh less, by exp(-norm) (EDiT, arXiv 2412.07210)."""
-    momentum_type: Literal["float32", "bfloat16", "nearest", "stochastic"] = "float32"
-    """``nearest``, ``stochastic``: bfloat16, too, but what rounding takes off is lost, or is nothing on average."""
-    restart_every: int = 0
-    """Rounds after which a shard's outer momentum becomes 0; 0: never."""
-    momentum_unit: Literal["turn", "inner"] = "turn"
-    """``inner``: momentum is in units of the inner rate: as that falls, so does what momentum remembers."""
-    outer_end: tuple[float, ...] = ()
-    """Outer rate and momentum where the inner rate has fallen to nothing; between, they follow it. Empty: constant."""
+    momentum_type: Literal["float32", "bfloat16"] = "float32"
     spectrum: float = 1.0
     """The power that the singular values of the blocks' matrices are taken to in a merged step, which stays as long as
     it is; 0: all become equal, as in Muon's step."""
     merge: MergeRule = "rda"
-    largest: float = 0.0
-    """Times the mean that a fragment may have, beyond which large tensors are cut; 0: none is cut."""
-    scope: Literal["shard", "tensor"] = "shard"
-    """What RDA keeps the length of: each shard (shipped), or each tensor, whatever the shards."""
     heading: str = ""
     """How contributions that differ in direction from the outer momentum are turned, as "heloco@0.3"
     (``headings.py``); empty: not at all (shipped)."""
-    embedding: MergeRule = "direct"
-    """How the embedding is merged where everything else is by RDA."""
-    adopt: Literal["carry", "overwrite", "blend"] = "carry"
-    """``blend``: the mean of the learner's parameters and the new global ones (Streaming DiLoCo, arXiv 2501.18512)."""
+    adopt: Literal["carry", "overwrite"] = "carry"
 
     up: str = "int4"
-    """A codec of ``tensors/``, as "int4", "int4@1.0" (its step) or "int4@2.0>1.0" (from one to another in the course of
-    the run); "fp32"; "topk@0.05", a share of all elements; "dither@1.5", "stochastic@1.5"."""
+    """A codec of ``tensors/``, as "int4" or "int4@1.0" (its step), or "fp32"."""
     down: str = "int4"
     feedback: bool = True
     """What leaves the learner's delta is what was sent (the shipped rule); without it, what was meant."""
@@ -122,10 +91,9 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     owed: float = 0.0
     """Share of what the downlink's rounding took off that an owner adds to its shard's next merge, if it makes it."""
 
-    owners: str = "one"
+    owners: Literal["one", "drawn"] = "one"
     """Who makes a shard's steps: "one" all of them; "drawn": one of the learners, anew for each, as in a run, and what
-    the last one rounded off is lost if the next is another ("drawn@3": for three steps in a row); "kept": it keeps that
-    until its own next step."""
+    the last one rounded off is lost if the next is another."""
 
     quorum: int = 1
     grace: float = 0.7
@@ -148,8 +116,8 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.batch % self.learners:
             raise ValueError(f"batch = {self.batch} cannot be shared by {self.learners} learners")
-        if self.base and (self.shares_moments or self.inner_heading or self.inner != "adamw"):
-            raise ValueError("fine-tuning is by AdamW, and its momentum stays with the learner")
+        if self.base and self.inner != "adamw":
+            raise ValueError("fine-tuning is by AdamW")
         if self.sends_momentum and (self.inner != "muon" or self.base or self.outer_momentum or self.outer_rate != 1.0):
             raise ValueError("Muon's momentum is sent where a merge is the plain mean")
         if self.method == "gossip" and (self.feedback or not self.is_in_step):
@@ -177,13 +145,9 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
             decay_share=self.decay_share or UNSET,
             warmup=self.warmup,
             weight_decay=self.weight_decay,
-            beta1=self.averaging(0.9),
-            beta2=self.averaging(0.95),
+            beta1=0.9,
+            beta2=0.95,
         )
-
-    def averaging(self, beta: float) -> float:
-        """``beta`` with this ``memory``."""
-        return 1.0 - (1.0 - beta) / self.memory
 
     @property
     def step_tokens(self) -> int:
@@ -201,8 +165,32 @@ def to_row(setting: Setting) -> dict[str, Any]:
     return msgspec.structs.asdict(setting)
 
 
-def from_row(settings: dict[str, Any]) -> Setting:
-    """The setting of a row; fields that it does not know yet have their defaults."""
+DECIDED: dict[str, object] = {
+    "memory": 1.0,
+    "shares_moments": False,
+    "inner_heading": 0.0,
+    "averages": False,
+    "curve": 0,
+    "curve_samples": 0,
+    "noise": 0.0,
+    "restart_every": 0,
+    "momentum_unit": "turn",
+    "outer_end": [],
+    "scope": "shard",
+    "largest": 0.0,
+    "embedding": "direct",
+}
+"""Fields that rows have of questions that are decided, with what they are where that was not asked."""
+DECIDED_VALUES = (("adopt", "blend"), ("outer", "delayed"), ("momentum_type", "nearest"), ("owners", "kept"))
+"""The same, of fields that settings still have."""
+
+
+def from_row(settings: dict[str, Any]) -> Setting | None:
+    """The setting of a row; fields that it does not know yet have their defaults. None: it is of a question that is
+    decided, and the laboratory can no longer run it."""
+    is_decided = any(settings.get(name, usual) != usual for name, usual in DECIDED.items())
+    if is_decided or any(settings.get(name) == value for name, value in DECIDED_VALUES):
+        return None
     return msgspec.convert(settings, Setting)
 
 

@@ -113,17 +113,6 @@ class Stack:
         named = [(name, nn.Parameter(p.detach()[index])) for name, p in every.items()]
         return FlatParameters(named, tensors, layout)
 
-    def moments(self, index: int, tensors: Sequence[TensorSpec], layout: Layout, *, is_second: bool) -> FlatParameters:
-        """Learner ``index``'s inner momentum as the run's flat vector: Muon's buffers and AdamW's first moments, or
-        AdamW's second ones (nothing where Muon is). There is none before the first step."""
-        named = []
-        for name, p in self._parameters.items():
-            state = next(o.state[p] for o in self._optimizers if p in o.state)
-            first = state["momentum"] if "momentum" in state else state["exp_avg"]
-            second = state.get("exp_avg_sq", torch.zeros_like(p))
-            named.append((name, (second if is_second else first).detach()[index]))
-        return FlatParameters(named, tensors, layout)
-
     def step(self, batch: Tensor, progress: int) -> Tensor:
         """One inner step at global step ``progress``; returns the losses, float32 [k]."""
         inner = self._setting.inner_config
@@ -167,6 +156,5 @@ def _optimizers(setting: Setting, parameters: Mapping[str, Tensor]) -> list[torc
         torch.optim.AdamW(groups, lr=inner.learning_rate, betas=(inner.beta1, inner.beta2), fused=True)
     ]
     if by_muon:
-        momentum = setting.averaging(MOMENTUM)
-        found.append(Muon(list(by_muon.values()), weight_decay=inner.weight_decay, momentum=momentum))
+        found.append(Muon(list(by_muon.values()), weight_decay=inner.weight_decay, momentum=MOMENTUM))
     return found

@@ -8,10 +8,8 @@ from typing import Any
 
 import msgspec
 import pytest
-import torch
 
 from benchmarks import record
-from benchmarks.quality.averages import Averages
 from benchmarks.quality.claims import Claim, efficiency, table
 from benchmarks.quality.report import seedless
 from benchmarks.quality.settings import Setting, to_row
@@ -48,17 +46,3 @@ def test_token_efficiency_is_read_from_runs_of_other_lengths() -> None:
     assert efficiency(1.5, {480: 2.0, 960: 1.5, 1920: 1.0}, 1920) == pytest.approx(0.5)
     assert efficiency(2.1, {480: 2.0, 1920: 1.0}, 1920) is None
     assert efficiency(0.9, {480: 2.0, 1920: 1.0}, 1920) is None
-
-
-def test_averages_of_what_does_not_move_are_that() -> None:
-    averages = Averages()
-    for number in range(14):
-        averages.look(torch.tensor([2.0, float(number)]))
-    found = dict(averages.found())
-    assert all(average[0].item() == pytest.approx(2.0) for average in found.values())
-    assert found["lawa 6"][1].item() == pytest.approx(10.5)
-    shares = [9 / (k + 8) for k in range(1, 15)]
-    for k, share in enumerate(shares):
-        shares[:k] = [earlier * (1 - share) for earlier in shares[:k]]
-    assert found["poly 8"][1].item() == pytest.approx(sum(k * share for k, share in enumerate(shares)), rel=1e-5)
-    assert found["ema 0.6"][1].item() == pytest.approx(13.0 - 1.5, abs=0.1)
