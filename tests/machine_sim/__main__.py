@@ -10,16 +10,16 @@ import multiprocessing
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NoReturn
 
 from p2pdiloco.cli.errors import FAILED
 from p2pdiloco.cli.main import program
-from tests.machine_sim.arguments import add_seeds, seeds_of
-from tests.machine_sim.report import find_mutants, look_for_garbage_seldom, simulate
+from tests.machine_sim.report import find_mutants, look_for_garbage_seldom, option, simulate
 from tests.machine_sim.scenarios import STORIES, transcript
 from tests.machine_sim.seed_world import MIXED, SCENARIOS
 from tests.seeded_bugs.mutants import MUTANTS
+from tests.simulation.command_line import Tally, add_seeds, seeds_of
 
 MUTANT_SEEDS = range(1000)
 """Those of the normal test run."""
@@ -63,31 +63,17 @@ def _end_at_once(*_: object) -> NoReturn:
     raise KeyboardInterrupt
 
 
-def _batches(seeds: range) -> Iterator[range]:
-    for first in range(seeds.start, seeds.stop, BATCH):
-        yield range(first, min(first + BATCH, seeds.stop))
-
-
 def _seeds(seeds: range, scenario: str, jobs: int, *, is_json: bool) -> int:
-    total: dict[str, float] = {"seeds": 0, "events": 0, "violations": 0, "tokens_lost": 0}
+    tally = Tally("python -m tests.machine_sim", seeds, BATCH, is_json=is_json)
     seconds = 0.0
     look_for_garbage_seldom()
-    for batch in _batches(seeds):
+    for batch in tally.batches():
         report = simulate(batch, scenario, jobs=jobs)
         seconds += report.seconds
-        for key, value in report.summary().items():
-            if key != "events_per_second":
-                total[key] = total.get(key, 0) + value
+        tally.count(report.summary())
         for violation in report.violations:
-            print(f"seed {violation.seed}: {violation.sentence}\n  repeat: {violation.command}", file=sys.stderr)
-        if not is_json and len(seeds) > BATCH:
-            print(
-                f"{total['seeds']:>7,} seeds  {total['events']:>13,} events  {total['violations']} violations",
-                flush=True,
-            )
-    total["events_per_second"] = round(total["events"] / seconds) if seconds else 0
-    print(json.dumps(total))
-    return FAILED if total["violations"] or total["tokens_lost"] else 0
+            tally.failed(violation.seed, violation.sentence, option(scenario))
+    return tally.end(events_per_second=round(tally.total["events"] / seconds) if seconds else 0)
 
 
 def _mutants(jobs: int, *, is_json: bool) -> int:

@@ -49,11 +49,6 @@ class SimulationReport(msgspec.Struct, frozen=True, kw_only=True):
     found: int = 0
     """and how many of these owners were found."""
 
-    @property
-    def events_per_second(self) -> float:
-        """Over all worker processes together."""
-        return self.events / self.seconds if self.seconds > 0 else 0.0
-
     def summary(self) -> dict[str, float]:
         """What the last line of ``python -m tests.machine_sim`` holds."""
         return {
@@ -61,7 +56,6 @@ class SimulationReport(msgspec.Struct, frozen=True, kw_only=True):
             "events": self.events,
             "violations": len(self.violations),
             "tokens_lost": self.tokens_lost,
-            "events_per_second": round(self.events_per_second),
             **({"wrong_commits": self.wrong, "owners_found": self.found} if self.wrong else {}),
         }
 
@@ -75,11 +69,14 @@ class MutantFound(msgspec.Struct, frozen=True, kw_only=True):
     sentence: str
 
 
+def option(scenario: str) -> str:
+    """The option with which a seed of ``scenario`` is repeated."""
+    return "" if scenario == MIXED else f" --scenario {scenario}"
+
+
 def command_for(seed: int, scenario: str = MIXED) -> str:
     """The one command that repeats a seed."""
-    return f"python -m tests.machine_sim --seeds {seed}-{seed}" + (
-        "" if scenario == MIXED else f" --scenario {scenario}"
-    )
+    return f"python -m tests.machine_sim --seeds {seed}{option(scenario)}"
 
 
 def simulate(seeds: Sequence[int], scenario: str | None = None, *, jobs: int = 1) -> SimulationReport:

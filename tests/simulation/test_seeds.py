@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.machine_sim.arguments import fresh_seeds
 from tests.machine_sim.report import SimulationReport, command_for, find_mutants, simulate
 from tests.machine_sim.seeds import run_seed
 from tests.seeded_bugs.mutants import MUTANTS, planted
+from tests.simulation.command_line import fresh_seeds
 
 SEEDS = 200
 FRESH = 60

@@ -12,10 +12,10 @@ from typing import get_args
 
 import pytest
 
-from tests.machine_sim.arguments import fresh_seeds
 from tests.peer_sim import report
 from tests.peer_sim.faults import FirstKind, FurtherKind, LateKind, RoughKind, ShortKind
 from tests.peer_sim.report import DARK, LYING, PRIVATE, ROUGH, SHORT, Outcome
+from tests.simulation.command_line import fresh_seeds
 
 JOBS = os.cpu_count() or 1
 FIXED = range(50)

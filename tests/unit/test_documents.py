@@ -98,7 +98,7 @@ def test_a_command_is_one_that_can_be_typed(
     assert not said or is_named, said
 
 
-SHARED = (ROOT / "benchmarks" / "bench.py", ROOT / "tests" / "machine_sim" / "arguments.py")
+SHARED = (ROOT / "benchmarks" / "bench.py", ROOT / "tests" / "simulation" / "command_line.py")
 """Options of several programs."""
 
 
