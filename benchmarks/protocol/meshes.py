@@ -15,9 +15,9 @@ from random import Random
 from benchmarks import bench
 from benchmarks.protocol.churn import swarm
 from p2pdiloco.protocol.ids import PeerId, ShardId
-from tests.machine_sim import topologies
-from tests.machine_sim.topologies import Mesh
 from tests.machine_sim.world import World
+from tests.simulation import topologies
+from tests.simulation.topologies import Mesh
 
 Figures = dict[str, float]
 PEERS = 8

@@ -15,10 +15,10 @@ import msgspec
 from benchmarks.scale.islands import Constants, Island
 from p2pdiloco.protocol.ids import PeerId, RunId, ShardId
 from p2pdiloco.protocol.state import ProtocolConfig
-from tests.machine_sim import topologies
 from tests.machine_sim.network import LinkQuality, NetworkSetting
 from tests.machine_sim.process import PeerSetting
 from tests.machine_sim.world import World
+from tests.simulation import topologies
 
 Figures = dict[str, float]
 STEP_S = 2.0

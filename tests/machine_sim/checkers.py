@@ -14,7 +14,7 @@ from p2pdiloco.protocol.ids import Digest, LearnerId, PeerId, ShardId, peer_of
 from p2pdiloco.protocol.messages import CommitHeader, Contributor, Equivocation, Head
 from tests.machine_sim.integer_shards import GlobalShard, tokens_in, value_of
 from tests.machine_sim.learner import Copy
-from tests.machine_sim.topologies import pair_of, parts
+from tests.simulation.topologies import pair_of, parts
 
 if TYPE_CHECKING:
     from tests.machine_sim.learner import Learner

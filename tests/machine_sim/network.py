@@ -1,11 +1,7 @@
 """The simulated network: connections between pairs of processes, and what can go wrong with them.
 
-Rules of this file:
-1. Messages without a payload keep their order on a connection. Messages with one share its bandwidth and may overtake
-   each other and the rest, as chunked streams do.
-2. A cut direction holds messages back (the transport resends); when the cut lasts, the connection breaks, and each end
-   notices at its own time. What was under way on a broken connection is lost.
-3. A broken pair dials again until it meets. The directory only decides when the first dial is.
+The rules of ``tests.simulation.network`` hold. Messages with a payload may overtake each other and the rest, as chunked
+streams do.
 """
 
 from __future__ import annotations
@@ -19,7 +15,8 @@ from p2pdiloco.protocol.events import Contradicted, PeerConnected, PeerDisconnec
 from p2pdiloco.protocol.ids import Digest, PeerId, ShardId
 from p2pdiloco.protocol.messages import Commit, CommitHeader, Contribution, Message, WrongMerge
 from tests.machine_sim.integer_shards import Payload
-from tests.machine_sim.topologies import WHOLE, Mesh, Pair, pair_of
+from tests.simulation.network import Direction, Key, PairNetwork
+from tests.simulation.topologies import Mesh, Pair
 
 if TYPE_CHECKING:
     from tests.machine_sim.process import Process
@@ -81,55 +78,33 @@ class Connection:
         self.is_open = True
 
 
-class Link:
+class Link(Direction):
     """One direction of a connection."""
 
-    __slots__ = (
-        "connection",
-        "control_at",
-        "held",
-        "is_dead",
-        "key",
-        "opened_at",
-        "payload_at",
-        "quality",
-        "source",
-        "target",
-        "waiting",
-    )
+    __slots__ = ("connection", "key", "opened_at", "quality", "source", "target", "waiting")
 
     def __init__(self, connection: Connection, source: Process, target: Process, quality: LinkQuality) -> None:
+        self.opened_at = source.world.now + quality.delay_s
+        super().__init__(self.opened_at)
         self.connection = connection
         self.source = source
         self.target = target
         self.key = (source.name, target.name)
         self.quality = quality
-        self.opened_at = source.world.now + quality.delay_s
-        self.control_at = self.opened_at
-        """When the last message without a payload arrives."""
-        self.payload_at = 0.0
-        """When the last payload has left."""
         self.waiting: dict[ShardId, tuple[float, Delivery]] = {}
         """By shard, the newest contribution, and when its first byte leaves."""
-        self.held: list[tuple[Message, Payload | None, int]] = []
-        self.is_dead = False
-        """It carries nothing any more, and nobody is told."""
 
 
-class Network:
+class Network(PairNetwork[Link]):
     """All connections."""
 
     def __init__(self, world: World, setting: NetworkSetting) -> None:
+        super().__init__(world.random)
         self.world = world
         self.setting = setting
         self.qualities: dict[tuple[PeerId, PeerId], LinkQuality] = {}
         self.slowed: dict[tuple[PeerId, PeerId], LinkQuality] = {}
         self.default = LinkQuality()
-        self.blocked: dict[tuple[PeerId, PeerId], int] = {}
-        """Directions that are cut, with how many cuts hold them."""
-        self.dialling: set[Pair] = set()
-        self.apart: Mesh = WHOLE
-        """Pairs that cannot connect now."""
         self.messages = 0
         self.control_bytes = 0
         self.payload_bytes = 0
@@ -175,13 +150,9 @@ class Network:
             begins_at = max(link.payload_at, now)
             if isinstance(message, Contribution) and self._replaces(link, message, payload):
                 return
-            link.payload_at = begins_at + payload_bytes / quality.bytes_per_s
-            at = max(link.payload_at + quality.delay_s + quality.jitter_s * random(), link.opened_at)
-        else:
-            at = now + quality.delay_s + quality.jitter_s * random()
-            if at < link.control_at:
-                at = link.control_at
-            link.control_at = at
+        jitter_s = quality.jitter_s * random()
+        at = link.arrives_at(now, payload_bytes, quality.bytes_per_s, quality.delay_s, jitter_s)
+        at = max(at, link.opened_at)
         delivery = Delivery(link, message, payload)
         if payload_bytes and isinstance(message, Contribution):
             link.waiting[message.shard] = (begins_at, delivery)
@@ -228,31 +199,32 @@ class Network:
 
     # -- connections ---------------------------------------------------------------------------------------------------
 
-    def dial_later(self, a: PeerId, b: PeerId, after_s: float) -> None:
-        """The pair tries to meet after this time."""
-        pair = pair_of(a, b)
-        if pair not in self.dialling and pair not in self.apart:
-            self.dialling.add(pair)
-            self.world.schedule(self.world.now + after_s, None, self._dial, pair)
+    @property
+    def redial_s(self) -> float:
+        return self.setting.redial_s
 
-    def _dial(self, pair: Pair) -> None:
-        self.dialling.discard(pair)
-        if pair in self.apart:
-            return  # it dials when the mesh is another
+    def _later(self, after_s: float, action: Callable[[Any], None], argument: Any) -> None:
+        self.world.schedule(self.world.now + after_s, None, action, argument)
+
+    def _direction(self, key: Key) -> Link | None:
+        process = self.world.processes.get(key[0])
+        return None if process is None else process.links.get(key[1])
+
+    def _meet(self, pair: Pair, *, is_cut: bool) -> bool:
         a, b = (self.world.processes.get(name) for name in pair)
         if a is None or b is None:
-            return  # whoever starts later dials
+            return True  # whoever starts later dials
         link = a.links.get(b.name)
         if link is not None and link.connection.is_open and link.target is b:
-            return
-        if pair in self.blocked or pair[::-1] in self.blocked or a.is_paused() or b.is_paused():
-            self.dial_later(*pair, self.setting.redial_s * (0.5 + self.world.random.random()))
-            return
+            return True
+        if is_cut or a.is_paused() or b.is_paused():
+            return False
         connection = Connection()
         for source, target in ((a, b), (b, a)):
             new = Link(connection, source, target, self.quality((source.name, target.name)))
             self.world.schedule(new.opened_at, target, self._connected, (target, source, connection))
             source.links[target.name] = new
+        return True
 
     def _connected(self, argument: tuple[Process, Process, Connection]) -> None:
         target, source, connection = argument
@@ -312,31 +284,16 @@ class Network:
 
     # -- cuts ----------------------------------------------------------------------------------------------------------
 
-    def cut(self, directions: list[tuple[PeerId, PeerId]]) -> None:
-        """Nothing passes in these directions from now on."""
-        for key in directions:
-            self.blocked[key] = self.blocked.get(key, 0) + 1
-            process = self.world.processes.get(key[0])
-            if process is not None and key[1] in process.links:
-                patience_s = self.setting.patience_s * (0.5 + self.world.random.random())
-                self.world.schedule(self.world.now + patience_s, process, self._lose_patience, process.links[key[1]])
+    def _lose_patience_later(self, key: Key, direction: Link) -> None:
+        patience_s = self.setting.patience_s * (0.5 + self.random.random())
+        self.world.schedule(self.world.now + patience_s, direction.source, self._lose_patience, direction)
 
     def _lose_patience(self, link: Link) -> None:
         if link.key in self.blocked and link.connection.is_open:
             self.break_connection(link.source, link.target.name, "timed out")
 
-    def mend(self, directions: list[tuple[PeerId, PeerId]]) -> None:
-        """The cut is over; what was held back goes on its way."""
-        for key in directions:
-            self.blocked[key] -= 1
-            if not self.blocked[key]:
-                del self.blocked[key]
-                process = self.world.processes.get(key[0])
-                link = None if process is None else process.links.get(key[1])
-                if link is not None:
-                    held, link.held = link.held, []
-                    for message, payload, payload_bytes in held:
-                        self.send(link, message, payload, payload_bytes)
+    def _resume(self, direction: Link, held: tuple[Message, Payload | None, int]) -> None:
+        self.send(direction, *held)
 
     # -- slow links ----------------------------------------------------------------------------------------------------
 
@@ -355,6 +312,5 @@ class Network:
         self._update(key)
 
     def _update(self, key: tuple[PeerId, PeerId]) -> None:
-        process = self.world.processes.get(key[0])
-        if process is not None and key[1] in process.links:
-            process.links[key[1]].quality = self.quality(key)
+        if (link := self._direction(key)) is not None:
+            link.quality = self.quality(key)

@@ -23,7 +23,6 @@ from p2pdiloco.protocol.machine import Machine
 from p2pdiloco.protocol.messages import Commit, Contribution, Head
 from p2pdiloco.protocol.state import ProtocolConfig
 from tests.machine_sim.auditing import with_inserted
-from tests.machine_sim.clock import Clock
 from tests.machine_sim.integer_shards import (
     POISON,
     Checkpoint,
@@ -36,6 +35,7 @@ from tests.machine_sim.integer_shards import (
 )
 from tests.machine_sim.learner import Adopt, Copy, Learner, MoveEnd, Pause
 from tests.machine_sim.network import Link
+from tests.simulation.clock import Clock
 
 if TYPE_CHECKING:
     from tests.machine_sim.world import World

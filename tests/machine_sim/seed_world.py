@@ -10,12 +10,12 @@ import msgspec
 from p2pdiloco.protocol.config import Sizes
 from p2pdiloco.protocol.ids import PeerId, RunId, ShardId
 from p2pdiloco.protocol.state import ProtocolConfig
-from tests.machine_sim import topologies
 from tests.machine_sim.faults import Fault, FaultRates, draw_faults, one_way, storm
 from tests.machine_sim.network import LinkQuality, NetworkSetting
 from tests.machine_sim.process import PeerSetting
 from tests.machine_sim.shared_link_network import Bandwidth, on_the_line
-from tests.machine_sim.topologies import Mesh
+from tests.simulation import topologies
+from tests.simulation.topologies import Mesh
 
 HEALING_S = 12.0
 """By then everybody is connected and current, and old requests have been given up."""

@@ -86,4 +86,4 @@ class Directory:
         if where != name:
             world.happened["misled-dial"] += 1  # whoever answers there, it is not the one
         elif not world.network.is_dialling(host, name):
-            world.network.dial(host, name, 0.05 + 0.5 * world.random.random())
+            world.network.dial_later(host, name, 0.05 + 0.5 * world.random.random())

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from p2pdiloco.codec import native
 from p2pdiloco.peer.host import Queue, StartLearner
 from p2pdiloco.protocol.ids import PeerId, ShardId
-from tests.machine_sim.clock import Clock
 from tests.peer_sim.disk import ProcessDied, SimulatedDisk
 from tests.peer_sim.learner import StartSimulatedLearner, Vectors
 from tests.peer_sim.network import SimulatedLinks
+from tests.simulation.clock import Clock
 
 if TYPE_CHECKING:
     from p2pdiloco.peer.peer import Peer

@@ -1,15 +1,12 @@
 """Connections between simulated peers: messages with their payloads, questions and answers, in order, in virtual time.
 
-Rules of this file:
-1. As on the wire: control messages of one direction arrive in order; payloads share the direction's rate and arrive
-   when they are whole; a connection that ends takes with it what was under way, and both ends learn it, each at its own
-   time, ``connected`` and ``disconnected`` in turns.
+Rules of this file, beside those of ``tests.simulation.network``:
+1. Payloads arrive when they are whole. An end learns ``connected`` and ``disconnected`` in turns.
 2. A payload's memory is admitted before it is taken.
-3. What is cut is held back, and lost when an end's patience ends.
-4. Two lives meet by the real greeting: of two releases that do not understand each other both are told so.
-5. What comes with messages and answers may be spoilt on the way (``spoiling``), behind the greeting and TLS: by the
+3. Two lives meet by the real greeting: of two releases that do not understand each other both are told so.
+4. What comes with messages and answers may be spoilt on the way (``spoiling``), behind the greeting and TLS: by the
    sender's memory.
-6. What a peer sends may come once more, later, also to the next life of who got it (``repeating``).
+5. What a peer sends may come once more, later, also to the next life of who got it (``repeating``).
 """
 
 from __future__ import annotations
@@ -17,38 +14,36 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from p2pdiloco.net.handshake import NONCE_BYTES, Dialled, Greeter, MismatchError, Role
 from p2pdiloco.peer.host import within
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.wire.request_reply import RequestError, RequestRefused, Response
+from tests.simulation.network import Direction, Key, PairNetwork
+from tests.simulation.topologies import Pair
 
 if TYPE_CHECKING:
     from tests.peer_sim.host import SimulatedHost
     from tests.peer_sim.world import World
 
-REDIAL_S = 1.0
 PATIENCE_S = 5.0
 """How long an end that hears nothing keeps a connection, about."""
 QUEUED_MOST_BYTES = 1 << 22
 
 
-class Direction:
+class Link(Direction):
     """One direction of one connection."""
 
-    def __init__(self, source: SimulatedHost, target: SimulatedHost, delay_s: float, bytes_per_s: float) -> None:
+    LEAST_S = 1e-7
+
+    def __init__(self, connection: Connection, source: SimulatedHost, target: SimulatedHost) -> None:
+        super().__init__()
+        self.connection = connection
         self.source = source
         self.target = target
-        self.delay_s = delay_s
-        self.bytes_per_s = bytes_per_s
-        self.control_at = 0.0
-        self.bulk_at = 0.0
         self.waiting: dict[str, tuple[float, list[object]]] = {}
         """By topic: until when it may be replaced, and the message."""
-        self.held: list[tuple[Callable[[], None], int]] = []
-        self.is_dead = False
-        """It carries nothing any more, and nobody is told."""
 
 
 class Connection:
@@ -56,34 +51,31 @@ class Connection:
 
     def __init__(self, a: SimulatedHost, b: SimulatedHost, delay_s: float, bytes_per_s: float) -> None:
         self.ends = (a, b)
-        self.directions = {
-            a.name: Direction(a, b, delay_s, bytes_per_s),
-            b.name: Direction(b, a, delay_s, bytes_per_s),
-        }
+        self.directions = {a.name: Link(self, a, b), b.name: Link(self, b, a)}
+        self.delay_s, self.bytes_per_s = delay_s, bytes_per_s
         self.is_open = True
         self.is_read_to_its_end = False  # it ends in order: who stands still reads what had come when it goes on
 
 
-class Network:
+class Network(PairNetwork[Link]):
     """All connections of a world."""
 
     REPEATED_S = 20.0
     """How much later a message comes once more, at most."""
 
+    redial_s = 1.0
+
     def __init__(self, world: World) -> None:
+        super().__init__(world.random)
         self.world = world
         self.repeating: dict[PeerId, float] = {}
         """Peers of which what they send comes once more, and until when they do that."""
         self.spoiling: dict[PeerId, float] = {}
         """The same, of those of whose payloads bits are flipped."""
-        self.blocked: dict[tuple[PeerId, PeerId], int] = {}
-        """Directions that are cut, with how many cuts hold them."""
         self.slow: dict[PeerId, float] = {}
         """Bytes per second of a peer that is slow now."""
         self.met: dict[PeerId, set[PeerId]] = {name: {name} for name in world.computers}
         """Whom each knows as members, in all its lives."""
-        self.unreachable: frozenset[PeerId] = frozenset()
-        self._dialling: set[tuple[PeerId, PeerId]] = set()
 
     # -- bytes ---------------------------------------------------------------------------------------------------------
 
@@ -95,18 +87,11 @@ class Network:
         if (source, direction.target.name) in self.blocked:
             direction.held.append((arrive, size))
             return
-        world = self.world
-        jitter_s = direction.delay_s * world.random.random()
-        if size:
-            rate = self.slow.get(source, direction.bytes_per_s)
-            direction.bulk_at = max(direction.bulk_at, world.now) + size / rate
-            at = direction.bulk_at + direction.delay_s + jitter_s
-        else:
-            at = max(world.now + direction.delay_s + jitter_s, direction.control_at + 1e-7)
-            direction.control_at = at
-        world.at(at, lambda: self._arrive(connection, direction, arrive))
+        delay_s, rate = connection.delay_s, self.slow.get(source, connection.bytes_per_s)
+        at = direction.arrives_at(self.world.now, size, rate, delay_s, delay_s * self.random.random())
+        self.world.at(at, lambda: self._arrive(connection, direction, arrive))
 
-    def _arrive(self, connection: Connection, direction: Direction, arrive: Callable[[], None]) -> None:
+    def _arrive(self, connection: Connection, direction: Link, arrive: Callable[[], None]) -> None:
         if connection.is_open:
             direction.target.do(lambda: arrive() if connection.is_open or connection.is_read_to_its_end else None)
 
@@ -140,43 +125,37 @@ class Network:
 
     # -- connections ---------------------------------------------------------------------------------------------------
 
-    def is_dialling(self, a: PeerId, b: PeerId) -> bool:
-        """Whether the pair tries to meet."""
-        return (min(a, b), max(a, b)) in self._dialling
+    def _later(self, after_s: float, action: Callable[[Any], None], argument: Any) -> None:
+        self.world.at(self.world.now + after_s, partial(action, argument))
 
-    def dial(self, a: PeerId, b: PeerId, after_s: float) -> None:
-        """The pair tries to meet after this time."""
-        pair = (a, b) if a < b else (b, a)
-        if pair in self._dialling or (a in self.unreachable and b in self.unreachable):
-            return
-        self._dialling.add(pair)
-        self.world.at(self.world.now + after_s, lambda: self._dial(pair))
+    def _direction(self, key: Key) -> Link | None:
+        host = self.world.hosts.get(key[0])
+        connection = None if host is None else host.links.connections.get(key[1])
+        return None if connection is None else connection.directions[key[0]]
 
-    def _dial(self, pair: tuple[PeerId, PeerId]) -> None:
-        self._dialling.discard(pair)
+    def _meet(self, pair: Pair, *, is_cut: bool) -> bool:
         world = self.world
         a, b = (world.hosts.get(name) for name in pair)
         if a is None or b is None or a.links.is_closed or b.links.is_closed:
-            return  # whoever starts later dials
+            return True  # whoever starts later dials
         if pair[1] in a.links.connections:
-            return
-        is_cut = pair in self.blocked or pair[::-1] in self.blocked
+            return True
         has_no_socket = "no-descriptor" in (a.disk.shortage, b.disk.shortage)
         if is_cut or has_no_socket or a.is_paused or b.is_paused or pair[0] in b.links.connections:
-            self.dial(*pair, REDIAL_S * (0.5 + world.random.random()))
-            return
+            return False
         if (reason := greeting(a, b)) is not None:
             world.happened["refused-release"] += 1
             if str(a.version) not in reason or str(b.version) not in reason:
                 world.checks.violated(5, f"who meets another release is told no more than: {reason}")
-            return  # the directory brings them together again
+            return True  # the directory brings them together again
         connection = Connection(a, b, world.setting.delay_s * (0.2 + world.random.random()), world.setting.bytes_per_s)
         for here, there in ((a, b), (b, a)):
             here.links.connections[there.name] = connection
             world.at(
-                world.now + connection.directions[here.name].delay_s * world.random.random(),
+                world.now + connection.delay_s * world.random.random(),
                 partial(here.do, partial(here.links.stands, there.name, connection)),
             )
+        return True
 
     def break_connection(self, connection: Connection, reason: str, *, is_silent: bool = False) -> None:
         """It is gone; both ends learn it, each at its own time."""
@@ -190,7 +169,7 @@ class Network:
                 world.now + after_s,
                 partial(here.do, partial(here.links.lost, there.name, connection, reason)),
             )
-        self.dial(connection.ends[0].name, connection.ends[1].name, REDIAL_S * (0.2 + world.random.random()))
+        self.dial_later(connection.ends[0].name, connection.ends[1].name, self.redial_s * (0.2 + world.random.random()))
 
     def vanish(self, host: SimulatedHost) -> None:
         """The process is dead: its connections are, too."""
@@ -204,43 +183,28 @@ class Network:
         host.links.is_closed = True
         for connection in list(host.links.connections.values()):
             direction = connection.directions[host.name]
-            at = max(direction.control_at, direction.bulk_at + 2 * direction.delay_s, self.world.now) + 1e-3
+            at = max(direction.control_at, direction.payload_at + 2 * connection.delay_s, self.world.now) + 1e-3
             connection.is_read_to_its_end = True
             self.world.at(at, partial(self.break_connection, connection, "closed in order"))
 
     # -- cuts ----------------------------------------------------------------------------------------------------------
 
-    def cut(self, directions: list[tuple[PeerId, PeerId]], seconds: float) -> None:
+    def cut_for(self, directions: list[Key], seconds: float) -> None:
         """Nothing passes in these directions for a while."""
-        world = self.world
-        for key in directions:
-            self.blocked[key] = self.blocked.get(key, 0) + 1
-            host = world.hosts.get(key[0])
-            connection = None if host is None else host.links.connections.get(key[1])
-            if connection is not None:
-                world.at(
-                    world.now + PATIENCE_S * (0.5 + world.random.random()),
-                    partial(self._lose_patience, key, connection),
-                )
-        world.at(world.now + seconds, lambda: self._mend(directions))
+        self.cut(directions)
+        self._later(seconds, self.mend, directions)
 
-    def _lose_patience(self, key: tuple[PeerId, PeerId], connection: Connection) -> None:
+    def _lose_patience_later(self, key: Key, direction: Link) -> None:
+        self._later(PATIENCE_S * (0.5 + self.random.random()), self._lose_patience, (key, direction.connection))
+
+    def _lose_patience(self, argument: tuple[Key, Connection]) -> None:
+        key, connection = argument
         if key in self.blocked:
             self.break_connection(connection, "timed out")
 
-    def _mend(self, directions: list[tuple[PeerId, PeerId]]) -> None:
-        for key in directions:
-            self.blocked[key] -= 1
-            if self.blocked[key]:
-                continue
-            del self.blocked[key]
-            host = self.world.hosts.get(key[0])
-            connection = None if host is None else host.links.connections.get(key[1])
-            if connection is not None:
-                direction = connection.directions[key[0]]
-                held, direction.held = direction.held, []
-                for arrive, size in held:
-                    self.carry(connection, key[0], size, arrive)
+    def _resume(self, direction: Link, held: tuple[Callable[[], None], int]) -> None:
+        arrive, size = held
+        self.carry(direction.connection, direction.source.name, size, arrive)
 
 
 def greeting(a: SimulatedHost, b: SimulatedHost) -> str | None:
@@ -303,7 +267,7 @@ class SimulatedLinks:
         if connection is None:
             return 0
         direction = connection.directions[self._host.name]
-        return int(max(0.0, direction.bulk_at - self._host.world.now) * direction.bytes_per_s)
+        return int(max(0.0, direction.payload_at - self._host.world.now) * connection.bytes_per_s)
 
     def send(
         self, peer: PeerId, body: bytes, payload: bytes | memoryview | None = None, *, topic: str | None = None
@@ -321,7 +285,7 @@ class SimulatedLinks:
             if waiting is not None and until > self._host.world.now:
                 waiting[:] = message
                 return True
-            direction.waiting[topic] = (max(direction.bulk_at, self._host.world.now), message)
+            direction.waiting[topic] = (max(direction.payload_at, self._host.world.now), message)
         size = 0 if payload is None else len(payload) + len(body)
         network, source, target = self._host.world.network, self._host.name, direction.target
 

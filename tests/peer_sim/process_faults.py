@@ -226,7 +226,7 @@ def _cut(world: World, fault: Fault) -> bool:
     directions = [(fault.peer, other) for other in others]
     if world.random.random() < 0.7:
         directions += [(other, fault.peer) for other in others]
-    world.network.cut(directions, min(fault.seconds, CUT_MOST_S))
+    world.network.cut_for(directions, min(fault.seconds, CUT_MOST_S))
     return bool(others) and fault.peer in world.hosts
 
 
@@ -278,7 +278,7 @@ def _join_in_fork(world: World, fault: Fault) -> bool:
     half = len(others) // 2
     pairs = [(one, other) for one in others[:half] for other in others[half:]]
     seconds = min(max(fault.seconds, 2 * FORKED_S), CUT_MOST_S)
-    world.network.cut(pairs + [(other, one) for one, other in pairs], seconds)
+    world.network.cut_for(pairs + [(other, one) for one, other in pairs], seconds)
     world.harm_until(world.now + seconds)
     world.computers[fault.peer].disk.is_unreliable = True
     world.kill(fault.peer, with_learner=True)

@@ -22,6 +22,7 @@ from p2pdiloco.protocol.ids import PeerId  # noqa: E402
 from p2pdiloco.protocol.manifest import CodecConfig, OuterConfig, ScheduleConfig  # noqa: E402
 from tests.peer_sim.machine import PeerSetting  # noqa: E402
 from tests.peer_sim.world import World, WorldSetting  # noqa: E402
+from tests.simulation.topologies import WHOLE, behind_routers  # noqa: E402
 
 STEPS = 240
 SETTLED_S = 10.0
@@ -43,7 +44,7 @@ def world_of(peers: int, schedule: ScheduleConfig) -> World:
     )
     world = World(1, setting)
     names = list(world.computers)
-    world.network.unreachable = frozenset(names[1:])
+    world.network.apart = behind_routers(names, names[:1])
     for number, name in enumerate(names):
         world.at(0.5 * number, partial(world.begin, name))
     return world
@@ -91,7 +92,7 @@ def stand_still(seed: int) -> None:
     """One of the worlds with stalls."""
     random = Random(seed)
     world = world_of(random.choice((2, 3, 4)), ScheduleConfig(fragments=1, sync_every=12, overlap=4))
-    world.network.unreachable = frozenset()
+    world.network.apart = WHOLE
 
     def stall(name: PeerId, seconds: float) -> None:
         host = world.hosts.get(name)

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.protocol.meshes import MESHES, measured
 from p2pdiloco.protocol.ids import PeerId
 from tests.machine_sim.report import simulate
-from tests.machine_sim.topologies import WHOLE, behind_routers, drawn, groups, parts, share
+from tests.simulation.topologies import WHOLE, behind_routers, drawn, groups, parts, share
 
 JOBS = min(2, os.cpu_count() or 1)
 PEERS = [PeerId(f"p{i}") for i in range(8)]
