@@ -38,10 +38,8 @@ from p2pdiloco.protocol.config import MOST_BUDGET
 from p2pdiloco.protocol.ids import PeerId, RunId, digest_of
 from p2pdiloco.wire.peer_ids import KEY_BYTES, key_of, peer_id_of
 
-BAN_CONTEXT = b"p2pdiloco ban 1\x00"
-CLOSING_CONTEXT = b"p2pdiloco closing 1\x00"
-PROLONGING_CONTEXT = b"p2pdiloco prolonging 1\x00"
 INTRODUCTION, BAN, CLOSING, PROLONGING = b"i", b"b", b"c", b"p"
+_SIGNED = {BAN: "ban", CLOSING: "closing", PROLONGING: "prolonging"}
 KEPT_LIMIT = 512
 """Maximum number of peers that a closed invite keeps as members."""
 KEPT_BYTES = 16
@@ -90,8 +88,7 @@ def introduction(grant: Grant) -> bytes:
 
 def ban(run: RunId, subject: PeerId, by: Grant, sign: Sign) -> bytes:
     """Return the statement with which the admin ``by`` bans ``subject``."""
-    chain = by.chain().encode() if by.depth else b""
-    return BAN + key_of(subject) + sign(_banned_bytes(run, by.subject, subject)) + key_of(by.subject) + chain
+    return _signed(BAN, run, key_of(subject), b"", by, sign)
 
 
 def closing(run: RunId, invite: PeerId, kept: Iterable[PeerId], by: Grant, sign: Sign) -> bytes:
@@ -104,16 +101,12 @@ def closing(run: RunId, invite: PeerId, kept: Iterable[PeerId], by: Grant, sign:
     if len(stay) > KEPT_LIMIT:
         raise ValueError(f"{len(stay)} peers joined with the invite, and at most {KEPT_LIMIT} can be named as staying")
     listed = _KEPT.pack(len(stay)) + b"".join(stay)
-    chain = by.chain().encode() if by.depth else b""
-    signature = sign(_closed_bytes(run, by.subject, invite, listed))
-    return CLOSING + key_of(invite) + signature + key_of(by.subject) + listed + chain
+    return _signed(CLOSING, run, key_of(invite), listed, by, sign)
 
 
 def prolonging(run: RunId, last: int, by: Grant, sign: Sign) -> bytes:
     """Return the statement with which the admin ``by`` lets the run end at ``last`` steps or tokens."""
-    chain = by.chain().encode() if by.depth else b""
-    signature = sign(_prolonged_bytes(run, by.subject, _END.pack(last)))
-    return PROLONGING + _END.pack(last) + signature + key_of(by.subject) + chain
+    return _signed(PROLONGING, run, _END.pack(last), b"", by, sign)
 
 
 def mark_of(statement: bytes) -> bytes:
@@ -135,13 +128,22 @@ def read_statement(run: RunId, founder: Grant, statement: bytes, verify: Verify)
         if grant.kind is not Kind.PEER or grant.role is Role.OBSERVER:
             raise CertificateError("only peers that take part are introduced")
         return grant
-    if tag == BAN:
-        return _read_ban(run, founder, rest, verify)
-    if tag == CLOSING:
-        return _read_closing(run, founder, rest, verify)
+    about, signature, signer, rest = _split(tag, rest)
+    listed, chain = _split_kept(rest) if tag == CLOSING else (b"", rest)
+    by = _whole(run, founder, chain, verify) if chain else founder
+    if by.subject != signer or by.kind is not Kind.PEER or by.role is not Role.ADMIN:
+        raise CertificateError(f"{signer} may not ban, nor prolong the run")
+    if not verify(signer, _signed_bytes(tag, run, signer, about, listed), signature):
+        raise CertificateError(f"{signer} has not signed the {_SIGNED[tag]} in this run")
     if tag == PROLONGING:
-        return _read_prolonging(run, founder, rest, verify)
-    raise CertificateError("the statement has an unknown kind")
+        (last,) = _END.unpack(about)
+        if not 1 <= last <= MOST_BUDGET:
+            raise CertificateError(f"a run cannot end at {last} steps or tokens")
+        return Prolonging(last, by)
+    stay = [listed[at : at + KEPT_BYTES] for at in range(_KEPT.size, len(listed), KEPT_BYTES)]
+    if stay != sorted(set(stay)):
+        raise CertificateError("the list of peers that keep a closed invite is malformed")
+    return Ban(peer_id_of(about), by, frozenset(stay) if tag == CLOSING else None)
 
 
 def named_in(statement: bytes) -> tuple[PeerId, PeerId, bytes]:
@@ -152,16 +154,11 @@ def named_in(statement: bytes) -> tuple[PeerId, PeerId, bytes]:
         ValueError: the statement is malformed.
     """
     tag, rest = statement[:1], statement[1:]
-    if tag in (BAN, CLOSING) and len(rest) >= 2 * KEY_BYTES + SIGNATURE_BYTES:
-        signer_at = KEY_BYTES + SIGNATURE_BYTES
-        return peer_id_of(rest[:KEY_BYTES]), peer_id_of(rest[signer_at : signer_at + KEY_BYTES]), tag
-    if tag == PROLONGING:
-        _, _, signer, _ = _split_prolonging(rest)
-        return signer, signer, tag
-    if tag != INTRODUCTION:
-        raise CertificateError("the statement has an unknown kind")
-    *earlier, last = decode_chain(rest).certificates
-    return last.subject, earlier[-1].subject if earlier else PeerId(""), tag
+    if tag == INTRODUCTION:
+        *earlier, last = decode_chain(rest).certificates
+        return last.subject, earlier[-1].subject if earlier else PeerId(""), tag
+    about, _, signer, _ = _split(tag, rest)
+    return signer if tag == PROLONGING else peer_id_of(about), signer, tag
 
 
 def join_statements(statements: Iterable[bytes]) -> bytes:
@@ -188,49 +185,6 @@ def split_statements(data: bytes) -> list[bytes]:
     return found
 
 
-def _read_ban(run: RunId, founder: Grant, data: bytes, verify: Verify) -> Ban:
-    subject, signature, signer, chain = _split_ban(data)
-    by = _admin(run, founder, signer, chain, verify)
-    if not verify(signer, _banned_bytes(run, signer, subject), signature):
-        raise CertificateError(f"{signer} has not signed the ban of {subject} in this run")
-    return Ban(subject, by)
-
-
-def _read_closing(run: RunId, founder: Grant, data: bytes, verify: Verify) -> Ban:
-    invite, signature, signer, rest = _split_ban(data)
-    if len(rest) < _KEPT.size:
-        raise CertificateError("the closing of an invite is cut off")
-    (number,) = _KEPT.unpack(rest[: _KEPT.size])
-    end = _KEPT.size + number * KEPT_BYTES
-    stay = [rest[at : at + KEPT_BYTES] for at in range(_KEPT.size, end, KEPT_BYTES)]
-    if number > KEPT_LIMIT or len(rest) < end or stay != sorted(set(stay)):
-        raise CertificateError("the list of peers that keep a closed invite is malformed")
-    by = _admin(run, founder, signer, rest[end:], verify)
-    if not verify(signer, _closed_bytes(run, signer, invite, rest[:end]), signature):
-        raise CertificateError(f"{signer} has not signed the closing of {invite} in this run")
-    return Ban(invite, by, frozenset(stay))
-
-
-def _read_prolonging(run: RunId, founder: Grant, data: bytes, verify: Verify) -> Prolonging:
-    end, signature, signer, chain = _split_prolonging(data)
-    by = _admin(run, founder, signer, chain, verify)
-    if not verify(signer, _prolonged_bytes(run, signer, end), signature):
-        raise CertificateError(f"{signer} has not signed that this run is prolonged")
-    (last,) = _END.unpack(end)
-    if not 1 <= last <= MOST_BUDGET:
-        raise CertificateError(f"a run cannot end at {last} steps or tokens")
-    return Prolonging(last, by)
-
-
-def _split_prolonging(data: bytes) -> tuple[bytes, bytes, PeerId, bytes]:
-    """Return the encoded end, the signature, the signer, and the signer's chain."""
-    signature_at, signer_at = _END.size, _END.size + SIGNATURE_BYTES
-    chain_at = signer_at + KEY_BYTES
-    if len(data) < chain_at:
-        raise CertificateError("a prolonging of the run is cut off")
-    return data[:signature_at], data[signature_at:signer_at], peer_id_of(data[signer_at:chain_at]), data[chain_at:]
-
-
 def last_in(statement: bytes) -> int:
     """Return the end that a prolonging names, without verifying its signature; 0 for other statements."""
     if not statement.startswith(PROLONGING) or len(statement) < 1 + _END.size:
@@ -239,21 +193,38 @@ def last_in(statement: bytes) -> int:
     return int(last)
 
 
-def _split_ban(data: bytes) -> tuple[PeerId, bytes, PeerId, bytes]:
-    """Return the banned key, the signature, the signer, and the rest."""
-    signer_at = KEY_BYTES + SIGNATURE_BYTES
+def _signed(tag: bytes, run: RunId, about: bytes, listed: bytes, by: Grant, sign: Sign) -> bytes:
+    """Return the statement of the kind ``tag`` that ``by`` makes about a key, or about the run's end."""
+    signature = sign(_signed_bytes(tag, run, by.subject, about, listed))
+    chain = by.chain().encode() if by.depth else b""
+    return tag + about + signature + key_of(by.subject) + listed + chain
+
+
+def _signed_bytes(tag: bytes, run: RunId, signer: PeerId, about: bytes, listed: bytes) -> bytes:
+    return f"p2pdiloco {_SIGNED[tag]} 1\x00{run}\x00".encode() + key_of(signer) + about + listed
+
+
+def _split(tag: bytes, data: bytes) -> tuple[bytes, bytes, PeerId, bytes]:
+    """Return what a signed statement is about, the signature, the signer, and the rest."""
+    if tag not in _SIGNED:
+        raise CertificateError("the statement has an unknown kind")
+    signature_at = _END.size if tag == PROLONGING else KEY_BYTES
+    signer_at = signature_at + SIGNATURE_BYTES
     end = signer_at + KEY_BYTES
     if len(data) < end:
-        raise CertificateError("a ban is cut off")
-    return peer_id_of(data[:KEY_BYTES]), data[KEY_BYTES:signer_at], peer_id_of(data[signer_at:end]), data[end:]
+        raise CertificateError(f"a {_SIGNED[tag]} is cut off")
+    return data[:signature_at], data[signature_at:signer_at], peer_id_of(data[signer_at:end]), data[end:]
 
 
-def _admin(run: RunId, founder: Grant, signer: PeerId, chain: bytes, verify: Verify) -> Grant:
-    """Return the grant of the admin who signed a statement."""
-    by = _whole(run, founder, chain, verify) if chain else founder
-    if by.subject != signer or by.kind is not Kind.PEER or by.role is not Role.ADMIN:
-        raise CertificateError(f"{signer} may not ban, nor prolong the run")
-    return by
+def _split_kept(data: bytes) -> tuple[bytes, bytes]:
+    """Return the list of the peers that keep a closed invite, and the rest."""
+    if len(data) < _KEPT.size:
+        raise CertificateError("the closing of an invite is cut off")
+    (number,) = _KEPT.unpack(data[: _KEPT.size])
+    end = _KEPT.size + number * KEPT_BYTES
+    if number > KEPT_LIMIT or len(data) < end:
+        raise CertificateError("the list of peers that keep a closed invite is malformed")
+    return data[:end], data[end:]
 
 
 def _whole(run: RunId, founder: Grant, data: bytes, verify: Verify) -> Grant:
@@ -261,18 +232,6 @@ def _whole(run: RunId, founder: Grant, data: bytes, verify: Verify) -> Grant:
     if chain.hint != hint_of(founder.subject):
         raise CertificateError(f"the chain {chain.hint.hex()} does not begin at the founder ({HINT_BYTES} bytes)")
     return follow(run, founder, chain.certificates, verify)
-
-
-def _banned_bytes(run: RunId, signer: PeerId, subject: PeerId) -> bytes:
-    return BAN_CONTEXT + run.encode() + b"\x00" + key_of(signer) + key_of(subject)
-
-
-def _closed_bytes(run: RunId, signer: PeerId, invite: PeerId, listed: bytes) -> bytes:
-    return CLOSING_CONTEXT + run.encode() + b"\x00" + key_of(signer) + key_of(invite) + listed
-
-
-def _prolonged_bytes(run: RunId, signer: PeerId, end: bytes) -> bytes:
-    return PROLONGING_CONTEXT + run.encode() + b"\x00" + key_of(signer) + end
 
 
 def _kept_key(peer: PeerId) -> bytes:

@@ -454,8 +454,8 @@ BUGS = (
     Bug(
         name="the signature under an end of the run is not looked at",
         module=_STATEMENTS,
-        where="_read_prolonging",
-        old="not verify(signer, _prolonged_bytes(run, signer, end), signature)",
+        where="read_statement",
+        old="not verify(signer, _signed_bytes(tag, run, signer, about, listed), signature)",
         new="False",
         harm="anybody prolongs the run in the founder's name",
         killed_by=(f"{_TESTS}::test_only_admins_prolong_and_the_statement_names_run_signer_and_end",),
