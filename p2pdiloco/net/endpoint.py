@@ -470,12 +470,6 @@ class Endpoint:
         self._path_monitor.set_budget(up)
         self._emit_pacing()
 
-    def set_cap(self, peer: PeerId, bytes_per_s: float | None, now: float) -> None:
-        """Limit the rate to ``peer`` in addition to the budget; None lifts the limit. Lasts until it disconnects."""
-        if peer in self.serving:
-            self._context.shaper.set_cap(peer, bytes_per_s, now)
-            self._emit_pacing()
-
     # -- driving -----------------------------------------------------------------------------------------------------
 
     def next_deadline(self) -> float | None:

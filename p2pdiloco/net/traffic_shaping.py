@@ -85,7 +85,7 @@ def slice_bytes(bytes_per_s: float | None) -> int:
 
 
 # -- Fair scheduler ----------------------------------------------------------------------------------------------------
-# Choice of the next sender: one budget over all peers, caps per peer, equal turns in bytes.
+# Choice of the next sender: one budget over all peers, equal turns in bytes.
 #
 # Rules of this file:
 # 1. The module is pure: time is a number; peers and members (connections) are any hashable names.
@@ -99,11 +99,10 @@ Member = TypeVar("Member", bound=Hashable)
 class _Peer(Generic[Member]):
     """Account of one peer."""
 
-    __slots__ = ("cap", "members", "served")
+    __slots__ = ("members", "served")
 
     def __init__(self) -> None:
         self.served = 0.0
-        self.cap = Pacer()
         self.members: dict[Member, None] = {}
         """Members that can send now, the next one first."""
 
@@ -126,17 +125,9 @@ class FairScheduler(Generic[Member]):
     def set_budget(self, bytes_per_s: float | None, now: float) -> None:
         self._total.set_rate(bytes_per_s, now)
 
-    def set_cap(self, peer: Hashable, bytes_per_s: float | None, now: float) -> None:
-        """Set the cap of a peer. It stays until it is lifted or the peer forgotten."""
-        self._account(peer).cap.set_rate(bytes_per_s, now)
-
-    def cap_of(self, peer: Hashable) -> float | None:
-        account = self._peers.get(peer)
-        return account.cap.bytes_per_s if account is not None else None
-
     def add(self, peer: Hashable, member: Member) -> None:
         """Record that ``member`` of ``peer`` can send."""
-        account = self._account(peer)
+        account = self._peers.setdefault(peer, _Peer())
         if not account.members:
             self._ready[peer] = account
         account.members.setdefault(member, None)
@@ -151,38 +142,29 @@ class FairScheduler(Generic[Member]):
             del self._ready[peer]
 
     def forget(self, peer: Hashable) -> None:
-        """Forget a peer and its cap."""
+        """Forget a peer."""
         self._peers.pop(peer, None)
         self._ready.pop(peer, None)
 
     def next(self, now: float) -> tuple[Member, int] | None:
         """Return the member to send next and its maximum bytes; None if none may send now."""
-        if not self._total.is_ready(now):
+        if not self._ready or not self._total.is_ready(now):
             return None
-        able = [account for account in self._ready.values() if account.cap.is_ready(now)]
-        if not able:
-            return None
-        chosen = able[0] if len(able) == 1 else min(able, key=lambda account: account.served)
+        chosen = min(self._ready.values(), key=lambda account: account.served)
         self._level = chosen.served = max(self._level, chosen.served)
-        most = min(slice_bytes(self._total.bytes_per_s), slice_bytes(chosen.cap.bytes_per_s))
-        return next(iter(chosen.members)), most
+        return next(iter(chosen.members)), slice_bytes(self._total.bytes_per_s)
 
     def next_at(self) -> float | None:
         """Return the earliest time at which ``next`` may have a result; None if no member can send."""
-        if not self._ready:
-            return None
-        if len(self._ready) == 1:
-            return max(self._total.ready_at(), next(iter(self._ready.values())).cap.ready_at())
-        return max(self._total.ready_at(), min(account.cap.ready_at() for account in self._ready.values()))
+        return self._total.ready_at() if self._ready else None
 
     def charge(self, peer: Hashable, member: Member | None, count: int, now: float) -> None:
         """Charge ``count`` bytes sent to ``peer``. ``member`` is the one whose turn it was; None for control data."""
+        if member is None:
+            self._total.charge_control(count, now)
+        else:
+            self._total.charge(count, now)
         account = self._peers.get(peer)
-        for schedule in (self._total, account.cap) if account is not None else (self._total,):
-            if member is None:
-                schedule.charge_control(count, now)
-            else:
-                schedule.charge(count, now)
         if account is None:
             return
         account.served += count
@@ -193,22 +175,16 @@ class FairScheduler(Generic[Member]):
             del self._ready[peer]
             self._ready[peer] = account
 
-    def _account(self, peer: Hashable) -> _Peer[Member]:
-        return self._peers.setdefault(peer, _Peer())
 
-
-def pacing_rates(
-    budget: float, recent: Mapping[Hashable, float], caps: Mapping[Hashable, float | None]
-) -> dict[Hashable, float]:
+def pacing_rates(budget: float, recent: Mapping[Hashable, float]) -> dict[Hashable, float]:
     """Return the rate at which to pace each peer in ``recent``, which holds recent rates; all in bytes per second.
 
-    A peer gets its equal share of ``budget``, or all that the others leave, but never more than its cap.
+    A peer gets its equal share of ``budget``, or all that the others leave.
     """
     if not recent:
         return {}
     used, share = sum(recent.values()), budget / len(recent)
-    rates = {peer: max(share, budget - (used - rate)) for peer, rate in recent.items()}
-    return {peer: min(rate, cap) if (cap := caps.get(peer)) is not None else rate for peer, rate in rates.items()}
+    return {peer: max(share, budget - (used - rate)) for peer, rate in recent.items()}
 
 
 # -- Traffic shaper ----------------------------------------------------------------------------------------------------
@@ -259,18 +235,13 @@ class Shaper(Generic[Sender]):
         self._shares.set_budget(bytes_per_s, now)
         self._refresh(now)
 
-    def set_cap(self, peer: Hashable, bytes_per_s: float | None, now: float) -> None:
-        """Set the rate to one peer in bytes per second, until it disconnects; None: no limit of its own."""
-        self._shares.set_cap(peer, bytes_per_s, now)
-        self._refresh(now)
-
     def open(self, peer: Hashable, sender: Sender) -> None:
         """Add a connection. It is paced before it sends its first chunk."""
         self._senders[sender] = peer
-        self._pace(sender, self._limit_of(peer))
+        self._pace(sender, self.bytes_per_s)
 
     def close(self, sender: Sender) -> None:
-        """Remove a connection; with a peer's last one its cap is forgotten."""
+        """Remove a connection."""
         peer = self._senders.pop(sender, None)
         self._paced.pop(sender, None)
         self._news.pop(sender, None)
@@ -333,15 +304,9 @@ class Shaper(Generic[Sender]):
                 del self._rates[peer], self._quiet[peer]
         self._counted.clear()
         budget = self.bytes_per_s
-        caps = {peer: self._shares.cap_of(peer) for peer in self._rates}
-        shares = pacing_rates(budget, self._rates, caps) if budget is not None else {}
+        shares = pacing_rates(budget, self._rates) if budget is not None else {}
         for sender, peer in self._senders.items():
-            self._pace(sender, shares.get(peer, self._limit_of(peer)))
-
-    def _limit_of(self, peer: Hashable) -> float | None:
-        """Return the rate limit of a peer that is not sending."""
-        limits = [limit for limit in (self.bytes_per_s, self._shares.cap_of(peer)) if limit is not None]
-        return min(limits, default=None)
+            self._pace(sender, shares.get(peer, budget))
 
     def _pace(self, sender: Sender, share: float | None) -> None:
         rate = max(PACING_LEAST, share * PACING_HEADROOM) if share is not None else None

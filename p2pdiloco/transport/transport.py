@@ -409,11 +409,6 @@ class Transport:
         """
         return self._endpoint.line_bytes_per_s
 
-    def set_cap(self, peer: PeerId, bytes_per_s: float | None) -> None:
-        """Limit the rate to ``peer`` in addition to the budget; None lifts the limit. Lasts until it disconnects."""
-        self._endpoint.set_cap(peer, bytes_per_s, self._loop.time())
-        self._turn()
-
     def congestion(self) -> dict[str, int]:
         """Return how many connections use each congestion control."""
         return sockets.count(channel.path() for channel in self._channels.values())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+import socket
 from typing import Any
 
 import msgspec
@@ -63,22 +64,6 @@ def test_the_up_budget_holds_bulk_back_and_not_control(run: Any) -> None:
             ann.set_budget(None, None)
             await until(lambda: heard_by_bob.messages)
             assert heard_by_bob.messages[0][2] == payload
-
-    run(main())
-
-
-def test_a_cap_holds_one_peer_back_and_not_the_others(run: Any) -> None:
-    async def main() -> None:
-        async with peer() as (ann, _), peer() as (bob, heard_by_bob), peer() as (eve, heard_by_eve):
-            await ann.dial(where(bob), 5.0)
-            await ann.dial(where(eve), 5.0)
-            ann.set_cap(bob.peer_id, A_TRICKLE)
-            assert ann.send(bob.peer_id, b"", bytes(4 * MIB))
-            assert ann.send(eve.peer_id, b"", bytes(4 * MIB))
-            await until(lambda: heard_by_eve.messages)
-            assert not heard_by_bob.messages
-            ann.set_cap(bob.peer_id, None)
-            await until(lambda: heard_by_bob.messages)
 
     run(main())
 
@@ -184,7 +169,13 @@ def test_a_refused_congestion_control_is_said_once(run: Any, monkeypatch: pytest
 
 
 def test_the_learned_budget_follows_what_is_delivered(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = sockets.path_of
+    real, tune = sockets.path_of, sockets.tune
+
+    def slow(connection: socket.socket, *, congestion: str) -> None:
+        tune(connection, congestion=congestion)
+        sockets.pace(connection, 20e6)
+
+    monkeypatch.setattr("p2pdiloco.transport.sockets.tune", slow)
     monkeypatch.setattr(
         "p2pdiloco.transport.sockets.path_of",
         lambda connection: (path := real(connection)) and msgspec.structs.replace(path, is_local=False),
@@ -195,7 +186,6 @@ def test_the_learned_budget_follows_what_is_delivered(run: Any, monkeypatch: pyt
             await ann.dial(where(bob), 5.0)
             ann.set_budget("auto", None)
             assert ann.up_bytes_per_s is None
-            ann.set_cap(bob.peer_id, 20e6)
             assert ann.send(bob.peer_id, b"bulk", bytes(60 * MIB))
             await until(lambda: ann.up_bytes_per_s is not None)
             assert 0.0 < (ann.line_bytes_per_s or 0.0) < math.inf

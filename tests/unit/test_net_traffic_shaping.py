@@ -91,28 +91,6 @@ def test_a_change_of_the_budget_takes_effect_at_once() -> None:
     assert ann.rates[-1] is None
 
 
-def test_a_cap_at_run_time() -> None:
-    ann, bob = Sender(GB), Sender(GB)
-    world = World(10.0 * MB, ann=ann, bob=bob)
-    world.shaper.set_cap("ann", 1.0 * MB, world.now)
-    world.hear()
-    world.run(1.0)
-    assert ann.sent == pytest.approx(1 * MB, rel=0.05)
-    assert bob.sent == pytest.approx(9 * MB, rel=0.03)
-    assert ann.rates[-1] == 1.0 * MB * PACING_HEADROOM
-
-
-def test_a_peer_at_its_cap_does_not_hold_up_another_that_becomes_ready() -> None:
-    ann, bob = Sender(GB), Sender(GB)
-    world = World(None, ann=ann)
-    world.shaper.set_cap("ann", 1.0, world.now)
-    world.hear()
-    world.run(1.0)
-    world.join("bob", bob)
-    world.run(1.0)
-    assert bob.pending == 0
-
-
 def test_sockets_are_paced_at_the_share_and_follow_it() -> None:
     ann, bob = Sender(GB), Sender(GB)
     world = World(10.0 * MB, ann=ann, bob=bob)
@@ -154,8 +132,6 @@ def test_control_goes_at_once_and_bulk_yields_to_it() -> None:
 def test_a_peer_that_is_gone_is_forgotten() -> None:
     ann, bob = Sender(GB), Sender(GB)
     world = World(10.0 * MB, ann=ann, bob=bob)
-    world.shaper.set_cap("ann", 1.0, world.now)
-    world.hear()
     world.shaper.close(ann)
     world.shaper.ready(ann)
     world.run(1.0)
