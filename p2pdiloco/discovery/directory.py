@@ -331,7 +331,6 @@ class Directory:
         initial_peers: list[str],
         cache_path: Path | None = None,
         startup_timeout_s: float = 15.0,
-        nat_port_map: bool = False,
         patience_s: float = 0.0,
         narrow_paths: NarrowPaths | None = None,
         lan_run: RunId | None = None,
@@ -347,7 +346,6 @@ class Directory:
             listen=listen,
             announce=announce,
             startup_timeout_s=startup_timeout_s,
-            nat_port_map=nat_port_map,
             narrow_paths=self.narrow_paths,
         )
         self._book = AddressBook()

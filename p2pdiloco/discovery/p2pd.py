@@ -87,14 +87,12 @@ class P2pdProcess:
         listen: list[str],
         announce: list[str],
         startup_timeout_s: float,
-        nat_port_map: bool,
         narrow_paths: NarrowPaths,
     ) -> None:
         self._identity = identity
         self._listen = [str(addresses.parse(text)) for text in listen]
         self._announce = [str(addresses.parse(text)) for text in announce]
         self._startup_timeout_s = startup_timeout_s
-        self._nat_port_map = nat_port_map
         self._validator = SignedRecords()
         self._is_serving = True
         self._sockets: SocketFolder | None = None
@@ -146,7 +144,7 @@ class P2pdProcess:
                     identity_path=str(identity_path),
                     check_if_identity_free=False,
                     startup_timeout=self._startup_timeout_s,
-                    nat_port_map=self._nat_port_map,
+                    nat_port_map=False,
                     auto_nat=False,
                     use_relay=False,
                 )

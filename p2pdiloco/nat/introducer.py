@@ -83,7 +83,6 @@ class Introducer:
         self._asked: RateLimiter[str] = RateLimiter(burst=ASKED_BURST, per_s=ASKED_PER_S)
         self._called: RateLimiter[PeerId] = RateLimiter(burst=CALLED_BURST, per_s=CALLED_PER_S)
         self._events: deque[Say | Hang | Joined] = deque()
-        self.introductions = 0
 
     @property
     def relayed_pairs(self) -> int:
@@ -134,7 +133,6 @@ class Introducer:
         self._lines[line] = found
         pair.lines[side], pair.hosts[side] = line, (host, port, local_port)
         if None not in pair.lines:
-            self.introductions += 1
             is_hopeful = all(seen == own for _, seen, own in pair.hosts)
             for here, there in ((0, 1), (1, 0)):
                 own, other = pair.hosts[here][:2], pair.hosts[there][:2]

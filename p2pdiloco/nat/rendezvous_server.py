@@ -229,11 +229,6 @@ class RendezvousServer:
         transport.answer_requests(intro.Attend, self._answer_attend)
         transport.answer_requests(intro.Meet, self._answer_meet)
 
-    @property
-    def attending(self) -> int:
-        """Number of registered peers that are connected."""
-        return len(set(self._attending) & set(self._transport.peers()))
-
     # -- requests ----------------------------------------------------------------------------------------------------
 
     def _channel_of(self, peer: PeerId) -> Channel:

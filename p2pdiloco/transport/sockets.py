@@ -15,8 +15,7 @@ import ipaddress
 import socket
 import ssl
 import struct
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
 import msgspec
@@ -316,8 +315,3 @@ class Congestion:
             wanted=self._wanted,
             used=path.congestion,
         )
-
-
-def count(paths: Iterable[Path | None]) -> dict[str, int]:
-    """Return how many connections use each congestion control."""
-    return dict(Counter(path.congestion for path in paths if path is not None))

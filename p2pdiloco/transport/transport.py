@@ -409,10 +409,6 @@ class Transport:
         """
         return self._endpoint.line_bytes_per_s
 
-    def congestion(self) -> dict[str, int]:
-        """Return how many connections use each congestion control."""
-        return sockets.count(channel.path() for channel in self._channels.values())
-
     # -- callbacks of the channels (ChannelDriver) -------------------------------------------------------------------
 
     def on_connected(self, channel: Channel) -> None:

@@ -140,18 +140,6 @@ def test_a_sender_that_exceeds_its_credit_is_dropped(run: Any) -> None:
     run(main())
 
 
-def test_congestion_control_is_counted(run: Any) -> None:
-    async def main() -> None:
-        async with peer() as (ann, _), peer() as (bob, _):
-            await ann.dial(where(bob), 5.0)
-            counts = ann.congestion()
-            assert sum(counts.values()) == 1
-            assert all(counts)
-            assert ann.congestion().keys() == bob.congestion().keys()
-
-    run(main())
-
-
 def test_a_refused_congestion_control_is_said_once(run: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     monkeypatch.setattr(sockets, "tune", lambda connection, *, congestion: None)
 
