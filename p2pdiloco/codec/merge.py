@@ -32,6 +32,7 @@ from p2pdiloco.codec.formats import CHUNK, LARGEST
 from p2pdiloco.codec.shard_codec import Bodies
 from p2pdiloco.protocol.manifest import MergeRule
 from p2pdiloco.protocol.medians import medians_of_others
+from p2pdiloco.protocol.messages import Contributor
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -163,20 +164,10 @@ def merge(
     return Agreement(_mean_cosine(parts, length * math.fsum(weights)), shortened)
 
 
-class Declared(Protocol):
-    """A contribution's declared range of tokens and steps, as in ``protocol.messages.Contributor``."""
-
-    @property
-    def tokens(self) -> int: ...
-
-    @property
-    def steps(self) -> int: ...
-
-
 def merge_declared(
     rule: MergeRule,
     gradients: Sequence[Gradient],
-    declared: Sequence[Declared],
+    declared: Sequence[Contributor],
     per_cent: Sequence[int],
     round_steps: int,
     out: Tensor,

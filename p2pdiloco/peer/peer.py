@@ -36,7 +36,7 @@ from p2pdiloco.peer.options import PeerOptions, protocol_config
 from p2pdiloco.peer.payload_cache import PayloadCache
 from p2pdiloco.peer.payload_store import PayloadStore
 from p2pdiloco.peer.scrubber import CorruptShardPolicy, Scrubber
-from p2pdiloco.peer.signatures import Everybody, Standing
+from p2pdiloco.peer.signatures import Standing
 from p2pdiloco.peer.state_client import INCOMING, PartialDownloads, StateClient
 from p2pdiloco.peer.state_proof import SavedState, ancestors, unbroken_lineage
 from p2pdiloco.peer.state_server import RequestHandlers, StateServer
@@ -90,7 +90,7 @@ class Peer:
         sent_bytes: returns the bytes that this peer has sent so far.
         status: returns the status that other peers get on request.
         observed: called with every event, its effects and its time.
-        standing: knows the permissions of other peers; None: everything is permitted.
+        standing: knows the permissions of other peers.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Peer:
         sent_bytes: Callable[[], int],
         status: Callable[[Peer], PeerStatus],
         observed: Observed,
-        standing: Standing | None = None,
+        standing: Standing,
     ) -> None:
         self.manifest = manifest
         self.options = options
@@ -114,7 +114,6 @@ class Peer:
         self.config = protocol_config(manifest, options, identity.peer_id)
         self.machine = Machine(self.config)
         self.metrics = metrics
-        standing = standing or Everybody()
         self._end = End()
         self._rates: RateLimiter[tuple[PeerId, type]] = RateLimiter(burst=MESSAGE_BURST, per_s=MESSAGES_PER_S)
         self.state = ModelState(

@@ -26,7 +26,7 @@ from p2pdiloco.protocol.ids import Digest, PeerId, RunId, ShardId, peer_of
 from p2pdiloco.protocol.messages import CommitHeader, Contributor, Equivocation, Proof, WrongMerge, commit_id
 from p2pdiloco.transport.identity import Identity, verify
 from p2pdiloco.wire.control_messages import GetStatements, TellStatements
-from p2pdiloco.wire.request_reply import Answer, RequestRefused
+from p2pdiloco.wire.request_reply import Answer
 
 
 class Register(Protocol):
@@ -231,32 +231,3 @@ class Standing(Register, Protocol):
 
     async def answer(self, peer: PeerId, request: GetStatements | TellStatements) -> Answer:
         """Answer a request about members."""
-
-
-class Everybody(OpenRegister):
-    """Permits everything to every peer: for simulations and tests."""
-
-    def is_member(self, peer: PeerId) -> bool:
-        """Return True: every peer is in good standing."""
-        return True
-
-    def observes(self, peer: PeerId) -> bool:
-        """Return False: every peer may take part."""
-        return False
-
-    def most_weight(self, peer: PeerId) -> float:
-        """Return infinity: weights have no limit."""
-        return float("inf")
-
-    def admitted(self) -> frozenset[int] | None:
-        """Return None: every peer has a place."""
-
-    def connected(self, peer: PeerId) -> None:
-        """Do nothing."""
-
-    async def ask(self, peer: PeerId) -> None:
-        """Do nothing: there are no members to ask for."""
-
-    async def answer(self, peer: PeerId, request: GetStatements | TellStatements) -> Answer:
-        """Refuse: this register knows no members."""
-        raise RequestRefused("this peer keeps no list of members")

@@ -19,7 +19,7 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from p2pdiloco.access.certificates import NEVER, Role
 from p2pdiloco.access.members import NotAMemberError
@@ -28,10 +28,11 @@ from p2pdiloco.net.authorization import MemberAuthorizer
 from p2pdiloco.protocol.ids import PeerId, fingerprint
 from p2pdiloco.swarm.credentials import Credentials, MemberFiles
 from p2pdiloco.timing import RateLimiter
+from p2pdiloco.transport.transport import Transport
 from p2pdiloco.util import logs
 from p2pdiloco.util.event_bus import EventBus
 from p2pdiloco.wire.control_messages import MARKS_LIMIT, GetStatements, TellStatements, encode
-from p2pdiloco.wire.request_reply import Answer, RequestError, RequestRefused, Response
+from p2pdiloco.wire.request_reply import Answer, RequestError, RequestRefused
 
 log = logs.get("members")
 
@@ -67,22 +68,6 @@ class Prolonged(NamedTuple):
     last: int
 
 
-class Links(Protocol):
-    """The methods of a transport that this module needs."""
-
-    def peers(self) -> list[PeerId]:
-        """Return the connected peers."""
-
-    async def request(self, peer: PeerId, body: bytes, *, timeout_s: float, max_payload: int = 0) -> Response:
-        """Send a request to ``peer`` and return its response."""
-
-    def disconnect(self, peer: PeerId, reason: str) -> None:
-        """Disconnect ``peer``."""
-
-    def blame(self, peer: PeerId) -> None:
-        """Count a malformed message of ``peer``; too many of them end its connection."""
-
-
 class MembershipSync:
     """Synchronizes and enforces membership. Publishes ``MembershipLost`` when this peer is no longer a member, and
     ``Prolonged`` when the run's end has moved."""
@@ -92,7 +77,7 @@ class MembershipSync:
         authorizer: MemberAuthorizer,
         mine: Credentials,
         files: MemberFiles,
-        links: Links,
+        links: Transport,
         spawn: Callable[..., object],
         events: EventBus,
         now_s: Callable[[], float] = time.time,

@@ -5,13 +5,42 @@ from __future__ import annotations
 from collections import Counter
 
 from p2pdiloco.peer.host import Links
-from p2pdiloco.peer.signatures import Everybody
+from p2pdiloco.peer.signatures import OpenRegister
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.wire.control_messages import GetStatements, TellStatements, encode
-from p2pdiloco.wire.request_reply import Answer, RequestError
+from p2pdiloco.wire.request_reply import Answer, RequestError, RequestRefused
 
 ASK_S = 10.0
 MOST_BYTES = 1 << 16
+
+
+class Everybody(OpenRegister):
+    """Permits everything to every peer."""
+
+    def is_member(self, peer: PeerId) -> bool:
+        """Return True: every peer is in good standing."""
+        return True
+
+    def observes(self, peer: PeerId) -> bool:
+        """Return False: every peer may take part."""
+        return False
+
+    def most_weight(self, peer: PeerId) -> float:
+        """Return infinity: weights have no limit."""
+        return float("inf")
+
+    def admitted(self) -> frozenset[int] | None:
+        """Return None: every peer has a place."""
+
+    def connected(self, peer: PeerId) -> None:
+        """Do nothing."""
+
+    async def ask(self, peer: PeerId) -> None:
+        """Do nothing: there are no members to ask for."""
+
+    async def answer(self, peer: PeerId, request: GetStatements | TellStatements) -> Answer:
+        """Refuse: this register knows no members."""
+        raise RequestRefused("this peer keeps no list of members")
 
 
 class Acquaintances(Everybody):

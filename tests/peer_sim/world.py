@@ -50,7 +50,7 @@ from tests.peer_sim.learner import Learners, SimulatedLearner, Vectors
 from tests.peer_sim.loop import StandstillError, VirtualLoop
 from tests.peer_sim.lying_owner import LyingOwners
 from tests.peer_sim.machine import Computer, PeerSetting
-from tests.peer_sim.members import Acquaintances
+from tests.peer_sim.members import Acquaintances, Everybody
 from tests.peer_sim.network import Network
 from tests.peer_sim.tuning import CHUNK
 
@@ -234,7 +234,7 @@ class World:
             observed=lambda event, effects, now: self._observed(host, event),
             standing=Acquaintances(self.network.met[name], host.links, self.happened)
             if self.setting.is_private
-            else None,
+            else Everybody(),
         )
         if setting.lie:
             self.lying_owners.begin(peer, setting.lie, self.checks.counted["lives"])

@@ -201,7 +201,7 @@ BUGS = (
     Bug(
         name="everybody may ban",
         module=_STATEMENTS,
-        where="_admin",
+        where="read_statement",
         old="by.subject != signer or by.kind is not Kind.PEER or by.role is not Role.ADMIN",
         new="by.subject != signer",
         harm="one member ends the membership of all others",

@@ -9,11 +9,11 @@ import pytest
 from actors import genesis
 from troupe import Stage, act
 
-from p2pdiloco.peer.signatures import Everybody
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol import messages as msg
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.wire.control_messages import encode
+from tests.peer_sim.members import Everybody
 
 
 class Follower(Everybody):

@@ -34,6 +34,7 @@ from p2pdiloco.transport.identity import Identity
 from p2pdiloco.util.files import LOCAL
 from p2pdiloco.wire.control_messages import decode_message, encode
 from p2pdiloco.wire.request_reply import RequestError, Response
+from tests.peer_sim.members import Everybody
 
 T = TypeVar("T")
 
@@ -212,7 +213,7 @@ class Member:
             sent_bytes=lambda: 0,
             status=lambda _: None,  # type: ignore[arg-type,return-value]
             observed=self._observed,
-            standing=standing,
+            standing=standing or Everybody(),
         )
         self.driver = self.peer.driver
         self.machine = self.peer.machine
