@@ -71,11 +71,11 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
 async def run(arguments: argparse.Namespace) -> int:
     """One action. All but ``relay`` have the main thread for themselves, so that signals interrupt them anywhere."""
     if arguments.action == "relay":
-        with as_command_errors(repair=(TopologyError,), nobody=()):
+        with as_command_errors(TopologyError):
             return await _relay(arguments)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
-    with as_command_errors(repair=(TopologyError,), nobody=()):
+    with as_command_errors(TopologyError):
         try:
             return WORK[arguments.action](arguments)
         except verification.LinkOffError as error:

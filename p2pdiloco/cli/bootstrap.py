@@ -13,14 +13,13 @@ from functools import partial
 import msgspec
 
 from p2pdiloco.cli import peer_options
-from p2pdiloco.cli.errors import as_command_errors
 from p2pdiloco.discovery import port_multiplexer
 from p2pdiloco.discovery.directory import Directory, DirectoryError
 from p2pdiloco.nat.rendezvous_server import RendezvousServer
 from p2pdiloco.net.handshake import WIRE_VERSION
 from p2pdiloco.swarm.run_lookup import check_directory_addresses
 from p2pdiloco.transport import addresses, sockets
-from p2pdiloco.transport.identity import Identity, IdentityError
+from p2pdiloco.transport.identity import Identity
 from p2pdiloco.transport.sockets import everywhere
 from p2pdiloco.transport.transport import Observer, Transport
 from p2pdiloco.util import logs
@@ -36,8 +35,7 @@ POINT_LIFE_S = 60.0
 
 async def run(arguments: argparse.Namespace) -> int:
     """Serve until SIGINT or SIGTERM."""
-    with as_command_errors(repair=(IdentityError, ValueError), nobody=(DirectoryError,)):
-        return await _serve(arguments)
+    return await _serve(arguments)
 
 
 async def _serve(arguments: argparse.Namespace) -> int:

@@ -12,7 +12,7 @@ import signal
 import sys
 from pathlib import Path
 
-from p2pdiloco.cli.errors import FAILED, INTERRUPTED, REPAIR, CommandError, as_command_errors
+from p2pdiloco.cli.errors import FAILED, INTERRUPTED, REPAIR, CommandError
 from p2pdiloco.demo.local_swarm import Swarm, SwarmError
 from p2pdiloco.demo.report import judge, make_report, print_report
 from p2pdiloco.demo.scenario import play
@@ -28,15 +28,14 @@ WRITTEN = {RUN, "bootstrap", "report.json", "loss.png"}
 
 async def run(arguments: argparse.Namespace) -> int:
     """Play, evaluate, judge; 0 if everything that it shows came true."""
-    with as_command_errors(repair=(ConfigError,), nobody=()):
-        _check_replaceable(arguments.out)
-        data, config = _run_config(find_run(arguments.config), arguments.steps)
-        out = _fresh_folder(arguments.out)
-        write_atomically(out / RUN, data)
-        loop, is_interrupted = asyncio.get_running_loop(), asyncio.Event()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, is_interrupted.set)
-        return await asyncio.to_thread(_show, config, out, arguments.time_limit, is_interrupted)
+    _check_replaceable(arguments.out)
+    data, config = _run_config(find_run(arguments.config), arguments.steps)
+    out = _fresh_folder(arguments.out)
+    write_atomically(out / RUN, data)
+    loop, is_interrupted = asyncio.get_running_loop(), asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, is_interrupted.set)
+    return await asyncio.to_thread(_show, config, out, arguments.time_limit, is_interrupted)
 
 
 def _run_config(path: Path, steps: int | None) -> tuple[bytes, RunConfig]:

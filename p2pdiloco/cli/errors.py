@@ -6,16 +6,18 @@ import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from p2pdiloco.util.errors import NobodyThereError, UserError
+
 FAILED = 1
-REPAIR = 2
-NOBODY_THERE = 3
+REPAIR = UserError.status
+NOBODY_THERE = NobodyThereError.status
 INTERRUPTED = 130
 PORT_ERRORS = (errno.EADDRINUSE, errno.EACCES)
 OWNER_ERRORS = (errno.EACCES, errno.EPERM, errno.EROFS)
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-class CommandError(Exception):
+class CommandError(UserError):
     """An error for the user: it says what happened, why, and what to do, and has an exit status."""
 
     def __init__(self, text: str, status: int) -> None:
@@ -24,14 +26,13 @@ class CommandError(Exception):
 
 
 @contextmanager
-def as_command_errors(*, repair: tuple[type[Exception], ...], nobody: tuple[type[Exception], ...]) -> Iterator[None]:
-    """Turn the expected errors of a command into complaints; an unexpected one is a defect and keeps its traceback."""
+def as_command_errors(*repair: type[Exception]) -> Iterator[None]:
+    """Turn errors of the system, and those in ``repair``, into errors for the user; an unexpected one is a defect and
+    keeps its traceback."""
     try:
         yield
     except repair as error:
         raise CommandError(str(error), REPAIR) from error
-    except nobody as error:
-        raise CommandError(str(error), NOBODY_THERE) from error
     except BrokenPipeError:
         raise  # whoever read our output has seen enough
     except OSError as error:

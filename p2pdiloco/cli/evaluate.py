@@ -8,9 +8,7 @@ import argparse
 import asyncio
 
 from p2pdiloco.cli import peer_options
-from p2pdiloco.cli.errors import as_command_errors
 from p2pdiloco.node.results import find_result
-from p2pdiloco.peer.checkpoint import CheckpointError
 from p2pdiloco.training.corpus import load_corpus
 from p2pdiloco.training.evaluation import given_samples, held_out_loss
 from p2pdiloco.training.export import built
@@ -19,9 +17,8 @@ from p2pdiloco.training.models import vocabulary
 
 async def run(arguments: argparse.Namespace) -> int:
     """Measure, and say what was found."""
-    with as_command_errors(repair=(CheckpointError, ValueError), nobody=()):
-        await asyncio.to_thread(_evaluate, arguments)
-        return 0
+    await asyncio.to_thread(_evaluate, arguments)
+    return 0
 
 
 def _evaluate(arguments: argparse.Namespace) -> None:

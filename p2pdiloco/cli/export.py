@@ -13,9 +13,7 @@ from pathlib import Path
 import msgspec
 
 from p2pdiloco.cli import peer_options
-from p2pdiloco.cli.errors import as_command_errors
 from p2pdiloco.node.results import find_result
-from p2pdiloco.peer.checkpoint import CheckpointError
 from p2pdiloco.training.export import ABOUT, WEIGHTS, About, Format, export
 from p2pdiloco.training.gguf_export import GGUF
 from p2pdiloco.training.model_card import Facts, model_card
@@ -23,9 +21,8 @@ from p2pdiloco.training.model_card import Facts, model_card
 
 async def run(arguments: argparse.Namespace) -> int:
     """Write, and say how to load it."""
-    with as_command_errors(repair=(CheckpointError, ValueError), nobody=()):
-        await asyncio.to_thread(_export, arguments)
-        return 0
+    await asyncio.to_thread(_export, arguments)
+    return 0
 
 
 def _export(arguments: argparse.Namespace) -> None:

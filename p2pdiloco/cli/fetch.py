@@ -9,27 +9,19 @@ from pathlib import Path
 
 from p2pdiloco.access.invite_code import is_invite
 from p2pdiloco.cli import peer_options
-from p2pdiloco.cli.errors import REPAIR, CommandError, as_command_errors
+from p2pdiloco.cli.errors import REPAIR, CommandError
 from p2pdiloco.cli.join import choose
-from p2pdiloco.discovery.directory import DirectoryError
 from p2pdiloco.node.launcher import join
-from p2pdiloco.node.run_folder import FolderInUseError
-from p2pdiloco.swarm.run_index import ConfigError
-from p2pdiloco.swarm.run_lookup import LookupFailedError
-from p2pdiloco.transport.identity import IdentityError
 
 
 async def run(arguments: argparse.Namespace) -> int:
     """Join as one who does not train, and leave with the state."""
     addresses, wanted = _addresses_and_name(arguments)
-    with as_command_errors(
-        repair=(ConfigError, FolderInUseError, IdentityError, ValueError), nobody=(DirectoryError, LookupFailedError)
-    ):
-        options = peer_options.peer_options(arguments, arguments.state)
-        directory = peer_options.directory_options(arguments, addresses)
-        identity = peer_options.open_identity(arguments)
-        with identity.hold():
-            ending = await join(wanted, options, directory, identity, choose, peer_options.say)
+    options = peer_options.peer_options(arguments, arguments.state)
+    directory = peer_options.directory_options(arguments, addresses)
+    identity = peer_options.open_identity(arguments)
+    with identity.hold():
+        ending = await join(wanted, options, directory, identity, choose, peer_options.say)
     return ending.status if not ending.status else peer_options.report_ending(ending)
 
 

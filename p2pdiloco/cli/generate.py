@@ -9,18 +9,15 @@ import asyncio
 from pathlib import Path
 
 from p2pdiloco.cli import peer_options
-from p2pdiloco.cli.errors import as_command_errors
 from p2pdiloco.node.results import find_result
-from p2pdiloco.peer.checkpoint import CheckpointError
 from p2pdiloco.training.export import ABOUT
 from p2pdiloco.training.generation import Sampling, continue_with, continue_with_export
 
 
 async def run(arguments: argparse.Namespace) -> int:
     """Write to standard output."""
-    with as_command_errors(repair=(CheckpointError, ValueError), nobody=()):
-        peer_options.say(await asyncio.to_thread(_generate, arguments))
-        return 0
+    peer_options.say(await asyncio.to_thread(_generate, arguments))
+    return 0
 
 
 def _generate(arguments: argparse.Namespace) -> str:

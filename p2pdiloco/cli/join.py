@@ -7,15 +7,10 @@ from __future__ import annotations
 import argparse
 
 from p2pdiloco.cli import peer_options
-from p2pdiloco.cli.errors import as_command_errors
-from p2pdiloco.discovery.directory import DirectoryError
 from p2pdiloco.node import learner_process
 from p2pdiloco.node.launcher import join
-from p2pdiloco.node.run_folder import FolderInUseError
 from p2pdiloco.protocol.ids import RunId
-from p2pdiloco.swarm.run_index import ConfigError
 from p2pdiloco.swarm.run_lookup import LookupFailedError
-from p2pdiloco.transport.identity import IdentityError
 from p2pdiloco.wire.directory_records import RunRecord
 
 
@@ -27,16 +22,13 @@ def prepare(arguments: argparse.Namespace) -> None:
 
 async def run(arguments: argparse.Namespace) -> int:
     """Join and train."""
-    with as_command_errors(
-        repair=(ConfigError, FolderInUseError, IdentityError, ValueError), nobody=(DirectoryError, LookupFailedError)
-    ):
-        options = peer_options.peer_options(arguments, arguments.state)
-        directory = peer_options.directory_options(arguments, arguments.address)
-        identity = peer_options.open_identity(arguments)
-        with identity.hold():
-            return peer_options.report_ending(
-                await join(arguments.run, options, directory, identity, choose, peer_options.say)
-            )
+    options = peer_options.peer_options(arguments, arguments.state)
+    directory = peer_options.directory_options(arguments, arguments.address)
+    identity = peer_options.open_identity(arguments)
+    with identity.hold():
+        return peer_options.report_ending(
+            await join(arguments.run, options, directory, identity, choose, peer_options.say)
+        )
 
 
 def choose(runs: dict[RunId, RunRecord]) -> RunId:

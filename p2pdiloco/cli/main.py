@@ -22,10 +22,11 @@ from typing import Any
 
 from p2pdiloco.cli import invite_sources
 from p2pdiloco.cli.arguments import COMMANDS, Command, add_common_arguments
-from p2pdiloco.cli.errors import FAILED, INTERRUPTED, REPAIR, CommandError
+from p2pdiloco.cli.errors import FAILED, INTERRUPTED, REPAIR, CommandError, as_command_errors
 from p2pdiloco.cli.parser import Parser, meant
 from p2pdiloco.training import PASSIVE
 from p2pdiloco.util import status_pipe
+from p2pdiloco.util.errors import UserError
 from p2pdiloco.version import VERSION
 
 
@@ -40,8 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if argv is None and hasattr(module, "prepare"):  # this process is the command, and nothing else
             module.prepare(arguments)
         part = getattr(arguments, "part", None)
-        return execute(getattr(module, f"run_{part}" if part else "run"), arguments)
-    except CommandError as error:
+        with as_command_errors(ValueError):
+            return execute(getattr(module, f"run_{part}" if part else "run"), arguments)
+    except UserError as error:
         return _tell(error)
     except KeyboardInterrupt:  # while it is still being imported
         return INTERRUPTED
@@ -56,7 +58,7 @@ def _be_lenient() -> None:
         warnings.simplefilter("default")
 
 
-def _tell(error: CommandError) -> int:
+def _tell(error: UserError) -> int:
     """Print an error for the user, and report it to the program that started this one; returns the exit status."""
     from p2pdiloco.util import logs
 
@@ -115,7 +117,7 @@ def execute(run: Callable[[argparse.Namespace], Coroutine[None, None, int]], arg
     try:
         status: int = uvloop.run(_until_terminated(run(arguments)))
         return status
-    except CommandError as error:
+    except UserError as error:
         return _tell(error)
     except BrokenPipeError:  # ``p2pdiloco watch --events ... | head``
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -17,12 +17,11 @@ from p2pdiloco.access.invite_code import InviteError, decode_invite, is_invite
 from p2pdiloco.access.members import Members
 from p2pdiloco.access.membership_log import ban, closing
 from p2pdiloco.cli import peer_options
-from p2pdiloco.cli.errors import REPAIR, CommandError, as_command_errors
+from p2pdiloco.cli.errors import REPAIR, CommandError
 from p2pdiloco.protocol.ids import PeerId
 from p2pdiloco.swarm.credentials import Credentials, MemberFiles, invite_key, members_of
 from p2pdiloco.swarm.invitations import credentials_of, invite_text, kept_addresses, load_grant
-from p2pdiloco.swarm.run_index import ConfigError, KeptRun, kept_run, kept_runs
-from p2pdiloco.transport.identity import IdentityError
+from p2pdiloco.swarm.run_index import KeptRun, kept_run, kept_runs
 from p2pdiloco.wire.peer_ids import key_of
 
 SHOWN_PEERS = 16
@@ -37,31 +36,30 @@ NOBODY = "has no id yet: it gets one when it first takes part, or now by p2pdilo
 async def run_add(arguments: argparse.Namespace) -> int:
     """Print an invite to a run, for one person. It is one line of text: the first peer that joins with it takes its
     place for good. With --uses, it admits more peers; with --peer, only the named one."""
-    with as_command_errors(repair=(ConfigError, IdentityError, ValueError), nobody=()):
-        kept = kept_run(arguments.state, arguments.run)
-        manifest, folder = kept.manifest, kept.folder
-        if arguments.peer is not None:
-            key_of(PeerId(arguments.peer))
-        mine = credentials_of(manifest, peer_options.open_identity(arguments, kept.state), folder)
-        now_s = time.time()
-        addresses = tuple(arguments.bootstrap) or kept_addresses(folder)
-        if not addresses:
-            raise CommandError(
-                "it is not known where newcomers find the run: name a directory node, --bootstrap ADDR", REPAIR
-            )
-        print(
-            invite_text(
-                manifest,
-                mine,
-                load_grant(manifest, mine, folder, now_s),
-                addresses,
-                role=Role[arguments.role.upper()],
-                max_weight=arguments.max_weight,
-                not_after=NEVER if arguments.expires is None else int(now_s) + arguments.expires,
-                uses=arguments.uses,
-                peer=None if arguments.peer is None else PeerId(arguments.peer),
-            )
+    kept = kept_run(arguments.state, arguments.run)
+    manifest, folder = kept.manifest, kept.folder
+    if arguments.peer is not None:
+        key_of(PeerId(arguments.peer))
+    mine = credentials_of(manifest, peer_options.open_identity(arguments, kept.state), folder)
+    now_s = time.time()
+    addresses = tuple(arguments.bootstrap) or kept_addresses(folder)
+    if not addresses:
+        raise CommandError(
+            "it is not known where newcomers find the run: name a directory node, --bootstrap ADDR", REPAIR
         )
+    print(
+        invite_text(
+            manifest,
+            mine,
+            load_grant(manifest, mine, folder, now_s),
+            addresses,
+            role=Role[arguments.role.upper()],
+            max_weight=arguments.max_weight,
+            not_after=NEVER if arguments.expires is None else int(now_s) + arguments.expires,
+            uses=arguments.uses,
+            peer=None if arguments.peer is None else PeerId(arguments.peer),
+        )
+    )
     return 0
 
 
@@ -73,63 +71,62 @@ async def run_ban(arguments: argparse.Namespace) -> int:
     invite is closed to new peers only. The ban of a peer also closes the invite with which it joined: the other peers
     that joined with it stay, and nobody else is admitted. A running peer with this state folder spreads the ban within
     seconds; otherwise the next one does."""
-    with as_command_errors(repair=(ConfigError, IdentityError, ValueError), nobody=()):
-        wanted, subject, is_named = arguments.run, PeerId(arguments.who), False
-        if is_invite(arguments.who):
-            invite = decode_invite(arguments.who)
-            wanted, is_named = wanted or invite.run, invite.peer is not None
-            subject = invite.peer or invite_key(invite.secret).peer_id
-        key_of(subject)
-        kept = kept_run(arguments.state, wanted)
-        manifest, folder = kept.manifest, kept.folder
-        mine = credentials_of(manifest, peer_options.open_identity(arguments, kept.state), folder)
-        grant = load_grant(manifest, mine, folder, time.time())
-        if grant.role is not Role.ADMIN:
+    wanted, subject, is_named = arguments.run, PeerId(arguments.who), False
+    if is_invite(arguments.who):
+        invite = decode_invite(arguments.who)
+        wanted, is_named = wanted or invite.run, invite.peer is not None
+        subject = invite.peer or invite_key(invite.secret).peer_id
+    key_of(subject)
+    kept = kept_run(arguments.state, wanted)
+    manifest, folder = kept.manifest, kept.folder
+    mine = credentials_of(manifest, peer_options.open_identity(arguments, kept.state), folder)
+    grant = load_grant(manifest, mine, folder, time.time())
+    if grant.role is not Role.ADMIN:
+        raise CommandError(
+            f"this peer is a {grant.role.name.lower()} of run {manifest.config.name}, and only admins ban: ask "
+            "an admin (p2pdiloco members lists them)",
+            REPAIR,
+        )
+    if subject == manifest.founder:
+        raise CommandError("this key is the founder's, and a founder cannot be banned", REPAIR)
+    files, members = MemberFiles(folder), members_of(manifest)
+    files.load(members)
+    target = members.grant_of(subject)
+    if target is not None and not members.may_ban(grant, target):
+        raise CommandError(
+            f"{subject} is an admin who is as near to the founder as this peer, or nearer, so its ban would not "
+            "count: ask the founder, or an admin who is nearer",
+            REPAIR,
+        )
+    if arguments.keep_members:
+        if target is not None or is_named:
             raise CommandError(
-                f"this peer is a {grant.role.name.lower()} of run {manifest.config.name}, and only admins ban: ask "
-                "an admin (p2pdiloco members lists them)",
+                f"--keep-members is for invites, and {subject} is a peer: its ban keeps the other peers of its "
+                "invite anyway",
                 REPAIR,
             )
-        if subject == manifest.founder:
-            raise CommandError("this key is the founder's, and a founder cannot be banned", REPAIR)
-        files, members = MemberFiles(folder), members_of(manifest)
-        files.load(members)
-        target = members.grant_of(subject)
-        if target is not None and not members.may_ban(grant, target):
-            raise CommandError(
-                f"{subject} is an admin who is as near to the founder as this peer, or nearer, so its ban would not "
-                "count: ask the founder, or an admin who is nearer",
-                REPAIR,
-            )
-        if arguments.keep_members:
-            if target is not None or is_named:
-                raise CommandError(
-                    f"--keep-members is for invites, and {subject} is a peer: its ban keeps the other peers of its "
-                    "invite anyway",
-                    REPAIR,
-                )
-            steps = (step for one in members.known() for step in one.steps if step.subject == subject)
-            invite_grant = next(steps, None)
-            if invite_grant is not None and members.ban_of(invite_grant) is not None:
-                raise CommandError(f"the invite {subject} was closed already", REPAIR)
-            if invite_grant is not None and not members.may_ban(grant, invite_grant):
-                raise CommandError(_not_closed(subject), REPAIR)
-            print(f"closed to new peers in run {manifest.config.name}: {subject}")
-            print(*_close(subject, members, files, mine, grant), sep="\n")
-            return 0
-        statement = ban(manifest.run, subject, grant, mine.identity.sign)
-        files.queue_statement(statement)
-        members.learn(statement)
-        print(f"banned from run {manifest.config.name}: {subject}")
-        out = [one.subject for one in members.known() if subject in {step.subject for step in one.steps}]
-        if out:
-            print(f"{_are(out)} out too, because their membership depends on it:")
-            print(*_shown(out), sep="\n")
-        if _is_shown(files, subject):
-            files.write_invite("")  # the next start shows another one
-            print(f"it was the invite that this peer shows when it starts; {ANOTHER}")
-        elif target is not None or not (out or is_invite(arguments.who)):  # a peer, or a key that nobody here knows
-            print(*_close_invite_of(subject, members, files, mine, grant), sep="\n")
+        steps = (step for one in members.known() for step in one.steps if step.subject == subject)
+        invite_grant = next(steps, None)
+        if invite_grant is not None and members.ban_of(invite_grant) is not None:
+            raise CommandError(f"the invite {subject} was closed already", REPAIR)
+        if invite_grant is not None and not members.may_ban(grant, invite_grant):
+            raise CommandError(_not_closed(subject), REPAIR)
+        print(f"closed to new peers in run {manifest.config.name}: {subject}")
+        print(*_close(subject, members, files, mine, grant), sep="\n")
+        return 0
+    statement = ban(manifest.run, subject, grant, mine.identity.sign)
+    files.queue_statement(statement)
+    members.learn(statement)
+    print(f"banned from run {manifest.config.name}: {subject}")
+    out = [one.subject for one in members.known() if subject in {step.subject for step in one.steps}]
+    if out:
+        print(f"{_are(out)} out too, because their membership depends on it:")
+        print(*_shown(out), sep="\n")
+    if _is_shown(files, subject):
+        files.write_invite("")  # the next start shows another one
+        print(f"it was the invite that this peer shows when it starts; {ANOTHER}")
+    elif target is not None or not (out or is_invite(arguments.who)):  # a peer, or a key that nobody here knows
+        print(*_close_invite_of(subject, members, files, mine, grant), sep="\n")
     return 0
 
 
@@ -206,26 +203,25 @@ def _shown(peers: list[PeerId]) -> Iterator[str]:
 async def run_list(arguments: argparse.Namespace) -> int:
     """List the members of the runs in --state as far as this machine's peer knows them: role, expiry, inviter, and
     whether banned; and the peer id of this machine."""
-    with as_command_errors(repair=(ConfigError, IdentityError, ValueError), nobody=()):
-        if arguments.id:
-            place = None if arguments.run is None else kept_run(arguments.state, arguments.run).state
-            print(peer_options.open_identity(arguments, place).peer_id)
-            return 0
-        first, *others = _peers(arguments)
-        if arguments.json:
-            below = {"others": [{"state": str(one.state), **one.to_json()} for one in others]} if others else {}
-            print(json.dumps({**first.to_json(), **below}))
-            return 0
-        for one in (first, *others):
-            where = "" if one is first and one.state == arguments.state else f"  in {one.state}"
-            print(f"{'this' if one is first else 'another'} peer  {one.peer or NOBODY}{where}")
-            for kept in one.runs:
-                config = kept.manifest.config
-                print(f"{config.name}  {kept.manifest.run[:12]}  {config.access}")
-                for row in _rows(kept):
-                    print(f"  {row['key']}  {row['role']:<9}{row['until']:<22}{row['standing']}")
-                    used = f", {row['used']} of {row['uses']} used" if row["uses"] else ""
-                    print(f"    by {row['by']}{used}" if row["by"] else "    the founder")
+    if arguments.id:
+        place = None if arguments.run is None else kept_run(arguments.state, arguments.run).state
+        print(peer_options.open_identity(arguments, place).peer_id)
+        return 0
+    first, *others = _peers(arguments)
+    if arguments.json:
+        below = {"others": [{"state": str(one.state), **one.to_json()} for one in others]} if others else {}
+        print(json.dumps({**first.to_json(), **below}))
+        return 0
+    for one in (first, *others):
+        where = "" if one is first and one.state == arguments.state else f"  in {one.state}"
+        print(f"{'this' if one is first else 'another'} peer  {one.peer or NOBODY}{where}")
+        for kept in one.runs:
+            config = kept.manifest.config
+            print(f"{config.name}  {kept.manifest.run[:12]}  {config.access}")
+            for row in _rows(kept):
+                print(f"  {row['key']}  {row['role']:<9}{row['until']:<22}{row['standing']}")
+                used = f", {row['used']} of {row['uses']} used" if row["uses"] else ""
+                print(f"    by {row['by']}{used}" if row["by"] else "    the founder")
     return 0
 
 

@@ -7,17 +7,15 @@ from __future__ import annotations
 import argparse
 
 from p2pdiloco.cli import peer_options
-from p2pdiloco.cli.errors import as_command_errors
 from p2pdiloco.node import resource_guard
-from p2pdiloco.swarm.run_index import ConfigError, kept_run, kept_runs
+from p2pdiloco.swarm.run_index import kept_run, kept_runs
 
 
 async def run(arguments: argparse.Namespace) -> int:
     """Leave a note in the runs' folders, which their peers look at."""
-    with as_command_errors(repair=(ConfigError, ValueError), nobody=()):
-        several = [] if arguments.run else kept_runs(arguments.state)
-        for kept in several or [kept_run(arguments.state, arguments.run)]:
-            resource_guard.pause(kept.folder, is_paused=not arguments.end)
-            what = "continues" if arguments.end else "is paused until p2pdiloco pause --end"
-            peer_options.say(f"run {kept.manifest.config.name} ({kept.folder}): training here {what}")
+    several = [] if arguments.run else kept_runs(arguments.state)
+    for kept in several or [kept_run(arguments.state, arguments.run)]:
+        resource_guard.pause(kept.folder, is_paused=not arguments.end)
+        what = "continues" if arguments.end else "is paused until p2pdiloco pause --end"
+        peer_options.say(f"run {kept.manifest.config.name} ({kept.folder}): training here {what}")
     return 0

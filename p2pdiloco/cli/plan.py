@@ -8,14 +8,12 @@ import argparse
 
 import msgspec
 
-from p2pdiloco.cli.errors import REPAIR, CommandError, as_command_errors
+from p2pdiloco.cli.errors import REPAIR, CommandError
 from p2pdiloco.codec.bitrate_ladder import LADDER
 from p2pdiloco.codec.fragments import tensor_specs
 from p2pdiloco.node.run_creation import find_run, read_config
 from p2pdiloco.planner import Advice, Forecast, PeerLines, Wanted, advise, make_plan
 from p2pdiloco.protocol.manifest import RunConfig, make_layout
-from p2pdiloco.swarm.run_index import ConfigError
-from p2pdiloco.training.huggingface import ArchitectureError
 from p2pdiloco.training.models import outline
 from p2pdiloco.training.parameters import embedding_names, trainable
 
@@ -25,9 +23,8 @@ OTHERS = {"e3m0": 0.44}
 
 async def run(arguments: argparse.Namespace) -> int:
     """Print what is to be expected."""
-    with as_command_errors(repair=(ConfigError, ArchitectureError, ValueError), nobody=()):
-        config = read_config(find_run(arguments.config))
-        wanted = wanted_of(config, arguments.peers, arguments.step_time)
+    config = read_config(find_run(arguments.config))
+    wanted = wanted_of(config, arguments.peers, arguments.step_time)
     if arguments.up is None:
         raise CommandError("--up none: a plan needs a rate, such as 20mbit", REPAIR)
     down = arguments.up if arguments.down is None else arguments.down

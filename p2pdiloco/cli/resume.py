@@ -7,14 +7,8 @@ from __future__ import annotations
 import argparse
 
 from p2pdiloco.cli import peer_options
-from p2pdiloco.cli.errors import as_command_errors
-from p2pdiloco.discovery.directory import DirectoryError
 from p2pdiloco.node import learner_process
 from p2pdiloco.node.launcher import resume
-from p2pdiloco.node.run_folder import FolderInUseError
-from p2pdiloco.peer.checkpoint import CheckpointError
-from p2pdiloco.swarm.run_index import ConfigError
-from p2pdiloco.transport.identity import IdentityError
 
 
 def prepare(arguments: argparse.Namespace) -> None:
@@ -25,13 +19,10 @@ def prepare(arguments: argparse.Namespace) -> None:
 
 async def run(arguments: argparse.Namespace) -> int:
     """Continue the run."""
-    with as_command_errors(
-        repair=(ConfigError, CheckpointError, FolderInUseError, IdentityError, ValueError), nobody=(DirectoryError,)
-    ):
-        options = peer_options.peer_options(arguments, arguments.state)
-        directory = peer_options.directory_options(arguments, arguments.bootstrap)
-        identity = peer_options.open_identity(arguments)
-        with identity.hold():
-            return peer_options.report_ending(
-                await resume(arguments.folders, arguments.run, options, directory, identity, peer_options.say)
-            )
+    options = peer_options.peer_options(arguments, arguments.state)
+    directory = peer_options.directory_options(arguments, arguments.bootstrap)
+    identity = peer_options.open_identity(arguments)
+    with identity.hold():
+        return peer_options.report_ending(
+            await resume(arguments.folders, arguments.run, options, directory, identity, peer_options.say)
+        )

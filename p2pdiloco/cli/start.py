@@ -11,21 +11,14 @@ from pathlib import Path
 import msgspec
 
 from p2pdiloco.cli import peer_options
-from p2pdiloco.cli.errors import as_command_errors
-from p2pdiloco.discovery.directory import DirectoryError
 from p2pdiloco.node import learner_process
 from p2pdiloco.node.launcher import start, start_from_script
 from p2pdiloco.node.run_creation import find_run, read_config
-from p2pdiloco.node.run_folder import FolderInUseError, NameTakenError
-from p2pdiloco.peer.checkpoint import CheckpointError
+from p2pdiloco.node.run_folder import NameTakenError
 from p2pdiloco.protocol.ids import RunId
 from p2pdiloco.protocol.manifest import Name, RunConfig
 from p2pdiloco.swarm.run_index import ConfigError
-from p2pdiloco.swarm.run_lookup import LookupFailedError
-from p2pdiloco.transport.identity import IdentityError
 from p2pdiloco.wire.directory_records import RunRecord
-
-REPAIR = (ConfigError, CheckpointError, FolderInUseError, IdentityError, NameTakenError, ValueError)
 
 
 def prepare(arguments: argparse.Namespace) -> None:
@@ -36,18 +29,17 @@ def prepare(arguments: argparse.Namespace) -> None:
 
 async def run(arguments: argparse.Namespace) -> int:
     """Found and train."""
-    with as_command_errors(repair=REPAIR, nobody=(DirectoryError, LookupFailedError)):
-        config = None if arguments.learner else _config(arguments)
-        directory = peer_options.directory_options(arguments, arguments.bootstrap)
-        options = peer_options.peer_options(arguments, arguments.state)
-        identity = peer_options.open_identity(arguments)
-        with identity.hold():
-            if config is None:  # p2pdiloco.DiLoCo's node: it is given a foundation
-                ending = await start_from_script(Path(arguments.config), options, directory, identity, peer_options.say)
-            else:
-                decide = _decider(arguments, config)
-                ending = await start(config, options, directory, identity, decide, peer_options.say)
-            return peer_options.report_ending(ending)
+    config = None if arguments.learner else _config(arguments)
+    directory = peer_options.directory_options(arguments, arguments.bootstrap)
+    options = peer_options.peer_options(arguments, arguments.state)
+    identity = peer_options.open_identity(arguments)
+    with identity.hold():
+        if config is None:  # p2pdiloco.DiLoCo's node: it is given a foundation
+            ending = await start_from_script(Path(arguments.config), options, directory, identity, peer_options.say)
+        else:
+            decide = _decider(arguments, config)
+            ending = await start(config, options, directory, identity, decide, peer_options.say)
+        return peer_options.report_ending(ending)
 
 
 def _config(arguments: argparse.Namespace) -> RunConfig:

@@ -12,14 +12,13 @@ import sys
 import msgspec
 
 from p2pdiloco.cli import peer_options
-from p2pdiloco.cli.errors import NOBODY_THERE, as_command_errors
+from p2pdiloco.cli.errors import NOBODY_THERE
 from p2pdiloco.cli.peer_options import with_invite
-from p2pdiloco.discovery.directory import DirectoryError
 from p2pdiloco.protocol.ids import RunId
 from p2pdiloco.swarm.credentials import Credentials
 from p2pdiloco.swarm.invitations import credentials_of, kept_addresses
 from p2pdiloco.swarm.run_index import ConfigError, kept_run
-from p2pdiloco.swarm.run_lookup import DirectoryOptions, LookupFailedError, RunAnswer, RunLookup, open_directory
+from p2pdiloco.swarm.run_lookup import DirectoryOptions, RunAnswer, RunLookup, open_directory
 from p2pdiloco.transport.identity import Identity
 from p2pdiloco.util.logs import printable, short
 from p2pdiloco.wire.control_messages import PeerStatus
@@ -28,8 +27,7 @@ from p2pdiloco.wire.directory_records import RunRecord
 
 async def run(arguments: argparse.Namespace) -> int:
     """Print and go."""
-    with as_command_errors(repair=(ConfigError, ValueError), nobody=(DirectoryError, LookupFailedError)):
-        return await _show(arguments)
+    return await _show(arguments)
 
 
 async def _show(arguments: argparse.Namespace) -> int:

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 
 from p2pdiloco.cli import peer_options
-from p2pdiloco.cli.errors import REPAIR, CommandError, as_command_errors
+from p2pdiloco.cli.errors import REPAIR, CommandError
 from p2pdiloco.cli.parser import meant
 from p2pdiloco.node.dashboard import split_place
 from p2pdiloco.observability import view_sources
@@ -33,20 +33,19 @@ ONLY_WITH_EVENTS = ("follow", "kind", "peer", "since", "json")
 
 async def run(arguments: argparse.Namespace) -> int:
     """Until it is quit or interrupted, or everything is printed."""
-    with as_command_errors(repair=(ValueError,), nobody=()):
-        if arguments.events:
-            if arguments.page is not None:
-                raise ValueError("--page and --events are two ways to watch: choose one")
-            await _print_events(arguments)
-            return 0
-        for name in ONLY_WITH_EVENTS:
-            if getattr(arguments, name):
-                raise ValueError(f"--{name} belongs to the list of events: add --events")
-        speed = SPEED if arguments.speed is None else arguments.speed
+    if arguments.events:
         if arguments.page is not None:
-            await _serve_page(_folder(arguments), arguments.page, speed)
-        else:
-            await _draw(arguments.what or str(arguments.state), speed)
+            raise ValueError("--page and --events are two ways to watch: choose one")
+        await _print_events(arguments)
+        return 0
+    for name in ONLY_WITH_EVENTS:
+        if getattr(arguments, name):
+            raise ValueError(f"--{name} belongs to the list of events: add --events")
+    speed = SPEED if arguments.speed is None else arguments.speed
+    if arguments.page is not None:
+        await _serve_page(_folder(arguments), arguments.page, speed)
+    else:
+        await _draw(arguments.what or str(arguments.state), speed)
     return 0
 
 

@@ -48,6 +48,7 @@ from p2pdiloco.transport import addresses, sockets
 from p2pdiloco.transport.identity import Identity, verify
 from p2pdiloco.transport.narrow_paths import NarrowPaths
 from p2pdiloco.util import logs
+from p2pdiloco.util.errors import NobodyThereError
 from p2pdiloco.util.files import UNSUPPORTED
 from p2pdiloco.wire.directory_records import Envelope, subkey_of, unseal
 
@@ -73,7 +74,7 @@ LONGEST_SOCKET_BASE = 40
 NEW_S = 60.0
 
 
-class DirectoryError(Exception):
+class DirectoryError(NobodyThereError):
     """The directory cannot be reached or used. The message says what was tried and what to do."""
 
 

@@ -39,6 +39,7 @@ from p2pdiloco.protocol.manifest_defaults import end_of
 from p2pdiloco.swarm.credentials import MemberFiles
 from p2pdiloco.swarm.run_index import folder_of, is_meant
 from p2pdiloco.util import logs
+from p2pdiloco.util.errors import UserError
 from p2pdiloco.util.files import (
     LOCAL,
     LockedError,
@@ -56,11 +57,11 @@ CHECKPOINT = "checkpoint"
 LOCK = "lock"
 
 
-class FolderInUseError(Exception):
+class FolderInUseError(UserError):
     """Another process uses the run's folder. The message says which, and what to do."""
 
 
-class NameTakenError(Exception):
+class NameTakenError(UserError):
     """The run cannot be founded under its name. The message says why, and what to do."""
 
 

@@ -38,6 +38,7 @@ from p2pdiloco.protocol.ids import Digest, RunId, ShardId, digest_of
 from p2pdiloco.protocol.manifest import MANIFEST, Layout, Manifest
 from p2pdiloco.protocol.manifest_validation import decode_manifest
 from p2pdiloco.util import logs
+from p2pdiloco.util.errors import UserError
 from p2pdiloco.util.files import LOCAL
 from p2pdiloco.wire.control_messages import StateProof
 
@@ -54,7 +55,7 @@ PLACES = ("checkpoint", "*/checkpoint")
 SYNC_BYTES = 64 << 20
 
 
-class CheckpointError(Exception):
+class CheckpointError(UserError):
     """No checkpoint can be used. The message says why."""
 
 

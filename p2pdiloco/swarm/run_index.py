@@ -15,6 +15,7 @@ from p2pdiloco.protocol.manifest import MANIFEST, Manifest
 from p2pdiloco.protocol.manifest_validation import decode_manifest
 from p2pdiloco.transport.identity import KEY_FILE
 from p2pdiloco.util import logs
+from p2pdiloco.util.errors import UserError
 from p2pdiloco.util.files import read_regular
 
 log = logs.get("session")
@@ -22,7 +23,7 @@ log = logs.get("session")
 NAME_LETTERS = 12
 
 
-class ConfigError(Exception):
+class ConfigError(UserError):
     """The configuration or a state folder cannot be used. The message names it, and what is allowed."""
 
 

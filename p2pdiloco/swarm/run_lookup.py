@@ -38,6 +38,7 @@ from p2pdiloco.transport.narrow_paths import NarrowPaths
 from p2pdiloco.transport.sockets import everywhere
 from p2pdiloco.transport.transport import DialError, Observer, PeerRefused, RequestError, Transport
 from p2pdiloco.util import logs
+from p2pdiloco.util.errors import NobodyThereError
 from p2pdiloco.util.tasks import Tasks
 from p2pdiloco.wire.control_messages import GetManifest, GetStatements, GetStatus, PeerStatus, decode_as, encode
 from p2pdiloco.wire.directory_records import PeerRecord, RunRecord
@@ -60,7 +61,7 @@ MOST_DIALS = 64
 CACHE = "directory.json"
 
 
-class LookupFailedError(Exception):
+class LookupFailedError(NobodyThereError):
     """The run or its peers cannot be found. The message says what to do."""
 
 

@@ -19,6 +19,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from p2pdiloco.protocol.ids import PeerId
+from p2pdiloco.util.errors import UserError
 from p2pdiloco.util.files import LockedError, lock, make_parent, read_regular, sync_folder, write_temporary
 from p2pdiloco.wire.peer_ids import KEY_BYTES, key_of, peer_id_of
 
@@ -32,7 +33,7 @@ RSA_PREFIX = b"\x08\x00"
 ANOTHER = "give another folder with --state, or repair that one (ls -ld shows its owner, df its free space)"
 
 
-class IdentityError(Exception):
+class IdentityError(UserError):
     """The identity file cannot be used; the message says why and what to do."""
 
 

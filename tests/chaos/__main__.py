@@ -71,7 +71,7 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
 
 async def run(arguments: argparse.Namespace) -> int:
     """Schedule, run, judge, draw."""
-    with as_command_errors(repair=(PlanError,), nobody=()):
+    with as_command_errors(PlanError):
         path = find_plan(arguments.plan)
         if is_liars_plan(path):
             for number in (signal.SIGINT, signal.SIGTERM):  # the peers die with this process, or the reaper kills them

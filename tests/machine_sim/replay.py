@@ -37,7 +37,7 @@ def add_arguments(sub: argparse.ArgumentParser) -> None:
 
 async def run(arguments: argparse.Namespace) -> int:
     """Print or check the whole journal."""
-    with as_command_errors(repair=(JournalError,), nobody=()):
+    with as_command_errors(JournalError):
         config, entries = read_journal(arguments.journal)
         if arguments.check:
             print(_check(config, entries))
