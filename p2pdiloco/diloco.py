@@ -73,6 +73,7 @@ from p2pdiloco.training.script_arguments import DiLoCoError as DiLoCoError
 from p2pdiloco.training.step_check import StepCheck
 from p2pdiloco.training.step_counter import StepCounter
 from p2pdiloco.training.swarm_view import SwarmView
+from p2pdiloco.util.files import read_regular
 
 if TYPE_CHECKING:  # it imports torch.distributed.tensor: a second and 40 MB, which only several ranks need
     from p2pdiloco.training.multi_rank import RankGroup, RankGroupParameters
@@ -341,7 +342,7 @@ class DiLoCo(SwarmView):
         if self._request is not None:
             return self._lead_to_manifest(self._request)
         assert self._parent is not None
-        told = self._parent.manifest.read_bytes()
+        told = read_regular(self._parent.manifest)
         return self._parent, msgspec.msgpack.decode(told, type=Manifest), told
 
     def _lead_to_manifest(self, request: NodeRequest) -> tuple[NewNode | None, Manifest, bytes]:

@@ -14,6 +14,7 @@ from random import Random
 import msgspec
 
 from benchmarks import bench
+from benchmarks.scale.worlds import merged_tokens
 from p2pdiloco.protocol.ids import PeerId, RunId, ShardId
 from p2pdiloco.protocol.state import ProtocolConfig
 from tests.machine_sim.faults import FaultRates, draw_faults, schedule_faults
@@ -148,7 +149,7 @@ def uplinks(peers: int, up_mbit: float | None, seconds: float = 120.0) -> Figure
     network, checks = world.network, world.checks
     network.is_measured = True
     versions, messages, known = checks.versions, network.messages, set(checks.commits)
-    merged, forks, trained = sum(checks.heaviest.values()), checks.forks, tokens_trained(world)
+    merged, forks, trained = merged_tokens(world), checks.forks, tokens_trained(world)
     world.run_until(180.0 + seconds)
     made = max(1, checks.versions - versions)
     trained = tokens_trained(world) - trained
@@ -157,7 +158,7 @@ def uplinks(peers: int, up_mbit: float | None, seconds: float = 120.0) -> Figure
         "versions": made,
         "learners": sum(process.learner is not None for process in world.living()),
         "contributors": round(sum(len(header.contributors) for header in headers) / max(1, len(headers)), 2),
-        "merged_share": round((sum(checks.heaviest.values()) - merged) / 8 / trained, 4),
+        "merged_share": round((merged_tokens(world) - merged) / trained, 4),
         "forks": checks.forks - forks,
         "messages_a_version": round((network.messages - messages) / made),
         "control_bytes_a_version": round(network.control_bytes / made),

@@ -91,8 +91,12 @@ def make_islands(chips: int, peers: int, constants: Constants, seed: int) -> dic
 
 
 def merged_tokens(world: World) -> float:
-    """By the heaviest chains, a shard."""
-    return sum(world.checks.heaviest.values()) / len(world.checks.heaviest)
+    """All that was declared and merged, by the heaviest chains, a shard."""
+    chains = [process.machine.core.chains for process in world.living()]
+    shards = list(zip(*chains, strict=True))
+    return sum(max((c.head.tokens if c.head else 0, c.counts.merged) for c in shard)[1] for shard in shards) / len(
+        shards
+    )
 
 
 def measure(

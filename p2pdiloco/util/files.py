@@ -47,6 +47,8 @@ def make_private_folder(folder: Path) -> None:
     try:
         os.mkdir(folder, 0o700)
     except FileNotFoundError:
+        if folder.parent.is_dir():
+            raise  # a file system in which no folder can be made, such as /proc
         make_private_folder(folder.parent)
         make_private_folder(folder)
     except FileExistsError:

@@ -38,7 +38,7 @@ PUBLIC = (
         "diloco",
         (
             *("start", "close", "is_complete", "global_step", "total_steps"),
-            *("count", "report", "load_global", "global_parameters"),
+            *("count", "report", "load_global", "global_parameters", "wait", "progress"),
         ),
     ),
     Entry(

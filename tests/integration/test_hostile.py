@@ -57,7 +57,7 @@ class Hostile(Observer):
         self.transport = Transport(identity, listen=LOOPBACK, run=run, version=WIRE_VERSION)
         self._sequence = 0
         self._garbage = itertools.cycle(GARBAGE)
-        self._turns: Counter[PeerId] = Counter()
+        self._rounds: Counter[PeerId] = Counter()
 
     def admit(self, peer: PeerId, body: bytes, size: int) -> bytes:
         """Whatever there is: what is honest can be spoiled."""
@@ -67,11 +67,11 @@ class Hostile(Observer):
         match decode_message(body):
             case msg.Heartbeat() as beat:
                 self._beat(peer, beat)
-            case msg.Turn() as turn:
-                self._turns[peer] += 1
+            case msg.Round() as opened:
+                self._rounds[peer] += 1
                 self.transport.send(peer, b"\x93 this is no message")
-                for head in turn.heads:
-                    self._contribute(peer, head, turn.step)
+                for head in opened.heads:
+                    self._contribute(peer, head, opened.step)
             case msg.Commit() as commit if payload is not None:
                 self._commit(peer, commit.header, split_of(commit.header, bytes(payload)))
             case _:
@@ -104,7 +104,7 @@ class Hostile(Observer):
         self.transport.send(peer, encode(good), b"something else")
 
     def _forges(self, peer: PeerId) -> bool:
-        return self._turns[peer] > UNFORGED_ROUNDS
+        return self._rounds[peer] > UNFORGED_ROUNDS
 
     def _given(self, shard: ShardId, base: Digest, payload: bytes) -> msg.Contributor:
         """Tokens of our own, signed as they should be."""

@@ -361,7 +361,7 @@ def test_what_does_not_train_the_models_parameters_is_told_and_not_merged(
         return log.read_text() if log.exists() else ""
 
     try:
-        wait_until(lambda: "turns in a row" in said(), START_S, "two turns")
+        wait_until(lambda: "rounds in a row" in said(), START_S, "two rounds")
         script.send_signal(signal.SIGINT)
         _, err = script.communicate(timeout=END_S)
     finally:

@@ -44,7 +44,7 @@ def test_when_the_public_peer_dies_the_others_say_that_there_may_be_two_models()
 
 def test_who_comes_back_before_the_end_makes_one_model_of_both() -> None:
     """C6a, C6c: and nobody says anything but that it is complete."""
-    found = told(3, dies_at=20.0, back_at=35.0)
+    found = told(3, dies_at=20.0, back_at=30.0)
     assert found["statuses"] == [0, 0, 0]
     assert found["models"] == 1
 

@@ -83,7 +83,7 @@ def test_fresh_seeds_hold(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.timeout(600)
 def test_in_a_private_run_nothing_honest_is_lost_for_want_of_an_introduction() -> None:
     """Rule G2d, as it is: members hear of each other when they meet, and when they ask."""
-    found = outcomes([PRIVATE + seed for seed in (11, 16, 20, 47)], jobs=JOBS)
+    found = outcomes([PRIVATE + seed for seed in (5, 6, 11, 18)], jobs=JOBS)
     assert not broken(found.values())
     assert sum(o.happened.get("introduced", 0) for o in found.values()) >= 3
 

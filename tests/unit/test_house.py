@@ -27,7 +27,7 @@ CIRCLES = {
 OPENS_OTHERS = """
     cli/demo cli/export cli/invite_sources cli/main demo/local_swarm nat/port_mapping node/diagnostics node/run_creation
     training/corpus training/dataset_files training/export training/generation training/gguf_export
-    training/huggingface training/learner_main training/tokenized_dataset util/files util/process
+    training/huggingface training/learner_options training/tokenized_dataset util/files util/process
 """
 """Modules that open files of the user or of the system, beside those of a peer's state."""
 DEFINITIONS = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)

@@ -40,7 +40,7 @@ def test_a_node_with_many_connections_has_a_learner(many_descriptors: None) -> N
     with node, high:
         channel = Channel(high)
         node.sendall(learner_ipc.encode(learner_ipc.Pause()))
-        channel.wait()
+        channel.wait(10.0)
         assert channel.exchange() == [learner_ipc.Pause()]
         channel.post(learner_ipc.Failed(reason="x" * 1000))
         assert channel.flush(10.0)
