@@ -92,11 +92,11 @@ def make_islands(chips: int, peers: int, constants: Constants, seed: int) -> dic
 
 def merged_tokens(world: World) -> float:
     """All that was declared and merged, by the heaviest chains, a shard."""
-    chains = [process.machine.core.chains for process in world.living()]
-    shards = list(zip(*chains, strict=True))
-    return sum(max((c.head.tokens if c.head else 0, c.counts.merged) for c in shard)[1] for shard in shards) / len(
-        shards
-    )
+    found = 0
+    for shard in zip(*(process.machine.core.chains for process in world.living()), strict=True):
+        _, merged = max((0 if chain.head is None else chain.head.tokens, chain.counts.merged) for chain in shard)
+        found += merged
+    return found / len(world.checks.heaviest)
 
 
 def measure(

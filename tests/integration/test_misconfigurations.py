@@ -195,7 +195,7 @@ OF_OTHERS = {
     "none of the initial peers answers (...: no route to host)": "with IPv6 alone an /ip6 address",
     "none of the initial peers answers (...: connected, but no answer to a ping)": "the process there hangs",
     "none of the initial peers answers (...: no answer)": "open or forward its port",
-    "the run ended before this peer had the model": "p2pdiloco resume STATE --stay-s 3600",  # test_node_ending induces it
+    "the run ended before this peer had the model": "resume STATE --stay-s 3600",  # test_node_ending
     "the directory lists no open run": "for an invite",
     "no run is called NAME": "the directory knows: ",
     "there are several runs, name one with --run": "--run",
