@@ -602,10 +602,8 @@ class DiLoCo(SwarmView):
         self._tally.report(script_arguments.loss(loss))
 
     def wait(self) -> bool:
-        """Wait until a step may be made. Call it before each step of a script that stays to the end of its peer::
-
-            while outer.wait():
-                ...  # one step
+        """Wait until a step may be made: ``while outer.wait():`` is the loop of a script that stays to the end of its
+        peer.
 
         It returns at once while the run is trained. At the end of the run it serves the result until the peer leaves,
         and training continues if the run is prolonged meanwhile. All ranks of an island call it.
