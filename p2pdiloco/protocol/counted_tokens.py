@@ -35,6 +35,8 @@ young, contributions grow."""
 USUAL_VERSIONS: Final = 16
 """A *usual contributor* of a chain has contributed to one of so many versions. An owner that leaves others out must own
 all of them to change that: with four sevenths of the weight, one time in 8,000."""
+_PRINT_BYTES: Final = 8
+"""Of four bytes, as in heartbeats, a liar could find keys that pass for other peers, and merge these without them."""
 
 
 class TokenCounts(msgspec.Struct, frozen=True, array_like=True):
@@ -46,12 +48,12 @@ class TokenCounts(msgspec.Struct, frozen=True, array_like=True):
     """The usual contribution per version: the mean of the logarithms to base 2, in 1,024ths (see ``norm_bound``)."""
     merged: Annotated[int, Meta(ge=0, le=MAX_COUNT)] = 0
     """Declared tokens of all contributions. They are displayed only; no decision uses them."""
-    usual: tuple[tuple[int, int], ...] = ()
-    """The usual contributors, sorted: for each peer's ``fingerprint`` the version that merged it last."""
+    usual: Annotated[tuple[tuple[int, int], ...], Meta(max_length=1 << 16)] = ()
+    """The usual contributors, sorted: for each peer's fingerprint the version that merged it last."""
 
     def is_few(self, givers: Iterable[PeerId]) -> bool:
         """Return whether a merge of what these peers give lacks so many usual contributors that it proves little."""
-        here = dict(self.usual).keys() & set(map(fingerprint, givers))
+        here = dict(self.usual).keys() & set(_prints(givers))
         return not Support(len(here), len(self.usual)).is_nearly_all
 
     def count(
@@ -65,13 +67,14 @@ class TokenCounts(msgspec.Struct, frozen=True, array_like=True):
             factors: how much of each contribution counts, in per cent; empty: all of all.
         """
         tokens, usual = list(given.values()), int(power(self.octaves)) if self.versions else first
-        prints, last = list(map(fingerprint, given)), dict(self.usual)
-        waited = [version - last.get(one, version - 1) for one in prints]
+        prints, last = _prints(given), dict(self.usual)
+        # A record from elsewhere may name versions that are still to come.
+        waited = [min(max(1, version - last.get(one, version - 1)), USUAL_VERSIONS) for one in prints]
         per_cent = factors or [100] * len(tokens)
         weighed = sum(max(1, n * factor // 100) for n, factor in zip(tokens, per_cent, strict=True))
         most = (usual if self.versions else MOST_TIMES * first) * sum(map(mul, per_cent, waited)) // 100
         paces = [max(1, n // since) for n, since in zip(tokens, waited, strict=True)]
-        seen = {one: at for one, at in self.usual if at > version - USUAL_VERSIONS}
+        seen = {one: at for one, at in self.usual if version - USUAL_VERSIONS < at < version}
         after = TokenCounts(
             *(self.versions, self.octaves) if self.is_few(given) else self._mean_after(paces, usual),
             min(self.merged + sum(tokens), MAX_COUNT),
@@ -84,6 +87,10 @@ class TokenCounts(msgspec.Struct, frozen=True, array_like=True):
         if self.versions == MEMORY and low <= usual <= high:
             return self.versions, self.octaves
         return running_mean(self.versions, self.octaves, octaves(min(max(usual, low), high, MOST_TIMES * usual)))
+
+
+def _prints(peers: Iterable[PeerId]) -> list[int]:
+    return [fingerprint(peer, _PRINT_BYTES) for peer in peers]
 
 
 NOTHING_COUNTED = TokenCounts()

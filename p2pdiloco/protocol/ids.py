@@ -49,10 +49,10 @@ def learner_id(peer: PeerId, incarnation: str) -> LearnerId:
 FINGERPRINT_BYTES = 4
 
 
-@lru_cache(maxsize=16384)
-def fingerprint(peer: PeerId) -> int:
-    """Return the number that stands for a peer in heartbeats and chains."""
-    return int.from_bytes(blake2b(peer.encode(), digest_size=FINGERPRINT_BYTES).digest(), "big")
+@lru_cache(maxsize=32768)
+def fingerprint(peer: PeerId, size: int = FINGERPRINT_BYTES) -> int:
+    """Return the number of ``size`` bytes that stands for a peer: in heartbeats, and in chains (of eight bytes)."""
+    return int.from_bytes(blake2b(peer.encode(), digest_size=size).digest(), "big")
 
 
 def peer_of(learner: LearnerId) -> PeerId:

@@ -361,6 +361,16 @@ def test_who_was_left_out_counts_for_the_versions_that_it_waited() -> None:
     assert counted(stage, tokens(B, 680, 2040), tokens(PeerId("e"), 0, 40)) == 80
 
 
+def test_a_record_that_names_versions_to_come_is_taken_for_one_of_the_last() -> None:
+    """P3e: whoever offers a state chooses the record before its lineage."""
+    _, honest = count(NOTHING_COUNTED, 512, 512, 512)
+    for last in (-(10**6), 1, 2, 10**6):
+        record = msgspec.structs.replace(honest, usual=tuple((one, last) for one, _ in honest.usual))
+        counts_for, after = record.count(2, {PeerId("p0"): 512, PeerId("p1"): 10**9}, 512)
+        assert 2 * 512 <= counts_for <= 2 * 16 * 512
+        assert sorted(at for _, at in after.usual) == ([1, 2, 2] if last == 1 else [2, 2]), "and p2 is soon forgotten"
+
+
 def test_a_commit_whose_usual_is_not_the_chains_is_not_taken() -> None:
     """P3g: nor one whose tokens are those that were declared."""
     stage = Stage(B, C, owners="bac", has_learner=False, total_steps=10**6)
