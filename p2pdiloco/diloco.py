@@ -736,7 +736,10 @@ class DiLoCo(SwarmView):
         this process: in an island, whose ranks wait for this one, and where a node has started it."""
         if self._ranks is not None or self._parent is not None:
             raise
-        log.exception("an error of p2pdiloco: from now on this script trains alone. Please report it")
+        notes = getattr(sys.exception(), "__notes__", ())
+        given = next((note for note in notes if note.startswith(script_arguments.GIVEN_AS)), "")
+        what, remedy = ("an error ", "Mend it") if given else ("an error of p2pdiloco", "Please report it")
+        log.exception("%s%s: from now on this script trains alone. %s", what, given, remedy)
         self._is_linked = False
         if self._node_process is not None:
             self._node_process.stop(signal.SIGTERM)

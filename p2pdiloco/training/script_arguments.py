@@ -13,9 +13,9 @@ import inspect
 import logging
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -43,6 +43,8 @@ _OWN_OPTIONS = {
     "--reattach-s": "",
     "--status-fd": "",
 }
+GIVEN_AS = "in the function that was given as "
+"""Beginning of the note of an error that a user's function raised."""
 _FEW = "Convert it with int(...)"
 _SCHEDULE_FREE = "ScheduleFree"
 # In the names of classes that average the parameters with points of their own, and where their state has these points.
@@ -264,14 +266,26 @@ def process_group(value: object) -> None:
 
 
 def function(name: str, value: _F, of: str = "") -> _F:
-    """Return ``value``, a function or None. ``of`` describes its arguments.
+    """Return ``value``, a function or None; its errors get the note ``GIVEN_AS`` with its name. ``of`` describes its
+    arguments.
 
     Raises:
         DiLoCoError: it is something else.
     """
-    if value is not None and not callable(value):
+    if value is None:
+        return value
+    if not callable(value):
         raise DiLoCoError(f"{name} = {_shown(value)}: give a function{of}, or leave it out")
-    return value
+
+    @wraps(value)
+    def noted(*arguments: Any) -> Any:
+        try:
+            return value(*arguments)
+        except Exception as error:
+            error.add_note(f"{GIVEN_AS}{name}")
+            raise
+
+    return cast("_F", noted)
 
 
 def on_update(value: OnUpdate | None, optimizers: Sequence[torch.optim.Optimizer]) -> OnUpdate | None:

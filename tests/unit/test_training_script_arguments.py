@@ -397,6 +397,30 @@ def test_no_error_leaves_a_step_and_a_script_that_trains_alone_ends_at_the_runs_
     assert [told in record.getMessage() for record in caplog.records] == [True]
 
 
+def test_an_error_of_a_function_that_the_user_gave_is_told_as_one_of_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is none of ours, and nobody should report it to us."""
+    model = linear()
+    optimizer = sgd(model)
+
+    def broken() -> None:
+        raise ValueError("no space left")
+
+    outer = p2pdiloco.DiLoCo(model, optimizer, run="story", tokens_per_step=8, state=tmp_path, on_save=broken)
+    link = Broken(None)
+    link.boundary = outer._save
+    outer._link, outer._is_linked, outer._begun_in = link, True, os.getpid()  # type: ignore[assignment]
+    outer._check = StepCheck(model, [optimizer], outer._named)
+    outer._unhook()
+    outer._hook_steps()
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert told == "an error in the function that was given as on_save: from now on this script trains alone. Mend it"
+    assert "no space left" in caplog.text
+
+
 def test_parameters_of_the_optimizers_outside_of_the_model_are_told(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
