@@ -34,7 +34,7 @@ class Case(NamedTuple):
     members: int
     liars: int
     weight: float = 1.0
-    """Of each liar as an owner, in weights of an honest one."""
+    """Weight of each liar as an owner, in weights of an honest peer."""
     is_cabal: bool = True
     """Whether liars drop contributions when they own."""
     declares_most: bool = True

@@ -48,7 +48,7 @@ def _of(name: str, base: Setting | None = None, **changes: object) -> Claim:
 
 
 def claims() -> list[Claim]:
-    """What docs/results.md speaks of, in the order in which it is shown: what ships, what it was chosen among, and what
+    """Return the settings that docs/results.md speaks of, in its order: what ships, what it was chosen among, and what
     shipped before."""
     adamw = msgspec.structs.replace(MUON, inner="adamw", learning_rate=4e-3)
     adamw_line = as_shipped(**LINE, inner="adamw")

@@ -108,8 +108,9 @@ def shorter(learners: Sequence[int] = (8, 4)) -> list[Setting]:
 
 
 def defaults() -> list[Setting]:
-    """What ships, and what it was chosen among: how often the plain mean is taken, how long an exchange is under way,
-    and RDA; data parallel at several rates and lengths, which token efficiency is read from."""
+    """Return the settings that ship, and those that they were chosen among: how often the plain mean is
+    taken, how long an exchange is under way, and RDA; data parallel at several rates and lengths, which token
+    efficiency is read from."""
     near: dict[str, Any] = {**OFTEN, **EACH_SIX}
     half: dict[str, Any] = {"outer_rate": 0.7, "outer_momentum": 0.6}
     lengths = ((960, 16e-3), (1440, 16e-3), (960, 24e-3), (1440, 24e-3))

@@ -88,7 +88,7 @@ def gather(seen: Iterable[Sightings]) -> Sightings:
 
 
 def figures(seen: Sightings, begin: float, end: float) -> dict[str, float]:
-    """Of the rounds that were announced in this time."""
+    """Return figures of the rounds that were announced from ``begin`` to ``end``, in seconds."""
     made, taken, last, contributors, steps = [], [], [], [], []
     for commit in seen.commits.values():
         at = seen.rounds.get(f"{commit.fragment} {commit.step}")

@@ -1,4 +1,4 @@
-"""What learners consist of: the link to the node, data, models. Importing this package itself is cheap."""
+"""Parts of a learner: its link to the node, data, models. Importing this package itself is cheap."""
 
 # The script that a node starts as its learner.
 PROGRAM = "p2pdiloco.learner"

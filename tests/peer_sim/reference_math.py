@@ -37,8 +37,11 @@ def merged(
     factors: Sequence[int] = (),
     longest: float = 0.0,
 ) -> NDArray[np.float64]:
-    """What is made of contributions that declare these weights and so many inner steps, where a round has ``round``,
-    and of which so many per cent count. ``longest``: the length that it may have; 0: any."""
+    """Return the merge of ``vectors`` that declare these weights and inner steps.
+
+    ``sync_round``: inner steps of a round; ``factors``: per cent of each weight that count; ``longest``: the length
+    that the merge may have, 0: any.
+    """
     weights = [min((w, *_others(declared, i))) for i, w in enumerate(declared)]
     heaviest = max(weights)
     weights = [w * per_cent / 100 for w, per_cent in zip(weights, factors or [100] * len(weights), strict=True)]
