@@ -93,9 +93,9 @@ def test_of_two_children_that_wait_the_heavier_is_kept() -> None:
     """A1d: in whichever order they come."""
     for is_heavier_first in (True, False):
         stage = Stage(B)
-        first = stage.commit(tokens(B, 0, 40))
-        heavier = commit_on(head_of(first), tokens(B, 40, 90))
-        lighter = commit_on(head_of(first), tokens(B, 40, 80))
+        first = stage.commit(tokens(B, 0, 50))
+        heavier = commit_on(head_of(first), tokens(B, 50, 100))
+        lighter = commit_on(head_of(first), tokens(B, 50, 90))
         for header in (heavier, lighter) if is_heavier_first else (lighter, heavier):
             stage.hear(B, msg.Commit(header))
         stage.take(first)
