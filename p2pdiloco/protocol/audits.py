@@ -6,11 +6,13 @@ Rules of this file:
 2. Each peer that could audit a commit does so with a probability that makes ``AUDIT_SHARE`` audits in all. The driver
    draws: neither the owner nor another peer can foresee it.
 3. An owner keeps the contributions of its newest merges for auditors. One that does not deliver them is not barred, as
-   it may have restarted. But each audit for which it does not counts as a missed takeover time, and each of its next
-   commits is audited.
+   it may have restarted. But each of its next commits is audited until it delivers, and each of these for which it does
+   not counts as a missed takeover time.
 """
 
 from __future__ import annotations
+
+import math
 
 from p2pdiloco.protocol.aggregation import Aggregation
 from p2pdiloco.protocol.barred_owners import audited_payloads
@@ -41,8 +43,9 @@ class Audits:
     def __init__(self, core: Core, aggregation: Aggregation) -> None:
         self.core = core
         self._aggregation = aggregation
-        self._missing: dict[PeerId, None] = {}
-        """Owners that did not deliver for the last audit; the dict serves as an ordered set."""
+        self._missing: dict[PeerId, dict[ShardId, int]] = {}
+        """Owners that did not deliver for the last audit, in this order, and for each shard the first version of theirs
+        that came afterwards."""
 
     def on_head_changed(self, change: HeadChange) -> None:
         """Have the commit audited if its owner can be asked."""
@@ -52,15 +55,18 @@ class Audits:
             return
         if header.owner in peers and header.owner not in core.membership.owners.barred:
             chain = core.chains[change.shard]
-            is_far = LONG * header.length > header.longest and not chain.is_few(header.contributors)
-            is_long = header.longest > 0.0 and (chain.norm_bound.is_young or is_far)
+            is_far = chain.norm_bound.is_young or LONG * header.length > header.longest
+            is_long = header.longest > 0.0 and is_far and not chain.is_few(header.contributors)
             # The live peers without the owner, and this one, are as many as the live peers.
             share = (LONG_AUDITS if is_long else AUDIT_SHARE) / len(peers)
-            chance = 1.0 if header.owner in self._missing else min(1.0, share)
+            chance = min(1.0, share)
+            if header.owner in self._missing:
+                self._missing[header.owner].setdefault(change.shard, header.version)
+                chance = 1.0
             core.effects.append(Audit(change.shard, change.head.id, chance, self._aggregation.waits().takeover_s))
 
     def on_audited(self, event: Audited) -> None:
-        """Count audits for which an owner did not deliver what it should still have."""
+        """Have the next commits of an owner audited that did not deliver, and count those that it does not deliver."""
         core, owner, owners = self.core, event.owner, self.core.membership.owners
         if event.has_delivered:
             self._missing.pop(owner, None)
@@ -68,13 +74,15 @@ class Audits:
             return
         if owner not in core.participation.peers(event.shard) or event.head_version > event.version + 1:
             return
-        if owner not in self._missing:
-            core.note("warning", "audit", f"{owner} does not deliver what it merged, so it owns after all others")
-        self._missing[owner] = None
+        first = self._missing.setdefault(owner, {}).get(event.shard, math.inf)
         if len(self._missing) > MISSING_MOST:
             oldest = next(iter(self._missing))
             del self._missing[oldest]
             owners.withholding.discard(oldest)
+        if event.version < first:
+            return
+        if owner not in owners.withholding:
+            core.note("warning", "audit", f"{owner} does not deliver what it merged, so it owns after all others")
         owners.withholding.add(owner)
         core.membership.on_takeover_missed(owner, core.now, self._aggregation.waits().takeover_s)
 

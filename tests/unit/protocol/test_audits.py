@@ -140,7 +140,8 @@ def test_what_proves_a_wrong_merge_is_kept_for_others() -> None:
 
 def test_an_owner_that_does_not_deliver_counts_as_one_that_missed() -> None:
     """V5g: only if it was asked while it should still have it, however long it takes to answer; it is never barred.
-    All that it makes is audited until it delivers, and no commit of its own makes up for it."""
+    What it made before may be lost, as it may have restarted. All that it makes from then on is audited until it
+    delivers, and no commit of its own makes up for it."""
     stage = Stage(B, C, log_length=16)
     versions = iter(range(20))
 
@@ -152,8 +153,13 @@ def test_an_owner_that_does_not_deliver_counts_as_one_that_missed() -> None:
         return header, audit.chance
 
     missed = stage.machine.core.membership.owners._missed
-    header, chance = commit_of(B)
+    before, chance = commit_of(B)
     assert chance < 0.1
+    stage.tell(of(before, has_delivered=False))
+    header, chance = commit_of(B)
+    assert chance == 1.0
+    stage.tell(of(before, has_delivered=False))
+    assert not missed, "it was made before"
     assert notes(stage.tell(of(header, has_delivered=False)), "audit")
     assert set(missed) == {B}
     assert commit_of(B)[1] == 1.0
