@@ -11,7 +11,7 @@ Rules of this file:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Set
 from typing import NamedTuple
 
 from p2pdiloco.protocol.chain import HeadChange
@@ -137,8 +137,7 @@ class Aggregation:
         """
         core, collection, participation = self.core, self.collections[header.shard], self.core.participation
         rank, wait = participation.rank(header.owner, header.shard), self.waits()
-        prompt = self._prompt(participation.entitled(header.shard), wait)
-        support = took_part(header, prompt)
+        support = self._support(took_part(header), participation.entitled(header.shard), wait)
         is_small = not support.is_nearly_all and wait.nearly_all_s > 0.0
         is_unfair = is_small and not rank and self.small_commits.is_unfair(header.owner)
         return due(
@@ -153,10 +152,12 @@ class Aggregation:
             )
         )
 
-    def _prompt(self, peers: Iterable[PeerId], wait: Waits) -> frozenset[PeerId]:
-        """Return those of ``peers`` that usually answer while an owner waits, or are new."""
+    def _support(self, here: Set[PeerId], peers: Set[PeerId], wait: Waits) -> Support:
+        """Return how many of ``peers`` are ``here``, of these and all that usually answer while an owner waits, or are
+        new. They count as most of all at least: if nobody comes to an owner, it is not alone."""
         usual_s = self.response_times.usual_s(peers)
-        return frozenset(peer for peer, delay_s in usual_s.items() if delay_s <= wait.usual_s)
+        prompt = {peer for peer, delay_s in usual_s.items() if delay_s <= wait.usual_s or peer in here}
+        return Support(len(prompt & here), max(len(prompt), len(peers) and len(peers) // 2 + 1))
 
     def use_turn(self, shard: ShardId, *, is_unusual: bool) -> None:
         """Record whether the next commit uses up the time after which commits of few are applied."""
@@ -311,7 +312,7 @@ class Aggregation:
         assert collection.opened_at is not None
         ranked = participation.ranked_owners(shard)
         participants, wait = participation.participants(shard), self.waits()
-        missing, prompt = participants - collection.answered, self._prompt(participants, wait)
+        missing = participants - collection.answered
         quorum_s = 0.0 if collection.quorum_at is None else collection.quorum_at - collection.opened_at
         is_any_departing = any(map(participation.is_departing, missing - {config.peer}))
         return QuorumView(
@@ -319,7 +320,7 @@ class Aggregation:
             opened_at=collection.opened_at,
             quorum_at=collection.quorum_at,
             given=len(collection.given),
-            answers=Support(len(prompt & collection.answered), len(prompt)),
+            answers=self._support(collection.answered, participants, wait),
             missing=self.response_times.usual_s(missing),
             min_quorum=quorum,
             rank=ranked.index(config.peer) if config.peer in ranked else len(ranked),
@@ -423,11 +424,11 @@ class Aggregation:
         began_at = min(core.now, last.began_at + self.waits().few_s) if last.is_unusual else core.now
         self.collections[shard] = Collection(began_at)
         if isinstance(change.taken, CommitHeader):
-            prompt = self._prompt(core.participation.entitled(shard), self.waits())
-            support = took_part(change.taken, prompt)
-            self.small_commits.record(change.taken.owner, is_small=not support.is_nearly_all)
-            if support.is_most:
-                core.membership.owners.forgive(change.taken.owner)
+            header, here = change.taken, took_part(change.taken)
+            support = self._support(here, core.participation.entitled(shard), self.waits())
+            self.small_commits.record(header.owner, is_small=not support.is_nearly_all)
+            if support.is_most or not (self.small_commits.is_unfair(header.owner) or is_crowd(core, header)):
+                core.membership.owners.forgive(header.owner)
         early, self.early[shard] = self.early[shard], {}
         for sender in sorted(early):
             self.collect(sender, early[sender])

@@ -4,7 +4,6 @@ naming keys of their own."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Set
 
 from p2pdiloco.protocol.ids import PeerId, peer_of
 from p2pdiloco.protocol.messages import CommitHeader
@@ -16,10 +15,9 @@ COMMITS_KEPT, COMMITS_LEAST, OWNERS_REMEMBERED = 24, 6, 1024
 that are remembered. In one bad round an owner may make several small commits."""
 
 
-def took_part(header: CommitHeader, prompt: Set[PeerId]) -> Support:
-    """Return how many ``prompt`` peers took part: the owner, and the contributors."""
-    here = prompt & {header.owner, *(peer_of(c.learner) for c in header.contributors)}
-    return Support(len(here), len(prompt))
+def took_part(header: CommitHeader) -> set[PeerId]:
+    """Return the peers that took part: the owner, and the contributors."""
+    return {header.owner, *(peer_of(c.learner) for c in header.contributors)}
 
 
 def is_crowd(core: Core, header: CommitHeader) -> bool:

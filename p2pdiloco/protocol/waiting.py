@@ -45,11 +45,16 @@ class Waits(NamedTuple):
     usual_s: float
     """How long after the opening of a round its owner waits for those that usually answer until then (W3b)."""
     nearly_all_s: float
-    """How long it waits at least while fewer than nearly all prompt peers have answered (M4d)."""
+    """How long it waits at least while fewer than nearly all prompt peers have answered (M4d), and half as long again
+    while at most half have: the others may come to another owner, whose commit is here first then."""
     few_s: float
     """Least time between two small commits whose owners' turn has not come (O5b)."""
     commit_s: float
     """How long to wait for a commit that other peers have (W5a)."""
+
+    def support_s(self, support: Support) -> float:
+        """Return how long an owner waits at least for more prompt peers to answer, from the opening of the round."""
+        return 0.0 if support.is_nearly_all else self.nearly_all_s * (1.0 if support.is_most else 1.5)
 
 
 def waits(config: ProtocolConfig, times: Times, *, is_any_leaving: bool) -> Waits:
@@ -140,8 +145,8 @@ def _window_s(view: QuorumView, quorum_s: float) -> float:
     window_s = view.grace_s
     if view.is_extended and any(usual_s <= view.waits.usual_s for usual_s in view.missing.values()):
         window_s = max(window_s, view.waits.usual_s - quorum_s)
-    if view.is_extended and not view.answers.is_nearly_all:
-        window_s = max(window_s, view.waits.nearly_all_s - quorum_s)
+    if view.is_extended:
+        window_s = max(window_s, view.waits.support_s(view.answers) - quorum_s)
     return min(window_s if view.departing_s is None else view.departing_s, view.waits.takeover_s)
 
 
@@ -186,7 +191,7 @@ def due(view: CommitView) -> CommitDue:
     is_in_turn = view.took_part.is_most or view.rank == 0
     if is_in_turn and view.took_part.is_nearly_all:
         return CommitDue(view.now)
-    wait_s = view.waits.nearly_all_s if is_in_turn else view.rank * view.waits.takeover_s
+    wait_s = view.waits.support_s(view.took_part) if is_in_turn else view.rank * view.waits.takeover_s
     if view.opened_at is not None and view.now >= view.opened_at + wait_s:
         return CommitDue(view.now)
     at = view.began_at + view.waits.few_s

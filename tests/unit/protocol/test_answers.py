@@ -141,6 +141,18 @@ def test_without_a_grace_share_the_owner_waits_for_nobody() -> None:
     assert not any(rounds(after_s=0.8, grace_share=0.0))
 
 
+def test_an_owner_to_which_nobody_comes_in_time_does_not_merge_as_if_it_were_alone() -> None:
+    """M4d: the others may take another one for the owner, whose commit comes first then."""
+    for others, least_s in (((B, C, D), 1.5), ((B,), 0.5)):
+        stage = Stage(*others, owners="a" + "".join(others), grace_share=0.7, overlap=2)
+        for peer in others:
+            stage.machine.aggregation.response_times.record(peer, 10.0)
+        effects = stage.train(4)
+        effects += stage.work(effects, ef.Snapshot, ef.Encode)
+        assert not only(effects + stage.wait(least_s - 0.2), ef.Merge)
+        assert only(stage.wait(0.5), ef.Merge)
+
+
 @pytest.mark.parametrize("is_encoding", [False, True])
 def test_an_owners_own_learner_is_timed_when_it_comes_too_late(is_encoding: bool) -> None:
     """W3b: also if the version was merged while its snapshot, or its encoding, was under way."""
