@@ -85,6 +85,8 @@ class Heartbeats:
         if beat.phase != "joining":
             is_still = before is not None and before.heads_mark == beat.heads_mark
             view.mismatches = view.mismatches + 1 if is_still and beat.heads_mark != core.heads_mark else 0
+            if not core.is_current and before is not None and before.phase == "joining":
+                self.replication.request_heads((peer,))
         deaf_s = core.now - view.deaf_since
         if deaf_s > 0.0 and deaf_s >= DEAF_BEATS * view.interval_s(core.membership.beat_s()):
             view.deaf_since = core.now

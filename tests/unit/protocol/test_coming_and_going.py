@@ -104,6 +104,7 @@ def test_a_newcomer_gets_each_state_from_a_peer_that_has_it() -> None:
     assert fetches == [[], [ef.Fetch(ShardId(1), C)], [ef.Fetch(ShardId(0), B), ef.Fetch(ShardId(2), C)]]
     other = newcomer()
     assert not sent(other.meet(B, phase="joining") + other.wait(3.0), msg.HeadsRequest)
+    assert [to for to, _ in sent(other.says(B, phase="training"), msg.HeadsRequest)] == [B], "it has all now"
 
 
 def test_a_newcomer_asks_for_what_was_committed_meanwhile_when_it_has_all_states() -> None:
