@@ -4,7 +4,8 @@ Rules of this file:
 1. Peers. A peer without connections queries every LOOK_S. It queries soon when an unknown peer connects, when a peer
    disconnects, and when heartbeats name a peer that is connected to others but not to this one. Otherwise the interval
    doubles. Above FEW peers it is stretched in proportion, since an answer holds all records, but at most MAX_STRETCH
-   times: in an open run, most records may belong to attackers.
+   times: in an open run, most records may belong to attackers. There peers come and go all the time: the interval is
+   at least LARGE_LOOK_S, as newcomers query themselves.
 2. Rendezvous servers. A peer queries soon when it has lost one of its servers, or when a peer is missing and it has no
    server. Otherwise the interval doubles while nothing changes.
 """
@@ -22,6 +23,7 @@ from p2pdiloco.timing import Backoff
 LOOK_S, LOOK_MOST_S = 2.0, 600.0
 FEW = 16
 MAX_STRETCH = 4.0
+LARGE_LOOK_S = 30.0
 # Longest interval while a peer is missing, and for how long it applies after a peer went missing. The rendezvous
 # servers of that peer may change, for example because one has died.
 UNMET_LOOK_S, UNMET_FOR_S = 6.0, 120.0
@@ -57,6 +59,11 @@ class LookupPolicy:
         return min(MAX_STRETCH, max(1.0, len(self._connected) / FEW))
 
     @property
+    def least_s(self) -> float:
+        """Shortest interval between two lookups, in seconds."""
+        return LARGE_LOOK_S if len(self._connected) > FEW else LOOK_S
+
+    @property
     def is_peer_missing(self) -> bool:
         """True if no peer is connected, or if others are connected to a peer that this one is not connected to."""
         return bool(self._missing) or not self._connected
@@ -78,19 +85,20 @@ class LookupPolicy:
         if self._look_at is None or not connected:
             return True
         is_sought = missing and now - self._missing_at < UNMET_FOR_S
-        return now >= (min(self._look_at, self._looked_at + UNMET_LOOK_S) if is_sought else self._look_at)
+        sought_at = self._looked_at + max(UNMET_LOOK_S, self.least_s)
+        return now >= (min(self._look_at, sought_at) if is_sought else self._look_at)
 
     def look_soon(self, now: float) -> None:
-        """Make the next lookup due within LOOK_S, after a change."""
+        """Make the next lookup due within LOOK_S, after a change; in a large run, within LARGE_LOOK_S."""
         self._pause.reset()
         if self._look_at is not None:
-            self._look_at = min(self._look_at, now + LOOK_S)
+            self._look_at = min(self._look_at, max(now + LOOK_S, self._looked_at + self.least_s))
 
     def record_lookup(self, now: float, *, is_news: bool) -> None:
         """Record a lookup. ``is_news``: it returned new peers or addresses."""
         if is_news:
             self._pause.reset()
-        self._look_at, self._looked_at = now + self._pause.next_s() * self.stretch, now
+        self._look_at, self._looked_at = now + max(self.least_s, self._pause.next_s() * self.stretch), now
 
 
 class KnownPoints:

@@ -44,17 +44,31 @@ def test_who_is_among_all_whom_it_knows_looks_ever_more_seldom() -> None:
 
 
 def test_what_looks_cost_does_not_grow_with_the_swarm() -> None:
-    """Of four times as many others each looks a quarter as often; who comes is looked for as soon as in a small one."""
+    """Of four times as many others each looks a quarter as often."""
     small, large = Round(), Round()
     small.connected = small.known = [PeerId(f"p{i}") for i in range(FEW)]
     large.connected = large.known = [PeerId(f"p{i}") for i in range(4 * FEW)]
     assert small.looks(100.0) == [0.0, 2.0, 6.0, 14.0, 30.0, 62.0]
-    assert large.looks(400.0) == [0.0, 8.0, 24.0, 56.0, 120.0, 248.0]
+    assert large.looks(400.0) == [0.0, 30.0, 60.0, 92.0, 156.0, 284.0]
     full = Round()
     full.connected = full.known = [PeerId(f"p{i}") for i in range(30 * FEW)]
-    assert full.looks(400.0) == [0.0, 8.0, 24.0, 56.0, 120.0, 248.0], "they may all be one stranger's"
+    assert full.looks(400.0) == [0.0, 30.0, 60.0, 92.0, 156.0, 284.0], "they may all be one stranger's"
     large.heard = frozenset({fingerprint(CID)})
     assert large.looks(2.0) == [0.0]
+
+
+def test_in_a_large_run_not_each_coming_and_going_is_looked_after() -> None:
+    """In a run of 64 peers whose sessions last an hour it looked 257 times an hour."""
+    crowd = [PeerId(f"p{i}") for i in range(2 * FEW)]
+    for connected, least, most in ((crowd, 2, 3), (crowd[:FEW], 10, 32)):
+        round_ = Round()
+        round_.connected = round_.known = connected
+        round_.looks(1000.0)
+        found = 0
+        for _ in range(32):
+            round_.policy.look_soon(round_.now)
+            found += len(round_.looks(LOOK_S))
+        assert least <= found <= most, "in 64 s"
 
 
 def test_who_is_alone_looks_each_time() -> None:
