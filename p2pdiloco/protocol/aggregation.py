@@ -426,7 +426,8 @@ class Aggregation:
         if isinstance(change.taken, CommitHeader):
             header, here = change.taken, took_part(change.taken)
             support = self._support(here, core.participation.entitled(shard), self.waits())
-            self.small_commits.record(header.owner, is_small=not support.is_nearly_all)
+            if opened_at is not None:  # who was away could not take part in what it catches up with
+                self.small_commits.record(header.owner, is_small=not support.is_nearly_all)
             if support.is_most or not (self.small_commits.is_unfair(header.owner) or is_crowd(core, header)):
                 core.membership.owners.forgive(header.owner)
         early, self.early[shard] = self.early[shard], {}

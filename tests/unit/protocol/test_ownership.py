@@ -374,10 +374,15 @@ def test_an_owner_is_suspected_if_it_leaves_most_out_more_often_than_others_do()
     stage = Stage(B, C, D, owners="bcda")
     latest = stage.machine.aggregation.small_commits._latest
     stage.take(stage.commit(tokens(B, 0, 40), tokens(C, 0, 40), tokens(D, 0, 40)))
+    assert not latest, "no round had opened: this peer may have been away"
+    stage.machine.aggregation.open(SHARD, 8)
+    stage.take(stage.commit(tokens(B, 40, 80), tokens(C, 40, 80), tokens(D, 40, 80)))
     assert latest == {B: deque((False,))}
-    stage.take(stage.commit(tokens(B, 40, 80)))
+    stage.machine.aggregation.open(SHARD, 12)
+    stage.take(stage.commit(tokens(B, 80, 120)))
     assert latest == {B: deque((False, True))}
-    stage.take(stage.commit(tokens(C, 80, 120), tokens(D, 80, 120), owner=A))
+    stage.machine.aggregation.open(SHARD, 16)
+    stage.take(stage.commit(tokens(C, 120, 160), tokens(D, 120, 160), owner=A))
     assert latest == {B: deque((False, True)), A: deque((False,))}, "its own commits are a measure, too"
 
 
