@@ -91,6 +91,14 @@ class Checks:
         elif known.value.digest != value.digest:
             self.violated(1, f"{process.name} has another state at {state.head.id[:8]} than others have")
         self._values_fit(process, value)
+        shard = state.head.shard  # it may have left a heavier chain for that of most (H3f)
+        self.heaviest[shard] = min(self.heaviest[shard], max(self._living_tokens(shard, process), state.head.tokens))
+
+    def _living_tokens(self, shard: ShardId, but: Process | None = None) -> int:
+        """Return the tokens of the heaviest head of the living, ``but`` one."""
+        cores = [process.machine.core for process in self.world.living() if process is not but]
+        heads = [head for core in cores if (head := core.chains[shard].head) and head.id not in core.abandoned]
+        return max((head.tokens for head in heads), default=0)
 
     def _values_fit(self, process: Process, value: GlobalShard) -> None:
         if value.is_wild and not process.setting.lies:
@@ -228,9 +236,7 @@ class Checks:
     def progress_begins(self) -> None:
         """From now on what grows beyond the heaviest head of the living is progress: heavier ones may have died."""
         for shard in self.advanced_at:
-            cores = [process.machine.core for process in self.world.living()]
-            heads = [head for core in cores if (head := core.chains[shard].head) and head.id not in core.abandoned]
-            self.heaviest[shard] = max((head.tokens for head in heads), default=0)
+            self.heaviest[shard] = self._living_tokens(shard)
             self.advanced_at[shard] = max(self.advanced_at[shard], self.world.now)
 
     def went_back(self, head: Head) -> None:

@@ -24,8 +24,9 @@ from tests.machine_sim.shared_link_network import share_lines
 from tests.machine_sim.transcript import Transcript
 from tests.machine_sim.world import World
 
-PROGRESS_S = 12.0
-"""Within this time, and the time between two rounds, every shard must have a new version once all is healed."""
+PROGRESS_S = 16.0
+"""Within this time, and the time between two rounds, every shard must have a new version once all is healed. If all are
+needed for a quorum and one went on alone, the others believe its chain after three rounds (H3b)."""
 REST_S = 12.0
 ENDING_S = 100.0
 
