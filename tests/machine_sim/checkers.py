@@ -253,12 +253,14 @@ class Checks:
             self.violated(5, f"{process.name} merges {contributions} contributions, the quorum is {quorum}")
 
     def closing_in_time(self, process: Process) -> None:
-        """With the quorum in, a version waits for nobody longer than the takeover time of each owner before."""
+        """With the quorum in, a version waits for nobody longer than the takeover time of each owner before. An own
+        commit that cannot be applied is tried again and again (E1c)."""
         core = process.machine.core
         if process.paused_until > self.world.now - 2.0:
             return
         for shard, collection in enumerate(process.machine.aggregation.collections):
-            if collection.quorum_at is not None and not collection.is_closed:
+            is_due = process.machine.aggregation.own_commits.not_before(ShardId(shard)) <= core.now
+            if collection.quorum_at is not None and not collection.is_closed and is_due:
                 longest_s = (len(core.membership.owners.candidates) + 1) * core.config.takeover_ceiling_s + 1.0
                 if core.now - collection.quorum_at > longest_s:
                     self.violated(

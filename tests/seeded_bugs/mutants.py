@@ -16,7 +16,7 @@ from p2pdiloco.protocol import aggregation, chain, contributions, heartbeat, mac
 from p2pdiloco.protocol import events as ev
 from p2pdiloco.protocol.contributions import Ledger, Walk
 from p2pdiloco.protocol.effects import PauseLearner
-from p2pdiloco.protocol.ids import Digest, FragmentId, ShardId
+from p2pdiloco.protocol.ids import Digest, FragmentId, PeerId, ShardId
 from p2pdiloco.protocol.messages import CommitHeader, Contribution, Contributor, Head
 
 Patch = tuple[Any, str, Any]
@@ -173,7 +173,14 @@ def _joiner_gives_up() -> list[Patch]:
     def seek(self: replication.Replication) -> None:
         return None
 
-    return [(replication.Replication, "find_donors", seek)]
+    ask = replication.Replication.request_heads
+
+    def ask_once(self: replication.Replication, peers: tuple[PeerId, ...]) -> None:
+        asked = self.__dict__.setdefault("asked_once", set())
+        ask(self, tuple(peer for peer in peers if self.core.is_current or peer not in asked))
+        asked.update(peers)
+
+    return [(replication.Replication, "find_donors", seek), (replication.Replication, "request_heads", ask_once)]
 
 
 def _leaves_at_once() -> list[Patch]:
