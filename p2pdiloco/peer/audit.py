@@ -121,7 +121,8 @@ ANSWER_S, TURN_S, SLOWEST_BYTES_PER_S, CASE_S = 20.0, 2.0, 50_000, 300.0
 LEAST_ANSWER_S = 3.0
 # A peer that no longer has a payload says so at once.
 PROMPT_S = 1.0
-# Payloads of one commit that are held in memory, for an audit and for an accusation; a commit with more is not audited.
+# Payloads of one commit that are held in memory, for an audit and for an accusation. A commit with more is not audited,
+# which the log tells once.
 CASE_MOST_BYTES = 512 << 20
 
 
@@ -139,6 +140,7 @@ class _Case:
         self.failed: set[PeerId] = set()
         # Peers that said at once (``PROMPT_S``) that they do not have a payload.
         self.refused: set[PeerId] = set()
+        self.is_too_large = False
 
 
 class Auditor:
@@ -172,6 +174,7 @@ class Auditor:
         self._audits: deque[tuple[WrongMerge, float]] = deque()
         # Accusations by accuser, the accuser that waits longest first.
         self._accusations: dict[PeerId, deque[WrongMerge]] = {}
+        self._has_told = False
         self._auditing: asyncio.Task[None] | None = None
         self._checking: asyncio.Task[None] | None = None
 
@@ -217,7 +220,7 @@ class Auditor:
             return
         case = self._begin(header, answer_s)
         is_right = await self._judge(commit, (header.owner,), case)
-        if is_right is False or self._driver.is_closed:
+        if is_right is False or case.is_too_large or self._driver.is_closed:
             return
         # An owner that takes its time does not escape by that. One that answers may be ahead of this peer.
         version = self._version(commit) if header.owner in case.refused else asked_at
@@ -335,7 +338,16 @@ class Auditor:
                 if payload is None and source not in case.failed and not self._driver.is_closed:
                     payload = await self._ask(source, header, digest, case)
             size += 0 if payload is None else len(payload)
-            if payload is None or size > CASE_MOST_BYTES:
+            case.is_too_large = size > CASE_MOST_BYTES
+            if case.is_too_large and not self._has_told:
+                self._has_told = True
+                log.warning(
+                    f"merges of more than {CASE_MOST_BYTES >> 20} MiB of contributions are not audited: nobody finds "
+                    "an owner that lies in one. A run with smaller shards (schedule.max_shard) has smaller merges",
+                    shard=header.shard,
+                    contributors=len(header.contributors),
+                )
+            if payload is None or case.is_too_large:
                 return None
             found[digest] = payload
         return found

@@ -14,6 +14,7 @@ from troupe import Member, act
 from troupe import Stage as Theatre
 
 from p2pdiloco.codec import merge
+from p2pdiloco.peer import audit
 from p2pdiloco.peer.audit import ANSWER_S, UNCHECKED, UNCHECKED_PER_S
 from p2pdiloco.peer.state_server import PAYLOADS
 from p2pdiloco.protocol import effects as ef
@@ -233,6 +234,24 @@ def test_a_right_merge_is_made_again_and_nothing_follows(tmp_path: Path) -> None
             assert not [event for event in cat.events if isinstance(event, ev.Audited)], "it draws for itself"
             assert not bob.machine.view.barred
             assert not bob.faults()
+
+    act(story)
+
+
+def test_an_owner_whose_merges_are_too_large_to_be_audited_is_not_blamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It counted as one that does not deliver, with every merge of 595 learners; the log says so once."""
+    monkeypatch.setattr(audit, "CASE_MOST_BYTES", 1)
+
+    async def story() -> None:
+        async with Theatre(tmp_path) as stage:
+            ann, bob, _ = await company(stage)
+            bob.draws = 0.0
+            await stage.train(ann, *[1.0] * 8)
+            await stage.settle()
+            assert not [event for event in bob.events if isinstance(event, ev.Audited)]
+            assert sum("are not audited" in record.getMessage() for record in caplog.records) == 1
 
     act(story)
 
