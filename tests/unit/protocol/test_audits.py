@@ -241,7 +241,7 @@ def test_a_right_merge_is_made_again_and_nothing_follows(tmp_path: Path) -> None
 def test_an_owner_whose_merges_are_too_large_to_be_audited_is_not_blamed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It counted as one that does not deliver, with every merge of 595 learners; the log says so once."""
+    """V5g: it counted as one that does not deliver, with every merge of 595 learners; the log says so once."""
     monkeypatch.setattr(audit, "CASE_MOST_BYTES", 1)
 
     async def story() -> None:
