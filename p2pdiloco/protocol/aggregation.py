@@ -57,6 +57,7 @@ class Collection:
         "began_at",
         "given",
         "held_until",
+        "is_catching_up",
         "is_closed",
         "is_unusual",
         "opened_at",
@@ -75,6 +76,8 @@ class Collection:
         self.held_until = math.inf
         """When the round opens without an announcement."""
         self.quorum_at: float | None = None
+        self.is_catching_up = False
+        """Whether the next commit was here before the head was: this peer cannot have taken part in it."""
         self.is_unusual = False
         """Whether a small commit was found due although its owner's turn had not come."""
         self.is_closed = False
@@ -153,8 +156,11 @@ class Aggregation:
         )
 
     def _support(self, here: Set[PeerId], peers: Set[PeerId], wait: Waits) -> Support:
-        """Return how many of ``peers`` are ``here``, of these and all that usually answer while an owner waits, or are
-        new. They count as most of all at least: if nobody comes to an owner, it is not alone."""
+        """Return how many prompt ``peers`` there are, and how many of these are ``here``.
+
+        A peer is prompt if it usually answers while an owner waits, is new, or is here. If fewer than most are, most
+        count: an owner that the others pass over finds nobody prompt, and is not alone.
+        """
         usual_s = self.response_times.usual_s(peers)
         prompt = {peer for peer, delay_s in usual_s.items() if delay_s <= wait.usual_s or peer in here}
         return Support(len(prompt & here), max(len(prompt), len(peers) and len(peers) // 2 + 1))
@@ -426,7 +432,8 @@ class Aggregation:
         if isinstance(change.taken, CommitHeader):
             header, here = change.taken, took_part(change.taken)
             support = self._support(here, core.participation.entitled(shard), self.waits())
-            if opened_at is not None:  # who was away could not take part in what it catches up with
+            met_at = core.membership.met.get(header.owner, -math.inf)
+            if last.began_at > met_at and not last.is_catching_up:
                 self.small_commits.record(header.owner, is_small=not support.is_nearly_all)
             if support.is_most or not (self.small_commits.is_unfair(header.owner) or is_crowd(core, header)):
                 core.membership.owners.forgive(header.owner)

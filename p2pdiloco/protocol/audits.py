@@ -6,13 +6,11 @@ Rules of this file:
 2. Each peer that could audit a commit does so with a probability that makes ``AUDIT_SHARE`` audits in all. The driver
    draws: neither the owner nor another peer can foresee it.
 3. An owner keeps the contributions of its newest merges for auditors. One that does not deliver them is not barred, as
-   it may have restarted. But each of its next commits is audited until it delivers, and each of these for which it does
-   not counts as a missed takeover time.
+   it may have restarted. But each of its next commits is audited until it delivers, and each for which it does not
+   counts as a missed takeover time, except those that were made before the first such audit ended.
 """
 
 from __future__ import annotations
-
-import math
 
 from p2pdiloco.protocol.aggregation import Aggregation
 from p2pdiloco.protocol.barred_owners import audited_payloads
@@ -43,9 +41,11 @@ class Audits:
     def __init__(self, core: Core, aggregation: Aggregation) -> None:
         self.core = core
         self._aggregation = aggregation
-        self._missing: dict[PeerId, dict[ShardId, int]] = {}
-        """Owners that did not deliver for the last audit, in this order, and for each shard the first version of theirs
-        that came afterwards."""
+        self._missing: set[PeerId] = set()
+        """Owners that did not deliver for the last audit."""
+        self._excused: dict[PeerId, tuple[int, ...]] = {}
+        """For each owner that once did not deliver, in this order, the versions of all shards at that time. It may have
+        lost the contributions of these, but not of later ones. An owner is excused once, or it could lie each time."""
 
     def on_head_changed(self, change: HeadChange) -> None:
         """Have the commit audited if its owner can be asked."""
@@ -59,27 +59,27 @@ class Audits:
             is_long = header.longest > 0.0 and is_far and not chain.is_few(header.contributors)
             # The live peers without the owner, and this one, are as many as the live peers.
             share = (LONG_AUDITS if is_long else AUDIT_SHARE) / len(peers)
-            chance = min(1.0, share)
-            if header.owner in self._missing:
-                self._missing[header.owner].setdefault(change.shard, header.version)
-                chance = 1.0
+            chance = 1.0 if header.owner in self._missing else min(1.0, share)
             core.effects.append(Audit(change.shard, change.head.id, chance, self._aggregation.waits().takeover_s))
 
     def on_audited(self, event: Audited) -> None:
         """Have the next commits of an owner audited that did not deliver, and count those that it does not deliver."""
         core, owner, owners = self.core, event.owner, self.core.membership.owners
         if event.has_delivered:
-            self._missing.pop(owner, None)
+            self._missing.discard(owner)
             owners.withholding.discard(owner)
             return
         if owner not in core.participation.peers(event.shard) or event.head_version > event.version + 1:
             return
-        first = self._missing.setdefault(owner, {}).get(event.shard, math.inf)
-        if len(self._missing) > MISSING_MOST:
-            oldest = next(iter(self._missing))
-            del self._missing[oldest]
+        self._missing.add(owner)
+        if owner not in self._excused:
+            self._excused[owner] = tuple(0 if chain.head is None else chain.head.version for chain in core.chains)
+        if len(self._excused) > MISSING_MOST:
+            oldest = next(iter(self._excused))
+            del self._excused[oldest]
+            self._missing.discard(oldest)
             owners.withholding.discard(oldest)
-        if event.version < first:
+        if event.version <= self._excused[owner][event.shard]:
             return
         if owner not in owners.withholding:
             core.note("warning", "audit", f"{owner} does not deliver what it merged, so it owns after all others")

@@ -36,7 +36,7 @@ USUAL_VERSIONS: Final = 16
 """A *usual contributor* of a chain has contributed to one of so many versions. An owner that leaves others out must own
 all of them to change that: with four sevenths of the weight, one time in 8,000."""
 _PRINT_BYTES: Final = 8
-"""Of four bytes, as in heartbeats, a liar could find keys that pass for other peers, and merge these without them."""
+"""Size of a fingerprint here. In four bytes, as in heartbeats, a liar could find keys that pass for other peers."""
 
 
 class TokenCounts(msgspec.Struct, frozen=True, array_like=True):

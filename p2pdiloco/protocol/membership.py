@@ -215,8 +215,8 @@ class Membership:
         self.interval_s = interval_s
         """Seconds between two heartbeats in a small swarm."""
         self.peers: dict[PeerId, PeerView] = {}
-        self.met: dict[PeerId, None] = {}
-        """Peers that were connected once, the first ones first."""
+        self.met: dict[PeerId, float] = {}
+        """When each peer was first connected, the first ones first."""
         self.sequence = 0
         self.sent_at: deque[float] = deque(maxlen=SENT_KEPT)
         """Send times of the last heartbeats; the newest has number ``sequence``."""
@@ -246,7 +246,7 @@ class Membership:
         if peer not in self.peers and len(self.peers) >= MAX_PEERS:
             return False
         self.peers[peer] = PeerView(peer, now)
-        self.met[peer] = None
+        self.met.setdefault(peer, now)
         if len(self.met) > 2 * MAX_PEERS:
             del self.met[next(iter(self.met))]
         return True

@@ -158,6 +158,6 @@ class Owners:
             self.rank(now, tiers)
 
     def forgive(self, peer: PeerId) -> None:
-        """Forget the missed takeover times of ``peer``: it has made a commit, and not of few contributions."""
+        """Forget the missed takeover times of ``peer``: it has made a commit."""
         if peer not in self.withholding:
             self._missed.pop(peer, None)

@@ -288,6 +288,7 @@ class Replication:
         change = HeadChange(shard, old, head, target)
         for listener in self.listeners:
             listener.on_head_changed(change)
+        self.aggregation.collections[shard].is_catching_up = self.orphans.is_followed(head)
         self._next(shard)
 
     def _next(self, shard: ShardId) -> None:

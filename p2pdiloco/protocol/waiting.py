@@ -20,6 +20,9 @@ from p2pdiloco.protocol.support import Support
 LEAST_WAIT_STEPS = 3
 """Least number of steps that an owner waits for usual answers. Learners answer at the end of a step, and some are
 slower, so half of a short round is not enough."""
+FEW_WAIT = 1.5
+"""How many times as long an owner waits while at most half of the prompt peers have answered: the others may come to
+another owner, whose commit then is here first. It is less than the takeover time, after which they come here."""
 LEFT_OUT_TAKEOVERS = 2
 """Takeover times for which a peer does not apply a suspected owner's commit. The next owner merges what it lacks in the
 second."""
@@ -45,8 +48,7 @@ class Waits(NamedTuple):
     usual_s: float
     """How long after the opening of a round its owner waits for those that usually answer until then (W3b)."""
     nearly_all_s: float
-    """How long it waits at least while fewer than nearly all prompt peers have answered (M4d), and half as long again
-    while at most half have: the others may come to another owner, whose commit is here first then."""
+    """How long it waits at least while most prompt peers have answered, and not nearly all (M4d)."""
     few_s: float
     """Least time between two small commits whose owners' turn has not come (O5b)."""
     commit_s: float
@@ -54,7 +56,7 @@ class Waits(NamedTuple):
 
     def support_s(self, support: Support) -> float:
         """Return how long an owner waits at least for more prompt peers to answer, from the opening of the round."""
-        return 0.0 if support.is_nearly_all else self.nearly_all_s * (1.0 if support.is_most else 1.5)
+        return 0.0 if support.is_nearly_all else self.nearly_all_s * (1.0 if support.is_most else FEW_WAIT)
 
 
 def waits(config: ProtocolConfig, times: Times, *, is_any_leaving: bool) -> Waits:

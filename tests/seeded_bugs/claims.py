@@ -594,6 +594,15 @@ if founder not in donors:
         "test_ownership.py::test_a_commit_out_of_turn_that_few_took_part_in_waits_for_its_owners_turn",
     ),
     _bug(
+        "who catches up suspects the only one that was there",
+        "aggregation",
+        "Aggregation.on_head_changed",
+        "last.began_at > met_at and not last.is_catching_up",
+        "True",
+        "after a power cut, the first one back owns last for the others",
+        "test_ownership.py::test_an_owner_is_suspected_if_it_leaves_most_out_more_often_than_others_do",
+    ),
+    _bug(
         "an owner to which nobody comes believes that it is alone",
         "aggregation",
         "Aggregation._support",

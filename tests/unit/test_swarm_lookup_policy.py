@@ -44,7 +44,7 @@ def test_who_is_among_all_whom_it_knows_looks_ever_more_seldom() -> None:
 
 
 def test_what_looks_cost_does_not_grow_with_the_swarm() -> None:
-    """Of four times as many others each looks a quarter as often."""
+    """A peer in a swarm four times as large looks a quarter as often."""
     small, large = Round(), Round()
     small.connected = small.known = [PeerId(f"p{i}") for i in range(FEW)]
     large.connected = large.known = [PeerId(f"p{i}") for i in range(4 * FEW)]
