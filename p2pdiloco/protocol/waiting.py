@@ -20,9 +20,6 @@ from p2pdiloco.protocol.support import Support
 LEAST_WAIT_STEPS = 3
 """Least number of steps that an owner waits for usual answers. Learners answer at the end of a step, and some are
 slower, so half of a short round is not enough."""
-FEW_WAIT = 1.5
-"""How many times as long an owner waits while at most half of the prompt peers have answered: the others may come to
-another owner, whose commit then is here first. It is less than the takeover time, after which they come here."""
 LEFT_OUT_TAKEOVERS = 2
 """Takeover times for which a peer does not apply a suspected owner's commit. The next owner merges what it lacks in the
 second."""
@@ -48,15 +45,11 @@ class Waits(NamedTuple):
     usual_s: float
     """How long after the opening of a round its owner waits for those that usually answer until then (W3b)."""
     nearly_all_s: float
-    """How long it waits at least while most prompt peers have answered, and not nearly all (M4d)."""
+    """How long it waits at least while fewer than nearly all prompt peers have answered (M4d)."""
     few_s: float
     """Least time between two small commits whose owners' turn has not come (O5b)."""
     commit_s: float
     """How long to wait for a commit that other peers have (W5a)."""
-
-    def support_s(self, support: Support) -> float:
-        """Return how long an owner waits at least for more prompt peers to answer, from the opening of the round."""
-        return 0.0 if support.is_nearly_all else self.nearly_all_s * (1.0 if support.is_most else FEW_WAIT)
 
 
 def waits(config: ProtocolConfig, times: Times, *, is_any_leaving: bool) -> Waits:
@@ -147,8 +140,8 @@ def _window_s(view: QuorumView, quorum_s: float) -> float:
     window_s = view.grace_s
     if view.is_extended and any(usual_s <= view.waits.usual_s for usual_s in view.missing.values()):
         window_s = max(window_s, view.waits.usual_s - quorum_s)
-    if view.is_extended:
-        window_s = max(window_s, view.waits.support_s(view.answers) - quorum_s)
+    if view.is_extended and not view.answers.is_nearly_all:
+        window_s = max(window_s, view.waits.nearly_all_s - quorum_s)
     return min(window_s if view.departing_s is None else view.departing_s, view.waits.takeover_s)
 
 
@@ -193,7 +186,7 @@ def due(view: CommitView) -> CommitDue:
     is_in_turn = view.took_part.is_most or view.rank == 0
     if is_in_turn and view.took_part.is_nearly_all:
         return CommitDue(view.now)
-    wait_s = view.waits.support_s(view.took_part) if is_in_turn else view.rank * view.waits.takeover_s
+    wait_s = view.waits.nearly_all_s if is_in_turn else view.rank * view.waits.takeover_s
     if view.opened_at is not None and view.now >= view.opened_at + wait_s:
         return CommitDue(view.now)
     at = view.began_at + view.waits.few_s

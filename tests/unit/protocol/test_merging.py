@@ -286,20 +286,17 @@ def test_a_contribution_alone_opens_no_round() -> None:
 
 
 def test_an_owner_waits_longer_while_most_have_not_answered() -> None:
-    """M4d: three quarters of a round, or half if most have, however fast one says it is; of two, one is enough."""
-    others = (B, C, D, PeerId("e"), PeerId("f"))
-    for answered in (others[:2], others[:3], others[:4]):
-        stage = owner(*others)
+    """M4d: half of a round, however fast one of them says it is; of two, one is enough."""
+    for answered in ((B,), (B, C)):
+        stage = owner(B, C, D)
         stage.says(B, step_time_s=1e-9)
         stage.wait(1.0)
         effects = [effect for peer in answered for effect in stage.offer(peer)]
-        half_s = stage.machine.aggregation.waits().nearly_all_s
-        assert half_s == pytest.approx(1.0), "half of a round"
-        effects += stage.wait(0.8 * half_s)
-        assert bool(merged(effects)) == (len(answered) == 4)
-        effects += stage.wait(0.4 * half_s)
-        assert bool(merged(effects)) == (len(answered) > 2)
-        assert merged(effects + stage.wait(0.4 * half_s)) == [tuple(tokens(peer, 0, 40) for peer in answered)]
+        wait_s = stage.machine.aggregation.waits().nearly_all_s
+        assert wait_s == pytest.approx(1.0), "half of a round"
+        effects += stage.wait(0.8 * wait_s)
+        assert bool(merged(effects)) == (len(answered) == 2)
+        assert merged(effects + stage.wait(0.4 * wait_s)) == [tuple(tokens(peer, 0, 40) for peer in answered)]
     stage = owner(B, C)
     stage.says(B, step_time_s=1e-9)
     stage.wait(1.0)

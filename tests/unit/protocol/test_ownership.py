@@ -239,8 +239,8 @@ def test_a_commit_in_turn_that_few_took_part_in_waits_as_its_owner_has_to() -> N
     stage = Stage(B, C, D, owners="bcda", has_learner=False)
     alone = stage.commit(tokens(B, 0, 40), owner=B)
     assert not is_applied(stage.hear(B, msg.Commit(alone)), alone), "no round was announced"
-    wait_s = 1.5 * stage.machine.aggregation.waits().nearly_all_s
-    assert wait_s == pytest.approx(1.5)
+    wait_s = stage.machine.aggregation.waits().nearly_all_s
+    assert wait_s == pytest.approx(1.0)
     assert not is_applied(stage.announce(B, 4) + stage.wait(0.9 * wait_s), alone)
     assert is_applied(stage.wait(0.2 * wait_s), alone)
 
@@ -302,12 +302,12 @@ def test_a_commit_of_an_owner_that_leaves_most_out_comes_after_the_next_owners()
             small_commits.record(C, is_small=not is_unfair)
         given = [message for _, message in sent(stage.give(), msg.Contribution)]
         alone = stage.commit(tokens(B, 0, 40), owner=B)
-        effects = stage.hear(B, msg.Commit(alone)) + stage.wait(1.7)
+        effects = stage.hear(B, msg.Commit(alone)) + stage.wait(1.2)
         assert is_applied(effects, alone) != is_unfair
         weights = dict(stage.machine.core.membership.owners.candidates)
         assert (weights[B] < 1e-6) == is_unfair, "the next contributions go to others at once"
         if is_unfair:
-            effects = stage.wait(stage.machine.aggregation.waits().takeover_s - 1.5)
+            effects = stage.wait(stage.machine.aggregation.waits().takeover_s - 1.0)
             assert [to for to, _ in sent(effects, msg.Contribution)] == [C], "the next owner gets it"
             every = (given[0].contributor, tokens(C, 0, 40), tokens(D, 0, 40))
             joint = stage.commit(*sorted(map(bare, every), key=lambda c: c.learner), owner=C)
@@ -440,7 +440,7 @@ def test_the_round_of_another_owner_does_not_depend_on_what_only_this_peer_saw()
         stage.announce(C, 4)
         header = stage.commit(tokens(owner, 0, 40), owner=owner)
         effects = stage.hear(owner, msg.Commit(header)) + stage.wait(
-            1.6 * stage.machine.aggregation.waits().nearly_all_s
+            1.1 * stage.machine.aggregation.waits().nearly_all_s
         )
         assert is_applied(effects, header), owner
     stage = Stage(B, C, owners="bca", has_learner=False)
