@@ -25,6 +25,7 @@ from p2pdiloco.protocol.audits import AUDIT_SHARE, AUDITED_VERSIONS
 from p2pdiloco.protocol.barred_owners import EVIDENCE_MOST, audited_payloads
 from p2pdiloco.protocol.chain import no_size
 from p2pdiloco.protocol.config import Sizes
+from p2pdiloco.protocol.counted_tokens import TokenCounts
 from p2pdiloco.protocol.ids import Digest, PeerId, ShardId, learner_id
 from p2pdiloco.protocol.norm_bound import MEMORY, NormBound
 from p2pdiloco.wire.control_messages import GetPayload, decode_request, encode
@@ -76,14 +77,19 @@ def test_all_peers_together_audit_one_commit_in_ten() -> None:
     assert not only(stage.take(stage.commit(tokens(C, 40, 80), owner=C), sender=C), ef.Audit)
 
 
-@pytest.mark.parametrize(("counted", "length", "expected"), [(1, 1.0, 2.0), (MEMORY, 11.0, 2.0), (MEMORY, 7.0, 0.1)])
+@pytest.mark.parametrize(
+    ("counted", "length", "usual", "expected"),
+    [(1, 1.0, 0, 2.0), (MEMORY, 11.0, 0, 2.0), (MEMORY, 7.0, 0, 0.1), (1, 1.0, 9, 0.1)],
+)
 def test_steps_with_which_an_owner_could_do_most_harm_are_audited_by_two(
-    counted: int, length: float, expected: float
+    counted: int, length: float, usual: int, expected: float
 ) -> None:
-    """V5b: those of a young chain, and those of more than two mean lengths (here 4 for a round)."""
+    """V5b: those of a young chain, and those of more than two mean lengths (here 4 for a round), but not of few
+    contributions, whose merges are short."""
     stage = Stage(B, C, D, has_learner=False, sizes=Sizes(elements=(100,)))
     chain = stage.machine.core.chains[SHARD]
     chain.norm_bound = NormBound(counted, 0)
+    chain.counts = TokenCounts(usual=tuple((number, 0) for number in range(usual)))
     given = (tokens(B, 0, 40), tokens(C, 0, 40), tokens(D, 0, 40))
     header = stage.commit(*given, owner=B, length=length, record=chain.record_after(1, given, length))
     (audit,) = only(stage.take(header), ef.Audit)
