@@ -222,7 +222,7 @@ BUGS = (
         _RULES,
         "Audits.on_audited",
         "owner not in self._excused",
-        "owner not in owners.withholding",
+        "owner not in self.core.membership.owners.withholding",
         "an owner that shows nothing of its lies delivers one true merge, and lies again for nothing",
         "test_an_owner_is_excused_once",
     ),
