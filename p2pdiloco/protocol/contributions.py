@@ -477,7 +477,8 @@ class Contributions:
         ranked = core.participation.ranked_owners(shard)
         if pending.contribution.contributor.tokens:
             laps = 1 + pending.rank // len(ranked)
-            core.alarms.set(("takeover", shard), core.now + laps * self.aggregation.waits().takeover_s)
+            share = 0.5 if core.departure == "leaving" else 1.0  # another owner may be waiting for it (M4c)
+            core.alarms.set(("takeover", shard), core.now + share * laps * self.aggregation.waits().takeover_s)
         if pending.beyond.issuperset(ranked):
             return
         if pending.asked.union(pending.beyond).issuperset(ranked):

@@ -146,6 +146,19 @@ def test_if_no_commit_comes_within_the_takeover_time_a_contribution_goes_to_the_
     assert only(stage.wait(3 * takeover_s), ef.Merge), "and then to this peer itself, rank 2"
 
 
+def test_who_leaves_turns_to_the_next_rank_sooner() -> None:
+    """O3c: that one may be the owner for the others, and they wait for it no longer than the takeover time (M4c)."""
+    stage = Stage(B, C, owners="bca")
+    stage.train(3)
+    stage.tell(ev.LeaveRequested("asked to"))
+    effects = stage.wait(0.6) + stage.tell(ev.LearnerPaused(3, 30, 3)) + stage.wait(0.1)
+    [(owner, given)] = sent(stage.work(effects, ef.Snapshot, ef.Encode), msg.Contribution)
+    takeover_s = stage.machine.aggregation.waits().takeover_s
+    assert not sent(stage.wait(takeover_s / 2 - 0.01), msg.Contribution)
+    assert sent(stage.wait(0.02), msg.Contribution) == [(C, given)]
+    assert owner == B
+
+
 def test_a_commit_that_comes_in_time_stops_the_takeover() -> None:
     """O3c: what was pending is merged or stale then."""
     stage = Stage(B, C, owners="bca")
